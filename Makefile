@@ -1,0 +1,66 @@
+# `make` prints the targets. PYTHON chooses the interpreter that makes the environment, VENV where it lies.
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+CHECKPOINT := build/ds3
+MAIN_JOB := --layer 3 --ranks 2 --tokens 64
+
+.DELETE_ON_ERROR:
+.PHONY: help venv run test stress lint format features sanitize gpu clean
+
+help:  ## print the targets
+	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED)  ## make the environment and install into it, if pyproject.toml or constraints.txt changed
+
+$(INSTALLED):
+	@test -x $(BIN)/python || { echo "venv      $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "install   moe-mk and what it needs"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+run: venv $(CHECKPOINT)/model.safetensors.index.json  ## one DeepSeek-V3 MoE layer on 2 ranks, verified
+	@echo "run       $(CHECKPOINT) $(MAIN_JOB)"
+	@$(BIN)/moe-mk run $(CHECKPOINT) $(MAIN_JOB)
+
+$(CHECKPOINT)/model.safetensors.index.json: | $(INSTALLED)
+	@echo "write     $(CHECKPOINT), a checkpoint in the official layout"
+	@$(BIN)/moe-mk make-checkpoint $(CHECKPOINT) --experts 32
+
+test: venv  ## every test that needs no GPU
+	@echo "pytest    not gpu, not slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile
+
+stress: venv  ## the tests that take minutes
+	@echo "pytest    slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow and not gpu"
+
+lint: venv  ## ruff and mypy
+	@echo "ruff      check"
+	@$(BIN)/ruff check --quiet .
+	@echo "ruff      format"
+	@$(BIN)/ruff format --check --quiet .
+	@echo "mypy      strict"
+	@$(BIN)/mypy --no-error-summary
+
+format: venv  ## let ruff format and mend what it can
+	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
+
+features: venv  ## write docs/capabilities.md from tests/rows.yaml and the marks in tests/
+	@$(BIN)/python tools/features.py
+
+sanitize: venv  ## run the native kernels under the sanitizers
+	@echo "sanitize  kernels"
+	@$(BIN)/python tools/sanitize_kernels.py
+
+gpu: venv  ## every test that needs a GPU
+	@echo "pytest    gpu"
+	@$(BIN)/python -m pytest -q -m gpu
+
+clean:  ## remove what was built, the environment not
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find moe_mk tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
