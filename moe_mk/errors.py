@@ -1,0 +1,69 @@
+"""Every error and warning a user of the library can meet.
+
+A message names what was asked, both numbers, and the next step. `assert` is for what the library promises itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MoEMKError(Exception):
+    """The base of all errors raised on purpose by this library."""
+
+
+class ConfigError(MoEMKError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class ShapeError(MoEMKError, ValueError):
+    """A tensor of the wrong shape, dtype, device or range of values."""
+
+
+class WeightError(MoEMKError, ValueError):
+    """A checkpoint that is missing, incomplete, foreign or damaged."""
+
+
+class UnsupportedError(MoEMKError, RuntimeError):
+    """A request that is well formed but cannot be served here; carries every reason, not the first."""
+
+    def __init__(self, what: str, reasons: Sequence[str] = ()) -> None:
+        self.what = what
+        self.reasons = tuple(reasons)
+        super().__init__("\n  - ".join((what, *self.reasons)))
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
+        return type(self), (self.what, self.reasons)
+
+
+class LibraryMissing(UnsupportedError, ImportError):
+    """An optional library is not installed; the message carries the install line."""
+
+
+class CommError(MoEMKError, RuntimeError):
+    """A peer is dead, late or disagrees; names rank, phase and, where known, layer and peer."""
+
+    def __init__(self, message: str, *, rank: int, phase: str, layer: str = "", peer: int | None = None) -> None:
+        self.rank, self.phase, self.layer, self.peer, self.detail = rank, phase, layer, peer, message
+        where = f"rank {rank}, phase {phase!r}" + (f", layer {layer!r}" if layer else "")
+        who = "" if peer is None else f", peer {peer}"
+        super().__init__(f"{where}{who}: {message}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _comm_error, (self.detail, self.rank, self.phase, self.layer, self.peer)
+
+
+def _comm_error(message: str, rank: int, phase: str, layer: str, peer: int | None) -> CommError:
+    return CommError(message, rank=rank, phase=phase, layer=layer, peer=peer)
+
+
+class MoEMKWarning(UserWarning):
+    """The base of all warnings, so that a host can turn them into errors."""
+
+
+class FallbackWarning(MoEMKWarning):
+    """Something slower or less accurate than asked for is used, and this says why."""
+
+
+class PluginWarning(MoEMKWarning):
+    """A third-party plugin could not be loaded and was skipped."""

@@ -1,0 +1,119 @@
+"""Names to plugins: one short name is the identity, nothing is ever overwritten, and typos are answered.
+
+Built-in plugins register with a decorator; third-party ones arrive by entry point. A plugin that fails to load is
+remembered by name with its reason and skipped, so that `doctor` can show it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from moe_mk.errors import ConfigError, PluginWarning
+
+T = TypeVar("T", bound=type)
+
+
+def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:
+    """Say what was probably meant, and what there is."""
+    near = get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{hint} (known: {', '.join(sorted(known))})"
+
+
+class Registry(Generic[T]):
+    """Classes of one kind by short name, checked against a base class when they register.
+
+    kind: what the entries are, for messages. base: the abstract class whose methods an entry must implement with the
+    same parameters. group: the entry-point group third-party wheels use, loaded at the first look-up.
+    """
+
+    def __init__(self, kind: str, base: type, group: str = "") -> None:
+        self.kind, self.base, self.group = kind, base, group
+        self.broken: dict[str, str] = {}
+        self._entries: dict[str, T] = {}
+        self._origin: dict[str, str] = {}
+        self._discovered = not group
+
+    def register(self, name: str, origin: str = "") -> Callable[[T], T]:
+        """Add a class under a name; a second registration and a wrong signature raise ConfigError."""
+
+        def add(entry: T) -> T:
+            where = origin or entry.__module__
+            if name in self._entries:
+                raise ConfigError(f"{self.kind} {name!r} is registered twice: by {self._origin[name]} and by {where}")
+            problems = contract_problems(entry, self.base)
+            if problems:
+                raise ConfigError(
+                    f"{self.kind} {name!r} of {where} breaks the contract of {self.base.__name__}: "
+                    + "; ".join(problems)
+                )
+            self._entries[name], self._origin[name] = entry, where
+            return entry
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        self._discover()
+        if name in self._entries:
+            return self._entries[name]
+        if name in self.broken:
+            raise ConfigError(f"{self.kind} {name!r} is installed but could not be loaded: {self.broken[name]}")
+        raise ConfigError(f"no {self.kind} is called {name!r}{did_you_mean(name, list(self._entries))}")
+
+    def __contains__(self, name: object) -> bool:
+        self._discover()
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        self._discover()
+        return iter(list(self._entries))
+
+    def items(self) -> list[tuple[str, T]]:
+        """All names with their classes, in order of registration."""
+        self._discover()
+        return list(self._entries.items())
+
+    def origin(self, name: str) -> str:
+        """The module or wheel an entry came from."""
+        return self._origin[name]
+
+    def _discover(self) -> None:
+        if self._discovered:
+            return
+        self._discovered = True
+        for point in entry_points(group=self.group):
+            origin = f"{point.dist.name if point.dist else '?'} ({point.value})"
+            try:
+                self.register(point.name, origin)(point.load())
+            except Exception as problem:  # a foreign wheel may fail in any way, and must not take the host down
+                self.broken[point.name] = f"{type(problem).__name__}: {problem}"
+                warnings.warn(
+                    f"{self.kind} plugin {point.name!r} of {origin} skipped: {self.broken[point.name]}",
+                    PluginWarning,
+                    stacklevel=3,
+                )
+
+
+def contract_problems(entry: type, base: type) -> list[str]:
+    """List how a class departs from its abstract base: not a subclass, missing methods, traits or parameters."""
+    if not (isinstance(entry, type) and issubclass(entry, base)):
+        return [f"{entry!r} is not a subclass of {base.__name__}"]
+    missing = sorted(getattr(entry, "__abstractmethods__", ()))
+    problems = [f"{name}() is not implemented" for name in missing]
+    if "traits" in getattr(base, "__annotations__", {}) and not hasattr(entry, "traits"):
+        problems.append("the class attribute `traits` is missing")
+    for name in getattr(base, "__abstractmethods__", ()):
+        if name in missing:
+            continue
+        if not callable(getattr(entry, name)):
+            problems.append(f"{name} is a {type(getattr(entry, name)).__name__}, not a method")
+            continue
+        ours, theirs = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (base, entry))
+        if ours != theirs:
+            problems.append(f"{name}({', '.join(theirs)}) should be {name}({', '.join(ours)})")
+    return problems

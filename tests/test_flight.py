@@ -1,0 +1,50 @@
+"""Flights land alone or in turns."""
+
+from collections.abc import Generator
+
+import pytest
+
+from moe_mk.flight import Flight, InFlight, interleave, land
+
+
+def flight(name: str, hops: int, log: list[str]) -> Flight[str]:
+    for hop in range(hops):
+        log.append(f"{name}{hop}")
+        yield InFlight(name)
+    log.append(f"{name}!")
+    return name
+
+
+@pytest.mark.parametrize("hops", [0, 1, 3])
+def test_landing_runs_every_hop_and_returns_the_result(hops: int) -> None:
+    log: list[str] = []
+    assert land(flight("a", hops, log)) == "a" and log == [*(f"a{hop}" for hop in range(hops)), "a!"]
+
+
+def test_none_is_a_result() -> None:
+    def nothing() -> Flight[None]:
+        yield InFlight("x")
+
+    land(nothing())
+
+
+def test_interleaved_flights_take_turns_in_order() -> None:
+    # a makes one hop, b three, c none: c lands in the first round, a in the second, b flies on alone.
+    log: list[str] = []
+    results = interleave([flight("a", 1, log), flight("b", 3, log), flight("c", 0, log)])
+    assert results == ["a", "b", "c"]
+    assert log == ["a0", "b0", "c!", "a!", "b1", "b2", "b!"]
+
+
+def test_no_flights_at_all() -> None:
+    assert interleave([]) == []
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_error_in_the_air_reaches_the_caller(alone: bool) -> None:
+    def crash() -> Generator[InFlight, None, str]:
+        yield InFlight("dispatch")
+        raise ValueError("lost")
+
+    with pytest.raises(ValueError, match="lost"):
+        land(crash()) if alone else interleave([flight("a", 5, []), crash()])

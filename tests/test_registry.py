@@ -1,0 +1,208 @@
+"""Names to plugins: contracts checked, typos answered, nothing overwritten, broken wheels told by name."""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from moe_mk.errors import ConfigError, PluginWarning
+from moe_mk.registry import Registry, did_you_mean
+
+
+class Base(ABC):
+    traits: ClassVar[str]
+
+    @abstractmethod
+    def run(self, tokens: int, weights: int) -> int: ...
+
+    @classmethod
+    @abstractmethod
+    def volume(cls, problem: int) -> int: ...
+
+
+class Good(Base):
+    traits = "good"
+
+    def run(self, tokens: int, weights: int) -> int:
+        return tokens
+
+    @classmethod
+    def volume(cls, problem: int) -> int:
+        return problem
+
+
+class OtherParameters(Base):
+    traits = "bad"
+
+    def run(self, x: int, weights: int, extra: int = 0) -> int:
+        return x
+
+    @classmethod
+    def volume(cls, problem: int) -> int:
+        return problem
+
+
+class NoVolume(Base):
+    traits = "bad"
+
+    def run(self, tokens: int, weights: int) -> int:
+        return tokens
+
+
+class NoTraits(Base):
+    def run(self, tokens: int, weights: int) -> int:
+        return tokens
+
+    @classmethod
+    def volume(cls, problem: int) -> int:
+        return problem
+
+
+class NotAMethod(Good):
+    run = None  # type: ignore[assignment]
+
+
+def registry() -> Registry[type[Base]]:
+    made: Registry[type[Base]] = Registry("transport", Base)
+    made.register("all_gather")(Good)
+    made.register("all_to_all", origin="somewhere")(Good)
+    return made
+
+
+def test_entries_are_found_by_name_in_order_of_registration() -> None:
+    known = registry()
+    assert known["all_gather"] is Good and list(known) == ["all_gather", "all_to_all"]
+    assert known.items() == [("all_gather", Good), ("all_to_all", Good)]
+    assert "all_gather" in known and "nothing" not in known and 3 not in known
+    assert known.origin("all_gather") == __name__ and known.origin("all_to_all") == "somewhere"
+
+
+def test_registering_gives_the_class_back() -> None:
+    assert registry().register("third")(Good) is Good
+
+
+def test_a_typo_is_answered() -> None:
+    with pytest.raises(ConfigError, match=r"no transport is called 'all_gater'; did you mean 'all_gather'\?"):
+        registry()["all_gater"]
+    with pytest.raises(ConfigError, match=r"no transport is called 'xyz' \(known: all_gather, all_to_all\)"):
+        registry()["xyz"]
+
+
+def test_did_you_mean_without_anything_near() -> None:
+    assert did_you_mean("zzz", ["b", "a"]) == " (known: a, b)"
+    assert did_you_mean("top_kk", ("top_k", "ep")) == "; did you mean 'top_k'? (known: ep, top_k)"
+
+
+def test_a_second_registration_names_both_modules() -> None:
+    known = registry()
+    with pytest.raises(ConfigError, match=rf"'all_gather' is registered twice: by {__name__} and by other.wheel"):
+        known.register("all_gather", origin="other.wheel")(Good)
+    assert known["all_gather"] is Good
+
+
+@pytest.mark.parametrize(
+    "entry, problem",
+    [
+        (OtherParameters, r"run\(self, x, weights, extra\) should be run\(self, tokens, weights\)"),
+        (NoVolume, r"volume\(\) is not implemented"),
+        (NoTraits, "the class attribute `traits` is missing"),
+        (NotAMethod, "run is a NoneType, not a method"),
+        (int, "<class 'int'> is not a subclass of Base"),
+        (Good(), ".*Good object at .* is not a subclass of Base"),
+    ],
+)
+def test_a_class_that_breaks_the_contract_is_refused(entry: type[Base], problem: str) -> None:
+    known = registry()
+    with pytest.raises(ConfigError, match=f"transport 'new' of here breaks the contract of Base: {problem}"):
+        known.register("new", origin="here")(entry)
+    assert "new" not in known
+
+
+def test_all_problems_are_told_at_once() -> None:
+    class Hopeless(Base):
+        def run(self) -> int:  # type: ignore[override]
+            return 0
+
+    with pytest.raises(ConfigError) as caught:
+        registry().register("new")(Hopeless)  # type: ignore[type-abstract]
+    for problem in ("volume() is not implemented", "`traits` is missing", "run(self) should be"):
+        assert problem in str(caught.value)
+
+
+@dataclass(frozen=True)
+class FakeDistribution:
+    name: str
+
+
+@dataclass(frozen=True)
+class FakeEntryPoint:
+    name: str
+    load: Callable[[], object]
+    dist: FakeDistribution | None = FakeDistribution("my-wheel")
+    value: str = "my_wheel.transport:Mine"
+
+
+def fail() -> object:
+    raise OSError("libnothing.so: cannot open shared object file")
+
+
+def discovering(monkeypatch: pytest.MonkeyPatch, *points: FakeEntryPoint) -> Registry[type[Base]]:
+    asked: list[str] = []
+
+    def entry_points(group: str) -> tuple[FakeEntryPoint, ...]:
+        asked.append(group)
+        assert asked == ["moe_mk.transports"]  # once, for the group of this registry
+        return points
+
+    monkeypatch.setattr("moe_mk.registry.entry_points", entry_points)
+    made: Registry[type[Base]] = Registry("transport", Base, group="moe_mk.transports")
+    made.register("all_gather")(Good)
+    return made
+
+
+def test_wheels_add_entries_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(Good):
+        pass
+
+    known = discovering(monkeypatch, FakeEntryPoint("mine", lambda: Mine), FakeEntryPoint("lost", lambda: Good, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(known) == ["all_gather", "mine", "lost"] and known["mine"] is Mine
+    assert known.origin("mine") == "my-wheel (my_wheel.transport:Mine)"
+    assert known.origin("lost") == "? (my_wheel.transport:Mine)"
+
+
+def test_a_broken_wheel_is_skipped_and_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = discovering(monkeypatch, FakeEntryPoint("broken", fail), FakeEntryPoint("mine", lambda: Good))
+    with pytest.warns(PluginWarning, match=r"transport plugin 'broken' of my-wheel \(.*\) skipped: OSError: lib"):
+        assert list(known) == ["all_gather", "mine"]
+    assert known.broken == {"broken": "OSError: libnothing.so: cannot open shared object file"}
+    with pytest.raises(ConfigError, match="transport 'broken' is installed but could not be loaded: OSError: libnot"):
+        known["broken"]
+    assert "broken" not in known
+
+
+@pytest.mark.parametrize(
+    "name, load, reason",
+    [
+        ("all_gather", lambda: Good, f"registered twice: by {__name__} and by my-wheel"),
+        ("mine", lambda: NoVolume, r"breaks the contract of Base: volume\(\) is not implemented"),
+    ],
+)
+def test_a_wheel_that_breaks_the_rules_leaves_ours_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, load: Callable[[], object], reason: str
+) -> None:
+    known = discovering(monkeypatch, FakeEntryPoint(name, load))
+    with pytest.warns(PluginWarning, match=reason):
+        assert list(known) == ["all_gather"]
+    assert known["all_gather"] is Good
+
+
+def test_nothing_is_loaded_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    known = discovering(monkeypatch, FakeEntryPoint("mine", lambda: loaded.append("mine") or Good))  # type: ignore[func-returns-value]
+    assert loaded == []
+    assert "mine" in known and "mine" in known and loaded == ["mine"]
