@@ -1,0 +1,17 @@
+"""Settings: frozen, checked across fields, from YAML, JSON or a transformers config.json."""
+
+from moe_mk.config.device import DeviceProfile
+from moe_mk.config.moe import (
+    KernelConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    QuantConfig,
+    RouterConfig,
+)
+from moe_mk.config.shipped import config_folder, device_profile, load_config, shipped_devices, shipped_models
+
+__all__ = [
+    "DeviceProfile", "KernelConfig", "MoEConfig", "ModelConfig", "ParallelConfig", "QuantConfig", "RouterConfig",
+    "config_folder", "device_profile", "load_config", "shipped_devices", "shipped_models",
+]  # fmt: skip

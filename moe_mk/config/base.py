@@ -1,0 +1,65 @@
+"""What all settings share: frozen, no unknown keys, problems told all at once with a did-you-mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moe_mk.errors import ConfigError
+from moe_mk.registry import did_you_mean
+
+
+class Settings(BaseModel):
+    """A frozen group of settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any], where: str) -> Self:
+        """Build from plain data; raises ConfigError that lists every problem with its key."""
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as problem:
+            raise ConfigError(f"{where}: " + "; ".join(_explain(cls, e) for e in problem.errors())) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read YAML or JSON."""
+        return cls.parse(read_mapping(Path(path)), str(path))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON file that holds one mapping; raises ConfigError otherwise."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as problem:
+        raise ConfigError(f"{path} cannot be read: {problem}") from problem
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds a {type(data).__name__}, expected a mapping of settings")
+    return data
+
+
+def _explain(cls: type[BaseModel], error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{did_you_mean(str(error['loc'][-1]), _known_keys(cls, error['loc'][:-1]))}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{key}: {message}, got {error['input']!r}" if key else message
+
+
+def _known_keys(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    for part in path:
+        field = cls.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        cls = inner
+    return list(cls.model_fields)

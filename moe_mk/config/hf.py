@@ -1,0 +1,99 @@
+"""From a transformers `config.json` to our settings: one table of names, families as rows.
+
+Key names as of transformers 5.23 configurations of DeepSeek V2/V3, Kimi-K2, Qwen3-MoE, GLM-4.5 and Mixtral.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_mk.errors import ConfigError
+from moe_mk.registry import did_you_mean
+
+DEEPSEEK_LIKE = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "dots1")
+SOFTMAX_GROUPED = ("deepseek_v2",)
+PLAIN_SOFTMAX = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+ONLY_EXPERTS = ("mixtral", "olmoe")
+"""Without dense layers, so that `intermediate_size` is that of an expert."""
+FAMILIES = (*DEEPSEEK_LIKE, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX)
+
+
+def settings_from_hf(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Translate a parsed `config.json`; raises ConfigError naming what is missing or unknown."""
+    family = str(hf.get("model_type", ""))
+    if family == "kimi_k25" and "text_config" in hf:
+        return settings_from_hf(hf["text_config"], where)
+    if family not in FAMILIES:
+        raise ConfigError(f"{where}: no MoE layer is known for model_type {family!r}{did_you_mean(family, FAMILIES)}")
+    return {"model": _model(hf, family, where), "router": _router(hf, family, where)}
+
+
+def _model(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
+    if family == "qwen2_moe":
+        raise ConfigError(f"{where}: qwen2_moe gates its shared expert (shared_expert_gate), which is not supported")
+    activation = hf.get("hidden_act", "silu")
+    width = "intermediate_size" if family in ONLY_EXPERTS else "moe_intermediate_size"
+    return {
+        "name": family,
+        "hidden_size": _first(hf, where, "hidden_size"),
+        "moe_intermediate_size": _first(hf, where, width),
+        "num_experts": _first(hf, where, "n_routed_experts", "num_experts", "num_local_experts"),
+        "num_shared_experts": hf.get("n_shared_experts") or 0,
+        "activation": "gelu_tanh" if activation == "gelu_pytorch_tanh" else activation,
+        "quant": _quant(hf, where),
+    }
+
+
+def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
+    router: dict[str, Any] = {
+        "top_k": _first(hf, where, "num_experts_per_tok"),
+        "num_expert_group": hf.get("n_group") or 1,
+        "topk_group": hf.get("topk_group") or 1,
+        "renormalize": True if family == "mixtral" else _first(hf, where, "norm_topk_prob"),
+        "routed_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
+    }
+    if family in DEEPSEEK_LIKE:
+        router |= {"scoring_func": "sigmoid", "has_correction_bias": True}
+    else:
+        router |= {"scoring_func": "softmax", "has_correction_bias": False}
+    if family in SOFTMAX_GROUPED and hf.get("topk_method") == "greedy":
+        router |= {"num_expert_group": 1, "topk_group": 1}
+    stated = hf.get("scoring_func")
+    if stated is not None and stated != router["scoring_func"]:
+        raise ConfigError(f"{where}: scoring_func={stated!r} is not what {family} uses ({router['scoring_func']!r})")
+    return router
+
+
+def _quant(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
+    quant = hf.get("quantization_config")
+    if not quant:
+        dtype = str(hf.get("torch_dtype") or hf.get("dtype") or "bfloat16").removeprefix("torch.")
+        names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+        if dtype not in names:
+            raise ConfigError(f"{where}: dtype {dtype!r} is not one of {', '.join(names)}")
+        return {"weights": names[dtype]}
+    if not isinstance(quant, Mapping):
+        raise ConfigError(f"{where}: quantization_config is a {type(quant).__name__}, expected a mapping")
+    problems = _quant_problems(quant)
+    if problems:
+        raise ConfigError(
+            f"{where}: quantization_config is not supported: {'; '.join(problems)}; supported is quant_method 'fp8' "
+            "in e4m3 with weight_block_size and dynamic activations"
+        )
+    scale = "ue8m0" if quant.get("scale_fmt") == "ue8m0" else "float32"
+    return {"weights": "fp8_block", "block": quant["weight_block_size"], "scale": scale}
+
+
+def _quant_problems(quant: Mapping[str, Any]) -> list[str]:
+    only = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
+    stated = {"quant_method": None} | dict(quant)
+    problems = [f"{key} is {stated[key]!r}" for key, value in only.items() if key in stated and stated[key] != value]
+    return problems if quant.get("weight_block_size") else [*problems, "weight_block_size is not given"]
+
+
+def _first(hf: Mapping[str, Any], where: str, *names: str) -> Any:
+    for name in names:
+        if hf.get(name) is not None:
+            return hf[name]
+    raise ConfigError(f"{where}: none of {', '.join(names)} is given; is this a MoE model?")

@@ -1,0 +1,233 @@
+"""The settings of a MoE layer: what the model is, how it routes, and how it should be computed."""
+
+from __future__ import annotations
+
+from math import gcd
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from moe_mk.config.base import Settings, read_mapping
+from moe_mk.config.hf import settings_from_hf
+from moe_mk.config.overrides import place_overrides
+from moe_mk.quant.fp8_block import Fp8Block, activation_scheme, weight_scheme
+from moe_mk.quant.plain import BF16, FP16, FP32
+from moe_mk.quant.tensor import QuantScheme
+
+Positive = Field(ge=1)
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+
+
+class QuantConfig(Settings):
+    """How the checkpoint stores the experts."""
+
+    weights: Literal["bf16", "fp16", "fp32", "fp8_block"] = "bf16"
+    block: tuple[int, int] = (128, 128)
+    """(rows, columns) of a weight that share a scale."""
+    scale: Literal["float32", "ue8m0"] = "float32"
+
+    @field_validator("block")
+    @classmethod
+    def _block_sides(cls, block: tuple[int, int]) -> tuple[int, int]:
+        if min(block) < 1:
+            raise ValueError("both sides must be positive")
+        return block
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the experts are stored in FP8 blocks."""
+        return self.weights == "fp8_block"
+
+    @property
+    def weight_scheme(self) -> QuantScheme:
+        """The scheme of expert weights."""
+        if self.is_fp8:
+            return weight_scheme(self.block, ue8m0=self.scale == "ue8m0")
+        return {"bf16": BF16, "fp16": FP16, "fp32": FP32}[self.weights]
+
+    @property
+    def activation_scheme(self) -> Fp8Block | None:
+        """What the checkpoint was trained to see: FP8 per token and group, or None for the layer's own dtype."""
+        return activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0") if self.is_fp8 else None
+
+
+class ModelConfig(Settings):
+    """The shape of one MoE layer."""
+
+    name: str = "custom"
+    hidden_size: int = Positive
+    moe_intermediate_size: int = Positive
+    num_experts: int = Positive
+    num_shared_experts: int = Field(default=0, ge=0)
+    shared_intermediate_size: int | None = Field(default=None, ge=1)
+    """Intermediate size of all shared experts together; None is num_shared_experts times moe_intermediate_size."""
+    activation: Activation = "silu"
+    total_params_b: float | None = Field(default=None, gt=0)
+    """Parameters of the whole model in billions, for information."""
+    active_params_b: float | None = Field(default=None, gt=0)
+    """Parameters that one token uses, in billions, for information."""
+    quant: QuantConfig = QuantConfig()
+
+    @property
+    def shared_size(self) -> int:
+        """Intermediate size of the one MLP that all shared experts make."""
+        return self.shared_intermediate_size or self.num_shared_experts * self.moe_intermediate_size
+
+    @model_validator(mode="after")
+    def _shared_agree(self) -> Self:
+        if self.shared_intermediate_size and not self.num_shared_experts:
+            raise ValueError(
+                f"shared_intermediate_size={self.shared_intermediate_size} but num_shared_experts=0; "
+                "set num_shared_experts to 1 or drop the size"
+            )
+        return self
+
+
+class RouterConfig(Settings):
+    """How tokens choose experts."""
+
+    top_k: int = Positive
+    scoring_func: Literal["sigmoid", "softmax"] = "softmax"
+    num_expert_group: int = Field(default=1, ge=1)
+    topk_group: int = Field(default=1, ge=1)
+    has_correction_bias: bool = False
+    """Whether a bias takes part in the choice (noaux_tc), never in the weights."""
+    renormalize: bool = True
+    routed_scaling_factor: float = Field(default=1.0, gt=0)
+    router_dtype: Literal["float32", "model"] = "float32"
+    """float32: gate and scores in f32, as transformers does. model: in the layer's dtype, as DeepSeek's own code does.
+    They choose other experts for several percent of tokens."""
+
+
+class ParallelConfig(Settings):
+    """How the layer is spread. Groups passed to the layer must have these sizes; 1 everywhere takes theirs."""
+
+    ep: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    dp: int = Field(default=1, ge=1)
+    tokens: Literal["sharded", "replicated"] = "sharded"
+    """sharded: every EP rank brings its own tokens. replicated: all EP ranks bring the same ones."""
+    ranks_per_node: int | None = Field(default=None, ge=1)
+    """Ranks of one host; None is what the device profile says."""
+    placement: Literal["linear", "round_robin"] | tuple[int, ...] = "linear"
+    """A tuple is the logical expert of each physical one, rank by rank; replicas allowed."""
+
+
+class KernelConfig(Settings):
+    """Which backends, and within which limits."""
+
+    prepare_finalize: str = "auto"
+    experts: str = "auto"
+    wire: Literal["auto", "plain", "fp8"] = "auto"
+    """What travels to the experts: auto sends FP8 when the experts read FP8, else the layer's dtype."""
+    activations: Literal["auto", "checkpoint", "plain"] = "auto"
+    """What the experts compute with: the checkpoint's FP8 activations, or the layer's dtype (more accurate)."""
+    max_num_tokens: int = Field(default=8192, ge=1)
+    """The most tokens one rank may bring to one call; buffers are sized by it."""
+    graphs: bool = False
+    """Whether calls must be capturable in a CUDA graph."""
+    deterministic: bool = False
+    allow_emulated: bool = False
+    """Whether emulated libraries may be chosen; a Decision then says "emulated"."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """How long a peer may be late before CommError."""
+
+
+class MoEConfig(Settings):
+    """Everything that makes a MoE layer, and nothing ambient."""
+
+    model: ModelConfig
+    router: RouterConfig
+    parallel: ParallelConfig = ParallelConfig()
+    kernel: KernelConfig = KernelConfig()
+
+    @model_validator(mode="after")
+    def _groups_agree(self) -> Self:
+        problems = [*self._router_problems(), *self._parallel_problems()]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _router_problems(self) -> list[str]:
+        experts, r = self.model.num_experts, self.router
+        problems = []
+        if r.top_k > experts:
+            problems.append(f"router.top_k={r.top_k} exceeds model.num_experts={experts}; lower top_k")
+        if r.topk_group > r.num_expert_group:
+            problems.append(
+                f"router.topk_group={r.topk_group} exceeds router.num_expert_group={r.num_expert_group}; "
+                f"keep at most {r.num_expert_group} groups"
+            )
+        if experts % r.num_expert_group:
+            divisors = [g for g in range(1, experts + 1) if experts % g == 0]
+            nearest = min(divisors, key=lambda g: abs(g - r.num_expert_group))
+            problems.append(
+                f"model.num_experts={experts} does not divide into router.num_expert_group={r.num_expert_group} "
+                f"groups; use {nearest} groups"
+            )
+        elif r.topk_group * (experts // r.num_expert_group) < r.top_k:
+            per_group = experts // r.num_expert_group
+            problems.append(
+                f"router.topk_group={r.topk_group} groups of {per_group} experts leave {r.topk_group * per_group} "
+                f"to choose router.top_k={r.top_k} from; keep {-(-r.top_k // per_group)} groups or more"
+            )
+        return problems
+
+    def _parallel_problems(self) -> list[str]:
+        model, p = self.model, self.parallel
+        problems = []
+        where = "model.num_experts" if isinstance(p.placement, str) else "the length of parallel.placement"
+        physical = model.num_experts if isinstance(p.placement, str) else len(p.placement)
+        if p.ep > physical:
+            problems.append(
+                f"parallel.ep={p.ep} exceeds {where}={physical}, so that a rank would hold no expert; "
+                f"use 1 to {physical} ranks"
+            )
+        elif not isinstance(p.placement, str) and physical % p.ep:
+            problems.append(
+                f"parallel.ep={p.ep} does not divide {where}={physical}; add {-physical % p.ep} replicas "
+                f"or use {gcd(physical, p.ep)} ranks"
+            )
+        legal = self._legal_tp_sizes()
+        if p.tp not in legal:
+            widths = f"model.moe_intermediate_size={model.moe_intermediate_size}"
+            if model.shared_size:
+                widths += f" and {model.shared_size} of the shared experts"
+            rows, columns = model.quant.block
+            edges = f" at the edges of {rows}x{columns} blocks" if model.quant.is_fp8 else ""
+            problems.append(
+                f"parallel.tp={p.tp} does not divide {widths}{edges}; possible: {', '.join(map(str, legal))}"
+            )
+        return problems
+
+    def _legal_tp_sizes(self) -> list[int]:
+        """Tensor-parallel sizes that cut routed and shared experts into equal shares, at block edges."""
+        widths = [width for width in (self.model.moe_intermediate_size, self.model.shared_size) if width]
+        sides = self.model.quant.block if self.model.quant.is_fp8 else (1, 1)
+        common = gcd(*widths)
+        divisors = [tp for tp in range(1, common + 1) if common % tp == 0]
+        return [tp for tp in divisors if tp == 1 or all(w // tp % side == 0 for w in widths for side in sides)]
+
+    @classmethod
+    def from_hf(cls, path: str | Path, **overrides: Any) -> Self:
+        """Read a `config.json` of the transformers layout, or the folder that holds it.
+
+        overrides: any key of `model`, `router`, `parallel` or `kernel`: experts="torch_cpu", router_dtype="model".
+        Raises ConfigError for a model type without a MoE layer, and for unknown overrides.
+        """
+        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        return cls.parse(settings_from_hf(read_mapping(file), str(file)), str(file)).with_(**overrides)
+
+    def with_(self, **overrides: Any) -> Self:
+        """A copy with some settings changed, each named by its bare key."""
+        data = self.model_dump()
+        place_overrides(data, overrides, {name: field.annotation for name, field in type(self).model_fields.items()})
+        return type(self).parse(data, "overrides")
+
+    def active_fraction(self) -> float:
+        """Share of the parameters that one token uses: of the model where its size is known, else of this layer."""
+        if self.model.total_params_b and self.model.active_params_b:
+            return self.model.active_params_b / self.model.total_params_b
+        shared = self.model.shared_size / self.model.moe_intermediate_size
+        return (self.router.top_k + shared) / (self.model.num_experts + shared)

@@ -1,0 +1,111 @@
+"""A question to the oracle, as plain data, and the reasons that answer it.
+
+Nothing in a Problem is looked up: a laptop can ask about 18 nodes of H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+from moe_mk.config.device import DeviceProfile
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import ConfigError
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantScheme
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a backend cannot serve. code: stable, for tests. fix: the setting or command that removes the reason."""
+
+    code: str
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} [{self.fix}]" if self.fix else self.text
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer on one fabric, for batches of up to `num_tokens` tokens a rank."""
+
+    config: MoEConfig
+    device: DeviceProfile
+    dtype: Plain
+    """The layer's own number format: what comes in, what goes out, what plain experts compute with."""
+    num_tokens: int
+    installed: frozenset[str] = frozenset()
+    """Optional libraries that are there, by module name."""
+    emulated: frozenset[str] = frozenset()
+    """Libraries of which an emulation is there; used only when kernel.allow_emulated."""
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise ConfigError(f"num_tokens={self.num_tokens} must be at least 1")
+        if self.num_tokens > self.config.kernel.max_num_tokens:
+            raise ConfigError(
+                f"num_tokens={self.num_tokens} exceeds kernel.max_num_tokens={self.config.kernel.max_num_tokens}; "
+                "raise the limit or plan for smaller batches"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """W, the ranks that share out the experts."""
+        return self.config.parallel.ep
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the EP ranks of one TP slice lie on."""
+        return -(-self.ranks * self.config.parallel.tp // self.ranks_per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of one host: as stated, or as the device profile has it."""
+        return self.config.parallel.ranks_per_node or self.device.ranks_per_node
+
+    @property
+    def weights(self) -> QuantScheme:
+        """How the experts are stored."""
+        return self.config.model.quant.weight_scheme
+
+    @property
+    def activations(self) -> QuantScheme | None:
+        """The FP8 activations that the checkpoint asks for, or None."""
+        return self.config.model.quant.activation_scheme
+
+    @property
+    def slots(self) -> int:
+        """L of the fullest rank."""
+        placement = self.config.parallel.placement
+        physical = self.config.model.num_experts if isinstance(placement, str) else len(placement)
+        return -(-physical // self.ranks)
+
+    @property
+    def intermediate(self) -> int:
+        """I, the TP shard of the intermediate size."""
+        return self.config.model.moe_intermediate_size // self.config.parallel.tp
+
+    @property
+    def ranks_per_token(self) -> float:
+        """Expected distinct ranks that one token visits, its own included, under uniform routing.
+
+        W (1 - C(E - E/W, K) / C(E, K)): 5.3 of 8 and 7.3 of 32 for 256 experts and top-8.
+        """
+        experts, top_k = self.config.model.num_experts, self.config.router.top_k
+        elsewhere = max(experts - max(experts // self.ranks, 1), 0)
+        return self.ranks * (1.0 - comb(elsewhere, top_k) / comb(experts, top_k))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The question as JSON."""
+        return {
+            "config": self.config.model_dump(mode="json"),
+            "device": self.device.model_dump(mode="json"),
+            "dtype": self.dtype.name,
+            "num_tokens": self.num_tokens,
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+            "installed": sorted(self.installed),
+        }

@@ -1,0 +1,92 @@
+"""FP8 e4m3 with one scale per block: 128 x 128 for weights, 1 x 128 for activations.
+
+Scales are f32, or UE8M0 (powers of two, one byte each). Values times scale give the number back.
+Source: DeepSeek-V3 technical report, section 3.3; UE8M0 as in the OCP Microscaling formats v1.0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ConfigError
+from moe_mk.kernels.reference.quantize_blocks import dequantize_blocks, quantize_blocks
+from moe_mk.kernels.reference.quantize_rows import quantize_rows
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+
+E4M3_SPACING = 2.0**-3
+NAN_CODE = 0x7F
+
+
+@dataclass(frozen=True)
+class Fp8Block(QuantScheme):
+    """FP8 e4m3 values, one scale for every block of `rows` x `columns`."""
+
+    name: str
+    rows: int
+    columns: int
+    ue8m0: bool = False
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(rows, columns) under one scale."""
+        return self.rows, self.columns
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """float32, or float8_e8m0fnu for power-of-two scales."""
+        return torch.float8_e8m0fnu if self.ue8m0 else torch.float32
+
+    @property
+    def relative_rms(self) -> float:
+        """Rounding is uniform over one spacing of 2^-3; relative to mantissas in [1, 2) that is 2^-3 / sqrt(24)."""
+        return E4M3_SPACING / math.sqrt(24.0)
+
+    def quantize(self, x: Tensor) -> QuantTensor:
+        """Quantise (rows, columns), with any leading dimensions, each block by its own amax."""
+        leading, (n, k) = x.shape[:-2], x.shape[-2:]
+        if self.rows == 1:
+            values, scales = quantize_rows(x.reshape(-1, k), self.columns, power_of_two=self.ue8m0)
+        elif x.dim() == 2:
+            values, scales = quantize_blocks(x, self.block, power_of_two=self.ue8m0)
+        else:
+            parts = [quantize_blocks(piece, self.block, power_of_two=self.ue8m0) for piece in x.reshape(-1, n, k)]
+            values, scales = (torch.stack(part) for part in zip(*parts, strict=True))
+        scales = scales.reshape(*leading, *self.scale_shape(n, k)).to(self.scale_dtype)
+        return QuantTensor(values.reshape(x.shape), scales, self)
+
+    def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
+        """Values times scale in f32, rounded once."""
+        assert q.scales is not None
+        return dequantize_blocks(q.values, q.scales, self.block, dtype)
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """One byte a value, and a scale for every started block."""
+        tall, wide = self.scale_shape(rows, columns)
+        return rows * columns + tall * wide * self.scale_dtype.itemsize
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """How many blocks a (rows, columns) tensor starts."""
+        return -(-rows // self.rows), -(-columns // self.columns)
+
+
+FP8_128x128 = Fp8Block("fp8_128x128", 128, 128)
+FP8_128x128_UE8M0 = Fp8Block("fp8_128x128_ue8m0", 128, 128, ue8m0=True)
+FP8_1x128 = Fp8Block("fp8_1x128", 1, 128)
+FP8_1x128_UE8M0 = Fp8Block("fp8_1x128_ue8m0", 1, 128, ue8m0=True)
+
+
+def weight_scheme(block: tuple[int, int], *, ue8m0: bool = False) -> Fp8Block:
+    """The weight scheme of a block size; 128 x 128 has the known name, others say their size."""
+    rows, columns = block
+    if rows < 1 or columns < 1:
+        raise ConfigError(f"weight block {rows}x{columns} must have positive sides")
+    return Fp8Block(f"fp8_{rows}x{columns}" + ("_ue8m0" if ue8m0 else ""), rows, columns, ue8m0)
+
+
+def activation_scheme(columns: int, *, ue8m0: bool = False) -> Fp8Block:
+    """The per-token activation scheme with groups of `columns`."""
+    return weight_scheme((1, columns), ue8m0=ue8m0)

@@ -1,0 +1,105 @@
+"""A quantised tensor: values, their scales and the scheme that ties them. Its shape is logical whatever the packing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+class QuantScheme(ABC):
+    """How numbers become bytes and back. A value: two schemes with the same name are the same scheme."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def block(self) -> tuple[int, int] | None:
+        """(rows, columns) that share a scale; None without scales."""
+
+    @property
+    @abstractmethod
+    def relative_rms(self) -> float:
+        """Root mean square of the relative rounding error of one element, for limits derived from the format."""
+
+    @abstractmethod
+    def quantize(self, x: Tensor) -> QuantTensor:
+        """Quantise the last two dimensions (rows, columns)."""
+
+    @abstractmethod
+    def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
+        """Bring values back to `dtype`, rounding once."""
+
+    @abstractmethod
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of values and scales of a (rows, columns) tensor."""
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """Values, scales and scheme. Leading dimensions (experts, rows of a batch) index values and scales alike."""
+
+    values: Tensor
+    scales: Tensor | None
+    scheme: QuantScheme
+    global_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values lie."""
+        return self.values.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales as they are held, each element once."""
+        return sum(t.numel() * t.element_size() for t in (self.values, self.scales, self.global_scale) if t is not None)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The tensor in `dtype`; plain values of that dtype come back as they are."""
+        return self.scheme.dequantize(self, dtype)
+
+    def __getitem__(self, index: int | Tensor) -> QuantTensor:
+        """Pick along the first dimension: an expert of a stack, or rows by index. Rows of a block cannot be picked."""
+        assert self.scales is None or len(self.scales) == len(self.values), "the first dimension is cut into blocks"
+        return replace(self, values=self.values[index], scales=None if self.scales is None else self.scales[index])
+
+    def to(self, device: torch.device) -> QuantTensor:
+        """The same tensor on another device."""
+        move = {name: None if part is None else part.to(device) for name, part in self._parts().items()}
+        return replace(self, **move)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the elements alone, as bytes: a view would drag the whole mapped file along, and torch 2.13 writes
+        FP8 tensors that it cannot read.
+        """
+        parts = {name: None if part is None else (_as_bytes(part), part.dtype) for name, part in self._parts().items()}
+        return _from_parts, (parts, self.scheme)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> QuantTensor:
+        """Copy the elements alone, not the storage behind a view."""
+        copied = {name: None if part is None else part.clone() for name, part in self._parts().items()}
+        return replace(self, **copied)  # type: ignore[arg-type]
+
+    def _parts(self) -> dict[str, Tensor | None]:
+        return {"values": self.values, "scales": self.scales, "global_scale": self.global_scale}
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    """The elements of a tensor as bytes, one more dimension, in memory of their own."""
+    copied = part.clone(memory_format=torch.contiguous_format)
+    return copied.view(torch.uint8).view(*part.shape, part.element_size())
+
+
+def _from_parts(parts: dict[str, tuple[Tensor, torch.dtype] | None], scheme: QuantScheme) -> QuantTensor:
+    tensors = {
+        name: None if part is None else part[0].view(part[1]).reshape(part[0].shape[:-1])
+        for name, part in parts.items()
+    }
+    return QuantTensor(scheme=scheme, **tensors)  # type: ignore[arg-type]

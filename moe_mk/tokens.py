@@ -1,0 +1,107 @@
+"""What travels: a routing, the three layouts of tokens at their experts, and what the experts hand back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from torch import Tensor
+
+from moe_mk.quant.tensor import QuantTensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one rank go, and how much each destination counts."""
+
+    ids_TK: Tensor
+    """int32. ids_TK[t, k] is the k-th expert of token t; -1 goes nowhere."""
+    weights_TK: Tensor
+    """f32, already renormalised and scaled; 0 where the id is -1."""
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    """f32 scalars by name, only while training."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of this rank."""
+        return self.ids_TK.shape[0]
+
+
+class OutputStage(IntEnum):
+    """How far an expert output has come; a stage can be advanced, never undone."""
+
+    RAW = 0
+    """One row an assignment, as the last GEMM left it."""
+    WEIGHTED = 1
+    """One row an assignment, times its routing weight."""
+    REDUCED = 2
+    """One row a received token, (R, H), summed over this rank's experts."""
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """One row per received token ("standard" activation format)."""
+
+    x_RH: QuantTensor
+    ids_RK: Tensor
+    """int32. Local slot in [0, num_slots); -1 is not mine."""
+    weights_RK: Tensor
+    """f32; 0 where the id is -1."""
+    num_slots: int
+    """L, the physical experts of this rank."""
+    handle: object = None
+    """What the transport needs to carry the output home. Nobody else looks inside."""
+
+
+@dataclass(frozen=True)
+class GroupedTokens:
+    """One row per assignment, sorted by local expert, keeping row order inside one (contiguous grouped GEMM)."""
+
+    x_NH: QuantTensor
+    counts_L: Tensor
+    """int64. Assignments of each local expert; sums to N."""
+    row_N: Tensor
+    """int64. The received row that an assignment came from, in [0, num_rows)."""
+    weights_N: Tensor
+    """f32."""
+    num_rows: int
+    """R, the received rows behind the assignments."""
+    handle: object = None
+
+
+@dataclass(frozen=True)
+class RowsOfSlots:
+    """Which received row fills each slot of a batch: the way home for a permuted batch."""
+
+    row_LS: Tensor
+    """int64; -1 is padding."""
+    weights_LS: Tensor
+    """f32; 0 on padding."""
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class BatchedTokens:
+    """One padded block per local expert ("batched experts" format, masked grouped GEMM). Padding is never read."""
+
+    x_LSH: QuantTensor
+    counts_L: Tensor
+    """int64. The first counts_L[l] slots of block l are tokens, the others anything at all, NaN included."""
+    home: RowsOfSlots | None
+    """None: the transport weighs and sums in its combine, and wants the output RAW."""
+    handle: object = None
+
+
+Tokens = RowTokens | GroupedTokens | BatchedTokens
+
+LAYOUT_NAMES: Mapping[type, str] = {RowTokens: "rows", GroupedTokens: "grouped", BatchedTokens: "batched"}
+
+
+@dataclass(frozen=True)
+class ExpertOutput:
+    """What the experts made of the tokens, and how far they got with weighing and summing."""
+
+    y: Tensor
+    """RAW, WEIGHTED: (N, H) or (L, S, H) like the tokens. REDUCED: (R, H)."""
+    stage: OutputStage

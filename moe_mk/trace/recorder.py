@@ -1,0 +1,72 @@
+"""Records which stage ran when, so that times add up: each moment is charged to the span opened last."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from moe_mk.trace.clock import now
+
+STAGES = ("route", "quantise", "dispatch", "permute", "experts", "reduce", "combine", "shared", "late_reduce", "other")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stage of one forward, in seconds of the recorder's clock."""
+
+    stage: str
+    start: float
+    end: float
+    own: float
+    """Seconds spent in this stage itself: not in spans opened later, such as shared experts while rows travel."""
+
+
+class Recorder:
+    """Collects the spans of one thread. Each moment is charged to the span opened last of those still open."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._open: list[list[float]] = []
+        """The seconds charged so far to each open span, in order of opening."""
+        self._charged_until = 0.0
+
+    @contextmanager
+    def span(self, stage: str) -> Iterator[None]:
+        """Time what runs within. Flights of several micro-batches may close in another order than they opened."""
+        own = [0.0]
+        start = self._charge()
+        self._open.append(own)
+        try:
+            yield
+        finally:
+            end = self._charge()
+            self._open = [other for other in self._open if other is not own]
+            self.spans.append(Span(stage, start, end, own[0]))
+
+    def own_seconds(self) -> dict[str, float]:
+        """Seconds spent in each stage itself; over all stages they add up to the time in which any span was open."""
+        total: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            total[span.stage] += span.own
+        return dict(total)
+
+    def _charge(self) -> float:
+        """Charge the time since the last opening or closing; returns the time now."""
+        time = now()
+        if self._open:
+            self._open[-1][0] += time - self._charged_until
+        self._charged_until = time
+        return time
+
+
+class Spans:
+    """Where the parts of one layer report their stages; silent, and almost free, until a recorder is set."""
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder
+
+    def span(self, stage: str) -> AbstractContextManager[None]:
+        """Time what runs within, if anybody listens."""
+        return nullcontext() if self.recorder is None else self.recorder.span(stage)

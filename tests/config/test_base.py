@@ -1,0 +1,85 @@
+"""Reading settings: files, unknown keys at any depth, every problem at once."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field, ValidationError
+
+from moe_mk.config.base import Settings, read_mapping
+from moe_mk.errors import ConfigError
+
+
+class Inner(Settings):
+    side: int = Field(default=128, ge=1)
+    scale: float = 1.0
+
+
+class Outer(Settings):
+    name: str
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [("a.yaml", "name: x\ninner: {side: 64}\n"), ("a.json", '{"name": "x", "inner": {"side": 64}}')],
+)
+def test_yaml_and_json_hold_the_same_settings(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert Outer.load(tmp_path / name) == Outer(name="x", inner=Inner(side=64))
+
+
+def test_settings_are_frozen_and_hashable() -> None:
+    settings = Outer(name="x")
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.name = "y"
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.inner.side = 1
+    assert hash(settings) == hash(Outer(name="x"))
+
+
+def test_an_unknown_key_is_answered_at_any_depth() -> None:
+    with pytest.raises(ConfigError, match=r"here: unknown key 'nam'; did you mean 'name'\? \(known: inner, name\)"):
+        Outer.parse({"name": "x", "nam": "y"}, "here")
+    with pytest.raises(ConfigError, match=r"unknown key 'inner.sides'; did you mean 'side'\? \(known: scale, side\)"):
+        Outer.parse({"name": "x", "inner": {"sides": 1}}, "here")
+    with pytest.raises(ConfigError, match=r"unknown key 'inner.zzz' \(known: scale, side\)"):
+        Outer.parse({"name": "x", "inner": {"zzz": 1}}, "here")
+
+
+def test_every_problem_is_told_with_its_key_and_value() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Outer.parse({"inner": {"side": 0, "scale": "wide"}}, "file.yaml")
+    text = str(caught.value)
+    assert text.startswith("file.yaml: ") and "name: Field required" in text
+    assert "inner.side: Input should be greater than or equal to 1, got 0" in text
+    assert "inner.scale: Input should be a valid number" in text and "got 'wide'" in text
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_numbers_are_finite(number: float) -> None:
+    with pytest.raises(ConfigError, match="inner.scale: Input should be a finite number"):
+        Outer.parse({"name": "x", "inner": {"scale": number}}, "here")
+
+
+@pytest.mark.parametrize(
+    "name, content, problem",
+    [
+        ("a.yaml", b"- 1\n- 2\n", "holds a list, expected a mapping of settings"),
+        ("a.yaml", b"", "holds a NoneType, expected a mapping"),
+        ("a.json", b"[1]", "holds a list, expected a mapping"),
+        ("a.json", b"{", "cannot be read: Expecting property name"),
+        ("a.yaml", b"a: [", "cannot be read: "),
+        ("a.yaml", b"\xff\xfe\xfa", "cannot be read: "),
+    ],
+)
+def test_files_that_are_no_settings_are_refused(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name} {problem}"):
+        read_mapping(tmp_path / name)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml is not a file"):
+        Outer.load(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match="is not a file"):
+        read_mapping(tmp_path)

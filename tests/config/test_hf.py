@@ -1,0 +1,191 @@
+"""transformers' own configurations, family by family, and what is refused in them."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from moe_mk.config import MoEConfig, load_config
+from moe_mk.config.hf import FAMILIES, settings_from_hf
+from moe_mk.errors import ConfigError
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def saved(made: transformers.PreTrainedConfig, **changes: Any) -> dict[str, Any]:
+    """What `save_pretrained` would write, as parsed JSON."""
+    return {**json.loads(made.to_json_string()), **changes}
+
+
+def deepseek_v3(**changes: Any) -> dict[str, Any]:
+    return saved(transformers.DeepseekV3Config(), **changes)
+
+
+def written(folder: Path, hf: Mapping[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    return folder
+
+
+def plain(name: str) -> MoEConfig:
+    """A shipped model as its plain twin: without quantisation and sizes that no config.json has."""
+    return load_config(name).with_(quant={}, total_params_b=None, active_params_b=None)
+
+
+CASES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], MoEConfig]]] = {
+    "deepseek_v3": (lambda: deepseek_v3(quantization_config=FP8), lambda: plain("deepseek_v3").with_(
+        quant={"weights": "fp8_block"})),
+    "deepseek_v3 in bf16": (deepseek_v3, lambda: plain("deepseek_v3")),
+    "kimi_k2": (
+        lambda: deepseek_v3(model_type="kimi_k2", n_routed_experts=384, n_group=1, topk_group=1,
+                            routed_scaling_factor=2.827, topk_method="noaux_tc", scoring_func="sigmoid",
+                            quantization_config=FP8),
+        lambda: load_config("kimi_k2"),
+    ),
+    "deepseek_v2_lite": (
+        lambda: saved(transformers.DeepseekV2Config(
+            hidden_size=2048, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
+            num_experts_per_tok=6, n_group=1, topk_group=1, topk_method="greedy", norm_topk_prob=False)),
+        lambda: load_config("deepseek_v2_lite"),
+    ),
+    "qwen3_moe": (
+        lambda: saved(transformers.Qwen3MoeConfig(
+            hidden_size=4096, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)),
+        lambda: load_config("qwen3_moe"),
+    ),
+    "glm_4_5": (
+        lambda: saved(transformers.Glm4MoeConfig(
+            hidden_size=5120, moe_intermediate_size=1536, n_routed_experts=160, n_shared_experts=1,
+            num_experts_per_tok=8, routed_scaling_factor=2.5, norm_topk_prob=True)),
+        lambda: load_config("glm_4_5"),
+    ),
+    "mixtral_8x7b": (
+        lambda: saved(transformers.MixtralConfig()),
+        lambda: load_config("mixtral_8x7b"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_of_transformers_is_the_shipped_model(name: str, tmp_path: Path) -> None:
+    hf, shipped = CASES[name]
+    assert MoEConfig.from_hf(written(tmp_path, hf())) == shipped()
+
+
+def test_deepseek_v2_limits_groups_only_where_it_says_so() -> None:
+    big = transformers.DeepseekV2Config(
+        n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6, n_group=8, topk_group=3,
+        topk_method="group_limited_greedy", routed_scaling_factor=16.0, moe_intermediate_size=1536, hidden_size=5120,
+    )  # fmt: skip
+    router = settings_from_hf(saved(big), "here")["router"]
+    assert (router["num_expert_group"], router["topk_group"]) == (8, 3)
+    assert (router["scoring_func"], router["routed_scaling_factor"], router["renormalize"]) == ("softmax", 16.0, False)
+    greedy = settings_from_hf(saved(big, topk_method="greedy"), "here")["router"]
+    assert (greedy["num_expert_group"], greedy["topk_group"]) == (1, 1)
+
+
+def test_other_families_by_their_defaults() -> None:
+    olmoe = MoEConfig.parse(settings_from_hf(saved(transformers.OlmoeConfig()), "here"), "here")
+    assert (olmoe.model.num_experts, olmoe.model.moe_intermediate_size, olmoe.router.renormalize) == (64, 2048, False)
+    dots = transformers.Dots1Config(n_routed_experts=128, n_shared_experts=2, num_experts_per_tok=6)
+    made = MoEConfig.parse(settings_from_hf(saved(dots), "here"), "here")
+    assert made.router.scoring_func == "sigmoid" and made.model.moe_intermediate_size == 1408
+
+
+def test_kimi_k25_keeps_its_text_model_inside() -> None:
+    text = deepseek_v3(model_type="kimi_k2", n_routed_experts=384, n_group=1, topk_group=1)
+    assert settings_from_hf({"model_type": "kimi_k25", "text_config": text}, "here") == settings_from_hf(text, "here")
+
+
+@pytest.mark.parametrize("dtype, weights", [("float16", "fp16"), ("float32", "fp32"), ("torch.bfloat16", "bf16")])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_plain_weights_have_the_dtype_that_is_stated(key: str, dtype: str, weights: str) -> None:
+    assert settings_from_hf(deepseek_v3(**{key: dtype}), "here")["model"]["quant"] == {"weights": weights}
+
+
+@pytest.mark.parametrize("stated, scale", [("ue8m0", "ue8m0"), ("float", "float32"), (None, "float32")])
+def test_scales_are_f32_unless_ue8m0_is_stated(stated: str | None, scale: str) -> None:
+    settings = settings_from_hf(deepseek_v3(quantization_config={**FP8, "scale_fmt": stated}), "here")
+    assert settings["model"]["quant"]["scale"] == scale
+
+
+def test_the_fp8_configuration_of_transformers_itself_is_read() -> None:
+    quant = transformers.FineGrainedFP8Config(weight_block_size=(64, 128)).to_dict()
+    config = MoEConfig.parse(settings_from_hf(deepseek_v3(quantization_config=quant), "here"), "here")
+    assert config.model.quant.is_fp8 and config.model.quant.block == (64, 128)
+
+
+@pytest.mark.parametrize(
+    "quant, problem",
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'; weight_block_size is not given"),
+        ({"quant_method": "fp8"}, "weight_block_size is not given; supported is quant_method 'fp8'"),
+        ({**FP8, "weight_block_size": None}, "weight_block_size is not given"),
+        ({**FP8, "activation_scheme": "static"}, "activation_scheme is 'static'"),
+        ({**FP8, "fmt": "e5m2"}, "fmt is 'e5m2'"),
+        ({**FP8, "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
+        ({"weight_block_size": [128, 128]}, "quant_method is None"),
+        ("fp8", "quantization_config is a str, expected a mapping"),
+    ],
+)
+def test_other_quantisations_are_refused(quant: object, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        settings_from_hf(deepseek_v3(quantization_config=quant), "here")
+
+
+@pytest.mark.parametrize(
+    "hf, problem",
+    [
+        ({"model_type": "llama"}, r"here: no MoE layer is known for model_type 'llama'.*known: .*deepseek_v3"),
+        ({"model_type": "deepseek_v"}, r"did you mean 'deepseek_v[23]'"),
+        ({}, "no MoE layer is known for model_type ''"),
+        ({"model_type": "qwen2_moe", "hidden_size": 8}, "qwen2_moe gates its shared expert"),
+        ({"model_type": "mixtral", "hidden_size": 8}, "none of intermediate_size is given; is this a MoE model"),
+    ],
+)
+def test_what_is_no_moe_model_of_ours_is_refused(hf: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        settings_from_hf(hf, "here")
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob"])
+def test_a_missing_key_is_named_and_never_guessed(key: str) -> None:
+    # Without moe_intermediate_size the intermediate_size of the dense layers must not be taken.
+    hf = deepseek_v3()
+    del hf[key]
+    with pytest.raises(ConfigError, match=f"here: none of {key} is given"):
+        settings_from_hf(hf, "here")
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"hidden_size": "wide"}, "model.hidden_size: Input should be a valid integer.*got 'wide'"),
+        ({"n_group": 3}, "model.num_experts=256 does not divide into router.num_expert_group=3"),
+        ({"hidden_act": "swish"}, "model.activation: .*got 'swish'"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not what deepseek_v3 uses"),
+        ({"dtype": "int8"}, "dtype 'int8' is not one of bfloat16"),
+        ({"quantization_config": {**FP8, "weight_block_size": [128]}}, "model.quant.block"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_key(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        MoEConfig.from_hf(written(tmp_path, deepseek_v3(**changes)))
+
+
+def test_gelu_has_a_name_of_ours() -> None:
+    assert settings_from_hf(deepseek_v3(hidden_act="gelu_pytorch_tanh"), "")["model"]["activation"] == "gelu_tanh"
+
+
+def test_overrides_are_placed_and_checked(tmp_path: Path) -> None:
+    folder = written(tmp_path, deepseek_v3())
+    config = MoEConfig.from_hf(folder / "config.json", experts="torch_cpu", router_dtype="model", ep=8)
+    assert (config.kernel.experts, config.router.router_dtype, config.parallel.ep) == ("torch_cpu", "model", 8)
+    with pytest.raises(ConfigError, match="unknown setting 'backend'"):
+        MoEConfig.from_hf(folder, backend="torch_cpu")
+
+
+def test_no_family_is_listed_twice() -> None:
+    assert len(FAMILIES) == len(set(FAMILIES))

@@ -1,0 +1,61 @@
+"""A question to the oracle: derived sizes by hand, expected ranks a token against counting, and JSON."""
+
+import json
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from moe_mk.config import device_profile, load_config
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import ConfigError
+from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
+
+
+def problem(name: str = "deepseek_v3", device: str = "h200", num_tokens: int = 128, **overrides: Any) -> Problem:
+    return Problem(load_config(name).with_(**overrides), device_profile(device), BF16, num_tokens)
+
+
+def test_sizes_by_hand() -> None:
+    # 256 experts on 32 ranks of tp 2: 8 slots a rank, 64 GPUs on 8 nodes of 8, shards of 2048 / 2.
+    asked = problem(ep=32, tp=2)
+    assert (asked.ranks, asked.nodes, asked.slots, asked.intermediate) == (32, 8, 8, 1024)
+    assert asked.weights == FP8_128x128 and asked.activations == FP8_1x128
+    assert problem(ep=12).slots == 22  # the fullest rank of 256 on 12
+    assert problem(ep=4, placement=tuple(range(256)) + tuple(range(32))).slots == 72
+    assert problem("mixtral_8x7b").activations is None and problem("mixtral_8x7b").nodes == 1
+
+
+@pytest.mark.parametrize("ranks, expected", [(1, 1.0), (2, 1.993), (4, 3.614), (8, 5.295), (32, 7.267), (256, 8.0)])
+def test_ranks_that_a_token_visits_in_deepseek_v3(ranks: int, expected: float) -> None:
+    assert problem(ep=ranks).ranks_per_token == pytest.approx(expected, abs=5e-4)
+
+
+def test_ranks_that_a_token_visits_by_counting() -> None:
+    # Mixtral on 4 ranks: every pair of 8 experts, two experts a rank.
+    visited = [len({e // 2 for e in pair}) for pair in combinations(range(8), 2)]
+    assert problem("mixtral_8x7b", ep=4).ranks_per_token == pytest.approx(sum(visited) / len(visited))
+
+
+@pytest.mark.parametrize(
+    "num_tokens, text",
+    [(0, "num_tokens=0 must be at least 1"), (65, "num_tokens=65 exceeds kernel.max_num_tokens=64; raise the limit")],
+)
+def test_batches_that_cannot_be_are_refused(num_tokens: int, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        problem(num_tokens=num_tokens, max_num_tokens=64)
+
+
+def test_it_is_plain_data() -> None:
+    asked = problem(ep=8)
+    data = json.loads(json.dumps(asked.as_dict()))
+    assert data["ranks"] == 8 and data["nodes"] == 1 and data["dtype"] == "bf16" and data["num_tokens"] == 128
+    assert data["config"]["parallel"]["ep"] == 8 and data["device"]["name"] == "h200"
+    assert asked == problem(ep=8) and hash(asked) == hash(problem(ep=8))
+
+
+def test_a_reason_shows_its_way_out() -> None:
+    assert str(Reason("graphs", "cannot be captured", "kernel.graphs = false")) == (
+        "cannot be captured [kernel.graphs = false]"
+    )
+    assert str(Reason("device", "runs on cpu")) == "runs on cpu"

@@ -1,0 +1,71 @@
+"""Reasons that follow from traits alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moe_mk.config import device_profile, load_config
+from moe_mk.config.problem import Problem
+from moe_mk.config.traits import Traits, common_reasons
+from moe_mk.quant import BF16
+
+PICKY = Traits(
+    summary="needs everything",
+    kinds=frozenset({"cuda"}),
+    min_arch=(9, 0),
+    library="deep_ep",
+    extra="build it",
+    graph_safe=False,
+    deterministic=False,
+)
+
+
+def problem(device: str = "h200", installed: str = "", emulated: str = "", **overrides: Any) -> Problem:
+    config = load_config("tiny").with_(**overrides)
+    return Problem(config, device_profile(device), BF16, 1, frozenset({installed}), frozenset({emulated}))
+
+
+def codes(traits: Traits, asked: Problem) -> list[str]:
+    return [reason.code for reason in common_reasons(traits, asked)]
+
+
+def test_permissive_traits_are_never_against_anything() -> None:
+    for device in ("cpu", "h100", "mi300x"):
+        assert codes(Traits(summary="x"), problem(device, graphs=True, deterministic=True)) == []
+
+
+def test_every_reason_is_listed() -> None:
+    asked = problem("cpu", graphs=True, deterministic=True)
+    assert [str(reason) for reason in common_reasons(PICKY, asked)] == [
+        "runs on cuda, this device is cpu",
+        "deep_ep is not installed [build it]",
+        "cannot be captured in a CUDA graph [kernel.graphs = false]",
+        "does not give equal bits twice [kernel.deterministic = false]",
+    ]
+    assert codes(PICKY, problem(installed="deep_ep")) == []
+
+
+def test_an_older_gpu_is_named_and_other_devices_are_not_asked() -> None:
+    needs_blackwell = replace(PICKY, min_arch=(10, 0), library="")
+    assert [str(r) for r in common_reasons(needs_blackwell, problem("h200"))] == ["needs sm_100, this device is sm_90"]
+    assert codes(needs_blackwell, problem("b200")) == []
+    assert codes(replace(needs_blackwell, kinds=frozenset({"rocm"})), problem("mi300x")) == []
+
+
+@pytest.mark.parametrize(
+    "emulated, allowed, reasons",
+    [
+        ("", True, ["deep_ep is not installed [build it]"]),
+        ("deep_ep", False, ["deep_ep is not installed [build it, or kernel.allow_emulated = true]"]),
+        ("deep_ep", True, []),
+    ],
+)
+def test_an_emulated_library_counts_only_when_allowed(emulated: str, allowed: bool, reasons: list[str]) -> None:
+    asked = problem(emulated=emulated, allow_emulated=allowed)
+    assert [str(reason) for reason in common_reasons(PICKY, asked)] == reasons
+
+
+def test_without_a_recipe_pip_is_the_way() -> None:
+    (reason,) = common_reasons(replace(PICKY, extra=""), problem())
+    assert reason.fix == "pip install deep_ep"

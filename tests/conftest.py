@@ -1,0 +1,73 @@
+"""What holds for every test: fixed seeds, no leaked defaults, known rows, and a skip that says what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import yaml
+
+SEED = 20_260_101
+
+# The same examples on every run, and no deadline: the machines that run this differ by a factor of ten.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)  # the legacy generator is the one that third-party code draws from
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_defaults() -> Iterator[None]:
+    """Fail a test that leaves torch's default dtype, default device or gradient mode changed."""
+    before = _defaults()
+    yield
+    after = _defaults()
+    torch.set_default_dtype(before[0])
+    torch.set_default_device(None)
+    torch.set_grad_enabled(before[2])
+    assert after == before, f"the test left (dtype, device, gradients) at {after}, found {before}"
+
+
+def _defaults() -> tuple[torch.dtype, torch.device, bool]:
+    return torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    content = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
+    check_rows(items, {row for section in content["sections"] for row in section["rows"]})
+    for item in items:
+        if missing := missing_device(item):
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def check_rows(items: list[pytest.Item], known: set[str]) -> None:
+    """Refuse to run with marks that name rows which do not exist."""
+    unknown = {
+        f"{item.nodeid}: unknown row {row}"
+        for item in items
+        for mark in item.iter_markers("row")
+        for row in map(str, mark.args)
+        if row not in known
+    }
+    if unknown:
+        raise pytest.UsageError("\n".join([*sorted(unknown), "tests/rows.yaml names the rows"]))
+
+
+def missing_device(item: pytest.Item) -> str:
+    """What a test marked `gpu` or `sm90` lacks on this machine, or nothing."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if item.get_closest_marker("sm90") is not None and importlib.util.find_spec("triton") is None:
+        return "needs triton, to compile for sm_90"
+    return ""

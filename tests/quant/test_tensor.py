@@ -1,0 +1,86 @@
+"""A quantised tensor is indexed, moved and counted as one thing."""
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ConfigError
+from moe_mk.quant import BF16, FP32, SCHEMES, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, scheme_named
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.quant.wire import as_bytes
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("scheme", [BF16, FP8_128x128, FP8_128x128_UE8M0], ids=lambda s: s.name)
+def test_an_expert_of_a_stack_is_a_view(scheme: QuantScheme) -> None:
+    stack = scheme.quantize(normal(3, 130, 200))
+    for expert in range(3):
+        one = stack[expert]
+        assert one.shape == (130, 200) and one.values.data_ptr() == stack.values[expert].data_ptr()
+        assert torch.equal(one.dequantize(torch.float32), stack.dequantize(torch.float32)[expert])
+
+
+@pytest.mark.parametrize("scheme", [FP8_1x128, FP8_1x128_UE8M0], ids=lambda s: s.name)
+@pytest.mark.parametrize("rows", [[], [2], [4, 0, 4, 1]])
+def test_rows_are_picked_with_their_scales(scheme: QuantScheme, rows: list[int]) -> None:
+    q = scheme.quantize(normal(5, 200) * torch.arange(1, 6)[:, None])
+    index = torch.tensor(rows, dtype=torch.int64)
+    picked = q[index]
+    assert picked.shape == (len(rows), 200) and picked.scheme == scheme
+    assert torch.equal(picked.dequantize(torch.float32), q.dequantize(torch.float32)[index])
+
+
+def test_a_row_of_a_block_cannot_be_picked() -> None:
+    # Row 1 has its scale in block row 0: picking scales[1] would take that of rows 128 to 255.
+    with pytest.raises(AssertionError, match="cut into blocks"):
+        FP8_128x128.quantize(normal(256, 128))[1]
+
+
+def test_bytes_and_moves_take_every_part() -> None:
+    q = FP8_1x128.quantize(normal(2, 256))
+    scaled = QuantTensor(q.values, q.scales, q.scheme, global_scale=torch.ones(3))
+    assert scaled.num_bytes == 2 * 256 + 2 * 2 * 4 + 12
+    moved = scaled.to(torch.device("meta"))
+    assert moved.device.type == "meta" and moved.shape == (2, 256) and moved.scheme == q.scheme
+    assert moved.scales is not None and moved.scales.device.type == "meta"
+    assert moved.global_scale is not None and moved.global_scale.device.type == "meta"
+
+
+def test_it_is_a_value() -> None:
+    q = BF16.quantize(normal(1, 1))
+    with pytest.raises(FrozenInstanceError):
+        q.scales = None  # type: ignore[misc]
+
+
+def test_schemes_by_name() -> None:
+    assert all(scheme_named(name).name == name for name in SCHEMES)
+    assert scheme_named("fp8_128x128") is FP8_128x128
+    with pytest.raises(ConfigError, match=r"no quantisation scheme is called 'fp8_128x12'; did you mean 'fp8_128x128'"):
+        scheme_named("fp8_128x12")
+
+
+@pytest.mark.parametrize("scheme", [BF16, FP32, FP8_128x128, FP8_128x128_UE8M0], ids=lambda scheme: scheme.name)
+def test_pickling_a_view_keeps_its_elements_and_nothing_else(scheme: QuantScheme) -> None:
+    whole = scheme.quantize(normal(4, 256, 256))
+    view = whole[1]
+    text = pickle.dumps(view)
+    again = pickle.loads(text)
+    assert len(text) < 1.2 * view.num_bytes + 4096  # a fourth of the storage behind it
+    assert again.scheme == view.scheme
+    assert torch.equal(as_bytes(again.values), as_bytes(view.values))
+    assert (again.scales is None) == (view.scales is None)
+    assert again.scales is None or torch.equal(as_bytes(again.scales), as_bytes(view.scales))
+
+
+def test_a_deep_copy_of_a_view_has_a_storage_of_its_own_size() -> None:
+    view = FP8_128x128.quantize(normal(4, 128, 128))[1]
+    copied = copy.deepcopy(view)
+    assert copied.values.untyped_storage().nbytes() == 128 * 128
+    assert torch.equal(copied.dequantize(torch.float32), view.dequantize(torch.float32))

@@ -1,0 +1,122 @@
+"""Spans on a clock of ours: own times add up, however spans close."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_mk.trace import Recorder, Spans
+from moe_mk.trace.clock import now
+
+
+class Clock:
+    """Stands still until told."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("moe_mk.trace.recorder.now", made)
+    return made
+
+
+def test_a_nested_span_is_charged_to_the_inner_one(clock: Clock) -> None:
+    # dispatch 100 .. 110; shared experts run in it from 102 to 105: dispatch itself takes 7.
+    recorder = Recorder()
+    with recorder.span("dispatch"):
+        clock.time = 102.0
+        with recorder.span("shared"):
+            clock.time = 105.0
+        clock.time = 110.0
+    shared, dispatch = recorder.spans
+    assert (shared.stage, shared.start, shared.end, shared.own) == ("shared", 102.0, 105.0, 3.0)
+    assert (dispatch.stage, dispatch.start, dispatch.end, dispatch.own) == ("dispatch", 100.0, 110.0, 7.0)
+    assert recorder.own_seconds() == {"shared": 3.0, "dispatch": 7.0}
+
+
+def test_flights_that_close_in_the_order_they_opened_add_up_too(clock: Clock) -> None:
+    # forward 100 .. 112. a opens at 101, b at 103; a closes at 106 while b is open, b at 110.
+    #   100 forward 101 a 103 b 110 forward 112: forward 1 + 2, a 2, b 7
+    recorder = Recorder()
+    forward, a, b = recorder.span("forward"), recorder.span("a"), recorder.span("b")
+    for time, step in [(100.0, forward.__enter__), (101.0, a.__enter__), (103.0, b.__enter__)]:
+        clock.time = time
+        step()
+    for time, span in [(106.0, a), (110.0, b), (112.0, forward)]:
+        clock.time = time
+        span.__exit__(None, None, None)
+    assert recorder.own_seconds() == {"forward": 3.0, "a": 2.0, "b": 7.0}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abc")), max_size=12), st.randoms(use_true_random=False))
+def test_own_times_add_up_to_the_outermost_span_in_any_order_of_closing(
+    steps: list[tuple[int, str]], random: object
+) -> None:
+    choose: Callable[[int], int] = random.randrange  # type: ignore[attr-defined]
+    clock = Clock()
+    recorder = Recorder()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as outermost:
+        patch.setattr("moe_mk.trace.recorder.now", clock)
+        outermost.enter_context(recorder.span("forward"))
+        flying = []
+        for wait, stage in steps:
+            clock.time += wait
+            span = recorder.span(stage)
+            span.__enter__()
+            flying.append(span)
+            clock.time += choose(4)
+            if choose(2):
+                flying.pop(choose(len(flying))).__exit__(None, None, None)
+        while flying:
+            clock.time += choose(4)
+            flying.pop(choose(len(flying))).__exit__(None, None, None)
+        outermost.close()
+    forward = recorder.spans[-1]
+    assert forward.stage == "forward" and all(0 <= span.own <= span.end - span.start for span in recorder.spans)
+    assert sum(recorder.own_seconds().values()) == forward.end - forward.start
+
+
+def test_the_same_stage_twice_is_added(clock: Clock) -> None:
+    recorder = Recorder()
+    for seconds in (1.0, 2.0):
+        with recorder.span("experts"):
+            clock.time += seconds
+        clock.time += 10.0  # between spans nobody is charged
+    assert recorder.own_seconds() == {"experts": 3.0}
+
+
+def test_a_span_that_fails_is_recorded_and_closed(clock: Clock) -> None:
+    def fail() -> None:
+        clock.time += 1.0
+        raise ValueError("boom")
+
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="boom"), recorder.span("outer"), recorder.span("inner"):
+        fail()
+    assert [span.stage for span in recorder.spans] == ["inner", "outer"]
+    with recorder.span("next"):
+        clock.time += 1.0
+    assert recorder.own_seconds() == {"inner": 1.0, "outer": 0.0, "next": 1.0}
+
+
+def test_nobody_listens_until_a_recorder_is_set(clock: Clock) -> None:
+    spans = Spans()
+    with spans.span("route"):
+        clock.time += 1.0
+    spans.recorder = Recorder()
+    with spans.span("route"):
+        clock.time += 2.0
+    assert spans.recorder.own_seconds() == {"route": 2.0}
+
+
+def test_the_clock_never_runs_backwards() -> None:
+    times = [now() for _ in range(100)]
+    assert times == sorted(times)
