@@ -1,0 +1,1 @@
+"""What lies outside: the device, and optional libraries, real or emulated."""

@@ -1,0 +1,96 @@
+"""The one place that asks what device is here, and turns the answer into a profile."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from moe_mk.config.device import DeviceProfile
+from moe_mk.config.shipped import device_profile, shipped_devices
+from moe_mk.errors import ConfigError, UnsupportedError
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device, with an index where it needs one.
+
+    Raises UnsupportedError if it is not there, ConfigError for what is not the name of a device.
+    """
+    wanted = _parsed(device)
+    if wanted.type == "cpu":
+        return wanted
+    if wanted.type != "cuda":
+        raise UnsupportedError(f"device {wanted} cannot be used", ["this library runs on cpu and cuda devices"])
+    if not torch.cuda.is_available():
+        built_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+        why = "no GPU is visible" if built_for_gpus else "this torch is a CPU build"
+        raise UnsupportedError(f"device {wanted} cannot be used", [why, "use --device cpu, or device='cpu'"])
+    if wanted.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if wanted.index >= torch.cuda.device_count():
+        raise UnsupportedError(f"device {wanted} cannot be used", [f"{torch.cuda.device_count()} GPUs are visible"])
+    return wanted
+
+
+def device_of_rank(device: str, rank: int) -> torch.device:
+    """The device of one local rank: ranks take turns on the GPUs that are there."""
+    wanted = _parsed(device)
+    if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
+        wanted = torch.device("cuda", rank % torch.cuda.device_count())
+    return usable_device(wanted)
+
+
+def collective_backend(device: str, ranks: int) -> str:
+    """NCCL where every rank has a GPU of its own, else gloo: NCCL refuses two ranks on one device."""
+    return "nccl" if _parsed(device).type == "cuda" and ranks <= torch.cuda.device_count() else "gloo"
+
+
+def profile_here(device: torch.device) -> DeviceProfile:
+    """The profile of a device of this machine: the shipped one nearest to it, with the memory that is really there."""
+    if device.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return device_profile("cpu").model_copy(update={"memory_gib": memory / 2**30})
+    properties = torch.cuda.get_device_properties(device)
+    update: dict[str, object] = {"memory_gib": properties.total_memory / 2**30}
+    if torch.version.hip is not None:
+        return device_profile("mi300x").model_copy(update=update | {"gfx": properties.gcnArchName.split(":")[0]})
+    arch = (properties.major, properties.minor)
+    names = [name for name in shipped_devices() if name.upper() in properties.name.upper()]
+    nearest = names[0] if names else ("b200" if arch >= (10, 0) else "h100")
+    name = nearest if names else properties.name.lower().replace(" ", "_")
+    return device_profile(nearest).model_copy(update=update | {"arch": arch, "name": name})
+
+
+def describe(device: torch.device) -> str:
+    """What a person calls the device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    model = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), "CPU")
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything queued on the device, so that a clock read after it is meaningful."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_host_bytes() -> int:
+    """The most memory this process has had resident, mapped files included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _parsed(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as problem:
+        raise ConfigError(f"{device!r} is not a device: {str(problem).splitlines()[0]}") from problem
+
+
+def _cpuinfo() -> list[str]:
+    file = Path("/proc/cpuinfo")
+    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []

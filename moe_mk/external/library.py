@@ -1,0 +1,89 @@
+"""Optional libraries: which are there, and the one place that imports them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+from moe_mk.errors import LibraryMissing
+from moe_mk.kernels.native.toolchain import find_compiler
+from moe_mk.registry import did_you_mean
+
+
+@dataclass(frozen=True)
+class Library:
+    """One optional library: what to import, what it is for, and how a user gets it."""
+
+    module: str
+    purpose: str
+    install: str
+    distributions: tuple[str, ...] = ()
+    """Names under which it may be installed, for its version."""
+
+
+COMPILER = "c++"
+"""Not a module: whatever compiles the native CPU kernels, under any of its names."""
+
+LIBRARIES: Mapping[str, Library] = {
+    library.module: library
+    for library in (
+        Library(COMPILER, "native CPU kernels", "install a C++ compiler (Debian: apt install g++)"),
+        Library("triton", "GPU kernels", "pip install 'moe-mk[cuda]'", ("triton",)),
+        Library("deep_ep", "DeepEP transports", "pip install sgl-deep-ep, or build it", ("sgl-deep-ep", "deep_ep")),
+        Library("deep_gemm", "DeepGEMM experts", "build it from its repository", ("sgl-deep-gemm", "deep_gemm")),
+        Library(
+            "flashinfer",
+            "NVLink transports, CUTLASS experts",
+            "pip install 'moe-mk[flashinfer]'",
+            ("flashinfer-python",),
+        ),
+        Library("nixl", "NIXL EP transport", "pip install nixl", ("nixl",)),
+        Library("mori", "MoRI transport on AMD", "build it from its repository", ("mori",)),
+        Library("uccl", "UCCL-EP transport", "pip install uccl", ("uccl",)),
+        Library("transformers", "Hugging Face models", "pip install 'moe-mk[hf]'", ("transformers",)),
+        Library("matplotlib", "pictures", "pip install 'moe-mk[plot]'", ("matplotlib",)),
+    )
+}
+
+
+def installed() -> frozenset[str]:
+    """Optional libraries that could be used; nothing is imported or compiled to find out."""
+    return frozenset(name for name in LIBRARIES if _is_there(name))
+
+
+def _is_there(name: str) -> bool:
+    return find_compiler(shutil.which) is not None if name == COMPILER else importlib.util.find_spec(name) is not None
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an optional library, or None if it is not installed."""
+    for distribution in LIBRARIES[name].distributions:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    if name == COMPILER:
+        compiler = find_compiler(shutil.which)
+        return None if compiler is None else compiler.version
+    return "unknown" if _is_there(name) else None
+
+
+def find(module: str) -> ModuleType:
+    """Import an optional library, or a module of one ("matplotlib.figure").
+
+    Raises LibraryMissing with the install line, or with what its import said.
+    """
+    name = module.partition(".")[0]
+    if name not in LIBRARIES:
+        raise LibraryMissing(f"no optional library is called {name!r}{did_you_mean(name, list(LIBRARIES))}")
+    try:
+        return importlib.import_module(module)
+    except Exception as problem:  # a library built for another machine fails in its own ways
+        what = f"{module} ({LIBRARIES[name].purpose}) cannot be imported"
+        said = str(problem) if isinstance(problem, ImportError) else f"{type(problem).__name__}: {problem}"
+        raise LibraryMissing(what, [said, LIBRARIES[name].install]) from problem
