@@ -1,0 +1,59 @@
+"""Ranks compare notes before the first collective: a differing decision becomes a diff, not a hang."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from moe_mk.comm.communicator import Communicator, offsets
+from moe_mk.errors import CommError
+from moe_mk.flight import Flight
+
+PHASE = "agreement"
+
+
+def digest(notes: Mapping[str, str]) -> bytes:
+    """32 bytes that differ when any note differs."""
+    return hashlib.sha256(_text(notes).encode()).digest()
+
+
+def agree(comm: Communicator, notes: Mapping[str, str], layer: str = "") -> Flight[None]:
+    """Check that every rank of the group brings the same notes.
+
+    notes: what must be equal, by name. Only a digest travels, unless ranks differ; then all notes do, and every rank
+    raises CommError with what each rank says about each differing name.
+    """
+    ones = [1] * comm.size
+    mine = _as_row(digest(notes))
+    digests = (yield from comm.all_gather(mine, ones, PHASE)).tolist()
+    if all(other == digests[0] for other in digests):
+        return
+    text = _text(notes).encode()
+    counts = yield from comm.gather_count(len(text), PHASE)
+    column = _as_row(text).view(len(text), 1)
+    everything = bytes((yield from comm.all_gather(column, counts, PHASE)).flatten().tolist())
+    starts = offsets(counts)
+    texts = [everything[starts[r] : starts[r + 1]].decode() for r in range(comm.size)]
+    raise CommError("ranks decided differently:\n" + diff(texts), rank=comm.rank, phase=PHASE, layer=layer)
+
+
+def diff(texts: list[str]) -> str:
+    """List the names whose values differ between ranks, with what each rank says."""
+    notes = [dict(line.split("=", 1) for line in text.splitlines()) for text in texts]
+    names = sorted({name for note in notes for name in note})
+    lines = []
+    for name in names:
+        values = [note.get(name, "(nothing)") for note in notes]
+        if len(set(values)) > 1:
+            lines += [f"  {name}:"] + [f"    rank {rank}: {value}" for rank, value in enumerate(values)]
+    return "\n".join(lines)
+
+
+def _text(notes: Mapping[str, str]) -> str:
+    return "\n".join(f"{name}={' '.join(str(value).split())}" for name, value in sorted(notes.items()))
+
+
+def _as_row(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8, device="cpu").view(1, len(data))

@@ -1,0 +1,151 @@
+"""A symmetric heap: every rank has a window of the same shape, and every rank writes and reads every window.
+
+    window of a rank   [ flags, one word a cache line pair | barrier flags, one a rank | data ]
+
+`put` then `signal` are seen in that order by whoever waits for the flag; nobody answers, nothing is sent back. Offsets
+are bytes in the data of a window. The operations are those of a PGAS heap (NVSHMEM's put, put_signal, wait_until,
+quiet), between processes of one host over shared memory and between ranks of one process over its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.symmetric_memory import Memory, free_bytes
+from moe_mk.comm.symmetric_wait import Waiting
+from moe_mk.comm.symmetric_words import COUNT_MASK, Words, is_behind, word_of
+from moe_mk.errors import CommError, ShapeError
+
+FLAG_BYTES = 128
+"""Two cache lines: processors fetch lines in pairs, and neighbours must not share one."""
+PAGE_BYTES = 4096
+
+StartWaiting = Callable[[str, int], Waiting]
+"""Begin to wait, given phase and epoch."""
+
+
+def aligned(num_bytes: int, to: int = PAGE_BYTES) -> int:
+    """The next multiple."""
+    return -(-num_bytes // to) * to
+
+
+@dataclass(frozen=True)
+class WindowShape:
+    """The window of one rank."""
+
+    ranks: int
+    num_flags: int
+    data_bytes: int
+
+    @property
+    def data_at(self) -> int:
+        """Where the data of a window begins."""
+        return aligned((self.num_flags + self.ranks) * FLAG_BYTES)
+
+    @property
+    def window_bytes(self) -> int:
+        """From one rank's window to the next."""
+        return self.data_at + aligned(self.data_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """The windows of all ranks."""
+        return self.ranks * self.window_bytes
+
+
+class SymmetricHeap:
+    """One rank's hold on the windows of all."""
+
+    def __init__(
+        self, memory: Memory, words: Words, shape: WindowShape, rank: int, waiting: StartWaiting, layer: str = ""
+    ) -> None:
+        assert memory.num_bytes == shape.total_bytes
+        self.rank, self.size, self.shape, self.layer = rank, shape.ranks, shape, layer
+        self._memory, self._words, self._waiting = memory, words, waiting
+        self._barriers = 0
+
+    def data(self, peer: int, at: int, num_bytes: int) -> Tensor:
+        """Bytes of a peer's window as they lie there, (num_bytes,) uint8. Raises ShapeError beyond its end."""
+        if not (0 <= peer < self.size and 0 <= at and at + num_bytes <= self.shape.data_bytes):
+            raise ShapeError(
+                f"bytes {at} to {at + num_bytes} of rank {peer} lie outside of {self.size} windows of "
+                f"{self.shape.data_bytes} bytes"
+            )
+        start = self._data_at(peer) + at
+        return self._memory.bytes[start : start + num_bytes]
+
+    def put(self, peer: int, at: int, rows_RB: Tensor, index_X: Tensor | None = None) -> None:
+        """Write rows of bytes into a peer's window, one behind the other.
+
+        index_X: only these rows, gathered straight into the window. Raises CommError where memory has run out.
+        """
+        count = rows_RB.shape[0] if index_X is None else index_X.shape[0]
+        width = rows_RB.shape[1]
+        there_XB = self.data(peer, at, count * width).view(count, width)
+        if not there_XB.numel():
+            return
+        self._reserve(peer, at, count * width)
+        if index_X is None:
+            there_XB.copy_(rows_RB)
+        else:
+            torch.index_select(rows_RB, 0, index_X, out=there_XB)
+
+    def get(self, peer: int, at: int, num_bytes: int) -> Tensor:
+        """Copy bytes out of a peer's window."""
+        return self.data(peer, at, num_bytes).clone()
+
+    def signal(self, peer: int, flag: int, epoch: int, count: int = 0) -> None:
+        """Store a flag of a peer; everything put before is seen by whoever sees it."""
+        self._words.store(self._flag_at(peer, flag), word_of(epoch, count))
+
+    def put_signal(self, peer: int, at: int, rows_RB: Tensor, flag: int, epoch: int) -> None:
+        """`put`, then `signal` with the number of rows."""
+        self.put(peer, at, rows_RB)
+        self.signal(peer, flag, epoch, rows_RB.shape[0])
+
+    def wait_until(self, flags: Mapping[int, int], epoch: int, phase: str) -> dict[int, int]:
+        """Wait until each flag of this window has come to `epoch`; returns the counts by peer.
+
+        flags: the flag that each peer stores. Raises CommError when a peer has ended or is later than the deadline.
+        """
+        waiting, counts = self._waiting(phase, epoch), {}
+        for peer, flag in flags.items():
+            at = self._flag_at(self.rank, flag)
+            while is_behind(word := self._words.load(at), epoch):
+                waiting.pause(peer)
+            counts[peer] = word & COUNT_MASK
+        return counts
+
+    def quiet(self) -> None:
+        """Complete all puts of this rank: copies are done when `put` returns, so this is a fence."""
+        self._words.fence()
+
+    def barrier(self, phase: str = "barrier") -> None:
+        """Wait for every rank; what any put before is seen by all after. Between processes only."""
+        self._barriers += 1
+        self.quiet()
+        first, others = self.shape.num_flags, [peer for peer in range(self.size) if peer != self.rank]
+        for peer in others:
+            self.signal(peer, first + self.rank, self._barriers)
+        self.wait_until({peer: first + peer for peer in others}, self._barriers, phase)
+
+    def _data_at(self, peer: int) -> int:
+        return peer * self.shape.window_bytes + self.shape.data_at
+
+    def _flag_at(self, peer: int, flag: int) -> int:
+        assert 0 <= flag < self.shape.num_flags + self.size
+        return peer * self.shape.window_bytes + flag * FLAG_BYTES
+
+    def _reserve(self, peer: int, at: int, num_bytes: int) -> None:
+        try:
+            self._memory.reserve(self._data_at(peer) + at, num_bytes)
+        except OSError as problem:
+            text = (
+                f"shared memory has no room for {num_bytes} bytes more, {free_bytes()} are free: {problem.strerror}; "
+                "enlarge /dev/shm (docker run --shm-size) or bring fewer tokens [kernel.max_num_tokens]"
+            )
+            raise CommError(text, rank=self.rank, phase="put", layer=self.layer, peer=peer) from problem

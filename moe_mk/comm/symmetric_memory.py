@@ -1,0 +1,102 @@
+"""Memory that several ranks write: a file in /dev/shm between processes of one host, plain pages within one process.
+
+The file is made exclusively, for its owner alone, under a name nobody can guess, and loses that name as soon as every
+rank has mapped it: what is left disappears with the last process, however that one ends. Pages are taken when they are
+first written, so a window may be planned for the largest call and costs what the calls need.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FOLDER = Path("/dev/shm")
+OURS_ALONE = 0o600
+
+
+class Memory:
+    """Zeroed bytes of this process alone."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes = _view(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    @property
+    def num_bytes(self) -> int:
+        """The size that was asked for."""
+        return self.bytes.numel()
+
+    def reserve(self, start: int, num_bytes: int) -> None:
+        """Take the pages of a range before it is written; nothing to do here."""
+
+
+class SharedMemory(Memory):
+    """Bytes of a file in memory that other processes map too."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.bytes = _view(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED))
+        self._descriptor = descriptor  # ours to close from here on
+        self._reserved: dict[int, int] = {}
+
+    def reserve(self, start: int, num_bytes: int) -> None:
+        """Take pages, or raise OSError where /dev/shm is full: writing there would end the process by a signal."""
+        if num_bytes > self._reserved.get(start, 0):
+            os.posix_fallocate(self._descriptor, start, num_bytes)
+            self._reserved[start] = num_bytes
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+
+def create(num_bytes: int, folder: Path = FOLDER) -> tuple[str, SharedMemory]:
+    """Make a new file of zeros; returns its name. Raises OSError."""
+    name = f"moe-mk-{secrets.token_hex(16)}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / name, flags, OURS_ALONE)
+    try:
+        os.fchmod(descriptor, OURS_ALONE)  # whatever the umask says
+        os.ftruncate(descriptor, num_bytes)
+        return name, SharedMemory(descriptor, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        unlink(name, folder)
+        raise
+
+
+def attach(name: str, num_bytes: int, folder: Path = FOLDER) -> SharedMemory:
+    """Map a file that another rank has made. Raises OSError if it is not there, not ours alone, or of another size."""
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != OURS_ALONE:
+            mode = oct(stat.S_IMODE(found.st_mode))
+            raise PermissionError(
+                f"{name} belongs to user {found.st_uid} with mode {mode}, expected our own with 0o600"
+            )
+        if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
+            raise OSError(f"{name} has {found.st_size} bytes, expected {num_bytes}")
+        return SharedMemory(descriptor, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def unlink(name: str, folder: Path = FOLDER) -> None:
+    """Take the name away; mappings stay."""
+    (folder / name).unlink(missing_ok=True)
+
+
+def free_bytes(folder: Path = FOLDER) -> int:
+    """What can still be taken there."""
+    there = os.statvfs(folder)
+    return there.f_bavail * there.f_frsize
+
+
+def _view(mapped: mmap.mmap) -> Tensor:
+    return torch.frombuffer(mapped, dtype=torch.uint8)

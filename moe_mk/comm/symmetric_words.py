@@ -1,0 +1,126 @@
+"""Flags: 64-bit words that one rank stores and another loads; what was written before the store is seen after the load.
+
+    word = epoch << 32 | count        one store publishes both, and nothing is ever reset
+
+x86-64 keeps stores in order and loads in order, and an aligned 8-byte access is one access: plain stores and loads are
+release and acquire there (Intel SDM 3A 9.2, "total store ordering"), and Python moves none across the other. Elsewhere,
+Arm first of all, words go through libatomic, which needs no compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+
+from moe_mk.errors import UnsupportedError
+
+WORD_BYTES = 8
+COUNT_BITS = 32
+COUNT_MASK = (1 << COUNT_BITS) - 1
+TOTAL_STORE_ORDER = ("x86_64", "amd64")
+ACQUIRE, RELEASE, SEQUENTIAL = 2, 3, 5
+LIBATOMIC = "libatomic.so.1"
+
+
+def word_of(epoch: int, count: int) -> int:
+    """Pack an epoch (modulo 2^32) and a count into one word."""
+    assert 0 <= count <= COUNT_MASK
+    return (epoch & COUNT_MASK) << COUNT_BITS | count
+
+
+def is_behind(word: int, epoch: int) -> bool:
+    """Whether a word is of an earlier epoch; epochs wrap, so half of all count as earlier."""
+    return ((word >> COUNT_BITS) - epoch) & COUNT_MASK >= 1 << (COUNT_BITS - 1)
+
+
+class Words(ABC):
+    """All words of a memory, by byte offset."""
+
+    @abstractmethod
+    def store(self, at: int, word: int) -> None:
+        """Store with release: everything written before is seen by whoever loads this word."""
+
+    @abstractmethod
+    def load(self, at: int) -> int:
+        """Load with acquire."""
+
+    @abstractmethod
+    def fence(self) -> None:
+        """Complete what was written before anything that follows."""
+
+
+class PlainWords(Words):
+    """Ordinary aligned accesses, for processors that keep their order."""
+
+    def __init__(self, memory: Tensor) -> None:
+        assert memory.data_ptr() % WORD_BYTES == 0
+        self._words = memory.numpy().view("uint64")
+
+    def store(self, at: int, word: int) -> None:
+        """One aligned store."""
+        self._words[at // WORD_BYTES] = word
+
+    def load(self, at: int) -> int:
+        """One aligned load."""
+        return int(self._words[at // WORD_BYTES])
+
+    def fence(self) -> None:
+        """Nothing: stores are seen in order, and copies that bypass the cache end with a fence of their own."""
+
+
+class AtomicWords(Words):
+    """GCC's atomic functions, for every other processor."""
+
+    def __init__(self, memory: Tensor, library: ctypes.CDLL) -> None:
+        self._memory, self._base = memory, memory.data_ptr()
+        self._store = _function(library, "__atomic_store_8", None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
+        self._load = _function(library, "__atomic_load_8", ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int)
+        self._add = _function(
+            library, "__atomic_fetch_add_8", ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+        )
+        self._own = ctypes.c_uint64(0)
+
+    def store(self, at: int, word: int) -> None:
+        """__ATOMIC_RELEASE."""
+        self._store(self._base + at, word, RELEASE)
+
+    def load(self, at: int) -> int:
+        """__ATOMIC_ACQUIRE."""
+        return int(self._load(self._base + at, ACQUIRE))
+
+    def fence(self) -> None:
+        """A sequentially consistent change of a word of our own."""
+        self._add(ctypes.addressof(self._own), 1, SEQUENTIAL)
+
+
+def reasons_against_words(machine: str | None = None, open_library: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> str:
+    """Why this processor cannot share flags; empty if it can."""
+    if (machine or platform.machine()).lower() in TOTAL_STORE_ORDER:
+        return ""
+    try:
+        open_library(LIBATOMIC)
+    except OSError:
+        processor = machine or platform.machine()
+        return f"{processor} orders memory weakly and {LIBATOMIC} is not installed (Debian: apt install libatomic1)"
+    return ""
+
+
+def words_of(
+    memory: Tensor, machine: str | None = None, open_library: Callable[[str], ctypes.CDLL] = ctypes.CDLL
+) -> Words:
+    """The words of a memory for this processor. Raises UnsupportedError where nothing keeps their order."""
+    if reason := reasons_against_words(machine, open_library):
+        raise UnsupportedError("memory cannot be shared between ranks", [reason])
+    if (machine or platform.machine()).lower() in TOTAL_STORE_ORDER:
+        return PlainWords(memory)
+    return AtomicWords(memory, open_library(LIBATOMIC))
+
+
+def _function(library: ctypes.CDLL, name: str, result: object, *arguments: object) -> Callable[..., int]:
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,44 @@
+"""What all communicators share: offsets, sums in order, and the counting of bytes."""
+
+import pytest
+import torch
+
+from moe_mk.comm.communicator import Traffic, offsets, sum_in_order, summing_dtype
+
+
+def test_offsets_by_hand() -> None:
+    assert offsets([2, 0, 3]) == [0, 2, 2, 5] and offsets([]) == [0]
+
+
+def test_parts_are_added_one_after_the_other_and_left_alone() -> None:
+    # bf16 spacing above 256 is 2: in f32 256 + 1 + 1 + 1 = 259, rounded once to even, 260.
+    parts = [torch.tensor([number], dtype=torch.bfloat16) for number in (256.0, 1.0, 1.0, 1.0)]
+    assert sum_in_order(parts).tolist() == [260.0] and parts[0].tolist() == [256.0]
+    for shape in ((1,), (3, 7), (16, 64)):  # no shape may change the order
+        numbers = torch.tensor([1e8, 1.0, -1e8, 1.0])
+        assert torch.equal(sum_in_order([number.expand(shape) for number in numbers]), torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    "dtype, sums",
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.int64, torch.int64),
+    ],
+)
+def test_only_narrow_floats_are_widened(dtype: torch.dtype, sums: torch.dtype) -> None:
+    assert summing_dtype(dtype) == sums and sum_in_order([torch.ones(1, dtype=dtype)]).dtype == dtype
+
+
+def test_traffic_adds_up_by_phase_and_starts_over() -> None:
+    traffic = Traffic()
+    traffic.sent("dispatch", 10)
+    traffic.sent("dispatch", 5)
+    traffic.sent("combine", 1)
+    assert traffic.bytes_by_phase == {"dispatch": 15, "combine": 1}
+    assert traffic.calls_by_phase == {"dispatch": 2, "combine": 1}
+    traffic.reset()
+    assert not traffic.bytes_by_phase and not traffic.calls_by_phase

@@ -1,0 +1,310 @@
+"""Four real gloo processes: every collective by hand, against the lockstep twin, and with dead or late peers."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, ParallelGroups, communicator
+from moe_mk.comm.agreement import agree
+from moe_mk.comm.distributed import carrier
+from moe_mk.errors import CommError, ConfigError
+from moe_mk.flight import Flight, interleave, land
+from moe_mk.testing.processes import RankError, RankWorld
+
+RANKS = 4
+# SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.
+SEND = [[2, 0, 3, 1], [0, 0, 0, 0], [1, 4, 0, 2], [0, 1, 1, 5]]
+COUNTS = [3, 0, 1, 2]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64]
+LAYER = "layers.3"
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(RANKS) as ranks:
+        yield ranks
+
+
+def world_comm(timeout_s: float = 30.0) -> DistributedCommunicator:
+    group = dist.group.WORLD
+    assert group is not None
+    return DistributedCommunicator(group, timeout_s=timeout_s, layer=LAYER)
+
+
+def rows_of(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Three columns: who sent the row, which of its rows it is, and a constant."""
+    rows = [[rank, row, 7] for row in range(count)]
+    return torch.tensor(rows, dtype=dtype, device="cpu").view(count, 3)
+
+
+def expected_all_to_all(rank: int, dtype: torch.dtype) -> list[list[int]]:
+    parts = []
+    for peer in range(RANKS):
+        start = sum(SEND[peer][:rank])
+        parts.append(rows_of(peer, sum(SEND[peer]), dtype)[start : start + SEND[peer][rank]])
+    return [[int(value) for value in row] for part in parts for row in part.tolist()]
+
+
+def every_collective(comm: Communicator) -> Flight[dict[str, Tensor]]:
+    """All collectives in all dtypes; the sums are of small integers and so exact in any order."""
+    receive = [SEND[peer][comm.rank] for peer in range(RANKS)]
+    results: dict[str, Tensor] = {}
+    for dtype in DTYPES:
+        rows = rows_of(comm.rank, sum(SEND[comm.rank]), dtype)
+        results[f"all_to_all {dtype}"] = yield from comm.all_to_all(rows, SEND[comm.rank], receive, "dispatch")
+        mine = rows_of(comm.rank, COUNTS[comm.rank], dtype)
+        results[f"all_gather {dtype}"] = yield from comm.all_gather(mine, COUNTS, "gather")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
+        partial = rows_of(comm.rank, sum(COUNTS), dtype)
+        results[f"reduce_scatter {dtype}"] = yield from comm.reduce_scatter(partial, COUNTS, "combine")
+        results[f"all_reduce {dtype}"] = yield from comm.all_reduce(partial, "late")
+        results[f"left as it was {dtype}"] = partial
+    results["counts"] = torch.tensor((yield from comm.exchange_counts(SEND[comm.rank], "counts")))
+    results["gathered"] = torch.tensor((yield from comm.gather_count(10 * comm.rank, "counts")))
+    empty = torch.empty((0, 3), dtype=torch.float32)
+    results["nothing"] = yield from comm.all_to_all(empty, [0] * RANKS, [0] * RANKS, "idle")
+    results["none"] = yield from comm.all_gather(empty, [0] * RANKS, "idle")
+    return results
+
+
+def collectives_over_gloo(rank: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+    comm = world_comm()
+    return land(every_collective(comm)), dict(comm.traffic.bytes_by_phase)
+
+
+@pytest.fixture(scope="module")
+def over_gloo(world: RankWorld) -> list[tuple[dict[str, Tensor], dict[str, int]]]:
+    return world.call(collectives_over_gloo)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_uneven_all_to_all_brings_rows_in_rank_order(
+    over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]], dtype: torch.dtype
+) -> None:
+    # Rank 1 gets nothing from 0 and 1, rows 1 2 3 4 of rank 2 (row 0 went to rank 0), row 0 of rank 3.
+    first = over_gloo[1][0][f"all_to_all {dtype}"]
+    assert first.tolist() == [[2, 1, 7], [2, 2, 7], [2, 3, 7], [2, 4, 7], [3, 0, 7]]
+    for rank, (results, _) in enumerate(over_gloo):
+        received = results[f"all_to_all {dtype}"]
+        assert received.dtype == dtype and received.tolist() == expected_all_to_all(rank, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_uneven_all_gather_drops_its_padding(
+    over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]], dtype: torch.dtype
+) -> None:
+    for results, _ in over_gloo:
+        gathered = results[f"all_gather {dtype}"]
+        assert gathered.dtype == dtype
+        assert gathered.tolist() == [[0, 0, 7], [0, 1, 7], [0, 2, 7], [2, 0, 7], [3, 0, 7], [3, 1, 7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
+def test_sums_over_ranks_by_hand(over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]], dtype: torch.dtype) -> None:
+    # Row i of every rank is (rank, i, 7): the sum is (0 + 1 + 2 + 3, 4 i, 28). Rank 2 keeps row 3, rank 1 keeps none.
+    everything = [[6, 4 * row, 28] for row in range(6)]
+    for rank, (results, _) in enumerate(over_gloo):
+        start = sum(COUNTS[:rank])
+        assert results[f"reduce_scatter {dtype}"].tolist() == everything[start : start + COUNTS[rank]]
+        assert results[f"all_reduce {dtype}"].tolist() == everything
+        assert results[f"all_reduce {dtype}"].dtype == dtype
+        assert results[f"left as it was {dtype}"].tolist() == rows_of(rank, 6, dtype).tolist()
+
+
+def test_counts_and_nothing_at_all(over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]]) -> None:
+    for rank, (results, _) in enumerate(over_gloo):
+        assert results["counts"].tolist() == [SEND[peer][rank] for peer in range(RANKS)]
+        assert results["gathered"].tolist() == [0, 10, 20, 30]
+        assert results["nothing"].shape == (0, 3) and results["none"].shape == (0, 3)
+
+
+def test_lockstep_ranks_give_the_bits_of_gloo(over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]]) -> None:
+    twins = interleave([every_collective(comm) for comm in LockstepWorld(RANKS).communicators()])
+    for (real, _), twin in zip(over_gloo, twins, strict=True):
+        assert real.keys() == twin.keys()
+        for name, tensor in real.items():
+            assert tensor.dtype == twin[name].dtype and torch.equal(tensor, twin[name]), name
+
+
+def test_traffic_counts_what_leaves_a_rank(over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]]) -> None:
+    # Bytes of an element over the five dtypes: 2 + 2 + 4 + 1 + 8 = 17, and three columns a row.
+    # dispatch: rank 0 sends 0 + 3 + 1 rows to others, rank 1 none, rank 2 1 + 4 + 2, rank 3 0 + 1 + 1.
+    # gather: padded to the longest rank, 3 rows to 3 peers.
+    # combine (dtypes of 2 + 2 + 4 + 8 = 16): the 6 rows less one's own part.
+    # late: ring, 2 * 3 / 4 of 18 elements, in f32 for three dtypes and 8 bytes for int64.
+    # counts: 8 bytes to 3 peers, twice.
+    for rank, (_, sent) in enumerate(over_gloo):
+        assert sent["dispatch"] == [4, 0, 7, 2][rank] * 3 * 17
+        assert sent["gather"] == 3 * 3 * 3 * 17
+        assert sent["combine"] == (6 - COUNTS[rank]) * 3 * 16
+        assert sent["late"] == 27 * (4 + 4 + 4 + 8)
+        assert sent["counts"] == 2 * 3 * 8 and sent["idle"] == 0
+
+
+def transpose(rank: int) -> tuple[list[str], list[str]]:
+    comm, ones = world_comm(), [1] * RANKS
+    row = torch.tensor([[ord("ABCD"[rank]), ord(str(place))] for place in range(RANKS)], dtype=torch.uint8)
+    column = land(comm.all_to_all(row, ones, ones, "dispatch"))
+    back = land(comm.all_to_all(column, ones, ones, "combine"))
+    return ["".join(map(chr, pair)) for pair in column.tolist()], ["".join(map(chr, pair)) for pair in back.tolist()]
+
+
+@pytest.mark.row(32)
+def test_all_to_all_is_a_transpose_and_its_own_inverse(world: RankWorld) -> None:
+    # rank 0: A0 A1 A2 A3                A0 B0 C0 D0
+    # rank 1: B0 B1 B2 B3                A1 B1 C1 D1
+    # rank 2: C0 C1 C2 C3   -------->    A2 B2 C2 D2   -------->   as before
+    # rank 3: D0 D1 D2 D3                A3 B3 C3 D3
+    for rank, (column, back) in enumerate(world.call(transpose)):
+        assert column == [f"{who}{rank}" for who in "ABCD"]
+        assert back == [f"{'ABCD'[rank]}{place}" for place in range(RANKS)]
+
+
+def ordered_sums(rank: int) -> tuple[list[float], list[float], list[float]]:
+    comm = world_comm()
+    wide = torch.full((RANKS, 1), [1e8, 1.0, -1e8, 1.0][rank], dtype=torch.float32)
+    narrow = torch.full((RANKS, 1), [256.0, 1.0, 1.0, 1.0][rank], dtype=torch.bfloat16)
+    ones = [1] * RANKS
+    twice = [land(comm.reduce_scatter(wide, ones, "combine")).flatten().tolist() for _ in range(2)]
+    assert twice[0] == twice[1]
+    summed = land(comm.all_reduce(narrow, "late"))[0].tolist()
+    return twice[0], land(comm.reduce_scatter(narrow, ones, "combine")).flatten().tolist(), summed
+
+
+def test_reduce_scatter_adds_in_rank_order_in_f32(world: RankWorld) -> None:
+    # f32, in rank order: 1e8 + 1 = 1e8 (spacing 8), - 1e8 = 0, + 1 = 1. In any other order: 2, or 0.
+    # bf16 has spacing 2 above 256: 256 + 1 stays 256 in bf16; f32 gives 259, rounded once to even: 260.
+    for wide, narrow, summed in world.call(ordered_sums):
+        assert wide == [1.0] and narrow == [260.0] and summed == [260.0]
+
+
+def two_at_once(rank: int) -> tuple[list[list[int]], list[list[int]]]:
+    comm = world_comm()
+    receive = [SEND[peer][rank] for peer in range(RANKS)]
+    rows = rows_of(rank, sum(SEND[rank]), torch.int64)
+    flights = [
+        comm.all_to_all(rows, SEND[rank], receive, "one"),
+        comm.all_gather(rows_of(rank, COUNTS[rank], torch.int64), COUNTS, "two"),
+    ]
+    one, two = interleave(flights)
+    return one.tolist(), two.tolist()
+
+
+def test_two_flights_in_the_air_do_not_mix(world: RankWorld) -> None:
+    for rank, (one, two) in enumerate(world.call(two_at_once)):
+        assert one == expected_all_to_all(rank, torch.int64)
+        assert two == [row for peer in range(RANKS) for row in rows_of(peer, COUNTS[peer], torch.int64).tolist()]
+
+
+def agreed_or_not(rank: int, odd_rank: int) -> str:
+    notes = {"experts": "reference" if rank == odd_rank else "torch_cpu", "wire": "fp8_1x128"}
+    try:
+        land(agree(world_comm(), notes, layer=LAYER))
+    except CommError as problem:
+        return str(problem)
+    return "agreed"
+
+
+def test_equal_notes_agree(world: RankWorld) -> None:
+    assert world.call(agreed_or_not, -1) == ["agreed"] * RANKS
+
+
+def test_a_differing_note_is_told_on_every_rank(world: RankWorld) -> None:
+    for rank, text in enumerate(world.call(agreed_or_not, 2)):
+        assert text == (
+            f"rank {rank}, phase 'agreement', layer 'layers.3': ranks decided differently:\n"
+            "  experts:\n    rank 0: torch_cpu\n    rank 1: torch_cpu\n    rank 2: reference\n    rank 3: torch_cpu"
+        )
+
+
+def groups_of_a_mesh(rank: int) -> tuple[list[tuple[int, int]], list[float]]:
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp")))
+    ep, tp, dp = (communicator(group) for group in (groups.ep, groups.tp, groups.dp))
+    number = torch.tensor([float(10**rank)])
+    sums = [float(land(comm.all_reduce(number, "sum"))) for comm in (ep, tp, dp)]
+    return [(comm.rank, comm.size) for comm in (ep, tp, dp)], sums
+
+
+def test_groups_come_from_the_dimensions_of_a_device_mesh(world: RankWorld) -> None:
+    # mesh  [[0, 1],   ep runs down: {0, 2} and {1, 3}
+    #        [2, 3]]   tp runs right: {0, 1} and {2, 3}; there is no dp
+    places = world.call(groups_of_a_mesh)
+    assert [place for place, _ in places] == [
+        [(0, 2), (0, 2), (0, 1)],
+        [(0, 2), (1, 2), (0, 1)],
+        [(1, 2), (0, 2), (0, 1)],
+        [(1, 2), (1, 2), (0, 1)],
+    ]
+    assert [sums for _, sums in places] == [[101, 11, 1], [1010, 11, 10], [101, 1100, 100], [1010, 1100, 1000]]
+
+
+def not_a_member(rank: int) -> str:
+    group = dist.new_group([0, 1])
+    try:
+        return f"member {communicator(group).rank}"
+    except ConfigError as problem:
+        return str(problem)
+
+
+def test_a_group_of_others_is_refused(world: RankWorld) -> None:
+    answers = world.call(not_a_member)
+    assert answers[:2] == ["member 0", "member 1"]
+    assert all("not a member of the group" in answer for answer in answers[2:])
+
+
+LATE_S, PATIENCE_S = 2.0, 0.3
+
+
+def one_is_late(rank: int) -> tuple[str, float]:
+    group = dist.new_group()  # of its own, because its calls end late
+    comm = DistributedCommunicator(group, timeout_s=30.0 if rank == 2 else PATIENCE_S, layer=LAYER)
+    if rank == 2:
+        time.sleep(LATE_S)
+    started = time.monotonic()
+    try:
+        land(comm.all_to_all(torch.zeros(RANKS, 1), [1] * RANKS, [1] * RANKS, "combine"))
+    except CommError as problem:
+        return str(problem), time.monotonic() - started
+    return "landed", time.monotonic() - started
+
+
+def test_a_late_rank_ends_in_an_error_within_the_timeout(world: RankWorld) -> None:
+    answers = world.call(one_is_late)
+    for rank in (0, 1, 3):
+        text, seconds = answers[rank]
+        assert text.startswith(
+            f"rank {rank}, phase 'combine', layer 'layers.3': a peer of 4 is dead or later than 0.3 s"
+        )
+        assert seconds < LATE_S  # the error came before the late rank did
+
+
+def one_is_killed(rank: int) -> str:
+    comm = world_comm(timeout_s=5.0)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        land(comm.all_to_all(torch.zeros(RANKS, 1), [1] * RANKS, [1] * RANKS, "dispatch"))
+    except CommError as problem:
+        return f"{problem.rank} {problem.phase} {problem.layer}"
+    return "landed"
+
+
+def test_a_killed_rank_ends_in_an_error_on_every_other(world: RankWorld) -> None:
+    with pytest.raises(RankError, match=r"1 of 4 ranks failed\nrank 3: the process ended with exit code -9") as caught:
+        world.call(one_is_killed)
+    assert caught.value.results == {rank: f"{rank} dispatch layers.3" for rank in (0, 1, 2)}
+
+
+def test_tensors_travel_where_their_group_can_carry_them() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    gloo, nccl, both = {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}
+    assert [carrier(device, gloo) for device in (cpu, gpu)] == [cpu, cpu]
+    assert [carrier(device, nccl) for device in (cpu, gpu)] == [torch.device("cuda"), gpu]
+    assert [carrier(device, both) for device in (cpu, gpu)] == [cpu, gpu]
