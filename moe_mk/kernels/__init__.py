@@ -1,0 +1,1 @@
+"""Raw tensors in, raw tensors out: one op a file, `reference/` is the specification."""

@@ -1,0 +1,72 @@
+// The C ABI: plain pointers and sizes, mirrored field by field in native/library.py. No torch header, no C++ type.
+// Every function returns 0 or one of the Status codes; none throws, none reads the environment.
+#pragma once
+#include <cstdint>
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+enum Status : int32_t { kOk = 0, kBadId = 1, kBadShape = 2, kNoMemory = 3, kNoIsa = 4 };
+enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512Bf16 = 2, kAmxBf16 = 3, kNumIsas = 4 };
+enum Format : int32_t { kFp8 = 0, kBf16 = 1 };
+enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4 };
+enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
+
+// One projection of all local experts in packed form (pack.cpp draws it).
+struct MoeMkMatrix {
+  const uint8_t* data;    // [L][slot_bytes]
+  const float* scales;    // [L][slot_scales], each [pair][2 tiles][blocks]; null: no scales
+  const float* bias;      // [L][slot_bias]: f32 per output column, gate's then up's; null: none
+  int64_t slot_bytes, slot_scales, slot_bias;
+  int32_t format;         // Format
+  int32_t num_outputs;    // logical output columns; for a gated w13 of ONE half (I)
+  int32_t num_inputs;     // logical k
+  int32_t block;          // k covered by one scale: a multiple of 32
+};
+
+struct MoeMkExperts {
+  const void* x;          // [R][x_stride] bf16, or e4m3 codes when x_scales is given
+  const float* x_scales;  // [R][x_scale_stride], one per 128 k; null: x is bf16
+  const int32_t* ids;     // [R][K] local slots; -1: goes nowhere
+  const float* weights;   // [R][K]; null: all ones
+  void* out;              // [R][out_stride] bf16, or f32 when out_f32
+  int64_t num_rows, x_stride, x_scale_stride, out_stride;
+  int32_t top_k, num_slots;
+  MoeMkMatrix w13, w2;
+  int32_t gated, activation;
+  float alpha, limit;     // limit <= 0: no clamp
+  int32_t quantize;       // 1: x and h pass through 1x128 e4m3
+  int32_t batch_invariant, out_f32, threads, isa;
+};
+
+struct MoeMkRoute {
+  const void* x;          // [T][H] bf16
+  const void* gate;       // [E][H] bf16, or f32 when gate_f32
+  const float* bias;      // [E] added for the choice only; null: none
+  int32_t* ids;           // out [T][K]
+  float* weights;         // out [T][K]
+  float* logits;          // out [T][E]
+  int64_t num_tokens, x_stride, gate_stride;
+  int32_t hidden, num_experts, top_k, num_groups, top_groups, scoring, renormalize, gate_f32;
+  float scale;
+  int32_t threads, isa;
+};
+
+int32_t moe_mk_abi_version(void);
+int32_t moe_mk_isa_supported(int32_t isa);
+int32_t moe_mk_pack(const void* first, const void* second, int64_t row_stride, int64_t num_outputs, int64_t num_inputs,
+                    int32_t format, void* packed, int32_t threads, int64_t* num_nans);
+int32_t moe_mk_unpack(const void* packed, void* first, void* second, int64_t row_stride, int64_t num_outputs,
+                      int64_t num_inputs, int32_t format, int32_t threads);
+int32_t moe_mk_experts(const MoeMkExperts* call);
+int32_t moe_mk_route(const MoeMkRoute* call);
+int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, int64_t x_stride, int32_t x_is_f32,
+                        uint8_t* values, float* scales, int32_t threads, int32_t isa);
+int32_t moe_mk_count_nans(const uint8_t* codes, int64_t num_codes, int32_t threads, int32_t isa, int64_t* num_nans);
+int32_t moe_mk_advise_huge(void* address, int64_t num_bytes);
+int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t threads, int32_t isa, uint64_t* checksum);
+int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, double* flops);
+int64_t moe_mk_scratch_bytes(void);
+void moe_mk_release_scratch(void);
+}
+#pragma GCC visibility pop

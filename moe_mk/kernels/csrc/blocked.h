@@ -1,0 +1,91 @@
+// The loop around a register kernel: rows of one expert times some column pairs, scales applied once a scale block.
+//
+// For each chunk of k whose rows fit half of an L2: gather the rows (64 B a row and step) into groups of Ops::kGroup,
+// then pair by pair, scale block by scale block: decode the weights once into a bf16 panel that stays in L1, multiply
+// every group with it, add scale * block sum into the totals.
+// Each total is one chain over k in order, whatever the number of rows or pairs: bit-equal in any company.
+// Reads: packed weights once, rows once a task. Writes: totals [pair][row][32], num_pairs * rows * 128 B.
+#pragma once
+#include <cstring>
+
+#include "kernels.h"
+
+namespace moe_mk {
+namespace {
+
+// dst [group][step][kGroup][32] bf16
+inline void gather_rows(const Rows& rows, int group_rows, int first_step, int steps, uint8_t* dst, bool zero_rest) {
+  const int groups = (rows.num_rows + group_rows - 1) / group_rows;
+  for (int group = 0; group < groups; ++group) {
+    uint8_t* block = dst + size_t(group) * steps * group_rows * kRowBytes;
+    for (int r = 0; r < group_rows; ++r) {
+      const int row = group * group_rows + r;
+      uint8_t* to = block + r * kRowBytes;
+      if (row < rows.num_rows) {
+        const uint16_t* from = rows.values[row] + size_t(first_step) * kStep;
+        if (row + 4 < rows.num_rows) {
+          const uint16_t* soon = rows.values[row + 4] + size_t(first_step) * kStep;
+          for (int s = 0; s < steps; ++s) __builtin_prefetch(soon + s * kStep);
+        }
+        for (int s = 0; s < steps; ++s) std::memcpy(to + size_t(s) * group_rows * kRowBytes, from + s * kStep, kRowBytes);
+      } else if (zero_rest) {
+        for (int s = 0; s < steps; ++s) std::memset(to + size_t(s) * group_rows * kRowBytes, 0, kRowBytes);
+      }
+    }
+  }
+}
+
+inline int steps_that_fit(int num_rows, int group_rows, int unit) {
+  const size_t padded = size_t(num_rows + group_rows - 1) / group_rows * group_rows;
+  const int steps = int(kGatherBytes / (padded * kRowBytes));
+  return steps < unit ? unit : steps / unit * unit;
+}
+
+inline const float* tile_scales(const Columns& w, int pair, int tile) {
+  return w.scales == nullptr ? nullptr : w.scales + (size_t(pair) * 2 + tile) * w.num_blocks;
+}
+
+// Memory to ask for while multiplying: `lines` cache lines for each k pair, 0: none.
+struct Ahead {
+  const uint8_t* data;
+  int lines;
+};
+
+// Ops: kGroup; expand(packed, steps, panel); group(rows, gathered, panel, steps, scale0, scale1, row_scale*, ahead, totals)
+template <typename Ops>
+void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  const size_t step_bytes = w.fp8 ? kPanelTile : 2 * kPanelTile;
+  const int chunk = steps_that_fit(rows.num_rows, Ops::kGroup, w.steps_per_block);
+  std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
+  for (int step0 = 0; step0 < w.num_steps; step0 += chunk) {
+    const int chunk_steps = w.num_steps - step0 < chunk ? w.num_steps - step0 : chunk;
+    gather_rows(rows, Ops::kGroup, step0, chunk_steps, scratch.gathered, false);
+    for (int pair = 0; pair < w.num_pairs; ++pair) {
+      const float *s0 = tile_scales(w, pair, 0), *s1 = tile_scales(w, pair, 1);
+      float* sums = totals + size_t(pair) * rows.num_rows * kPairColumns;
+      for (int s = 0; s < chunk_steps; s += w.steps_per_block) {
+        const int steps = chunk_steps - s < w.steps_per_block ? chunk_steps - s : w.steps_per_block;
+        const int block = (step0 + s) / w.steps_per_block, x_block = (step0 + s) * kStep / kActivationBlock;
+        const uint8_t* packed = w.data + pair * w.pair_bytes + size_t(step0 + s) * step_bytes;
+        const uint8_t* panel = packed;
+        if (w.fp8) {
+          Ops::expand(packed, steps, scratch.panel);
+          panel = scratch.panel;
+        }
+        const float scale0 = s0 == nullptr ? 1.0f : s0[block], scale1 = s1 == nullptr ? 1.0f : s1[block];
+        for (int first = 0; first < rows.num_rows; first += Ops::kGroup) {
+          const int n = rows.num_rows - first < Ops::kGroup ? rows.num_rows - first : Ops::kGroup;
+          const uint8_t* a = scratch.gathered + (size_t(first) * chunk_steps + size_t(s) * Ops::kGroup) * kRowBytes;
+          float row_scale[Ops::kGroup];
+          for (int r = 0; r < n; ++r) row_scale[r] = rows.scales == nullptr ? 1.0f : rows.scales[first + r][x_block];
+          // The first group asks for the weights two panels on, spread over its k: all at once would fill the miss buffers.
+          const Ahead ahead = {packed + 2 * steps * step_bytes, first != 0 ? 0 : (w.fp8 ? 1 : 2)};
+          Ops::group(n, a, panel, steps, scale0, scale1, row_scale, ahead, sums + size_t(first) * kPairColumns);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moe_mk

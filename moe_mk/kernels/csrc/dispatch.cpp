@@ -1,0 +1,84 @@
+// Which instruction sets this machine has, and their kernel tables. Compiled with baseline flags.
+// AMX state must be asked of the kernel once a process (arch_prctl 0x1023, feature 18); a refusal means no AMX.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace moe_mk {
+namespace {
+
+#if defined(__x86_64__)
+
+struct Leaf {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Leaf leaf(unsigned number, unsigned sub) {
+  Leaf out;
+  __get_cpuid_count(number, sub, &out.eax, &out.ebx, &out.ecx, &out.edx);
+  return out;
+}
+
+uint64_t enabled_state() {
+  if ((leaf(1, 0).ecx >> 27 & 1) == 0) return 0;  // OSXSAVE
+  uint32_t low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return uint64_t(high) << 32 | low;
+}
+
+bool has_avx2() {
+  return (enabled_state() & 0x6) == 0x6 && (leaf(1, 0).ecx >> 12 & 1) && (leaf(7, 0).ebx >> 5 & 1);
+}
+
+bool has_avx512bf16() {
+  const Leaf seven = leaf(7, 0);
+  const bool base = (seven.ebx >> 16 & 1) && (seven.ebx >> 17 & 1) && (seven.ebx >> 30 & 1) && (seven.ebx >> 31 & 1);
+  return has_avx2() && (enabled_state() & 0xe6) == 0xe6 && base && (seven.ecx >> 1 & 1) && (leaf(7, 1).eax >> 5 & 1);
+}
+
+bool has_amx() {
+#if defined(MOE_MK_EMULATE_AMX)
+  return true;
+#else
+  const Leaf seven = leaf(7, 0);
+  if (!has_avx512bf16() || !(seven.edx >> 22 & 1) || !(seven.edx >> 24 & 1)) return false;
+  return (enabled_state() & 0x60000) == 0x60000 && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#endif
+}
+
+#endif
+
+bool probe(int isa) {
+  switch (isa) {
+    case kScalar: return true;
+#if defined(__x86_64__)
+    case kAvx2: return has_avx2();
+    case kAvx512Bf16: return has_avx512bf16();
+    case kAmxBf16: return has_amx();
+#endif
+    default: return false;
+  }
+}
+
+}  // namespace
+
+bool isa_supported(int isa) {
+  static const bool found[kNumIsas] = {probe(kScalar), probe(kAvx2), probe(kAvx512Bf16), probe(kAmxBf16)};
+  return isa >= 0 && isa < kNumIsas && found[isa];
+}
+
+const Kernels* kernels_of(int isa) {
+  if (!isa_supported(isa)) return nullptr;
+#if defined(__x86_64__)
+  if (isa == kAvx2) return avx2_kernels();
+  if (isa == kAvx512Bf16) return avx512bf16_kernels();
+  if (isa == kAmxBf16) return amx_kernels();
+#endif
+  return scalar_kernels();
+}
+
+}  // namespace moe_mk

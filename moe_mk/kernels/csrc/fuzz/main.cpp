@@ -1,0 +1,205 @@
+// Random layers through every kernel of the ABI, for the sanitizers: tools/sanitize_kernels.py builds and runs it.
+// Every buffer is its own heap block of exactly the size the ABI asks for, so that one byte beyond is caught.
+// Also checks what needs no reference: unpack(pack(w)) = w, bits independent of threads, instruction sets agree.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../abi.h"
+
+namespace {
+
+std::mt19937 random_engine;
+
+int pick(int low, int high) { return std::uniform_int_distribution<int>(low, high)(random_engine); }
+float normal() { return std::normal_distribution<float>()(random_engine); }
+uint16_t to_bf16(float value) {
+  uint32_t u;
+  std::memcpy(&u, &value, 4);
+  return uint16_t(u >> 16);
+}
+float to_f32(uint16_t bf16) {
+  const uint32_t u = uint32_t(bf16) << 16;
+  float value;
+  std::memcpy(&value, &u, 4);
+  return value;
+}
+
+[[noreturn]] void fail(const char* what, int seed) {
+  std::printf("FAILED %s, seed %d\n", what, seed);
+  std::exit(1);
+}
+
+// 64-byte aligned, exactly as long as asked.
+struct Bytes {
+  uint8_t* data;
+  size_t size;
+  explicit Bytes(size_t n) : data(static_cast<uint8_t*>(::operator new(n == 0 ? 1 : n, std::align_val_t(64)))), size(n) {}
+  Bytes(const Bytes&) = delete;
+  ~Bytes() { ::operator delete(data, std::align_val_t(64)); }
+};
+
+struct Shape {
+  int slots, hidden, inter, rows, top_k, format, block, gated, biases;
+};
+
+struct Packed {
+  Bytes values;
+  std::vector<float> scales, bias;
+  MoeMkMatrix matrix;
+
+  Packed(int slots, int outputs, int inputs, const Shape& s, bool two, int seed)
+      : values(size_t(slots) * slot_bytes(outputs, inputs, s, two)) {
+    const int pairs = (outputs + (two ? 15 : 31)) / (two ? 16 : 32), steps = (inputs + 31) / 32;
+    const int blocks = (steps + s.block / 32 - 1) / (s.block / 32), element = s.format == kFp8 ? 1 : 2;
+    scales.resize(s.format == kFp8 ? size_t(slots) * pairs * 2 * blocks : 0);
+    for (float& value : scales) value = 0.02f + 0.001f * float(pick(0, 9));
+    bias.resize(s.biases ? size_t(slots) * outputs * (two ? 2 : 1) : 0);
+    for (float& value : bias) value = normal();
+    for (int slot = 0; slot < slots; ++slot) fill(slot, outputs, inputs, s, two, element, seed);
+    matrix = {values.data, scales.empty() ? nullptr : scales.data(), bias.empty() ? nullptr : bias.data(),
+              int64_t(values.size / size_t(slots)), int64_t(scales.size() / size_t(slots)),
+              int64_t(bias.size() / size_t(slots)), s.format, outputs, inputs, s.block};
+  }
+  static size_t slot_bytes(int outputs, int inputs, const Shape& s, bool two) {
+    return size_t((outputs + (two ? 15 : 31)) / (two ? 16 : 32)) * ((inputs + 31) / 32) * 1024 * (s.format == kFp8 ? 1 : 2);
+  }
+  void fill(int slot, int outputs, int inputs, const Shape& s, bool two, int element, int seed) {
+    const int stride = inputs + pick(0, 5);
+    std::vector<Bytes*> sources, back;
+    for (int half = 0; half < (two ? 2 : 1); ++half) {
+      // The last row is only as long as its inputs: reading the stride to its end would be beyond.
+      const size_t size = (size_t(outputs - 1) * stride + inputs) * element;
+      sources.push_back(new Bytes(size));
+      back.push_back(new Bytes(size));
+      std::memset(back.back()->data, 0, size);
+      for (size_t i = 0; i < size; ++i) sources.back()->data[i] = 0;
+      for (int r = 0; r < outputs; ++r)
+        for (int k = 0; k < inputs; ++k) {
+          uint8_t* at = sources.back()->data + (size_t(r) * stride + k) * element;
+          const uint16_t bf16 = to_bf16(normal() * 0.1f);
+          if (element == 1) *at = uint8_t(pick(0, 255) & 0xbf);
+          else std::memcpy(at, &bf16, 2);
+        }
+    }
+    uint8_t* to = values.data + size_t(slot) * slot_bytes(outputs, inputs, s, two);
+    int64_t nans = 0;
+    int status = moe_mk_pack(sources[0]->data, two ? sources[1]->data : nullptr, stride, outputs, inputs, s.format, to, pick(1, 3), &nans);
+    status |= moe_mk_unpack(to, back[0]->data, two ? back[1]->data : nullptr, stride, outputs, inputs, s.format, pick(1, 3));
+    if (status != kOk || nans != 0) fail("pack", seed);
+    for (size_t half = 0; half < sources.size(); ++half) {
+      if (std::memcmp(sources[half]->data, back[half]->data, sources[half]->size) != 0) fail("unpack(pack(w)) = w", seed);
+      delete sources[half];
+      delete back[half];
+    }
+  }
+};
+
+void layer(int seed) {
+  Shape s = {pick(1, 4), pick(1, 300), pick(1, 200), pick(0, 40), 1, pick(0, 1), 32 << pick(0, 2), pick(0, 1), pick(0, 1)};
+  if (pick(0, 9) == 0) s.rows = pick(250, 600);
+  s.top_k = pick(1, s.slots);
+  const Packed w13(s.slots, s.inter, s.hidden, s, s.gated != 0, seed), w2(s.slots, s.hidden, s.inter, s, false, seed);
+  const bool fp8_rows = pick(0, 3) == 0;
+  const int stride = s.hidden + pick(0, 3), x_blocks = (s.hidden + 127) / 128, element = fp8_rows ? 1 : 2;
+  const Bytes x(s.rows == 0 ? 0 : (size_t(s.rows - 1) * stride + s.hidden) * element);
+  for (size_t i = 0; i < x.size; i += element) {
+    const uint16_t bf16 = to_bf16(normal());
+    if (fp8_rows) x.data[i] = uint8_t(pick(0, 255) & 0xbf);
+    else std::memcpy(x.data + i, &bf16, 2);
+  }
+  std::vector<float> x_scales(size_t(s.rows) * x_blocks, 0.5f), weights(size_t(s.rows) * s.top_k, 0.5f);
+  std::vector<int32_t> ids(size_t(s.rows) * s.top_k);
+  for (int32_t& id : ids) id = pick(0, 4) == 0 ? -1 : pick(0, s.slots - 1);
+  std::vector<uint16_t> out(size_t(s.rows) * s.hidden), other(out.size());
+  MoeMkExperts call = {x.data, fp8_rows ? x_scales.data() : nullptr, ids.data(), weights.data(), out.data(), s.rows, stride,
+                       x_blocks, s.hidden, s.top_k, s.slots, w13.matrix, w2.matrix, s.gated, pick(0, 4), 1.702f,
+                       pick(0, 1) ? 0.8f : 0.0f, pick(0, 3) == 0, pick(0, 1), 0, 1, kScalar};
+  if (moe_mk_experts(&call) != kOk) fail("experts", seed);
+  const std::vector<uint16_t> scalar(out);
+  double wanted = 0;
+  for (uint16_t value : scalar) wanted += double(to_f32(value)) * to_f32(value);
+  for (int isa = 0; isa < kNumIsas; ++isa) {
+    if (!moe_mk_isa_supported(isa)) continue;
+    call.isa = isa;
+    call.threads = 1;
+    if (moe_mk_experts(&call) != kOk) fail("experts", seed);
+    other = out;
+    call.threads = 3;
+    if (moe_mk_experts(&call) != kOk || other != out) fail("same bits for any number of threads", seed);
+    double apart = 0;
+    for (size_t i = 0; i < out.size(); ++i) apart += std::pow(double(to_f32(out[i])) - to_f32(scalar[i]), 2);
+    // Quantised h may take the neighbouring code; everything else agrees to bf16 rounding.
+    if (apart > (call.quantize ? 0.01 : 1e-3) * wanted + 1e-12) fail("instruction sets agree", seed);
+  }
+}
+
+void routing(int seed) {
+  const int groups = pick(1, 4), size = pick(1, 6), experts = groups * size, hidden = pick(1, 100), tokens = pick(0, 40);
+  const int top_groups = pick(1, groups), top_k = pick(1, top_groups * size);
+  const bool f32 = pick(0, 1) != 0;
+  std::vector<uint16_t> x(size_t(tokens) * hidden), gate16(size_t(experts) * hidden);
+  std::vector<float> gate(size_t(experts) * hidden), bias(experts, 0.1f), weights(size_t(tokens) * top_k), logits(size_t(tokens) * experts);
+  for (uint16_t& value : x) value = to_bf16(normal());
+  for (size_t i = 0; i < gate.size(); ++i) gate16[i] = to_bf16(gate[i] = normal());
+  std::vector<int32_t> ids(size_t(tokens) * top_k);
+  for (int isa = 0; isa < kNumIsas; ++isa) {
+    if (!moe_mk_isa_supported(isa)) continue;
+    const void* rows = f32 ? static_cast<const void*>(gate.data()) : gate16.data();
+    MoeMkRoute call = {x.data(), rows, pick(0, 1) ? bias.data() : nullptr, ids.data(), weights.data(), logits.data(), tokens,
+                       hidden, hidden, hidden, experts, top_k, groups, top_groups, pick(0, 1), pick(0, 1), f32, 1.0f, pick(1, 3), isa};
+    if (moe_mk_route(&call) != kOk) fail("route", seed);
+    for (int32_t id : ids)
+      if (id < 0 || id >= experts) fail("an id is an expert", seed);
+  }
+}
+
+void quantising(int seed) {
+  const int rows = pick(0, 20), columns = pick(1, 400), stride = columns + pick(0, 3);
+  const bool f32 = pick(0, 1) != 0;
+  const Bytes x(rows == 0 ? 0 : (size_t(rows - 1) * stride + columns) * (f32 ? 4 : 2));
+  for (size_t i = 0; i + 4 <= x.size; i += 4) {
+    const float value = normal();
+    std::memcpy(x.data + i, &value, 4);
+  }
+  std::vector<uint8_t> codes(size_t(rows) * columns), first;
+  std::vector<float> scales(size_t(rows) * ((columns + 127) / 128));
+  for (int isa = 0; isa < kNumIsas; ++isa) {
+    if (!moe_mk_isa_supported(isa)) continue;
+    int64_t nans = 0;
+    int status = moe_mk_quantize(x.data, rows, columns, stride, f32, codes.data(), scales.data(), pick(1, 3), isa);
+    status |= moe_mk_count_nans(codes.data(), int64_t(codes.size()), pick(1, 3), isa, &nans);
+    if (status != kOk) fail("quantize", seed);
+    if (isa == 0) first = codes;
+    if (codes != first) fail("instruction sets quantise to the same bits", seed);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 100, start = argc > 2 ? std::atoi(argv[2]) : 0;
+  for (int seed = start; seed < start + rounds; ++seed) {
+    random_engine.seed(unsigned(seed));
+    layer(seed);
+    routing(seed);
+    quantising(seed);
+  }
+  // Four calls at once, each with threads of its own, then everything given back.
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i)
+    callers.emplace_back([] {
+      std::vector<uint8_t> codes(3 << 20, 0x7f);
+      int64_t nans = 0;
+      if (moe_mk_count_nans(codes.data(), int64_t(codes.size()), 2, kScalar, &nans) != kOk || nans != 3 << 20) std::abort();
+    });
+  for (std::thread& caller : callers) caller.join();
+  moe_mk_release_scratch();
+  if (moe_mk_scratch_bytes() != 0) fail("scratch is given back", -1);
+  std::printf("%d rounds from seed %d: clean\n", rounds, start);
+  return 0;
+}

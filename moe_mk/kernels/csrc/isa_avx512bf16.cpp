@@ -1,0 +1,220 @@
+// The kernels for AVX512-BF16 + VBMI (Zen 4, Cooper Lake, Sapphire Rapids on).
+// An fp8 code is decoded by two 128-entry byte tables (VPERMI2B: low and high byte of its bf16), the sign is put in by
+// one VPTERNLOG, two unpacks give two VNNI rows: 5 instructions for 64 weights, exact, subnormals included.
+// Products are VDPBF16PS with f32 sums; the block scale multiplies the f32 sum of each scale block: exact scales.
+#include "avx512.h"
+
+#include "portable.h"
+
+namespace moe_mk {
+namespace {
+
+template <bool Fp8>
+inline __attribute__((always_inline)) void two_rows(const Tables& tables, const uint8_t* from, __m512i* first, __m512i* second) {
+  if (Fp8) {
+    decode64(tables, _mm512_loadu_si512(from), first, second);
+  } else {
+    *first = _mm512_loadu_si512(from);
+    *second = _mm512_loadu_si512(from + kPanelRow);
+  }
+}
+
+constexpr int kPrefetch = 1024;  // bytes ahead in each stream; 0.5 to 2 KiB is best on DRAM, 4 KiB and more is worse
+
+// N rows times P pairs straight from the packed bytes; N * P * 2 sums live in registers.
+template <int N, int P, bool Fp8>
+void few(const Columns& w, int pair, const Rows& rows, float* totals) {
+  constexpr int kTiles = 2 * P;
+  constexpr size_t kTileBytes = Fp8 ? kPanelTile / 2 : kPanelTile, kGroupBytes = kTileBytes / 4;  // both tiles of 4 k
+  const Tables tables = exact_tables();
+  __m512 all[N][kTiles];
+  for (int m = 0; m < N; ++m)
+    for (int t = 0; t < kTiles; ++t) all[m][t] = _mm512_setzero_ps();
+  const uint8_t* data = w.data + pair * w.pair_bytes;
+  for (int block = 0; block < w.num_blocks; ++block) {
+    const int step0 = block * w.steps_per_block;
+    const int steps = w.num_steps - step0 < w.steps_per_block ? w.num_steps - step0 : w.steps_per_block;
+    __m512 sums[N][kTiles];
+    for (int m = 0; m < N; ++m)
+      for (int t = 0; t < kTiles; ++t) sums[m][t] = _mm512_setzero_ps();
+    for (int s = step0; s < step0 + steps; ++s) {
+      const uint8_t* at = data + size_t(s) * 2 * kTileBytes;
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; ++g) {
+        __m512i weights[kTiles][2];
+#pragma GCC unroll 4
+        for (int t = 0; t < kTiles; ++t) {
+          const uint8_t* from = at + (t >> 1) * w.pair_bytes + g * kGroupBytes + (t & 1) * 64;
+          _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetch), _MM_HINT_T0);
+          if (!Fp8) _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetch + kPanelRow), _MM_HINT_T0);
+          two_rows<Fp8>(tables, from, &weights[t][0], &weights[t][1]);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < N; ++m) {
+          const uint16_t* x = rows.values[m] + s * kStep + 4 * g;
+#pragma GCC unroll 2
+          for (int h = 0; h < 2; ++h) {
+            const __m512bh both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load<int32_t>(x + 2 * h)));
+#pragma GCC unroll 4
+            for (int t = 0; t < kTiles; ++t)
+              sums[m][t] = _mm512_dpbf16_ps(sums[m][t], reinterpret_cast<__m512bh>(weights[t][h]), both);
+          }
+        }
+      }
+    }
+    const int x_block = step0 * kStep / kActivationBlock;
+    for (int t = 0; t < kTiles; ++t) {
+      const float* scales = tile_scales(w, pair + (t >> 1), t & 1);
+      const float scale = scales == nullptr ? 1.0f : scales[block];
+      for (int m = 0; m < N; ++m) {
+        const float factor = rows.scales == nullptr ? scale : scale * rows.scales[m][x_block];
+        all[m][t] = _mm512_fmadd_ps(sums[m][t], _mm512_set1_ps(factor), all[m][t]);
+      }
+    }
+  }
+  for (int m = 0; m < N; ++m)
+    for (int t = 0; t < kTiles; ++t)
+      _mm512_storeu_ps(totals + (size_t(pair + (t >> 1)) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, all[m][t]);
+}
+
+template <int N, bool Fp8>
+void few_rows(const Columns& w, const Rows& rows, float* totals) {
+  int pair = 0;
+  // Two pairs are two streams of memory, and twice the independent chains.
+  if (N <= 4)
+    for (; pair + 2 <= w.num_pairs; pair += 2) few<N, N <= 4 ? 2 : 1, Fp8>(w, pair, rows, totals);
+  for (; pair < w.num_pairs; ++pair) few<N, 1, Fp8>(w, pair, rows, totals);
+}
+
+template <bool Fp8>
+void few_of(const Columns& w, const Rows& rows, float* totals) {
+  switch (rows.num_rows) {
+    case 1: return few_rows<1, Fp8>(w, rows, totals);
+    case 2: return few_rows<2, Fp8>(w, rows, totals);
+    case 3: return few_rows<3, Fp8>(w, rows, totals);
+    case 4: return few_rows<4, Fp8>(w, rows, totals);
+    case 5: return few_rows<5, Fp8>(w, rows, totals);
+    case 6: return few_rows<6, Fp8>(w, rows, totals);
+    case 7: return few_rows<7, Fp8>(w, rows, totals);
+    default: return few_rows<8, Fp8>(w, rows, totals);
+  }
+}
+
+struct Avx512Ops {
+  static constexpr int kGroup = 8;
+
+  static void expand(const uint8_t* packed, int steps, uint8_t* panel) {
+    const Tables tables = exact_tables();
+    for (int group = 0; group < steps * 8; ++group)
+      for (int tile = 0; tile < 2; ++tile) {
+        const uint8_t* from = packed + group * 128 + tile * 64;
+        uint8_t* to = panel + group * 2 * kPanelRow + tile * 64;
+        __m512i first, second;
+        decode64(tables, _mm512_loadu_si512(from), &first, &second);
+        _mm512_store_si512(to, first);
+        _mm512_store_si512(to + kPanelRow, second);
+      }
+  }
+
+  // ahead: weights to ask for meanwhile, `Lines` cache lines a k pair.
+  template <int N, int Lines>
+  static void rows_by_pair(const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
+                           const float* row_scale, const uint8_t* ahead, float* totals) {
+    __m512 sums[N][2];
+    for (int m = 0; m < N; ++m) sums[m][0] = sums[m][1] = _mm512_setzero_ps();
+    for (int s = 0; s < steps; ++s) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kStep / 2; ++r) {
+        for (int line = 0; line < Lines; ++line)
+          _mm_prefetch(reinterpret_cast<const char*>(ahead + (r * Lines + line) * 64), _MM_HINT_T0);
+        const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + r * kPanelRow));
+        const __m512bh b1 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + r * kPanelRow + 64));
+#pragma GCC unroll 8
+        for (int m = 0; m < N; ++m) {
+          const __m512bh x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load<int32_t>(a + m * kRowBytes + r * 4)));
+          sums[m][0] = _mm512_dpbf16_ps(sums[m][0], b0, x);
+          sums[m][1] = _mm512_dpbf16_ps(sums[m][1], b1, x);
+        }
+      }
+      a += kGroup * kRowBytes;
+      panel += 2 * kPanelTile;
+      ahead += Lines * 1024;
+    }
+    for (int m = 0; m < N; ++m) {
+      float* to = totals + m * kPairColumns;
+      const __m512 s0 = _mm512_set1_ps(scale0 * row_scale[m]), s1 = _mm512_set1_ps(scale1 * row_scale[m]);
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(sums[m][0], s0, _mm512_loadu_ps(to)));
+      _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(sums[m][1], s1, _mm512_loadu_ps(to + 16)));
+    }
+  }
+
+  template <int Lines>
+  static void group_of(int n, const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
+                       const float* row_scale, const uint8_t* ahead, float* totals) {
+    switch (n) {
+      case 1: return rows_by_pair<1, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
+      case 2: return rows_by_pair<2, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
+      case 3: return rows_by_pair<3, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
+      case 4: return rows_by_pair<4, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
+      case 5: return rows_by_pair<5, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
+      case 6: return rows_by_pair<6, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
+      case 7: return rows_by_pair<7, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
+      default: return rows_by_pair<8, Lines>(a, panel, steps, scale0, scale1, row_scale, ahead, totals);
+    }
+  }
+
+  static void group(int n, const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
+                    const float* row_scale, const Ahead& ahead, float* totals) {
+    if (ahead.lines == 0) return group_of<0>(n, a, panel, steps, scale0, scale1, row_scale, ahead.data, totals);
+    if (ahead.lines == 1) return group_of<1>(n, a, panel, steps, scale0, scale1, row_scale, ahead.data, totals);
+    return group_of<2>(n, a, panel, steps, scale0, scale1, row_scale, ahead.data, totals);
+  }
+};
+
+}  // namespace
+
+void multiply_few_avx512bf16(const Columns& w, const Rows& rows, float* totals) {
+  if (w.fp8) few_of<true>(w, rows, totals);
+  else few_of<false>(w, rows, totals);
+}
+
+namespace {
+
+uint64_t read_avx512(const uint8_t* data, int64_t bytes) {
+  __m512i folded[4] = {};
+  const int64_t half = bytes / 512 * 256;  // two streams
+  for (int64_t i = 0; i < half; i += 256)
+    for (int stream = 0; stream < 2; ++stream)
+      for (int lane = 0; lane < 4; ++lane) {
+        const uint8_t* from = data + stream * half + i + lane * 64;
+        _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetch), _MM_HINT_T0);
+        folded[lane] = _mm512_xor_si512(folded[lane], _mm512_loadu_si512(from));
+      }
+  const __m512i all = _mm512_xor_si512(_mm512_xor_si512(folded[0], folded[1]), _mm512_xor_si512(folded[2], folded[3]));
+  return uint64_t(_mm512_reduce_add_epi64(all));
+}
+
+double peak_avx512bf16(int64_t iterations) {
+  for (int64_t i = 0; i < iterations; ++i) {
+#define MOE_MK_DOT(n) "vdpbf16ps %%zmm30, %%zmm31, %%zmm" #n "\n"
+    asm volatile(MOE_MK_DOT(0) MOE_MK_DOT(1) MOE_MK_DOT(2) MOE_MK_DOT(3) MOE_MK_DOT(4) MOE_MK_DOT(5) MOE_MK_DOT(6)
+                     MOE_MK_DOT(7) MOE_MK_DOT(8) MOE_MK_DOT(9) MOE_MK_DOT(10) MOE_MK_DOT(11) MOE_MK_DOT(12)
+                         MOE_MK_DOT(13) MOE_MK_DOT(14) MOE_MK_DOT(15)::
+                             : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
+                               "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
+#undef MOE_MK_DOT
+  }
+  return double(iterations) * 16 * 64;
+}
+
+}  // namespace
+
+const Kernels* avx512bf16_kernels() {
+  static const Kernels table = {
+      "avx512bf16", 4, true, true, nothing, nothing, multiply_few_avx512bf16, multiply_blocked<Avx512Ops>, activate,
+      accumulate, to_bf16, quantize, decode, count_nans, gate_dots, read_avx512, peak_avx512bf16,
+  };
+  return &table;
+}
+
+}  // namespace moe_mk

@@ -1,0 +1,14 @@
+// The kernels for any machine: built with the compiler's baseline flags.
+#include "portable.h"
+
+namespace moe_mk {
+
+const Kernels* scalar_kernels() {
+  static const Kernels table = {
+      "scalar", 0, true, true, nothing, nothing, nullptr, multiply_blocked<PortableOps>, activate, accumulate,
+      to_bf16, quantize, decode, count_nans, gate_dots, read, portable_peak,
+  };
+  return &table;
+}
+
+}  // namespace moe_mk

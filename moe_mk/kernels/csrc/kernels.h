@@ -1,0 +1,85 @@
+// What one instruction set offers to the drivers: a table of functions over raw memory, one table a translation unit.
+// Everything the per-ISA units include lives in an unnamed namespace: two units compiled with different flags must
+// never share an inline function, or the linker may give the AVX-512 copy to a machine without it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "abi.h"
+
+namespace moe_mk {
+
+constexpr int kTileColumns = 16;                // columns of one tile
+constexpr int kPairColumns = 2 * kTileColumns;  // a pair of tiles is the unit of packing and of work
+constexpr int kStep = 32;                       // k of one packing step
+constexpr int kActivationBlock = 128;           // k per activation scale
+constexpr int kMaxPairs = 16;                   // pairs in one task: what one gathering of rows is shared by
+constexpr int kMaxRows = 256;                   // rows multiplied at once; more are cut into blocks
+constexpr size_t kRowBytes = kStep * 2;         // one row of one step, bf16
+constexpr size_t kPanelTile = kTileColumns * kStep * 2;  // one decoded tile of one step: 1 KiB
+constexpr size_t kPanelRow = kPairColumns * 4;  // one k pair of both decoded tiles, side by side
+constexpr size_t kGatherBytes = 448u << 10;     // rows gathered at a time: half of a 1 MiB L2
+
+// Some column pairs of one packed matrix.
+struct Columns {
+  const uint8_t* data;   // first pair, first step
+  const float* scales;   // first pair: [pair][2][num_blocks]; null: 1
+  size_t pair_bytes;     // from one pair to the next
+  int num_pairs, num_steps, steps_per_block, num_blocks;
+  bool fp8;
+};
+
+// Rows to multiply: bf16, readable up to num_steps * 32 elements.
+struct Rows {
+  const uint16_t* const* values;
+  const float* const* scales;  // per row, one per 128 k; null: 1
+  int num_rows;
+};
+
+// Thread-private memory, 64-byte aligned: gathered (kGatherBytes + slack), panel (64 KiB), tiles (8 KiB).
+struct Scratch {
+  uint8_t* gathered;
+  uint8_t* panel;
+  float* tiles;
+};
+
+struct ActivationSpec {
+  int kind;
+  bool gated;
+  float alpha, limit;
+};
+
+struct Kernels {
+  const char* name;
+  int few_rows;        // up to here multiply_few is the faster one; 0: there is none
+  bool few_is_equal;   // multiply_few and multiply_many agree bit for bit
+  bool row_scales;     // Rows::scales is honoured
+  void (*enter)();     // once a thread before the others
+  void (*leave)();
+  // totals: [pair][num_rows][32] f32, overwritten.
+  void (*multiply_few)(const Columns&, const Rows&, float* totals);
+  void (*multiply_many)(const Columns&, const Rows&, const Scratch&, float* totals);
+  // One pair of one row: 32 totals (+ bias) -> 16 (gated) or 32 bf16 of h.
+  void (*activate)(const ActivationSpec&, const float* totals, const float* bias, uint16_t* h);
+  // sum[32] += weight * (totals[32] + bias[32])
+  void (*accumulate)(const float* totals, const float* bias, float weight, float* sum);
+  void (*to_bf16)(const float* from, uint16_t* to, int64_t count);
+  // 128 bf16 or fewer -> e4m3 codes and their scale.
+  float (*quantize)(const float* x, int count, uint8_t* codes);
+  void (*decode)(const uint8_t* codes, uint16_t* bf16, int64_t count);
+  int64_t (*count_nans)(const uint8_t* codes, int64_t count);
+  // dots[t * stride + e] = x[t] . gate[e], f32
+  void (*gate_dots)(const uint16_t* const* x, int num_tokens, const void* const* gate, int num_experts, bool gate_f32,
+                    int hidden, float* dots, int64_t stride);
+  uint64_t (*read)(const uint8_t* data, int64_t bytes);
+  double (*peak)(int64_t iterations);  // floating point operations of the loop it ran
+};
+
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512bf16_kernels();
+const Kernels* amx_kernels();
+bool isa_supported(int isa);
+const Kernels* kernels_of(int isa);  // null: not on this machine
+
+}  // namespace moe_mk

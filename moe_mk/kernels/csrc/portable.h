@@ -1,0 +1,98 @@
+// The register kernel in the compiler's vector language: isa_scalar.cpp builds it for the baseline, isa_avx2.cpp for
+// AVX2 + FMA. bf16 is widened to f32 (a shift, or a mask), so any machine runs it.
+#pragma once
+#include "blocked.h"
+#include "epilogue.h"
+#include "gate.h"
+#include "quantize.h"
+
+namespace moe_mk {
+namespace {
+
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+
+struct PortableOps {
+  static constexpr int kGroup = 4;
+
+  // 16 packed bytes hold 8 columns of two k pairs each: [h: 2][b: 8], see pack.cpp.
+  static void expand(const uint8_t* packed, int steps, uint8_t* panel) {
+    for (int group = 0; group < steps * 8; ++group)
+      for (int tile = 0; tile < 2; ++tile)
+        for (int l = 0; l < 4; ++l) {
+          const u16x16 both = decode16(load<u8x16>(packed + group * 128 + tile * 64 + l * 16));
+          uint8_t* row = panel + size_t(group) * 2 * kPanelRow + tile * 64 + l * 16;
+          std::memcpy(row, &both, 16);
+          std::memcpy(row + kPanelRow, reinterpret_cast<const uint8_t*>(&both) + 16, 16);
+        }
+  }
+
+  template <int N>
+  static void rows_by_tile(const uint8_t* a, const uint8_t* panel, int steps, float scale, const float* row_scale, float* totals) {
+    f32x8 sums[N][2] = {};
+    for (int s = 0; s < steps; ++s)
+      for (int r = 0; r < kStep / 2; ++r) {
+        const uint8_t* b = panel + (size_t(s) * kStep / 2 + r) * kPanelRow;
+        const u32x8 left = load<u32x8>(b), right = load<u32x8>(b + 32);
+        const f32x8 even0 = bits<f32x8>(left << 16), odd0 = bits<f32x8>(left & 0xffff0000u);
+        const f32x8 even1 = bits<f32x8>(right << 16), odd1 = bits<f32x8>(right & 0xffff0000u);
+        for (int m = 0; m < N; ++m) {
+          const uint16_t* x = reinterpret_cast<const uint16_t*>(a + (size_t(s) * kGroup + m) * kRowBytes) + 2 * r;
+          const float x0 = widen_one(x[0]), x1 = widen_one(x[1]);
+          sums[m][0] += even0 * x0;
+          sums[m][1] += even1 * x0;
+          sums[m][0] += odd0 * x1;
+          sums[m][1] += odd1 * x1;
+        }
+      }
+    for (int m = 0; m < N; ++m) {
+      const float factor = scale * row_scale[m];
+      float* to = totals + m * kPairColumns;
+      store(to, load<f32x8>(to) + sums[m][0] * factor);
+      store(to + 8, load<f32x8>(to + 8) + sums[m][1] * factor);
+    }
+  }
+
+  static void group(int n, const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
+                    const float* row_scale, const Ahead&, float* totals) {
+    for (int tile = 0; tile < 2; ++tile) {
+      const uint8_t* b = panel + tile * 64;
+      const float scale = tile == 0 ? scale0 : scale1;
+      float* to = totals + tile * kTileColumns;
+      switch (n) {
+        case 1: rows_by_tile<1>(a, b, steps, scale, row_scale, to); break;
+        case 2: rows_by_tile<2>(a, b, steps, scale, row_scale, to); break;
+        case 3: rows_by_tile<3>(a, b, steps, scale, row_scale, to); break;
+        default: rows_by_tile<4>(a, b, steps, scale, row_scale, to);
+      }
+    }
+  }
+};
+
+void nothing() {}
+
+uint64_t read(const uint8_t* data, int64_t bytes) {
+  typedef uint64_t u64x8 __attribute__((vector_size(64)));
+  u64x8 folded[4] = {};
+  for (int64_t i = 0; i + 256 <= bytes; i += 256)
+    for (int lane = 0; lane < 4; ++lane) folded[lane] ^= load<u64x8>(data + i + lane * 64);
+  uint64_t all = 0;
+  for (int lane = 0; lane < 8; ++lane) all ^= folded[0][lane] ^ folded[1][lane] ^ folded[2][lane] ^ folded[3][lane];
+  return all;
+}
+
+// Multiply-add on registers only; the loop's own results keep the compiler from dropping it.
+double portable_peak(int64_t iterations) {
+  f32x8 sums[8] = {};
+  f32x8 x = {1, 1, 1, 1, 1, 1, 1, 1};
+  for (int64_t i = 0; i < iterations; ++i) {
+    asm volatile("" ::: "memory");
+    for (int j = 0; j < 8; ++j) sums[j] += x * float(j);
+  }
+  volatile float sink = sums[0][0] + sums[1][1] + sums[2][2] + sums[3][3] + sums[4][4] + sums[5][5] + sums[6][6] + sums[7][7];
+  (void)sink;
+  return double(iterations) * 8 * 8 * 2;
+}
+
+}  // namespace
+}  // namespace moe_mk

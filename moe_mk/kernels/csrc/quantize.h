@@ -1,0 +1,75 @@
+// Per-token 1x128 quantisation to e4m3, its inverse, and the search for NaN codes.
+//   amax = max |x| (at least 1e-10), scale = amax / 448, code = e4m3(x / scale), nearest even, saturating
+// Reads x once (256 B a group), writes 128 B of codes and 4 B of scale; no alignment assumed.
+#pragma once
+#include "vectors.h"
+
+namespace moe_mk {
+namespace {
+
+inline u8x16 encode16(f32x16 value) {
+  const u32x16 u = bits<u32x16>(value);
+  const u32x16 sign = (u >> 24) & 0x80u;
+  const f32x16 magnitude = bits<f32x16>(u & 0x7fffffffu);
+  const f32x16 clamped = magnitude > splat(448.0f) ? splat(448.0f) : magnitude;
+  const u32x16 c = bits<u32x16>(clamped);
+  // Rebias 127 -> 7 and keep 3 mantissa bits, nearest even.
+  const u32x16 normal = (c - (120u << 23) + 0x7ffffu + ((c >> 20) & 1u)) >> 20;
+  // Below 2^-6 a code is worth 2^-9: adding 2^14 leaves round-to-even of value / 2^-9 in the low mantissa bits.
+  const u32x16 subnormal = bits<u32x16>(clamped + 16384.0f) - 0x46800000u;
+  u32x16 code = clamped < splat(0.015625f) ? subnormal : normal;
+  code = (u & 0x7fffffffu) > 0x7f800000u ? u32x16{} + 0x7fu : code;
+  return __builtin_convertvector(code | sign, u8x16);
+}
+
+// count <= 128; x beyond count does not exist.
+inline float quantize(const float* x, int count, uint8_t* codes) {
+  float padded[kActivationBlock] = {};
+  std::memcpy(padded, x, size_t(count) * 4);
+  f32x16 most = splat(1e-10f);
+  i32x16 any_nan{};
+  for (int i = 0; i < kActivationBlock; i += 16) {
+    const f32x16 v = load<f32x16>(padded + i);
+    most = max16(most, max16(v, -v));
+    any_nan |= v != v;
+  }
+  float amax = 0;
+  int32_t nan = 0;
+  for (int lane = 0; lane < 16; ++lane) {
+    amax = most[lane] > amax ? most[lane] : amax;
+    nan |= any_nan[lane];
+  }
+  const float scale = nan != 0 ? __builtin_nanf("") : amax / 448.0f;
+  uint8_t out[kActivationBlock];
+  for (int i = 0; i < kActivationBlock; i += 16) store(out + i, encode16(load<f32x16>(padded + i) / scale));
+  std::memcpy(codes, out, size_t(count));
+  return scale;
+}
+
+inline void decode(const uint8_t* codes, uint16_t* bf16, int64_t count) {
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) store(bf16 + i, decode16(load<u8x16>(codes + i)));
+  if (i < count) {
+    u8x16 tail{};
+    std::memcpy(&tail, codes + i, count - i);
+    const u16x16 decoded = decode16(tail);
+    std::memcpy(bf16 + i, &decoded, (count - i) * 2);
+  }
+}
+
+inline int64_t count_nans(const uint8_t* codes, int64_t count) {
+  typedef uint8_t u8x64 __attribute__((vector_size(64)));
+  typedef int8_t i8x64 __attribute__((vector_size(64)));
+  int64_t nans = 0, i = 0;
+  while (i + 64 <= count) {
+    // A byte counts to 127 before it must be emptied.
+    i8x64 hits{};
+    for (int round = 0; round < 127 && i + 64 <= count; ++round, i += 64) hits -= (load<u8x64>(codes + i) & 0x7f) == 0x7f;
+    for (int lane = 0; lane < 64; ++lane) nans += hits[lane];
+  }
+  for (; i < count; ++i) nans += (codes[i] & 0x7f) == 0x7f;
+  return nans;
+}
+
+}  // namespace
+}  // namespace moe_mk

@@ -1,0 +1,127 @@
+// Gate, score, bias, grouped top-k and weights of a batch of tokens in one call.
+//   logits = x . gate (f32); scores = sigmoid or softmax of them; the CHOICE uses scores + bias, the WEIGHTS scores
+//   groups: the best `top_groups` by the sum of their two best choices (their best one when there is no bias)
+//   weights: over their sum when renormalised, times scale
+// Ties go to the lowest index. Each token alone: the same bits in any batch and for any number of threads.
+// Reads gate once a block of 16 tokens, writes T * (K * 8 + E * 4) bytes. Source: DeepSeek-V3 gate (arXiv 2412.19437, 2.1.2).
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "team.h"
+
+namespace moe_mk {
+namespace {
+
+constexpr int kTokens = 16, kExperts = 32;  // one task of dot products
+
+void gate_logits(const MoeMkRoute& c, const Kernels& kernels, Lease& team) {
+  const int64_t token_blocks = (c.num_tokens + kTokens - 1) / kTokens, expert_blocks = (c.num_experts + kExperts - 1) / kExperts;
+  const size_t element = c.gate_f32 ? 4 : 2;
+  std::atomic<int64_t> next{0};
+  team->run(int(std::min<int64_t>(c.threads, token_blocks * expert_blocks)), [&](int) {
+    for (int64_t task; (task = next.fetch_add(1)) < token_blocks * expert_blocks;) {
+      const int64_t t0 = task / expert_blocks * kTokens, e0 = task % expert_blocks * kExperts;
+      const int tokens = int(std::min<int64_t>(kTokens, c.num_tokens - t0));
+      const int experts = int(std::min<int64_t>(kExperts, c.num_experts - e0));
+      const uint16_t* x[kTokens];
+      const void* gate[kExperts];
+      for (int t = 0; t < tokens; ++t) x[t] = static_cast<const uint16_t*>(c.x) + (t0 + t) * c.x_stride;
+      for (int e = 0; e < experts; ++e) gate[e] = static_cast<const uint8_t*>(c.gate) + (e0 + e) * c.gate_stride * element;
+      kernels.gate_dots(x, tokens, gate, experts, c.gate_f32 != 0, c.hidden, c.logits + t0 * c.num_experts + e0, c.num_experts);
+    }
+  });
+}
+
+void score(const MoeMkRoute& c, const float* logits, float* scores) {
+  if (c.scoring == kSigmoid) {
+    for (int e = 0; e < c.num_experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+    return;
+  }
+  const float most = *std::max_element(logits, logits + c.num_experts);
+  float sum = 0;
+  for (int e = 0; e < c.num_experts; ++e) sum += scores[e] = std::exp(logits[e] - most);
+  for (int e = 0; e < c.num_experts; ++e) scores[e] /= sum;
+}
+
+// The lowest index of the largest value that is left; -1: nothing is left but NaN.
+int best_of(const float* values, const uint8_t* left, int count) {
+  int best = -1;
+  for (int i = 0; i < count; ++i)
+    if (left[i] && !(values[i] != values[i]) && (best < 0 || values[i] > values[best])) best = i;
+  return best;
+}
+
+float group_value(const float* choice, int size, bool best_two) {
+  float first = -std::numeric_limits<float>::infinity(), second = first;
+  for (int i = 0; i < size; ++i) {
+    if (choice[i] > first) {
+      second = first;
+      first = choice[i];
+    } else if (choice[i] > second) {
+      second = choice[i];
+    }
+  }
+  return best_two && size > 1 ? first + second : first;
+}
+
+struct Desk {
+  std::vector<float> scores, choice, groups;
+  std::vector<uint8_t> left, group_left;
+
+  explicit Desk(const MoeMkRoute& c)
+      : scores(c.num_experts), choice(c.num_experts), groups(c.num_groups), left(c.num_experts), group_left(c.num_groups) {}
+};
+
+void choose(const MoeMkRoute& c, int64_t token, Desk& d) {
+  score(c, c.logits + token * c.num_experts, d.scores.data());
+  for (int e = 0; e < c.num_experts; ++e) d.choice[e] = d.scores[e] + (c.bias == nullptr ? 0.0f : c.bias[e]);
+  const int size = c.num_experts / c.num_groups;
+  std::fill(d.left.begin(), d.left.end(), uint8_t(c.top_groups >= c.num_groups));
+  if (c.top_groups < c.num_groups) {
+    for (int g = 0; g < c.num_groups; ++g) d.groups[g] = group_value(d.choice.data() + g * size, size, c.bias != nullptr);
+    std::fill(d.group_left.begin(), d.group_left.end(), uint8_t(1));
+    for (int i = 0; i < c.top_groups; ++i) {
+      const int g = best_of(d.groups.data(), d.group_left.data(), c.num_groups);
+      if (g < 0) break;
+      d.group_left[g] = 0;
+      std::fill(d.left.begin() + g * size, d.left.begin() + (g + 1) * size, uint8_t(1));
+    }
+  }
+  int32_t* ids = c.ids + token * c.top_k;
+  float* weights = c.weights + token * c.top_k;
+  float sum = 0;
+  for (int k = 0; k < c.top_k; ++k) {
+    ids[k] = best_of(d.choice.data(), d.left.data(), c.num_experts);
+    weights[k] = ids[k] < 0 ? 0.0f : d.scores[ids[k]];
+    if (ids[k] >= 0) d.left[ids[k]] = 0;
+    sum += weights[k];
+  }
+  const float factor = c.renormalize ? c.scale / (sum + 1e-20f) : c.scale;
+  for (int k = 0; k < c.top_k; ++k) weights[k] *= factor;
+}
+
+}  // namespace
+}  // namespace moe_mk
+
+using namespace moe_mk;
+
+int32_t moe_mk_route(const MoeMkRoute* call) try {
+  const MoeMkRoute& c = *call;
+  const Kernels* kernels = kernels_of(c.isa);
+  if (kernels == nullptr) return kNoIsa;
+  if (c.num_experts <= 0 || c.hidden <= 0 || c.num_groups <= 0 || c.num_experts % c.num_groups != 0 || c.top_k <= 0 ||
+      c.top_k > c.num_experts || c.top_groups <= 0 || c.top_groups > c.num_groups || c.threads <= 0)
+    return kBadShape;
+  if (c.num_tokens <= 0) return kOk;
+  Lease team;
+  gate_logits(c, *kernels, team);
+  Desk desk(c);
+  for (int64_t token = 0; token < c.num_tokens; ++token) choose(c, token, desk);
+  return kOk;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
+}

@@ -1,0 +1,184 @@
+// Threads: created on demand, kept by their team, asleep on a condition variable between runs after a short spin.
+// Memory: each arena only grows; arenas of 1 MiB and more ask for 2 MiB pages.
+#include "team.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#define MOE_MK_PAUSE() __builtin_ia32_pause()
+#else
+#define MOE_MK_PAUSE() ((void)0)
+#endif
+
+namespace moe_mk {
+namespace {
+
+constexpr int kSpins = 2000;  // about 30 us: longer than the gap between two phases, shorter than a time slice
+constexpr size_t kHugePage = size_t(2) << 20;
+std::atomic<size_t> total_scratch{0};
+
+struct Block {
+  uint8_t* data = nullptr;
+  size_t bytes = 0;
+
+  uint8_t* at_least(size_t wanted) {
+    if (wanted <= bytes) return data;
+    release();
+    const size_t unit = wanted >= (size_t(1) << 20) ? kHugePage : 4096;
+    const size_t rounded = (wanted + unit - 1) / unit * unit;
+    data = static_cast<uint8_t*>(std::aligned_alloc(unit, rounded));
+    if (data == nullptr) return nullptr;
+#if defined(MADV_HUGEPAGE)
+    if (unit == kHugePage) madvise(data, rounded, MADV_HUGEPAGE);
+#endif
+    bytes = rounded;
+    total_scratch += rounded;
+    return data;
+  }
+  void release() {
+    std::free(data);
+    total_scratch -= bytes;
+    data = nullptr;
+    bytes = 0;
+  }
+};
+
+struct Arenas {
+  Block blocks[kNumArenas];
+};
+
+class ThreadTeam final : public Team {
+ public:
+  void run(int threads, const std::function<void(int)>& body) override {
+    if (threads <= 1) {
+      body(0);
+      return;
+    }
+    threads = grow(threads);
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      body_ = &body;
+      threads_ = threads;
+      running_.store(threads - 1, std::memory_order_relaxed);
+      epoch_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    body(0);
+    for (int spin = 0; running_.load(std::memory_order_acquire) != 0; ++spin) {
+      if (spin < kSpins) {
+        MOE_MK_PAUSE();
+        continue;
+      }
+      std::unique_lock<std::mutex> hold(mutex_);
+      done_.wait(hold, [this] { return running_.load(std::memory_order_acquire) == 0; });
+    }
+  }
+
+  uint8_t* arena(int member, int which, size_t bytes) override { return arenas_[member]->blocks[which].at_least(bytes); }
+
+  // Called by the owner alone, before run(): members' arenas must exist before their threads ask for them.
+  // Returns how many members there are: fewer than asked for where the system refuses another thread.
+  int grow(int threads) {
+    while (arenas_.size() < size_t(threads)) arenas_.push_back(new Arenas);
+    try {
+      while (workers_ + 1 < threads) {
+        const int member = workers_ + 1;
+        const uint64_t seen = epoch_.load();
+        std::thread([this, member, seen] { work(member, seen); }).detach();
+        workers_ = member;
+      }
+    } catch (const std::system_error&) {
+      return workers_ + 1;
+    }
+    return threads;
+  }
+  void release() {
+    for (Arenas* arenas : arenas_)
+      for (Block& block : arenas->blocks) block.release();
+  }
+
+ private:
+  [[noreturn]] void work(int member, uint64_t seen) {
+    for (;;) {
+      const std::function<void(int)>* body = wait_for_work(member, &seen);
+      if (body == nullptr) continue;
+      (*body)(member);
+      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        done_.notify_one();
+      }
+    }
+  }
+  const std::function<void(int)>* wait_for_work(int member, uint64_t* seen) {
+    for (int spin = 0; spin < kSpins && epoch_.load(std::memory_order_acquire) == *seen; ++spin) MOE_MK_PAUSE();
+    std::unique_lock<std::mutex> hold(mutex_);
+    wake_.wait(hold, [this, seen] { return epoch_.load(std::memory_order_relaxed) != *seen; });
+    *seen = epoch_.load(std::memory_order_relaxed);
+    return member < threads_ ? body_ : nullptr;
+  }
+
+  std::vector<Arenas*> arenas_{new Arenas};
+  int workers_ = 0, threads_ = 0;
+  const std::function<void(int)>* body_ = nullptr;
+  std::atomic<uint64_t> epoch_{0};
+  std::atomic<int> running_{0};
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+};
+
+// Never destroyed: sleeping threads outlive static destruction.
+struct Office {
+  std::mutex mutex;
+  std::vector<ThreadTeam*> idle;
+};
+Office* office = nullptr;
+pthread_once_t opened = PTHREAD_ONCE_INIT;
+
+void before_fork() { office->mutex.lock(); }
+void after_fork_in_parent() { office->mutex.unlock(); }
+void after_fork_in_child() {
+  // The threads did not follow; their teams are abandoned, and a fresh office cannot hold a lock somebody else took.
+  office = new Office;
+}
+void open_office() {
+  office = new Office;
+  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+}  // namespace
+
+Lease::Lease() {
+  pthread_once(&opened, open_office);
+  std::lock_guard<std::mutex> hold(office->mutex);
+  if (office->idle.empty()) {
+    team_ = new ThreadTeam;
+    return;
+  }
+  team_ = office->idle.back();
+  office->idle.pop_back();
+}
+
+Lease::~Lease() {
+  std::lock_guard<std::mutex> hold(office->mutex);
+  office->idle.push_back(static_cast<ThreadTeam*>(team_));
+}
+
+size_t scratch_bytes() { return total_scratch.load(); }
+
+void release_scratch() {
+  pthread_once(&opened, open_office);
+  std::lock_guard<std::mutex> hold(office->mutex);
+  for (ThreadTeam* team : office->idle) team->release();
+}
+
+}  // namespace moe_mk

@@ -1,0 +1,42 @@
+// A team of threads and their scratch memory, lent to one call at a time.
+// Two calls at once get two teams (re-entrant); after fork() the child starts with none (its threads are gone).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "kernels.h"
+
+namespace moe_mk {
+
+class Team {
+ public:
+  // Runs body(member) for member in [0, threads); the caller is member 0. Returns when all are done.
+  virtual void run(int threads, const std::function<void(int)>& body) = 0;
+  // Memory of one member, at least `bytes`, 64-byte aligned, contents undefined. null: no memory.
+  virtual uint8_t* arena(int member, int which, size_t bytes) = 0;
+
+ protected:
+  ~Team() = default;
+};
+
+// Borrows a team for one call and gives it back.
+class Lease {
+ public:
+  Lease();
+  ~Lease();
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  Team* operator->() const { return team_; }
+
+ private:
+  Team* team_;
+};
+
+size_t scratch_bytes();
+void release_scratch();
+
+// Which arena serves what.
+enum Arena { kDesk, kSums, kHidden, kInputs, kScales, kNumArenas };
+
+}  // namespace moe_mk

@@ -1,0 +1,94 @@
+// The five tile instructions the AMX unit uses: the real ones, or with MOE_MK_EMULATE_AMX a plain imitation, so that
+// the same kernel source is tested on machines without AMX.
+// NOTE gcc 12: _tile_loadconfig claims to read 8 bytes of the config (stores to the rest may be deleted) and
+// _tile_loadd has no memory clobber; both need the explicit barriers below.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if !defined(MOE_MK_EMULATE_AMX)
+#include <immintrin.h>
+#endif
+
+namespace moe_mk {
+namespace {
+
+inline void memory_barrier() { asm volatile("" ::: "memory"); }
+
+#if defined(MOE_MK_EMULATE_AMX)
+
+struct Tile {
+  float words[16][16];
+};
+thread_local Tile tiles[8];
+
+inline void configure_tiles() {}
+inline void release_tiles() {}
+template <int N>
+inline void tile_load(const void* from, size_t stride) {
+  for (int r = 0; r < 16; ++r) std::memcpy(tiles[N].words[r], static_cast<const uint8_t*>(from) + r * stride, 64);
+}
+template <int N>
+inline void tile_store(void* to, size_t stride) {
+  for (int r = 0; r < 16; ++r) std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles[N].words[r], 64);
+}
+inline float bf16_at(const float* row, int i) {
+  uint32_t u;
+  std::memcpy(&u, reinterpret_cast<const uint8_t*>(row) + i / 2 * 4, 4);
+  u = i % 2 == 0 ? u << 16 : u & 0xffff0000u;
+  float value;
+  std::memcpy(&value, &u, 4);
+  return value;
+}
+// Even and odd products are summed apart and joined at the end, as the instruction is specified.
+template <int C, int A, int B>
+inline void tile_dot() {
+  for (int m = 0; m < 16; ++m) {
+    float even[16] = {}, odd[16] = {};
+    for (int k = 0; k < 16; ++k)
+      for (int n = 0; n < 16; ++n) {
+        even[n] += bf16_at(tiles[A].words[m], 2 * k) * bf16_at(tiles[B].words[k], 2 * n);
+        odd[n] += bf16_at(tiles[A].words[m], 2 * k + 1) * bf16_at(tiles[B].words[k], 2 * n + 1);
+      }
+    for (int n = 0; n < 16; ++n) tiles[C].words[m][n] += even[n] + odd[n];
+  }
+}
+
+#else
+
+struct alignas(64) TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t column_bytes[16];
+  uint8_t rows[16];
+};
+
+inline void configure_tiles() {
+  TileConfig config;
+  std::memset(&config, 0, sizeof config);
+  config.palette = 1;
+  for (int i = 0; i < 8; ++i) {
+    config.rows[i] = 16;
+    config.column_bytes[i] = 64;
+  }
+  asm volatile("" ::"r"(&config) : "memory");
+  _tile_loadconfig(&config);
+}
+inline void release_tiles() { _tile_release(); }
+// The tile number of the intrinsics must be a literal after preprocessing, hence the assembly spelled out.
+template <int N>
+inline __attribute__((always_inline)) void tile_load(const void* from, size_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(N) : "memory");
+}
+template <int N>
+inline __attribute__((always_inline)) void tile_store(void* to, size_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(N) : "memory");
+}
+template <int C, int A, int B>
+inline __attribute__((always_inline)) void tile_dot() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+#endif
+
+}  // namespace
+}  // namespace moe_mk

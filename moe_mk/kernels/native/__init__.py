@@ -1,0 +1,52 @@
+"""Native CPU kernels: C++ on first use, called through ctypes, on raw tensors only.
+
+    native = load(cache_dir=None, which=shutil.which, progress=None)      # selfcheck.py; UnsupportedError with reasons
+    reasons_against(cache_dir, which) -> list[str]                        # for an oracle; compiles nothing
+    native.isas, native.best, native.refused                              # Isa.SCALAR < AVX2 < AVX512_BF16 < AMX_BF16
+
+    layout13 = MatrixLayout(num_outputs=I, num_inputs=H, gated=True, format=Format.FP8)    # packed.py; 1.0x the bytes
+    layout2 = MatrixLayout(num_outputs=H, num_inputs=I, gated=False, format=Format.FP8)
+    w13 = allocate(native, layout13, num_slots, bias_LX=None)             # PackedMatrix: values_LB uint8, scales_LX f32
+    pack_slot(native, w13, slot, (gate_IH, up_IH), (gate_scales, up_scales), threads=n, name="...")  # WeightError: NaN
+    unpack_slot(native, w13, slot) -> (gate_IH, up_IH)                    # bit-equal
+    w13.values_LB[a].copy_(w13.values_LB[b]); w13.scales_LX[a].copy_(...) # moving an expert is moving bytes
+
+    experts_rows(native, x_RH, ids_RK, weights_RK, w13, w2, mode=ExpertsMode(), x_scales_RX=None, threads=n, isa=None)
+    experts_grouped(native, x_NH, counts_L, weights_N, w13, w2, ...)      # sorted rows -> [N, H]
+    experts_batched(native, x_LSH, counts_L, w13, w2, ...)                # padded blocks -> [L, S, H]
+    route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
+    quantize_1x128(native, x_TH, threads=n) -> values_TH, scales_TX
+    count_nans(native, codes, threads=n) -> int
+    scratch_bytes(native) -> int; release(native)                         # the kernels' own memory, kept between calls
+
+`threads` is an argument everywhere (torch.get_num_threads() is the caller's business); results do not depend on it.
+"""
+
+from __future__ import annotations
+
+from moe_mk.kernels.native.experts import Activation as Activation
+from moe_mk.kernels.native.experts import ExpertsMode as ExpertsMode
+from moe_mk.kernels.native.experts import experts_batched as experts_batched
+from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
+from moe_mk.kernels.native.experts import experts_rows as experts_rows
+from moe_mk.kernels.native.library import Isa as Isa
+from moe_mk.kernels.native.library import Native as Native
+from moe_mk.kernels.native.library import release as release
+from moe_mk.kernels.native.library import scratch_bytes as scratch_bytes
+from moe_mk.kernels.native.packed import Format as Format
+from moe_mk.kernels.native.packed import MatrixLayout as MatrixLayout
+from moe_mk.kernels.native.packed import PackedMatrix as PackedMatrix
+from moe_mk.kernels.native.packed import Shard as Shard
+from moe_mk.kernels.native.packed import allocate as allocate
+from moe_mk.kernels.native.packed import pack_slot as pack_slot
+from moe_mk.kernels.native.packed import scale_block as scale_block
+from moe_mk.kernels.native.packed import unpack_scales as unpack_scales
+from moe_mk.kernels.native.packed import unpack_slot as unpack_slot
+from moe_mk.kernels.native.quantize import count_nans as count_nans
+from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
+from moe_mk.kernels.native.route import RouteMode as RouteMode
+from moe_mk.kernels.native.route import Scoring as Scoring
+from moe_mk.kernels.native.route import route as route
+from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled
+from moe_mk.kernels.native.selfcheck import load as load
+from moe_mk.kernels.native.selfcheck import reasons_against as reasons_against

@@ -1,0 +1,223 @@
+"""Fused experts on packed weights: raw tensors in, raw tensors out.
+
+One call does w13, bias, activation, w2, bias, routing weights and the sum over k, on row or grouped tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from moe_mk.errors import ShapeError
+from moe_mk.kernels.native.library import CExperts, CMatrix, Isa, Native
+from moe_mk.kernels.native.packed import Format, PackedMatrix
+
+
+class Activation(IntEnum):
+    """`Activation` of csrc/abi.h; gated kinds multiply by `up`, SWIGLU_OAI by `up + 1`."""
+
+    SILU = 0
+    GELU_ERF = 1
+    GELU_TANH = 2
+    RELU2 = 3
+    SWIGLU_OAI = 4
+
+
+@dataclass(frozen=True)
+class ExpertsMode:
+    """How the experts compute.
+
+    alpha: the sigmoid's factor of SWIGLU_OAI. limit: gate is clamped from above, up from both sides; 0: no clamp.
+    quantize: x and h pass through 1x128 e4m3, as FP8 GPU kernels do (a reference for parity, slower, less exact).
+    batch_invariant: a row's bits do not depend on its batch-mates. AMX pays for it at one or two rows an expert; the
+    other instruction sets are so anyway.
+    """
+
+    activation: Activation = Activation.SILU
+    alpha: float = 1.702
+    limit: float = 0.0
+    quantize: bool = False
+    batch_invariant: bool = False
+
+
+def experts_rows(
+    native: Native,
+    x_RH: torch.Tensor,
+    ids_RK: torch.Tensor,
+    weights_RK: torch.Tensor | None,
+    w13: PackedMatrix,
+    w2: PackedMatrix,
+    *,
+    mode: ExpertsMode | None = None,
+    x_scales_RX: torch.Tensor | None = None,
+    out_RH: torch.Tensor | None = None,
+    threads: int = 1,
+    isa: Isa | None = None,
+) -> torch.Tensor:
+    """Run every row through its local experts and return the weighted sum over k, [R, H] in bf16.
+
+    x_RH: bf16, or e4m3 with x_scales_RX (f32, one per 128 of H). Rows without a local expert are not read.
+    ids_RK: int32 local slots, -1 goes nowhere. weights_RK: f32; None: all ones.
+    out_RH: where to write, bf16 or f32; made when not given. Bit-equal for any number of threads.
+    """
+    mode = mode or ExpertsMode()
+    _check(x_RH, x_scales_RX, ids_RK, weights_RK, w13, w2)
+    if out_RH is None:
+        out_RH = torch.empty(x_RH.shape[0], w2.layout.num_outputs, dtype=torch.bfloat16, device="cpu")
+    x_RH, ids_RK = _dense_rows(x_RH), ids_RK.contiguous()
+    weights_RK = None if weights_RK is None else weights_RK.contiguous()
+    x_scales_RX = None if x_scales_RX is None else _dense_rows(x_scales_RX)
+    call = CExperts(
+        x=x_RH.data_ptr(),
+        x_scales=_pointer(x_scales_RX),
+        ids=ids_RK.data_ptr(),
+        weights=_pointer(weights_RK),
+        out=out_RH.data_ptr(),
+        num_rows=x_RH.shape[0],
+        x_stride=x_RH.stride(0),
+        x_scale_stride=0 if x_scales_RX is None else x_scales_RX.stride(0),
+        out_stride=out_RH.stride(0),
+        top_k=ids_RK.shape[1],
+        num_slots=w13.num_slots,
+        w13=_matrix(w13),
+        w2=_matrix(w2),
+        gated=w13.layout.gated,
+        activation=int(mode.activation),
+        alpha=mode.alpha,
+        limit=mode.limit,
+        quantize=mode.quantize,
+        batch_invariant=mode.batch_invariant,
+        out_f32=out_RH.dtype == torch.float32,
+        threads=threads,
+        isa=int(native.isa_or_best(isa)),
+    )
+    native.call("experts", ctypes.byref(call))
+    return out_RH
+
+
+def experts_grouped(
+    native: Native,
+    x_NH: torch.Tensor,
+    counts_L: torch.Tensor,
+    weights_N: torch.Tensor | None,
+    w13: PackedMatrix,
+    w2: PackedMatrix,
+    *,
+    mode: ExpertsMode | None = None,
+    x_scales_NX: torch.Tensor | None = None,
+    threads: int = 1,
+    isa: Isa | None = None,
+) -> torch.Tensor:
+    """Run rows that are sorted by local expert, [N, H] -> [N, H] bf16, each row times its weight (None: raw).
+
+    counts_L: rows of each expert; rows beyond their sum go nowhere and come out zero.
+    """
+    slots = torch.arange(counts_L.shape[0], dtype=torch.int32, device="cpu")
+    ids_N = torch.full((x_NH.shape[0],), -1, dtype=torch.int32, device="cpu")
+    local = torch.repeat_interleave(slots, counts_L.to(device="cpu", dtype=torch.int64))
+    if local.shape[0] > x_NH.shape[0]:
+        raise ShapeError(f"counts_L sums to {local.shape[0]}, but there are {x_NH.shape[0]} rows")
+    ids_N[: local.shape[0]] = local
+    weights_N1 = None if weights_N is None else weights_N.unsqueeze(1)
+    return experts_rows(
+        native,
+        x_NH,
+        ids_N.unsqueeze(1),
+        weights_N1,
+        w13,
+        w2,
+        mode=mode,
+        x_scales_RX=x_scales_NX,
+        threads=threads,
+        isa=isa,
+    )
+
+
+def experts_batched(
+    native: Native,
+    x_LSH: torch.Tensor,
+    counts_L: torch.Tensor,
+    w13: PackedMatrix,
+    w2: PackedMatrix,
+    *,
+    mode: ExpertsMode | None = None,
+    x_scales_LSX: torch.Tensor | None = None,
+    threads: int = 1,
+    isa: Isa | None = None,
+) -> torch.Tensor:
+    """Run padded blocks, one a local expert: [L, S, H] -> [L, S, H] bf16, raw. Slots beyond counts_L are never read."""
+    num_slots, rows, hidden = x_LSH.shape
+    slots = torch.arange(num_slots, dtype=torch.int32, device="cpu").unsqueeze(1).expand(num_slots, rows)
+    inside = torch.arange(rows, dtype=torch.int64, device="cpu") < counts_L.to(
+        device="cpu", dtype=torch.int64
+    ).unsqueeze(1)
+    ids_RK = torch.where(inside, slots, torch.full_like(slots, -1)).reshape(-1, 1)
+    scales = None if x_scales_LSX is None else x_scales_LSX.reshape(num_slots * rows, -1)
+    flat = x_LSH.reshape(num_slots * rows, hidden)
+    out = experts_rows(native, flat, ids_RK, None, w13, w2, mode=mode, x_scales_RX=scales, threads=threads, isa=isa)
+    return out.view(num_slots, rows, -1)
+
+
+def _check(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    w13: PackedMatrix,
+    w2: PackedMatrix,
+) -> None:
+    """List everything wrong with the tensors of one call."""
+    rows, hidden = x.shape
+    wrong = []
+    if x.dtype != (torch.bfloat16 if x_scales is None else torch.float8_e4m3fn):
+        wrong.append(f"x is {x.dtype} {'without' if x_scales is None else 'with'} scales; bf16 goes without, e4m3 with")
+    if hidden != w13.layout.num_inputs:
+        wrong.append(f"x has H={hidden}, the weights have H={w13.layout.num_inputs}")
+    if x_scales is not None and (x_scales.dtype != torch.float32 or tuple(x_scales.shape) != (rows, -(-hidden // 128))):
+        wrong.append(
+            f"x_scales is {tuple(x_scales.shape)} {x_scales.dtype}, expected {(rows, -(-hidden // 128))} float32"
+        )
+    if ids.dtype != torch.int32 or ids.dim() != 2 or ids.shape[0] != rows:
+        wrong.append(f"ids is {tuple(ids.shape)} {ids.dtype}, expected ({rows}, K) int32")
+    if weights is not None and (weights.dtype != torch.float32 or weights.shape != ids.shape):
+        wrong.append(f"weights is {tuple(weights.shape)} {weights.dtype}, expected {tuple(ids.shape)} float32")
+    if w13.num_slots != w2.num_slots or w2.layout.num_inputs != w13.layout.num_outputs:
+        wrong.append(
+            f"w13 has {w13.num_slots} slots and I={w13.layout.num_outputs}, "
+            f"w2 has {w2.num_slots} and I={w2.layout.num_inputs}"
+        )
+    if wrong:
+        raise ShapeError("cpu experts: " + "; ".join(wrong))
+
+
+def _matrix(packed: PackedMatrix) -> CMatrix:
+    layout, bias = packed.layout, packed.bias_LX
+    if bias is not None:
+        wide = layout.num_outputs * (2 if layout.gated else 1)
+        if bias.dtype != torch.float32 or tuple(bias.shape) != (packed.num_slots, wide) or not bias.is_contiguous():
+            raise ShapeError(
+                f"bias is {tuple(bias.shape)} {bias.dtype}, expected {(packed.num_slots, wide)} dense float32"
+            )
+    return CMatrix(
+        data=packed.values_LB.data_ptr(),
+        scales=_pointer(packed.scales_LX),
+        bias=_pointer(bias),
+        slot_bytes=packed.values_LB.stride(0),
+        slot_scales=0 if packed.scales_LX is None else packed.scales_LX.stride(0),
+        slot_bias=0 if bias is None else bias.stride(0),
+        format=int(Format(layout.format)),
+        num_outputs=layout.num_outputs,
+        num_inputs=layout.num_inputs,
+        block=layout.block,
+    )
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

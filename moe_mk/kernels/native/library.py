@@ -1,0 +1,188 @@
+"""The compiled kernels as a Python object: C structures, function signatures, status codes.
+
+Every call goes through ctypes, which releases the GIL; the library itself is re-entrant and survives fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Callable, Mapping
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, build, default_cache_dir
+from moe_mk.kernels.native.toolchain import find_compiler, units
+
+ABI_VERSION = 1
+
+
+class Isa(IntEnum):
+    """The instruction sets the kernels are written for, worst first."""
+
+    SCALAR = 0
+    AVX2 = 1
+    AVX512_BF16 = 2
+    AMX_BF16 = 3
+
+
+class Status(IntEnum):
+    """What a kernel returns."""
+
+    OK = 0
+    BAD_ID = 1
+    BAD_SHAPE = 2
+    NO_MEMORY = 3
+    NO_ISA = 4
+
+
+class CMatrix(ctypes.Structure):
+    """`MoeMkMatrix` of csrc/abi.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("data", "scales", "bias")),
+        *((name, c_int64) for name in ("slot_bytes", "slot_scales", "slot_bias")),
+        *((name, c_int32) for name in ("format", "num_outputs", "num_inputs", "block")),
+    )
+
+
+class CExperts(ctypes.Structure):
+    """`MoeMkExperts` of csrc/abi.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "x_scales", "ids", "weights", "out")),
+        *((name, c_int64) for name in ("num_rows", "x_stride", "x_scale_stride", "out_stride")),
+        *((name, c_int32) for name in ("top_k", "num_slots")),
+        *((name, CMatrix) for name in ("w13", "w2")),
+        *((name, c_int32) for name in ("gated", "activation")),
+        *((name, c_float) for name in ("alpha", "limit")),
+        *((name, c_int32) for name in ("quantize", "batch_invariant", "out_f32", "threads", "isa")),
+    )
+
+
+class CRoute(ctypes.Structure):
+    """`MoeMkRoute` of csrc/abi.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "gate", "bias", "ids", "weights", "logits")),
+        *((name, c_int64) for name in ("num_tokens", "x_stride", "gate_stride")),
+        *((name, c_int32) for name in ("hidden", "num_experts", "top_k", "num_groups", "top_groups")),
+        *((name, c_int32) for name in ("scoring", "renormalize", "gate_f32")),
+        ("scale", c_float),
+        *((name, c_int32) for name in ("threads", "isa")),
+    )
+
+
+_SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
+    "abi_version": (c_int32, ()),
+    "isa_supported": (c_int32, (c_int32,)),
+    "pack": (
+        c_int32,
+        (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_int32, POINTER(c_int64)),
+    ),
+    "unpack": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32)),
+    "experts": (c_int32, (POINTER(CExperts),)),
+    "route": (c_int32, (POINTER(CRoute),)),
+    "quantize": (c_int32, (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32, c_int32)),
+    "count_nans": (c_int32, (c_void_p, c_int64, c_int32, c_int32, POINTER(c_int64))),
+    "advise_huge": (c_int32, (c_void_p, c_int64)),
+    "read_rate": (c_int32, (c_void_p, c_int64, c_int32, c_int32, POINTER(c_uint64))),
+    "peak_rate": (c_int32, (c_int64, c_int32, c_int32, POINTER(c_double))),
+    "scratch_bytes": (c_int64, ()),
+    "release_scratch": (None, ()),
+}
+
+
+@dataclass(frozen=True)
+class Native:
+    """The loaded kernels: which instruction sets they may use here, and why not the others."""
+
+    path: Path
+    functions: Mapping[str, Callable[..., int]]
+    isas: tuple[Isa, ...]
+    refused: Mapping[Isa, str]
+
+    @property
+    def best(self) -> Isa:
+        """The fastest instruction set that passed its self-check."""
+        return self.isas[-1]
+
+    def isa_or_best(self, isa: Isa | None) -> Isa:
+        """Return the instruction set asked for, or the best; raise UnsupportedError when it cannot be used here."""
+        if isa is None:
+            return self.best
+        if isa not in self.isas:
+            usable = ", ".join(i.name for i in self.isas)
+            raise UnsupportedError(
+                f"the CPU kernels cannot use {isa.name} here", [self.refused.get(isa, "unknown"), f"usable: {usable}"]
+            )
+        return isa
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call one kernel and turn its status into a typed error."""
+        status = self.functions[name](*arguments)
+        if status == Status.OK:
+            return
+        if status == Status.NO_MEMORY:
+            raise MemoryError(f"{name}: no memory for the kernel's scratch; fewer rows at a time need less")
+        if status == Status.BAD_ID:
+            raise ShapeError(f"{name}: an id is neither -1 nor a local slot; map global ids to local ones first")
+        if status == Status.NO_ISA:
+            raise UnsupportedError(f"{name}: this instruction set is not on this machine")
+        raise ShapeError(f"{name}: sizes do not fit together (status {status})")
+
+
+def open_library(path: Path) -> dict[str, Callable[..., int]]:
+    """Load a compiled library and give its functions their signatures.
+
+    Raises UnsupportedError when the file speaks another version of the interface.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnsupportedError(
+            f"the compiled kernels {path} cannot be loaded", [str(error), "delete the file"]
+        ) from error
+    functions: dict[str, Callable[..., int]] = {}
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, f"moe_mk_{name}")
+        function.restype, function.argtypes = result, arguments
+        functions[name] = function
+    version = functions["abi_version"]()
+    if version != ABI_VERSION:
+        raise UnsupportedError(f"the compiled kernels {path} speak interface {version}, not {ABI_VERSION}")
+    return functions
+
+
+def compile_and_open(
+    cache_dir: Path | None = None,
+    which: Callable[[str], str | None] = shutil.which,
+    progress: Progress | None = None,
+    *,
+    emulate_amx: bool = False,
+) -> Native:
+    """Compile the kernels if need be and open them, offering whatever the processor has, unchecked.
+
+    Raises UnsupportedError when there is no compiler, it fails, or the cache is not ours.
+    """
+    compiler = find_compiler(which)
+    if compiler is None:
+        raise UnsupportedError("the native CPU kernels cannot be built", [NO_COMPILER])
+    path = build(Recipe(compiler, units(emulate_amx=emulate_amx)), cache_dir or default_cache_dir(), progress)
+    functions = open_library(path)
+    isas = tuple(isa for isa in Isa if functions["isa_supported"](int(isa)))
+    refused = {isa: "this processor or its operating system does not offer it" for isa in Isa if isa not in isas}
+    return Native(path, functions, isas, refused)
+
+
+def scratch_bytes(native: Native) -> int:
+    """Memory the kernels hold for their own use: it grows with the largest call and is kept for the next."""
+    return native.functions["scratch_bytes"]()
+
+
+def release(native: Native) -> None:
+    """Give back the scratch memory of every team of threads that is not at work."""
+    native.functions["release_scratch"]()

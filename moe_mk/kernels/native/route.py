@@ -1,0 +1,103 @@
+"""Gate, scores, bias, grouped top-k and weights of a batch of tokens in one native call, on raw tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.kernels.native.library import CRoute, Isa, Native
+
+
+class Scoring(IntEnum):
+    """`Scoring` of csrc/abi.h."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+
+
+@dataclass(frozen=True)
+class RouteMode:
+    """How experts are chosen and weighed.
+
+    num_groups, top_groups: only experts of the best groups can be chosen; 1, 1: no groups. A group is worth the sum of
+    its two best choices with a bias, its best one without. scale multiplies the weights, after renormalisation.
+    """
+
+    top_k: int
+    scoring: Scoring = Scoring.SIGMOID
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+
+
+def route(
+    native: Native,
+    x_TH: torch.Tensor,
+    gate_EH: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    mode: RouteMode,
+    *,
+    threads: int = 1,
+    isa: Isa | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose each token's experts: ids [T, K] int32, weights [T, K] f32, logits [T, E] f32.
+
+    x_TH: bf16. gate_EH: bf16 or f32; products and sums are f32. bias_E: f32, moves the choice, never the weights.
+    Ties go to the lower index; an expert whose score is NaN is never chosen, and where too few are left the id is -1.
+    """
+    tokens, hidden = x_TH.shape
+    num_experts = gate_EH.shape[0]
+    _check(x_TH, gate_EH, bias_E, mode)
+    x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
+    gate_EH = gate_EH if gate_EH.stride(1) == 1 else gate_EH.contiguous()
+    bias_E = None if bias_E is None else bias_E.contiguous()
+    ids_TK = torch.empty(tokens, mode.top_k, dtype=torch.int32, device="cpu")
+    weights_TK = torch.empty(tokens, mode.top_k, dtype=torch.float32, device="cpu")
+    logits_TE = torch.empty(tokens, num_experts, dtype=torch.float32, device="cpu")
+    call = CRoute(
+        x=x_TH.data_ptr(),
+        gate=gate_EH.data_ptr(),
+        bias=None if bias_E is None else bias_E.data_ptr(),
+        ids=ids_TK.data_ptr(),
+        weights=weights_TK.data_ptr(),
+        logits=logits_TE.data_ptr(),
+        num_tokens=tokens,
+        x_stride=x_TH.stride(0),
+        gate_stride=gate_EH.stride(0),
+        hidden=hidden,
+        num_experts=num_experts,
+        top_k=mode.top_k,
+        num_groups=mode.num_groups,
+        top_groups=mode.top_groups,
+        scoring=int(mode.scoring),
+        renormalize=mode.renormalize,
+        gate_f32=gate_EH.dtype == torch.float32,
+        scale=mode.scale,
+        threads=threads,
+        isa=int(native.isa_or_best(isa)),
+    )
+    native.call("route", ctypes.byref(call))
+    return ids_TK, weights_TK, logits_TE
+
+
+def _check(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, mode: RouteMode) -> None:
+    wrong = []
+    if x.dtype != torch.bfloat16:
+        wrong.append(f"x is {x.dtype}, expected bfloat16")
+    if gate.dtype not in (torch.bfloat16, torch.float32) or gate.shape[1] != x.shape[1]:
+        wrong.append(f"gate is {tuple(gate.shape)} {gate.dtype}, expected (E, {x.shape[1]}) bfloat16 or float32")
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != gate.shape[:1]):
+        wrong.append(f"bias is {tuple(bias.shape)} {bias.dtype}, expected ({gate.shape[0]},) float32")
+    if wrong:
+        raise ShapeError("cpu route: " + "; ".join(wrong))
+    num_experts, groups = gate.shape[0], mode.num_groups
+    if groups < 1 or num_experts % groups or not 1 <= mode.top_groups <= groups:
+        raise ConfigError(f"{num_experts} experts do not make {groups} groups of which {mode.top_groups} are chosen")
+    reachable = num_experts // groups * mode.top_groups
+    if not 1 <= mode.top_k <= reachable:
+        raise ConfigError(f"top_k={mode.top_k}, but {mode.top_groups} of {groups} groups hold {reachable} experts")

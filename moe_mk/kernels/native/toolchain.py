@@ -1,0 +1,92 @@
+"""The system compiler: which one there is, what it calls itself, and the flags of each C++ source."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent.parent / "csrc"
+COMPILERS = ("c++", "g++", "clang++")
+COMMON_FLAGS = ("-O3", "-fPIC", "-std=c++17", "-pthread", "-fvisibility=hidden", "-fno-math-errno")
+QUIET_FLAGS = (
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-unused-function",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+)
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512bf16")
+X86_UNITS = {
+    "isa_avx2.cpp": AVX2,
+    "isa_avx512bf16.cpp": AVX512,
+    "isa_amx.cpp": (*AVX512, "-mamx-tile", "-mamx-bf16"),
+}
+PLAIN_UNITS = (
+    "dispatch.cpp",
+    "experts.cpp",
+    "isa_scalar.cpp",
+    "memory.cpp",
+    "pack.cpp",
+    "quantize.cpp",
+    "route.cpp",
+    "team.cpp",
+)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """One C++ compiler of this machine; `version` is the first line of its --version."""
+
+    path: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One C++ source and the flags it is compiled with."""
+
+    source: Path
+    flags: tuple[str, ...]
+
+
+def find_compiler(which: Callable[[str], str | None], names: Sequence[str] = COMPILERS) -> Compiler | None:
+    """Look for a C++ compiler; `which` is shutil.which or anything that answers like it."""
+    for name in names:
+        path = which(name)
+        if path is None:
+            continue
+        try:
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue  # a broken wrapper is no compiler; the next name may be one
+        return Compiler(path, answer.stdout.splitlines()[0] if answer.stdout else path)
+    return None
+
+
+def units(machine: str | None = None, *, emulate_amx: bool = False, extra: Sequence[str] = ()) -> tuple[Unit, ...]:
+    """List the sources for one kind of processor with their flags.
+
+    machine: as platform.machine() says; only x86-64 has vector units of its own, others run the portable kernels.
+    emulate_amx: AMX's tile instructions imitated in plain C++, to test the AMX kernels on any x86-64 (slow).
+    """
+    common = (*COMMON_FLAGS, *QUIET_FLAGS, *extra)
+    listed = [Unit(SOURCES / name, common) for name in PLAIN_UNITS]
+    if (machine or platform.machine()).lower() not in ("x86_64", "amd64"):
+        return tuple(listed)
+    for name, flags in X86_UNITS.items():
+        # The emulation decodes without AVX-512 too, so that it runs where AVX-512 does not.
+        own = () if emulate_amx and name == "isa_amx.cpp" else flags
+        listed.append(Unit(SOURCES / name, (*common, *own)))
+    if emulate_amx:
+        listed = [Unit(unit.source, (*unit.flags, "-DMOE_MK_EMULATE_AMX")) for unit in listed]
+    return tuple(listed)
+
+
+def headers() -> tuple[Path, ...]:
+    """List the headers the sources include."""
+    return tuple(sorted(SOURCES.glob("*.h")))

@@ -1,0 +1,1 @@
+"""The specification of every op, in plain torch."""

@@ -1,0 +1,82 @@
+"""Top-k routing: score every expert, choose k of them, weigh the chosen.
+
+Reads logits (T, E) and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). No synchronisation, no
+value-dependent shapes. The pieces are shared with grouped_topk.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Keeps 0/0 away when every chosen score has underflowed; too small to change any f32 sum above 1e-13.
+RENORMALIZE_EPSILON = 1e-20
+
+
+def topk(
+    router_logits: Tensor,
+    top_k: int,
+    scoring_func: str,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    e_score_correction_bias: Tensor | None,
+    score_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Choose each token's top_k experts over all of them, and weigh the chosen with their unbiased scores."""
+    scores_TE = expert_scores(router_logits, scoring_func, score_dtype)
+    biased_TE = scores_TE if e_score_correction_bias is None else scores_TE + e_score_correction_bias.float()
+    weights_TK, ids_TK = weigh_best(scores_TE, biased_TE, top_k, renormalize, routed_scaling_factor)
+    return drop_undecidable(weights_TK, ids_TK, biased_TE)
+
+
+def expert_scores(router_logits: Tensor, scoring_func: str, score_dtype: torch.dtype) -> Tensor:
+    """Turn logits into f32 scores in [0, 1].
+
+    score_dtype: what a sigmoid is rounded to before it becomes f32. A softmax is always taken in f32.
+    """
+    if scoring_func == "softmax":
+        return router_logits.softmax(-1, dtype=torch.float32)
+    return sigmoid(router_logits.float()).to(score_dtype).float()
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The logistic function of f32 values, the same bits for the same value wherever it stands in the tensor.
+
+    NOTE: torch.sigmoid on CPU takes one code path in the vector body and another in the tail, in strided tensors and at
+    thread boundaries, one ulp apart (seen in 2.13 with AVX-512): equal logits would not tie, and a token's experts
+    could depend on its neighbours. exp and the division have no such seam.
+    """
+    # Beyond -88 exp(-x) overflows, and its gradient would be 0 * inf.
+    return (1.0 + (-x.clamp(min=-88.0)).exp()).reciprocal().masked_fill(x < -88.0, 0.0)
+
+
+def best(values_TX: Tensor, count: int) -> Tensor:
+    """Indices of the `count` greatest values of each row, best first; of equal values the lowest index.
+
+    Each pass relies on argmax answering with the first of equal maxima; torch.topk promises no order among them.
+    """
+    # -inf marks what has been taken, so a -inf that came in is lifted above it and keeps its turn.
+    remaining_TX = values_TX.detach().clamp(min=torch.finfo(values_TX.dtype).min)
+    found: list[Tensor] = []
+    for _ in range(count):
+        found.append(remaining_TX.argmax(-1, keepdim=True))
+        remaining_TX.scatter_(-1, found[-1], -torch.inf)
+    return torch.cat(found, -1)
+
+
+def weigh_best(
+    scores_TE: Tensor, biased_TE: Tensor, top_k: int, renormalize: bool, routed_scaling_factor: float
+) -> tuple[Tensor, Tensor]:
+    """Choose by biased score, weigh by unbiased score; a choice of -inf goes nowhere: id -1, weight 0."""
+    ids_TK = best(biased_TE, top_k)
+    nowhere_TK = biased_TE.gather(-1, ids_TK) == -torch.inf
+    weights_TK = scores_TE.gather(-1, ids_TK).masked_fill(nowhere_TK, 0.0)
+    if renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
+    return weights_TK * routed_scaling_factor, ids_TK.masked_fill(nowhere_TK, -1).to(torch.int32)
+
+
+def drop_undecidable(weights_TK: Tensor, ids_TK: Tensor, biased_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """Send a token with a NaN among its biased scores nowhere at all: every id -1, every weight 0."""
+    undecidable_T1 = biased_TE.isnan().any(-1, keepdim=True)
+    return weights_TK.masked_fill(undecidable_T1, 0.0), ids_TK.masked_fill(undecidable_T1, -1)

@@ -1,0 +1,45 @@
+"""The compiled kernels, once a session; the second copy imitates AMX's tile instructions and is named after it."""
+
+import shutil
+
+import pytest
+import torch
+
+from moe_mk.kernels.native import Isa, Native, load
+
+IsaHere = tuple[Native, Isa]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiler() -> None:
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        pytest.skip("no C++ compiler on this machine")
+
+
+@pytest.fixture(scope="session")
+def native(compiler: None) -> Native:
+    return load()
+
+
+@pytest.fixture(scope="session")
+def emulated(compiler: None) -> Native:
+    return load(emulate_amx=True)
+
+
+@pytest.fixture(params=[*Isa, "AMX emulated"], ids=lambda p: p.name if isinstance(p, Isa) else "AMX_EMULATED")
+def isa_here(request: pytest.FixtureRequest) -> IsaHere:
+    """Every instruction set of this machine, and AMX in software everywhere."""
+    if isinstance(request.param, Isa):
+        native = request.getfixturevalue("native")
+        if request.param not in native.isas:
+            pytest.skip(f"{request.param.name}: {native.refused[request.param]}")
+        return native, request.param
+    emulated = request.getfixturevalue("emulated")
+    if Isa.AMX_BF16 not in emulated.isas:
+        pytest.skip(f"emulated AMX: {emulated.refused[Isa.AMX_BF16]}")
+    return emulated, Isa.AMX_BF16
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(20)

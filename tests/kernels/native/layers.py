@@ -1,0 +1,137 @@
+"""A small layer in packed form and what it must compute, in f64 from the very same weights."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_mk.kernels.native import (
+    Activation,
+    ExpertsMode,
+    Format,
+    MatrixLayout,
+    Native,
+    PackedMatrix,
+    allocate,
+    pack_slot,
+)
+
+FP8 = torch.float8_e4m3fn
+
+
+def spread(weight: Tensor, scales: Tensor | None) -> Tensor:
+    if scales is None:
+        return weight.double()
+    wide = scales.double().repeat_interleave(128, -2).repeat_interleave(128, -1)
+    return weight.double() * wide[..., : weight.shape[-2], : weight.shape[-1]]
+
+
+def through_fp8(x: Tensor) -> Tensor:
+    """Values after 1x128 quantisation, f64."""
+    groups = functional.pad(x.float(), (0, -x.shape[1] % 128)).view(x.shape[0], -1, 128)
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+    values = (groups / scales).clamp(-448, 448).to(FP8).double() * scales.double()
+    return values.view(x.shape[0], -1)[:, : x.shape[1]]
+
+
+def activate(mode: ExpertsMode, gate: Tensor, up: Tensor | None) -> Tensor:
+    if mode.limit > 0:
+        gate = gate.clamp(max=mode.limit)
+        up = None if up is None else up.clamp(-mode.limit, mode.limit)
+    kinds = {
+        Activation.SILU: functional.silu,
+        Activation.GELU_ERF: functional.gelu,
+        Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+        Activation.RELU2: lambda x: functional.relu(x).square(),
+        Activation.SWIGLU_OAI: lambda x: x * torch.sigmoid(mode.alpha * x),
+    }
+    acted = kinds[mode.activation](gate)
+    if up is None:
+        return acted
+    return acted * (up + 1 if mode.activation is Activation.SWIGLU_OAI else up)
+
+
+@dataclass
+class Layer:
+    """Experts of a layer: plain weights (L first) and their packed form."""
+
+    slots: int
+    hidden: int
+    inter: int
+    storage: Format = Format.FP8
+    gated: bool = True
+    biases: bool = False
+    seed: int = 0
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    scales: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator("cpu").manual_seed(self.seed)
+        shapes = {"gate": (self.inter, self.hidden), "up": (self.inter, self.hidden), "down": (self.hidden, self.inter)}
+        for name, (rows, columns) in shapes.items():
+            w = torch.randn(self.slots, rows, columns, generator=g) * columns**-0.5
+            if self.storage is Format.BF16:
+                self.parts[name], self.scales[name] = w.bfloat16(), None
+            else:
+                grid = torch.rand(self.slots, -(-rows // 128), -(-columns // 128), generator=g) + 0.5
+                self.parts[name], self.scales[name] = (w * 40).to(FP8), grid / 40
+            self.parts[name + "_bias"] = torch.randn(self.slots, rows, generator=g) * 0.3
+
+    def pack(self, native: Native) -> tuple[PackedMatrix, PackedMatrix]:
+        names = ("gate", "up") if self.gated else ("gate",)
+        bias13 = torch.cat([self.parts[n + "_bias"] for n in names], 1) if self.biases else None
+        bias2 = self.parts["down_bias"] if self.biases else None
+        w13 = allocate(native, MatrixLayout(self.inter, self.hidden, self.gated, self.storage), self.slots, bias13)
+        w2 = allocate(native, MatrixLayout(self.hidden, self.inter, False, self.storage), self.slots, bias2)
+        for slot in range(self.slots):
+            for packed, parts in ((w13, names), (w2, ("down",))):
+                grids = [self.scales[n] for n in parts]
+                pack_slot(
+                    native,
+                    packed,
+                    slot,
+                    tuple(self.parts[n][slot] for n in parts),
+                    tuple(s[slot] for s in grids if s is not None),
+                )
+        return w13, w2
+
+    def reference(self, x: Tensor, ids: Tensor, weights: Tensor | None, mode: ExpertsMode) -> Tensor:
+        out = torch.zeros(x.shape[0], self.hidden, dtype=torch.float64)
+        for slot in range(self.slots):
+            rows, places = (ids == slot).nonzero(as_tuple=True)
+            if rows.numel() == 0:
+                continue
+            a = through_fp8(x[rows]) if mode.quantize else x[rows].double()
+            first, second = (self.product(a, n, slot) for n in ("gate", "up"))
+            h = activate(mode, first, second if self.gated else None)
+            if mode.quantize:
+                h = through_fp8(h.bfloat16())
+            y = self.product(h, "down", slot)
+            factor = torch.ones(rows.numel(), 1) if weights is None else weights[rows, places, None]
+            out.index_add_(0, rows, y * factor.double())
+        return out
+
+    def product(self, a: Tensor, name: str, slot: int) -> Tensor:
+        scales = self.scales[name]
+        y = a @ spread(self.parts[name][slot], None if scales is None else scales[slot]).T
+        return y + self.parts[name + "_bias"][slot].double() if self.biases else y
+
+
+def batch(rows: int, hidden: int, slots: int, top_k: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids (each row's differ, about one in five goes nowhere), weights."""
+    g = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(rows, hidden, generator=g).bfloat16()
+    ids = (
+        torch.stack([torch.randperm(slots, generator=g)[:top_k] for _ in range(rows)])
+        if rows
+        else torch.zeros(0, top_k)
+    )
+    ids = ids.to(torch.int32)
+    ids[torch.rand(ids.shape, generator=g) < 0.2] = -1
+    return x, ids, torch.rand(rows, top_k, generator=g)
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    """L2 of the difference over L2 of what is wanted."""
+    return ((got.double() - wanted).norm() / wanted.norm()).item()

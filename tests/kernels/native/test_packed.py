@@ -1,0 +1,159 @@
+"""Packing is a permutation that can be undone, at 1.0x the bytes; damaged and misplaced weights are refused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_mk.errors import ShapeError, UnsupportedError, WeightError
+from moe_mk.kernels.native import (
+    Format,
+    MatrixLayout,
+    Native,
+    Shard,
+    allocate,
+    pack_slot,
+    scale_block,
+    unpack_scales,
+    unpack_slot,
+)
+
+FP8 = torch.float8_e4m3fn
+
+
+def codes(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    """e4m3 values of every code but the NaNs."""
+    g = torch.Generator("cpu").manual_seed(seed)
+    magnitude = torch.randint(0, 127, (outputs, inputs), dtype=torch.uint8, generator=g)
+    return (magnitude | torch.randint(0, 2, magnitude.shape, dtype=torch.uint8, generator=g) << 7).view(FP8)
+
+
+def grid(outputs: int, inputs: int) -> torch.Tensor:
+    rows, columns = -(-outputs // 128), -(-inputs // 128)
+    return torch.arange(1, rows * columns + 1, dtype=torch.float32).view(rows, columns)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def test_a_plain_fp8_tile_lies_as_drawn(native: Native) -> None:
+    # One pair, one step. Weight [n, k] = code 4 n + k % 4 for n < 16, k < 4: the first group of 64 B of tile 0 holds
+    # l = n // 4 (16 B each), then h = the k pair (8 B each), then n % 4 and the parity of k:
+    #   l = 0: k 0, 1 of n 0..3, then k 2, 3 of n 0..3.
+    w = torch.zeros(32, 32, dtype=torch.uint8)
+    for n in range(16):
+        for k in range(4):
+            w[n, k] = 4 * n + k
+    packed = allocate(native, MatrixLayout(32, 32, False, Format.FP8), 1)
+    pack_slot(native, packed, 0, (w.view(FP8),), (grid(32, 32),))
+    assert packed.values_LB[0, :16].tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
+    assert packed.values_LB[0, 16:20].tolist() == [16, 17, 20, 21]
+    assert packed.values_LB[0, 64:128].eq(0).all()  # tile 1: outputs 16..31
+
+
+@pytest.mark.row(110)
+@settings(max_examples=25, deadline=None)
+@given(
+    outputs=st.integers(1, 150),
+    inputs=st.integers(1, 150),
+    gated=st.booleans(),
+    storage=st.sampled_from(list(Format)),
+    threads=st.integers(1, 3),
+)
+def test_unpacking_gives_every_bit_back(
+    native: Native, outputs: int, inputs: int, gated: bool, storage: Format, threads: int
+) -> None:
+    layout = MatrixLayout(outputs, inputs, gated, storage)
+    packed = allocate(native, layout, 2)
+    sources = tuple(codes(outputs, inputs, seed) for seed in range(2 if gated else 1))
+    if storage is Format.BF16:
+        sources = tuple(s.float().bfloat16() for s in sources)
+    scales = tuple(grid(outputs, inputs) for _ in sources) if storage is Format.FP8 else ()
+    for slot in range(2):
+        pack_slot(native, packed, slot, sources, scales, threads=threads)
+        back = unpack_slot(native, packed, slot, threads=threads)
+        assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(back, sources, strict=True))
+
+
+@pytest.mark.row(96)
+def test_whole_blocks_take_exactly_the_bytes_of_the_checkpoint(native: Native) -> None:
+    gated = allocate(native, MatrixLayout(256, 384, True, Format.FP8), 3)
+    assert gated.values_LB.numel() == 3 * 2 * 256 * 384
+    plain = allocate(native, MatrixLayout(384, 256, False, Format.BF16), 3)
+    assert plain.values_LB.numel() == 3 * 384 * 256 * 2
+    # One f32 per 16 outputs x 128 inputs: 0.2 %.
+    assert gated.num_bytes - gated.values_LB.numel() == gated.values_LB.numel() // (16 * 128) * 4
+
+
+def test_packed_memory_starts_on_a_huge_page(native: Native) -> None:
+    packed = allocate(native, MatrixLayout(64, 64, True, Format.FP8), 2)
+    assert packed.values_LB.data_ptr() % (2 << 20) == 0
+
+
+def test_strided_shards_are_packed_without_a_copy_of_the_whole(native: Native) -> None:
+    whole = codes(128, 512)
+    for source in (whole[:, 128:384], whole.t()[128:384].t()):
+        packed = allocate(native, MatrixLayout(128, 256, False, Format.FP8), 1)
+        pack_slot(native, packed, 0, (source,), (grid(128, 256),), shard=Shard(0, 128))
+        assert torch.equal(bytes_of(unpack_slot(native, packed, 0)[0]), bytes_of(source))
+
+
+def test_an_expert_moves_between_slots_as_bytes(native: Native) -> None:
+    packed = allocate(native, MatrixLayout(48, 64, True, Format.FP8), 2)
+    pair = codes(48, 64, 1), codes(48, 64, 2)
+    pack_slot(native, packed, 0, pair, (grid(48, 64),) * 2)
+    packed.values_LB[1].copy_(packed.values_LB[0])
+    back = unpack_slot(native, packed, 1)
+    assert torch.equal(bytes_of(back[0]), bytes_of(pair[0])) and torch.equal(bytes_of(back[1]), bytes_of(pair[1]))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_nan_code_is_refused_by_name(native: Native, code: int) -> None:
+    w = codes(64, 64)
+    w.view(torch.uint8)[17, 33] = code
+    packed = allocate(native, MatrixLayout(64, 64, False, Format.FP8), 1)
+    with pytest.raises(WeightError, match=r"layers.3.down_proj: 1 of its FP8 codes are NaN .*damaged"):
+        pack_slot(native, packed, 0, (w,), (grid(64, 64),), name="layers.3.down_proj")
+
+
+def test_scales_follow_their_blocks(native: Native) -> None:
+    # 160 outputs x 288 inputs: grid 2 x 3 = [[1, 2, 3], [4, 5, 6]]; tiles 0..7 lie in block row 0, tiles 8, 9 in row 1.
+    packed = allocate(native, MatrixLayout(160, 288, False, Format.FP8), 1)
+    pack_slot(native, packed, 0, (codes(160, 288),), (grid(160, 288),))
+    (spread,) = unpack_scales(packed, 0)
+    assert spread[:8].tolist() == [[1, 2, 3]] * 8
+    assert spread[8:].tolist() == [[4, 5, 6]] * 2
+
+
+def test_a_shard_inside_a_block_takes_the_scales_it_lies_in(native: Native) -> None:
+    # Inputs 96..191 of an expert lie in blocks 0 (32 of them) and 1: packed blocks of 32 inputs, scales 1, 2, 2.
+    shard = Shard(first_output=112, first_input=96)
+    assert scale_block(shard) == 32
+    packed = allocate(native, MatrixLayout(32, 96, False, Format.FP8, block=32), 1)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    pack_slot(native, packed, 0, (codes(32, 96),), (scales,), shard=shard)
+    assert unpack_scales(packed, 0)[0].tolist() == [[1, 2, 2], [3, 4, 4]]
+
+
+def test_a_shard_that_splits_a_tile_is_refused_with_every_reason() -> None:
+    with pytest.raises(UnsupportedError, match=r"output 8, not.*16\n.*input 100, not.*32\n.*another tp, or bf16"):
+        scale_block(Shard(8, 100))
+
+
+@pytest.mark.parametrize(
+    ("sources", "scales", "words"),
+    [
+        ((codes(64, 32),), (grid(64, 32),), r"is \(64, 32\) .*expected \(64, 64\)"),
+        ((codes(64, 64).float().bfloat16(),), (grid(64, 64),), r"torch.bfloat16, expected .*float8_e4m3fn"),
+        ((codes(64, 64),) * 2, (grid(64, 64),), r"2 source tensors for a plain"),
+        ((codes(64, 64),), (), r"block scales are none; expected 1 of \(1, 1\)"),
+        ((codes(64, 64),), (grid(64, 256),), r"block scales are \(1, 2\).*expected 1 of \(1, 1\)"),
+    ],
+)
+def test_wrong_shapes_are_told(
+    native: Native, sources: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor, ...], words: str
+) -> None:
+    packed = allocate(native, MatrixLayout(64, 64, False, Format.FP8), 1)
+    with pytest.raises(ShapeError, match=words):
+        pack_slot(native, packed, 0, sources, scales)

@@ -1,0 +1,93 @@
+"""1x128 quantisation bit for bit, and the search for NaN codes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_mk.errors import ShapeError
+from moe_mk.kernels.native import Native, count_nans, quantize_1x128
+
+FP8 = torch.float8_e4m3fn
+
+
+def by_torch(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, hidden = x_TH.shape
+    groups = torch.nn.functional.pad(x_TH.float(), (0, -hidden % 128)).view(tokens, -1, 128)
+    scales = groups.abs().amax(-1).clamp(min=1e-10) / 448.0
+    values = (groups / scales.unsqueeze(-1)).clamp(-448, 448).to(FP8).view(tokens, -1)[:, :hidden]
+    return values.contiguous(), scales
+
+
+@pytest.mark.row(98)
+def test_a_group_worked_by_hand(native: Native) -> None:
+    # amax 896, so scale 2: 896 -> 448 (0x7e), -2 -> -1 (0xb8), 1 -> 0.5 (0x30), 2^-8 -> 2^-9, the least code (0x01);
+    # 2^-9 -> 2^-10 lies between codes 0 and 1: to even, 0.
+    x = torch.zeros(1, 128)
+    x[0, :5] = torch.tensor([896.0, -2.0, 1.0, 2**-8, 2**-9])
+    values, scales = quantize_1x128(native, x)
+    assert scales.tolist() == [[2.0]]
+    assert values.view(torch.uint8)[0, :6].tolist() == [0x7E, 0xB8, 0x30, 0x01, 0x00, 0x00]
+
+
+def test_every_instruction_set_is_bit_equal_to_torch(isa_here, generator: torch.Generator) -> None:
+    native, isa = isa_here
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(9, 400, generator=generator) * torch.logspace(-20, 20, 9).unsqueeze(1)
+        x[0] = 0
+        x = x.to(dtype)
+        values, scales = quantize_1x128(native, x, isa=isa, threads=2)
+        wanted_values, wanted_scales = by_torch(x)
+        assert torch.equal(scales, wanted_scales)
+        assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
+
+
+@settings(max_examples=50, deadline=None)
+@given(bits=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=300), scale=st.integers(-40, 40))
+def test_any_finite_bf16_is_bit_equal_to_torch(native: Native, bits: list[int], scale: int) -> None:
+    x = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float() * 2.0**scale
+    x = x.nan_to_num(0, 0, 0).bfloat16().nan_to_num(0, 0, 0).unsqueeze(0)
+    values, scales = quantize_1x128(native, x)
+    wanted_values, wanted_scales = by_torch(x)
+    assert torch.equal(scales, wanted_scales)
+    assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
+
+
+def test_ties_go_to_even_codes(native: Native) -> None:
+    # With 448 in the group the scale is 1. Halfway between 16 and 18 (codes 0x58, 0x59) -> 16; 18 and 20 -> 20.
+    x = torch.zeros(1, 128)
+    x[0, :3] = torch.tensor([448.0, 17.0, 19.0])
+    assert quantize_1x128(native, x)[0].view(torch.uint8)[0, :3].tolist() == [0x7E, 0x58, 0x5A]
+
+
+def test_a_nan_poisons_its_own_group_only(isa_here) -> None:
+    native, isa = isa_here
+    x = torch.ones(1, 256)
+    x[0, 3] = float("nan")
+    values, scales = quantize_1x128(native, x, isa=isa)
+    assert values.float()[0, :128].isnan().all() and scales[0, 0].isnan()
+    assert values.float()[0, 128:].eq(448).all()
+
+
+def test_strided_rows_and_no_rows(native: Native) -> None:
+    x = torch.randn(4, 512)[:, 128:384]
+    assert torch.equal(quantize_1x128(native, x)[1], by_torch(x)[1])
+    values, scales = quantize_1x128(native, torch.empty(0, 256))
+    assert values.shape == (0, 256) and scales.shape == (0, 2)
+
+
+def test_a_wrong_dtype_is_told(native: Native) -> None:
+    with pytest.raises(ShapeError, match=r"float64, expected \(T, H\) in bfloat16 or float32"):
+        quantize_1x128(native, torch.zeros(1, 128, dtype=torch.float64))
+
+
+def test_nan_codes_are_counted_wherever_they_are(isa_here, generator: torch.Generator) -> None:
+    native, isa = isa_here
+    for size in (0, 1, 63, 64, 65, 9000, (1 << 20) * 2 + 5):
+        codes = torch.randint(0, 127, (size,), dtype=torch.uint8, generator=generator)
+        places = (
+            torch.randint(0, size, (min(size, 3),), generator=generator) if size else torch.empty(0, dtype=torch.int64)
+        )
+        codes[places] = 0xFF
+        assert count_nans(native, codes.view(FP8), threads=2, isa=isa) == len(set(places.tolist()))
+    assert count_nans(native, torch.full((70000,), 0x7F, dtype=torch.uint8), isa=isa) == 70000

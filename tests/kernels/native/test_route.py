@@ -1,0 +1,117 @@
+"""The fused gate and grouped top-k against a case by hand and against plain loops over f64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.kernels.native import Native, RouteMode, Scoring, route
+
+
+def test_four_experts_in_two_groups_by_hand(native: Native) -> None:
+    # x = e0, so logits are the gate's first column: 0, ln 3, ln 9, -ln 9 -> sigmoid 0.5, 0.75, 0.9, 0.1.
+    # bias 0.2 for expert 0: choices 0.7, 0.75 | 0.9, 0.1. Groups by their two best: 1.45 > 1.0, so group 0 alone.
+    # top 2: experts 1 (0.75) and 0 (0.7). Weights are the scores 0.75 and 0.5 over 1.25, times 2.5: 1.5 and 1.0.
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    gate = torch.zeros(4, 32)
+    gate[:, 0] = torch.tensor([1.0, 3.0, 9.0, 1 / 9]).log()
+    bias = torch.tensor([0.2, 0, 0, 0])
+    ids, weights, logits = route(native, x, gate, bias, RouteMode(2, Scoring.SIGMOID, 2, 1, True, 2.5))
+    assert ids.tolist() == [[1, 0]]
+    assert weights[0].tolist() == pytest.approx([1.5, 1.0], rel=1e-6)
+    assert logits[0].tolist() == pytest.approx(gate[:, 0].tolist(), rel=1e-6)
+
+
+def test_ties_go_to_the_lower_index(isa_here) -> None:
+    native, isa = isa_here
+    x, gate = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(8, 64)
+    ids, weights, _ = route(native, x, gate, torch.zeros(8), RouteMode(3, num_groups=4, top_groups=2), isa=isa)
+    assert ids.tolist() == [[0, 1, 2]] * 2
+    assert weights.tolist() == [[pytest.approx(1 / 3)] * 3] * 2
+
+
+def by_loops(logits: torch.Tensor, bias: torch.Tensor | None, mode: RouteMode) -> tuple[list[int], list[float]]:
+    """One token in plain Python on the kernel's own logits, so that ties are the same ones."""
+    scores = (logits.sigmoid() if mode.scoring is Scoring.SIGMOID else logits.softmax(0)).tolist()
+    choice = [s + (0 if bias is None else bias[e].item()) for e, s in enumerate(scores)]
+    size = len(choice) // mode.num_groups
+    groups = []
+    for g in range(mode.num_groups):
+        best = sorted(choice[g * size : (g + 1) * size], reverse=True)
+        groups.append(best[0] if bias is None or size == 1 else best[0] + best[1])
+    kept = sorted(range(mode.num_groups), key=lambda g: (-groups[g], g))[: mode.top_groups]
+    within = [e for g in kept for e in range(g * size, (g + 1) * size)]
+    chosen = sorted(within, key=lambda e: (-choice[e], e))[: mode.top_k]
+    total = sum(scores[e] for e in chosen) if mode.renormalize else 1.0
+    return chosen, [scores[e] / total * mode.scale for e in chosen]
+
+
+@settings(max_examples=40)
+@given(
+    tokens=st.integers(0, 20),
+    hidden=st.integers(1, 100),
+    group_size=st.integers(1, 5),
+    groups=st.integers(1, 5),
+    scoring=st.sampled_from(list(Scoring)),
+    biased=st.booleans(),
+    renormalize=st.booleans(),
+    f32=st.booleans(),
+    data=st.data(),
+)
+def test_any_routing_equals_plain_loops(
+    native: Native,
+    tokens: int,
+    hidden: int,
+    group_size: int,
+    groups: int,
+    scoring: Scoring,
+    biased: bool,
+    renormalize: bool,
+    f32: bool,
+    data: st.DataObject,
+) -> None:
+    experts = group_size * groups
+    kept = data.draw(st.integers(1, groups))
+    mode = RouteMode(data.draw(st.integers(1, kept * group_size)), scoring, groups, kept, renormalize, 1.5)
+    g = torch.Generator("cpu").manual_seed(experts + tokens)
+    x = torch.randn(tokens, hidden, generator=g).bfloat16()
+    gate = torch.randn(experts, hidden, generator=g) * hidden**-0.5
+    gate = gate if f32 else gate.bfloat16()
+    bias = torch.rand(experts, generator=g) if biased else None
+    for isa in native.isas:
+        ids, weights, logits = route(native, x, gate, bias, mode, isa=isa, threads=2)
+        torch.testing.assert_close(logits.double(), x.double() @ gate.double().T, atol=1e-4, rtol=1e-5)
+        for t in range(tokens):
+            chosen, wanted = by_loops(logits[t].double(), bias, mode)
+            assert ids[t].tolist() == chosen
+            assert weights[t].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_bits_do_not_depend_on_threads_or_batch_mates(isa_here) -> None:
+    native, isa = isa_here
+    x, gate, bias = torch.randn(40, 200).bfloat16(), torch.randn(67, 200), torch.rand(67)
+    mode = RouteMode(4)
+    together = route(native, x, gate, bias, mode, isa=isa, threads=3)
+    for part in (slice(0, 1), slice(17, 33), slice(39, 40)):
+        alone = route(native, x[part], gate, bias, mode, isa=isa)
+        assert all(torch.equal(a, b[part]) for a, b in zip(alone, together, strict=True))
+
+
+def test_an_expert_with_a_nan_score_is_never_chosen(native: Native) -> None:
+    gate = torch.randn(4, 32)
+    gate[2] = float("nan")
+    ids, weights, _ = route(native, torch.ones(1, 32).bfloat16(), gate, None, RouteMode(4))
+    assert sorted(ids[0].tolist()) == [-1, 0, 1, 3] and weights[0, 3] == 0
+    assert weights.isfinite().all()
+
+
+def test_impossible_requests_are_told(native: Native) -> None:
+    x, gate = torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(6, 32)
+    with pytest.raises(ConfigError, match="6 experts do not make 4 groups"):
+        route(native, x, gate, None, RouteMode(1, num_groups=4))
+    with pytest.raises(ConfigError, match=r"top_k=3, but 1 of 3 groups hold 2 experts"):
+        route(native, x, gate, None, RouteMode(3, num_groups=3))
+    with pytest.raises(ShapeError, match=r"x is torch.float32.*; gate is \(6, 31\).*; bias is \(5,\)"):
+        route(native, x.float(), gate[:, :31], torch.zeros(5), RouteMode(1))

@@ -1,0 +1,57 @@
+"""An instruction set is offered only after its answers agreed with the scalar kernels."""
+
+import ctypes
+from dataclasses import replace
+
+from moe_mk.kernels.native import Isa, Native, is_compiled
+from moe_mk.kernels.native.library import CExperts
+from moe_mk.kernels.native.selfcheck import checked
+
+
+def struct_of(reference: object) -> CExperts:
+    """What a ctypes.byref() refers to."""
+    held = reference._obj  # type: ignore[attr-defined]
+    assert isinstance(held, CExperts)
+    return held
+
+
+def test_scalar_is_always_there_and_best_is_last(native: Native) -> None:
+    assert native.isas[0] is Isa.SCALAR
+    assert native.best is max(native.isas)
+    assert set(native.isas) | set(native.refused) == set(Isa)
+
+
+def test_amx_in_software_passes_the_same_check(emulated: Native) -> None:
+    assert Isa.AMX_BF16 in emulated.isas
+
+
+def test_an_instruction_set_with_wrong_answers_is_refused_with_the_figure(emulated: Native) -> None:
+    honest = emulated.functions["experts"]
+
+    def liar(call: object) -> int:
+        status = honest(call)
+        inner = struct_of(call)
+        if inner.isa == Isa.AMX_BF16:  # one wrong value in one row
+            first = ctypes.cast(inner.out, ctypes.POINTER(ctypes.c_uint16))
+            first[0] = 0x4120  # 10.0
+        return status
+
+    found = checked(replace(emulated, functions={**emulated.functions, "experts": liar}))
+    assert Isa.AMX_BF16 not in found.isas
+    assert found.best is not Isa.AMX_BF16
+    assert "failed its self-check: FP8, 1 rows, error" in found.refused[Isa.AMX_BF16]
+
+
+def test_an_instruction_set_that_fails_outright_is_refused(emulated: Native) -> None:
+    honest = emulated.functions["experts"]
+
+    def broken(call: object) -> int:
+        return 3 if struct_of(call).isa == Isa.AMX_BF16 else honest(call)
+
+    found = checked(replace(emulated, functions={**emulated.functions, "experts": broken}))
+    assert "no memory" in found.refused[Isa.AMX_BF16]
+
+
+def test_what_was_loaded_is_in_the_cache(native: Native) -> None:
+    assert is_compiled()
+    assert not is_compiled(which=lambda name: None)

@@ -1,0 +1,191 @@
+"""Quantising rows and blocks: scales by hand and by loops, exact powers of two, and bytes against ml_dtypes."""
+
+import math
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_mk.kernels.reference.quantize_blocks import dequantize_blocks, quantize_blocks
+from moe_mk.kernels.reference.quantize_rows import (
+    AMAX_FLOOR,
+    FP8_MAX,
+    quantize_rows,
+    round_up_to_power_of_two,
+    scales_of,
+)
+
+F32_MAX = torch.finfo(torch.float32).max
+BELOW_FLOOR = float(torch.tensor(AMAX_FLOOR, dtype=torch.float32))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def test_a_row_by_hand() -> None:
+    # Groups of 2: (1, -4) has amax 4, scale 4/448 = 1/112, values 112 and -448; (0, 0.5) alone has scale 0.5/448.
+    values, scales = quantize_rows(torch.tensor([[1.0, -4.0, 0.0, 0.5]]), 2)
+    assert values.float().tolist() == [[112.0, -448.0, 0.0, 448.0]]
+    assert scales.tolist() == [[pytest.approx(1 / 112), pytest.approx(1 / 896)]]
+    # As powers of two: 1/112 -> 1/64, values 64 and -256; 1/896 -> 1/512, value 256.
+    values, scales = quantize_rows(torch.tensor([[1.0, -4.0, 0.0, 0.5]]), 2, power_of_two=True)
+    assert values.float().tolist() == [[64.0, -256.0, 0.0, 256.0]] and scales.tolist() == [[1 / 64, 1 / 512]]
+
+
+def test_blocks_by_hand() -> None:
+    # 2 x 2 blocks of a 3 x 3 weight: the lower and right ones are what is left of it.
+    w = torch.tensor([[1.0, 2.0, 8.0], [3.0, 4.0, 0.0], [0.0, 16.0, -32.0]])
+    values, scales = quantize_blocks(w, (2, 2), power_of_two=True)
+    # amax 4 8 / 16 32, divided by 448 and rounded up: 1/64 1/32 / 1/16 1/8
+    assert scales.tolist() == [[1 / 64, 1 / 32], [1 / 16, 1 / 8]]
+    assert values.float().tolist() == [[64.0, 128.0, 256.0], [192.0, 256.0, 0.0], [0.0, 256.0, -256.0]]
+    assert torch.equal(dequantize_blocks(values, scales, (2, 2), torch.float32), w)
+
+
+@pytest.mark.row(98)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("columns", [128, 256, 7168, 200, 1, 0])
+def test_each_token_has_a_scale_for_every_started_group_of_128(columns: int, power_of_two: bool) -> None:
+    x = normal(5, columns) * 10.0 ** torch.arange(-6, 4, 2)[:, None]
+    values, scales = quantize_rows(x, 128, power_of_two=power_of_two)
+    assert values.shape == (5, columns) and scales.shape == (5, math.ceil(columns / 128))
+    for row in range(5):
+        for group in range(scales.shape[1]):
+            piece = x[row, group * 128 : (group + 1) * 128]
+            exact = piece.abs().max() / torch.tensor(FP8_MAX)
+            expected = 2.0 ** math.ceil(math.log2(float(exact))) if power_of_two else exact
+            assert float(scales[row, group]) == float(expected)
+            # Other groups and other tokens change nothing.
+            alone = quantize_rows(piece[None], 128, power_of_two=power_of_two)[0]
+            assert torch.equal(
+                alone.view(torch.uint8)[0], values[row, group * 128 : (group + 1) * 128].view(torch.uint8)
+            )
+
+
+@pytest.mark.row(96)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 200), (1, 129), (127, 1)])
+def test_each_block_is_within_half_a_spacing_of_e4m3(shape: tuple[int, int], power_of_two: bool) -> None:
+    w = normal(*shape) * torch.linspace(-9, 3, shape[1]).exp2()
+    values, scales = quantize_blocks(w, (128, 128), power_of_two=power_of_two)
+    back = dequantize_blocks(values, scales, (128, 128), torch.float32)
+    assert scales.shape == (math.ceil(shape[0] / 128), math.ceil(shape[1] / 128))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
+            scale, exact = scales[i, j].double(), w[block].double()
+            if not power_of_two:
+                assert float(scale) == float(w[block].abs().max() / FP8_MAX)
+            # Spacing is 2^-3 of the leading power of two, and 2^-9 below 2^-6; f32 rounds the quotient and the product.
+            limit = torch.maximum(exact.abs() * 2.0**-4, scale * 2.0**-10) + exact.abs() * 2.0**-22
+            assert ((back[block].double() - exact).abs() <= limit).all()
+
+
+@pytest.mark.row(96)
+def test_deepseek_v3_weights_have_56_by_16_scales() -> None:
+    values, scales = quantize_blocks(torch.ones(2048, 7168), (128, 128))
+    assert values.shape == (2048, 7168) and scales.shape == (16, 56)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_zeros_are_zeros_and_not_nan(power_of_two: bool) -> None:
+    w = torch.zeros(256, 128)
+    w[200, 3] = -1.0
+    values, scales = quantize_blocks(w, (128, 128), power_of_two=power_of_two)
+    assert torch.equal(dequantize_blocks(values, scales, (128, 128), torch.float32), w)
+    assert 0 < float(scales[0, 0]) < 1e-12
+    values, scales = quantize_rows(torch.zeros(2, 256), 128, power_of_two=power_of_two)
+    assert not values.float().any() and torch.isfinite(scales).all() and (scales > 0).all()
+
+
+@pytest.mark.parametrize("quantize", [lambda x: quantize_rows(x, 128), lambda x: quantize_blocks(x, (128, 128))])
+def test_fp8_bytes_and_scales_are_those_of_ml_dtypes(quantize: object) -> None:
+    assert callable(quantize)
+    x = normal(130, 300, seed=1)
+    x[:, 150:] *= 2.0**-9  # into the subnormals of e4m3, in the same groups as large numbers
+    values, scales = quantize(x)
+    wide = scales.repeat_interleave(x.shape[0] // scales.shape[0] if len(scales) == len(x) else 128, 0)[: x.shape[0]]
+    divided = x.numpy() / wide.repeat_interleave(128, 1)[:, : x.shape[1]].numpy()
+    expected = divided.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert np.array_equal(values.view(torch.uint8).numpy(), expected)
+    subnormal = (expected & 0x78 == 0) & (expected & 0x07 != 0)
+    assert subnormal.any()  # the comparison has reached them
+
+
+@pytest.mark.row(97)
+@given(st.floats(0, F32_MAX, width=32))
+def test_power_of_two_scales_never_clip_and_are_the_smallest(amax: float) -> None:
+    check_scale(amax)
+
+
+@pytest.mark.row(97)
+def test_power_of_two_scales_at_every_exact_power_and_beside_it() -> None:
+    for exponent in range(-149, 128):
+        for factor in (1.0, 1.75):  # 448 is 1.75 * 2^8: there the scale itself is a power of two
+            edge = torch.tensor(factor * 2.0**exponent, dtype=torch.float64).clamp(max=F32_MAX).float()
+            for amax in (edge, torch.nextafter(edge, torch.tensor(math.inf)), torch.nextafter(edge, torch.tensor(0.0))):
+                check_scale(min(float(amax), F32_MAX))
+
+
+def check_scale(amax: float) -> None:
+    scale = float(scales_of(torch.tensor([amax], dtype=torch.float32), power_of_two=True)[0])
+    assert math.frexp(scale)[0] == 0.5
+    assert Fraction(amax) / Fraction(scale) <= 448
+    # Half the scale would clip, within the rounding of one division.
+    assert Fraction(max(amax, BELOW_FLOOR)) * (1 + Fraction(1, 2**22)) / (Fraction(scale) / 2) > 448
+    as_byte = torch.tensor([scale]).to(torch.float8_e8m0fnu)
+    assert float(as_byte.float()) == scale
+    assert int(as_byte.view(torch.uint8)) == int(np.array([scale]).astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)[0])
+
+
+@pytest.mark.row(97)
+@given(st.floats(2.0**-149, 2.0**127, width=32))
+def test_rounding_up_to_a_power_of_two_is_exact(number: float) -> None:
+    rounded = float(round_up_to_power_of_two(torch.tensor([number], dtype=torch.float32))[0])
+    assert math.frexp(rounded)[0] == 0.5 and rounded / 2 < number <= rounded
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_the_host_changes_nothing(default: torch.dtype) -> None:
+    x = normal(3, 256) * 1e-8
+    expected = quantize_rows(x, 128, power_of_two=True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        values, scales = quantize_rows(x, 128, power_of_two=True)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(scales, expected[1]) and torch.equal(values.view(torch.uint8), expected[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_are_read_in_f32_and_left_alone(dtype: torch.dtype) -> None:
+    x = normal(4, 130).to(dtype)
+    before = x.clone()
+    for narrow, wide in (
+        (quantize_rows(x, 128), quantize_rows(x.float(), 128)),
+        (quantize_blocks(x, (2, 128)), quantize_blocks(x.float(), (2, 128))),
+    ):
+        assert torch.equal(narrow[0].view(torch.uint8), wide[0].view(torch.uint8))
+        assert narrow[1].dtype == torch.float32 and torch.equal(narrow[1], wide[1])
+    assert torch.equal(x, before)
+
+
+def test_dequantising_rounds_once_and_carries_leading_dimensions() -> None:
+    # 1.75 * (1 + 2^-8) = 1.7568...: one rounding to bf16 from f32, not from a rounded scale.
+    values = torch.tensor([[1.75, 1.0]]).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1 + 2.0**-8]])
+    back = dequantize_blocks(values, scales, (1, 2), torch.bfloat16)
+    assert torch.equal(back, torch.tensor([[1.75 * (1 + 2.0**-8), 1 + 2.0**-8]]).bfloat16())
+    stack = [quantize_blocks(normal(5, 7, seed=seed), (2, 3)) for seed in range(3)]
+    together = dequantize_blocks(
+        torch.stack([v for v, _ in stack]), torch.stack([s for _, s in stack]), (2, 3), torch.float32
+    )
+    for index, (v, s) in enumerate(stack):
+        assert torch.equal(together[index], dequantize_blocks(v, s, (2, 3), torch.float32))

@@ -1,0 +1,56 @@
+"""Run the native CPU kernels over random layers under AddressSanitizer and UndefinedBehaviourSanitizer.
+
+Builds moe_mk/kernels/csrc with a driver (csrc/fuzz/main.cpp) into a temporary folder, once with this machine's
+instruction sets and once with AMX imitated in software, and runs both. Exit status 0: clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_mk.kernels.native.toolchain import SOURCES, Compiler, Unit, find_compiler, units
+
+SANITIZE = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build and run; print what is done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=150, help="random layers, routings and quantisations")
+    parser.add_argument("--seed", type=int, default=0, help="the first round's seed")
+    options = parser.parse_args(arguments)
+    compiler = find_compiler(shutil.which)
+    if compiler is None:
+        print("no C++ compiler was found (looked for c++, g++, clang++)")
+        return 1
+    for emulate_amx in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            driver = build(compiler, Path(folder), emulate_amx=emulate_amx)
+            print("run       " + ("AMX imitated in software" if emulate_amx else "this machine's instruction sets"))
+            ended = subprocess.run([str(driver), str(options.rounds), str(options.seed)], check=False)
+        if ended.returncode != 0:
+            print(f"the kernels are not clean: exit status {ended.returncode}")
+            return 1
+    return 0
+
+
+def build(compiler: Compiler, folder: Path, *, emulate_amx: bool) -> Path:
+    """Compile every source and the driver with the sanitizers on; return the program."""
+    listed = list(units(emulate_amx=emulate_amx, extra=SANITIZE))
+    listed.append(Unit(SOURCES / "fuzz" / "main.cpp", ("-std=c++17", "-pthread", *SANITIZE)))
+    objects = [folder / f"{unit.source.stem}.o" for unit in listed]
+    for unit, target in zip(listed, objects, strict=True):
+        subprocess.run([compiler.path, *unit.flags, "-c", str(unit.source), "-o", str(target)], check=True)
+    program = folder / "fuzz"
+    subprocess.run([compiler.path, *SANITIZE, "-pthread", "-o", str(program), *map(str, objects)], check=True)
+    return program
+
+
+if __name__ == "__main__":
+    sys.exit(main())
