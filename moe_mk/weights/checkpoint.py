@@ -1,0 +1,108 @@
+"""Load one layer: find its block, check that it is complete, map the owned experts, look for NaN codes.
+
+Everything wrong is told at once. Owned experts stay views of the memory-mapped file; no other expert is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_mk.errors import ConfigError, WeightError
+from moe_mk.quant import Fp8Block
+from moe_mk.weights.completeness import entry_problems, name_problems, some
+from moe_mk.weights.layer_reader import LayerReader
+from moe_mk.weights.layer_spec import LayerSpec, expected_tensors
+from moe_mk.weights.layer_weights import LayerWeights
+from moe_mk.weights.names import Convention, block_prefixes, layer_of, recognise
+from moe_mk.weights.scan import Progress
+from moe_mk.weights.source import TensorSource
+
+
+def load_layer(
+    source: TensorSource,
+    layer: int,
+    spec: LayerSpec,
+    *,
+    owned: Sequence[int],
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    prefix: str | None = None,
+    on_progress: Progress | None = None,
+) -> LayerWeights:
+    """Load the gate, the shared experts and the owned experts of one layer.
+
+    owned: logical experts in slot order; a replica names its expert again. May be empty.
+    tp_rank, tp_size: which rows of gate and up and which columns of down, of routed and shared experts alike.
+    prefix: what stands before "experts.0..."; {N} becomes the layer. None looks for the layer's block.
+    Raises ConfigError for an impossible request, WeightError listing all that is missing, unexpected, half filled, of
+    a wrong shape or dtype, cut off; then, after reading, all NaN codes and broken scales.
+    """
+    _expect_owned(owned, spec)
+    spec.slice_of(spec.intermediate_size, tp_rank, tp_size)
+    prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
+    local = [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]
+    convention = recognise(local)
+    _expect_order(spec, convention)
+    title = f"layer {layer} of {source.where} ({convention.name} names under {prefix!r})"
+    expected = expected_tensors(spec, convention)
+    problems = name_problems(local, expected, convention)
+    needed, present = {*owned, None}, set(local)
+    wanted = {name: each for name, each in expected.items() if name in present and each.part.expert in needed}
+    problems += entry_problems(source, prefix, wanted)
+    _raise_if(f"{title} cannot be loaded", problems)
+    reader = LayerReader(source, prefix, convention, spec, tp_rank, tp_size)
+    weights = reader.layer(owned, layer)
+    _raise_if(f"{title} is damaged", reader.content_problems(on_progress))
+    return weights
+
+
+def find_prefix(source: TensorSource, layer: int) -> str:
+    """The prefix of a layer's MoE block; WeightError names the layers that have one."""
+    prefixes = block_prefixes(source.names())
+    found = [prefix for prefix in prefixes if layer_of(prefix) == layer]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise WeightError(
+            f"{source.where} has {len(found)} MoE blocks for layer {layer}: {some(map(repr, found))}; pass prefix="
+        )
+    layers = sorted({number for prefix in prefixes if (number := layer_of(prefix)) is not None})
+    there = "no name has a part 'experts.' under a layer number; pass prefix="
+    if layers:
+        there = f"layers with experts: {ranges(layers)}"
+    raise WeightError(f"{source.where} has no experts for layer {layer}; {there}")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers in short: 0, 3-60."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _expect_owned(owned: Sequence[int], spec: LayerSpec) -> None:
+    foreign = [e for e in owned if not 0 <= e < spec.num_experts]
+    if foreign:
+        raise ConfigError(f"{len(foreign)} owned experts are not in 0..{spec.num_experts - 1}: {some(foreign)}")
+
+
+def _expect_order(spec: LayerSpec, convention: Convention) -> None:
+    if spec.gate_up_order != "gate_up" and not convention.fused:
+        raise ConfigError(
+            f"gate_up_order={spec.gate_up_order!r} applies where gate and up lie in one tensor; {convention.name} "
+            "names tell them apart, so set gate_up_order='gate_up'"
+        )
+    if convention.fused and isinstance(spec.scheme, Fp8Block) and spec.intermediate_size % spec.scheme.rows:
+        raise ConfigError(
+            f"gate_up_proj of intermediate size {spec.intermediate_size} has scale blocks of {spec.scheme.rows} rows "
+            "that span gate and up; such a checkpoint cannot be split"
+        )
+
+
+def _raise_if(what: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise WeightError(f"{what}:" + "".join(f"\n  - {line}" for line in problems))

@@ -1,0 +1,60 @@
+"""Which tensors a synthetic checkpoint has, in which shard, and the recipe by which it is known again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+
+from moe_mk.errors import ConfigError
+from moe_mk.weights.checkpoint_shape import CheckpointShape
+from moe_mk.weights.layer_spec import expected_tensors
+from moe_mk.weights.names import OFFICIAL, Role
+from moe_mk.weights.safetensors_writer import Planned
+
+RECIPE = "moe_mk_recipe"
+"""Metadata key of index and shards: shape and seed of a checkpoint written here."""
+VERSION = 1
+
+
+def recipe_of(shape: CheckpointShape, seed: int) -> str:
+    """Shape, seed and version of the generator as one line of JSON."""
+    return json.dumps({"version": VERSION, "seed": seed, **asdict(shape)}, sort_keys=True)
+
+
+def planned_tensors(shape: CheckpointShape) -> list[Planned]:
+    """Every tensor of the checkpoint, in the order of the model."""
+    expected = expected_tensors(shape.layer_spec(), OFFICIAL)
+    router_dtype = {Role.ROUTER: torch.bfloat16, Role.BIAS: torch.float32}
+    return [
+        Planned(OFFICIAL.prefix.replace("{N}", str(layer)) + name, router_dtype.get(e.part.role, e.dtypes[0]), e.shape)
+        for layer in shape.layers
+        for name, e in expected.items()
+    ]
+
+
+def plan_shards(shape: CheckpointShape, shard_bytes: int) -> list[list[Planned]]:
+    """Fill shards in order up to a size; a matrix and its scales stay together."""
+    if shard_bytes < 1:
+        raise ConfigError(f"shard_bytes={shard_bytes} must be at least 1")
+    shards: list[list[Planned]] = [[]]
+    for group in matrices(planned_tensors(shape)):
+        size = sum(t.num_bytes for t in group)
+        if shards[-1] and sum(t.num_bytes for t in shards[-1]) + size > shard_bytes:
+            shards.append([])
+        shards[-1] += group
+    return shards
+
+
+def matrices(tensors: Sequence[Planned]) -> Iterator[list[Planned]]:
+    """Each tensor that is no scale, together with its scales where it has any."""
+    for index, tensor in enumerate(tensors):
+        if not _is_scale(tensor):
+            following = tensors[index + 1 : index + 2]
+            yield [tensor, *(t for t in following if _is_scale(t))]
+
+
+def _is_scale(tensor: Planned) -> bool:
+    return tensor.name.endswith("_scale_inv")

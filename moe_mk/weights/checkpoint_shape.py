@@ -1,0 +1,131 @@
+"""The shape of a checkpoint to write: sizes, routing, format, and its Hugging Face config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_mk.errors import ConfigError
+from moe_mk.quant import BF16, Fp8Block, QuantScheme, weight_scheme
+from moe_mk.weights.layer_spec import LayerSpec
+
+FORMATS = ("fp8", "bf16")
+
+
+@dataclass(frozen=True)
+class CheckpointShape:
+    """MoE layers in the official DeepSeek-V3 layout; the defaults are one full layer of that model.
+
+    quant: "fp8" (e4m3, one scale a block) or "bf16".
+    power_of_two_scales: f32 scales that are powers of two, as newer official checkpoints have ("scale_fmt": "ue8m0").
+    Raises ConfigError listing everything that does not fit together, with group counts that would.
+    """
+
+    num_experts: int = 256
+    hidden_size: int = 7168
+    intermediate_size: int = 2048
+    num_shared_experts: int = 1
+    layers: tuple[int, ...] = (3,)
+    top_k: int = 8
+    num_groups: int = 8
+    top_k_groups: int = 4
+    routed_scaling_factor: float = 2.5
+    quant: str = "fp8"
+    block: tuple[int, int] = (128, 128)
+    power_of_two_scales: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "block", tuple(self.block))
+        positive = ("num_experts", "hidden_size", "intermediate_size", "top_k", "num_groups", "top_k_groups")
+        wrong = [f"{name}={getattr(self, name)} must be at least 1" for name in positive if getattr(self, name) < 1]
+        if self.num_shared_experts < 0:
+            wrong.append(f"num_shared_experts={self.num_shared_experts} must not be negative")
+        if not self.layers or min(self.layers) < 0 or len(set(self.layers)) < len(self.layers):
+            wrong.append(f"layers={self.layers} must be one or more different layers from 0 on")
+        if self.quant not in FORMATS:
+            wrong.append(f"quant={self.quant!r} must be one of {', '.join(FORMATS)}")
+        if len(self.block) != 2 or min(self.block) < 1:
+            wrong.append(f"block={self.block} must be two positive numbers")
+        wrong += [] if wrong else self._routing_problems()
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """How expert weights are stored; scales are f32 either way."""
+        if self.quant == "bf16":
+            return BF16
+        scheme = weight_scheme(self.block)
+        return Fp8Block(scheme.name, *self.block, ue8m0=True) if self.power_of_two_scales else scheme
+
+    def layer_spec(self) -> LayerSpec:
+        """What a reader must expect of each layer."""
+        scheme = weight_scheme(self.block) if self.quant == "fp8" else BF16
+        return LayerSpec(
+            self.num_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            scheme,
+            num_shared_experts=self.num_shared_experts,
+            shared_intermediate_size=self.num_shared_experts * self.intermediate_size,
+            has_gate_bias=True,
+        )
+
+    def hf_config(self) -> dict[str, object]:
+        """The keys of a DeepSeek-V3 config.json that concern the MoE layers."""
+        quantization = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": list(self.block),
+            "activation_scheme": "dynamic",
+            **({"scale_fmt": "ue8m0"} if self.power_of_two_scales else {}),
+        }
+        return {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "hidden_size": self.hidden_size,
+            "moe_intermediate_size": self.intermediate_size,
+            "n_routed_experts": self.num_experts,
+            "num_experts_per_tok": self.top_k,
+            "n_group": self.num_groups,
+            "topk_group": self.top_k_groups,
+            "n_shared_experts": self.num_shared_experts,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": self.routed_scaling_factor,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "first_k_dense_replace": min(self.layers),
+            "moe_layer_freq": 1,
+            "num_hidden_layers": max(self.layers) + 1,
+            "hidden_act": "silu",
+            "torch_dtype": "bfloat16",
+            **({"quantization_config": quantization} if self.quant == "fp8" else {}),
+        }
+
+    def _routing_problems(self) -> list[str]:
+        if _groups_fit(self.num_experts, self.num_groups, self.top_k_groups, self.top_k):
+            return []
+        group_size = self.num_experts / self.num_groups
+        what = (
+            f"num_experts={self.num_experts} in num_groups={self.num_groups} groups of {group_size:g}, of which "
+            f"top_k_groups={self.top_k_groups} are kept, cannot give top_k={self.top_k} experts; groups must be equal, "
+            "hold at least 2 experts where there are several, and the kept ones at least top_k"
+        )
+        fit = [
+            g
+            for g in range(1, self.num_experts + 1)
+            if _groups_fit(self.num_experts, g, min(g, self.top_k_groups), self.top_k)
+        ]
+        others = [
+            e
+            for e in range(max(1, self.num_experts - self.num_groups), self.num_experts + 4 * self.num_groups)
+            if _groups_fit(e, self.num_groups, self.top_k_groups, self.top_k)
+        ]
+        hints = [f"num_groups={' or '.join(map(str, fit))}"] if fit else [f"top_k of at most {self.num_experts}"]
+        hints += [f"num_experts={' or '.join(map(str, others[:3]))}"] if others else []
+        return [f"{what}. Use {', or '.join(hints)}"]
+
+
+def _groups_fit(num_experts: int, num_groups: int, top_k_groups: int, top_k: int) -> bool:
+    size, rest = divmod(num_experts, num_groups)
+    return rest == 0 and (size >= 2 or num_groups == 1) and top_k_groups <= num_groups and top_k_groups * size >= top_k

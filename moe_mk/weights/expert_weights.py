@@ -1,0 +1,161 @@
+"""The weights of the experts of one rank, stacked or left where the checkpoint lies in memory.
+
+Both answer the same question, `slot(l)`: the three matrices of one physical expert as views, nothing copied. A backend
+that wants another layout makes it with `relayout()` and tags it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+
+CANONICAL = "canonical"
+MAPPED = "mapped"
+
+
+@dataclass(frozen=True)
+class SlotWeights:
+    """One physical expert: y = w2(act(gate(x)) * up(x)). An ungated expert has no gate."""
+
+    gate_IH: QuantTensor | None
+    up_IH: QuantTensor
+    down_HI: QuantTensor
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """All experts of one rank in one stack: the canonical layout, or a backend's own with its tag."""
+
+    w13: QuantTensor
+    """(L, 2I, H): gate rows, then up rows; (L, I, H) for ungated experts."""
+    w2: QuantTensor
+    """(L, H, I)."""
+    layout: str = CANONICAL
+    gated: bool = True
+
+    @property
+    def num_slots(self) -> int:
+        """L, the physical experts of this rank."""
+        return self.w13.shape[0]
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """How both stacks are quantised."""
+        return self.w13.scheme
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.w13.num_bytes + self.w2.num_bytes
+
+    def slot(self, index: int) -> SlotWeights:
+        """The matrices of one physical expert, as views. Only the canonical layout can be read this way."""
+        assert self.layout == CANONICAL, f"layout {self.layout!r} is private to the backend that made it"
+        w13, w2 = self.w13[index], self.w2[index]
+        if not self.gated:
+            return SlotWeights(None, w13, w2)
+        half = w13.shape[0] // 2
+        return SlotWeights(narrow_rows(w13, 0, half), narrow_rows(w13, half, half), w2)
+
+
+@dataclass(frozen=True)
+class MappedExpertWeights:
+    """Experts as the checkpoint holds them, each matrix a view of the memory-mapped file: no second copy."""
+
+    slots: Sequence[SlotWeights]
+    scheme: QuantScheme
+    layout: str = MAPPED
+    file_backed: bool = False
+    """Whether the views map a file, so that pages which have been copied may be given back to the system."""
+
+    @property
+    def num_slots(self) -> int:
+        """L, the physical experts of this rank."""
+        return len(self.slots)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have a gate projection."""
+        return any(slot.gate_IH is not None for slot in self.slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales behind the views."""
+        return sum(q.num_bytes for s in self.slots for q in (s.gate_IH, s.up_IH, s.down_HI) if q is not None)
+
+    def slot(self, index: int) -> SlotWeights:
+        """The matrices of one physical expert, as views."""
+        return self.slots[index]
+
+
+class Weights(Protocol):
+    """What every layout of a rank's experts answers; a backend that reads one layout asks for it by its class."""
+
+    @property
+    def layout(self) -> str:
+        """The tag of the layout."""
+
+    @property
+    def num_slots(self) -> int:
+        """L, the physical experts of this rank."""
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """How all matrices are quantised."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have a gate projection."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales."""
+
+    def slot(self, index: int) -> SlotWeights:
+        """The matrices of one physical expert."""
+
+
+def on_device(weights: Weights, device: torch.device) -> Weights:
+    """Weights whose tensors all lie on a device; those that do already stay as they are."""
+    if isinstance(weights, ExpertWeights):
+        return replace(weights, w13=weights.w13.to(device), w2=weights.w2.to(device))
+    if not isinstance(weights, MappedExpertWeights) or device.type == "cpu":
+        return weights
+    slots = tuple(
+        SlotWeights(
+            None if slot.gate_IH is None else slot.gate_IH.to(device), slot.up_IH.to(device), slot.down_HI.to(device)
+        )
+        for slot in weights.slots
+    )
+    return MappedExpertWeights(slots, weights.scheme)
+
+
+def narrow_rows(q: QuantTensor, start: int, length: int) -> QuantTensor:
+    """Rows [start, start + length) of a matrix; the start must lie on a block edge."""
+    return _narrow(q, 0, start, length)
+
+
+def narrow_columns(q: QuantTensor, start: int, length: int) -> QuantTensor:
+    """Columns [start, start + length) of a matrix; the start must lie on a block edge."""
+    return _narrow(q, 1, start, length)
+
+
+def _narrow(q: QuantTensor, axis: int, start: int, length: int) -> QuantTensor:
+    values = q.values.narrow(axis, start, length)
+    if q.scales is None:
+        return replace(q, values=values)
+    assert isinstance(q.scheme, Fp8Block)
+    side = q.scheme.block[axis]
+    assert start % side == 0, f"{start} is not a multiple of the block side {side}"
+    return replace(q, values=values, scales=_scales_of(q.scales, axis, start // side, -(-length // side)))
+
+
+def _scales_of(scales: Tensor, axis: int, start: int, length: int) -> Tensor:
+    return scales.narrow(axis, start, length)

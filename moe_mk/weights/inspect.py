@@ -1,0 +1,200 @@
+"""What a checkpoint holds, from its index, headers and config.json alone: not one weight is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moe_mk.errors import ConfigError, WeightError
+from moe_mk.quant import Fp8Block, Plain, QuantScheme, plain, weight_scheme
+from moe_mk.weights.completeness import entry_problems, name_problems
+from moe_mk.weights.layer_spec import FLOATS, LayerSpec, expected_tensors
+from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, recognise
+from moe_mk.weights.safetensors_header import DTYPES, TensorEntry
+from moe_mk.weights.source import SafetensorsSource
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One MoE block as its headers show it."""
+
+    layer: int | None
+    """None: the prefix names no layer."""
+    prefix: str
+    convention: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    shared_intermediate_size: int
+    has_gate_bias: bool
+    dtype: str
+    """Of the expert weights, as safetensors calls it."""
+    scale_dtype: str
+    """Empty without scales."""
+    block: tuple[int, int] | None
+    num_tensors: int
+    num_bytes: int
+    problems: tuple[str, ...]
+
+    def layer_spec(self) -> LayerSpec:
+        """What `load_layer` needs to know of the layer; WeightError if its problems hide that."""
+        dtype = DTYPES.get(self.dtype)
+        if not self.num_experts or dtype is None:
+            raise WeightError(f"layer {self.layer} cannot be described: {'; '.join(self.problems)}")
+        scheme = weight_scheme(self.block) if self.block is not None else plain(dtype)
+        width = self.shared_intermediate_size
+        sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
+        return LayerSpec(*sizes, scheme, int(width > 0), width, self.has_gate_bias)
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """A checkpoint at a glance."""
+
+    where: str
+    model_type: str
+    """Of config.json; empty without one."""
+    quant_method: str
+    block: tuple[int, int] | None
+    """weight_block_size of config.json."""
+    num_files: int
+    num_tensors: int
+    num_bytes: int
+    """Of all files together."""
+    layers: tuple[LayerFacts, ...]
+    problems: tuple[str, ...]
+    """Of files and config; those of a layer are with the layer."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether there is at least one MoE layer and nothing is wrong."""
+        return bool(self.layers) and not self.problems and not any(layer.problems for layer in self.layers)
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything as plain values, for JSON."""
+        return {**asdict(self), "sound": self.sound}
+
+
+def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
+    """Describe a checkpoint and list what is wrong with it. Cost: one small read a file.
+
+    Raises WeightError only if there is no checkpoint or its index cannot be used at all.
+    """
+    source = SafetensorsSource(path)
+    config, problems = _config(source.path)
+    quantization = config.get("quantization_config")
+    quantization = quantization if isinstance(quantization, dict) else {}
+    block = _block(quantization.get("weight_block_size"))
+    num_bytes = 0
+    for file in source.files:
+        try:
+            num_bytes += source.header(file).num_bytes
+        except WeightError as problem:
+            problems.append(str(problem))
+    layers = tuple(_layer(source, prefix, block) for prefix in block_prefixes(source.names()))
+    if not layers:
+        problems.append("no name has a part 'experts.': this checkpoint has no MoE layer")
+    return CheckpointFacts(
+        source.where, str(config.get("model_type", "")), str(quantization.get("quant_method", "")), block,
+        len(source.files), len(source.names()), num_bytes, layers, tuple(problems),
+    )  # fmt: skip
+
+
+def _config(path: Path) -> tuple[dict[str, object], list[str]]:
+    file = path / "config.json" if path.is_dir() else path.parent / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}, []
+    except (OSError, ValueError) as problem:
+        return {}, [f"config.json cannot be read: {problem}"]
+    return (config, []) if isinstance(config, dict) else ({}, ["config.json is not a JSON object"])
+
+
+def _block(sides: object) -> tuple[int, int] | None:
+    if isinstance(sides, list) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides):
+        return sides[0], sides[1]
+    return None
+
+
+def _layer(source: SafetensorsSource, prefix: str, block: tuple[int, int] | None) -> LayerFacts:
+    local = [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]
+    convention = recognise(local)
+    entries, unreadable = _entries(source, prefix, local)
+    parts = {part: entries[name] for name in entries if (part := convention.parse(name)) is not None}
+    spec, why_not = _guess(parts, convention, block)
+    problems = list(unreadable)
+    if spec is None:
+        problems.append(why_not)
+    else:
+        expected = expected_tensors(spec, convention)
+        problems += name_problems(local, expected, convention)
+        problems += entry_problems(
+            source, prefix, {name: expected[name] for name in local if name in expected and name in entries}
+        )
+    dtypes, scale_dtypes = _dtypes(parts, is_scale=False), _dtypes(parts, is_scale=True)
+    return LayerFacts(
+        layer_of(prefix), prefix, convention.name,
+        spec.num_experts if spec else 0, spec.hidden_size if spec else 0, spec.intermediate_size if spec else 0,
+        spec.shared_intermediate_size if spec else 0, Part(Role.BIAS) in parts, dtypes, scale_dtypes,
+        spec.block if spec else None, len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
+    )  # fmt: skip
+
+
+def _entries(source: SafetensorsSource, prefix: str, local: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    entries: dict[str, TensorEntry] = {}
+    unreadable: Counter[str] = Counter()
+    for name in local:
+        try:
+            entries[name] = source.entry(prefix + name)
+        except WeightError as problem:
+            unreadable[str(problem)] += 1
+    return entries, [f"{problem} ({count} tensors of this layer)" for problem, count in unreadable.items()]
+
+
+def _guess(
+    parts: dict[Part, TensorEntry], convention: Convention, block: tuple[int, int] | None
+) -> tuple[LayerSpec | None, str]:
+    """The sizes that most down projections and the gate agree on, as a spec to hold the rest against."""
+    downs = [
+        (part, entry)
+        for part, entry in parts.items()
+        if part.role is Role.EXPERT and part.projection == "down" and not part.is_scale
+    ]
+    if not downs:
+        return None, "no expert has a down projection"
+    (shape, dtype), _ = Counter((entry.shape, entry.dtype) for _, entry in downs).most_common(1)[0]
+    experts = [part.expert for part, _ in downs if part.expert is not None]
+    router, shared = parts.get(Part(Role.ROUTER)), parts.get(Part(Role.SHARED, "down"))
+    if len(shape) != (3 if convention.fused else 2):
+        return None, f"down projections have shape {list(shape)}"
+    num_experts = (
+        router.shape[0] if router is not None and router.shape else shape[0] if convention.fused else 1 + max(experts)
+    )
+    scheme: QuantScheme | None = _scheme(dtype, parts, block)
+    if scheme is None:
+        return None, f"expert weights of dtype {downs[0][1].dtype_name} are not supported"
+    width = shared.shape[1] if shared is not None and len(shared.shape) == 2 else 0
+    try:
+        return LayerSpec(num_experts, shape[-2], shape[-1], scheme, int(width > 0), width, Part(Role.BIAS) in parts), ""
+    except ConfigError as problem:
+        return None, str(problem)
+
+
+def _scheme(dtype: object, parts: dict[Part, TensorEntry], block: tuple[int, int] | None) -> Plain | Fp8Block | None:
+    for each in FLOATS:
+        if dtype == each:
+            return plain(each)
+    if dtype is None or not any(part.is_scale for part in parts):
+        return None
+    return weight_scheme(block or (128, 128))
+
+
+def _dtypes(parts: dict[Part, TensorEntry], *, is_scale: bool) -> str:
+    found = {
+        entry.dtype_name for part, entry in parts.items() if part.role is Role.EXPERT and part.is_scale == is_scale
+    }
+    return " and ".join(sorted(found))

@@ -1,0 +1,132 @@
+"""The weights of one MoE layer on one rank, as loaded, and their way to a stack and back to a state dict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ConfigError
+from moe_mk.quant import Fp8Block, QuantTensor
+from moe_mk.weights.expert_weights import CANONICAL, ExpertWeights, MappedExpertWeights, SlotWeights, Weights
+from moe_mk.weights.names import OFFICIAL, Part, Role
+
+
+@dataclass(frozen=True)
+class LoadFacts:
+    """What was read, and from where."""
+
+    where: str
+    layer: int
+    prefix: str
+    convention: str
+    owned: tuple[int, ...]
+    """Logical experts in slot order."""
+    tp_rank: int
+    tp_size: int
+    bytes_read: int
+    """Bytes of all weights, scales, gate and bias that this rank owns, each once."""
+    names: tuple[str, ...]
+    """Tensors that were opened, in order."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Gate, shared experts and owned experts of one layer on one rank."""
+
+    gate_EH: Tensor
+    """In the dtype of the checkpoint."""
+    bias_E: Tensor | None
+    """f32, used to choose experts only; None where the layer has none."""
+    shared: SlotWeights | None
+    """All shared experts as one MLP; None where the layer has none."""
+    experts: MappedExpertWeights
+    facts: LoadFacts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes behind all tensors and views."""
+        plain = sum(t.numel() * t.element_size() for t in (self.gate_EH, self.bias_E) if t is not None)
+        shared = 0 if self.shared is None else sum(q.num_bytes for _, q in _matrices(self.shared))
+        return plain + shared + self.experts.num_bytes
+
+
+def to_stacked(weights: Weights, device: torch.device) -> ExpertWeights:
+    """Copy mapped experts into one canonical stack on a device: gate rows, then up rows. A stack is only moved.
+
+    Needs at least one expert. Raises ConfigError if a scale block would straddle gate and up.
+    """
+    if isinstance(weights, ExpertWeights):
+        return ExpertWeights(weights.w13.to(device), weights.w2.to(device), weights.layout, weights.gated)
+    if not weights.num_slots:
+        raise ConfigError("a rank without experts has nothing to stack; keep its weights mapped")
+    slots = [weights.slot(index) for index in range(weights.num_slots)]
+    width = slots[0].up_IH.shape[0]
+    if isinstance(weights.scheme, Fp8Block) and weights.gated and width % weights.scheme.rows:
+        raise ConfigError(
+            f"an intermediate size of {width} is no multiple of the {weights.scheme.rows} rows of a scale block, "
+            "so gate and up cannot lie in one stack; keep the weights mapped"
+        )
+    w13 = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
+    w2 = [[slot.down_HI] for slot in slots]
+    return ExpertWeights(_stack(w13, device), _stack(w2, device), CANONICAL, weights.gated)
+
+
+def as_mapped(stacked: ExpertWeights) -> MappedExpertWeights:
+    """The experts of a canonical stack one by one, as views of it."""
+    return MappedExpertWeights(tuple(stacked.slot(index) for index in range(stacked.num_slots)), stacked.scheme)
+
+
+def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Tensor]:
+    """All tensors under their official names, as views. Loading them again gives equal weights.
+
+    prefix: what stands before "experts.0...", for instance "model.layers.3.mlp.".
+    Raises ConfigError for a tensor-parallel shard: under an official name a shard would pass for the whole.
+    """
+    if weights.facts.tp_size != 1:
+        raise ConfigError(
+            f"these weights are shard {weights.facts.tp_rank} of {weights.facts.tp_size}, and an official name stands "
+            "for a whole tensor; load with tp_size=1"
+        )
+    out = {OFFICIAL.spell(Part(Role.ROUTER)): weights.gate_EH}
+    if weights.bias_E is not None:
+        out[OFFICIAL.spell(Part(Role.BIAS))] = weights.bias_E
+    for expert, slot in zip(weights.facts.owned, weights.experts.slots, strict=True):
+        out |= _named(slot, Role.EXPERT, expert)
+    if weights.shared is not None:
+        out |= _named(weights.shared, Role.SHARED, None)
+    return {prefix + name: tensor for name, tensor in out.items()}
+
+
+def _matrices(slot: SlotWeights) -> list[tuple[str, QuantTensor]]:
+    named = (("gate", slot.gate_IH), ("up", slot.up_IH), ("down", slot.down_HI))
+    return [(projection, q) for projection, q in named if q is not None]
+
+
+def _named(slot: SlotWeights, role: Role, expert: int | None) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    for projection, q in _matrices(slot):
+        out[OFFICIAL.spell(Part(role, projection, expert))] = q.values
+        if q.scales is not None:
+            out[OFFICIAL.spell(Part(role, projection, expert, is_scale=True))] = q.scales
+    return out
+
+
+def _stack(slots: list[list[QuantTensor]], device: torch.device) -> QuantTensor:
+    values = _copy([[q.values for q in parts] for parts in slots], device)
+    if any(q.scales is None for parts in slots for q in parts):
+        return QuantTensor(values, None, slots[0][0].scheme)
+    scales = _copy([[q.scales for q in parts if q.scales is not None] for parts in slots], device)
+    return QuantTensor(values, scales, slots[0][0].scheme)
+
+
+def _copy(slots: list[list[Tensor]], device: torch.device) -> Tensor:
+    rows = sum(part.shape[0] for part in slots[0])
+    out = torch.empty((len(slots), rows, slots[0][0].shape[1]), dtype=slots[0][0].dtype, device=device)
+    for index, parts in enumerate(slots):
+        start = 0
+        for part in parts:
+            out[index, start : start + part.shape[0]].copy_(part)
+            start += part.shape[0]
+    return out

@@ -1,0 +1,214 @@
+"""Where tensors come from: a directory of safetensors files, or a dictionary in memory. Names first, bytes when asked.
+
+A tensor opened from a file is a view of its memory map: nothing is read until it is touched, and what is touched stays
+shared with every other process that maps the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moe_mk.errors import WeightError
+from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, read_header
+
+INDEX = "model.safetensors.index.json"
+
+
+class TensorSource(ABC):
+    """Names to tensors, opened one by one."""
+
+    where: str
+    """How messages call the source."""
+    file_backed: bool = False
+    """Whether what `open` gives maps a file."""
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """All names, without opening anything."""
+
+    @abstractmethod
+    def entry(self, name: str) -> TensorEntry:
+        """What is known of a tensor without reading it; WeightError if its file is missing or damaged."""
+
+    @abstractmethod
+    def open(self, name: str) -> Tensor:
+        """The tensor, as a view wherever that is possible. Never write to it."""
+
+    @abstractmethod
+    def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
+        """Hint that these bytes of a tensor will be read soon; costs nothing where it does not apply."""
+
+
+class MappingSource(TensorSource):
+    """Tensors of a state dict in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], where: str = "the state dict") -> None:
+        self.where = where
+        self._tensors = tensors
+
+    def names(self) -> Collection[str]:
+        """The keys."""
+        return self._tensors.keys()
+
+    def entry(self, name: str) -> TensorEntry:
+        """Dtype and shape of the tensor; one on the meta device holds no data and is refused."""
+        tensor = self._tensors[name]
+        if tensor.is_meta:
+            raise WeightError(f"{name} lies on the meta device and holds no data")
+        size, dtype = tensor.numel() * tensor.element_size(), tensor.dtype
+        return TensorEntry(name, dtype, DTYPE_NAMES.get(dtype, str(dtype)), tuple(tensor.shape), size)
+
+    def open(self, name: str) -> Tensor:
+        """The tensor itself, detached."""
+        return self._tensors[name].detach()
+
+    def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
+        """Nothing to do: it is in memory."""
+
+
+class SafetensorsSource(TensorSource):
+    """A checkpoint directory with an index, a directory of safetensors files without one, or a single file.
+
+    Only headers are read here. Shards named by the index must lie inside the directory; symbolic links may leave it
+    only within a Hugging Face cache (snapshots/ -> blobs/).
+    """
+
+    file_backed = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.where = str(path)
+        self._headers: dict[Path, Header] = {}
+        self._handles: dict[Path, Any] = {}
+        self._file_of = self._find_files()
+
+    def names(self) -> Collection[str]:
+        """All names of the index, or of the headers where there is no index."""
+        return self._file_of.keys()
+
+    def entry(self, name: str) -> TensorEntry:
+        """What the header of the tensor's file says of it."""
+        file = self._file_of[name]
+        found = self.header(file).tensors.get(name)
+        if found is None:
+            raise WeightError(f"{file.name} does not hold tensors that the index looks for there")
+        return found
+
+    def open(self, name: str) -> Tensor:
+        """A view of the memory-mapped file."""
+        file = self._file_of[name]
+        try:
+            if file not in self._handles:
+                self._handles[file] = safe_open(file, framework="pt", device="cpu")
+            tensor = self._handles[file].get_tensor(name)
+        except (SafetensorError, OSError) as problem:
+            raise WeightError(f"{file.name} cannot be opened: {problem}") from problem
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
+        """Ask the system to fetch the bytes into its page cache, where it can be asked and has not done so."""
+        entry = self.entry(name)
+        if hasattr(os, "posix_fadvise"):
+            first = entry.start + start
+            size = entry.num_bytes - start if num_bytes is None else num_bytes
+            with _descriptor(self._file_of[name]) as fd:
+                if not (_is_cached(fd, first) and _is_cached(fd, first + size - 1)):
+                    os.posix_fadvise(fd, first, size, os.POSIX_FADV_WILLNEED)
+
+    @property
+    def files(self) -> list[Path]:
+        """All files that hold tensors, in order."""
+        return sorted(set(self._file_of.values()))
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._file_of[name]
+
+    def header(self, file: Path) -> Header:
+        """The header of one file, read once."""
+        if file not in self._headers:
+            if not file.exists():
+                raise WeightError(f"{file.name} is named by the index but does not exist")
+            self._headers[file] = read_header(file)
+        return self._headers[file]
+
+    def _find_files(self) -> dict[str, Path]:
+        if self.path.is_file():
+            return dict.fromkeys(self.header(self.path).tensors, self.path)
+        if not self.path.is_dir():
+            raise WeightError(f"{self.path} does not exist; pass a checkpoint directory or a .safetensors file")
+        if (self.path / INDEX).is_file():
+            return self._files_of_index()
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise WeightError(f"{self.path} holds no {INDEX} and no *.safetensors file")
+        return self._files_of_headers(files)
+
+    def _files_of_headers(self, files: list[Path]) -> dict[str, Path]:
+        file_of: dict[str, Path] = {}
+        twice: list[str] = []
+        for file in files:
+            names = self.header(file).tensors
+            twice += [f"{name} in {file_of[name].name} and {file.name}" for name in names if name in file_of]
+            file_of |= dict.fromkeys(names, file)
+        if twice:
+            raise WeightError(
+                f"{self.path} has no {INDEX}, and {len(twice)} tensors lie in two files: {'; '.join(twice[:5])}"
+            )
+        return file_of
+
+    def _files_of_index(self) -> dict[str, Path]:
+        try:
+            index = json.loads((self.path / INDEX).read_bytes())
+            weight_map = index["weight_map"]
+            shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise WeightError(
+                f"{self.path / INDEX} is not an index with a weight_map ({type(problem).__name__}: {problem})"
+            ) from problem
+        self._expect_inside(set(shard_of.values()))
+        return {name: self.path / shard for name, shard in shard_of.items()}
+
+    def _expect_inside(self, shards: set[str]) -> None:
+        home = self.path.resolve()
+        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+        outside = sorted(s for s in shards if not _is_inside(home, s, blobs))
+        if outside:
+            raise WeightError(
+                f"{self.path / INDEX} names {len(outside)} files that are not inside the directory: "
+                f"{', '.join(map(repr, outside[:5]))}; put the files themselves into {self.path}"
+            )
+
+
+def _is_inside(home: Path, shard: str, blobs: Path) -> bool:
+    if not shard or "\0" in shard or Path(shard).is_absolute() or ".." in Path(shard).parts:
+        return False
+    real = (home / shard).resolve()
+    return real.is_relative_to(home) or real.is_relative_to(blobs)
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    """Whether a byte can be read without waiting; asking is 10 times cheaper than advising in vain."""
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):
+        return False
+
+
+@contextmanager
+def _descriptor(file: Path) -> Iterator[int]:
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,206 @@
+"""Write a checkpoint in the official DeepSeek-V3 layout from seeded normals, for machines without the real weights.
+
+Every tensor has its own seed, so that the files do not depend on the number of threads. Standard deviations keep the
+outputs of RMS-normed inputs near 1 (0.02 at DeepSeek-V3 width). Scales differ between blocks by more than quantising
+explains, and gate biases are negative, because a router that masks groups with 0 instead of -inf only fails then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ConfigError, WeightError
+from moe_mk.quant import Fp8Block
+from moe_mk.weights.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
+from moe_mk.weights.checkpoint_shape import CheckpointShape
+from moe_mk.weights.safetensors_header import read_header
+from moe_mk.weights.safetensors_writer import Planned, SafetensorsWriter
+from moe_mk.weights.scan import Progress
+from moe_mk.weights.source import INDEX, SafetensorsSource
+
+SHARD_BYTES = 512 << 20
+STRIP_ELEMENTS = 1 << 20
+PARTIAL = ".partial"
+GATE_UP_GAIN, DOWN_GAIN, ROUTER_GAIN = 1.7, 0.9, 1.0
+BIAS_MEAN, BIAS_STD = -0.8, 0.1
+
+
+def write_checkpoint(
+    directory: str | os.PathLike[str],
+    shape: CheckpointShape,
+    *,
+    seed: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    threads: int | None = None,
+    on_progress: Progress | None = None,
+) -> int:
+    """Write shards, config.json and, last, the index; returns the bytes of all tensors.
+
+    Constant memory: a few MB a thread. Everything is written beside and moved at the end, so that an interrupted run
+    leaves no checkpoint. A checkpoint written here before is replaced; a foreign one is never touched (ConfigError).
+    threads: None takes as many as torch uses. Progress is told as "write".
+    Raises ConfigError if the disk is too small, with both numbers.
+    """
+    home = Path(directory)
+    shards = plan_shards(shape, shard_bytes)
+    total = sum(t.num_bytes for shard in shards for t in shard)
+    recipe = recipe_of(shape, seed)
+    _expect_own(home)
+    home.mkdir(parents=True, exist_ok=True)
+    _remove(home)
+    _expect_room(home, total)
+    partial = home / PARTIAL
+    partial.mkdir()
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    done = 0
+
+    def tell(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if on_progress is not None:
+            on_progress("write", done, total)
+
+    for name, shard in zip(names, shards, strict=True):
+        with SafetensorsWriter(partial / name, shard, {"format": "pt", RECIPE: recipe}) as file:
+            _write_shard(file, shard, shape, seed, threads or torch.get_num_threads(), tell)
+    weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+    index = {"metadata": {"total_size": total, RECIPE: recipe}, "weight_map": weight_map}
+    (partial / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
+    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    for name in (*names, "config.json", INDEX):
+        os.replace(partial / name, home / name)
+    partial.rmdir()
+    return total
+
+
+def is_complete(directory: str | os.PathLike[str], shape: CheckpointShape, seed: int = 0) -> bool:
+    """Whether a directory holds the whole checkpoint of this shape and seed, by its index and its file sizes."""
+    home = Path(directory)
+    try:
+        index = json.loads((home / INDEX).read_bytes())
+        if index["metadata"].get(RECIPE) != recipe_of(shape, seed) or not (home / "config.json").is_file():
+            return False
+        source = SafetensorsSource(home)
+        wanted = planned_tensors(shape)
+        return all(source.entry(t.name).missing_bytes == 0 for t in wanted)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, WeightError):
+        return False
+
+
+def _write_shard(
+    file: SafetensorsWriter,
+    shard: Sequence[Planned],
+    shape: CheckpointShape,
+    seed: int,
+    threads: int,
+    tell: Callable[[int], None],
+) -> None:
+    pool = ThreadPoolExecutor(max_workers=threads)
+    try:
+        for job in as_completed([pool.submit(_write_matrix, file, group, shape, seed) for group in matrices(shard)]):
+            tell(job.result())
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: CheckpointShape, seed: int) -> int:
+    weight, scheme = group[0], shape.scheme
+    random = np.random.Generator(np.random.SFC64(_seed_of(seed, weight.name)))
+    scales: list[Tensor] = []
+    offset = 0
+    for strip in _strips(random, weight, scheme.rows if len(group) == 2 and isinstance(scheme, Fp8Block) else 1):
+        values = strip
+        if len(group) == 2:
+            q = scheme.quantize(strip)
+            assert q.scales is not None
+            values = q.values
+            scales.append(q.scales.to(torch.float32) * _spread(random, q.scales.shape, whole=shape.power_of_two_scales))
+        piece = values.to(weight.dtype)
+        file.write(weight.name, piece, offset)
+        offset += piece.numel() * piece.element_size()
+    if scales:
+        file.write(group[1].name, torch.cat(scales).to(group[1].dtype))
+    return sum(t.num_bytes for t in group)
+
+
+def _strips(random: np.random.Generator, weight: Planned, rows_together: int) -> Iterator[Tensor]:
+    """Rows of normals, some blocks high; the buffer is used again for every strip."""
+    mean, std = _distribution(weight)
+    rows, columns = weight.shape if len(weight.shape) == 2 else (1, weight.shape[0])
+    height = rows_together * max(1, STRIP_ELEMENTS // (rows_together * columns))
+    buffer = np.empty((min(height, rows), columns), dtype=np.float32)
+    for start in range(0, rows, height):
+        strip = buffer[: min(height, rows - start)]
+        random.standard_normal(out=strip, dtype=np.float32)
+        strip *= np.float32(std)
+        strip += np.float32(mean)
+        yield torch.from_numpy(strip)
+
+
+def _distribution(weight: Planned) -> tuple[float, float]:
+    if weight.name.endswith("e_score_correction_bias"):
+        return BIAS_MEAN, BIAS_STD
+    gain = GATE_UP_GAIN
+    if weight.name.endswith("mlp.gate.weight"):
+        gain = ROUTER_GAIN
+    elif "down_proj" in weight.name:
+        gain = DOWN_GAIN
+    return 0.0, gain / math.sqrt(weight.shape[1])
+
+
+def _spread(random: np.random.Generator, shape: torch.Size, *, whole: bool) -> Tensor:
+    """Factors that make the sizes of blocks differ: 2^u, u in (-0.5, 0.5), or one of 1/2, 1, 2."""
+    exponents = random.integers(-1, 2, size=tuple(shape)) if whole else random.uniform(-0.5, 0.5, size=tuple(shape))
+    return torch.from_numpy(np.exp2(exponents).astype(np.float32))
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
+
+
+def _expect_room(home: Path, total: int) -> None:
+    free = shutil.disk_usage(home).free
+    if free < total + (64 << 20):
+        raise ConfigError(
+            f"the checkpoint needs {total / 1e9:.2f} GB and 64 MiB to spare, {home} has {free / 1e9:.2f} GB free; "
+            "write fewer experts or choose another directory"
+        )
+
+
+def _expect_own(home: Path) -> None:
+    if home.exists() and not home.is_dir():
+        raise ConfigError(f"{home} is a file; choose a directory")
+    shards = sorted(home.glob("*.safetensors"))
+    foreign = [path.name for path in shards if not _is_own(path)]
+    if not shards:
+        foreign = [name for name in ("config.json", INDEX) if (home / name).exists()]
+    if foreign:
+        raise ConfigError(
+            f"{home} holds {len(foreign)} files that were not written here, e.g. {foreign[0]}; "
+            "choose an empty directory"
+        )
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return RECIPE in read_header(path).metadata
+    except WeightError:
+        return False
+
+
+def _remove(home: Path) -> None:
+    """Remove an earlier checkpoint, its index first, and what an interrupted run left."""
+    for path in (home / INDEX, home / "config.json", *sorted(home.glob("*.safetensors"))):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(home / PARTIAL, ignore_errors=True)

@@ -1,0 +1,79 @@
+"""A tiny checkpoint of four experts, on disk and as a state dict, for all tests of this room."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moe_mk.weights import CheckpointShape, write_checkpoint
+
+PREFIX = "model.layers.3.mlp."
+StateDict = dict[str, Tensor]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> CheckpointShape:
+    """Four experts of 32 x 64 in 16 x 16 blocks, one shared expert, layer 3."""
+    return CheckpointShape(
+        num_experts=4, hidden_size=64, intermediate_size=32, top_k=2, num_groups=2, top_k_groups=1, block=(16, 16)
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tiny: CheckpointShape, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint in several shards. Never write into it."""
+    directory = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(directory, tiny, seed=1, shard_bytes=16 << 10)
+    return directory
+
+
+@pytest.fixture
+def tiny_state(tiny_directory: Path) -> StateDict:
+    """All tensors of the tiny checkpoint by full name, as copies, read by the safetensors library alone."""
+    state: StateDict = {}
+    for file in sorted(tiny_directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            state |= {name: shard.get_tensor(name).clone() for name in list(shard.keys())}
+    return state
+
+
+@pytest.fixture
+def renamed(tiny_state: StateDict) -> Callable[[str], StateDict]:
+    """The tiny layer in another convention, renamed by rules written out here."""
+
+    def rename(convention: str) -> StateDict:
+        if convention == "official":
+            return tiny_state
+        if convention == "fused":
+            return _fused(tiny_state)
+        words = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+        out: StateDict = {}
+        for name, tensor in tiny_state.items():
+            new = re.sub("gate_proj|down_proj|up_proj", lambda found: words[found[0]], name)
+            if convention == "mixtral":
+                new = new.replace(PREFIX, "model.layers.3.block_sparse_moe.")
+                new = new.replace("gate.e_score_correction_bias", "e_score_correction_bias")
+            else:
+                new = new.replace(PREFIX, "layers.3.ffn.").replace("gate.e_score_correction_bias", "gate.bias")
+                new = new.replace(".weight_scale_inv", ".scale")
+            out[new] = tensor
+        return out
+
+    return rename
+
+
+def _fused(state: StateDict) -> StateDict:
+    out = {name: tensor for name, tensor in state.items() if ".experts." not in name}
+    for ending, new in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+        experts = [
+            {p: state[f"{PREFIX}experts.{e}.{p}_proj.{ending}"] for p in ("gate", "up", "down")} for e in range(4)
+        ]
+        out[f"{PREFIX}experts.gate_up_proj{new}"] = torch.stack([torch.cat((e["gate"], e["up"])) for e in experts])
+        out[f"{PREFIX}experts.down_proj{new}"] = torch.stack([e["down"] for e in experts])
+    return out

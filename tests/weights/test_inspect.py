@@ -1,0 +1,127 @@
+"""A checkpoint at a glance, sound or not, from headers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_mk.errors import WeightError
+from moe_mk.weights import CheckpointShape, SafetensorsSource, inspect_checkpoint, load_layer, write_checkpoint
+
+PREFIX = "model.layers.3.mlp."
+
+
+def test_a_sound_checkpoint_is_described(tiny_directory: Path) -> None:
+    facts = inspect_checkpoint(tiny_directory)
+    assert facts.sound
+    assert (facts.model_type, facts.quant_method, facts.block) == ("deepseek_v3", "fp8", (16, 16))
+    assert facts.num_files == len(list(tiny_directory.glob("*.safetensors")))
+    assert facts.num_bytes == sum(path.stat().st_size for path in tiny_directory.glob("*.safetensors"))
+    (layer,) = facts.layers
+    assert (layer.layer, layer.prefix, layer.convention) == (3, PREFIX, "official")
+    assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (4, 64, 32)
+    assert (layer.shared_intermediate_size, layer.has_gate_bias) == (32, True)
+    assert (layer.dtype, layer.scale_dtype, layer.block) == ("F8_E4M3", "F32", (16, 16))
+    assert facts.num_tensors == layer.num_tensors == 2 + 5 * 3 * 2
+    assert layer.num_bytes == 512 + 16 + 5 * 3 * (2048 + 32)
+
+
+def test_no_weight_is_opened(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: SafetensorsSource, name: str) -> Tensor:
+        raise AssertionError(f"{name} was opened")
+
+    monkeypatch.setattr(SafetensorsSource, "open", refuse)
+    assert inspect_checkpoint(tiny_directory).sound
+
+
+def test_the_facts_of_a_layer_are_enough_to_load_it(tiny: CheckpointShape, tiny_directory: Path) -> None:
+    spec = inspect_checkpoint(tiny_directory).layers[0].layer_spec()
+    assert spec == tiny.layer_spec()
+    assert load_layer(SafetensorsSource(tiny_directory), 3, spec, owned=[0]).experts.num_slots == 1
+
+
+def test_facts_go_into_json(tiny_directory: Path) -> None:
+    said = json.loads(json.dumps(inspect_checkpoint(tiny_directory).as_dict()))
+    assert said["sound"] is True
+    assert said["layers"][0]["block"] == [16, 16]
+
+
+@pytest.mark.parametrize("convention", ["fused", "mixtral", "converted"])
+def test_other_conventions_are_recognised_without_a_config(
+    renamed: Callable[[str], dict[str, Tensor]], tmp_path: Path, convention: str
+) -> None:
+    state = renamed(convention)
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": [16, 16]}}))
+    facts = inspect_checkpoint(tmp_path)
+    assert facts.sound, facts
+    assert (facts.layers[0].convention, facts.layers[0].num_experts) == (convention, 4)
+    (tmp_path / "config.json").unlink()
+    without = inspect_checkpoint(tmp_path)
+    assert (without.model_type, without.block) == ("", None)
+    assert any("of a wrong shape" in problem for problem in without.layers[0].problems)  # 128 x 128 is assumed
+
+
+def test_several_layers_are_listed_in_order(tiny: CheckpointShape, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, replace(tiny, layers=(10, 2), quant="bf16"))
+    facts = inspect_checkpoint(tmp_path)
+    assert [(layer.layer, layer.dtype, layer.scale_dtype) for layer in facts.layers] == [
+        (2, "BF16", ""),
+        (10, "BF16", ""),
+    ]
+    assert facts.sound
+
+
+def test_damage_is_listed_with_its_layer(tiny_directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_directory, tmp_path / "damaged")
+    shards = sorted((tmp_path / "damaged").glob("*.safetensors"))
+    os.truncate(shards[0], shards[0].stat().st_size - 1)
+    shards[1].unlink()
+    index = json.loads((tmp_path / "damaged" / "model.safetensors.index.json").read_text())
+    del index["weight_map"][f"{PREFIX}experts.3.up_proj.weight"]
+    index["weight_map"][f"{PREFIX}surprise"] = shards[0].name
+    (tmp_path / "damaged" / "model.safetensors.index.json").write_text(json.dumps(index))
+    facts = inspect_checkpoint(tmp_path / "damaged")
+    assert not facts.sound
+    assert facts.problems == (f"{shards[1].name} is named by the index but does not exist",)
+    told = "\n".join(facts.layers[0].problems)
+    assert f"{shards[1].name} is named by the index but does not exist (" in told
+    assert f"{shards[0].name} does not hold tensors that the index looks for there (1 tensors" in told
+    assert "1 experts are half filled: expert 3 lacks experts.3.up_proj.weight" in told
+    assert "1 tensors are unexpected: surprise" in told
+    assert "1 tensors are cut off" in told
+
+
+def test_a_layer_of_an_unknown_kind_says_why(tmp_path: Path) -> None:
+    packed = {f"layers.0.ffn.experts.0.w{i}.weight": torch.zeros((4, 4), dtype=torch.int8) for i in (1, 2, 3)}
+    save_file(packed, tmp_path / "a.safetensors")
+    (layer,) = inspect_checkpoint(tmp_path).layers
+    assert layer.problems == ("expert weights of dtype I8 are not supported",)
+    save_file({"layers.0.ffn.experts.0.w1.weight": torch.zeros((4, 4))}, tmp_path / "a.safetensors")
+    (layer,) = inspect_checkpoint(tmp_path).layers
+    assert layer.problems == ("no expert has a down projection",)
+    with pytest.raises(WeightError, match="layer 0 cannot be described: no expert has a down projection"):
+        layer.layer_spec()
+
+
+def test_a_dense_checkpoint_and_a_broken_config_are_problems(tmp_path: Path) -> None:
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros((4, 4))}, tmp_path / "a.safetensors")
+    (tmp_path / "config.json").write_text("{broken")
+    facts = inspect_checkpoint(tmp_path)
+    assert not facts.sound
+    assert "config.json cannot be read" in facts.problems[0]
+    assert "this checkpoint has no MoE layer" in facts.problems[1]
+
+
+def test_a_directory_without_weights_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match=r"holds no model.safetensors.index.json"):
+        inspect_checkpoint(tmp_path)

@@ -1,0 +1,185 @@
+"""Opening tensors by name: views of the files, never outside the directory, and damage told in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_mk.errors import WeightError
+from moe_mk.weights import MappingSource, SafetensorsSource
+from moe_mk.weights.safetensors_header import read_header
+
+INDEX = "model.safetensors.index.json"
+
+
+def save(directory: Path, shard_of: dict[str, str]) -> None:
+    """One tensor a name, and an index that says where it is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / INDEX).write_text(json.dumps({"weight_map": shard_of}))
+    for shard in set(shard_of.values()):
+        tensors = {n: torch.ones(4, dtype=torch.float32) for n, s in shard_of.items() if s == shard}
+        save_file(tensors, directory / Path(shard).name)
+
+
+def test_a_tensor_is_read_through_the_index(tmp_path: Path) -> None:
+    save(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    source = SafetensorsSource(tmp_path)
+    assert sorted(source.names()) == ["a", "b"]
+    assert source.open("b").tolist() == [1.0] * 4
+    entry = source.entry("a")
+    assert (entry.shape, entry.dtype, entry.num_bytes, entry.missing_bytes) == ((4,), torch.float32, 16, 0)
+    bytes_on_disk = (tmp_path / "one.safetensors").read_bytes()[entry.start : entry.start + entry.num_bytes]
+    assert torch.frombuffer(bytearray(bytes_on_disk), dtype=torch.float32).tolist() == [1.0] * 4
+
+
+def test_a_directory_without_an_index_and_a_single_file_work_too(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "y.safetensors")
+    assert sorted(SafetensorsSource(tmp_path).names()) == ["a", "b"]
+    assert list(SafetensorsSource(tmp_path / "y.safetensors").names()) == ["b"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps to see what is mapped")
+def test_an_opened_tensor_is_a_view_of_the_mapped_file(tiny_directory: Path) -> None:
+    source = SafetensorsSource(tiny_directory)
+    name = "model.layers.3.mlp.experts.1.up_proj.weight"
+    tensor = source.open(name)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [line[0].split("-") for line in lines if line[-1] == str(source.file_of(name).resolve())]
+    assert any(int(first, 16) <= tensor.data_ptr() < int(last, 16) for first, last in ranges)
+
+
+def test_a_view_outlives_its_source(tiny_directory: Path) -> None:
+    name = "model.layers.3.mlp.gate.weight"
+    source = SafetensorsSource(tiny_directory)
+    tensor = source.open(name)
+    expected = tensor.clone()
+    del source
+    assert torch.equal(tensor, expected)
+
+
+def test_reading_ahead_accepts_any_range(tiny_directory: Path) -> None:
+    source = SafetensorsSource(tiny_directory)
+    name = "model.layers.3.mlp.gate.weight"
+    source.read_ahead(name)
+    source.read_ahead(name, 16, 32)
+    assert source.open(name).shape == (4, 64)
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "", ".."])
+def test_an_index_cannot_point_outside_its_directory(tmp_path: Path, shard: str) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard, "b": "fine.safetensors"}}))
+    with pytest.raises(WeightError, match=r"names 1 files that are not inside the directory: .*; put the files"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_symbolic_link_cannot_lead_outside_either(tmp_path: Path) -> None:
+    save(tmp_path / "model", {"a": "one.safetensors"})
+    (tmp_path / "model" / "one.safetensors").rename(tmp_path / "secret")
+    (tmp_path / "model" / "one.safetensors").symlink_to(tmp_path / "secret")
+    with pytest.raises(WeightError, match=r"not inside the directory: 'one.safetensors'"):
+        SafetensorsSource(tmp_path / "model")
+
+
+def test_a_snapshot_of_the_hugging_face_cache_may_link_to_its_blobs(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    save(snapshot, {"a": "one.safetensors"})
+    blobs.mkdir()
+    (snapshot / "one.safetensors").rename(blobs / "f00")
+    (snapshot / "one.safetensors").symlink_to("../../blobs/f00")
+    assert SafetensorsSource(snapshot).open("a").tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}', "{not json"])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(WeightError, match="is not an index with a weight_map"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_directory_that_is_none_or_holds_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match="does not exist; pass a checkpoint directory"):
+        SafetensorsSource(tmp_path / "nowhere")
+    with pytest.raises(WeightError, match=r"holds no model.safetensors.index.json and no \*.safetensors"):
+        SafetensorsSource(tmp_path)
+
+
+def test_without_an_index_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
+    shutil.copy(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
+    with pytest.raises(WeightError, match="1 tensors lie in two files: a in x.safetensors and y.safetensors"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_missing_shard_and_a_missing_tensor_are_told(tmp_path: Path) -> None:
+    save(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    (tmp_path / "two.safetensors").unlink()
+    index = {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
+    source = SafetensorsSource(tmp_path)
+    with pytest.raises(WeightError, match="two.safetensors is named by the index but does not exist"):
+        source.entry("b")
+    with pytest.raises(WeightError, match="one.safetensors does not hold tensors that the index looks for"):
+        source.entry("c")
+
+
+def test_a_truncated_file_says_how_much_is_missing(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2), "b": torch.zeros(100)}, tmp_path / "x.safetensors")
+    os.truncate(tmp_path / "x.safetensors", (tmp_path / "x.safetensors").stat().st_size - 20)
+    entries = read_header(tmp_path / "x.safetensors").tensors
+    assert sum(entry.missing_bytes for entry in entries.values()) == 20
+    assert entries["b"].missing_bytes == 20
+    with pytest.raises(WeightError, match="x.safetensors cannot be opened"):
+        SafetensorsSource(tmp_path).open("b")
+
+
+def header_file(path: Path, header: bytes, data: bytes = b"", length: int | None = None) -> Path:
+    path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "header, length, words",
+    [
+        (b"{}", 1 << 40, "is truncated or no safetensors file: 10 bytes, header of 1099511627776"),
+        (b"{nonsense", None, "header is not JSON"),
+        (b"[]", None, "header is not a JSON object"),
+        (b'{"a": 3}', None, "the entry of a is 3"),
+        (b'{"a": {"dtype": "F32", "shape": [2]}}', None, "the entry of a is"),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', None, r"a of shape \[2\] F32 needs 8 bytes"),
+        (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}}', None, "is damaged"),
+    ],
+)
+def test_a_damaged_header_is_told(tmp_path: Path, header: bytes, length: int | None, words: str) -> None:
+    with pytest.raises(WeightError, match=words):
+        read_header(header_file(tmp_path / "x.safetensors", header, length=length))
+
+
+def test_an_empty_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    with pytest.raises(WeightError, match="x.safetensors is truncated or no safetensors file: 0 bytes"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_dtype_that_torch_lacks_is_kept_by_name(tmp_path: Path) -> None:
+    header = b'{"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}'
+    entry = read_header(header_file(tmp_path / "x.safetensors", header, b"ab")).tensors["a"]
+    assert (entry.dtype, entry.dtype_name, entry.num_bytes) == (None, "F4", 2)
+
+
+def test_a_state_dict_is_a_source_too() -> None:
+    weight = torch.nn.Parameter(torch.ones((2, 3), dtype=torch.bfloat16, device="cpu"))
+    source = MappingSource({"a": weight, "m": torch.empty(2, dtype=torch.float32, device="meta")})
+    assert source.entry("a").shape == (2, 3)
+    assert source.entry("a").dtype_name == "BF16"
+    assert source.open("a").data_ptr() == weight.data_ptr()
+    assert not source.open("a").requires_grad
+    source.read_ahead("a")
+    with pytest.raises(WeightError, match="m lies on the meta device"):
+        source.entry("m")
