@@ -1,0 +1,94 @@
+"""The router of one layer: its settings as plain values, logits in, `Routing` out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from moe_mk.registry import did_you_mean
+from moe_mk.router.gate import RouterDtype, check_router_dtype
+from moe_mk.router.grouped_topk import group_problems, grouped_topk
+from moe_mk.router.topk import check_tensors, raise_all, scoring_problems, topk
+from moe_mk.tokens import Routing
+
+Simulation = Literal["balanced", "random"]
+
+
+@dataclass(frozen=True)
+class Router:
+    """Choose experts for tokens from their logits; a value without state, so equal routers route equally.
+
+    simulate: for benchmarks, ignore the values of the logits. "balanced": every expert gets as many assignments as any
+    other, give or take one. "random": experts drawn uniformly without repetition, the same draw at every call.
+    """
+
+    top_k: int
+    num_expert_group: int = 1
+    topk_group: int = 1
+    scoring_func: str = "softmax"
+    renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    router_dtype: RouterDtype = "float32"
+    simulate: Simulation | None = None
+
+    def __post_init__(self) -> None:
+        check_router_dtype(self.router_dtype)
+        problems = scoring_problems(self.scoring_func, self.routed_scaling_factor, torch.float32)
+        if self.top_k < 1:
+            problems.append(f"top_k={self.top_k} is below 1")
+        if not 1 <= self.topk_group <= self.num_expert_group:
+            problems.append(f"topk_group={self.topk_group} is not in [1, num_expert_group={self.num_expert_group}]")
+        if self.simulate is not None and self.simulate not in get_args(Simulation):
+            problems.append(f"simulate={self.simulate!r} is unknown{did_you_mean(self.simulate, get_args(Simulation))}")
+        raise_all("Router", problems)
+
+    def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
+        """Route: logits [T, E] and an optional bias [E] to ids int32 [T, K] and weights f32 [T, K].
+
+        router_dtype "model" keeps sigmoid scores in the dtype of the logits; "float32" scores in f32 whatever they are.
+        """
+        if self.simulate is not None:
+            return self._simulated(router_logits, e_score_correction_bias)
+        score_dtype = router_logits.dtype if self.router_dtype == "model" else torch.float32
+        if self.num_expert_group == 1:
+            weights_TK, ids_TK = topk(
+                router_logits,
+                self.top_k,
+                self.scoring_func,
+                self.renormalize,
+                self.routed_scaling_factor,
+                e_score_correction_bias,
+                score_dtype=score_dtype,
+            )
+            return Routing(ids_TK, weights_TK)
+        weights_TK, ids_TK = grouped_topk(
+            router_logits,
+            self.top_k,
+            self.num_expert_group,
+            self.topk_group,
+            self.scoring_func,
+            e_score_correction_bias,
+            self.renormalize,
+            self.routed_scaling_factor,
+            score_dtype=score_dtype,
+        )
+        return Routing(ids_TK, weights_TK)
+
+    def _simulated(self, router_logits: Tensor, e_score_correction_bias: Tensor | None) -> Routing:
+        check_tensors(router_logits, e_score_correction_bias)
+        (num_tokens, num_experts), device = router_logits.shape, router_logits.device
+        # Groups do not bind a simulation, but what could not be routed must not be simulated either.
+        raise_all("Router", group_problems(num_experts, self.top_k, self.num_expert_group, self.topk_group))
+        if self.simulate == "balanced":
+            ids_X = torch.arange(num_tokens * self.top_k, dtype=torch.int64, device=device) % num_experts
+            ids_TK = ids_X.view(num_tokens, self.top_k)
+        else:
+            generator = torch.Generator(device).manual_seed(0)
+            draw_TE = torch.rand(num_tokens, num_experts, dtype=torch.float32, device=device, generator=generator)
+            ids_TK = draw_TE.topk(self.top_k, -1).indices
+        weight = self.routed_scaling_factor / self.top_k
+        weights_TK = torch.full(ids_TK.shape, weight, dtype=torch.float32, device=device)
+        return Routing(ids_TK.to(torch.int32), weights_TK)

@@ -1,0 +1,278 @@
+"""The public grouped top-k: semantics at its edges, errors, and agreement with transformers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.router import grouped_topk, topk
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float32, device="cpu")
+
+
+def as_map(weights_TK: Tensor, ids_TK: Tensor) -> list[dict[int, float]]:
+    pairs = zip(ids_TK.tolist(), weights_TK.tolist(), strict=True)
+    return [dict(zip(ids, weights, strict=True)) for ids, weights in pairs]
+
+
+@pytest.mark.row(66, 70)
+@pytest.mark.parametrize("bias_at", [-1.0, 0.0, 0.3])
+def test_deepseek_v3_routing_equals_transformers(bias_at: float) -> None:
+    from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    config = DeepseekV3Config(
+        hidden_size=64,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    )
+    router = DeepseekV3TopkRouter(config)
+    router.weight.data = normal(256, 64, seed=1) / 8
+    router.e_score_correction_bias.data = bias_at + normal(256, seed=2) / 20
+    with torch.no_grad():
+        logits, theirs_weights, theirs_ids = router(normal(2048, 64))
+    weights, ids = grouped_topk(logits, 8, 8, 4, "sigmoid", router.e_score_correction_bias, True, 2.5)
+    assert torch.equal(ids.sort(-1).values, theirs_ids.to(torch.int32).sort(-1).values)
+    ours = torch.zeros(2048, 256).scatter_(1, ids.long(), weights)
+    theirs = torch.zeros(2048, 256).scatter_(1, theirs_ids, theirs_weights)
+    # On both sides half an ulp for each of 7 additions, the division and the scaling; the sigmoids differ by one ulp.
+    assert ((ours - theirs).abs() <= (7 + 2 + 2) * 2**-23 * theirs).all()
+
+
+@pytest.mark.row(20)
+def test_weights_are_f32_and_ids_are_int32_best_first() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weights, ids = grouped_topk(normal(5, 16).to(dtype), 3, 4, 2)
+        assert (weights.dtype, ids.dtype, weights.shape, ids.shape) == (torch.float32, torch.int32, (5, 3), (5, 3))
+        assert (weights.diff(dim=-1) <= 0).all()
+
+
+@pytest.mark.row(67)
+@pytest.mark.parametrize("shift", [-1.0, -16.0, 0.5, 8.0])
+def test_a_constant_added_to_the_bias_changes_nothing(shift: float) -> None:
+    # Every token has the same 32 well separated scores in another order, so a shift cannot create or hide a tie.
+    order = torch.rand(512, 32, generator=seeded(3)).argsort(-1)
+    logits = torch.linspace(-3.0, 2.1, 32, dtype=torch.float32)[order]
+    bias = torch.zeros(32, dtype=torch.float32)
+    plain_weights, plain_ids = grouped_topk(logits, 6, 8, 3, e_score_correction_bias=bias)
+    weights, ids = grouped_topk(logits, 6, 8, 3, e_score_correction_bias=bias + shift)
+    assert torch.equal(ids.sort(-1).values, plain_ids.sort(-1).values)
+    for ours, theirs in zip(as_map(weights, ids), as_map(plain_weights, plain_ids), strict=True):
+        assert ours == pytest.approx(theirs, rel=8 * 2**-24)
+
+
+@pytest.mark.row(67)
+def test_a_large_bias_forces_an_expert_that_still_weighs_its_raw_score() -> None:
+    logits = normal(64, 32)
+    bias = torch.zeros(32, dtype=torch.float32)
+    bias[13] = 100.0
+    weights, ids = grouped_topk(logits, 4, 8, 2, "sigmoid", bias, renormalize=False)
+    assert (ids[:, 0] == 13).all()
+    assert weights[:, 0].tolist() == pytest.approx(logits[:, 13].double().sigmoid().tolist(), rel=2**-22)
+
+
+@pytest.mark.row(70)
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_renormalised_weights_sum_to_the_scaling_factor(scoring: str, scale: float) -> None:
+    weights, _ = grouped_topk(normal(64, 32), 6, 8, 4, scoring, None, True, scale)
+    assert weights.sum(-1).tolist() == pytest.approx([scale] * 64, rel=1e-6)
+
+
+@pytest.mark.row(70)
+def test_weights_that_are_not_renormalised_are_scores_times_the_factor() -> None:
+    logits = normal(8, 16)
+    for scoring, scores in (("sigmoid", logits.double().sigmoid().float()), ("softmax", logits.softmax(-1))):
+        weights, ids = grouped_topk(logits, 3, 4, 2, scoring, None, False, 2.5)
+        torch.testing.assert_close(weights, scores.gather(1, ids.long()) * 2.5, rtol=2**-21, atol=0)
+
+
+def test_scores_that_have_all_underflowed_give_zero_weights() -> None:
+    weights, ids = grouped_topk(torch.full((1, 8), -1e4, dtype=torch.float32), 2, 4, 2, renormalize=True)
+    assert (weights.tolist(), ids.tolist()) == ([[0.0, 0.0]], [[0, 1]])
+
+
+def test_one_group_equals_plain_topk_bit_for_bit() -> None:
+    logits, bias = normal(64, 16), normal(16, seed=5)
+    for scoring in ("sigmoid", "softmax"):
+        for one in (None, bias):
+            grouped = grouped_topk(logits, 4, 1, 1, scoring, one, True, 2.5)
+            for ours, theirs in zip(grouped, topk(logits, 4, scoring, True, 2.5, one), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_all_equal_logits_choose_the_lowest_ids() -> None:
+    _, ids = grouped_topk(torch.zeros(3, 16, dtype=torch.float32), 4, 4, 2)
+    assert ids.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_a_token_without_finite_scores_goes_nowhere_and_leaves_others_alone() -> None:
+    logits = normal(6, 16)
+    clean_weights, clean_ids = grouped_topk(logits, 4, 4, 2)
+    logits[1, 3] = torch.nan
+    logits[4] = torch.nan
+    weights, ids = grouped_topk(logits, 4, 4, 2)
+    assert (ids[[1, 4]] == -1).all() and (weights[[1, 4]] == 0).all()
+    others = [0, 2, 3, 5]
+    assert torch.equal(ids[others], clean_ids[others]) and torch.equal(weights[others], clean_weights[others])
+
+
+def test_infinite_logits_are_scores_where_the_function_has_a_limit() -> None:
+    logits = torch.tensor([[torch.inf, 0.0, -torch.inf, -1.0]])
+    weights, ids = grouped_topk(logits, 4, 1, 1, "sigmoid", renormalize=False)
+    assert ids.tolist() == [[0, 1, 3, 2]]
+    assert weights.tolist()[0] == pytest.approx([1.0, 0.5, 1 / (1 + math.e), 0.0])
+    assert grouped_topk(logits, 4, 1, 1, "softmax")[1].tolist() == [[-1] * 4]
+
+
+def test_an_expert_with_a_bias_of_minus_infinity_is_never_chosen() -> None:
+    bias = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
+    weights, ids = grouped_topk(normal(32, 4), 3, 2, 2, "sigmoid", bias, True, 2.5)
+    assert ids.tolist() == [[0, -1, -1]] * 32
+    assert weights.tolist() == [pytest.approx([2.5, 0.0, 0.0])] * 32
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+def test_a_token_is_routed_alike_alone_and_in_any_batch(scoring: str) -> None:
+    logits, bias = normal(75, 42), normal(42, seed=5) / 9
+    weights, ids = grouped_topk(logits, 5, 6, 3, scoring, bias, True, 2.5)
+    for t in range(75):
+        alone_weights, alone_ids = grouped_topk(logits[t : t + 1], 5, 6, 3, scoring, bias, True, 2.5)
+        assert torch.equal(alone_ids[0], ids[t]) and torch.equal(alone_weights[0], weights[t])
+
+
+def test_no_tokens_give_an_empty_routing() -> None:
+    weights, ids = grouped_topk(torch.empty(0, 16, dtype=torch.float32), 4, 4, 2, e_score_correction_bias=normal(16))
+    assert weights.shape == ids.shape == (0, 4)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+
+
+def test_strided_logits_route_like_their_copy_and_nothing_is_mutated() -> None:
+    wide, bias = normal(32, 64), normal(32, seed=5)
+    logits, before = wide.T[::2, :].T[:, :32].T, wide.clone()
+    assert logits.shape == (32, 32) and not logits.is_contiguous()
+    for scoring in ("sigmoid", "softmax"):
+        ours, theirs = (grouped_topk(x, 6, 8, 3, scoring, bias) for x in (logits, logits.contiguous()))
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert torch.equal(wide, before) and torch.equal(bias, normal(32, seed=5))
+
+
+def test_host_defaults_for_dtype_and_device_change_nothing() -> None:
+    logits, bias = normal(32, 32), normal(32, seed=5)
+    expected = grouped_topk(logits, 6, 8, 3, "sigmoid", bias, True, 2.5)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            ours = grouped_topk(logits, 6, 8, 3, "sigmoid", bias, True, 2.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+
+
+def test_meta_logits_give_a_meta_routing() -> None:
+    weights, ids = grouped_topk(torch.empty(7, 32, dtype=torch.float32, device="meta"), 6, 8, 3)
+    assert (weights.device.type, weights.shape, ids.shape) == ("meta", (7, 6), (7, 6))
+
+
+def test_a_compiler_traces_it_whole_for_any_number_of_tokens() -> None:
+    compiled = torch.compile(grouped_topk, fullgraph=True, backend="eager", dynamic=True)
+    bias = normal(32, seed=5)
+    for num_tokens in (3, 8):
+        logits = normal(num_tokens, 32)
+        ours, theirs = (f(logits, 6, 8, 3, "sigmoid", bias, True, 2.5) for f in (compiled, grouped_topk))
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+def test_gradients_reach_the_logits_of_chosen_experts_only() -> None:
+    logits = normal(8, 16).requires_grad_()
+    weights, ids = grouped_topk(logits, 3, 4, 2, "sigmoid", normal(16, seed=5), renormalize=False)
+    (gradient,) = torch.autograd.grad(weights.sum(), logits)
+    chosen = torch.zeros(8, 16, dtype=torch.bool).scatter_(1, ids.long(), True)
+    assert torch.equal(gradient != 0, chosen)
+
+
+def test_bf16_scores_are_rounded_as_in_the_model_dtype() -> None:
+    logits = normal(64, 32).bfloat16()
+    weights, ids = grouped_topk(logits, 4, 1, 1, "sigmoid", None, False, score_dtype=torch.bfloat16)
+    assert torch.equal(weights, logits.sigmoid().float().gather(1, ids.long()))
+    exact, _ = grouped_topk(logits, 4, 1, 1, "sigmoid", None, False)
+    assert not torch.equal(weights, exact)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_groups=st.sampled_from([1, 2, 4, 8]),
+    per_group=st.integers(1, 5),
+    kept=st.integers(1, 8),
+    top_k=st.integers(1, 8),
+    scoring=st.sampled_from(["sigmoid", "softmax"]),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_ids_are_distinct_within_the_kept_groups_and_tokens_do_not_interact(
+    num_groups: int, per_group: int, kept: int, top_k: int, scoring: str, biased: bool, seed: int
+) -> None:
+    kept = min(kept, num_groups)
+    top_k = min(top_k, kept * per_group)
+    num_experts = num_groups * per_group
+    logits = torch.randint(-6, 7, (9, num_experts), generator=seeded(seed)).float() / 2
+    bias = normal(num_experts, seed=seed) - 1 if biased else None
+    weights, ids = grouped_topk(logits, top_k, num_groups, kept, scoring, bias, True, 2.5)
+    for token in ids.tolist():
+        assert len(set(token)) == top_k and min(token) >= 0 and max(token) < num_experts
+        assert len({e // per_group for e in token}) <= kept
+    assert weights.sum(-1).tolist() == pytest.approx([2.5] * 9, rel=1e-6)
+    again = grouped_topk(logits.flip(0), top_k, num_groups, kept, scoring, bias, True, 2.5)
+    assert torch.equal(again[1].flip(0), ids)
+
+
+def test_numbers_that_do_not_fit_are_named_with_the_way_out() -> None:
+    logits = normal(2, 12)
+    with pytest.raises(ConfigError, match=r"num_expert_group=8 does not divide E=12 experts; use num_expert_group=6"):
+        grouped_topk(logits, 2, 8, 4)
+    with pytest.raises(ConfigError, match=r"topk_group=5 of num_expert_group=4 groups.*use topk_group in \[1, 4\]"):
+        grouped_topk(logits, 2, 4, 5)
+    with pytest.raises(
+        ConfigError, match=r"top_k=8 .*topk_group=2 groups of 3 experts = 6 selectable.*topk_group >= 3"
+    ):
+        grouped_topk(logits, 8, 4, 2)
+    with pytest.raises(ConfigError, match=r"top_k=13 .*use top_k in \[1, 6\]$"):
+        grouped_topk(logits, 13, 4, 2)
+    with pytest.raises(ConfigError, match=r"top_k=0 "):
+        grouped_topk(logits, 0, 4, 2)
+    with pytest.raises(ConfigError, match=r"num_expert_group=0 does not divide"):
+        grouped_topk(logits, 2, 0, 1)
+    with pytest.raises(ConfigError, match=r"top_k=1 .*0 selectable"):
+        grouped_topk(torch.empty(2, 0, dtype=torch.float32), 1, 1, 1)
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'sigmoid'.*routed_scaling_factor=nan.*does not divide E=12"):
+        grouped_topk(normal(2, 12), 2, 8, 4, "sigmod", routed_scaling_factor=math.nan)
+
+
+def test_wrong_tensors_are_named() -> None:
+    with pytest.raises(ShapeError, match=r"router_logits has 1 dimensions"):
+        grouped_topk(normal(8), 2, 4, 2)
+    with pytest.raises(ShapeError, match=r"router_logits has dtype torch.int64"):
+        grouped_topk(torch.zeros(2, 8, dtype=torch.int64), 2, 4, 2)
+    with pytest.raises(ShapeError, match=r"e_score_correction_bias has E=7 \(axis 0\), expected E=8"):
+        grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=normal(7))
+    with pytest.raises(ShapeError, match=r"e_score_correction_bias has dtype torch.int32"):
+        grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=torch.zeros(8, dtype=torch.int32))
+    with pytest.raises(ShapeError, match=r"e_score_correction_bias lies on meta"):
+        grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=torch.empty(8, dtype=torch.float32, device="meta"))
