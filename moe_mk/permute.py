@@ -1,0 +1,141 @@
+"""Who permutes, and who weighs and sums: three layouts, two conversions, one way back.
+
+    rows      x_RH, ids_RK           (r0: e1 e0) (r1: e0 -1) (r2: e1 e0)
+    grouped   sorted by expert       (e0,r0) (e0,r1) (e0,r2) (e1,r0) (e1,r2)
+    batched   one block an expert    [e0: r0 r1 r2] [e1: r0 r2 --]
+
+`permute` goes down this list, `weight_and_reduce` brings the output of any of them back to one row a received token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import (
+    LAYOUT_NAMES,
+    BatchedTokens,
+    ExpertOutput,
+    GroupedTokens,
+    OutputStage,
+    RowsOfSlots,
+    RowTokens,
+    Tokens,
+)
+
+
+def can_permute(produced: type, consumed: type) -> bool:
+    """Whether tokens of one layout can be brought into another: rows into anything, the others only into themselves."""
+    return produced is consumed or produced is RowTokens
+
+
+def permute(tokens: Tokens, into: Sequence[type]) -> Tokens:
+    """Bring tokens into a layout the experts read; tokens that already have one stay as they are.
+
+    into: the layouts the experts read, best first. Reads counts on the host, so it waits for a GPU.
+    """
+    if isinstance(tokens, tuple(into)):
+        return tokens
+    assert isinstance(tokens, RowTokens), (
+        f"{LAYOUT_NAMES[type(tokens)]} tokens cannot be permuted; the oracle refuses this"
+    )
+    grouped = group(tokens)
+    return grouped if into[0] is GroupedTokens else batch(grouped)
+
+
+def group(tokens: RowTokens) -> GroupedTokens:
+    """Sort assignments by local expert, keeping the order of rows inside one; -1 drops out."""
+    ids_N = tokens.ids_RK.flatten().long()
+    order_N = torch.argsort(torch.where(ids_N >= 0, ids_N, tokens.num_slots), stable=True)
+    counts_L = torch.bincount(torch.where(ids_N >= 0, ids_N, tokens.num_slots), minlength=tokens.num_slots + 1)
+    kept_N = order_N[: order_N.shape[0] - int(counts_L[-1])]
+    top_k = max(tokens.ids_RK.shape[1], 1)
+    row_N = torch.div(kept_N, top_k, rounding_mode="floor")
+    return GroupedTokens(
+        x_NH=tokens.x_RH[row_N],
+        counts_L=counts_L[:-1],
+        row_N=row_N,
+        weights_N=tokens.weights_RK.flatten()[kept_N],
+        num_rows=tokens.ids_RK.shape[0],
+        handle=tokens.handle,
+    )
+
+
+def batch(tokens: GroupedTokens) -> BatchedTokens:
+    """Give each expert a block of its own, as long as the fullest one; padding is left uninitialised."""
+    num_slots, longest = tokens.counts_L.shape[0], max(int(tokens.counts_L.max()), 1)
+    expert_N, place_N = places(tokens.counts_L)
+    row_LS = torch.full((num_slots, longest), -1, dtype=torch.int64, device=tokens.row_N.device)
+    weights_LS = torch.zeros((num_slots, longest), dtype=torch.float32, device=tokens.row_N.device)
+    row_LS[expert_N, place_N] = tokens.row_N
+    weights_LS[expert_N, place_N] = tokens.weights_N
+    return BatchedTokens(
+        x_LSH=_blocks(tokens.x_NH, expert_N, place_N, num_slots, longest),
+        counts_L=tokens.counts_L,
+        home=RowsOfSlots(row_LS, weights_LS, tokens.num_rows),
+        handle=tokens.handle,
+    )
+
+
+def places(counts_L: Tensor) -> tuple[Tensor, Tensor]:
+    """Expert and place inside its block of every assignment of a grouped order."""
+    expert_N = torch.repeat_interleave(counts_L)
+    starts_L = torch.cumsum(counts_L, dim=0) - counts_L
+    place_N = torch.arange(expert_N.shape[0], dtype=torch.int64, device=counts_L.device) - starts_L[expert_N]
+    return expert_N, place_N
+
+
+def weight_and_reduce(output: ExpertOutput, tokens: Tokens, until: OutputStage) -> ExpertOutput:
+    """Advance an output: times its routing weight, then summed to one row a received token, as far as `until`.
+
+    Sums run in f32 and are rounded once, to the dtype of the output. A stage is never undone: the oracle refuses pairs
+    that would need it.
+    """
+    assert output.stage <= until, f"{output.stage.name} output cannot go back to {until.name}; the oracle refuses this"
+    if output.stage == until:
+        return output
+    if until is OutputStage.WEIGHTED:
+        return ExpertOutput(_weighted(output.y, tokens), OutputStage.WEIGHTED)
+    return ExpertOutput(_reduced(output.y, tokens, weigh=output.stage is OutputStage.RAW), OutputStage.REDUCED)
+
+
+def reduce_rows(y: Tensor, weights: Tensor | None, rows: Tensor, num_rows: int) -> Tensor:
+    """Add rows of y, each times its weight, at their row numbers: (num_rows, H) in the dtype of y, summed in f32."""
+    wide = y.to(torch.float32)
+    if weights is not None:
+        wide = wide * weights[:, None]
+    total_RH = torch.zeros((num_rows, y.shape[-1]), dtype=torch.float32, device=y.device)
+    return total_RH.index_add_(0, rows, wide).to(y.dtype)
+
+
+def _weighted(y: Tensor, tokens: Tokens) -> Tensor:
+    if isinstance(tokens, GroupedTokens):
+        return (y.to(torch.float32) * tokens.weights_N[:, None]).to(y.dtype)
+    assert isinstance(tokens, BatchedTokens) and tokens.home is not None
+    return (y.to(torch.float32) * tokens.home.weights_LS[..., None]).to(y.dtype)
+
+
+def _reduced(y: Tensor, tokens: Tokens, *, weigh: bool) -> Tensor:
+    if isinstance(tokens, GroupedTokens):
+        return reduce_rows(y, tokens.weights_N if weigh else None, tokens.row_N, tokens.num_rows)
+    assert isinstance(tokens, BatchedTokens) and tokens.home is not None
+    home, filled_LS = tokens.home, tokens.home.row_LS >= 0  # padding may hold NaN: it is dropped, not multiplied by 0
+    weights_N = home.weights_LS[filled_LS] if weigh else None
+    return reduce_rows(y[filled_LS], weights_N, home.row_LS[filled_LS], home.num_rows)
+
+
+def _blocks(x_NH: QuantTensor, expert_N: Tensor, place_N: Tensor, num_slots: int, longest: int) -> QuantTensor:
+    def spread(part: Tensor) -> Tensor:
+        blocks = torch.empty((num_slots, longest, *part.shape[1:]), dtype=part.dtype, device=part.device)
+        if part.element_size() == 1:  # torch writes UE8M0 scales by index only as bytes (2.13)
+            blocks.view(torch.uint8)[expert_N, place_N] = part.view(torch.uint8)
+        else:
+            blocks[expert_N, place_N] = part
+        return blocks
+
+    scales = None if x_NH.scales is None else spread(x_NH.scales)
+    return replace(x_NH, values=spread(x_NH.values), scales=scales)
