@@ -1,0 +1,91 @@
+"""The contract of monolithic experts: they get router logits and route inside, so nothing may happen before them.
+
+On several ranks they need the tokens of all of them first: `runner/naive.py` gathers before and scatters after.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.moe import RouterConfig
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.experts.base import ExpertsContext, ExpertsTraits, default_workspace_bytes, reasons_of_traits
+from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.kernels.reference.grouped_topk import grouped_topk
+from moe_mk.placement.expert_map import PlacementTables
+from moe_mk.registry import Registry
+from moe_mk.tokens import RowTokens
+from moe_mk.weights.expert_weights import Weights, on_device
+
+
+@dataclass(frozen=True)
+class MonolithicContext:
+    """What monolithic experts are built from: what experts need, and what routing needs."""
+
+    experts: ExpertsContext
+    router: RouterConfig
+    tables: PlacementTables
+    rank: int
+
+
+class MonolithicExperts(ABC):
+    """Experts that route inside."""
+
+    traits: ClassVar[ExpertsTraits]
+    dispatches_itself: ClassVar[bool] = False
+    """Whether it also moves tokens between ranks (a mega-kernel); then nothing is gathered around it."""
+
+    def __init__(self, context: MonolithicContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def run(self, x_RH: Tensor, router_logits_RE: Tensor, bias_E: Tensor | None, weights: Weights) -> Tensor:
+        """Route and multiply by this rank's experts: (R, H) partial sums in the layer's dtype."""
+
+    def relayout(self, weights: Weights) -> Weights:
+        """Bring weights into the layout that `run` reads. Never mutates them."""
+        return on_device(weights, self.context.experts.device)
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Every reason why these experts cannot serve the problem."""
+        return reasons_of_traits(cls.traits, problem)
+
+    @classmethod
+    def workspace_bytes(cls, problem: Problem, rows: int) -> int:
+        """The most bytes one run allocates for `rows` rows, beyond its inputs and weights."""
+        return default_workspace_bytes(problem, rows)
+
+
+MONOLITHIC: Registry[type[MonolithicExperts]] = Registry("monolithic experts backend", MonolithicExperts)
+
+
+@MONOLITHIC.register("reference_monolithic")
+class ReferenceMonolithic(MonolithicExperts):
+    """The reference router kernel and the reference experts in one call."""
+
+    traits = ReferenceExperts.traits
+
+    @classmethod
+    def workspace_bytes(cls, problem: Problem, rows: int) -> int:
+        """Logits, ids and weights of all rows, and what the reference experts take."""
+        logits = rows * (problem.config.model.num_experts + 2 * problem.config.router.top_k) * 4
+        return logits + ReferenceExperts.workspace_bytes(problem, rows)
+
+    def run(self, x_RH: Tensor, router_logits_RE: Tensor, bias_E: Tensor | None, weights: Weights) -> Tensor:
+        """Route, keep the assignments of this rank, multiply."""
+        r, tables = self.context.router, self.context.tables
+        score_dtype = router_logits_RE.dtype if r.router_dtype == "model" else torch.float32
+        weights_RK, ids_RK = grouped_topk(
+            router_logits_RE, r.top_k, r.num_expert_group, r.topk_group, r.scoring_func, bias_E,
+            r.renormalize, r.routed_scaling_factor, score_dtype,
+        )  # fmt: skip
+        slots_RK = tables.local_slots(tables.to_physical(ids_RK, salt=0), self.context.rank)
+        x = self.context.experts.dtype.quantize(x_RH)
+        tokens = RowTokens(x, slots_RK, weights_RK, self.context.experts.num_slots)
+        return ReferenceExperts(self.context.experts).run(tokens, weights).y

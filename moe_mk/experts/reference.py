@@ -1,0 +1,93 @@
+"""The definition of correct experts: f32, one expert after the other, every layout, every format.
+
+Choose it to check others with, or where nothing faster runs. It dequantises each expert that is hit.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.problem import Problem
+from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
+from moe_mk.kernels.reference.activation import activation
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.weights.expert_weights import SlotWeights, Weights
+
+
+@EXPERTS.register("reference")
+class ReferenceExperts(FusedExperts):
+    """Plain torch in f32; rounds activations before each GEMM to the scheme it was built with."""
+
+    traits: ClassVar[ExpertsTraits] = ExpertsTraits(
+        summary="the definition: f32 torch, one expert at a time; to check others with",
+        emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
+        weights=frozenset({"plain", "fp8_block"}),
+        computes=("fp8", "plain"),
+        graph_safe=False,
+        bandwidth=0.01,
+        compute=0.02,
+        launches=12,
+        per_expert=True,
+    )
+
+    @classmethod
+    def workspace_bytes(cls, problem: Problem, rows: int) -> int:
+        """The sum, the rows of one expert on their way, and that expert in f32."""
+        hidden, inner = problem.config.model.hidden_size, problem.intermediate
+        return 4 * (rows * (3 * hidden + 3 * inner) + 3 * hidden * inner)
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        """Multiply in the layout the tokens have."""
+        if isinstance(tokens, RowTokens):
+            return ExpertOutput(self._rows(tokens, weights).to(self.context.dtype.dtype), OutputStage.REDUCED)
+        y = self._grouped(tokens, weights) if isinstance(tokens, GroupedTokens) else self._batched(tokens, weights)
+        return ExpertOutput(y, OutputStage.RAW)
+
+    def _rows(self, tokens: RowTokens, weights: Weights) -> Tensor:
+        y_RH = self._zeros(tokens.x_RH.shape)
+        for slot in torch.unique(tokens.ids_RK[tokens.ids_RK >= 0]).tolist():
+            row_N, k_N = torch.nonzero(tokens.ids_RK == slot, as_tuple=True)
+            y_NH = self._ffn(tokens.x_RH[row_N], weights.slot(slot))
+            y_RH.index_add_(0, row_N, y_NH * tokens.weights_RK[row_N, k_N][:, None])
+        return y_RH
+
+    def _grouped(self, tokens: GroupedTokens, weights: Weights) -> Tensor:
+        y_NH = torch.empty(tokens.x_NH.shape, dtype=self.context.dtype.dtype, device=self.context.device)
+        start = 0
+        for slot, count in enumerate(tokens.counts_L.tolist()):
+            if count:
+                part = torch.arange(start, start + count, dtype=torch.int64, device=self.context.device)
+                y_NH[start : start + count] = self._ffn(tokens.x_NH[part], weights.slot(slot)).to(y_NH.dtype)
+            start += count
+        return y_NH
+
+    def _batched(self, tokens: BatchedTokens, weights: Weights) -> Tensor:
+        y_LSH = torch.empty(tokens.x_LSH.shape, dtype=self.context.dtype.dtype, device=self.context.device)
+        for slot, count in enumerate(tokens.counts_L.tolist()):
+            if count:
+                part = torch.arange(count, dtype=torch.int64, device=self.context.device)
+                y_LSH[slot, :count] = self._ffn(tokens.x_LSH[slot][part], weights.slot(slot)).to(y_LSH.dtype)
+        return y_LSH
+
+    def _ffn(self, x_NH: QuantTensor, slot: SlotWeights) -> Tensor:
+        x = self._rounded(x_NH)
+        gate = None if slot.gate_IH is None else x @ slot.gate_IH.dequantize(torch.float32).T
+        h = activation(self.context.activation, gate, x @ slot.up_IH.dequantize(torch.float32).T)
+        return self._rounded(h) @ slot.down_HI.dequantize(torch.float32).T
+
+    def _rounded(self, x: Tensor | QuantTensor) -> Tensor:
+        """Round activations to the compute scheme, in f32; tokens that came in it are not rounded twice."""
+        compute = self.context.compute
+        if isinstance(x, QuantTensor):
+            if x.scheme == compute:
+                return x.dequantize(torch.float32)
+            x = x.dequantize(torch.float32)
+        return x if isinstance(compute, Plain) else compute.quantize(x).dequantize(torch.float32)
+
+    def _zeros(self, shape: torch.Size) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.context.device)

@@ -1,0 +1,98 @@
+"""Experts on a CPU with torch alone: matrix units through `torch.mm`, FP8 weights decoded block by block in cache.
+
+Choose it where no compiler is at hand for native kernels. Reads weights where the checkpoint lies in memory, only
+those of experts that are hit, and multiplies in the layer's dtype (more accurate than FP8 activations).
+
+torch converts FP8 one element at a time. An e4m3 code moved to the exponent and mantissa of a bf16 is that number times
+2^-120, subnormals included, so three integer operations and the multiplication by the scale do it at vector speed. NaN
+codes would come out as numbers: checkpoints with any are refused when they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.problem import Problem
+from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
+from moe_mk.kernels.reference.activation import activation
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Tokens
+from moe_mk.weights.expert_weights import SlotWeights, Weights
+
+E4M3_IN_BF16 = 0x87F0 - 0x10000
+"""Sign, four exponent bits and three mantissa bits of an e4m3 code shifted into a bf16, as int16."""
+REBIAS = 2.0**120
+"""The exponent bias of bf16 is 127, of e4m3 it is 7."""
+LARGEST_SCALE = 2.0**7
+"""Times REBIAS this is still an f32."""
+
+
+@EXPERTS.register("torch_cpu")
+class TorchCpuExperts(FusedExperts):
+    """torch.mm per expert over rows sorted by expert."""
+
+    traits: ClassVar[ExpertsTraits] = ExpertsTraits(
+        summary="torch on a CPU, FP8 decoded per block; where native kernels cannot be built",
+        kinds=frozenset({"cpu"}),
+        emits={GroupedTokens: OutputStage.RAW},
+        weights=frozenset({"plain", "fp8_block"}),
+        computes=("plain",),
+        graph_safe=False,
+        bandwidth=0.1,
+        compute=0.4,
+        launches=10,
+        per_expert=True,
+    )
+
+    @classmethod
+    def workspace_bytes(cls, problem: Problem, rows: int) -> int:
+        """Rows sorted by expert and their outputs, K of each row at worst, and one expert's intermediates."""
+        hidden, inner, width = problem.config.model.hidden_size, problem.intermediate, problem.dtype.dtype.itemsize
+        return rows * (problem.config.router.top_k * 2 * hidden + 3 * inner) * width
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        """Multiply each expert's rows; experts without rows are not touched."""
+        assert isinstance(tokens, GroupedTokens)
+        x_NH = tokens.x_NH.dequantize(self.context.dtype.dtype)
+        y_NH = torch.empty((x_NH.shape[0], self.context.hidden_size), dtype=x_NH.dtype, device=x_NH.device)
+        start = 0
+        for slot, count in enumerate(tokens.counts_L.tolist()):
+            if count:
+                rows = slice(start, start + count)
+                y_NH[rows] = self._ffn(x_NH[rows], weights.slot(slot))
+            start += count
+        return ExpertOutput(y_NH, OutputStage.RAW)
+
+    def _ffn(self, x: Tensor, slot: SlotWeights) -> Tensor:
+        gate = None if slot.gate_IH is None else _multiply(x, slot.gate_IH)
+        return _multiply(activation(self.context.activation, gate, _multiply(x, slot.up_IH)), slot.down_HI)
+
+
+def _multiply(x: Tensor, weight_nk: QuantTensor) -> Tensor:
+    """x (m, k) times a weight (n, k) transposed; an FP8 weight is decoded a block row at a time, while in cache."""
+    if isinstance(weight_nk.scheme, Plain):
+        return x @ weight_nk.dequantize(x.dtype).T
+    return torch.cat([x @ block.T for block in decoded_block_rows(weight_nk, x.dtype)], dim=1)
+
+
+def decoded_block_rows(weight_nk: QuantTensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Decode one row of blocks after the other: values times scale in f32, rounded once."""
+    scheme = weight_nk.scheme
+    assert isinstance(scheme, Fp8Block) and weight_nk.scales is not None
+    n, k = weight_nk.shape
+    for block_row, scales in enumerate(weight_nk.scales.to(torch.float32)):
+        codes = weight_nk.values[block_row * scheme.rows : min((block_row + 1) * scheme.rows, n)]
+        # int8 to int16 repeats the sign above the seven bits of the code; shift them into place and drop the repeats.
+        bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(E4M3_IN_BF16)
+        wide = bits.view(torch.bfloat16).to(torch.float32)
+        if float(scales.max()) > LARGEST_SCALE:
+            wide *= REBIAS
+        else:
+            scales = scales * REBIAS
+        yield (wide * scales.repeat_interleave(scheme.columns)[:k]).to(dtype)

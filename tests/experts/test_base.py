@@ -1,0 +1,68 @@
+"""What an experts backend says against a problem, from its traits alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moe_mk import ConfigError, Problem
+from moe_mk.config import device_profile, load_config
+from moe_mk.experts import EXPERTS, ExpertsTraits
+from moe_mk.experts.monolithic import ReferenceMonolithic
+from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.quant.plain import FP16
+from moe_mk.tokens import GroupedTokens, OutputStage
+
+
+def told(traits: ExpertsTraits, asked: Problem) -> dict[str, str]:
+    class Imagined(ReferenceExperts):
+        pass
+
+    Imagined.traits = traits
+    return {reason.code: str(reason) for reason in Imagined.reasons_against(asked)}
+
+
+def problem(**settings: object) -> Problem:
+    return Problem(load_config("deepseek_v3").with_(**settings), device_profile("h100"), FP16, 64)
+
+
+def test_every_reason_is_told_at_once() -> None:
+    traits = ExpertsTraits(
+        summary="picky", emits={GroupedTokens: OutputStage.RAW}, weights=frozenset({"fp8_block"}), computes=("plain",),
+        kinds=frozenset({"cuda"}), min_arch=(10, 0), block_sides=frozenset({64}), activations=frozenset({"relu2"}),
+        dtypes=frozenset({"bf16"}), deterministic=False,
+    )  # fmt: skip
+    assert told(traits, problem(activations="checkpoint", deterministic=True)) == {
+        "arch": "needs sm_100, this device is sm_90",
+        "deterministic": "does not give equal bits twice [kernel.deterministic = false]",
+        "block": "reads FP8 blocks with sides 64, the experts have 128x128",
+        "activation": "has relu2, the model needs silu",
+        "dtype": "computes in bf16, the layer is fp16",
+        "activations": "multiplies with plain activations only [kernel.activations = auto]",
+    }
+    only_fp8 = replace(traits, computes=("fp8",), weights=frozenset({"plain"}))
+    both = told(only_fp8, problem(activations="plain"))
+    assert both["activations"] == "multiplies with FP8 activations only [kernel.activations = auto]"
+    assert both["weights"] == "reads plain weights, the experts are fp8_128x128"
+
+
+def test_the_layouts_a_backend_reads_come_best_first() -> None:
+    assert ReferenceExperts.traits.consumes == tuple(ReferenceExperts.traits.emits)
+
+
+def test_a_backend_with_another_signature_is_refused_when_it_registers() -> None:
+    class Odd(ReferenceExperts):
+        def run(self, hidden_states: object, weights: object) -> object:  # type: ignore[override]
+            raise NotImplementedError
+
+    with pytest.raises(
+        ConfigError, match=r"run\(self, hidden_states, weights\) should be run\(self, tokens, weights\)"
+    ):
+        EXPERTS.register("odd")(Odd)
+
+
+def test_experts_that_route_inside_judge_problems_by_the_same_traits() -> None:
+    asked = problem(graphs=True)
+    assert ReferenceMonolithic.reasons_against(asked) == ReferenceExperts.reasons_against(asked)
+    assert ReferenceMonolithic.workspace_bytes(asked, 100) > ReferenceExperts.workspace_bytes(asked, 100)
