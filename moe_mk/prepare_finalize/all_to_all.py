@@ -1,0 +1,104 @@
+"""All-to-all over torch.distributed: a token goes once to each rank that holds one of its experts, and sums come home.
+
+The plain choice between processes and nodes where no EP library is installed.
+
+    dispatch  counts, then rows [values | scales | ids | weights] sorted by destination, token order kept inside one
+    combine   the same splits backwards; the home rank adds what came back in rank order, in f32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.problem import Problem
+from moe_mk.flight import Flight
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
+from moe_mk.prepare_finalize.packing import pack, unpack
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+
+
+@dataclass(frozen=True)
+class WayHome:
+    """How the rows of one dispatch find back."""
+
+    token_X: Tensor
+    """int64. The token behind each row sent, destination by destination."""
+    sent: Sequence[int]
+    received: Sequence[int]
+    num_tokens: int
+
+
+@PREPARE_FINALIZE.register("all_to_all")
+class AllToAll(PrepareFinalize):
+    """Uneven all-to-all, one copy of a token per destination rank."""
+
+    traits: ClassVar[TransportTraits] = TransportTraits(
+        summary="torch.distributed all-to-all, one copy of a token per rank; between processes without an EP library",
+        produces=RowTokens,
+        wants=OutputStage.REDUCED,
+        wire=frozenset({"plain", "fp8"}),
+        min_ranks=2,
+        graph_safe=False,
+    )
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        """Send each token to the ranks of its experts, with the ids that are local there."""
+        c = self.context
+        x_wire = self.encode(x_TH)
+        with c.spans.span("dispatch"):
+            rank_TK = torch.where(
+                routing.ids_TK >= 0, c.tables.rank_of_P[routing.ids_TK.clamp_min(0).long()], routing.ids_TK
+            )
+            peer_X, token_X = self._destinations(rank_TK)
+            sent = torch.bincount(peer_X, minlength=c.comm.size).tolist()
+            # Counts first: peers must size their buffers before rows arrive.
+            received = yield from c.comm.exchange_counts(sent, "dispatch counts")
+            rows_XB = self._rows(peer_X, token_X, rank_TK, x_wire, routing)
+            arrived_RB = yield from c.comm.all_to_all(rows_XB, sent, received, "dispatch")
+            x_RH, slots_RK, weights_RK = unpack(arrived_RB, c.wire, c.hidden_size, c.top_k)
+        home = WayHome(token_X, sent, received, x_TH.shape[0])
+        return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle=home)
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """Send sums back the way the rows came, and add them up per token."""
+        home, comm = tokens.handle, self.context.comm
+        assert isinstance(home, WayHome)
+        with self.context.spans.span("combine"):
+            back_XH = yield from comm.all_to_all(output.y, home.received, home.sent, "combine")
+            total_TH = torch.zeros((home.num_tokens, back_XH.shape[1]), dtype=torch.float32, device=back_XH.device)
+            sent = list(home.sent)
+            for token_X, part_XH in zip(torch.split(home.token_X, sent), torch.split(back_XH, sent), strict=True):
+                total_TH[token_X] += part_XH  # a token is at most once in each part, so nothing is lost
+            return total_TH.to(output.y.dtype)
+
+    def _destinations(self, rank_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Pairs (rank, token) of all rows to send, by rank, then by token."""
+        ranks_W = torch.arange(self.context.comm.size, dtype=rank_TK.dtype, device=rank_TK.device)
+        wanted_WT = (rank_TK[None] == ranks_W[:, None, None]).any(dim=2)
+        peer_X, token_X = torch.nonzero(wanted_WT, as_tuple=True)
+        return peer_X, token_X
+
+    def _rows(self, peer_X: Tensor, token_X: Tensor, rank_TK: Tensor, x_TH: QuantTensor, routing: Routing) -> Tensor:
+        """The packed bytes of each row: assignments that go elsewhere become -1 and weigh nothing there."""
+        physical_XK = routing.ids_TK[token_X]
+        there_XK = rank_TK[token_X] == peer_X[:, None]
+        slots_XK = torch.where(there_XK, self.context.tables.slot_of_P[physical_XK.clamp_min(0).long()], -1)
+        weights_XK = torch.where(there_XK, routing.weights_TK[token_X], 0.0)
+        return pack(x_TH[token_X], slots_XK.to(torch.int32), weights_XK.to(torch.float32))
+
+    @classmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """Each token goes to the distinct other ranks of its experts, and a sum comes back from each."""
+        remote = problem.num_tokens * problem.ranks_per_token * (problem.ranks - 1) / problem.ranks
+        return Volume(remote, remote, 3)
+
+    @classmethod
+    def max_rows(cls, problem: Problem) -> int:
+        """All tokens of all ranks may want an expert of this one."""
+        return problem.num_tokens * problem.ranks

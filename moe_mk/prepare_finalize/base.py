@@ -1,0 +1,146 @@
+"""The contract of a communication backend: carry tokens to their experts, carry the output home.
+
+One file, one class, one decorator make a backend:
+
+    @PREPARE_FINALIZE.register("my_transport")
+    class MyTransport(PrepareFinalize):
+        traits = TransportTraits(summary="...", produces=RowTokens, wants=OutputStage.REDUCED, ...)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.config.moe import KernelConfig
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.traits import Traits, common_reasons
+from moe_mk.flight import Flight
+from moe_mk.placement.expert_map import ExpertMap, PlacementTables
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.registry import Registry
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+from moe_mk.trace.recorder import Spans
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportTraits(Traits):
+    """Facts of a transport."""
+
+    produces: type
+    """The layout its `prepare` hands over: RowTokens, GroupedTokens or BatchedTokens."""
+    wants: OutputStage
+    """How far an output must be before `finalize` takes it."""
+    wire: frozenset[str] = frozenset({"plain"})
+    """What it can carry: "plain", "fp8" (values and scales as bytes)."""
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    one_node: bool = False
+    """Whether all ranks must share a node."""
+    tokens: frozenset[str] = frozenset({"sharded"})
+    """Whether EP ranks may bring different tokens ("sharded"), the same ones ("replicated"), or both."""
+    partial: bool = False
+    """Whether the output is a partial sum that the layer still has to add up over EP."""
+    uneven: bool = True
+    """Whether ranks may own different numbers of experts."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Rows one rank expects to send to others in one call, and how many collectives that takes."""
+
+    dispatch_rows: float
+    combine_rows: float
+    collectives: int
+
+
+@dataclass(frozen=True)
+class TransportContext:
+    """What a transport is built from. Nothing else is at hand: no ambient group, no global."""
+
+    comm: Communicator
+    expert_map: ExpertMap
+    tables: PlacementTables
+    wire: QuantScheme
+    dtype: Plain
+    hidden_size: int
+    top_k: int
+    device: torch.device
+    spans: Spans = field(default_factory=Spans)
+    max_num_tokens: int = KernelConfig.model_fields["max_num_tokens"].default
+    """The most tokens this rank brings to one call; windows are sized by it."""
+
+    @property
+    def num_slots(self) -> int:
+        """L of this rank."""
+        return self.expert_map.num_slots(self.comm.rank)
+
+
+class PrepareFinalize(ABC):
+    """One communication backend."""
+
+    traits: ClassVar[TransportTraits]
+
+    def __init__(self, context: TransportContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        """Carry tokens to the ranks of their experts. routing.ids_TK are physical experts, -1 goes nowhere."""
+
+    @abstractmethod
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """Carry the output home: (T, H) in the layer's dtype, in the order of x_TH. `tokens` is what prepare gave."""
+
+    @classmethod
+    @abstractmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """What one call moves under uniform routing, for the plan."""
+
+    @classmethod
+    @abstractmethod
+    def max_rows(cls, problem: Problem) -> int:
+        """R of the worst routing: every token of every rank that can reach this one does."""
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Every reason why this backend cannot serve the problem; empty if it can."""
+        return [*common_reasons(cls.traits, problem), *_fabric_reasons(cls.traits, problem)]
+
+    def encode(self, x_TH: Tensor) -> QuantTensor:
+        """Bring tokens into the wire scheme."""
+        with self.context.spans.span("quantise"):
+            return self.context.wire.quantize(x_TH)
+
+    def local_rows(self, x_RH: QuantTensor, physical_RK: Tensor, weights_RK: Tensor, handle: object) -> RowTokens:
+        """Rows with the slots of this rank; assignments to experts of other ranks become -1 and weigh nothing."""
+        c = self.context
+        slots_RK = c.tables.local_slots(physical_RK, c.comm.rank)
+        return RowTokens(x_RH, slots_RK, torch.where(slots_RK >= 0, weights_RK, 0.0), c.num_slots, handle)
+
+
+def _fabric_reasons(traits: TransportTraits, problem: Problem) -> list[Reason]:
+    ranks, tokens, reasons = problem.ranks, problem.config.parallel.tokens, []
+    if ranks < traits.min_ranks:
+        reasons.append(Reason("ranks", f"needs {traits.min_ranks} ranks or more, the group has {ranks}"))
+    if traits.max_ranks is not None and ranks > traits.max_ranks:
+        reasons.append(Reason("ranks", f"serves {traits.max_ranks} rank, the group has {ranks}"))
+    if traits.one_node and problem.nodes > 1:
+        reasons.append(Reason("fabric", f"needs all ranks in one node, {ranks} ranks span {problem.nodes} nodes"))
+    if ranks > 1 and tokens not in traits.tokens:
+        have, fix = {"replicated": "the same tokens", "sharded": "their own tokens"}[tokens], next(iter(traits.tokens))
+        reasons.append(Reason("tokens", f"ranks bring {have}", f"parallel.tokens = {fix}"))
+    if not traits.uneven and problem.config.model.num_experts % ranks:
+        reasons.append(Reason("uneven", f"{problem.config.model.num_experts} experts do not divide over {ranks} ranks"))
+    return reasons
+
+
+PREPARE_FINALIZE: Registry[type[PrepareFinalize]] = Registry(
+    "prepare_finalize backend", PrepareFinalize, group="moe_mk.prepare_finalize"
+)

@@ -1,0 +1,45 @@
+"""No expert parallelism: all experts are here, nothing moves. Choose it on one rank."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from moe_mk.config.problem import Problem
+from moe_mk.flight import Flight, InFlight
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+
+
+@PREPARE_FINALIZE.register("no_ep")
+class NoEP(PrepareFinalize):
+    """Hand tokens to the experts of this rank as they are."""
+
+    traits: ClassVar[TransportTraits] = TransportTraits(
+        summary="one rank holds all experts, nothing moves",
+        produces=RowTokens,
+        wants=OutputStage.REDUCED,
+        max_ranks=1,
+        tokens=frozenset({"sharded", "replicated"}),
+    )
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        """One hop, so that shared experts and micro-batches run in the same order as on many ranks."""
+        yield InFlight("dispatch")
+        return self.local_rows(self.encode(x_TH), routing.ids_TK, routing.weights_TK, handle=None)
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """The reduced rows are the tokens."""
+        yield InFlight("combine")
+        return output.y
+
+    @classmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """Nothing."""
+        return Volume(0, 0, 0)
+
+    @classmethod
+    def max_rows(cls, problem: Problem) -> int:
+        """The tokens of this rank."""
+        return problem.num_tokens

@@ -1,0 +1,88 @@
+"""What a transport says against a problem, from its traits alone, and what it expects to move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_mk import ConfigError, Problem
+from moe_mk.config import device_profile, load_config
+from moe_mk.flight import Flight
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
+from moe_mk.prepare_finalize.all_to_all import AllToAll
+from moe_mk.quant.plain import BF16
+from moe_mk.tokens import LAYOUT_NAMES, Routing, Tokens
+
+
+def problem(num_tokens: int = 64, **settings: object) -> Problem:
+    return Problem(load_config("deepseek_v3").with_(**settings), device_profile("h100"), BF16, num_tokens)
+
+
+def told(traits: TransportTraits, asked: Problem) -> dict[str, str]:
+    class Imagined(AllToAll):
+        pass
+
+    Imagined.traits = traits
+    return {reason.code: str(reason) for reason in Imagined.reasons_against(asked)}
+
+
+def test_every_reason_is_told_at_once() -> None:
+    traits = replace(AllToAll.traits, one_node=True, uneven=False, max_ranks=4, library="deep_ep", extra="build DeepEP")
+    assert told(traits, problem(ep=12, tokens="replicated", graphs=True)) == {
+        "library": "deep_ep is not installed [build DeepEP]",
+        "graphs": "cannot be captured in a CUDA graph [kernel.graphs = false]",
+        "ranks": "serves 4 rank, the group has 12",
+        "fabric": "needs all ranks in one node, 12 ranks span 2 nodes",
+        "tokens": "ranks bring the same tokens [parallel.tokens = sharded]",
+        "uneven": "256 experts do not divide over 12 ranks",
+    }
+
+
+def test_an_emulated_library_is_used_only_where_it_is_allowed() -> None:
+    traits = replace(AllToAll.traits, library="deep_ep")
+    asked = replace(problem(ep=8), emulated=frozenset({"deep_ep"}))
+    assert "kernel.allow_emulated = true" in told(traits, asked)["library"]
+    allowed = replace(problem(ep=8, allow_emulated=True), emulated=frozenset({"deep_ep"}))
+    assert told(traits, allowed) == {}
+
+
+@pytest.mark.parametrize("ep,visited", [(8, 5.3), (32, 7.3)])
+def test_the_expected_rows_are_those_of_the_ranks_that_a_token_visits(ep: int, visited: float) -> None:
+    asked = problem(100, ep=ep)
+    assert asked.ranks_per_token == pytest.approx(visited, abs=0.05)
+    assert PREPARE_FINALIZE["all_to_all"].volume(asked).dispatch_rows == pytest.approx(
+        100 * asked.ranks_per_token * (ep - 1) / ep
+    )
+    assert PREPARE_FINALIZE["all_gather"].volume(asked).dispatch_rows == 100 * (ep - 1)
+    assert PREPARE_FINALIZE["replicated"].volume(asked) == Volume(0, 100 * 2 * (ep - 1) / ep, 1)
+    assert PREPARE_FINALIZE["no_ep"].volume(asked) == Volume(0, 0, 0)
+
+
+@pytest.mark.row(82)
+def test_a_transport_with_another_signature_is_refused_when_it_registers() -> None:
+    class Odd(AllToAll):
+        def prepare(self, x_TH: torch.Tensor, topk_ids: torch.Tensor) -> Flight[Tokens]:  # type: ignore[override]
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match=r"prepare\(self, x_TH, topk_ids\) should be prepare\(self, x_TH, routing\)"):
+        PREPARE_FINALIZE.register("odd")(Odd)
+
+
+@pytest.mark.row(82)
+def test_a_transport_without_its_methods_or_traits_is_refused_when_it_registers() -> None:
+    class Half(PrepareFinalize):
+        def prepare(self, x_TH: torch.Tensor, routing: Routing) -> Flight[Tokens]:
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match=r"finalize\(\) is not implemented; .*`traits` is missing"):
+        PREPARE_FINALIZE.register("half")(Half)
+    assert "half" not in PREPARE_FINALIZE
+
+
+def test_the_built_in_transports_say_what_they_are() -> None:
+    for name, transport in PREPARE_FINALIZE.items():
+        assert transport.__doc__ and transport.traits.summary, name
+        assert transport.traits.produces in LAYOUT_NAMES, name
+    assert PREPARE_FINALIZE["replicated"].traits.partial and not PREPARE_FINALIZE["all_to_all"].traits.partial
