@@ -1,0 +1,46 @@
+"""One expert-parallel MoE forward: carry out, multiply, carry home.
+
+This is the file to read first. A transport and an experts backend meet here and nowhere else; an oracle chose them
+because every step below is legal for the pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from moe_mk.experts.base import FusedExperts
+from moe_mk.flight import Flight
+from moe_mk.permute import permute, weight_and_reduce
+from moe_mk.prepare_finalize.base import PrepareFinalize
+from moe_mk.tokens import ExpertOutput, Routing, Tokens
+from moe_mk.trace.recorder import Spans
+from moe_mk.weights.expert_weights import Weights
+
+
+@dataclass(frozen=True)
+class FusedMoEKernel:
+    """A transport and an experts backend, put together."""
+
+    prepare_finalize: PrepareFinalize
+    experts: FusedExperts
+    spans: Spans = field(default_factory=Spans)
+
+    def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
+        """Run the layer's routed experts on the tokens of this rank: (T, H) to (T, H).
+
+        routing.ids_TK are physical experts. weights are those of this rank, in the layout of the experts backend.
+        """
+        tokens = yield from self.prepare_finalize.prepare(x_TH, routing)
+        output = self.multiply(tokens, weights)
+        return (yield from self.prepare_finalize.finalize(output, tokens))
+
+    def multiply(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        """The part between the two journeys: permute, multiply, weigh and sum as far as the transport wants it."""
+        with self.spans.span("permute"):
+            local = permute(tokens, into=self.experts.traits.consumes)
+        with self.spans.span("experts"):
+            output = self.experts.run(local, weights)
+        with self.spans.span("reduce"):
+            return weight_and_reduce(output, local, until=self.prepare_finalize.traits.wants)

@@ -1,0 +1,10 @@
+"""Who uses the waiting time of a flight: nobody, the shared experts, or other micro-batches."""
+
+from moe_mk.runner.naive import MonolithicKernel, needs_naive_dispatch_combine
+from moe_mk.runner.overlap import alongside, run_alone, run_dual, run_with
+from moe_mk.runner.split import Half, finalize_async, prepare_async
+
+__all__ = [
+    "Half", "MonolithicKernel", "alongside", "finalize_async", "needs_naive_dispatch_combine", "prepare_async",
+    "run_alone", "run_dual", "run_with",
+]  # fmt: skip

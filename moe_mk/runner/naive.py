@@ -1,0 +1,49 @@
+"""The naive data-parallel path around kernels that route inside: gather hidden states and logits, scatter sums.
+
+    gather = (dp > 1 or sequence parallel) and the kernel does not dispatch by itself
+
+Source of the rule: vLLM 0.33, `do_naive_dispatch_combine` of its MoE runner (sequence parallel included).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.experts.monolithic import MonolithicExperts
+from moe_mk.flight import Flight, InFlight
+from moe_mk.trace.recorder import Spans
+from moe_mk.weights.expert_weights import Weights
+
+
+def needs_naive_dispatch_combine(
+    *, ranks_with_own_tokens: int, sequence_parallel: bool, dispatches_itself: bool
+) -> bool:
+    """Whether tokens must be gathered around a kernel that routes inside."""
+    return (ranks_with_own_tokens > 1 or sequence_parallel) and not dispatches_itself
+
+
+@dataclass(frozen=True)
+class MonolithicKernel:
+    """Experts that route inside, with the naive path around them where it is needed."""
+
+    comm: Communicator
+    experts: MonolithicExperts
+    gathers: bool
+    spans: Spans = field(default_factory=Spans)
+
+    def steps(self, x_TH: Tensor, router_logits_TE: Tensor, bias_E: Tensor | None, weights: Weights) -> Flight[Tensor]:
+        """Run the layer's routed experts: (T, H) to (T, H). The logits are those of the gate, before any routing."""
+        if not self.gathers:
+            yield InFlight("dispatch")
+            return self.experts.run(x_TH, router_logits_TE, bias_E, weights)
+        with self.spans.span("dispatch"):
+            counts = yield from self.comm.gather_count(x_TH.shape[0], "dispatch counts")
+            x_RH = yield from self.comm.all_gather(x_TH, counts, "dispatch")
+            logits_RE = yield from self.comm.all_gather(router_logits_TE, counts, "dispatch logits")
+        with self.spans.span("experts"):
+            y_RH = self.experts.run(x_RH, logits_RE, bias_E, weights)
+        with self.spans.span("combine"):
+            return (yield from self.comm.reduce_scatter(y_RH, counts, "combine"))

@@ -1,0 +1,136 @@
+"""Who uses the waiting time, seen in the order of events; and that it changes no result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk.flight import Flight, InFlight, interleave
+from moe_mk.runner import alongside, run_alone, run_dual, run_with
+from moe_mk.testing.virtual import virtual_groups
+from tests.layer.build import HIDDEN, layer
+
+
+def journey(name: str, events: list[str]) -> Flight[str]:
+    """Out, work, home: one hop each way."""
+    events.append(f"{name} out")
+    yield InFlight("dispatch")
+    events.append(f"{name} experts")
+    yield InFlight("combine")
+    events.append(f"{name} home")
+    return name
+
+
+def test_alone_nobody_uses_the_waiting_time() -> None:
+    events: list[str] = []
+    assert run_alone(journey("a", events)) == "a"
+    assert events == ["a out", "a experts", "a home"]
+
+
+@pytest.mark.parametrize(
+    "during,expected",
+    [
+        ("dispatch", ["a out", "shared", "a experts", "a home"]),
+        ("combine", ["a out", "a experts", "shared", "a home"]),
+        ("nothing of that name", ["a out", "a experts", "a home", "shared"]),
+    ],
+)
+def test_other_work_is_done_once_while_the_named_hop_is_in_flight(during: str, expected: list[str]) -> None:
+    events: list[str] = []
+    assert run_with(journey("a", events), lambda: events.append("shared"), during) == ("a", None)
+    assert events == expected
+
+
+def test_the_second_hop_of_the_same_name_is_not_used_again() -> None:
+    events: list[str] = []
+
+    def twice() -> Flight[str]:
+        yield InFlight("dispatch")
+        yield InFlight("dispatch")
+        return "landed"
+
+    assert run_with(twice(), lambda: events.append("shared")) == ("landed", None)
+    assert events == ["shared"]
+
+
+@pytest.mark.row(94)
+def test_micro_batches_compute_while_the_others_travel() -> None:
+    events: list[str] = []
+    assert run_dual([journey("a", events), journey("b", events)]) == ["a", "b"]
+    # b goes out before a computes, and a goes home while b's result is on its way.
+    assert events == ["a out", "b out", "a experts", "b experts", "a home", "b home"]
+
+
+def test_what_fails_in_a_flight_reaches_the_caller() -> None:
+    def lost() -> Flight[None]:
+        yield InFlight("dispatch")
+        raise ValueError("lost")
+
+    for run in (lambda: run_alone(lost()), lambda: run_dual([lost()]), lambda: run_with(lost(), list)):
+        with pytest.raises(ValueError, match="lost"):
+            run()
+
+
+@pytest.fixture
+def x_TH() -> Tensor:
+    return torch.randn(11, HIDDEN)
+
+
+@pytest.mark.row(94)
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("cuts", [(11,), (5, 6), (0, 11), (1, 4, 6), (3, 0, 8, 0)])
+def test_any_number_of_micro_batches_gives_what_one_gives(x_TH: Tensor, ep: int, cuts: tuple[int, ...]) -> None:
+    layers = [layer(8, 2, groups, num_shared_experts=1, experts="reference") for groups in virtual_groups(ep)]
+    whole = interleave([one.steps(x_TH) for one in layers])
+    parts = x_TH.split(list(cuts))
+    alone = [interleave([one.steps(part) for one in layers]) for part in parts]
+    dual = interleave([one.steps(part) for one in layers for part in parts])
+    for rank in range(ep):
+        mine = dual[rank * len(parts) : (rank + 1) * len(parts)]
+        for got, part in zip(mine, (outputs[rank] for outputs in alone), strict=True):
+            assert torch.equal(got, part), "together as one after the other, bit for bit"
+        torch.testing.assert_close(torch.cat(mine), whole[rank], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.row(93)
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("transport", ["auto", "inside"])
+def test_shared_experts_run_while_the_dispatch_is_in_flight(x_TH: Tensor, ep: int, transport: str) -> None:
+    events: list[str] = []
+    layers = [layer(8, 2, groups, num_shared_experts=1, prepare_finalize=transport) for groups in virtual_groups(ep)]
+    first = layers[0]
+    first._shared = noted(first._shared, "shared", events)  # type: ignore[assignment]
+    inner = first.kernel.experts.run
+    first.kernel.experts.run = noted(inner, "experts", events)  # type: ignore[method-assign]
+
+    def hops() -> Flight[Tensor]:
+        flight = first.steps(x_TH)
+        while True:
+            try:
+                hop = next(flight)
+            except StopIteration as landed:
+                return landed.value  # type: ignore[no-any-return]
+            events.append(f"{hop.what}...")
+            yield hop
+
+    got = interleave([hops(), *(one.steps(x_TH) for one in layers[1:])])[0]
+    start = events.index("shared")
+    assert events[start : start + 2] == ["shared", "dispatch..."], "before the hop is handed on, so nobody waits for it"
+    assert events.index("experts") > start and events.count("shared") == 1
+    torch.testing.assert_close(got, layer(8, 2, num_shared_experts=1)(x_TH), atol=1e-6, rtol=1e-6)
+
+
+def noted(call: object, name: str, events: list[str]) -> object:
+    def run(*args: object) -> object:
+        events.append(name)
+        return call(*args)  # type: ignore[operator]
+
+    return run
+
+
+def test_a_flight_with_other_work_is_itself_a_flight() -> None:
+    events: list[str] = []
+    both = [alongside(journey(name, events), lambda name=name: events.append(f"{name} shared")) for name in "ab"]  # type: ignore[misc]
+    assert [name for name, _ in run_dual(both)] == ["a", "b"]
+    assert events[:4] == ["a out", "a shared", "b out", "b shared"]
