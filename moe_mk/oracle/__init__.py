@@ -1,0 +1,24 @@
+"""Which transport and which experts, and why not the others: decided from data, explained in full."""
+
+from moe_mk.config.problem import Problem
+from moe_mk.errors import ConfigError
+from moe_mk.oracle import fp8, unquantized
+from moe_mk.oracle.assemble import Parts, assemble
+from moe_mk.oracle.base import ORACLES, Oracle
+from moe_mk.oracle.decide import decide
+from moe_mk.oracle.verdict import Decision, Verdict
+
+
+def select(problem: Problem) -> Decision:
+    """Ask the oracle that serves the problem's quantisation type."""
+    stored = problem.config.model.quant.weights
+    for _, oracle in ORACLES.items():
+        if stored in oracle.stored:
+            return decide(problem, oracle)
+    raise ConfigError(f"no oracle serves experts stored as {stored!r}")
+
+
+__all__ = [
+    "ORACLES", "Decision", "Oracle", "Parts", "Problem", "Verdict", "assemble", "decide", "fp8", "select",
+    "unquantized",
+]  # fmt: skip

@@ -1,0 +1,76 @@
+"""From a decision to a kernel: the second phase, the same for every quantisation type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.single import SingleRank
+from moe_mk.experts.base import EXPERTS, ExpertsContext
+from moe_mk.experts.monolithic import MONOLITHIC, MonolithicContext
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.oracle.verdict import Decision
+from moe_mk.placement.expert_map import ExpertMap, PlacementTables
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
+from moe_mk.runner.naive import MonolithicKernel, needs_naive_dispatch_combine
+from moe_mk.trace.recorder import Spans
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a kernel is built from beside its decision: this rank's place in the world."""
+
+    expert_map: ExpertMap
+    device: torch.device
+    comm: Communicator = field(default_factory=SingleRank)
+    spans: Spans = field(default_factory=Spans)
+    tables: PlacementTables | None = None
+    """The placement on the device, where the caller has it already."""
+
+
+def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKernel:
+    """Build the chosen pair, or the chosen monolithic experts, on this rank."""
+    chosen, tables = decision.chosen, parts.tables or parts.expert_map.tables(parts.device)
+    num_slots = parts.expert_map.num_slots(parts.comm.rank)
+    context = experts_context(decision, parts, num_slots, decision.problem.intermediate)
+    if chosen.experts in MONOLITHIC:
+        return _monolithic(decision, parts, tables, context)
+    transport = TransportContext(
+        comm=parts.comm,
+        expert_map=parts.expert_map,
+        tables=tables,
+        wire=decision.wire,
+        dtype=decision.problem.dtype,
+        hidden_size=decision.problem.config.model.hidden_size,
+        top_k=decision.problem.config.router.top_k,
+        max_num_tokens=decision.problem.config.kernel.max_num_tokens,
+        device=parts.device,
+        spans=parts.spans,
+    )
+    prepare_finalize = PREPARE_FINALIZE[chosen.prepare_finalize](transport)
+    return FusedMoEKernel(prepare_finalize, EXPERTS[chosen.experts](context), parts.spans)
+
+
+def experts_context(decision: Decision, parts: Parts, num_slots: int, intermediate_size: int) -> ExpertsContext:
+    """What the experts of a decision are built from; the shared experts are one slot of another size."""
+    return ExpertsContext(
+        dtype=decision.problem.dtype,
+        compute=decision.compute,
+        activation=decision.problem.config.model.activation,
+        num_slots=num_slots,
+        hidden_size=decision.problem.config.model.hidden_size,
+        intermediate_size=intermediate_size,
+        device=parts.device,
+        spans=parts.spans,
+    )
+
+
+def _monolithic(decision: Decision, parts: Parts, tables: PlacementTables, context: ExpertsContext) -> MonolithicKernel:
+    backend = MONOLITHIC[decision.chosen.experts]
+    experts = backend(MonolithicContext(context, decision.problem.config.router, tables, parts.comm.rank))
+    gathers = needs_naive_dispatch_combine(
+        ranks_with_own_tokens=parts.comm.size, sequence_parallel=False, dispatches_itself=backend.dispatches_itself
+    )
+    return MonolithicKernel(parts.comm, experts, gathers, parts.spans)

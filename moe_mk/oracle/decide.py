@@ -1,0 +1,193 @@
+"""One engine for every quantisation type: all reasons, then cost, then the pin. Pure: data in, data out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.experts.base import EXPERTS, ExpertsTraits
+from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.oracle import cost
+from moe_mk.oracle.base import Oracle
+from moe_mk.oracle.rules import reasons_against_pair, wire_reasons
+from moe_mk.oracle.verdict import Decision, Verdict
+from moe_mk.prepare_finalize.all_gather import AllGather
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, Volume
+from moe_mk.prepare_finalize.no_ep import NoEP
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.quant.wire import row_bytes
+from moe_mk.router.gate import choose_gate_tier
+
+INSIDE = "inside"
+"""The transport name of monolithic experts: they route inside, tokens are gathered around them where needed."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One pair with what it would do."""
+
+    transport: str
+    experts: str
+    traits: ExpertsTraits
+    carrier: type[PrepareFinalize]
+    reasons: tuple[Reason, ...]
+    wire: QuantScheme
+    compute: QuantScheme
+    workspace: Callable[[int], int]
+
+    def volume(self, problem: Problem) -> Volume:
+        """Rows on the wire."""
+        return self.carrier.volume(problem)
+
+
+def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
+    """Judge every registered pair and choose the cheapest that can serve, or the pinned one.
+
+    Raises UnsupportedError with every pair and all its reasons if none can, ConfigError for an unknown pin or a
+    problem of another quantisation type.
+    """
+    _check_pins(problem)
+    candidates = _candidates(problem, oracle)
+    verdicts = [_verdict(candidate, problem) for candidate in candidates]
+    able = [(v, c) for v, c in zip(verdicts, candidates, strict=True) if not v.reasons and _is_wanted(v, problem)]
+    if not able:
+        lines = [verdict.line() for verdict in verdicts if _is_wanted(verdict, problem)]
+        raise UnsupportedError(_nothing_serves(problem), lines or [_no_such_pair()])
+    winner, candidate = min(able, key=lambda pair: pair[0].cost_us or 0.0)
+    return _decision(problem, oracle, verdicts, winner, candidate, rivals=len(able) - 1)
+
+
+def judge(problem: Problem, oracle: type[Oracle]) -> list[Verdict]:
+    """A verdict on every registered pair, pins aside; also where nothing can serve."""
+    return [_verdict(candidate, problem) for candidate in _candidates(problem, oracle)]
+
+
+def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
+    if problem.config.model.quant.weights not in oracle.stored:
+        stored, served = problem.config.model.quant.weights, ", ".join(sorted(oracle.stored))
+        raise ConfigError(f"oracle {oracle.name!r} serves {served}; these experts are {stored!r}")
+    pairs = []
+    for name, transport in PREPARE_FINALIZE.items():
+        for experts_name, experts in EXPERTS.items():
+            compute = oracle.compute_scheme(problem, experts.traits)
+            wire = oracle.wire_scheme(problem, transport.traits, compute)
+            reasons = tuple(reasons_against_pair(transport, experts, problem))
+            workspace = partial(experts.workspace_bytes, problem)
+            pairs.append(Candidate(name, experts_name, experts.traits, transport, reasons, wire, compute, workspace))
+    for experts_name, whole in MONOLITHIC.items():
+        carrier = NoEP if problem.ranks == 1 else AllGather
+        against = [*carrier.reasons_against(problem), *whole.reasons_against(problem)]
+        reasons = (*against, *wire_reasons(frozenset({"plain"}), problem))
+        compute = oracle.compute_scheme(problem, whole.traits)
+        workspace = partial(whole.workspace_bytes, problem)
+        pairs.append(Candidate(INSIDE, experts_name, whole.traits, carrier, reasons, problem.dtype, compute, workspace))
+    return [_with_memory(candidate, problem) for candidate in pairs]
+
+
+def _verdict(candidate: Candidate, problem: Problem) -> Verdict:
+    emulated = any(
+        library and library in problem.emulated and library not in problem.installed
+        for library in (candidate.traits.library, candidate.carrier.traits.library)
+    )
+    price = None
+    if not candidate.reasons:
+        fp8_math = candidate.compute.block is not None
+        price = cost.experts_us(problem, candidate.traits, fp8_math=fp8_math)
+        price += cost.transport_us(problem, candidate.volume(problem), candidate.wire)
+    return Verdict(candidate.transport, candidate.experts, candidate.reasons, price, emulated=emulated)
+
+
+def _with_memory(candidate: Candidate, problem: Problem) -> Candidate:
+    need = _weights_bytes(problem) + _buffer_bytes(candidate, problem, problem.num_tokens)
+    have = round(problem.device.memory_gib * 2**30)
+    if need <= have:
+        return candidate
+    sizes = f"{need / 2**30:.1f} GiB of weights and buffers exceed the device's {have / 2**30:.0f} GiB"
+    fix = "use more ranks or fewer tokens a call"
+    return replace(candidate, reasons=(*candidate.reasons, Reason("memory", sizes, fix)))
+
+
+def _decision(
+    problem: Problem, oracle: type[Oracle], verdicts: list[Verdict], winner: Verdict, candidate: Candidate, rivals: int
+) -> Decision:
+    order = sorted(verdicts, key=lambda v: (v is not winner, v.cost_us is None, v.cost_us or 0.0, len(v.reasons)))
+    volume, config = candidate.volume(problem), problem.config
+    return Decision(
+        problem=problem,
+        oracle=oracle.name,
+        verdicts=(replace(winner, chosen=True), *order[1:]),
+        because=_because(problem, rivals),
+        wire=candidate.wire,
+        compute=candidate.compute,
+        dispatch_bytes=cost.dispatch_bytes(problem, volume, candidate.wire),
+        combine_bytes=cost.combine_bytes(problem, volume),
+        weights_bytes=_weights_bytes(problem),
+        buffer_bytes=_buffer_bytes(candidate, problem, config.kernel.max_num_tokens),
+        graph_safe=candidate.traits.graph_safe and candidate.carrier.traits.graph_safe,
+        deterministic=candidate.traits.deterministic and candidate.carrier.traits.deterministic,
+        gate=choose_gate_tier(
+            problem.device.arch if problem.device.kind == "cuda" else None,
+            problem.num_tokens,
+            config.model.hidden_size,
+            config.model.num_experts,
+            problem.dtype.dtype,
+            config.router.router_dtype,
+            frozenset(),
+        ),
+    )
+
+
+def _weights_bytes(problem: Problem) -> int:
+    return problem.slots * cost.expert_bytes(problem)
+
+
+def _buffer_bytes(candidate: Candidate, problem: Problem, num_tokens: int) -> int:
+    """Received rows as bytes and as tensors, their outputs in f32 and in the dtype, and the experts' workspace."""
+    rows, hidden = candidate.carrier.max_rows(replace(problem, num_tokens=num_tokens)), problem.config.model.hidden_size
+    per_row = 2 * row_bytes(candidate.wire, hidden) + hidden * (4 + problem.dtype.dtype.itemsize)
+    return rows * per_row + candidate.workspace(rows)
+
+
+def _check_pins(problem: Problem) -> None:
+    kernel = problem.config.kernel
+    if kernel.prepare_finalize not in ("auto", INSIDE):
+        PREPARE_FINALIZE[kernel.prepare_finalize]
+    if kernel.experts != "auto" and kernel.experts not in MONOLITHIC:
+        EXPERTS[kernel.experts]
+
+
+def _is_wanted(verdict: Verdict, problem: Problem) -> bool:
+    kernel = problem.config.kernel
+    return kernel.prepare_finalize in ("auto", verdict.prepare_finalize) and kernel.experts in ("auto", verdict.experts)
+
+
+def _pins(problem: Problem) -> str:
+    kernel = problem.config.kernel
+    pins = {"kernel.prepare_finalize": kernel.prepare_finalize, "kernel.experts": kernel.experts}
+    return ", ".join(f"{key} = {name}" for key, name in pins.items() if name != "auto")
+
+
+def _because(problem: Problem, rivals: int) -> str:
+    pins = _pins(problem)
+    if pins and not rivals:
+        return f"pinned by {pins}"
+    if not rivals:
+        return "the only pair that can serve"
+    return f"cheapest of {rivals + 1} pairs that can serve" + (f", pinned by {pins}" if pins else "")
+
+
+def _no_such_pair() -> str:
+    inside = ", ".join(MONOLITHIC)
+    return f"there is no such pair: {inside} route inside, so that their transport is {INSIDE!r}, and no others' is"
+
+
+def _nothing_serves(problem: Problem) -> str:
+    pins = _pins(problem)
+    pinned = f" that is pinned ({pins})" if pins else ""
+    return (
+        f"no pair{pinned} can serve {problem.config.model.name} with {problem.weights.name} experts on "
+        f"{problem.device.name}, ep={problem.ranks}"
+    )

@@ -1,0 +1,55 @@
+"""What speaks against a pair: the reasons of each half, and those that only the two together have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.experts.base import ExpertsTraits, FusedExperts
+from moe_mk.permute import can_permute
+from moe_mk.prepare_finalize.base import PrepareFinalize, TransportTraits
+from moe_mk.tokens import LAYOUT_NAMES
+
+
+def reasons_against_pair(
+    transport: type[PrepareFinalize], experts: type[FusedExperts], problem: Problem
+) -> list[Reason]:
+    """Every reason against a pair, those of the transport first; empty if the pair can serve."""
+    return [
+        *transport.reasons_against(problem),
+        *experts.reasons_against(problem),
+        *pair_reasons(transport.traits, experts.traits, problem),
+    ]
+
+
+def pair_reasons(transport: TransportTraits, experts: ExpertsTraits, problem: Problem) -> Iterator[Reason]:
+    """Reasons of layout, reduction and wire."""
+    produced, layout = LAYOUT_NAMES[transport.produces], layout_read(transport, experts)
+    if layout is None:
+        read = ", ".join(LAYOUT_NAMES[consumed] for consumed in experts.consumes)
+        yield Reason("layout", f"the transport delivers {produced} tokens, the experts read {read}")
+    elif experts.emits[layout] > transport.wants:
+        have, want = experts.emits[layout].name.lower(), transport.wants.name.lower()
+        yield Reason("reduce", f"the experts' output is already {have}, the transport takes it {want} and sums itself")
+    if layout is not None and layout is not transport.produces and problem.config.kernel.graphs:
+        yield Reason("graphs", "permuting rows reads counts on the host", "kernel.graphs = false")
+    yield from wire_reasons(transport.wire, problem)
+
+
+def wire_reasons(carries: frozenset[str], problem: Problem) -> Iterator[Reason]:
+    """Reasons against a pinned wire scheme, where anything travels at all."""
+    if problem.config.kernel.wire != "fp8" or problem.ranks == 1:
+        return
+    if "fp8" not in carries:
+        yield Reason("wire", "the transport cannot carry FP8 rows", "kernel.wire = auto")
+    if problem.activations is None:
+        stored = problem.weights.name
+        yield Reason("wire", f"{stored} experts say of no FP8 activations how to scale them", "kernel.wire = auto")
+
+
+def layout_read(transport: TransportTraits, experts: ExpertsTraits) -> type | None:
+    """The layout the experts get from a transport: as delivered if they read it, else permuted; None if neither."""
+    if transport.produces in experts.consumes:
+        return transport.produces
+    best = experts.consumes[0]
+    return best if can_permute(transport.produces, best) else None

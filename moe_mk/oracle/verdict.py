@@ -1,0 +1,134 @@
+"""What the oracle says: a verdict on every pair, and the decision with everything that follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.router.gate import GateChoice
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One pair: chosen, eligible at a price, or refused for every one of its reasons."""
+
+    prepare_finalize: str
+    experts: str
+    reasons: tuple[Reason, ...]
+    cost_us: float | None
+    """None if refused."""
+    chosen: bool = False
+    cost_source: str = "model"
+    emulated: bool = False
+
+    @property
+    def name(self) -> str:
+        """transport + experts."""
+        return f"{self.prepare_finalize} + {self.experts}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The verdict as JSON."""
+        return {
+            "prepare_finalize": self.prepare_finalize,
+            "experts": self.experts,
+            "chosen": self.chosen,
+            "cost_us": None if self.cost_us is None else round(self.cost_us, 1),
+            "cost_source": self.cost_source,
+            "emulated": self.emulated,
+            "reasons": [{"code": r.code, "text": r.text, "fix": r.fix} for r in self.reasons],
+        }
+
+    def line(self, *, most: int | None = None) -> str:
+        """One line of an explanation; `most` shortens the reasons."""
+        emulated = "  emulated" if self.emulated else ""
+        if self.cost_us is not None:
+            mark = "*" if self.chosen else " "
+            price = f"{self.cost_us:12,.0f} us  {self.cost_source}{emulated}"
+            return f"{mark} {self.prepare_finalize:>14} + {self.experts:<20} {price}"
+        shown = self.reasons[:most]
+        more = f" (+{len(self.reasons) - len(shown)} more)" if len(shown) < len(self.reasons) else ""
+        return f"  {self.prepare_finalize:>14} + {self.experts:<20}      refused     {'; '.join(map(str, shown))}{more}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The oracle's answer. Pure data: it prints, serialises, and is compared across ranks."""
+
+    problem: Problem
+    oracle: str
+    verdicts: tuple[Verdict, ...]
+    """Every pair, the chosen one first, then by cost, then the refused."""
+    because: str
+    wire: QuantScheme
+    """What tokens are quantised to before they travel."""
+    compute: QuantScheme
+    """What the experts round activations to before each GEMM."""
+    dispatch_bytes: int
+    """Expected bytes one rank sends outward in one call, under uniform routing."""
+    combine_bytes: int
+    weights_bytes: int
+    """Bytes of this layer's experts on the fullest rank."""
+    buffer_bytes: int
+    """The most bytes one call holds for received rows, their outputs and the experts' workspace: worst routing."""
+    graph_safe: bool
+    deterministic: bool
+    gate: GateChoice
+
+    @property
+    def chosen(self) -> Verdict:
+        """The winner."""
+        return self.verdicts[0]
+
+    def notes(self) -> Mapping[str, str]:
+        """What every rank of a group must agree on, by name."""
+        config = self.problem.config
+        return {
+            "prepare_finalize": self.chosen.prepare_finalize,
+            "experts": self.chosen.experts,
+            "wire": self.wire.name,
+            "compute": self.compute.name,
+            "dtype": self.problem.dtype.name,
+            "model": json.dumps(config.model.model_dump(mode="json"), sort_keys=True),
+            "router": json.dumps(config.router.model_dump(mode="json"), sort_keys=True),
+            "parallel": json.dumps(config.parallel.model_dump(mode="json"), sort_keys=True),
+            "max_num_tokens": str(config.kernel.max_num_tokens),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The decision as JSON."""
+        return {
+            "oracle": self.oracle,
+            "problem": self.problem.as_dict(),
+            "chosen": self.chosen.as_dict(),
+            "because": self.because,
+            "wire": self.wire.name,
+            "compute": self.compute.name,
+            "bytes": {
+                "dispatch": self.dispatch_bytes,
+                "combine": self.combine_bytes,
+                "weights": self.weights_bytes,
+                "buffers": self.buffer_bytes,
+            },
+            "graph_safe": self.graph_safe,
+            "deterministic": self.deterministic,
+            "gate": {"tier": self.gate.tier, "reasons": {tier: list(why) for tier, why in self.gate.reasons.items()}},
+            "verdicts": [verdict.as_dict() for verdict in self.verdicts],
+        }
+
+    def __str__(self) -> str:
+        """The decision for a terminal: every pair with every reason."""
+        p = self.problem
+        head = (
+            f"{self.chosen.name}: {self.because}\n"
+            f"  on {p.device.name}, ep={p.ranks} tp={p.config.parallel.tp}, {p.num_tokens} tokens a rank, "
+            f"{p.dtype.name}; wire {self.wire.name}, experts compute {self.compute.name}\n"
+            f"  one call sends {self.dispatch_bytes:,} B out and {self.combine_bytes:,} B home; "
+            f"{self.weights_bytes / 2**30:.2f} GiB of experts, buffers at most {self.buffer_bytes / 2**20:,.0f} MiB\n"
+            f"  gate {self.gate.tier}; "
+            + "; ".join(f"not {t}: {', '.join(why)}" for t, why in self.gate.reasons.items())
+        )
+        return "\n".join([head, *(verdict.line() for verdict in self.verdicts)])

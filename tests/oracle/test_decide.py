@@ -1,0 +1,222 @@
+"""The engine of the oracles: pure, complete in its reasons, obedient to pins, ready for JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_mk import ConfigError, Problem, UnsupportedError, oracle
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.config import device_profile, load_config
+from moe_mk.experts import EXPERTS
+from moe_mk.oracle import Parts, fp8, unquantized
+from moe_mk.oracle.cost import dispatch_bytes, expert_bytes
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, Volume
+from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.plain import BF16, FP32
+from moe_mk.runner import MonolithicKernel
+
+
+def problem(model: str = "deepseek_v3", device: str = "cpu", num_tokens: int = 64, **settings: Any) -> Problem:
+    return Problem(load_config(model).with_(**settings), device_profile(device), BF16, num_tokens)
+
+
+def test_one_pair_can_have_three_reasons_and_all_are_told() -> None:
+    asked = problem(device="h200", ep=8, prepare_finalize="no_ep", experts="cpu_native", graphs=True)
+    with pytest.raises(UnsupportedError) as refused:
+        oracle.select(asked)
+    (line,) = refused.value.reasons
+    assert "no_ep + cpu_native" in line
+    for reason in (
+        "serves 1 rank, the group has 8",
+        "runs on cpu, this device is cuda",
+        "c++ is not installed",
+        "cannot be captured in a CUDA graph [kernel.graphs = false]",
+    ):
+        assert reason in line
+    assert "no pair that is pinned (kernel.prepare_finalize = no_ep, kernel.experts = cpu_native)" in str(refused.value)
+
+
+def test_a_pin_skips_ranking_but_no_reason() -> None:
+    free, pinned = (oracle.select(problem(ep=4, experts=name)) for name in ("auto", "reference"))
+    assert free.chosen.experts == "torch_cpu" and pinned.chosen.experts == "reference"
+    reasons = [{v.name: v.reasons for v in decision.verdicts} for decision in (free, pinned)]
+    assert reasons[0] == reasons[1]
+    assert "pinned by kernel.experts = reference" in pinned.because
+    with pytest.raises(UnsupportedError, match=r"(?s)all_to_all \+ torch_cpu.*runs on cpu.*replicated \+ torch_cpu"):
+        oracle.select(problem(device="h200", ep=4, experts="torch_cpu"))
+
+
+@pytest.mark.parametrize(
+    "pins,message",
+    [
+        ({"experts": "torch_gpu"}, r"no experts backend is called 'torch_gpu'; did you mean 'torch_cpu'\?"),
+        (
+            {"prepare_finalize": "all2all"},
+            r"no prepare_finalize backend is called 'all2all'; did you mean 'all_to_all'",
+        ),
+    ],
+)
+def test_an_unknown_pin_is_answered_with_what_was_meant(pins: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        oracle.select(problem(**pins))
+
+
+@pytest.mark.parametrize("pins", [("inside", "reference"), ("all_to_all", "reference_monolithic")])
+def test_pins_that_make_no_pair_are_told_so(pins: tuple[str, str]) -> None:
+    with pytest.raises(UnsupportedError, match=r"there is no such pair: reference_monolithic route inside"):
+        oracle.select(problem(ep=4, prepare_finalize=pins[0], experts=pins[1]))
+
+
+def test_the_oracle_of_another_format_says_what_it_serves() -> None:
+    with pytest.raises(ConfigError, match=r"oracle 'unquantized' serves bf16, fp16, fp32; .* 'fp8_block'"):
+        unquantized.select_unquantized_moe_backend(problem())
+    with pytest.raises(ConfigError, match=r"oracle 'fp8' serves fp8_block; these experts are 'bf16'"):
+        fp8.select_fp8_moe_backend(problem("mixtral_8x7b"))
+
+
+def test_both_oracles_are_called_by_their_known_names() -> None:
+    assert fp8.select_fp8_moe_backend(problem()) == oracle.select(problem())
+    plain = problem("mixtral_8x7b")
+    assert unquantized.select_unquantized_moe_backend(plain) == oracle.select(plain)
+
+
+class Trapped(dict[str, str]):
+    """An environment that nobody may look at."""
+
+    def __getitem__(self, key: str) -> str:
+        raise AssertionError(f"{key} was read")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        raise AssertionError(f"{key} was read")
+
+    def __contains__(self, key: object) -> bool:
+        raise AssertionError(f"{key} was looked for")
+
+
+def test_a_decision_is_a_function_of_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(device="h200", num_tokens=128, ep=32)
+    first = oracle.select(asked)
+    monkeypatch.setattr(os, "environ", Trapped())
+    monkeypatch.setattr(torch, "cuda", None)
+    assert not dist.is_initialized()
+    monkeypatch.setattr(dist, "get_rank", None)
+    second = oracle.select(asked)
+    assert second == first and str(second) == str(first)
+    assert json.dumps(second.as_dict(), sort_keys=True) == json.dumps(first.as_dict(), sort_keys=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"ep": 4}, {"ep": 4, "tokens": "replicated"}, {"experts": "reference"}])
+def test_a_decision_goes_to_json_and_back(settings: dict[str, Any]) -> None:
+    told = oracle.select(problem(**settings)).as_dict()
+    assert json.loads(json.dumps(told)) == told
+    assert told["verdicts"][0] == told["chosen"] and told["chosen"]["chosen"]
+    assert [v["chosen"] for v in told["verdicts"]].count(True) == 1
+    for verdict in told["verdicts"]:
+        assert (verdict["cost_us"] is None) == bool(verdict["reasons"])
+        assert all(set(reason) == {"code", "text", "fix"} and reason["text"] for reason in verdict["reasons"])
+    assert len(told["verdicts"]) == len(PREPARE_FINALIZE.items()) * len(EXPERTS.items()) + 1
+
+
+@pytest.mark.row(88)
+def test_a_printed_decision_has_every_pair_once_with_every_reason() -> None:
+    decision = oracle.select(problem(device="h200", ep=8))
+    lines = str(decision).splitlines()
+    for verdict in decision.verdicts:
+        assert lines.count(verdict.line()) == 1
+        assert all(str(reason) in verdict.line() for reason in verdict.reasons)
+    able = [verdict for verdict in decision.verdicts if not verdict.reasons]
+    assert lines[0] == f"{decision.chosen.name}: cheapest of {len(able)} pairs that can serve"
+
+
+# kernel.activations, kernel.wire -> (wire, compute) of the reference behind a transport that carries FP8.
+WIRES = [
+    ("auto", "auto", "fp8_1x128", "fp8_1x128"),  # the experts read FP8 and it can travel: rounded before sending
+    ("checkpoint", "auto", "fp8_1x128", "fp8_1x128"),
+    ("plain", "auto", "bf16", "bf16"),  # plain experts: a plain wire
+    ("auto", "plain", "bf16", "fp8_1x128"),  # a pinned plain wire: rounded on arrival, and only there
+    ("plain", "fp8", "fp8_1x128", "bf16"),  # a pinned FP8 wire: decoded on arrival
+    ("auto", "fp8", "fp8_1x128", "fp8_1x128"),
+]
+
+
+@pytest.mark.row(100)
+@pytest.mark.parametrize("activations,wire,travels,computes", WIRES)
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+def test_who_quantises_follows_from_experts_transport_and_pin(
+    transport: str, activations: str, wire: str, travels: str, computes: str
+) -> None:
+    asked = problem(ep=4, experts="reference", prepare_finalize=transport, activations=activations, wire=wire)
+    decision = oracle.select(asked)
+    assert (decision.wire.name, decision.compute.name) == (travels, computes)
+    volume = PREPARE_FINALIZE[transport].volume(asked)
+    row = {"fp8_1x128": 7392, "bf16": 14336}[travels] + 8 * 8
+    assert decision.dispatch_bytes == round(volume.dispatch_rows * row)
+    assert dispatch_bytes(asked, Volume(10, 0, 0), FP8_1x128) == 10 * (7392 + 64)
+
+
+def test_a_transport_that_cannot_carry_fp8_leaves_rounding_to_the_experts() -> None:
+    decision = oracle.select(problem(ep=4, tokens="replicated", experts="reference"))
+    assert (decision.wire.name, decision.compute.name) == ("bf16", "fp8_1x128")
+
+
+@pytest.mark.parametrize("model,stored", [("mixtral_8x7b", "bf16"), ("deepseek_v2_lite", "bf16")])
+def test_an_fp8_wire_for_experts_without_fp8_is_refused_and_not_forgotten(model: str, stored: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{stored} experts say of no FP8 activations .*kernel\.wire = auto"):
+        oracle.select(problem(model, ep=2, wire="fp8"))
+
+
+def test_memory_is_refused_with_both_numbers_and_the_way_out() -> None:
+    # 256 experts of 3 * 7168 * 2048 B and scales are 10.5 GiB; an H100 has 80.
+    asked = problem(device="h100", num_tokens=8192, ep=144, max_num_tokens=8192)
+    with pytest.raises(
+        UnsupportedError, match=r"GiB of weights and buffers exceed the device's 80 GiB \[use more ranks"
+    ):
+        oracle.select(asked)
+    small = problem(device="h100", num_tokens=128)
+    assert expert_bytes(small) == 3 * (7168 * 2048 + 56 * 16 * 4)
+    assert oracle.select(small).weights_bytes == 256 * expert_bytes(small)
+
+
+def test_memory_is_one_reason_among_others() -> None:
+    asked = problem(device="h100", num_tokens=8192, ep=144, prepare_finalize="all_gather", experts="torch_cpu")
+    with pytest.raises(
+        UnsupportedError, match=r"runs on cpu, this device is cuda; .* GiB of weights and buffers exceed"
+    ):
+        oracle.select(asked)
+
+
+@pytest.mark.row(89)
+@pytest.mark.parametrize("pins", [("all_to_all", "reference"), ("all_gather", "torch_cpu"), ("inside", "auto")])
+def test_what_is_built_is_what_was_decided(pins: tuple[str, str]) -> None:
+    asked = Problem(
+        load_config("tiny").with_(ep=4, prepare_finalize=pins[0], experts=pins[1]), device_profile("cpu"), FP32, 16
+    )
+    decision = oracle.select(asked)
+    comm = LockstepWorld(4).communicators()[1]
+    kernel = oracle.assemble(decision, Parts(ExpertMap.linear(16, 4), torch.device("cpu"), comm))
+    if isinstance(kernel, MonolithicKernel):
+        assert decision.chosen.name == "inside + reference_monolithic" and kernel.gathers
+        assert kernel.experts.context.experts.num_slots == 4
+        return
+    assert type(kernel.prepare_finalize) is PREPARE_FINALIZE[decision.chosen.prepare_finalize]
+    assert type(kernel.experts) is EXPERTS[decision.chosen.experts]
+    assert kernel.prepare_finalize.context.wire == decision.wire
+    assert kernel.experts.context.compute == decision.compute
+    assert kernel.experts.context.num_slots == 4 and kernel.prepare_finalize.context.comm is comm
+
+
+@pytest.mark.row(81)
+def test_every_pair_has_a_verdict_and_every_refusal_a_reason() -> None:
+    pairs = {f"{t} + {e}" for t in PREPARE_FINALIZE for e in EXPERTS}
+    for ep in (1, 4):
+        verdicts: Mapping[str, Any] = {v.name: v for v in oracle.select(problem("mixtral_8x7b", ep=ep)).verdicts}
+        assert set(verdicts) == pairs | {"inside + reference_monolithic"}
+        assert all((v.cost_us is None) == bool(v.reasons) for v in verdicts.values())

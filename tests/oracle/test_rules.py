@@ -1,0 +1,82 @@
+"""What only a pair can have against it: layout, stage, graphs, wire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moe_mk import Problem
+from moe_mk.config import device_profile, load_config
+from moe_mk.experts import ExpertsTraits
+from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.oracle.rules import layout_read, pair_reasons
+from moe_mk.prepare_finalize import TransportTraits
+from moe_mk.prepare_finalize.all_to_all import AllToAll
+from moe_mk.quant.plain import BF16
+from moe_mk.tokens import BatchedTokens, GroupedTokens, OutputStage, RowTokens
+
+RAW, WEIGHTED, REDUCED = OutputStage.RAW, OutputStage.WEIGHTED, OutputStage.REDUCED
+
+
+def transport(produces: type, wants: OutputStage = REDUCED) -> TransportTraits:
+    return replace(AllToAll.traits, produces=produces, wants=wants)
+
+
+def experts(**emits: OutputStage) -> ExpertsTraits:
+    kinds = {"rows": RowTokens, "grouped": GroupedTokens, "batched": BatchedTokens}
+    return replace(ReferenceExperts.traits, emits={kinds[name]: stage for name, stage in emits.items()})
+
+
+def told(t: TransportTraits, e: ExpertsTraits, **settings: object) -> dict[str, str]:
+    config = load_config("deepseek_v3").with_(ep=4, **settings)
+    asked = Problem(config, device_profile("h100"), BF16, 64)
+    return {reason.code: str(reason) for reason in pair_reasons(t, e, asked)}
+
+
+@pytest.mark.row(87)
+@pytest.mark.parametrize(
+    "produces,reads,layout",
+    [
+        (RowTokens, {"rows": REDUCED}, RowTokens),
+        (RowTokens, {"grouped": RAW}, GroupedTokens),  # rows can be permuted into anything
+        (RowTokens, {"batched": RAW}, BatchedTokens),
+        (RowTokens, {"batched": RAW, "rows": REDUCED}, RowTokens),  # what is delivered is read as it is
+        (BatchedTokens, {"batched": RAW, "rows": REDUCED}, BatchedTokens),
+        (BatchedTokens, {"rows": REDUCED, "grouped": RAW}, None),  # a batch cannot go back
+        (GroupedTokens, {"batched": RAW}, None),
+    ],
+)
+def test_a_layout_that_cannot_be_read_is_refused_when_the_pair_is_judged(
+    produces: type, reads: dict[str, OutputStage], layout: type | None
+) -> None:
+    t, e = transport(produces), experts(**reads)
+    assert layout_read(t, e) is layout
+    assert ("layout" in told(t, e)) == (layout is None)
+
+
+@pytest.mark.row(87)
+def test_the_refusal_names_both_layouts() -> None:
+    reasons = told(transport(BatchedTokens), experts(rows=REDUCED, grouped=RAW))
+    assert reasons == {"layout": "the transport delivers batched tokens, the experts read rows, grouped"}
+
+
+@pytest.mark.parametrize("have,want,refused", [(REDUCED, RAW, True), (WEIGHTED, RAW, True), (RAW, REDUCED, False)])
+def test_a_stage_can_be_advanced_and_never_undone(have: OutputStage, want: OutputStage, refused: bool) -> None:
+    reasons = told(transport(RowTokens, want), experts(rows=have))
+    assert ("reduce" in reasons) == refused
+    if refused:
+        name = have.name.lower()
+        assert reasons["reduce"] == f"the experts' output is already {name}, the transport takes it raw and sums itself"
+
+
+@pytest.mark.parametrize("reads", [{"grouped": RAW}, {"batched": RAW}])
+def test_permuting_reads_counts_on_the_host_so_no_graph_holds_it(reads: dict[str, OutputStage]) -> None:
+    assert "graphs" in told(transport(RowTokens), experts(**reads), graphs=True)
+    assert "graphs" not in told(transport(RowTokens), experts(**reads))
+    assert "graphs" not in told(transport(RowTokens), experts(rows=REDUCED), graphs=True)
+
+
+def test_reasons_of_layout_and_wire_are_told_together() -> None:
+    plain_wire = replace(transport(BatchedTokens), wire=frozenset({"plain"}))
+    assert set(told(plain_wire, experts(rows=REDUCED), wire="fp8")) == {"layout", "wire"}
