@@ -1,0 +1,291 @@
+"""Expert placement against its goals: plan time, balance, moves, maps, and remote nodes per token.
+
+    python benchmarks/eplb.py --deepseek-path EPLB/eplb.py --json benchmarks/results/eplb_cpu.json
+
+The anchors are read from where they lie, never copied: --deepseek-path is `eplb.py` of github.com/deepseek-ai/EPLB,
+--vllm-path vLLM's `policy/default.py`, --sglang-path SGLang's `deepseek_vec.py`. Times are CPU times of this process,
+one thread, the least of several alternating runs; only their ratios mean anything. Loads are look-alikes of served
+DeepSeek-V3 layers, not recordings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import scipy
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eplb_loads import counts, drifting, look_alike, mixed, route, workloads
+from eplb_table import Report, cpu_ms, load_module
+
+from moe_mk.placement.balance.maps import csr_maps
+from moe_mk.placement.balance.moves import num_arrivals, plan_moves
+from moe_mk.placement.balance.shares import balance_of, equal_shares, gpu_time
+from moe_mk.placement.eplb import PlacementPlan, Policy, Topology, plan, rebalance_experts, resplit
+
+CONFIGS = {  # physical experts, groups, nodes, GPUs
+    "prefill 288/32, 4 nodes": (288, 8, 4, 32),
+    "flat 288/32": (288, 1, 4, 32),
+    "decode 288/144, 18 nodes": (288, 8, 18, 144),
+    "prefill 320/64, 8 nodes": (320, 8, 8, 64),
+    "flat 320/64": (320, 1, 8, 64),
+}
+SPEED_GOAL = dict(zip(CONFIGS, (100, 150, 300, 100, 150), strict=True))
+
+
+def even_balance(phy2log: np.ndarray, load: np.ndarray, topology: Topology) -> np.ndarray:
+    """Balance of each layer when copies share evenly."""
+    return shared_balance(phy2log, equal_shares(phy2log, load.shape[1]), load, topology)
+
+
+def shared_balance(phy2log: np.ndarray, share: np.ndarray, load: np.ndarray, topology: Topology) -> np.ndarray:
+    """Balance of each layer with the given shares."""
+    sites = topology.live_sites()
+    return balance_of(gpu_time(phy2log, share.astype(float), load, sites), sites.speed_W)
+
+
+Anchor = Callable[[torch.Tensor, tuple[int, int, int, int]], object]
+
+
+def anchors_of(chosen: argparse.Namespace) -> dict[str, Anchor]:
+    """The other policies that can be run here, each called as (load, (slots, groups, nodes, GPUs))."""
+    found: dict[str, Anchor] = {}
+    if deepseek := load_module(chosen.deepseek_path, "deepseek_eplb"):
+        found["DeepSeek"] = lambda load, sizes: deepseek.rebalance_experts(load, *sizes)
+    if vllm := load_module(chosen.vllm_path, "vllm_eplb"):
+        policy = getattr(vllm, "DefaultEplbPolicy", vllm)
+        found["vLLM"] = lambda load, sizes: policy.rebalance_experts(load, *sizes)
+    if vec := load_module(chosen.sglang_path, "sglang_vec"):
+
+        def sglang(load: torch.Tensor, sizes: tuple[int, int, int, int]) -> object:
+            slots, groups, nodes, gpus = sizes
+            return vec.rebalance_experts(load[None], slots, slots // gpus, groups, nodes, groups % nodes == 0)
+
+        found["SGLang vectorised"] = sglang
+    for name in {"DeepSeek", "vLLM", "SGLang vectorised"} - set(found):
+        print(f"       {name}: not measured, no path given")
+    return found
+
+
+def speed(report: Report, anchors: dict[str, Anchor], loads: dict[str, np.ndarray]) -> None:
+    """Compat time, three maps each, and equality with DeepSeek's."""
+    for config, sizes in CONFIGS.items():
+        load = torch.from_numpy(loads["look-alike 0"])
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            name: (lambda call=call, load=load, sizes=sizes: call(load, sizes), 3) for name, call in anchors.items()
+        }
+        calls["ours"] = (lambda load=load, sizes=sizes: rebalance_experts(load, *sizes), 25)
+        ms = cpu_ms(calls)
+        print(f"       compat {config}: " + ", ".join(f"{name} {value:.2f} ms" for name, value in ms.items()))
+        for name in anchors:
+            goal = {"DeepSeek": SPEED_GOAL[config], "vLLM": 6}.get(name, 2)
+            report.add(f"compat {config}: times {name}", ms[name] / ms["ours"], goal, True)
+    big = torch.from_numpy(np.random.default_rng(0).random((61, 256)))
+    ours = cpu_ms({"ours": (lambda: rebalance_experts(big, 288, 8, 4, 32), 9)})["ours"]
+    report.add("61 x 256 layers, three maps, ms", ours, 50, False)
+    if "DeepSeek" in anchors:
+        rng, unequal, cases = np.random.default_rng(0), 0, 0
+        hostile = [rng.integers(0, 3, (4, 256)) * (rng.random((4, 256)) < 0.5) for _ in range(20)]
+        for rows in [*loads.values(), *hostile]:
+            for sizes in CONFIGS.values():
+                weight = torch.from_numpy(rows[:: max(len(rows) // 6, 1)].astype(float))
+                theirs = anchors["DeepSeek"](weight, sizes)
+                assert isinstance(theirs, tuple)
+                pairs = zip(rebalance_experts(weight, *sizes), theirs, strict=True)
+                unequal, cases = unequal + (not all(torch.equal(a, b) for a, b in pairs)), cases + 1
+        report.add("cases where a map differs from DeepSeek's", unequal, 0, False, f"of {cases}")
+
+
+def balance(report: Report, loads: dict[str, np.ndarray]) -> None:
+    """In-sample balance; the anchor column is the compatible policy with equal shares, which equals DeepSeek's."""
+    for config, sizes, mean_goal, worst_goal in (
+        ("prefill 288/32, 4 nodes", CONFIGS["prefill 288/32, 4 nodes"], 0.999, 0.995),
+        ("prefill 320/64, 8 nodes", CONFIGS["prefill 320/64, 8 nodes"], 0.998, 0.98),
+        ("flat 288/32", CONFIGS["flat 288/32"], 0.9995, 0.0),
+        ("decode 288/144, 18 nodes", CONFIGS["decode 288/144, 18 nodes"], 0.0, 0.0),
+    ):
+        slots, groups, nodes, gpus = sizes
+        topology, alike = Topology(gpus, nodes, slots // gpus), []
+        for name, load in loads.items():
+            placed = plan(load, topology, groups=groups)
+            anchor = even_balance(rebalance_experts(load, *sizes)[0].numpy(), load, topology)
+            line = f"       {config:<26}{name:<14}{placed.policy:<7}"
+            for who, each in {"ours": placed.balance_X, "DeepSeek": anchor, "bound": placed.bound_X}.items():
+                line += f"  {who} {each.mean():.4f}/{each.min():.4f}"
+            print(line, flush=True)
+            if name.startswith("look"):
+                alike.append((placed.balance_X, anchor, placed.bound_X))
+        ours, theirs, bound = (np.concatenate(each) for each in zip(*alike, strict=True))
+        note = f"DeepSeek {theirs.mean():.4f}/{theirs.min():.4f}, bound {bound.mean():.4f}"
+        if mean_goal:
+            report.add(f"{config}: mean balance, look-alikes", ours.mean(), mean_goal, True, note)
+        if worst_goal:
+            report.add(f"{config}: worst layer, look-alikes", ours.min(), worst_goal, True, note)
+        report.add(f"{config}: layers behind DeepSeek", int((ours < theirs - 1e-9).sum()), 0, False)
+        if config.startswith("decode"):
+            report.add(f"{config}: mean gain over DeepSeek", ours.mean() - theirs.mean(), 0.001, True, note)
+            more = plan(loads["look-alike 0"], Topology(gpus, nodes, 3), groups=groups)
+            print(f"       decode with 3 slots a GPU (432): {more.balance_X.mean():.4f}/{more.balance_X.min():.4f}")
+    worst = min(
+        plan(load * 10.0**power, Topology(gpus, 1, slots), policy="flat", target=1.0).balance_X.min()
+        for load in loads.values() for gpus, slots, power in ((32, 9, 0), (64, 5, -9), (37, 8, 9))
+    )  # fmt: skip
+    report.add("any load, slots >= experts + GPUs - 1, cut to measure", worst, 1 - 1e-6, True)
+    for name, speeds in {"half at 0.6": (0.6, 1.0), "half at 0.45": (0.45, 1.0)}.items():
+        topology = Topology(32, 4, 9, speeds=speeds * 16)
+        placed = plan(loads["look-alike 0"], topology, policy="flat")
+        even = even_balance(
+            rebalance_experts(loads["look-alike 0"], 288, 1, 1, 32)[0].numpy(), loads["look-alike 0"], topology
+        )
+        report.add(
+            f"unequal GPUs, {name}: mean balance", placed.balance_X.mean(), 0.999, True, f"DeepSeek {even.mean():.4f}"
+        )
+
+
+def remote_nodes(placed: PlacementPlan, layer: int, ids: np.ndarray, home: np.ndarray, seed: int) -> float:
+    """Nodes other than its own that a token visits when copies are drawn by share."""
+    rng, node = np.random.default_rng(seed), placed.topology.node_W[placed.topology.gpu_P]
+    visited = np.zeros((len(ids), placed.topology.nodes), bool)
+    for expert in range(placed.offsets.shape[1] - 1):
+        token, _ = np.nonzero(ids == expert)
+        slots = placed.slots[layer, placed.offsets[layer, expert] : placed.offsets[layer, expert + 1]]
+        part = placed.share[layer, slots].astype(float)
+        visited[token, node[rng.choice(slots, len(token), p=part / part.sum())]] = True
+    visited[np.arange(len(ids)), home] = False
+    return float(visited.sum(1).mean())
+
+
+def locality(report: Report) -> None:
+    """Nodes a token must reach and balance, planned on one half of the tokens and measured on the other."""
+    for slots, nodes, gpus, goal in ((288, 4, 32, 1.06), (320, 8, 64, 1.21)):
+        topology, base = Topology(gpus, nodes, slots // gpus), look_alike(5, layers=4)
+        ids = [route(row, 16_000, layer) for layer, row in enumerate(base)]
+        past, future = (
+            np.stack([np.bincount(each[half::2].ravel(), minlength=256) for each in ids]).astype(float)
+            for half in (0, 1)
+        )
+        home, far, even = np.random.default_rng(0).integers(0, nodes, 8_000), {}, {}
+        policies: dict[str, tuple[Policy, int]] = {
+            "hierarchical": ("compat", 8),
+            "global": ("flat", 1),
+            "hybrid": ("hybrid", 8),
+        }
+        for name, (policy, groups) in policies.items():
+            placed = plan(
+                past, topology, groups=groups, policy=policy, split="equal" if policy == "compat" else "weighted"
+            )
+            far[name] = float(np.mean([remote_nodes(placed, x, each[1::2], home, x) for x, each in enumerate(ids)]))
+            even[name] = float(shared_balance(placed.phy2log, placed.share, future, topology).mean())
+        print(
+            f"       {nodes} nodes: "
+            + ", ".join(f"{name} {far[name]:.3f} remote nodes, balance {even[name]:.3f}" for name in far)
+        )
+        relative = {name: value / far["hierarchical"] for name, value in far.items()}
+        note = f"global {relative['global']:.3f}"
+        report.add(f"{nodes} nodes: remote nodes, hybrid / hierarchical", relative["hybrid"], goal, False, note)
+        report.add(f"{nodes} nodes: hybrid balance - global", even["hybrid"] - even["global"], -0.01, True)
+
+
+def movement(report: Report) -> None:
+    """Plan on one window, serve the next: balance there, and experts that had to arrive."""
+    steady = [counts(look_alike(7), step) for step in range(8)]
+    for name, windows, goal in (
+        ("stationary", steady, 0.001),
+        ("mixed", mixed(10), 0.03),
+        ("drift .998", drifting(8, 0.998), 0.03),
+    ):
+        for policy, groups in (("hybrid", 8), ("flat", 1)):
+            topology, sizes = Topology(32, 4, 9), (288, groups, 4, 32)
+            old, theirs, rows = None, None, []
+            for now, later in itertools.pairwise(windows):
+                new = plan(now, topology, groups=groups, policy=policy, old=old)  # type: ignore[arg-type]
+                anew = plan(now, topology, groups=groups, policy=policy)  # type: ignore[arg-type]
+                anchor = rebalance_experts(now, *sizes)[0].numpy()
+                moved = (np.nan, np.nan)
+                if old is not None and theirs is not None:
+                    arrived = num_arrivals(theirs, anchor, topology.live_sites()).sum()
+                    moved = (new.moves.transfers / anchor.size, arrived / anchor.size)
+                served = [shared_balance(each.phy2log, each.share, later, topology).mean() for each in (new, anew)]
+                rows.append((*moved, *served, even_balance(anchor, later, topology).mean()))
+                old, theirs = new, anchor
+            moved_, ds_moved, even, fresh_even, ds_even = np.nanmean(np.array(rows), 0)
+            note = f"DeepSeek moves {ds_moved:.3f} for balance {ds_even:.4f}"
+            report.add(f"{name}, {policy}: part of slots moved", moved_, goal, False, note)
+            report.add(f"{name}, {policy}: balance - full re-plan", even - fresh_even, -0.005, True, f"{even:.4f}")
+
+
+def maps(report: Report, load: np.ndarray) -> None:
+    """Bytes and time of the maps, and rounds of a full re-plan."""
+    for gpus, nodes, slots in ((32, 4, 9), (64, 8, 5), (144, 18, 2)):
+        placed = plan(load, Topology(gpus, nodes, slots), groups=8)
+        ms = cpu_ms({
+            "csr": (lambda placed=placed: csr_maps(placed.phy2log, 256), 9),
+            "one rank": (lambda placed=placed: placed.nearest([1]), 9),
+            "all ranks": (lambda placed=placed: placed.nearest(), 5),
+            "resplit": (lambda placed=placed: resplit(placed, load), 3),
+        })  # fmt: skip
+        print(f"       {gpus} GPUs: " + ", ".join(f"{name} {value:.2f} ms" for name, value in ms.items()))
+        if slots * gpus == 288:
+            report.add(
+                f"{gpus} GPUs: maps and shares, bytes", placed.map_bytes, 1e5, False, "dense int64 x 1024: 116 MB"
+            )
+        report.add(f"{gpus} GPUs: map build, ms", ms["csr"], 1, False)
+        report.add(f"{gpus} GPUs: rank-dispatch map of all ranks, ms", ms["all ranks"], 10, False)
+        other = plan(np.roll(load, 7, 1), placed.topology, groups=8)
+        moves = plan_moves(placed.phy2log, other.phy2log, placed.topology)
+        worst = 0.0
+        for layer in range(len(load)):
+            mine = (moves.layer == layer) & (moves.round >= 0)
+            degree = max(np.bincount(moves.src[mine]).max(), np.bincount(moves.dst[mine]).max())
+            worst = max(worst, (moves.round[mine].max() + 1) / degree)
+        report.add(
+            f"{gpus} GPUs: rounds / busiest GPU, full re-plan", worst, 1.0, False, f"{moves.transfers} transfers"
+        )
+
+
+def main() -> None:
+    """Measure, print the table, and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepseek-path", type=Path, help="eplb.py of deepseek-ai/EPLB")
+    parser.add_argument("--vllm-path", type=Path, help="a file with vLLM's DefaultEplbPolicy, or its rebalance_experts")
+    parser.add_argument("--sglang-path", type=Path, help="deepseek_vec.py of SGLang")
+    parser.add_argument("--json", type=Path, help="write the table here")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    report, loads = Report(), workloads()
+    speed(report, anchors_of(chosen), loads)
+    balance(report, loads)
+    locality(report)
+    movement(report)
+    maps(report, loads["look-alike 0"])
+    missed = [line for line in report.lines if not line["met"]]
+    print(f"{len(report.lines) - len(missed)} of {len(report.lines)} goals met")
+    if chosen.json:
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "scipy": scipy.__version__,
+        }
+        device = f"CPU {platform.machine()}, 1 thread"
+        command = " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)])
+        content = {
+            "device": device,
+            "versions": versions,
+            "command": command,
+            "goals": report.lines,
+        }
+        chosen.json.write_text(json.dumps(content, indent=1, default=float) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What `eplb.py` measures with: other policies as modules, CPU times in turns, and the goal table."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+
+def load_module(path: Path | None, name: str) -> ModuleType | None:
+    """Run one file as a module; None without a path."""
+    if path is None or (spec := importlib.util.spec_from_file_location(name, path)) is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cpu_ms(calls: dict[str, tuple[Callable[[], object], int]]) -> dict[str, float]:
+    """Least CPU time of each call in ms; the calls take turns."""
+    best = dict.fromkeys(calls, float("inf"))
+    for turn in range(max(repeats for _, repeats in calls.values())):
+        for name, (call, repeats) in calls.items():
+            if turn < repeats:
+                begin = time.process_time()
+                call()
+                best[name] = min(best[name], (time.process_time() - begin) * 1e3)
+    return best
+
+
+class Report:
+    """Lines of the goal table, printed as they come and kept for the file."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, object]] = []
+
+    def add(self, what: str, value: float, goal: float, at_least: bool, note: str = "") -> None:
+        met = bool(value >= goal if at_least else value <= goal)
+        self.lines.append({"what": what, "value": value, "goal": goal, "at_least": at_least, "met": met, "note": note})
+        sign = ">=" if at_least else "<="
+        print(f"{'met   ' if met else 'MISSED'} {what:<58} {value:>12.6g} {sign} {goal:<10g} {note}", flush=True)

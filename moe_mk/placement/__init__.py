@@ -1,0 +1,1 @@
+"""Which rank holds which expert, and how to balance them."""

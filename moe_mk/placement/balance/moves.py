@@ -1,0 +1,223 @@
+"""From one placement to the next: relabel GPUs so that little moves, choose near sources, schedule in rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
+from moe_mk.placement.balance.topology import Sites, Topology
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Expert weights to copy, one entry per slot that changes; all fields have the same length.
+
+    src, dst: GPUs; src -1 means that no living GPU has the expert: fetch it from host memory or the checkpoint.
+    src == dst is a copy inside a GPU. slot: the slot that is overwritten. round: within its layer; in one round every
+    GPU sends at most once and receives at most once; -1 for what needs no link. crosses: source on another node.
+    """
+
+    layer: Ints
+    expert: Ints
+    src: Ints
+    dst: Ints
+    slot: Ints
+    round: Ints
+    crosses: Bools
+
+    def __len__(self) -> int:
+        return len(self.layer)
+
+    @property
+    def transfers(self) -> int:
+        """Weights that must arrive on a GPU that does not hold them."""
+        return int((self.src != self.dst).sum())
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the layer that needs most."""
+        return int(self.round.max(initial=-1)) + 1
+
+
+def aligned_slots(old: Ints, new: Ints, sites: Sites, *, whole_nodes: bool) -> Ints:
+    """For every slot the slot of `new` whose content it should take, [X, P], so that most experts stay where they are.
+
+    GPUs trade names only with GPUs of the same speed and slots; with whole_nodes only inside a node, and whole nodes
+    with nodes of the same GPUs.
+    """
+    layers, num_slots = old.shape
+    source = np.empty((layers, num_slots), np.int64)
+    for layer in range(layers):
+        overlap = _overlap(old[layer], new[layer], sites)
+        gpu = _by_nodes(overlap, sites) if whole_nodes else _by_kind(overlap, sites, np.arange(sites.num_gpus))
+        for mine, theirs in enumerate(gpu):
+            count = sites.slots_W[mine]
+            source[layer, sites.cell_WS[mine, :count]] = sites.cell_WS[theirs, :count]
+    return _stay_in_slot(old, new, source, sites)
+
+
+def _overlap(old: Ints, new: Ints, sites: Sites) -> Doubles:
+    """Experts that GPU a holds now and GPU b would hold, [W, W]."""
+    width = int(max(old.max(), new.max())) + 2
+    before, after = np.zeros((sites.num_gpus, width)), np.zeros((sites.num_gpus, width))
+    before[sites.site_P, old], after[sites.site_P, new] = 1.0, 1.0
+    before[:, -1] = after[:, -1] = 0.0  # empty slots
+    overlap: Doubles = before @ after.T
+    return overlap
+
+
+def _by_kind(overlap: Doubles, sites: Sites, gpus: Ints) -> Ints:
+    """Best relabelling among the given GPUs, each within its kind; answers in their order."""
+    kinds = np.stack([sites.slots_W[gpus].astype(np.float64), sites.speed_W[gpus]], 1)
+    _, kind = np.unique(kinds, axis=0, return_inverse=True)
+    kind = kind.reshape(-1)
+    answer = np.empty(len(gpus), np.int64)
+    for each in range(int(kind.max()) + 1):
+        same = np.flatnonzero(kind == each)
+        mine, theirs = linear_sum_assignment(-overlap[np.ix_(gpus[same], gpus[same])])
+        answer[same[mine]] = gpus[same[theirs]]
+    return answer
+
+
+def _by_nodes(overlap: Doubles, sites: Sites) -> Ints:
+    """Best relabelling of whole nodes, with the best relabelling of GPUs inside each pair of nodes."""
+    members = [np.flatnonzero(sites.node_W == node) for node in np.unique(sites.node_W)]
+    shape = [(sites.slots_W[m].tolist(), sites.speed_W[m].tolist()) for m in members]
+    worth = np.full((len(members), len(members)), -1e9)
+    inside: dict[tuple[int, int], Ints] = {}
+    for one, mine in enumerate(members):
+        for two, theirs in enumerate(members):
+            if shape[one] != shape[two]:
+                continue
+            shifted = np.zeros_like(overlap)
+            shifted[np.ix_(mine, mine)] = overlap[np.ix_(mine, theirs)]
+            local = _by_kind(shifted, sites, mine)
+            inside[one, two] = theirs[np.searchsorted(mine, local)]
+            worth[one, two] = overlap[mine, inside[one, two]].sum()
+    answer = np.empty(sites.num_gpus, np.int64)
+    for one, two in zip(*linear_sum_assignment(-worth), strict=True):
+        answer[members[one]] = inside[int(one), int(two)]
+    return answer
+
+
+def _stay_in_slot(old: Ints, new: Ints, source: Ints, sites: Sites) -> Ints:
+    """Reorder inside every GPU so that an expert that stays keeps its slot."""
+    layers = len(old)
+    width = sites.cell_WS.shape[1]
+    padded_old = np.append(old, np.full((layers, 1), -2), 1)[:, sites.cell_WS].reshape(-1, width)
+    incoming = np.append(source, np.full((layers, 1), -1), 1)[:, sites.cell_WS].reshape(-1, width)
+    content = np.append(new, np.full((layers, 1), -3), 1)[
+        np.repeat(np.arange(layers), sites.num_gpus)[:, None], incoming
+    ]
+    row = np.arange(len(incoming))
+    used = incoming < 0
+    taken = np.full_like(incoming, -1)
+    for slot in range(width):
+        match = (content == padded_old[:, slot : slot + 1]) & ~used
+        where = match.argmax(1)
+        hit = match[row, where]
+        taken[hit, slot] = incoming[hit, where[hit]]
+        used[row[hit], where[hit]] = True
+    rest = np.argsort(used, 1, kind="stable")
+    real = np.tile(sites.cell_WS < sites.num_slots, (layers, 1))
+    holes = np.argsort(~(real & (taken < 0)), 1, kind="stable")
+    left = (~used).sum(1)
+    for turn in range(int(left.max(initial=0))):
+        some = np.flatnonzero(left > turn)
+        taken[some, holes[some, turn]] = incoming[some, rest[some, turn]]
+    result = np.empty_like(source)
+    cells = sites.cell_WS[sites.cell_WS < sites.num_slots]
+    result[:, cells] = taken.reshape(layers, -1)[:, (sites.cell_WS < sites.num_slots).ravel()]
+    return result
+
+
+def num_arrivals(old: Ints, new: Ints, sites: Sites) -> Ints:
+    """Weights of each layer [X] that must arrive on a GPU that does not hold them."""
+    layers = len(old)
+    width = int(max(old.max(initial=0), new.max(initial=0))) + 2
+    row = np.arange(layers)[:, None]
+    before, after = np.zeros((layers, sites.num_gpus, width), bool), np.zeros((layers, sites.num_gpus, width), bool)
+    before[row, sites.site_P, old], after[row, sites.site_P, new] = True, True
+    arrivals: Ints = (after & ~before)[..., :-1].sum((1, 2))
+    return arrivals
+
+
+def plan_moves(old: Ints, new: Ints, topology: Topology) -> Moves:
+    """List what must be copied between two placements [X, P], nearest source first, in as few rounds as can be.
+
+    Every GPU sends and receives one expert a round; the rounds of a layer are as many as its busiest sender or receiver
+    has transfers (bipartite edge colouring), which is the least possible for these sources.
+    """
+    gpu_P, node_W, alive = topology.gpu_P, topology.node_W, topology.alive_W
+    layer, slot = np.nonzero((old != new) & (new >= 0) & alive[gpu_P])
+    expert, dst = new[layer, slot], gpu_P[slot]
+    src = np.empty(len(layer), np.int64)
+    turn = np.full(len(layer), -1, np.int64)
+    for each in np.unique(layer):
+        mine = np.flatnonzero(layer == each)
+        src[mine] = _sources(old[each], expert[mine], dst[mine], topology)
+        linked = mine[(src[mine] >= 0) & (src[mine] != dst[mine])]
+        turn[linked] = colour_rounds(src[linked], dst[linked])
+    crosses = (src >= 0) & (node_W[src] != node_W[dst])
+    return Moves(layer, expert, src, dst, slot, turn, crosses)
+
+
+def _sources(old: Ints, expert: Ints, dst: Ints, topology: Topology) -> Ints:
+    """A source for each arrival: its own GPU, else on its node, else anywhere; among those the one that sends least."""
+    gpu_P, node_W, alive = topology.gpu_P, topology.node_W, topology.alive_W
+    sends = np.zeros(topology.gpus, np.int64)
+    src = np.full(len(expert), -1, np.int64)
+    holders = {int(e): np.unique(gpu_P[(old == e) & alive[gpu_P]]) for e in np.unique(expert)}
+    by_choice = np.argsort([len(holders[int(e)]) for e in expert], kind="stable")
+    for index in by_choice:  # arrivals with one source first: the others can choose around them
+        gpus, target = holders[int(expert[index])], dst[index]
+        if gpus.size == 0:
+            continue
+        if target in gpus:
+            src[index] = target
+            continue
+        near = gpus[node_W[gpus] == node_W[target]]
+        gpus = near if near.size else gpus
+        src[index] = gpus[sends[gpus].argmin()]
+        sends[src[index]] += 1
+    return src
+
+
+def colour_rounds(src: Ints, dst: Ints) -> Ints:
+    """Colour the transfers so that no GPU sends twice or receives twice in a round; uses max-degree rounds (Koenig)."""
+    if len(src) == 0:
+        return np.zeros(0, np.int64)
+    width = int(max(src.max(), dst.max())) + 1
+    degree = int(max(np.bincount(src).max(), np.bincount(dst).max()))
+    at: list[list[int]] = [
+        [-1] * degree for _ in range(2 * width)
+    ]  # edge of each node and colour; receivers after senders
+    colour = np.full(len(src), -1, np.int64)
+    ends = [(int(s), int(d) + width) for s, d in zip(src, dst, strict=True)]
+    for edge, (sender, receiver) in enumerate(ends):
+        free = next((c for c in range(degree) if at[sender][c] < 0 and at[receiver][c] < 0), -1)
+        if free < 0:
+            free, other = at[sender].index(-1), at[receiver].index(-1)
+            _flip(receiver, free, other, at, ends, colour)
+        at[sender][free] = at[receiver][free] = edge
+        colour[edge] = free
+    return colour
+
+
+def _flip(start: int, one: int, two: int, at: list[list[int]], ends: list[tuple[int, int]], colour: Ints) -> None:
+    """Swap two colours along the path that leaves `start` with colour `one`, so that `one` becomes free there."""
+    path, node, seek = [], start, one
+    while (edge := at[node][seek]) >= 0:
+        path.append(edge)
+        node = ends[edge][0] if ends[edge][1] == node else ends[edge][1]
+        seek = two if seek == one else one
+    for edge in path:
+        for end in ends[edge]:
+            at[end][colour[edge]] = -1
+    for edge in path:
+        colour[edge] = two if colour[edge] == one else one
+        for end in ends[edge]:
+            at[end][colour[edge]] = edge

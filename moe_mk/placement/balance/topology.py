@@ -1,0 +1,181 @@
+"""The machines experts are placed on, and the error for what cannot be placed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moe_mk.errors import ConfigError
+from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
+
+
+class InfeasiblePlacement(ConfigError):
+    """A placement that cannot exist; carries what was asked, the limit, and the next value that works."""
+
+    def __init__(self, message: str, *, asked: int, limit: int, next_feasible: int | None = None) -> None:
+        self.asked, self.limit, self.next_feasible, self.message = asked, limit, next_feasible, message
+        super().__init__(
+            message if next_feasible is None else f"{message}; the next value that works is {next_feasible}"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _infeasible, (self.message, self.asked, self.limit, self.next_feasible)
+
+
+def _infeasible(message: str, asked: int, limit: int, next_feasible: int | None) -> InfeasiblePlacement:
+    return InfeasiblePlacement(message, asked=asked, limit=limit, next_feasible=next_feasible)
+
+
+Division = tuple[str, int, str, int]
+
+
+def check_divisions(*divisions: Division, at_least: Division | None = None) -> None:
+    """Raise InfeasiblePlacement naming every pair that does not divide; (what, size, by_what, parts) each."""
+    problems: list[tuple[str, int, int, int]] = []
+    for what, size, by_what, parts in divisions:
+        if parts < 1:
+            problems.append((f"{by_what}={parts} must be at least 1", parts, 1, 1))
+        elif size < 1 or size % parts:
+            upward = max(parts, -(-size // parts) * parts)
+            problems.append((f"{what}={size} does not divide by {by_what}={parts}", size, parts, upward))
+    if at_least is not None and at_least[1] < at_least[3]:
+        what, size, by_what, least = at_least
+        problems.append((f"{what}={size} are fewer than {by_what}={least}", size, least, least))
+    if problems:
+        message = "; ".join(text for text, *_ in problems)
+        _, asked, limit, upward = problems[0]
+        raise InfeasiblePlacement(message, asked=asked, limit=limit, next_feasible=upward)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """GPUs, the nodes they stand in, and what each can hold and do.
+
+    gpus: all of them, dead ones too, so that ranks keep their numbers. Node n holds the n-th equal run of GPUs.
+    slots: physical experts per GPU, one number or one per GPU. speeds: relative, 1.0 each if not given.
+    alive: False for a GPU that is lost; its slots stay empty.
+    """
+
+    gpus: int
+    nodes: int = 1
+    slots: int | Sequence[int] = 1
+    speeds: Sequence[float] | None = None
+    alive: Sequence[bool] | None = None
+
+    def __post_init__(self) -> None:
+        check_divisions(("gpus", self.gpus, "nodes", self.nodes))
+        for name in ("slots", "speeds", "alive"):  # lists are welcome; tuples keep the object hashable
+            if isinstance(values := getattr(self, name), Sequence):
+                object.__setattr__(self, name, tuple(values))
+        wrong: list[str] = []
+        given: tuple[tuple[str, int | Sequence[float] | None], ...] = (
+            ("slots", self.slots), ("speeds", self.speeds), ("alive", self.alive),
+        )  # fmt: skip
+        for name, values in given:
+            if isinstance(values, Sequence) and len(values) != self.gpus:
+                wrong.append(f"{name} has {len(values)} entries for {self.gpus} GPUs")
+        if min(self.slots if isinstance(self.slots, Sequence) else (self.slots,), default=1) < 0:
+            wrong.append(f"slots={self.slots} has a negative entry")
+        if self.speeds is not None and not all(0 < speed < float("inf") for speed in self.speeds):
+            wrong.append(f"speeds={self.speeds} must all be finite and above 0; say alive=False for a lost GPU")
+        if self.alive is not None and not any(self.alive):
+            wrong.append("no GPU is alive")
+        if wrong:
+            raise ConfigError("this topology cannot be: " + "; ".join(wrong))
+
+    @cached_property
+    def slots_W(self) -> Ints:
+        """Slots of each GPU, dead ones included."""
+        return np.broadcast_to(np.asarray(self.slots, np.int64), (self.gpus,)).copy()
+
+    @cached_property
+    def alive_W(self) -> Bools:
+        """Whether each GPU serves."""
+        return np.ones(self.gpus, bool) if self.alive is None else np.asarray(self.alive, bool)
+
+    @cached_property
+    def speed_W(self) -> Doubles:
+        """Relative speed of each GPU."""
+        return np.ones(self.gpus) if self.speeds is None else np.asarray(self.speeds, np.float64)
+
+    @cached_property
+    def node_W(self) -> Ints:
+        """Node of each GPU."""
+        return np.arange(self.gpus) // (self.gpus // self.nodes)
+
+    @cached_property
+    def gpu_P(self) -> Ints:
+        """GPU of each slot: slots are numbered GPU after GPU."""
+        return np.repeat(np.arange(self.gpus), self.slots_W)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all GPUs, dead ones included: the width of phy2log."""
+        return int(self.slots_W.sum())
+
+    @property
+    def live_slots(self) -> int:
+        """Slots that can hold an expert."""
+        return int(self.slots_W[self.alive_W].sum())
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all GPUs live, with equal speeds and slots."""
+        return bool(self.alive_W.all() and np.ptp(self.slots_W) == 0 and np.ptp(self.speed_W) == 0)
+
+    def live_sites(self) -> Sites:
+        """The GPUs that can hold an expert, renumbered from 0."""
+        kept = np.flatnonzero(self.alive_W & (self.slots_W > 0))
+        return Sites(
+            self.slots_W[kept], self.speed_W[kept], self.node_W[kept], np.flatnonzero(np.isin(self.gpu_P, kept)), kept
+        )
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Living GPUs and their slots as arrays; slot_P and gpu_W give the numbers they have in the topology."""
+
+    slots_W: Ints
+    speed_W: Doubles
+    node_W: Ints
+    slot_P: Ints
+    gpu_W: Ints
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.slots_W)
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.slots_W.sum())
+
+    @cached_property
+    def site_P(self) -> Ints:
+        """Site of each slot."""
+        return np.repeat(np.arange(self.num_gpus), self.slots_W)
+
+    @cached_property
+    def cell_WS(self) -> Ints:
+        """Slots of each site, padded with num_slots where a site has fewer than the most."""
+        column = np.arange(int(self.slots_W.max()))
+        first = np.cumsum(self.slots_W) - self.slots_W
+        cells: Ints = np.where(column < self.slots_W[:, None], first[:, None] + column, self.num_slots)
+        return cells
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all sites are equally fast and equally large."""
+        return bool(np.ptp(self.slots_W) == 0 and np.ptp(self.speed_W) == 0)
+
+    def subset(self, sites: Ints) -> Sites:
+        """Some of the sites; slot_P then points into this object's slots, gpu_W to its sites."""
+        slots = np.flatnonzero(np.isin(self.site_P, sites))
+        return Sites(self.slots_W[sites], self.speed_W[sites], self.node_W[sites], slots, sites)
+
+    def capacities(self, load_X: Doubles) -> Doubles:
+        """What each site [X, W] carries when all finish together."""
+        part: Doubles = self.speed_W / self.speed_W.sum()
+        return np.multiply(load_X[:, None], part)

@@ -1,0 +1,84 @@
+"""Where experts lie: the three tables, shares of replicas, and what is left when a rank dies."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_mk import ConfigError, ExpertMap
+
+
+@pytest.mark.row(107)
+def test_linear_placement_gives_neighbours_to_one_rank() -> None:
+    linear = ExpertMap.linear(8, 4)
+    assert linear.experts_of_rank == ((0, 1), (2, 3), (4, 5), (6, 7)) and linear.is_identity
+    assert ExpertMap.linear(10, 4).experts_of_rank == ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
+
+
+@pytest.mark.row(108)
+def test_round_robin_placement_deals_experts_out() -> None:
+    dealt = ExpertMap.round_robin(8, 4)
+    assert dealt.experts_of_rank == ((0, 4), (1, 5), (2, 6), (3, 7)) and not dealt.is_identity
+    # 10 = 3 + 3 + 2 + 2: the first ranks take what does not divide.
+    assert ExpertMap.round_robin(10, 4).experts_of_rank == ((0, 4, 8), (1, 5, 9), (2, 6), (3, 7))
+
+
+@pytest.mark.row(104, 105, 106)
+def test_the_three_tables_by_hand() -> None:
+    dealt = ExpertMap.round_robin(8, 4)
+    assert dealt.physical_to_global() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert dealt.global_to_physical() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert dealt.local_to_global(3) == [3, 7]
+
+
+@pytest.mark.row(104, 105, 106)
+@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.permutations(range(n)), st.integers(1, n))))
+def test_tables_undo_each_other_and_ranks_put_together_are_the_whole(drawn: tuple[list[int], int]) -> None:
+    order, ranks = drawn
+    size = -(-len(order) // ranks)
+    rows = [tuple(order[i : i + size]) for i in range(0, len(order), size)]
+    placed = ExpertMap(tuple(rows), len(order))
+    forth, back = placed.global_to_physical(), placed.physical_to_global()
+    assert sorted(forth) == list(range(len(order)))
+    assert [back[forth[e]] for e in range(len(order))] == list(range(len(order)))
+    assert [e for rank in range(placed.num_ranks) for e in placed.local_to_global(rank)] == back
+
+
+def test_shares_are_equal_unless_given() -> None:
+    #                       expert 0 in slots 0 and 2, expert 1 in slot 1, expert 2 in slot 3
+    equal = ExpertMap.from_physical([0, 1, 0, 2], 2, 3)
+    assert equal.shares_of(0) == [0.5, 0.5] and equal.shares_of(2) == [1.0]
+    uneven = ExpertMap(equal.experts_of_rank, 3, (0.25, 1.0, 0.75, 1.0))
+    assert uneven.shares_of(0) == [0.25, 0.75]
+
+
+def test_a_map_that_cannot_serve_lists_everything_wrong() -> None:
+    with pytest.raises(
+        ConfigError, match=r"2 of 4 experts have no rank.*\[1, 3\].*ranks \[1\] hold the same expert twice"
+    ):
+        ExpertMap(((0,), (2, 2)), 4)
+    with pytest.raises(ConfigError, match=r"shares of experts \[0\] sum to \[0.75\], not 1"):
+        ExpertMap(((0, 1), (0, 2)), 3, (0.5, 1.0, 0.25, 1.0))
+    with pytest.raises(ConfigError, match=r"3 shares for 4 physical experts"):
+        ExpertMap(((0, 1), (0, 2)), 3, (0.5, 1.0, 0.5))
+    with pytest.raises(ConfigError, match=r"shares from -0.5 to 1.5 lie outside \[0, 1\]"):
+        ExpertMap(((0, 1), (0, 2)), 3, (-0.5, 1.0, 1.5, 1.0))
+
+
+def test_a_second_copy_on_a_rank_may_lie_idle() -> None:
+    idle = ExpertMap(((0, 0), (1, 2)), 3, (1.0, 0.0, 1.0, 1.0))
+    assert idle.shares_of(0) == [1.0, 0.0]
+
+
+def test_losing_a_rank_hands_its_shares_to_other_replicas_and_lists_what_nobody_holds() -> None:
+    # expert:    0    1      0    2      3    0        rank 1 dies: 2 is lost, 0 keeps .25 and .25 of its tokens
+    placed = ExpertMap(((0, 1), (0, 2), (3, 0)), 4, (0.25, 1.0, 0.5, 1.0, 1.0, 0.25))
+    left = placed.without_rank(1)
+    assert left.experts_of_rank == ((0, 1), (3, 0)) and left.lost == {2}
+    assert left.shares == (0.5, 1.0, 1.0, 0.5)
+    assert left.global_to_physical() == [0, 1, -1, 2]
+
+
+def test_copies_that_took_nothing_step_in_when_the_serving_one_dies() -> None:
+    placed = ExpertMap(((0, 1), (0, 2), (0, 1)), 3, (0.0, 1.0, 1.0, 1.0, 0.0, 0.0))
+    left = placed.without_rank(1)
+    assert left.shares == (0.5, 1.0, 0.5, 0.0) and left.lost == {2}
