@@ -1,0 +1,7 @@
+"""The layer an engine embeds, and its DeepSeek-V3 preset."""
+
+from moe_mk.layer.deepseek_v3 import DeepseekV3MoE
+from moe_mk.layer.moe_layer import MoELayer
+from moe_mk.layer.report import MemoryReport
+
+__all__ = ["DeepseekV3MoE", "MemoryReport", "MoELayer"]

@@ -1,0 +1,37 @@
+"""What a layer refuses before any work: tensors that do not fit it, with the values, the limit and the way out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.shapes import expect
+
+
+def check_hidden_states(
+    hidden_states: Tensor, dtype: torch.dtype, device: torch.device, hidden_size: int, max_num_tokens: int
+) -> None:
+    """Raise ShapeError or UnsupportedError unless a layer can run on these tokens."""
+    expect("hidden_states", hidden_states, "T H", dtype, device, H=hidden_size)
+    if hidden_states.shape[0] > max_num_tokens:
+        raise ShapeError(
+            f"hidden_states has T={hidden_states.shape[0]} tokens, kernel.max_num_tokens={max_num_tokens}; "
+            "raise the setting or split the batch"
+        )
+    if hidden_states.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError("gradients through the layer", ["it serves inference; call it under torch.no_grad()"])
+
+
+def check_routing(
+    topk_weights: Tensor, topk_ids: Tensor, device: torch.device, num_tokens: int, top_k: int, num_experts: int
+) -> None:
+    """Raise ShapeError unless an engine's own routing fits; reads the ids on the host once."""
+    expect("topk_ids", topk_ids, "T K", (torch.int32, torch.int64), device, T=num_tokens, K=top_k)
+    expect("topk_weights", topk_weights, "T K", torch.float32, device, T=num_tokens, K=top_k)
+    wrong = topk_ids[(topk_ids < -1) | (topk_ids >= num_experts)]
+    if wrong.numel():
+        raise ShapeError(
+            f"topk_ids holds {wrong.numel()} ids outside [-1, {num_experts}), for example {wrong[:5].tolist()}; "
+            "use -1 for an assignment that goes nowhere"
+        )

@@ -1,0 +1,47 @@
+"""The DeepSeek-V3 MoE layer: sigmoid gate with a correction bias, group-limited top-k, FP8 experts, a shared expert."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from moe_mk.comm.groups import ParallelGroups
+from moe_mk.config.moe import MoEConfig
+from moe_mk.layer.moe_layer import MoELayer, Progress
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class DeepseekV3MoE(MoELayer):
+    """A `MoELayer` by the name of the model it is made for; other families' configurations run in it as well."""
+
+    @classmethod
+    def from_config(cls, config: MoEConfig | str | Path, **where: Any) -> Self:
+        """Build from a config, or from a YAML or JSON file of one. where: device, dtype, groups, name."""
+        if not isinstance(config, MoEConfig):
+            config = MoEConfig.load(config)
+        return cls(config, **where)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | PathLike[str],
+        layer: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        groups: ParallelGroups | DeviceMesh | None = None,
+        on_progress: Progress | None = None,
+        **overrides: Any,
+    ) -> Self:
+        """Build from a checkpoint folder's config.json and load one layer of it.
+
+        overrides: settings by their bare key, such as experts="reference". Raises ConfigError or WeightError.
+        """
+        config = MoEConfig.from_hf(str(path), **overrides)
+        built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}")
+        return built.load_from_safetensors(path, layer, on_progress=on_progress)

@@ -1,0 +1,57 @@
+"""A layer's place among its ranks: EP shares out experts, TP slices them, partial sums are added up exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+
+from torch import Tensor
+
+from moe_mk.comm.agreement import agree
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.groups import ParallelGroups, communicator
+from moe_mk.flight import Flight
+from moe_mk.trace.recorder import Spans
+
+
+class Grid:
+    """The communicators of one layer on one rank."""
+
+    def __init__(self, groups: ParallelGroups, timeout_s: float, name: str) -> None:
+        self.ep, self.tp, self.dp = (
+            communicator(group, timeout_s=timeout_s, layer=name) for group in (groups.ep, groups.tp, groups.dp)
+        )
+        self.name = name
+        self._agreed = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks of each dimension, by its name in the settings."""
+        return {"ep": self.ep.size, "tp": self.tp.size, "dp": self.dp.size}
+
+    def renewed(self, ep: Communicator | None = None) -> Grid:
+        """The same place with notes still to be compared. ep: other ranks that share out the experts."""
+        other = copy(self)
+        other.ep, other._agreed = ep or self.ep, False
+        return other
+
+    def agree(self, notes: Mapping[str, str]) -> Flight[None]:
+        """Compare notes with the other ranks, once, before the first collective."""
+        if self._agreed:
+            return
+        for comm in (self.ep, self.tp):
+            if comm.size > 1:
+                yield from agree(comm, notes, self.name)
+        self._agreed = True
+
+    def late_reduce(self, y_TH: Tensor, spans: Spans, *, partial_over_ep: bool) -> Flight[Tensor]:
+        """Sum over every group in which the output is partial: TP slices always, EP where tokens are replicated."""
+        for comm, is_partial in ((self.ep, partial_over_ep), (self.tp, self.tp.size > 1)):
+            if is_partial:
+                with spans.span("late_reduce"):
+                    y_TH = yield from comm.all_reduce(y_TH, "late reduce")
+        return y_TH
+
+    def share_of(self, num_tokens: int) -> slice:
+        """This EP rank's part of rows that all EP ranks have; over the ranks, every row once."""
+        return slice(num_tokens * self.ep.rank // self.ep.size, num_tokens * (self.ep.rank + 1) // self.ep.size)

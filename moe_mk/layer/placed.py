@@ -1,0 +1,109 @@
+"""The placement of a layer as seen from outside: which experts lie where, and how that changes while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import WeightError
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.placing import Half, build_half, check_sizes, with_experts
+from moe_mk.layer.settings import layer_spec_of
+from moe_mk.oracle.verdict import Decision
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.runner.naive import MonolithicKernel
+from moe_mk.trace.recorder import Spans
+from moe_mk.weights.checkpoint import load_layer
+from moe_mk.weights.expert_weights import SlotWeights
+from moe_mk.weights.layer_weights import LayerWeights
+from moe_mk.weights.source import TensorSource
+
+
+class PlacedLayer(nn.Module):
+    """What every layer with experts on several ranks has: a half that serves, and a way to another one."""
+
+    name: str
+    device: torch.device
+    config: MoEConfig
+    decision: Decision
+    spans: Spans
+    _half: Half
+    _source: tuple[TensorSource, int] | None = None
+    """Where the weights were read, and the number of the layer there."""
+
+    @property
+    def weights(self) -> LayerWeights:
+        """What was loaded; raises WeightError before that."""
+        if self._half.weights is None:
+            raise WeightError(f"layer {self.name!r} has no weights yet; call load_from_safetensors(path, layer=N)")
+        return self._half.weights
+
+    @property
+    def expert_map(self) -> ExpertMap:
+        """Which rank holds which expert, now."""
+        return self._half.expert_map
+
+    @property
+    def kernel(self) -> FusedMoEKernel | MonolithicKernel:
+        """The transport and the experts backend that serve, now."""
+        return self._half.kernel
+
+    @property
+    def epoch(self) -> int:
+        """How many placements there were before this one."""
+        return self._half.epoch
+
+    @property
+    def ep(self) -> Communicator:
+        """The ranks that share out the experts."""
+        return self._half.grid.ep
+
+    @property
+    def tp(self) -> Communicator:
+        """The ranks that hold slices of the same experts."""
+        return self._half.grid.tp
+
+    @property
+    def dp(self) -> Communicator:
+        """The ranks whose expert loads are added up."""
+        return self._half.grid.dp
+
+    def export_slot(self, slot: int) -> SlotWeights:
+        """The weights of one of this rank's slots as the checkpoint holds them, as views."""
+        return self.weights.experts.slots[slot]
+
+    def read_expert(self, expert: int) -> SlotWeights:
+        """Any expert from where the layer was loaded, for one whose last copy was lost. Raises WeightError."""
+        if self._source is None:
+            raise WeightError(f"layer {self.name!r} was given its weights by take(), so nothing can be read again")
+        source, layer = self._source
+        prefix, tp = self.weights.facts.prefix, self.tp
+        return load_layer(
+            source, layer, layer_spec_of(self.config), owned=[expert], tp_rank=tp.rank, tp_size=tp.size, prefix=prefix
+        ).experts.slots[0]
+
+    def stage(
+        self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None, *, ep: Communicator | None = None
+    ) -> Half:
+        """Build everything for another placement beside what serves; only `flip` makes it serve.
+
+        arrived: weights by slot of this rank for experts it does not hold yet. ep: other ranks, after one has died.
+        Raises ConfigError for a map of other sizes and for experts whose weights are nowhere.
+        """
+        grid = self._half.grid.renewed(ep)
+        check_sizes(expert_map, self.expert_map, grid.ep)
+        half = build_half(self.decision, expert_map, grid, self.device, self.spans, self.epoch + 1)
+        return half if self._half.weights is None else with_experts(half, self._half, arrived or {})
+
+    def flip(self, half: Half) -> Half:
+        """Serve from a staged half from the next forward on; returns what served. All ranks flip at one step."""
+        old, self._half = self._half, half
+        return old
+
+    def set_placement(self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None) -> None:
+        """Stage and flip: for a layer without weights, for new shares, or where the weights are at hand."""
+        self.flip(self.stage(expert_map, arrived))

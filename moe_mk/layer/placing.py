@@ -1,0 +1,94 @@
+"""The two halves of a layer under live rebalancing: what a placement decides is built beside what serves, then flipped.
+
+A forward takes its half when it starts and keeps it to the end, so nothing it reads is ever written to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.errors import ConfigError
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.grid import Grid
+from moe_mk.oracle.assemble import Parts, assemble
+from moe_mk.oracle.verdict import Decision
+from moe_mk.placement.expert_map import ExpertMap, PlacementTables
+from moe_mk.runner.naive import MonolithicKernel
+from moe_mk.trace.recorder import Spans
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
+from moe_mk.weights.layer_weights import LayerWeights
+
+
+@dataclass(frozen=True)
+class Half:
+    """Everything of a layer that depends on its placement."""
+
+    expert_map: ExpertMap
+    tables: PlacementTables
+    kernel: FusedMoEKernel | MonolithicKernel
+    grid: Grid
+    weights: LayerWeights | None
+    laid_out: Any
+    """The experts in the layout of the backend."""
+    epoch: int
+    """How many placements this layer has had before."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether each EP rank computes only its experts' share of tokens that all EP ranks have."""
+        return not isinstance(self.kernel, MonolithicKernel) and self.kernel.prepare_finalize.traits.partial
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What ranks compare after a flip; equal maps on all ranks give equal notes."""
+        placed = repr((self.expert_map.experts_of_rank, self.expert_map.shares)).encode()
+        return {"placement": hashlib.sha256(placed).hexdigest()[:16], "epoch": str(self.epoch)}
+
+
+def build_half(
+    decision: Decision, expert_map: ExpertMap, grid: Grid, device: torch.device, spans: Spans, epoch: int = 0
+) -> Half:
+    """A half without weights: kernel and tables. Ranks with tokens of their own prefer near replicas."""
+    kernel = assemble(decision, Parts(expert_map, device, grid.ep, spans))
+    same_tokens = isinstance(kernel, MonolithicKernel) or kernel.prepare_finalize.traits.partial
+    per_node = -(-grid.ep.size // decision.problem.nodes)
+    tables = expert_map.tables(device, None if same_tokens else grid.ep.rank, per_node)
+    return Half(expert_map, tables, kernel, grid, None, None, epoch)
+
+
+def with_experts(half: Half, old: Half, arrived: Mapping[int, SlotWeights]) -> Half:
+    """Give a half its weights: what arrived, else what this rank holds already. `old` is left as it is.
+
+    arrived: by slot of the new half. Raises ConfigError naming every slot whose expert is neither here nor arrived.
+    """
+    assert old.weights is not None
+    rank = half.grid.ep.rank
+    wanted = half.expert_map.local_to_global(rank)
+    here = dict(zip(old.weights.facts.owned, old.weights.experts.slots, strict=True))
+    missing = [f"expert {e} of slot {slot}" for slot, e in enumerate(wanted) if slot not in arrived and e not in here]
+    if missing:
+        raise ConfigError(
+            f"rank {rank} holds neither {', nor '.join(missing[:8])}; pass them as arrived={{slot: weights}}"
+        )
+    slots = tuple(arrived[slot] if slot in arrived else here[e] for slot, e in enumerate(wanted))
+    # Some of them are no views of a file any more, so no backend may give their pages back to the system.
+    experts = MappedExpertWeights(slots, old.weights.experts.scheme)
+    weights = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
+    return replace(half, weights=weights, laid_out=half.kernel.experts.relayout(experts))
+
+
+def check_sizes(expert_map: ExpertMap, serving: ExpertMap, comm: Communicator) -> None:
+    """Raise ConfigError unless a new map has the ranks of the group, and fits the slots that ranks have."""
+    wrong = []
+    if expert_map.num_experts != serving.num_experts:
+        wrong.append(f"it places {expert_map.num_experts} experts, the layer has {serving.num_experts}")
+    if expert_map.num_ranks != comm.size:
+        wrong.append(f"it has {expert_map.num_ranks} ranks, the group has {comm.size}")
+    if wrong:
+        raise ConfigError("placement cannot replace the one that serves: " + "; ".join(wrong))

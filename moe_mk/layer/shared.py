@@ -1,0 +1,47 @@
+"""Shared experts: one MLP that every token visits, computed by the same backend as the routed ones, as one slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_mk.experts.base import EXPERTS, FusedExperts
+from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.oracle.assemble import Parts, experts_context
+from moe_mk.oracle.verdict import Decision
+from moe_mk.permute import permute, weight_and_reduce
+from moe_mk.quant.plain import Plain
+from moe_mk.tokens import OutputStage, RowTokens
+from moe_mk.trace.recorder import Spans
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, Weights
+
+
+class SharedExperts:
+    """All shared experts of a layer together; under TP this rank's slice, so that its output is a partial sum."""
+
+    def __init__(self, experts: FusedExperts, dtype: Plain, spans: Spans) -> None:
+        self.experts, self.dtype, self.spans = experts, dtype, spans
+        self.weights: Weights | None = None
+
+    def load(self, weights: SlotWeights) -> None:
+        """Take the matrices, in the layout the backend reads."""
+        scheme = weights.up_IH.scheme
+        self.weights = self.experts.relayout(MappedExpertWeights((weights,), scheme))
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        """(T, H) to (T, H)."""
+        assert self.weights is not None
+        with self.spans.span("shared"):
+            ids_TK = torch.zeros((x_TH.shape[0], 1), dtype=torch.int32, device=x_TH.device)
+            weights_TK = torch.ones((x_TH.shape[0], 1), dtype=torch.float32, device=x_TH.device)
+            tokens = permute(RowTokens(self.dtype.quantize(x_TH), ids_TK, weights_TK, 1), self.experts.traits.consumes)
+            output = self.experts.run(tokens, self.weights)
+            return weight_and_reduce(output, tokens, until=OutputStage.REDUCED).y
+
+
+def shared_experts(decision: Decision, parts: Parts) -> SharedExperts:
+    """Build them for a decision; beside monolithic experts, which cannot compute one slot, the reference does it."""
+    chosen, config = decision.chosen.experts, decision.problem.config
+    backend = EXPERTS["reference" if chosen in MONOLITHIC else chosen]
+    context = experts_context(decision, parts, 1, config.model.shared_size // config.parallel.tp)
+    return SharedExperts(backend(context), decision.problem.dtype, parts.spans)

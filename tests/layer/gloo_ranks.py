@@ -1,0 +1,156 @@
+"""What each process of the gloo world does; results are tensors, numbers and texts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_mk import CommError, DeepseekV3MoE, MoEConfig, ParallelGroups
+from moe_mk.comm.distributed import DistributedCommunicator
+from moe_mk.flight import land
+from moe_mk.oracle import Parts, assemble, select
+from moe_mk.testing.cases import hostile_routings
+from moe_mk.testing.experts import random_experts
+from moe_mk.testing.virtual import hops_of
+from moe_mk.trace.recorder import Recorder
+from moe_mk.weights.expert_weights import ExpertWeights
+from tests.conformance.formats import EXPERTS, HIDDEN, INNER, TOP_K, Format
+
+CPU = torch.device("cpu")
+
+
+def form_of(weights: str, activations: str) -> Format:
+    from moe_mk.quant import BF16, FP32
+
+    return Format(weights, "float32", FP32 if weights == "fp32" else BF16, activations)
+
+
+def hostile_cases(rank: int, transport: str, weights: str, activations: str) -> dict[str, dict[str, Any]]:
+    """Every hostile case through one transport and the reference experts: output and hops by case."""
+    comm = DistributedCommunicator(dist.group.WORLD, timeout_s=30.0)
+    return {
+        case.name: run_case(rank, comm, number, transport, form_of(weights, activations))
+        for number, case in enumerate(hostile_routings(4, num_experts=EXPERTS, top_k=TOP_K))
+    }
+
+
+def run_case(rank: int, comm: Any, number: int, transport: str, form: Format) -> dict[str, Any]:
+    flight, hops = case_flight(rank, comm, number, transport, form)
+    return {"y": land(flight), "hops": hops}
+
+
+def case_flight(rank: int, comm: Any, number: int, transport: str, form: Format) -> tuple[Any, list[str]]:
+    """One rank's part of one case, on any communicator of four ranks."""
+    tokens = "replicated" if transport == "replicated" else "sharded"
+    case = hostile_routings(4, num_experts=EXPERTS, top_k=TOP_K)[number]
+    case = case.replicated() if tokens == "replicated" else case
+    decision = select(form.problem(ep=4, tokens=tokens, prepare_finalize=transport, experts="reference"))
+    kernel = assemble(decision, Parts(case.expert_map, CPU, comm))
+    draw = torch.Generator().manual_seed(0 if tokens == "replicated" else rank)
+    x_TH = torch.randn((case.num_tokens[rank], HIDDEN), generator=draw).to(form.dtype.dtype)
+    stack = random_experts(form.problem().weights, EXPERTS, HIDDEN, INNER, CPU)
+    own = case.expert_map.local_to_global(rank)
+    weights = ExpertWeights(_rows(stack.w13, own), _rows(stack.w2, own))
+    hops: list[str] = []
+    return hops_of(kernel.steps(x_TH, case.routings[rank], weights), hops), hops
+
+
+def _rows(q: Any, experts: list[int]) -> Any:
+    return q[torch.tensor(experts)]
+
+
+def layer_forward(
+    rank: int, path: str, tokens: list[Tensor], grid: str, layer: int, dtype: torch.dtype, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """One forward of a layer on a grid of the four ranks."""
+    built = DeepseekV3MoE(MoEConfig.from_hf(path, **settings), dtype=dtype, groups=_groups(rank, grid), name="layer 3")
+    built.load_from_safetensors(path, layer)
+    recorder = built.spans.recorder = Recorder()
+    y_TH = built(tokens[rank])
+    hops: list[str] = []
+    again = land(hops_of(built.steps(tokens[rank]), hops))
+    started = sorted(recorder.spans, key=lambda span: span.start)
+    return {
+        "y": y_TH,
+        "again": again,
+        "hops": hops,
+        "ids": built.route(tokens[rank]).ids_TK,
+        "load": built.expert_load.clone(),
+        "slots": built.expert_map.num_slots(built.ep.rank),
+        "ep_bytes": dict(built.ep.traffic.bytes_by_phase),
+        "ep_calls": dict(built.ep.traffic.calls_by_phase),
+        "tp_calls": dict(built.tp.traffic.calls_by_phase),
+        "wire": built.decision.wire.name,
+        "stages": [span.stage for span in started],
+        "own": sum(recorder.own_seconds().values()),
+        "open": _union([(span.start, span.end) for span in started]),
+    }
+
+
+def _union(intervals: list[tuple[float, float]]) -> float:
+    """Seconds in which at least one interval was open."""
+    total, reached = 0.0, float("-inf")
+    for start, end in intervals:
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
+def _groups(rank: int, grid: str) -> Any:
+    if grid == "ep4":
+        return ParallelGroups(ep=dist.group.WORLD)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    if grid == "mesh":
+        return mesh
+    return ParallelGroups(ep=mesh.get_group("ep"), tp=mesh.get_group("tp"))
+
+
+def two_layers(rank: int, path: str, tokens: list[Tensor], layer: int) -> list[Tensor]:
+    """Two layers of one process over different groups and with different backends, called in turn."""
+    config = MoEConfig.from_hf(path, router_dtype="float32")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    wide = DeepseekV3MoE(
+        config.with_(prepare_finalize="all_gather", experts="reference"),
+        dtype=torch.float32,
+        groups=ParallelGroups(ep=dist.group.WORLD),
+    )
+    square = DeepseekV3MoE(
+        config.with_(prepare_finalize="all_to_all", experts="torch_cpu"), dtype=torch.float32, groups=mesh
+    )
+    for built in (wide, square):
+        built.load_from_safetensors(path, layer)
+    return [wide(tokens[rank]), square(tokens[rank // 2]), wide(tokens[rank])]
+
+
+def disagree(rank: int, path: str, layer: int) -> str:
+    """Rank 1 was given another top_k: every rank must say so."""
+    settings = {"top_k": 3} if rank == 1 else {}
+    config = MoEConfig.from_hf(path, router_dtype="float32", **settings)
+    built = DeepseekV3MoE(config, dtype=torch.float32, groups=ParallelGroups(ep=dist.group.WORLD), name="layer 0")
+    built.load_from_safetensors(path, layer)
+    try:
+        built(torch.zeros(2, config.model.hidden_size))
+    except CommError as problem:
+        return str(problem)
+    return "no error"
+
+
+def lose_rank_two(rank: int, path: str, layer: int) -> dict[str, Any]:
+    """One good forward, then rank 2 is killed and the others call again."""
+    config = MoEConfig.from_hf(path, router_dtype="float32", prepare_finalize="all_to_all", timeout_s=10.0)
+    built = DeepseekV3MoE(config, dtype=torch.float32, groups=ParallelGroups(ep=dist.group.WORLD), name="layer 0")
+    built.load_from_safetensors(path, layer)
+    built(torch.ones(2, config.model.hidden_size))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        built(torch.ones(2, config.model.hidden_size))
+    except CommError as problem:
+        return {"rank": problem.rank, "phase": problem.phase, "layer": problem.layer, "text": str(problem)}
+    return {"text": "no error"}

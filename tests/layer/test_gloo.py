@@ -1,0 +1,173 @@
+"""The same layer on four real processes over gloo: equal to transformers, equal to lockstep, and never hanging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.flight import interleave
+from moe_mk.testing.cases import hostile_routings
+from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.weights import CheckpointShape, write_checkpoint
+from tests.conformance.formats import EXPERTS, TOP_K
+from tests.layer import gloo_ranks
+from tests.layer.conftest import Twin
+
+LIMIT = 1e-6
+COUNTS = (0, 0, 7, 1)
+DISPATCH = ["dispatch counts", "dispatch"]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(4) as started:
+        yield started
+
+
+def tokens_of(twin: Twin, counts: tuple[int, ...] = COUNTS) -> list[Tensor]:
+    return [part.clone() for part in twin.x_TH[: sum(counts)].split(list(counts))]
+
+
+def forward(world: RankWorld, twin: Twin, inputs: list[Tensor], grid: str = "ep4", **settings: Any) -> list[Any]:
+    settings = {"router_dtype": "float32", **settings}
+    return world.call(gloo_ranks.layer_forward, str(twin.path), inputs, grid, 0, torch.float32, settings)
+
+
+@pytest.mark.parametrize("weights,activations", [("fp32", "plain"), ("fp8_block", "checkpoint")])
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather", "replicated"])
+def test_processes_give_the_bits_that_lockstep_gives(
+    world: RankWorld, transport: str, weights: str, activations: str
+) -> None:
+    ranks = world.call(gloo_ranks.hostile_cases, transport, weights, activations)
+    form = gloo_ranks.form_of(weights, activations)
+    for number, case in enumerate(hostile_routings(4, num_experts=EXPERTS, top_k=TOP_K)):
+        comms = LockstepWorld(4).communicators()
+        flights = [gloo_ranks.case_flight(r, comms[r], number, transport, form)[0] for r in range(4)]
+        for rank, y_TH in enumerate(interleave(flights)):
+            assert torch.equal(ranks[rank][case.name]["y"], y_TH), f"{case.name}, rank {rank}"
+        hops = [tuple(ranks[rank][case.name]["hops"]) for rank in range(4)]
+        assert len(set(hops)) == 1, f"{case.name}: {hops}"
+
+
+@pytest.mark.row(24, 25, 26, 65, 78)
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+def test_idle_ranks_make_the_same_hops_and_all_equal_transformers(world: RankWorld, twin: Twin, transport: str) -> None:
+    tokens = tokens_of(twin)
+    ranks = forward(world, twin, tokens, prepare_finalize=transport)
+    for answer, x_TH in zip(ranks, tokens, strict=True):
+        torch.testing.assert_close(answer["y"], twin.run(x_TH), atol=LIMIT, rtol=0)
+        assert torch.equal(answer["again"], answer["y"])
+        assert answer["hops"] == [*DISPATCH, "combine"] and answer["slots"] == 4
+        assert set(answer["stages"]) >= {"route", "quantise", "dispatch", "shared", "experts", "combine"}
+        assert answer["own"] == pytest.approx(answer["open"]), "the spans add up to the forward"
+
+
+@pytest.mark.row(27)
+@pytest.mark.parametrize("grid", ["grid", "mesh"])
+def test_a_tensor_parallel_pair_slices_experts_and_exchanges_no_tokens(world: RankWorld, twin: Twin, grid: str) -> None:
+    first, second = tokens_of(twin, (7, 4))
+    tokens = [first, first, second, second]
+    ranks = forward(world, twin, tokens, grid, prepare_finalize="all_to_all")
+    for answer, x_TH in zip(ranks, tokens, strict=True):
+        torch.testing.assert_close(answer["y"], twin.run(x_TH), atol=LIMIT, rtol=0)
+        assert answer["hops"] == [*DISPATCH, "combine", "late reduce"] and answer["slots"] == 8
+        assert set(answer["tp_calls"]) == {"agreement", "late reduce"}
+
+
+@pytest.mark.row(29)
+def test_replicated_tokens_need_no_all_to_all(world: RankWorld, twin: Twin) -> None:
+    x_TH = twin.x_TH[:9]
+    ranks = forward(world, twin, [x_TH] * 4, tokens="replicated")
+    for answer in ranks:
+        torch.testing.assert_close(answer["y"], twin.run(x_TH), atol=LIMIT, rtol=0)
+        assert set(answer["ep_calls"]) == {"agreement", "late reduce"}
+        assert torch.equal(answer["y"], ranks[0]["y"]), "every rank has the same bits"
+
+
+def test_expert_loads_of_all_ranks_add_up_to_the_choices(world: RankWorld, twin: Twin) -> None:
+    tokens = tokens_of(twin)
+    ranks = forward(world, twin, tokens)
+    chosen = torch.cat([answer["ids"].flatten() for answer in ranks])
+    total = torch.stack([answer["load"] for answer in ranks]).sum(dim=0)
+    assert torch.equal(total, 2 * torch.bincount(chosen, minlength=16)), "two forwards were counted"
+    assert int(ranks[0]["load"].sum()) == 0 < int(ranks[2]["load"].sum())
+
+
+def test_two_layers_over_different_groups_and_backends_live_in_one_process(world: RankWorld, twin: Twin) -> None:
+    tokens = tokens_of(twin, (2, 5, 0, 3))
+    for rank, (wide, square, again) in enumerate(world.call(gloo_ranks.two_layers, str(twin.path), tokens, 0)):
+        torch.testing.assert_close(wide, twin.run(tokens[rank]), atol=LIMIT, rtol=0)
+        torch.testing.assert_close(square, twin.run(tokens[rank // 2]), atol=LIMIT, rtol=0)
+        assert torch.equal(again, wide)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["f32 scales", "UE8M0 scales"])
+def wide_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
+    """Rows of DeepSeek-V3's 7168, experts of one block."""
+    path = tmp_path_factory.mktemp("wide")
+    shape = CheckpointShape(
+        num_experts=8, hidden_size=7168, intermediate_size=128, top_k=2, num_groups=4, top_k_groups=2,
+        num_shared_experts=0, power_of_two_scales=request.param,
+    )  # fmt: skip
+    write_checkpoint(path, shape)
+    return path, request.param
+
+
+@pytest.mark.row(51, 99)
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+def test_fp8_rows_take_the_bytes_they_should(
+    world: RankWorld, wide_checkpoint: tuple[Path, bool], transport: str
+) -> None:
+    # A row of 7168 bf16 values is 14336 B; in FP8 it is 7168 B and 56 scales: 7392 B with f32 ones, 7224 B with UE8M0.
+    path, ue8m0 = wide_checkpoint
+    tokens = [torch.randn(count, 7168).to(torch.bfloat16) for count in (0, 3, 5, 4)]
+    fp8_row, bf16_row, ids_and_weights = 7224 if ue8m0 else 7392, 14336, 8 * 2
+    assert {7392: 0.5156, 7224: 0.5039}[fp8_row] == round(fp8_row / bf16_row, 4)
+    for wire, row in (("auto", fp8_row), ("fp8", fp8_row), ("plain", bf16_row)):
+        settings = {"experts": "reference", "prepare_finalize": transport, "wire": wire, "activations": "checkpoint"}
+        answers = world.call(gloo_ranks.layer_forward, str(path), tokens, "ep4", 3, torch.bfloat16, settings)
+        for rank, answer in enumerate(answers):
+            sent = rows_sent(rank, transport, answers, tokens)
+            assert answer["ep_bytes"]["dispatch"] == 2 * sent * (row + ids_and_weights), "two forwards were counted"
+            assert answer["ep_bytes"]["combine"] == 2 * rows_received(rank, transport, answers, tokens) * bf16_row
+
+
+def rows_sent(rank: int, transport: str, answers: list[Any], tokens: list[Tensor]) -> int:
+    """Each token once to every other rank that holds one of its experts; all-gather pads to the longest rank."""
+    if transport == "all_gather":
+        return 3 * max(map(len, tokens))
+    return sum(len({e // 2 for e in ids} - {rank}) for ids in answers[rank]["ids"].tolist())
+
+
+def rows_received(rank: int, transport: str, answers: list[Any], tokens: list[Tensor]) -> int:
+    """Rows whose sums go home from here: those that came from others, or every token of every other rank."""
+    others = [r for r in range(4) if r != rank]
+    if transport == "all_gather":
+        return sum(len(tokens[r]) for r in others)
+    return sum(rank in {e // 2 for e in ids} for r in others for ids in answers[r]["ids"].tolist())
+
+
+def test_ranks_that_decided_differently_say_so_on_every_rank(world: RankWorld, twin: Twin) -> None:
+    for rank, text in enumerate(world.call(gloo_ranks.disagree, str(twin.path), 0)):
+        assert text.startswith(f"rank {rank}, phase 'agreement', layer 'layer 0'")
+        assert "ranks decided differently" in text and "router:" in text
+        assert text.count('"top_k": 4') == 3 and text.count('"top_k": 3') == 1
+        assert '"top_k": 3' in text.splitlines()[3], "after the title, the name and rank 0"
+
+
+def test_a_killed_rank_ends_in_an_error_on_the_others(world: RankWorld, twin: Twin) -> None:
+    with pytest.raises(RankError) as lost:
+        world.call(gloo_ranks.lose_rank_two, str(twin.path), 0, timeout_s=60.0)
+    assert list(lost.value.problems) == [2]
+    for rank in (0, 1, 3):
+        answer = lost.value.results[rank]
+        assert isinstance(answer, dict)
+        assert (answer["rank"], answer["layer"]) == (rank, "layer 0")
+        assert answer["phase"] in (*DISPATCH, "combine")
+        assert "dead or later than 10 s [kernel.timeout_s]" in answer["text"]

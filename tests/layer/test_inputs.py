@@ -1,0 +1,186 @@
+"""Bad input is refused before any work, with the values, the limit and the way out; odd input works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightError
+from moe_mk.testing.virtual import virtual_groups
+from tests.layer.build import HIDDEN, config, layer
+
+
+@pytest.fixture
+def made() -> MoELayer:
+    return layer(8, 2, experts="torch_cpu", num_shared_experts=1, max_num_tokens=16)
+
+
+@pytest.mark.parametrize(
+    "x,message",
+    [
+        (torch.zeros(3, 17), r"hidden_states has H=17 \(axis 1\), expected H=16"),
+        (torch.zeros(1, 3, 16), r"hidden_states has 3 dimensions \(1, 3, 16\), expected 2 \[T, H\]"),
+        (torch.zeros(3, 16, dtype=torch.bfloat16), r"has dtype torch\.bfloat16, expected torch\.float32"),
+        (torch.zeros(3, 16, device="meta"), r"lies on meta, expected cpu; move it with \.to\('cpu'\)"),
+        (torch.zeros(17, 16), r"T=17 tokens, kernel\.max_num_tokens=16; raise the setting or split the batch"),
+        (
+            torch.zeros(3, 17, dtype=torch.float16),
+            r"has H=17 \(axis 1\), expected H=16; has dtype torch\.float16, expected torch\.float32",
+        ),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(made: MoELayer, x: Tensor, message: str) -> None:
+    for ask in (made, made.route):
+        with pytest.raises(ShapeError, match=message):
+            ask(x)
+    assert int(made.expert_load.sum()) == 0, "nothing was done"
+
+
+def test_gradients_are_refused_and_not_dropped(made: MoELayer) -> None:
+    x_TH = torch.zeros(3, HIDDEN, requires_grad=True)
+    with pytest.raises(UnsupportedError, match=r"(?s)gradients through the layer.*call it under torch\.no_grad\(\)"):
+        made(x_TH)
+    with torch.no_grad():
+        assert made(x_TH).shape == (3, HIDDEN)
+
+
+def test_a_layer_without_weights_says_how_to_load_them() -> None:
+    empty = MoELayer(config(8, 2), dtype=torch.float32, name="layer 5")
+    with pytest.raises(
+        WeightError, match=r"layer 'layer 5' has no weights yet; call load_from_safetensors\(path, layer"
+    ):
+        empty(torch.zeros(3, HIDDEN))
+
+
+def routed(made: MoELayer, ids: list[list[int]], **changes: Any) -> Tensor:
+    topk_ids = torch.tensor(ids, dtype=changes.get("dtype", torch.int32))
+    weights = torch.full(topk_ids.shape, 0.5, dtype=changes.get("weights_dtype", torch.float32))
+    return made.forward_routed(torch.ones(len(ids), HIDDEN), weights, topk_ids)
+
+
+@pytest.mark.parametrize("bad", [8, -2, 2**31 - 1, -(2**31)])
+def test_ids_that_do_not_exist_are_refused(made: MoELayer, bad: int) -> None:
+    with pytest.raises(ShapeError, match=rf"topk_ids holds 1 ids outside \[-1, 8\), for example \[{bad}\]; use -1"):
+        routed(made, [[0, 1], [2, bad]])
+    assert int(made.expert_load.sum()) == 0
+
+
+def test_ids_beyond_int32_are_refused_before_they_are_cut(made: MoELayer) -> None:
+    with pytest.raises(ShapeError, match=r"outside \[-1, 8\), for example \[4294967296\]"):
+        routed(made, [[0, 2**32]], dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "ids,changes,message",
+    [
+        ([[0, 1, 2]], {}, r"topk_ids has K=3 \(axis 1\), expected K=2"),
+        ([[0, 1]], {"dtype": torch.int16}, r"topk_ids has dtype torch\.int16, expected torch\.int32 or torch\.int64"),
+        (
+            [[0, 1]],
+            {"weights_dtype": torch.bfloat16},
+            r"topk_weights has dtype torch\.bfloat16, expected torch\.float32",
+        ),
+    ],
+)
+def test_routings_that_do_not_fit_are_refused(made: MoELayer, ids: Any, changes: Any, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        routed(made, ids, **changes)
+
+
+@pytest.mark.row(20)
+@pytest.mark.parametrize("experts", ["torch_cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_engine_may_route_by_itself_and_leave_assignments_out(experts: str, dtype: torch.dtype) -> None:
+    made = layer(8, 2, experts=experts)
+    x_TH = torch.randn(3, HIDDEN)
+    routing = made.route(x_TH)
+    whole = made.forward_routed(x_TH, routing.weights_TK, routing.ids_TK.to(dtype))
+    assert torch.equal(whole, made(x_TH))
+    first = made.forward_routed(x_TH, routing.weights_TK, torch.where(torch.tensor([True, False]), routing.ids_TK, -1))
+    second = made.forward_routed(x_TH, routing.weights_TK, torch.where(torch.tensor([False, True]), routing.ids_TK, -1))
+    torch.testing.assert_close(first + second, whole, atol=1e-6, rtol=0)
+    assert not made.forward_routed(x_TH, routing.weights_TK, torch.full_like(routing.ids_TK, -1)).any()
+
+
+def test_experts_that_route_inside_refuse_a_routing_from_outside() -> None:
+    inside = layer(8, 2, experts="reference_monolithic")
+    with pytest.raises(UnsupportedError, match=r"(?s)reference_monolithic routes inside.*pin kernel\.experts"):
+        routed(inside, [[0, 1]])
+
+
+def test_the_load_counter_is_the_bincount_of_the_choices(made: MoELayer) -> None:
+    x_TH = torch.randn(9, HIDDEN)
+    made(x_TH)
+    expected = torch.bincount(made.route(x_TH).ids_TK.flatten(), minlength=8)
+    assert torch.equal(made.expert_load, expected) and made.expert_load.dtype is torch.int64
+    made(x_TH)
+    assert torch.equal(made.expert_load, 2 * expected), "counts go on until they are reset"
+    made.reset_expert_load()
+    routed(made, [[0, -1], [-1, -1], [0, 7]])
+    assert made.expert_load.tolist() == [2, 0, 0, 0, 0, 0, 0, 1], "-1 counts for nobody"
+
+
+@pytest.mark.parametrize("experts", ["torch_cpu", "reference", "reference_monolithic"])
+def test_no_tokens_and_strided_tokens_work_and_stay_as_they_were(experts: str) -> None:
+    made = layer(8, 2, experts=experts, num_shared_experts=1)
+    x_TH = torch.randn(5, HIDDEN)
+    expected = made(x_TH)
+    assert made(x_TH[:0]).shape == (0, HIDDEN) and made(x_TH[:0]).dtype is torch.float32
+    wide = torch.zeros(5, 2 * HIDDEN)
+    wide[:, ::2] = x_TH
+    before = wide.clone()
+    assert torch.equal(made(wide[:, ::2]), expected)
+    assert torch.equal(made(x_TH.t().contiguous().t()), expected)
+    assert torch.equal(wide, before)
+
+
+@pytest.mark.parametrize(
+    "settings,error,message",
+    [
+        (
+            {"experts": "torch_cup"},
+            ConfigError,
+            r"no experts backend is called 'torch_cup'; did you mean 'torch_cpu'\?",
+        ),
+        ({"prepare_finalize": "noep"}, ConfigError, r"no prepare_finalize backend .* 'noep'; did you mean 'no_ep'\?"),
+        ({"prepare_finalize": "all_to_all"}, UnsupportedError, r"needs 2 ranks or more, the group has 1"),
+        ({"ep": 2}, ConfigError, r"parallel\.ep=2 but the group has 1 rank; pass groups=ParallelGroups"),
+        ({"graphs": True}, UnsupportedError, r"cannot be captured in a CUDA graph \[kernel\.graphs = false\]"),
+    ],
+)
+def test_what_cannot_run_is_refused_when_it_is_built(settings: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MoELayer(config(8, 2, **settings), dtype=torch.float32)
+
+
+def test_groups_of_another_size_than_stated_are_refused() -> None:
+    groups = virtual_groups(ep=4)[0]
+    with pytest.raises(ConfigError, match=r"parallel\.ep=2 but the group has 4 ranks"):
+        MoELayer(config(8, 2, ep=2), dtype=torch.float32, groups=groups)
+    with pytest.raises(ConfigError, match=r"parallel\.ep=4 exceeds model\.num_experts=3, .* use 1 to 3 ranks"):
+        MoELayer(config(3, 2), dtype=torch.float32, groups=groups)
+
+
+@pytest.mark.row(31)
+def test_slices_that_cut_an_expert_unevenly_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.tp=3 does not divide model\.moe_intermediate_size=8"):
+        MoELayer(config(8, 2), dtype=torch.float32, groups=virtual_groups(tp=3)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_a_dtype_no_layer_computes_in_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=rf"dtype {dtype} cannot be a layer's; use bfloat16, float16 or float32"):
+        MoELayer(config(8, 2), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "device,message", [("cuda", r"cannot be used"), ("tpu", r"is not a device"), ("meta", r"cannot")]
+)
+def test_a_device_that_is_not_there_is_refused(device: str, message: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        MoELayer(config(8, 2), device=device)

@@ -1,0 +1,185 @@
+"""A host may do what it likes around a layer: no environment, other defaults, copies, processes, several layers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import ConfigError, MoELayer, UnsupportedError
+from moe_mk.testing.virtual import run_together, virtual_groups
+from tests.layer.build import HIDDEN, config, layer, tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BARE = """
+import os, sys
+sys.path.insert(0, {root!r})
+assert set(os.environ) <= {{"LC_CTYPE"}}, "Python itself may set this one"
+import torch
+import torch.distributed as dist
+
+reads = []
+
+class Trap(type(os.environ)):
+    def __getitem__(self, key):
+        frame = sys._getframe(1)
+        while frame and not any(part in frame.f_code.co_filename for part in ("moe_mk", "site-packages")):
+            frame = frame.f_back  # the standard library reads for somebody
+        if frame and "moe_mk" in frame.f_code.co_filename and "site-packages" not in frame.f_code.co_filename:
+            reads.append((key, frame.f_code.co_filename))
+        return super().__getitem__(key)
+
+os.environ.__class__ = Trap
+os.environ.get("nobody")
+assert not reads
+import moe_mk
+from tests.layer.build import layer
+made = layer(8, 2, experts="torch_cpu", num_shared_experts=1)
+y = made(torch.ones(3, 16))
+assert y.isfinite().all() and not dist.is_initialized()
+print(sorted({{key for key, _ in reads}}))
+"""
+
+
+def test_a_layer_runs_without_an_environment_and_without_a_process_group(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BARE.format(root=str(ROOT))], env={}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    # The search path of programs is looked at once, for a compiler. No variable is a setting.
+    assert done.stdout.strip() in ("[]", "['PATH']"), done.stdout
+
+
+@pytest.fixture
+def x_TH() -> Tensor:
+    return torch.randn(6, HIDDEN, dtype=torch.float32)
+
+
+def made(**settings: object) -> MoELayer:
+    """Everything a layer can have: grouped routing with a bias, shared experts."""
+    return layer(
+        8, 2, num_shared_experts=1, has_correction_bias=True, scoring_func="sigmoid", num_expert_group=4, topk_group=2,
+        experts="torch_cpu", **settings,
+    )  # fmt: skip
+
+
+def test_other_defaults_of_torch_change_nothing(x_TH: Tensor) -> None:
+    first, weights = made(), tensors(8, shared=1, bias=True)
+    expected = first(x_TH)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            built = MoELayer(first.config, dtype=torch.float32)
+            built.load_weights(weights)
+            got = built(x_TH)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.dtype is torch.float32 and got.device.type == "cpu"
+    assert torch.equal(got, expected)
+    assert built.weights.bias_E is not None and built.weights.bias_E.dtype is torch.float32
+    assert built.expert_load.device.type == "cpu" and built.expert_load.dtype is torch.int64
+
+
+def test_pickle_and_deepcopy_give_equal_layers_of_their_own(x_TH: Tensor) -> None:
+    first = made()
+    expected = first(x_TH)
+    first.name = "layer 7"
+    for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert torch.equal(twin(x_TH), expected)
+        assert torch.equal(twin.expert_load, 2 * first.expert_load), "its counts went on from those of the first"
+        assert twin.decision == first.decision and twin.name == "layer 7"
+        for slot in twin.weights.experts.slots:
+            slot.up_IH.values.zero_()
+        assert not torch.equal(twin(x_TH), expected)
+    assert int(first.expert_load.sum()) == 12
+    assert torch.equal(first(x_TH), expected), "the copies share nothing with the first"
+
+
+def test_a_layer_without_weights_can_be_copied_too() -> None:
+    empty = MoELayer(config(4, 2), dtype=torch.float32)
+    for twin in (copy.deepcopy(empty), pickle.loads(pickle.dumps(empty))):
+        assert twin.decision == empty.decision
+
+
+def test_a_pickle_holds_the_experts_of_the_layer_and_not_the_file_they_came_from(tmp_path: Path, x_TH: Tensor) -> None:
+    from safetensors.torch import save_file
+
+    mine = {f"model.layers.0.mlp.{n}": t for n, t in tensors(4).items()}
+    others = {f"model.layers.1.mlp.{n}": t.repeat(1, 50) for n, t in tensors(4).items()}
+    save_file({**mine, **others}, tmp_path / "model.safetensors")
+    built = MoELayer(config(4, 2, experts="torch_cpu"), dtype=torch.float32).load_from_safetensors(tmp_path, 0)
+    size = len(pickle.dumps(built))
+    assert size < 4 * built.weights.num_bytes + 20_000 < (tmp_path / "model.safetensors").stat().st_size
+    assert torch.equal(pickle.loads(pickle.dumps(built))(x_TH), built(x_TH))
+
+
+def run_in_a_new_process(pickled: bytes, x_TH: Tensor, out: object) -> None:
+    buffer = io.BytesIO()
+    torch.save(pickle.loads(pickled)(x_TH), buffer)
+    out.send_bytes(buffer.getvalue())  # type: ignore[attr-defined]
+
+
+def test_a_spawned_process_computes_the_same(x_TH: Tensor) -> None:
+    first, (here, there) = made(), multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(
+        target=run_in_a_new_process, args=(pickle.dumps(first), x_TH, there)
+    )
+    process.start()
+    assert here.poll(100), "no answer"
+    got = torch.load(io.BytesIO(here.recv_bytes()), weights_only=True)
+    process.join()
+    torch.testing.assert_close(got, first(x_TH), atol=1e-6, rtol=0)  # threads may differ between the processes
+
+
+def test_a_layer_with_groups_says_why_it_cannot_be_pickled() -> None:
+    grouped = layer(8, 2, groups=virtual_groups(ep=2)[0])
+    with pytest.raises(
+        ConfigError, match=r"layer 'moe' holds process groups, which cannot travel; build it where it runs"
+    ):
+        pickle.dumps(grouped)
+
+
+def test_layers_with_other_groups_and_backends_do_not_meet(x_TH: Tensor) -> None:
+    alone = made()
+    wide = [made_on(groups, "all_to_all", "reference") for groups in virtual_groups(ep=4)]
+    pair = [made_on(groups, "all_gather", "torch_cpu") for groups in virtual_groups(ep=2)]
+    expected = alone(x_TH)
+    for _ in range(2):
+        for group in (wide, pair):
+            for y_TH in run_together(group, [x_TH] * len(group)):
+                torch.testing.assert_close(y_TH, expected, atol=1e-6, rtol=0)
+        assert torch.equal(alone(x_TH), expected)
+    assert {one.decision.chosen.name for one in (alone, wide[0], pair[0])} == {
+        "no_ep + torch_cpu", "all_to_all + reference", "all_gather + torch_cpu",
+    }  # fmt: skip
+
+
+def made_on(groups: object, transport: str, experts: str) -> MoELayer:
+    settings = made().config.with_(prepare_finalize=transport, experts=experts)
+    built = MoELayer(settings, dtype=torch.float32, groups=groups)  # type: ignore[arg-type]
+    return built.load_weights(tensors(8, shared=1, bias=True))
+
+
+def test_the_library_keeps_no_layer_alive() -> None:
+    import gc
+    import weakref
+
+    seen = weakref.ref(made())
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_layer_is_not_moved_away_from_its_backends() -> None:
+    here = MoELayer(config(4, 2), dtype=torch.float32)
+    assert here.to("cpu") is here
+    with pytest.raises(UnsupportedError, match=r"cannot be moved from cpu to meta(.|\n)*build it with device='meta'"):
+        here.to("meta")

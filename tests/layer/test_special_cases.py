@@ -1,0 +1,81 @@
+"""Layers whose output is known without a router: one expert, all experts, none but the shared ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import MoELayer
+from moe_mk.weights.expert_weights import SlotWeights
+from tests.layer.build import HIDDEN, config, layer, mlp, tensors
+
+EXPERTS = ["reference", "torch_cpu"]
+
+
+@pytest.fixture
+def x_TH() -> Tensor:
+    return torch.randn(6, HIDDEN)
+
+
+@pytest.mark.row(1)
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
+def test_one_expert_always_chosen_is_a_dense_block_bit_for_bit(x_TH: Tensor, experts: str, scoring_func: str) -> None:
+    got = layer(1, 1, experts=experts, scoring_func=scoring_func, renormalize=True)(x_TH)
+    assert torch.equal(got, mlp(x_TH, tensors(1), "experts.0"))
+
+
+@pytest.mark.row(2)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_all_experts_chosen_is_the_mixture_weighted_by_probability_bit_for_bit(x_TH: Tensor, experts: str) -> None:
+    weights = tensors(5)
+    probability_TE = torch.softmax(x_TH @ weights["gate.weight"].T, dim=-1)
+    expected = torch.zeros_like(x_TH)
+    for e in range(5):
+        expected += probability_TE[:, e, None] * mlp(x_TH, weights, f"experts.{e}")
+    assert torch.equal(layer(5, 5, experts=experts)(x_TH), expected)
+
+
+@pytest.mark.row(3)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_only_the_weights_of_chosen_experts_are_read(x_TH: Tensor, experts: str) -> None:
+    sparse = layer(8, 2, experts=experts)
+    chosen = set(sparse.route(x_TH).ids_TK.flatten().tolist())
+    assert 2 <= len(chosen) < 8
+    expected = sparse(x_TH)
+    for expert, slot in enumerate(sparse.weights.experts.slots):
+        if expert not in chosen:
+            poison(slot)
+    assert torch.equal(sparse(x_TH), expected)
+    poison(sparse.weights.experts.slots[min(chosen)])  # the poison works
+    assert sparse(x_TH).isnan().any()
+
+
+def poison(slot: SlotWeights) -> None:
+    for q in (slot.gate_IH, slot.up_IH, slot.down_HI):
+        assert q is not None
+        q.values.fill_(math.nan)
+
+
+@pytest.mark.row(6)
+@pytest.mark.parametrize("num_shared", [1, 2])
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_routed_and_shared_experts_add_up(x_TH: Tensor, experts: str, num_shared: int) -> None:
+    both = layer(4, 2, experts=experts, num_shared_experts=num_shared)
+    routing = both.route(x_TH)
+    routed = both.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)
+    shared = mlp(x_TH, tensors(4, shared=num_shared), "shared_experts")
+    assert torch.equal(both(x_TH), routed + shared)
+    assert float(shared.std()) > 0.1 < float(routed.std())
+
+
+@pytest.mark.row(6)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_with_silent_routed_experts_the_output_is_the_shared_block(x_TH: Tensor, experts: str) -> None:
+    weights = tensors(4, shared=1)
+    silent = {n: torch.zeros_like(t) if n.startswith("experts.") else t for n, t in weights.items()}
+    made = MoELayer(config(4, 2, experts=experts, num_shared_experts=1), dtype=torch.float32).load_weights(silent)
+    assert torch.equal(made(x_TH), mlp(x_TH, weights, "shared_experts"))
