@@ -1,0 +1,172 @@
+"""Carries the experts of one layer to their new ranks: rounds of pairs, chunk by chunk, while the layer serves.
+
+    round 0   rank 0 -> 2, rank 3 -> 1      each rank sends one expert and receives one at most
+    round 1   rank 2 -> 0                   a chunk a step, posted at one step and landed at the next
+
+Every chunk says what it is and has a checksum. What is wrong with it is this rank's vote; the others hear of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.flight import Flight
+from moe_mk.rebalance.live_layer import LiveLayer
+from moe_mk.rebalance.off_thread import Done, Failed, OffThread
+from moe_mk.rebalance.slot_bytes import Landing, checksum, num_bytes, read_bytes
+from moe_mk.weights.expert_weights import SlotWeights
+
+PHASE = "rebalance weights"
+HEADER = 32
+"""Bytes before a chunk: plan, number of the link, offset and checksum in int64."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One expert on its way between two ranks of the group. Slots are local to their rank."""
+
+    expert: int
+    src: int
+    dst: int
+    from_slot: int
+    to_slot: int
+
+
+@dataclass(frozen=True)
+class LayerMoves:
+    """What one layer needs before its new map can serve. Ranks of the group."""
+
+    layer: int
+    rounds: tuple[tuple[Link, ...], ...] = ()
+    reads: tuple[tuple[int, int, int], ...] = ()
+    """(rank, slot, expert) that no rank holds: read from where the layer was loaded."""
+
+    @property
+    def links(self) -> int:
+        """Experts that travel from rank to rank."""
+        return sum(map(len, self.rounds))
+
+
+@dataclass
+class Carrier:
+    """One attempt at one layer."""
+
+    comm: Communicator
+    layer: LiveLayer
+    moves: LayerMoves
+    plan_id: int
+    bytes_per_step: int
+    reader: OffThread[dict[int, SlotWeights]]
+    arrived: dict[int, SlotWeights] = field(default_factory=dict)
+    """By slot of this rank: experts that are here, whole and checked."""
+    received_bytes: int = 0
+    read_bytes: int = 0
+    trouble: str = ""
+    """What this rank has against the attempt; empty while all is well."""
+
+    def __post_init__(self) -> None:
+        self._round, self._offset = 0, 0
+        self._size = num_bytes(self.layer.export_slot(0))
+        self._landing: Landing | None = None
+        self._flight: Flight[Tensor] | None = None
+        wanted = [(slot, expert) for rank, slot, expert in self.moves.reads if rank == self.comm.rank]
+        self._reading = bool(wanted)
+        if wanted:
+            layer = self.layer
+            self.reader.start(lambda: {slot: layer.read_expert(expert) for slot, expert in wanted})
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether every round has landed; the same on all ranks."""
+        return self._round == len(self.moves.rounds)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a chunk was posted that has not landed."""
+        return self._flight is not None
+
+    def waits_for_reading(self) -> bool:
+        """Whether this rank's own reads are not there yet; takes them up, or what went wrong with them."""
+        if not self._reading:
+            return False
+        outcome = self.reader.poll()
+        if outcome is None:
+            return True
+        self._reading = False
+        if isinstance(outcome, Failed):
+            self.trouble = f"reading {self.layer.name!r} failed: {type(outcome.error).__name__}: {outcome.error}"
+        elif isinstance(outcome, Done):
+            self.arrived |= outcome.value
+            self.read_bytes += sum(map(num_bytes, outcome.value.values()))
+        return False
+
+    def post(self) -> None:
+        """Put the next chunk of this round on its way; ranks without a pair take part with nothing."""
+        send, receive = [0] * self.comm.size, [0] * self.comm.size
+        chunk = torch.empty(0, dtype=torch.uint8, device=self.layer.device)
+        for number, link in enumerate(self._links):
+            if link.src == self.comm.rank:
+                send[link.dst] = HEADER + self._chunk_size
+                chunk = self._chunk(number, link)
+            if link.dst == self.comm.rank:
+                receive[link.src] = HEADER + self._chunk_size
+        self._flight = self.comm.all_to_all(chunk.view(-1, 1), send, receive, PHASE)
+        next(self._flight)
+
+    def land(self) -> Flight[None]:
+        """Take the chunk that was posted last; `trouble` tells whether it was good."""
+        assert self._flight is not None
+        flight, self._flight = self._flight, None
+        rows = yield from flight
+        for number, link in enumerate(self._links):
+            if link.dst == self.comm.rank:
+                self._check(rows.flatten(), number, link)
+
+    def accept(self) -> None:
+        """Go on to the next chunk: all ranks have found theirs good."""
+        for link in self._links:
+            if link.dst == self.comm.rank and self._landing is not None:
+                self.received_bytes += self._chunk_size
+                if self._landing.received == self._size:
+                    self.arrived[link.to_slot], self._landing = self._landing.slot, None
+        self._offset += self._chunk_size
+        if self._offset == self._size:
+            self._round, self._offset = self._round + 1, 0
+
+    @property
+    def _links(self) -> tuple[Link, ...]:
+        return self.moves.rounds[self._round]
+
+    @property
+    def _chunk_size(self) -> int:
+        return min(self.bytes_per_step, self._size - self._offset)
+
+    def _chunk(self, number: int, link: Link) -> Tensor:
+        """Header and bytes; if they cannot be had, zeros with a header that nobody takes for good."""
+        try:
+            slot = self.layer.export_slot(link.from_slot)
+            data = read_bytes(slot, self._offset, self._offset + self._chunk_size).to(self.layer.device)
+            head = [self.plan_id, number, self._offset, checksum(data)]
+        except Exception as problem:
+            self.trouble = f"expert {link.expert} cannot be sent: {type(problem).__name__}: {problem}"
+            data = torch.zeros(self._chunk_size, dtype=torch.uint8, device=self.layer.device)
+            head = [-1, number, self._offset, 0]
+        header = torch.tensor(head, dtype=torch.int64, device=data.device).view(torch.uint8)
+        return torch.cat((header, data))
+
+    def _check(self, arrived: Tensor, number: int, link: Link) -> None:
+        plan, link_number, offset, expected = arrived[:HEADER].clone().view(torch.int64).tolist()
+        data = arrived[HEADER:]
+        where = f"expert {link.expert} from rank {link.src} at byte {self._offset}"
+        if (plan, link_number, offset) != (self.plan_id, number, self._offset):
+            self.trouble = f"{where}: rank {link.src} sent chunk {offset} of link {link_number}, plan {plan}"
+        elif checksum(data) != expected:
+            self.trouble = f"{where}: {len(data)} bytes were damaged on their way"
+        else:
+            if self._landing is None:
+                self._landing = Landing(self.layer.export_slot(0))
+            self._landing.write(data)

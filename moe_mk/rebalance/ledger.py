@@ -1,0 +1,71 @@
+"""Which slot of which rank holds what, in the numbers of the whole machine: dead ranks keep theirs and stay empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_mk.errors import ConfigError
+from moe_mk.placement.balance.moves import Moves, plan_moves
+from moe_mk.placement.eplb import Topology
+from moe_mk.placement.expert_map import ExpertMap
+
+
+@dataclass
+class Ledger:
+    """Slots and shares [X layers, P slots] as they serve now, and the machines they lie on."""
+
+    topology: Topology
+    num_experts: int
+    phy2log: NDArray[np.int64]
+    share: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, maps: Sequence[ExpertMap], nodes: int, speeds: tuple[float, ...] | None) -> Ledger:
+        """Take the maps of all layers; ConfigError unless they agree on ranks, slots and experts."""
+        sizes = {(m.num_experts, tuple(map(len, m.experts_of_rank))) for m in maps}
+        if len(sizes) != 1:
+            raise ConfigError(
+                f"{len(maps)} layers have {len(sizes)} different sizes (experts, slots of each rank): "
+                f"{sorted(sizes)[:4]}; give each kind of layer a manager of its own"
+            )
+        num_experts, slots = sizes.pop()
+        topology = Topology(len(slots), nodes, slots, speeds)
+        phy2log = np.array([m.physical_to_global() for m in maps], np.int64)
+        share = np.zeros(phy2log.shape, np.float32)
+        for x, each in enumerate(maps):
+            for expert, replicas in enumerate(each.physical_of_logical):
+                share[x, list(replicas)] = each.shares_of(expert)
+        return cls(topology, num_experts, phy2log, share)
+
+    @property
+    def living(self) -> list[int]:
+        """The ranks that serve, in the order of the group's ranks."""
+        return [int(rank) for rank in np.flatnonzero(self.topology.alive_W)]
+
+    def map_of(self, slots_P: NDArray[np.int64], share_P: NDArray[np.float32]) -> ExpertMap:
+        """The map of one layer over the living ranks."""
+        gpu_P = self.topology.gpu_P
+        rows = tuple(tuple(slots_P[gpu_P == rank].tolist()) for rank in self.living)
+        shares = tuple(part for rank in self.living for part in share_P[gpu_P == rank].tolist())
+        held = set(slots_P[self.topology.alive_W[gpu_P]].tolist())
+        lost = frozenset(range(self.num_experts)) - held
+        return ExpertMap(rows, self.num_experts, shares, lost)
+
+    def lose(self, rank: int) -> None:
+        """Empty a rank's slots. rank: in the numbers of the whole machine."""
+        alive = tuple(bool(each) and r != rank for r, each in enumerate(self.topology.alive_W))
+        self.topology = replace(self.topology, alive=alive)
+        gone = self.topology.gpu_P == rank
+        self.phy2log[:, gone], self.share[:, gone] = -1, 0
+
+    def moves_to(self, phy2log: NDArray[np.int64]) -> Moves:
+        """What must travel from what serves now, near sources first, in rounds without two at one rank."""
+        return plan_moves(self.phy2log, phy2log, self.topology)
+
+    def first_slot(self, rank: int) -> int:
+        """The number of a rank's first slot."""
+        return int(self.topology.slots_W[:rank].sum())

@@ -1,0 +1,193 @@
+"""One announced plan put into practice: new shares at once, then layer by layer, each flipped by all ranks together.
+
+    chunk landed -> vote -> next chunk ... all here -> stage -> vote -> flip
+
+A vote is one number of every rank; all ranks see all votes and so decide alike at the same step. Until the last vote
+nothing that serves is touched, and after it nothing can fail any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.flight import Flight
+from moe_mk.rebalance.carrier import Carrier, LayerMoves, Link
+from moe_mk.rebalance.ledger import Ledger
+from moe_mk.rebalance.live_layer import LiveLayer
+from moe_mk.rebalance.notice import Notice
+from moe_mk.rebalance.off_thread import OffThread
+from moe_mk.rebalance.settings import RebalanceSettings
+from moe_mk.rebalance.slot_bytes import num_bytes
+from moe_mk.rebalance.status import Journal
+from moe_mk.weights.expert_weights import SlotWeights
+
+
+class Vote(IntEnum):
+    """What one rank says; the highest one counts."""
+
+    READY = 0
+    WAIT = 1
+    REFUSE = 2
+
+
+class Migration:
+    """From the maps that serve to those of a notice. The same state on all ranks, but for weights and troubles."""
+
+    def __init__(
+        self,
+        notice: Notice,
+        ledger: Ledger,
+        layers: Sequence[LiveLayer],
+        comm: Communicator,
+        settings: RebalanceSettings,
+        journal: Journal,
+    ) -> None:
+        self.notice, self.ledger, self.layers, self.comm = notice, ledger, layers, comm
+        self.settings, self.journal = settings, journal
+        self.moves = moves_of(ledger, notice)
+        self.batches = self._batches()
+        """Layers that flip together, first those for which no weights move."""
+        self.retries, self.resumes_at, self.waited = 0, 0, 0
+        self.dropped = False
+        self.received_bytes = self.read_bytes = 0
+        self.staged: list[tuple[int, Any]] | None = None
+        """(layer, half) of the present batch once it is built."""
+        self._carrier: Carrier | None = None
+        self._reader: OffThread[dict[int, SlotWeights]] = OffThread("expert reader", limit_s=settings.plan_limit_s)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.dropped or not self.batches
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Bytes that will travel from rank to rank."""
+        return sum(
+            each.links * num_bytes(self.layers[x].export_slot(0)) for x, each in self.moves.items() if each.links
+        )
+
+    def steps(self, step: int) -> Flight[int]:
+        """One step: land a chunk, post the next, or flip. Returns the number of flips, 0 or 1."""
+        if self.finished or step < self.resumes_at:
+            return 0
+        carrier = self._carrier or self._begin()
+        if carrier.in_flight:
+            yield from carrier.land()
+            if (yield from self._vote(Vote.REFUSE if carrier.trouble else Vote.READY, step)) is Vote.REFUSE:
+                return 0
+            carrier.accept()
+        if not carrier.all_sent:
+            carrier.post()
+            return 0
+        if (yield from self._vote(self._stage(carrier), step)) is not Vote.READY:
+            return 0
+        self.flip()
+        return 1
+
+    def flip(self) -> None:
+        """Serve from the staged batch; every rank does so at the same step."""
+        assert self.staged is not None
+        for x, half in self.staged:
+            self.layers[x].flip(half)
+            self.ledger.phy2log[x], self.ledger.share[x] = self.notice.phy2log[x], self.notice.share[x]
+        if self._carrier is not None:
+            self.received_bytes += self._carrier.received_bytes
+            self.read_bytes += self._carrier.read_bytes
+        self.batches, self.staged, self._carrier = self.batches[1:], None, None
+        self.retries = self.waited = 0
+
+    def _batches(self) -> list[list[int]]:
+        changed = [x for x in range(len(self.layers)) if x in self.moves or self._share_differs(x)]
+        still = [x for x in changed if x not in self.moves]
+        return [still] * bool(still) + [[x] for x in changed if x in self.moves]
+
+    def _share_differs(self, x: int) -> bool:
+        return not np.array_equal(self.ledger.share[x], self.notice.share[x])
+
+    def _begin(self) -> Carrier:
+        layer = self.batches[0][0]
+        moves = self.moves.get(layer, LayerMoves(layer))
+        self._carrier = Carrier(
+            self.comm, self.layers[layer], moves, self.notice.plan_id, self.settings.bytes_per_step, self._reader
+        )
+        return self._carrier
+
+    def _stage(self, carrier: Carrier) -> Vote:
+        """Build the other half of every layer of the batch, once all its experts are here."""
+        if carrier.waits_for_reading():
+            return Vote.WAIT
+        if carrier.trouble or self.staged is not None:
+            return Vote.REFUSE if carrier.trouble else Vote.READY
+        try:
+            self.staged = [
+                (x, self.layers[x].stage(self._map(x), carrier.arrived if x == carrier.moves.layer else None))
+                for x in self.batches[0]
+            ]
+        except Exception as problem:
+            carrier.trouble = f"staging failed: {type(problem).__name__}: {problem}"
+            return Vote.REFUSE
+        return Vote.READY
+
+    def _map(self, x: int) -> Any:
+        return self.ledger.map_of(self.notice.phy2log[x], self.notice.share[x])
+
+    def _vote(self, mine: Vote, step: int) -> Flight[Vote]:
+        """Hear what all ranks say, and back off where one refuses or all have waited long enough."""
+        votes = yield from self.comm.gather_count(mine, "rebalance vote")
+        verdict = Vote(max(votes))
+        if verdict is Vote.WAIT:
+            self.waited += 1
+            if self.waited > self.settings.patience:
+                verdict = Vote.REFUSE
+        if verdict is Vote.REFUSE:
+            self._back_off(step, votes)
+        return verdict
+
+    def _back_off(self, step: int, votes: Sequence[int]) -> None:
+        against = [rank for rank, vote in enumerate(votes) if vote == Vote.REFUSE]
+        late = [rank for rank, vote in enumerate(votes) if vote == Vote.WAIT]
+        assert self._carrier is not None
+        what = self._carrier.trouble or (
+            f"ranks {against} refuse what they got"
+            if against
+            else f"ranks {late} are still reading after {self.waited} steps"
+        )
+        self._reader.forget()
+        self._carrier, self.staged, self.waited = None, None, 0
+        self.retries += 1
+        name = self.layers[self.batches[0][0]].name
+        if self.retries > self.settings.max_retries:
+            self.dropped = True
+            then = f"plan {self.notice.plan_id} is dropped after {self.settings.max_retries} retries of {name!r}"
+        else:
+            self.resumes_at = step + self.settings.backoff * 2 ** (self.retries - 1)
+            then = f"{name!r} serves as before; retry {self.retries} at step {self.resumes_at}"
+        self.journal.tell(step, what, then)
+
+
+def moves_of(ledger: Ledger, notice: Notice) -> dict[int, LayerMoves]:
+    """What each layer must receive, by layer, in ranks of the group and slots of those ranks."""
+    moves, group = ledger.moves_to(notice.phy2log), {rank: at for at, rank in enumerate(ledger.living)}
+    gpu_P = ledger.topology.gpu_P
+    found: dict[int, LayerMoves] = {}
+    for x in np.unique(moves.layer).tolist():
+        rounds: dict[int, list[Link]] = {}
+        reads: list[tuple[int, int, int]] = []
+        for index in np.flatnonzero(moves.layer == x).tolist():
+            expert, src, dst = int(moves.expert[index]), int(moves.src[index]), int(moves.dst[index])
+            to_slot = int(moves.slot[index]) - ledger.first_slot(dst)
+            if src < 0:
+                reads.append((group[dst], to_slot, expert))
+            elif src != dst:
+                held = np.flatnonzero((ledger.phy2log[x] == expert) & (gpu_P == src))
+                from_slot = int(held[0]) - ledger.first_slot(src)
+                link = Link(expert, group[src], group[dst], from_slot, to_slot)
+                rounds.setdefault(int(moves.round[index]), []).append(link)
+        found[x] = LayerMoves(x, tuple(tuple(rounds[turn]) for turn in sorted(rounds)), tuple(reads))
+    return found

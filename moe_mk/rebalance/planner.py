@@ -1,0 +1,139 @@
+"""Rank 0's planning, on a thread of its own, with a watchdog: a plan that fails or hangs is told and tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_mk.placement.eplb import PlacementPlan, Topology, plan, resplit
+from moe_mk.rebalance.ledger import Ledger
+from moe_mk.rebalance.load import LoadHistory
+from moe_mk.rebalance.metrics import Balance, measure_balance
+from moe_mk.rebalance.notice import Notice
+from moe_mk.rebalance.off_thread import Failed, OffThread
+from moe_mk.rebalance.settings import RebalanceSettings
+from moe_mk.rebalance.status import Journal
+
+Planner = Callable[[NDArray[np.float64], Topology, NDArray[np.int64]], PlacementPlan]
+"""(smoothed load [layers, experts], machines, slots that serve now [layers, slots]) to a plan."""
+
+
+class PlacementPlanner:
+    """What rank 0 does beside serving. The other ranks keep one too: any of them may become rank 0."""
+
+    def __init__(self, settings: RebalanceSettings, journal: Journal, planner: Planner | None) -> None:
+        self.settings, self.journal = settings, journal
+        self.wanted = False
+        """Whether a full plan is asked for; stays set until one is announced or found not to pay."""
+        self.outbox: Tensor | None = None
+        """A plan that is ready to be announced, as bytes."""
+        self.reason = ""
+        """Why the last plan was not announced; empty after one was."""
+        self._planner = planner or self._plan
+        self._thread: OffThread[Notice | str] = OffThread(
+            "moe_mk planner", limit_s=settings.plan_limit_s, inline=settings.inline
+        )
+        self._failures, self._not_before = 0, 0
+        self._full, self._windows = False, 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a plan is being made or waits to be announced."""
+        return self._thread.busy or self.outbox is not None
+
+    def announced(self, *, full: bool) -> None:
+        """All ranks have a plan; a full one is what was asked for."""
+        self.wanted &= not full
+        self.reason, self._failures = "", 0
+
+    def restart(self) -> None:
+        """Forget what was planned for a group that is no more, and plan anew at once."""
+        self._thread.forget()
+        self.outbox, self.wanted, self._not_before, self._failures = None, True, 0, 0
+
+    def think(
+        self, step: int, history: LoadHistory, ledger: Ledger, balance: Balance | None, plan_id: int, base: int
+    ) -> None:
+        """Look after the thread: take up what it made, tell what went wrong, give it the next job. Never waits."""
+        outcome = self._thread.poll()
+        if isinstance(outcome, Failed):
+            self._tell(outcome.error, step)
+        elif outcome is not None:
+            self._take(outcome.value)
+        if self.busy or step < self._not_before:
+            return
+        load_XE = history.load(self.settings.phase)
+        if self.wanted and (load_XE.any() or (ledger.phy2log < 0).any()):
+            self._begin(self._full_job(load_XE, ledger, plan_id, base), full=True)
+        elif balance is not None and history.num_windows > self._windows and load_XE.any():
+            self._windows = history.num_windows
+            if balance.step_over_ideal > 1.0 + self.settings.resplit_gain:
+                self._begin(self._share_job(load_XE, ledger, plan_id, base), full=False)
+
+    def _begin(self, job: Callable[[], Notice | str], *, full: bool) -> None:
+        self._full = full
+        self._thread.start(job)
+
+    def _take(self, made: Notice | str) -> None:
+        if isinstance(made, Notice):
+            self.outbox = made.encode()
+            return
+        self.reason = made
+        self._failures = 0
+        if self._full:
+            self.wanted = False
+
+    def _tell(self, error: BaseException, step: int) -> None:
+        self._failures += 1
+        self._not_before = step + self.settings.backoff * 2 ** (self._failures - 1)
+        then = f"the placement stays; the next plan is tried at step {self._not_before}"
+        self.journal.tell(step, f"planning failed: {type(error).__name__}: {error}", then)
+
+    def _full_job(
+        self, load_XE: NDArray[np.float64], ledger: Ledger, plan_id: int, base: int
+    ) -> Callable[[], Notice | str]:
+        topology, slots, share = ledger.topology, ledger.phy2log.copy(), ledger.share.copy()
+        load_XE = load_XE if load_XE.any() else np.ones_like(load_XE)
+
+        def job() -> Notice | str:
+            made = self._planner(load_XE, topology, slots)
+            notice = Notice.of(made, plan_id, base, slots)
+            now = Ledger(topology, ledger.num_experts, slots, share)
+            after = Ledger(topology, ledger.num_experts, notice.phy2log, notice.share)
+            return (
+                notice if not np.array_equal(notice.phy2log, slots) else self._if_it_pays(notice, load_XE, now, after)
+            )
+
+        return job
+
+    def _share_job(
+        self, load_XE: NDArray[np.float64], ledger: Ledger, plan_id: int, base: int
+    ) -> Callable[[], Notice | str]:
+        topology, slots, share = ledger.topology, ledger.phy2log.copy(), ledger.share.copy()
+
+        def job() -> Notice | str:
+            new = resplit(slots, load_XE, topology)
+            now = Ledger(topology, ledger.num_experts, slots, share)
+            after = Ledger(topology, ledger.num_experts, slots, new)
+            return self._if_it_pays(
+                Notice(plan_id, base, slots, new, "shares re-solved", full=False), load_XE, now, after
+            )
+
+        return job
+
+    def _if_it_pays(self, notice: Notice, load_XE: NDArray[np.float64], now: Ledger, after: Ledger) -> Notice | str:
+        """A change of shares alone, if it saves enough."""
+        before_time, after_time = (measure_balance(load_XE, each).step_over_ideal for each in (now, after))
+        if before_time - after_time >= self.settings.resplit_gain:
+            return notice
+        return f"nothing gained: step time {before_time:.4f} of ideal, {after_time:.4f} with new shares"
+
+    def _plan(self, load_XE: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
+        s = self.settings
+        return plan(
+            load_XE, topology, groups=s.groups, policy=s.policy, old=slots, min_gain=s.min_gain,
+            max_moves=s.max_moves, move_cost=s.move_cost, min_copies=s.min_copies,
+        )  # fmt: skip

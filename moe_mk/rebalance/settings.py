@@ -1,0 +1,57 @@
+"""The settings of live rebalancing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moe_mk.errors import ConfigError
+from moe_mk.placement.balance.policies import Policy
+from moe_mk.rebalance.hysteresis import Thresholds
+from moe_mk.rebalance.load import Phase
+
+
+@dataclass(frozen=True)
+class RebalanceSettings:
+    """When to plan, how to plan, and how gently to move. Steps are calls of `RebalanceManager.step`.
+
+    sync_every: steps from one sum of loads over all ranks to the next, the only collective while nothing changes.
+    decay: how much of the smoothed load stays when a window is added. phase: the load to place for.
+    resplit_gain: part of the step time that new shares alone must save to be announced.
+    bytes_per_step: the most bytes of experts one rank sends in a step. patience: steps to wait for a slow read.
+    backoff: steps until the first retry, doubled each time; max_retries: then the plan is dropped.
+    plan_limit_s: a plan that takes longer is given up. inline: plan where it is asked for, for repeatable runs.
+    The others go to `plan`; speeds of ranks are relative.
+    """
+
+    sync_every: int = 100
+    decay: float = 0.5
+    phase: Phase | Literal["all"] = "all"
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    resplit_gain: float = 0.01
+    bytes_per_step: int = 16 << 20
+    patience: int = 1000
+    backoff: int = 100
+    max_retries: int = 5
+    plan_limit_s: float = 60.0
+    inline: bool = False
+    nodes: int = 1
+    groups: int = 1
+    speeds: tuple[float, ...] | None = None
+    policy: Policy = "auto"
+    min_gain: float = 0.025
+    max_moves: int | None = None
+    move_cost: float = 5e-4
+    min_copies: int = 1
+
+    def __post_init__(self) -> None:
+        least = {"sync_every": 1, "bytes_per_step": 1, "patience": 0, "backoff": 1, "max_retries": 0}
+        wrong = [
+            f"{name}={getattr(self, name)} must be at least {low}"
+            for name, low in least.items()
+            if getattr(self, name) < low
+        ]
+        if self.plan_limit_s <= 0:
+            wrong.append(f"plan_limit_s={self.plan_limit_s} must be positive")
+        if wrong:
+            raise ConfigError("rebalance settings: " + "; ".join(wrong))

@@ -1,0 +1,169 @@
+"""Four real gloo processes that serve while experts move: with delays, with damage, and with a rank that is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_mk.comm import DistributedCommunicator
+from moe_mk.errors import CommError
+from moe_mk.flight import Flight, land
+from moe_mk.placement.eplb import PlacementPlan, Topology, plan
+from moe_mk.rebalance import RebalanceManager, RebalanceWarning
+from moe_mk.rebalance.carrier import HEADER, PHASE
+from moe_mk.testing.processes import RankError, RankWorld
+from tests.rebalance.world import RANKS, Rank, holds_right_weights, settings
+
+Told = dict[str, object]
+MOST_STEPS = 400
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(RANKS) as ranks:
+        yield ranks
+
+
+class Wire(DistributedCommunicator):
+    """A gloo rank whose first arriving chunk is damaged."""
+
+    damages = False
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
+        arrived = yield from super().all_to_all(rows, send, receive, phase)
+        if self.damages and phase == PHASE and len(arrived):
+            self.damages = False
+            arrived[HEADER + 3] ^= 16
+        return arrived
+
+
+def served(**changes: object) -> Rank:
+    group = dist.group.WORLD
+    assert group is not None
+    torch.set_grad_enabled(False)
+    return Rank(Wire(group, timeout_s=20.0), **changes)
+
+
+def serve_until(rank: Rank, done: Callable[[], bool], pause: Callable[[], None] = lambda: None) -> None:
+    """Whether it is done must be the same on all ranks at the same step."""
+    while not done():
+        pause()
+        land(rank.serve())
+        assert len(rank.epochs) < MOST_STEPS, rank.manager.status()
+    rank.serve_alone(5)
+
+
+def story(rank: Rank) -> Told:
+    status = rank.manager.status()
+    return {
+        "wrong": rank.wrong,
+        "epochs": [list(each) for each in rank.epochs],
+        "state": status.state,
+        "incidents": [str(each) for each in status.incidents],
+        "received": status.received_bytes,
+        "predicted": status.predicted_bytes,
+        "read": status.read_bytes,
+        "lost": [list(each) for each in status.lost_experts.values()],
+        "right": all(holds_right_weights(layer, x) for x, layer in enumerate(rank.layers)),
+    }
+
+
+def slow_planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
+    time.sleep(0.1)
+    return plan(load, topology, old=slots)
+
+
+def with_delays(number: int) -> Told:
+    rank, draw = served(), random.Random(number)
+    rank.manager = RebalanceManager(rank.layers, settings(inline=False), planner=slow_planner)
+    serve_until(
+        rank, lambda: rank.manager.status().epochs == (1, 1), lambda: time.sleep(draw.choice([0.0, 0.0, 0.002, 0.01]))
+    )
+    return story(rank)
+
+
+@pytest.mark.row(109, 120, 123)
+def test_weights_move_while_four_processes_serve_with_delays(world: RankWorld) -> None:
+    told = world.call(with_delays)
+    assert [each["wrong"] for each in told] == [[]] * RANKS
+    assert all(each["epochs"] == told[0]["epochs"] for each in told)
+    # Rank 0 planned beside serving, so that some forwards came before the plan and some between the two flips.
+    epochs = told[0]["epochs"]
+    assert isinstance(epochs, list) and epochs[0] == [0, 0] and epochs[-1] == [1, 1]
+    assert all(each["right"] and each["incidents"] == [] for each in told)
+    assert sum(int(str(each["received"])) for each in told) == told[0]["predicted"] != 0
+
+
+def with_damage(number: int) -> Told:
+    rank = served()
+    comm = rank.manager.comm
+    assert isinstance(comm, Wire)
+    comm.damages = number == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RebalanceWarning)
+        serve_until(rank, lambda: rank.manager.status().epochs == (1, 1))
+    return story(rank)
+
+
+@pytest.mark.row(120)
+def test_a_damaged_chunk_between_processes_is_sent_again(world: RankWorld) -> None:
+    told = world.call(with_damage)
+    assert [each["wrong"] for each in told] == [[]] * RANKS
+    assert all(each["epochs"] == told[0]["epochs"] and each["right"] for each in told)
+    assert "were damaged on their way" in str(told[0]["incidents"]) and "ranks [0] refuse" in str(told[1]["incidents"])
+
+
+def with_a_death(number: int, victim: int) -> Told:
+    rank = served(patience=100)
+    try:
+        while True:
+            land(rank.serve())
+            assert len(rank.epochs) < MOST_STEPS
+            if rank.manager.state == "moving" and number == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except CommError:
+        rank.epochs.pop()
+    left = [r for r in range(RANKS) if r != victim]
+    group = dist.new_group(left, timeout=timedelta(seconds=20), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RebalanceWarning)
+        rank.manager.rank_lost(victim, Wire(group, timeout_s=20.0))
+        lost = [len(layer.expert_map.lost) for layer in rank.layers]
+        land(rank.serve())  # at once, on what is left
+        serve_until(rank, lambda: rank.manager.status().lost_experts == {})
+        rank.serve_alone(20)
+    if sum(lost):  # experts that nobody held were missing until they were read
+        rank.wrong.clear()
+    rank.serve_alone(3)
+    return story(rank) | {"lost at first": lost}
+
+
+@pytest.mark.row(109, 123)
+@pytest.mark.parametrize(("victim", "loses"), [(3, True), (0, False)])
+@pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
+def test_a_killed_rank_is_served_around_and_its_experts_are_read_again(
+    world: RankWorld, victim: int, loses: bool
+) -> None:
+    with pytest.raises(RankError, match=f"rank {victim}: the process ended with exit code -9") as failed:
+        world.call(with_a_death, victim)
+    assert list(failed.value.problems) == [victim]
+    told = [each for each in failed.value.results.values() if isinstance(each, dict)]
+    assert len(told) == RANKS - 1
+    # Rank 3 alone held experts 6 and 7; all that rank 0 held has another copy, so that outputs are right at once.
+    assert all((sum(each["lost at first"]) > 0) == loses and each["lost"] == [] for each in told)
+    assert [each["wrong"] for each in told] == [[]] * (RANKS - 1)
+    assert all(each["epochs"][-1] == told[0]["epochs"][-1] and each["right"] for each in told)
+    assert (sum(each["read"] for each in told) > 0) == loses

@@ -1,0 +1,288 @@
+"""The whole of it on four ranks in lockstep: outputs equal to the bit whatever moves, and nothing dies in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from moe_mk import ConfigError, ExpertMap, UnsupportedError
+from moe_mk.comm import LockstepWorld
+from moe_mk.flight import interleave
+from moe_mk.placement.eplb import PlacementPlan, Topology, plan
+from moe_mk.rebalance import RebalanceManager, RebalanceWarning, Thresholds
+from tests.rebalance.world import (
+    LAYERS,
+    PLACEMENT,
+    RANKS,
+    Rank,
+    expected,
+    holds_right_weights,
+    layers_of,
+    routing,
+    serve,
+    settings,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def world(hot: tuple[int, ...] = (6,), **changes: object) -> list[Rank]:
+    return [Rank(comm, hot, **changes) for comm in LockstepWorld(RANKS).communicators()]
+
+
+@pytest.mark.row(109, 120)
+def test_output_is_equal_to_the_bit_before_during_and_after() -> None:
+    ranks = world()
+    serve(ranks, 40)
+    assert [rank.wrong for rank in ranks] == [[]] * RANKS
+    assert ranks[0].epochs[0] == (0, 0) and ranks[0].epochs[-1] == (1, 1)
+    assert all(holds_right_weights(layer, x) for rank in ranks for x, layer in enumerate(rank.layers))
+    before, after = ExpertMap.from_physical(PLACEMENT, RANKS, 8), ranks[0].layers[0].expert_map
+    assert after.physical_to_global() != before.physical_to_global()
+    status = ranks[0].manager.status()
+    assert status.balance["balance.rank_max_over_mean_worst"] == pytest.approx(1.0, abs=1e-6)
+    assert status.incidents == () and status.state == "watching"
+
+
+@pytest.mark.row(123)
+def test_all_ranks_flip_at_the_same_step_and_one_that_did_not_is_stopped() -> None:
+    ranks = world()
+    serve(ranks, 40)
+    assert all(rank.epochs == ranks[0].epochs for rank in ranks)
+    # One rank alone on another map: the first forward after a flip compares notes and refuses on all ranks.
+    alone = ranks[2].layers[0]
+    alone.set_placement(alone.expert_map)
+    with pytest.raises(Exception, match="in phase|ranks decided differently|epoch"):
+        serve(ranks, 1)
+
+
+def test_nothing_but_one_small_sum_travels_while_nothing_changes() -> None:
+    ranks = world(sync_every=10, thresholds=Thresholds(9.0, 8.0, 1), resplit_gain=9.0)
+    serve(ranks, 40)
+    calls = ranks[0].manager.comm.traffic.calls_by_phase
+    assert {phase: n for phase, n in calls.items() if phase.startswith("rebalance")} == {"rebalance load": 4}
+
+
+def test_even_ranks_are_left_alone() -> None:
+    ranks = world(thresholds=Thresholds(3.0, 2.0, 1), resplit_gain=3.0)
+    serve(ranks, 20)
+    status = ranks[0].manager.status()
+    assert status.plan_id == 0 and status.epochs == (0, 0) and status.balance["balance.expert_cv"] > 0
+
+
+def test_new_shares_alone_move_no_weights() -> None:
+    ranks = world(hot=(0,), thresholds=Thresholds(9.0, 8.0, 1))
+    serve(ranks, 12)
+    status = ranks[0].manager.status()
+    assert status.plan_id == 1 and status.epochs == (1, 1) and status.predicted_bytes == 0
+    assert ranks[0].layers[0].expert_map.physical_to_global() == list(PLACEMENT)
+    assert [rank.wrong for rank in ranks] == [[]] * RANKS
+    # What is in force is not announced again.
+    serve(ranks, 12)
+    assert ranks[0].manager.status().plan_id == 1
+
+
+@pytest.mark.row(133)
+def test_a_swinging_load_costs_one_plan_per_dwell_time() -> None:
+    plans: list[int] = []
+
+    def planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
+        plans.append(len(ranks[0].epochs))
+        return plan(load, topology, old=slots)
+
+    ranks = world()
+    for rank in ranks:
+        swinging = settings(thresholds=Thresholds(1.1, 1.05, dwell=35))
+        rank.manager = RebalanceManager(rank.layers, swinging, planner=planner)
+    for turn in range(24):
+        for rank in ranks:
+            rank.turn_to((6,) if turn % 2 else (0,))
+        serve(ranks, 5)
+    assert 2 <= len(plans) <= 1 + 120 // 35
+    assert all(later - earlier >= 35 for earlier, later in pairwise(plans))
+    assert ranks[0].manager.status().predicted_bytes > 0
+    assert [rank.wrong for rank in ranks] == [[]] * RANKS
+
+
+@pytest.mark.row(129)
+def test_a_second_plan_moves_less_than_placing_anew_and_is_as_even() -> None:
+    ranks = world(thresholds=Thresholds(1.1, 1.05, dwell=1))
+    serve(ranks, 40)
+    first = ranks[0].manager.status().received_bytes
+    for rank in ranks:
+        rank.turn_to((6, 7))
+    serve(ranks, 60)
+    status, ledger = ranks[0].manager.status(), ranks[0].manager.ledger
+    load = ranks[0].manager.history.load("all")
+    anew = plan(load, Topology(RANKS, slots=3))
+    full = int((anew.phy2log != ledger.phy2log).sum())
+    again = plan(load, Topology(RANKS, slots=3), old=ledger.phy2log)
+    assert first >= 0 and again.moves.transfers <= full
+    assert again.balance_X.min() >= anew.balance_X.min() - 0.03
+    assert status.balance["balance.step_over_ideal"] <= 1.06
+    assert [rank.wrong for rank in ranks] == [[]] * RANKS
+
+
+def test_a_planner_that_raises_is_told_and_tried_again_later() -> None:
+    calls: list[int] = []
+
+    def planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
+        calls.append(1)
+        if len(calls) <= 2:
+            raise ArithmeticError("the planner lost its way")
+        return plan(load, topology, old=slots)
+
+    ranks = world(backoff=4)
+    for rank in ranks:
+        rank.manager = RebalanceManager(rank.layers, settings(backoff=4), planner=planner)
+    with pytest.warns(RebalanceWarning, match="planning failed: ArithmeticError: the planner lost its way"):
+        serve(ranks, 5)
+    status = ranks[0].manager.status()
+    assert status.epochs == (0, 0) and "the next plan is tried at step" in status.incidents[0].then
+    with pytest.warns(RebalanceWarning):
+        serve(ranks, 50)
+    assert len(calls) == 3 and ranks[0].manager.status().epochs == (1, 1)
+    assert ranks[0].manager.status().plan_id == 1 and ranks[1].manager.status().incidents == ()
+    assert [rank.wrong for rank in ranks] == [[]] * RANKS
+
+
+def test_a_planner_that_returns_nonsense_changes_nothing() -> None:
+    def planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
+        return plan(load[:1], topology)  # one layer of two
+
+    ranks = world()
+    for rank in ranks:
+        rank.manager = RebalanceManager(rank.layers, settings(), planner=planner)
+    with pytest.warns(RebalanceWarning, match="planning failed"):
+        serve(ranks, 10)
+    assert ranks[0].manager.status().epochs == (0, 0)
+    assert [rank.wrong for rank in ranks] == [[]] * RANKS
+
+
+def test_a_plan_damaged_on_its_way_is_refused_by_all() -> None:
+    ranks = world()
+    planner = ranks[0].manager._planner
+    while planner.outbox is None:
+        serve(ranks, 1)
+    planner.outbox[50] ^= 1
+    with pytest.warns(RebalanceWarning, match="does not have the digest it was sent with"):
+        serve(ranks, 3)
+    assert ranks[3].manager.status().epochs == (0, 0)
+    serve(ranks, 40)
+    assert ranks[3].manager.status().epochs == (1, 1) and [rank.wrong for rank in ranks] == [[]] * RANKS
+
+
+def lose(ranks: list[Rank], dead: int) -> list[Rank]:
+    """The ranks that are left, in a world of their own."""
+    left = [rank for rank in ranks if rank.home != dead]
+    comms = LockstepWorld(len(left)).communicators()
+    interleave([r.manager.rank_lost_steps(dead, c) for r, c in zip(left, comms, strict=True)])
+    return left
+
+
+@pytest.mark.parametrize("dead", [0, 1, 3])
+def test_a_dead_rank_loses_its_shares_at_once_and_its_experts_are_repaired(dead: int) -> None:
+    ranks = world()
+    serve(ranks, 40)
+    alone = [
+        {e for e, where in enumerate(layer.expert_map.physical_of_logical)
+         if {layer.expert_map.rank_of_physical[p] for p in where} == {dead}}
+        for layer in ranks[0].layers
+    ]  # fmt: skip
+    with pytest.warns(RebalanceWarning, match=f"rank {dead} is lost and with it the only copies of"):
+        left = lose(ranks, dead)
+    status = left[0].manager.status()
+    assert [set(status.lost_experts.get(f"layer {x}", ())) for x in range(LAYERS)] == alone
+    for rank in left:
+        assert all(layer.expert_map.num_ranks == RANKS - 1 and layer.ep.size == RANKS - 1 for layer in rank.layers)
+        rank.wrong.clear()
+    serve(left, 60)
+    status = left[0].manager.status()
+    assert status.lost_experts == {} and sum(r.manager.status().read_bytes for r in left) > 0
+    assert all(holds_right_weights(layer, x) for rank in left for x, layer in enumerate(rank.layers))
+    # Repaired for good: outputs are what they should be again.
+    for rank in left:
+        rank.wrong.clear()
+    serve(left, 3)
+    assert [rank.wrong for rank in left] == [[]] * (RANKS - 1)
+    assert all(rank.epochs[-1] == left[0].epochs[-1] for rank in left)
+
+
+def test_until_they_are_repaired_lost_experts_add_nothing_and_others_are_untouched() -> None:
+    ranks = world(thresholds=Thresholds(9.0, 8.0, 1), resplit_gain=9.0)
+    serve(ranks, 2)
+    with pytest.warns(RebalanceWarning):
+        left = lose(ranks, 3)
+    gone = left[0].layers[0].expert_map.lost
+    assert gone == {6, 7}  # expert 1, in the same rank's third slot, has its other copy on rank 0
+    outputs = interleave([rank.forward() for rank in left])
+    for rank, made in zip(left, outputs, strict=True):
+        ids_TK = routing(rank.home, 0, rank.hot).ids_TK
+        whole_T = ~torch.isin(ids_TK, torch.tensor(sorted(gone), dtype=torch.int32)).any(1)
+        assert torch.equal(made[0][whole_T], expected(rank.home, 0, rank.hot)[whole_T])
+        assert not torch.equal(made[0], expected(rank.home, 0, rank.hot))
+
+
+def test_a_rank_that_died_between_two_flips_takes_the_others_along() -> None:
+    ranks = world()
+    while ranks[0].manager.status().epochs == (0, 0):
+        serve(ranks, 1)
+    # Rank 1 heard the last vote a moment too late: it is still where it was, with its half ready.
+    late = ranks[1].manager
+    while late._migration is None or late._migration.staged is None:
+        before = [rank.manager._flips for rank in ranks]
+        flights = [rank.serve() for rank in ranks]
+        hold = late._migration
+        if hold is not None:
+            flip, hold.flip = hold.flip, lambda: None  # type: ignore[method-assign]
+            interleave(flights)
+            hold.flip = flip  # type: ignore[method-assign]
+            if hold.staged is not None:
+                late._flips = before[1]
+                late._migration = hold
+                break
+        else:
+            interleave(flights)
+        assert len(ranks[0].epochs) < 60
+    assert ranks[1].layers[1].epoch != ranks[0].layers[1].epoch
+    with pytest.warns(RebalanceWarning):
+        left = lose(ranks, 3)
+    assert len({tuple(layer.epoch for layer in rank.layers) for rank in left}) == 1
+    assert len({rank.layers[1].expert_map for rank in left}) == 1
+
+
+def test_what_cannot_be_rebalanced_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="there are no layers to rebalance"):
+        RebalanceManager([])
+    comm = LockstepWorld(RANKS).communicators()[0]
+    layers = layers_of(comm)
+    layers[1].set_placement(ExpertMap(((0, 1, 4), (2, 3), (4, 5, 0), (6, 7, 1)), 8))
+    with pytest.raises(ConfigError, match="2 layers have 2 different sizes"):
+        RebalanceManager(layers)
+    with pytest.raises(ConfigError, match=r"sync_every=0 must be at least 1; bytes_per_step=0 must be at least 1"):
+        settings(sync_every=0, bytes_per_step=0)
+
+
+def test_tensor_parallel_experts_are_refused() -> None:
+    comm = LockstepWorld(RANKS).communicators()[0]
+    layer = layers_of(comm)[0]
+    layer._half.grid.tp = LockstepWorld(2).communicators()[0]
+    with pytest.raises(UnsupportedError, match=r"cut into 2 slices; use parallel.tp = 1"):
+        RebalanceManager([layer])
+
+
+def test_a_status_is_plain_data() -> None:
+    ranks = world()
+    serve(ranks, 8)
+    text = json.dumps(ranks[0].manager.status().as_dict())
+    assert '"balance.expert_cv"' in text and '"state"' in text

@@ -1,0 +1,63 @@
+"""An expert as bytes: every tensor, scales too, cut anywhere, and a checksum that finds damage."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_mk.quant.fp8_block import FP8_128x128_UE8M0, weight_scheme
+from moe_mk.quant.plain import BF16
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.rebalance.slot_bytes import Landing, checksum, num_bytes, read_bytes, tensors_of
+from moe_mk.weights import SlotWeights
+
+SCHEMES = [BF16, weight_scheme((16, 8)), FP8_128x128_UE8M0]
+
+
+def expert(scheme: QuantScheme, *, gated: bool = True, seed: int = 0) -> SlotWeights:
+    draw = torch.Generator().manual_seed(seed)
+    gate, up, down = (scheme.quantize(torch.randn(shape, generator=draw)) for shape in ((24, 40), (24, 40), (40, 24)))
+    return SlotWeights(gate if gated else None, up, down)
+
+
+def test_size_by_hand() -> None:
+    # 3 matrices of 960 e4m3 codes; blocks of 16 x 8 cut 24 x 40 into 2 x 5 and 40 x 24 into 3 x 3 f32 scales.
+    assert num_bytes(expert(weight_scheme((16, 8)))) == 3 * 960 + (10 + 10 + 9) * 4
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, 960, 10_000])
+def test_what_lands_is_equal_to_the_bit_and_owns_its_memory(scheme: QuantScheme, gated: bool, chunk: int) -> None:
+    sent, size = expert(scheme, gated=gated), num_bytes(expert(scheme, gated=gated))
+    landing = Landing(expert(scheme, gated=gated, seed=1))
+    for start in range(0, size, chunk):
+        landing.write(read_bytes(sent, start, min(start + chunk, size)))
+    assert landing.received == size
+    for mine, theirs in zip(tensors_of(landing.slot), tensors_of(sent), strict=True):
+        assert mine.dtype == theirs.dtype and mine.data_ptr() != theirs.data_ptr()
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_a_slice_of_a_wider_matrix_travels_as_its_own_bytes() -> None:
+    wide = BF16.quantize(torch.randn(4, 12))
+    narrow = SlotWeights(None, BF16.quantize(torch.randn(4, 6)), wide)
+    narrow = SlotWeights(None, narrow.up_IH, type(wide)(wide.values[:, 3:9], None, BF16))
+    landing = Landing(narrow)
+    landing.write(read_bytes(narrow, 0, num_bytes(narrow)))
+    assert torch.equal(landing.slot.down_HI.values, wide.values[:, 3:9])
+
+
+@given(st.binary(max_size=70), st.integers(0, 69), st.integers(1, 255))
+def test_a_checksum_changes_with_any_byte_and_with_the_length(data: bytes, at: int, by: int) -> None:
+    row = torch.tensor(list(data), dtype=torch.uint8)
+    assert checksum(torch.cat((row, torch.zeros(1, dtype=torch.uint8)))) != checksum(row)
+    if at < len(row):
+        damaged = row.clone()
+        damaged[at] ^= by
+        assert checksum(damaged) != checksum(row)
+
+
+def test_a_checksum_notices_words_that_trade_places() -> None:
+    row = torch.arange(32, dtype=torch.uint8)
+    assert checksum(torch.cat((row[8:16], row[:8], row[16:]))) != checksum(row)

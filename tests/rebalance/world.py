@@ -1,0 +1,149 @@
+"""Layers whose arithmetic is exact, so that outputs are equal to the bit whatever rank an expert lies on.
+
+Weights and tokens are small integers, the activation is relu(x)^2, routing weights are 1/2 and 1/4: every sum in f32 is
+an integer below 2^24 or a quarter of one. A wrong, missing or doubled expert changes it; an order of adding does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_mk import MoEConfig, MoELayer, ParallelGroups
+from moe_mk.comm import Communicator
+from moe_mk.flight import Flight, interleave, land
+from moe_mk.rebalance import RebalanceManager, RebalanceSettings, Thresholds
+from moe_mk.tokens import Routing
+from moe_mk.weights import SlotWeights
+
+RANKS, EXPERTS, LAYERS, HIDDEN, INNER, TOKENS = 4, 8, 2, 8, 8, 24
+# Three slots a rank: eleven would make any load even, so twelve always can.
+PLACEMENT = (0, 1, 4, 2, 3, 5, 4, 5, 0, 6, 7, 1)
+
+
+def tensors(layer: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(100 + layer)
+
+    def integers(rows: int, columns: int) -> Tensor:
+        return torch.randint(-1, 2, (rows, columns), generator=draw).to(torch.float32)
+
+    made = {"gate.weight": integers(EXPERTS, HIDDEN)}
+    for e in range(EXPERTS):
+        made[f"experts.{e}.gate_proj.weight"] = integers(INNER, HIDDEN)
+        made[f"experts.{e}.up_proj.weight"] = integers(INNER, HIDDEN)
+        made[f"experts.{e}.down_proj.weight"] = integers(HIDDEN, INNER)
+    return made
+
+
+def tokens(rank: int) -> Tensor:
+    return torch.randint(-2, 3, (TOKENS, HIDDEN), generator=torch.Generator().manual_seed(rank)).to(torch.float32)
+
+
+def routing(rank: int, layer: int, hot: Sequence[int]) -> Routing:
+    """Half of all first choices fall on the hot experts; one token in six drops its second choice."""
+    draw = torch.Generator().manual_seed(17 * rank + layer)
+    first = torch.randint(0, EXPERTS, (TOKENS,), generator=draw, dtype=torch.int32)
+    first[::2] = torch.tensor([hot[i % len(hot)] for i in range(TOKENS // 2)], dtype=torch.int32)
+    second = (first + 1 + torch.randint(0, EXPERTS - 1, (TOKENS,), generator=draw, dtype=torch.int32)) % EXPERTS
+    second[::6] = -1
+    ids_TK = torch.stack((first, second), 1)
+    return Routing(ids_TK, torch.where(ids_TK >= 0, torch.tensor([0.5, 0.25]), torch.tensor(0.0)))
+
+
+def expected(rank: int, layer: int, hot: Sequence[int]) -> Tensor:
+    """The layer written down once more, in f64, one token after the other."""
+    weights, x_TH, routed = tensors(layer), tokens(rank).double(), routing(rank, layer, hot)
+    y_TH = torch.zeros_like(x_TH)
+    for t in range(TOKENS):
+        for e, weight in zip(routed.ids_TK[t].tolist(), routed.weights_TK[t].tolist(), strict=True):
+            if e >= 0:
+                gate, up, down = (weights[f"experts.{e}.{p}_proj.weight"].double() for p in ("gate", "up", "down"))
+                y_TH[t] += weight * (down @ ((gate @ x_TH[t]).relu().square() * (up @ x_TH[t])))
+    return y_TH.float()
+
+
+def config(**settings: object) -> MoEConfig:
+    model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "activation": "relu2"}
+    data = {"model": {**model, "quant": {"weights": "fp32"}}, "router": {"top_k": 2, "renormalize": False}}
+    return MoEConfig.parse(data, "a test").with_(**({"placement": PLACEMENT, "experts": "torch_cpu"} | settings))
+
+
+def layers_of(comm: Communicator, **settings: object) -> list[MoELayer]:
+    return [
+        MoELayer(
+            config(**settings), dtype=torch.float32, groups=ParallelGroups(ep=comm), name=f"layer {x}"
+        ).load_weights(tensors(x))
+        for x in range(LAYERS)
+    ]
+
+
+def settings(**changes: object) -> RebalanceSettings:
+    """Quick to react: a sync every other step, and chunks of a third of an expert (768 bytes)."""
+    quick: dict[str, object] = {
+        "sync_every": 2, "decay": 0.0, "bytes_per_step": 256, "backoff": 3, "inline": True,
+        "thresholds": Thresholds(1.1, 1.05, dwell=10_000),
+    }  # fmt: skip
+    return RebalanceSettings(**(quick | changes))  # type: ignore[arg-type]
+
+
+class Rank:
+    """One rank that serves: forwards of all layers, then one step of the manager, over and over."""
+
+    def __init__(self, comm: Communicator, hot: Sequence[int] = (6,), **changes: object) -> None:
+        self.home, self.hot = comm.rank, tuple(hot)
+        self.layers = layers_of(comm)
+        self.manager = RebalanceManager(self.layers, settings(**changes))
+        self.expected = [expected(self.home, x, self.hot) for x in range(LAYERS)]
+        self.epochs: list[tuple[int, ...]] = []
+        """The epochs of all layers at each forward."""
+        self.wrong: list[str] = []
+
+    def turn_to(self, hot: Sequence[int]) -> None:
+        self.hot = tuple(hot)
+        self.expected = [expected(self.home, x, self.hot) for x in range(LAYERS)]
+
+    def forward(self) -> Flight[list[Tensor]]:
+        outputs = []
+        for x, layer in enumerate(self.layers):
+            routed = routing(self.home, x, self.hot)
+            layer.router = lambda logits, bias, routed=routed: routed
+            outputs.append((yield from layer.steps(tokens(self.home))))
+        return outputs
+
+    def serve(self, phase: str = "decode") -> Flight[None]:
+        """One step; notes every output that is not equal to the bit to what it should be."""
+        self.epochs.append(tuple(layer.epoch for layer in self.layers))
+        for x, y_TH in enumerate((yield from self.forward())):
+            if not torch.equal(y_TH, self.expected[x]):
+                self.wrong.append(
+                    f"step {len(self.epochs)}: layer {x} differs in {int((y_TH != self.expected[x]).sum())}"
+                )
+        yield from self.manager.steps(phase)
+
+    def serve_alone(self, steps: int) -> None:
+        """As one of several processes."""
+        for _ in range(steps):
+            land(self.serve())
+
+
+def serve(ranks: Sequence[Rank], steps: int) -> None:
+    """All ranks in lockstep."""
+    for _ in range(steps):
+        interleave([rank.serve() for rank in ranks])
+
+
+def holds_right_weights(layer: MoELayer, number: int) -> bool:
+    """Whether every slot of this rank holds, to the bit, what the checkpoint says of its expert."""
+    weights = tensors(number)
+    return all(
+        matrices_equal(layer.export_slot(slot), weights, e)
+        for slot, e in enumerate(layer.expert_map.local_to_global(layer.ep.rank))
+    )
+
+
+def matrices_equal(slot: SlotWeights, weights: dict[str, Tensor], expert: int) -> bool:
+    assert slot.gate_IH is not None
+    named = (("gate", slot.gate_IH), ("up", slot.up_IH), ("down", slot.down_HI))
+    return all(torch.equal(q.values, weights[f"experts.{expert}.{name}_proj.weight"]) for name, q in named)
