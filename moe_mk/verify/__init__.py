@@ -1,0 +1,21 @@
+"""Is it right? An independent reference, limits that follow from the number formats, and faults that must be found."""
+
+from moe_mk.verify.compare import Answer, Verification, error_of, verify
+from moe_mk.verify.dense import DenseResult, dense_layer
+from moe_mk.verify.inject import Fault, check_fault, faulty_router, faulty_weights
+from moe_mk.verify.ties import could_choose, tie_tolerance
+
+__all__ = [
+    "Answer",
+    "DenseResult",
+    "Fault",
+    "Verification",
+    "check_fault",
+    "could_choose",
+    "dense_layer",
+    "error_of",
+    "faulty_router",
+    "faulty_weights",
+    "tie_tolerance",
+    "verify",
+]

@@ -1,0 +1,140 @@
+"""The independent reference: one token and one expert at a time in thought, no permutation, no communication.
+
+It shares no arithmetic with the layer: its own dequantisation in f32, its own routing (numpy, token by token), its own
+MLP. Sums run in f64: two f32 sums over the same library would make the same errors, and none would be seen.
+It takes weights as the checkpoint reader maps them, and a config for the numbers of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_mk.config.moe import MoEConfig, RouterConfig
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.weights.expert_weights import SlotWeights
+from moe_mk.weights.layer_weights import LayerWeights
+
+Array = NDArray[np.float32]
+Progress = Callable[[str, int, int], None]
+"""("verify", experts done, experts in all)."""
+
+
+@dataclass(frozen=True)
+class DenseResult:
+    """What the layer should give for some tokens."""
+
+    y_TH: Tensor
+    """f64, on the CPU."""
+    biased_TE: Array
+    """Scores that choose: with the bias, before groups are struck out."""
+    ids_TK: NDArray[np.int64]
+    weights_TK: Array
+
+
+def dense_layer(
+    x_TH: Tensor,
+    config: MoEConfig,
+    weights: LayerWeights,
+    ids_TK: NDArray[np.int64] | None = None,
+    on_progress: Progress | None = None,
+) -> DenseResult:
+    """Compute the whole layer for (T, H) tokens on the CPU; weights must own every expert, unsliced.
+
+    ids_TK: use this choice of experts instead of its own, weighed by its own scores.
+    """
+    assert weights.facts.owned == tuple(range(config.model.num_experts)) and weights.facts.tp_size == 1
+    x = x_TH.to(device="cpu", dtype=torch.float64)
+    scores_TE = _scores(x_TH.cpu(), weights, config.router)
+    biased_TE = scores_TE if weights.bias_E is None else scores_TE + weights.bias_E.cpu().float().numpy()
+    chosen_TK = _best(_kept(biased_TE, config.router), config.router.top_k) if ids_TK is None else ids_TK
+    weights_TK = _weights(scores_TE, chosen_TK, config.router)
+    y_TH = torch.zeros_like(x)
+    hit = np.unique(chosen_TK[chosen_TK >= 0]).tolist()
+    for number, expert in enumerate(hit):
+        share_T = torch.from_numpy(np.where(chosen_TK == expert, weights_TK, 0.0).sum(axis=1))
+        rows = torch.nonzero(share_T).flatten()
+        y_TH[rows] += share_T[rows, None] * _mlp(x[rows], weights.experts.slots[expert], config.model.activation)
+        if on_progress:
+            on_progress("verify", number + 1, len(hit))
+    if weights.shared is not None:
+        y_TH += _mlp(x, weights.shared, config.model.activation)
+    return DenseResult(y_TH, biased_TE, chosen_TK, weights_TK)
+
+
+def _scores(x_TH: Tensor, weights: LayerWeights, router: RouterConfig) -> Array:
+    """Unbiased scores in f32; router_dtype "model" rounds logits and sigmoid to the dtype of the tokens."""
+    logits = x_TH.double() @ weights.gate_EH.double().T
+    coarse = x_TH.dtype if router.router_dtype == "model" else torch.float32
+    logits = logits.to(coarse).double()
+    if router.scoring_func == "softmax":
+        exps = torch.exp(logits - logits.amax(dim=1, keepdim=True))
+        return np.asarray((exps / exps.sum(dim=1, keepdim=True)).float().numpy(), dtype=np.float32)
+    sigmoid = 1.0 / (1.0 + torch.exp(-logits))
+    return np.asarray(sigmoid.to(coarse).float().numpy(), dtype=np.float32)
+
+
+def num_counted(router: RouterConfig, num_experts: int) -> int:
+    """How many scores make what a group is worth: the best, or the two best where a bias takes part."""
+    return min(2 if router.has_correction_bias else 1, num_experts // router.num_expert_group)
+
+
+def group_worth(biased_E: Array, router: RouterConfig) -> list[float]:
+    """What each group of one token is worth: the sum of its best scores."""
+    size, counted = len(biased_E) // router.num_expert_group, num_counted(router, len(biased_E))
+    groups = [biased_E[g * size : (g + 1) * size] for g in range(router.num_expert_group)]
+    return [float(np.sort(group)[::-1][:counted].sum()) for group in groups]
+
+
+def _kept(biased_TE: Array, router: RouterConfig) -> Array:
+    """Strike out all but the best groups of each token."""
+    if router.num_expert_group == 1:
+        return biased_TE
+    kept_TE, size = np.full_like(biased_TE, -np.inf), biased_TE.shape[1] // router.num_expert_group
+    for t, biased_E in enumerate(biased_TE):
+        worth = np.asarray(group_worth(biased_E, router))
+        for g in np.argsort(-worth, kind="stable")[: router.topk_group]:
+            kept_TE[t, g * size : (g + 1) * size] = biased_E[g * size : (g + 1) * size]
+    return kept_TE
+
+
+def _best(choice_TE: Array, top_k: int) -> NDArray[np.int64]:
+    return np.argsort(-choice_TE, axis=1, kind="stable")[:, :top_k].astype(np.int64)
+
+
+def _weights(scores_TE: Array, ids_TK: NDArray[np.int64], router: RouterConfig) -> Array:
+    picked = np.where(ids_TK >= 0, np.take_along_axis(scores_TE, np.maximum(ids_TK, 0), axis=1), 0.0)
+    if router.renormalize:
+        picked = picked / (picked.sum(axis=1, keepdims=True) + 1e-20)
+    return np.asarray(picked * router.routed_scaling_factor, dtype=np.float32)
+
+
+def _mlp(x: Tensor, slot: SlotWeights, activation: str) -> Tensor:
+    act, up = _ACTIVATIONS[activation], x @ _whole(slot.up_IH).T
+    hidden = act(up) if slot.gate_IH is None else act(x @ _whole(slot.gate_IH).T) * up
+    return hidden @ _whole(slot.down_HI).T
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda v: v / (1.0 + torch.exp(-v)),
+    "gelu": lambda v: 0.5 * v * (1.0 + torch.erf(v / 2.0**0.5)),
+    "gelu_tanh": lambda v: 0.5 * v * (1.0 + torch.tanh((2.0 / np.pi) ** 0.5 * (v + 0.044715 * v**3))),
+    "relu2": lambda v: torch.clamp(v, min=0.0) ** 2,
+}
+
+
+def _whole(q: QuantTensor) -> Tensor:
+    """Values times the scale of their block, rounded to f32 as a checkpoint means them, as f64."""
+    values = q.values.cpu().float()
+    if q.scales is not None:
+        assert q.scheme.block is not None
+        rows, columns = q.scheme.block
+        for i, row in enumerate(q.scales.cpu().float().tolist()):
+            for j, scale in enumerate(row):
+                values[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] *= scale
+    return values.double()

@@ -1,0 +1,138 @@
+"""Honest runs pass with little room to spare, and what is wrong fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_mk.layer import DeepseekV3MoE
+from moe_mk.verify import error_of
+from moe_mk.verify.compare import ALL_TOKENS, ONE_TOKEN
+from tests.verify.conftest import Bench, Case, groups_of, inputs
+
+
+def with_(case: Case, **changes: object) -> Case:
+    return Case(**{**case.__dict__, **changes})
+
+
+FORMATS = [
+    Case("fp8", torch.bfloat16, activations="plain"),
+    Case("fp8", torch.bfloat16, activations="checkpoint"),
+    Case("fp8", torch.bfloat16, activations="plain", wire="fp8"),
+    Case("fp8", torch.float32, activations="plain"),
+    Case("fp8", torch.float16, activations="plain"),
+    Case("bf16", torch.bfloat16),
+    Case("bf16", torch.float32),
+    Case("tiny", torch.bfloat16, activations="plain"),
+]
+SPREADS = [(1, "sharded"), (2, "sharded"), (2, "replicated")]
+CASES = [
+    with_(case, ranks=ranks, tokens=tokens)
+    for case in FORMATS
+    for ranks, tokens in SPREADS
+    if case.wire == "auto" or tokens == "sharded"  # replicated tokens do not travel
+]
+
+
+def accepted_pairs(case: Case, where: Path) -> list[Case]:
+    """The case with every pair that the oracle lets run."""
+    layer = DeepseekV3MoE(case.config(where), dtype=case.dtype, groups=groups_of(case.ranks)[0])
+    served = [verdict for verdict in layer.decision.verdicts if verdict.cost_us is not None]
+    return [with_(case, prepare_finalize=v.prepare_finalize, experts=v.experts) for v in served]
+
+
+@pytest.mark.row(81)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_accepted_pair_is_as_accurate_as_its_formats_say(
+    bench: Callable[[Case], Bench], checkpoints: dict[str, Path], case: Case
+) -> None:
+    pairs = accepted_pairs(case, checkpoints[case.checkpoint])
+    assert pairs
+    for pair in pairs:
+        ours = bench(pair)
+        e = error_of(ours.first.decision)
+        for seed in range(3):
+            judged = ours.judge(ours.answer(inputs(pair, ours.hidden_size, seed)))
+            assert judged.passed, (pair, judged)
+            assert 0.3 <= judged.error / e <= 1.5, (pair, judged.error / e)
+
+
+def test_the_expected_error_by_hand(bench: Callable[[Case], Bench]) -> None:
+    # bf16 everywhere, H = 256: d = x = 2^-7 / sqrt(24); 5 x^2 + 8 d^2 = 13 d^2, and f32 sums add next to nothing.
+    d, f = 2.0**-7 / math.sqrt(24), 2.0**-23 / math.sqrt(24)
+    by_hand = math.sqrt(13 * d**2 + 5 * f**2 * 128)
+    assert error_of(bench(Case("bf16")).first.decision) == pytest.approx(by_hand, rel=1e-9)
+    # FP8 weights decoded to bf16 add 5 w^2 with w = d.
+    fp8 = Case("fp8", activations="plain")
+    assert error_of(bench(fp8).first.decision) == pytest.approx(math.sqrt(18 * d**2 + 5 * f**2 * 128), rel=1e-9)
+    # An FP8 wire below bf16 experts rounds the input once more: 4 q^2 with q = 2^-3 / sqrt(24).
+    wired = with_(fp8, wire="fp8", ranks=2)
+    q = 2.0**-3 / math.sqrt(24)
+    assert error_of(bench(wired).first.decision) == pytest.approx(math.sqrt(18 * d**2 + 4 * q**2), rel=1e-6)
+    # The same wire below experts that compute in it costs nothing: their 5 x^2 is the rounding.
+    own = with_(wired, activations="checkpoint")
+    assert error_of(bench(own).first.decision) == pytest.approx(math.sqrt(5 * q**2 + 8 * d**2), rel=1e-6)
+
+
+def test_limits_are_multiples_of_the_expected_error(bench: Callable[[Case], Bench]) -> None:
+    ours = bench(Case("bf16"))
+    judged = ours.judge(ours.answer(inputs(ours.case, 256, 0)))
+    e = error_of(ours.first.decision)
+    assert judged.limit == ALL_TOKENS * e and judged.worst_token_limit == ONE_TOKEN * e
+    assert judged.as_dict()["passed"] is True and judged.cosine > 0.9999
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_fails(bench: Callable[[Case], Bench], bad: float) -> None:
+    ours = bench(Case("bf16"))
+    answer = ours.answer(inputs(ours.case, 256, 0))
+    y_TH = answer.y_TH.clone()
+    y_TH[7, 3] = bad
+    judged = ours.judge(answer._replace(y_TH=y_TH))
+    assert not judged.passed and judged.worst_token == 7
+
+
+def test_one_wrong_token_among_many_fails(bench: Callable[[Case], Bench]) -> None:
+    # Off by 4 e on one of 24 tokens: 4 e / sqrt(24) = 0.8 e over all is within the limit, 4 e of that token is not.
+    ours = bench(Case("fp8", torch.float16, activations="plain"))
+    answer = ours.answer(inputs(ours.case, 256, 0))
+    y_TH = answer.y_TH.clone()
+    y_TH[5] *= 1 + 4 * error_of(ours.first.decision)
+    judged = ours.judge(answer._replace(y_TH=y_TH))
+    assert judged.error <= judged.limit and judged.worst_token_error > judged.worst_token_limit
+    assert judged.worst_token == 5 and not judged.passed
+
+
+def test_a_small_error_of_every_token_fails(bench: Callable[[Case], Bench]) -> None:
+    # 2 e everywhere: every token is within 3 e, all together are beyond 1.5 e.
+    ours = bench(Case("bf16", torch.float32))
+    answer = ours.answer(inputs(ours.case, 256, 0))
+    judged = ours.judge(answer._replace(y_TH=answer.y_TH * (1 + 2 * error_of(ours.first.decision))))
+    assert judged.worst_token_error <= judged.worst_token_limit and not judged.passed
+
+
+def test_no_tokens_pass_and_say_so(bench: Callable[[Case], Bench]) -> None:
+    ours = bench(Case("bf16"))
+    judged = ours.judge(ours.answer(torch.empty(0, 256, dtype=torch.bfloat16)))
+    assert judged.passed and judged.num_tokens == 0 and judged.worst_token == -1
+
+
+def test_a_token_without_any_output_fails(bench: Callable[[Case], Bench]) -> None:
+    ours = bench(Case("bf16"))
+    answer = ours.answer(inputs(ours.case, 256, 0))
+    y_TH = answer.y_TH.clone()
+    y_TH[0] = 0
+    assert not ours.judge(answer._replace(y_TH=y_TH)).passed
+
+
+def test_progress_counts_the_experts_that_are_hit(bench: Callable[[Case], Bench]) -> None:
+    from moe_mk.verify import verify
+
+    ours, told = bench(Case("bf16")), []
+    answer = ours.answer(inputs(ours.case, 256, 0, num_tokens=1))
+    verify(answer, ours.first.decision, ours.whole, lambda *what: told.append(what))
+    assert told == [("verify", n, 4) for n in (1, 2, 3, 4)]
