@@ -1,0 +1,115 @@
+"""Routings that have broken expert-parallel layers before, as data: one case holds the tokens of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.tokens import Routing
+
+
+@dataclass(frozen=True)
+class RoutingCase:
+    """What every rank of a group brings to one call."""
+
+    name: str
+    expert_map: ExpertMap
+    routings: tuple[Routing, ...]
+    """Of each rank, with physical experts, as a transport gets them."""
+    logical_ids: tuple[Tensor, ...]
+    """The same assignments with logical experts."""
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """T of each rank."""
+        return [routing.num_tokens for routing in self.routings]
+
+    def replicated(self) -> RoutingCase:
+        """The case with the tokens of the busiest rank on every rank, as where attention is tensor-parallel."""
+        source = max(range(len(self.routings)), key=self.num_tokens.__getitem__)
+        count, routing = len(self.routings), self.routings[source]
+        return RoutingCase(self.name, self.expert_map, (routing,) * count, (self.logical_ids[source],) * count)
+
+
+def hostile_routings(
+    num_ranks: int, *, num_experts: int = 8, top_k: int = 3, device: torch.device | str = "cpu", seed: int = 0
+) -> list[RoutingCase]:
+    """Every case on a linear placement, then ordinary tokens on every other kind of placement.
+
+    Weights are positive; assignments of -1 carry 0. Needs at least as many experts as ranks.
+    """
+    draw = torch.Generator("cpu").manual_seed(seed)
+    linear = ExpertMap.linear(num_experts, num_ranks)
+    even, none = [4] * num_ranks, [0] * num_ranks
+    uneven = [(0, 1, 7, 3)[rank % 4] for rank in range(num_ranks)] if num_ranks > 1 else [7]
+    last = linear.local_to_global(num_ranks - 1)
+
+    def case(name: str, expert_map: ExpertMap, tokens: Sequence[int], **limits: object) -> RoutingCase:
+        ids = [_draw_ids(draw, count, num_experts, top_k, **limits) for count in tokens]  # type: ignore[arg-type]
+        return _case(name, expert_map, ids, draw, torch.device(device))
+
+    cases = [
+        case("even", linear, even),
+        case("no tokens anywhere", linear, none),
+        case("no tokens on the first rank", linear, [0, *even[1:]] if num_ranks > 1 else [0]),
+        case("tokens on the last rank only", linear, [*none[1:], 5]),
+        case("uneven", linear, uneven),
+        case("one token", linear, [1, *none[1:]]),
+        case("all to one rank", linear, uneven, among=last),
+        case("all to one expert", linear, even, among=last[-1:]),
+        case("all -1", linear, even, among=[]),
+        case("some -1", linear, even, drop=0.5),
+        case("round-robin", ExpertMap.round_robin(num_experts, num_ranks), uneven),
+        case("uneven experts", _uneven_map(num_experts, num_ranks), uneven),
+    ]
+    if num_experts % num_ranks == 0:
+        shuffled = torch.randperm(num_experts, generator=draw, dtype=torch.int64, device="cpu").tolist()
+        cases.append(case("permutation", ExpertMap.from_physical(shuffled, num_ranks, num_experts), uneven))
+    if num_ranks > 1:
+        cases.append(case("replicas", _replicated_map(num_experts, num_ranks), even))
+    return cases
+
+
+def _case(
+    name: str, expert_map: ExpertMap, logical: list[Tensor], draw: torch.Generator, device: torch.device
+) -> RoutingCase:
+    tables, routings = expert_map.tables(device), []
+    for rank, ids_TK in enumerate(logical):
+        weights_TK = torch.rand(ids_TK.shape, generator=draw, dtype=torch.float32, device="cpu") + 0.1
+        weights_TK = weights_TK.masked_fill(ids_TK < 0, 0.0)
+        routings.append(Routing(tables.to_physical(ids_TK.to(device), salt=rank), weights_TK.to(device)))
+    return RoutingCase(name, expert_map, tuple(routings), tuple(ids_TK.to(device) for ids_TK in logical))
+
+
+def _draw_ids(
+    draw: torch.Generator,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    among: Sequence[int] | None = None,
+    drop: float = 0.0,
+) -> Tensor:
+    """Different experts for each token out of `among`, -1 where there are fewer than top_k, in random order."""
+    pool = torch.full((max(num_experts, top_k),), -1, dtype=torch.int64, device="cpu")
+    chosen = torch.tensor(list(range(num_experts)) if among is None else list(among), dtype=torch.int64, device="cpu")
+    order_TX = torch.rand((num_tokens, len(chosen)), generator=draw, dtype=torch.float32, device="cpu").argsort(dim=1)
+    ids_TX = torch.cat((chosen[order_TX], pool.expand(num_tokens, -1)), dim=1)[:, :top_k]
+    kept = torch.rand(ids_TX.shape, generator=draw, dtype=torch.float32, device="cpu") >= drop
+    return torch.where(kept, ids_TX, -1).to(torch.int32)
+
+
+def _uneven_map(num_experts: int, num_ranks: int) -> ExpertMap:
+    """One expert on every rank but the last, which has all others."""
+    single = tuple((rank,) for rank in range(num_ranks - 1))
+    return ExpertMap((*single, tuple(range(num_ranks - 1, num_experts))), num_experts)
+
+
+def _replicated_map(num_experts: int, num_ranks: int) -> ExpertMap:
+    """The linear placement, and expert 0 once more on every other rank."""
+    linear = ExpertMap.linear(num_experts, num_ranks).experts_of_rank
+    return ExpertMap((linear[0], *((*experts, 0) for experts in linear[1:])), num_experts)

@@ -1,0 +1,115 @@
+"""What every experts backend must do, checked against the reference in f32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
+from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.permute import permute, weight_and_reduce
+from moe_mk.quant.plain import FP32, Plain
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.testing.bits import bits_of
+from moe_mk.testing.cases import RoutingCase, hostile_routings
+from moe_mk.testing.limits import require, require_close
+from moe_mk.tokens import LAYOUT_NAMES, BatchedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.verify.compare import experts_error
+from moe_mk.weights.expert_weights import CANONICAL, ExpertWeights, Weights
+from moe_mk.weights.layer_weights import as_mapped
+
+
+def check_experts(
+    name: str,
+    weights: QuantScheme,
+    *,
+    dtype: Plain,
+    compute: QuantScheme | None = None,
+    hidden_size: int = 192,
+    intermediate_size: int = 128,
+    num_slots: int = 5,
+    device: torch.device | str = "cpu",
+) -> int:
+    """Every hostile case through one experts backend, in every layout it reads, against the reference in f32.
+
+    weights: how the experts are stored; read as a stack and as mapped matrices. compute: what activations are rounded
+    to; None is the layer's dtype. Checks the output, the stage it says it has, that padding is never read, that inputs
+    and weights stay as they were, and that two calls give equal bits where the backend says so.
+    """
+    where, compute = torch.device(device), compute or dtype
+    context = ExpertsContext(dtype, compute, "silu", num_slots, hidden_size, intermediate_size, where)
+    backend = EXPERTS[name](context)
+    exact = FP32 if isinstance(compute, Plain) else compute
+    reference = ReferenceExperts(ExpertsContext(FP32, exact, "silu", num_slots, hidden_size, intermediate_size, where))
+    stack = random_experts(weights, num_slots, hidden_size, intermediate_size, where)
+    error, ran = experts_error(dtype, compute, weights, hidden_size), 0
+    for given in (stack, as_mapped(stack)):
+        if given.layout not in backend.traits.layouts:
+            continue
+        before, own = bits_of(stack), backend.relayout(given)
+        for case in hostile_routings(1, num_experts=num_slots, top_k=min(3, num_slots), device=where):
+            for travelled in {dtype, compute}:
+                rows = _rows(case, travelled, dtype, hidden_size, num_slots)
+                expected = weight_and_reduce(reference.run(rows, stack), rows, OutputStage.REDUCED).y
+                for layout in backend.traits.consumes:
+                    what = f"{name}, {weights.name} {given.layout}, {dtype.name}, {travelled.name} rows, {case.name}"
+                    what += f", {LAYOUT_NAMES[layout]}"
+                    _check_run(backend, own, permute(rows, (layout,)), expected, error, what)
+                    ran += 1
+        require(bits_of(stack) == before, f"{name}: {given.layout} weights were changed")
+    require(ran > 0, f"{name} reads neither {CANONICAL} nor mapped weights")
+    return ran
+
+
+def random_experts(
+    scheme: QuantScheme, num_slots: int, hidden_size: int, intermediate_size: int, device: torch.device
+) -> ExpertWeights:
+    """A stack whose outputs have the size of its inputs; gate and up differ, so that swapping them shows."""
+    draw = torch.Generator("cpu").manual_seed(11)
+
+    def normal(rows: int, columns: int, gain: float) -> QuantTensor:
+        x = torch.randn((num_slots, rows, columns), generator=draw, dtype=torch.float32, device="cpu")
+        return scheme.quantize((x * gain * columns**-0.5).to(device))
+
+    return ExpertWeights(normal(2 * intermediate_size, hidden_size, 1.5), normal(hidden_size, intermediate_size, 1.0))
+
+
+def _check_run(
+    backend: FusedExperts, weights: Weights, tokens: Tokens, expected: Tensor, error: float, what: str
+) -> None:
+    if isinstance(tokens, BatchedTokens):
+        tokens = _poisoned(tokens)
+    before = bits_of(tokens)
+    output = backend.run(tokens, weights)
+    declared = backend.traits.emits[type(tokens)]
+    require(output.stage is declared, f"{what}: output is {output.stage.name}, traits say {declared.name}")
+    require(output.y.dtype is backend.context.dtype.dtype, f"{what}: output is {output.y.dtype}")
+    require(bits_of(tokens) == before, f"{what}: the tokens were changed")
+    reduced = weight_and_reduce(output, tokens, OutputStage.REDUCED).y
+    require_close(reduced.float(), expected, error, what)
+    if backend.traits.deterministic:
+        again = weight_and_reduce(backend.run(tokens, weights), tokens, OutputStage.REDUCED).y
+        require(torch.equal(reduced, again), f"{what}: two calls give different bits")
+
+
+def _rows(case: RoutingCase, travelled: QuantScheme, dtype: Plain, hidden_size: int, num_slots: int) -> RowTokens:
+    routing = case.routings[0]
+    draw = torch.Generator("cpu").manual_seed(3)
+    x_RH = torch.randn((routing.num_tokens, hidden_size), generator=draw, dtype=torch.float32, device="cpu")
+    x_RH = x_RH.to(device=routing.ids_TK.device, dtype=dtype.dtype)
+    return RowTokens(travelled.quantize(x_RH), routing.ids_TK, routing.weights_TK, num_slots)
+
+
+def _poisoned(tokens: BatchedTokens) -> BatchedTokens:
+    """NaN in every padded slot, values and scales: 0x7F is NaN in e4m3, 0xFF in UE8M0."""
+    x, count = tokens.x_LSH, tokens.x_LSH.values.shape[1]
+    slot_S = torch.arange(count, dtype=torch.int64, device=tokens.counts_L.device)
+    padding_LS = slot_S[None] >= tokens.counts_L[:, None]
+    for part in (x.values, x.scales):
+        if part is None:
+            continue
+        if part.element_size() == 1:
+            part.view(torch.uint8)[padding_LS] = 0x7F if part.dtype is torch.float8_e4m3fn else 0xFF
+        else:
+            part[padding_LS] = float("nan")
+    return tokens

@@ -1,0 +1,137 @@
+"""What every transport must do, checked with experts that return what they get."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.experts.base import ExpertsContext
+from moe_mk.flight import Flight, interleave
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
+from moe_mk.quant.plain import FP32, Plain
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.runner.overlap import alongside
+from moe_mk.testing.bits import bits_of, equal_bits
+from moe_mk.testing.cases import RoutingCase, hostile_routings
+from moe_mk.testing.identity import IdentityExperts
+from moe_mk.testing.limits import require
+from moe_mk.testing.virtual import hops_of
+from moe_mk.tokens import Routing
+from moe_mk.weights.expert_weights import MappedExpertWeights
+
+NO_WEIGHTS = MappedExpertWeights((), FP32)
+
+
+def check_transport(
+    name: str,
+    *,
+    num_ranks: int,
+    wire: QuantScheme | None = None,
+    dtype: Plain = FP32,
+    hidden_size: int = 192,
+    num_experts: int = 8,
+    top_k: int = 3,
+    device: torch.device | str = "cpu",
+) -> int:
+    """Every hostile case through one transport with identity experts, on virtual ranks.
+
+    Checks the output, that inputs stay as they were, that two calls give equal bits, that every rank makes the same
+    hops with and without tokens, and that overlap with other work or with a second micro-batch changes no bit.
+    wire: what travels; None is the layer's dtype.
+    """
+    traits, where = PREPARE_FINALIZE[name].traits, torch.device(device)
+    cases = hostile_routings(num_ranks, num_experts=num_experts, top_k=top_k, device=where)
+    if not traits.uneven:
+        cases = [case for case in cases if len(set(map(len, case.expert_map.experts_of_rank))) == 1]
+    if "sharded" not in traits.tokens:
+        cases = [case.replicated() for case in cases]
+    for case in cases:
+        ranks = _VirtualTransport(name, case, wire or dtype, dtype, hidden_size, where)
+        what, tokens = f"{name}, {num_ranks} ranks, {ranks.wire.name}, {case.name}", ranks.tokens()
+        before = bits_of(*tokens, *case.routings)
+        hops: list[list[str]] = [[] for _ in range(num_ranks)]
+        alone = ranks.run(tokens, hops)
+        require(before == bits_of(*tokens, *case.routings), f"{what}: an input changed")
+        _check_identity(ranks, case, alone, tokens, what)
+        require(all(log == hops[0] for log in hops), f"{what}: ranks make different hops: {hops}")
+        require(hops[0] == ranks.hops_without_tokens(), f"{what}: hops depend on the number of tokens")
+        require(equal_bits(alone, ranks.run(tokens)), f"{what}: two calls give different bits")
+        require(equal_bits(alone, ranks.run_with_other_work(tokens)), f"{what}: other work in between changes bits")
+        require(equal_bits(alone, ranks.run_dual(tokens)), f"{what}: two micro-batches change bits")
+    return len(cases)
+
+
+class _VirtualTransport:
+    """One transport on every rank of a case, around identity experts."""
+
+    def __init__(
+        self, name: str, case: RoutingCase, wire: QuantScheme, dtype: Plain, hidden_size: int, device: torch.device
+    ) -> None:
+        self.case, self.wire, self.dtype, self.hidden_size, self.device = case, wire, dtype, hidden_size, device
+        self.partial = PREPARE_FINALIZE[name].traits.partial
+        self.kernels = []
+        tables = case.expert_map.tables(device)
+        for comm in LockstepWorld(len(case.routings)).communicators():
+            slots, top_k = case.expert_map.num_slots(comm.rank), case.routings[0].ids_TK.shape[1]
+            context = TransportContext(comm, case.expert_map, tables, wire, dtype, hidden_size, top_k, device)
+            experts = IdentityExperts(ExpertsContext(dtype, dtype, "silu", slots, hidden_size, hidden_size, device))
+            self.kernels.append(FusedMoEKernel(PREPARE_FINALIZE[name](context), experts))
+
+    def tokens(self) -> list[Tensor]:
+        """Normal rows, other ones on each rank unless the transport wants the same."""
+        made: list[Tensor] = []
+        for rank, count in enumerate(self.case.num_tokens):
+            draw = torch.Generator("cpu").manual_seed(0 if self.partial else rank)
+            x_TH = torch.randn((count, self.hidden_size), generator=draw, dtype=torch.float32, device="cpu")
+            made.append(x_TH.to(device=self.device, dtype=self.dtype.dtype))
+        return made
+
+    def flights(self, tokens: list[Tensor], routings: tuple[Routing, ...]) -> list[Flight[Tensor]]:
+        return [k.steps(x, r, NO_WEIGHTS) for k, x, r in zip(self.kernels, tokens, routings, strict=True)]
+
+    def run(self, tokens: list[Tensor], hops: list[list[str]] | None = None) -> list[Tensor]:
+        flights = self.flights(tokens, self.case.routings)
+        return interleave(flights if hops is None else [hops_of(f, h) for f, h in zip(flights, hops, strict=True)])
+
+    def run_with_other_work(self, tokens: list[Tensor]) -> list[Tensor]:
+        flights = self.flights(tokens, self.case.routings)
+        done = interleave([alongside(flight, lambda: None) for flight in flights])
+        return [y_TH for y_TH, _ in done]
+
+    def run_dual(self, tokens: list[Tensor]) -> list[Tensor]:
+        """Each rank's tokens in two parts that are in flight at once; the first may be empty."""
+        parts = []
+        for half in (0, 1):
+            cut = [slice(0, len(x) // 2) if half == 0 else slice(len(x) // 2, None) for x in tokens]
+            routings = [Routing(r.ids_TK[c], r.weights_TK[c]) for r, c in zip(self.case.routings, cut, strict=True)]
+            parts.append(self.flights([x[c] for x, c in zip(tokens, cut, strict=True)], tuple(routings)))
+        # Rank by rank, first micro-batch before second, as `run_dual` does in each process.
+        landed = interleave([flight for both in zip(*parts, strict=True) for flight in both])
+        return [torch.cat(landed[2 * rank : 2 * rank + 2]) for rank in range(len(tokens))]
+
+    def hops_without_tokens(self) -> list[str]:
+        hops: list[list[str]] = [[] for _ in self.kernels]
+        nothing = [Routing(r.ids_TK[:0], r.weights_TK[:0]) for r in self.case.routings]
+        flights = self.flights([x[:0] for x in self.tokens()], tuple(nothing))
+        interleave([hops_of(flight, log) for flight, log in zip(flights, hops, strict=True)])
+        return hops[0]
+
+
+def _check_identity(
+    ranks: _VirtualTransport, case: RoutingCase, outputs: list[Tensor], tokens: list[Tensor], what: str
+) -> None:
+    """Token times the sum of its weights, as the wire rounds the token; each rank's part is rounded once more."""
+    if ranks.partial:
+        outputs = [torch.stack([y.float() for y in outputs]).sum(dim=0)] * len(outputs)
+    rounding = torch.finfo(ranks.dtype.dtype).eps * (len(outputs) + 1)
+    for rank, (y_TH, x_TH, routing) in enumerate(zip(outputs, tokens, case.routings, strict=True)):
+        kept_T = routing.weights_TK.masked_fill(routing.ids_TK < 0, 0.0).double().sum(dim=1)
+        expected_TH = ranks.wire.quantize(x_TH).dequantize(ranks.dtype.dtype).double() * kept_T[:, None]
+        require(y_TH.shape == x_TH.shape, f"{what}: rank {rank} got {tuple(y_TH.shape)}, not {tuple(x_TH.shape)}")
+        wrong = (y_TH.double() - expected_TH).abs() > rounding * expected_TH.abs()
+        if bool(wrong.any()):
+            token = int(wrong.any(dim=1).nonzero()[0])
+            got, want = y_TH[token, :4].tolist(), expected_TH[token, :4].tolist()
+            require(False, f"{what}: token {token} of rank {rank} came home as {got}..., expected {want}...")

@@ -1,0 +1,44 @@
+"""Virtual ranks: all ranks of an EP x TP grid in one process and one thread, advanced in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+from torch import Tensor
+
+from moe_mk.comm.groups import ParallelGroups
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.flight import Flight, interleave
+from moe_mk.layer import MoELayer
+
+X = TypeVar("X")
+
+
+def virtual_groups(ep: int = 1, tp: int = 1) -> list[ParallelGroups]:
+    """The groups of every rank of a grid, TP neighbours side by side: rank = ep_rank * tp + tp_rank."""
+    ep_worlds = [LockstepWorld(ep).communicators() for _ in range(tp)]
+    tp_worlds = [LockstepWorld(tp).communicators() for _ in range(ep)]
+    return [
+        ParallelGroups(
+            ep=ep_worlds[tp_rank][ep_rank] if ep > 1 else None, tp=tp_worlds[ep_rank][tp_rank] if tp > 1 else None
+        )
+        for ep_rank in range(ep)
+        for tp_rank in range(tp)
+    ]
+
+
+def run_together(layers: Sequence[MoELayer], tokens: Sequence[Tensor]) -> list[Tensor]:
+    """One forward of every rank's layer on that rank's tokens."""
+    return interleave([layer.steps(x_TH) for layer, x_TH in zip(layers, tokens, strict=True)])
+
+
+def hops_of(flight: Flight[X], hops: list[str]) -> Flight[X]:
+    """The same flight, with the name of every hop noted."""
+    while True:
+        try:
+            hop = next(flight)
+        except StopIteration as landed:
+            return cast(X, landed.value)
+        hops.append(hop.what)
+        yield hop

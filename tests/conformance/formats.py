@@ -1,0 +1,49 @@
+"""The number formats that every experts backend and every pair is tried in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_mk import MoEConfig, Problem
+from moe_mk.config import device_profile
+from moe_mk.external.library import installed
+from moe_mk.quant import BF16, FP16, FP32
+from moe_mk.quant.plain import Plain
+
+HIDDEN, INNER, EXPERTS, TOP_K = 192, 128, 8, 3
+"""Hidden ends in half a block of 128; the intermediate size is one block."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How experts are stored, what the layer's dtype is, and what activations are rounded to."""
+
+    weights: str
+    scale: str
+    dtype: Plain
+    activations: str
+
+    def __str__(self) -> str:
+        return f"{self.weights}-{self.scale}-{self.dtype.name}-{self.activations}"
+
+    def problem(self, *, ep: int = 1, num_tokens: int = 64, **settings: Any) -> Problem:
+        """The question to the oracle, for the device that tests run on."""
+        quant = {"weights": self.weights, "scale": self.scale}
+        model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "quant": quant}
+        config = MoEConfig.parse({"model": model, "router": {"top_k": TOP_K}}, "a test")
+        config = config.with_(ep=ep, activations=self.activations, max_num_tokens=num_tokens, **settings)
+        return Problem(config, device_profile("cpu"), self.dtype, num_tokens, installed())
+
+
+FORMATS = [
+    Format("fp32", "float32", FP32, "plain"),
+    Format("bf16", "float32", BF16, "plain"),
+    Format("fp16", "float32", FP16, "plain"),
+    Format("bf16", "float32", FP32, "plain"),
+    Format("fp8_block", "float32", BF16, "plain"),
+    Format("fp8_block", "ue8m0", BF16, "plain"),
+    Format("fp8_block", "float32", FP32, "plain"),
+    Format("fp8_block", "float32", BF16, "checkpoint"),
+    Format("fp8_block", "ue8m0", BF16, "checkpoint"),
+]

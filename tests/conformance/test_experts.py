@@ -1,0 +1,32 @@
+"""Every registered experts backend equals the reference in every format, token layout and weight layout it reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_mk.experts import EXPERTS
+from moe_mk.quant.plain import Plain
+from moe_mk.testing.conformance import check_experts
+from tests.conformance.formats import FORMATS, HIDDEN, INNER, Format
+
+
+@pytest.mark.row(84, 87)
+@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_a_backend_equals_the_reference(name: str, form: Format) -> None:
+    problem, backend = form.problem(), EXPERTS[name]
+    if reasons := backend.reasons_against(problem):
+        pytest.skip("; ".join(map(str, reasons)))
+    compute = problem.activations if form.activations == "checkpoint" else form.dtype
+    assert compute is not None
+    ran = check_experts(
+        name, problem.weights, dtype=form.dtype, compute=compute, hidden_size=HIDDEN, intermediate_size=INNER
+    )
+    rounds = 1 if isinstance(compute, Plain) else 2  # FP8 tokens come rounded, or are rounded on arrival
+    layouts = len(backend.traits.layouts & {"canonical", "mapped"})
+    assert ran == 13 * rounds * layouts * len(backend.traits.consumes)
+
+
+def test_the_reference_reads_every_layout_in_every_format() -> None:
+    assert len(EXPERTS["reference"].traits.consumes) == 3
+    assert not [form for form in FORMATS if EXPERTS["reference"].reasons_against(form.problem())]

@@ -1,0 +1,179 @@
+"""Every pair that the oracle accepts, on 1, 2 and 4 ranks in lockstep, against a dense loop written down here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import oracle
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.config.problem import Problem
+from moe_mk.flight import Flight, interleave
+from moe_mk.oracle import Decision, Parts, assemble
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.runner import MonolithicKernel, alongside
+from moe_mk.testing.bits import bits_of
+from moe_mk.testing.cases import RoutingCase, hostile_routings
+from moe_mk.testing.experts import random_experts
+from moe_mk.testing.limits import require_close
+from moe_mk.tokens import Routing
+from moe_mk.verify.compare import error_of
+from moe_mk.weights.expert_weights import ExpertWeights, Weights
+from moe_mk.weights.layer_weights import as_mapped
+from tests.conformance.formats import EXPERTS, FORMATS, HIDDEN, INNER, TOP_K, Format
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Pair:
+    form: Format
+    ranks: int
+    tokens: str
+    transport: str
+    experts: str
+
+    def __str__(self) -> str:
+        return f"{self.transport}+{self.experts}-{self.ranks}-{self.form}"
+
+    def problem(self, **settings: object) -> Problem:
+        return self.form.problem(ep=self.ranks, tokens=self.tokens, **settings)
+
+    @property
+    def decision(self) -> Decision:
+        return oracle.select(self.problem(prepare_finalize=self.transport, experts=self.experts))
+
+
+def accepted_pairs() -> list[Pair]:
+    found = []
+    for number, form in enumerate(FORMATS):
+        pair_of_ranks = ((2, "sharded"), (2, "replicated")) if number % 3 == 0 else ()
+        for ranks, tokens in ((1, "sharded"), (4, "sharded"), (4, "replicated"), *pair_of_ranks):
+            decision = oracle.select(form.problem(ep=ranks, tokens=tokens))
+            able = [verdict for verdict in decision.verdicts if not verdict.reasons]
+            found += [Pair(form, ranks, tokens, verdict.prepare_finalize, verdict.experts) for verdict in able]
+    return found
+
+
+PAIRS = accepted_pairs()
+
+
+def test_there_is_a_pair_for_every_transport_and_every_number_of_ranks() -> None:
+    assert {pair.transport for pair in PAIRS} >= {"no_ep", "all_to_all", "all_gather", "replicated", "inside"}
+    assert {pair.ranks for pair in PAIRS} == {1, 2, 4}
+    assert len(PAIRS) >= 60
+
+
+def dense(x_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    """One token and one expert after the other, in f32. Ids are logical."""
+    y_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
+    w13, w2 = (q.dequantize(torch.float32) for q in (weights.w13, weights.w2))
+    for t in range(len(x_TH)):
+        for expert, weight in zip(routing.ids_TK[t].tolist(), routing.weights_TK[t].tolist(), strict=True):
+            if expert >= 0:
+                gate, up = (w13[expert] @ x_TH[t].float()).chunk(2)
+                y_TH[t] += weight * (w2[expert] @ (gate / (1.0 + torch.exp(-gate)) * up))
+    return y_TH
+
+
+def pick(q: QuantTensor, experts: list[int]) -> QuantTensor:
+    index = torch.tensor(experts)
+    scales = q.scales
+    if scales is not None:  # UE8M0 cannot be indexed as such
+        scales = scales.view(torch.uint8)[index].view(scales.dtype) if scales.element_size() == 1 else scales[index]
+    values = q.values.view(torch.uint8)[index].view(q.values.dtype) if q.values.element_size() == 1 else q.values[index]
+    return QuantTensor(values, scales, q.scheme)
+
+
+class Ranks:
+    """The kernel of a decision on every rank of a case, with the weights of that rank, stacked or mapped in turn."""
+
+    def __init__(self, decision: Decision, case: RoutingCase, stack: ExpertWeights) -> None:
+        self.case, self.kernels, self.weights = case, [], []
+        for comm in LockstepWorld(len(case.routings)).communicators():
+            kernel = assemble(decision, Parts(case.expert_map, CPU, comm))
+            own = case.expert_map.local_to_global(comm.rank)
+            mine: Weights = ExpertWeights(pick(stack.w13, own), pick(stack.w2, own))
+            self.kernels.append(kernel)
+            self.weights.append(kernel.experts.relayout(as_mapped(mine) if comm.rank % 2 else mine))
+
+    def flights(self, tokens: list[Tensor], logits: list[Tensor], cut: slice = slice(None)) -> list[Flight[Tensor]]:
+        made = []
+        for kernel, x_TH, logits_TE, routing, weights in zip(
+            self.kernels, tokens, logits, self.case.routings, self.weights, strict=True
+        ):
+            if isinstance(kernel, MonolithicKernel):
+                made.append(kernel.steps(x_TH[cut], logits_TE[cut], None, weights))
+            else:
+                made.append(kernel.steps(x_TH[cut], Routing(routing.ids_TK[cut], routing.weights_TK[cut]), weights))
+        return made
+
+
+@pytest.mark.row(81, 84, 85)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_an_accepted_pair_equals_the_dense_loop(pair: Pair) -> None:
+    decision = pair.decision
+    assert (decision.chosen.prepare_finalize, decision.chosen.experts) == (pair.transport, pair.experts)
+    stack, error = random_experts(pair.problem().weights, EXPERTS, HIDDEN, INNER, CPU), error_of(decision)
+    for case in hostile_routings(pair.ranks, num_experts=EXPERTS, top_k=TOP_K):
+        if pair.tokens == "replicated":
+            case = case.replicated()
+        tokens, logits = inputs(pair, case)
+        expected = [dense(*given, stack) for given in zip(tokens, routings(pair, case, decision, logits), strict=True)]
+        ranks, before = Ranks(decision, case, stack), bits_of(*tokens, *logits, *case.routings)
+        outputs = [interleave(ranks.flights(tokens, logits))]
+        if case.name in ("uneven", "some -1"):
+            outputs += [run_with(ranks, tokens, logits), run_dual(ranks, tokens, logits)]
+        for how, output in zip(("alone", "with", "dual"), outputs, strict=False):
+            for rank, (y_TH, want_TH) in enumerate(zip(together(pair, output), expected, strict=True)):
+                require_close(y_TH, want_TH, error, f"{pair}, {case.name}, {how}, rank {rank}")
+        again = interleave(ranks.flights(tokens, logits))
+        assert all(torch.equal(one, other) for one, other in zip(outputs[0], again, strict=True)), case.name
+        assert bits_of(*tokens, *logits, *case.routings) == before, f"{case.name}: an input changed"
+
+
+def inputs(pair: Pair, case: RoutingCase) -> tuple[list[Tensor], list[Tensor]]:
+    seeds = [0 if pair.tokens == "replicated" else rank for rank in range(pair.ranks)]
+    draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+    pairs = list(zip(case.num_tokens, draws, strict=True))
+    tokens = [torch.randn((count, HIDDEN), generator=draw).to(pair.form.dtype.dtype) for count, draw in pairs]
+    return tokens, [torch.randn((count, EXPERTS), generator=draw) for count, draw in pairs]
+
+
+def routings(pair: Pair, case: RoutingCase, decision: Decision, logits: list[Tensor]) -> list[Routing]:
+    """Logical routings: those of the case, or what experts that route inside must find in the logits."""
+    if pair.transport != "inside":
+        return [Routing(ids, r.weights_TK) for ids, r in zip(case.logical_ids, case.routings, strict=True)]
+    assert decision.problem.config.router.renormalize
+    made = []
+    for logits_TE in logits:
+        weights_TK, ids_TK = torch.softmax(logits_TE, dim=-1).topk(TOP_K, dim=-1)
+        made.append(Routing(ids_TK, weights_TK / weights_TK.sum(dim=-1, keepdim=True)))
+    return made
+
+
+def together(pair: Pair, outputs: list[Tensor]) -> list[Tensor]:
+    """What the layer makes of the outputs: partial sums of replicated tokens are added up over the ranks."""
+    wide = [y_TH.float() for y_TH in outputs]
+    if pair.transport == "inside" or not PREPARE_FINALIZE[pair.transport].traits.partial:
+        return wide
+    return [torch.stack(wide).sum(dim=0)] * len(wide)
+
+
+def run_with(ranks: Ranks, tokens: list[Tensor], logits: list[Tensor]) -> list[Tensor]:
+    shared: list[int] = []
+    flights = [alongside(flight, lambda: shared.append(1)) for flight in ranks.flights(tokens, logits)]
+    outputs = [y_TH for y_TH, _ in interleave(flights)]
+    assert len(shared) == len(tokens), "the other work is done once on every rank"
+    return outputs
+
+
+def run_dual(ranks: Ranks, tokens: list[Tensor], logits: list[Tensor]) -> list[Tensor]:
+    """Two micro-batches of each rank in flight at once; the first has one token, or none."""
+    halves = [ranks.flights(tokens, logits, cut) for cut in (slice(0, 1), slice(1, None))]
+    landed = interleave([flight for both in zip(*halves, strict=True) for flight in both])
+    return [torch.cat(landed[2 * rank : 2 * rank + 2]) for rank in range(len(tokens))]

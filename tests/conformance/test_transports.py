@@ -1,0 +1,46 @@
+"""Every registered transport carries every hostile case, in every wire scheme it says it can carry."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.quant import BF16, FP32
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.conformance import check_transport
+from tests.conformance.formats import FORMATS
+
+WIRES: dict[str, list[QuantScheme]] = {"plain": [FP32, BF16], "fp8": [FP8_1x128, FP8_1x128_UE8M0]}
+CASES = [
+    pytest.param(name, ranks, wire, id=f"{name}-{ranks}-{wire.name}")
+    for name, transport in PREPARE_FINALIZE.items()
+    for ranks in (1, 2, 4)
+    if transport.traits.min_ranks <= ranks <= (transport.traits.max_ranks or ranks)
+    for family in sorted(transport.traits.wire)
+    for wire in WIRES[family]
+]
+
+
+@pytest.mark.parametrize("name,ranks,wire", CASES)
+def test_tokens_come_home_times_the_sum_of_their_weights(name: str, ranks: int, wire: QuantScheme) -> None:
+    dtype = FP32 if wire is FP32 else BF16
+    asked = FORMATS[0].problem(ep=ranks, tokens=next(iter(PREPARE_FINALIZE[name].traits.tokens)))
+    missing = [r for r in PREPARE_FINALIZE[name].reasons_against(asked) if r.code in ("device", "library")]
+    if missing:
+        pytest.skip("; ".join(map(str, missing)))
+    assert check_transport(name, num_ranks=ranks, wire=wire, dtype=dtype) >= 12
+
+
+def test_every_registered_transport_is_tried() -> None:
+    assert {str(case.id).split("-")[0] for case in CASES} == set(PREPARE_FINALIZE)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather"])
+def test_one_expert_a_rank_and_one_expert_a_token(name: str) -> None:
+    assert check_transport(name, num_ranks=4, num_experts=4, top_k=1, hidden_size=8) >= 12
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather"])
+def test_more_choices_than_experts_of_a_rank(name: str) -> None:
+    assert check_transport(name, num_ranks=2, num_experts=6, top_k=6, hidden_size=8) >= 12
