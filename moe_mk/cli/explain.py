@@ -1,0 +1,92 @@
+"""`moe-mk explain`: the oracle's decision for a device that need not be here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+from moe_mk.cli.exits import OK
+from moe_mk.cli.inputs import dtype_of
+from moe_mk.cli.screen import Screen, amount
+from moe_mk.cli.show import verdict_table
+from moe_mk.config.problem import Problem
+from moe_mk.config.shipped import device_profile, load_config
+from moe_mk.errors import ConfigError
+from moe_mk.external.library import LIBRARIES, installed
+from moe_mk.oracle import Decision, select
+from moe_mk.quant.plain import plain
+from moe_mk.registry import did_you_mean
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `moe-mk explain` was asked."""
+
+    config: str
+    """A shipped model, or a file."""
+    device: str
+    tokens: int
+    """Of each rank."""
+    nodes: int | None = None
+    """None is as many as the device profile needs."""
+    dtype: str = "bfloat16"
+    libraries: str | None = None
+    """By comma; None is those installed here."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+def explain_config(screen: Screen, question: Question, *, as_json: bool) -> int:
+    """Decide and print. Raises ConfigError for unknown names, UnsupportedError if nothing serves."""
+    decision = decide_on(question)
+    if as_json:
+        typer.echo(json.dumps(decision.as_dict(), indent=2))
+    else:
+        show(screen, decision)
+    return OK
+
+
+def decide_on(question: Question) -> Decision:
+    """The oracle's decision; the config's limit of tokens is raised where the question exceeds it."""
+    profile = device_profile(question.device)
+    settings = load_config(question.config).with_(**question.overrides)
+    settings = settings.with_(max_num_tokens=max(question.tokens, settings.kernel.max_num_tokens))
+    if question.nodes is not None:
+        ranks = settings.parallel.ep * settings.parallel.tp
+        if ranks % question.nodes:
+            raise ConfigError(f"{ranks} ranks do not divide over --nodes {question.nodes}; use a divisor of {ranks}")
+        profile = profile.model_copy(update={"ranks_per_node": ranks // question.nodes})
+    dtype = plain(dtype_of(question.dtype))
+    return select(Problem(settings, profile, dtype, question.tokens, _libraries(question.libraries)))
+
+
+def show(screen: Screen, decision: Decision) -> None:
+    """The decision for a person."""
+    p, model, decided = decision.problem, decision.problem.config.model, decision.as_dict()["bytes"]
+    active = f"{100 * p.config.active_fraction():.2f} % of parameters active"
+    experts = f"{model.num_experts} experts, top-{p.config.router.top_k}, {p.weights.name}"
+    screen.fact("model", f"{model.name}: {experts}, {active}")
+    nodes = f"{p.nodes} {'node' if p.nodes == 1 else 'nodes'} of {p.device.name}"
+    screen.fact("fabric", f"ep={p.ranks} tp={p.config.parallel.tp} on {nodes}, {p.num_tokens} tokens a rank")
+    screen.fact("decision", f"{decision.chosen.name}: {decision.because}")
+    graphs = "can be captured in a CUDA graph" if decision.graph_safe else "cannot be captured in a CUDA graph"
+    screen.fact("", f"wire {decision.wire.name}, experts compute {decision.compute.name}, {graphs}")
+    screen.fact("bytes", f"{decided['dispatch']:,} out, {decided['combine']:,} home, a rank and call")
+    most = f"buffers of at most {amount(decided['buffers'])} for {p.config.kernel.max_num_tokens} tokens a rank"
+    screen.fact("memory", f"{amount(decided['weights'])} of experts, {most}")
+    screen.fact("gate", decision.gate.tier)
+    for tier, reasons in decision.gate.reasons.items():
+        screen.fact("", f"not {tier}: {'; '.join(reasons)}")
+    screen.console.print(verdict_table(decision.verdicts))
+
+
+def _libraries(names: str | None) -> frozenset[str]:
+    if names is None:
+        return installed()
+    wanted = frozenset(name for name in names.split(",") if name)
+    for name in wanted - set(LIBRARIES):
+        raise ConfigError(f"--installed names {name!r}{did_you_mean(name, list(LIBRARIES))}")
+    return wanted

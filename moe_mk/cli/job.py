@@ -1,0 +1,156 @@
+"""What each rank of `moe-mk run` does: build, load, run, measure, and let rank 0 verify and tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.cli import environment
+from moe_mk.cli.exits import MISMATCH, OK
+from moe_mk.cli.inputs import DTYPES, hidden_states
+from moe_mk.cli.measure import time_stages
+from moe_mk.cli.plan import RunPlan
+from moe_mk.cli.report import RankReport, Report
+from moe_mk.cli.screen import Screen
+from moe_mk.cli.show import show_results, show_verdict
+from moe_mk.cli.world import Place, groups_of, team_of, together
+from moe_mk.comm.agreement import PHASE as AGREEMENT
+from moe_mk.comm.communicator import Communicator
+from moe_mk.external.device import describe, device_of_rank, peak_host_bytes
+from moe_mk.flight import land
+from moe_mk.layer import DeepseekV3MoE
+from moe_mk.trace.clock import now
+from moe_mk.verify import Answer, faulty_router, faulty_weights, verify
+from moe_mk.weights.checkpoint import load_layer
+from moe_mk.weights.source import SafetensorsSource
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank at work."""
+
+    plan: RunPlan
+    place: Place
+    team: Communicator
+    """All ranks of the command."""
+    layer: DeepseekV3MoE
+    screen: Screen
+    report: Report
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether every EP rank has the same tokens."""
+        return len(self.plan.counts) == 1
+
+
+@torch.no_grad()
+def run_rank(plan: RunPlan, place: Place) -> int:
+    """Run one rank; rank 0 returns the exit code of the whole run."""
+    settings = plan.settings
+    torch.set_num_threads(settings.threads)
+    name = f"layer {settings.layer}"
+    team = team_of(place, settings.config.kernel.timeout_s, name)
+    groups, screen = groups_of(place), Screen(quiet=place.rank > 0)
+    device = device_of_rank(settings.device, place.local_rank)
+    report = Report(plan, describe(device))
+    layer = together(
+        team,
+        lambda: DeepseekV3MoE(settings.config, device=device, dtype=DTYPES[settings.dtype], groups=groups, name=name),
+    )
+    rank = Rank(plan, place, team, layer, screen, report)
+    seconds = together(team, lambda: _load(rank))
+    answers = _run(rank)
+    _describe_ranks(rank, seconds)
+    show_results(screen, report)
+    code = _verify(rank, answers) if settings.verify else OK
+    if place.rank == 0:
+        screen.facts(report.save())
+    return code
+
+
+def _load(rank: Rank) -> tuple[float, float]:
+    """Seconds until everything was read and checked, and until the experts lay as their backend wants them."""
+    settings, layer = rank.plan.settings, rank.layer
+    start = read = now()
+    with rank.screen.progress("load") as advance:
+
+        def tell(stage: str, done: int, total: int) -> None:
+            nonlocal read
+            read = now()
+            advance(stage, done, total)
+
+        layer.load_from_safetensors(settings.checkpoint, settings.layer, on_progress=tell)
+    seconds = read - start, now() - start
+    if settings.inject:
+        layer.take(faulty_weights(layer.weights, settings.inject))
+        layer.router = faulty_router(layer.router, settings.inject)
+    return seconds
+
+
+def _run(rank: Rank) -> list[Answer]:
+    """Run and time prefill and decode; what they gave is for verification."""
+    settings, counts, layer, report = rank.plan.settings, rank.plan.counts, rank.layer, rank.report
+    batch = rank.plan.batch_of(rank.place.ep_rank)
+    x_TH = hidden_states(settings, counts, batch).to(layer.device)
+    one_XH = x_TH[:1]
+    prefill = _answer(layer, x_TH)
+    report.decision = layer.decision.as_dict()
+    sent = layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase
+    report.traffic = {phase: count for phase, count in sent.items() if phase != AGREEMENT}
+    report.expert_load = _summed(rank, layer.expert_load)
+    report.prefill = time_stages(layer, x_TH, rank.team, settings.repeats).for_tokens(counts)
+    decode = _answer(layer, one_XH)
+    ones = [min(count, 1) for count in counts]
+    report.decode = time_stages(layer, one_XH, rank.team, 3 * settings.repeats).for_tokens(ones)
+    return [prefill, decode]
+
+
+def _answer(layer: DeepseekV3MoE, x_TH: Tensor) -> Answer:
+    return Answer(x_TH, layer(x_TH), layer.route(x_TH).ids_TK)
+
+
+def _verify(rank: Rank, answers: list[Answer]) -> int:
+    """Gather what all ranks gave; rank 0 judges it."""
+    settings, layer = rank.plan.settings, rank.layer
+    gathered = [[_gathered(rank, tensor) for tensor in answer] for answer in answers]
+    if rank.place.rank:
+        return OK
+    torch.set_num_threads(environment.usable_cores())
+    whole = Answer(*(torch.cat(parts) for parts in zip(*gathered, strict=True)))
+    everybody = range(settings.config.model.num_experts)
+    source = SafetensorsSource(settings.checkpoint)
+    with rank.screen.progress("check") as advance:
+        weights = load_layer(source, settings.layer, layer.spec, owned=everybody, on_progress=advance)
+    with rank.screen.progress("verify", in_bytes=False) as advance:
+        judged = verify(whole, layer.decision, weights, advance)
+    rank.report.verification = judged.as_dict()
+    show_verdict(rank.screen, judged, layer.decision)
+    return OK if judged.passed else MISMATCH
+
+
+def _describe_ranks(rank: Rank, seconds: tuple[float, float]) -> None:
+    """Loaded bytes, time and peak memory of every rank."""
+    mine = [rank.layer.weights.num_bytes, peak_host_bytes(), *(round(part * 1e6) for part in seconds)]
+    row = torch.tensor([mine], dtype=torch.int64, device="cpu")
+    everyone = land(rank.team.all_gather(row, [1] * rank.team.size, "report")).tolist()
+    experts = rank.plan.experts
+    rank.report.ranks = [RankReport(r, experts[r], each[0], each[1]) for r, each in enumerate(everyone)]
+    rank.report.read_seconds, rank.report.load_seconds = (max(each[i] for each in everyone) / 1e6 for i in (2, 3))
+
+
+def _summed(rank: Rank, load_E: Tensor) -> list[int]:
+    """Expert load of the whole batch: summed over EP ranks that bring different tokens."""
+    if not rank.shares_tokens:
+        load_E = land(rank.layer.ep.all_reduce(load_E, "report"))
+    return [int(number) for number in load_E.tolist()]
+
+
+def _gathered(rank: Rank, rows: Tensor) -> Tensor:
+    """Rows of all batches, in rank order."""
+    if rank.shares_tokens:
+        return rows.cpu()
+    ep = rank.layer.ep
+    counts = land(ep.gather_count(rows.shape[0], "report"))
+    return land(ep.all_gather(rows, counts, "report")).cpu()

@@ -1,0 +1,77 @@
+"""Recorded expert loads: JSON, NumPy, safetensors, and SGLang's .pt recordings, of which only tensors are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from moe_mk.errors import ConfigError
+
+NAMES = ("logical_count", "load", "expert_load", "counts")
+"""What a recording may call its counts; "logical_count" is SGLang's word."""
+
+
+def read_loads(file: Path) -> NDArray[np.float64]:
+    """Tokens of [windows, layers, experts]; a file of [layers, experts] is one window, of [experts] one layer.
+
+    Raises ConfigError that says what the file holds instead.
+    """
+    if not file.is_file():
+        raise ConfigError(f"--loads {file} is not a file")
+    readers = {".json": _from_json, ".npy": _from_npy, ".safetensors": _from_safetensors, ".pt": _from_recording}
+    if file.suffix not in readers:
+        raise ConfigError(f"--loads {file} ends in {file.suffix!r}, known are {', '.join(readers)}")
+    try:
+        loads = np.asarray(readers[file.suffix](file), np.float64)
+    except (OSError, ValueError, TypeError, SafetensorError) as problem:
+        raise ConfigError(f"--loads {file} cannot be read: {problem}") from problem
+    if not 1 <= loads.ndim <= 3 or loads.size == 0:
+        raise ConfigError(f"--loads {file} has shape {loads.shape}, expected [[windows,] layers,] experts")
+    if not (np.isfinite(loads).all() and (loads >= 0).all()):
+        raise ConfigError(f"--loads {file} has values from {loads.min()} to {loads.max()}; counts are 0 or more")
+    return loads.reshape((1,) * (3 - loads.ndim) + loads.shape)
+
+
+def _from_json(file: Path) -> object:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return _named(content, file) if isinstance(content, dict) else content
+
+
+def _from_npy(file: Path) -> object:
+    return np.load(file, allow_pickle=False)
+
+
+def _from_safetensors(file: Path) -> object:
+    with safe_open(str(file), framework="pt", device="cpu") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return _named(tensors, file).to(torch.float64).numpy()  # type: ignore[attr-defined]
+
+
+def _from_recording(file: Path) -> object:
+    """What SGLang's expert distribution recorder dumps: a dict with "logical_count" [windows, layers, experts].
+
+    Only tensors and plain containers are read; a file that would run code is refused.
+    """
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as problem:  # torch says in many ways that a file is damaged, or holds more than data
+        raise ConfigError(f"--loads {file} cannot be read as tensors and plain containers: {problem}") from problem
+    counts = _named(content, file) if isinstance(content, dict) else content
+    if not isinstance(counts, torch.Tensor):
+        raise ConfigError(f"--loads {file} holds a {type(counts).__name__} where the counts should be a tensor")
+    return counts.to(torch.float64).numpy()
+
+
+def _named(content: dict[str, object], file: Path) -> object:
+    """The entry with the counts: by a known name, or the only one there is."""
+    for name in NAMES:
+        if name in content:
+            return content[name]
+    if len(content) == 1:
+        return next(iter(content.values()))
+    raise ConfigError(f"--loads {file} holds {sorted(content)[:8]}, none of them called {' or '.join(NAMES)}")

@@ -1,0 +1,62 @@
+"""Stage times of a layer: forwards that are recorded one by one, and the median of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.external.device import synchronize
+from moe_mk.flight import land
+from moe_mk.layer import MoELayer
+from moe_mk.trace.recorder import STAGES, Recorder
+
+SHOWN = ("route", "quantise", "dispatch", "experts", "combine", "shared", "other")
+FOLDED = {"permute": "experts", "reduce": "experts", "late_reduce": "combine"}
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Milliseconds of each stage, and of the whole forward, on the slowest rank of each."""
+
+    stages: dict[str, float]
+    total: float
+    tokens: tuple[int, ...] = ()
+    """Of each batch."""
+
+    def for_tokens(self, tokens: Sequence[int]) -> StageTimes:
+        """The same times, with what they are of."""
+        return replace(self, tokens=tuple(tokens))
+
+
+def time_stages(layer: MoELayer, x_TH: Tensor, team: Communicator, repeats: int) -> StageTimes:
+    """Run a layer `repeats` times after one warm-up; every rank of the team must call this with the same repeats."""
+    layer(x_TH)
+    samples = [_one_forward(layer, x_TH) for _ in range(repeats)]
+    mine = [median(sample[stage] for sample in samples) for stage in (*SHOWN, "total")]
+    row = torch.tensor([mine], dtype=torch.float64, device="cpu")
+    slowest = land(team.all_gather(row, [1] * team.size, "report")).amax(dim=0)
+    times = dict(zip((*SHOWN, "total"), (slowest * 1e3).tolist(), strict=True))
+    total = times.pop("total")
+    return StageTimes(times, total)
+
+
+def _one_forward(layer: MoELayer, x_TH: Tensor) -> dict[str, float]:
+    recorder = Recorder()
+    layer.spans.recorder = recorder
+    try:
+        with recorder.span("other"):
+            layer(x_TH)
+            synchronize(layer.device)
+    finally:
+        layer.spans.recorder = None
+    own = recorder.own_seconds()
+    seconds = dict.fromkeys(SHOWN, 0.0)
+    for stage in STAGES:
+        seconds[FOLDED.get(stage, stage)] += own.get(stage, 0.0)
+    seconds["total"] = max(span.end - span.start for span in recorder.spans)
+    return seconds

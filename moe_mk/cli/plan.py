@@ -1,0 +1,96 @@
+"""Everything about a run that can be known, and refused, before any process is started or any weight is read."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moe_mk.cli.inputs import DTYPES, RunSettings, token_counts
+from moe_mk.cli.world import World
+from moe_mk.config.problem import Problem
+from moe_mk.errors import ConfigError, WeightError
+from moe_mk.external.device import profile_here, usable_device
+from moe_mk.external.library import find, installed
+from moe_mk.layer.report import MemoryReport, memory_report
+from moe_mk.layer.settings import expert_map_of
+from moe_mk.oracle import select
+from moe_mk.oracle.verdict import Decision
+from moe_mk.quant.plain import plain
+from moe_mk.verify import check_fault
+from moe_mk.weights.checkpoint import find_prefix
+from moe_mk.weights.inspect import CheckpointFacts, inspect_checkpoint
+from moe_mk.weights.source import SafetensorsSource
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run that nothing known speaks against."""
+
+    settings: RunSettings
+    """As asked for; the config with the sizes of this run."""
+    facts: CheckpointFacts
+    decision: Decision
+    counts: tuple[int, ...]
+    """Tokens of each batch: one an EP rank, or one for all if tokens are replicated."""
+    experts: tuple[tuple[int, ...], ...]
+    """Of each rank."""
+    memory: tuple[MemoryReport, ...]
+    """Of each rank."""
+    command: tuple[str, ...]
+    """As it was typed."""
+
+    def batch_of(self, ep_rank: int) -> int:
+        """Which batch a rank brings."""
+        return ep_rank if len(self.counts) > 1 else 0
+
+
+def plan_run(settings: RunSettings, world: World) -> RunPlan:
+    """Check the settings and decide for the tokens of this run.
+
+    Raises ConfigError, ShapeError or WeightError for what cannot be meant, UnsupportedError for what cannot run here.
+    """
+    device = usable_device(settings.device)
+    if settings.inject:
+        check_fault(settings.inject, settings.config.model.quant.weight_scheme)
+    _check_outputs(settings)
+    facts = _checked(inspect_checkpoint(settings.checkpoint), settings.layer)
+    replicated = settings.config.parallel.tokens == "replicated"
+    counts = token_counts(settings, 1 if replicated else world.ep)
+    limits = {"max_num_tokens": max(1, *counts), "ranks_per_node": world.local_size}
+    config = settings.config.with_(ep=world.ep, tp=world.tp, **limits)
+    dtype = plain(DTYPES[settings.dtype])
+    decision = select(Problem(config, profile_here(device), dtype, config.kernel.max_num_tokens, installed()))
+    experts = expert_map_of(config)
+    owners = [rank // world.tp for rank in range(world.size)]
+    return RunPlan(
+        settings=replace(settings, config=config),
+        facts=facts,
+        decision=decision,
+        counts=counts,
+        experts=tuple(tuple(experts.local_to_global(owner)) for owner in owners),
+        memory=tuple(memory_report(decision, experts, owner) for owner in owners),
+        command=tuple(sys.argv),
+    )
+
+
+def _checked(facts: CheckpointFacts, layer: int) -> CheckpointFacts:
+    """The facts of one layer; raises WeightError if it is not there or its headers are not sound."""
+    found = tuple(each for each in facts.layers if each.layer == layer)
+    if len(found) != 1:
+        find_prefix(SafetensorsSource(facts.where), layer)  # says which layers there are
+    problems = [*facts.problems, *(problem for each in found for problem in each.problems)]
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise WeightError(f"layer {layer} of {facts.where} cannot be loaded:{lines}")
+    return replace(facts, layers=found)
+
+
+def _check_outputs(settings: RunSettings) -> None:
+    """Raise ConfigError for files that could not be written at the end, LibraryMissing without matplotlib."""
+    for option, file in (("--json", settings.json), ("--plot", settings.plot)):
+        if file is not None and (file.is_dir() or not Path(file).absolute().parent.is_dir()):
+            what = "is a folder" if file.is_dir() else "lies in a folder that does not exist"
+            raise ConfigError(f"{option} {file} {what}; name a file in a folder that is there")
+    if settings.plot is not None:
+        find("matplotlib.figure")

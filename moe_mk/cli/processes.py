@@ -1,0 +1,216 @@
+"""Ranks as processes of this machine, watched by the one that started them.
+
+This process is no rank: it only listens, so that a dead rank, Ctrl-C or its own end always ends all of them. Ranks meet
+over loopback. One that fails says why through its pipe; one that is killed only closes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Generic, NoReturn, TypeVar
+
+from moe_mk.cli import environment
+from moe_mk.cli.exits import MISMATCH, OK, RanksFailed, exit_code_of, leave_at_once, tell
+from moe_mk.cli.world import Job, Place, World, join, run_and_leave
+from moe_mk.errors import MoEMKError
+from moe_mk.trace.clock import now
+
+S = TypeVar("S")
+GRACE_S = 10.0
+"""How long the other ranks may go on after the first one said what is wrong."""
+JOINED = b"joined"
+
+
+@dataclass(frozen=True)
+class Task(Generic[S]):
+    """What a started process has to do."""
+
+    job: Job[S]
+    settings: S
+    place: Place
+    meeting: str
+    backend: str
+
+
+@dataclass
+class Rank:
+    """A started process as its watcher sees it."""
+
+    number: int
+    process: BaseProcess
+    pipe: Connection
+    joined: bool = False
+    gone: bool = False
+    code: int | None = None
+    """What it says it ends with; None until it says so."""
+    words: str = ""
+    """Why it fails."""
+
+    def listen(self) -> None:
+        """Take in what it has said, and notice its end."""
+        while not self.gone and self.pipe.poll():
+            try:
+                said = self.pipe.recv_bytes()
+            except (EOFError, OSError):
+                self.gone = True
+                self.process.join()
+                return
+            if said == JOINED:
+                self.joined = True
+            else:
+                code, self.words = said.decode().split("\n", 1)
+                self.code = int(code)
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended without a word."""
+        return self.gone and self.code is None
+
+    @property
+    def death(self) -> str:
+        """How it ended without a word."""
+        code = self.process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"rank {self.number} {how}"
+
+
+def run_ranks(job: Job[S], settings: S, world: World, backend: str, timeout_s: float) -> int:
+    """Run `job(settings, place)` on every rank that is ours to run, and return the worst exit code.
+
+    timeout_s: how late a peer may be. Raises RanksFailed if ranks that were started here failed. A rank that a launcher
+    started tells what failed, and ends here.
+    """
+    if world.launched is not None:
+        _run_launched(job, settings, world.place(0), backend)
+    if world.size == 1:
+        return job(settings, world.place(0))
+    return run_processes(job, settings, world, backend, timeout_s)
+
+
+def _run_launched(job: Job[S], settings: S, place: Place, backend: str) -> NoReturn:
+    """Be the rank that the launcher made this process."""
+    try:
+        join(place, backend)
+        code = run_and_leave(job, settings, place)
+    except MoEMKError as problem:
+        code = tell(problem)
+    leave_at_once(code)
+
+
+def run_processes(job: Job[S], settings: S, world: World, backend: str, timeout_s: float) -> int:
+    """Start every rank, wait for all, and return the worst exit code. timeout_s: how late a peer may be.
+
+    Raises RanksFailed, with what the ranks said, if any failed or died; then none is left.
+    """
+    environment.stay_on_this_machine()
+    with tempfile.TemporaryDirectory(prefix="moe-mk-") as folder:
+        meeting = (Path(folder) / "meeting").as_uri()
+        tasks = [Task(job, settings, world.place(rank), meeting, backend) for rank in range(world.size)]
+        ranks: list[Rank] = []
+        with _ending(ranks):
+            for task in tasks:
+                ranks.append(_start(task))
+            _watch(ranks, timeout_s)
+    return _verdict(ranks)
+
+
+def _start(task: Task[S]) -> Rank:
+    """Start a process that leaves Ctrl-C to this one."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_main_of_rank, args=(task, theirs), daemon=True)
+    with _deaf_to_interrupts():
+        process.start()
+    theirs.close()
+    return Rank(task.place.rank, process, ours)
+
+
+def _watch(ranks: Sequence[Rank], timeout_s: float) -> None:
+    """Return when all ranks have ended, or are not worth waiting for any longer."""
+    deadline = float("inf")
+    while listening := [rank.pipe for rank in ranks if not rank.gone]:
+        wait(listening, None if deadline == float("inf") else max(0.0, deadline - now()))
+        for rank in ranks:
+            rank.listen()
+        died, told = any(rank.died for rank in ranks), any(rank.words for rank in ranks)
+        if died and not all(rank.joined for rank in ranks):
+            return  # the others would wait for it where nothing can tell them
+        if told or all(rank.code is not None for rank in ranks):
+            deadline = min(deadline, now() + GRACE_S)
+        elif died:
+            deadline = min(deadline, now() + timeout_s + GRACE_S)
+        if now() >= deadline:
+            return
+
+
+def _verdict(ranks: Sequence[Rank]) -> int:
+    deaths = [rank.death for rank in ranks if rank.died]
+    told = [rank for rank in ranks if rank.words]
+    if deaths or told:
+        code = MISMATCH if deaths else told[0].code or MISMATCH
+        raise RanksFailed("\n".join([*deaths, *(rank.words for rank in told[:1])]), code)
+    return max(rank.code or OK for rank in ranks)
+
+
+def _main_of_rank(task: Task[S], pipe: Connection) -> NoReturn:
+    """A rank from birth to death."""
+    _end_with_parent()
+    try:
+        join(task.place, task.backend, task.meeting)
+        pipe.send_bytes(JOINED)
+        code, words = run_and_leave(task.job, task.settings, task.place), ""
+    except MoEMKError as problem:
+        code, words = exit_code_of(problem), str(problem)
+    except Exception:
+        traceback.print_exc()
+        leave_at_once(MISMATCH)
+    pipe.send_bytes(f"{code}\n{words}".encode())
+    leave_at_once(code)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it does, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(MISMATCH)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """What is started meanwhile does not hear Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _ending(ranks: list[Rank]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            if rank.process.is_alive():
+                rank.process.kill()
+        for rank in ranks:
+            rank.process.join()

@@ -1,0 +1,100 @@
+"""What a run found out, for the screen and for --json."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from moe_mk.cli.measure import StageTimes
+from moe_mk.cli.picture import save_load_plot
+from moe_mk.cli.plan import RunPlan
+from moe_mk.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank after loading."""
+
+    rank: int
+    experts: tuple[int, ...]
+    bytes: int
+    """Of weights it read."""
+    peak_bytes: int
+    """The most that was resident, mapped files included, until the timed forwards were done."""
+
+
+@dataclass
+class Report:
+    """Filled in as the run goes on; the same on every rank, except where only rank 0 knows."""
+
+    plan: RunPlan
+    device: str
+    decision: dict[str, Any] = field(default_factory=dict)
+    ranks: list[RankReport] = field(default_factory=list)
+    read_seconds: float = 0.0
+    """Until everything was read and checked, on the slowest rank."""
+    load_seconds: float = 0.0
+    """Until the experts lay as their backend wants them, likewise."""
+    prefill: StageTimes | None = None
+    decode: StageTimes | None = None
+    traffic: dict[str, int] = field(default_factory=dict)
+    """Bytes that rank 0 sends in one prefill, by phase."""
+    expert_load: list[int] = field(default_factory=list)
+    """Tokens of the prefill that chose each expert."""
+    verification: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        settings, plan = self.plan.settings, self.plan
+        return {
+            "command": list(plan.command),
+            "versions": versions(),
+            "device": self.device,
+            "seed": settings.seed,
+            "dtype": settings.dtype,
+            "layer": settings.layer,
+            "threads": settings.threads,
+            "tokens": list(plan.counts),
+            "injected": settings.inject,
+            "config": settings.config.model_dump(mode="json"),
+            "checkpoint": plan.facts.as_dict(),
+            "memory": [memory.as_dict() for memory in plan.memory],
+            "decision": self.decision,
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "read_seconds": self.read_seconds,
+            "load_seconds": self.load_seconds,
+            "prefill": None if self.prefill is None else asdict(self.prefill),
+            "decode": None if self.decode is None else asdict(self.decode),
+            "sent_bytes": self.traffic,
+            "expert_load": self.expert_load,
+            "verification": self.verification,
+        }
+
+    def save(self) -> list[tuple[str, str]]:
+        """Write what --json and --plot ask for; returns (what, where) of each. Raises ConfigError if that fails."""
+        settings, saved = self.plan.settings, []
+        try:
+            if settings.json is not None:
+                settings.json.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+                saved.append(("json", str(settings.json)))
+            if settings.plot is not None:
+                save_load_plot(self.expert_load, self.plan.experts, settings.plot)
+                saved.append(("plot", str(settings.plot)))
+        except (OSError, ValueError) as problem:
+            raise ConfigError(f"the report cannot be written: {problem}") from problem
+        return saved
+
+
+def versions() -> dict[str, str]:
+    """What ran."""
+    try:
+        own = version("moe-mk")
+    except PackageNotFoundError:
+        own = "not installed"
+    here = {"python": platform.python_version(), "torch": str(torch.__version__), "platform": platform.platform()}
+    return {"moe_mk": own, **here}

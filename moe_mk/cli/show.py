@@ -1,0 +1,143 @@
+"""What a person sees of a run: checkpoint, plan, decision, times, load, verdict."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from moe_mk.cli.checkpoints import show_checkpoint
+from moe_mk.cli.measure import StageTimes
+from moe_mk.cli.plan import RunPlan
+from moe_mk.cli.report import Report
+from moe_mk.cli.screen import Screen, amount
+from moe_mk.config.moe import MoEConfig
+from moe_mk.config.shipped import load_config, shipped_models
+from moe_mk.oracle.verdict import Decision, Verdict
+from moe_mk.verify import Verification
+from moe_mk.weights.checkpoint import ranges
+
+HEAT = ("grey15", "blue", "cyan", "green", "yellow", "red")
+LONGEST = 60
+"""Characters of a list of experts."""
+
+
+def show_plan(screen: Screen, plan: RunPlan) -> None:
+    """What will be read, which rank will own what, who was chosen, and why not the others."""
+    show_checkpoint(screen, plan.facts)
+    if subset := subset_note(plan.settings.config):
+        screen.fact("subset", subset)
+    p, parallel = plan.decision.problem, plan.settings.config.parallel
+    tokens = "+".join(map(str, plan.counts)) + " tokens"
+    if len(plan.counts) < p.ranks:
+        tokens += ", the same on all ranks"
+    threads = plan.settings.threads
+    where = f"{p.device.name}, {threads} {'thread' if threads == 1 else 'threads'} a rank"
+    screen.fact("plan", f"ep={p.ranks} tp={parallel.tp} on {where}, {p.dtype.name}, {tokens}")
+    for rank, (experts, memory) in enumerate(zip(plan.experts, plan.memory, strict=True)):
+        sizes = f"experts {amount(memory.experts)}, shared {amount(memory.shared)}, gate {amount(memory.gate)}"
+        total = f"buffers at most {amount(memory.buffers)}, together {amount(memory.total)}"
+        screen.fact(f"rank {rank}", f"experts {listed(experts)}: {sizes}, {total}")
+    show_decision(screen, plan.decision)
+
+
+def show_decision(screen: Screen, decision: Decision) -> None:
+    """The winner, and every other pair with its price or all its reasons."""
+    screen.fact("decision", f"{decision.chosen.name}: {decision.because}")
+    bytes_ = f"about {decision.dispatch_bytes:,} B out and {decision.combine_bytes:,} B home a rank and call"
+    gate = f"gate {decision.gate.tier}"
+    screen.fact("", f"wire {decision.wire.name}, experts compute {decision.compute.name}, {gate}, {bytes_}")
+    screen.console.print(verdict_table(decision.verdicts))
+
+
+def subset_note(config: MoEConfig) -> str:
+    """What a checkpoint with fewer experts than its model changes; empty for a whole layer."""
+    name, experts, groups = config.model.name, config.model.num_experts, config.router.num_expert_group
+    twins = [shipped for shipped in map(load_config, shipped_models()) if shipped.model.name == name]
+    whole = max(twins, key=lambda shipped: shipped.model.num_experts, default=None)
+    if whole is None or experts >= whole.model.num_experts:
+        return ""
+    all_groups = whole.router.num_expert_group
+    said = f"{experts} of the {whole.model.num_experts} experts of {name}, in {groups} groups of {experts // groups}"
+    return f"{said}, not {all_groups} of {whole.model.num_experts // all_groups}: tokens route among these only"
+
+
+def show_results(screen: Screen, report: Report) -> None:
+    """Load time and memory, times of stages, bytes on the wire, and the heat strip of expert load."""
+    for rank in report.ranks:
+        peak = f"peak memory {amount(rank.peak_bytes)}, mapped files included"
+        screen.fact(f"rank {rank.rank}", f"read {amount(rank.bytes)}, {peak}")
+    total, read, seconds = sum(rank.bytes for rank in report.ranks), report.read_seconds, report.load_seconds
+    rate = f"{amount(total / max(read, 1e-9))} a second, all ranks together"
+    layout = f"in the layout of {report.decision['chosen']['experts']} after {seconds:.2f} s"
+    screen.fact("load", f"{amount(total)} read and checked in {read:.2f} s ({rate}), {layout}")
+    screen.console.print(stage_table(report.prefill, report.decode))
+    sent = ", ".join(f"{phase} {count:,} B" for phase, count in report.traffic.items()) or "nothing"
+    screen.fact("sent", f"{sent} (rank 0, one prefill)")
+    show_load(screen, report)
+
+
+def show_load(screen: Screen, report: Report) -> None:
+    """One strip a rank: each cell an expert, the hotter the more tokens chose it."""
+    load, hottest = report.expert_load, max(report.expert_load)
+    for rank in report.ranks:
+        strip = Text.assemble((f"load rank {rank.rank:<2}", "bold cyan"))
+        for expert in rank.experts:
+            strip.append("█", HEAT[min(load[expert] * len(HEAT) // (hottest + 1), len(HEAT) - 1)])
+        total = sum(load[expert] for expert in rank.experts)
+        screen.console.print(strip, Text(f"{total} assignments", "dim"))
+    mean = sum(load) / len(load)
+    balance = f"max/mean {hottest / mean:.2f}" if hottest else "no token chose any"
+    screen.fact("balance", f"tokens an expert: min {min(load)}, mean {mean:.1f}, max {hottest}; {balance}")
+
+
+def show_verdict(screen: Screen, judged: Verification, decision: Decision) -> None:
+    """Pass or fail, with the numbers and where their limits come from."""
+    word = Text("PASS", "bold green") if judged.passed else Text("FAIL", "bold red")
+    if not judged.num_tokens:
+        screen.fact("verify", word.append("  there were no tokens, so nothing was compared", "default not bold"))
+        return
+    same = judged.routing_equal + judged.routing_ties
+    ties = f", {judged.routing_ties} of them by a tie" if judged.routing_ties else ""
+    apart = f"cosine {judged.cosine:.6f}, largest difference {judged.max_abs:.2e}"
+    screen.fact("verify", f"{same} of {judged.num_tokens} tokens routed as in the reference{ties}; {apart}")
+    worst = f"worst token {judged.worst_token_error:.2e} (limit {judged.worst_token_limit:.2e})"
+    screen.fact("", f"relative error {judged.error:.2e} (limit {judged.limit:.2e}), {worst}")
+    formats = f"{decision.problem.weights.name} weights, {decision.compute.name} activations, {decision.wire.name} wire"
+    source = f"  against an independent reference; the limits follow from {formats}"
+    screen.fact("", word.append(source, "default not bold"))
+
+
+def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
+    """Every pair: chosen, its price, or all reasons against it."""
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for column in ("mark", "transport", "experts", "price"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "price" else "left")
+    table.add_column("why", overflow="fold")
+    for verdict in verdicts:
+        style = "bold green" if verdict.chosen else ("" if verdict.cost_us is not None else "dim")
+        price = "refused" if verdict.cost_us is None else f"{verdict.cost_us:,.0f} us"
+        why = "; ".join(map(str, verdict.reasons)) or verdict.cost_source + (", emulated" if verdict.emulated else "")
+        mark = "*" if verdict.chosen else " "
+        table.add_row(mark, verdict.prepare_finalize, verdict.experts, price, Text(why), style=style)
+    return table
+
+
+def stage_table(prefill: StageTimes | None, decode: StageTimes | None) -> Table:
+    """Milliseconds of each stage; shared experts run while tokens are in flight."""
+    title = "milliseconds of each stage: median of the forwards, slowest rank"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("stage")
+    named = [(name, times) for name, times in (("prefill", prefill), ("decode", decode)) if times is not None]
+    for name, times in named:
+        table.add_column(f"{name} {'+'.join(map(str, times.tokens))} tok", justify="right")
+    for stage in named[0][1].stages if named else ():
+        label = "shared, while tokens travel" if stage == "shared" else stage
+        table.add_row(label, *(f"{times.stages[stage]:.2f}" for _, times in named))
+    table.add_row("forward", *(f"{times.total:.2f}" for _, times in named), style="bold")
+    return table
+
+
+def listed(experts: tuple[int, ...]) -> str:
+    """Experts in short, and how many if they do not fit."""
+    text = ranges(sorted(experts))
+    return text if len(text) <= LONGEST else f"{text[:LONGEST].rsplit(',', 1)[0]}, ... ({len(experts)})"

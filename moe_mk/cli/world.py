@@ -1,0 +1,164 @@
+"""The ranks of one command: started here as processes, found as torchrun started them, or this process alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moe_mk.cli import environment
+from moe_mk.cli.environment import Launched
+from moe_mk.cli.exits import RanksFailed, exit_code_of
+from moe_mk.comm.communicator import Communicator, offsets
+from moe_mk.comm.groups import ParallelGroups, communicator
+from moe_mk.errors import CommError, ConfigError, MoEMKError
+from moe_mk.flight import land
+
+S = TypeVar("S")
+T = TypeVar("T")
+Job = Callable[[S, "Place"], int]
+START_TIMEOUT_S = 120.0
+"""How long ranks may take to import torch and meet."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks of the command."""
+
+    rank: int
+    size: int
+    tp: int = 1
+    """Neighbouring ranks share a TP group: rank = ep_rank * tp + tp_rank."""
+    local_rank: int = 0
+    """Its number among the ranks of this machine."""
+
+    @property
+    def ep_rank(self) -> int:
+        """Which share of the experts, and which batch of tokens."""
+        return self.rank // self.tp
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of the command."""
+
+    size: int
+    tp: int
+    launched: Launched | None = None
+    """This process's place, if a launcher started the ranks."""
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share out the experts."""
+        return self.size // self.tp
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the one that a person hears."""
+        return self.launched is None or self.launched.rank == 0
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this machine; they share its cores and its GPUs."""
+        return self.size if self.launched is None else self.launched.local_size
+
+    @property
+    def threads(self) -> int:
+        """Of each rank, so that the ranks of this machine share its cores."""
+        return max(1, environment.usable_cores() // self.local_size)
+
+    def place(self, rank: int) -> Place:
+        """The place of a rank that is started here, or this process's own as the launcher gave it."""
+        if self.launched is not None:
+            return Place(self.launched.rank, self.size, self.tp, self.launched.local_rank)
+        return Place(rank, self.size, self.tp, rank)
+
+
+def world_of(ranks: int | None, tp: int) -> World:
+    """The ranks there will be. ranks: None is what torchrun says, else 1.
+
+    Raises ConfigError if --ranks is not what torchrun started, or --tp does not divide them.
+    """
+    launched = environment.launched()
+    if launched and ranks not in (None, launched.world_size):
+        raise ConfigError(f"--ranks {ranks}, but torchrun started {launched.world_size} ranks; drop --ranks")
+    size = launched.world_size if launched else ranks or 1
+    if size % tp:
+        raise ConfigError(f"--tp {tp} does not divide {size} ranks; use a divisor of {size}")
+    return World(size, tp, launched)
+
+
+def groups_of(place: Place) -> ParallelGroups:
+    """The EP and TP groups of a place; every rank must call this, because making a group is collective."""
+    if place.size == 1:
+        return ParallelGroups()
+    if place.tp == 1:
+        return ParallelGroups(ep=dist.group.WORLD)
+    everyone = list(range(place.size))
+    ep = _subgroup([everyone[t :: place.tp] for t in range(place.tp)]) if place.size > place.tp else None
+    return ParallelGroups(ep=ep, tp=_subgroup([everyone[i : i + place.tp] for i in everyone[:: place.tp]]))
+
+
+def _subgroup(members: list[list[int]]) -> dist.ProcessGroup:
+    mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(members)[0]  # type: ignore[no-untyped-call]
+    return mine
+
+
+def team_of(place: Place, timeout_s: float, layer: str) -> Communicator:
+    """All ranks of the command together, for what lies outside the layer."""
+    return communicator(dist.group.WORLD if place.size > 1 else None, timeout_s=timeout_s, layer=layer)
+
+
+def together(team: Communicator, step: Callable[[], T]) -> T:
+    """Take a step on every rank; where it fails on any, every rank raises what the first one said.
+
+    CommError is raised at once: there is nobody to tell.
+    """
+    result, said, code = None, "", 0
+    try:
+        result = step()
+    except CommError:
+        raise
+    except MoEMKError as problem:
+        said, code = str(problem), exit_code_of(problem)
+    everyone = _told(team, f"{code} {said}")
+    failed = [rank for rank, words in enumerate(everyone) if words[0] != "0"]
+    if failed:
+        first_code, words = everyone[failed[0]].split(" ", 1)
+        alone = "" if len(failed) == team.size else f"rank {failed[0]}: "
+        raise RanksFailed(alone + words, int(first_code))
+    assert result is not None
+    return result
+
+
+def _told(team: Communicator, words: str) -> list[str]:
+    """What each rank says."""
+    data = words.encode()
+    counts = land(team.gather_count(len(data), "report"))
+    column = torch.tensor(list(data), dtype=torch.uint8, device="cpu").view(len(data), 1)
+    everything = bytes(land(team.all_gather(column, counts, "report")).flatten().tolist())
+    starts = offsets(counts)
+    return [everything[starts[rank] : starts[rank + 1]].decode() for rank in range(team.size)]
+
+
+def join(place: Place, backend: str, meeting: str | None = None) -> None:
+    """Meet the other ranks. meeting: a URL, or None for where the launcher says. Raises CommError if they stay away."""
+    timeout = timedelta(seconds=START_TIMEOUT_S)
+    try:
+        dist.init_process_group(backend, meeting, timeout=timeout, rank=place.rank, world_size=place.size)
+    except (RuntimeError, ValueError) as problem:
+        first_line = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise CommError(f"{place.size} ranks did not meet: {first_line}", rank=place.rank, phase="start") from problem
+
+
+def run_and_leave(job: Job[S], settings: S, place: Place) -> int:
+    """Run the job of one rank that has joined, and leave the group if all went well."""
+    code = job(settings, place)
+    with contextlib.suppress(RuntimeError):  # a peer that is already gone spoils nothing any more
+        dist.destroy_process_group()
+    return code

@@ -1,0 +1,45 @@
+"""A tiny checkpoint made by the command itself, and the command run in this process, for all tests of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from moe_mk.cli import app
+
+TINY = ("--experts", "32", "--hidden", "256", "--intermediate", "128")
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command sets the threads of its process, and where gloo listens."""
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    yield
+    torch.set_num_threads(threads)
+
+
+def moe_mk(*words: object) -> Result:
+    """Run `moe-mk` in this process."""
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    """`moe-mk` in this process."""
+    return moe_mk
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """32 experts of 128 x 256, layer 3, FP8. Never write into it."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    result = moe_mk("make-checkpoint", folder, *TINY)
+    assert result.exit_code == 0, result.output
+    assert "layer 3, 32 experts of DeepSeek-V3's 256, in 8 groups of 4" in result.stdout
+    return folder

@@ -1,0 +1,182 @@
+"""Every verb in this process: what it prints, what it writes, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_mk.experts.base import EXPERTS
+from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from tests.cli.conftest import TINY, Invoke
+
+
+def test_a_second_writing_changes_nothing(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    before = {file.name: file.stat().st_mtime_ns for file in tiny.iterdir()}
+    again = invoke("make-checkpoint", tiny, *TINY)
+    assert again.exit_code == 0 and "is complete already; --force writes it again" in again.stdout
+    assert {file.name: file.stat().st_mtime_ns for file in tiny.iterdir()} == before
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    forced = invoke("make-checkpoint", copy, *TINY, "--force")
+    assert forced.exit_code == 0 and "complete already" not in forced.stdout
+    assert all((copy / name).read_bytes() == (tiny / name).read_bytes() for name in before)
+
+
+@pytest.mark.parametrize(
+    "words,complaint",
+    [("--experts 30", "num_experts=30"), ("--quant fp4", "quant='fp4'"), ("--experts many", "--experts")],
+)
+def test_a_checkpoint_that_cannot_be_is_refused(invoke: Invoke, tmp_path: Path, words: str, complaint: str) -> None:
+    result = invoke("make-checkpoint", tmp_path / "new", *words.split())
+    assert result.exit_code == 2 and complaint in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_sound_checkpoint_is_described(invoke: Invoke, tiny: Path) -> None:
+    result = invoke("inspect-checkpoint", tiny)
+    assert result.exit_code == 0 and "verdict     sound" in result.stdout
+    assert "32 experts, hidden 256, intermediate 128, shared 128, F8_E4M3 with F32 scales" in result.stdout
+    facts = json.loads(invoke("inspect-checkpoint", tiny, "--json").stdout)
+    assert facts["sound"] is True and facts["layers"][0]["num_experts"] == 32
+
+
+def test_a_damaged_checkpoint_ends_with_1(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny, broken)
+    shard = next(broken.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    result = invoke("inspect-checkpoint", broken)
+    assert result.exit_code == 1 and "problem" in result.stdout and "not usable as it is" in result.stdout
+    assert json.loads(invoke("inspect-checkpoint", broken, "--json").stdout)["sound"] is False
+
+
+def test_the_schema_is_json(invoke: Invoke) -> None:
+    result = invoke("schema")
+    assert (
+        result.exit_code == 0
+        and {"model", "router", "parallel", "kernel"} <= json.loads(result.stdout)["properties"].keys()
+    )
+
+
+def test_the_doctor_knows_every_backend(invoke: Invoke) -> None:
+    facts = json.loads(invoke("doctor", "--json").stdout)
+    names = {backend["name"] for backend in facts["backends"]}
+    assert names >= {*PREPARE_FINALIZE, *EXPERTS, *MONOLITHIC}
+    assert facts["versions"]["torch"] == torch.__version__ and "cpu" in facts["devices"]
+    lines = invoke("doctor").stdout.splitlines()
+    for name, library in facts["libraries"].items():
+        line = next(line for line in lines if line.startswith(name))
+        assert re.match(rf"{re.escape(name)}  +\S", line), line
+        assert (library["version"] or library["install"]) in line
+
+
+def test_an_explanation_holds_a_verdict_for_every_pair(invoke: Invoke) -> None:
+    words = "explain configs/models/deepseek_v3.yaml --device h200 --ranks 32 --nodes 4 --tokens 128 --json"
+    found = json.loads(invoke(*words.split()).stdout)
+    pairs = {(verdict["prepare_finalize"], verdict["experts"]) for verdict in found["verdicts"]}
+    assert pairs == {(t, e) for t in PREPARE_FINALIZE for e in EXPERTS} | {("inside", e) for e in MONOLITHIC}
+    assert len(found["verdicts"]) == len(pairs)
+    assert [verdict["chosen"] for verdict in found["verdicts"]].count(True) == 1
+    for verdict in found["verdicts"]:
+        assert {"prepare_finalize", "experts", "chosen", "cost_us", "reasons"} <= verdict.keys()
+        assert (verdict["cost_us"] is None) == bool(verdict["reasons"])
+    no_ep = next(v for v in found["verdicts"] if (v["prepare_finalize"], v["experts"]) == ("no_ep", "torch_cpu"))
+    assert len(no_ep["reasons"]) == 2 and found["problem"]["nodes"] == 4
+
+
+def test_an_explanation_for_a_person_has_the_same_reasons(invoke: Invoke) -> None:
+    result = invoke("explain", "deepseek_v3", "--device", "h200", "--ranks", 32)
+    assert result.exit_code == 0 and "5.51 % of parameters active" in result.stdout
+    assert "serves 1 rank, the group has 32; runs on cpu, this device is cuda" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "words,code,complaint",
+    [
+        ("deepseek_v4", 2, "did you mean 'deepseek_v3'"),
+        ("deepseek_v3 --device h300", 2, "shipped device"),
+        ("deepseek_v3 --ranks 32 --nodes 5", 2, "32 ranks do not divide over --nodes 5"),
+        ("deepseek_v3 --installed tritn", 2, "did you mean 'triton'"),
+        ("deepseek_v3 --dtype int8", 2, "--dtype 'int8' is unknown"),
+        ("deepseek_v3 --ranks 0", 2, "--ranks"),
+        ("deepseek_v3 --ranks 32 --prepare-finalize no_ep", 3, "serves 1 rank, the group has 32"),
+        ("deepseek_v3 --device h200 --experts-backend torch_cpu", 3, "runs on cpu, this device is cuda"),
+    ],
+)
+def test_what_cannot_be_explained_has_a_code(invoke: Invoke, words: str, code: int, complaint: str) -> None:
+    result = invoke("explain", *words.split())
+    assert result.exit_code == code and complaint in result.stderr and result.stdout == ""
+
+
+def test_a_run_of_one_rank_tells_plan_times_and_verdict(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    report, picture = tmp_path / "run.json", tmp_path / "load.png"
+    result = invoke("run", tiny, "--tokens", 9, "--seed", 5, "--repeats", 1, "--json", report, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    order = ["checkpoint ", "subset ", "plan ", "rank 0 ", "decision ", "load ", "milliseconds", "verify ", "PASS"]
+    places = [result.stdout.index(word) for word in order]
+    assert places == sorted(places)
+    found = json.loads(report.read_text())
+    assert found["verification"]["passed"] is True and found["verification"]["num_tokens"] == 10
+    assert (found["seed"], found["tokens"], found["injected"]) == (5, [9], None)
+    assert {"torch", "python", "moe_mk"} <= found["versions"].keys() and found["device"] and found["command"]
+    assert sum(found["expert_load"]) == 9 * 8
+    assert found["prefill"]["tokens"] == [9] and found["decode"]["tokens"] == [1]
+    assert found["decision"]["verdicts"] and found["memory"][0]["num_slots"] == 32
+    assert found["ranks"][0]["experts"] == list(range(32)) and found["checkpoint"]["sound"] is True
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("fault", ["swap-halves", "drop-scale", "double-scale"])
+def test_an_injected_fault_ends_with_1(invoke: Invoke, tiny: Path, tmp_path: Path, fault: str) -> None:
+    report = tmp_path / "run.json"
+    result = invoke("run", tiny, "--tokens", 4, "--repeats", 1, "--inject", fault, "--json", report)
+    assert result.exit_code == 1 and "FAIL" in result.stdout
+    found = json.loads(report.read_text())
+    assert found["injected"] == fault and found["verification"]["passed"] is False
+
+
+def test_no_tokens_at_all_run_and_say_that_nothing_was_compared(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "load.png"
+    result = invoke("run", tiny, "--tokens", 0, "--repeats", 1, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    assert "PASS  there were no tokens, so nothing was compared" in result.stdout
+    assert "no token chose any" in result.stdout and picture.exists()
+
+
+def test_hidden_states_come_from_files(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((3, 256))
+    np.save(tmp_path / "rows.npy", rows)
+    save_file({"hidden_states": torch.from_numpy(rows).bfloat16()}, tmp_path / "rows.safetensors")
+    loads = []
+    for name in ("rows.npy", "rows.safetensors"):
+        report = tmp_path / "run.json"
+        words = ("--hidden-states", tmp_path / name, "--repeats", 1, "--json", report)
+        assert invoke("run", tiny, *words).exit_code == 0
+        found = json.loads(report.read_text())
+        assert found["tokens"] == [3]
+        loads.append(found["expert_load"])
+    assert loads[0] == loads[1] and sum(loads[0]) == 24
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--dtype float32", "--dtype float16", "--router-dtype model", "--activations checkpoint",
+     "--experts-backend reference_monolithic", "--placement round_robin"],
+)  # fmt: skip
+def test_settings_reach_the_layer_and_verify(invoke: Invoke, tiny: Path, words: str) -> None:
+    result = invoke("run", tiny, "--tokens", 5, "--repeats", 1, *words.split())
+    assert result.exit_code == 0 and "PASS" in result.stdout, result.output
+
+
+def test_verification_can_be_left_out(invoke: Invoke, tiny: Path) -> None:
+    result = invoke("run", tiny, "--tokens", 2, "--repeats", 1, "--no-verify", "--inject", "double-scale")
+    assert result.exit_code == 0 and "verify" not in result.stdout

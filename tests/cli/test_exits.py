@@ -1,0 +1,61 @@
+"""Which code an error stands for, and that it is told once."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from moe_mk.cli.exits import RanksFailed, speaking
+from moe_mk.errors import CommError, ConfigError, LibraryMissing, MoEMKError, ShapeError, UnsupportedError, WeightError
+
+
+def raising(problem: BaseException) -> int:
+    @speaking
+    def command() -> int:
+        raise problem
+
+    with pytest.raises(typer.Exit) as ended:
+        command()
+    return int(ended.value.exit_code)
+
+
+@pytest.mark.parametrize(
+    "problem,code",
+    [
+        (CommError("late", rank=0, phase="dispatch"), 1),
+        (ConfigError("c"), 2),
+        (ShapeError("s"), 2),
+        (WeightError("w"), 2),
+        (UnsupportedError("u", ["because"]), 3),
+        (LibraryMissing("l", ["pip"]), 3),
+        (RanksFailed("two words", 3), 3),
+    ],
+)
+def test_an_error_is_one_message_and_a_code(problem: MoEMKError, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(problem) == code
+    said = capsys.readouterr()
+    assert said.err == f"moe-mk: {problem}\n" and said.out == ""
+
+
+def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_only_the_first_rank_of_a_launcher_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert raising(ConfigError("wrong")) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert raising(ConfigError("wrong")) == 2
+    assert capsys.readouterr().err == "moe-mk: wrong\n"
+
+
+def test_results_are_codes() -> None:
+    for result, code in ((None, 0), (0, 0), (1, 1)):
+        with pytest.raises(typer.Exit) as ended:
+            speaking(lambda result=result: result)()
+        assert ended.value.exit_code == code

@@ -1,0 +1,176 @@
+"""`moe-mk place`: from a recording of expert loads to a placement, told, compared and drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_mk.cli.loads import read_loads
+from moe_mk.cli.place import DEEPSEEK_V3_EXPERT, in_order, policies_of, speeds_of
+from moe_mk.errors import ConfigError
+from moe_mk.placement.eplb import Topology
+from tests.cli.conftest import moe_mk
+
+# Two layers of four experts; the hot one takes half of all tokens.
+LOADS = [[6, 2, 2, 2], [1, 1, 1, 3]]
+
+
+@pytest.fixture
+def loads(tmp_path: Path) -> Path:
+    file = tmp_path / "loads.json"
+    file.write_text(json.dumps({"logical_count": LOADS, "rank": 0}))
+    return file
+
+
+def skewed(path: Path, windows: int = 1) -> Path:
+    """A look-alike of a recording: 6 layers of 256 experts, the busiest at several times the mean."""
+    draw = np.random.default_rng(5)
+    lasting = draw.lognormal(0.0, 0.85, (6, 256))
+    np.save(path, (lasting * draw.lognormal(0.0, 0.05, (windows, 6, 256)) * 1000).round())
+    return path
+
+
+def test_every_format_gives_the_same_numbers(tmp_path: Path, loads: Path) -> None:
+    np.save(tmp_path / "loads.npy", np.array(LOADS))
+    save_file({"load": torch.tensor(LOADS)}, tmp_path / "loads.safetensors")
+    (tmp_path / "bare.json").write_text(json.dumps(LOADS))
+    for file in (loads, tmp_path / "loads.npy", tmp_path / "loads.safetensors", tmp_path / "bare.json"):
+        assert read_loads(file).tolist() == [LOADS]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", "{", "cannot be read"),
+        ("a.json", '{"a": [1], "b": [2]}', r"holds \['a', 'b'\], none of them called logical_count or load"),
+        ("a.json", "[[1, -2]]", "values from -2.0 to 1.0; counts are 0 or more"),
+        ("a.json", "[[[[1]]]]", r"has shape \(1, 1, 1, 1\), expected"),
+        ("a.json", "[[1], [1, 2]]", "cannot be read"),
+        ("a.csv", "1", "ends in '.csv', known are .json, .npy, .safetensors"),
+        ("a.pt", "1", "cannot be read as tensors and plain containers"),
+        ("a.safetensors", "1", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_recording_is_refused_by_what_it_holds(
+    tmp_path: Path, name: str, content: str, says: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        read_loads(tmp_path / name)
+
+
+def test_a_recording_of_sglang_is_read_as_data(tmp_path: Path) -> None:
+    windows = torch.tensor([LOADS, LOADS])
+    torch.save({"rank": 0, "logical_count": windows, "average_utilization_rate_over_window": None}, tmp_path / "a.pt")
+    assert read_loads(tmp_path / "a.pt").tolist() == windows.tolist()
+
+
+class Runs:
+    """What a pickle can do to its reader."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("/nonexistent/never"),)
+
+
+def test_a_recording_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"logical_count": Runs()}, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match="cannot be read as tensors and plain containers"):
+        read_loads(tmp_path / "a.pt")
+
+
+def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(ConfigError, match="cannot be read: Object arrays cannot be loaded"):
+        read_loads(tmp_path / "a.npy")
+
+
+def test_speeds_by_hand() -> None:
+    assert speeds_of("1*2,0.5", 3) == (1.0, 1.0, 0.5) and speeds_of(None, 3) is None
+    with pytest.raises(ConfigError, match="--speeds names 2 GPUs, there are 3"):
+        speeds_of("1,1", 3)
+    with pytest.raises(ConfigError, match="--speeds 'fast' is no list of numbers"):
+        speeds_of("fast", 1)
+
+
+def test_an_engine_starts_with_experts_in_order() -> None:
+    # Six slots for four experts: 0 and 1 once more. 6/2 + 2/2 | 2 + 2 | 6/2 + 2/2: even by luck in layer 0.
+    ledger = in_order(np.array([LOADS], np.float64), Topology(3, slots=2))
+    assert ledger.phy2log[0].tolist() == [0, 1, 2, 3, 0, 1] and ledger.share[0].tolist() == [0.5, 0.5, 1, 1, 0.5, 0.5]
+    with pytest.raises(ConfigError, match="3 slots cannot hold 4 experts; use --slots 2 or more on 3 GPUs"):
+        in_order(np.array([LOADS], np.float64), Topology(3, slots=1))
+
+
+def test_a_misspelt_policy_is_guessed() -> None:
+    assert policies_of("all")[0] == "auto" and set(policies_of("all")[1]) == {"compat", "flat", "hybrid"}
+    with pytest.raises(ConfigError, match="--policy 'hybird' is unknown.*hybrid"):
+        policies_of("hybird")
+
+
+@pytest.mark.row(126)
+def test_before_and_after_are_reported_on_a_recording(tmp_path: Path) -> None:
+    said = moe_mk("place", "--loads", skewed(tmp_path / "l.npy", windows=4), "--preset", "prefill-ep32", "--groups", 8)
+    assert said.exit_code == 0, said.output
+    assert "6 layers of 256 experts, 4 windows" in said.output
+    assert "32 GPUs on 4 nodes, 9 slots a GPU, 288 in all" in said.output
+    assert all(word in said.output for word in ("before", "after", "auto: hybrid", "compat", "flat", "lost with a GPU"))
+
+
+@pytest.mark.row(124, 126)
+def test_json_holds_the_placement_and_its_price(tmp_path: Path) -> None:
+    said = moe_mk("place", "--loads", skewed(tmp_path / "l.npy"), "--preset", "prefill-ep32", "--groups", 8, "--json")
+    answer = json.loads(said.output)
+    assert answer["before"]["balance.rank_max_over_mean"] > 1.3
+    assert answer["after"]["balance.rank_max_over_mean_worst"] < 1.01
+    assert answer["slots_per_gpu"] == [9] * 32
+    slots = answer["physical_to_logical"]
+    assert len(slots) == 6 and all(len(row) == 288 and set(row) == set(range(256)) for row in slots)
+    for row, shares in zip(slots, answer["share"], strict=True):
+        assert np.bincount(row, shares) == pytest.approx(np.ones(256), abs=1e-4)
+    chosen = answer["chosen"]
+    assert chosen["bytes_per_gpu"] == [6 * 9 * DEEPSEEK_V3_EXPERT] * 32
+    assert chosen["moved_bytes"] == chosen["moved_experts"] * DEEPSEEK_V3_EXPERT
+    assert [each["policy"] for each in answer["compared"]] == ["compat", "flat", "hybrid"]
+
+
+@pytest.mark.row(125)
+def test_decode_over_144_gpus_tells_what_no_placement_can_beat(tmp_path: Path) -> None:
+    said = moe_mk(
+        "place", "--loads", skewed(tmp_path / "l.npy"), "--preset", "decode-ep144", "--policy", "auto", "--json"
+    )
+    answer = json.loads(said.output)
+    assert answer["slots_per_gpu"] == [2] * 144 and answer["compared"] == []
+    assert answer["chosen"]["balance_mean"] <= answer["chosen"]["bound_mean"] + 1e-9 < 1.0
+    assert "would make any load even" in answer["chosen"]["reason"]
+
+
+def test_slow_gpus_carry_less(loads: Path) -> None:
+    said = moe_mk(
+        "place", "--loads", loads, "--gpus", 2, "--slots", 4, "--speeds", "1,0.5", "--policy", "flat", "--json"
+    )
+    answer = json.loads(said.output)
+    assert answer["after"]["balance.step_over_ideal"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_picture_is_written(tmp_path: Path, loads: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    said = moe_mk("place", "--loads", loads, "--gpus", 2, "--plot", tmp_path / "before_after.png")
+    assert said.exit_code == 0, said.output
+    assert "not hybrid" in said.output and "there is only one node" in said.output
+    assert (tmp_path / "before_after.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_missing_or_impossible_is_said_without_a_traceback(loads: Path) -> None:
+    for words, says in (
+        (("--loads", loads), "--gpus is missing"),
+        (("--loads", loads, "--preset", "prefil"), "did you mean"),
+        (("--loads", loads, "--gpus", 3, "--nodes", 2), "gpus=3 does not divide by nodes=2"),
+        (("--loads", loads, "--gpus", 2, "--min-copies", 3), "min_copies=3 needs as many different living GPUs"),
+        (("--loads", "nowhere.json", "--gpus", 2), "is not a file"),
+    ):
+        said = moe_mk("place", *words)
+        assert said.exit_code == 2 and says in said.output, said.output

@@ -1,0 +1,192 @@
+"""Ranks as processes: they end well, fail together, die one by one, and never outlive the one that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_mk.cli.exits import RanksFailed
+from moe_mk.cli.processes import Rank, _verdict, _watch, run_ranks
+from moe_mk.cli.world import Place, World, team_of, together
+from moe_mk.errors import UnsupportedError
+from moe_mk.flight import land
+
+TWO = World(2, 1)
+
+
+def ends_with_its_rank(folder: Path, place: Place) -> int:
+    (folder / str(place.rank)).write_text(f"{place.size}")
+    return place.rank
+
+
+def refuses_on_rank_1(folder: Path, place: Place) -> int:
+    def step() -> int:
+        if place.rank == 1:
+            raise UnsupportedError("it cannot be", ["one reason", "another"])
+        return 5
+
+    return together(team_of(place, 20.0, "layer 3"), step)
+
+
+def dies_on_rank_1(folder: Path, place: Place) -> int:
+    team = team_of(place, 20.0, "layer 3")
+    land(team.gather_count(1, "first"))
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    land(team.gather_count(2, "second"))
+    return 0
+
+
+def sleeps(folder: Path, place: Place) -> int:
+    (folder / f"{place.rank}.part").write_text(str(os.getpid()))
+    os.replace(folder / f"{place.rank}.part", folder / str(place.rank))
+    time.sleep(600)
+    return 0
+
+
+def test_every_rank_runs_and_the_worst_code_counts(tmp_path: Path) -> None:
+    assert run_ranks(ends_with_its_rank, tmp_path, TWO, "gloo", 20.0) == 1
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "2"
+
+
+def test_what_fails_on_one_rank_is_told_once_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(refuses_on_rank_1, tmp_path, TWO, "gloo", 20.0)
+    assert str(caught.value) == "rank 1: it cannot be\n  - one reason\n  - another"
+    assert caught.value.code == 3
+    assert capfd.readouterr().err == ""
+
+
+def test_a_killed_rank_is_named_by_its_watcher_and_by_its_peer(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(dies_on_rank_1, tmp_path, TWO, "gloo", 20.0)
+    died, told = str(caught.value).split("\n", 1)
+    assert died == "rank 1 was killed by SIGKILL"
+    assert told.startswith("rank 0, phase 'second', layer 'layer 3': a peer of 2 is dead or later than 20 s")
+    assert caught.value.code == 1
+    assert time.monotonic() - started < 60
+
+
+def test_one_rank_needs_no_process(tmp_path: Path) -> None:
+    assert run_ranks(ends_with_its_rank, tmp_path, World(1, 1), "gloo", 20.0) == 0
+    assert (tmp_path / "0").read_text() == "1"
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from moe_mk.cli.exits import speaking
+from moe_mk.cli.processes import run_ranks
+from moe_mk.cli.world import World
+from tests.cli.test_processes import sleeps
+if __name__ == "__main__":
+    import typer
+    try:
+        speaking(run_ranks)(sleeps, Path(sys.argv[1]), World(2, 1), "gloo", 20.0)
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
+"""
+
+
+@pytest.mark.parametrize("by,code", [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_ranks_end_with_the_one_that_started_them(tmp_path: Path, by: signal.Signals, code: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    watcher = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+        assert all(map(is_alive, pids))
+        # Ctrl-C reaches every process of the terminal, a kill only the one.
+        os.killpg(watcher.pid, by) if by == signal.SIGINT else watcher.send_signal(by)
+        out, err = watcher.communicate(timeout=30)
+        wait_until(lambda: not any(map(is_alive, pids)))
+    finally:
+        if watcher.poll() is None:
+            watcher.kill()
+    assert (watcher.returncode, out, err) == (code, b"", b"")
+
+
+def wait_until(holds: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Ended:
+    """A process that has ended."""
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode = exitcode
+
+    def join(self) -> None:
+        pass
+
+
+def rank_that(number: int, exitcode: int, *said: bytes, ends: bool = True) -> Rank:
+    ours, theirs = Pipe(duplex=False)
+    for message in said:
+        theirs.send_bytes(message)
+    if ends:
+        theirs.close()
+    else:
+        OPEN.append(theirs)
+    return Rank(number, Ended(exitcode), ours)  # type: ignore[arg-type]
+
+
+OPEN: list[Any] = []
+
+
+def test_a_rank_that_dies_before_they_met_is_not_waited_for() -> None:
+    # Rank 0 waits for rank 1 where nothing can tell it; it never speaks again.
+    ranks = [rank_that(0, 0, ends=False), rank_that(1, -9)]
+    _watch(ranks, timeout_s=600.0)
+    with pytest.raises(RanksFailed, match="^rank 1 was killed by SIGKILL$"):
+        _verdict(ranks)
+
+
+def test_a_rank_that_hangs_after_another_spoke_is_given_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_mk.cli.processes.GRACE_S", 0.05)
+    ranks = [rank_that(0, 1, b"joined", b"1\nrank 0, phase 'x': late"), rank_that(1, 0, b"joined", ends=False)]
+    _watch(ranks, timeout_s=600.0)
+    with pytest.raises(RanksFailed, match="^rank 0, phase 'x': late$"):
+        _verdict(ranks)
+
+
+def test_the_same_failure_of_many_is_told_once() -> None:
+    ranks = [rank_that(rank, 2, b"joined", b"2\nwrong\nin two lines") for rank in range(4)]
+    _watch(ranks, timeout_s=600.0)
+    with pytest.raises(RanksFailed, match="^wrong\nin two lines$") as caught:
+        _verdict(ranks)
+    assert caught.value.code == 2
+
+
+def test_an_unexpected_end_has_its_code_told() -> None:
+    ranks = [rank_that(0, 0, b"joined", b"0\n"), rank_that(1, 7, b"joined")]
+    _watch(ranks, timeout_s=600.0)
+    with pytest.raises(RanksFailed, match="^rank 1 ended with exit code 7$"):
+        _verdict(ranks)

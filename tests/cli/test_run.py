@@ -1,0 +1,104 @@
+"""`moe-mk run` as a person starts it: several processes, torchrun, and a rank that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+ROOT = Path(__file__).parents[2]
+
+
+def command(*words: object) -> subprocess.CompletedProcess[str]:
+    words_ = [str(word) for word in words]
+    return subprocess.run(words_, capture_output=True, text=True, timeout=100, cwd=ROOT, env=ENVIRONMENT)
+
+
+def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Path) -> None:
+    report = tmp_path / "run.json"
+    done = command(BIN / "moe-mk", "run", tiny, "--ranks", 2, "--tokens", "6", "--repeats", 1, "--json", report)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.stdout.count("decision ") == 1 and done.stdout.count("PASS") == 1
+    assert re.search(r"^rank 0 +experts 0-15: ", done.stdout, re.M)
+    assert re.search(r"^rank 1 +experts 16-31: ", done.stdout, re.M)
+    assert done.stdout.index("rank 1 ") < done.stdout.index("load ")
+    found = json.loads(report.read_text())
+    assert found["verification"]["num_tokens"] == 14 and found["tokens"] == [6, 6]
+    assert [rank["experts"][0] for rank in found["ranks"]] == [0, 16]
+    assert sum(found["expert_load"]) == 12 * 8
+    assert found["command"][1:3] == ["run", str(tiny)] and found["sent_bytes"]["dispatch"] > 0
+
+
+def test_idle_ranks_take_part(tiny: Path) -> None:
+    done = command(BIN / "moe-mk", "run", tiny, "--ranks", 4, "--tokens", "0,0,7,1", "--repeats", 1)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "0+0+7+1 tokens" in done.stdout and "decode 0+0+1+1 tok" in done.stdout
+    assert "10 of 10 tokens routed as in the reference" in done.stdout
+
+
+def test_torchrun_starts_the_ranks(tiny: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((3, 256)))
+    words = ("run", tiny, "--hidden-states", tmp_path / "rows.npy", "--repeats", 1)
+    done = command(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "moe_mk.cli", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("decision ") == 1 and done.stdout.count("PASS") == 1
+    assert "ep=2" in done.stdout and "2+1 tokens" in done.stdout
+
+
+def test_torchrun_of_the_script_tells_an_error_once(tiny: Path) -> None:
+    torchrun = (BIN / "torchrun", "--standalone", "--nproc-per-node", 2)
+    done = command(*torchrun, BIN / "moe-mk", "run", tiny, "--tokens", "1,2,3")
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.count("moe-mk: --tokens lists 3 numbers for 2 batches") == 1
+
+
+def test_a_killed_rank_ends_the_run_with_1(tiny: Path) -> None:
+    words = ["run", str(tiny), "--ranks", "2", "--tokens", "4", "--timeout", "20", "--repeats", "1000000"]
+    run = subprocess.Popen(
+        [str(BIN / "moe-mk"), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    try:
+        victim = rank_1_at_work(run.pid)
+        os.kill(victim, signal.SIGKILL)
+        out, err = run.communicate(timeout=50)
+    finally:
+        run.kill()
+    assert run.returncode == 1 and "decision " in out
+    assert err.startswith("moe-mk: rank 1 was killed by SIGKILL\nrank 0, phase '")
+    assert "layer 'layer 3'" in err and "Traceback" not in err and err.count("rank 0") == 1
+
+
+def rank_1_at_work(parent: int) -> int:
+    """The younger of the two started processes, once both have met and mapped the checkpoint."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ranks = sorted(pid for pid in children_of(parent) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        if len(ranks) == 2 and all(has_mapped_a_checkpoint(pid) for pid in ranks):
+            return ranks[1]
+        time.sleep(0.1)
+    raise AssertionError("two ranks did not meet")
+
+
+def children_of(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def has_mapped_a_checkpoint(pid: int) -> bool:
+    """That comes after the ranks have met."""
+    return ".safetensors\n" in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+def test_help_needs_no_checkpoint(words: list[str]) -> None:
+    done = command(BIN / "moe-mk", *words)
+    assert done.returncode == 0 and "Usage" in done.stdout

@@ -1,0 +1,53 @@
+"""What is printed: subsets say so, every pair has its reasons, lists of experts stay short."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rich.console import Console
+
+from moe_mk.cli.measure import StageTimes
+from moe_mk.cli.screen import Screen
+from moe_mk.cli.show import listed, show_decision, stage_table, subset_note
+from moe_mk.config.problem import Problem
+from moe_mk.config.shipped import device_profile, load_config
+from moe_mk.oracle import select
+from moe_mk.quant.plain import BF16
+
+
+def test_fewer_experts_than_the_model_say_what_that_changes() -> None:
+    config = load_config("deepseek_v3")
+    assert subset_note(config) == ""
+    assert subset_note(config.with_(num_experts=32)) == (
+        "32 of the 256 experts of deepseek_v3, in 8 groups of 4, not 8 of 32: tokens route among these only"
+    )
+    assert subset_note(config.with_(name="of my own", num_experts=32)) == ""
+
+
+def test_every_pair_is_printed_with_all_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = Problem(load_config("deepseek_v3").with_(ep=4), device_profile("h200"), BF16, 128, frozenset())
+    decision = select(problem)
+    show_decision(Screen(), decision)
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"decision {decision.chosen.name}: {decision.because}" in out
+    assert out.count(" * ") == 1
+    for verdict in decision.verdicts:
+        assert re.search(rf"{verdict.prepare_finalize} {verdict.experts} ", out)
+        for reason in verdict.reasons:
+            assert str(reason) in out, f"{verdict.name}: {reason}"
+
+
+def test_lists_of_experts_stay_short() -> None:
+    assert listed(tuple(range(16))) == "0-15" and listed(()) == ""
+    assert listed((0, 2, 4)) == "0, 2, 4"
+    shortened = listed(tuple(range(0, 256, 2)))
+    assert shortened.endswith(", ... (128)") and len(shortened) < 75
+
+
+def test_a_table_has_a_column_for_each_kind_of_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = {"route": 1.0, "shared": 2.0}
+    Console(width=140).print(stage_table(StageTimes(stages, 3.25, (64, 0)), StageTimes(stages, 3.5, (1, 0))))
+    out = capsys.readouterr().out
+    assert "prefill 64+0 tok" in out and "decode 1+0 tok" in out
+    assert re.search(r"shared, while tokens travel +2\.00 +2\.00", out) and re.search(r"forward +3\.25 +3\.50", out)
