@@ -1,0 +1,284 @@
+"""The rules of the house as pure functions of one source file: who may import, ask and allocate what, and where."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HOUSE = [
+    "errors shapes registry flight",
+    "quantized comm kernels",
+    "config quant tokens weights placement external trace",
+    "router prepare_finalize experts permute",
+    "kernel oracle runner",
+    "layer rebalance tuning plan verify",
+    "cli integrations testing __main__",
+    "__init__",
+]
+FLOORS: dict[str, int] = {room: floor for floor, rooms in enumerate(HOUSE) for room in rooms.split()}
+FAMILIES = 3
+
+# The only imports along a floor: who may import whom, and why. They never form a circle, and families have none.
+SIDEWAYS = {
+    ("tokens", "quant"): "rows are quantised tensors",
+    ("weights", "quant"): "so are weights",
+    ("config", "quant"): "a configuration names the scheme of the weights",
+    ("external", "config"): "what is found on a machine is written into a device profile",
+    ("oracle", "kernel"): "phase two hands out the kernel that was decided for",
+    ("oracle", "runner"): "and the naive path where that was decided for",
+}
+
+OPTIONAL_LIVES_IN = tuple(
+    f"moe_mk/{room}/" for room in ("kernels/triton", "kernels/native", "kernels/csrc", "external", "integrations")
+)
+CLOCKS = [f"time.{name}" for name in ("ctime", "gmtime", "localtime", "clock_gettime", "clock_gettime_ns")]
+CLOCKS += [
+    f"time.{name}{unit}"
+    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+    for unit in ("", "_ns")
+]
+CLOCKS += ["datetime.datetime.now", "datetime.datetime.utcnow", "datetime.datetime.today", "datetime.date.today"]
+CLOCKS += ["timeit.default_timer"]
+ENVIRONMENT = [f"os.{name}" for name in ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")]
+ACCELERATORS = ["torch.cuda", "torch.accelerator", "torch.xpu", "torch.mps", "torch.mtia", "torch.get_device_module"]
+WORLD_MAKERS = ("init_process_group", "init_device_mesh")
+PICKLES = ["pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"]
+ALLOCATORS = {
+    f"torch.{name}"
+    for name in (
+        "arange as_tensor empty empty_strided eye full linspace logspace ones rand randint randn randperm "
+        "scalar_tensor tensor tril_indices triu_indices zeros nn.Embedding nn.LayerNorm nn.Linear nn.RMSNorm"
+    ).split()
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module of the package, with what its imported names stand for."""
+
+    path: str
+    text: str
+    tree: ast.Module = field(init=False)
+    names: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tree", ast.parse(self.text, self.path))
+        object.__setattr__(self, "names", dict(bound for _, _, bound in _imports(self.tree) if bound))
+
+    @property
+    def room(self) -> str:
+        """The file or folder right below the package."""
+        return self.path.split("/")[1].removesuffix(".py")
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """Line and dotted name of everything imported, wherever it stands in the file."""
+        yield from ((line, name) for line, name, _ in _imports(self.tree))
+        for call, name in self.calls():
+            if (
+                name in ("importlib.import_module", "__import__")
+                and call.args
+                and isinstance(call.args[0], ast.Constant)
+            ):
+                yield call.lineno, str(call.args[0].value)
+
+    def dotted(self, node: ast.expr) -> str:
+        """What an expression names in full, `torch.distributed.all_reduce`; nothing for a local name."""
+        if isinstance(node, ast.Attribute):
+            owner = self.dotted(node.value)
+            return f"{owner}.{node.attr}" if owner else ""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, node.id if node.id in ("print", "__import__") else "")
+        return ""
+
+    def uses(self) -> Iterator[tuple[int, str]]:
+        """Line and dotted name of everything imported or named."""
+        yield from self.imports()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute | ast.Name) and (name := self.dotted(node)):
+                yield node.lineno, name
+
+    def calls(self) -> Iterator[tuple[ast.Call, str]]:
+        """Every call of an imported name or of `print`."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and (name := self.dotted(node.func)):
+                yield node, name
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, str] | None]]:
+    """Line, dotted name, and the (local name, meaning) that an import binds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.split(".")[0]
+                yield node.lineno, alias.name, (alias.asname, alias.name) if alias.asname else (first, first)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield node.lineno, name, (alias.asname or alias.name, name)
+
+
+def package_sources(root: Path = ROOT) -> list[Source]:
+    """Every module of the package, as it lies on disk."""
+    paths = sorted((root / "moe_mk").rglob("*.py"))
+    return [Source(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+
+
+Rule = Callable[[Source], Iterator[str]]
+RULES: dict[str, Rule] = {}
+
+
+def rule(check: Callable[[Source], Iterator[tuple[int, str]]]) -> Rule:
+    """Register a check under its name; its findings become lines that an editor can open."""
+
+    def findings(source: Source) -> Iterator[str]:
+        yield from (f"{source.path}:{line}: {message}" for line, message in sorted(set(check(source))))
+
+    RULES[check.__name__] = findings
+    return findings
+
+
+def _forbidden(source: Source, names: list[str], *homes: str, why: str) -> Iterator[tuple[int, str]]:
+    """Uses of some names, or of anything below them, in a file that is none of their homes."""
+    if source.path.startswith(homes):
+        return
+    for line, used in source.uses():
+        for name in names:
+            if used == name or used.startswith(name + "."):
+                yield line, f"{name}: {why}"
+
+
+@rule
+def imports_go_down(source: Source) -> Iterator[tuple[int, str]]:
+    """A module imports from lower floors, its own room and `errors`."""
+    if source.room not in FLOORS:
+        yield 1, f"the room {source.room!r} stands on no floor; give it one in {Path(__file__).name}"
+        return
+    for line, name in source.imports():
+        if name.split(".")[0] != "moe_mk":
+            continue
+        room = name.split(".")[1] if "." in name else "__init__"
+        if room not in FLOORS:
+            yield line, f"{name}: comes through the front door, or from a room that stands on no floor"
+        elif not _may_import(source.room, room):
+            yield line, f"{source.room} (floor {FLOORS[source.room]}) imports {name} (floor {FLOORS[room]})"
+
+
+def _may_import(room: str, other: str) -> bool:
+    return other in (room, "errors") or FLOORS[other] < FLOORS[room] or (room, other) in SIDEWAYS
+
+
+@rule
+def optional_libraries_stay_home(source: Source) -> Iterator[tuple[int, str]]:
+    """Only what every installation has may be imported outside three rooms."""
+    if source.path.startswith(OPTIONAL_LIVES_IN):
+        return
+    everywhere = sys.stdlib_module_names | DEPENDENCIES | {"moe_mk"}
+    for line, name in source.imports():
+        if name.split(".")[0] not in everywhere:
+            yield line, f"{name} is optional and belongs in kernels/triton, external or integrations"
+
+
+def _dependencies() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in project["dependencies"]}
+    return {{"PyYAML": "yaml"}.get(name, name.replace("-", "_")) for name in names}
+
+
+DEPENDENCIES = _dependencies()
+
+
+@rule
+def no_relative_imports(source: Source) -> Iterator[tuple[int, str]]:
+    """Every import says the full name."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield node.lineno, f"relative import of {node.module or '.'}"
+
+
+@rule
+def environment_is_read_in_one_file(source: Source) -> Iterator[tuple[int, str]]:
+    """The library has settings, not environment variables."""
+    yield from _forbidden(source, ENVIRONMENT, "moe_mk/cli/environment.py", why="belongs in moe_mk/cli/environment.py")
+
+
+@rule
+def clock_is_read_in_one_file(source: Source) -> Iterator[tuple[int, str]]:
+    """One clock, which tests can replace."""
+    yield from _forbidden(source, CLOCKS, "moe_mk/trace/clock.py", why="belongs in moe_mk/trace/clock.py")
+
+
+@rule
+def device_is_asked_in_one_file(source: Source) -> Iterator[tuple[int, str]]:
+    """What the machine has is asked once and then is data."""
+    yield from _forbidden(source, ACCELERATORS, "moe_mk/external/device.py", why="belongs in moe_mk/external/device.py")
+
+
+@rule
+def process_groups_are_given(source: Source) -> Iterator[tuple[int, str]]:
+    """A host owns the world; only programs of ours and tests make one."""
+    if source.path.startswith(("moe_mk/cli/", "moe_mk/testing/")):
+        return
+    named = [(line, name) for node in ast.walk(source.tree) for line, name in _identifiers(node)]
+    for line, name in [*named, *((line, name.split(".")[-1]) for line, name in source.imports())]:
+        if name in WORLD_MAKERS:
+            yield line, f"{name}: a process group comes from the caller"
+
+
+@rule
+def nothing_is_unpickled(source: Source) -> Iterator[tuple[int, str]]:
+    """A file that is read can never run code."""
+    yield from _forbidden(source, PICKLES, why="reads code, not data")
+    for call, name in source.calls():
+        safe = {k.arg for k in call.keywords if isinstance(k.value, ast.Constant) and k.value.value is True}
+        if name == "torch.load" and "weights_only" not in safe:
+            yield call.lineno, "torch.load without weights_only=True: reads code, not data"
+        for keyword in call.keywords:
+            refused = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            if keyword.arg == "allow_pickle" and not refused:
+                yield call.lineno, f"{name}(allow_pickle=...): reads code, not data"
+
+
+@rule
+def only_the_command_line_prints(source: Source) -> Iterator[tuple[int, str]]:
+    """A library is silent."""
+    yield from _forbidden(source, ["print", "rich.print", "pprint.pprint"], "moe_mk/cli/", why="belongs in moe_mk/cli")
+
+
+@rule
+def allocations_name_dtype_and_device(source: Source) -> Iterator[tuple[int, str]]:
+    """A host may have changed torch's defaults."""
+    for call, name in source.calls():
+        if re.fullmatch(r"torch\.([a-z]+\.)?[A-Za-z]*Tensor", name):
+            yield call.lineno, f"{name}(...) follows torch's defaults; use torch.tensor or torch.empty"
+        if name not in ALLOCATORS:
+            continue
+        missing = {"dtype", "device"} - {keyword.arg for keyword in call.keywords}
+        if missing:
+            yield call.lineno, f"{name}(...) does not name {' and '.join(sorted(missing, reverse=True))}"
+
+
+def suffixes(source: Source) -> Iterator[tuple[int, str, str]]:
+    """Line, identifier and axis letters of every name that ends like `x_TH`."""
+    for node in ast.walk(source.tree):
+        for line, name in _identifiers(node):
+            if found := re.fullmatch(r"_*[a-z]\w*_([0-9]*[A-Z][A-Z0-9]*)", name):
+                yield line, name, re.sub("[0-9]", "", found[1])
+
+
+def _identifiers(node: ast.AST) -> list[tuple[int, str]]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [(node.lineno, node.name)]
+    if isinstance(node, ast.Name):
+        return [(node.lineno, node.id)]
+    if isinstance(node, ast.Attribute):
+        return [(node.lineno, node.attr)]
+    if isinstance(node, ast.arg | ast.keyword) and node.arg:
+        return [(node.lineno, node.arg)]
+    return []

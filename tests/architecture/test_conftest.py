@@ -1,0 +1,70 @@
+"""What tests/conftest.py promises to every test, seen from outside in runs of small test files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+
+LEAKS = """
+import random
+import numpy, pytest, torch
+
+def test_dtype_leaks(): torch.set_default_dtype(torch.bfloat16)
+def test_device_leaks(): torch.set_default_device("meta")
+def test_gradients_leak(): torch.set_grad_enabled(False)
+def test_defaults_are_restored():
+    assert torch.empty(1).dtype == torch.float32 and torch.empty(1).device.type == "cpu" and torch.is_grad_enabled()
+
+DRAWN = []
+def draw(): return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+@pytest.mark.parametrize("n", [1, 2])
+def test_seeds_are_fixed(n):
+    DRAWN.append(draw())
+    assert len(set(DRAWN)) == 1
+
+@pytest.mark.gpu
+def test_on_gpu(): assert torch.cuda.is_available()
+@pytest.mark.row(66, "23a")
+def test_known_rows(): pass
+"""
+
+
+def run_pytest(folder: Path, source: str) -> str:
+    """Run one small test file below a copy of the conftest, and return what pytest printed."""
+    for name in ("conftest.py", "rows.yaml"):
+        shutil.copy(TESTS / name, folder)
+    (folder / "test_small.py").write_text(source)
+    options = ["-c", str(TESTS.parent / "pyproject.toml"), "--rootdir", str(folder), "-p", "no:cacheprovider", "-rsfE"]
+    command = [sys.executable, "-m", "pytest", *options, str(folder)]
+    return subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False
+    ).stdout
+
+
+def test_leaked_defaults_fail_and_seeds_are_fixed(tmp_path: Path) -> None:
+    said = run_pytest(tmp_path, LEAKS)
+    leaks = re.findall(r"^ERROR \S+::(\w+) - .*the test left", said, re.MULTILINE)
+    assert leaks == ["test_dtype_leaks", "test_device_leaks", "test_gradients_leak"], said
+    if torch.cuda.is_available():
+        assert re.search(r"8 passed, 3 errors", said), said
+    else:
+        assert re.search(r"SKIPPED .* needs a CUDA device", said), said
+        assert re.search(r"7 passed, 1 skipped, 3 errors", said), said
+
+
+@pytest.mark.parametrize(
+    ("mark", "complaint"),
+    [("row(165)", r"test_small\.py::test_a: unknown row 165"), ("rwo(66)", r"'rwo' not found in `markers`")],
+)
+def test_an_unknown_row_or_mark_stops_the_run(tmp_path: Path, mark: str, complaint: str) -> None:
+    said = run_pytest(tmp_path, f"import pytest\n@pytest.mark.{mark}\ndef test_a(): ...\n")
+    assert re.search(complaint, said), said
+    assert "1 passed" not in said

@@ -1,0 +1,129 @@
+"""The package keeps the rules of the house, and each rule bites."""
+
+from __future__ import annotations
+
+from graphlib import TopologicalSorter
+
+import pytest
+
+from tests.architecture.checks import FAMILIES, FLOORS, RULES, SIDEWAYS, Source, package_sources
+
+SOURCES = package_sources()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.row(54)) if name == "imports_go_down" else name for name in RULES],
+)
+def test_the_package_keeps_the_rule(name: str) -> None:
+    findings = [finding for source in SOURCES for finding in RULES[name](source)]
+    assert not findings, "\n" + "\n".join(findings)
+
+
+def test_the_package_is_really_read() -> None:
+    paths = {source.path for source in SOURCES}
+    assert {"moe_mk/errors.py", "moe_mk/kernel.py", "moe_mk/experts/reference.py"} <= paths
+    assert sum(1 for source in SOURCES for _ in source.imports()) > 100
+    assert {source.room for source in SOURCES} <= set(FLOORS)
+
+
+def test_imports_along_a_floor_are_no_circle_and_never_between_families() -> None:
+    for room, other in SIDEWAYS:
+        assert FLOORS[room] == FLOORS[other] != FAMILIES
+    graph = {room: {other for one, other in SIDEWAYS if one == room} for room, _ in SIDEWAYS}
+    assert len(list(TopologicalSorter(graph).static_order())) == len({room for pair in SIDEWAYS for room in pair})
+
+
+BAD = [
+    # rule, where the code stands, the code, what the finding says
+    ("imports_go_down", "quant/a.py", "from moe_mk.experts.base import X", r"quant \(floor 2\) .* \(floor 3\)"),
+    ("imports_go_down", "router/a.py", "from moe_mk import errors, permute", r"router .* moe_mk\.permute"),
+    ("imports_go_down", "experts/a.py", "import moe_mk.prepare_finalize.base as b", r"experts .*prepare_finalize"),
+    (
+        "imports_go_down",
+        "kernel.py",
+        "def f():\n    from moe_mk.oracle import decide",
+        r"py:2: kernel .*\.oracle",
+    ),
+    ("imports_go_down", "plan.py", "from moe_mk.layer import MoELayer", r"plan .* moe_mk\.layer"),
+    ("imports_go_down", "tokens.py", "if TYPE_CHECKING:\n    import moe_mk.runner", r"tokens .* moe_mk\.runner"),
+    ("imports_go_down", "quant/a.py", "import importlib\nimportlib.import_module('moe_mk.layer')", r"py:2: .*layer"),
+    ("imports_go_down", "layer.py", "import moe_mk", r"layer .* moe_mk \(floor 7\)"),
+    ("imports_go_down", "layer.py", "from moe_mk import MoEConfig", r"front door"),
+    ("imports_go_down", "layer.py", "from moe_mk.utils import x", r"stands on no floor"),
+    ("imports_go_down", "utils.py", "", r"the room 'utils' stands on no floor"),
+    ("optional_libraries_stay_home", "layer.py", "import triton.language as tl", r"triton\.language is optional"),
+    ("optional_libraries_stay_home", "kernels/reference/a.py", "from deep_ep import Buffer", r"deep_ep\.Buffer"),
+    ("optional_libraries_stay_home", "cli/a.py", "def f():\n    import matplotlib.pyplot", r"py:2: matplotlib"),
+    ("optional_libraries_stay_home", "a.py", "from importlib import import_module as i\ni('vllm')", r"py:2: vllm"),
+    ("no_relative_imports", "quant/a.py", "from . import b", r"relative import of \."),
+    ("no_relative_imports", "quant/a.py", "from ..quant.b import c", r"relative import of quant\.b"),
+    ("environment_is_read_in_one_file", "cli/app.py", "import os\nos.environ['A']", r"py:2: os\.environ"),
+    ("environment_is_read_in_one_file", "a.py", "import os as o\no.getenv('A')", r"py:2: os\.getenv"),
+    ("environment_is_read_in_one_file", "a.py", "from os import environ", r"py:1: os\.environ"),
+    ("clock_is_read_in_one_file", "a.py", "import time\ntime.perf_counter_ns()", r"py:2: time\.perf_counter_ns"),
+    ("clock_is_read_in_one_file", "a.py", "from time import monotonic as now", r"py:1: time\.monotonic"),
+    ("clock_is_read_in_one_file", "a.py", "import datetime as d\nd.datetime.now()", r"py:2: datetime\.datetime\.now"),
+    ("device_is_asked_in_one_file", "a.py", "import torch\ntorch.cuda.is_available()", r"py:2: torch\.cuda"),
+    ("device_is_asked_in_one_file", "external/b.py", "from torch import accelerator", r"torch\.accelerator"),
+    ("device_is_asked_in_one_file", "a.py", "from torch.cuda import Stream", r"torch\.cuda"),
+    ("process_groups_are_given", "a.py", "import torch.distributed as d\nd.init_process_group()", r"py:2: init_"),
+    (
+        "process_groups_are_given",
+        "a.py",
+        "from torch.distributed import init_process_group as i",
+        r"init_process_group",
+    ),
+    ("process_groups_are_given", "a.py", "from torch.distributed.device_mesh import init_device_mesh", r"init_device"),
+    ("nothing_is_unpickled", "a.py", "import pickle", r"pickle: reads code"),
+    ("nothing_is_unpickled", "cli/a.py", "import torch\ntorch.load('f')", r"py:2: torch\.load"),
+    ("nothing_is_unpickled", "a.py", "import numpy as np\nnp.load('f', allow_pickle=True)", r"py:2: numpy\.load"),
+    ("only_the_command_line_prints", "layer.py", "def f():\n    print(1)", r"py:2: print"),
+    ("only_the_command_line_prints", "layer.py", "from rich import print", r"rich\.print"),
+    ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.empty(3)", r"name dtype and device"),
+    ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.arange(3, dtype=torch.int32)", r"name device"),
+    ("allocations_name_dtype_and_device", "a.py", "from torch import zeros as z\nz(3, device='cpu')", r"name dtype"),
+    ("allocations_name_dtype_and_device", "a.py", "import torch as t\nt.nn.Linear(3, 4, bias=False)", r"nn\.Linear"),
+    ("allocations_name_dtype_and_device", "a.py", "from torch import Tensor\nTensor(3)", r"follows torch's defaults"),
+    ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.randn(3, **options)", r"name dtype and device"),
+]
+
+
+@pytest.mark.parametrize(("name", "where", "code", "complaint"), BAD)
+def test_a_rule_finds_what_breaks_it(name: str, where: str, code: str, complaint: str) -> None:
+    findings = list(RULES[name](Source(f"moe_mk/{where}", code)))
+    assert len(findings) == 1, findings
+    assert findings[0].startswith(f"moe_mk/{where}:")
+    with pytest.raises(AssertionError, match=complaint):
+        raise AssertionError(findings[0])
+
+
+GOOD = [
+    ("imports_go_down", "experts/a.py", "from moe_mk.experts.base import FusedExperts\nfrom moe_mk.errors import X"),
+    ("imports_go_down", "registry.py", "from moe_mk.errors import ConfigError"),
+    ("imports_go_down", "oracle/fp8.py", "from moe_mk.kernel import FusedMoEKernel"),
+    ("imports_go_down", "cli/a.py", "import moe_mk.verify\nfrom moe_mk import layer, plan"),
+    ("imports_go_down", "__init__.py", "from moe_mk.layer import MoELayer"),
+    ("optional_libraries_stay_home", "kernels/triton/a.py", "import triton"),
+    ("optional_libraries_stay_home", "external/a.py", "import deep_ep"),
+    ("optional_libraries_stay_home", "config/a.py", "import yaml, torch, numpy, scipy, json"),
+    ("environment_is_read_in_one_file", "cli/environment.py", "import os\nos.environ['A']"),
+    ("environment_is_read_in_one_file", "a.py", "import os\nos.cpu_count()"),
+    ("clock_is_read_in_one_file", "trace/clock.py", "import time\ntime.perf_counter()"),
+    ("clock_is_read_in_one_file", "a.py", "def f(time):\n    return time.time()"),
+    ("device_is_asked_in_one_file", "external/device.py", "import torch\ntorch.cuda.is_available()"),
+    ("process_groups_are_given", "testing/world.py", "import torch.distributed as d\nd.init_process_group()"),
+    ("nothing_is_unpickled", "a.py", "import numpy as np\nnp.load('f', allow_pickle=False)"),
+    ("only_the_command_line_prints", "cli/a.py", "print(1)"),
+    ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.empty(3, dtype=torch.int8, device=x.device)"),
+    ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.empty_like(x)\nx.new_zeros(3)"),
+]
+
+
+@pytest.mark.parametrize(("name", "where", "code"), GOOD)
+def test_a_rule_lets_pass_what_keeps_it(name: str, where: str, code: str) -> None:
+    assert list(RULES[name](Source(f"moe_mk/{where}", code))) == []
+
+
+def test_every_rule_is_shown_to_bite() -> None:
+    assert {name for name, *_ in BAD} == set(RULES)
