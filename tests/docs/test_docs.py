@@ -1,0 +1,254 @@
+"""What the README and the docs say is true: their python runs, links lead somewhere, commands and names exist."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from moe_mk.cli import app
+from moe_mk.cli.exits import MISMATCH, OK, UNSUPPORTED, USAGE
+from moe_mk.shapes import LEGEND
+from moe_mk.weights import CheckpointShape, write_checkpoint
+from tests.architecture.checks import FLOORS
+from tests.docs.run_blocks import Block, blocks_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "capabilities.md")]
+FENCES = {"python", "text output", "text", "text floors", "console", "toml", "mermaid"}
+TOP = tuple(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".venv"))
+CLI = typer.main.get_command(app)
+
+pages = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+
+
+def blocks(page: Path, *kinds: str) -> list[Block]:
+    """The fenced blocks of a page, of some kinds."""
+    return [block for block in blocks_of(page.read_text(encoding="utf-8")) if block.kind in kinds]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def inline_code(page: Path) -> list[str]:
+    """What stands between backticks in the prose of a page."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages name: `ds3`, a tiny checkpoint in the official layout, and `configs`."""
+    folder = tmp_path_factory.mktemp("docs")
+    write_checkpoint(folder / "ds3", CheckpointShape(num_experts=16, hidden_size=256, intermediate_size=128))
+    (folder / "configs").symlink_to(ROOT / "configs")
+    return folder
+
+
+def run_python(*arguments: str, cwd: Path, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
+    )
+
+
+# A process of its own for each page: pages register backends, and those must not reach other tests.
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path, workplace: Path) -> None:
+    done = run_python(str(ROOT / "tests/docs/run_blocks.py"), str(page), cwd=workplace)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("Some words.\n\n```python\nx = 1\n\nx.nothing\n```\n", r"page.md:4: .*line 6.*no attribute 'nothing'"),
+        (
+            "```python\nprint(1)\n```\n```text output\n2\n```\n",
+            r"page.md:5: expected\n2\nbut the block above prints\n1",
+        ),
+    ],
+    ids=["raises", "prints_something_else"],
+)
+def test_a_page_that_is_wrong_is_found(text: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(text, encoding="utf-8")
+    done = run_python(str(ROOT / "tests/docs/run_blocks.py"), "page.md", cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(complaint, done.stderr, re.DOTALL), done.stderr
+
+
+@pages
+def test_every_block_says_what_it_is(page: Path) -> None:
+    kinds = {block.kind for block in blocks_of(page.read_text(encoding="utf-8"))}
+    assert kinds <= FENCES, kinds - FENCES
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, heading = target.partition("#")
+        linked = (page.parent / name) if name else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}, target
+
+
+@pages
+def test_paths_that_are_named_exist(page: Path) -> None:
+    named = [code.split("::")[0] for code in inline_code(page) if code.split("/")[0] in TOP and "/" in code]
+    for block in blocks(page, "console", "text"):
+        named += re.findall(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, TOP))})/[\w./-]*\w", block.body)
+    made = {"build/ds3", "build/ds3-256"}  # by the commands that the pages show
+    missing = [path for path in named if path not in made and not list(ROOT.glob(path.rstrip("/")))]
+    assert not missing, f"{page.name} names {missing}"
+
+
+@pages
+def test_names_of_the_library_exist(page: Path) -> None:
+    for code in inline_code(page):
+        if match := re.fullmatch(r"(moe_mk(?:\.\w+)+)(?:\(.*\))?", code):
+            assert resolves(match[1]), f"{page.name} names {match[1]}"
+
+
+def resolves(dotted: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            if not hasattr(found, name):
+                return False
+            found = getattr(found, name)
+        return True
+    return False
+
+
+def shown_commands(page: Path) -> Iterator[list[str]]:
+    """The words of every command that a console block shows."""
+    for block in blocks(page, "console"):
+        for line in block.body.splitlines():
+            if line.startswith("$ "):
+                yield shlex.split(line[2:], comments=True)
+
+
+def verb_and_options(words: list[str]) -> list[str] | None:
+    """What follows `moe-mk`, however it is started; None for another command."""
+    if words[0] == "moe-mk":
+        return words[1:]
+    return words[words.index("moe_mk.cli") + 1 :] if "moe_mk.cli" in words else None
+
+
+def complaint_about(words: list[str], *, whole: bool) -> str:
+    """What is wrong with a moe-mk command line. whole: arguments must be complete and options have fit values."""
+    commands = getattr(CLI, "commands", {})  # of click's classes, or of typer's own in newer versions
+    verb = words[0]
+    if verb not in commands:
+        return f"there is no moe-mk {verb}"
+    command = commands[verb]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known]
+    if unknown:
+        return f"moe-mk {verb} has no {', '.join(unknown)}"
+    if whole:
+        try:
+            command.make_context(verb, words[1:])
+        except Exception as problem:
+            if not hasattr(problem, "format_message"):
+                raise
+            return f"moe-mk {shlex.join(words)}: {problem.format_message()}"
+    return ""
+
+
+@pages
+def test_commands_and_their_options_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for words in shown_commands(page):
+        if (rest := verb_and_options(words)) is not None:
+            assert not (wrong := complaint_about(rest, whole=True)), wrong
+        elif words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= targets, words
+        else:
+            assert words[0] in ("git", "cd", "pip", "python"), words
+    for code in inline_code(page):
+        if code.startswith("moe-mk ") and (wrong := complaint_about(shlex.split(code)[1:], whole=False)):
+            raise AssertionError(f"{page.name}: {wrong}")
+        if code.startswith("make "):
+            assert code.split()[1] in targets, code
+
+
+def test_a_wrong_command_is_found() -> None:
+    assert "no moe-mk rnu" in complaint_about(["rnu"], whole=False)
+    assert "has no --rank" in complaint_about(["run", "build/ds3", "--rank", "2"], whole=False)
+    assert "issing argument" in complaint_about(["run", "--ranks", "2"], whole=True)
+    assert "--ranks" in complaint_about(["run", "ds3", "--ranks", "two"], whole=True)
+
+
+def test_output_in_the_readme_says_which_command_made_it() -> None:
+    for block in blocks(ROOT / "README.md", "console"):
+        assert block.body.startswith("$ "), f"README.md:{block.line} shows output without its command"
+
+
+def test_the_picture_of_the_house_is_the_house() -> None:
+    (picture,) = blocks(ROOT / "README.md", "text floors")
+    drawn = {room: int(line.split()[0]) for line in picture.body.splitlines() for room in line.split()[2:]}
+    entries = [path for path in (ROOT / "moe_mk").iterdir() if path.name not in ("__init__.py", "__main__.py")]
+    rooms = {path.stem for path in entries if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert drawn.keys() == rooms, f"not drawn: {rooms - drawn.keys()}; not there: {drawn.keys() - rooms}"
+    assert drawn == {room: FLOORS[room] for room in drawn}
+
+
+def test_exit_codes_in_the_readme_are_those_of_the_command() -> None:
+    table = re.findall(r"^\| (\d) \| (\w+)", prose(ROOT / "README.md"), re.MULTILINE)
+    assert dict(table) == {
+        str(OK): "ok",
+        str(MISMATCH): "mismatch",
+        str(USAGE): "usage",
+        str(UNSUPPORTED): "unsupported",
+    }
+
+
+def test_the_legend_has_every_letter() -> None:
+    cells = re.findall(r"\| ([A-Z]) \|", prose(ROOT / "docs/shapes.md"))
+    assert sorted(cells) == sorted(LEGEND)
+
+
+def test_the_backends_of_the_page_work_from_a_wheel(tmp_path: Path) -> None:
+    page = ROOT / "docs/add-a-backend.md"
+    wheel, facts = tmp_path / "my_wheel", tmp_path / "my_wheel-0.1.dist-info"
+    wheel.mkdir()
+    facts.mkdir()
+    (wheel / "__init__.py").touch()
+    for block in blocks(page, "python"):
+        if name := re.match(r"# (\w+\.py)\n", block.body):
+            (wheel / name[1]).write_text(
+                re.sub(r"^@(?:PREPARE_FINALIZE|EXPERTS)\..*\n", "", block.body, flags=re.MULTILINE)
+            )
+    (points,) = blocks(page, "toml")
+    text = re.sub(r'\[project\.entry-points\."(.+)"\]', r"[\1]", points.body).replace('"', "")
+    (facts / "entry_points.txt").write_text(text)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-wheel\nVersion: 0.1\n")
+    program = (
+        "from moe_mk.prepare_finalize import PREPARE_FINALIZE as T; from moe_mk.experts import EXPERTS as X;"
+        "print(T['one_by_one'].__name__, T.origin('one_by_one'), X['bf16_loop'].__name__, X.origin('bf16_loop'))"
+    )
+    done = run_python("-W", "error", "-c", program, cwd=tmp_path, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        *("OneByOne", "my-wheel", "(my_wheel.my_transport:OneByOne)"),
+        *("Bf16Loop", "my-wheel", "(my_wheel.my_experts:Bf16Loop)"),
+    ]

@@ -1,0 +1,89 @@
+"""Every example runs as a newcomer runs it, and says something that is true."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run(*command: str) -> str:
+    """What an example prints; fails with all it said if it does not end well."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def example(name: str) -> str:
+    """The path of an example."""
+    return str(EXAMPLES / name)
+
+
+def test_every_example_is_run_here() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert [file.name for file in sorted(EXAMPLES.glob("*.py")) if f'"{file.name}"' not in text] == []
+
+
+def test_the_layer_explains_itself_and_counts_the_load() -> None:
+    said = run(example("01_layer.py"))
+    assert "rank 0: 16 experts" in said
+    assert re.search(r"^\* +no_ep \+ \w+ ", said, re.MULTILINE)
+    assert "all_to_all + reference" in said and "needs 2 ranks or more" in said
+    assert "input (64, 256) -> output (64, 256) torch.bfloat16" in said
+    load = [int(count) for count in re.findall(r"chose each expert: \[(.*)\]", said)[0].split(", ")]
+    assert len(load) == 16 and sum(load) == 64 * 8
+    assert "512 assignments" in said
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["by_itself", "torchrun"])
+def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
+    said = run(*launcher, example("02_torchrun_ep.py"))
+    found = re.findall(r"rank (\d): experts ([\d-]+), (\d+) tokens, sent ([\d,]+) B, .* one rank (\S+)", said)
+    assert [(rank, owned, tokens) for rank, owned, tokens, _, _ in found] == [("0", "0-7", "48"), ("1", "8-15", "5")]
+    for *_, sent, error in found:
+        assert int(sent.replace(",", "")) > 0
+        # Sums over ranks round partial sums to bf16 once more than one rank does: at most 2^-8 of each of two parts.
+        assert float(error) < 2 * 2**-8
+
+
+def test_the_oracle_plans_machines_that_are_not_here() -> None:
+    said = run(example("03_explain_hypothetical.py"))
+    table = dict(re.findall(r"^(\w+ +\d+ +\d+) +(\w+ \+ \w+)", said, re.MULTILINE))
+    assert [" ".join(row.split()) for row in table] == [
+        "cpu 2 1",
+        "h100 8 1",
+        "h200 8 1",
+        "h200 32 4",
+        "h200 144 18",
+        "b200 32 4",
+    ]
+    assert "no pair that is pinned (kernel.prepare_finalize = no_ep) can serve" in said
+    assert "serves 1 rank, the group has 32" in said and "kernel.graphs = false" in said
+
+
+def test_a_backend_of_ones_own_is_chosen_and_agrees_with_the_reference() -> None:
+    said = run(example("04_own_backend.py"))
+    assert "no_ep + my_loop: pinned by kernel.experts = my_loop" in said
+    assert {"  no_ep + my_loop", "  no_ep + reference"} <= set(said.splitlines())
+    # bf16 once for each of seven roundings of the loop that the f32 reference does not make, added as squares.
+    assert float(re.findall(r"reference: (\S+),", said)[0]) < 7**0.5 * 2**-8
+
+
+def test_experts_move_while_four_ranks_serve() -> None:
+    said = run(example("06_live_rebalance.py"))
+    moved, predicted = re.findall(r"moved ([\d,]+) B of ([\d,]+) B predicted; incidents: 0", said)[0]
+    assert moved == predicted != "0"
+    before, *_, after = re.findall(r"busiest rank (\S+) x mean", said)
+    assert float(before) > 1.5 and float(after) < 1.01
+    assert "epoch 0, moving" in said and "epoch 1, watching" in said
