@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,26 +20,31 @@ def gloo_threads():
     threads = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
     return sorted(name for name in threads if "gloo" in name)
 
-def serve(folder):
-    config = moe_mk.MoEConfig.from_hf(folder)
+def serve(folder, transport):
+    config = moe_mk.MoEConfig.from_hf(folder).with_(prepare_finalize=transport, allow_emulated=True, max_num_tokens=16)
     layer = moe_mk.DeepseekV3MoE(config, groups=moe_mk.ParallelGroups(ep=dist.group.WORLD), name="layer 3")
     layer.load_from_safetensors(folder, layer=3)
     layer(torch.ones(4, 256, dtype=torch.bfloat16, device="cpu"))
 
-dist.init_process_group("gloo", init_method=sys.argv[2], rank=0, world_size=1)
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=int(sys.argv[4]), world_size=2)
 dist.barrier()
 assert gloo_threads(), "the group has no threads to watch"
-serve(sys.argv[1])
+serve(sys.argv[1], sys.argv[3])
 dist.destroy_process_group()
 assert not gloo_threads(), f"the group lives on: {gloo_threads()}"
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
-def test_the_group_ends_when_it_is_destroyed_after_a_forward(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["one_sided", "all_to_all", "deepep_ll"])
+def test_the_group_ends_when_it_is_destroyed_after_a_forward(tmp_path: Path, transport: str) -> None:
     # A group that outlives its destruction has worker threads, and one of them may free a tensor while Python ends.
     write_checkpoint(tmp_path / "ds3", CheckpointShape(num_experts=16, hidden_size=256, intermediate_size=128))
     meeting = (tmp_path / "meeting").as_uri()
-    command = [sys.executable, "-c", LIFE, str(tmp_path / "ds3"), meeting]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", LIFE, str(tmp_path / "ds3"), meeting, transport]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, env=environment) for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
