@@ -7,33 +7,16 @@ Rows are tensors of shape (rows, X). Every collective is a flight: posted, in th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor
 
+from moe_mk.comm.traffic import Traffic
+from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight
-
-
-@dataclass
-class Traffic:
-    """Bytes this rank has sent to others, by phase; what stays on the rank is not traffic."""
-
-    bytes_by_phase: Counter[str] = field(default_factory=Counter)
-    calls_by_phase: Counter[str] = field(default_factory=Counter)
-
-    def sent(self, phase: str, num_bytes: int) -> None:
-        """Note one collective."""
-        self.bytes_by_phase[phase] += num_bytes
-        self.calls_by_phase[phase] += 1
-
-    def reset(self) -> None:
-        """Start over."""
-        self.bytes_by_phase.clear()
-        self.calls_by_phase.clear()
 
 
 class Communicator(ABC):
@@ -41,9 +24,13 @@ class Communicator(ABC):
 
     rank: int
     size: int
+    layer: str = ""
+    """How errors call the layer that this view belongs to."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: dict[Hashable, object] | None = None) -> None:
+        """kept: what transports keep open over the group, by what it is; views that share it share windows."""
         self.traffic = Traffic()
+        self.kept: dict[Hashable, object] = {} if kept is None else kept
 
     @abstractmethod
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
@@ -56,6 +43,13 @@ class Communicator(ABC):
     @abstractmethod
     def all_reduce(self, x: Tensor, phase: str) -> Flight[Tensor]:
         """Sum over the group; x is left as it was."""
+
+    def library_group(self) -> object:
+        """What a communication library is given to find its peers: the process group, or the threads' stand-in for one.
+
+        Raises ConfigError where ranks are only pretended in one thread, where a library call would wait for ever.
+        """
+        raise ConfigError(f"{type(self).__name__} has no group that a communication library could wait in")
 
     def reduce_scatter(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
         """Sum everybody's rows and keep my part of counts[rank] rows.
@@ -80,12 +74,14 @@ class Communicator(ABC):
         return [int(number) for number in theirs.flatten().tolist()]
 
     def _count_sent(self, phase: str, rows: Tensor, send: Sequence[int]) -> None:
-        row = rows.element_size() * (rows[0].numel() if rows.shape[0] else 0)
-        self.traffic.sent(phase, row * (sum(send) - send[self.rank]))
+        row = rows.element_size() * prod(rows.shape[1:])
+        self.traffic.sent(phase, [row * count for count in send], self.rank)
 
     def _count_reduced(self, phase: str, x: Tensor) -> None:
-        """A ring all-reduce sends 2 (W - 1) / W of the tensor, in the dtype that sums run in."""
-        self.traffic.sent(phase, 2 * (self.size - 1) * x.numel() * summing_dtype(x.dtype).itemsize // self.size)
+        """A ring all-reduce sends 2 (W - 1) / W of the tensor to the next rank, in the dtype that sums run in."""
+        to_next = 2 * (self.size - 1) * x.numel() * summing_dtype(x.dtype).itemsize // self.size
+        following = (self.rank + 1) % self.size
+        self.traffic.sent(phase, [to_next if peer == following else 0 for peer in range(self.size)], self.rank)
 
 
 def summing_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ and digests, made on the host, are staged through the GPU where a group has only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -27,8 +27,15 @@ _gather_into = dist.all_gather_single if hasattr(dist, "all_gather_single") else
 class DistributedCommunicator(Communicator):
     """One rank of a process group. timeout_s: how long a peer may be late before CommError. layer: for messages."""
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = DEFAULT_TIMEOUT_S, layer: str = "") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        layer: str = "",
+        kept: dict[Hashable, object] | None = None,
+    ) -> None:
+        super().__init__(kept)
         self.group, self.timeout_s, self.layer = group, timeout_s, layer
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
@@ -68,6 +75,10 @@ class DistributedCommunicator(Communicator):
         self._count_reduced(phase, x)
         yield from self._fly(lambda: dist.all_reduce(total, group=self.group, async_op=True), total, phase)
         return total.to(device=x.device, dtype=x.dtype)
+
+    def library_group(self) -> dist.ProcessGroup:
+        """The group itself."""
+        return self.group
 
     def _stage(self, x: Tensor) -> Tensor:
         return x.contiguous().to(carrier(x.device, self._backends))

@@ -44,8 +44,8 @@ class LockstepCommunicator(Communicator):
         return torch.cat((yield from self._exchange(outgoing, receive, phase)))
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
-        """Give the same rows to every peer."""
-        self._count_sent(phase, rows, [rows.shape[0]] * self.size)
+        """Give the same rows to every peer. Counted as a group would send them, padded to the longest rank."""
+        self._count_sent(phase, rows, [max(counts)] * self.size)
         return torch.cat((yield from self._exchange([rows] * self.size, counts, phase)))
 
     def all_reduce(self, x: Tensor, phase: str) -> Flight[Tensor]:
@@ -63,6 +63,10 @@ class LockstepCommunicator(Communicator):
         for peer in range(self.size):
             if peer not in inbox:
                 raise CommError(f"made no such call (number {call})", rank=self.rank, phase=phase, peer=peer)
+        return self._opened(inbox, expected, phase)
+
+    def _opened(self, inbox: dict[int, tuple[str, Tensor]], expected: Sequence[int], phase: str) -> list[Tensor]:
+        for peer in range(self.size):
             if inbox[peer][0] != phase:
                 raise CommError(f"is in phase {inbox[peer][0]!r} instead", rank=self.rank, phase=phase, peer=peer)
             if len(inbox[peer][1]) != expected[peer]:

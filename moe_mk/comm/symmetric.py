@@ -11,21 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from moe_mk.comm.symmetric_memory import Memory, free_bytes
 from moe_mk.comm.symmetric_wait import Waiting
-from moe_mk.comm.symmetric_words import COUNT_MASK, Words, is_behind, word_of
+from moe_mk.comm.symmetric_words import COUNT_MASK, WORD_BYTES, Words, is_behind, word_of
+from moe_mk.comm.traffic import Traffic
 from moe_mk.errors import CommError, ShapeError
 
 FLAG_BYTES = 128
 """Two cache lines: processors fetch lines in pairs, and neighbours must not share one."""
 PAGE_BYTES = 4096
 
-StartWaiting = Callable[[str, int], Waiting]
-"""Begin to wait, given phase and epoch."""
+StartWaiting = Callable[[str, int, str], Waiting]
+"""Begin to wait, given phase, epoch and layer."""
 
 
 def aligned(num_bytes: int, to: int = PAGE_BYTES) -> int:
@@ -41,12 +43,12 @@ class WindowShape:
     num_flags: int
     data_bytes: int
 
-    @property
+    @cached_property
     def data_at(self) -> int:
         """Where the data of a window begins."""
         return aligned((self.num_flags + self.ranks) * FLAG_BYTES)
 
-    @property
+    @cached_property
     def window_bytes(self) -> int:
         """From one rank's window to the next."""
         return self.data_at + aligned(self.data_bytes)
@@ -64,9 +66,13 @@ class SymmetricHeap:
         self, memory: Memory, words: Words, shape: WindowShape, rank: int, waiting: StartWaiting, layer: str = ""
     ) -> None:
         assert memory.num_bytes == shape.total_bytes
-        self.rank, self.size, self.shape, self.layer = rank, shape.ranks, shape, layer
+        self.rank, self.size, self.shape = rank, shape.ranks, shape
+        self.layer = layer
+        """Whom it serves now, for errors."""
         self._memory, self._words, self._waiting = memory, words, waiting
         self._barriers = 0
+        self.traffic = Traffic()
+        """What each operation moved: "put" and "signal" to a window, "get" from one, by its rank."""
 
     def data(self, peer: int, at: int, num_bytes: int) -> Tensor:
         """Bytes of a peer's window as they lie there, (num_bytes,) uint8. Raises ShapeError beyond its end."""
@@ -88,7 +94,8 @@ class SymmetricHeap:
         there_XB = self.data(peer, at, count * width).view(count, width)
         if not there_XB.numel():
             return
-        self._reserve(peer, at, count * width)
+        self.reserve(peer, at, count * width)
+        self.traffic.moved("put", peer, count * width, self.rank)
         if index_X is None:
             there_XB.copy_(rows_RB)
         else:
@@ -96,10 +103,16 @@ class SymmetricHeap:
 
     def get(self, peer: int, at: int, num_bytes: int) -> Tensor:
         """Copy bytes out of a peer's window."""
-        return self.data(peer, at, num_bytes).clone()
+        return self.read(peer, at, num_bytes).clone()
+
+    def read(self, peer: int, at: int, num_bytes: int) -> Tensor:
+        """Bytes of a peer's window where they lie, for a caller that reads them once."""
+        self.traffic.moved("get", peer, num_bytes, self.rank)
+        return self.data(peer, at, num_bytes)
 
     def signal(self, peer: int, flag: int, epoch: int, count: int = 0) -> None:
         """Store a flag of a peer; everything put before is seen by whoever sees it."""
+        self.traffic.moved("signal", peer, WORD_BYTES, self.rank)
         self._words.store(self._flag_at(peer, flag), word_of(epoch, count))
 
     def put_signal(self, peer: int, at: int, rows_RB: Tensor, flag: int, epoch: int) -> None:
@@ -112,7 +125,7 @@ class SymmetricHeap:
 
         flags: the flag that each peer stores. Raises CommError when a peer has ended or is later than the deadline.
         """
-        waiting, counts = self._waiting(phase, epoch), {}
+        waiting, counts = self._waiting(phase, epoch, self.layer), {}
         for peer, flag in flags.items():
             at = self._flag_at(self.rank, flag)
             while is_behind(word := self._words.load(at), epoch):
@@ -140,7 +153,8 @@ class SymmetricHeap:
         assert 0 <= flag < self.shape.num_flags + self.size
         return peer * self.shape.window_bytes + flag * FLAG_BYTES
 
-    def _reserve(self, peer: int, at: int, num_bytes: int) -> None:
+    def reserve(self, peer: int, at: int, num_bytes: int) -> None:
+        """Take the pages of a range before it is written. Raises CommError where memory has run out."""
         try:
             self._memory.reserve(self._data_at(peer) + at, num_bytes)
         except OSError as problem:

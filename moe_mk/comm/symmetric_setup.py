@@ -15,7 +15,7 @@ import torch
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.comm.lockstep import LockstepCommunicator
-from moe_mk.comm.symmetric import SymmetricHeap, WindowShape
+from moe_mk.comm.symmetric import StartWaiting, SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric_memory import Memory, SharedMemory, attach, create, unlink
 from moe_mk.comm.symmetric_wait import Clock, Process, Waiting, WaitingForProcess, WaitingInLockstep
 from moe_mk.comm.symmetric_words import reasons_against_words, words_of
@@ -49,8 +49,8 @@ def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock)
     return _heap_of_processes(comm, shape, clock)
 
 
-def _lockstep_waits(rank: int) -> Callable[[str, int], Waiting]:
-    return lambda phase, epoch: WaitingInLockstep(rank, phase, epoch, "")
+def _lockstep_waits(rank: int) -> StartWaiting:
+    return lambda phase, epoch, layer: WaitingInLockstep(rank, phase, epoch, layer)
 
 
 class _MailedMemory(Memory):
@@ -94,13 +94,12 @@ def _heap_of_processes(comm: DistributedCommunicator, shape: WindowShape, clock:
             unlink(name)  # everybody has mapped it, or never will
     assert memory is not None
     peers = [Process(**note["process"]) for note in notes]
+    rank, timeout_s = comm.rank, comm.timeout_s  # numbers, so that the heap keeps no group alive
 
-    def waits(phase: str, epoch: int) -> Waiting:
-        return WaitingForProcess(
-            comm.rank, phase, epoch, comm.layer, peers=peers, timeout_s=comm.timeout_s, clock=clock
-        )
+    def waits(phase: str, epoch: int, layer: str) -> Waiting:
+        return WaitingForProcess(rank, phase, epoch, layer, peers=peers, timeout_s=timeout_s, clock=clock)
 
-    return SymmetricHeap(memory, words_of(memory.bytes), shape, comm.rank, waits, comm.layer)
+    return SymmetricHeap(memory, words_of(memory.bytes), shape, rank, waits, comm.layer)
 
 
 def _created(shape: WindowShape) -> tuple[str, SharedMemory]:

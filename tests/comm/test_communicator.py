@@ -35,10 +35,10 @@ def test_only_narrow_floats_are_widened(dtype: torch.dtype, sums: torch.dtype) -
 
 def test_traffic_adds_up_by_phase_and_starts_over() -> None:
     traffic = Traffic()
-    traffic.sent("dispatch", 10)
-    traffic.sent("dispatch", 5)
-    traffic.sent("combine", 1)
+    traffic.sent("dispatch", [7, 10], rank=0)  # 7 bytes stay
+    traffic.sent("dispatch", [0, 5], rank=0)
+    traffic.sent("combine", [0, 1], rank=0)
     assert traffic.bytes_by_phase == {"dispatch": 15, "combine": 1}
     assert traffic.calls_by_phase == {"dispatch": 2, "combine": 1}
     traffic.reset()
-    assert not traffic.bytes_by_phase and not traffic.calls_by_phase
+    assert not traffic.bytes_by_phase and not traffic.calls_by_phase and not traffic.bytes_by_peer

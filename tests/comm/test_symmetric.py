@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_mk.comm import DistributedCommunicator, LockstepWorld, SingleRank
+from moe_mk.comm import DistributedCommunicator, LockstepWorld, Nodes, SingleRank
 from moe_mk.comm.symmetric import SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric_memory import FOLDER, Memory, SharedMemory, attach, create, unlink
 from moe_mk.comm.symmetric_setup import open_heap
@@ -69,6 +69,20 @@ def test_a_signal_carries_the_number_of_rows_put_before_it() -> None:
     assert one.wait_until({0: 1}, 5, "dispatch") == {0: 3}
     assert one.wait_until({0: 1}, 4, "dispatch") == {0: 3}, "a fast peer is not missed"
     one.quiet()
+
+
+@pytest.mark.row(44)
+def test_every_operation_is_counted_by_peer_and_so_by_link() -> None:
+    # Rank 1 of 4 on two nodes: two rows of 3 bytes to rank 0, one to rank 3, a flag to each, and 5 bytes read from 2.
+    one = heaps(4)[1]
+    one.put_signal(0, 0, torch.ones((2, 3), dtype=torch.uint8), flag=0, epoch=1)
+    one.put_signal(3, 0, torch.ones((1, 3), dtype=torch.uint8), flag=0, epoch=1)
+    one.put(3, 0, torch.ones((0, 3), dtype=torch.uint8))
+    one.get(2, 0, 5)
+    one.read(1, 0, 4)
+    assert one.traffic.bytes_by_phase == {"put": 9, "signal": 16, "get": 5}
+    assert one.traffic.calls_by_phase == {"put": 2, "signal": 2, "get": 2}
+    assert one.traffic.by_link(Nodes.of(4, 2), 1) == {"self": 4, "intra_node": 6 + 8, "inter_node": 3 + 8 + 5}
 
 
 def test_a_missing_call_of_a_virtual_rank_is_an_error_at_once() -> None:
@@ -174,7 +188,7 @@ def test_full_memory_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch) 
     def full(descriptor: int, start: int, count: int) -> None:
         raise OSError(28, "No space left on device")
 
-    heap = SymmetricHeap(memory, words_of(memory.bytes), shape, 0, lambda phase, epoch: pytest.fail("no wait"))
+    heap = SymmetricHeap(memory, words_of(memory.bytes), shape, 0, lambda phase, epoch, layer: pytest.fail("no wait"))
     heap.put(1, 0, torch.ones((2, 8), dtype=torch.uint8))
     monkeypatch.setattr("os.posix_fallocate", full)
     heap.put(1, 0, torch.ones((2, 8), dtype=torch.uint8))  # what was taken before is taken

@@ -1,0 +1,103 @@
+"""W ranks in one process, a thread each: for whatever waits for its peers inside a call, as libraries do.
+
+Same calls and bits as lockstep. A rank that dies or is late ends the others with CommError after `timeout_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.lockstep import LockstepCommunicator, LockstepWorld
+from moe_mk.errors import CommError
+from moe_mk.flight import Flight, InFlight
+
+X = TypeVar("X")
+
+
+class ThreadWorld(LockstepWorld):
+    """The mail boxes of W threads. timeout_s: how long a rank waits for a peer that posts nothing."""
+
+    def __init__(self, size: int, *, timeout_s: float = 30.0) -> None:
+        super().__init__(size)
+        self.timeout_s = timeout_s
+        self.changed = Condition()
+
+    def communicators(self) -> list[LockstepCommunicator]:
+        """One for each rank; each belongs to one thread."""
+        return [ThreadCommunicator(self, rank) for rank in range(self.size)]
+
+    def together(self, jobs: Sequence[Callable[[], X]]) -> list[X]:
+        """Run one job a rank, all at once; raises what the first rank that failed raised, once all have ended."""
+        grad = torch.is_grad_enabled()
+
+        def with_grad(job: Callable[[], X]) -> X:
+            with torch.set_grad_enabled(grad):  # autograd's switch belongs to a thread
+                return job()
+
+        with ThreadPoolExecutor(self.size, thread_name_prefix="rank") as ranks:
+            return [done.result() for done in [ranks.submit(with_grad, job) for job in jobs]]
+
+
+class GroupName(str):
+    """The name of a rank's group, for libraries that are given no more than that; it knows the group itself."""
+
+    group: ThreadCommunicator
+
+
+class ThreadCommunicator(LockstepCommunicator):
+    """One rank. Posts to every peer, yields once, waits for every peer."""
+
+    world: ThreadWorld
+
+    def library_group(self) -> ThreadCommunicator:
+        """Itself: emulated libraries exchange through it."""
+        return self
+
+    @property
+    def group_name(self) -> GroupName:
+        """What a process group has too."""
+        name = GroupName(f"threads {id(self.world):x}")
+        name.group = self
+        return name
+
+    def swap(self, parts: Sequence[Sequence[Tensor]], phase: str) -> list[list[Tensor]]:
+        """Give each peer a list of tensors of any sizes, all lists of one length; return theirs by rank. Waits."""
+        received: list[list[Tensor]] = [[] for _ in parts]
+        for column in zip(*parts, strict=True):
+            self._post(column, phase)
+            inbox = self._inbox(phase)
+            for peer, mail in enumerate(received):
+                mail.append(inbox[peer][1])
+        return received
+
+    def _exchange(self, outgoing: Sequence[Tensor], expected: Sequence[int], phase: str) -> Flight[list[Tensor]]:
+        call = self._post(outgoing, phase)
+        yield InFlight(phase)
+        return self._opened(self._inbox(phase, call), expected, phase)
+
+    def _post(self, outgoing: Sequence[Tensor], phase: str) -> int:
+        call, self._calls = self._calls, self._calls + 1
+        with self.world.changed:
+            for peer, part in enumerate(outgoing):
+                self.world.boxes[call, peer][self.rank] = (phase, part.clone())
+            self.world.changed.notify_all()
+        return call
+
+    def _inbox(self, phase: str, call: int | None = None) -> dict[int, tuple[str, Tensor]]:
+        box = (self._calls - 1 if call is None else call, self.rank)
+        with self.world.changed:
+            complete = self.world.changed.wait_for(
+                lambda: len(self.world.boxes[box]) == self.size, self.world.timeout_s
+            )
+            inbox = self.world.boxes.pop(box)
+        if not complete:
+            missing = next(peer for peer in range(self.size) if peer not in inbox)
+            text = f"is later than {self.world.timeout_s:g} s"
+            raise CommError(text, rank=self.rank, phase=phase, peer=missing)
+        return inbox
