@@ -78,6 +78,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def stream_of(device: torch.device) -> int:
+    """What tells the queues of a device apart: work on one stream runs in order; a CPU has one."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is called now becomes part of a CUDA graph, so that nothing may be read on the host."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def peak_host_bytes() -> int:
     """The most memory this process has had resident, mapped files included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 from moe_mk.errors import LibraryMissing
+from moe_mk.kernels.native.selfcheck import reasons_against
 from moe_mk.kernels.native.toolchain import find_compiler
 from moe_mk.registry import did_you_mean
 
@@ -42,13 +43,17 @@ LIBRARIES: Mapping[str, Library] = {
             "pip install 'moe-mk[flashinfer]'",
             ("flashinfer-python",),
         ),
-        Library("nixl", "NIXL EP transport", "pip install nixl", ("nixl",)),
+        Library("nixl_ep", "NIXL EP transport", "build it from nixl, examples/device/ep", ("nixl_ep", "nixl")),
         Library("mori", "MoRI transport on AMD", "build it from its repository", ("mori",)),
-        Library("uccl", "UCCL-EP transport", "pip install uccl", ("uccl",)),
+        Library("uccl", "UCCL-EP transports", "pip install uccl, and its deep_ep_wrapper", ("uccl",)),
         Library("transformers", "Hugging Face models", "pip install 'moe-mk[hf]'", ("transformers",)),
         Library("matplotlib", "pictures", "pip install 'moe-mk[plot]'", ("matplotlib",)),
     )
 }
+
+
+EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "mori"})
+"""Libraries of which `moe_mk.external.emulated` has an emulation, a module of the same name."""
 
 
 def installed() -> frozenset[str]:
@@ -56,8 +61,13 @@ def installed() -> frozenset[str]:
     return frozenset(name for name in LIBRARIES if _is_there(name))
 
 
+def emulated() -> frozenset[str]:
+    """Libraries whose API this package can imitate over the ranks' own group, for `Problem.emulated`."""
+    return EMULATED
+
+
 def _is_there(name: str) -> bool:
-    return find_compiler(shutil.which) is not None if name == COMPILER else importlib.util.find_spec(name) is not None
+    return not reasons_against() if name == COMPILER else importlib.util.find_spec(name) is not None
 
 
 def installed_version(name: str) -> str | None:
@@ -87,3 +97,18 @@ def find(module: str) -> ModuleType:
         what = f"{module} ({LIBRARIES[name].purpose}) cannot be imported"
         said = str(problem) if isinstance(problem, ImportError) else f"{type(problem).__name__}: {problem}"
         raise LibraryMissing(what, [said, LIBRARIES[name].install]) from problem
+
+
+def load(name: str, *, allow_emulated: bool) -> ModuleType:
+    """The library a backend is written for: the real one where it is installed, else its emulation if that is allowed.
+
+    name: a library, or a module of one ("flashinfer.comm").
+    Raises LibraryMissing with the install line, and with the setting that allows the emulation where there is one.
+    """
+    root = name.partition(".")[0]
+    if root in EMULATED and not _is_there(root):
+        if allow_emulated:
+            return importlib.import_module(f"moe_mk.external.emulated.{name}")
+        hint = f"{LIBRARIES[root].install}, or kernel.allow_emulated = true"
+        raise LibraryMissing(f"{root} ({LIBRARIES[root].purpose}) is not installed", [hint])
+    return find(name)

@@ -1,0 +1,218 @@
+"""The Python of a real sgl-deep-ep wheel over a native module of ours, so that adapters meet the library's own code.
+
+Every method takes the positional arguments that the wheel's Python passes, and hands them to the emulation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.threads import ThreadCommunicator
+from moe_mk.external.deepep_limits import elastic_bytes, low_latency_bytes
+from moe_mk.external.emulated import deep_ep as emulated
+
+HERE = threading.local()
+"""`group` of the rank whose thread this is: the native module is never given one."""
+
+
+class Group:
+    """What the wheel asks of a process group."""
+
+    def __init__(self, comm: ThreadCommunicator) -> None:
+        self.comm = comm
+        HERE.comm = comm
+
+    def rank(self) -> int:
+        return self.comm.rank
+
+    def size(self) -> int:
+        return self.comm.size
+
+    def barrier(self) -> None:
+        self.comm.swap([[]] * self.comm.size, "barrier")
+
+
+class NativeBuffer:
+    """`_C.Buffer`."""
+
+    def __init__(
+        self, rank: int, size: int, nvl: int, rdma: int, low_latency: bool, destroy: bool, shrink: bool, *rest: Any
+    ) -> None:
+        self.buffer = emulated.Buffer(HERE.comm, nvl, rdma, low_latency, enable_shrink=shrink)
+        assert (self.buffer.rank, self.buffer.group_size) == (rank, size)
+        self.handles: list[tuple[Any, ...]] = []
+
+    def get_local_device_id(self) -> int:
+        return 0
+
+    def get_local_ipc_handle(self) -> bytes:
+        return b""
+
+    def get_local_nvshmem_unique_id(self) -> bytes:
+        return b""
+
+    def get_num_rdma_ranks(self) -> int:
+        return 1
+
+    def get_rdma_rank(self) -> int:
+        return 0
+
+    def get_root_rdma_rank(self, is_global: bool) -> int:
+        return 0
+
+    def sync(self, *handles: object) -> None:
+        self.synced = True
+
+    def is_available(self) -> bool:
+        return self.synced
+
+    def get_dispatch_layout(
+        self, ids: Tensor, experts: int, previous: object, later: bool, on_comm: bool
+    ) -> tuple[Any, ...]:
+        *layout, event = self.buffer.get_dispatch_layout(ids, experts, None, later, on_comm)
+        return (*layout, event.event)
+
+    def intranode_dispatch(
+        self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, per_rank: Tensor, in_rank: Tensor,
+        per_expert: Tensor, cached: int, prefix: object, channels: object, alignment: int, worst: int, config: Any,
+        previous: object, later: bool, on_comm: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        rows, ids, weights, counts, handle, event = self.buffer.dispatch(
+            x if scales is None else (x, scales), None, per_rank, None, in_rank, per_expert, ids, weights, alignment,
+            worst, config, None, later, on_comm,
+        )  # fmt: skip
+        self.handles.append(handle)
+        prefix_WW, channel, recv_channel, source, _, head = handle
+        x, scales = rows if isinstance(rows, tuple) else (rows, None)
+        return x, scales, ids, weights, counts, prefix_WW, channel, recv_channel, source, head, event.event
+
+    def intranode_combine(
+        self, x: Tensor, weights: Tensor | None, bias_0: Tensor | None, bias_1: Tensor | None, source: Tensor,
+        prefix_WW: Tensor, channel: Tensor, head: Tensor, config: Any, previous: object, later: bool, on_comm: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        handle = next(handle for handle in self.handles if handle[0] is prefix_WW)
+        assert handle[3] is source and handle[5] is head and bias_0 is None and bias_1 is None
+        got, weights, event = self.buffer.combine(x, handle, weights, None, config, None, later, on_comm)
+        return got, weights, event.event
+
+    def low_latency_dispatch(
+        self, x: Tensor, ids: Tensor, stats: object, waits: object, global_scale: object, most: int, experts: int,
+        fp8: bool, round_scale: bool, ue8m0: bool, nvfp4: bool, later: bool, hook: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        assert global_scale is None and not nvfp4
+        rows, counts, handle, event, receive = self.buffer.low_latency_dispatch(
+            x, ids, most, experts, stats, waits, fp8, round_scale, ue8m0, later, hook
+        )
+        x, scales = rows if isinstance(rows, tuple) else (rows, None)
+        return x, scales, counts, handle[0], handle[1], event.event, receive
+
+    def low_latency_combine(
+        self, x: Tensor, ids: Tensor, weights: Tensor, source: Tensor, ranges: Tensor, waits: object, most: int,
+        experts: int, logfmt: bool, zero_copy: bool, later: bool, hook: bool, out: Tensor | None, *overlap: object,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        assert overlap == (False, None, 0)
+        handle = (source, ranges, most, x.shape[2], experts)
+        got, event, receive = self.buffer.low_latency_combine(
+            x, ids, weights, handle, logfmt, zero_copy, later, hook, out
+        )
+        return got, event.event, receive
+
+
+class NativeElastic:
+    """`_C.ElasticBuffer`."""
+
+    def __init__(self, rank: int, size: int, nccl: object, cpu: object, num_bytes: int, *rest: object) -> None:
+        self.buffer = emulated.ElasticBuffer(HERE.comm, num_bytes)
+        self.size, self.handles = size, list[Any]()
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        return 1, self.size
+
+    get_physical_domain_size = get_logical_domain_size
+
+    def dispatch(
+        self, x: Tensor, sf: Tensor | None, ids: Tensor, weights: Tensor, stats: object, *rest: Any
+    ) -> tuple[Any, ...]:
+        cached, (most, experts, alignment, _, _, *flags) = rest[:10], rest[10:]
+        assert all(part is None for part in cached)
+        previous, before, later, on_comm, copy, sync, expand, zero, tma = flags
+        rows, ids_R, weights_R, h, event = self.buffer.dispatch(
+            x if sf is None else (x, sf), ids, weights, stats, experts, most, alignment, 0, 0, previous, before, later,
+            on_comm, None, copy, sync, expand, zero, tma,
+        )  # fmt: skip
+        x, sf = rows if isinstance(rows, tuple) else (rows, None)
+        self.handles.append(h)
+        return (
+            x, sf, ids_R, weights_R, h.topk_idx, h.num_recv_tokens, h.num_expanded_tokens,
+            h.num_recv_tokens_per_expert_list, h.psum_num_recv_tokens_per_scaleup_rank,
+            h.psum_num_recv_tokens_per_expert, h.num_unaligned_recv_tokens_per_expert, h.recv_src_metadata,
+            h.dst_buffer_slot_idx, None, None, event.event,
+        )  # fmt: skip
+
+    def combine(
+        self, x: Tensor, weights: object, bias_0: object, bias_1: object, origin: Tensor, *rest: Any
+    ) -> tuple[Any, ...]:
+        handle = next(h for h in self.handles if h.recv_src_metadata is origin)
+        later = rest[-3]
+        got, _, event = self.buffer.combine(x, handle, async_with_compute_stream=later)
+        return got, None, event.event
+
+
+def load_wheel(wheel: Path, into: Path) -> types.SimpleNamespace:
+    """Unpack the Python of a wheel and import its buffers over the module above; undo with `unload_wheel`."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(into, [name for name in archive.namelist() if name.endswith(".py")])
+    package, native = types.ModuleType("deep_ep"), types.ModuleType("deep_ep._C")
+    package.__path__ = [str(into / "deep_ep")]
+    facts = {
+        "Config": emulated.Config, "EventHandle": emulated.EventHandle, "topk_idx_t": torch.int64,
+        "Buffer": NativeBuffer, "ElasticBuffer": NativeElastic,
+        "get_low_latency_rdma_size_hint": lambda most, hidden, ranks, experts: low_latency_bytes(most, hidden, experts),
+        "calculate_elastic_buffer_size": lambda comm, most, hidden, top_k, fp8, *modes: elastic_bytes(
+            most, hidden, top_k, HERE.comm.size, fp8=fp8, ranks_per_node=8
+        ),
+    }  # fmt: skip
+    vars(native).update(facts)
+    sys.modules.update({"deep_ep": package, "deep_ep._C": native})
+    legacy, elastic = (importlib.import_module(f"deep_ep.buffers.{name}") for name in ("legacy", "elastic"))
+    _replace_what_asks_for_gpus(legacy, elastic)
+    return types.SimpleNamespace(Buffer=legacy.Buffer, ElasticBuffer=elastic.ElasticBuffer, topk_idx_t=torch.int64)
+
+
+def unload_wheel() -> None:
+    for name in [name for name in sys.modules if name == "deep_ep" or name.startswith("deep_ep.")]:
+        del sys.modules[name]
+
+
+def _replace_what_asks_for_gpus(legacy: Any, elastic: Any) -> None:
+    for module in (legacy, elastic):
+        module.check_nvlink_connections = lambda group: None
+        module.check_torch_deterministic = lambda: None
+    legacy.dist = types.SimpleNamespace(
+        all_gather_object=lambda into, part, group: into.__setitem__(slice(None), [part] * len(into))
+    )
+    nothing = types.SimpleNamespace(get=lambda: 0)
+    elastic.get_nccl_comm_handle = lambda group, **more: nothing
+    elastic.check_fast_rdma_atomic_support = lambda: True
+    elastic.get_nvlink_gbs = lambda *args, **more: 450.0
+    elastic.torch = _CpuTorch(torch)
+    elastic.ElasticBuffer.get_theoretical_num_sms = lambda self, *args, **more: 24
+
+
+class _CpuTorch:
+    """torch, whose devices need no waiting for."""
+
+    def __init__(self, real: Any) -> None:
+        self._real, self.cuda = real, types.SimpleNamespace(synchronize=lambda: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)

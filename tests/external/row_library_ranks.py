@@ -1,0 +1,59 @@
+"""Ranks as threads, for tests of emulated libraries that move rows."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from moe_mk.comm.threads import ThreadCommunicator, ThreadWorld
+
+X = TypeVar("X")
+SNAPSHOT: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "row_library_signatures.json").read_text(encoding="utf-8")
+)
+"""Parameters with their defaults, as the libraries have them: flashinfer 0.7.2.post1, mori of August 2026."""
+
+
+def on_ranks(ranks: int, job: Callable[[ThreadCommunicator], X], timeout_s: float = 5.0) -> list[X]:
+    """What a job returns on each of so many ranks."""
+    world = ThreadWorld(ranks, timeout_s=timeout_s)
+    groups = [comm.library_group() for comm in world.communicators()]  # type: ignore[attr-defined]
+    return world.together([partial(job, group) for group in groups])
+
+
+def differences(module: str) -> list[str]:
+    """Where an emulated module departs from the snapshot."""
+    there = import_module(f"moe_mk.external.emulated.{module}")
+    return [f"{name}: {found} is not {asked}" for name, asked in SNAPSHOT[module].items()
+            if (found := _seen(there, name)) != asked]  # fmt: skip
+
+
+def _seen(module: ModuleType, name: str) -> object:
+    found: Any = module
+    for part in name.removesuffix("(fields)").split("."):
+        found = inspect.getattr_static(found, part)
+    found = getattr(found, "__func__", found)
+    if name.endswith("(fields)"):
+        assert is_dataclass(found)
+        return [_parameter(field.name, field.default) for field in fields(found)]
+    parameters = inspect.signature(found.fget if isinstance(found, property) else found).parameters.values()
+    kinds: dict[str, list[list[str]]] = {"pos": [], "kwonly": []}
+    for parameter in parameters:
+        if parameter.name not in ("self", "cls"):
+            kind = "kwonly" if parameter.kind is parameter.KEYWORD_ONLY else "pos"
+            kinds[kind].append(_parameter(parameter.name, parameter.default))
+    return kinds
+
+
+def _parameter(name: str, default: object) -> list[str]:
+    if type(default).__name__ in ("_empty", "type") or repr(default).startswith("<dataclasses._MISSING"):
+        return [name]
+    return [name, str(default) if isinstance(default, Enum) else repr(default)]

@@ -1,0 +1,79 @@
+"""What all emulations stand on: exchange over a group, and contents that are poison until they arrive."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_mk.comm.threads import ThreadWorld
+from moe_mk.errors import LibraryMissing
+from moe_mk.external import library
+from moe_mk.external.emulated.exchange import Exchange, exchange_over
+from moe_mk.external.emulated.pending import Pending, poison
+from moe_mk.testing.processes import run_ranks
+
+
+def swapped(exchange: Exchange) -> list[list[Tensor]]:
+    """Rank r gives peer p: p rows of bf16, r + p bytes of FP8, nothing of int64."""
+    parts = []
+    for peer in range(exchange.size):
+        rows = torch.full((peer, 3), float(10 * exchange.rank + peer), dtype=torch.bfloat16)
+        codes = torch.full((exchange.rank + peer,), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        parts.append([rows, codes, torch.empty((0, 2), dtype=torch.int64)])
+    return exchange.swap(parts, "test")
+
+
+def check(rank: int, landed: list[list[Tensor]]) -> None:
+    for peer, (rows, codes, nothing) in enumerate(landed):
+        assert rows.dtype == torch.bfloat16 and rows.tolist() == [[10.0 * peer + rank] * 3] * rank
+        assert codes.dtype == torch.float8_e4m3fn and codes.float().tolist() == [1.0] * (rank + peer)
+        assert nothing.shape == (0, 2) and nothing.dtype == torch.int64
+
+
+def over_gloo(rank: int) -> bool:
+    group = dist.group.WORLD
+    check(rank, swapped(exchange_over(group)))
+    return True
+
+
+def test_threads_and_processes_swap_the_same() -> None:
+    world = ThreadWorld(3)
+    groups = [comm.library_group() for comm in world.communicators()]
+    for rank, landed in enumerate(world.together([partial(lambda g: swapped(exchange_over(g)), g) for g in groups])):
+        check(rank, landed)
+    assert run_ranks(over_gloo, 3) == [True] * 3
+
+
+def test_something_that_is_no_group_is_refused() -> None:
+    with pytest.raises(TypeError, match="must be a torch.distributed.ProcessGroup, not int"):
+        exchange_over(4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int32, torch.uint8])
+def test_poison_is_nothing_that_anybody_could_take_for_a_number(dtype: torch.dtype) -> None:
+    poisoned = poison(torch.zeros(4, dtype=dtype))
+    if dtype.is_floating_point:
+        assert bool(poisoned.float().isnan().all())
+    else:
+        assert poisoned.unique().tolist() == [torch.iinfo(dtype).min if dtype.is_signed else 255]
+
+
+def test_promised_contents_are_poison_until_revealed_and_keep_their_strides() -> None:
+    content, pending = torch.arange(6.0).view(2, 3).t(), Pending()
+    held = pending.promise(content)
+    assert held.stride() == content.stride() == (1, 3) and bool(held.isnan().all()) and pending.open
+    pending.reveal()
+    assert torch.equal(held, content) and not pending.open
+
+
+def test_a_library_that_is_missing_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_is_there", lambda name: False)
+    monkeypatch.setattr(library, "EMULATED", frozenset({"mori"}))
+    with pytest.raises(LibraryMissing, match=r"(?s)mori .*is not installed.*or kernel\.allow_emulated = true"):
+        library.load("mori", allow_emulated=False)
+    with pytest.raises(LibraryMissing, match="nixl"):
+        library.load("nixl", allow_emulated=True)
