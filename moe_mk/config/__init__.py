@@ -6,9 +6,9 @@ from moe_mk.config.moe import (
     ModelConfig,
     MoEConfig,
     ParallelConfig,
-    QuantConfig,
     RouterConfig,
 )
+from moe_mk.config.quant import QuantConfig
 from moe_mk.config.shipped import config_folder, device_profile, load_config, shipped_devices, shipped_models
 
 __all__ = [

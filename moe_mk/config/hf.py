@@ -1,6 +1,6 @@
 """From a transformers `config.json` to our settings: one table of names, families as rows.
 
-Key names as of transformers 5.23 configurations of DeepSeek V2/V3, Kimi-K2, Qwen3-MoE, GLM-4.5 and Mixtral.
+Key names as of transformers 5.23 configurations of DeepSeek V2/V3, Kimi-K2, Qwen3-MoE, GLM-4.5, Mixtral and gpt-oss.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
 
 DEEPSEEK_LIKE = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "dots1")
 SOFTMAX_GROUPED = ("deepseek_v2",)
 PLAIN_SOFTMAX = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
-ONLY_EXPERTS = ("mixtral", "olmoe")
+ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss")
 """Without dense layers, so that `intermediate_size` is that of an expert."""
-FAMILIES = (*DEEPSEEK_LIKE, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX)
+GPT_OSS = ("gpt_oss",)
+FAMILIES = (*DEEPSEEK_LIKE, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *GPT_OSS)
 
 
 def settings_from_hf(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -34,8 +36,14 @@ def _model(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: qwen2_moe gates its shared expert (shared_expert_gate), which is not supported")
     activation = hf.get("hidden_act", "silu")
     width = "intermediate_size" if family in ONLY_EXPERTS else "moe_intermediate_size"
+    clamped = {}
+    if family in GPT_OSS:
+        activation = "swiglu_oai"
+        clamped = {"swiglu_limit": hf.get("swiglu_limit") or 7.0, "swiglu_alpha": hf.get("swiglu_alpha") or 1.702}
+        clamped["expert_bias"] = True
     return {
         "name": family,
+        **clamped,
         "hidden_size": _first(hf, where, "hidden_size"),
         "moe_intermediate_size": _first(hf, where, width),
         "num_experts": _first(hf, where, "n_routed_experts", "num_experts", "num_local_experts"),
@@ -50,10 +58,13 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         "top_k": _first(hf, where, "num_experts_per_tok"),
         "num_expert_group": hf.get("n_group") or 1,
         "topk_group": hf.get("topk_group") or 1,
-        "renormalize": True if family == "mixtral" else _first(hf, where, "norm_topk_prob"),
+        "renormalize": True if family in ("mixtral", *GPT_OSS) else _first(hf, where, "norm_topk_prob"),
         "routed_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
     }
-    if family in DEEPSEEK_LIKE:
+    if family in GPT_OSS:
+        # The softmax over the chosen logits is that over all of them, renormalised.
+        router |= {"scoring_func": "softmax", "has_logit_bias": True}
+    elif family in DEEPSEEK_LIKE:
         router |= {"scoring_func": "sigmoid", "has_correction_bias": True}
     else:
         router |= {"scoring_func": "softmax", "has_correction_bias": False}
@@ -75,21 +86,7 @@ def _quant(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"weights": names[dtype]}
     if not isinstance(quant, Mapping):
         raise ConfigError(f"{where}: quantization_config is a {type(quant).__name__}, expected a mapping")
-    problems = _quant_problems(quant)
-    if problems:
-        raise ConfigError(
-            f"{where}: quantization_config is not supported: {'; '.join(problems)}; supported is quant_method 'fp8' "
-            "in e4m3 with weight_block_size and dynamic activations"
-        )
-    scale = "ue8m0" if quant.get("scale_fmt") == "ue8m0" else "float32"
-    return {"weights": "fp8_block", "block": quant["weight_block_size"], "scale": scale}
-
-
-def _quant_problems(quant: Mapping[str, Any]) -> list[str]:
-    only = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
-    stated = {"quant_method": None} | dict(quant)
-    problems = [f"{key} is {stated[key]!r}" for key, value in only.items() if key in stated and stated[key] != value]
-    return problems if quant.get("weight_block_size") else [*problems, "weight_block_size is not given"]
+    return quant_from_hf(quant, where)
 
 
 def _first(hf: Mapping[str, Any], where: str, *names: str) -> Any:

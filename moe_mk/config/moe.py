@@ -6,50 +6,15 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from moe_mk.config.base import Settings, read_mapping
 from moe_mk.config.hf import settings_from_hf
 from moe_mk.config.overrides import place_overrides
-from moe_mk.quant.fp8_block import Fp8Block, activation_scheme, weight_scheme
-from moe_mk.quant.plain import BF16, FP16, FP32
-from moe_mk.quant.tensor import QuantScheme
+from moe_mk.config.quant import QuantConfig
 
 Positive = Field(ge=1)
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
-
-
-class QuantConfig(Settings):
-    """How the checkpoint stores the experts."""
-
-    weights: Literal["bf16", "fp16", "fp32", "fp8_block"] = "bf16"
-    block: tuple[int, int] = (128, 128)
-    """(rows, columns) of a weight that share a scale."""
-    scale: Literal["float32", "ue8m0"] = "float32"
-
-    @field_validator("block")
-    @classmethod
-    def _block_sides(cls, block: tuple[int, int]) -> tuple[int, int]:
-        if min(block) < 1:
-            raise ValueError("both sides must be positive")
-        return block
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the experts are stored in FP8 blocks."""
-        return self.weights == "fp8_block"
-
-    @property
-    def weight_scheme(self) -> QuantScheme:
-        """The scheme of expert weights."""
-        if self.is_fp8:
-            return weight_scheme(self.block, ue8m0=self.scale == "ue8m0")
-        return {"bf16": BF16, "fp16": FP16, "fp32": FP32}[self.weights]
-
-    @property
-    def activation_scheme(self) -> Fp8Block | None:
-        """What the checkpoint was trained to see: FP8 per token and group, or None for the layer's own dtype."""
-        return activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0") if self.is_fp8 else None
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_limit", "swiglu_oai"]
 
 
 class ModelConfig(Settings):
@@ -63,6 +28,12 @@ class ModelConfig(Settings):
     shared_intermediate_size: int | None = Field(default=None, ge=1)
     """Intermediate size of all shared experts together; None is num_shared_experts times moe_intermediate_size."""
     activation: Activation = "silu"
+    swiglu_limit: float | None = Field(default=None, gt=0)
+    """Where swiglu_limit and swiglu_oai clamp: the gate from above, up from both sides."""
+    swiglu_alpha: float = Field(default=1.702, gt=0)
+    """The slope of swiglu_oai's sigmoid."""
+    expert_bias: bool = False
+    """Whether the products of routed experts have biases."""
     total_params_b: float | None = Field(default=None, gt=0)
     """Parameters of the whole model in billions, for information."""
     active_params_b: float | None = Field(default=None, gt=0)
@@ -73,6 +44,14 @@ class ModelConfig(Settings):
     def shared_size(self) -> int:
         """Intermediate size of the one MLP that all shared experts make."""
         return self.shared_intermediate_size or self.num_shared_experts * self.moe_intermediate_size
+
+    @model_validator(mode="after")
+    def _limit_agrees(self) -> Self:
+        clamps = self.activation in ("swiglu_limit", "swiglu_oai")
+        if clamps != (self.swiglu_limit is not None):
+            needed = "needs a swiglu_limit" if clamps else "clamps nothing; drop the limit or use swiglu_limit"
+            raise ValueError(f"swiglu_limit={self.swiglu_limit} but activation={self.activation!r} {needed}")
+        return self
 
     @model_validator(mode="after")
     def _shared_agree(self) -> Self:
@@ -93,6 +72,8 @@ class RouterConfig(Settings):
     topk_group: int = Field(default=1, ge=1)
     has_correction_bias: bool = False
     """Whether a bias takes part in the choice (noaux_tc), never in the weights."""
+    has_logit_bias: bool = False
+    """Whether a bias is added to the logits, so that it takes part in the choice and in the weights."""
     renormalize: bool = True
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     router_dtype: Literal["float32", "model"] = "float32"
@@ -119,15 +100,22 @@ class KernelConfig(Settings):
 
     prepare_finalize: str = "auto"
     experts: str = "auto"
-    wire: Literal["auto", "plain", "fp8"] = "auto"
-    """What travels to the experts: auto sends FP8 when the experts read FP8, else the layer's dtype."""
+    wire: Literal["auto", "plain", "fp8", "checkpoint"] = "auto"
+    """What travels to the experts: auto sends rounded activations when the experts read them, else the layer's dtype.
+    fp8 and checkpoint insist on the checkpoint's activations, fp8 on their being FP8."""
     activations: Literal["auto", "checkpoint", "plain"] = "auto"
-    """What the experts compute with: the checkpoint's FP8 activations, or the layer's dtype (more accurate)."""
+    """What the experts compute with: the checkpoint's rounded activations, or the layer's dtype (more accurate)."""
+    fallback: bool = True
+    """Whether weights of a type that only the reference reads may be requantised at load; a Decision then says so."""
+    fused_router: bool = True
+    """Whether gate and choice of experts may be one native call beside native experts; false: torch, op by op."""
     max_num_tokens: int = Field(default=8192, ge=1)
     """The most tokens one rank may bring to one call; buffers are sized by it."""
     graphs: bool = False
     """Whether calls must be capturable in a CUDA graph."""
     deterministic: bool = False
+    batch_invariant: bool = False
+    """Whether a token's experts must give the same bits in any batch; at small batches some backends pay for it."""
     allow_emulated: bool = False
     """Whether emulated libraries may be chosen; a Decision then says "emulated"."""
     timeout_s: float = Field(default=120.0, gt=0)
@@ -194,8 +182,8 @@ class MoEConfig(Settings):
             widths = f"model.moe_intermediate_size={model.moe_intermediate_size}"
             if model.shared_size:
                 widths += f" and {model.shared_size} of the shared experts"
-            rows, columns = model.quant.block
-            edges = f" at the edges of {rows}x{columns} blocks" if model.quant.is_fp8 else ""
+            rows, columns = model.quant.edges
+            edges = f" at the edges of {rows}x{columns} blocks" if (rows, columns) != (1, 1) else ""
             problems.append(
                 f"parallel.tp={p.tp} does not divide {widths}{edges}; possible: {', '.join(map(str, legal))}"
             )
@@ -204,7 +192,7 @@ class MoEConfig(Settings):
     def _legal_tp_sizes(self) -> list[int]:
         """Tensor-parallel sizes that cut routed and shared experts into equal shares, at block edges."""
         widths = [width for width in (self.model.moe_intermediate_size, self.model.shared_size) if width]
-        sides = self.model.quant.block if self.model.quant.is_fp8 else (1, 1)
+        sides = self.model.quant.edges
         common = gcd(*widths)
         divisors = [tp for tp in range(1, common + 1) if common % tp == 0]
         return [tp for tp in divisors if tp == 1 or all(w // tp % side == 0 for w in widths for side in sides)]

@@ -67,13 +67,18 @@ class Problem:
         return self.config.parallel.ranks_per_node or self.device.ranks_per_node
 
     @property
+    def ep_ranks_per_node(self) -> int:
+        """EP ranks of one host: TP neighbours share it."""
+        return max(self.ranks_per_node // self.config.parallel.tp, 1)
+
+    @property
     def weights(self) -> QuantScheme:
         """How the experts are stored."""
         return self.config.model.quant.weight_scheme
 
     @property
     def activations(self) -> QuantScheme | None:
-        """The FP8 activations that the checkpoint asks for, or None."""
+        """The rounded activations that the checkpoint asks for, or None."""
         return self.config.model.quant.activation_scheme
 
     @property
@@ -108,4 +113,5 @@ class Problem:
             "ranks": self.ranks,
             "nodes": self.nodes,
             "installed": sorted(self.installed),
+            "emulated": sorted(self.emulated),
         }

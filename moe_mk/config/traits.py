@@ -30,8 +30,10 @@ class Traits:
 def common_reasons(traits: Traits, problem: Problem) -> list[Reason]:
     """Everything that device, libraries and the promises asked for say against a backend."""
     device, kernel, reasons = problem.device, problem.config.kernel, []
-    if device.kind not in traits.kinds:
-        reasons.append(Reason("device", f"runs on {', '.join(sorted(traits.kinds))}, this device is {device.kind}"))
+    # An emulation needs no device of its own: it runs on the host.
+    kinds = traits.kinds | {"cpu"} if runs_emulated(traits, problem) else traits.kinds
+    if device.kind not in kinds:
+        reasons.append(Reason("device", f"runs on {', '.join(sorted(kinds))}, this device is {device.kind}"))
     if device.kind == "cuda" and device.arch is not None and device.arch < traits.min_arch:
         need, have = ("".join(map(str, arch)) for arch in (traits.min_arch, device.arch))
         reasons.append(Reason("arch", f"needs sm_{need}, this device is sm_{have}"))
@@ -42,6 +44,12 @@ def common_reasons(traits: Traits, problem: Problem) -> list[Reason]:
     if kernel.deterministic and not traits.deterministic:
         reasons.append(Reason("deterministic", "does not give equal bits twice", "kernel.deterministic = false"))
     return reasons
+
+
+def runs_emulated(traits: Traits, problem: Problem) -> bool:
+    """Whether a backend would run on the emulation of its library: that is there, allowed, and the real one is not."""
+    stands_in = traits.library in problem.emulated and traits.library not in problem.installed
+    return bool(traits.library) and stands_in and problem.config.kernel.allow_emulated
 
 
 def _library_reasons(traits: Traits, problem: Problem) -> list[Reason]:

@@ -1,6 +1,7 @@
 """Number formats: schemes by name, quantised tensors, and rows as bytes on a wire."""
 
 from moe_mk.errors import ConfigError
+from moe_mk.quant.blocked import WHOLE, BlockedScheme, Element
 from moe_mk.quant.fp8_block import (
     FP8_1x128,
     FP8_1x128_UE8M0,
@@ -10,13 +11,28 @@ from moe_mk.quant.fp8_block import (
     activation_scheme,
     weight_scheme,
 )
+from moe_mk.quant.fp8_whole import (
+    FP8_CHANNEL,
+    FP8_DYNAMIC_TENSOR,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    Fp8Static,
+    fp8_static,
+)
+from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN, INT8_128x128, Int8Block
+from moe_mk.quant.microscaling import MXFP4, MXFP8, Microscaled
+from moe_mk.quant.nvfp4 import NVFP4, NVFP4_TOKENS, Nvfp4, nvfp4_tokens
 from moe_mk.quant.plain import BF16, FP16, FP32, Plain, plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.registry import did_you_mean
 
 SCHEMES: dict[str, QuantScheme] = {
-    scheme.name: scheme for scheme in (BF16, FP16, FP32, FP8_128x128, FP8_128x128_UE8M0, FP8_1x128, FP8_1x128_UE8M0)
-}
+    scheme.name: scheme
+    for scheme in (
+        BF16, FP16, FP32, FP8_128x128, FP8_128x128_UE8M0, FP8_1x128, FP8_1x128_UE8M0, FP8_CHANNEL, FP8_TOKEN,
+        FP8_TENSOR, FP8_DYNAMIC_TENSOR, INT8_CHANNEL, INT8_TOKEN, INT8_128x128, MXFP8, MXFP4, NVFP4, NVFP4_TOKENS,
+    )
+}  # fmt: skip
 
 
 def scheme_named(name: str) -> QuantScheme:
@@ -27,7 +43,9 @@ def scheme_named(name: str) -> QuantScheme:
 
 
 __all__ = [
-    "BF16", "FP16", "FP32", "FP8_1x128", "FP8_1x128_UE8M0", "FP8_128x128", "FP8_128x128_UE8M0",
-    "Fp8Block", "Plain", "QuantScheme", "QuantTensor", "SCHEMES",
-    "activation_scheme", "plain", "scheme_named", "weight_scheme",
+    "BF16", "FP16", "FP32", "FP8_1x128", "FP8_1x128_UE8M0", "FP8_128x128", "FP8_128x128_UE8M0", "FP8_CHANNEL",
+    "FP8_DYNAMIC_TENSOR", "FP8_TENSOR", "FP8_TOKEN", "INT8_128x128", "INT8_CHANNEL", "INT8_TOKEN", "MXFP4", "MXFP8",
+    "NVFP4", "NVFP4_TOKENS", "SCHEMES", "WHOLE", "BlockedScheme", "Element", "Fp8Block", "Fp8Static", "Int8Block",
+    "Microscaled", "Nvfp4", "Plain", "QuantScheme", "QuantTensor", "activation_scheme", "fp8_static", "nvfp4_tokens",
+    "plain", "scheme_named", "weight_scheme",
 ]  # fmt: skip

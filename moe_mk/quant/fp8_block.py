@@ -15,14 +15,15 @@ from torch import Tensor
 from moe_mk.errors import ConfigError
 from moe_mk.kernels.reference.quantize_blocks import dequantize_blocks, quantize_blocks
 from moe_mk.kernels.reference.quantize_rows import quantize_rows
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.kernels.reference.scaled_blocks import fitted
+from moe_mk.quant.blocked import E4M3, BlockedScheme, Element
+from moe_mk.quant.tensor import QuantTensor
 
-E4M3_SPACING = 2.0**-3
 NAN_CODE = 0x7F
 
 
 @dataclass(frozen=True)
-class Fp8Block(QuantScheme):
+class Fp8Block(BlockedScheme):
     """FP8 e4m3 values, one scale for every block of `rows` x `columns`."""
 
     name: str
@@ -31,9 +32,14 @@ class Fp8Block(QuantScheme):
     ue8m0: bool = False
 
     @property
-    def block(self) -> tuple[int, int]:
-        """(rows, columns) under one scale."""
-        return self.rows, self.columns
+    def family(self) -> str:
+        """fp8, whatever the block."""
+        return "fp8"
+
+    @property
+    def element(self) -> Element:
+        """FP8 e4m3."""
+        return E4M3
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -43,17 +49,18 @@ class Fp8Block(QuantScheme):
     @property
     def relative_rms(self) -> float:
         """Rounding is uniform over one spacing of 2^-3; relative to mantissas in [1, 2) that is 2^-3 / sqrt(24)."""
-        return E4M3_SPACING / math.sqrt(24.0)
+        return E4M3.relative_spacing / math.sqrt(24.0)
 
     def quantize(self, x: Tensor) -> QuantTensor:
         """Quantise (rows, columns), with any leading dimensions, each block by its own amax."""
         leading, (n, k) = x.shape[:-2], x.shape[-2:]
+        block = fitted(n, k, self.block)
         if self.rows == 1:
-            values, scales = quantize_rows(x.reshape(-1, k), self.columns, power_of_two=self.ue8m0)
+            values, scales = quantize_rows(x.reshape(-1, k), block[1], power_of_two=self.ue8m0)
         elif x.dim() == 2:
-            values, scales = quantize_blocks(x, self.block, power_of_two=self.ue8m0)
+            values, scales = quantize_blocks(x, block, power_of_two=self.ue8m0)
         else:
-            parts = [quantize_blocks(piece, self.block, power_of_two=self.ue8m0) for piece in x.reshape(-1, n, k)]
+            parts = [quantize_blocks(piece, block, power_of_two=self.ue8m0) for piece in x.reshape(-1, n, k)]
             values, scales = (torch.stack(part) for part in zip(*parts, strict=True))
         scales = scales.reshape(*leading, *self.scale_shape(n, k)).to(self.scale_dtype)
         return QuantTensor(values.reshape(x.shape), scales, self)
@@ -61,16 +68,7 @@ class Fp8Block(QuantScheme):
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
         """Values times scale in f32, rounded once."""
         assert q.scales is not None
-        return dequantize_blocks(q.values, q.scales, self.block, dtype)
-
-    def num_bytes(self, rows: int, columns: int) -> int:
-        """One byte a value, and a scale for every started block."""
-        tall, wide = self.scale_shape(rows, columns)
-        return rows * columns + tall * wide * self.scale_dtype.itemsize
-
-    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """How many blocks a (rows, columns) tensor starts."""
-        return -(-rows // self.rows), -(-columns // self.columns)
+        return dequantize_blocks(q.values, q.scales, fitted(q.shape[-2], q.shape[-1], self.sides_of(q)), dtype)
 
 
 FP8_128x128 = Fp8Block("fp8_128x128", 128, 128)

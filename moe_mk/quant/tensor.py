@@ -15,6 +15,16 @@ class QuantScheme(ABC):
     name: str
 
     @property
+    def family(self) -> str:
+        """What transports and experts call it: plain, fp8, int8, mxfp8, mxfp4 or nvfp4."""
+        return "plain"
+
+    @property
+    def per_byte(self) -> int:
+        """Values that share one element of the tensor that holds them, along a row: 2 for four-bit formats."""
+        return 1
+
+    @property
     @abstractmethod
     def block(self) -> tuple[int, int] | None:
         """(rows, columns) that share a scale; None without scales."""
@@ -45,11 +55,13 @@ class QuantTensor:
     scales: Tensor | None
     scheme: QuantScheme
     global_scale: Tensor | None = None
+    """f32, (..., P, 1): one for each of P equal parts of the rows; None where the scheme has none."""
 
     @property
     def shape(self) -> torch.Size:
         """The logical shape."""
-        return self.values.shape
+        held = self.values.shape
+        return held if self.scheme.per_byte == 1 else torch.Size((*held[:-1], held[-1] * self.scheme.per_byte))
 
     @property
     def device(self) -> torch.device:
@@ -67,8 +79,10 @@ class QuantTensor:
 
     def __getitem__(self, index: int | Tensor) -> QuantTensor:
         """Pick along the first dimension: an expert of a stack, or rows by index. Rows of a block cannot be picked."""
-        assert self.scales is None or len(self.scales) == len(self.values), "the first dimension is cut into blocks"
-        return replace(self, values=self.values[index], scales=None if self.scales is None else self.scales[index])
+        parts = [part for part in self._parts().values() if part is not None]
+        assert all(len(part) == len(self.values) for part in parts), "the first dimension is cut into blocks"
+        picked = {name: None if part is None else part[index] for name, part in self._parts().items()}
+        return replace(self, **picked)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> QuantTensor:
         """The same tensor on another device."""

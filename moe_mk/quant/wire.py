@@ -1,7 +1,8 @@
 """Rows as bytes: what a transport puts on the wire, and back, bit for bit.
 
 A row is its values followed by its scales, nothing else: 14,336 B for 7,168 bf16 values, 7,392 B in FP8 with f32
-scales per 128, 7,224 B with UE8M0 scales. Collectives carry FP8 only as bytes: gloo refuses the dtype.
+scales per 128, 7,224 B with UE8M0 scales, 7,392 B in MXFP8, 4,032 B in NVFP4. Collectives carry FP8 only as bytes:
+gloo refuses the dtype.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.blocked import BlockedScheme
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
@@ -36,9 +37,11 @@ def decode_rows(bytes_RB: Tensor, scheme: QuantScheme, hidden_size: int) -> Quan
     """Bytes (R, B) to rows (R, H)."""
     if isinstance(scheme, Plain):
         return QuantTensor(from_bytes(bytes_RB, scheme.dtype), None, scheme)
-    assert isinstance(scheme, Fp8Block)
-    values = from_bytes(bytes_RB[:, :hidden_size], torch.float8_e4m3fn)
-    return QuantTensor(values, from_bytes(bytes_RB[:, hidden_size:], scheme.scale_dtype), scheme)
+    assert isinstance(scheme, BlockedScheme)
+    wide = hidden_size // scheme.per_byte
+    values = from_bytes(bytes_RB[:, :wide], scheme.element.dtype)
+    scales = None if scheme.is_static else from_bytes(bytes_RB[:, wide:], scheme.scale_dtype)
+    return QuantTensor(values, scales, scheme)
 
 
 def from_bytes(bytes_RB: Tensor, dtype: torch.dtype) -> Tensor:

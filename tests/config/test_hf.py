@@ -120,12 +120,12 @@ def test_the_fp8_configuration_of_transformers_itself_is_read() -> None:
 @pytest.mark.parametrize(
     "quant, problem",
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'; weight_block_size is not given"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'"),
         ({"quant_method": "fp8"}, "weight_block_size is not given; supported is quant_method 'fp8'"),
         ({**FP8, "weight_block_size": None}, "weight_block_size is not given"),
         ({**FP8, "activation_scheme": "static"}, "activation_scheme is 'static'"),
         ({**FP8, "fmt": "e5m2"}, "fmt is 'e5m2'"),
-        ({**FP8, "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
+        ({**FP8, "expert_dtype": "int3"}, "expert_dtype is 'int3'"),
         ({"weight_block_size": [128, 128]}, "quant_method is None"),
         ("fp8", "quantization_config is a str, expected a mapping"),
     ],

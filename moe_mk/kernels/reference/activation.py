@@ -19,6 +19,29 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activation(name: str, gate: Tensor | None, up: Tensor) -> Tensor:
-    """act(gate) * up, or act(up) for an expert without a gate."""
+def activation(name: str, gate: Tensor | None, up: Tensor, *, alpha: float = 1.0, limit: float | None = None) -> Tensor:
+    """act(gate) * up, or act(up) for an expert without a gate.
+
+    alpha, limit: of the clamped kinds, "swiglu_limit" and "swiglu_oai"; the others take no notice.
+    """
+    if name in CLAMPED:
+        assert gate is not None, f"{name} needs a gate"
+        return CLAMPED[name](*_clamped(gate, up, limit), alpha)
     return ACTIVATIONS[name](up) if gate is None else ACTIVATIONS[name](gate) * up
+
+
+def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """The gate from above, up from both sides."""
+    if limit is None:
+        return gate, up
+    return gate.clamp(max=limit), up.clamp(-limit, limit)
+
+
+CLAMPED: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "swiglu_limit": lambda gate, up, alpha: functional.silu(gate) * up,
+    "swiglu_oai": lambda gate, up, alpha: gate * torch.sigmoid(alpha * gate) * (up + 1.0),
+}
+"""SwiGLU behind clamps: DeepSeek-V4's, and gpt-oss's with a slope in the sigmoid and one added to up.
+
+Source: DeepseekV4MLP and GptOssExperts of transformers 5.23.
+"""

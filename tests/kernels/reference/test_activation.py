@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moe_mk.kernels.reference.activation import ACTIVATIONS, activation
+from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
 
 FORMULAS: dict[str, Callable[[float], float]] = {
     "silu": lambda x: x / (1 + math.exp(-x)),
@@ -29,6 +29,21 @@ def test_activation_is_its_formula(name: str) -> None:
     torch.testing.assert_close(activation(name, gate, up), expected * up, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(activation(name, None, gate), expected, rtol=1e-12, atol=1e-14)
     assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
+
+
+@pytest.mark.parametrize("name", CLAMPED)
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_clamped_swiglu_is_its_formula(name: str, limit: float | None) -> None:
+    gate = torch.linspace(-6, 6, 49, dtype=torch.float64).view(7, 7)
+    up = torch.linspace(4, -5, 49, dtype=torch.float64).view(7, 7)
+    expected = []
+    for g, u in zip(gate.flatten().tolist(), up.flatten().tolist(), strict=True):
+        if limit is not None:
+            g, u = min(g, limit), max(-limit, min(u, limit))
+        sigmoid = 1 / (1 + math.exp(-(1.702 if name == "swiglu_oai" else 1.0) * g))
+        expected.append(g * sigmoid * (u + 1 if name == "swiglu_oai" else u))
+    got = activation(name, gate, up, alpha=1.702, limit=limit)
+    torch.testing.assert_close(got.flatten(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

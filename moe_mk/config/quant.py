@@ -1,0 +1,102 @@
+"""How a checkpoint stores its experts, and what it expects activations to be rounded to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from moe_mk.config.base import Settings
+from moe_mk.quant.blocked import WHOLE
+from moe_mk.quant.fp8_block import activation_scheme
+from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
+from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.kinds import PLAIN_KINDS, scheme_of_kind
+from moe_mk.quant.microscaling import MXFP8
+from moe_mk.quant.nvfp4 import nvfp4_tokens
+from moe_mk.quant.tensor import QuantScheme
+
+Stored = Literal[
+    "bf16", "fp16", "fp32", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4"
+]
+_ROUNDED: Mapping[str, tuple[str, ...]] = {
+    "fp8_block": ("fp8",), "fp8_channel": ("fp8",), "fp8_tensor": ("fp8",), "int8": ("int8",), "int8_block": ("int8",),
+    "mxfp8": ("mxfp8",), "mxfp4": ("none", "mxfp8"), "nvfp4": ("nvfp4",),
+}  # fmt: skip
+"""The activations each type may have beside "none", its own habit first."""
+
+
+class QuantConfig(Settings):
+    """How the checkpoint stores the experts."""
+
+    weights: Stored = "bf16"
+    block: tuple[int, int] = (128, 128)
+    """(rows, columns) of a weight that share a scale, for fp8_block and int8_block; the other types have their own."""
+    scale: Literal["float32", "ue8m0"] = "float32"
+    """Of fp8_block."""
+    activations: Literal["auto", "none", "fp8", "int8", "mxfp8", "nvfp4"] = "auto"
+    """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 rounds nothing,
+    the others round to their own format."""
+    input_scale: float | None = Field(default=None, gt=0)
+    """A calibrated scale of activations: of whole FP8 tensors, or above the scales of NVFP4. None finds FP8 scales
+    token by token, and is 1 for NVFP4."""
+
+    @field_validator("block")
+    @classmethod
+    def _block_sides(cls, block: tuple[int, int]) -> tuple[int, int]:
+        if min(block) < 1:
+            raise ValueError("both sides must be positive")
+        return block
+
+    @model_validator(mode="after")
+    def _activations_fit(self) -> Self:
+        possible = ("none", *_ROUNDED.get(self.weights, ()))
+        if self.activations not in ("auto", *possible):
+            raise ValueError(
+                f"activations={self.activations!r} do not go with {self.weights} weights; "
+                f"use auto, {', '.join(dict.fromkeys(possible))}"
+            )
+        if self.input_scale is not None and self.weights not in ("fp8_tensor", "fp8_channel", "nvfp4"):
+            raise ValueError(f"input_scale={self.input_scale} means nothing for {self.weights} weights; drop it")
+        return self
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the experts are stored in FP8 blocks."""
+        return self.weights == "fp8_block"
+
+    @property
+    def kind(self) -> str:
+        """What experts backends call the format: plain, or the type."""
+        return "plain" if self.weights in PLAIN_KINDS else self.weights
+
+    @property
+    def weight_scheme(self) -> QuantScheme:
+        """The scheme of expert weights."""
+        return scheme_of_kind(self.weights, self.block, ue8m0=self.scale == "ue8m0")
+
+    @property
+    def activation_scheme(self) -> QuantScheme | None:
+        """What the checkpoint was trained or calibrated to see, or None for the layer's own dtype."""
+        habit = _ROUNDED.get(self.weights, ("none",))[0]
+        rounded = habit if self.activations == "auto" else self.activations
+        if rounded == "none":
+            return None
+        if self.is_fp8:
+            return activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0")
+        if rounded == "fp8":
+            return FP8_TOKEN if self.input_scale is None else fp8_static(self.input_scale)
+        if rounded == "nvfp4":
+            return nvfp4_tokens(self.input_scale or 1.0)
+        return MXFP8 if rounded == "mxfp8" else INT8_TOKEN
+
+    @property
+    def edges(self) -> tuple[int, int]:
+        """(rows, columns): where a weight may be cut without dividing what shares a scale or a byte."""
+        sides = self.weight_scheme.block
+        if sides is None:
+            return 1, 1
+        # A scale of a whole row or matrix holds for each of its parts.
+        rows, columns = (1 if side >= WHOLE else side for side in sides)
+        return rows, columns

@@ -1,0 +1,48 @@
+"""Four-bit floats e2m1 and their packing, two a byte.
+
+A code is a sign bit, two exponent bits and a mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; there is no
+NaN and no infinity. Source: OCP Microscaling formats v1.0, section 5.3.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+
+
+def encode(x: Tensor) -> Tensor:
+    """f32 numbers to the nearest codes (uint8, 0 to 15), ties to even; what is too large, NaN included, becomes 6."""
+    size = torch.nan_to_num(x.to(torch.float32).abs(), nan=E2M1_MAX).clamp_max(E2M1_MAX)
+    # Codes count on in steps of a half below 2, of 1 below 4, of 2 from there: whole steps, and 2 codes more a binade.
+    binade = (size >= 2.0).to(torch.float32) + (size >= 4.0).to(torch.float32)
+    codes = torch.round(size * 2.0 * torch.exp2(-binade)) + 2.0 * binade
+    return codes.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """Codes (uint8, 0 to 15) to f32, exactly."""
+    values = _table((*GRID, *(-value for value in GRID)), codes)
+    return values[codes.to(torch.int64)]
+
+
+def pack(codes: Tensor) -> Tensor:
+    """(..., k) codes to (..., k / 2) bytes: the even column in the low four bits. k must be even."""
+    pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """(..., k / 2) bytes to (..., k) codes."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def swap_nibbles(packed: Tensor) -> Tensor:
+    """From files that hold the even column in the high four bits, or to them; its own inverse."""
+    return (packed << 4) | (packed >> 4)
+
+
+def _table(values: tuple[float, ...], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)

@@ -1,0 +1,143 @@
+"""What every scheme with scales shares: elements of one format, and a scale for every block of rows x columns.
+
+A side of WHOLE spans the matrix: (1, WHOLE) is a scale for a row (an output channel of a weight, a token of
+activations), (WHOLE, WHOLE) one for all. Scales of whole matrices that are stacked above each other, gate over up, are
+one for every equal part of the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ShapeError
+from moe_mk.kernels.reference import e2m1
+from moe_mk.kernels.reference.scaled_blocks import blocks_of, spread
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+
+WHOLE = 2**31 - 1
+"""A block side that is as long as the matrix."""
+
+
+@dataclass(frozen=True)
+class Element:
+    """A number format of one element, before its scale."""
+
+    name: str
+    dtype: torch.dtype
+    """Of the tensor that holds the values."""
+    largest: float
+    relative_spacing: float
+    """Between neighbours, relative to mantissas in [1, 2); 0 for integers."""
+    step: float
+    """Between neighbours at zero."""
+    per_byte: int = 1
+    """Values in one byte of a tensor."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """f32 numbers to the nearest values, ties to even, saturating; NaN becomes what the format has for it."""
+        if self.per_byte == 2:
+            return e2m1.pack(e2m1.encode(x))
+        x = x.clamp(-self.largest, self.largest)
+        return (x.round() if self.relative_spacing == 0 else x).to(self.dtype)
+
+    def decode(self, values: Tensor) -> Tensor:
+        """Values to f32, exactly."""
+        return e2m1.decode(e2m1.unpack(values)) if self.per_byte == 2 else values.to(torch.float32)
+
+
+E4M3 = Element("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-3, 2.0**-9)
+INT8 = Element("int8", torch.int8, 127.0, 0.0, 1.0)
+E2M1 = Element("e2m1", torch.uint8, e2m1.E2M1_MAX, 2.0**-1, 0.5, per_byte=2)
+
+
+class BlockedScheme(QuantScheme):
+    """Values of one element format with one scale a block."""
+
+    rows: int
+    columns: int
+
+    @property
+    @abstractmethod
+    def element(self) -> Element:
+        """The format of the values."""
+
+    @property
+    @abstractmethod
+    def scale_dtype(self) -> torch.dtype:
+        """The format of the scales."""
+
+    @property
+    def per_byte(self) -> int:
+        """Values in one byte of the values' tensor."""
+        return self.element.per_byte
+
+    has_global_scale: ClassVar[bool] = False
+    """Whether one more f32 scale holds for the whole matrix."""
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(rows, columns) under one scale."""
+        return self.rows, self.columns
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is part of the scheme, so that none travels with the values."""
+        return False
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """How many blocks a (rows, columns) tensor starts."""
+        return blocks_of(rows, columns, self.block)
+
+    def value_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of the tensor that holds the values of (rows, columns)."""
+        self.expect_even(columns)
+        return rows, columns // self.per_byte
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of values, of a scale for every started block, and of the global scale."""
+        tall, wide = (0, 0) if self.is_static else self.scale_shape(rows, columns)
+        values = math.prod(self.value_shape(rows, columns))
+        return values + tall * wide * self.scale_dtype.itemsize + 4 * (self.has_global_scale and rows > 0)
+
+    def sides_of(self, q: QuantTensor) -> tuple[int, int]:
+        """The sides of a block in a tensor; whole ones are cut into as many parts as there are scales."""
+        assert q.scales is not None
+        (n, k), (tall, wide) = q.shape[-2:], q.scales.shape[-2:]
+        rows = -(-n // tall) if self.rows == WHOLE and tall else self.rows
+        return max(rows, 1), (-(-k // wide) if self.columns == WHOLE and wide else self.columns)
+
+    def spread_scales(self, q: QuantTensor) -> Tensor:
+        """The scale of every element, f32, as far as it must be spread to broadcast."""
+        assert q.scales is not None
+        n, k = q.shape[-2:]
+        scales = spread(q.scales, n, k, self.sides_of(q))
+        if q.global_scale is None:
+            return scales
+        parts = q.global_scale.shape[-2]
+        return scales * spread(q.global_scale, n, k, (-(-n // parts), WHOLE))
+
+    def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
+        """Values times scale in f32, rounded once."""
+        return (self.element.decode(q.values) * self.spread_scales(q)).to(dtype)
+
+    def expect_even(self, columns: int) -> None:
+        """Raise ShapeError if values that share a byte do not come out even."""
+        if columns % self.per_byte:
+            raise ShapeError(f"{self.name} holds {self.per_byte} values a byte; {columns} columns must be even")
+
+
+def expected_error(element: Element, scale_of_amax: float, values_in_block: int) -> float:
+    """Root mean square error of one element relative to that of its numbers, for normals under one scale a block.
+
+    Rounding is uniform over a spacing: relative to the number where the format floats, of fixed size near zero and for
+    integers, there scale_of_amax * amax. The largest of n normals is about sqrt(2 ln 2n), never more on average.
+    """
+    crest = math.sqrt(2.0 * math.log(2.0 * max(values_in_block, 2)))
+    floor = element.step * scale_of_amax * crest / math.sqrt(12.0)
+    return math.hypot(element.relative_spacing / math.sqrt(24.0), floor)

@@ -1,0 +1,74 @@
+"""FP8 e4m3 with scales of whole rows or whole tensors, and with a static scale that never travels.
+
+A weight: FP8_CHANNEL (one scale an output channel) or FP8_TENSOR. Activations: FP8_TOKEN (dynamic, one scale a token),
+FP8_DYNAMIC_TENSOR (one scale for all rows of a call, so that rows depend on each other and cannot travel), or a static
+scale from calibration, which saturates what is beyond it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ConfigError
+from moe_mk.quant.blocked import E4M3, WHOLE, BlockedScheme, Element
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.tensor import QuantTensor
+
+FP8_CHANNEL = Fp8Block("fp8_channel", 1, WHOLE)
+FP8_TOKEN = Fp8Block("fp8_token", 1, WHOLE)
+FP8_TENSOR = Fp8Block("fp8_tensor", WHOLE, WHOLE)
+FP8_DYNAMIC_TENSOR = Fp8Block("fp8_dynamic_tensor", WHOLE, WHOLE)
+
+
+@dataclass(frozen=True)
+class Fp8Static(BlockedScheme):
+    """Activations in FP8 under one scale that is known beforehand."""
+
+    name: str
+    scale: float
+    rows: int = WHOLE
+    columns: int = WHOLE
+
+    @property
+    def family(self) -> str:
+        """fp8."""
+        return "fp8"
+
+    @property
+    def element(self) -> Element:
+        """FP8 e4m3."""
+        return E4M3
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """float32."""
+        return torch.float32
+
+    @property
+    def is_static(self) -> bool:
+        """The scale is known to everybody."""
+        return True
+
+    @property
+    def relative_rms(self) -> float:
+        """That of FP8, if the scale fits: what is beyond 448 scales saturates."""
+        return E4M3.relative_spacing / math.sqrt(24.0)
+
+    def quantize(self, x: Tensor) -> QuantTensor:
+        """Divide by the scale and round; NaN stays NaN, what is too large saturates."""
+        return QuantTensor(E4M3.encode(x.to(torch.float32) / self.scale), None, self)
+
+    def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
+        """Values times the scale in f32, rounded once."""
+        return (E4M3.decode(q.values) * self.scale).to(dtype)
+
+
+def fp8_static(scale: float) -> Fp8Static:
+    """The scheme of a calibrated scale; raises ConfigError for one that is not positive."""
+    if not scale > 0 or scale == float("inf"):
+        raise ConfigError(f"an activation scale must be positive and finite, got {scale}")
+    return Fp8Static(f"fp8_static_x{scale:g}", scale)

@@ -1,0 +1,67 @@
+"""INT8, symmetric: values from -127 to 127 with an f32 scale for a row (channel, token) or a block.
+
+Source: SmoothQuant (arXiv 2211.10438) for W8A8 with scales per channel and per token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.kernels.reference.quantize_scaled import linear_scales
+from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
+from moe_mk.quant.blocked import INT8, WHOLE, BlockedScheme, Element
+from moe_mk.quant.tensor import QuantTensor
+
+TYPICAL_WIDTH = 8192
+"""Values under one scale of a whole row, for the error that is expected of it."""
+
+
+@dataclass(frozen=True)
+class Int8Block(BlockedScheme):
+    """INT8 values, one scale for every block of `rows` x `columns`."""
+
+    name: str
+    rows: int
+    columns: int
+
+    @property
+    def family(self) -> str:
+        """int8, whatever the block."""
+        return "int8"
+
+    @property
+    def element(self) -> Element:
+        """Signed bytes."""
+        return INT8
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """float32."""
+        return torch.float32
+
+    @property
+    def relative_rms(self) -> float:
+        """A step is amax / 127 for all values of a block, however small.
+
+        What a gate leaves are products of two normals, whose tail falls like exp(-x): the largest of n is about ln n.
+        """
+        crest = math.log(min(self.rows, TYPICAL_WIDTH) * min(self.columns, TYPICAL_WIDTH))
+        return crest / INT8.largest / math.sqrt(12.0)
+
+    def quantize(self, x: Tensor) -> QuantTensor:
+        """Quantise (rows, columns), with any leading dimensions, each block by its own amax."""
+        n, k = x.shape[-2:]
+        scales = linear_scales(block_amax(x, self.block), INT8.largest)
+        values = INT8.encode(x.to(torch.float32) / spread(scales, n, k, self.block))
+        return QuantTensor(values, scales, self)
+
+
+INT8_CHANNEL = Int8Block("int8_channel", 1, WHOLE)
+"""Weights: one scale an output channel."""
+INT8_TOKEN = Int8Block("int8_token", 1, WHOLE)
+"""Activations: one scale a token, found as it comes."""
+INT8_128x128 = Int8Block("int8_128x128", 128, 128)

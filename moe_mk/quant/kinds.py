@@ -1,0 +1,37 @@
+"""The types in which checkpoints store experts, by the names that settings use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_mk.errors import ConfigError
+from moe_mk.quant.fp8_block import weight_scheme
+from moe_mk.quant.fp8_whole import FP8_CHANNEL, FP8_TENSOR
+from moe_mk.quant.int8 import INT8_CHANNEL, Int8Block
+from moe_mk.quant.microscaling import MXFP4, MXFP8
+from moe_mk.quant.nvfp4 import NVFP4
+from moe_mk.quant.plain import BF16, FP16, FP32
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.registry import did_you_mean
+
+PLAIN_KINDS = ("bf16", "fp16", "fp32")
+BLOCK_KINDS = ("fp8_block", "int8_block")
+_FIXED: Mapping[str, QuantScheme] = {
+    "bf16": BF16, "fp16": FP16, "fp32": FP32, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR,
+    "int8": INT8_CHANNEL, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4,
+}  # fmt: skip
+KINDS = (*PLAIN_KINDS, *BLOCK_KINDS, *(kind for kind in _FIXED if kind not in PLAIN_KINDS))
+
+
+def scheme_of_kind(kind: str, block: tuple[int, int] = (128, 128), *, ue8m0: bool = False) -> QuantScheme:
+    """The weight scheme of a type. block: of fp8_block and int8_block. ue8m0: of fp8_block.
+
+    Raises ConfigError for an unknown type.
+    """
+    if kind == "fp8_block":
+        return weight_scheme(block, ue8m0=ue8m0)
+    if kind == "int8_block":
+        return Int8Block(f"int8_{block[0]}x{block[1]}", *block)
+    if kind not in _FIXED:
+        raise ConfigError(f"no type of experts is called {kind!r}{did_you_mean(kind, KINDS)}")
+    return _FIXED[kind]

@@ -1,0 +1,66 @@
+"""Microscaling formats: 32 values along a row share a power of two in one byte (E8M0).
+
+MXFP8 has e4m3 values, MXFP4 e2m1 values, two a byte, the even column in the low four bits.
+Source: OCP Microscaling formats v1.0. Scales are rounded up here, so that no amax clips (`power_of_two_scales`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.kernels.reference.quantize_scaled import power_of_two_scales
+from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
+from moe_mk.quant.blocked import E2M1, E4M3, BlockedScheme, Element, expected_error
+from moe_mk.quant.tensor import QuantTensor
+
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class Microscaled(BlockedScheme):
+    """Small floats, one E8M0 scale for every 32 of a row."""
+
+    name: str
+    format: Element
+    rows: int = 1
+    columns: int = GROUP
+
+    @property
+    def family(self) -> str:
+        """mxfp8 or mxfp4."""
+        return self.name
+
+    @property
+    def element(self) -> Element:
+        """e4m3 or e2m1."""
+        return self.format
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """E8M0: the exponent of an f32, and nothing else."""
+        return torch.float8_e8m0fnu
+
+    @property
+    def relative_rms(self) -> float:
+        """A scale is amax / largest rounded up to a power of two: on average, as a mean square over one octave."""
+        octave = math.sqrt(3.0 / (2.0 * math.log(2.0)))
+        return expected_error(self.element, octave / self.element.largest, self.columns)
+
+    def quantize(self, x: Tensor) -> QuantTensor:
+        """Quantise (rows, columns), with any leading dimensions, each group by its own amax.
+
+        Raises ShapeError for an odd number of columns where two values share a byte.
+        """
+        n, k = x.shape[-2:]
+        self.expect_even(k)
+        scales = power_of_two_scales(block_amax(x, self.block), self.element.largest)
+        values = self.element.encode(x.to(torch.float32) / spread(scales, n, k, self.block))
+        return QuantTensor(values, scales.to(self.scale_dtype), self)
+
+
+MXFP8 = Microscaled("mxfp8", E4M3)
+MXFP4 = Microscaled("mxfp4", E2M1)

@@ -1,0 +1,94 @@
+"""How experts are stored: settings that fit together, and what each config.json calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_mk.config import QuantConfig
+from moe_mk.config.hf_quant import quant_from_hf
+from moe_mk.errors import ConfigError
+from moe_mk.quant.kinds import KINDS, PLAIN_KINDS
+from moe_mk.weights.dialects import quantization_config
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN_KINDS])
+def test_what_we_write_is_what_we_read(kind: str) -> None:
+    settings = QuantConfig.parse(quant_from_hf(quantization_config(kind, (128, 128)), "here"), "here")
+    assert settings == QuantConfig(weights=kind) and settings.kind == kind  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "said,expected",
+    [
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, {"weights": "mxfp4"}),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, {"weights": "mxfp4", "activations": "mxfp8"}),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {"weights": "nvfp4"}),
+    ],
+)
+def test_other_ways_of_saying_it(said: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert quant_from_hf(said, "here") == expected
+
+
+def compressed(weights: dict[str, Any], tokens: dict[str, Any] | None) -> dict[str, Any]:
+    group = {"weights": {"num_bits": 8, "type": "int", "strategy": "channel", **weights}, "input_activations": tokens}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def test_weight_only_int8_rounds_no_activations() -> None:
+    assert quant_from_hf(compressed({}, None), "here") == {"weights": "int8", "activations": "none"}
+
+
+@pytest.mark.parametrize(
+    "said,problem",
+    [
+        (compressed({"num_bits": 4}, None), r"weights\.num_bits is 4"),
+        (compressed({"strategy": "group"}, None), r"weights\.strategy is 'group', not one of channel, block"),
+        (compressed({"symmetric": False}, None), r"weights\.symmetric is False"),
+        (compressed({}, {"num_bits": 8, "type": "float"}), r"input_activations are 8-bit 'float'"),
+        ({"quant_method": "compressed-tensors"}, "config_groups has no groups, one is expected"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
+    ],
+)
+def test_what_is_not_supported_is_named(said: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        quant_from_hf(said, "here")
+
+
+@pytest.mark.parametrize(
+    "settings,problem",
+    [
+        (
+            {"weights": "int8", "activations": "fp8"},
+            "'fp8' do not go with int8 weights; use auto, none, int8",
+        ),
+        ({"weights": "mxfp4", "input_scale": 0.5}, "input_scale=0.5 means nothing for mxfp4 weights; drop it"),
+        (
+            {"weights": "bf16", "activations": "nvfp4"},
+            "'nvfp4' do not go with bf16 weights; use auto, none",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        QuantConfig.parse(settings, "here")
+
+
+def test_activations_by_the_habit_of_a_type_or_as_told() -> None:
+    def named(**settings: Any) -> str | None:
+        scheme = QuantConfig(**settings).activation_scheme
+        return None if scheme is None else scheme.name
+
+    assert named(weights="mxfp4") is None and named(weights="mxfp4", activations="mxfp8") == "mxfp8"
+    assert named(weights="int8") == "int8_token" and named(weights="int8", activations="none") is None
+    assert named(weights="fp8_tensor") == "fp8_token"
+    assert named(weights="fp8_tensor", input_scale=0.25) == "fp8_static_x0.25"
+    assert named(weights="nvfp4") == "nvfp4_1x16" and named(weights="nvfp4", input_scale=0.5) == "nvfp4_1x16_x0.5"
+
+
+def test_edges_are_those_of_blocks_and_scales_of_rows_have_none() -> None:
+    edges = {kind: QuantConfig(weights=kind).edges for kind in KINDS}  # type: ignore[arg-type]
+    assert edges["fp8_block"] == edges["int8_block"] == (128, 128)
+    assert edges["mxfp4"] == edges["mxfp8"] == (1, 32) and edges["nvfp4"] == (1, 16)
+    assert edges["bf16"] == edges["int8"] == edges["fp8_channel"] == edges["fp8_tensor"] == (1, 1)
