@@ -9,6 +9,7 @@ of its relative error (`QuantScheme.relative_rms`). What enters gate and up ente
         + 4 d^2 + 4 d^2   in the layer's dtype: gate and up; hidden, output, what travels home, sum
         + 4 a^2 + a^2     f32 sums over H terms, at worst one after the other: a^2 = f^2 H / 2, f of one rounding
         + 4 q^2           tokens that travel in a scheme in which the experts do not compute
+        + 4 r^2 + r^2     weights requantised at load, where they are held in another scheme than the stored one
 
 All tokens together must stay within 1.5 e, and every single one within 3 e, as relative L2 error.
 """
@@ -70,7 +71,8 @@ def error_of(decision: Decision) -> float:
     problem, compute, wire = decision.problem, decision.compute, decision.wire
     experts = experts_error(problem.dtype, compute, problem.weights, problem.config.model.hidden_size)
     q = wire.relative_rms if wire.block is not None and wire != compute else 0.0
-    return math.sqrt(experts**2 + 4 * q**2)
+    r = 0.0 if decision.effect is None else decision.effect.rounding
+    return math.sqrt(experts**2 + 4 * q**2 + 5 * r**2)
 
 
 def experts_error(dtype: Plain, compute: QuantScheme, weights: QuantScheme, hidden_size: int) -> float:

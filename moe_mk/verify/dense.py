@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_mk.config.moe import MoEConfig, RouterConfig
+from moe_mk.config.moe import ModelConfig, MoEConfig, RouterConfig
 from moe_mk.quant.tensor import QuantTensor
+from moe_mk.verify.decode import decoded
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
 
@@ -59,17 +60,19 @@ def dense_layer(
     for number, expert in enumerate(hit):
         share_T = torch.from_numpy(np.where(chosen_TK == expert, weights_TK, 0.0).sum(axis=1))
         rows = torch.nonzero(share_T).flatten()
-        y_TH[rows] += share_T[rows, None] * _mlp(x[rows], weights.experts.slots[expert], config.model.activation)
+        y_TH[rows] += share_T[rows, None] * _mlp(x[rows], weights.experts.slots[expert], config.model)
         if on_progress:
             on_progress("verify", number + 1, len(hit))
     if weights.shared is not None:
-        y_TH += _mlp(x, weights.shared, config.model.activation)
+        y_TH += _mlp(x, weights.shared, config.model)
     return DenseResult(y_TH, biased_TE, chosen_TK, weights_TK)
 
 
 def _scores(x_TH: Tensor, weights: LayerWeights, router: RouterConfig) -> Array:
     """Unbiased scores in f32; router_dtype "model" rounds logits and sigmoid to the dtype of the tokens."""
     logits = x_TH.double() @ weights.gate_EH.double().T
+    if weights.logit_bias_E is not None:
+        logits = logits + weights.logit_bias_E.double()
     coarse = x_TH.dtype if router.router_dtype == "model" else torch.float32
     logits = logits.to(coarse).double()
     if router.scoring_func == "softmax":
@@ -114,10 +117,28 @@ def _weights(scores_TE: Array, ids_TK: NDArray[np.int64], router: RouterConfig) 
     return np.asarray(picked * router.routed_scaling_factor, dtype=np.float32)
 
 
-def _mlp(x: Tensor, slot: SlotWeights, activation: str) -> Tensor:
-    act, up = _ACTIVATIONS[activation], x @ _whole(slot.up_IH).T
-    hidden = act(up) if slot.gate_IH is None else act(x @ _whole(slot.gate_IH).T) * up
-    return hidden @ _whole(slot.down_HI).T
+def _mlp(x: Tensor, slot: SlotWeights, model: ModelConfig) -> Tensor:
+    up = _affine(x, slot.up_IH, slot.up_bias)
+    if slot.gate_IH is None:
+        hidden = _ACTIVATIONS[model.activation](up)
+    else:
+        gate = _affine(x, slot.gate_IH, slot.gate_bias)
+        hidden = _gated(gate, up, model)
+    return _affine(hidden, slot.down_HI, slot.down_bias)
+
+
+def _affine(x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Tensor:
+    y = x @ decoded(weight).T
+    return y if bias is None else y + bias.cpu().double()
+
+
+def _gated(gate: Tensor, up: Tensor, model: ModelConfig) -> Tensor:
+    if model.swiglu_limit is None:
+        return _ACTIVATIONS[model.activation](gate) * up
+    gate, up = torch.clamp(gate, max=model.swiglu_limit), torch.clamp(up, -model.swiglu_limit, model.swiglu_limit)
+    if model.activation == "swiglu_oai":
+        return (up + 1.0) * gate / (1.0 + torch.exp(-model.swiglu_alpha * gate))
+    return gate / (1.0 + torch.exp(-gate)) * up
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -126,15 +147,3 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda v: 0.5 * v * (1.0 + torch.tanh((2.0 / np.pi) ** 0.5 * (v + 0.044715 * v**3))),
     "relu2": lambda v: torch.clamp(v, min=0.0) ** 2,
 }
-
-
-def _whole(q: QuantTensor) -> Tensor:
-    """Values times the scale of their block, rounded to f32 as a checkpoint means them, as f64."""
-    values = q.values.cpu().float()
-    if q.scales is not None:
-        assert q.scheme.block is not None
-        rows, columns = q.scheme.block
-        for i, row in enumerate(q.scales.cpu().float().tolist()):
-            for j, scale in enumerate(row):
-                values[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] *= scale
-    return values.double()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_mk.errors import ConfigError, WeightError
-from moe_mk.quant import Fp8Block
+from moe_mk.quant import WHOLE, BlockedScheme
 from moe_mk.weights.completeness import entry_problems, name_problems, some
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors
@@ -96,9 +96,12 @@ def _expect_order(spec: LayerSpec, convention: Convention) -> None:
             f"gate_up_order={spec.gate_up_order!r} applies where gate and up lie in one tensor; {convention.name} "
             "names tell them apart, so set gate_up_order='gate_up'"
         )
-    if convention.fused and isinstance(spec.scheme, Fp8Block) and spec.intermediate_size % spec.scheme.rows:
+    scheme = spec.scheme
+    if not convention.fused or not isinstance(scheme, BlockedScheme) or scheme.rows == WHOLE:
+        return
+    if spec.intermediate_size % scheme.rows:
         raise ConfigError(
-            f"gate_up_proj of intermediate size {spec.intermediate_size} has scale blocks of {spec.scheme.rows} rows "
+            f"gate_up_proj of intermediate size {spec.intermediate_size} has scale blocks of {scheme.rows} rows "
             "that span gate and up; such a checkpoint cannot be split"
         )
 

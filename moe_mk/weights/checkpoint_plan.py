@@ -11,7 +11,7 @@ import torch
 from moe_mk.errors import ConfigError
 from moe_mk.weights.checkpoint_shape import CheckpointShape
 from moe_mk.weights.layer_spec import expected_tensors
-from moe_mk.weights.names import OFFICIAL, Role
+from moe_mk.weights.names import Role
 from moe_mk.weights.safetensors_writer import Planned
 
 RECIPE = "moe_mk_recipe"
@@ -26,12 +26,14 @@ def recipe_of(shape: CheckpointShape, seed: int) -> str:
 
 def planned_tensors(shape: CheckpointShape) -> list[Planned]:
     """Every tensor of the checkpoint, in the order of the model."""
-    expected = expected_tensors(shape.layer_spec(), OFFICIAL)
+    expected = expected_tensors(shape.layer_spec(), shape.convention)
+    prefix = shape.convention.prefix
     router_dtype = {Role.ROUTER: torch.bfloat16, Role.BIAS: torch.float32}
     return [
-        Planned(OFFICIAL.prefix.replace("{N}", str(layer)) + name, router_dtype.get(e.part.role, e.dtypes[0]), e.shape)
+        Planned(prefix.replace("{N}", str(layer)) + name, router_dtype.get(e.part.role, e.dtypes[0]), e.shape)
         for layer in shape.layers
         for name, e in expected.items()
+        if not e.optional
     ]
 
 
@@ -49,12 +51,16 @@ def plan_shards(shape: CheckpointShape, shard_bytes: int) -> list[list[Planned]]
 
 
 def matrices(tensors: Sequence[Planned]) -> Iterator[list[Planned]]:
-    """Each tensor that is no scale, together with its scales where it has any."""
-    for index, tensor in enumerate(tensors):
-        if not _is_scale(tensor):
-            following = tensors[index + 1 : index + 2]
-            yield [tensor, *(t for t in following if _is_scale(t))]
+    """Each tensor that is no scale, together with its scales, and the scale above them, where it has any."""
+    group: list[Planned] = []
+    for tensor in tensors:
+        if group and not _is_scale(tensor):
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
 
 
 def _is_scale(tensor: Planned) -> bool:
-    return tensor.name.endswith("_scale_inv")
+    return tensor.name.endswith(("_scale_inv", ".weight_scale", ".weight_scale_2"))

@@ -6,16 +6,21 @@ from dataclasses import dataclass
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant import BF16, Fp8Block, QuantScheme, weight_scheme
+from moe_mk.quant.kinds import scheme_of_kind
+from moe_mk.weights.dialects import quantization_config
 from moe_mk.weights.layer_spec import LayerSpec
+from moe_mk.weights.names import OFFICIAL, SCALED, Convention
 
-FORMATS = ("fp8", "bf16")
+FORMATS = (
+    "fp8", "bf16", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class CheckpointShape:
     """MoE layers in the official DeepSeek-V3 layout; the defaults are one full layer of that model.
 
-    quant: "fp8" (e4m3, one scale a block) or "bf16".
+    quant: "fp8" (e4m3, one scale a block), "bf16", or another type of `FORMATS`.
     power_of_two_scales: f32 scales that are powers of two, as newer official checkpoints have ("scale_fmt": "ue8m0").
     Raises ConfigError listing everything that does not fit together, with group counts that would.
     """
@@ -52,15 +57,22 @@ class CheckpointShape:
 
     @property
     def scheme(self) -> QuantScheme:
-        """How expert weights are stored; scales are f32 either way."""
+        """How expert weights are stored; scales of FP8 blocks are f32 either way."""
         if self.quant == "bf16":
             return BF16
+        if self.quant != "fp8":
+            return scheme_of_kind(self.quant, self.block)
         scheme = weight_scheme(self.block)
         return Fp8Block(scheme.name, *self.block, ue8m0=True) if self.power_of_two_scales else scheme
 
+    @property
+    def convention(self) -> Convention:
+        """How the tensors are called."""
+        return OFFICIAL if self.quant in ("fp8", "bf16") else SCALED
+
     def layer_spec(self) -> LayerSpec:
         """What a reader must expect of each layer."""
-        scheme = weight_scheme(self.block) if self.quant == "fp8" else BF16
+        scheme = weight_scheme(self.block) if self.quant == "fp8" else self.scheme
         return LayerSpec(
             self.num_experts,
             self.hidden_size,
@@ -73,13 +85,8 @@ class CheckpointShape:
 
     def hf_config(self) -> dict[str, object]:
         """The keys of a DeepSeek-V3 config.json that concern the MoE layers."""
-        quantization = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "weight_block_size": list(self.block),
-            "activation_scheme": "dynamic",
-            **({"scale_fmt": "ue8m0"} if self.power_of_two_scales else {}),
-        }
+        quant = "fp8_block" if self.quant == "fp8" else self.quant
+        quantization = quantization_config(quant, self.block, ue8m0=self.power_of_two_scales)
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
@@ -99,7 +106,7 @@ class CheckpointShape:
             "num_hidden_layers": max(self.layers) + 1,
             "hidden_act": "silu",
             "torch_dtype": "bfloat16",
-            **({"quantization_config": quantization} if self.quant == "fp8" else {}),
+            **({"quantization_config": quantization} if quantization else {}),
         }
 
     def _routing_problems(self) -> list[str]:

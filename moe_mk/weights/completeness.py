@@ -23,7 +23,7 @@ def some(examples: Iterable[object]) -> str:
 def name_problems(present: Iterable[str], expected: Mapping[str, Expected], convention: Convention) -> list[str]:
     """Missing experts, half-filled experts, other missing tensors, unexpected tensors: one line each, with counts."""
     have = set(present)
-    missing = [name for name in expected if name not in have]
+    missing = [name for name, each in expected.items() if name not in have and not each.optional]
     unexpected = sorted(have - expected.keys())
     lacks: dict[int, list[str]] = defaultdict(list)
     for name in missing:
@@ -31,7 +31,7 @@ def name_problems(present: Iterable[str], expected: Mapping[str, Expected], conv
             lacks[expert].append(name)
     num_of: dict[int, int] = defaultdict(int)
     for each in expected.values():
-        if each.part.expert is not None:
+        if each.part.expert is not None and not each.optional:
             num_of[each.part.expert] += 1
     absent = [e for e, names in lacks.items() if len(names) == num_of[e]]
     half = {e: names for e, names in lacks.items() if len(names) < num_of[e]}
@@ -75,7 +75,7 @@ def entry_problems(source: TensorSource, prefix: str, wanted: Mapping[str, Expec
         except WeightError as problem:
             files[str(problem)] += 1
             continue
-        if entry.shape != want.shape:
+        if entry.shape not in (want.shape, *want.also):
             shapes.append(f"{local} is {list(entry.shape)}, expected {list(want.shape)}")
         if entry.dtype not in want.dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in want.dtypes)

@@ -13,11 +13,30 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.blocked import WHOLE, BlockedScheme
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
 CANONICAL = "canonical"
 MAPPED = "mapped"
+
+
+@dataclass(frozen=True)
+class SlotBiases:
+    """What is added to the three products of one expert, in a plain dtype."""
+
+    gate_I: Tensor | None
+    up_I: Tensor
+    down_H: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that are there, in order."""
+        return tuple(bias for bias in (self.gate_I, self.up_I, self.down_H) if bias is not None)
+
+    def to(self, device: torch.device) -> SlotBiases:
+        """The same on another device."""
+        gate_I = None if self.gate_I is None else self.gate_I.to(device)
+        return SlotBiases(gate_I, self.up_I.to(device), self.down_H.to(device))
 
 
 @dataclass(frozen=True)
@@ -27,6 +46,29 @@ class SlotWeights:
     gate_IH: QuantTensor | None
     up_IH: QuantTensor
     down_HI: QuantTensor
+    biases: SlotBiases | None = None
+    """None for experts without biases."""
+
+    @property
+    def gate_bias(self) -> Tensor | None:
+        """(I,), or None."""
+        return None if self.biases is None else self.biases.gate_I
+
+    @property
+    def up_bias(self) -> Tensor | None:
+        """(I,), or None."""
+        return None if self.biases is None else self.biases.up_I
+
+    @property
+    def down_bias(self) -> Tensor | None:
+        """(H,), or None."""
+        return None if self.biases is None else self.biases.down_H
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values, scales and biases."""
+        matrices = sum(q.num_bytes for q in (self.gate_IH, self.up_IH, self.down_HI) if q is not None)
+        return matrices + sum(t.numel() * t.element_size() for t in (self.biases.tensors if self.biases else ()))
 
 
 @dataclass(frozen=True)
@@ -88,7 +130,7 @@ class MappedExpertWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of values and scales behind the views."""
-        return sum(q.num_bytes for s in self.slots for q in (s.gate_IH, s.up_IH, s.down_HI) if q is not None)
+        return sum(slot.num_bytes for slot in self.slots)
 
     def slot(self, index: int) -> SlotWeights:
         """The matrices of one physical expert, as views."""
@@ -130,7 +172,10 @@ def on_device(weights: Weights, device: torch.device) -> Weights:
         return weights
     slots = tuple(
         SlotWeights(
-            None if slot.gate_IH is None else slot.gate_IH.to(device), slot.up_IH.to(device), slot.down_HI.to(device)
+            None if slot.gate_IH is None else slot.gate_IH.to(device),
+            slot.up_IH.to(device),
+            slot.down_HI.to(device),
+            None if slot.biases is None else slot.biases.to(device),
         )
         for slot in weights.slots
     )
@@ -147,15 +192,32 @@ def narrow_columns(q: QuantTensor, start: int, length: int) -> QuantTensor:
     return _narrow(q, 1, start, length)
 
 
+def every_other_row(q: QuantTensor, *, odd: bool) -> QuantTensor:
+    """Rows 0, 2, 4... of a matrix, or 1, 3, 5...: gate or up where they are interleaved."""
+    first = int(odd)
+    scales = None if q.scales is None else q.scales[first::2] if q.scheme.block != (WHOLE, WHOLE) else q.scales
+    assert q.scheme.block is None or q.scheme.block[0] in (1, WHOLE), "rows that alternate cannot share a block"
+    return replace(q, values=q.values[first::2], scales=scales)
+
+
 def _narrow(q: QuantTensor, axis: int, start: int, length: int) -> QuantTensor:
-    values = q.values.narrow(axis, start, length)
+    packed = q.scheme.per_byte if axis == 1 else 1
+    assert start % packed == 0 == length % packed, f"{start} and {length} must be even: {packed} values share a byte"
+    values = q.values.narrow(axis, start // packed, length // packed)
+    above = q.global_scale
+    if above is not None and axis == 0:
+        above = _scales_of(above, 0, -(-q.shape[0] // above.shape[0]), start, length, whole=True)
     if q.scales is None:
-        return replace(q, values=values)
-    assert isinstance(q.scheme, Fp8Block)
-    side = q.scheme.block[axis]
+        return replace(q, values=values, global_scale=above)
+    assert isinstance(q.scheme, BlockedScheme)
+    side, whole = q.scheme.sides_of(q)[axis], q.scheme.block[axis] == WHOLE
+    scales = _scales_of(q.scales, axis, side, start, length, whole=whole)
+    return replace(q, values=values, scales=scales, global_scale=above)
+
+
+def _scales_of(scales: Tensor, axis: int, side: int, start: int, length: int, *, whole: bool) -> Tensor:
+    """The scales of a slice, which must begin at an edge; one of a whole matrix holds for each of its parts."""
+    if whole and start // side == (start + max(length, 1) - 1) // side:
+        return scales.narrow(axis, start // side, 1)
     assert start % side == 0, f"{start} is not a multiple of the block side {side}"
-    return replace(q, values=values, scales=_scales_of(q.scales, axis, start // side, -(-length // side)))
-
-
-def _scales_of(scales: Tensor, axis: int, start: int, length: int) -> Tensor:
-    return scales.narrow(axis, start, length)
+    return scales.narrow(axis, start // side, -(-length // side))

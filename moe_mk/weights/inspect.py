@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from moe_mk.errors import ConfigError, WeightError
-from moe_mk.quant import Fp8Block, Plain, QuantScheme, plain, weight_scheme
+from moe_mk.quant import (
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    INT8_CHANNEL,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    QuantScheme,
+    plain,
+    weight_scheme,
+)
+from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
+from moe_mk.quant.microscaling import GROUP
 from moe_mk.weights.completeness import entry_problems, name_problems
 from moe_mk.weights.layer_spec import FLOATS, LayerSpec, expected_tensors
 from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, recognise
-from moe_mk.weights.safetensors_header import DTYPES, TensorEntry
+from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import SafetensorsSource
+
+E8M0 = (torch.float8_e8m0fnu, torch.uint8)
+"""What files hold power-of-two scales in."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +56,22 @@ class LayerFacts:
     num_tensors: int
     num_bytes: int
     problems: tuple[str, ...]
+    kind: str = ""
+    """How the experts are stored, as `model.quant.weights` calls it; empty if it cannot be told."""
+    has_expert_bias: bool = False
+    has_logit_bias: bool = False
 
     def layer_spec(self) -> LayerSpec:
         """What `load_layer` needs to know of the layer; WeightError if its problems hide that."""
-        dtype = DTYPES.get(self.dtype)
-        if not self.num_experts or dtype is None:
+        if not self.num_experts or not self.kind:
             raise WeightError(f"layer {self.layer} cannot be described: {'; '.join(self.problems)}")
-        scheme = weight_scheme(self.block) if self.block is not None else plain(dtype)
+        scheme = scheme_of_kind(self.kind, self.block or (128, 128))
         width = self.shared_intermediate_size
         sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
-        return LayerSpec(*sizes, scheme, int(width > 0), width, self.has_gate_bias)
+        return LayerSpec(
+            *sizes, scheme, int(width > 0), width, self.has_gate_bias,
+            has_expert_bias=self.has_expert_bias, has_logit_bias=self.has_logit_bias,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,7 +164,8 @@ def _layer(source: SafetensorsSource, prefix: str, block: tuple[int, int] | None
         layer_of(prefix), prefix, convention.name,
         spec.num_experts if spec else 0, spec.hidden_size if spec else 0, spec.intermediate_size if spec else 0,
         spec.shared_intermediate_size if spec else 0, Part(Role.BIAS) in parts, dtypes, scale_dtypes,
-        spec.block if spec else None, len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
+        _block_of(spec), len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
+        _kind_of(spec), spec is not None and spec.has_expert_bias, spec is not None and spec.has_logit_bias,
     )  # fmt: skip
 
 
@@ -162,39 +187,73 @@ def _guess(
     downs = [
         (part, entry)
         for part, entry in parts.items()
-        if part.role is Role.EXPERT and part.projection == "down" and not part.is_scale
+        if part.role is Role.EXPERT and part.projection == "down" and not (part.is_scale or part.extra)
     ]
     if not downs:
         return None, "no expert has a down projection"
     (shape, dtype), _ = Counter((entry.shape, entry.dtype) for _, entry in downs).most_common(1)[0]
     experts = [part.expert for part, _ in downs if part.expert is not None]
     router, shared = parts.get(Part(Role.ROUTER)), parts.get(Part(Role.SHARED, "down"))
+    if convention.blocks_apart and len(shape) == 4:
+        shape = (*shape[:2], shape[2] * shape[3])
     if len(shape) != (3 if convention.fused else 2):
         return None, f"down projections have shape {list(shape)}"
     num_experts = (
         router.shape[0] if router is not None and router.shape else shape[0] if convention.fused else 1 + max(experts)
     )
-    scheme: QuantScheme | None = _scheme(dtype, parts, block)
+    scheme = _scheme(dtype, shape[-2:], parts, block)
     if scheme is None:
         return None, f"expert weights of dtype {downs[0][1].dtype_name} are not supported"
-    width = shared.shape[1] if shared is not None and len(shared.shape) == 2 else 0
+    width = shared.shape[1] * scheme.per_byte if shared is not None and len(shared.shape) == 2 else 0
+    biased = Part(Role.EXPERT, "down", extra="bias") in parts
     try:
-        return LayerSpec(num_experts, shape[-2], shape[-1], scheme, int(width > 0), width, Part(Role.BIAS) in parts), ""
+        return LayerSpec(
+            num_experts, shape[-2], shape[-1] * scheme.per_byte, scheme, int(width > 0), width,
+            Part(Role.BIAS) in parts, has_expert_bias=biased, has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
+        ), ""  # fmt: skip
     except ConfigError as problem:
         return None, str(problem)
 
 
-def _scheme(dtype: object, parts: dict[Part, TensorEntry], block: tuple[int, int] | None) -> Plain | Fp8Block | None:
-    for each in FLOATS:
-        if dtype == each:
-            return plain(each)
-    if dtype is None or not any(part.is_scale for part in parts):
+def _scheme(
+    dtype: torch.dtype | None, shape: tuple[int, ...], parts: dict[Part, TensorEntry], block: tuple[int, int] | None
+) -> QuantScheme | None:
+    """The scheme that dtypes and shapes of a down projection and its scales tell."""
+    if dtype in FLOATS:
+        return plain(dtype)
+    downs = {part: e for part, e in parts.items() if part.role is Role.EXPERT and part.projection == "down"}
+    scales = [e for part, e in downs.items() if part.is_scale]
+    if dtype is None or not scales:
         return None
-    return weight_scheme(block or (128, 128))
+    scale = scales[0]
+    grid = scale.shape[1:] if len(scale.shape) == 3 else scale.shape
+    per_row = len(grid) > 0 and grid[0] == shape[0]
+    if dtype is torch.float8_e4m3fn and per_row and grid[1:] == (shape[1] // GROUP,) and scale.dtype in E8M0:
+        return MXFP8
+    if dtype is torch.float8_e4m3fn and block is None and math.prod(grid) in (1, shape[0]):
+        return FP8_CHANNEL if per_row and math.prod(grid) > 1 else FP8_TENSOR
+    if dtype in (torch.uint8, torch.int8) and per_row and len(grid) == 2 and grid[1] > 1:
+        return {torch.float8_e4m3fn: NVFP4}.get(scale.dtype or torch.uint8, MXFP4 if scale.dtype in E8M0 else None)
+    if dtype is torch.int8:
+        sides = block or (128, 128)
+        return INT8_CHANNEL if math.prod(grid) == shape[0] else scheme_of_kind("int8_block", sides)
+    return weight_scheme(block or (128, 128)) if dtype is torch.float8_e4m3fn else None
+
+
+def _block_of(spec: LayerSpec | None) -> tuple[int, int] | None:
+    return spec.block if spec is not None and _kind_of(spec) in BLOCK_KINDS else None
+
+
+def _kind_of(spec: LayerSpec | None) -> str:
+    if spec is None:
+        return ""
+    for kind in KINDS:
+        if scheme_of_kind(kind, spec.block or (128, 128)) == spec.scheme:
+            return kind
+    return ""
 
 
 def _dtypes(parts: dict[Part, TensorEntry], *, is_scale: bool) -> str:
-    found = {
-        entry.dtype_name for part, entry in parts.items() if part.role is Role.EXPERT and part.is_scale == is_scale
-    }
+    experts = {part: entry for part, entry in parts.items() if part.role is Role.EXPERT and not part.extra}
+    found = {entry.dtype_name for part, entry in experts.items() if part.is_scale == is_scale}
     return " and ".join(sorted(found))

@@ -8,9 +8,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from moe_mk.quant import Fp8Block, QuantTensor
+from moe_mk.quant import BlockedScheme, Fp8Block, QuantTensor
 from moe_mk.weights.completeness import some
-from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, narrow_columns, narrow_rows
+from moe_mk.weights.expert_weights import (
+    MappedExpertWeights,
+    SlotBiases,
+    SlotWeights,
+    every_other_row,
+    narrow_columns,
+    narrow_rows,
+)
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights, LoadFacts
 from moe_mk.weights.names import Convention, Part, Role
@@ -31,22 +38,26 @@ class LayerReader:
     names: dict[str, None] = field(default_factory=dict)
     values: list[tuple[str, Tensor]] = field(default_factory=list)
     scales: list[tuple[str, Tensor]] = field(default_factory=list)
+    codes: int = 0
+    """Bytes of formats without NaN, which nothing needs to look for."""
 
     def layer(self, owned: Sequence[int], layer: int) -> LayerWeights:
         """Open everything."""
         # The small ones are copied: a view would carry the mapped file along wherever the weights are copied to.
         gate_EH = self._vector(Part(Role.ROUTER)).clone()
         bias_E = self._vector(Part(Role.BIAS)).to(torch.float32, copy=True) if self.spec.has_gate_bias else None
+        told = self.spec.has_logit_bias and self.convention.logit_bias
+        logit_bias_E = self._vector(Part(Role.LOGIT_BIAS)).to(torch.float32, copy=True) if told else None
         shared = self._mlp(Role.SHARED, None) if self.spec.num_shared_experts else None
         slots = {e: self._mlp(Role.EXPERT, e) for e in dict.fromkeys(owned)}
         facts = LoadFacts(
             self.source.where, layer, self.prefix, self.convention.name, tuple(owned), self.tp_rank, self.tp_size,
-            sum(t.numel() * t.element_size() for _, t in (*self.values, *self.scales)), tuple(self.names),
+            sum(t.numel() * t.element_size() for _, t in (*self.values, *self.scales)) + self.codes, tuple(self.names),
         )  # fmt: skip
         mapped = MappedExpertWeights(
             tuple(slots[e] for e in owned), self.spec.scheme, file_backed=self.source.file_backed
         )
-        return LayerWeights(gate_EH, bias_E, shared, mapped, facts)
+        return LayerWeights(gate_EH, bias_E, shared, mapped, facts, logit_bias_E)
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:
         """Read everything that was opened once and list NaN codes and broken scales."""
@@ -62,30 +73,97 @@ class LayerReader:
 
     def _mlp(self, role: Role, expert: int | None) -> SlotWeights:
         width = self.spec.intermediate_size if role is Role.EXPERT else self.spec.shared_intermediate_size
-        start, length = self.spec.slice_of(width, self.tp_rank, self.tp_size)
+        share = self.spec.slice_of(width, self.tp_rank, self.tp_size)
         if role is Role.EXPERT and self.convention.fused:
-            gate_at, up_at = (0, width) if self.spec.gate_up_order == "gate_up" else (width, 0)
-            gate_up = Part(role, "gate_up")
-            gate = self._matrix(gate_up, 0, gate_at + start, length, row=expert)
-            up = self._matrix(gate_up, 0, up_at + start, length, row=expert)
-            return SlotWeights(gate, up, self._matrix(Part(role, "down"), 1, start, length, row=expert))
-        gate, up = (self._matrix(Part(role, p, expert), 0, start, length) for p in ("gate", "up"))
-        return SlotWeights(gate, up, self._matrix(Part(role, "down", expert), 1, start, length))
+            both, down = Part(role, "gate_up"), Part(role, "down")
+            gate, up = (self._half(both, expert, which, share) for which in ("gate", "up"))
+            biases = self._biases(both, down, expert, share) if self.spec.has_expert_bias else None
+            return SlotWeights(gate, up, self._matrix(down, 1, *share, row=expert), biases)
+        gate, up = (self._matrix(Part(role, p, expert), 0, *share) for p in ("gate", "up"))
+        has_biases = self.spec.has_expert_bias and self.convention.holds(role, "bias")
+        biases = self._biases_apart(expert, share) if has_biases else None
+        return SlotWeights(gate, up, self._matrix(Part(role, "down", expert), 1, *share), biases)
+
+    def expert(self, expert: int) -> SlotWeights:
+        """One routed expert."""
+        return self._mlp(Role.EXPERT, expert)
+
+    def shared_experts(self) -> SlotWeights:
+        """All shared experts as one MLP."""
+        return self._mlp(Role.SHARED, None)
+
+    @property
+    def _order(self) -> str:
+        """How gate and up lie in one tensor: as the convention fixes it, else as the caller says."""
+        return self.spec.gate_up_order if self.convention.order == "gate_up" else self.convention.order
+
+    def _half(self, part: Part, expert: int | None, which: str, share: tuple[int, int]) -> QuantTensor:
+        """The rows of gate or up, of a tensor that holds both."""
+        whole = self._quantised(part, expert)
+        start, length = share
+        if self._order == "interleaved":
+            return self._noted(narrow_rows(every_other_row(whole[1], odd=which == "up"), start, length), whole[0])
+        first = which == "gate" if self._order == "gate_up" else which == "up"
+        at = start if first else start + self.spec.intermediate_size
+        return self._noted(narrow_rows(whole[1], at, length), whole[0])
 
     def _matrix(self, part: Part, axis: int, start: int, length: int, row: int | None = None) -> QuantTensor:
         """A slice of a matrix along an axis; row picks the expert of a fused stack."""
         narrow = narrow_rows if axis == 0 else narrow_columns
+        names, q = self._quantised(part, row)
+        return self._noted(narrow(q, start, length), names)
+
+    def _quantised(self, part: Part, row: int | None) -> tuple[tuple[str, str], QuantTensor]:
+        """A whole matrix as a view, in the shapes of its scheme, and the names of its values and scales."""
         name, values = self._open(part, row)
-        if not isinstance(self.spec.scheme, Fp8Block):
-            q = narrow(QuantTensor(values, None, self.spec.scheme), start, length)
-            self.values.append((name, q.values))
-            return q
+        scheme = self.spec.scheme
+        if not isinstance(scheme, BlockedScheme):
+            return (name, ""), QuantTensor(values, None, scheme)
+        values = values.flatten(1) if values.dim() == 3 else values
+        values = values.view(scheme.element.dtype) if values.dtype is torch.int8 else values
         scale_name, scales = self._open(replace(part, is_scale=True), row)
-        q = narrow(QuantTensor(values, scales, self.spec.scheme), start, length)
-        assert q.scales is not None
-        self.values.append((name, q.values))
-        self.scales.append((scale_name, q.scales))
-        return replace(q, scales=q.scales.to(torch.float32).to(self.spec.scheme.scale_dtype))
+        tall_wide = scheme.scale_shape(values.shape[0], values.shape[1] * scheme.per_byte)
+        scales = scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales
+        above = self._open(replace(part, extra="global"), row)[1].reshape(1, 1) if scheme.has_global_scale else None
+        return (name, scale_name), QuantTensor(values, scales.reshape(tall_wide), scheme, above)
+
+    def _noted(self, q: QuantTensor, names: tuple[str, str]) -> QuantTensor:
+        """Keep what was opened for the check of its contents, and bring scales into the format of the scheme."""
+        if q.scheme.per_byte == 1 and q.values.dtype.is_floating_point:
+            self.values.append((names[0], q.values))
+        else:
+            self.codes += q.values.numel()
+        if q.scales is None:
+            return q
+        self.scales.append((names[1], q.scales))
+        if q.global_scale is not None:
+            self.scales.append((f"{names[0]}, global scale", q.global_scale))
+        assert isinstance(q.scheme, BlockedScheme)
+        if q.scales.dtype is q.scheme.scale_dtype:
+            return q
+        return replace(q, scales=q.scales.to(torch.float32).to(q.scheme.scale_dtype))
+
+    def _biases(self, both: Part, down: Part, expert: int | None, share: tuple[int, int]) -> SlotBiases:
+        """The biases of an expert, copied. Under TP each rank has its share of gate and up, the first down's."""
+        name, gate_up = self._open(replace(both, extra="bias"), expert)
+        down_name, down_H = self._open(replace(down, extra="bias"), expert)
+        self.values += [(name, gate_up), (down_name, down_H)]
+        start, length = share
+        if self._order == "interleaved":
+            gate_I, up_I = gate_up[0::2], gate_up[1::2]
+        else:
+            first, second = gate_up.chunk(2)
+            gate_I, up_I = (first, second) if self._order == "gate_up" else (second, first)
+        gate_I, up_I = (half.narrow(0, start, length).clone() for half in (gate_I, up_I))
+        return SlotBiases(gate_I, up_I, down_H.clone() if self.tp_rank == 0 else torch.zeros_like(down_H))
+
+    def _biases_apart(self, expert: int | None, share: tuple[int, int]) -> SlotBiases:
+        """The biases of an expert where each projection has its own tensor, copied."""
+        gate_I, up_I, down_H = (
+            self._vector(Part(Role.EXPERT, projection, expert, extra="bias")) for projection in ("gate", "up", "down")
+        )
+        gate_I, up_I = (bias.narrow(0, *share).clone() for bias in (gate_I, up_I))
+        return SlotBiases(gate_I, up_I, down_H.clone() if self.tp_rank == 0 else torch.zeros_like(down_H))
 
     def _vector(self, part: Part) -> Tensor:
         name, tensor = self._open(part, None)

@@ -8,11 +8,18 @@ from math import gcd
 import torch
 
 from moe_mk.errors import ConfigError
-from moe_mk.quant import Fp8Block, Plain, QuantScheme
+from moe_mk.quant import WHOLE, BlockedScheme, Plain, QuantScheme
 from moe_mk.weights.names import Convention, Part, Role
 
-ORDERS = ("gate_up", "up_gate")
+ORDERS = ("gate_up", "up_gate", "interleaved")
+"""interleaved: a row of the gate, the same row of up, the next of the gate."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+VALUE_DTYPES = {
+    torch.float8_e4m3fn: (torch.float8_e4m3fn,),
+    torch.int8: (torch.int8,),
+    torch.uint8: (torch.uint8, torch.int8),
+}
+"""What files hold the values of a scheme in: two four-bit values a byte have no type of their own."""
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
 
 
@@ -32,6 +39,8 @@ class LayerSpec:
     shared_intermediate_size: int = 0
     has_gate_bias: bool = False
     gate_up_order: str = "gate_up"
+    has_expert_bias: bool = False
+    has_logit_bias: bool = False
 
     def __post_init__(self) -> None:
         wrong = [
@@ -46,9 +55,9 @@ class LayerSpec:
             )
         if self.gate_up_order not in ORDERS:
             wrong.append(f"gate_up_order={self.gate_up_order!r} must be one of {', '.join(ORDERS)}")
-        if not isinstance(self.scheme, Plain | Fp8Block):
+        if not isinstance(self.scheme, Plain | BlockedScheme):
             wrong.append(
-                f"scheme {self.scheme.name!r} cannot be read from a checkpoint; use a plain dtype or fp8 blocks"
+                f"scheme {self.scheme.name!r} cannot be read from a checkpoint; use a plain dtype or one with blocks"
             )
         if wrong:
             raise ConfigError("; ".join(wrong))
@@ -58,6 +67,12 @@ class LayerSpec:
         """(rows, columns) under one scale; None for plain weights."""
         return self.scheme.block
 
+    @property
+    def edges(self) -> tuple[int, int]:
+        """(rows, columns): the sides at whose multiples a weight may be cut. A scale of whole rows is no hindrance."""
+        rows, columns = (1 if side == WHOLE else side for side in self.block or (1, 1))
+        return rows, columns
+
     def slice_of(self, width: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
         """(start, length) of a tensor-parallel rank's share of an intermediate width.
 
@@ -66,7 +81,8 @@ class LayerSpec:
         if not 0 <= tp_rank < tp_size:
             raise ConfigError(f"tp_rank={tp_rank} is not in 0..{tp_size - 1} (tp_size={tp_size})")
         if tp_size > 1 and tp_size not in (legal := self.legal_tp_sizes()):
-            block = "" if self.block is None else f" at the edges of {self.block[0]}x{self.block[1]} blocks"
+            rows, columns = self.edges
+            block = "" if (rows, columns) == (1, 1) else f" at the edges of {rows}x{columns} blocks"
             widths = " and ".join(
                 str(w) for w in dict.fromkeys((self.intermediate_size, self.shared_intermediate_size)) if w
             )
@@ -83,7 +99,7 @@ class LayerSpec:
 
     def _cuts_at_edges(self, tp_size: int) -> bool:
         widths = [width for width in (self.intermediate_size, self.shared_intermediate_size) if width]
-        return all((width // tp_size) % side == 0 for width in widths for side in self.block or (1,))
+        return all((width // tp_size) % side == 0 for width in widths for side in self.edges)
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,10 @@ class Expected:
     part: Part
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    also: tuple[tuple[int, ...], ...] = ()
+    """Other shapes that mean the same."""
+    optional: bool = False
+    """Whether a checkpoint may do without it."""
 
 
 def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expected]:
@@ -100,33 +120,68 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
     router = [Expected(Part(Role.ROUTER), (spec.num_experts, spec.hidden_size), FLOATS)]
     if spec.has_gate_bias:
         router.append(Expected(Part(Role.BIAS), (spec.num_experts,), FLOATS))
-    experts = (
-        _fused(spec) if convention.fused else [e for i in range(spec.num_experts) for e in _mlp(spec, Role.EXPERT, i)]
-    )
-    shared = _mlp(spec, Role.SHARED, None) if spec.num_shared_experts else []
+    if spec.has_logit_bias and convention.logit_bias:
+        router.append(Expected(Part(Role.LOGIT_BIAS), (spec.num_experts,), FLOATS))
+    of = _Matrices(spec, convention)
+    experts = of.fused() if convention.fused else [e for i in range(spec.num_experts) for e in of.mlp(Role.EXPERT, i)]
+    shared = of.mlp(Role.SHARED, None) if spec.num_shared_experts else []
     return {convention.spell(each.part): each for each in (*router, *experts, *shared)}
 
 
-def _mlp(spec: LayerSpec, role: Role, expert: int | None) -> list[Expected]:
-    width, hidden = (spec.intermediate_size if role is Role.EXPERT else spec.shared_intermediate_size), spec.hidden_size
-    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    return [
-        each
-        for p, (rows, columns) in shapes.items()
-        for each in _matrix(spec, Part(role, p, expert), (), rows, columns)
-    ]
+@dataclass(frozen=True)
+class _Matrices:
+    """The tensors of projections in one convention."""
+
+    spec: LayerSpec
+    convention: Convention
+
+    def mlp(self, role: Role, expert: int | None) -> list[Expected]:
+        spec = self.spec
+        width = spec.intermediate_size if role is Role.EXPERT else spec.shared_intermediate_size
+        shapes = {"gate": (width, spec.hidden_size), "up": (width, spec.hidden_size), "down": (spec.hidden_size, width)}
+        return [each for p, (n, k) in shapes.items() for each in self.matrix(Part(role, p, expert), (), n, k)]
+
+    def fused(self) -> list[Expected]:
+        spec, stack = self.spec, (self.spec.num_experts,)
+        gate_up = self.matrix(Part(Role.EXPERT, "gate_up"), stack, 2 * spec.intermediate_size, spec.hidden_size)
+        return gate_up + self.matrix(Part(Role.EXPERT, "down"), stack, spec.hidden_size, spec.intermediate_size)
+
+    def matrix(self, part: Part, stack: tuple[int, ...], rows: int, columns: int) -> list[Expected]:
+        scheme = self.spec.scheme
+        if isinstance(scheme, Plain):
+            return [Expected(part, (*stack, rows, columns), (scheme.dtype,)), *self._bias(part, stack, rows)]
+        assert isinstance(scheme, BlockedScheme)
+        n, k = scheme.value_shape(rows, columns)
+        group = scheme.columns // scheme.per_byte
+        apart = ((*stack, n, k // group, group),) if self.convention.blocks_apart and k % group == 0 else ()
+        values = Expected(part, (*stack, n, k), VALUE_DTYPES[scheme.element.dtype], apart)
+        return [values, *self._scales(scheme, part, stack, rows, columns), *self._bias(part, stack, rows)]
+
+    def _scales(
+        self, scheme: BlockedScheme, part: Part, stack: tuple[int, ...], rows: int, columns: int
+    ) -> list[Expected]:
+        tall, wide = scheme.scale_shape(rows, columns)
+        shorter = ((*stack, tall), stack) if tall == wide == 1 else ((*stack, tall),) if wide == 1 else ()
+        scale = Part(part.role, part.projection, part.expert, is_scale=True)
+        told = [Expected(scale, (*stack, tall, wide), _scale_dtypes(scheme), shorter)]
+        if scheme.has_global_scale:
+            told.append(self._scalar(part, stack, "global", optional=False))
+        if self.convention.holds(part.role, "input"):
+            told.append(self._scalar(part, stack, "input", optional=True))
+        return told
+
+    def _bias(self, part: Part, stack: tuple[int, ...], rows: int) -> list[Expected]:
+        if not self.spec.has_expert_bias or not self.convention.holds(part.role, "bias"):
+            return []
+        return [Expected(Part(part.role, part.projection, part.expert, extra="bias"), (*stack, rows), FLOATS)]
+
+    @staticmethod
+    def _scalar(part: Part, stack: tuple[int, ...], extra: str, *, optional: bool) -> Expected:
+        scalar = Part(part.role, part.projection, part.expert, extra=extra)
+        return Expected(scalar, stack, (torch.float32,), ((*stack, 1),), optional)
 
 
-def _fused(spec: LayerSpec) -> list[Expected]:
-    width, hidden, stack = spec.intermediate_size, spec.hidden_size, (spec.num_experts,)
-    gate_up = _matrix(spec, Part(Role.EXPERT, "gate_up"), stack, 2 * width, hidden)
-    return gate_up + _matrix(spec, Part(Role.EXPERT, "down"), stack, hidden, width)
-
-
-def _matrix(spec: LayerSpec, part: Part, stack: tuple[int, ...], rows: int, columns: int) -> list[Expected]:
-    if isinstance(spec.scheme, Plain):
-        return [Expected(part, (*stack, rows, columns), (spec.scheme.dtype,))]
-    assert isinstance(spec.scheme, Fp8Block)
-    scale = Part(part.role, part.projection, part.expert, is_scale=True)
-    scales = (*stack, *spec.scheme.scale_shape(rows, columns))
-    return [Expected(part, (*stack, rows, columns), (torch.float8_e4m3fn,)), Expected(scale, scales, SCALE_DTYPES)]
+def _scale_dtypes(scheme: BlockedScheme) -> tuple[torch.dtype, ...]:
+    if scheme.family in ("mxfp8", "mxfp4"):
+        return torch.float8_e8m0fnu, torch.uint8
+    return (torch.float8_e4m3fn,) if scheme.family == "nvfp4" else SCALE_DTYPES

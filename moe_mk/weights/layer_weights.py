@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
-from moe_mk.quant import Fp8Block, QuantTensor
+from moe_mk.quant import WHOLE, BlockedScheme, QuantTensor
 from moe_mk.weights.expert_weights import CANONICAL, ExpertWeights, MappedExpertWeights, SlotWeights, Weights
 from moe_mk.weights.names import OFFICIAL, Part, Role
 
@@ -43,11 +44,14 @@ class LayerWeights:
     """All shared experts as one MLP; None where the layer has none."""
     experts: MappedExpertWeights
     facts: LoadFacts
+    logit_bias_E: Tensor | None = None
+    """f32, added to the router's logits; None where the layer has none."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes behind all tensors and views."""
-        plain = sum(t.numel() * t.element_size() for t in (self.gate_EH, self.bias_E) if t is not None)
+        router = (self.gate_EH, self.bias_E, self.logit_bias_E)
+        plain = sum(t.numel() * t.element_size() for t in router if t is not None)
         shared = 0 if self.shared is None else sum(q.num_bytes for _, q in _matrices(self.shared))
         return plain + shared + self.experts.num_bytes
 
@@ -63,7 +67,7 @@ def to_stacked(weights: Weights, device: torch.device) -> ExpertWeights:
         raise ConfigError("a rank without experts has nothing to stack; keep its weights mapped")
     slots = [weights.slot(index) for index in range(weights.num_slots)]
     width = slots[0].up_IH.shape[0]
-    if isinstance(weights.scheme, Fp8Block) and weights.gated and width % weights.scheme.rows:
+    if isinstance(weights.scheme, BlockedScheme) and weights.gated and _straddles(weights.scheme, width):
         raise ConfigError(
             f"an intermediate size of {width} is no multiple of the {weights.scheme.rows} rows of a scale block, "
             "so gate and up cannot lie in one stack; keep the weights mapped"
@@ -71,6 +75,10 @@ def to_stacked(weights: Weights, device: torch.device) -> ExpertWeights:
     w13 = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
     w2 = [[slot.down_HI] for slot in slots]
     return ExpertWeights(_stack(w13, device), _stack(w2, device), CANONICAL, weights.gated)
+
+
+def _straddles(scheme: BlockedScheme, width: int) -> bool:
+    return scheme.rows != WHOLE and width % scheme.rows != 0
 
 
 def as_mapped(stacked: ExpertWeights) -> MappedExpertWeights:
@@ -114,11 +122,14 @@ def _named(slot: SlotWeights, role: Role, expert: int | None) -> dict[str, Tenso
 
 
 def _stack(slots: list[list[QuantTensor]], device: torch.device) -> QuantTensor:
-    values = _copy([[q.values for q in parts] for parts in slots], device)
-    if any(q.scales is None for parts in slots for q in parts):
-        return QuantTensor(values, None, slots[0][0].scheme)
-    scales = _copy([[q.scales for q in parts if q.scales is not None] for parts in slots], device)
-    return QuantTensor(values, scales, slots[0][0].scheme)
+    def together(pick: Callable[[QuantTensor], Tensor | None]) -> Tensor | None:
+        parts = [[part for q in matrices if (part := pick(q)) is not None] for matrices in slots]
+        return _copy(parts, device) if parts[0] else None
+
+    values = together(lambda q: q.values)
+    assert values is not None
+    scales, above = together(lambda q: q.scales), together(lambda q: q.global_scale)
+    return QuantTensor(values, scales, slots[0][0].scheme, above)
 
 
 def _copy(slots: list[list[Tensor]], device: torch.device) -> Tensor:

@@ -2,14 +2,15 @@
 
 A name is a prefix, "model.layers.3.mlp.", and a local name, "experts.0.gate_proj.weight". Prefixes are found by looking
 for ".experts."; the local names decide the convention. Sources: files of deepseek-ai/DeepSeek-V3 and its `convert.py`,
-transformers 5 (fused experts), Mixtral-8x7B, MiniMax-M2 (bias beside the gate).
+transformers 5 (fused experts, gpt-oss), Mixtral-8x7B, MiniMax-M2 (bias beside the gate), compressed-tensors and
+modelopt (`weight_scale`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 
@@ -22,6 +23,7 @@ class Role(Enum):
 
     ROUTER = "router"
     BIAS = "bias"
+    LOGIT_BIAS = "logit bias"
     EXPERT = "expert"
     SHARED = "shared"
 
@@ -36,6 +38,9 @@ class Part:
     expert: int | None = None
     """None: all experts in one tensor, or not a routed expert."""
     is_scale: bool = False
+    extra: str = ""
+    """What else belongs to a projection: "global", the f32 scale above its scales; "input", a calibrated scale of its
+    activations; "bias". "" for the values and their scales."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,15 @@ class Convention:
     shared_scale: str
     expert_words: Mapping[str, str]
     shared_words: Mapping[str, str]
+    expert_extras: Mapping[str, str] = field(default_factory=dict)
+    """Templates of what else belongs to a projection, by `Part.extra`."""
+    shared_extras: Mapping[str, str] = field(default_factory=dict)
+    logit_bias: str = ""
+    """A bias of the router's logits, which weighs as it chooses; "" where the convention has none."""
+    order: str = "gate_up"
+    """How gate and up lie where one tensor holds both: "gate_up", "up_gate" or "interleaved"."""
+    blocks_apart: bool = False
+    """Whether a row of packed values is written as (blocks, bytes of a block)."""
 
     @property
     def fused(self) -> bool:
@@ -65,21 +79,30 @@ class Convention:
             return self.router
         if part.role is Role.BIAS:
             return self.bias
+        if part.role is Role.LOGIT_BIAS:
+            return self.logit_bias
         if part.role is Role.SHARED:
             template, words = (self.shared_scale if part.is_scale else self.shared), self.shared_words
         else:
             template, words = (self.expert_scale if part.is_scale else self.expert), self.expert_words
+        if part.extra:
+            template = (self.shared_extras if part.role is Role.SHARED else self.expert_extras)[part.extra]
         return template.format(e=part.expert, p=words[part.projection])
 
     def parse(self, local: str) -> Part | None:
         """The part that a local name means, None if the convention does not know it."""
-        for pattern, role, is_scale, words in _patterns(self.name):
+        for pattern, like, words in _patterns(self.name):
             found = pattern.fullmatch(local)
             if found is not None:
                 groups = found.groupdict()
                 expert = groups.get("e")
-                return Part(role, words.get(groups.get("p", ""), ""), None if expert is None else int(expert), is_scale)
+                projection = words.get(groups.get("p", ""), "")
+                return replace(like, projection=projection, expert=None if expert is None else int(expert))
         return None
+
+    def holds(self, role: Role, extra: str) -> bool:
+        """Whether the convention has a name for something that belongs to a projection."""
+        return extra in (self.shared_extras if role is Role.SHARED else self.expert_extras)
 
 
 _PROJ = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -90,7 +113,7 @@ OFFICIAL = Convention(
     name="official", prefix="model.layers.{N}.mlp.", router="gate.weight", bias="gate.e_score_correction_bias",
     expert="experts.{e}.{p}.weight", expert_scale="experts.{e}.{p}.weight_scale_inv",
     shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale_inv",
-    expert_words=_PROJ, shared_words=_PROJ,
+    expert_words=_PROJ, shared_words=_PROJ, expert_extras={"bias": "experts.{e}.{p}.bias"}, logit_bias="gate.bias",
 )  # fmt: skip
 FUSED = Convention(
     name="fused", prefix="model.layers.{N}.mlp.", router="gate.weight", bias="gate.e_score_correction_bias",
@@ -110,25 +133,47 @@ CONVERTED = Convention(
     shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.scale",
     expert_words=_W123, shared_words=_W123,
 )  # fmt: skip
+SCALED = Convention(
+    name="scaled", prefix="model.layers.{N}.mlp.", router="gate.weight", bias="gate.e_score_correction_bias",
+    expert="experts.{e}.{p}.weight", expert_scale="experts.{e}.{p}.weight_scale",
+    shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale",
+    expert_words=_PROJ, shared_words=_PROJ,
+    expert_extras={
+        "global": "experts.{e}.{p}.weight_scale_2", "input": "experts.{e}.{p}.input_scale",
+        "bias": "experts.{e}.{p}.bias",
+    },
+    logit_bias="gate.bias",
+    shared_extras={"global": "shared_experts.{p}.weight_scale_2", "input": "shared_experts.{p}.input_scale"},
+)  # fmt: skip
+GPT_OSS = Convention(
+    name="gpt_oss", prefix="model.layers.{N}.mlp.", router="router.weight", bias="router.e_score_correction_bias",
+    expert="experts.{p}_blocks", expert_scale="experts.{p}_scales",
+    shared="shared_experts.{p}.weight", shared_scale="shared_experts.{p}.weight_scale",
+    expert_words=_FUSED_PROJ, shared_words=_PROJ, expert_extras={"bias": "experts.{p}_bias"},
+    logit_bias="router.bias", order="interleaved", blocks_apart=True,
+)  # fmt: skip
 
-CONVENTIONS: dict[str, Convention] = {c.name: c for c in (OFFICIAL, FUSED, MIXTRAL, CONVERTED)}
+CONVENTIONS: dict[str, Convention] = {c.name: c for c in (OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS)}
 
 
 @cache
-def _patterns(name: str) -> list[tuple[re.Pattern[str], Role, bool, Mapping[str, str]]]:
+def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]]:
     it = CONVENTIONS[name]
     expert, shared = (
         {word: projection for projection, word in words.items()} for words in (it.expert_words, it.shared_words)
     )
-    rows: tuple[tuple[str, Role, bool, Mapping[str, str]], ...] = (
-        (it.expert, Role.EXPERT, False, expert),
-        (it.expert_scale, Role.EXPERT, True, expert),
-        (it.shared, Role.SHARED, False, shared),
-        (it.shared_scale, Role.SHARED, True, shared),
-        (it.router, Role.ROUTER, False, {}),
-        (it.bias, Role.BIAS, False, {}),
-    )
-    return [(_compile(template, words), role, is_scale, words) for template, role, is_scale, words in rows]
+    rows = [
+        (it.expert, Part(Role.EXPERT), expert),
+        (it.expert_scale, Part(Role.EXPERT, is_scale=True), expert),
+        *((template, Part(Role.EXPERT, extra=extra), expert) for extra, template in it.expert_extras.items()),
+        (it.shared, Part(Role.SHARED), shared),
+        (it.shared_scale, Part(Role.SHARED, is_scale=True), shared),
+        *((template, Part(Role.SHARED, extra=extra), shared) for extra, template in it.shared_extras.items()),
+        (it.router, Part(Role.ROUTER), {}),
+        (it.bias, Part(Role.BIAS), {}),
+        (it.logit_bias, Part(Role.LOGIT_BIAS), {}),
+    ]
+    return [(_compile(template, words), like, words) for template, like, words in rows if template]
 
 
 def _compile(template: str, words: Mapping[str, str]) -> re.Pattern[str]:

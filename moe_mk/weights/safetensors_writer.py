@@ -49,7 +49,7 @@ class SafetensorsWriter:
 
     def write(self, name: str, data: Tensor, offset: int = 0) -> None:
         """Write a contiguous piece of a tensor, `offset` bytes from its start."""
-        buffer = data.contiguous().view(torch.uint8).reshape(-1).numpy().data
+        buffer = data.contiguous().reshape(-1).view(torch.uint8).numpy().data
         _write_all(self._fd, buffer, self._origin + self._start_of[name] + offset)
 
     def __enter__(self) -> SafetensorsWriter:

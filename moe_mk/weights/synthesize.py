@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, WeightError
-from moe_mk.quant import Fp8Block
+from moe_mk.quant import WHOLE, BlockedScheme
 from moe_mk.weights.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
 from moe_mk.weights.checkpoint_shape import CheckpointShape
 from moe_mk.weights.safetensors_header import read_header
@@ -117,27 +117,61 @@ def _write_shard(
 def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: CheckpointShape, seed: int) -> int:
     weight, scheme = group[0], shape.scheme
     random = np.random.Generator(np.random.SFC64(_seed_of(seed, weight.name)))
-    scales: list[Tensor] = []
-    offset = 0
-    for strip in _strips(random, weight, scheme.rows if len(group) == 2 and isinstance(scheme, Fp8Block) else 1):
-        values = strip
-        if len(group) == 2:
-            q = scheme.quantize(strip)
-            assert q.scales is not None
-            values = q.values
-            scales.append(q.scales.to(torch.float32) * _spread(random, q.scales.shape, whole=shape.power_of_two_scales))
-        piece = values.to(weight.dtype)
-        file.write(weight.name, piece, offset)
-        offset += piece.numel() * piece.element_size()
-    if scales:
-        file.write(group[1].name, torch.cat(scales).to(group[1].dtype))
+    if len(group) == 1:
+        _write_strips(file, weight, _strips(random, weight.name, weight.shape, 1))
+    else:
+        assert isinstance(scheme, BlockedScheme)
+        n, k = weight.shape[0], weight.shape[1] * scheme.per_byte
+        # A scale of the whole matrix is known when all of it is.
+        together = n if WHOLE in scheme.block[:1] or scheme.has_global_scale else scheme.rows
+        strips = _strips(random, weight.name, (n, k), together)
+        _write_quantised(file, group, scheme, strips, _spreads(random, shape))
     return sum(t.num_bytes for t in group)
 
 
-def _strips(random: np.random.Generator, weight: Planned, rows_together: int) -> Iterator[Tensor]:
+def _write_strips(file: SafetensorsWriter, weight: Planned, strips: Iterator[Tensor]) -> None:
+    offset = 0
+    for strip in strips:
+        piece = strip.to(weight.dtype)
+        file.write(weight.name, piece, offset)
+        offset += piece.numel() * piece.element_size()
+
+
+def _write_quantised(
+    file: SafetensorsWriter,
+    group: list[Planned],
+    scheme: BlockedScheme,
+    strips: Iterator[Tensor],
+    spread: Callable[[torch.Size], Tensor | float],
+) -> None:
+    """Values strip by strip, then their scales in the format the file has for them."""
+    scales: list[Tensor] = []
+
+    def values() -> Iterator[Tensor]:
+        for strip in strips:
+            q = scheme.quantize(strip)
+            assert q.scales is not None
+            scales.append(q.scales.to(torch.float32) * spread(q.scales.shape))
+            if q.global_scale is not None:
+                file.write(group[2].name, q.global_scale)
+            yield q.values
+
+    _write_strips(file, group[0], values())
+    file.write(group[1].name, torch.cat(scales).to(group[1].dtype))
+
+
+def _spreads(random: np.random.Generator, shape: CheckpointShape) -> Callable[[torch.Size], Tensor | float]:
+    """Factors of scales. FP8 scales of NVFP4 differ anyway, and must not leave their range."""
+    if shape.quant == "nvfp4":
+        return lambda size: 1.0
+    whole = shape.power_of_two_scales or shape.quant in ("mxfp4", "mxfp8")
+    return lambda size: _spread(random, size, whole=whole)
+
+
+def _strips(random: np.random.Generator, name: str, shape: tuple[int, ...], rows_together: int) -> Iterator[Tensor]:
     """Rows of normals, some blocks high; the buffer is used again for every strip."""
-    mean, std = _distribution(weight)
-    rows, columns = weight.shape if len(weight.shape) == 2 else (1, weight.shape[0])
+    rows, columns = shape if len(shape) == 2 else (1, shape[0])
+    mean, std = _distribution(name, columns)
     height = rows_together * max(1, STRIP_ELEMENTS // (rows_together * columns))
     buffer = np.empty((min(height, rows), columns), dtype=np.float32)
     for start in range(0, rows, height):
@@ -148,15 +182,15 @@ def _strips(random: np.random.Generator, weight: Planned, rows_together: int) ->
         yield torch.from_numpy(strip)
 
 
-def _distribution(weight: Planned) -> tuple[float, float]:
-    if weight.name.endswith("e_score_correction_bias"):
+def _distribution(name: str, columns: int) -> tuple[float, float]:
+    if name.endswith("e_score_correction_bias"):
         return BIAS_MEAN, BIAS_STD
     gain = GATE_UP_GAIN
-    if weight.name.endswith("mlp.gate.weight"):
+    if name.endswith("mlp.gate.weight"):
         gain = ROUTER_GAIN
-    elif "down_proj" in weight.name:
+    elif "down_proj" in name:
         gain = DOWN_GAIN
-    return 0.0, gain / math.sqrt(weight.shape[1])
+    return 0.0, gain / math.sqrt(columns)
 
 
 def _spread(random: np.random.Generator, shape: torch.Size, *, whole: bool) -> Tensor:

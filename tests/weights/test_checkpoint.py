@@ -374,7 +374,7 @@ def test_progress_ends_at_all_bytes_of_weights(tiny: CheckpointShape, tiny_direc
     [
         ({"num_experts": 0}, "num_experts=0 must be at least 1"),
         ({"num_shared_experts": 0}, "num_shared_experts=0 and shared_intermediate_size=32 must both"),
-        ({"gate_up_order": "interleaved"}, "gate_up_order='interleaved' must be one of gate_up, up_gate"),
+        ({"gate_up_order": "w3_w1"}, "gate_up_order='w3_w1' must be one of gate_up, up_gate, interleaved"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(tiny: CheckpointShape, change: dict[str, object], words: str) -> None:

@@ -208,7 +208,7 @@ def test_a_disk_that_is_too_small_is_told_with_both_numbers(tmp_path: Path, monk
         ({"num_experts": 0, "hidden_size": -1}, "num_experts=0 must be at least 1; hidden_size=-1 must be at least 1"),
         ({"layers": ()}, "layers=.. must be one or more different layers"),
         ({"layers": (3, 3)}, "must be one or more different layers"),
-        ({"quant": "int8"}, "quant='int8' must be one of fp8, bf16"),
+        ({"quant": "int4"}, "quant='int4' must be one of fp8, bf16"),
         ({"block": (0, 128)}, "block=.0, 128. must be two positive numbers"),
         ({"num_shared_experts": -1}, "num_shared_experts=-1 must not be negative"),
     ],

@@ -1,0 +1,41 @@
+"""`moe-mk convert`: the experts of a checkpoint in another type, with what that did to each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_mk.cli.exits import OK
+from moe_mk.cli.screen import Screen, amount
+from moe_mk.trace.clock import now
+from moe_mk.weights.convert import REPORT, ExpertError, convert_checkpoint
+
+
+@dataclass(frozen=True)
+class ConvertOrder:
+    """A checkpoint to convert."""
+
+    source: Path
+    target: Path
+    to: str
+
+
+def convert(screen: Screen, order: ConvertOrder) -> int:
+    """Convert, and tell sizes and errors layer by layer."""
+    start = now()
+    with screen.progress("convert") as advance:
+        report = convert_checkpoint(order.source, order.target, order.to, on_progress=advance)
+    size = f"{amount(report.bytes_read)} to {amount(report.bytes_written)} in {now() - start:.1f} s"
+    screen.fact("converted", f"{order.target}: experts in {order.to}, {size}")
+    for layer in dict.fromkeys(error.layer for error in report.errors):
+        screen.fact(f"layer {layer}", _told([error for error in report.errors if error.layer == layer]))
+    screen.fact("report", f"{order.target / REPORT}: the error of every expert and matrix")
+    return OK
+
+
+def _told(errors: list[ExpertError]) -> str:
+    """Mean and worst relative distance of the weights of one layer."""
+    worst = max(errors, key=lambda error: error.worst)
+    mean = sum(error.worst for error in errors) / len(errors)
+    which = "the shared experts" if worst.expert is None else f"expert {worst.expert}"
+    return f"{len(errors)} experts moved by {mean:.2e} on average, {worst.worst:.2e} at most ({which})"

@@ -1,0 +1,35 @@
+"""Weights held in another format than the checkpoint's: decoded and quantised once, expert by expert, at load.
+
+The weights that were loaded stay as they are, so that a reload or a move of experts starts from the stored values and
+rounding never adds up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, Weights
+
+
+def requantised(q: QuantTensor, scheme: QuantScheme) -> QuantTensor:
+    """A matrix, or a stack of them, in another scheme; one that is in it already stays as it is."""
+    return q if q.scheme == scheme else scheme.quantize(q.dequantize(torch.float32))
+
+
+def held_as(weights: Weights, scheme: QuantScheme) -> Weights:
+    """All experts of a rank in another scheme, one by one. Canonical stacks stay stacks, others become mapped."""
+    if weights.scheme == scheme:
+        return weights
+    if isinstance(weights, ExpertWeights):
+        return replace(weights, w13=requantised(weights.w13, scheme), w2=requantised(weights.w2, scheme))
+    slots = tuple(slot_held_as(weights.slot(index), scheme) for index in range(weights.num_slots))
+    return MappedExpertWeights(slots, scheme)
+
+
+def slot_held_as(slot: SlotWeights, scheme: QuantScheme) -> SlotWeights:
+    """One expert in another scheme; biases stay as they are."""
+    gate = None if slot.gate_IH is None else requantised(slot.gate_IH, scheme)
+    return replace(slot, gate_IH=gate, up_IH=requantised(slot.up_IH, scheme), down_HI=requantised(slot.down_HI, scheme))
