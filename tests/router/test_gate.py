@@ -86,7 +86,7 @@ def test_every_tier_but_the_chosen_one_carries_a_reason() -> None:
         for num_tokens in (0, 16, 17):
             for available in (INSTALLED, frozenset[str]()):
                 choice = choose(arch=arch, num_tokens=num_tokens, available=available)
-                assert set(choice.reasons) == {"small_m", "bf16_to_fp32", "plain"} - {choice.tier}
+                assert set(choice.reasons) == {"native", "small_m", "bf16_to_fp32", "plain"} - {choice.tier}
                 assert all(choice.reasons.values())
 
 

@@ -37,6 +37,7 @@ struct MoeMkExperts {
   float alpha, limit;     // limit <= 0: no clamp
   int32_t quantize;       // 1: x and h pass through 1x128 e4m3
   int32_t batch_invariant, out_f32, threads, isa;
+  MoeMkMatrix shared_w13, shared_w2;  // one slot that every row visits with weight 1; data null: none
 };
 
 struct MoeMkRoute {

@@ -48,5 +48,24 @@ inline __attribute__((always_inline)) void decode64(const Tables& tables, __m512
   *second = _mm512_unpackhi_epi8(low, high);
 }
 
+// Decoding policies: bytes of one tile and step, and the two VNNI rows of the two k pairs at `from`.
+struct Fp8 {
+  static constexpr size_t kTileBytes = kPanelTile / 2;
+  Tables tables = exact_tables();
+
+  inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* first, __m512i* second) const {
+    decode64(tables, _mm512_loadu_si512(from), first, second);
+  }
+};
+
+struct Bf16 {
+  static constexpr size_t kTileBytes = kPanelTile;
+
+  inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* first, __m512i* second) const {
+    *first = _mm512_loadu_si512(from);
+    *second = _mm512_loadu_si512(from + kPanelRow);
+  }
+};
+
 }  // namespace
 }  // namespace moe_mk

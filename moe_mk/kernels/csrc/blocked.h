@@ -51,10 +51,10 @@ struct Ahead {
   int lines;
 };
 
-// Ops: kGroup; expand(packed, steps, panel); group(rows, gathered, panel, steps, scale0, scale1, row_scale*, ahead, totals)
+// Ops: kGroup; expand(format, packed, steps, panel); group(rows, gathered, panel, steps, scale0, scale1, row_scale*, ahead, totals)
 template <typename Ops>
 void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  const size_t step_bytes = w.fp8 ? kPanelTile : 2 * kPanelTile;
+  const size_t step_bytes = w.step_bytes;
   const int chunk = steps_that_fit(rows.num_rows, Ops::kGroup, w.steps_per_block);
   std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
   for (int step0 = 0; step0 < w.num_steps; step0 += chunk) {
@@ -68,8 +68,8 @@ void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch
         const int block = (step0 + s) / w.steps_per_block, x_block = (step0 + s) * kStep / kActivationBlock;
         const uint8_t* packed = w.data + pair * w.pair_bytes + size_t(step0 + s) * step_bytes;
         const uint8_t* panel = packed;
-        if (w.fp8) {
-          Ops::expand(packed, steps, scratch.panel);
+        if (w.must_be_decoded()) {
+          Ops::expand(w.format, packed, steps, scratch.panel);
           panel = scratch.panel;
         }
         const float scale0 = s0 == nullptr ? 1.0f : s0[block], scale1 = s1 == nullptr ? 1.0f : s1[block];
@@ -79,7 +79,7 @@ void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch
           float row_scale[Ops::kGroup];
           for (int r = 0; r < n; ++r) row_scale[r] = rows.scales == nullptr ? 1.0f : rows.scales[first + r][x_block];
           // The first group asks for the weights two panels on, spread over its k: all at once would fill the miss buffers.
-          const Ahead ahead = {packed + 2 * steps * step_bytes, first != 0 ? 0 : (w.fp8 ? 1 : 2)};
+          const Ahead ahead = {packed + 2 * steps * step_bytes, first != 0 ? 0 : int(step_bytes / kPanelTile)};
           Ops::group(n, a, panel, steps, scale0, scale1, row_scale, ahead, sums + size_t(first) * kPairColumns);
         }
       }

@@ -30,6 +30,14 @@ uint64_t enabled_state() {
   return uint64_t(high) << 32 | low;
 }
 
+// NOTE one core alone, reading and decoding fp8: on Zen 5 3 KiB ahead reaches 91 % of pure reading at one row and 84 %
+// at four, 1 KiB 85 % and 65 %; on Sapphire Rapids 0.5 to 2 KiB are best, 4 KiB and more are worse.
+int best_prefetch() {
+  const Leaf vendor = leaf(0, 0);
+  const bool amd = vendor.ebx == signature_AMD_ebx && vendor.ecx == signature_AMD_ecx && vendor.edx == signature_AMD_edx;
+  return amd ? 3072 : 1024;
+}
+
 bool has_avx2() {
   return (enabled_state() & 0x6) == 0x6 && (leaf(1, 0).ecx >> 12 & 1) && (leaf(7, 0).ebx >> 5 & 1);
 }
@@ -69,6 +77,15 @@ bool probe(int isa) {
 bool isa_supported(int isa) {
   static const bool found[kNumIsas] = {probe(kScalar), probe(kAvx2), probe(kAvx512Bf16), probe(kAmxBf16)};
   return isa >= 0 && isa < kNumIsas && found[isa];
+}
+
+int prefetch_distance() {
+#if defined(__x86_64__)
+  static const int distance = best_prefetch();
+  return distance;
+#else
+  return 1024;
+#endif
 }
 
 const Kernels* kernels_of(int isa) {

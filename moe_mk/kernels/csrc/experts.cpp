@@ -1,7 +1,7 @@
 // The fused experts of one layer: out[row] = sum over k of weight * w2(act(w13(x[row]))) for its local experts.
 //
 // Phase 1  tasks (expert, block of w13 pairs): product, bias, activation -> h, bf16, one row an assignment.
-// Phase 2  tasks (block of w2 pairs): all experts in slot order, product, bias, weight, f32 sums -> out.
+// Phase 2  tasks (block of w2 pairs): all experts in slot order, then the shared ones, product, bias, weight, f32 sums -> out.
 // Each output element is made by one thread, its terms in slot order: the same bits for any number of threads.
 // Reads every touched expert once a 256-row block (weights), x about num_w13_pairs / 16 times from cache. Writes h
 // (assignments * I * 2 B) and out. Scratch: h, f32 sums (R * 2 KiB a thread at most), 1.1 MiB a thread.
@@ -13,104 +13,13 @@
 #include <new>
 #include <vector>
 
-#include "team.h"
+#include "layer.h"
 
 namespace moe_mk {
 namespace {
 
 constexpr size_t kPanelBytes = 64u << 10, kTilesBytes = 8u << 10;
 constexpr size_t kTotalsBytes = size_t(kMaxPairs) * kMaxRows * kPairColumns * sizeof(float);
-
-int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
-struct Matrix {
-  const MoeMkMatrix* packed;
-  bool gated;
-  int pairs, steps, steps_per_block, blocks;
-  size_t pair_bytes;
-
-  Matrix(const MoeMkMatrix& m, bool two_sources) : packed(&m), gated(two_sources) {
-    pairs = int(up(m.num_outputs, two_sources ? kTileColumns : kPairColumns) / (two_sources ? kTileColumns : kPairColumns));
-    steps = int(up(m.num_inputs, kStep) / kStep);
-    steps_per_block = m.block / kStep;
-    blocks = (steps + steps_per_block - 1) / steps_per_block;
-    pair_bytes = size_t(steps) * kPanelTile * (m.format == kFp8 ? 1 : 2);
-  }
-  Columns columns(int slot, int first, int count) const {
-    const float* scales = packed->scales == nullptr
-                              ? nullptr
-                              : packed->scales + slot * packed->slot_scales + size_t(first) * 2 * blocks;
-    return {packed->data + slot * packed->slot_bytes + size_t(first) * pair_bytes, scales, pair_bytes, count, steps,
-            steps_per_block, blocks, packed->format == kFp8};
-  }
-  // The 32 biases of one pair, zero beyond the matrix. null: no bias.
-  const float* bias(int slot, int pair, float* into) const {
-    if (packed->bias == nullptr) return nullptr;
-    const float* all = packed->bias + slot * packed->slot_bias;
-    const int n = packed->num_outputs;
-    for (int c = 0; c < kPairColumns; ++c) {
-      const int column = gated ? pair * kTileColumns + c % kTileColumns : pair * kPairColumns + c;
-      into[c] = column < n ? all[(gated && c >= kTileColumns ? n : 0) + column] : 0.0f;
-    }
-    return into;
-  }
-};
-
-// Assignments sorted by slot, in row order within a slot.
-struct Plan {
-  std::vector<int64_t> offset;  // [L + 1]
-  std::vector<int64_t> row;
-  std::vector<float> weight;
-  std::vector<int> active;      // slots with rows, ascending
-  std::vector<uint8_t> used;    // [R]: the row has a local expert
-
-  int count(int slot) const { return int(offset[slot + 1] - offset[slot]); }
-
-  bool fill(const MoeMkExperts& c) {
-    offset.assign(size_t(c.num_slots) + 1, 0);
-    const int64_t n = c.num_rows * c.top_k;
-    for (int64_t i = 0; i < n; ++i) {
-      if (c.ids[i] < -1 || c.ids[i] >= c.num_slots) return false;
-      if (c.ids[i] >= 0) ++offset[c.ids[i] + 1];
-    }
-    for (int slot = 0; slot < c.num_slots; ++slot) {
-      if (offset[slot + 1] != 0) active.push_back(slot);
-      offset[slot + 1] += offset[slot];
-    }
-    row.resize(offset.back());
-    weight.resize(offset.back());
-    used.assign(c.num_rows, 0);
-    std::vector<int64_t> next(offset.begin(), offset.end() - 1);
-    for (int64_t i = 0; i < n; ++i) {
-      if (c.ids[i] < 0) continue;
-      const int64_t place = next[c.ids[i]]++;
-      row[place] = i / c.top_k;
-      weight[place] = c.weights == nullptr ? 1.0f : c.weights[i];
-      used[i / c.top_k] = 1;
-    }
-    return true;
-  }
-};
-
-struct Layer {
-  const MoeMkExperts& call;
-  const Kernels& kernels;
-  const Plan& plan;
-  Lease& team;
-  int threads;
-  Matrix w13, w2;
-  int64_t hidden_padded, inter_padded;
-  const uint16_t* x = nullptr;    // [R][x_stride] bf16, readable up to hidden_padded
-  int64_t x_stride = 0;
-  float* x_scales = nullptr;      // [R][ceil(H / 128)]
-  uint16_t* h = nullptr;          // [assignments][inter_padded]
-  float* h_scales = nullptr;
-
-  int few() const {
-    const bool usable = !call.batch_invariant || kernels.few_is_equal;
-    return kernels.multiply_few != nullptr && usable ? kernels.few_rows : 0;
-  }
-};
 
 // A member's own memory for one product.
 struct Desk {
@@ -145,7 +54,7 @@ template <typename Body>
 bool each_task(const Layer& layer, int64_t tasks, Body body) {
   std::atomic<int64_t> next{0};
   std::atomic<bool> memory{true};
-  layer.team->run(int(std::min<int64_t>(layer.threads, std::max<int64_t>(1, tasks))), [&](int member) {
+  layer.team->run(int(std::min<int64_t>(layer.call.threads, std::max<int64_t>(1, tasks))), [&](int member) {
     Desk desk;
     if (!desk.open(layer.team, member)) {
       memory = false;
@@ -161,7 +70,7 @@ bool each_task(const Layer& layer, int64_t tasks, Body body) {
 // x as the kernels want it: bf16, padded to 32, quantised or decoded with scales where asked.
 bool prepare_inputs(Layer& layer) {
   const MoeMkExperts& c = layer.call;
-  const int64_t hidden = c.w13.num_inputs, blocks = up(hidden, kActivationBlock) / kActivationBlock;
+  const int64_t hidden = c.w13.num_inputs, blocks = activation_blocks(hidden);
   const bool fp8 = c.x_scales != nullptr;
   if (!fp8 && !c.quantize && hidden % kStep == 0) {
     layer.x = static_cast<const uint16_t*>(c.x);
@@ -169,14 +78,15 @@ bool prepare_inputs(Layer& layer) {
     return true;
   }
   auto* x = reinterpret_cast<uint16_t*>(layer.team->arena(0, kInputs, size_t(c.num_rows) * layer.hidden_padded * 2));
-  auto* scales = reinterpret_cast<float*>(layer.team->arena(0, kScales, size_t(c.num_rows + layer.plan.row.size()) *
-                                                                            size_t(std::max(blocks, layer.inter_padded / kActivationBlock + 1)) * 4));
+  int64_t h_scales = 0;
+  for (const Set& set : layer.sets) h_scales += set.assignments() * set.h_blocks();
+  auto* scales = reinterpret_cast<float*>(layer.team->arena(0, kScales, size_t(c.num_rows * blocks + h_scales) * 4));
   if (x == nullptr || scales == nullptr) return false;
   layer.x = x;
   layer.x_stride = layer.hidden_padded;
   if (fp8 || c.quantize) layer.x_scales = scales;
   return each_task(layer, c.num_rows, [&](int64_t row, int, Desk&) {
-    if (!layer.plan.used[row]) return true;
+    if (!layer.visits(row)) return true;
     uint16_t* to = x + row * layer.hidden_padded;
     std::memset(to + hidden, 0, size_t(layer.hidden_padded - hidden) * 2);
     if (fp8) {
@@ -204,12 +114,12 @@ bool prepare_inputs(Layer& layer) {
   });
 }
 
-// h through 1x128 e4m3, in place: the codes' values stay bf16, the scales go beside them.
-bool quantize_hidden(Layer& layer, float* scales) {
-  const int64_t inter = layer.call.w2.num_inputs, blocks = up(inter, kActivationBlock) / kActivationBlock;
-  layer.h_scales = scales;
-  return each_task(layer, int64_t(layer.plan.row.size()), [&](int64_t row, int, Desk&) {
-    uint16_t* h = layer.h + row * layer.inter_padded;
+// h of a set through 1x128 e4m3, in place: the codes' values stay bf16, the scales go beside them.
+bool quantize_hidden(Layer& layer, Set& set, float* scales) {
+  const int64_t inter = set.w2.packed->num_inputs, blocks = set.h_blocks();
+  set.h_scales = scales;
+  return each_task(layer, set.assignments(), [&](int64_t row, int, Desk&) {
+    uint16_t* h = set.h + row * set.inter_padded;
     for (int64_t b = 0; b < blocks; ++b) {
       const int n = int(std::min<int64_t>(kActivationBlock, inter - b * kActivationBlock));
       float wide[kActivationBlock];
@@ -226,39 +136,39 @@ bool quantize_hidden(Layer& layer, float* scales) {
 }
 
 // Phase 1 of one task.
-void up_projection(const Layer& layer, int slot, int first, int count, const Desk& desk) {
+void up_projection(const Layer& layer, const Set& set, int slot, int first, int count, const Desk& desk) {
   const MoeMkExperts& c = layer.call;
   const ActivationSpec spec = {c.activation, c.gated != 0, c.alpha, c.limit};
-  const int64_t x_blocks = up(c.w13.num_inputs, kActivationBlock) / kActivationBlock, begin = layer.plan.offset[slot];
-  const Columns w = layer.w13.columns(slot, first, count);
+  const int64_t x_blocks = activation_blocks(c.w13.num_inputs), begin = set.plan.offset[slot];
+  const Columns w = set.w13.columns(slot, first, count);
   const int wide = c.gated ? kTileColumns : kPairColumns;
-  for (int done = 0, all = layer.plan.count(slot); done < all; done += kMaxRows) {
+  for (int done = 0, all = set.plan.count(slot); done < all; done += kMaxRows) {
     const int n = std::min(kMaxRows, all - done);
     const uint16_t* values[kMaxRows];
     const float* scales[kMaxRows];
     for (int r = 0; r < n; ++r) {
-      const int64_t row = layer.plan.row[begin + done + r];
+      const int64_t row = set.plan.row[begin + done + r];
       values[r] = layer.x + row * layer.x_stride;
       scales[r] = layer.x_scales == nullptr ? nullptr : layer.x_scales + row * x_blocks;
     }
     multiply(layer, w, {values, layer.x_scales == nullptr ? nullptr : scales, n}, desk);
     // Padding of h up to a whole step meets zero weights, but must not be a NaN.
     const int64_t end = int64_t(first + count) * wide;
-    if (first + count == layer.w13.pairs)
+    if (first + count == set.w13.pairs)
       for (int r = 0; r < n; ++r)
-        std::memset(layer.h + (begin + done + r) * layer.inter_padded + end, 0, size_t(layer.inter_padded - end) * 2);
+        std::memset(set.h + (begin + done + r) * set.inter_padded + end, 0, size_t(set.inter_padded - end) * 2);
     for (int p = 0; p < count; ++p) {
       float biases[kPairColumns];
-      const float* bias = layer.w13.bias(slot, first + p, biases);
+      const float* bias = set.w13.bias(slot, first + p, biases);
       for (int r = 0; r < n; ++r) {
         const float* totals = desk.totals + (size_t(p) * n + r) * kPairColumns;
-        layer.kernels.activate(spec, totals, bias, layer.h + (begin + done + r) * layer.inter_padded + int64_t(first + p) * wide);
+        layer.kernels.activate(spec, totals, bias, set.h + (begin + done + r) * set.inter_padded + int64_t(first + p) * wide);
       }
     }
   }
 }
 
-// Sums of one block of output columns: [R][count * 32] f32; with top_k = 1 a row is finished as soon as it is made.
+// Sums of one block of output columns: [R][count * 32] f32; a row of one term is written as soon as that is made.
 struct OutputBlock {
   const Layer& layer;
   int first, count;
@@ -273,94 +183,130 @@ struct OutputBlock {
     if (c.out_f32) std::memcpy(static_cast<float*>(c.out) + at, values, size_t(columns()) * 4);
     else layer.kernels.to_bf16(values, static_cast<uint16_t*>(c.out) + at, columns());
   }
-  void add(int slot, int64_t place, int rows, const float* totals) const {
+  void add(const Set& set, int slot, int64_t place, int rows, const float* totals) const {
     const size_t width = size_t(count) * kPairColumns;
     float biases[kMaxPairs][kPairColumns];
     const float* bias[kMaxPairs];
-    for (int p = 0; p < count; ++p) bias[p] = layer.w2.bias(slot, first + p, biases[p]);
+    for (int p = 0; p < count; ++p) bias[p] = set.w2.bias(slot, first + p, biases[p]);
     for (int r = 0; r < rows; ++r) {
-      const int64_t row = layer.plan.row[place + r];
+      const int64_t row = set.plan.row[place + r];
       float only[kMaxPairs * kPairColumns];
-      float* sum = layer.call.top_k == 1 ? only : sums + row * width;
-      if (layer.call.top_k == 1) std::memset(only, 0, sizeof only);
+      float* sum = layer.one_term() ? only : sums + row * width;
+      if (layer.one_term()) std::memset(only, 0, sizeof only);
       for (int p = 0; p < count; ++p)
-        layer.kernels.accumulate(totals + (size_t(p) * rows + r) * kPairColumns, bias[p], layer.plan.weight[place + r],
+        layer.kernels.accumulate(totals + (size_t(p) * rows + r) * kPairColumns, bias[p], set.plan.weight[place + r],
                                  sum + p * kPairColumns);
-      if (layer.call.top_k == 1) write(row, only);
+      if (layer.one_term()) write(row, only);
     }
   }
   void finish() const {
     const float zeros[kMaxPairs * kPairColumns] = {};
     for (int64_t row = 0; row < layer.call.num_rows; ++row) {
-      if (layer.call.top_k > 1) write(row, sums + size_t(row) * count * kPairColumns);
-      else if (!layer.plan.used[row]) write(row, zeros);
+      if (!layer.one_term()) write(row, sums + size_t(row) * count * kPairColumns);
+      else if (!layer.visits(row)) write(row, zeros);
     }
   }
 };
 
-// Phase 2 of one task.
+// Phase 2 of one task: one set after the other, each in slot order.
 void down_projection(const Layer& layer, const OutputBlock& block, const Desk& desk) {
-  const MoeMkExperts& c = layer.call;
-  const int64_t h_blocks = up(c.w2.num_inputs, kActivationBlock) / kActivationBlock;
-  if (c.top_k > 1) std::memset(block.sums, 0, size_t(c.num_rows) * block.count * kPairColumns * 4);
-  for (int slot : layer.plan.active) {
-    const Columns w = layer.w2.columns(slot, block.first, block.count);
-    for (int done = 0, all = layer.plan.count(slot); done < all; done += kMaxRows) {
-      const int n = std::min(kMaxRows, all - done);
-      const int64_t place = layer.plan.offset[slot] + done;
-      const uint16_t* values[kMaxRows];
-      const float* scales[kMaxRows];
-      for (int r = 0; r < n; ++r) {
-        values[r] = layer.h + (place + r) * layer.inter_padded;
-        scales[r] = layer.h_scales == nullptr ? nullptr : layer.h_scales + (place + r) * h_blocks;
+  if (!layer.one_term()) std::memset(block.sums, 0, size_t(layer.call.num_rows) * block.count * kPairColumns * 4);
+  for (const Set& set : layer.sets) {
+    const int64_t h_blocks = set.h_blocks();
+    for (int slot : set.plan.active) {
+      const Columns w = set.w2.columns(slot, block.first, block.count);
+      for (int done = 0, all = set.plan.count(slot); done < all; done += kMaxRows) {
+        const int n = std::min(kMaxRows, all - done);
+        const int64_t place = set.plan.offset[slot] + done;
+        const uint16_t* values[kMaxRows];
+        const float* scales[kMaxRows];
+        for (int r = 0; r < n; ++r) {
+          values[r] = set.h + (place + r) * set.inter_padded;
+          scales[r] = set.h_scales == nullptr ? nullptr : set.h_scales + (place + r) * h_blocks;
+        }
+        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n}, desk);
+        block.add(set, slot, place, n, desk.totals);
       }
-      multiply(layer, w, {values, layer.h_scales == nullptr ? nullptr : scales, n}, desk);
-      block.add(slot, place, n, desk.totals);
     }
   }
   block.finish();
 }
 
+struct Task {
+  const Set* set;
+  int slot, first, count;
+};
+
+// Some pairs of one expert's w13 each; the busiest experts first, so that the last tasks are short ones.
+std::vector<Task> up_tasks(const Layer& layer) {
+  std::vector<Task> experts, tasks;
+  for (const Set& set : layer.sets)
+    for (int slot : set.plan.active) experts.push_back({&set, slot, 0, set.plan.count(slot)});
+  std::stable_sort(experts.begin(), experts.end(), [](const Task& a, const Task& b) { return a.count > b.count; });
+  for (const Task& expert : experts) {
+    const int pairs = expert.set->w13.pairs;
+    const int size = pairs_per_task(pairs, int64_t(experts.size()), 8 * layer.call.threads);
+    for (int first = 0; first < pairs; first += size)
+      tasks.push_back({expert.set, expert.slot, first, std::min(size, pairs - first)});
+  }
+  return tasks;
+}
+
+// h of all sets, one after the other in one piece of memory.
+bool place_hidden(Layer& layer) {
+  size_t elements = 32;
+  for (const Set& set : layer.sets) elements += size_t(set.assignments()) * set.inter_padded;
+  auto* h = reinterpret_cast<uint16_t*>(layer.team->arena(0, kHidden, elements * 2));
+  if (h == nullptr) return false;
+  for (Set& set : layer.sets) {
+    set.h = h;
+    h += set.assignments() * set.inter_padded;
+  }
+  return true;
+}
+
+bool quantize_all_hidden(Layer& layer) {
+  float* scales = layer.x_scales + layer.call.num_rows * activation_blocks(layer.call.w13.num_inputs);
+  for (Set& set : layer.sets) {
+    if (!quantize_hidden(layer, set, scales)) return false;
+    scales += set.assignments() * set.h_blocks();
+  }
+  return true;
+}
+
 bool run_layer(Layer& layer) {
   const MoeMkExperts& c = layer.call;
-  const Plan& plan = layer.plan;
-  if (!prepare_inputs(layer)) return false;
-  layer.h = reinterpret_cast<uint16_t*>(layer.team->arena(0, kHidden, plan.row.size() * layer.inter_padded * 2 + 64));
-  if (layer.h == nullptr) return false;
-
-  // The busiest experts first, so that the last tasks are short ones.
-  std::vector<int> order(plan.active);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return plan.count(a) > plan.count(b); });
-  const int size1 = pairs_per_task(layer.w13.pairs, int64_t(order.size()), 8 * layer.threads);
-  const int blocks1 = (layer.w13.pairs + size1 - 1) / size1;
-  const bool first_half = each_task(layer, int64_t(order.size()) * blocks1, [&](int64_t task, int, Desk& desk) {
-    const int first = int(task % blocks1) * size1;
-    up_projection(layer, order[task / blocks1], first, std::min(size1, layer.w13.pairs - first), desk);
+  if (!prepare_inputs(layer) || !place_hidden(layer)) return false;
+  const std::vector<Task> tasks = up_tasks(layer);
+  const bool first_half = each_task(layer, int64_t(tasks.size()), [&](int64_t task, int, Desk& desk) {
+    const Task& t = tasks[task];
+    up_projection(layer, *t.set, t.slot, t.first, t.count, desk);
     return true;
   });
-  if (!first_half) return false;
-  if (c.quantize) {
-    const size_t x_scales = size_t(c.num_rows) * (up(c.w13.num_inputs, kActivationBlock) / kActivationBlock);
-    if (!quantize_hidden(layer, layer.x_scales + x_scales)) return false;
-  }
+  if (!first_half || (c.quantize && !quantize_all_hidden(layer))) return false;
 
-  const int size2 = pairs_per_task(layer.w2.pairs, 1, 16 * layer.threads);
-  const int blocks2 = (layer.w2.pairs + size2 - 1) / size2;
-  const size_t sum_bytes = c.top_k > 1 ? size_t(c.num_rows) * size2 * kPairColumns * 4 : 64;
-  return each_task(layer, blocks2, [&](int64_t task, int member, Desk& desk) {
+  const int pairs = layer.sets.front().w2.pairs, size = pairs_per_task(pairs, 1, 16 * c.threads);
+  const size_t sum_bytes = layer.one_term() ? 64 : size_t(c.num_rows) * size * kPairColumns * 4;
+  return each_task(layer, (pairs + size - 1) / size, [&](int64_t task, int member, Desk& desk) {
     auto* sums = reinterpret_cast<float*>(layer.team->arena(member, kSums, sum_bytes));
     if (sums == nullptr) return false;
-    const int first = int(task) * size2;
-    down_projection(layer, {layer, first, std::min(size2, layer.w2.pairs - first), sums}, desk);
+    const int first = int(task) * size;
+    down_projection(layer, {layer, first, std::min(size, pairs - first), sums}, desk);
     return true;
   });
 }
 
+bool fits(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
+  const bool blocks = w13.block > 0 && w13.block % kStep == 0 && w2.block > 0 && w2.block % kStep == 0 &&
+                      w13.block <= kActivationBlock && w2.block <= kActivationBlock;
+  return blocks && w13.num_inputs > 0 && w13.num_outputs > 0 && w2.num_inputs == w13.num_outputs && w2.num_outputs > 0;
+}
+
 bool well_formed(const MoeMkExperts& c) {
-  const bool blocks = c.w13.block > 0 && c.w13.block % kStep == 0 && c.w2.block > 0 && c.w2.block % kStep == 0;
-  const bool sizes = c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.w13.num_inputs > 0 && c.w13.num_outputs > 0;
-  return blocks && sizes && c.w2.num_inputs == c.w13.num_outputs && c.w2.num_outputs > 0 && c.threads > 0 &&
-         c.w13.block <= kActivationBlock && c.w2.block <= kActivationBlock;
+  const bool shared = c.shared_w13.data == nullptr ||
+                      (fits(c.shared_w13, c.shared_w2) && c.shared_w13.num_inputs == c.w13.num_inputs &&
+                       c.shared_w2.num_outputs == c.w2.num_outputs);
+  return fits(c.w13, c.w2) && shared && c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
 }
 
 }  // namespace
@@ -377,14 +323,15 @@ int32_t moe_mk_experts(const MoeMkExperts* call) try {
   if (kernels != nullptr && scaled_rows && !kernels->row_scales)
     kernels = kernels_of(isa_supported(kAvx512Bf16) ? kAvx512Bf16 : (isa_supported(kAvx2) ? kAvx2 : kScalar));
   if (kernels == nullptr) return kNoIsa;
-  Plan plan;
-  if (!plan.fill(c)) return kBadId;
+  std::vector<Set> sets;
+  sets.emplace_back(c.w13, c.w2, c.gated != 0);
+  if (!sets.front().plan.fill(c)) return kBadId;
+  if (c.shared_w13.data != nullptr) {
+    sets.emplace_back(c.shared_w13, c.shared_w2, c.gated != 0);
+    sets.back().plan.fill_with_all(c.num_rows);
+  }
   Lease team;
-  Layer layer = {c, *kernels, plan, team, c.threads, Matrix(c.w13, c.gated != 0), Matrix(c.w2, false),
-                 up(c.w13.num_inputs, kStep), 0};
-  layer.inter_padded = int64_t(layer.w13.pairs) * (c.gated ? kTileColumns : kPairColumns);
-  // One step more: a row of h whose length is a power of two would put all rows into the same cache sets.
-  layer.inter_padded = up(layer.inter_padded, kStep) + kStep;
+  Layer layer = {c, *kernels, team, sets, up(c.w13.num_inputs, kStep)};
   return run_layer(layer) ? kOk : kNoMemory;
 } catch (const std::bad_alloc&) {
   return kNoMemory;

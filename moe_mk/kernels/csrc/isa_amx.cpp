@@ -157,8 +157,8 @@ void one_block(const Columns& w, int pair, const Chunk& chunk, const Scratch& sc
   load_totals<RowTiles>(first, second);
   for (int s = 0; s < chunk.steps; s += kPanelSteps) {
     const int steps = chunk.steps - s < kPanelSteps ? chunk.steps - s : kPanelSteps;
-    const uint8_t* panel = w.data + pair * w.pair_bytes + size_t(chunk.step0 + s) * 2 * kPanelTile;
-    if (w.fp8) {
+    const uint8_t* panel = w.data + pair * w.pair_bytes + size_t(chunk.step0 + s) * w.step_bytes;
+    if (w.must_be_decoded()) {
       // Two panels in turn: the stores of the next do not wait for the loads of the last.
       uint8_t* own = scratch.panel + (s / kPanelSteps % 2) * kPanelSteps * 2 * kPanelTile;
       expand_folded(w, pair, chunk.step0 + s, steps, own);
@@ -175,8 +175,8 @@ void many_blocks(const Columns& w, int pair, const Chunk& chunk, const Scratch& 
   const size_t tile_bytes = size_t(chunk.steps) * kTileRows * kRowBytes;
   for (int s = 0; s < chunk.steps; s += kPanelSteps) {
     const int steps = chunk.steps - s < kPanelSteps ? chunk.steps - s : kPanelSteps;
-    const uint8_t* panel = w.data + pair * w.pair_bytes + size_t(chunk.step0 + s) * 2 * kPanelTile;
-    if (w.fp8) {
+    const uint8_t* panel = w.data + pair * w.pair_bytes + size_t(chunk.step0 + s) * w.step_bytes;
+    if (w.must_be_decoded()) {
       expand_folded(w, pair, chunk.step0 + s, steps, scratch.panel);
       panel = scratch.panel;
     }

@@ -9,24 +9,14 @@
 namespace moe_mk {
 namespace {
 
-template <bool Fp8>
-inline __attribute__((always_inline)) void two_rows(const Tables& tables, const uint8_t* from, __m512i* first, __m512i* second) {
-  if (Fp8) {
-    decode64(tables, _mm512_loadu_si512(from), first, second);
-  } else {
-    *first = _mm512_loadu_si512(from);
-    *second = _mm512_loadu_si512(from + kPanelRow);
-  }
-}
-
-constexpr int kPrefetch = 1024;  // bytes ahead in each stream; 0.5 to 2 KiB is best on DRAM, 4 KiB and more is worse
-
 // N rows times P pairs straight from the packed bytes; N * P * 2 sums live in registers.
-template <int N, int P, bool Fp8>
+template <int N, int P, typename Decode>
 void few(const Columns& w, int pair, const Rows& rows, float* totals) {
   constexpr int kTiles = 2 * P;
-  constexpr size_t kTileBytes = Fp8 ? kPanelTile / 2 : kPanelTile, kGroupBytes = kTileBytes / 4;  // both tiles of 4 k
-  const Tables tables = exact_tables();
+  constexpr size_t kTileBytes = Decode::kTileBytes, kGroupBytes = kTileBytes / 4;  // both tiles of 4 k
+  constexpr int kLines = int(kGroupBytes / 128);  // cache lines of a tile and group, kPanelRow apart
+  const Decode decode;
+  const int ahead = prefetch_distance();
   __m512 all[N][kTiles];
   for (int m = 0; m < N; ++m)
     for (int t = 0; t < kTiles; ++t) all[m][t] = _mm512_setzero_ps();
@@ -45,9 +35,9 @@ void few(const Columns& w, int pair, const Rows& rows, float* totals) {
 #pragma GCC unroll 4
         for (int t = 0; t < kTiles; ++t) {
           const uint8_t* from = at + (t >> 1) * w.pair_bytes + g * kGroupBytes + (t & 1) * 64;
-          _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetch), _MM_HINT_T0);
-          if (!Fp8) _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetch + kPanelRow), _MM_HINT_T0);
-          two_rows<Fp8>(tables, from, &weights[t][0], &weights[t][1]);
+          for (int line = 0; line < kLines; ++line)
+            _mm_prefetch(reinterpret_cast<const char*>(from + ahead + line * kPanelRow), _MM_HINT_T0);
+          decode.rows(from, &weights[t][0], &weights[t][1]);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < N; ++m) {
@@ -77,40 +67,45 @@ void few(const Columns& w, int pair, const Rows& rows, float* totals) {
       _mm512_storeu_ps(totals + (size_t(pair + (t >> 1)) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, all[m][t]);
 }
 
-template <int N, bool Fp8>
+template <int N, typename Decode>
 void few_rows(const Columns& w, const Rows& rows, float* totals) {
   int pair = 0;
   // Two pairs are two streams of memory, and twice the independent chains.
   if (N <= 4)
-    for (; pair + 2 <= w.num_pairs; pair += 2) few<N, N <= 4 ? 2 : 1, Fp8>(w, pair, rows, totals);
-  for (; pair < w.num_pairs; ++pair) few<N, 1, Fp8>(w, pair, rows, totals);
+    for (; pair + 2 <= w.num_pairs; pair += 2) few<N, N <= 4 ? 2 : 1, Decode>(w, pair, rows, totals);
+  for (; pair < w.num_pairs; ++pair) few<N, 1, Decode>(w, pair, rows, totals);
 }
 
-template <bool Fp8>
+template <typename Decode>
 void few_of(const Columns& w, const Rows& rows, float* totals) {
   switch (rows.num_rows) {
-    case 1: return few_rows<1, Fp8>(w, rows, totals);
-    case 2: return few_rows<2, Fp8>(w, rows, totals);
-    case 3: return few_rows<3, Fp8>(w, rows, totals);
-    case 4: return few_rows<4, Fp8>(w, rows, totals);
-    case 5: return few_rows<5, Fp8>(w, rows, totals);
-    case 6: return few_rows<6, Fp8>(w, rows, totals);
-    case 7: return few_rows<7, Fp8>(w, rows, totals);
-    default: return few_rows<8, Fp8>(w, rows, totals);
+    case 1: return few_rows<1, Decode>(w, rows, totals);
+    case 2: return few_rows<2, Decode>(w, rows, totals);
+    case 3: return few_rows<3, Decode>(w, rows, totals);
+    case 4: return few_rows<4, Decode>(w, rows, totals);
+    case 5: return few_rows<5, Decode>(w, rows, totals);
+    case 6: return few_rows<6, Decode>(w, rows, totals);
+    case 7: return few_rows<7, Decode>(w, rows, totals);
+    default: return few_rows<8, Decode>(w, rows, totals);
   }
 }
 
 struct Avx512Ops {
   static constexpr int kGroup = 8;
 
-  static void expand(const uint8_t* packed, int steps, uint8_t* panel) {
-    const Tables tables = exact_tables();
+  static void expand(int format, const uint8_t* packed, int steps, uint8_t* panel) {
+    if (format == kFp8) expand_as<Fp8>(packed, steps, panel);
+  }
+
+  template <typename Decode>
+  static void expand_as(const uint8_t* packed, int steps, uint8_t* panel) {
+    const Decode decode;
     for (int group = 0; group < steps * 8; ++group)
       for (int tile = 0; tile < 2; ++tile) {
         const uint8_t* from = packed + group * 128 + tile * 64;
         uint8_t* to = panel + group * 2 * kPanelRow + tile * 64;
         __m512i first, second;
-        decode64(tables, _mm512_loadu_si512(from), &first, &second);
+        decode.rows(from, &first, &second);
         _mm512_store_si512(to, first);
         _mm512_store_si512(to + kPanelRow, second);
       }
@@ -174,20 +169,21 @@ struct Avx512Ops {
 }  // namespace
 
 void multiply_few_avx512bf16(const Columns& w, const Rows& rows, float* totals) {
-  if (w.fp8) few_of<true>(w, rows, totals);
-  else few_of<false>(w, rows, totals);
+  if (w.format == kFp8) few_of<Fp8>(w, rows, totals);
+  else few_of<Bf16>(w, rows, totals);
 }
 
 namespace {
 
 uint64_t read_avx512(const uint8_t* data, int64_t bytes) {
   __m512i folded[4] = {};
+  const int ahead = prefetch_distance();
   const int64_t half = bytes / 512 * 256;  // two streams
   for (int64_t i = 0; i < half; i += 256)
     for (int stream = 0; stream < 2; ++stream)
       for (int lane = 0; lane < 4; ++lane) {
         const uint8_t* from = data + stream * half + i + lane * 64;
-        _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetch), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
         folded[lane] = _mm512_xor_si512(folded[lane], _mm512_loadu_si512(from));
       }
   const __m512i all = _mm512_xor_si512(_mm512_xor_si512(folded[0], folded[1]), _mm512_xor_si512(folded[2], folded[3]));

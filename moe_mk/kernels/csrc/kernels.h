@@ -26,7 +26,10 @@ struct Columns {
   const float* scales;   // first pair: [pair][2][num_blocks]; null: 1
   size_t pair_bytes;     // from one pair to the next
   int num_pairs, num_steps, steps_per_block, num_blocks;
-  bool fp8;
+  int format;            // Format: which decoding policy reads them
+  size_t step_bytes;     // one step of one pair, both tiles
+
+  bool must_be_decoded() const { return format != kBf16; }
 };
 
 // Rows to multiply: bf16, readable up to num_steps * 32 elements.
@@ -81,5 +84,6 @@ const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
 bool isa_supported(int isa);
 const Kernels* kernels_of(int isa);  // null: not on this machine
+int prefetch_distance();             // bytes to ask for ahead of a stream that is read once, best on this processor
 
 }  // namespace moe_mk

@@ -9,7 +9,7 @@
 
 using namespace moe_mk;
 
-int32_t moe_mk_abi_version(void) { return 1; }
+int32_t moe_mk_abi_version(void) { return 2; }
 
 int32_t moe_mk_isa_supported(int32_t isa) { return isa_supported(isa) ? 1 : 0; }
 
@@ -32,14 +32,15 @@ bool populate_huge(uintptr_t begin, uintptr_t end) {
 #endif
 
 // Asks for 2 MiB pages in [address, address + num_bytes), 64 MiB at a time, as long as they come quickly; the rest gets
-// ordinary pages when it is written. Best before the first write. 0: granted or not needed.
+// ordinary pages when it is written. Best before the first write. 0: all of it has them; 1: the rest was given up;
+// -1: the system has no such thing.
 int32_t moe_mk_advise_huge(void* address, int64_t num_bytes) {
 #if defined(MADV_HUGEPAGE) && defined(MADV_POPULATE_WRITE)
   constexpr uintptr_t page = 4096, piece = uintptr_t(64) << 20;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(address) + page - 1) / page * page;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(address) + uintptr_t(num_bytes)) / page * page;
   for (uintptr_t at = begin; at < end; at += piece)
-    if (!populate_huge(at, std::min(at + piece, end))) break;
+    if (!populate_huge(at, std::min(at + piece, end))) return 1;
   return 0;
 #else
   (void)address;

@@ -12,15 +12,26 @@ namespace {
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 
+// A decoding policy: 16 codes of one byte -> bf16, exact. A format whose codes are bytes in the order that pack.cpp draws
+// needs such a struct here, one in avx512.h, and a line in the two `expand`, in `few_of` and in `expand_folded`.
+struct PortableFp8 {
+  static u16x16 decode(u8x16 codes) { return decode16(codes); }
+};
+
 struct PortableOps {
   static constexpr int kGroup = 4;
 
+  static void expand(int format, const uint8_t* packed, int steps, uint8_t* panel) {
+    if (format == kFp8) expand_as<PortableFp8>(packed, steps, panel);
+  }
+
   // 16 packed bytes hold 8 columns of two k pairs each: [h: 2][b: 8], see pack.cpp.
-  static void expand(const uint8_t* packed, int steps, uint8_t* panel) {
+  template <typename Decode>
+  static void expand_as(const uint8_t* packed, int steps, uint8_t* panel) {
     for (int group = 0; group < steps * 8; ++group)
       for (int tile = 0; tile < 2; ++tile)
         for (int l = 0; l < 4; ++l) {
-          const u16x16 both = decode16(load<u8x16>(packed + group * 128 + tile * 64 + l * 16));
+          const u16x16 both = Decode::decode(load<u8x16>(packed + group * 128 + tile * 64 + l * 16));
           uint8_t* row = panel + size_t(group) * 2 * kPanelRow + tile * 64 + l * 16;
           std::memcpy(row, &both, 16);
           std::memcpy(row + kPanelRow, reinterpret_cast<const uint8_t*>(&both) + 16, 16);

@@ -2,7 +2,8 @@
 //   logits = x . gate (f32); scores = sigmoid or softmax of them; the CHOICE uses scores + bias, the WEIGHTS scores
 //   groups: the best `top_groups` by the sum of their two best choices (their best one when there is no bias)
 //   weights: over their sum when renormalised, times scale
-// Ties go to the lowest index. Each token alone: the same bits in any batch and for any number of threads.
+// Ties go to the lowest index. A NaN among a token's choices sends it nowhere, ids -1, weights 0; so does a choice of
+// -inf that choice. Each token alone: the same bits in any batch and for any number of threads.
 // Reads gate once a block of 16 tokens, writes T * (K * 8 + E * 4) bytes. Source: DeepSeek-V3 gate (arXiv 2412.19437, 2.1.2).
 #include <algorithm>
 #include <atomic>
@@ -38,7 +39,7 @@ void gate_logits(const MoeMkRoute& c, const Kernels& kernels, Lease& team) {
 
 void score(const MoeMkRoute& c, const float* logits, float* scores) {
   if (c.scoring == kSigmoid) {
-    for (int e = 0; e < c.num_experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+    for (int e = 0; e < c.num_experts; ++e) scores[e] = logits[e] < -88.0f ? 0.0f : 1.0f / (1.0f + std::exp(-logits[e]));
     return;
   }
   const float most = *std::max_element(logits, logits + c.num_experts);
@@ -47,12 +48,18 @@ void score(const MoeMkRoute& c, const float* logits, float* scores) {
   for (int e = 0; e < c.num_experts; ++e) scores[e] /= sum;
 }
 
-// The lowest index of the largest value that is left; -1: nothing is left but NaN.
+// The lowest index of the largest value that is left; -1: nothing is left.
 int best_of(const float* values, const uint8_t* left, int count) {
   int best = -1;
   for (int i = 0; i < count; ++i)
-    if (left[i] && !(values[i] != values[i]) && (best < 0 || values[i] > values[best])) best = i;
+    if (left[i] && (best < 0 || values[i] > values[best])) best = i;
   return best;
+}
+
+bool any_nan(const float* values, int count) {
+  bool found = false;
+  for (int i = 0; i < count; ++i) found |= values[i] != values[i];
+  return found;
 }
 
 float group_value(const float* choice, int size, bool best_two) {
@@ -79,6 +86,13 @@ struct Desk {
 void choose(const MoeMkRoute& c, int64_t token, Desk& d) {
   score(c, c.logits + token * c.num_experts, d.scores.data());
   for (int e = 0; e < c.num_experts; ++e) d.choice[e] = d.scores[e] + (c.bias == nullptr ? 0.0f : c.bias[e]);
+  int32_t* ids = c.ids + token * c.top_k;
+  float* weights = c.weights + token * c.top_k;
+  if (any_nan(d.choice.data(), c.num_experts)) {
+    std::fill(ids, ids + c.top_k, -1);
+    std::fill(weights, weights + c.top_k, 0.0f);
+    return;
+  }
   const int size = c.num_experts / c.num_groups;
   std::fill(d.left.begin(), d.left.end(), uint8_t(c.top_groups >= c.num_groups));
   if (c.top_groups < c.num_groups) {
@@ -91,13 +105,12 @@ void choose(const MoeMkRoute& c, int64_t token, Desk& d) {
       std::fill(d.left.begin() + g * size, d.left.begin() + (g + 1) * size, uint8_t(1));
     }
   }
-  int32_t* ids = c.ids + token * c.top_k;
-  float* weights = c.weights + token * c.top_k;
   float sum = 0;
   for (int k = 0; k < c.top_k; ++k) {
-    ids[k] = best_of(d.choice.data(), d.left.data(), c.num_experts);
-    weights[k] = ids[k] < 0 ? 0.0f : d.scores[ids[k]];
-    if (ids[k] >= 0) d.left[ids[k]] = 0;
+    const int best = best_of(d.choice.data(), d.left.data(), c.num_experts);
+    if (best >= 0) d.left[best] = 0;
+    ids[k] = best >= 0 && d.choice[best] > -std::numeric_limits<float>::infinity() ? best : -1;
+    weights[k] = ids[k] < 0 ? 0.0f : d.scores[best];
     sum += weights[k];
   }
   const float factor = c.renormalize ? c.scale / (sum + 1e-20f) : c.scale;

@@ -32,8 +32,9 @@ struct Block {
   size_t bytes = 0;
 
   uint8_t* at_least(size_t wanted) {
-    if (wanted <= bytes) return data;
+    if (data != nullptr && wanted <= bytes) return data;
     release();
+    if (wanted == 0) wanted = 1;  // no rows are no failure
     const size_t unit = wanted >= (size_t(1) << 20) ? kHugePage : 4096;
     const size_t rounded = (wanted + unit - 1) / unit * unit;
     data = static_cast<uint8_t*>(std::aligned_alloc(unit, rounded));

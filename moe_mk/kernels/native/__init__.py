@@ -1,6 +1,8 @@
-"""Native CPU kernels: C++ on first use, called through ctypes, on raw tensors only.
+"""Native CPU kernels: C++ from the wheel or compiled on first use, called through ctypes, on raw tensors only.
 
     native = load(cache_dir=None, which=shutil.which, progress=None)      # selfcheck.py; UnsupportedError with reasons
+    native = loaded()                                                     # the same for everybody in this process
+    compile_and_open(on_unit=lambda done, total: ...)                     # for somebody who watches; unchecked
     reasons_against(cache_dir, which) -> list[str]                        # for an oracle; compiles nothing
     native.isas, native.best, native.refused                              # Isa.SCALAR < AVX2 < AVX512_BF16 < AMX_BF16
 
@@ -8,10 +10,12 @@
     layout2 = MatrixLayout(num_outputs=H, num_inputs=I, gated=False, format=Format.FP8)
     w13 = allocate(native, layout13, num_slots, bias_LX=None)             # PackedMatrix: values_LB uint8, scales_LX f32
     pack_slot(native, w13, slot, (gate_IH, up_IH), (gate_scales, up_scales), threads=n, name="...")  # WeightError: NaN
+    touch_slot(native, w13, slot) -> bool                                 # after allocate(..., touch=False)
     unpack_slot(native, w13, slot) -> (gate_IH, up_IH)                    # bit-equal
     w13.values_LB[a].copy_(w13.values_LB[b]); w13.scales_LX[a].copy_(...) # moving an expert is moving bytes
 
-    experts_rows(native, x_RH, ids_RK, weights_RK, w13, w2, mode=ExpertsMode(), x_scales_RX=None, threads=n, isa=None)
+    experts_rows(native, x_RH, ids_RK, weights_RK, w13, w2, mode=ExpertsMode(), x_scales_RX=None, threads=n, isa=None,
+                 shared=None)                                             # (w13, w2) of one slot for every row
     experts_grouped(native, x_NH, counts_L, weights_N, w13, w2, ...)      # sorted rows -> [N, H]
     experts_batched(native, x_LSH, counts_L, w13, w2, ...)                # padded blocks -> [L, S, H]
     route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
@@ -31,6 +35,7 @@ from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
 from moe_mk.kernels.native.experts import experts_rows as experts_rows
 from moe_mk.kernels.native.library import Isa as Isa
 from moe_mk.kernels.native.library import Native as Native
+from moe_mk.kernels.native.library import compile_and_open as compile_and_open
 from moe_mk.kernels.native.library import release as release
 from moe_mk.kernels.native.library import scratch_bytes as scratch_bytes
 from moe_mk.kernels.native.packed import Format as Format
@@ -40,6 +45,7 @@ from moe_mk.kernels.native.packed import Shard as Shard
 from moe_mk.kernels.native.packed import allocate as allocate
 from moe_mk.kernels.native.packed import pack_slot as pack_slot
 from moe_mk.kernels.native.packed import scale_block as scale_block
+from moe_mk.kernels.native.packed import touch_slot as touch_slot
 from moe_mk.kernels.native.packed import unpack_scales as unpack_scales
 from moe_mk.kernels.native.packed import unpack_slot as unpack_slot
 from moe_mk.kernels.native.quantize import count_nans as count_nans
@@ -49,4 +55,5 @@ from moe_mk.kernels.native.route import Scoring as Scoring
 from moe_mk.kernels.native.route import route as route
 from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled
 from moe_mk.kernels.native.selfcheck import load as load
+from moe_mk.kernels.native.selfcheck import loaded as loaded
 from moe_mk.kernels.native.selfcheck import reasons_against as reasons_against

@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native.toolchain import Compiler, Unit, headers
+from moe_mk.kernels.native.toolchain import LINK_FLAGS, Compiler, Unit, digest
 
 Progress = Callable[[str], None]
+OnUnit = Callable[[int, int], None]
+"""Told after each source how many of how many are compiled."""
 
 NO_COMPILER = (
     "no C++ compiler was found (looked for c++, g++, clang++); install one (Debian: apt install g++); without one "
@@ -37,18 +39,14 @@ class Recipe:
 
     compiler: Compiler
     units: tuple[Unit, ...]
-    link_flags: tuple[str, ...] = ("-shared", "-pthread")
+    link_flags: tuple[str, ...] = LINK_FLAGS
 
     def key(self) -> str:
         """Hash sources, headers, flags, compiler and processor into the library's name."""
-        digest = hashlib.sha256()
+        hashed = hashlib.sha256(digest(self.units).encode())
         for part in (self.compiler.path, self.compiler.version, *self.link_flags, *processor()):
-            digest.update(part.encode() + b"\0")
-        for unit in self.units:
-            digest.update("\0".join((unit.source.name, *unit.flags)).encode() + b"\0" + unit.source.read_bytes())
-        for header in headers():
-            digest.update(header.name.encode() + b"\0" + header.read_bytes())
-        return digest.hexdigest()[:24]
+            hashed.update(b"\0" + part.encode())
+        return hashed.hexdigest()[:24]
 
 
 def processor() -> tuple[str, ...]:
@@ -107,7 +105,7 @@ def is_ours(library: Path) -> bool:
     return stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o022
 
 
-def build(recipe: Recipe, cache_dir: Path, progress: Progress | None = None) -> Path:
+def build(recipe: Recipe, cache_dir: Path, progress: Progress | None = None, on_unit: OnUnit | None = None) -> Path:
     """Return the compiled library, building it if this recipe is not in the cache yet.
 
     Safe when any number of processes start at once: one builds, the others wait and find it.
@@ -118,11 +116,11 @@ def build(recipe: Recipe, cache_dir: Path, progress: Progress | None = None) -> 
         return library
     with only_one(library.with_suffix(".lock")):
         if not is_ours(library):
-            _compile(recipe, library, progress)
+            _compile(recipe, library, progress, on_unit)
     return library
 
 
-def _compile(recipe: Recipe, library: Path, progress: Progress | None) -> None:
+def _compile(recipe: Recipe, library: Path, progress: Progress | None, on_unit: OnUnit | None) -> None:
     if progress is not None:
         progress(f"compiling {len(recipe.units)} CPU kernel sources with {recipe.compiler.version}")
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
@@ -132,7 +130,8 @@ def _compile(recipe: Recipe, library: Path, progress: Progress | None) -> None:
             [
                 [compiler, *u.flags, "-c", str(u.source), "-o", str(o)]
                 for u, o in zip(recipe.units, objects, strict=True)
-            ]
+            ],
+            on_unit,
         )
         linked = Path(folder) / library.name
         _run([[compiler, *recipe.link_flags, "-o", str(linked), *map(str, objects)]])
@@ -142,12 +141,14 @@ def _compile(recipe: Recipe, library: Path, progress: Progress | None) -> None:
         progress(f"compiled CPU kernels -> {library}")
 
 
-def _run(commands: Sequence[Sequence[str]]) -> None:
+def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> None:
     pipe = subprocess.PIPE
     running = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=pipe, text=True) for command in commands]
     failed = []
-    for command, process in zip(commands, running, strict=True):
+    for done, (command, process) in enumerate(zip(commands, running, strict=True), 1):
         said = process.communicate()[1]
+        if on_unit is not None:
+            on_unit(done, len(commands))
         if process.returncode != 0:
             failed.append(f"`{' '.join(command)}` ended with {process.returncode}: {said.strip()[-2000:]}")
     if failed:

@@ -52,6 +52,7 @@ def experts_rows(
     w2: PackedMatrix,
     *,
     mode: ExpertsMode | None = None,
+    shared: tuple[PackedMatrix, PackedMatrix] | None = None,
     x_scales_RX: torch.Tensor | None = None,
     out_RH: torch.Tensor | None = None,
     threads: int = 1,
@@ -61,9 +62,12 @@ def experts_rows(
 
     x_RH: bf16, or e4m3 with x_scales_RX (f32, one per 128 of H). Rows without a local expert are not read.
     ids_RK: int32 local slots, -1 goes nowhere. weights_RK: f32; None: all ones.
+    shared: w13 and w2 of one slot that every row visits with weight 1, in the same pass; I may be another.
     out_RH: where to write, bf16 or f32; made when not given. Bit-equal for any number of threads.
     """
     mode = mode or ExpertsMode()
+    if shared is not None:
+        _check_shared(shared, w13, w2)
     _check(x_RH, x_scales_RX, ids_RK, weights_RK, w13, w2)
     if out_RH is None:
         out_RH = torch.empty(x_RH.shape[0], w2.layout.num_outputs, dtype=torch.bfloat16, device="cpu")
@@ -94,6 +98,8 @@ def experts_rows(
         threads=threads,
         isa=int(native.isa_or_best(isa)),
     )
+    if shared is not None:
+        call.shared_w13, call.shared_w2 = _matrix(shared[0]), _matrix(shared[1])
     native.call("experts", ctypes.byref(call))
     return out_RH
 
@@ -191,6 +197,22 @@ def _check(
         )
     if wrong:
         raise ShapeError("cpu experts: " + "; ".join(wrong))
+
+
+def _check_shared(shared: tuple[PackedMatrix, PackedMatrix], w13: PackedMatrix, w2: PackedMatrix) -> None:
+    first, second = shared
+    wrong = []
+    if (first.num_slots, second.num_slots) != (1, 1):
+        wrong.append(f"they have {first.num_slots} and {second.num_slots} slots, expected one")
+    if first.layout.num_inputs != w13.layout.num_inputs or second.layout.num_outputs != w2.layout.num_outputs:
+        sizes = f"H={first.layout.num_inputs} in and {second.layout.num_outputs} out"
+        wrong.append(f"they have {sizes}, the routed ones {w13.layout.num_inputs} and {w2.layout.num_outputs}")
+    if second.layout.num_inputs != first.layout.num_outputs:
+        wrong.append(f"their w13 has I={first.layout.num_outputs}, their w2 I={second.layout.num_inputs}")
+    if first.layout.gated != w13.layout.gated:
+        wrong.append(f"gated={first.layout.gated}, the routed ones gated={w13.layout.gated}")
+    if wrong:
+        raise ShapeError("cpu experts, shared: " + "; ".join(wrong))
 
 
 def _matrix(packed: PackedMatrix) -> CMatrix:

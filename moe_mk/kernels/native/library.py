@@ -14,10 +14,10 @@ from enum import IntEnum
 from pathlib import Path
 
 from moe_mk.errors import ShapeError, UnsupportedError
-from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, build, default_cache_dir
-from moe_mk.kernels.native.toolchain import find_compiler, units
+from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, build, default_cache_dir
+from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class Isa(IntEnum):
@@ -60,6 +60,7 @@ class CExperts(ctypes.Structure):
         *((name, c_int32) for name in ("gated", "activation")),
         *((name, c_float) for name in ("alpha", "limit")),
         *((name, c_int32) for name in ("quantize", "batch_invariant", "out_f32", "threads", "isa")),
+        *((name, CMatrix) for name in ("shared_w13", "shared_w2")),
     )
 
 
@@ -162,20 +163,37 @@ def compile_and_open(
     which: Callable[[str], str | None] = shutil.which,
     progress: Progress | None = None,
     *,
+    on_unit: OnUnit | None = None,
     emulate_amx: bool = False,
 ) -> Native:
-    """Compile the kernels if need be and open them, offering whatever the processor has, unchecked.
+    """Open the kernels, compiled if need be unless the wheel brought them, with whatever the processor has, unchecked.
 
+    on_unit: told after each source how many of how many are compiled.
     Raises UnsupportedError when there is no compiler, it fails, or the cache is not ours.
     """
-    compiler = find_compiler(which)
-    if compiler is None:
-        raise UnsupportedError("the native CPU kernels cannot be built", [NO_COMPILER])
-    path = build(Recipe(compiler, units(emulate_amx=emulate_amx)), cache_dir or default_cache_dir(), progress)
-    functions = open_library(path)
+    listed = units(emulate_amx=emulate_amx)
+    functions, path = _open_prebuilt(prebuilt(listed), progress)
+    if functions is None:
+        compiler = find_compiler(which)
+        if compiler is None:
+            raise UnsupportedError("the native CPU kernels cannot be built", [NO_COMPILER])
+        path = build(Recipe(compiler, listed), cache_dir or default_cache_dir(), progress, on_unit)
+        functions = open_library(path)
     isas = tuple(isa for isa in Isa if functions["isa_supported"](int(isa)))
     refused = {isa: "this processor or its operating system does not offer it" for isa in Isa if isa not in isas}
     return Native(path, functions, isas, refused)
+
+
+def _open_prebuilt(path: Path | None, progress: Progress | None) -> tuple[dict[str, Callable[..., int]] | None, Path]:
+    """The wheel's library; None where there is none for these sources, or this system's C library is too old for it."""
+    if path is None:
+        return None, Path()
+    try:
+        return open_library(path), path
+    except UnsupportedError as error:
+        if progress is not None:
+            progress(f"compiling, because the kernels of the wheel do not load here: {error.reasons[0]}")
+        return None, Path()
 
 
 def scratch_bytes(native: Native) -> int:

@@ -6,7 +6,6 @@ Importing this module registers them. The library is loaded on the first call of
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,13 +16,11 @@ from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import Format, MatrixLayout, PackedMatrix
 from moe_mk.kernels.native.quantize import quantize_1x128
 from moe_mk.kernels.native.route import RouteMode, Scoring, route
-from moe_mk.kernels.native.selfcheck import load
+from moe_mk.kernels.native.selfcheck import loaded
 
 
-@cache
-def loaded(cache_dir: str = "") -> Native:
-    """The kernels of this process, loaded once per cache directory."""
-    return load(Path(cache_dir) if cache_dir else None)
+def _native(cache_dir: str) -> Native:
+    return loaded(Path(cache_dir)) if cache_dir else loaded()
 
 
 def _isa(isa: int) -> Isa | None:
@@ -63,7 +60,7 @@ def cpu_experts_rows(
     layout2 = MatrixLayout(hidden, intermediate, False, storage2, block2)
     mode = ExpertsMode(Activation(activation), alpha, limit, quantize, batch_invariant)
     return experts_rows(
-        loaded(cache_dir),
+        _native(cache_dir),
         x_RH,
         ids_RK,
         weights_RK,
@@ -98,7 +95,7 @@ def cpu_route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gate and grouped top-k, see route.route: ids, weights, logits."""
     mode = RouteMode(top_k, Scoring(scoring), num_groups, top_groups, renormalize, scale)
-    return route(loaded(cache_dir), x_TH, gate_EH, bias_E, mode, threads=threads, isa=_isa(isa))
+    return route(_native(cache_dir), x_TH, gate_EH, bias_E, mode, threads=threads, isa=_isa(isa))
 
 
 @cpu_route.register_fake
@@ -117,7 +114,7 @@ def _(
 @torch.library.custom_op("moe_mk::cpu_quantize_1x128", mutates_args=(), device_types="cpu")
 def cpu_quantize_1x128(x_TH: Tensor, threads: int, isa: int = -1, cache_dir: str = "") -> tuple[Tensor, Tensor]:
     """Per-token 1x128 quantisation to e4m3, see quantize.quantize_1x128: values, scales."""
-    return quantize_1x128(loaded(cache_dir), x_TH, threads=threads, isa=_isa(isa))
+    return quantize_1x128(_native(cache_dir), x_TH, threads=threads, isa=_isa(isa))
 
 
 @cpu_quantize_1x128.register_fake

@@ -96,17 +96,34 @@ class Shard:
     first_input: int = 0
 
 
-def allocate(native: Native, layout: MatrixLayout, num_slots: int, bias_LX: torch.Tensor | None = None) -> PackedMatrix:
-    """Make room for `num_slots` packed experts, on 2 MiB pages where the system gives them; values are undefined."""
+def allocate(
+    native: Native,
+    layout: MatrixLayout,
+    num_slots: int,
+    bias_LX: torch.Tensor | None = None,
+    *,
+    touch: bool = True,
+) -> PackedMatrix:
+    """Make room for `num_slots` packed experts, on 2 MiB pages where the system gives them; values are undefined.
+
+    touch=False: takes addresses only; `touch_slot` takes memory slot by slot, as what is packed gives its own back.
+    """
     needed = num_slots * layout.slot_bytes
     values_B = torch.empty(needed + HUGE_PAGE, dtype=torch.uint8, device="cpu")
     start = -values_B.data_ptr() % HUGE_PAGE
     values_LB = values_B[start : start + needed].view(num_slots, layout.slot_bytes)
-    native.functions["advise_huge"](values_LB.data_ptr(), needed)
+    if touch:
+        native.functions["advise_huge"](values_LB.data_ptr(), needed)
     scales_LX = None
     if layout.format is Format.FP8:
         scales_LX = torch.zeros(num_slots, layout.slot_scales, dtype=torch.float32, device="cpu")
     return PackedMatrix(layout, values_LB, scales_LX, bias_LX)
+
+
+def touch_slot(native: Native, packed: PackedMatrix, slot: int) -> bool:
+    """Take memory for one slot on 2 MiB pages; False: they come too slowly, better not to ask for the next slots."""
+    values_B = packed.values_LB[slot]
+    return native.functions["advise_huge"](values_B.data_ptr(), values_B.numel()) == 0
 
 
 def pack_slot(

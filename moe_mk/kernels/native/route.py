@@ -48,7 +48,8 @@ def route(
     """Choose each token's experts: ids [T, K] int32, weights [T, K] f32, logits [T, E] f32.
 
     x_TH: bf16. gate_EH: bf16 or f32; products and sums are f32. bias_E: f32, moves the choice, never the weights.
-    Ties go to the lower index; an expert whose score is NaN is never chosen, and where too few are left the id is -1.
+    Ties go to the lower index. A token with a NaN among its biased scores goes nowhere, ids -1 and weights 0; a choice
+    whose biased score is -inf goes nowhere, as in router.grouped_topk.
     """
     tokens, hidden = x_TH.shape
     num_experts = gate_EH.shape[0]

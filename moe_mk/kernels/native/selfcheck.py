@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, default_c
 from moe_mk.kernels.native.experts import ExpertsMode, experts_rows
 from moe_mk.kernels.native.library import Isa, Native, compile_and_open
 from moe_mk.kernels.native.packed import Format, MatrixLayout, PackedMatrix, allocate, pack_slot
-from moe_mk.kernels.native.toolchain import find_compiler, units
+from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
 
 # Two instruction sets may round h and the output to neighbouring bf16; AMX also rounds code * scale to bf16.
 _TOLERANCE = 8e-3
@@ -28,7 +29,9 @@ def load(
     *,
     emulate_amx: bool = False,
 ) -> Native:
-    """Compile (first use, some seconds) or find the kernels, check each instruction set against the scalar one.
+    """Find the kernels in the wheel or the cache, or compile them (first use, some seconds), and check them.
+
+    Every instruction set is compared with the scalar one.
 
     cache_dir: where compiled libraries are kept, default_cache_dir() if not given. which: how compilers are found.
     An instruction set whose answers differ is refused with the difference as reason and never used.
@@ -38,14 +41,23 @@ def load(
     return checked(native)
 
 
+@cache
+def loaded(cache_dir: Path | None = None) -> Native:
+    """The kernels of this process, loaded once per cache directory and checked once."""
+    return load(cache_dir)
+
+
 def reasons_against(cache_dir: Path | None = None, which: Callable[[str], str | None] = shutil.which) -> list[str]:
     """List why load() would fail here, without compiling; empty: it should not."""
-    compiler = find_compiler(which)
-    return [] if compiler is not None else [NO_COMPILER]
+    if prebuilt(units()) is not None or find_compiler(which) is not None:
+        return []
+    return [NO_COMPILER]
 
 
 def is_compiled(cache_dir: Path | None = None, which: Callable[[str], str | None] = shutil.which) -> bool:
-    """Say whether load() would find the library in the cache instead of compiling it."""
+    """Say whether load() would find the library in the wheel or in the cache instead of compiling it."""
+    if prebuilt(units()) is not None:
+        return True
     compiler = find_compiler(which)
     if compiler is None:
         return False

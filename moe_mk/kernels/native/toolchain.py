@@ -1,7 +1,11 @@
-"""The system compiler: which one there is, what it calls itself, and the flags of each C++ source."""
+"""The system compiler: which one there is, what it calls itself, and the flags of each C++ source.
+
+Only the standard library is imported here: `hatch_build.py` loads this file by itself when it builds a wheel.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
@@ -9,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
+PREBUILT = Path(__file__).resolve().parent / "prebuilt"
+"""Where a wheel carries the compiled kernels."""
+LINK_FLAGS = ("-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 COMMON_FLAGS = ("-O3", "-fPIC", "-std=c++17", "-pthread", "-fvisibility=hidden", "-fno-math-errno")
 QUIET_FLAGS = (
@@ -90,3 +97,24 @@ def units(machine: str | None = None, *, emulate_amx: bool = False, extra: Seque
 def headers() -> tuple[Path, ...]:
     """List the headers the sources include."""
     return tuple(sorted(SOURCES.glob("*.h")))
+
+
+def digest(units: Sequence[Unit]) -> str:
+    """Hash everything of the sources that decides what the kernels do: names, flags and contents, headers included."""
+    hashed = hashlib.sha256()
+    for unit in units:
+        hashed.update("\0".join((unit.source.name, *unit.flags)).encode() + b"\0" + unit.source.read_bytes())
+    for header in headers():
+        hashed.update(header.name.encode() + b"\0" + header.read_bytes())
+    return hashed.hexdigest()[:24]
+
+
+def prebuilt(units: Sequence[Unit], folder: Path = PREBUILT) -> Path | None:
+    """The library that came with the wheel, if it was compiled from exactly these sources and flags."""
+    library = folder / prebuilt_name(units)
+    return library if library.is_file() else None
+
+
+def prebuilt_name(units: Sequence[Unit]) -> str:
+    """What a wheel calls the kernels compiled from these sources for this kind of processor."""
+    return f"moe_mk-{platform.machine().lower()}-{digest(units)}.so"

@@ -33,6 +33,13 @@ def test_a_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
     assert [line.split()[0] for line in said] == ["compiling", "compiled"]
 
 
+def test_each_compiled_source_is_told(tmp_path: Path) -> None:
+    recipe, told = tiny_recipe(tmp_path), []
+    build(recipe, tmp_path / "cache", on_unit=lambda done, total: told.append((done, total)))
+    build(recipe, tmp_path / "cache", on_unit=lambda done, total: told.append((done, total)))
+    assert told == [(1, 1)]
+
+
 def test_the_name_depends_on_source_flags_and_compiler(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     names = {recipe.key()}

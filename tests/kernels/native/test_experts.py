@@ -216,18 +216,72 @@ def test_unused_slots_of_a_batch_are_never_read(isa_here) -> None:
         assert y[slot, count:].eq(0).all()
 
 
-def test_grouped_rows_equal_the_same_assignments_as_rows(native: Native) -> None:
+def test_grouped_rows_equal_the_same_assignments_as_rows(isa_here) -> None:
+    native, isa = isa_here
     layer = Layer(3, 96, 64)
     w13, w2 = layer.pack(native)
     x, weights = torch.randn(7, 96).bfloat16(), torch.rand(7)
     counts = torch.tensor([2, 0, 4])
     ids = torch.tensor([0, 0, 2, 2, 2, 2, -1], dtype=torch.int32).unsqueeze(1)
-    y = experts_grouped(native, x, counts, weights, w13, w2)
-    assert torch.equal(y, experts_rows(native, x, ids, weights.unsqueeze(1), w13, w2))
-    raw = experts_grouped(native, x, counts, None, w13, w2)
-    assert torch.equal(raw, experts_rows(native, x, ids, None, w13, w2))
+    y = experts_grouped(native, x, counts, weights, w13, w2, isa=isa)
+    assert torch.equal(y, experts_rows(native, x, ids, weights.unsqueeze(1), w13, w2, isa=isa))
+    raw = experts_grouped(native, x, counts, None, w13, w2, isa=isa)
+    assert torch.equal(raw, experts_rows(native, x, ids, None, w13, w2, isa=isa))
     with pytest.raises(ShapeError, match="sums to 8, but there are 7 rows"):
         experts_grouped(native, x, torch.tensor([2, 0, 6]), None, w13, w2)
+
+
+@pytest.mark.parametrize("storage", list(Format))
+def test_batch_invariant_bits_are_the_same_in_every_layout(isa_here, storage: Format) -> None:
+    # One assignment a row: the same sixteen products as rows, sorted by expert, and in padded blocks.
+    native, isa = isa_here
+    layer = Layer(3, 160, 96, storage)
+    w13, w2 = layer.pack(native)
+    counts = torch.tensor([5, 0, 11])
+    x = torch.randn(16, 160).bfloat16()
+    ids = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), counts).unsqueeze(1)
+    rows = experts_rows(native, x, ids, None, w13, w2, mode=INVARIANT, isa=isa, threads=2)
+    assert torch.equal(experts_grouped(native, x, counts, None, w13, w2, mode=INVARIANT, isa=isa), rows)
+    blocks = torch.zeros(3, 12, 160, dtype=torch.bfloat16)
+    blocks[0, :5], blocks[2, :11] = x[:5], x[5:]
+    y = experts_batched(native, blocks, counts, w13, w2, mode=INVARIANT, isa=isa)
+    assert torch.equal(torch.cat([y[0, :5], y[2, :11]]), rows)
+    alone = torch.cat(
+        [experts_rows(native, x[r : r + 1], ids[r : r + 1], None, w13, w2, mode=INVARIANT, isa=isa) for r in range(16)]
+    )
+    assert torch.equal(alone, rows)
+
+
+@pytest.mark.parametrize("storage", list(Format))
+@pytest.mark.parametrize("rows", [0, 1, 9, 40])
+def test_shared_experts_in_the_same_pass_equal_f64(isa_here, storage: Format, rows: int) -> None:
+    # Their intermediate size is their own, every row visits them, also one that no routed expert wants.
+    native, isa = isa_here
+    routed, common = Layer(3, 160, 144, storage), Layer(1, 160, 96, storage, seed=7)
+    x, ids, weights = batch(rows, 160, 3, 2)
+    if rows:
+        ids[-1] = -1
+    everybody = torch.zeros(rows, 1, dtype=torch.int32)
+    plain = ExpertsMode()
+    wanted = routed.reference(x, ids, weights, plain) + common.reference(x, everybody, None, plain)
+    packed, beside = routed.pack(native), common.pack(native)
+    y = experts_rows(native, x, ids, weights, *packed, shared=beside, isa=isa, threads=2)
+    assert y.shape == wanted.shape and (rows == 0 or error(y, wanted) < limit(isa, storage))
+    one = experts_rows(native, x, ids[:, :1], None, *packed, shared=beside, isa=isa)  # top_k = 1 has its own way out
+    wanted = routed.reference(x, ids[:, :1], None, plain) + common.reference(x, everybody, None, plain)
+    assert rows == 0 or error(one, wanted) < limit(isa, storage)
+    rounded = experts_rows(native, x, ids, weights, *packed, shared=beside, mode=ExpertsMode(quantize=True), isa=isa)
+    fp8 = ExpertsMode(quantize=True)
+    wanted = routed.reference(x, ids, weights, fp8) + common.reference(x, everybody, None, fp8)
+    assert rows == 0 or error(rounded, wanted) < 9e-3
+
+
+def test_shared_experts_that_do_not_fit_are_refused_with_every_reason(native: Native) -> None:
+    packed, wrong = Layer(2, 96, 64).pack(native), Layer(2, 128, 64, gated=False).pack(native)
+    with pytest.raises(
+        ShapeError, match=r"2 and 2 slots.*H=128 in and 128 out.*gated=False, the routed ones gated=True"
+    ):
+        experts_rows(native, *batch(3, 96, 2, 2), *packed, shared=wrong)
 
 
 def test_output_may_be_f32_and_strided(native: Native) -> None:

@@ -99,12 +99,21 @@ def test_bits_do_not_depend_on_threads_or_batch_mates(isa_here) -> None:
         assert all(torch.equal(a, b[part]) for a, b in zip(alone, together, strict=True))
 
 
-def test_an_expert_with_a_nan_score_is_never_chosen(native: Native) -> None:
+def test_a_token_with_a_nan_score_goes_nowhere_and_its_neighbours_do_not_mind(native: Native) -> None:
     gate = torch.randn(4, 32)
-    gate[2] = float("nan")
-    ids, weights, _ = route(native, torch.ones(1, 32).bfloat16(), gate, None, RouteMode(4))
-    assert sorted(ids[0].tolist()) == [-1, 0, 1, 3] and weights[0, 3] == 0
-    assert weights.isfinite().all()
+    x = torch.ones(3, 32).bfloat16()
+    x[1, 5] = float("nan")
+    ids, weights, _ = route(native, x, gate, None, RouteMode(2))
+    assert ids[1].tolist() == [-1, -1] and weights[1].tolist() == [0.0, 0.0]
+    assert (ids[[0, 2]] >= 0).all() and torch.equal(ids[0], ids[2])
+
+
+def test_an_expert_with_a_bias_of_minus_infinity_is_never_chosen(native: Native) -> None:
+    # Two of four experts are out; of three choices one is left over and goes nowhere.
+    bias = torch.tensor([0.0, -torch.inf, 0.0, -torch.inf])
+    ids, weights, _ = route(native, torch.ones(1, 32).bfloat16(), torch.randn(4, 32), bias, RouteMode(3))
+    assert sorted(ids[0].tolist()) == [-1, 0, 2] and ids[0, 2] == -1 and weights[0, 2] == 0
+    assert weights.sum().item() == pytest.approx(1.0)
 
 
 def test_impossible_requests_are_told(native: Native) -> None:

@@ -104,6 +104,9 @@ void layer(int seed) {
   if (pick(0, 9) == 0) s.rows = pick(250, 600);
   s.top_k = pick(1, s.slots);
   const Packed w13(s.slots, s.inter, s.hidden, s, s.gated != 0, seed), w2(s.slots, s.hidden, s.inter, s, false, seed);
+  const bool shared = pick(0, 2) == 0;
+  const int shared_inter = pick(1, 100);
+  const Packed shared13(1, shared_inter, s.hidden, s, s.gated != 0, seed), shared2(1, s.hidden, shared_inter, s, false, seed);
   const bool fp8_rows = pick(0, 3) == 0;
   const int stride = s.hidden + pick(0, 3), x_blocks = (s.hidden + 127) / 128, element = fp8_rows ? 1 : 2;
   const Bytes x(s.rows == 0 ? 0 : (size_t(s.rows - 1) * stride + s.hidden) * element);
@@ -118,7 +121,11 @@ void layer(int seed) {
   std::vector<uint16_t> out(size_t(s.rows) * s.hidden), other(out.size());
   MoeMkExperts call = {x.data, fp8_rows ? x_scales.data() : nullptr, ids.data(), weights.data(), out.data(), s.rows, stride,
                        x_blocks, s.hidden, s.top_k, s.slots, w13.matrix, w2.matrix, s.gated, pick(0, 4), 1.702f,
-                       pick(0, 1) ? 0.8f : 0.0f, pick(0, 3) == 0, pick(0, 1), 0, 1, kScalar};
+                       pick(0, 1) ? 0.8f : 0.0f, pick(0, 3) == 0, pick(0, 1), 0, 1, kScalar, {}, {}};
+  if (shared) {
+    call.shared_w13 = shared13.matrix;
+    call.shared_w2 = shared2.matrix;
+  }
   if (moe_mk_experts(&call) != kOk) fail("experts", seed);
   const std::vector<uint16_t> scalar(out);
   double wanted = 0;

@@ -1,0 +1,152 @@
+"""What router, shared expert and everything around them add to the routed experts of one layer on a CPU.
+
+    python benchmarks/experts_cpu_layer.py --tokens 1 4 16 --json out.json
+
+The routed experts alone, on packed weights with the layer's own routing, against the whole layer: both clocks, in turn,
+with other tokens every time so that no expert stays in a cache. The shared expert alone is 1 / top_k more bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk.experts.cpu_native import native_kernels
+from moe_mk.kernels.native import experts_rows
+
+
+def built(options: argparse.Namespace, *, fused_router: bool) -> DeepseekV3MoE:
+    """One FP8 layer of DeepSeek-V3's sizes with fewer experts."""
+    model = {
+        "num_experts": options.experts,
+        "hidden_size": options.hidden,
+        "moe_intermediate_size": options.inter,
+        "num_shared_experts": 1,
+        "quant": {"weights": "fp8_block"},
+    }
+    router = {
+        "top_k": options.top_k,
+        "scoring_func": "sigmoid",
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "has_correction_bias": True,
+        "routed_scaling_factor": 2.5,
+    }
+    kernel = {"experts": "cpu_native", "activations": "plain", "max_num_tokens": 256, "fused_router": fused_router}
+    return DeepseekV3MoE(MoEConfig.parse({"model": model, "router": router, "kernel": kernel}, "benchmark"))
+
+
+def tensors(options: argparse.Namespace) -> dict[str, Tensor]:
+    """Random weights by the names of a checkpoint."""
+    shapes = {
+        "gate_proj": (options.inter, options.hidden),
+        "up_proj": (options.inter, options.hidden),
+        "down_proj": (options.hidden, options.inter),
+    }
+    made: dict[str, Tensor] = {}
+    for block in (*(f"experts.{e}" for e in range(options.experts)), "shared_experts"):
+        for name, (rows, columns) in shapes.items():
+            codes = (torch.randn(rows, columns) * 60).clamp_(-448, 448).to(torch.float8_e4m3fn)
+            made[f"{block}.{name}.weight"] = codes
+            made[f"{block}.{name}.weight_scale_inv"] = (
+                (0.5 + torch.rand(rows // 128, columns // 128)) * columns**-0.5 / 60
+            )
+    made["gate.weight"] = torch.randn(options.experts, options.hidden).bfloat16() * options.hidden**-0.5
+    made["gate.e_score_correction_bias"] = torch.rand(options.experts)
+    return made
+
+
+def experts_alone(layer: DeepseekV3MoE) -> Callable[[Tensor], object]:
+    """The native call itself, with the routing of the same tokens made beforehand."""
+    native, packed = native_kernels(), layer._half.laid_out
+    known: dict[int, Any] = {}
+
+    def run(x_TH: Tensor) -> object:
+        routing = known.get(x_TH.data_ptr())
+        if routing is None:
+            routing = known[x_TH.data_ptr()] = layer.route(x_TH)
+        threads = torch.get_num_threads()
+        return experts_rows(native, x_TH, routing.ids_TK, routing.weights_TK, packed.w13, packed.w2, threads=threads)
+
+    return run
+
+
+def measured(calls: dict[str, Callable[[Tensor], object]], batches: list[Tensor], rounds: int) -> dict[str, Any]:
+    """Medians of both clocks in microseconds; every call sees every batch."""
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for x_TH in batches:
+            for name, call in calls.items():
+                wall, cpu = time.perf_counter(), time.process_time()
+                call(x_TH)
+                if number:
+                    seen[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return {
+        name: {
+            "wall_us": statistics.median(t[0] for t in times) * 1e6,
+            "cpu_us": statistics.median(t[1] for t in times) * 1e6,
+        }
+        for name, times in seen.items()
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--inter", type=int, default=2048)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--note", default="", help="what a reader of the figures must know")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    weights = tensors(options)
+    layer, torch_router = (built(options, fused_router=fused).load_weights(weights) for fused in (True, False))
+    cases = {}
+    for tokens in options.tokens:
+        batches = [torch.randn(tokens, options.hidden).bfloat16() for _ in range(6)]
+        calls = {
+            "experts": experts_alone(layer),
+            "layer": layer,
+            "router": layer.route,
+            "router in torch": torch_router.route,
+        }
+        with torch.no_grad():
+            cases[tokens] = seen = measured(calls, batches, options.rounds)
+        ratios = [
+            f"{clock[:-3]} {seen['layer'][clock] / seen['experts'][clock]:.3f}" for clock in ("wall_us", "cpu_us")
+        ]
+        times = ", ".join(f"{name} {each['wall_us']:.0f} us" for name, each in seen.items())
+        print(f"{tokens} tokens: {times}; layer over experts: {', '.join(ratios)}", flush=True)
+    if options.json is not None:
+        where = {"machine": platform.machine(), "threads": options.threads, "best": native_kernels().best.name}
+        facts = {
+            **where,
+            "torch": torch.__version__,
+            "command": "python " + " ".join(sys.argv),
+            "layer": repr(layer),
+            "note": options.note,
+        }
+        options.json.write_text(json.dumps({**facts, "cases": cases}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Tables and a picture of what experts_cpu.py measured.
+
+python benchmarks/experts_cpu_report.py benchmarks/results/experts_cpu_e8.json [...] [--plot figures.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+YARDSTICKS = ("read", "peak")
+OURS = "ours fp8"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+"""What stands between these two lines of a page is written by --into."""
+
+
+def table(results: dict[str, Any]) -> str:
+    """One Markdown table, a row a batch; of the others, times ours by wall and by processor clock."""
+    others = [name for name in candidates_of(results) if name != OURS]
+    heads = ["tokens", "routing", "experts hit", f"{OURS}, ms", "of pure read", "of peak", *others]
+    lines = [" | ".join(heads), " | ".join(["---"] * len(heads))]
+    for case in results["cases"]:
+        by_name = {line["candidate"]: line for line in case["lines"]}
+        own = by_name[OURS]
+        cells = [str(case["rows"]), case["skew"], str(case["experts_hit"]), milliseconds(own)]
+        cells += [f"{own['of_read']:.0%}", f"{own['of_peak']:.0%}"]
+        cells += [times_ours(by_name[name], own) if name in by_name else "too slow" for name in others]
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def times_ours(line: dict[str, Any], own: dict[str, Any]) -> str:
+    """How many times our wall time and our processor time somebody takes."""
+    return f"{line['wall_ms'] / own['wall_ms']:.2f} / {line['cpu_ms'] / own['cpu_ms']:.2f}"
+
+
+def milliseconds(line: dict[str, Any]) -> str:
+    """Wall time with three digits."""
+    value = line["wall_ms"]
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def candidates_of(results: dict[str, Any]) -> list[str]:
+    """Everybody who was measured at least once, in the order of measuring."""
+    names: dict[str, None] = {}
+    for case in results["cases"]:
+        names |= dict.fromkeys(line["candidate"] for line in case["lines"] if line["candidate"] not in YARDSTICKS)
+    return list(names)
+
+
+def described(results: dict[str, Any]) -> str:
+    """Where and with what: the paragraph above a table."""
+    shape = results["shape"]
+    sizes = f"E={shape['experts']}, H={shape['hidden']}, I={shape['inter']}, top-{shape['top_k']}"
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    note = f"; {results['note']}" if results.get("note") else ""
+    return f"**{sizes}**; {results['device']}; {versions}{note}.\n\n`{results['command']}`"
+
+
+GOALS = {1: (1.0, 0.88), 4: (1.05, 0.0)}
+"""By tokens: how many times our time every other project takes at least, and our share of pure reading."""
+
+
+def goals(results: dict[str, Any]) -> str:
+    """Which goals these figures meet; nothing where there is no other project to compare with."""
+    lines = []
+    for case in results["cases"]:
+        by_name = {line["candidate"]: line for line in case["lines"]}
+        peers = {name: line for name, line in by_name.items() if name not in YARDSTICKS and not name.startswith("ours")}
+        if case["rows"] not in GOALS or not peers:
+            continue
+        own, (ahead, of_read) = by_name[OURS], GOALS[case["rows"]]
+        nearest = min(peers, key=lambda name: peers[name]["wall_ms"])
+        times = peers[nearest]["wall_ms"] / own["wall_ms"]
+        verdict = "met" if times >= ahead and own["of_read"] >= of_read else "not met"
+        wanted = f"at least {ahead:.2f} times" + (f" and {of_read:.0%} of pure read" if of_read else "")
+        unit = "token" if case["rows"] == 1 else "tokens"
+        lines.append(
+            f"- {case['rows']} {unit}, {case['skew']}: the nearest, {nearest}, takes {times:.2f} times ours, "
+            f"and ours is {own['of_read']:.0%} of pure read; the goal, {wanted}, is {verdict}."
+        )
+    return "\n".join(lines)
+
+
+def section(results: dict[str, Any]) -> str:
+    """What a page says of one file."""
+    return "\n\n".join(part for part in (described(results), table(results), goals(results)) if part)
+
+
+def plot(all_results: list[dict[str, Any]], path: Path) -> None:
+    """Processor time of everybody over ours, one panel a file and routing; both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    panels = [(r, skew) for r in all_results for skew in dict.fromkeys(case["skew"] for case in r["cases"])]
+    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
+    for axes, (results, skew) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for name in candidates_of(results):
+            points = [
+                (case["rows"], line["times_ours"])
+                for case in results["cases"]
+                for line in case["lines"]
+                if case["skew"] == skew and line["candidate"] == name
+            ]
+            axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=3 if name == OURS else 1.5)
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="processor time over ours")
+        axes.set_title(f"{results['shape']['experts']} experts, {skew} routing\n{results['device']}", fontsize=10)
+        axes.grid(which="both", alpha=0.25)
+        axes.legend(fontsize=7)
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Print a section for each file, and draw them all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of experts_cpu.py")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--into", type=Path, help=f"a page with the lines {BEGIN} and {END}")
+    options = parser.parse_args()
+    everything = [json.loads(path.read_text()) for path in options.results]
+    sections = "\n\n".join(section(results) for results in everything)
+    if options.into is None:
+        print(sections)
+    else:
+        before, rest = options.into.read_text().split(BEGIN)
+        options.into.write_text(f"{before}{BEGIN}\n{sections}\n{END}{rest.split(END)[1]}")
+    if options.plot is not None:
+        plot(everything, options.plot)
+
+
+if __name__ == "__main__":
+    main()

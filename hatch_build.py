@@ -1,0 +1,75 @@
+"""Compiles the native CPU kernels into the wheel where the machine that builds it has a C++ compiler.
+
+The wheel is then tagged for that platform and needs no compiler where it is installed; without one the wheel is pure
+and the kernels are compiled on first use. Editable installs compile on first use as well: their sources change.
+`HATCH_BUILD_NO_HOOKS=true` builds a pure wheel in any case.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+NATIVE = Path("moe_mk") / "kernels" / "native"
+STATIC = ("-static-libstdc++", "-static-libgcc")
+"""The C++ runtime comes along: the target may have another one, or none."""
+
+
+class KernelsHook(BuildHookInterface[Any]):
+    """Adds `moe_mk/kernels/native/prebuilt/<name>.so`, named after the digest of its sources and flags."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile; leave the wheel pure when there is no compiler."""
+        if version == "editable":
+            return
+        toolchain = load_toolchain(Path(self.root))
+        compiler = toolchain.find_compiler(shutil.which)
+        if compiler is None:
+            self.app.display_warning("no C++ compiler: the CPU kernels will be compiled where the wheel is installed")
+            return
+        self.folder = tempfile.TemporaryDirectory(prefix="moe_mk-wheel-")
+        units = toolchain.units()
+        library = Path(self.folder.name) / toolchain.prebuilt_name(units)
+        self.app.display_info(f"compiling {len(units)} CPU kernel sources with {compiler.version}")
+        compile_units(compiler.path, units, (*toolchain.LINK_FLAGS, *STATIC), library)
+        build_data["force_include"][str(library)] = (NATIVE / "prebuilt" / library.name).as_posix()
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what was compiled."""
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+
+def load_toolchain(root: Path) -> ModuleType:
+    """`moe_mk.kernels.native.toolchain` without its package, whose dependencies a build environment lacks."""
+    spec = importlib.util.spec_from_file_location("moe_mk_toolchain", root / NATIVE / "toolchain.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_units(compiler: str, units: tuple[Any, ...], link_flags: tuple[str, ...], library: Path) -> None:
+    """All sources at once, then the link; raises CalledProcessError with the compiler's words on the screen."""
+    objects = [library.with_name(f"{unit.source.stem}.o") for unit in units]
+    commands = [
+        [compiler, *unit.flags, "-c", str(unit.source), "-o", str(target)]
+        for unit, target in zip(units, objects, strict=True)
+    ]
+    running = [subprocess.Popen(command) for command in commands]
+    for command, process in zip(commands, running, strict=True):
+        if process.wait() != 0:
+            raise subprocess.CalledProcessError(process.returncode, command)
+    subprocess.run([compiler, *link_flags, "-o", str(library), *map(str, objects)], check=True)

@@ -1,0 +1,146 @@
+// What a call of the fused experts works on: packed matrices, assignments sorted by slot, and sets of experts.
+//
+// A set is a w13 and a w2 over some slots with the plan of who visits them. Every call has the routed set; the shared
+// experts, if given, are a second set of one slot that every row visits with weight 1, of an intermediate size of its own.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "team.h"
+
+namespace moe_mk {
+namespace {
+
+inline int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+// One packed step of a pair: 2 x 16 columns of 32 codes.
+inline size_t bytes_of_step(int format) { return format == kFp8 ? kPanelTile : 2 * kPanelTile; }
+inline int64_t activation_blocks(int64_t columns) { return up(columns, kActivationBlock) / kActivationBlock; }
+
+struct Matrix {
+  const MoeMkMatrix* packed;
+  bool gated;
+  int pairs, steps, steps_per_block, blocks;
+  size_t pair_bytes;
+
+  Matrix(const MoeMkMatrix& m, bool two_sources) : packed(&m), gated(two_sources) {
+    pairs = int(up(m.num_outputs, two_sources ? kTileColumns : kPairColumns) / (two_sources ? kTileColumns : kPairColumns));
+    steps = int(up(m.num_inputs, kStep) / kStep);
+    steps_per_block = m.block / kStep;
+    blocks = (steps + steps_per_block - 1) / steps_per_block;
+    pair_bytes = size_t(steps) * bytes_of_step(m.format);
+  }
+  Columns columns(int slot, int first, int count) const {
+    const float* scales = packed->scales == nullptr
+                              ? nullptr
+                              : packed->scales + slot * packed->slot_scales + size_t(first) * 2 * blocks;
+    return {packed->data + slot * packed->slot_bytes + size_t(first) * pair_bytes, scales, pair_bytes, count, steps,
+            steps_per_block, blocks, packed->format, bytes_of_step(packed->format)};
+  }
+  // The 32 biases of one pair, zero beyond the matrix. null: no bias.
+  const float* bias(int slot, int pair, float* into) const {
+    if (packed->bias == nullptr) return nullptr;
+    const float* all = packed->bias + slot * packed->slot_bias;
+    const int n = packed->num_outputs;
+    for (int c = 0; c < kPairColumns; ++c) {
+      const int column = gated ? pair * kTileColumns + c % kTileColumns : pair * kPairColumns + c;
+      into[c] = column < n ? all[(gated && c >= kTileColumns ? n : 0) + column] : 0.0f;
+    }
+    return into;
+  }
+};
+
+// Assignments sorted by slot, in row order within a slot.
+struct Plan {
+  std::vector<int64_t> offset;  // [L + 1]
+  std::vector<int64_t> row;
+  std::vector<float> weight;
+  std::vector<int> active;      // slots with rows, ascending
+  std::vector<uint8_t> used;    // [R]: the row has an expert here
+
+  int count(int slot) const { return int(offset[slot + 1] - offset[slot]); }
+
+  // Every row visits the one slot there is.
+  void fill_with_all(int64_t num_rows) {
+    offset = {0, num_rows};
+    row.resize(num_rows);
+    std::iota(row.begin(), row.end(), int64_t(0));
+    weight.assign(num_rows, 1.0f);
+    if (num_rows > 0) active = {0};
+    used.assign(num_rows, 1);
+  }
+
+  // Reads the ids of the call. false: one of them is neither -1 nor a slot.
+  bool fill(const MoeMkExperts& c) {
+    offset.assign(size_t(c.num_slots) + 1, 0);
+    const int64_t n = c.num_rows * c.top_k;
+    for (int64_t i = 0; i < n; ++i) {
+      if (c.ids[i] < -1 || c.ids[i] >= c.num_slots) return false;
+      if (c.ids[i] >= 0) ++offset[c.ids[i] + 1];
+    }
+    for (int slot = 0; slot < c.num_slots; ++slot) {
+      if (offset[slot + 1] != 0) active.push_back(slot);
+      offset[slot + 1] += offset[slot];
+    }
+    row.resize(offset.back());
+    weight.resize(offset.back());
+    used.assign(c.num_rows, 0);
+    std::vector<int64_t> next(offset.begin(), offset.end() - 1);
+    for (int64_t i = 0; i < n; ++i) {
+      if (c.ids[i] < 0) continue;
+      const int64_t place = next[c.ids[i]]++;
+      row[place] = i / c.top_k;
+      weight[place] = c.weights == nullptr ? 1.0f : c.weights[i];
+      used[i / c.top_k] = 1;
+    }
+    return true;
+  }
+};
+
+// Experts that are computed alike. h lies in rows of inter_padded, one an assignment, in the plan's order.
+struct Set {
+  Matrix w13, w2;
+  Plan plan;
+  int64_t inter_padded;
+  uint16_t* h = nullptr;
+  float* h_scales = nullptr;
+
+  Set(const MoeMkMatrix& up_projection, const MoeMkMatrix& down_projection, bool gated)
+      : w13(up_projection, gated), w2(down_projection, false) {
+    inter_padded = int64_t(w13.pairs) * (gated ? kTileColumns : kPairColumns);
+    // One step more: a row of h whose length is a power of two would put all rows into the same cache sets.
+    inter_padded = up(inter_padded, kStep) + kStep;
+  }
+  int64_t assignments() const { return int64_t(plan.row.size()); }
+  int64_t h_blocks() const { return activation_blocks(w2.packed->num_inputs); }
+};
+
+struct Layer {
+  const MoeMkExperts& call;
+  const Kernels& kernels;
+  Lease& team;
+  std::vector<Set>& sets;
+  int64_t hidden_padded;
+  const uint16_t* x = nullptr;    // [R][x_stride] bf16, readable up to hidden_padded
+  int64_t x_stride = 0;
+  float* x_scales = nullptr;      // [R][ceil(H / 128)]
+
+  int few() const {
+    const bool usable = !call.batch_invariant || kernels.few_is_equal;
+    return kernels.multiply_few != nullptr && usable ? kernels.few_rows : 0;
+  }
+  bool visits(int64_t row) const {
+    return std::any_of(sets.begin(), sets.end(), [&](const Set& set) { return set.plan.used[row] != 0; });
+  }
+  // An output row has one term only, and is finished as soon as that is made.
+  bool one_term() const { return sets.size() == 1 && call.top_k == 1; }
+  int64_t assignments() const {
+    int64_t sum = 0;
+    for (const Set& set : sets) sum += set.assignments();
+    return sum;
+  }
+};
+
+}  // namespace
+}  // namespace moe_mk

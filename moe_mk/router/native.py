@@ -1,0 +1,37 @@
+"""Gate and router as one native CPU call: products, scores, bias, groups, choice and weights, without leaving C++.
+
+At a handful of tokens the torch operators in between cost more than the numbers they compute. Choices follow
+`grouped_topk`'s rules to the letter: ties to the lowest id, NaN and -inf nowhere. The logits are f32 sums of exact
+products in another order than a GEMM's, so two experts within rounding of each other may change places.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_mk.kernels.native import RouteMode, Scoring, loaded, route
+from moe_mk.router.router import Router
+from moe_mk.tokens import Routing
+
+
+def routes_natively(router: Router) -> bool:
+    """Whether the native kernel does what this router does: simulations and scores in the model dtype it does not."""
+    return type(router) is Router and router.simulate is None and router.router_dtype == "float32"
+
+
+def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router: Router) -> tuple[Routing, Tensor]:
+    """Route tokens bf16 [T, H] with a gate bf16 or f32 [E, H]; also return the logits f32 [T, E].
+
+    Raises ShapeError for tensors, ConfigError for groups that do not fit, UnsupportedError without a C++ compiler.
+    """
+    mode = RouteMode(
+        top_k=router.top_k,
+        scoring=Scoring.SIGMOID if router.scoring_func == "sigmoid" else Scoring.SOFTMAX,
+        num_groups=router.num_expert_group,
+        top_groups=router.topk_group,
+        renormalize=router.renormalize,
+        scale=router.routed_scaling_factor,
+    )
+    ids_TK, weights_TK, logits_TE = route(loaded(), x_TH, gate_EH, bias_E, mode, threads=torch.get_num_threads())
+    return Routing(ids_TK, weights_TK), logits_TE

@@ -1,0 +1,93 @@
+"""Kernels that come with the wheel: used when they were compiled from exactly these sources, else compiled here."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_mk.errors import UnsupportedError
+from moe_mk.kernels.native import Native, compile_and_open, library
+from moe_mk.kernels.native.library import open_library
+from moe_mk.kernels.native.toolchain import Unit, digest, prebuilt, prebuilt_name, units
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_only_a_library_of_exactly_these_sources_is_taken(tmp_path: Path) -> None:
+    listed = units()
+    assert prebuilt(listed, tmp_path) is None
+    (tmp_path / prebuilt_name(listed)).write_bytes(b"")
+    assert prebuilt(listed, tmp_path) == tmp_path / prebuilt_name(listed)
+    assert prebuilt(units(extra=("-O1",)), tmp_path) is None
+
+
+def test_the_digest_sees_names_flags_and_contents(tmp_path: Path) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text("int a;")
+    seen = {digest([Unit(source, ())]), digest([Unit(source, ("-O1",))])}
+    source.write_text("int b;")
+    seen.add(digest([Unit(source, ())]))
+    assert len(seen) == 3
+
+
+def test_the_library_of_the_wheel_is_opened_without_a_compiler(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "prebuilt", lambda listed: native.path)
+    opened = compile_and_open(Path("/nonexistent"), which=lambda name: None)
+    assert opened.path == native.path and set(opened.isas) >= set(native.isas)
+
+
+def test_a_library_that_does_not_load_here_is_passed_over_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, said = tmp_path / "broken.so", []
+    broken.write_bytes(b"for another system")
+    with pytest.raises(UnsupportedError, match="cannot be loaded"):
+        open_library(broken)
+    monkeypatch.setattr(library, "prebuilt", lambda listed: broken)
+    with pytest.raises(UnsupportedError, match=r"no C\+\+ compiler was found"):
+        compile_and_open(which=lambda name: None, progress=said.append)
+    assert said[0].startswith("compiling, because the kernels of the wheel do not load here: ")
+
+
+AFTER_INSTALL = """
+import moe_mk.kernels.native as native
+from moe_mk.external.library import COMPILER, installed
+found = native.load(which=lambda name: None)
+assert "prebuilt" in found.path.parts, found.path
+assert native.is_compiled(which=lambda name: None) and COMPILER in installed()
+print(found.best.name, found.path.name)
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_brings_its_kernels_and_nothing_is_compiled_after_its_installation(
+    native: Native, tmp_path: Path
+) -> None:
+    pytest.importorskip("hatchling", reason="needs hatchling [pip install moe-mk[dev]]")
+    python = [sys.executable, "-m"]
+    subprocess.run(
+        [*python, "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True, timeout=300
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("moe_mk-") and not wheel.name.endswith("-any.whl")
+    target, home = tmp_path / "site", tmp_path / "home"
+    home.mkdir()
+    install = ["pip", "install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel)]
+    subprocess.run([*python, *install], check=True, timeout=120)
+    # Neither a compiler on the path nor a cache of this user: what loads came with the wheel.
+    environment = os.environ | {"PYTHONPATH": str(target), "PATH": "", "HOME": str(home)}
+    ended = subprocess.run(
+        [sys.executable, "-c", AFTER_INSTALL],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split()[0] == native.best.name
+    assert not (home / ".cache").exists()
+    shutil.rmtree(target)
