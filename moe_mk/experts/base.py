@@ -10,20 +10,25 @@ It knows nothing of communication. One file, one class, one decorator make a bac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import ClassVar
 
 import torch
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
+from moe_mk.quant.kinds import KINDS, PLAIN_KINDS
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import Registry
 from moe_mk.tokens import ExpertOutput, OutputStage, Tokens
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, Weights, on_device
+
+QUANTISED = tuple(kind for kind in KINDS if kind not in PLAIN_KINDS)
+"""Every weight format with scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +38,15 @@ class ExpertsTraits(Traits):
     emits: Mapping[type, OutputStage]
     """The layouts it reads, best first, and how far the output of each comes."""
     weights: frozenset[str]
-    """Weight formats it reads: "plain", "fp8_block"."""
+    """Weight formats it reads: "plain", or a value of model.quant.weights such as "fp8_block"."""
     computes: tuple[str, ...]
-    """What it multiplies with, best first: "plain" (the layer's dtype), "fp8" (the checkpoint's activations)."""
+    """What it multiplies with, best first: "plain" (the layer's dtype), or the family of a checkpoint's activations
+    ("fp8", "int8", "mxfp8", "nvfp4")."""
     layouts: frozenset[str] = frozenset({CANONICAL, MAPPED})
     """Weight layouts its `relayout` takes."""
     activations: frozenset[str] = frozenset({"silu", "gelu", "gelu_tanh", "relu2"})
+    biases: bool = False
+    """Whether it adds biases to the products of an expert."""
     dtypes: frozenset[str] = frozenset({"bf16", "fp16", "fp32"})
     block_sides: frozenset[int] = frozenset()
     """Sides of FP8 blocks it can read; empty is any."""
@@ -46,6 +54,12 @@ class ExpertsTraits(Traits):
     """Share of the device's memory bandwidth it reaches on weights, for ranking until it is measured."""
     compute: float = 0.5
     """Share of the device's matrix rate it reaches, likewise."""
+    definition: bool = False
+    """Whether it is there to define what is right, not to serve: it never stands in the way of a fallback."""
+    batch_invariant: bool = False
+    """Whether it can give a row the same bits in any company, and does so with kernel.batch_invariant."""
+    copies_weights: bool = False
+    """Whether `relayout` copies on the host, expert by expert, so that one expert is there twice while it does."""
     launches: int = 4
     """Operator calls of one run, and per expert that is hit if `per_expert`."""
     per_expert: bool = False
@@ -70,12 +84,23 @@ class ExpertsContext:
     intermediate_size: int
     device: torch.device
     spans: Spans = field(default_factory=Spans)
+    batch_invariant: bool = False
+    """Whether a row must get the same bits in any batch."""
+    swiglu_limit: float | None = None
+    """Where the clamped activations clamp."""
+    swiglu_alpha: float = 1.0
 
 
 class FusedExperts(ABC):
     """One compute backend."""
 
     traits: ClassVar[ExpertsTraits]
+
+    def __init_subclass__(cls, **settings: object) -> None:
+        """Let every backend's `run` leave a note of itself, so that one that quietly asks another shows."""
+        super().__init_subclass__(**settings)
+        if "run" in vars(cls):
+            cls.run = _noted(cls.run)  # type: ignore[assignment]
 
     def __init__(self, context: ExpertsContext) -> None:
         self.context = context
@@ -88,15 +113,48 @@ class FusedExperts(ABC):
         """Bring canonical or mapped weights into the layout that `run` reads, on its device. Never mutates them."""
         return on_device(weights, self.context.device)
 
+    def relayout_telling(self, weights: Weights, on_progress: Callable[[str, int, int], None]) -> Weights:
+        """`relayout` for somebody who waits: told ("pack", bytes done, bytes in all) where it takes long."""
+        return self.relayout(weights)
+
+    def beside(self, weights: Weights, shared: Weights) -> Weights | None:
+        """Weights with which `run` on rows adds the shared experts (one slot, weight 1) in the same pass; None: cannot.
+
+        Both as `relayout` gave them. Only asked for where the rows are this rank's own tokens, each of them once.
+        """
+        return None
+
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Every reason why this backend cannot serve the problem; empty if it can."""
         return reasons_of_traits(cls.traits, problem)
 
     @classmethod
+    def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
+        """Measured microseconds of a run where there are any, and what the price rests on."""
+        return None, "model"
+
+    @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
         """The most bytes one run allocates for `rows` received rows, beyond its inputs and weights."""
         return default_workspace_bytes(problem, rows)
+
+
+Run = Callable[[FusedExperts, Tokens, Weights], ExpertOutput]
+
+
+def _noted(run: Run) -> Run:
+    """A `run` that notes which class ran; of a class that extends another's, only the last one."""
+
+    @wraps(run)
+    def noted(self: FusedExperts, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        output = run(self, tokens, weights)
+        if type(self).run is noted:
+            x = vars(tokens)[next(name for name in vars(tokens) if name.startswith("x_"))]
+            self.context.spans.ledger.ran("experts", type(self), x.num_bytes + output.y.nbytes)
+        return output
+
+    return noted
 
 
 def default_workspace_bytes(problem: Problem, rows: int) -> int:
@@ -113,8 +171,7 @@ def reasons_of_traits(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
 
 def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
     model, reasons = problem.config.model, []
-    stored = "fp8_block" if model.quant.is_fp8 else "plain"
-    if stored not in traits.weights:
+    if model.quant.kind not in traits.weights:
         reasons.append(
             Reason("weights", f"reads {_listed(traits.weights)} weights, the experts are {problem.weights.name}")
         )
@@ -125,13 +182,20 @@ def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
         )
     if model.activation not in traits.activations:
         reasons.append(Reason("activation", f"has {_listed(traits.activations)}, the model needs {model.activation}"))
+    if model.expert_bias and not traits.biases:
+        reasons.append(Reason("bias", "adds no biases, the experts have them"))
     if problem.dtype.name not in traits.dtypes:
         reasons.append(Reason("dtype", f"computes in {_listed(traits.dtypes)}, the layer is {problem.dtype.name}"))
+    if problem.config.kernel.batch_invariant and not traits.batch_invariant:
+        said = "gives a row other bits in other batches"
+        reasons.append(Reason("batch_invariant", said, "kernel.batch_invariant = false"))
     wish = problem.config.kernel.activations
-    if wish == "checkpoint" and model.quant.is_fp8 and "fp8" not in traits.computes:
-        reasons.append(Reason("activations", "multiplies with plain activations only", "kernel.activations = auto"))
-    if wish == "plain" and "plain" not in traits.computes:
-        reasons.append(Reason("activations", "multiplies with FP8 activations only", "kernel.activations = auto"))
+    rounded = "plain" if problem.activations is None else problem.activations.family
+    needed = {"checkpoint": {rounded}, "plain": {"plain"}, "auto": {rounded, "plain"}}[wish]
+    if not needed & set(traits.computes):
+        only = ", ".join(name if name == "plain" else name.upper() for name in traits.computes)
+        fix = "" if wish == "auto" else "kernel.activations = auto"
+        reasons.append(Reason("activations", f"multiplies with {only} activations only", fix))
     return reasons
 
 

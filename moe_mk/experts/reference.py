@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem
-from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
-from moe_mk.kernels.reference.activation import activation
+from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsTraits, FusedExperts
+from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
@@ -26,8 +26,11 @@ class ReferenceExperts(FusedExperts):
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="the definition: f32 torch, one expert at a time; to check others with",
         emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
-        weights=frozenset({"plain", "fp8_block"}),
-        computes=("fp8", "plain"),
+        weights=frozenset({"plain", *QUANTISED}),
+        computes=("fp8", "int8", "mxfp8", "nvfp4", "plain"),
+        activations=frozenset({*ACTIVATIONS, *CLAMPED}),
+        biases=True,
+        definition=True,
         graph_safe=False,
         bandwidth=0.01,
         compute=0.02,
@@ -44,7 +47,7 @@ class ReferenceExperts(FusedExperts):
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Multiply in the layout the tokens have."""
         if isinstance(tokens, RowTokens):
-            return ExpertOutput(self._rows(tokens, weights).to(self.context.dtype.dtype), OutputStage.REDUCED)
+            return ExpertOutput.reduced(self._rows(tokens, weights), self.context.dtype.dtype, tokens.out_RH)
         y = self._grouped(tokens, weights) if isinstance(tokens, GroupedTokens) else self._batched(tokens, weights)
         return ExpertOutput(y, OutputStage.RAW)
 
@@ -75,10 +78,11 @@ class ReferenceExperts(FusedExperts):
         return y_LSH
 
     def _ffn(self, x_NH: QuantTensor, slot: SlotWeights) -> Tensor:
-        x = self._rounded(x_NH)
-        gate = None if slot.gate_IH is None else x @ slot.gate_IH.dequantize(torch.float32).T
-        h = activation(self.context.activation, gate, x @ slot.up_IH.dequantize(torch.float32).T)
-        return self._rounded(h) @ slot.down_HI.dequantize(torch.float32).T
+        x, c = self._rounded(x_NH), self.context
+        gate = None if slot.gate_IH is None else _product(x, slot.gate_IH, slot.gate_bias)
+        up = _product(x, slot.up_IH, slot.up_bias)
+        h = activation(c.activation, gate, up, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
+        return _product(self._rounded(h), slot.down_HI, slot.down_bias)
 
     def _rounded(self, x: Tensor | QuantTensor) -> Tensor:
         """Round activations to the compute scheme, in f32; tokens that came in it are not rounded twice."""
@@ -91,3 +95,9 @@ class ReferenceExperts(FusedExperts):
 
     def _zeros(self, shape: torch.Size) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.context.device)
+
+
+def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Tensor:
+    """x (m, k) times a weight (n, k) transposed, plus a bias (n), in f32."""
+    y = x @ weight.dequantize(torch.float32).T
+    return y if bias is None else y + bias.to(torch.float32)

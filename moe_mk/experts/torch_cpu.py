@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem
-from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
-from moe_mk.kernels.reference.activation import activation
+from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsTraits, FusedExperts
+from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
+from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import Fp8Block
-from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Tokens
 from moe_mk.weights.expert_weights import SlotWeights, Weights
@@ -38,11 +38,13 @@ class TorchCpuExperts(FusedExperts):
     """torch.mm per expert over rows sorted by expert."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
-        summary="torch on a CPU, FP8 decoded per block; where native kernels cannot be built",
+        summary="torch on a CPU, weights decoded expert by expert; where native kernels cannot be built",
         kinds=frozenset({"cpu"}),
         emits={GroupedTokens: OutputStage.RAW},
-        weights=frozenset({"plain", "fp8_block"}),
+        weights=frozenset({"plain", *QUANTISED}),
         computes=("plain",),
+        activations=frozenset({*ACTIVATIONS, *CLAMPED}),
+        biases=True,
         graph_safe=False,
         bandwidth=0.1,
         compute=0.4,
@@ -70,15 +72,20 @@ class TorchCpuExperts(FusedExperts):
         return ExpertOutput(y_NH, OutputStage.RAW)
 
     def _ffn(self, x: Tensor, slot: SlotWeights) -> Tensor:
-        gate = None if slot.gate_IH is None else _multiply(x, slot.gate_IH)
-        return _multiply(activation(self.context.activation, gate, _multiply(x, slot.up_IH)), slot.down_HI)
+        c = self.context
+        gate = None if slot.gate_IH is None else _multiply(x, slot.gate_IH, slot.gate_bias)
+        up = _multiply(x, slot.up_IH, slot.up_bias)
+        h = activation(c.activation, gate, up, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
+        return _multiply(h, slot.down_HI, slot.down_bias)
 
 
-def _multiply(x: Tensor, weight_nk: QuantTensor) -> Tensor:
-    """x (m, k) times a weight (n, k) transposed; an FP8 weight is decoded a block row at a time, while in cache."""
-    if isinstance(weight_nk.scheme, Plain):
-        return x @ weight_nk.dequantize(x.dtype).T
-    return torch.cat([x @ block.T for block in decoded_block_rows(weight_nk, x.dtype)], dim=1)
+def _multiply(x: Tensor, weight_nk: QuantTensor, bias_n: Tensor | None) -> Tensor:
+    """x (m, k) times a weight (n, k) transposed, plus a bias; FP8 blocks are decoded a row of them at a time."""
+    if not isinstance(weight_nk.scheme, Fp8Block) or weight_nk.scheme.rows in (1, WHOLE):
+        y = x @ weight_nk.dequantize(x.dtype).T
+    else:
+        y = torch.cat([x @ block.T for block in decoded_block_rows(weight_nk, x.dtype)], dim=1)
+    return y if bias_n is None else y + bias_n.to(x.dtype)
 
 
 def decoded_block_rows(weight_nk: QuantTensor, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -1,0 +1,87 @@
+"""Scratch memory that is allocated once: kernels take pieces of it during a run and leave them at its end.
+
+One workspace serves every layer of a device: layers run one after the other. Runs that may overlap take different lanes
+(one for each stream of the device and each thread that queues on it), and lanes never share a byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256
+"""Bytes; boxes of the tensor memory accelerator need 16 (tensors) and 128 (shared memory)."""
+
+Empty = Callable[..., Tensor]
+
+
+class Lane:
+    """The memory of runs that never overlap. Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self.high_water = 0
+        """Bytes of the largest run so far, which is what the lane holds."""
+        self.allocations = 0
+        """How often memory was asked from torch."""
+        self._memory: Tensor | None = None
+        self._outgrown: list[Tensor] = []
+
+    @contextmanager
+    def frame(self, device: torch.device) -> Iterator[Empty]:
+        """Hand out pieces like torch.empty; all of them are given back at the end of the block.
+
+        A run larger than any before takes the rest from torch, and the lane grows to its size afterwards. Outgrown
+        memory is kept: a captured graph may still write to it.
+        """
+        taken = 0
+
+        def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            nonlocal taken
+            size = math.prod(shape) * dtype.itemsize
+            start, taken = taken, taken + -(-size // ALIGNMENT) * ALIGNMENT
+            if self._memory is None or taken > len(self._memory):
+                self.allocations += 1
+                return torch.empty(shape, dtype=dtype, device=device)
+            return self._memory[start : start + size].view(dtype).view(shape)
+
+        yield empty
+        if taken > self.high_water:
+            self._grow(taken, device)
+
+    def _grow(self, size: int, device: torch.device) -> None:
+        if self._memory is not None:
+            self._outgrown.append(self._memory)
+        self.high_water, self.allocations = size, self.allocations + 1
+        self._memory = torch.empty((size,), dtype=torch.uint8, device=device)
+
+
+class Workspace:
+    """Lanes by what tells overlapping runs apart."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[object, Lane] = {}
+
+    def lane(self, key: object) -> Lane:
+        """The lane of a key, new where the key is."""
+        return self.lanes.setdefault(key, Lane())
+
+    @property
+    def high_water(self) -> int:
+        """Bytes held by all lanes, outgrown memory aside."""
+        return sum(lane.high_water for lane in self.lanes.values())
+
+
+_of_device: WeakValueDictionary[torch.device, Workspace] = WeakValueDictionary()
+
+
+def workspace_of(device: torch.device) -> Workspace:
+    """The workspace that all layers of a device share; it goes with the last of them, and the table keeps nothing."""
+    workspace = _of_device.get(device)
+    if workspace is None:
+        workspace = _of_device[device] = Workspace()
+    return workspace

@@ -1,0 +1,159 @@
+"""First grouped GEMM of the experts, with everything up to the second one in its epilogue.
+
+    h = quantise(act(x w_gate^T) * (x w_up^T))        per tile: ROWS tokens x 128 columns of gate and of up
+
+Reads x (rows, H) at `order` (gathered, no permuted copy) or as it lies, w13 (L * 2I, H) through the tensor memory
+accelerator, only of experts that have rows. Writes h (positions, I) and, in FP8, its scales: one group of 128 columns
+is one tile wide, so its amax is known in registers. FP8 products are promoted to f32 after every 128 terms (one scale
+block): the matrix unit adds with about 14 bits. Minimum bytes: hit experts x 2 I H + x + h.
+
+A tile never crosses experts; rows past the end of an expert are computed and not stored. With SWAP the weights are the
+left operand, so that 16 tokens still fill the matrix unit: below 64 rows on the left, Triton leaves it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_mk.kernels.triton.launch import boxes, readable_scales, resident_programs
+from moe_mk.kernels.triton.numerics import IN_INTERPRETER, activate, as_scale, scale_of, to_dtype, to_e4m3
+from moe_mk.kernels.triton.tile import BLOCK, Tile
+from moe_mk.kernels.triton.tile_map import TileMap
+
+
+def grouped_w13(
+    x: tuple[Tensor, Tensor | None],
+    w13: tuple[Tensor, Tensor | None],
+    h: tuple[Tensor, Tensor | None],
+    tiles: TileMap,
+    tile: Tile,
+    *,
+    order: Tensor | None = None,
+    top_k: int = 1,
+    activation: str = "silu",
+    gated: bool = True,
+    power_of_two: bool = False,
+) -> None:
+    """Fill h (positions, I) from x (rows, H); each pair is values and scales, None for bf16.
+
+    order: int32, the assignment at each position, row order // top_k of x; None: position p is row p of x.
+    """
+    (x_values, x_scales), (w_values, w_scales), (h_values, h_scales) = x, w13, h
+    k, inner = x_values.shape[1], h_values.shape[1]
+    scaled = x_scales is not None
+    step = BLOCK if scaled else BLOCK // 2
+    x_scales = readable_scales(x_scales) if x_scales is not None else x_values
+    programs = resident_programs(x_values.device)
+    _w13[(programs,)](
+        x_values if order is not None else boxes(x_values, tile.rows, step), x_scales,
+        boxes(w_values.view(-1, k), BLOCK, step), w_scales if w_scales is not None else w_values,
+        h_values, h_scales if h_scales is not None else h_values, order if order is not None else tiles.count,
+        tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), k, inner, x_values.stride(0), x_scales.stride(0),
+        x_scales.stride(1), *(h_scales.stride() if h_scales is not None else (0, 0)),
+        ROWS=tile.rows, STEP=step, TOP_K=top_k, PROGRAMS=programs, SWAP=tile.swap, SCALED=scaled,
+        GATHER=order is not None, EVEN=k % step == 0, ACTIVATION=activation, GATED=gated, POWER_OF_TWO=power_of_two,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_rows(x, first, row, there, k0, k, stride, ROWS: tl.constexpr, STEP: tl.constexpr, GATHER: tl.constexpr,
+              EVEN: tl.constexpr):  # fmt: skip
+    """ROWS x STEP of the activations: gathered by pointer, or as one box."""
+    if GATHER:
+        column = k0 + tl.arange(0, STEP)
+        inside = there[:, None] if EVEN else there[:, None] & (column < k)[None, :]
+        return tl.load(x + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
+    else:
+        return x.load([first, k0])
+
+
+@triton.jit
+def multiply(x, w, SWAP: tl.constexpr):
+    """x (rows, step) times w (128, step) transposed: (rows, 128), or (128, rows) with SWAP."""
+    if IN_INTERPRETER:  # NOTE: the interpreter of 3.6 multiplies the bits of bf16
+        x, w = x.to(tl.float32), w.to(tl.float32)
+    return tl.dot(w, tl.trans(x)) if SWAP else tl.dot(x, tl.trans(w))
+
+
+@triton.jit
+def pinned(total):
+    """The same values, needed here: an accumulator is finished before the next product starts.
+
+    NOTE: ptxas 12.8 sinks the additions below the next product otherwise, and spills the products that wait for them.
+    The move itself is not in the code.
+    """
+    if not IN_INTERPRETER:
+        total = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=False, pack=1
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def spread(scale, SWAP: tl.constexpr):
+    """Scales of token rows beside an accumulator."""
+    return scale[None, :] if SWAP else scale[:, None]
+
+
+@triton.jit
+def _w13(
+    x, x_scales_ptr, w, w_scales_ptr, h_ptr, h_scales_ptr, order_ptr, tiles_ptr, count_ptr, tiles_stride, k, inner,
+    x_stride, x_scales_m, x_scales_k, h_scales_m, h_scales_k,
+    ROWS: tl.constexpr, STEP: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr, SWAP: tl.constexpr,
+    SCALED: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    across, steps = tl.cdiv(inner, 128), tl.cdiv(k, STEP)
+    halves = 2 if GATED else 1
+    M: tl.constexpr = 128 if SWAP else ROWS
+    N: tl.constexpr = ROWS if SWAP else 128
+    # Neighbouring programs share an expert's rows and differ in its columns: every weight is read once.
+    for t in tl.range(tl.program_id(0), tl.load(count_ptr) * across, PROGRAMS):
+        tile, n = t // across, t % across
+        expert = tl.load(tiles_ptr + tile)
+        first = tl.load(tiles_ptr + tiles_stride + tile)
+        end = tl.load(tiles_ptr + 2 * tiles_stride + tile)
+        position = first + tl.arange(0, ROWS)
+        there = position < end
+        row = tl.load(order_ptr + position, mask=there, other=0) // TOP_K if GATHER else position
+        gate_row = expert * inner * halves + n * 128
+        up_row = gate_row + inner if GATED else gate_row
+        gate, up = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
+        if SCALED:
+            up_scales = w_scales_ptr + (up_row // 128).to(tl.int64) * steps
+            gate_scales = w_scales_ptr + (gate_row // 128).to(tl.int64) * steps
+            row_scales = x_scales_ptr + row.to(tl.int64) * x_scales_m
+            s_x = as_scale(tl.load(row_scales, mask=there, other=0))
+            s_g, s_u = tl.load(gate_scales), tl.load(up_scales)
+        for step in range(steps):
+            a = load_rows(x, first, row, there, step * STEP, k, x_stride, ROWS, STEP, GATHER, EVEN)
+            if SCALED:
+                # Scales of the next step are on their way while this one multiplies.
+                after = tl.minimum(step + 1, steps - 1)
+                next_x = as_scale(tl.load(row_scales + after * x_scales_k, mask=there, other=0))
+                next_g, next_u = tl.load(gate_scales + after), tl.load(up_scales + after)
+                if GATED:
+                    gate += multiply(a, w.load([gate_row, step * STEP]), SWAP) * spread(s_x * s_g, SWAP)
+                    gate = gate if SWAP else pinned(gate)
+                up += multiply(a, w.load([up_row, step * STEP]), SWAP) * spread(s_x * s_u, SWAP)
+                up = up if SWAP else pinned(up)
+                s_x, s_g, s_u = next_x, next_g, next_u
+            else:
+                if GATED:
+                    gate += multiply(a, w.load([gate_row, step * STEP]), SWAP)
+                up += multiply(a, w.load([up_row, step * STEP]), SWAP)
+        hidden = activate(gate, ACTIVATION) * up if GATED else activate(up, ACTIVATION)
+        if SWAP:
+            hidden = tl.trans(hidden)
+        column = n * 128 + tl.arange(0, 128)
+        pointer = h_ptr + position[:, None].to(tl.int64) * inner + column[None, :]
+        inside = there[:, None] & (column < inner)[None, :]
+        if SCALED:
+            scale = scale_of(tl.max(tl.abs(hidden), axis=1), POWER_OF_TWO)
+            tl.store(pointer, to_e4m3(hidden * (1.0 / scale)[:, None]), mask=inside)
+            tl.store(h_scales_ptr + position.to(tl.int64) * h_scales_m + n * h_scales_k, scale, mask=there)
+        else:
+            tl.store(pointer, to_dtype(hidden, h_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,94 @@
+"""Second grouped GEMM of the experts; the routing weight and the way back to the assignment are in its epilogue.
+
+    y[assignment] = weight * (h w2^T)                 per tile: ROWS positions x 128 columns
+
+Reads h (positions, I) and w2 (L * H, I) through the tensor memory accelerator, only of experts that have rows. Writes
+y (., H) at the assignment of each position, so that summing a received row's assignments needs no map (`combine`), or
+where the row lies. Minimum bytes: hit experts x I H + h + y. FP8 sums as in `grouped_w13`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_mk.kernels.triton.grouped_w13 import multiply, spread
+from moe_mk.kernels.triton.launch import boxes, resident_programs
+from moe_mk.kernels.triton.numerics import to_dtype
+from moe_mk.kernels.triton.tile import BLOCK, Tile
+from moe_mk.kernels.triton.tile_map import TileMap
+
+
+def grouped_w2(
+    h: tuple[Tensor, Tensor | None],
+    w2: tuple[Tensor, Tensor | None],
+    y: Tensor,
+    tiles: TileMap,
+    tile: Tile,
+    *,
+    order: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    """Fill y (., H) from h (positions, I); each pair is values and scales, None for bf16.
+
+    order: int32, the assignment at each position, which is its row of y; None: position p is row p. weights: f32, one
+    an assignment; None leaves rows as they are.
+    """
+    (h_values, h_scales), (w_values, w_scales) = h, w2
+    k, width, scaled = h_values.shape[1], y.shape[1], h_scales is not None
+    step, programs = BLOCK if scaled else BLOCK // 2, resident_programs(y.device)
+    _w2[(programs,)](
+        boxes(h_values, tile.rows, step), h_scales if h_scales is not None else h_values,
+        boxes(w_values.view(-1, k), BLOCK, step), w_scales if w_scales is not None else w_values, y,
+        order if order is not None else tiles.count, weights if weights is not None else y,
+        tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), k, width,
+        *(h_scales.stride() if h_scales is not None else (0, 0)),
+        ROWS=tile.rows, STEP=step, PROGRAMS=programs, SWAP=tile.swap, SCALED=scaled,
+        SCATTER=order is not None, WEIGHTED=weights is not None, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def _w2(
+    h, h_scales_ptr, w, w_scales_ptr, y_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr, tiles_stride, k, width,
+    h_scales_m, h_scales_k,
+    ROWS: tl.constexpr, STEP: tl.constexpr, PROGRAMS: tl.constexpr, SWAP: tl.constexpr, SCALED: tl.constexpr,
+    SCATTER: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    across, steps = tl.cdiv(width, 128), tl.cdiv(k, STEP)
+    M: tl.constexpr = 128 if SWAP else ROWS
+    N: tl.constexpr = ROWS if SWAP else 128
+    for t in tl.range(tl.program_id(0), tl.load(count_ptr) * across, PROGRAMS):
+        tile, n = t // across, t % across
+        expert = tl.load(tiles_ptr + tile)
+        first = tl.load(tiles_ptr + tiles_stride + tile)
+        end = tl.load(tiles_ptr + 2 * tiles_stride + tile)
+        position = first + tl.arange(0, ROWS)
+        there = position < end
+        total = tl.zeros((M, N), tl.float32)
+        if SCALED:
+            w_scales = w_scales_ptr + (expert * across + n).to(tl.int64) * steps
+            row_scales = h_scales_ptr + position.to(tl.int64) * h_scales_m
+            s_h, s_w = tl.load(row_scales, mask=there, other=0.0), tl.load(w_scales)
+        for step in range(steps):
+            a, b = h.load([first, step * STEP]), w.load([expert * width + n * 128, step * STEP])
+            if SCALED:
+                after = tl.minimum(step + 1, steps - 1)
+                next_h, next_w = (
+                    tl.load(row_scales + after * h_scales_k, mask=there, other=0.0),
+                    tl.load(w_scales + after),
+                )
+                total += multiply(a, b, SWAP) * spread(s_h * s_w, SWAP)
+                s_h, s_w = next_h, next_w
+            else:
+                total += multiply(a, b, SWAP)
+        if SWAP:
+            total = tl.trans(total)
+        target = tl.load(order_ptr + position, mask=there, other=0) if SCATTER else position
+        if WEIGHTED:
+            total *= tl.load(weights_ptr + target, mask=there, other=0.0)[:, None]
+        column = n * 128 + tl.arange(0, 128)
+        inside = there[:, None] & (column < width)[None, :]
+        tl.store(y_ptr + target[:, None].to(tl.int64) * width + column[None, :],
+                 to_dtype(total, y_ptr.dtype.element_ty), mask=inside)  # fmt: skip

@@ -1,0 +1,62 @@
+"""Quantise activations to FP8 e4m3, one scale for every group of columns of a row.
+
+Reads x (m, k) once, writes values (m, k) fp8 and one scale a group: f32, row-major or column-major. Moves
+3 m k + 4 m k / group bytes of bf16 input. Equal to the reference bit for bit: the divisions are IEEE divisions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_mk.kernels.triton.numerics import scale_of, to_e4m3
+
+GROUPS_A_PROGRAM = 8
+
+
+def quantize_rows(
+    x: Tensor, group: int, *, power_of_two: bool = False, column_major: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Quantise each 1 x group piece of a row by its own largest magnitude.
+
+    group: a power of two. column_major: scales of neighbouring rows lie side by side, (m, groups) with strides (1, m).
+    """
+    m, k = x.shape
+    groups = triton.cdiv(k, group)
+    values = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
+    if column_major:
+        scales = torch.empty((groups, m), dtype=torch.float32, device=x.device).T
+    else:
+        scales = torch.empty((m, groups), dtype=torch.float32, device=x.device)
+    quantize_rows_into(x, values, scales, group, power_of_two=power_of_two)
+    return values, scales
+
+
+def quantize_rows_into(x: Tensor, values: Tensor, scales: Tensor, group: int, *, power_of_two: bool = False) -> None:
+    """The same into tensors that are there already; the strides of `scales` say how it lies."""
+    m, k = x.shape
+    if m == 0:
+        return
+    grid = (m, triton.cdiv(triton.cdiv(k, group), GROUPS_A_PROGRAM))
+    _quantize[grid](
+        x, values, scales, k, x.stride(0), values.stride(0), scales.stride(0), scales.stride(1),
+        GROUP=group, GROUPS=GROUPS_A_PROGRAM, POWER_OF_TWO=power_of_two, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _quantize(
+    x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, scale_stride_m, scale_stride_k,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = column < k
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(tl.abs(x), axis=1), POWER_OF_TWO)
+    value = to_e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], [GROUPS, GROUP])))
+    tl.store(values_ptr + row * values_stride + column, value, mask=inside)
+    tl.store(scales_ptr + row * scale_stride_m + group * scale_stride_k, scale, mask=group * GROUP < k)

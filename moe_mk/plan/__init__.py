@@ -1,0 +1,1 @@
+"""What a layer costs before anything is built: floors of time and bytes."""

@@ -1,0 +1,101 @@
+"""Native CPU experts as a backend: packed weights, clamped activations and biases, bits in any company."""
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk.experts.base import EXPERTS, ExpertsContext
+from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.quant.plain import BF16, FP32
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import RowTokens
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights
+
+pytestmark = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
+)
+SLOTS, HIDDEN, INNER = 3, 96, 64
+
+
+def weights(*, biases: bool) -> MappedExpertWeights:
+    g = torch.Generator().manual_seed(5)
+
+    def matrix(rows: int, columns: int) -> QuantTensor:
+        return QuantTensor((torch.randn(rows, columns, generator=g) * 2 * columns**-0.5).bfloat16(), None, BF16)
+
+    def slot() -> SlotWeights:
+        own = SlotBiases(*(torch.randn(n, generator=g).bfloat16() for n in (INNER, INNER, HIDDEN))) if biases else None
+        return SlotWeights(matrix(INNER, HIDDEN), matrix(INNER, HIDDEN), matrix(HIDDEN, INNER), own)
+
+    return MappedExpertWeights(tuple(slot() for _ in range(SLOTS)), BF16)
+
+
+def rows(count: int, dtype: torch.dtype) -> RowTokens:
+    g = torch.Generator().manual_seed(6)
+    x = torch.randn(count, HIDDEN, generator=g).bfloat16()
+    ids = torch.stack([torch.randperm(SLOTS, generator=g)[:2] for _ in range(count)]).to(torch.int32)
+    plain = BF16 if dtype is torch.bfloat16 else FP32
+    return RowTokens(QuantTensor(x.to(dtype), None, plain), ids, torch.rand(count, 2, generator=g), SLOTS)
+
+
+def context(activation: str = "silu", dtype: object = BF16, **more: object) -> ExpertsContext:
+    return ExpertsContext(dtype, dtype, activation, SLOTS, HIDDEN, INNER, torch.device("cpu"), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(
+    "activation, clamp",
+    [
+        ("silu", {}),
+        ("swiglu_limit", {"swiglu_limit": 0.7}),
+        ("swiglu_oai", {"swiglu_limit": 0.9, "swiglu_alpha": 1.702}),
+    ],
+)
+def test_clamps_and_biases_equal_the_reference(activation: str, clamp: dict[str, float], biases: bool) -> None:
+    given = weights(biases=biases)
+    native = EXPERTS["cpu_native"](context(activation, **clamp))
+    got = native.run(rows(9, torch.bfloat16), native.relayout(given)).y.float()
+    exact = ReferenceExperts(context(activation, FP32, **clamp)).run(rows(9, torch.float32), given)
+    tokens = rows(9, torch.float32)
+    wanted = exact.y if exact.y.shape == got.shape else _reduced(exact, tokens)
+    assert ((got - wanted).norm() / wanted.norm()).item() < 4e-3
+
+
+def _reduced(output: object, tokens: RowTokens) -> Tensor:
+    from moe_mk.permute import permute, weight_and_reduce
+    from moe_mk.tokens import OutputStage
+
+    local = permute(tokens, ReferenceExperts.traits.consumes)
+    return weight_and_reduce(output, local, OutputStage.REDUCED).y  # type: ignore[arg-type]
+
+
+def test_a_packed_slot_is_what_was_packed_biases_included() -> None:
+    given = weights(biases=True)
+    packed = EXPERTS["cpu_native"](context()).relayout(given)
+    for index in range(SLOTS):
+        back, slot = packed.slot(index), given.slot(index)
+        assert (
+            back.gate_IH is not None
+            and slot.gate_IH is not None
+            and torch.equal(back.gate_IH.values, slot.gate_IH.values)
+        )
+        assert torch.equal(back.up_IH.values, slot.up_IH.values) and torch.equal(
+            back.down_HI.values, slot.down_HI.values
+        )
+        assert back.biases is not None and slot.biases is not None
+        for mine, theirs in zip(back.biases.tensors, slot.biases.tensors, strict=True):
+            assert torch.equal(mine, theirs.float())
+
+
+def test_a_batch_invariant_layer_gives_a_row_the_same_bits_in_any_company() -> None:
+    native = EXPERTS["cpu_native"](context(batch_invariant=True))
+    own, many = native.relayout(weights(biases=False)), rows(40, torch.bfloat16)
+    together = native.run(many, own).y
+    for first, count in ((0, 1), (3, 2), (7, 5), (20, 17)):
+        part = slice(first, first + count)
+        some = RowTokens(
+            QuantTensor(many.x_RH.values[part], None, BF16), many.ids_RK[part], many.weights_RK[part], SLOTS
+        )
+        assert torch.equal(native.run(some, own).y, together[part])

@@ -1,0 +1,88 @@
+"""What the oracle hears about the Triton experts; what they compute is in tests/kernels/triton."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_mk import MoEConfig, Problem, oracle
+from moe_mk.config import device_profile
+from moe_mk.experts import EXPERTS, triton_tuning
+from moe_mk.experts.triton_tuning import Case, Point, as_json, tuned_file
+from moe_mk.kernels.triton.tile import Tile
+from moe_mk.oracle.verdict import Verdict
+from moe_mk.quant import BF16, FP32
+
+
+def problem(device: str = "h200", dtype: Any = BF16, installed: tuple[str, ...] = ("triton",), **given: Any) -> Problem:
+    quant = {"weights": given.pop("weights", "fp8_block")}
+    model = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_experts": 256, "quant": quant}
+    model |= {key: given.pop(key) for key in list(given) if key in ("hidden_size", "moe_intermediate_size")}
+    config = MoEConfig.parse({"model": model, "router": {"top_k": 8}}, "a test").with_(max_num_tokens=512, **given)
+    return Problem(config, device_profile(device), dtype, 512, frozenset(installed))
+
+
+def reasons(asked: Problem) -> list[str]:
+    return [f"{reason.code}: {reason}" for reason in EXPERTS["triton"].reasons_against(asked)]
+
+
+def test_an_h200_with_triton_is_served_in_fp8_and_bf16_inside_a_graph() -> None:
+    assert reasons(problem(graphs=True)) == reasons(problem(weights="bf16", graphs=True)) == []
+
+
+@pytest.mark.parametrize(
+    "given,expected",
+    [
+        ({"device": "cpu"}, r"device: runs on cuda"),
+        ({"device": "mi300x"}, r"device: runs on cuda"),
+        ({"installed": ()}, r"library: triton is not installed \[pip install 'moe-mk\[cuda\]'\]"),
+        ({"dtype": FP32}, r"dtype: computes in bf16"),
+        ({"weights": "fp16"}, r"weights: reads bf16 or FP8 weights, the experts are fp16"),
+        ({"activations": "plain"}, r"activations: multiplies FP8 weights with FP8 activations only"),
+        ({"moe_intermediate_size": 192}, r"shape: quantises hidden rows in groups of 128, a rank has 192"),
+        ({"hidden_size": 136}, r"shape: .*a hidden size of 136"),
+    ],
+)
+def test_it_says_what_it_cannot_do(given: dict[str, Any], expected: str) -> None:
+    assert any(re.match(expected, reason) for reason in reasons(problem(**given))), reasons(problem(**given))
+
+
+def test_an_older_gpu_is_refused_by_its_architecture() -> None:
+    asked = problem()
+    ampere = asked.device.model_copy(update={"arch": (8, 0)})
+    found = EXPERTS["triton"].reasons_against(Problem(asked.config, ampere, BF16, 512, frozenset({"triton"})))
+    assert [str(reason) for reason in found] == ["needs sm_90, this device is sm_80"]
+
+
+def test_the_oracle_ranks_it_before_the_definition() -> None:
+    decision = oracle.select(problem())
+    assert decision.chosen.experts == "triton" and decision.graph_safe
+    costs = {verdict.experts: verdict.cost_us for verdict in decision.verdicts if verdict.prepare_finalize == "no_ep"}
+    assert costs["triton"] is not None and costs["reference"] is not None and costs["triton"] < costs["reference"] / 10
+
+
+def test_what_never_ran_is_called_so_until_a_file_says_what_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdict() -> Verdict:
+        judged = oracle.select(problem()).verdicts
+        return next(each for each in judged if (each.prepare_finalize, each.experts) == ("no_ep", "triton"))
+
+    assert verdict().cost_source == "model; compiled, not yet measured"
+    # 512 tokens of 8 choices over 256 experts are 16 rows an expert.
+    file = tuned_file("h200", Case(7168, 2048, 256, "fp8_1x128"), tmp_path)
+    file.parent.mkdir(parents=True)
+    tile = Tile(16, True, 4, 5)
+    file.write_text(as_json([Point(4.0, tile, 1000.0), Point(64.0, tile, 4000.0)], {"device": "h200"}))
+    monkeypatch.setattr(triton_tuning, "tuned_file", lambda device, case, folder=None: file)
+    assert verdict().cost_source == "measured" and verdict().cost_us == pytest.approx(2000.0)
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    code = "import sys, moe_mk, moe_mk.experts.triton; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,84 @@
+"""Tiles by rows an expert: measured inside the tuned range, built in outside, and a bad file is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from moe_mk.errors import ConfigError
+from moe_mk.experts.triton_tuning import BUILT_IN, Case, Point, Tuned, as_json, load_tuned, tuned_file
+from moe_mk.kernels.triton.tile import Tile
+
+CASE = Case(7168, 2048, 256, "fp8_1x128")
+SMALL, LARGE = Tile(8, True, 4, 6, "gluon"), Tile(128, False, 4, 4, "gluon")
+TUNED = Tuned((Point(1.0, SMALL, 100.0), Point(16.0, LARGE, 400.0)))
+
+
+def test_inside_the_range_the_nearer_point_on_a_logarithmic_scale_serves() -> None:
+    # The middle between 1 and 16 is 4.
+    assert [TUNED.tile(rows) for rows in (1.0, 3.9, 4.1, 16.0)] == [SMALL, SMALL, LARGE, LARGE]
+
+
+def test_outside_the_range_nothing_is_extrapolated() -> None:
+    for rows, place in ((0.5, 0), (17.0, 1), (1e6, 3)):
+        assert TUNED.point(rows) is None and TUNED.microseconds(rows) is None
+        assert TUNED.tile(rows) == BUILT_IN[place][1] == Tuned().tile(rows)
+
+
+def test_times_between_points_lie_on_a_line_of_logarithms() -> None:
+    assert TUNED.microseconds(4.0) == pytest.approx(200.0)
+    assert TUNED.microseconds(1.0) == 100.0 and TUNED.microseconds(16.0) == 400.0
+    assert Tuned((Point(2.0, SMALL, 7.0),)).microseconds(2.0) == 7.0
+
+
+def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    file = tuned_file("h200", CASE, tmp_path)
+    assert file == tmp_path / "h200" / "triton" / "H7168_I2048_L256_fp8_1x128.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(as_json(TUNED.points[::-1], {"device": "h200", "torch": "2.11.0"}))
+    assert load_tuned("h200", CASE, tmp_path) == TUNED
+
+
+def test_a_missing_file_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert load_tuned("h200", CASE, tmp_path, log=False) == Tuned() and not caplog.messages
+        assert [load_tuned("h200", CASE, tmp_path) for _ in range(3)] == [Tuned()] * 3
+    assert len(caplog.messages) == 1 and "H7168_I2048_L256_fp8_1x128.json on h200" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    "content,complaint",
+    [
+        ("{", "JSONDecodeError"),
+        ("{}", "KeyError: 'points'"),
+        (json.dumps({"points": [{"rows_an_expert": 0, "tile": vars(SMALL), "microseconds": 1}]}), "must be positive"),
+        (json.dumps({"points": [{"rows_an_expert": 1, "tile": {"rows": 12}, "microseconds": 1}]}), "TypeError"),
+        (
+            json.dumps({"points": [{"rows_an_expert": 1, "tile": vars(SMALL) | {"rows": 9}, "microseconds": 1}]}),
+            "no kernel multiplies .*rows=9",
+        ),
+    ],
+)
+def test_a_file_that_holds_no_tiles_is_refused_by_name(tmp_path: Path, content: str, complaint: str) -> None:
+    file = tuned_file("h200", CASE, tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=rf"H7168.*holds no tuned tiles: .*{complaint}"):
+        load_tuned("h200", CASE, tmp_path)
+
+
+def test_a_built_in_tile_serves_every_number_of_rows() -> None:
+    assert BUILT_IN[-1][0] == float("inf")
+    assert [Tuned().tile(rows).rows for rows in (0.01, 8.0, 8.1, 20.0, 80.0, 81.0, 1e9)] == [
+        16,
+        16,
+        32,
+        32,
+        64,
+        128,
+        128,
+    ]
+    assert all(tile.engine == "triton" for _, tile in BUILT_IN), "what was never run on a GPU is not chosen unasked"

@@ -1,0 +1,149 @@
+"""Small kernels on tiny shapes; run by test_interpreted.py with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk.kernels.reference import grouped_topk as reference_grouped_topk
+from moe_mk.kernels.reference import quantize_rows as reference_quantize_rows
+from moe_mk.kernels.reference import topk as reference_topk
+from moe_mk.kernels.reference.activation import activation
+from moe_mk.kernels.triton.activation_quantize import activation_quantize
+from moe_mk.kernels.triton.align import SMALL, align
+from moe_mk.kernels.triton.combine import combine
+from moe_mk.kernels.triton.grouped_topk import grouped_topk
+from moe_mk.kernels.triton.numerics import INTERPRETED
+from moe_mk.kernels.triton.quantize_rows import quantize_rows
+from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
+from moe_mk.kernels.triton.topk import topk
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def test_kernels_run_in_the_interpreter() -> None:
+    assert INTERPRETED
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("size", [1e4, 1.0, 1e-3, 1e-12])
+def test_rows_are_quantised_bit_for_bit(size: float, power_of_two: bool) -> None:
+    x = torch.randn(3, 200) * size  # one whole group of 128, one of 72
+    x[0, :128] = 0.0
+    x[1, 5] = 448.0 * size
+    x[2, :4] = torch.tensor([-0.0, -1e-5, 1e-5, 0.0]) * size  # zeros keep their sign
+    for given in (x, x.bfloat16()):
+        values, scales = quantize_rows(given, 128, power_of_two=power_of_two)
+        expected, expected_scales = reference_quantize_rows.quantize_rows(given, 128, power_of_two=power_of_two)
+        assert torch.equal(scales, expected_scales)
+        assert torch.equal(bits(values), bits(expected))
+
+
+def test_scales_may_lie_column_by_column() -> None:
+    x = torch.randn(5, 256)
+    (values, rows), (same, columns) = quantize_rows(x, 128), quantize_rows(x, 128, column_major=True)
+    assert rows.stride() == (2, 1) and columns.stride() == (1, 5)
+    assert torch.equal(rows, columns) and torch.equal(bits(values), bits(same))
+    assert quantize_rows(x[:0], 128)[1].shape == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu2"])
+def test_activation_and_quantisation_in_one_pass(name: str) -> None:
+    gate_up = torch.randn(3, 2 * 136).bfloat16()
+    values, scales = activation_quantize(gate_up, name, 128)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    expected, expected_scales = reference_quantize_rows.quantize_rows(activation(name, gate, up), 128)
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0.0)
+    # The activation itself may differ in its last bit, which moves a value to the next code at most.
+    assert int((bits(values).int() - bits(expected).int()).abs().max()) <= 1
+    assert float((bits(values) != bits(expected)).float().mean()) < 0.02
+
+
+ROUTERS = [
+    pytest.param(4, 2, "sigmoid", True, True, torch.float32, id="DeepSeek-V3"),
+    pytest.param(4, 2, "sigmoid", True, True, torch.bfloat16, id="scores in bf16"),
+    pytest.param(3, 1, "softmax", False, False, torch.float32, id="DeepSeek-V2, three groups"),
+    pytest.param(12, 5, "sigmoid", True, False, torch.float32, id="groups of one"),
+]
+
+
+@pytest.mark.parametrize("groups,kept,scoring,biased,renormalize,dtype", ROUTERS)
+def test_routing_equals_the_reference(
+    groups: int, kept: int, scoring: str, biased: bool, renormalize: bool, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(8, 12)
+    logits[0] = 0.0  # all tied: the lowest ids win
+    logits[1] = torch.tensor([100.0, -100.0] * 6)
+    logits[2, 4] = float("nan")  # undecidable: goes nowhere
+    bias = torch.randn(12) - 3.0 if biased else None  # kept scores may be negative
+    if bias is not None:
+        bias[7] = float("-inf")  # an expert that is switched off
+    given = (logits, min(3, kept * (12 // groups)), groups, kept, scoring, bias, renormalize, 2.5, dtype)
+    weights, ids = grouped_topk(*given)
+    expected_weights, expected_ids = reference_grouped_topk.grouped_topk(*given)
+    assert ids.tolist() == expected_ids.tolist()
+    assert ids[2].unique().tolist() == [-1]
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
+
+
+def test_routing_without_groups() -> None:
+    logits, bias = torch.randn(3, 6), torch.randn(6)
+    weights, ids = topk(logits, 2, "softmax", True, 1.0, bias, torch.float32)
+    expected_weights, expected_ids = reference_topk.topk(logits, 2, "softmax", True, 1.0, bias, torch.float32)
+    assert ids.tolist() == expected_ids.tolist()
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
+    assert topk(logits[:0], 2, "softmax", True, 1.0, bias, torch.float32)[1].shape == (0, 2)
+
+
+def listed(tiles: TileMap) -> list[tuple[int, ...]]:
+    return [tuple(column) for column in tiles.tiles_3X.T.tolist()[: int(tiles.count)]]
+
+
+def test_assignments_are_sorted_and_cut_into_tiles() -> None:
+    # Expert 0: assignments 1, 2 and 6; expert 2: 0 and 4; expert 1 has none, 3 and 5 go nowhere.
+    ids = torch.tensor([[2, 0], [0, -1], [2, -1], [0, -1]], dtype=torch.int32)
+    aligned = align(ids, 3, 2)
+    assert aligned.order_N.tolist()[:5] == [1, 2, 6, 0, 4]
+    assert listed(aligned.tiles) == [(0, 0, 3), (0, 2, 3), (2, 3, 5)]
+
+
+@pytest.mark.parametrize("assignments", [0, 1, SMALL, SMALL + 1, 2 * SMALL + 77])
+def test_both_ways_to_sort_keep_the_order_inside_an_expert(assignments: int) -> None:
+    ids = torch.randint(-1, 5, (assignments, 1), dtype=torch.int32)
+    aligned, flat = align(ids, 5, 64), ids.flatten()
+    kept = int((flat >= 0).sum())
+    assert torch.equal(aligned.order_N[:kept], torch.argsort(torch.where(flat < 0, 5, flat), stable=True)[:kept].int())
+    counts = [int((flat == expert).sum()) for expert in range(5)]
+    firsts = [sum(counts[:expert]) for expert in range(5)]
+    expected = [
+        (expert, first, firsts[expert] + counts[expert])
+        for expert in range(5)
+        for first in range(firsts[expert], firsts[expert] + counts[expert], 64)
+    ]
+    assert listed(aligned.tiles) == expected
+    assert len(expected) <= worst_tiles(assignments, 5, 64) == aligned.tiles.tiles_3X.shape[1]
+
+
+def test_tiles_of_counts() -> None:
+    counts = torch.tensor([3, 0, 5])
+    assert listed(tile_map(counts, 8, 4)) == [(0, 0, 3), (2, 3, 8), (2, 7, 8)]
+    assert listed(tile_map(counts, 24, 4, block=8)) == [(0, 0, 3), (2, 16, 21), (2, 20, 21)]
+    assert listed(tile_map(torch.zeros(3, dtype=torch.int64), 24, 4, block=8)) == []
+
+
+def test_rows_come_home_in_order_and_dropped_ones_are_not_read() -> None:
+    ids = torch.tensor([[0, -1], [1, 1], [-1, -1]], dtype=torch.int32)
+    y = torch.tensor([[1.0], [torch.nan], [2.0], [3.0], [torch.nan], [torch.nan]])
+    assert combine(y, ids).tolist() == [[1.0], [5.0], [0.0]]
+    assert combine(y, ids, torch.tensor([[2.0, 9.0], [10.0, 1.0], [0.0, 0.0]])).tolist() == [[2.0], [23.0], [0.0]]
+    out = torch.empty((3, 4))[:, :1]
+    assert combine(y, ids, out=out) is out and out.tolist() == [[1.0], [5.0], [0.0]]
+    wide = torch.randn(4 * 8, 1030).bfloat16()
+    expected = wide.view(4, 8, -1).float().unbind(1)
+    total = torch.zeros(4, 1030)
+    for part in expected:
+        total += part
+    assert torch.equal(combine(wide, torch.zeros((4, 8), dtype=torch.int32)), total.bfloat16())

@@ -1,0 +1,45 @@
+"""The Triton kernels in the interpreter, against the reference. Each file runs in a process of its own: Triton decides
+when it is imported whether kernels are compiled or interpreted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def run_interpreted(file: str, *options: str, seconds: int = 110) -> str:
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", *options]
+    done = subprocess.run(
+        [*command, str(HERE / file)], cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, text=True, timeout=seconds,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.row(98)
+def test_ops_equal_the_reference() -> None:
+    assert re.search(r"\b(1[0-9]|[2-9][0-9]) passed", run_interpreted("interpreted_ops.py"))
+
+
+@pytest.mark.row(111)
+def test_experts_equal_the_reference() -> None:
+    assert re.search(r"\b([5-9]|[1-9][0-9]) passed", run_interpreted("interpreted_experts.py", "-m", "not slow"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", ["fp8", "ue8m0", "bf16"])
+def test_experts_pass_the_whole_conformance_kit(form: str) -> None:
+    said = run_interpreted("interpreted_experts.py", "-m", "slow", "-k", f"whole_kit and {form}", seconds=590)
+    assert "1 passed" in said

@@ -1,0 +1,115 @@
+"""The launches themselves, as a GPU would get them: every call of every chain is bound to its kernel's arguments and
+compiled for sm_90, at the sizes of DeepSeek-V3. Only the driver is missing, and nothing runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
+
+pytestmark = pytest.mark.sm90
+
+SLOTS, HIDDEN, INNER, ROWS, TOP_K = 4, 7168, 2048, 7, 2
+FP8 = torch.float8_e4m3fn
+
+
+class NoDriver:
+    """What Triton asks its driver before it compiles."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Names and shared memory of the kernels that were launched."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from moe_mk.kernels.triton import gluon_decode, gluon_prefill, grouped_w2, grouped_w13
+
+    seen: list[tuple[str, int]] = []
+
+    def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
+        def launch(*given: Any, **options: Any) -> None:
+            built = kernel.run(*given, grid=grid, warmup=True, **options)
+            seen.append((kernel.fn.__name__, built.metadata.shared))
+
+        return launch
+
+    for module in (grouped_w13, grouped_w2, gluon_prefill, gluon_decode):
+        monkeypatch.setattr(module, "resident_programs", lambda device: 132)
+    monkeypatch.setattr(JITFunction, "__getitem__", compile_only)
+    monkeypatch.setattr(driver, "_active", NoDriver())
+    return seen
+
+
+def experts(*, fp8: bool = True) -> Any:
+    from moe_mk.kernels.triton.experts import Experts
+
+    def scaled(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+        values = torch.empty((SLOTS, rows, columns), dtype=FP8 if fp8 else torch.bfloat16)
+        return values, torch.empty((SLOTS, rows // 128, columns // 128)) if fp8 else None
+
+    return Experts(scaled(2 * INNER, HIDDEN), scaled(HIDDEN, INNER))
+
+
+def names(launches: list[tuple[str, int]]) -> list[str]:
+    assert all(shared < SHARED_MEMORY for _, shared in launches)
+    return [name for name, _ in launches]
+
+
+GEMMS = {
+    Tile(16, True, 4, 5): ["_w13", "_w2"],
+    Tile(8, True, 4, 6, "gluon"): ["_swapped", "_swapped"],
+    Tile(128, False, 4, 4, "gluon"): ["_dual", "_dual"],
+}
+
+
+@pytest.mark.parametrize("tile", GEMMS, ids=lambda tile: f"{tile.engine}-{tile.rows}")
+def test_rows_that_came_in_bf16(tile: Tile, launches: list[tuple[str, int]]) -> None:
+    from moe_mk.kernels.triton.experts import experts_rows
+
+    ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
+    y = experts_rows((x, None), ids, torch.zeros((ROWS, TOP_K)), experts(), tile, torch.empty)
+    assert y.shape == (ROWS, HIDDEN) and y.dtype == torch.bfloat16
+    assert names(launches) == ["_align_small", "_quantize", *GEMMS[tile], "_combine"], "five launches in decode"
+
+
+@pytest.mark.parametrize("tile", GEMMS, ids=lambda tile: f"{tile.engine}-{tile.rows}")
+def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: list[tuple[str, int]]) -> None:
+    from moe_mk.kernels.triton.experts import experts_batched
+
+    x = torch.empty((SLOTS, 9, HIDDEN), dtype=FP8)
+    scales = torch.empty((SLOTS, 9, HIDDEN // 128), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    counts = torch.zeros(SLOTS, dtype=torch.int64)
+    assert experts_batched((x, scales), counts, experts(), tile, torch.empty).shape == x.shape
+    assert names(launches) == ["_tile_map", *GEMMS[tile]]
+
+
+def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: list[tuple[str, int]]) -> None:
+    from moe_mk.kernels.triton.experts import experts_grouped
+
+    x, counts = torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16), torch.zeros(SLOTS, dtype=torch.int64)
+    experts_grouped((x, None), counts, experts(fp8=False), Tile(16, True, 4, 3, "gluon"), torch.empty)
+    assert names(launches) == ["_tile_map", "_w13", "_w2"]
+
+
+def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, int]]) -> None:
+    from moe_mk.kernels.triton.align import align
+
+    align(torch.zeros((4096, 8), dtype=torch.int32), 256, 128)
+    assert names(launches) == ["_count", "_prefix_over_chunks", "_prefix_over_slots", "_place"]
