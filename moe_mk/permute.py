@@ -62,6 +62,7 @@ def group(tokens: RowTokens) -> GroupedTokens:
         weights_N=tokens.weights_RK.flatten()[kept_N],
         num_rows=tokens.ids_RK.shape[0],
         handle=tokens.handle,
+        out_RH=tokens.out_RH,
     )
 
 
@@ -76,7 +77,7 @@ def batch(tokens: GroupedTokens) -> BatchedTokens:
     return BatchedTokens(
         x_LSH=_blocks(tokens.x_NH, expert_N, place_N, num_slots, longest),
         counts_L=tokens.counts_L,
-        home=RowsOfSlots(row_LS, weights_LS, tokens.num_rows),
+        home=RowsOfSlots(row_LS, weights_LS, tokens.num_rows, tokens.out_RH),
         handle=tokens.handle,
     )
 
@@ -92,8 +93,8 @@ def places(counts_L: Tensor) -> tuple[Tensor, Tensor]:
 def weight_and_reduce(output: ExpertOutput, tokens: Tokens, until: OutputStage) -> ExpertOutput:
     """Advance an output: times its routing weight, then summed to one row a received token, as far as `until`.
 
-    Sums run in f32 and are rounded once, to the dtype of the output. A stage is never undone: the oracle refuses pairs
-    that would need it.
+    Sums run in f32 and are rounded once, to the dtype of the output, and lie where the transport wants them if it says
+    so. A stage is never undone: the oracle refuses pairs that would need it.
     """
     assert output.stage <= until, f"{output.stage.name} output cannot go back to {until.name}; the oracle refuses this"
     if output.stage == until:
@@ -103,13 +104,41 @@ def weight_and_reduce(output: ExpertOutput, tokens: Tokens, until: OutputStage) 
     return ExpertOutput(_reduced(output.y, tokens, weigh=output.stage is OutputStage.RAW), OutputStage.REDUCED)
 
 
-def reduce_rows(y: Tensor, weights: Tensor | None, rows: Tensor, num_rows: int) -> Tensor:
-    """Add rows of y, each times its weight, at their row numbers: (num_rows, H) in the dtype of y, summed in f32."""
+def reduce_rows(y: Tensor, weights: Tensor | None, rows: Tensor, num_rows: int, out_RH: Tensor | None = None) -> Tensor:
+    """Add rows of y, each times its weight, at their row numbers: (num_rows, H) in the dtype of y, summed in f32.
+
+    out_RH: where to write them; made when not given. Rows of one number are added in the order in which they lie, so
+    that equal inputs give equal bits on every device.
+    """
     wide = y.to(torch.float32)
     if weights is not None:
         wide = wide * weights[:, None]
-    total_RH = torch.zeros((num_rows, y.shape[-1]), dtype=torch.float32, device=y.device)
-    return total_RH.index_add_(0, rows, wide).to(y.dtype)
+    if y.device.type == "cuda":  # index_add_ adds by atomics there, in the order of their arrival
+        total_RH = sum_in_order(wide, rows, num_rows)
+    else:
+        total_RH = torch.zeros((num_rows, y.shape[-1]), dtype=torch.float32, device=y.device)
+        total_RH.index_add_(0, rows, wide)
+    return total_RH.to(y.dtype) if out_RH is None else out_RH.copy_(total_RH)
+
+
+def sum_in_order(wide: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """index_add_ into zeros without atomics: every sum goes through its rows one after the other, as they lie.
+
+    wide: f32 (N, H). rows: (N,), in [0, num_rows). As many passes as the most rows of one number; reads that number on
+    the host, so it waits for a GPU.
+    """
+    order_N = torch.argsort(rows, stable=True)
+    counts_R = torch.bincount(rows, minlength=num_rows)
+    row_N, place_N = places(counts_R)
+    passes = int(counts_R.max()) if num_rows else 0
+    # source_RX[r, i] is the i-th row to add to sum r; behind the last one stands a row of zeros.
+    source_RX = torch.full((num_rows, passes), len(wide), dtype=torch.int64, device=wide.device)
+    source_RX[row_N, place_N] = order_N
+    padded = torch.cat((wide, wide.new_zeros((1, wide.shape[1]))))
+    total_RH = torch.zeros((num_rows, wide.shape[1]), dtype=torch.float32, device=wide.device)
+    for source_R in source_RX.unbind(1):
+        total_RH += padded[source_R]
+    return total_RH
 
 
 def _weighted(y: Tensor, tokens: Tokens) -> Tensor:
@@ -121,11 +150,11 @@ def _weighted(y: Tensor, tokens: Tokens) -> Tensor:
 
 def _reduced(y: Tensor, tokens: Tokens, *, weigh: bool) -> Tensor:
     if isinstance(tokens, GroupedTokens):
-        return reduce_rows(y, tokens.weights_N if weigh else None, tokens.row_N, tokens.num_rows)
+        return reduce_rows(y, tokens.weights_N if weigh else None, tokens.row_N, tokens.num_rows, tokens.out_RH)
     assert isinstance(tokens, BatchedTokens) and tokens.home is not None
     home, filled_LS = tokens.home, tokens.home.row_LS >= 0  # padding may hold NaN: it is dropped, not multiplied by 0
     weights_N = home.weights_LS[filled_LS] if weigh else None
-    return reduce_rows(y[filled_LS], weights_N, home.row_LS[filled_LS], home.num_rows)
+    return reduce_rows(y[filled_LS], weights_N, home.row_LS[filled_LS], home.num_rows, home.out_RH)
 
 
 def _blocks(x_NH: QuantTensor, expert_N: Tensor, place_N: Tensor, num_slots: int, longest: int) -> QuantTensor:

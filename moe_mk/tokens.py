@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from moe_mk.quant.tensor import QuantTensor
 
@@ -52,6 +52,9 @@ class RowTokens:
     """L, the physical experts of this rank."""
     handle: object = None
     """What the transport needs to carry the output home. Nobody else looks inside."""
+    out_RH: Tensor | None = None
+    """Where the transport would have the REDUCED output, in the layer's dtype: memory that peers read. An output
+    written there is not copied again; one that lies elsewhere is as good. None: anywhere."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class GroupedTokens:
     num_rows: int
     """R, the received rows behind the assignments."""
     handle: object = None
+    out_RH: Tensor | None = None
+    """As of RowTokens."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class RowsOfSlots:
     weights_LS: Tensor
     """f32; 0 on padding."""
     num_rows: int
+    out_RH: Tensor | None = None
+    """As of RowTokens."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +112,8 @@ class ExpertOutput:
     y: Tensor
     """RAW, WEIGHTED: (N, H) or (L, S, H) like the tokens. REDUCED: (R, H)."""
     stage: OutputStage
+
+    @classmethod
+    def reduced(cls, y_RH: Tensor, dtype: dtype, out_RH: Tensor | None = None) -> ExpertOutput:
+        """REDUCED rows rounded to a dtype, in `out_RH` where the transport has said where it wants them."""
+        return cls(y_RH.to(dtype) if out_RH is None else out_RH.copy_(y_RH), OutputStage.REDUCED)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_mk.experts.base import FusedExperts
 from moe_mk.flight import Flight, land
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.permute import batch, can_permute, group, permute, places, reduce_rows, weight_and_reduce
+from moe_mk.permute import batch, can_permute, group, permute, places, reduce_rows, sum_in_order, weight_and_reduce
 from moe_mk.prepare_finalize.base import PrepareFinalize
 from moe_mk.quant import FP32, FP8_1x128, FP8_1x128_UE8M0, QuantScheme
 from moe_mk.router import topk
@@ -280,3 +280,12 @@ def test_the_four_stages_by_hand_are_one_forward() -> None:
         expected = sum(w * (x_TH[t] @ stack.values[e]) for w, e in zip(weights_TK[t], ids_TK[t].long(), strict=True))
         assert isinstance(expected, Tensor)
         torch.testing.assert_close(by_hand[t], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_without_atomics_are_those_of_index_add_bit_for_bit() -> None:
+    # Row 1: rows 0 and 2 of y, in this order; row 0: row 1; row 2: none.
+    y = torch.tensor([[1.0], [2.0], [4.0]])
+    assert sum_in_order(y, torch.tensor([1, 0, 1]), 3).tolist() == [[2.0], [5.0], [0.0]]
+    assert sum_in_order(torch.empty((0, 2)), torch.empty((0,), dtype=torch.int64), 0).shape == (0, 2)
+    rows, wide = torch.randint(0, 5, (200,)), torch.randn(200, 9) * 10.0 ** torch.randint(-6, 6, (200, 1))
+    assert torch.equal(sum_in_order(wide, rows, 7), torch.zeros((7, 9)).index_add_(0, rows, wide))

@@ -24,7 +24,7 @@ class AllGather(PrepareFinalize):
         summary="all-gather + reduce-scatter; always works, moves the most",
         produces=RowTokens,
         wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8"}),
+        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
         min_ranks=2,
         graph_safe=False,
     )

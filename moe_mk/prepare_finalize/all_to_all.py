@@ -42,7 +42,7 @@ class AllToAll(PrepareFinalize):
         summary="torch.distributed all-to-all, one copy of a token per rank; between processes without an EP library",
         produces=RowTokens,
         wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8"}),
+        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
         min_ranks=2,
         graph_safe=False,
     )

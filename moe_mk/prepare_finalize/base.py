@@ -49,6 +49,8 @@ class TransportTraits(Traits):
     """Whether the output is a partial sum that the layer still has to add up over EP."""
     uneven: bool = True
     """Whether ranks may own different numbers of experts."""
+    blocking: bool = False
+    """Whether its calls wait for peers inside a library: ranks of one process then need a thread each."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,20 @@ class Volume:
     dispatch_rows: float
     combine_rows: float
     collectives: int
+    far_rows: float | None = None
+    """Of the rows each way those that cross nodes, the others being relayed; None: all peers get alike, all at once."""
+    pipelined: bool = False
+    """Whether relays forward rows while others still cross, so that both kinds of link work at once."""
+
+
+@dataclass(frozen=True)
+class TransportPlan:
+    """What a transport would take and what stands against it, known before anything is allocated or imported."""
+
+    buffer_bytes: int
+    """Bytes of one rank that the transport or its library keeps for itself."""
+    reasons: tuple[Reason, ...]
+    """Every limit that the problem breaks; empty if it can serve."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,10 @@ class TransportContext:
     spans: Spans = field(default_factory=Spans)
     max_num_tokens: int = KernelConfig.model_fields["max_num_tokens"].default
     """The most tokens this rank brings to one call; windows are sized by it."""
+    ranks_per_node: int | None = None
+    """Ranks of this group on one host; None: all ranks share one."""
+    allow_emulated: bool = False
+    """Whether an emulation may stand in for the library, see `external.library.load`."""
 
     @property
     def num_slots(self) -> int:
@@ -109,6 +129,17 @@ class PrepareFinalize(ABC):
         """R of the worst routing: every token of every rank that can reach this one does."""
 
     @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """Bytes of one rank that the transport or its library keeps between calls, beside the rows of a call."""
+        del problem
+        return 0
+
+    @classmethod
+    def plan(cls, problem: Problem) -> TransportPlan:
+        """Bytes and every violated limit, from the problem alone: no library is needed."""
+        return TransportPlan(cls.buffer_bytes(problem), tuple(cls.reasons_against(problem)))
+
+    @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Every reason why this backend cannot serve the problem; empty if it can."""
         return [*common_reasons(cls.traits, problem), *_fabric_reasons(cls.traits, problem)]
@@ -130,7 +161,8 @@ def _fabric_reasons(traits: TransportTraits, problem: Problem) -> list[Reason]:
     if ranks < traits.min_ranks:
         reasons.append(Reason("ranks", f"needs {traits.min_ranks} ranks or more, the group has {ranks}"))
     if traits.max_ranks is not None and ranks > traits.max_ranks:
-        reasons.append(Reason("ranks", f"serves {traits.max_ranks} rank, the group has {ranks}"))
+        most = "1 rank" if traits.max_ranks == 1 else f"up to {traits.max_ranks} ranks"
+        reasons.append(Reason("ranks", f"serves {most}, the group has {ranks}"))
     if traits.one_node and problem.nodes > 1:
         reasons.append(Reason("fabric", f"needs all ranks in one node, {ranks} ranks span {problem.nodes} nodes"))
     if ranks > 1 and tokens not in traits.tokens:

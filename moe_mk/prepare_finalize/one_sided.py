@@ -3,9 +3,10 @@
 The choice between CPU processes of one host: no sockets, no copy in between, no exchange of counts.
 
     dispatch  put rows [values | scales | ids | weights] into this rank's region at each peer, then one flag with count
-    combine   each peer leaves its sums in its own window, then one flag; the home rank adds them in rank order, in f32
+    combine   each peer has its sums in its own window, then one flag; the home rank adds them in rank order, in f32
 
-What stays on a rank goes through no window. Results are those of `all_to_all`, bit for bit.
+Experts may write their sums where peers read them (`RowTokens.out_RH`); those of others are copied there. Results are
+those of `all_to_all`, bit for bit, either way.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_mk.comm.communicator import offsets
 from moe_mk.comm.symmetric_setup import reasons_against_heap
+from moe_mk.comm.symmetric_words import WORD_BYTES
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.one_sided_sum import add_up
 from moe_mk.prepare_finalize.one_sided_window import Lane, Lanes, RegionShape
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES, packed_row_bytes
 from moe_mk.quant.fp8_block import Fp8Block
@@ -30,9 +34,6 @@ from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import as_bytes, from_bytes, row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
-
-TOKENS_AT_ONCE = 64
-"""Tokens that are added up together: their f32 sums at H = 7168 are 1.8 MB, which a core keeps in its cache."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class WayHome:
     """int64. The tokens sent to each rank, ascending."""
     received: tuple[int, ...]
     num_tokens: int
+    sums_RH: Tensor
+    """This rank's sums as peers read them."""
 
 
 @PREPARE_FINALIZE.register("one_sided")
@@ -63,7 +66,7 @@ class OneSided(PrepareFinalize):
     )
 
     def __init__(self, context: TransportContext) -> None:
-        """Check that the group can share memory; windows are opened by the first call."""
+        """Check that the group can share memory; windows are opened by the first call, and shared with other layers."""
         super().__init__(context)
         reasons = reasons_against_heap(context.comm)
         if context.device.type != "cpu":
@@ -75,7 +78,7 @@ class OneSided(PrepareFinalize):
         values = context.hidden_size if isinstance(context.wire, Fp8Block) else plain_bytes
         sums = row_bytes(context.dtype, context.hidden_size)
         self._region = RegionShape(context.max_num_tokens, values, whole - values, sums)
-        self._lanes = Lanes(context.comm, self._region)
+        self._lanes = Lanes.of(context.comm, self._region)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts, with the ids that are local there."""
@@ -87,35 +90,40 @@ class OneSided(PrepareFinalize):
             )
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"), self._failing_for_good():
-            lane = self._lanes.take()
+            lane = self._lanes.take(c.comm)
             values_TB = as_bytes(x_wire.values)
             token_of_W, tail_of_W = self._sorted_by_rank(x_wire, routing)
             for peer in lane.peers:
                 lane.send_rows(peer, values_TB, token_of_W[peer], tail_of_W[peer])
-            self._note("dispatch", sum(map(len, token_of_W)) - len(token_of_W[c.comm.rank]), lane)
+            self._note("dispatch", list(map(len, token_of_W)), self._region.value_bytes + self._region.tail_bytes)
             yield InFlight("dispatch")
             counts = lane.await_rows()
             counts[c.comm.rank] = len(token_of_W[c.comm.rank])
             received = tuple(counts[rank] for rank in range(c.comm.size))
-            home = WayHome(lane, lane.epoch, token_of_W, received, x_TH.shape[0])
+            sums_RH = lane.own_sums(sum(received)).view(c.dtype.dtype)
+            home = WayHome(lane, lane.epoch, token_of_W, received, x_TH.shape[0], sums_RH)
             return self._arrived(home, values_TB, tail_of_W[c.comm.rank])
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Leave sums for the peers, and add up what they have left, per token."""
+        """Show the sums to the peers, and add up what they have, per token."""
         home, c = tokens.handle, self.context
         assert isinstance(home, WayHome)
         lane = home.lane
         if lane.epoch != home.epoch or not lane.busy:
             raise CommError(f"epoch {home.epoch} was finalized before", rank=c.comm.rank, phase="combine")
         with c.spans.span("combine"), self._failing_for_good():
-            sums_of_W = torch.split(output.y, list(home.received))
+            first_of_W = offsets(home.received)
+            own = slice(first_of_W[c.comm.rank], first_of_W[c.comm.rank + 1])
+            if not _is_same(output.y, home.sums_RH):
+                for rows in (slice(0, own.start), slice(own.stop, None)):
+                    home.sums_RH[rows] = output.y[rows]
             for peer in lane.peers:
-                lane.leave_sums(peer, as_bytes(sums_of_W[peer]))
-            self._note("combine", sum(home.received) - home.received[c.comm.rank], lane)
+                lane.show_sums(peer, first_of_W[peer])
+            self._note("combine", home.received, self._region.sum_bytes)
             yield InFlight("combine")
-            lane.await_sums()
+            firsts = lane.await_sums()
             parts = [
-                sums_of_W[rank] if rank == c.comm.rank else lane.sums_at(rank, len(token_X)).view(output.y.dtype)
+                lane.sums_at(rank, firsts[rank], len(token_X)).view(c.dtype.dtype) if rank in firsts else output.y[own]
                 for rank, token_X in enumerate(home.token_of_W)
             ]
             y_TH = add_up(parts, home.token_of_W, home.num_tokens)
@@ -167,7 +175,8 @@ class OneSided(PrepareFinalize):
         ids_at = weights_at - c.top_k * ID_BYTES
         ids_RK = from_bytes(tails_RB[:, ids_at:weights_at], torch.int32)
         weights_RK = from_bytes(tails_RB[:, weights_at:], torch.float32)
-        return RowTokens(self._decoded(values_RB, tails_RB[:, :ids_at]), ids_RK, weights_RK, c.num_slots, handle=home)
+        x_RH = self._decoded(values_RB, tails_RB[:, :ids_at])
+        return RowTokens(x_RH, ids_RK, weights_RK, c.num_slots, home, home.sums_RH)
 
     def _decoded(self, values_RB: Tensor, scales_RB: Tensor) -> QuantTensor:
         wire = self.context.wire
@@ -176,13 +185,14 @@ class OneSided(PrepareFinalize):
         assert isinstance(wire, Plain)
         return QuantTensor(values_RB.view(wire.dtype), None, wire)
 
-    def _note(self, phase: str, rows: int, lane: Lane) -> None:
-        """Count what went to others: rows in whole, and eight bytes of flag a peer."""
-        c = self.context
-        outward = packed_row_bytes(c.wire, c.hidden_size, c.top_k)
-        width = outward if phase == "dispatch" else row_bytes(c.dtype, c.hidden_size)
-        c.comm.traffic.sent(phase, rows * width)
-        c.comm.traffic.sent(f"{phase} flags", lane.signal_bytes())
+    def _note(self, phase: str, rows_of_W: Sequence[int], row_bytes: int) -> None:
+        """Count what went to others: rows in whole, and a flag a peer. What stays here goes nowhere."""
+        comm = self.context.comm
+        rows = [row_bytes * count for count in rows_of_W]
+        flags = [WORD_BYTES] * comm.size
+        rows[comm.rank] = flags[comm.rank] = 0
+        comm.traffic.sent(phase, rows, comm.rank)
+        comm.traffic.sent(f"{phase} flags", flags, comm.rank)
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
@@ -191,28 +201,18 @@ class OneSided(PrepareFinalize):
         return Volume(remote, remote, 2)
 
     @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """One window of this rank; its pages are taken as calls need them."""
+        hidden = problem.config.model.hidden_size
+        row = packed_row_bytes(problem.dtype, hidden, problem.config.router.top_k)
+        return RegionShape(problem.num_tokens, row, 0, row_bytes(problem.dtype, hidden)).data_bytes(problem.ranks)
+
+    @classmethod
     def max_rows(cls, problem: Problem) -> int:
         """All tokens of all ranks may want an expert of this one; a window has room for them."""
         return problem.num_tokens * problem.ranks
 
 
-def add_up(parts: Sequence[Tensor], token_of_W: Sequence[Tensor], num_tokens: int) -> Tensor:
-    """Add the rows of each rank to their tokens, rank after rank in f32, rounded once; (T, H) in the rows' dtype.
-
-    token_of_W: ascending and each once, so that a few tokens at a time can be finished while they lie in the cache.
-    """
-    hidden, dtype, device = parts[0].shape[1], parts[0].dtype, parts[0].device
-    y_TH = torch.empty((num_tokens, hidden), dtype=dtype, device=device)
-    total_TH = torch.empty((min(num_tokens, TOKENS_AT_ONCE), hidden), dtype=torch.float32, device=device)
-    edges = torch.arange(0, num_tokens + TOKENS_AT_ONCE, TOKENS_AT_ONCE, dtype=torch.int64, device=device)
-    cuts_of_W = [torch.searchsorted(token_X, edges).tolist() for token_X in token_of_W]
-    for number, first in enumerate(range(0, num_tokens, TOKENS_AT_ONCE)):
-        total = total_TH[: num_tokens - first].zero_()
-        for part_XH, token_X, cuts in zip(parts, token_of_W, cuts_of_W, strict=True):
-            rows = slice(cuts[number], cuts[number + 1])
-            if rows.stop - rows.start == total.shape[0]:
-                total += part_XH[rows].float()
-            elif rows.stop > rows.start:
-                total.index_add_(0, token_X[rows] - first, part_XH[rows].float())
-        y_TH[first : first + TOKENS_AT_ONCE] = total
-    return y_TH
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same bytes in the same order."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()

@@ -33,7 +33,7 @@ def test_every_reason_is_told_at_once() -> None:
     assert told(traits, problem(ep=12, tokens="replicated", graphs=True)) == {
         "library": "deep_ep is not installed [build DeepEP]",
         "graphs": "cannot be captured in a CUDA graph [kernel.graphs = false]",
-        "ranks": "serves 4 rank, the group has 12",
+        "ranks": "serves up to 4 ranks, the group has 12",
         "fabric": "needs all ranks in one node, 12 ranks span 2 nodes",
         "tokens": "ranks bring the same tokens [parallel.tokens = sharded]",
         "uneven": "256 experts do not divide over 12 ranks",

@@ -14,24 +14,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, SingleRank
+from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, ParallelGroups, SingleRank
+from moe_mk.comm.symmetric import StartWaiting
+from moe_mk.comm.symmetric_wait import WaitingInLockstep
+from moe_mk.comm.symmetric_words import is_behind
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, land
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
-from moe_mk.prepare_finalize.one_sided import OneSided, add_up
+from moe_mk.prepare_finalize.one_sided import OneSided
 from moe_mk.prepare_finalize.one_sided_window import Lanes, RegionShape
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import BF16, FP32
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.runner import prepare_async, run_dual
+from moe_mk.runner import prepare_async, run_dual, run_with
 from moe_mk.testing.processes import RankError, RankWorld
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from moe_mk.trace.clock import now
+from tests.layer.build import HIDDEN as LAYER_HIDDEN
+from tests.layer.build import layer
 
 RANKS, EXPERTS, TOP_K, HIDDEN = 4, 8, 3, 256
 CPU = torch.device("cpu")
@@ -133,11 +138,12 @@ def test_calls_under_way_at_once_have_lanes_of_their_own_and_give_them_back() ->
 
 
 def test_calls_that_are_never_finalized_end_in_an_error() -> None:
-    lanes = Lanes(LockstepWorld(2).communicators()[0], RegionShape(1, 4, 4, 4))
+    comm = LockstepWorld(2).communicators()[0]
+    lanes = Lanes.of(comm, RegionShape(1, 4, 4, 4))
     for _ in range(Lanes.MOST):
-        lanes.take()
+        lanes.take(comm)
     with pytest.raises(CommError, match="rank 0, phase 'dispatch': 16 calls were prepared and not finalized"):
-        lanes.take()
+        lanes.take(comm)
 
 
 def test_a_call_is_finalized_once() -> None:
@@ -174,21 +180,6 @@ def test_rows_do_not_change_under_a_later_call() -> None:
     interleave([t.finalize(o, each) for t, o, each in zip(made, outputs, tokens, strict=True)])
     interleave([there_and_back(made[rank], *drawn(9 + rank, 6, torch.float32)) for rank in range(2)])
     assert torch.equal(first.x_RH.values, before)
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 200])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_adding_a_few_tokens_at_a_time_gives_the_bits_of_adding_rank_after_rank(
-    tokens: int, dtype: torch.dtype
-) -> None:
-    draw = torch.Generator("cpu").manual_seed(tokens)
-    token_of_W = [torch.nonzero(torch.rand(tokens, generator=draw) < share).flatten() for share in (0.5, 1.0, 0.0, 0.9)]
-    parts = [torch.randn((len(token_X), 8), generator=draw).to(dtype) for token_X in token_of_W]
-    total_TH = torch.zeros((tokens, 8))
-    for token_X, part_XH in zip(token_of_W, parts, strict=True):
-        for token, row in zip(token_X.tolist(), part_XH, strict=True):
-            total_TH[token] += row
-    assert torch.equal(add_up(parts, token_of_W, tokens), total_TH.to(dtype))
 
 
 def problem(device: str, **settings: object) -> Problem:
@@ -326,6 +317,63 @@ def grow(rank: int) -> list[int]:
 def test_pages_are_taken_by_the_largest_call_and_never_again(world: RankWorld) -> None:
     for small, again, large, still, after in world.call(grow):
         assert small == again < large == still == after
+
+
+class NoWaiting(WaitingInLockstep):
+    """Whoever has to wait for a word has failed."""
+
+    @classmethod
+    def begin(cls, rank: int) -> StartWaiting:
+        return lambda phase, epoch, layer: cls(rank, phase, epoch, layer)
+
+
+def compute_while_rows_arrive(rank: int) -> list[bool]:
+    """Other work that looks at the flags of this rank and touches nothing else of the transport."""
+    transport = OneSided(context(world_comm()))
+    x_TH, routing = drawn(rank, 6, torch.float32)
+    alone = land(there_and_back(transport, x_TH, routing))
+    (lane,) = transport._lanes._lanes
+    waiting = lane._heap._waiting
+
+    def meanwhile() -> bool:
+        deadline, heap = now() + 30.0, lane._heap
+        flags = [heap._flag_at(rank, peer) for peer in lane.peers]
+        while any(is_behind(heap._words.load(at), lane.epoch) for at in flags):
+            if now() > deadline:
+                return False
+        heap._waiting = NoWaiting.begin(rank)
+        return True
+
+    tokens, arrived = run_with(transport.prepare(x_TH, routing), meanwhile)
+    assert isinstance(tokens, RowTokens)
+    lane._heap._waiting = waiting
+    y_TH = land(transport.finalize(scaled(tokens, torch.float32), tokens))
+    return [arrived, torch.equal(y_TH, alone)]
+
+
+@pytest.mark.row(93)
+def test_rows_of_peers_arrive_while_this_rank_computes(world: RankWorld) -> None:
+    assert world.call(compute_while_rows_arrive) == [[True, True]] * RANKS
+
+
+def layers_of_one_model(rank: int) -> dict[str, object]:
+    """Three layers given the same groups, and one given groups of its own."""
+    groups, x_TH = ParallelGroups(ep=dist.group.WORLD), torch.randn((rank, LAYER_HIDDEN))
+    made = [layer(8, 2, groups, prepare_finalize="one_sided", max_num_tokens=8) for _ in range(3)]
+    made.append(layer(8, 2, ParallelGroups(ep=dist.group.WORLD), prepare_finalize="one_sided", max_num_tokens=8))
+    outputs = [each(x_TH) for each in made]
+    lanes = [each.kernel.prepare_finalize._lanes for each in made]  # type: ignore[union-attr]
+    return {
+        "equal": all(torch.equal(y_TH, outputs[0]) for y_TH in outputs),
+        "lanes": [len(each._lanes) for each in lanes],
+        "shared": [each is lanes[0] for each in lanes],
+    }
+
+
+@pytest.mark.row(111)
+def test_layers_of_the_same_groups_share_one_file(world: RankWorld) -> None:
+    found = {"equal": True, "lanes": [1, 1, 1, 1], "shared": [True, True, True, False]}
+    assert world.call(layers_of_one_model) == [found] * RANKS
 
 
 def call_with_a_late_peer(rank: int) -> str:

@@ -1,0 +1,173 @@
+"""High-throughput kernels of DeepEP (V1) and of drop-ins for it: many tokens a rank, one copy of a token per rank.
+
+    layout    who goes where, counted on the device
+    dispatch  rows with ids and weights, quantised before; the host waits for how many come, except in a graph
+    combine   sums of each rank's experts go home, where ranks are added up
+
+Inside one node a call can be captured: it then takes room for the worst routing instead of waiting for counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.external.deepep_limits import (
+    HIGH_THROUGHPUT_CHUNKS,
+    HIGH_THROUGHPUT_ROW_BYTES,
+    NVLINK_PEERS,
+    nvlink_bytes,
+    rdma_bytes,
+)
+from moe_mk.external.device import capturing
+from moe_mk.external.library import find, load
+from moe_mk.flight import Flight, InFlight
+from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, Volume
+from moe_mk.prepare_finalize.even_numbers import EvenNumbers
+from moe_mk.prepare_finalize.library_calls import Call
+from moe_mk.prepare_finalize.library_rows import (
+    bf16_reasons,
+    fp8_reasons,
+    from_library,
+    no_more_tokens,
+    one_row_a_rank,
+    padded_row,
+    to_library,
+)
+from moe_mk.prepare_finalize.row_payloads import LibrarySession
+from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
+
+LAYOUT = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank")
+"""What a layout consists of, in the order in which it is returned."""
+
+
+@dataclass(frozen=True)
+class WayHome:
+    """The library's handle of one dispatch."""
+
+    handle: object
+
+
+class HighThroughputTransport(PrepareFinalize):
+    """One row a token and rank, in the order of ranks and tokens."""
+
+    surface: ClassVar[str] = ""
+    """The module with the library's `Buffer`, where that is not the library itself."""
+
+    def __init__(self, context: TransportContext) -> None:
+        """Make the library's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
+        super().__init__(context)
+        self._numbers = EvenNumbers(context)
+        self._hidden = padded_row(context.hidden_size, HIGH_THROUGHPUT_ROW_BYTES)
+        library = load(self.traits.library, allow_emulated=context.allow_emulated)
+        if not hasattr(library, "Buffer") and self.surface:
+            library = find(self.surface)
+        self._ids_dtype = getattr(library, "topk_idx_t", torch.int64)
+        self._session = LibrarySession(context, self.traits.library)
+        with self._session.call("set-up"):
+            buffer = self._open(library)
+        self._layout = Call(buffer.get_dispatch_layout, ["topk_idx", "num_experts"])
+        needs = [*LAYOUT, "topk_idx", "topk_weights", "async_finish"]
+        self._dispatch = Call(buffer.dispatch, needs)
+        self._combine = Call(buffer.combine, ["handle", "async_finish"])
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        """Send each token to the ranks of its experts."""
+        c = self.context
+        no_more_tokens(x_TH, c.max_num_tokens)
+        rows = to_library(self.encode(x_TH), self._hidden)
+        ids_TK = self._numbers.of(routing.ids_TK).to(self._ids_dtype).contiguous()
+        weights_TK = routing.weights_TK.to(torch.float32).contiguous()
+        worst = c.comm.size * c.max_num_tokens if capturing(c.device) else 0
+        with c.spans.span("dispatch"):
+            with self._session.call("dispatch"):
+                *layout, _ = self._layout({"topk_idx": ids_TK, "num_experts": self._numbers.total})
+                received, slots_RK, weights_RK, _, handle, event = self._dispatch(
+                    {
+                        "x": rows,
+                        **dict(zip(LAYOUT, layout, strict=True)),
+                        "topk_idx": ids_TK,
+                        "topk_weights": weights_TK,
+                        "async_finish": True,
+                    },
+                    {"expert_alignment": 1, "num_worst_tokens": worst},
+                )
+            yield InFlight("dispatch")
+            self._wait(event, "dispatch")
+            mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
+            x_RH = from_library(received, c.wire, c.hidden_size)
+            return RowTokens(x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, handle=WayHome(handle))
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """Send sums home, where the library adds them up."""
+        c, home = self.context, tokens.handle
+        assert isinstance(home, WayHome)
+        y_RH = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()
+        with c.spans.span("combine"):
+            with self._session.call("combine"):
+                total_TH, _, event = self._combine({"x": y_RH, "handle": home.handle, "async_finish": True})
+            yield InFlight("combine")
+            self._wait(event, "combine")
+            y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
+            return y_TH
+
+    def _open(self, library: ModuleType) -> Any:
+        """The library's buffer, of the size its own configs ask for."""
+        ranks, row = self.context.comm.size, 2 * self._hidden
+        configs = library.Buffer.get_dispatch_config(ranks), library.Buffer.get_combine_config(ranks)
+        needed = {
+            "group": self.context.comm.library_group(),
+            "num_nvl_bytes": max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs),
+            "num_rdma_bytes": max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs),
+        }
+        return Call(library.Buffer, list(needed))(needed, {"explicitly_destroy": False})
+
+    def _wait(self, event: Any, phase: str) -> None:
+        with self._session.call(phase):
+            if getattr(event, "event", None) is not None:
+                event.current_stream_wait()
+
+    @classmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """A row to each distinct rank and back, after counts."""
+        return one_row_a_rank(problem, collectives=3)
+
+    @classmethod
+    def max_rows(cls, problem: Problem) -> int:
+        """All tokens of all ranks may want an expert of this one."""
+        return problem.num_tokens * problem.ranks
+
+    @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """Queues over NVLink and RDMA, which do not grow with tokens; 0 where the library has no config."""
+        if problem.ranks not in HIGH_THROUGHPUT_CHUNKS:
+            return 0
+        row = 2 * padded_row(problem.config.model.hidden_size, HIGH_THROUGHPUT_ROW_BYTES)
+        chunks = HIGH_THROUGHPUT_CHUNKS[problem.ranks]
+        near = max(nvlink_bytes(chunk[1], row, problem.ranks) for chunk in chunks)
+        return near + max(rdma_bytes(chunk[3], row, problem.ranks) for chunk in chunks)
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Every limit: ranks and how they lie on nodes, graphs, number formats."""
+        reasons = [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
+        ranks, per_node = problem.ranks, problem.ep_ranks_per_node
+        if ranks > 1 and ranks not in HIGH_THROUGHPUT_CHUNKS:
+            tuned = ", ".join(map(str, HIGH_THROUGHPUT_CHUNKS))
+            reasons.append(Reason("ranks", f"is tuned for {tuned} ranks, the group has {ranks}"))
+        if ranks <= NVLINK_PEERS and problem.nodes > 1:
+            text = f"{ranks} ranks must share a node, they span {problem.nodes}"
+            reasons.append(Reason("fabric", text, "parallel.ranks_per_node"))
+        if ranks > NVLINK_PEERS and per_node != NVLINK_PEERS:
+            text = f"takes nodes of {NVLINK_PEERS} ranks, these have {per_node}"
+            reasons.append(Reason("fabric", text, "parallel.ranks_per_node"))
+        if ranks > NVLINK_PEERS and problem.config.kernel.graphs:
+            text = "waits on the host for counts between nodes, which no CUDA graph can capture"
+            reasons.append(Reason("graphs", text, "kernel.graphs = false"))
+        return reasons

@@ -1,0 +1,201 @@
+"""MoRI-EP: AMD GPUs, over xGMI inside a node and RDMA between nodes.
+
+The choice on MI300X and its successors.
+
+    dispatch   a token goes once to each rank of its experts; between nodes once to each node, and is forwarded there
+    arrival    rows in the operator's memory, room for every token of every rank, the first `total` of them in any order
+    combine    sums back to their tokens, found by the ids that this rank dispatched
+
+All that the operator returns is overwritten by its next call, so that each call in flight has an operator of its own
+and results are copied out. Source of the API: mori.ops of ROCm/mori as of August 2026.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.traffic_model import expected_groups
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import CommError
+from moe_mk.external.library import load
+from moe_mk.flight import Flight, InFlight
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.even_numbers import EvenNumbers
+from moe_mk.prepare_finalize.row_payloads import LibrarySession, expect_room, payloads_of, rows_of
+from moe_mk.quant.plain import BF16, FP32
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+
+LIBRARY = "mori"
+MOST_TOP_K = 9
+CARRIES = (BF16, FP32)
+MOST_LANES = 8
+
+
+@dataclass
+class Lane:
+    """One operator and whether a call is under way in it."""
+
+    operator: Any
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class WayHome:
+    """The lane of a dispatch and the ids that it was given."""
+
+    lane: Lane
+    ids_TK: Tensor
+
+
+@PREPARE_FINALIZE.register("mori")
+class Mori(PrepareFinalize):
+    """MoRI's EpDispatchCombineOp, one copy of a token per destination rank."""
+
+    traits: ClassVar[TransportTraits] = TransportTraits(
+        summary="MoRI, over xGMI and RDMA; between AMD GPUs",
+        kinds=frozenset({"rocm"}),
+        library=LIBRARY,
+        extra="build it from github.com/ROCm/mori",
+        produces=RowTokens,
+        wants=OutputStage.REDUCED,
+        wire=frozenset({"plain", "fp8", "mxfp8"}),
+        min_ranks=2,
+        blocking=True,
+        deterministic=False,
+    )
+
+    def __init__(self, context: TransportContext) -> None:
+        """Join the symmetric heap and make the first operator, together with all ranks."""
+        super().__init__(context)
+        self._ops = load("mori.ops", allow_emulated=context.allow_emulated)
+        self._shmem = load("mori.shmem", allow_emulated=context.allow_emulated)
+        self._numbers = EvenNumbers(context)
+        self._session = LibrarySession(context, LIBRARY)
+        empty_TH = torch.empty((0, context.hidden_size), dtype=context.dtype.dtype, device=context.device)
+        self._row = payloads_of(context.wire.quantize(empty_TH))
+        self._lanes: list[Lane] = []
+        self._open_lane("open")
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        """Send each token to the ranks of its experts."""
+        c = self.context
+        expect_room(x_TH, c)
+        x_wire = self.encode(x_TH)
+        values_TX, *scales = payloads_of(x_wire)
+        with c.spans.span("dispatch"):
+            lane = next((lane for lane in self._lanes if not lane.busy), None) or self._open_lane("dispatch")
+            lane.busy = True
+            ids_TK = self._numbers.of(routing.ids_TK).contiguous()
+            weights_TK = routing.weights_TK.to(torch.float32).contiguous()
+            with self._session.call("dispatch"):
+                values_RX, weights_RK, scales_RX, ids_RK, total = lane.operator.dispatch(
+                    values_TX.view(x_wire.values.dtype), weights_TK, scales[0] if scales else None, ids_TK
+                )
+            yield InFlight("dispatch")
+            parts = [values_RX] if scales_RX is None else [values_RX, scales_RX]
+            # How many rows there are is known on the device alone: the others are told apart by their number.
+            row_R1 = torch.arange(len(ids_RK), dtype=total.dtype, device=total.device)[:, None]
+            slots_RK = torch.where(row_R1 < total, self._numbers.slots(ids_RK), -1)
+            mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
+            return RowTokens(rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=WayHome(lane, ids_TK))
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """Send sums back, and add up those of this rank's tokens."""
+        home, c = tokens.handle, self.context
+        assert isinstance(home, WayHome)
+        if not home.lane.busy:
+            raise CommError("these tokens were finalized before", rank=c.comm.rank, phase="combine")
+        with c.spans.span("combine"):
+            with self._session.call("combine"):
+                padded, _ = home.lane.operator.combine(output.y.contiguous(), None, home.ids_TK)
+            yield InFlight("combine")
+            y_TH: Tensor = padded[: len(home.ids_TK)].clone()
+            home.lane.busy = False
+            return y_TH
+
+    def _open_lane(self, phase: str) -> Lane:
+        """One more operator; every rank makes it at the same call."""
+        c = self.context
+        if len(self._lanes) == MOST_LANES:
+            text = f"{MOST_LANES} calls were prepared and not finalized; finalize each before the next"
+            raise CommError(text, rank=c.comm.rank, phase=phase)
+        values, *scales = self._row
+        per_node = min(c.ranks_per_node or c.comm.size, c.comm.size)
+        kinds = self._ops.EpDispatchCombineKernelType
+        with self._session.call(phase):
+            group: Any = c.comm.library_group()
+            self._shmem.shmem_torch_process_group_init(group.group_name)  # skipped by the library once it is done
+            config = self._ops.EpDispatchCombineConfig(
+                data_type=c.dtype.dtype,
+                rank=c.comm.rank,
+                world_size=c.comm.size,
+                hidden_dim=c.hidden_size,
+                scale_dim=scales[0].shape[1] if scales else 0,
+                scale_type_size=scales[0].element_size() if scales else 1,
+                max_token_type_size=max(values.element_size(), c.dtype.dtype.itemsize),
+                max_num_inp_token_per_rank=c.max_num_tokens,
+                num_experts_per_rank=self._numbers.per_rank,
+                num_experts_per_token=c.top_k,
+                kernel_type=kinds.IntraNode if per_node == c.comm.size else kinds.InterNodeV1,
+                gpu_per_node=per_node,
+            )
+            self._lanes.append(Lane(self._ops.EpDispatchCombineOp(config)))
+        return self._lanes[-1]
+
+    @classmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """The rows of all-to-all inside a node; between nodes each token crosses once to each and is forwarded."""
+        tokens, ranks, nodes = problem.num_tokens, problem.ranks, problem.nodes
+        per_node = ranks / nodes
+        near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
+        if nodes == 1:
+            return Volume(near, near, 2)
+        groups = expected_groups(problem.config.model.num_experts, problem.config.router.top_k, nodes)
+        far = tokens * groups * (nodes - 1) / nodes
+        return Volume(far + near, far + near, 2, far_rows=far, pipelined=True)
+
+    @classmethod
+    def max_rows(cls, problem: Problem) -> int:
+        """Room for all tokens of all ranks, filled or not."""
+        return problem.ranks * problem.config.kernel.max_num_tokens
+
+    @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """One operator; each further call in flight takes another one."""
+        hidden, top_k = problem.config.model.hidden_size, problem.config.router.top_k
+        scheme = problem.activations
+        scales = 0 if scheme is None else scheme.num_bytes(1, hidden) - hidden // scheme.per_byte
+        size = (problem.ranks, problem.nodes, problem.config.kernel.max_num_tokens)
+        return operator_bytes(*size, hidden * problem.dtype.dtype.itemsize, top_k, scales)
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """At most nine experts a token, bf16 or f32 layers, nodes of equal size that is a power of two."""
+        reasons, top_k = super().reasons_against(problem), problem.config.router.top_k
+        if top_k > MOST_TOP_K:
+            reasons.append(Reason("top_k", f"the kernels take {MOST_TOP_K} experts a token, this router has {top_k}"))
+        if problem.dtype not in CARRIES:
+            reasons.append(Reason("dtype", f"sums bf16 and f32 rows, this layer computes in {problem.dtype.name}"))
+        per_node = min(problem.ep_ranks_per_node, problem.ranks)
+        if per_node & (per_node - 1) or problem.ranks % per_node:
+            text = f"needs nodes of 1, 2, 4, 8 or more ranks each, {problem.ranks} ranks lie {per_node} to a node"
+            reasons.append(Reason("ranks", text, "parallel.ranks_per_node"))
+        return reasons
+
+
+def operator_bytes(ranks: int, nodes: int, max_num_tokens: int, row_bytes: int, top_k: int, scale_bytes: int) -> int:
+    """Symmetric memory of one operator, the library's own formula.
+
+    Rows in, rows out and sums, three sets of weights, two of ids and two of scales for every token of every rank; with
+    several nodes also what waits to cross: one set of rows with all that goes with them for each node coming in, two
+    going out, and one of this rank's own tokens.
+    """
+    cap, picks = ranks * max_num_tokens, 4 * top_k
+    whole = row_bytes + 2 * picks + 4 + scale_bytes
+    inside = cap * (whole + row_bytes) + max_num_tokens * row_bytes + cap * (5 * picks + 2 * scale_bytes)
+    crossing = (3 * nodes + 1) * max_num_tokens * whole if nodes > 1 else 0
+    return inside + crossing

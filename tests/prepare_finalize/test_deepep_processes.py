@@ -1,0 +1,87 @@
+"""The DeepEP family between real processes over gloo, and what survivors see when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_mk.comm.distributed import DistributedCommunicator
+from moe_mk.errors import CommError
+from moe_mk.experts.base import ExpertsContext
+from moe_mk.flight import land
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
+from moe_mk.quant import BF16, FP8_1x128
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.identity import IdentityExperts
+from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.tokens import Routing
+from moe_mk.weights.expert_weights import MappedExpertWeights
+
+RANKS, HIDDEN = 2, 256
+NAMES = ["deepep_ll", "deepep_ht", "deepep_v2", "deepep_v2_grouped", "nixl_ep", "uccl_ep", "uccl_ep_ht"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(RANKS) as ranks:
+        yield ranks
+
+
+def transport_of(name: str, wire: QuantScheme, timeout_s: float) -> PrepareFinalize:
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    place, comm = ExpertMap.linear(4, RANKS), DistributedCommunicator(group)
+    context = TransportContext(
+        comm, place, place.tables(CPU), wire, BF16, HIDDEN, 2, CPU, max_num_tokens=4, allow_emulated=True
+    )
+    return PREPARE_FINALIZE[name](context)
+
+
+def tokens_of(rank: int) -> tuple[torch.Tensor, Routing]:
+    """Rank 1 brings nothing."""
+    ids = torch.tensor([[0, 3], [2, -1], [-1, -1]], dtype=torch.int32)[: 3 * (1 - rank)]
+    weights = torch.tensor([[0.5, 0.25], [1.0, 0.0], [0.0, 0.0]])[: 3 * (1 - rank)]
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()[: 3 * (1 - rank)]
+    return x, Routing(ids, weights)
+
+
+def one_call(rank: int, name: str, wire: QuantScheme) -> float:
+    """The largest distance from token times the sum of its weights, relative."""
+    transport, (x, routing) = transport_of(name, wire, 30.0), tokens_of(rank)
+    kernel = FusedMoEKernel(transport, IdentityExperts(ExpertsContext(BF16, BF16, "silu", 2, HIDDEN, HIDDEN, CPU)))
+    y = land(kernel.steps(x, routing, MappedExpertWeights((), BF16)))
+    want = wire.quantize(x).dequantize(torch.float32) * routing.weights_TK.sum(dim=1)[:, None]
+    return 0.0 if rank else float(((y.float() - want).abs() / want.abs().clamp_min(1e-3)).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_processes_carry_tokens_and_one_may_be_idle(world: RankWorld, name: str) -> None:
+    for wire in (BF16, FP8_1x128):
+        error = world.call(one_call, name, wire)[0]
+        assert error <= 2.0**-7, "rounded twice to bf16"
+
+
+def one_is_killed(rank: int) -> list[str]:
+    transports, (x, routing), seen = [transport_of(name, BF16, 5.0) for name in NAMES], tokens_of(rank), []
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for transport in transports:
+        try:
+            land(transport.prepare(x, routing))
+        except CommError as problem:
+            seen.append(f"{problem.rank} {problem.phase}")
+    return seen
+
+
+def test_a_killed_rank_ends_in_an_error_on_the_survivor_whatever_carries(world: RankWorld) -> None:
+    with pytest.raises(RankError, match=r"rank 1: the process ended with exit code -9") as caught:
+        world.call(one_is_killed)
+    assert caught.value.results == {0: ["0 dispatch"] * len(NAMES)}

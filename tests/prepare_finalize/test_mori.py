@@ -1,0 +1,128 @@
+"""MoRI over its emulation: one dispatch by hand, results that outlive their memory, limits, bytes, peers that fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_mk import Problem
+from moe_mk.errors import CommError
+from moe_mk.flight import land
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.prepare_finalize.mori import Mori, operator_bytes
+from moe_mk.quant import BF16, FP16, MXFP8
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.tokens import Routing
+from tests.prepare_finalize.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
+
+NAME = "mori"
+
+
+def test_each_rank_gets_each_token_once_with_the_slots_that_are_its_own() -> None:
+    first, second = Ranks(NAME).dispatched()
+    assert live_rows(first) == [((1.0, 2.0), (0, -1), (0.5, 0.0)), ((5.0, 6.0), (0, 1), (0.75, 0.125))]  # a c
+    assert live_rows(second) == [((1.0, 2.0), (-1, 1), (0.0, 0.25)), ((3.0, 4.0), (0, -1), (1.0, 0.0))]  # a b
+    assert len(first.x_RH.values) == 2 * 4 and bool(first.x_RH.values[2:].isnan().all())
+    assert bool((first.ids_RK[2:] == -1).all()) and bool((first.weights_RK[2:] == 0).all()), "behind the total"
+
+
+def test_sums_come_home_and_padding_is_never_read() -> None:
+    ranks = Ranks(NAME)
+    tokens = ranks.dispatched()
+    y = [10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)]
+    first, second = ranks.combined(y, tokens)
+    assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
+
+
+def test_a_result_outlives_the_next_call_of_the_operator() -> None:
+    ranks = Ranks(NAME)
+    tokens = ranks.dispatched()
+    results = ranks.combined([t.x_RH.values.clone() for t in tokens], tokens)
+    before = [y_TH.clone() for y_TH in results]
+    ranks.dispatched()  # poisons all that the operator has returned
+    assert all(torch.equal(y_TH, kept) for y_TH, kept in zip(results, before, strict=True))
+    assert not results[0].isnan().any()
+
+
+@pytest.mark.parametrize("scheme", [FP8_1x128, FP8_1x128_UE8M0, MXFP8], ids=lambda scheme: scheme.name)
+def test_rounded_rows_arrive_bit_for_bit(scheme: QuantScheme) -> None:
+    x = [torch.randn(count, 256).to(torch.bfloat16) for count in (3, 1)]
+    first, second = Ranks(NAME, hidden=256, wire=scheme, dtype=BF16).dispatched(x)
+    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
+    for tokens, rows in ((first, [sent[0][0], sent[1][0]]), (second, [sent[0][0], sent[0][1]])):
+        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
+
+
+def test_combine_is_given_the_ids_that_this_rank_dispatched() -> None:
+    seen = []
+    ranks = Ranks(NAME)
+    for transport in ranks.transports:
+        operator = transport._lanes[0].operator
+        combine = operator.combine
+        operator.combine = lambda y, w, ids, combine=combine: (seen.append(ids.tolist()), combine(y, w, ids))[1]
+    tokens = ranks.dispatched()
+    ranks.combined([t.x_RH.values for t in tokens], tokens)
+    assert sorted(seen) == [[[0, 1]], [[0, 3], [2, -1], [-1, -1]]]
+
+
+def test_several_nodes_are_served_by_the_kernels_for_them() -> None:
+    place = ExpertMap.linear(4, 4)
+    config = Ranks(NAME, place, ranks_per_node=2).transports[0]._lanes[0].operator.config
+    assert config.kernel_type.name == "InterNodeV1" and config.gpu_per_node == 2
+    config = Ranks(NAME, place).transports[0]._lanes[0].operator.config
+    assert config.kernel_type.name == "IntraNode" and config.gpu_per_node == 4
+
+
+def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
+    ranks = Ranks(NAME)
+    ranks.world.timeout_s = 0.2
+    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is later than 0\.2 s"):
+        land(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch': an earlier call failed"):
+        land(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+    ranks = Ranks(NAME)
+    tokens = ranks.dispatched()
+    ranks.combined([t.x_RH.values for t in tokens], tokens)
+    with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
+        ranks.combined([t.x_RH.values for t in tokens], tokens)
+
+
+def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
+    # MI300X, EP8, 128 tokens of 7168 bf16, top-8, scales of 56 * 4 B: 1024 rows of room.
+    #   rows in    14336 + 32 ids + 32 weights + 4 + 224 scales = 14628        14,979,072
+    #   rows out   14336                                                       14,680,064
+    #   sums       128 of 14336                                                 1,835,008
+    #   weights and ids, 5 sets of 32; scales, 2 sets of 224                      622,592
+    assert operator_bytes(8, 1, 128, 14336, 8, 224) == 14_979_072 + 14_680_064 + 1_835_008 + 622_592
+    assert Mori.plan(problem("mi300x")).buffer_bytes == 32_116_736
+    # Four nodes: what crosses, 3 * 4 + 1 sets of 128 rows of 14628.
+    assert operator_bytes(32, 4, 128, 14336, 8, 224) - operator_bytes(32, 1, 128, 14336, 8, 224) == 13 * 128 * 14628
+
+
+def test_every_limit_is_told() -> None:
+    def told(asked: Problem) -> dict[str, str]:
+        return {reason.code: str(reason) for reason in PREPARE_FINALIZE[NAME].reasons_against(asked)}
+
+    assert told(problem("mi300x")) == {} and told(problem("mi300x", ep=32)) == {}
+    assert told(with_top_k(10, "mi300x"))["top_k"] == "the kernels take 9 experts a token, this router has 10"
+    assert "6 ranks lie 6 to a node [parallel.ranks_per_node]" in told(with_top_k(2, "mi300x", ep=6))["ranks"]
+    asked = problem("mi300x")
+    half = Problem(asked.config, asked.device, FP16, 128, asked.installed)
+    assert told(half) == {"dtype": "sums bf16 and f32 rows, this layer computes in fp16"}
+    assert set(told(problem("h200"))) == {"device"} and told(problem("mi300x", deterministic=True))["deterministic"]
+
+
+def test_a_cluster_of_mi300x_may_run_it_and_no_nvidia_device() -> None:
+    for nodes in (1, 4):
+        assert Mori.plan(problem("mi300x", ep=8 * nodes)).reasons == ()
+    (reason,) = Mori.plan(problem("b200")).reasons
+    assert str(reason) == "runs on rocm, this device is cuda"
+
+
+def test_nothing_is_sent_for_tokens_that_go_nowhere() -> None:
+    nowhere = Routing(torch.full((3, 2), -1, dtype=torch.int32), torch.zeros(3, 2))
+    first, second = Ranks(NAME).dispatched(routings=[nowhere, ROUTINGS[1]])
+    assert live_rows(first) == [((5.0, 6.0), (0, 1), (0.75, 0.125))] and live_rows(second) == []
+    assert bool(second.x_RH.values.isnan().all())

@@ -1,0 +1,72 @@
+"""Rows as payloads of a library, and what becomes of its failures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.errors import CommError, ShapeError, UnsupportedError
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize.base import TransportContext
+from moe_mk.prepare_finalize.row_payloads import LibrarySession, expect_room, payloads_of, rows_of
+from moe_mk.quant import BF16
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.microscaling import MXFP8
+from moe_mk.quant.nvfp4 import NVFP4_TOKENS
+from moe_mk.quant.tensor import QuantScheme
+
+CPU = torch.device("cpu")
+
+
+def context(max_num_tokens: int = 4) -> TransportContext:
+    place = ExpertMap.linear(4, 2)
+    comm = LockstepWorld(2).communicators()[1]
+    return TransportContext(comm, place, place.tables(CPU), BF16, BF16, 2, 2, CPU, max_num_tokens=max_num_tokens)
+
+
+# Bytes of a DeepSeek-V3 row of 7168 values.
+SCHEMES: list[tuple[QuantScheme, int]] = [
+    (BF16, 14336),
+    (FP8_1x128, 7392),
+    (FP8_1x128_UE8M0, 7224),
+    (MXFP8, 7392),
+    (NVFP4_TOKENS, 4032),
+]
+
+
+@pytest.mark.row(77)
+@pytest.mark.parametrize("scheme,row", SCHEMES, ids=[scheme.name for scheme, _ in SCHEMES])
+def test_payloads_are_dense_rows_of_as_many_bytes_as_the_format_has(scheme: QuantScheme, row: int) -> None:
+    x = scheme.quantize(torch.randn(3, 7168))
+    payloads = payloads_of(x)
+    assert sum(part.element_size() * part.shape[1] for part in payloads) == row
+    assert all(part.dim() == 2 and len(part) == 3 and part.is_contiguous() for part in payloads)
+    back = rows_of([part.clone() for part in payloads], x)
+    assert torch.equal(back.dequantize(torch.float32), x.dequantize(torch.float32))
+
+
+def test_more_tokens_than_a_window_holds_are_refused() -> None:
+    expect_room(torch.zeros(4, 2), context(4))
+    with pytest.raises(ShapeError, match=r"T=5 tokens, a window holds 4 of each rank \[kernel\.max_num_tokens\]"):
+        expect_room(torch.zeros(5, 2), context(4))
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("peer 0 closed\nstack"), ConnectionError("reset")])
+def test_a_failure_names_rank_and_phase_and_ends_the_session(problem: Exception) -> None:
+    session = LibrarySession(context(), "flashinfer")
+    dead = pytest.raises(CommError, match=r"rank 1, phase 'combine': flashinfer failed, .*dead or late")
+    with dead as raised, session.call("combine"):
+        raise problem
+    assert raised.value.phase == "combine" and "stack" not in str(raised.value)
+    later = pytest.raises(CommError, match=r"phase 'dispatch': an earlier call failed.*build the layer anew")
+    with later, session.call("dispatch"):
+        raise AssertionError("never reached")
+
+
+def test_what_the_library_asserts_is_a_refusal_and_its_own_errors_stay() -> None:
+    refused = pytest.raises(UnsupportedError, match=r"(?s)mori refuses open.*top-k 10")
+    with refused, LibrarySession(context(), "mori").call("open"):
+        raise AssertionError("top-k 10")
+    with pytest.raises(CommError, match="peer 3"), LibrarySession(context(), "mori").call("open"):
+        raise CommError("late", rank=1, phase="open", peer=3)

@@ -1,0 +1,65 @@
+"""The page of transports says what the registry says, and tells when it no longer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
+from tools import transports
+from tools.transports import built_in, limits_of, main, plan_of, render, table_of, topology_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_in_the_repository_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_stale_page_is_told_and_then_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "docs" / "transports.md"
+    assert main(["--check", "--root", str(tmp_path)]) == 1 and not page.exists()
+    assert main(["--root", str(tmp_path)]) == 0 and page.read_text() == render()
+    assert main(["--check", "--root", str(tmp_path)]) == 0
+    page.write_text(render().replace("29,448,576", "29,448,577"))
+    assert main(["--check", "--root", str(tmp_path)]) == 1
+    assert "-| `nvlink_one_sided` | h200 | 29,448,577" in capsys.readouterr().err
+
+
+def test_every_built_in_transport_has_its_lines() -> None:
+    names = [name for name, _ in built_in()]
+    assert {"all_to_all", "deepep_ll", "hierarchical", "mori", "nvlink_one_sided"} <= set(names)
+    for lines in (list(table_of(built_in())), list(plan_of(built_in()))):
+        assert [line.split("`")[1] for line in lines[2:]] == names
+    assert all(f"**`{name}`**" in render() for name in names)
+
+
+def test_a_plugin_of_somebody_else_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = type("Elsewhere", (PREPARE_FINALIZE["all_to_all"],), {"__module__": "somebody.else"})
+    assert issubclass(plugin, PrepareFinalize)
+    monkeypatch.setattr(transports, "PREPARE_FINALIZE", {**dict(PREPARE_FINALIZE.items()), "theirs": plugin})
+    assert "theirs" not in dict(built_in())
+
+
+def test_bytes_are_those_of_the_plan_and_limits_those_of_the_oracle() -> None:
+    # Worked by hand in tests/prepare_finalize: 128 tokens of DeepSeek-V3 on 8 ranks.
+    assert "| `nvlink_one_sided` | h200 | 29,448,576 | - | 235,585,920 |" in plan_of(built_in())
+    assert "| `mori` | mi300x | 32,116,736 | 147,302,912 | 256,933,888 |" in plan_of(built_in())
+    lines = list(limits_of("nvlink_one_sided", PREPARE_FINALIZE["nvlink_one_sided"]))
+    assert lines[2:-1] == [
+        "- 32 ranks: needs all ranks in one node, 32 ranks span 4 nodes",
+        "- 96 ranks: serves up to 64 ranks, the group has 96",
+        "- top-24: the kernels take 22 experts a token, this router has 24",
+    ]
+    assert list(limits_of("all_to_all", PREPARE_FINALIZE["all_to_all"]))[2] == "None of these changes anything."
+
+
+def test_the_table_of_ranks_names_the_relay_of_equal_place() -> None:
+    rows = list(topology_of(4, 2))
+    assert rows[4:] == [
+        "| 0 | 0 | 0 | 0 | 2 | self intra inter inter |",
+        "| 1 | 0 | 1 | 1 | 3 | intra self inter inter |",
+        "| 2 | 1 | 0 | 0 | 2 | inter inter self intra |",
+        "| 3 | 1 | 1 | 1 | 3 | inter inter intra self |",
+    ]
