@@ -8,7 +8,8 @@ import torch
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.single import SingleRank
-from moe_mk.experts.base import EXPERTS, ExpertsContext
+from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
+from moe_mk.experts.held import HeldExperts
 from moe_mk.experts.monolithic import MONOLITHIC, MonolithicContext
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle.verdict import Decision
@@ -48,9 +49,17 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
         max_num_tokens=decision.problem.config.kernel.max_num_tokens,
         device=parts.device,
         spans=parts.spans,
+        ranks_per_node=decision.problem.ep_ranks_per_node,
+        allow_emulated=decision.problem.config.kernel.allow_emulated,
     )
     prepare_finalize = PREPARE_FINALIZE[chosen.prepare_finalize](transport)
-    return FusedMoEKernel(prepare_finalize, EXPERTS[chosen.experts](context), parts.spans)
+    return FusedMoEKernel(prepare_finalize, build_experts(decision, chosen.experts, context), parts.spans)
+
+
+def build_experts(decision: Decision, name: str, context: ExpertsContext) -> FusedExperts:
+    """A backend by its name, behind weights requantised at load if the decision holds them in another form."""
+    experts = EXPERTS[name](context)
+    return experts if decision.effect is None else HeldExperts(experts, decision.problem.weights)
 
 
 def experts_context(decision: Decision, parts: Parts, num_slots: int, intermediate_size: int) -> ExpertsContext:
@@ -64,6 +73,9 @@ def experts_context(decision: Decision, parts: Parts, num_slots: int, intermedia
         intermediate_size=intermediate_size,
         device=parts.device,
         spans=parts.spans,
+        swiglu_limit=decision.problem.config.model.swiglu_limit,
+        swiglu_alpha=decision.problem.config.model.swiglu_alpha,
+        batch_invariant=decision.problem.config.kernel.batch_invariant,
     )
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from moe_mk.config.problem import Problem
 from moe_mk.experts.base import ExpertsTraits
+from moe_mk.oracle.fallback import Form, as_stored
 from moe_mk.prepare_finalize.base import TransportTraits
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import Registry
@@ -28,6 +29,11 @@ class Oracle(ABC):
     @abstractmethod
     def wire_scheme(cls, problem: Problem, transport: TransportTraits, compute: QuantScheme) -> QuantScheme:
         """What tokens are quantised to before they travel, given what the experts compute with."""
+
+    @classmethod
+    def forms(cls, problem: Problem) -> tuple[Form, ...]:
+        """The forms the weights may be held in, best first. By default only the one they are stored in."""
+        return (as_stored(problem),)
 
 
 ORACLES: Registry[type[Oracle]] = Registry("oracle", Oracle, group="moe_mk.oracles")

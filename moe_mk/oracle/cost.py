@@ -54,14 +54,22 @@ def experts_us(problem: Problem, traits: ExpertsTraits, *, fp8_math: bool) -> fl
 
 
 def transport_us(problem: Problem, volume: Volume, wire: QuantScheme) -> float:
-    """Time of dispatch and combine: bytes over the two kinds of link at once, plus fixed costs of the collectives."""
-    device = problem.device
+    """Time of dispatch and combine: bytes over both kinds of link, plus fixed costs of the collectives.
+
+    Links work at once where every peer is sent to alike, and where relays forward rows while others still arrive; else
+    one after the other.
+    """
+    device, fixed = problem.device, volume.collectives * problem.device.collective_us
     sent = dispatch_bytes(problem, volume, wire) + combine_bytes(problem, volume)
+    if volume.far_rows is not None:
+        far = sent * volume.far_rows / volume.dispatch_rows if sent else 0.0
+        legs = (far / device.inter_node_gbs, (sent - far) / device.intra_node_gbs)
+        return (max(legs) if volume.pipelined else sum(legs)) / BYTES_PER_US + fixed
     tp = min(problem.config.parallel.tp, problem.ranks_per_node)
     near_peers = min(problem.ranks_per_node // tp, problem.ranks) - 1
     near = near_peers / (problem.ranks - 1) if problem.ranks > 1 else 1.0
     links = max(sent * near / device.intra_node_gbs, sent * (1.0 - near) / device.inter_node_gbs)
-    return links / BYTES_PER_US + volume.collectives * device.collective_us
+    return links / BYTES_PER_US + fixed
 
 
 def dispatch_bytes(problem: Problem, volume: Volume, wire: QuantScheme) -> int:

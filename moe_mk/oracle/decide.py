@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.traits import runs_emulated
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsTraits
 from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.external.library import COMPILER
 from moe_mk.oracle import cost
 from moe_mk.oracle.base import Oracle
+from moe_mk.oracle.fallback import Form, PassedOver, effect_of
 from moe_mk.oracle.rules import reasons_against_pair, wire_reasons
 from moe_mk.oracle.verdict import Decision, Verdict
 from moe_mk.prepare_finalize.all_gather import AllGather
@@ -46,29 +49,81 @@ class Candidate:
 def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
     """Judge every registered pair and choose the cheapest that can serve, or the pinned one.
 
+    Weights are held as they are stored if any backend but the reference reads that, else in the first form of the
+    oracle that one reads; the decision then says what that costs.
     Raises UnsupportedError with every pair and all its reasons if none can, ConfigError for an unknown pin or a
     problem of another quantisation type.
     """
     _check_pins(problem)
-    candidates = _candidates(problem, oracle)
-    verdicts = [_verdict(candidate, problem) for candidate in candidates]
-    able = [(v, c) for v, c in zip(verdicts, candidates, strict=True) if not v.reasons and _is_wanted(v, problem)]
-    if not able:
-        lines = [verdict.line() for verdict in verdicts if _is_wanted(verdict, problem)]
+    _check_type(problem, oracle)
+    tried: list[Tried] = []
+    for form in _allowed_forms(problem, oracle):
+        tried.append(_try(form, problem, oracle))
+        if any(not candidate.traits.definition for _, candidate in tried[-1].able):
+            break
+    serving = tried[-1] if any(not c.traits.definition for _, c in tried[-1].able) else None
+    chosen = serving or next((each for each in tried if each.able), None)
+    if chosen is None:
+        lines = [verdict.line() for verdict in tried[0].verdicts if _is_wanted(verdict, problem)]
         raise UnsupportedError(_nothing_serves(problem), lines or [_no_such_pair()])
-    winner, candidate = min(able, key=lambda pair: pair[0].cost_us or 0.0)
-    return _decision(problem, oracle, verdicts, winner, candidate, rivals=len(able) - 1)
+    winner, candidate = min(chosen.able, key=lambda pair: (pair[0].emulated, pair[0].cost_us or 0.0))
+    decision = _decision(chosen.problem, oracle, chosen.verdicts, winner, candidate, rivals=len(chosen.able) - 1)
+    passed = tuple(_passed_over(each) for each in tried if each is not chosen)
+    return replace(decision, effect=effect_of(chosen.form, problem), passed_over=passed)
+
+
+def _allowed_forms(problem: Problem, oracle: type[Oracle]) -> tuple[Form, ...]:
+    """Requantised weights have no rounded activations of their own: who insists on those gets no fallback."""
+    forms, kernel = oracle.forms(problem), problem.config.kernel
+    insists = kernel.activations == "checkpoint" and problem.activations is not None
+    return forms if kernel.fallback and not insists else forms[:1]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A form of the weights, with what every pair says to it."""
+
+    form: Form
+    problem: Problem
+    verdicts: list[Verdict]
+    able: list[tuple[Verdict, Candidate]]
+
+
+def _try(form: Form, problem: Problem, oracle: type[Oracle]) -> Tried:
+    held = form.of(problem)
+    candidates = _candidates(held, oracle)
+    verdicts = [_verdict(candidate, held) for candidate in candidates]
+    able = [(v, c) for v, c in zip(verdicts, candidates, strict=True) if not v.reasons and _is_wanted(v, held)]
+    if not form.is_stored:  # experts that route inside take weights only as they are
+        able = [(v, c) for v, c in able if v.prepare_finalize != INSIDE]
+    return Tried(form, held, verdicts, able)
+
+
+def _passed_over(tried: Tried) -> PassedOver:
+    """What every backend that is there to serve says to a form, and that only the reference is left."""
+    said = {
+        name: reasons
+        for name, experts in EXPERTS.items()
+        if not experts.traits.definition and (reasons := experts.reasons_against(tried.problem))
+    }
+    lines = [f"{name} {', '.join(map(str, reasons))}" for name, reasons in said.items()]
+    left = "; only the reference reads it" if tried.able else ""
+    return PassedOver(tried.problem.weights.name, ("; ".join(lines) or "no transport goes with it") + left)
 
 
 def judge(problem: Problem, oracle: type[Oracle]) -> list[Verdict]:
-    """A verdict on every registered pair, pins aside; also where nothing can serve."""
+    """A verdict on every registered pair, pins aside, with the weights as stored; also where nothing can serve."""
+    _check_type(problem, oracle)
     return [_verdict(candidate, problem) for candidate in _candidates(problem, oracle)]
 
 
-def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
+def _check_type(problem: Problem, oracle: type[Oracle]) -> None:
     if problem.config.model.quant.weights not in oracle.stored:
         stored, served = problem.config.model.quant.weights, ", ".join(sorted(oracle.stored))
         raise ConfigError(f"oracle {oracle.name!r} serves {served}; these experts are {stored!r}")
+
+
+def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
     pairs = []
     for name, transport in PREPARE_FINALIZE.items():
         for experts_name, experts in EXPERTS.items():
@@ -88,16 +143,16 @@ def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
 
 
 def _verdict(candidate: Candidate, problem: Problem) -> Verdict:
-    emulated = any(
-        library and library in problem.emulated and library not in problem.installed
-        for library in (candidate.traits.library, candidate.carrier.traits.library)
-    )
-    price = None
+    emulated = any(runs_emulated(traits, problem) for traits in (candidate.traits, candidate.carrier.traits))
+    price, source = None, "model"
     if not candidate.reasons:
-        fp8_math = candidate.compute.block is not None
-        price = cost.experts_us(problem, candidate.traits, fp8_math=fp8_math)
+        if candidate.experts in EXPERTS:
+            price, source = EXPERTS[candidate.experts].priced(problem, candidate.compute)
+        if price is None:
+            fp8_math = candidate.compute.block is not None
+            price = cost.experts_us(problem, candidate.traits, fp8_math=fp8_math)
         price += cost.transport_us(problem, candidate.volume(problem), candidate.wire)
-    return Verdict(candidate.transport, candidate.experts, candidate.reasons, price, emulated=emulated)
+    return Verdict(candidate.transport, candidate.experts, candidate.reasons, price, False, source, emulated)
 
 
 def _with_memory(candidate: Candidate, problem: Problem) -> Candidate:
@@ -113,7 +168,9 @@ def _with_memory(candidate: Candidate, problem: Problem) -> Candidate:
 def _decision(
     problem: Problem, oracle: type[Oracle], verdicts: list[Verdict], winner: Verdict, candidate: Candidate, rivals: int
 ) -> Decision:
-    order = sorted(verdicts, key=lambda v: (v is not winner, v.cost_us is None, v.cost_us or 0.0, len(v.reasons)))
+    order = sorted(
+        verdicts, key=lambda v: (v is not winner, v.cost_us is None, v.emulated, v.cost_us or 0.0, len(v.reasons))
+    )
     volume, config = candidate.volume(problem), problem.config
     return Decision(
         problem=problem,
@@ -135,9 +192,15 @@ def _decision(
             config.model.num_experts,
             problem.dtype.dtype,
             config.router.router_dtype,
-            frozenset(),
+            _gate_kernels(candidate, config.kernel.fused_router),
         ),
     )
+
+
+def _gate_kernels(candidate: Candidate, fused_router: bool) -> frozenset[str]:
+    """The native gate is part of the library that the native experts have loaded anyway."""
+    native = candidate.traits.library == COMPILER and fused_router
+    return frozenset({"native"} if native else ())
 
 
 def _weights_bytes(problem: Problem) -> int:
@@ -148,7 +211,8 @@ def _buffer_bytes(candidate: Candidate, problem: Problem, num_tokens: int) -> in
     """Received rows as bytes and as tensors, their outputs in f32 and in the dtype, and the experts' workspace."""
     rows, hidden = candidate.carrier.max_rows(replace(problem, num_tokens=num_tokens)), problem.config.model.hidden_size
     per_row = 2 * row_bytes(candidate.wire, hidden) + hidden * (4 + problem.dtype.dtype.itemsize)
-    return rows * per_row + candidate.workspace(rows)
+    kept = candidate.carrier.buffer_bytes(problem)
+    return rows * per_row + candidate.workspace(rows) + kept
 
 
 def _check_pins(problem: Problem) -> None:

@@ -38,11 +38,13 @@ def pair_reasons(transport: TransportTraits, experts: ExpertsTraits, problem: Pr
 
 def wire_reasons(carries: frozenset[str], problem: Problem) -> Iterator[Reason]:
     """Reasons against a pinned wire scheme, where anything travels at all."""
-    if problem.config.kernel.wire != "fp8" or problem.ranks == 1:
+    wish, activations = problem.config.kernel.wire, problem.activations
+    if wish in ("auto", "plain") or problem.ranks == 1:
         return
-    if "fp8" not in carries:
-        yield Reason("wire", "the transport cannot carry FP8 rows", "kernel.wire = auto")
-    if problem.activations is None:
+    family = activations.family if wish == "checkpoint" and activations is not None else "fp8"
+    if family not in carries:
+        yield Reason("wire", f"the transport cannot carry {family.upper()} rows", "kernel.wire = auto")
+    if activations is None or (wish == "fp8" and activations.family != "fp8"):
         stored = problem.weights.name
         yield Reason("wire", f"{stored} experts say of no FP8 activations how to scale them", "kernel.wire = auto")
 

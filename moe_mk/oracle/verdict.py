@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.oracle.fallback import Effect, PassedOver
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import GateChoice
 
@@ -77,6 +78,11 @@ class Decision:
     graph_safe: bool
     deterministic: bool
     gate: GateChoice
+    effect: Effect | None = None
+    """What holding the weights in another form than the stored one does; None where they are held as stored. The
+    problem of a decision is the one with the weights as they are held."""
+    passed_over: tuple[PassedOver, ...] = ()
+    """The forms of the weights that were not taken."""
 
     @property
     def chosen(self) -> Verdict:
@@ -91,6 +97,7 @@ class Decision:
             "experts": self.chosen.experts,
             "wire": self.wire.name,
             "compute": self.compute.name,
+            "held": self.problem.weights.name,
             "dtype": self.problem.dtype.name,
             "model": json.dumps(config.model.model_dump(mode="json"), sort_keys=True),
             "router": json.dumps(config.router.model_dump(mode="json"), sort_keys=True),
@@ -107,6 +114,8 @@ class Decision:
             "because": self.because,
             "wire": self.wire.name,
             "compute": self.compute.name,
+            "fallback": None if self.effect is None else self.effect.as_dict(),
+            "passed_over": [{"form": each.form, "why": each.why} for each in self.passed_over],
             "bytes": {
                 "dispatch": self.dispatch_bytes,
                 "combine": self.combine_bytes,
@@ -131,4 +140,5 @@ class Decision:
             f"  gate {self.gate.tier}; "
             + "; ".join(f"not {t}: {', '.join(why)}" for t, why in self.gate.reasons.items())
         )
-        return "\n".join([head, *(verdict.line() for verdict in self.verdicts)])
+        forms = [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
+        return "\n".join([head, *forms, *(verdict.line() for verdict in self.verdicts)])

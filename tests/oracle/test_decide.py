@@ -78,7 +78,9 @@ def test_pins_that_make_no_pair_are_told_so(pins: tuple[str, str]) -> None:
 def test_the_oracle_of_another_format_says_what_it_serves() -> None:
     with pytest.raises(ConfigError, match=r"oracle 'unquantized' serves bf16, fp16, fp32; .* 'fp8_block'"):
         unquantized.select_unquantized_moe_backend(problem())
-    with pytest.raises(ConfigError, match=r"oracle 'fp8' serves fp8_block; these experts are 'bf16'"):
+    with pytest.raises(
+        ConfigError, match=r"oracle 'fp8' serves fp8_block, fp8_channel, fp8_tensor; these experts are 'bf16'"
+    ):
         fp8.select_fp8_moe_backend(problem("mixtral_8x7b"))
 
 

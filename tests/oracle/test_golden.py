@@ -13,7 +13,7 @@ from moe_mk import Problem, UnsupportedError, oracle
 from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
-from moe_mk.oracle import Oracle
+from moe_mk.oracle import Decision, Oracle
 from moe_mk.oracle.decide import judge
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16, FP16, FP32
@@ -24,17 +24,22 @@ BACKENDS: dict[str, list[str]] = TABLE["backends"]
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 
 
-@pytest.fixture(autouse=True)
-def only_the_backends_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_the_backends_of(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for registry, names in ((PREPARE_FINALIZE, "transports"), (EXPERTS, "experts"), (MONOLITHIC, "inside")):
-        kept = {name: entry for name, entry in registry.items() if name in BACKENDS[names]}
-        assert set(kept) == set(BACKENDS[names])
+        kept = {name: entry for name, entry in registry.items() if name in named(case, names)}
+        assert set(kept) == set(named(case, names))
         monkeypatch.setattr(registry, "_entries", kept)
+
+
+def named(case: dict[str, Any], names: str) -> list[str]:
+    """The backends of the table, and those that a case asks for beside them."""
+    return [*BACKENDS[names], *(case.get("with", []) if names == "experts" else [])]
 
 
 def problem_of(case: dict[str, Any]) -> Problem:
     ask = case["ask"]
-    config = load_config(ask["model"]).with_(**ask.get("settings", {}))
+    settings = ask.get("settings", {}) | ({"quant": ask["quant"]} if "quant" in ask else {})
+    config = load_config(ask["model"]).with_(**settings)
     installed = frozenset(ask.get("installed", []))
     dtype = DTYPES[ask.get("dtype", "bf16")]
     return Problem(config, device_profile(ask["device"]), dtype, ask["num_tokens"], installed)
@@ -44,7 +49,7 @@ def expected_codes(case: dict[str, Any]) -> dict[str, set[str]]:
     """Reasons of a pair: against its transport, its experts, both together, and every pair alike."""
     against, both = case["against"], case.get("both", {})
     carrier = "no_ep" if case["ask"].get("settings", {}).get("ep", 1) == 1 else "all_gather"
-    pairs = [(t, t, e) for t in BACKENDS["transports"] for e in BACKENDS["experts"]]
+    pairs = [(t, t, e) for t in BACKENDS["transports"] for e in named(case, "experts")]
     pairs += [("inside", carrier, e) for e in BACKENDS["inside"]]
     everywhere = against.get("every pair", [])
     return {
@@ -59,7 +64,8 @@ def case_ids() -> Iterator[str]:
 
 @pytest.mark.row(88)
 @pytest.mark.parametrize("case", CASES, ids=case_ids())
-def test_the_decision_is_the_reviewed_one(case: dict[str, Any]) -> None:
+def test_the_decision_is_the_reviewed_one(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    only_the_backends_of(case, monkeypatch)
     problem, expected = problem_of(case), expected_codes(case)
     verdicts = judge(problem, oracle_of(problem))
     assert {v.name: {reason.code for reason in v.reasons} for v in verdicts} == expected
@@ -72,8 +78,23 @@ def test_the_decision_is_the_reviewed_one(case: dict[str, Any]) -> None:
     decision = oracle.select(problem)
     assert decision.chosen.name == case["winner"], case["why"]
     assert (decision.wire.name, decision.compute.name) == (case["wire"], case["compute"])
+    assert decision.problem.weights.name == case.get("held", problem.weights.name)
+    if "held" in case:
+        check_fallback(decision, problem)
+        return
+    assert decision.effect is None
     assert {v.name: v.reasons for v in decision.verdicts} == {v.name: v.reasons for v in verdicts}
     assert {v.name for v in decision.verdicts if v.cost_us is None} == {name for name in expected if expected[name]}
+
+
+def check_fallback(decision: Decision, problem: Problem) -> None:
+    """What was given up is named, with its reasons and its effect on memory, speed and accuracy."""
+    assert decision.effect is not None
+    assert decision.passed_over[0].form == problem.weights.name and decision.passed_over[0].why
+    told = str(decision)
+    assert f"{problem.weights.name} weights are held as {decision.problem.weights.name}" in told
+    assert "x the memory" in told and ("rounded once more" in told or "no rounding is added" in told)
+    assert f"not held as {problem.weights.name}: " in told
 
 
 def is_wanted(pair: str, case: dict[str, Any]) -> bool:
@@ -88,13 +109,16 @@ def oracle_of(problem: Problem) -> type[Oracle]:
 
 
 def test_the_table_is_broad() -> None:
-    assert len(CASES) >= 60 and all(case["why"] for case in CASES)
+    assert len(CASES) >= 100 and all(case["why"] for case in CASES)
     assert {case["ask"]["device"] for case in CASES} == {"cpu", "h100", "h200", "b200", "mi300x"}
     assert len({case["ask"]["model"] for case in CASES}) >= 6
     winners = {case["winner"] for case in CASES}
     assert winners >= {"nothing", "no_ep + torch_cpu", "all_to_all + cpu_native", "inside + reference_monolithic"}
     asked = [yaml.safe_dump(case["ask"]) for case in CASES]
     assert len(set(asked)) == len(asked)
+    kinds = {problem_of(case).config.model.quant.weights for case in CASES}
+    assert kinds >= {"bf16", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4"}
+    assert len({case["held"] for case in CASES if "held" in case}) >= 2
     codes = {c for case in CASES for part in ("against", "both") for cs in case.get(part, {}).values() for c in cs}
     assert codes >= {
         "ranks",
@@ -107,4 +131,6 @@ def test_the_table_is_broad() -> None:
         "graphs",
         "wire",
         "memory",
+        "bias",
+        "activation",
     }

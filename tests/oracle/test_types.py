@@ -1,0 +1,150 @@
+"""Every type of experts through both phases of its oracle, and what happens where nothing reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_mk import MoELayer, Problem, oracle
+from moe_mk.config import MoEConfig, device_profile, load_config
+from moe_mk.experts import EXPERTS
+from moe_mk.experts.base import FusedExperts
+from moe_mk.experts.held import HeldExperts
+from moe_mk.experts.torch_cpu import TorchCpuExperts
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.oracle import Decision, Parts
+from moe_mk.oracle.fp8 import make_fp8_moe_kernel, select_fp8_moe_backend
+from moe_mk.oracle.int8 import make_int8_moe_kernel, select_int8_moe_backend
+from moe_mk.oracle.mxfp4 import make_mxfp4_moe_kernel, select_mxfp4_moe_backend
+from moe_mk.oracle.mxfp8 import make_mxfp8_moe_kernel, select_mxfp8_moe_backend
+from moe_mk.oracle.nvfp4 import make_nvfp4_moe_kernel, select_nvfp4_moe_backend
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.quant import BF16
+from moe_mk.verify import Answer, verify
+from moe_mk.weights import CheckpointShape, SafetensorsSource, Weights, load_layer, write_checkpoint
+
+BOTH = {
+    "fp8_channel": (select_fp8_moe_backend, make_fp8_moe_kernel),
+    "fp8_tensor": (select_fp8_moe_backend, make_fp8_moe_kernel),
+    "int8": (select_int8_moe_backend, make_int8_moe_kernel),
+    "int8_block": (select_int8_moe_backend, make_int8_moe_kernel),
+    "mxfp8": (select_mxfp8_moe_backend, make_mxfp8_moe_kernel),
+    "mxfp4": (select_mxfp4_moe_backend, make_mxfp4_moe_kernel),
+    "nvfp4": (select_nvfp4_moe_backend, make_nvfp4_moe_kernel),
+}
+
+
+class FP8Only(TorchCpuExperts):
+    """Reads FP8 blocks and nothing else, as kernels for sm_90 do."""
+
+    traits = replace(TorchCpuExperts.traits, weights=frozenset({"fp8_block"}), bandwidth=0.9)
+
+    def relayout(self, weights: Weights) -> Weights:
+        assert weights.scheme.name == "fp8_128x128_ue8m0", weights.scheme.name
+        return super().relayout(weights)
+
+
+class PlainOnly(TorchCpuExperts):
+    traits = replace(TorchCpuExperts.traits, weights=frozenset({"plain"}), bandwidth=0.9)
+
+
+def problem(quant: str, **settings: object) -> Problem:
+    config = load_config("deepseek_v3").with_(quant={"weights": quant}, **{"ep": 4, **settings})
+    return Problem(config, device_profile("cpu"), BF16, 64)
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FusedExperts]], None]:
+    """Leave one backend beside the reference."""
+
+    def leave(cls: type[FusedExperts]) -> None:
+        monkeypatch.setattr(EXPERTS, "_entries", {"reference": EXPERTS["reference"], "mine": cls})
+
+    return leave
+
+
+@pytest.mark.row(88, 89)
+@pytest.mark.parametrize("quant", BOTH)
+def test_both_phases_by_their_known_names(quant: str) -> None:
+    select, make = BOTH[quant]
+    config = load_config("tiny").with_(quant={"weights": quant})
+    decision = select(Problem(config, device_profile("cpu"), BF16, 8))
+    assert decision == oracle.select(decision.problem) and decision.effect is None
+    kernel = make(decision, Parts(ExpertMap.linear(config.model.num_experts, 1), torch.device("cpu")))
+    assert isinstance(kernel, FusedMoEKernel)
+    assert type(kernel.experts) is EXPERTS[decision.chosen.experts]
+    assert type(kernel.prepare_finalize) is PREPARE_FINALIZE[decision.chosen.prepare_finalize]
+    assert kernel.experts.context.compute == decision.compute
+    assert kernel.prepare_finalize.context.wire == decision.wire
+
+
+@pytest.mark.row(103)
+def test_four_bits_where_nothing_reads_them_are_held_in_fp8_and_said_so(
+    only: Callable[[type[FusedExperts]], None],
+) -> None:
+    only(FP8Only)
+    decision = oracle.select(problem("mxfp4"))
+    assert decision.chosen.experts == "mine" and decision.problem.weights.name == "fp8_128x128_ue8m0"
+    assert decision.effect is not None and decision.effect.rounding == 0
+    # 1 B and a scale for 16,384, against half a byte and a scale for 32.
+    assert decision.effect.memory == pytest.approx((1 + 1 / 16384) / 0.53125, rel=1e-6)
+    told = str(decision)
+    assert "mxfp4 weights are held as fp8_128x128_ue8m0: 1.88x the memory; no rounding is added to weights" in told
+    assert "not held as mxfp4: mine reads fp8_block weights, the experts are mxfp4; only the reference reads it" in told
+    assert decision.as_dict()["fallback"]["held"] == "fp8_128x128_ue8m0"
+    assert decision.as_dict()["passed_over"][0]["form"] == "mxfp4"
+
+
+@pytest.mark.row(103)
+def test_the_chain_goes_on_to_the_dtype_of_the_layer(only: Callable[[type[FusedExperts]], None]) -> None:
+    only(PlainOnly)
+    decision = oracle.select(problem("nvfp4", ep=8))
+    assert decision.problem.weights.name == "bf16"
+    assert [each.form for each in decision.passed_over] == ["nvfp4", "fp8_128x128_ue8m0"]
+    assert decision.effect is not None and 0 < decision.effect.rounding < 0.003 and decision.effect.memory > 3.5
+
+
+def test_a_fallback_can_be_forbidden(only: Callable[[type[FusedExperts]], None]) -> None:
+    only(FP8Only)
+    decision = oracle.select(problem("mxfp4", fallback=False))
+    assert decision.chosen.experts == "reference" and decision.effect is None and not decision.passed_over
+
+
+def test_who_insists_on_the_checkpoints_activations_gets_no_fallback(
+    only: Callable[[type[FusedExperts]], None],
+) -> None:
+    only(FP8Only)
+    decision = oracle.select(problem("nvfp4", activations="checkpoint"))
+    assert decision.chosen.experts == "reference" and decision.compute.name == "nvfp4_1x16"
+
+
+@pytest.mark.row(103)
+@pytest.mark.parametrize("quant", ["mxfp4", "nvfp4", "int8", "mxfp8"])
+@torch.no_grad()
+def test_a_layer_with_requantised_weights_is_right_and_reloads_from_the_stored_ones(
+    quant: str, only: Callable[[type[FusedExperts]], None], tmp_path: Path
+) -> None:
+    only(FP8Only)
+    shape = CheckpointShape(4, 128, 128, layers=(1,), top_k=2, num_groups=2, top_k_groups=1, quant=quant)
+    write_checkpoint(tmp_path, shape, threads=1)
+    layer = MoELayer(MoEConfig.from_hf(tmp_path), dtype=torch.bfloat16).load_from_safetensors(tmp_path, 1)
+    x = torch.randn((7, 128), generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16()
+    y = layer(x)
+    assert isinstance(layer.kernel, FusedMoEKernel) and isinstance(layer.kernel.experts, HeldExperts)
+    assert layer.weights.experts.scheme.name.startswith(quant), "what was stored stays what it was"
+    weights = load_layer(SafetensorsSource(tmp_path), 1, layer.spec, owned=range(4))
+    judged = verify(Answer(x, y, layer.route(x).ids_TK), layer.decision, weights)
+    assert judged.passed, judged
+    layer.take(layer.weights)
+    assert torch.equal(layer(x), y), "requantising again starts from the stored weights"
+
+
+def test_a_decision_in_another_form_agrees_with_no_other(only: Callable[[type[FusedExperts]], None]) -> None:
+    held: Decision = oracle.select(problem("mxfp4"))
+    only(FP8Only)
+    assert oracle.select(problem("mxfp4")).notes()["held"] != held.notes()["held"]
