@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from moe_mk.trace.clock import now
+from moe_mk.trace.ledger import Ledger
 
 STAGES = ("route", "quantise", "dispatch", "permute", "experts", "reduce", "combine", "shared", "late_reduce", "other")
 
@@ -66,6 +67,8 @@ class Spans:
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder
+        self.ledger = Ledger()
+        """What ran, always kept: a few numbers a forward."""
 
     def span(self, stage: str) -> AbstractContextManager[None]:
         """Time what runs within, if anybody listens."""

@@ -100,7 +100,7 @@ def test_shared_experts_run_while_the_dispatch_is_in_flight(x_TH: Tensor, ep: in
     events: list[str] = []
     layers = [layer(8, 2, groups, num_shared_experts=1, prepare_finalize=transport) for groups in virtual_groups(ep)]
     first = layers[0]
-    first._shared = noted(first._shared, "shared", events)  # type: ignore[assignment]
+    first._shared_on = noted(first._shared_on, "shared", events)  # type: ignore[method-assign, assignment]
     inner = first.kernel.experts.run
     first.kernel.experts.run = noted(inner, "experts", events)  # type: ignore[method-assign]
 

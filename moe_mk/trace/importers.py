@@ -1,0 +1,160 @@
+"""Routing traces out of the recordings of other programs.
+
+    .pt of SGLang's expert distribution recorder, mode per_token     `from_sglang`, one file a rank
+    .jsonl of Megatron-LM's routing trace, one file a rank            `from_megatron`
+    .npz or .pt of router tensors by layer name                       `from_router_tensors`
+    .npy or .npz with a layer axis                                    `from_arrays`
+    our own files and folders                                         `RoutingTrace.read`
+
+`import_trace` tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_mk.trace.foreign import num_experts_of, read_arrays, read_pt, resized
+from moe_mk.trace.importers_megatron import from_megatron, from_router_tensors
+from moe_mk.trace.routing import RoutingTrace
+from moe_mk.trace.routing_forward import Phase, TracedForward, TraceError, TraceFacts
+
+__all__ = ["from_arrays", "from_megatron", "from_router_tensors", "from_sglang", "import_trace"]
+
+DECODING = (2, 4, 5)
+"""SGLang's forward modes that belong to decoding: DECODE, IDLE, TARGET_VERIFY (0.5, `ForwardMode`)."""
+
+
+def import_trace(path: str | PathLike[str], *, num_experts: int | None = None, num_groups: int = 1) -> RoutingTrace:
+    """Read a trace of any known kind, told apart by what the file is. Raises TraceError that lists the kinds.
+
+    num_experts: where the file does not say it. num_groups: expert groups, which only our own files know.
+    """
+    path = Path(path)
+    if path.is_dir() and (recordings := sorted(path.glob("*.pt"))):
+        return from_sglang(recordings, num_groups=num_groups)
+    if path.is_dir() and (traces := sorted(path.glob("*.jsonl"))):
+        return from_megatron(traces, num_experts=num_experts, num_groups=num_groups)
+    if path.is_dir() or path.suffix == ".safetensors":
+        return RoutingTrace.read(path)
+    if not path.is_file():
+        raise TraceError(f"trace {path} is not there")
+    if path.suffix == ".pt":
+        content = read_pt(path)
+        if isinstance(content, dict) and ("records" in content or "logical_count" in content):
+            return from_sglang([path], num_groups=num_groups)
+        return from_router_tensors(_tensors(path, content), num_experts=num_experts, num_groups=num_groups)
+    if path.suffix == ".jsonl":
+        return from_megatron([path], num_experts=num_experts, num_groups=num_groups)
+    if path.suffix not in (".npy", ".npz"):
+        known = ".safetensors, .pt, .jsonl, .npy, .npz and folders"
+        raise TraceError(f"trace {path} ends in {path.suffix!r}, known are {known}")
+    arrays = read_arrays(path)
+    if {"", "topk_ids"} & set(arrays):
+        ids = arrays.get("topk_ids", arrays.get(""))
+        assert ids is not None
+        weights = arrays.get("topk_weights")
+        return from_arrays(ids, weights, num_experts=num_experts, num_groups=num_groups)
+    return from_router_tensors(arrays, num_experts=num_experts, num_groups=num_groups)
+
+
+def from_sglang(files: Sequence[Path], *, num_groups: int = 1) -> RoutingTrace:
+    """Recordings of SGLang in its mode "per_token", one file for every rank.
+
+    Their ids are of physical experts, which the map at the end of the file turns into logical ones: it is the last map
+    of the recording, so that one that was rebalanced meanwhile cannot be told. Layers without experts are left out.
+    Routing weights are not in there. Source: sgl-project/sglang, srt/eplb/expert_distribution.py (0.5).
+    """
+    contents = [_recording(file) for file in files]
+    num_experts = 1 + max(int(physical.max()) for _, physical in contents)
+    ranks = sorted({int(record["rank"]) for records, _ in contents for record in records})
+    forwards = [
+        forward
+        for records, physical in contents
+        for record in records
+        for forward in _forwards_of(record, physical, ranks.index(int(record["rank"])))
+    ]
+    met = {forward.layer for forward in forwards if bool((forward.ids_TK >= 0).any())}
+    kept = [forward for forward in forwards if forward.layer in met]
+    used = [
+        int((forward.ids_TK >= 0).any(0).nonzero().max()) + 1 for forward in kept if bool((forward.ids_TK >= 0).any())
+    ]
+    if not used:
+        raise TraceError(f"{len(files)} recordings hold no token that met an expert")
+    facts = TraceFacts(num_experts, max(used), num_groups, len(ranks))
+    # The recorder's rows are as wide as its buffer, whatever the model's top-k.
+    return RoutingTrace.of(facts, [resized(forward, facts.top_k) for forward in kept])
+
+
+def from_arrays(
+    ids: Tensor,
+    weights: Tensor | None = None,
+    *,
+    num_experts: int | None = None,
+    num_groups: int = 1,
+    phase: Phase = "prefill",
+) -> RoutingTrace:
+    """Ids of [[steps,] layers,] tokens, K, and weights of the same shape; layers are numbered from 0."""
+    if ids.is_floating_point() or ids.dtype == torch.bool or not 2 <= ids.dim() <= 4:
+        raise TraceError(
+            f"ids are {ids.dtype} of shape {tuple(ids.shape)}, expected integers of [[steps,] layers,] tokens, K"
+        )
+    if weights is not None and weights.shape != ids.shape:
+        raise TraceError(f"weights have shape {tuple(weights.shape)}, ids have {tuple(ids.shape)}")
+    ids = ids.long()
+    shape = (1,) * (4 - ids.dim()) + tuple(ids.shape)
+    grid, weighed = ids.reshape(shape), None if weights is None else weights.reshape(shape)
+    forwards = [
+        TracedForward(step, layer, 0, phase, grid[step, layer], None if weighed is None else weighed[step, layer])
+        for step in range(shape[0])
+        for layer in range(shape[1])
+    ]
+    return RoutingTrace.of(TraceFacts(num_experts_of(num_experts, [ids]), shape[3], num_groups), forwards)
+
+
+def _recording(file: Path) -> tuple[list[dict[str, Any]], Tensor]:
+    content = read_pt(file)
+    if isinstance(content, dict) and "logical_count" in content:
+        raise TraceError(f"{file} holds loads without tokens (mode stat); use it as loads, or record in mode per_token")
+    physical = content.get("last_physical_to_logical_map") if isinstance(content, dict) else None
+    records = content.get("records") if isinstance(content, dict) else None
+    if not isinstance(records, list) or not isinstance(physical, Tensor) or physical.dim() != 2:
+        raise TraceError(f"{file} is no recording of SGLang: records or last_physical_to_logical_map are not in it")
+    needed = {"topk_ids_of_layer", "rank", "forward_pass_id", "forward_mode"}
+    for number, record in enumerate(records):
+        missing = sorted(needed - set(record)) if isinstance(record, dict) else sorted(needed)
+        if missing:
+            raise TraceError(f"{file}: record {number} lacks {missing}; record in mode per_token")
+    return records, physical.long()
+
+
+def _forwards_of(record: Mapping[str, Any], physical: Tensor, rank: int) -> list[TracedForward]:
+    ids_XTK, tokens = record["topk_ids_of_layer"].long(), record.get("input_ids")
+    if (
+        ids_XTK.dim() != 3
+        or len(ids_XTK) != len(physical)
+        or int(ids_XTK.max() if ids_XTK.numel() else 0) >= physical.shape[1]
+    ):
+        raise TraceError(
+            f"forward {record['forward_pass_id']} has ids of shape {tuple(ids_XTK.shape)} up to "
+            f"{int(ids_XTK.max()) if ids_XTK.numel() else -1}, the map of [layers, slots] is {tuple(physical.shape)}"
+        )
+    known = None if tokens is None else torch.tensor(list(tokens), dtype=torch.int64, device="cpu")
+    if known is not None and len(known) != ids_XTK.shape[1]:
+        raise TraceError(f"forward {record['forward_pass_id']} names {len(known)} tokens for {ids_XTK.shape[1]} rows")
+    phase: Phase = "decode" if int(record["forward_mode"]) in DECODING else "prefill"
+    logical = physical.gather(1, ids_XTK.flatten(1).clamp_min(0)).view(ids_XTK.shape)
+    logical[ids_XTK < 0] = -1
+    step = int(record["forward_pass_id"])
+    return [TracedForward(step, layer, rank, phase, ids_TK, None, known) for layer, ids_TK in enumerate(logical)]
+
+
+def _tensors(path: Path, content: object) -> dict[str, Tensor]:
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise TraceError(f"{path} holds a {type(content).__name__}, expected tensors by name, or a recording of SGLang")
+    return {str(name): value for name, value in content.items()}

@@ -1,0 +1,94 @@
+"""A routing trace as one safetensors file: tensors, and a header of JSON. Read as data, never run.
+
+    metadata   format   "moe_mk routing trace"       version  "1"
+               header   {"num_experts": 256, ...}    digest   sha256 of the header and every tensor
+    tensors    step_X layer_X rank_X phase_X tokens_X ids_RK [weights_RK] [token_ids token_start_X]
+
+A folder of such files, chunk-000000.safetensors and so on, is a trace that was appended to while it was recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_mk.trace.routing_forward import TraceError
+
+FORMAT, VERSION = "moe_mk routing trace", 1
+CHUNK = "chunk-{:06d}.safetensors"
+
+
+def save(path: Path, header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+    """Write a file beside its place and move it there, so that it is whole or not there. Raises TraceError."""
+    text = json.dumps(header, sort_keys=True)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    metadata = {"format": FORMAT, "version": str(VERSION), "header": text, "digest": digest(text, whole)}
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(whole, partial, metadata=metadata)
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as problem:
+        raise TraceError(f"trace {path} cannot be written: {problem}") from problem
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Header and tensors of one file; raises TraceError unless every byte is as it was written."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as opened:
+            metadata = dict(opened.metadata() or {})
+            _check_kind(path, metadata)
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as problem:
+        raise TraceError(f"trace {path} is damaged, or no safetensors file: {problem}") from problem
+    text = metadata.get("header", "")
+    if digest(text, tensors) != metadata.get("digest"):
+        raise TraceError(f"trace {path} is damaged: its content does not have the digest it was written with")
+    header = json.loads(text)
+    if not isinstance(header, dict):
+        raise TraceError(f"trace {path} has a header of {type(header).__name__}, expected names with values")
+    return header, tensors
+
+
+def chunks_of(folder: Path) -> list[Path]:
+    """The chunks of a folder in order; raises TraceError if there are none, or one in between is missing."""
+    found = sorted(folder.glob("chunk-*.safetensors"))
+    if not found:
+        raise TraceError(f"trace {folder} is a folder without {CHUNK.format(0)}")
+    expected = [CHUNK.format(number) for number in range(len(found))]
+    if [file.name for file in found] != expected:
+        missing = sorted(set(expected) - {file.name for file in found})
+        raise TraceError(f"trace {folder} is incomplete: {missing[0]} is missing, {found[-1].name} is there")
+    return found
+
+
+def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """A hash over the header and the name, dtype, shape and bytes of every tensor."""
+    hashed = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        hashed.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if tensor.numel():
+            hashed.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
+def _check_kind(path: Path, metadata: Mapping[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        found = f"format {metadata['format']!r}" if "format" in metadata else "no format"
+        raise TraceError(
+            f"{path} is a safetensors file of another kind ({found}), not a routing trace; "
+            "moe_mk.trace.importers reads those of other programs"
+        )
+    version = metadata.get("version", "")
+    if not version.isdecimal() or int(version) > VERSION:
+        raise TraceError(f"trace {path} has version {version!r}, this library reads up to {VERSION}; update it")

@@ -1,0 +1,116 @@
+"""Chrome traces: events by hand, rows that nest, clocks of several hosts, and overlap that a viewer can see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_mk.flight import interleave
+from moe_mk.runner import run_dual
+from moe_mk.testing.virtual import virtual_groups
+from moe_mk.trace import Recorder, Span
+from moe_mk.trace.chrome import chrome_trace, rows_of, shifts, write_chrome_trace
+from tests.layer.build import HIDDEN, layer
+
+
+def span(stage: str, start: float, end: float) -> Span:
+    return Span(stage, start, end, end - start)
+
+
+def events_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def is_nested(spans: list[dict[str, Any]]) -> bool:
+    """Whether of any two spans one lies inside the other, or they lie apart; in whole nanoseconds."""
+    ends = [(round(s["ts"] * 1e3), round((s["ts"] + s["dur"]) * 1e3)) for s in spans]
+    return all(
+        b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
+        for number, (a, b) in enumerate(ends)
+        for c, d in ends[number + 1 :]
+    )
+
+
+def test_events_by_hand(tmp_path: Path) -> None:
+    # Rank 0: dispatch 10.0 .. 10.3 s with shared 10.1 .. 10.2 in it. Rank 1: dispatch 10.05 .. 10.25 s.
+    rank0 = [Span("shared", 10.1, 10.2, 0.1), Span("dispatch", 10.0, 10.3, 0.2)]
+    write_chrome_trace(tmp_path / "out.json", [rank0, [span("dispatch", 10.05, 10.25)]], [9.0, 9.001])
+    trace = json.loads((tmp_path / "out.json").read_text())
+    shared, dispatch, other = events_of(trace)
+    assert (shared["name"], shared["pid"], shared["tid"]) == ("shared", 0, 0)
+    assert shared["ts"] == pytest.approx(1e5) and shared["dur"] == pytest.approx(1e5)
+    assert dispatch["ts"] == 0.0 and dispatch["args"]["own_us"] == pytest.approx(2e5)
+    assert (other["pid"], other["ts"]) == (1, pytest.approx(5e4))
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert names == {
+        ("process_name", 0, 0): "rank 0",
+        ("thread_name", 0, 0): "batch 0",
+        ("process_name", 1, 0): "rank 1",
+        ("thread_name", 1, 0): "batch 0",
+    }
+
+
+def test_spans_that_cross_stand_on_rows_of_their_own() -> None:
+    # a 0..4 holds b 1..2; c 3..6 crosses a; d 7..8 is apart from all; e starts where d ends.
+    spans = [span("b", 1, 2), span("a", 0, 4), span("c", 3, 6), span("d", 7, 8), span("e", 8, 9)]
+    assert rows_of(spans) == [0, 0, 1, 0, 0]
+    assert rows_of([]) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=12))
+def test_every_row_is_nested(pairs: list[tuple[int, int]]) -> None:
+    trace = chrome_trace([[span("x", start, start + length) for start, length in pairs]])
+    events = events_of(trace)
+    assert len(events) == len(pairs)
+    for row in {event["tid"] for event in events}:
+        assert is_nested([event for event in events if event["tid"] == row])
+
+
+def test_clocks_of_one_host_are_left_alone_and_others_meet() -> None:
+    assert shifts([5.0, 5.4]) == [0.0, 0.0] and shifts([]) == []
+    assert shifts([5.0, 905.0]) == [0.0, -900.0]
+    far = chrome_trace([[span("a", 6.0, 7.0)], [span("a", 906.5, 907.0)]], [5.0, 905.0])
+    assert [event["ts"] for event in events_of(far)] == pytest.approx([0.0, 5e5])
+
+
+def test_a_trace_without_spans_is_a_trace() -> None:
+    assert events_of(chrome_trace([[], []])) == [] and len(chrome_trace([[], []])["traceEvents"]) == 2
+
+
+@pytest.mark.row(93)
+@pytest.mark.parametrize("transport", ["one_sided", "all_to_all", "all_gather"])
+def test_shared_experts_are_seen_inside_the_dispatch(transport: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = [torch.randn((count, HIDDEN), generator=draw) for count in (9, 5)]
+    ranks = [layer(8, 2, g, num_shared_experts=1, prepare_finalize=transport) for g in virtual_groups(2)]
+    silent = interleave([one.steps(own) for one, own in zip(ranks, x, strict=True)])
+    recorders = [Recorder() for _ in ranks]
+    for one, recorder in zip(ranks, recorders, strict=True):
+        one.spans.recorder = recorder
+    traced = interleave([one.steps(own) for one, own in zip(ranks, x, strict=True)])
+    assert all(torch.equal(a, b) for a, b in zip(silent, traced, strict=True))
+    events = events_of(chrome_trace([recorder.spans for recorder in recorders]))
+    for rank in range(2):
+        (shared,), (dispatch,) = (
+            [e for e in events if e["pid"] == rank and e["name"] == name] for name in ("shared", "dispatch")
+        )
+        assert dispatch["ts"] < shared["ts"] and shared["dur"] > 0
+        assert shared["ts"] + shared["dur"] < dispatch["ts"] + dispatch["dur"]
+
+
+@pytest.mark.row(94)
+def test_two_micro_batches_are_seen_side_by_side() -> None:
+    (groups,) = virtual_groups(1)
+    one, recorder = layer(8, 2, groups), Recorder()
+    one.spans.recorder = recorder
+    run_dual([one.steps(torch.randn(4, HIDDEN)) for _ in range(2)])
+    events = events_of(chrome_trace([recorder.spans]))
+    assert {event["name"] for event in events} >= {"route", "experts"}
+    for row in {event["tid"] for event in events}:
+        assert is_nested([event for event in events if event["tid"] == row])
