@@ -11,8 +11,8 @@ DeepSeek-V3 layers, not recordings.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -24,13 +24,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eplb_loads import counts, drifting, look_alike, mixed, route, workloads
-from eplb_table import Report, cpu_ms, load_module
+from eplb_loads import workloads
+from eplb_online import locality, movement
+from eplb_table import Report, cpu_ms, even_balance, load_module
 
 from moe_mk.placement.balance.maps import csr_maps
-from moe_mk.placement.balance.moves import num_arrivals, plan_moves
-from moe_mk.placement.balance.shares import balance_of, equal_shares, gpu_time
-from moe_mk.placement.eplb import PlacementPlan, Policy, Topology, plan, rebalance_experts, resplit
+from moe_mk.placement.balance.moves import plan_moves
+from moe_mk.placement.eplb import Topology, plan, rebalance_experts, resplit
 
 CONFIGS = {  # physical experts, groups, nodes, GPUs
     "prefill 288/32, 4 nodes": (288, 8, 4, 32),
@@ -40,17 +40,6 @@ CONFIGS = {  # physical experts, groups, nodes, GPUs
     "flat 320/64": (320, 1, 8, 64),
 }
 SPEED_GOAL = dict(zip(CONFIGS, (100, 150, 300, 100, 150), strict=True))
-
-
-def even_balance(phy2log: np.ndarray, load: np.ndarray, topology: Topology) -> np.ndarray:
-    """Balance of each layer when copies share evenly."""
-    return shared_balance(phy2log, equal_shares(phy2log, load.shape[1]), load, topology)
-
-
-def shared_balance(phy2log: np.ndarray, share: np.ndarray, load: np.ndarray, topology: Topology) -> np.ndarray:
-    """Balance of each layer with the given shares."""
-    sites = topology.live_sites()
-    return balance_of(gpu_time(phy2log, share.astype(float), load, sites), sites.speed_W)
 
 
 Anchor = Callable[[torch.Tensor, tuple[int, int, int, int]], object]
@@ -151,78 +140,6 @@ def balance(report: Report, loads: dict[str, np.ndarray]) -> None:
         )
 
 
-def remote_nodes(placed: PlacementPlan, layer: int, ids: np.ndarray, home: np.ndarray, seed: int) -> float:
-    """Nodes other than its own that a token visits when copies are drawn by share."""
-    rng, node = np.random.default_rng(seed), placed.topology.node_W[placed.topology.gpu_P]
-    visited = np.zeros((len(ids), placed.topology.nodes), bool)
-    for expert in range(placed.offsets.shape[1] - 1):
-        token, _ = np.nonzero(ids == expert)
-        slots = placed.slots[layer, placed.offsets[layer, expert] : placed.offsets[layer, expert + 1]]
-        part = placed.share[layer, slots].astype(float)
-        visited[token, node[rng.choice(slots, len(token), p=part / part.sum())]] = True
-    visited[np.arange(len(ids)), home] = False
-    return float(visited.sum(1).mean())
-
-
-def locality(report: Report) -> None:
-    """Nodes a token must reach and balance, planned on one half of the tokens and measured on the other."""
-    for slots, nodes, gpus, goal in ((288, 4, 32, 1.06), (320, 8, 64, 1.21)):
-        topology, base = Topology(gpus, nodes, slots // gpus), look_alike(5, layers=4)
-        ids = [route(row, 16_000, layer) for layer, row in enumerate(base)]
-        past, future = (
-            np.stack([np.bincount(each[half::2].ravel(), minlength=256) for each in ids]).astype(float)
-            for half in (0, 1)
-        )
-        home, far, even = np.random.default_rng(0).integers(0, nodes, 8_000), {}, {}
-        policies: dict[str, tuple[Policy, int]] = {
-            "hierarchical": ("compat", 8),
-            "global": ("flat", 1),
-            "hybrid": ("hybrid", 8),
-        }
-        for name, (policy, groups) in policies.items():
-            placed = plan(
-                past, topology, groups=groups, policy=policy, split="equal" if policy == "compat" else "weighted"
-            )
-            far[name] = float(np.mean([remote_nodes(placed, x, each[1::2], home, x) for x, each in enumerate(ids)]))
-            even[name] = float(shared_balance(placed.phy2log, placed.share, future, topology).mean())
-        print(
-            f"       {nodes} nodes: "
-            + ", ".join(f"{name} {far[name]:.3f} remote nodes, balance {even[name]:.3f}" for name in far)
-        )
-        relative = {name: value / far["hierarchical"] for name, value in far.items()}
-        note = f"global {relative['global']:.3f}"
-        report.add(f"{nodes} nodes: remote nodes, hybrid / hierarchical", relative["hybrid"], goal, False, note)
-        report.add(f"{nodes} nodes: hybrid balance - global", even["hybrid"] - even["global"], -0.01, True)
-
-
-def movement(report: Report) -> None:
-    """Plan on one window, serve the next: balance there, and experts that had to arrive."""
-    steady = [counts(look_alike(7), step) for step in range(8)]
-    for name, windows, goal in (
-        ("stationary", steady, 0.001),
-        ("mixed", mixed(10), 0.03),
-        ("drift .998", drifting(8, 0.998), 0.03),
-    ):
-        for policy, groups in (("hybrid", 8), ("flat", 1)):
-            topology, sizes = Topology(32, 4, 9), (288, groups, 4, 32)
-            old, theirs, rows = None, None, []
-            for now, later in itertools.pairwise(windows):
-                new = plan(now, topology, groups=groups, policy=policy, old=old)  # type: ignore[arg-type]
-                anew = plan(now, topology, groups=groups, policy=policy)  # type: ignore[arg-type]
-                anchor = rebalance_experts(now, *sizes)[0].numpy()
-                moved = (np.nan, np.nan)
-                if old is not None and theirs is not None:
-                    arrived = num_arrivals(theirs, anchor, topology.live_sites()).sum()
-                    moved = (new.moves.transfers / anchor.size, arrived / anchor.size)
-                served = [shared_balance(each.phy2log, each.share, later, topology).mean() for each in (new, anew)]
-                rows.append((*moved, *served, even_balance(anchor, later, topology).mean()))
-                old, theirs = new, anchor
-            moved_, ds_moved, even, fresh_even, ds_even = np.nanmean(np.array(rows), 0)
-            note = f"DeepSeek moves {ds_moved:.3f} for balance {ds_even:.4f}"
-            report.add(f"{name}, {policy}: part of slots moved", moved_, goal, False, note)
-            report.add(f"{name}, {policy}: balance - full re-plan", even - fresh_even, -0.005, True, f"{even:.4f}")
-
-
 def maps(report: Report, load: np.ndarray) -> None:
     """Bytes and time of the maps, and rounds of a full re-plan."""
     for gpus, nodes, slots in ((32, 4, 9), (64, 8, 5), (144, 18, 2)):
@@ -276,7 +193,10 @@ def main() -> None:
             "numpy": np.__version__,
             "scipy": scipy.__version__,
         }
-        device = f"CPU {platform.machine()}, 1 thread"
+        others = max(os.getloadavg()[1] - 1.0, 0.0)
+        device = (
+            f"CPU {platform.machine()}, 1 thread of {os.cpu_count()} cores, shared with {others:.1f} other busy ones"
+        )
         command = " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)])
         content = {
             "device": device,

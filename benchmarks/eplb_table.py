@@ -1,4 +1,4 @@
-"""What `eplb.py` measures with: other policies as modules, CPU times in turns, and the goal table."""
+"""What `eplb.py` measures with: other policies as modules, CPU times in turns, balance, and the goal table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+import numpy as np
+
+from moe_mk.placement.balance.shares import balance_of, equal_shares, gpu_time
+from moe_mk.placement.eplb import Topology
 
 
 def load_module(path: Path | None, name: str) -> ModuleType | None:
@@ -28,6 +33,17 @@ def cpu_ms(calls: dict[str, tuple[Callable[[], object], int]]) -> dict[str, floa
                 call()
                 best[name] = min(best[name], (time.process_time() - begin) * 1e3)
     return best
+
+
+def even_balance(phy2log: np.ndarray, load: np.ndarray, topology: Topology) -> np.ndarray:
+    """Balance of each layer when copies share evenly."""
+    return shared_balance(phy2log, equal_shares(phy2log, load.shape[1]), load, topology)
+
+
+def shared_balance(phy2log: np.ndarray, share: np.ndarray, load: np.ndarray, topology: Topology) -> np.ndarray:
+    """Balance of each layer with the given shares."""
+    sites = topology.live_sites()
+    return balance_of(gpu_time(phy2log, share.astype(float), load, sites), sites.speed_W)
 
 
 class Report:

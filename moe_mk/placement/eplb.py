@@ -6,6 +6,7 @@ Pure functions on the CPU; nothing here talks to other ranks.
 
 from __future__ import annotations
 
+from moe_mk.placement.balance.ask import Ask, Split
 from moe_mk.placement.balance.compat import (
     balanced_packing,
     inverse,
@@ -15,15 +16,19 @@ from moe_mk.placement.balance.compat import (
 )
 from moe_mk.placement.balance.moves import Moves
 from moe_mk.placement.balance.plan import PlacementPlan, plan, resplit, slot_loads
-from moe_mk.placement.balance.policies import Policy, Split
+from moe_mk.placement.balance.policy import EPLB_POLICIES, EplbPolicy, Placed, Policy
 from moe_mk.placement.balance.shares import Cost
 from moe_mk.placement.balance.spread import least_peak
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Topology
 
 __all__ = [
+    "EPLB_POLICIES",
+    "Ask",
     "Cost",
+    "EplbPolicy",
     "InfeasiblePlacement",
     "Moves",
+    "Placed",
     "PlacementPlan",
     "Policy",
     "Split",

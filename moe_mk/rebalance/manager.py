@@ -5,7 +5,7 @@
         for layer in layers: ...                 one forward of the model
         manager.step("decode")                   between two forwards, on every rank
 
-    watching   one small sum over all ranks every `sync_every` steps; it also tells of a plan that rank 0 has made
+    watching   one small sum over all ranks every `sync_every` steps; it also tells of a plan the first rank has made
     moving     a chunk of weights and a vote a step, then the flip; see `migration`
 
 Every rank calls `step` equally often. What ranks decide follows from what all of them received, so they decide alike.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
-from moe_mk.errors import CommError, ConfigError, UnsupportedError
+from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, land
 from moe_mk.rebalance.hysteresis import Hysteresis
 from moe_mk.rebalance.ledger import Ledger
@@ -28,7 +28,8 @@ from moe_mk.rebalance.live_layer import LiveLayer
 from moe_mk.rebalance.load import LoadHistory, LoadWindow, Phase
 from moe_mk.rebalance.metrics import Balance, measure_balance
 from moe_mk.rebalance.migration import Migration, Vote
-from moe_mk.rebalance.notice import BadNotice, Notice
+from moe_mk.rebalance.notice import DIGEST, BadNotice, Notice
+from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.planner import PlacementPlanner, Planner
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.status import Journal, RebalanceStatus, State
@@ -43,16 +44,16 @@ class RebalanceManager:
         settings: RebalanceSettings | None = None,
         *,
         comm: Communicator | None = None,
+        tp: Communicator | None = None,
         planner: Planner | None = None,
     ) -> None:
-        """comm: how ranks talk here; the layers' own group unless given. planner: what rank 0 plans with.
-
-        Raises ConfigError for layers of different sizes, UnsupportedError where experts are cut into TP slices.
+        """comm, tp: how EP ranks, and the ranks with slices of the same experts, talk here; the layers' own groups
+        unless given. planner: what the first rank plans with. Raises ConfigError for layers of different sizes.
         """
         self.settings = settings or RebalanceSettings()
         self.layers = tuple(layers)
         _check(self.layers)
-        self.comm = comm or self.layers[0].ep
+        self.peers = Peers(comm or self.layers[0].ep, tp or self.layers[0].tp)
         self.ledger = Ledger.of([layer.expert_map for layer in layers], self.settings.nodes, self.settings.speeds)
         sizes = len(self.layers), self.ledger.num_experts
         self.window = LoadWindow(*sizes, self.layers[0].device)
@@ -68,12 +69,17 @@ class RebalanceManager:
         self._predicted_bytes = self._received_bytes = self._read_bytes = 0
         self._reason, self._halted, self._sync_now = "no plan yet", False, False
 
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that share out the experts."""
+        return self.peers.ep
+
     def step(self, phase: Phase = "decode") -> None:
         """Do one step's share of the work. phase: of the forward before it. Never raises for a failed rebalance."""
         land(self.steps(phase))
 
     def plan_soon(self) -> None:
-        """Ask for a plan whatever the thresholds say; rank 0 makes it and announces it at the sync after."""
+        """Ask for a plan whatever the thresholds say; the first rank makes it and announces it at the sync after."""
         self._planner.wanted = True
 
     def steps(self, phase: Phase = "decode") -> Flight[None]:
@@ -94,15 +100,15 @@ class RebalanceManager:
             yield from self._take_load((yield from flight))
         if self._migration is not None:
             yield from self._migrate(self._migration)
-        if self.comm.rank == 0 and self._migration is None:
+        if self.peers.leads and self._migration is None:
             self._planner.think(self._step, self.history, self.ledger, self.balance, self._plan_id + 1, self._flips)
         if self._step % self.settings.sync_every == 0 or self._sync_now:
             self._sync_now = False
             self._post_load()
 
     def _post_load(self) -> None:
-        """Send this rank's window off; it lands at the next step. Rank 0 adds the size of a plan it has ready."""
-        outbox = self._planner.outbox if self.comm.rank == 0 and self._migration is None else None
+        """Send this rank's window off; it lands at the next step. The leader adds the size of a plan it has ready."""
+        outbox = self._planner.outbox if self.peers.leads and self._migration is None else None
         counts_X = self.window.close().flatten()
         size_X = torch.tensor([0 if outbox is None else len(outbox)], dtype=torch.int64, device=counts_X.device)
         self._load_flight = self.comm.all_reduce(torch.cat((counts_X, size_X)), "rebalance load")
@@ -117,17 +123,15 @@ class RebalanceManager:
             value, limits = self.balance.step_over_ideal, self.settings.thresholds
             self._hysteresis, fires = self._hysteresis.observe(value, self._step, limits)
             self._planner.wanted |= fires
-        if size := int(total_X[-1]):
+        size = int(total_X[-1])
+        if self.peers.tp.size > 1:  # only the EP group of the leader has heard of it
+            size = max((yield from self.peers.tp.gather_count(size, "rebalance load")))
+        if size:
             yield from self._receive_plan(size)
 
     def _receive_plan(self, size: int) -> Flight[None]:
-        """Get the plan from rank 0, and follow it if every rank got it whole and stands where it starts from."""
-        ranks, outbox = self.comm.size, self._planner.outbox
-        rows = torch.empty((0, 1), dtype=torch.uint8, device="cpu") if outbox is None else outbox.repeat(ranks, 1)
-        send = [size if self.comm.rank == 0 else 0] * ranks
-        receive = [size] + [0] * (ranks - 1)
-        device = self.layers[0].device
-        column = yield from self.comm.all_to_all(rows.to(device), send, receive, "rebalance plan")
+        """Get the plan from the leader, and follow it if every rank got it whole and stands where it starts from."""
+        column = yield from self.peers.from_leader(self._planner.outbox, size, self.layers[0].device, "rebalance plan")
         self._planner.outbox, trouble = None, ""
         try:
             notice = Notice.decode(column)
@@ -135,7 +139,10 @@ class RebalanceManager:
                 trouble = f"plan {notice.plan_id} follows on flip {notice.base}, this rank has made {self._flips}"
         except BadNotice as problem:
             trouble = str(problem)
-        votes = yield from self.comm.gather_count(Vote.REFUSE if trouble else Vote.READY, "rebalance vote")
+        digest = column[:DIGEST].cpu().numpy().tobytes()
+        if self.peers.tp.size > 1 and not (yield from self.peers.agree(digest, "rebalance vote")):
+            trouble = trouble or "ranks were sent different plans; do all of them have the same leader?"
+        votes = yield from self.peers.gather(Vote.REFUSE if trouble else Vote.READY, "rebalance vote")
         if max(votes) != Vote.READY:
             against = [rank for rank, vote in enumerate(votes) if vote != Vote.READY]
             self.journal.tell(self._step, trouble or f"ranks {against} refuse the plan", "a new plan will be made")
@@ -143,7 +150,7 @@ class RebalanceManager:
             return
         self._planner.announced(full=notice.full)
         self._plan_id, self._reason = notice.plan_id, notice.reason
-        self._migration = Migration(notice, self.ledger, self.layers, self.comm, self.settings, self.journal)
+        self._migration = Migration(notice, self.ledger, self.layers, self.peers, self.settings, self.journal)
         self._predicted_bytes += self._migration.predicted_bytes
 
     def _migrate(self, migration: Migration) -> Flight[None]:
@@ -160,8 +167,9 @@ class RebalanceManager:
         """Go on without a rank. Its shares go to the other replicas at once; a plan to repair the rest follows.
 
         rank: its number in the group that served. comm: the group of those that are left, in the same order. Every one
-        of them calls this before its next forward. Assignments of experts that only the dead rank held go nowhere
-        until they have been read again from where the layers were loaded; `status().lost_experts` lists them.
+        of them calls this before its next forward. Where experts are cut into slices, all ranks with slices of the same
+        experts leave together: a part of an expert serves nobody. Assignments of experts that only the dead rank held
+        go nowhere until those are read again from where the layers were loaded; `status().lost_experts` lists them.
         """
         land(self.rank_lost_steps(rank, comm))
 
@@ -172,11 +180,12 @@ class RebalanceManager:
                 f"without rank {rank}, {self.comm.size - 1} ranks are left; the new group has {comm.size}"
             )
         # The death may have come between two ranks' last votes: who has not flipped yet follows those who have.
-        flips = yield from comm.gather_count(self._flips, "rebalance flips")
+        peers = self.peers.renewed(comm)
+        flips = yield from peers.gather(self._flips, "rebalance flips")
         if max(flips) > self._flips and self._migration is not None:
             self._migration.flip()
             self._flips += 1
-        self.comm, self._migration, self._load_flight, self._halted = comm, None, None, False
+        self.peers, self._migration, self._load_flight, self._halted = peers, None, None, False
         self.ledger.lose(self.ledger.living[rank])
         gone = [self._drop_rank(x, layer, rank) for x, layer in enumerate(self.layers)]
         self._planner.restart()
@@ -227,9 +236,9 @@ class RebalanceManager:
 def _check(layers: Sequence[LiveLayer]) -> None:
     if not layers:
         raise ConfigError("there are no layers to rebalance; pass at least one")
-    if layers[0].tp.size > 1:
-        reasons = [f"experts are cut into {layers[0].tp.size} slices; use parallel.tp = 1 beside expert parallelism"]
-        raise UnsupportedError("rebalancing tensor-parallel experts while they serve", reasons)
+    slices = {layer.tp.size for layer in layers}
+    if len(slices) > 1:
+        raise ConfigError(f"experts of the layers are cut into {sorted(slices)} slices; they must all be cut alike")
     ranks = {layer.expert_map.num_ranks for layer in layers} | {layer.ep.size for layer in layers}
     if len(ranks) > 1:
         raise ConfigError(f"layers and their groups have {sorted(ranks)} ranks; they must all have the same")

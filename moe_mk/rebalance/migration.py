@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from moe_mk.comm.communicator import Communicator
 from moe_mk.flight import Flight
 from moe_mk.rebalance.carrier import Carrier, LayerMoves, Link
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.live_layer import LiveLayer
 from moe_mk.rebalance.notice import Notice
 from moe_mk.rebalance.off_thread import OffThread
+from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.slot_bytes import num_bytes
 from moe_mk.rebalance.status import Journal
@@ -43,11 +43,11 @@ class Migration:
         notice: Notice,
         ledger: Ledger,
         layers: Sequence[LiveLayer],
-        comm: Communicator,
+        peers: Peers,
         settings: RebalanceSettings,
         journal: Journal,
     ) -> None:
-        self.notice, self.ledger, self.layers, self.comm = notice, ledger, layers, comm
+        self.notice, self.ledger, self.layers, self.peers = notice, ledger, layers, peers
         self.settings, self.journal = settings, journal
         self.moves = moves_of(ledger, notice)
         self.batches = self._batches()
@@ -67,10 +67,9 @@ class Migration:
 
     @property
     def predicted_bytes(self) -> int:
-        """Bytes that will travel from rank to rank."""
-        return sum(
-            each.links * num_bytes(self.layers[x].export_slot(0)) for x, each in self.moves.items() if each.links
-        )
+        """Bytes that will travel from rank to rank, all slices of experts counted."""
+        whole = {x: num_bytes(self.layers[x].export_slot(0)) * self.peers.tp.size for x in self.moves}
+        return sum(each.links * whole[x] for x, each in self.moves.items())
 
     def steps(self, step: int) -> Flight[int]:
         """One step: land a chunk, post the next, or flip. Returns the number of flips, 0 or 1."""
@@ -114,7 +113,7 @@ class Migration:
         layer = self.batches[0][0]
         moves = self.moves.get(layer, LayerMoves(layer))
         self._carrier = Carrier(
-            self.comm, self.layers[layer], moves, self.notice.plan_id, self.settings.bytes_per_step, self._reader
+            self.peers.ep, self.layers[layer], moves, self.notice.plan_id, self.settings.bytes_per_step, self._reader
         )
         return self._carrier
 
@@ -139,7 +138,7 @@ class Migration:
 
     def _vote(self, mine: Vote, step: int) -> Flight[Vote]:
         """Hear what all ranks say, and back off where one refuses or all have waited long enough."""
-        votes = yield from self.comm.gather_count(mine, "rebalance vote")
+        votes = yield from self.peers.gather(mine, "rebalance vote")
         verdict = Vote(max(votes))
         if verdict is Vote.WAIT:
             self.waited += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_mk.errors import ConfigError
-from moe_mk.placement.balance.policies import Policy
+from moe_mk.placement.eplb import EPLB_POLICIES, Policy
 from moe_mk.rebalance.hysteresis import Thresholds
 from moe_mk.rebalance.load import Phase
 
@@ -53,5 +53,9 @@ class RebalanceSettings:
         ]
         if self.plan_limit_s <= 0:
             wrong.append(f"plan_limit_s={self.plan_limit_s} must be positive")
+        try:
+            EPLB_POLICIES[self.policy]
+        except ConfigError as problem:
+            wrong.append(str(problem))
         if wrong:
             raise ConfigError("rebalance settings: " + "; ".join(wrong))

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.weights.expert_weights import SlotWeights
+from moe_mk.weights.expert_weights import SlotBiases, SlotWeights
 
 
 def tensors_of(slot: SlotWeights) -> list[Tensor]:
     """All tensors of an expert, in the order they travel."""
     matrices = [q for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]
-    return [t for q in matrices for t in (q.values, q.scales, q.global_scale) if t is not None]
+    biases = () if slot.biases is None else slot.biases.tensors
+    return [*(t for q in matrices for t in (q.values, q.scales, q.global_scale) if t is not None), *biases]
 
 
 def num_bytes(slot: SlotWeights) -> int:
@@ -47,7 +48,10 @@ class Landing:
     def __init__(self, like: SlotWeights) -> None:
         """like: any expert of the layer; gives shapes and formats."""
         self.slot = SlotWeights(
-            None if like.gate_IH is None else _empty(like.gate_IH), _empty(like.up_IH), _empty(like.down_HI)
+            None if like.gate_IH is None else _empty(like.gate_IH),
+            _empty(like.up_IH),
+            _empty(like.down_HI),
+            None if like.biases is None else _empty_biases(like.biases),
         )
         self.received = 0
 
@@ -72,6 +76,11 @@ def checksum(data: Tensor) -> int:
     odd = 2 * torch.arange(len(words), dtype=torch.int64, device=data.device) + 1
     # Odd factors can be undone modulo 2^64, so that no single change cancels; the constant tells lengths apart.
     return int((words * odd * 0x5851F42D4C957F2D).sum()) ^ len(data)
+
+
+def _empty_biases(like: SlotBiases) -> SlotBiases:
+    gate_I = None if like.gate_I is None else torch.empty_like(like.gate_I)
+    return SlotBiases(gate_I, torch.empty_like(like.up_I), torch.empty_like(like.down_H))
 
 
 def _empty(q: QuantTensor) -> QuantTensor:

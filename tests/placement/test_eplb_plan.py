@@ -331,7 +331,7 @@ def test_compat_needs_equally_many_gpus_on_every_living_node():
 
 
 def test_unknown_policies_are_answered():
-    with pytest.raises(ConfigError, match=r"policy='hybird' is not known; did you mean 'hybrid'\?"):
+    with pytest.raises(ConfigError, match=r"no EPLB policy is called 'hybird'; did you mean 'hybrid'\?"):
         plan(np.ones((1, 4)), Topology(2, 1, 4), policy="hybird")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"split='even' is not known.*equal"):
         plan(np.ones((1, 4)), Topology(2, 1, 4), split="even")  # type: ignore[arg-type]

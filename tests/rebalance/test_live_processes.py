@@ -106,6 +106,34 @@ def test_weights_move_while_four_processes_serve_with_delays(world: RankWorld) -
     assert sum(int(str(each["received"])) for each in told) == told[0]["predicted"] != 0
 
 
+def sliced_with_delays(number: int) -> Told:
+    """Ranks 0 1 and 2 3 hold slices of the same experts; 0 2 and 1 3 share them out."""
+    torch.set_grad_enabled(False)
+    groups = [dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
+    ep, tp = groups[number % 2], groups[2 + number // 2]
+    assert isinstance(ep, dist.ProcessGroup) and isinstance(tp, dist.ProcessGroup)
+    draw, comm = random.Random(number), Wire(ep, timeout_s=20.0)
+    comm.damages = number == 1
+    rank = Rank(comm, (6, 7), Wire(tp, timeout_s=20.0))
+    rank.manager = RebalanceManager(rank.layers, settings(inline=False), planner=slow_planner)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RebalanceWarning)
+        serve_until(
+            rank, lambda: rank.manager.status().epochs == (1, 1), lambda: time.sleep(draw.choice([0.0, 0.0, 0.004]))
+        )
+    return story(rank)
+
+
+@pytest.mark.row(109, 120, 123)
+def test_slices_of_experts_move_between_processes_and_all_of_them_flip_at_one_step(world: RankWorld) -> None:
+    told = world.call(sliced_with_delays)
+    assert [each["wrong"] for each in told] == [[]] * RANKS
+    assert all(each["epochs"] == told[0]["epochs"] and each["right"] for each in told)
+    assert "were damaged on their way" in str(told[1]["incidents"])
+    assert all("refuse what they got" in str(told[rank]["incidents"]) for rank in (0, 2, 3))
+    assert sum(int(str(each["received"])) for each in told) == told[0]["predicted"] != 0
+
+
 def with_damage(number: int) -> Told:
     rank = served()
     comm = rank.manager.comm

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from moe_mk import ConfigError, ExpertMap, UnsupportedError
+from moe_mk import ConfigError, ExpertMap
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan
@@ -271,14 +271,16 @@ def test_what_cannot_be_rebalanced_is_refused_with_the_reason() -> None:
         RebalanceManager(layers)
     with pytest.raises(ConfigError, match=r"sync_every=0 must be at least 1; bytes_per_step=0 must be at least 1"):
         settings(sync_every=0, bytes_per_step=0)
+    with pytest.raises(ConfigError, match="rebalance settings: no EPLB policy is called 'flatt'; did you mean 'flat'"):
+        settings(policy="flatt")
 
 
-def test_tensor_parallel_experts_are_refused() -> None:
+def test_layers_that_are_cut_differently_are_refused() -> None:
     comm = LockstepWorld(RANKS).communicators()[0]
-    layer = layers_of(comm)[0]
-    layer._half.grid.tp = LockstepWorld(2).communicators()[0]
-    with pytest.raises(UnsupportedError, match=r"cut into 2 slices; use parallel.tp = 1"):
-        RebalanceManager([layer])
+    layers = layers_of(comm)
+    layers[1]._half.grid.tp = LockstepWorld(2).communicators()[0]
+    with pytest.raises(ConfigError, match=r"experts of the layers are cut into \[1, 2\] slices"):
+        RebalanceManager(layers)
 
 
 def test_a_status_is_plain_data() -> None:

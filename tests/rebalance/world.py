@@ -21,6 +21,9 @@ from moe_mk.weights import SlotWeights
 RANKS, EXPERTS, LAYERS, HIDDEN, INNER, TOKENS = 4, 8, 2, 8, 8, 24
 # Three slots a rank: eleven would make any load even, so twelve always can.
 PLACEMENT = (0, 1, 4, 2, 3, 5, 4, 5, 0, 6, 7, 1)
+# Placements on EP ranks whose experts are cut into slices, by their number: experts 6 and 7, when hot, are too much for
+# the rank that holds both, whatever the shares.
+SLICED = {2: (0, 1, 2, 3, 4, 5, 6, 7, 0, 1), 3: (0, 1, 2, 3, 4, 5, 0, 1, 6, 7, 2, 3)}
 
 
 def tensors(layer: int) -> dict[str, Tensor]:
@@ -70,10 +73,10 @@ def config(**settings: object) -> MoEConfig:
     return MoEConfig.parse(data, "a test").with_(**({"placement": PLACEMENT, "experts": "torch_cpu"} | settings))
 
 
-def layers_of(comm: Communicator, **settings: object) -> list[MoELayer]:
+def layers_of(comm: Communicator, tp: Communicator | None = None, **settings: object) -> list[MoELayer]:
     return [
         MoELayer(
-            config(**settings), dtype=torch.float32, groups=ParallelGroups(ep=comm), name=f"layer {x}"
+            config(**settings), dtype=torch.float32, groups=ParallelGroups(ep=comm, tp=tp), name=f"layer {x}"
         ).load_weights(tensors(x))
         for x in range(LAYERS)
     ]
@@ -91,9 +94,11 @@ def settings(**changes: object) -> RebalanceSettings:
 class Rank:
     """One rank that serves: forwards of all layers, then one step of the manager, over and over."""
 
-    def __init__(self, comm: Communicator, hot: Sequence[int] = (6,), **changes: object) -> None:
+    def __init__(
+        self, comm: Communicator, hot: Sequence[int] = (6,), tp: Communicator | None = None, **changes: object
+    ) -> None:
         self.home, self.hot = comm.rank, tuple(hot)
-        self.layers = layers_of(comm)
+        self.layers = layers_of(comm) if tp is None else layers_of(comm, tp, placement=SLICED[comm.size])
         self.manager = RebalanceManager(self.layers, settings(**changes))
         self.expected = [expected(self.home, x, self.hot) for x in range(LAYERS)]
         self.epochs: list[tuple[int, ...]] = []
@@ -136,14 +141,18 @@ def serve(ranks: Sequence[Rank], steps: int) -> None:
 
 def holds_right_weights(layer: MoELayer, number: int) -> bool:
     """Whether every slot of this rank holds, to the bit, what the checkpoint says of its expert."""
-    weights = tensors(number)
+    weights, tp = tensors(number), layer.tp
     return all(
-        matrices_equal(layer.export_slot(slot), weights, e)
+        matrices_equal(layer.export_slot(slot), weights, e, tp.rank, tp.size)
         for slot, e in enumerate(layer.expert_map.local_to_global(layer.ep.rank))
     )
 
 
-def matrices_equal(slot: SlotWeights, weights: dict[str, Tensor], expert: int) -> bool:
+def matrices_equal(slot: SlotWeights, weights: dict[str, Tensor], expert: int, part: int = 0, parts: int = 1) -> bool:
+    """part: the slice of the intermediate size: rows of gate and up, columns of down."""
     assert slot.gate_IH is not None
-    named = (("gate", slot.gate_IH), ("up", slot.up_IH), ("down", slot.down_HI))
-    return all(torch.equal(q.values, weights[f"experts.{expert}.{name}_proj.weight"]) for name, q in named)
+    named = (("gate", slot.gate_IH, 0), ("up", slot.up_IH, 0), ("down", slot.down_HI, 1))
+    return all(
+        torch.equal(q.values, weights[f"experts.{expert}.{name}_proj.weight"].chunk(parts, axis)[part])
+        for name, q, axis in named
+    )

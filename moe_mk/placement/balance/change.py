@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_mk.placement.balance.arrays import Doubles, Ints
+from moe_mk.placement.balance.ask import Ask, split_shares
 from moe_mk.placement.balance.moves import aligned_slots, num_arrivals
-from moe_mk.placement.balance.policies import Ask, Placed, Policy, fresh, split_shares
+from moe_mk.placement.balance.policy import EplbPolicy, Placed, Policy, fresh
 from moe_mk.placement.balance.repair import Bench
 from moe_mk.placement.balance.shares import gpu_time
 
@@ -36,9 +37,11 @@ class _Option:
     arrivals: Ints
 
 
-def changed(old: Ints, old_shares: Doubles | None, policy: Policy, ask: Ask, budget: Budget) -> Placed:
+def changed(
+    old: Ints, old_shares: Doubles | None, name: Policy, policy: EplbPolicy, ask: Ask, budget: Budget
+) -> Placed:
     """Start from the old slots [X, P] (-1: empty): new shares everywhere, new weights only where they pay."""
-    base, forced = _kept(old, old_shares, policy, ask)
+    base, forced = _kept(old, old_shares, ask)
     times = gpu_time(base.experts, base.shares, ask.load, ask.sites, ask.cost)
     time, ideal = times.max(1), np.maximum(times @ ask.sites.speed_W / ask.sites.speed_W.sum(), 1e-300)
     # Nothing beats the ideal: a layer within min_gain of it cannot be improved by that much.
@@ -46,7 +49,7 @@ def changed(old: Ints, old_shares: Doubles | None, policy: Policy, ask: Ask, bud
     if hopeful.size == 0:
         return base
     part = ask.rows(hopeful)
-    new = fresh(policy, part)
+    new = fresh(name, policy, part)
     goal = gpu_time(new.experts, new.shares, part.load, ask.sites, ask.cost).max(1)
     # Where even a fresh plan saves less than min_gain, nothing is tried.
     worth = np.flatnonzero(time[hopeful] - goal > budget.min_gain * ideal[hopeful])
@@ -63,7 +66,7 @@ def changed(old: Ints, old_shares: Doubles | None, policy: Policy, ask: Ask, bud
     return base
 
 
-def _kept(old: Ints, old_shares: Doubles | None, policy: Policy, ask: Ask) -> tuple[Placed, Ints]:
+def _kept(old: Ints, old_shares: Doubles | None, ask: Ask) -> tuple[Placed, Ints]:
     """The old slots with experts that lost their last copies restored, and shares for today's load."""
     experts = old.copy()
     forced = np.zeros(len(old), np.int64)
@@ -88,13 +91,13 @@ def _rows(placed: Placed, layers: Ints) -> Placed:
     )
 
 
-def _mended(current: Placed, goal: Doubles, policy: Policy, ask: Ask, budget: Budget) -> Placed:
+def _mended(current: Placed, goal: Doubles, policy: EplbPolicy, ask: Ask, budget: Budget) -> Placed:
     """Few changes to each layer, as far as its goal or an eighth of its slots."""
     limit = max(8, ask.sites.num_slots // 8)
     limit = limit if budget.max_moves is None else min(limit, budget.max_moves)
     experts = current.experts.copy()
     for layer in range(len(experts)):
-        bench = Bench(experts[layer], ask.load[layer], ask.sites, least=ask.least, near_only=policy == "hybrid")
+        bench = Bench(experts[layer], ask.load[layer], ask.sites, least=ask.least, near_only=policy.mends_near)
         used = bench.improve(float(goal[layer]), limit)
         if bench.near_only:  # what changes inside nodes cannot mend, copies on other nodes may
             bench.near_only = False
@@ -104,9 +107,9 @@ def _mended(current: Placed, goal: Doubles, policy: Policy, ask: Ask, budget: Bu
     return Placed(experts, split_shares(experts, ask), ["mended"] * len(experts), current.exported)
 
 
-def _aligned(current: Placed, new: Placed, policy: Policy, ask: Ask) -> Placed:
+def _aligned(current: Placed, new: Placed, policy: EplbPolicy, ask: Ask) -> Placed:
     """A fresh placement with its GPUs renamed so that most experts stay where they are."""
-    source = aligned_slots(current.experts, new.experts, ask.sites, whole_nodes=policy != "flat")
+    source = aligned_slots(current.experts, new.experts, ask.sites, whole_nodes=policy.whole_nodes)
     experts, shares = np.take_along_axis(new.experts, source, 1), np.take_along_axis(new.shares, source, 1)
     return Placed(experts, shares, [f"new: {name}" for name in new.method], new.exported)
 

@@ -11,21 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.placement.balance import policies as _built_in  # noqa: F401 (they register when imported)
 from moe_mk.placement.balance.arrays import Doubles, Ints
+from moe_mk.placement.balance.ask import Ask, Split, balance, best_balance, split_shares
 from moe_mk.placement.balance.change import Budget, changed
 from moe_mk.placement.balance.maps import Small, csr_maps, dense_of_csr, lost_with_gpu, nearest_slots
 from moe_mk.placement.balance.moves import Moves, plan_moves
-from moe_mk.placement.balance.policies import (
-    Ask,
-    Placed,
-    Policy,
-    Split,
-    balance,
-    best_balance,
-    fresh,
-    resolve,
-    split_shares,
-)
+from moe_mk.placement.balance.policy import Placed, Policy, fresh, resolve
 from moe_mk.placement.balance.shares import PER_TOKEN, Cost, at_slots
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Topology, check_divisions
 
@@ -122,7 +114,8 @@ def plan(
     load: tokens per expert [layers, experts], or a window of them [steps, layers, experts], which is summed.
     groups: expert groups that routing keeps together.
     policy: "compat" is DeepSeek's; "flat" ignores nodes; "hybrid" keeps groups at home and lends the excess; "auto" is
-    hybrid where it can be, else flat. split: "weighted" shares let copies take unequal parts.
+    hybrid where it can be, else flat; other wheels add more (`EPLB_POLICIES`). split: "weighted" shares let copies
+    take unequal parts.
     old: what serves now; without it everything is placed anew. min_gain: part of a layer's ideal time that must be
     saved before weights move; one moved expert costs `move_cost` of it. max_moves: most arrivals in all layers
     together, not counting experts that lost their last copy.
@@ -135,16 +128,16 @@ def plan(
     sites = topology.live_sites()
     _check_feasible(load_XE.shape[1], topology, groups, min_copies, min_gain, move_cost, max_moves)
     ask = Ask(load_XE, sites, groups, len(np.unique(sites.node_W)), split, cost, min_copies, target)
-    chosen, why = resolve(policy, ask)
+    chosen, way, why = resolve(policy, ask)
     before = np.full(len(load_XE), np.nan)
     serving = None if old is None else _old_slots(old, load_XE, topology)
     if serving is None:
-        placed = fresh(chosen, ask)
+        placed = fresh(chosen, way, ask)
     else:
         slots = serving[:, sites.slot_P]
         shares = _old_shares(old, sites.slot_P)
         before = balance(slots, split_shares(slots, ask, shares) if shares is None else shares, ask)
-        placed = changed(slots, shares, chosen, ask, Budget(min_gain, max_moves, move_cost))
+        placed = changed(slots, shares, chosen, way, ask, Budget(min_gain, max_moves, move_cost))
     return _finished(placed, serving, ask, topology, chosen, before, expert_bytes, why)
 
 

@@ -1,0 +1,146 @@
+"""What a placement policy is, and the policies there are: built in, and of other wheels by entry point."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, get_args
+
+import numpy as np
+
+from moe_mk.errors import ConfigError, MoEMKError, UnsupportedError
+from moe_mk.placement.balance.arrays import Doubles, Ints
+from moe_mk.placement.balance.ask import Ask, Split, split_shares
+from moe_mk.placement.balance.shares import Cost, copies_of, gpu_time
+from moe_mk.placement.balance.topology import Sites
+from moe_mk.registry import Registry, did_you_mean
+
+Policy = str
+"""The name of a policy in EPLB_POLICIES; "auto", "compat", "flat" and "hybrid" are built in."""
+
+
+@dataclass
+class Placed:
+    """Expert and share of every living slot [X, P], how each layer came about, and the load sent away from home [X]."""
+
+    experts: Ints
+    shares: Doubles
+    method: list[str]
+    exported: Doubles
+
+    @classmethod
+    def of(cls, experts: Ints, ask: Ask, method: str) -> Placed:
+        """A placement whose shares are solved for its slots, as `ask.split` says."""
+        return cls(experts, split_shares(experts, ask), [method] * len(experts), np.zeros(len(experts)))
+
+    def keep_better(self, other: Placed, load: Doubles, sites: Sites, cost: Cost) -> None:
+        """Take over the layers in which the other placement is faster."""
+        mine = gpu_time(self.experts, self.shares, load, sites, cost).max(1)
+        theirs = gpu_time(other.experts, other.shares, load, sites, cost).max(1)
+        self.replace(np.flatnonzero(theirs < mine), other)
+
+    def replace(self, layers: Ints, other: Placed) -> None:
+        """Take some layers from another placement of the same size."""
+        self.experts[layers], self.shares[layers] = other.experts[layers], other.shares[layers]
+        self.exported[layers] = other.exported[layers]
+        for layer in layers:
+            self.method[layer] = other.method[layer]
+
+
+class EplbPolicy(ABC):
+    """One way to place experts. Built anew, without arguments, for every plan; it keeps no state.
+
+    Whether anything should move from an old placement is not its affair: `plan` asks it for a fresh placement and takes
+    from that what pays.
+    """
+
+    summary: ClassVar[str] = ""
+    whole_nodes: ClassVar[bool] = True
+    """Whether nodes matter to it, so that a fresh placement is fitted to an old one node by node."""
+    mends_near: ClassVar[bool] = False
+    """Whether small changes should first be tried without leaving a node."""
+
+    @abstractmethod
+    def reasons_against(self, ask: Ask) -> list[str]:
+        """Everything that keeps it from serving; empty if it can."""
+
+    @abstractmethod
+    def place(self, ask: Ask) -> Placed:
+        """Experts and shares of all slots of `ask.sites`, [X, P]; every slot is filled, every expert somewhere."""
+
+    def stands_for(self, ask: Ask) -> tuple[str, str]:
+        """The policy that runs in its place, and why; no name for itself."""
+        return "", ""
+
+
+EPLB_POLICIES: Registry[type[EplbPolicy]] = Registry("EPLB policy", EplbPolicy, group="moe_mk.eplb_policies")
+
+
+def resolve(name: Policy, ask: Ask) -> tuple[Policy, EplbPolicy, str]:
+    """The policy that runs, by name and as an object, and why.
+
+    Raises ConfigError for an unknown one, UnsupportedError with every reason where it cannot serve.
+    """
+    if ask.split not in get_args(Split):
+        raise ConfigError(f"split={ask.split!r} is not known{did_you_mean(str(ask.split), get_args(Split))}")
+    policy, why = EPLB_POLICIES[name](), f"policy {name} as asked"
+    with _Foreign(name):
+        other, because = policy.stands_for(ask)
+    if other:
+        name, policy, why = other, EPLB_POLICIES[other](), because
+    with _Foreign(name):
+        against = policy.reasons_against(ask)
+    if against:
+        raise UnsupportedError(f"policy {name!r} cannot serve this topology; use 'flat' or 'auto'", against)
+    return name, policy, why
+
+
+def fresh(name: Policy, policy: EplbPolicy, ask: Ask) -> Placed:
+    """Place every layer anew. Raises UnsupportedError, with every reason, for an answer that cannot serve."""
+    with _Foreign(name):
+        placed = policy.place(ask)
+    if wrong := _problems(placed, ask):
+        raise UnsupportedError(
+            f"policy {name!r} of {EPLB_POLICIES.origin(name)} gave no placement that can serve", wrong
+        )
+    return placed
+
+
+def _problems(placed: Placed, ask: Ask) -> list[str]:
+    """What keeps an answer from serving."""
+    expected, experts = (len(ask.load), ask.sites.num_slots), ask.load.shape[1]
+    found = {"experts": np.shape(placed.experts), "shares": np.shape(placed.shares)}
+    wrong = [f"{name} have shape {shape}, needed {expected}" for name, shape in found.items() if shape != expected]
+    if len(placed.method) != expected[0] or np.shape(placed.exported) != expected[:1]:
+        wrong.append(f"method and exported need an entry for each of {expected[0]} layers")
+    if wrong:
+        return wrong
+    if placed.experts.size and not 0 <= placed.experts.min() <= placed.experts.max() < experts:
+        return [f"experts from {placed.experts.min()} to {placed.experts.max()}, there are {experts}"]
+    absent = np.argwhere(copies_of(placed.experts, experts) == 0)
+    if len(absent):
+        wrong.append(f"{len(absent)} experts are nowhere, for example (layer, expert) {absent[:4].tolist()}")
+    total = np.zeros(ask.load.shape)
+    np.add.at(total, (np.arange(expected[0])[:, None], placed.experts), placed.shares)
+    uneven = np.argwhere((np.abs(total - 1.0) > 1e-3) & (copies_of(placed.experts, experts) > 0))
+    if not np.isfinite(placed.shares).all() or placed.shares.min(initial=0.0) < 0:
+        wrong.append(f"shares from {placed.shares.min()} to {placed.shares.max()}")
+    elif len(uneven):
+        wrong.append(f"shares do not sum to 1 for (layer, expert) {uneven[:4].tolist()}")
+    return wrong
+
+
+class _Foreign:
+    """Turns whatever a policy of another wheel raises into UnsupportedError with its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, MoEMKError):
+            origin = EPLB_POLICIES.origin(self.name)
+            what = f"policy {self.name!r} of {origin} failed"
+            raise UnsupportedError(what, [f"{type(error).__name__}: {error}"]) from error

@@ -1,0 +1,68 @@
+"""Everyone who must decide alike: EP ranks share out the experts, the TP ranks of each hold slices of the same ones.
+
+             tp 0            tp 1
+    ep 0     leader          its slices of the same experts        an expert moves along a column: every TP rank
+    ep 1     ...             ...                                   sends its own slice to the EP rank that gets it
+
+All of them vote, and all of them hear the same votes: a slice that is missing on one rank holds everybody back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.agreement import digest
+from moe_mk.comm.communicator import Communicator
+from moe_mk.flight import Flight
+
+
+@dataclass(frozen=True)
+class Peers:
+    """One rank's place among those that rebalance together."""
+
+    ep: Communicator
+    tp: Communicator
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank plans for all."""
+        return self.ep.rank == 0 and self.tp.rank == 0
+
+    def gather(self, number: int, phase: str) -> Flight[list[int]]:
+        """Tell everybody a number; return, the same everywhere, the largest among the slices of each EP rank."""
+        if self.tp.size > 1:
+            number = max((yield from self.tp.gather_count(number, phase)))
+        return (yield from self.ep.gather_count(number, phase))
+
+    def from_leader(self, mine: Tensor | None, size: int, device: torch.device, phase: str) -> Flight[Tensor]:
+        """Give the leader's column of `size` bytes to everybody: to its slices first, and from each along its EP group.
+
+        mine: the column on the leader, None elsewhere.
+        """
+        column = torch.empty((0, 1), dtype=torch.uint8, device=device) if mine is None else mine.to(device)
+        if self.tp.size > 1:
+            column = yield from _spread(self.tp, column, size if self.ep.rank == 0 else 0, phase)
+        return (yield from _spread(self.ep, column, size, phase))
+
+    def agree(self, text: bytes, phase: str) -> Flight[bool]:
+        """Whether everybody has the same bytes."""
+        mine = int.from_bytes(digest({"": text.hex()})[:7], "big")
+        for comm in (self.tp, self.ep):
+            if comm.size > 1 and len(set((yield from comm.gather_count(mine, phase)))) > 1:
+                mine = -1  # told along the other group as well
+        return mine >= 0
+
+    def renewed(self, ep: Communicator) -> Peers:
+        """The same slices with other EP ranks, after one has died."""
+        return Peers(ep, self.tp)
+
+
+def _spread(comm: Communicator, column: Tensor, size: int, phase: str) -> Flight[Tensor]:
+    """The first rank's column to all ranks of a group; nothing travels where the size is 0."""
+    first = comm.rank == 0 and size > 0
+    rows = column.repeat(comm.size, 1) if first else column[:0]
+    send = [size if first else 0] * comm.size
+    return (yield from comm.all_to_all(rows, send, [size] + [0] * (comm.size - 1), phase))

@@ -1,0 +1,151 @@
+"""Policies as plugins: registered here, from other wheels, broken ones, and ones that answer nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from moe_mk.errors import ConfigError, PluginWarning, UnsupportedError
+from moe_mk.placement.balance import policy as home
+from moe_mk.placement.eplb import EPLB_POLICIES, Ask, EplbPolicy, Placed, Topology, plan
+from moe_mk.registry import Registry
+
+LOAD = np.array([[4.0, 3.0, 2.0, 1.0], [1.0, 1.0, 1.0, 7.0]])
+TOPOLOGY = Topology(2, 2, 3)
+
+
+class Reversed(EplbPolicy):
+    """Experts backwards, and the last ones once more."""
+
+    summary = "experts backwards"
+
+    def reasons_against(self, ask: Ask) -> list[str]:
+        return [f"{ask.groups} groups; it knows none"] if ask.groups > 1 else []
+
+    def place(self, ask: Ask) -> Placed:
+        experts = ask.load.shape[1]
+        slots_P = np.arange(ask.sites.num_slots)[::-1] % experts
+        return Placed.of(np.tile(slots_P, (len(ask.load), 1)), ask, "backwards")
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[type[EplbPolicy]]:
+    """The built-in policies in a registry of their own, so that no test leaves one behind."""
+    made: Registry[type[EplbPolicy]] = Registry("EPLB policy", EplbPolicy)
+    for name, policy in EPLB_POLICIES.items():
+        made.register(name)(policy)
+    monkeypatch.setattr(home, "EPLB_POLICIES", made)
+    return made
+
+
+def test_the_built_in_ones_are_found_and_typos_are_answered() -> None:
+    assert {"auto", "compat", "flat", "hybrid"} <= set(EPLB_POLICIES)
+    assert all(policy.summary for _, policy in EPLB_POLICIES.items())
+    with pytest.raises(ConfigError, match="no EPLB policy is called 'hybird'; did you mean 'hybrid'"):
+        plan(LOAD, TOPOLOGY, policy="hybird")
+
+
+def test_a_policy_of_ones_own_by_hand(registry: Registry[type[EplbPolicy]]) -> None:
+    registry.register("mine", "my_wheel")(Reversed)
+    placed = plan(LOAD, TOPOLOGY, policy="mine")
+    # Six slots backwards: 1 0 3 | 2 1 0. Layer 0: 2 + 4 + 1 = 7 with all of 0 and 1 at home, 3 of them go to GPU 1.
+    assert placed.phy2log.tolist() == [[1, 0, 3, 2, 1, 0]] * 2 and placed.policy == "mine"
+    assert placed.method == ("backwards", "backwards") and placed.reason.startswith("policy mine as asked")
+    assert placed.balance_X[0] == pytest.approx(1.0, abs=1e-5)
+    assert placed.share.sum(1).tolist() == pytest.approx([4.0, 4.0])
+
+
+def test_an_old_placement_is_kept_whatever_the_policy_would_like(registry: Registry[type[EplbPolicy]]) -> None:
+    registry.register("mine", "my_wheel")(Reversed)
+    old = plan(LOAD, TOPOLOGY, policy="flat", target=1.0)
+    assert plan(LOAD, TOPOLOGY, policy="mine", old=old).moves.transfers == 0
+
+
+def test_its_reasons_are_told(registry: Registry[type[EplbPolicy]]) -> None:
+    registry.register("mine", "my_wheel")(Reversed)
+    with pytest.raises(
+        UnsupportedError, match=r"policy 'mine' cannot serve this topology(.|\n)*2 groups; it knows none"
+    ):
+        plan(LOAD, TOPOLOGY, policy="mine", groups=2)
+
+
+def answering(answer: Callable[[Ask], Placed]) -> type[EplbPolicy]:
+    class Answers(Reversed):
+        def place(self, ask: Ask) -> Placed:
+            return answer(ask)
+
+    return Answers
+
+
+def spoilt(change: Callable[[Placed], object]) -> Callable[[Ask], Placed]:
+    def answer(ask: Ask) -> Placed:
+        placed = Reversed().place(ask)
+        change(placed)
+        return placed
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (
+            spoilt(lambda p: p.experts.fill(0)),
+            r"6 experts are nowhere, for example \(layer, expert\) \[\[0, 1\], \[0, 2\]",
+        ),
+        (spoilt(lambda p: p.experts.fill(9)), "experts from 9 to 9, there are 4"),
+        (spoilt(lambda p: p.shares.fill(0.9)), r"shares do not sum to 1 for \(layer, expert\)"),
+        (spoilt(lambda p: p.shares.fill(np.nan)), "shares from nan to nan"),
+        (spoilt(lambda p: setattr(p, "shares", p.shares[:1])), r"shares have shape \(1, 6\), needed \(2, 6\)"),
+        (spoilt(lambda p: setattr(p, "method", ["once"])), "method and exported need an entry for each of 2 layers"),
+        (lambda ask: 1 / 0, "failed\n  - ZeroDivisionError: division by zero"),  # type: ignore[arg-type,return-value]
+    ],
+)
+def test_an_answer_that_cannot_serve_is_refused_by_name(
+    registry: Registry[type[EplbPolicy]], answer: Callable[[Ask], Placed], says: str
+) -> None:
+    registry.register("mine", "my_wheel")(answering(answer))
+    with pytest.raises(UnsupportedError, match=rf"policy 'mine' of my_wheel(.|\n)*{says}"):
+        plan(LOAD, TOPOLOGY, policy="mine")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    name: str = "my-wheel"
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    name: str
+    load: Callable[[], object]
+    dist: Distribution = Distribution()
+    value: str = "my_wheel.policies:Mine"
+
+
+def test_wheels_bring_policies_and_broken_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> object:
+        raise ImportError("no module named solver")
+
+    class Unfinished(EplbPolicy):
+        def place(self, ask: Ask) -> Placed:
+            return Reversed().place(ask)
+
+    points = [EntryPoint("mine", lambda: Reversed), EntryPoint("lost", missing), EntryPoint("half", lambda: Unfinished)]
+    found = {"moe_mk.eplb_policies": points}
+    monkeypatch.setattr("moe_mk.registry.entry_points", lambda group: found[group])
+    made: Registry[type[EplbPolicy]] = Registry("EPLB policy", EplbPolicy, group=EPLB_POLICIES.group)
+    made.register("flat")(EPLB_POLICIES["flat"])
+    monkeypatch.setattr(home, "EPLB_POLICIES", made)
+    with pytest.warns(PluginWarning) as told:
+        assert plan(LOAD, TOPOLOGY, policy="mine").policy == "mine"
+    assert [str(each.message).split(" skipped")[0] for each in told] == [
+        f"EPLB policy plugin {name!r} of my-wheel (my_wheel.policies:Mine)" for name in ("lost", "half")
+    ]
+    assert set(made.broken) == {"lost", "half"} and "reasons_against() is not implemented" in made.broken["half"]
+    with pytest.raises(
+        ConfigError, match="EPLB policy 'lost' is installed but could not be loaded: ImportError: no mod"
+    ):
+        plan(LOAD, TOPOLOGY, policy="lost")
