@@ -32,9 +32,13 @@ class FusedMoEKernel:
 
         routing.ids_TK are physical experts. weights are those of this rank, in the layout of the experts backend.
         """
+        carrier, ran = type(self.prepare_finalize), self.spans.ledger.ran
         tokens = yield from self.prepare_finalize.prepare(x_TH, routing)
+        ran("dispatch", carrier, x_TH.nbytes)
         output = self.multiply(tokens, weights)
-        return (yield from self.prepare_finalize.finalize(output, tokens))
+        y_TH = yield from self.prepare_finalize.finalize(output, tokens)
+        ran("combine", carrier, y_TH.nbytes)
+        return y_TH
 
     def multiply(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """The part between the two journeys: permute, multiply, weigh and sum as far as the transport wants it."""

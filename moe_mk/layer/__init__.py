@@ -3,5 +3,6 @@
 from moe_mk.layer.deepseek_v3 import DeepseekV3MoE
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.layer.report import MemoryReport
+from moe_mk.layer.sequence_parallel import SequenceParallelMoE
 
-__all__ = ["DeepseekV3MoE", "MemoryReport", "MoELayer"]
+__all__ = ["DeepseekV3MoE", "MemoryReport", "MoELayer", "SequenceParallelMoE"]

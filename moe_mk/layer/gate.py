@@ -7,10 +7,13 @@ from torch import Tensor
 
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import choose_gate_tier, gate_logits
+from moe_mk.router.native import route_natively, routes_natively
+from moe_mk.router.router import Router
+from moe_mk.tokens import Routing
 
 
 class Gate:
-    """Hidden states to router logits. Empty until loaded."""
+    """Hidden states to router logits, and on to a routing. Empty until loaded."""
 
     def __init__(self, decision: Decision, dtype: torch.dtype, device: torch.device) -> None:
         self.decision, self.dtype, self.device = decision, dtype, device
@@ -18,18 +21,38 @@ class Gate:
         self.weight_EH: Tensor | None = None
         self.bias_E: Tensor | None = None
         """f32; takes part in the choice of experts only."""
+        self.logit_bias_E: Tensor | None = None
+        """f32; added to the logits."""
 
-    def load(self, weight_EH: Tensor, bias_E: Tensor | None) -> None:
-        """Take the weight, converted once, and the correction bias in f32."""
-        dtype = torch.float32 if keeps_gate_in_f32(self.decision) else self.dtype
-        self.weight_EH = weight_EH.to(device=self.device, dtype=dtype)
+    def load(self, weight_EH: Tensor, bias_E: Tensor | None, logit_bias_E: Tensor | None = None) -> None:
+        """Take the weight, converted once, and both biases in f32: of the choice, and of the logits.
+
+        The native tier reads bf16 and f32 alike, so a weight that is stored wider than bf16 loses nothing there.
+        """
+        wide = keeps_gate_in_f32(self.decision) or (self._native and weight_EH.dtype is not torch.bfloat16)
+        self.weight_EH = weight_EH.to(device=self.device, dtype=torch.float32 if wide else self.dtype)
         self.bias_E = None if bias_E is None else bias_E.to(device=self.device, dtype=torch.float32)
+        self.logit_bias_E = None if logit_bias_E is None else logit_bias_E.to(device=self.device, dtype=torch.float32)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H) to (T, E): f32, or the layer's dtype where the router works in it."""
         assert self.weight_EH is not None
-        tier = "plain" if keeps_gate_in_f32(self.decision) else self._tier(x_TH.shape[0])
-        return gate_logits(x_TH, self.weight_EH, self.router_dtype, tier)
+        alone = keeps_gate_in_f32(self.decision) or self._native
+        tier = "plain" if alone else self._tier(x_TH.shape[0])
+        logits_TE = gate_logits(x_TH, self.weight_EH, self.router_dtype, tier)
+        return logits_TE if self.logit_bias_E is None else logits_TE + self.logit_bias_E.to(logits_TE.dtype)
+
+    def route(self, x_TH: Tensor, router: Router) -> tuple[Routing, Tensor]:
+        """Routing and logits of the tokens: in one native call where the decision says so and the router allows it."""
+        assert self.weight_EH is not None
+        if self._native and self.logit_bias_E is None and routes_natively(router):
+            return route_natively(x_TH, self.weight_EH, self.bias_E, router)
+        logits_TE = self(x_TH)
+        return router(logits_TE, self.bias_E), logits_TE
+
+    @property
+    def _native(self) -> bool:
+        return self.decision.gate.tier == "native"
 
     def _tier(self, num_tokens: int) -> str:
         problem = self.decision.problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 
 from torch import Tensor
@@ -19,7 +19,8 @@ class Grid:
 
     def __init__(self, groups: ParallelGroups, timeout_s: float, name: str) -> None:
         self.ep, self.tp, self.dp = (
-            communicator(group, timeout_s=timeout_s, layer=name) for group in (groups.ep, groups.tp, groups.dp)
+            communicator(group, timeout_s=timeout_s, layer=name, kept=groups.kept.setdefault(dimension, {}))
+            for dimension, group in (("ep", groups.ep), ("tp", groups.tp), ("dp", groups.dp))
         )
         self.name = name
         self._agreed = False
@@ -35,13 +36,14 @@ class Grid:
         other.ep, other._agreed = ep or self.ep, False
         return other
 
-    def agree(self, notes: Mapping[str, str]) -> Flight[None]:
-        """Compare notes with the other ranks, once, before the first collective."""
+    def agree(self, notes: Callable[[], Mapping[str, str]]) -> Flight[None]:
+        """Compare notes with the other ranks, once, before the first collective; they are written only then."""
         if self._agreed:
             return
+        written = notes()
         for comm in (self.ep, self.tp):
             if comm.size > 1:
-                yield from agree(comm, notes, self.name)
+                yield from agree(comm, written, self.name)
         self._agreed = True
 
     def late_reduce(self, y_TH: Tensor, spans: Spans, *, partial_over_ep: bool) -> Flight[Tensor]:

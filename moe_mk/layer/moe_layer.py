@@ -24,8 +24,9 @@ from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.experts.base import FusedExperts
 from moe_mk.external.device import profile_here, usable_device
-from moe_mk.external.library import installed
+from moe_mk.external.library import emulated, installed
 from moe_mk.flight import Flight
 from moe_mk.layer.checks import check_hidden_states, check_routing
 from moe_mk.layer.custom_op import moe_layer, number_of_new
@@ -60,6 +61,8 @@ class MoELayer(PlacedLayer):
 
     expert_load: Tensor
     """int64 [E]. How many tokens chose each logical expert since the last reset; -1 counts for nobody."""
+    on_routing: Callable[[Routing], None] | None = None
+    """Told of the logical routing of every forward, which it must not change; see `trace.routing_recorder`."""
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class MoELayer(PlacedLayer):
                 dtype=plain(self.dtype),
                 num_tokens=self.config.kernel.max_num_tokens,
                 installed=installed(),
+                emulated=emulated(),
             )
         )
 
@@ -164,16 +168,20 @@ class MoELayer(PlacedLayer):
             prefix=prefix,
             on_progress=on_progress,
         )
-        self.take(weights)
+        self.take(weights, on_progress=on_progress)
         self._source = source, layer
         return self
 
-    def take(self, weights: LayerWeights) -> None:
+    def take(self, weights: LayerWeights, *, on_progress: Progress | None = None) -> None:
         """Use weights that are already loaded for this rank; experts are brought into the layout of the backend."""
-        laid_out = self.kernel.experts.relayout(weights.experts)
+        experts = self.kernel.experts
+        if on_progress is not None and isinstance(experts, FusedExperts):
+            laid_out = experts.relayout_telling(weights.experts, on_progress)
+        else:
+            laid_out = experts.relayout(weights.experts)
         if self._shared is not None and weights.shared is not None:
-            self._shared.load(weights.shared)
-        self._gate.load(weights.gate_EH, weights.bias_E)
+            self._shared.load(weights.shared, file_backed=weights.experts.file_backed)
+        self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
         self._half = replace(self._half, weights=weights, laid_out=laid_out)
 
     # Running.
@@ -181,8 +189,11 @@ class MoELayer(PlacedLayer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Run the layer: (T, H) to (T, H), shared experts included. T may be zero and differ between ranks."""
         hidden_states = self._checked(hidden_states)
-        out: Tensor = moe_layer(hidden_states, self.expert_load, self._number)
-        return out
+        if torch.compiler.is_compiling() or type(hidden_states) is not Tensor:
+            out: Tensor = moe_layer(hidden_states, self.expert_load, self._number)
+            return out
+        with torch.no_grad():  # nobody looks on: the operator would cost a tenth of a millisecond
+            return run_alone(self.steps(hidden_states))
 
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).
@@ -201,9 +212,9 @@ class MoELayer(PlacedLayer):
 
     def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         half = self._half
-        yield from half.grid.agree({**self.decision.notes(), **half.notes})
+        yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes})
         assert not isinstance(half.kernel, MonolithicKernel)
-        self._record(routing.ids_TK, self.expert_load)
+        self._record(routing, self.expert_load)
         physical = self._physical(routing, half)
         y_TH = yield from half.kernel.steps(x_TH, physical, half.laid_out)
         return (yield from self._late_reduce(y_TH, half))
@@ -211,23 +222,23 @@ class MoELayer(PlacedLayer):
     def route(self, hidden_states: Tensor) -> Routing:
         """The first stage alone: logical experts and weights of each token."""
         hidden_states = self._checked(hidden_states)
-        return self.router(self._gate(hidden_states), self._gate.bias_E)
+        return self._gate.route(hidden_states, self.router)[0]
 
     def steps(self, x_TH: Tensor, expert_load_E: Tensor | None = None) -> Flight[Tensor]:
         """The forward as a flight: for several ranks in one process, or several micro-batches at once."""
         load_E = self.expert_load if expert_load_E is None else expert_load_E
         half = self._half
-        yield from half.grid.agree({**self.decision.notes(), **half.notes})
+        yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes})
+        together = self._with_shared(half)
         with self.spans.span("route"):
-            logits_TE = self._gate(x_TH)
-            routing = self.router(logits_TE, self._gate.bias_E)
-            self._record(routing.ids_TK, load_E)
+            routing, logits_TE = self._gate.route(x_TH, self.router)
+            self._record(routing, load_E)
             physical = self._physical(routing, half)
         if isinstance(half.kernel, MonolithicKernel):
             routed = half.kernel.steps(x_TH, logits_TE, self._gate.bias_E, half.laid_out)
         else:
-            routed = half.kernel.steps(x_TH, physical, half.laid_out)
-        if self._shared is None:
+            routed = half.kernel.steps(x_TH, physical, together or half.laid_out)
+        if self._shared is None or together is not None:
             return (yield from self._late_reduce((yield from routed), half))
         rows = half.grid.share_of(x_TH.shape[0]) if half.is_partial else slice(None)
         y_TH, shared_XH = yield from alongside(routed, lambda: self._shared_on(x_TH[rows]))
@@ -235,13 +246,23 @@ class MoELayer(PlacedLayer):
         total_TH[rows] += shared_XH
         return (yield from self._late_reduce(total_TH.to(self.dtype), half))
 
+    def _with_shared(self, half: Half) -> Any:
+        """Routed and shared experts as one, where tokens stay on their rank and the backend can; None: one by one."""
+        if self._shared is None or self._shared.weights is None or isinstance(half.kernel, MonolithicKernel):
+            return None
+        if half.kernel.prepare_finalize.traits.max_ranks != 1:
+            return None
+        return half.kernel.experts.beside(half.laid_out, self._shared.weights)
+
     def _shared_on(self, x_XH: Tensor) -> Tensor:
         assert self._shared is not None
         return self._shared(x_XH)
 
-    def _record(self, ids_TK: Tensor, load_E: Tensor) -> None:
-        """Count each chosen expert, on the device; -1 counts for nobody."""
-        ids = ids_TK.flatten().long()
+    def _record(self, routing: Routing, load_E: Tensor) -> None:
+        """Count each chosen expert, on the device; -1 counts for nobody. Whoever listens hears of the routing."""
+        if self.on_routing is not None:
+            self.on_routing(routing)
+        ids = routing.ids_TK.flatten().long()
         load_E.index_add_(0, ids.clamp_min(0), (ids >= 0).to(torch.int64))
 
     def _physical(self, routing: Routing, half: Half) -> Routing:
@@ -291,7 +312,9 @@ class MoELayer(PlacedLayer):
 
     def extra_repr(self) -> str:
         """What was chosen."""
-        return f"{self.decision.chosen.name}, ep={self.ep.size} tp={self.tp.size}, {self.dtype}"
+        together = ", shared experts in the same pass" if self._with_shared(self._half) is not None else ""
+        gate = self.decision.gate.tier
+        return f"{self.decision.chosen.name}, gate {gate}{together}, ep={self.ep.size} tp={self.tp.size}, {self.dtype}"
 
 
 def _rebuild(

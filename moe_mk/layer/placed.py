@@ -11,6 +11,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import WeightError
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.attestation import RunReport, run_report
 from moe_mk.layer.placing import Half, build_half, check_sizes, with_experts
 from moe_mk.layer.settings import layer_spec_of
 from moe_mk.oracle.verdict import Decision
@@ -71,6 +72,15 @@ class PlacedLayer(nn.Module):
     def dp(self) -> Communicator:
         """The ranks whose expert loads are added up."""
         return self._half.grid.dp
+
+    def report(self) -> RunReport:
+        """What really ran at each stage since the last reset, on how many bytes, beside what was decided."""
+        sent = self.ep.traffic.bytes_by_phase + self.tp.traffic.bytes_by_phase
+        return run_report(self.decision, self.spans.ledger, sent)
+
+    def reset_report(self) -> None:
+        """Forget what ran."""
+        self.spans.ledger.clear()
 
     def export_slot(self, slot: int) -> SlotWeights:
         """The weights of one of this rank's slots as the checkpoint holds them, as views."""

@@ -59,4 +59,6 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
         num_shared_experts=model.num_shared_experts,
         shared_intermediate_size=model.shared_size,
         has_gate_bias=config.router.has_correction_bias,
+        has_expert_bias=model.expert_bias,
+        has_logit_bias=config.router.has_logit_bias,
     )

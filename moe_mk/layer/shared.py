@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_mk.experts.base import EXPERTS, FusedExperts
+from moe_mk.experts.base import FusedExperts
 from moe_mk.experts.monolithic import MONOLITHIC
-from moe_mk.oracle.assemble import Parts, experts_context
+from moe_mk.oracle.assemble import Parts, build_experts, experts_context
 from moe_mk.oracle.verdict import Decision
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant.plain import Plain
@@ -23,10 +23,10 @@ class SharedExperts:
         self.experts, self.dtype, self.spans = experts, dtype, spans
         self.weights: Weights | None = None
 
-    def load(self, weights: SlotWeights) -> None:
-        """Take the matrices, in the layout the backend reads."""
+    def load(self, weights: SlotWeights, *, file_backed: bool = False) -> None:
+        """Take the matrices, in the layout the backend reads. file_backed: they are views of a mapped file."""
         scheme = weights.up_IH.scheme
-        self.weights = self.experts.relayout(MappedExpertWeights((weights,), scheme))
+        self.weights = self.experts.relayout(MappedExpertWeights((weights,), scheme, file_backed=file_backed))
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H) to (T, H)."""
@@ -42,6 +42,6 @@ class SharedExperts:
 def shared_experts(decision: Decision, parts: Parts) -> SharedExperts:
     """Build them for a decision; beside monolithic experts, which cannot compute one slot, the reference does it."""
     chosen, config = decision.chosen.experts, decision.problem.config
-    backend = EXPERTS["reference" if chosen in MONOLITHIC else chosen]
+    backend = "reference" if chosen in MONOLITHIC else chosen
     context = experts_context(decision, parts, 1, config.model.shared_size // config.parallel.tp)
-    return SharedExperts(backend(context), decision.problem.dtype, parts.spans)
+    return SharedExperts(build_experts(decision, backend, context), decision.problem.dtype, parts.spans)

@@ -1,0 +1,103 @@
+"""The layer on native CPU kernels: one call routes, one call multiplies routed and shared experts, and it says so."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer
+from moe_mk.testing.virtual import virtual_groups
+from moe_mk.tokens import Routing
+from moe_mk.weights import CheckpointShape, write_checkpoint
+
+pytestmark = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("native")
+    shape = CheckpointShape(
+        num_experts=16, top_k=4, num_groups=4, top_k_groups=2, hidden_size=256, intermediate_size=128, quant="fp8"
+    )
+    write_checkpoint(path, shape)
+    return path
+
+
+def built(path: Path, **settings: object) -> MoELayer:
+    chosen = {"experts": "cpu_native", "activations": "plain", "max_num_tokens": 64} | settings
+    return DeepseekV3MoE.from_checkpoint(path, 3, **chosen)
+
+
+@pytest.fixture
+def x_TH() -> Tensor:
+    return torch.randn(24, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+def as_sets(routing: Routing) -> list[dict[int, float]]:
+    return [
+        dict(zip(ids, ws, strict=True))
+        for ids, ws in zip(routing.ids_TK.tolist(), routing.weights_TK.tolist(), strict=True)
+    ]
+
+
+def test_the_router_runs_natively_and_chooses_what_torch_chooses(checkpoint: Path, x_TH: Tensor) -> None:
+    fused, plain = built(checkpoint), built(checkpoint, fused_router=False)
+    assert fused.decision.gate.tier == "native" and "gate native" in repr(fused)
+    assert plain.decision.gate.tier == "plain" and "gate plain" in repr(plain)
+    assert plain.decision.gate.reasons["native"][0].endswith("unless kernel.fused_router = false")
+    for mine, theirs in zip(as_sets(fused.route(x_TH)), as_sets(plain.route(x_TH)), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_other_experts_and_other_precisions_keep_the_torch_router(checkpoint: Path) -> None:
+    assert built(checkpoint, experts="torch_cpu").decision.gate.tier == "plain"
+    assert built(checkpoint, router_dtype="model").decision.gate.tier == "plain"
+
+
+def test_a_gate_stored_in_f32_is_not_rounded(checkpoint: Path) -> None:
+    layer = built(checkpoint)
+    gate_EH = torch.full((16, 256), 1 + 2**-12)
+    layer._gate.load(gate_EH, None)
+    held = layer._gate.weight_EH
+    assert held is not None and torch.equal(held, gate_EH)
+
+
+def test_shared_experts_ride_in_the_same_pass_on_one_rank(checkpoint: Path, x_TH: Tensor) -> None:
+    layer = built(checkpoint)
+    assert "shared experts in the same pass" in repr(layer)
+    routing = layer.route(x_TH)
+    routed = layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)
+    assert layer._shared is not None
+    apart = routed.float() + layer._shared(x_TH).float()
+    # Apart, both halves are rounded to bf16 before they are added; together once.
+    assert (layer(x_TH).float() - apart).abs().max() <= 3 * 2**-8 * apart.abs().max()
+    assert not torch.equal(layer(x_TH), routed)
+
+
+def test_shared_experts_run_apart_where_tokens_travel(checkpoint: Path) -> None:
+    config = MoEConfig.from_hf(checkpoint, experts="cpu_native", activations="plain", max_num_tokens=64)
+    for groups in virtual_groups(2, 1):
+        assert "same pass" not in repr(DeepseekV3MoE(config, groups=groups).load_from_safetensors(checkpoint, 3))
+
+
+def test_a_compiled_layer_and_an_eager_one_agree(checkpoint: Path, x_TH: Tensor) -> None:
+    # Compiled, the layer is one operator; in eager mode it is called past the operator.
+    layer = built(checkpoint)
+    eager = layer(x_TH)
+    loads = layer.expert_load.clone()
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x_TH), eager)
+    assert torch.equal(layer.expert_load, 2 * loads) and not eager.requires_grad
+
+
+def test_packing_tells_how_far_it_is(checkpoint: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    config = MoEConfig.from_hf(checkpoint, experts="cpu_native", activations="plain", max_num_tokens=64)
+    layer = DeepseekV3MoE(config).load_from_safetensors(checkpoint, 3, on_progress=lambda *event: told.append(event))
+    packed = [event for event in told if event[0] == "pack"]
+    assert [done for _, done, _ in packed] == sorted(done for _, done, _ in packed) and len(packed) == 16
+    assert packed[-1][1] == packed[-1][2] == layer._half.laid_out.num_bytes
