@@ -13,7 +13,7 @@ from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.testing.bits import bits_of
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.limits import require, require_close
-from moe_mk.tokens import LAYOUT_NAMES, BatchedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.tokens import LAYOUT_NAMES, BatchedTokens, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.verify.compare import experts_error
 from moe_mk.weights.expert_weights import CANONICAL, ExpertWeights, Weights
 from moe_mk.weights.layer_weights import as_mapped
@@ -84,12 +84,26 @@ def _check_run(
     declared = backend.traits.emits[type(tokens)]
     require(output.stage is declared, f"{what}: output is {output.stage.name}, traits say {declared.name}")
     require(output.y.dtype is backend.context.dtype.dtype, f"{what}: output is {output.y.dtype}")
+    wanted = _shape(tokens, output.stage)
+    require(output.y.shape == wanted, f"{what}: output has shape {tuple(output.y.shape)}, not {tuple(wanted)}")
     require(bits_of(tokens) == before, f"{what}: the tokens were changed")
     reduced = weight_and_reduce(output, tokens, OutputStage.REDUCED).y
     require_close(reduced.float(), expected, error, what)
     if backend.traits.deterministic:
         again = weight_and_reduce(backend.run(tokens, weights), tokens, OutputStage.REDUCED).y
         require(torch.equal(reduced, again), f"{what}: two calls give different bits")
+
+
+def _shape(tokens: Tokens, stage: OutputStage) -> torch.Size:
+    """(R, H) once reduced, else that of the tokens."""
+    if isinstance(tokens, RowTokens):
+        return tokens.x_RH.shape
+    x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH
+    if stage is not OutputStage.REDUCED:
+        return x.shape
+    home = tokens.home if isinstance(tokens, BatchedTokens) else tokens
+    assert home is not None
+    return torch.Size((home.num_rows, x.shape[-1]))
 
 
 def _rows(case: RoutingCase, travelled: QuantScheme, dtype: Plain, hidden_size: int, num_slots: int) -> RowTokens:

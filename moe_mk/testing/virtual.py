@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar, cast
 
 from torch import Tensor
 
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.comm.lockstep import LockstepWorld
-from moe_mk.flight import Flight, interleave
+from moe_mk.comm.threads import ThreadWorld
+from moe_mk.flight import Flight, interleave, land
 from moe_mk.layer import MoELayer
+from moe_mk.prepare_finalize.base import TransportTraits
 
 X = TypeVar("X")
 
@@ -31,6 +34,31 @@ def virtual_groups(ep: int = 1, tp: int = 1) -> list[ParallelGroups]:
 def run_together(layers: Sequence[MoELayer], tokens: Sequence[Tensor]) -> list[Tensor]:
     """One forward of every rank's layer on that rank's tokens."""
     return interleave([layer.steps(x_TH) for layer, x_TH in zip(layers, tokens, strict=True)])
+
+
+def world_of(traits: TransportTraits, size: int) -> LockstepWorld:
+    """Where virtual ranks of a transport meet: in lockstep, or in threads where its calls wait for peers."""
+    return ThreadWorld(size) if traits.blocking else LockstepWorld(size)
+
+
+def each_rank(world: LockstepWorld, jobs: Sequence[Callable[[], X]]) -> list[X]:
+    """Do one job a rank: at once where ranks are threads, else one after the other."""
+    return world.together(jobs) if isinstance(world, ThreadWorld) else [job() for job in jobs]
+
+
+def fly_together(world: LockstepWorld, flights: Sequence[Flight[X]]) -> list[X]:
+    """Land one flight of every rank."""
+    if isinstance(world, ThreadWorld):
+        return world.together([partial(land, flight) for flight in flights])
+    return interleave(flights)
+
+
+def fly_dual(world: LockstepWorld, flights: Sequence[tuple[Flight[X], ...]]) -> list[list[X]]:
+    """Land several flights of every rank, all in the air at once, in each rank's order."""
+    if isinstance(world, ThreadWorld):
+        return world.together([partial(interleave, own) for own in flights])
+    landed = iter(interleave([flight for own in flights for flight in own]))
+    return [[next(landed) for _ in own] for own in flights]
 
 
 def hops_of(flight: Flight[X], hops: list[str]) -> Flight[X]:

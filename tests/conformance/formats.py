@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_mk import MoEConfig, Problem
 from moe_mk.config import device_profile
-from moe_mk.external.library import installed
+from moe_mk.external.library import emulated, installed
 from moe_mk.quant import BF16, FP16, FP32
 from moe_mk.quant.plain import Plain
 
@@ -23,17 +23,20 @@ class Format:
     scale: str
     dtype: Plain
     activations: str
+    rounded: str = "auto"
+    """What the checkpoint says of activations."""
 
     def __str__(self) -> str:
-        return f"{self.weights}-{self.scale}-{self.dtype.name}-{self.activations}"
+        rounded = "" if self.rounded == "auto" else f"-{self.rounded}"
+        return f"{self.weights}-{self.scale}-{self.dtype.name}-{self.activations}{rounded}"
 
     def problem(self, *, ep: int = 1, num_tokens: int = 64, **settings: Any) -> Problem:
         """The question to the oracle, for the device that tests run on."""
-        quant = {"weights": self.weights, "scale": self.scale}
+        quant = {"weights": self.weights, "scale": self.scale, "activations": self.rounded}
         model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "quant": quant}
         config = MoEConfig.parse({"model": model, "router": {"top_k": TOP_K}}, "a test")
         config = config.with_(ep=ep, activations=self.activations, max_num_tokens=num_tokens, **settings)
-        return Problem(config, device_profile("cpu"), self.dtype, num_tokens, installed())
+        return Problem(config, device_profile("cpu"), self.dtype, num_tokens, installed(), emulated())
 
 
 FORMATS = [
@@ -47,3 +50,24 @@ FORMATS = [
     Format("fp8_block", "float32", BF16, "checkpoint"),
     Format("fp8_block", "ue8m0", BF16, "checkpoint"),
 ]
+"""Every one is tried with every experts backend and in every pair."""
+
+MORE_PAIRS = [
+    Format("int8", "float32", BF16, "checkpoint"),
+    Format("mxfp4", "float32", BF16, "checkpoint", "mxfp8"),
+    Format("nvfp4", "float32", BF16, "checkpoint"),
+    Format("fp8_channel", "float32", BF16, "checkpoint"),
+]
+"""Tried with every experts backend, and in pairs with the transports that carry bytes of any kind themselves."""
+
+MORE_FORMATS = [
+    Format("mxfp8", "float32", BF16, "checkpoint"),
+    Format("mxfp4", "float32", BF16, "plain"),
+    Format("int8", "float32", BF16, "plain"),
+    Format("int8_block", "float32", FP32, "plain"),
+    Format("mxfp8", "float32", FP16, "plain"),
+    Format("nvfp4", "float32", BF16, "plain"),
+    Format("fp8_tensor", "float32", BF16, "plain"),
+    Format("fp8_tensor", "float32", BF16, "checkpoint"),
+]
+"""Tried with every experts backend alone: what travels is that of another format above."""

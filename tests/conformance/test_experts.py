@@ -7,12 +7,12 @@ import pytest
 from moe_mk.experts import EXPERTS
 from moe_mk.quant.plain import Plain
 from moe_mk.testing.conformance import check_experts
-from tests.conformance.formats import FORMATS, HIDDEN, INNER, Format
+from tests.conformance.formats import FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS, Format
 
 
 @pytest.mark.row(84, 87)
 @pytest.mark.parametrize("name", list(EXPERTS))
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, *MORE_PAIRS, *MORE_FORMATS], ids=str)
 def test_a_backend_equals_the_reference(name: str, form: Format) -> None:
     problem, backend = form.problem(), EXPERTS[name]
     if reasons := backend.reasons_against(problem):
@@ -29,4 +29,5 @@ def test_a_backend_equals_the_reference(name: str, form: Format) -> None:
 
 def test_the_reference_reads_every_layout_in_every_format() -> None:
     assert len(EXPERTS["reference"].traits.consumes) == 3
-    assert not [form for form in FORMATS if EXPERTS["reference"].reasons_against(form.problem())]
+    forms = [*FORMATS, *MORE_PAIRS, *MORE_FORMATS]
+    assert not [form for form in forms if EXPERTS["reference"].reasons_against(form.problem())]

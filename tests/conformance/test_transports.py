@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.quant import BF16, FP32
+from moe_mk.quant import BF16, FP32, INT8_TOKEN, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.conformance import check_transport
 from tests.conformance.formats import FORMATS
 
-WIRES: dict[str, list[QuantScheme]] = {"plain": [FP32, BF16], "fp8": [FP8_1x128, FP8_1x128_UE8M0]}
+WIRES: dict[str, list[QuantScheme]] = {
+    "plain": [FP32, BF16],
+    "fp8": [FP8_1x128, FP8_1x128_UE8M0],
+    "int8": [INT8_TOKEN],
+    "mxfp8": [MXFP8],
+    "nvfp4": [NVFP4_TOKENS],
+}
 CASES = [
     pytest.param(name, ranks, wire, id=f"{name}-{ranks}-{wire.name}")
     for name, transport in PREPARE_FINALIZE.items()
@@ -25,8 +31,9 @@ CASES = [
 @pytest.mark.parametrize("name,ranks,wire", CASES)
 def test_tokens_come_home_times_the_sum_of_their_weights(name: str, ranks: int, wire: QuantScheme) -> None:
     dtype = FP32 if wire is FP32 else BF16
-    asked = FORMATS[0].problem(ep=ranks, tokens=next(iter(PREPARE_FINALIZE[name].traits.tokens)))
-    missing = [r for r in PREPARE_FINALIZE[name].reasons_against(asked) if r.code in ("device", "library")]
+    form, tokens = next(f for f in FORMATS if f.dtype is dtype), next(iter(PREPARE_FINALIZE[name].traits.tokens))
+    asked = form.problem(ep=ranks, tokens=tokens, allow_emulated=True)
+    missing = [r for r in PREPARE_FINALIZE[name].reasons_against(asked) if r.code in ("device", "library", "dtype")]
     if missing:
         pytest.skip("; ".join(map(str, missing)))
     assert check_transport(name, num_ranks=ranks, wire=wire, dtype=dtype) >= 12

@@ -1,0 +1,58 @@
+"""What a backend owes, law by law, and which law a failed check speaks of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Law:
+    """One promise of the contract."""
+
+    name: str
+    text: str
+
+
+LOADS = Law("loads", "a plugin can be imported")
+SIGNATURE = Law("signature", "methods take the parameters of the contract, and traits are declared")
+INPUTS = Law("inputs", "what a backend is given stays as it was")
+SHAPE = Law("shape", "outputs have the shape and the dtype that the contract names")
+STAGE = Law("stage", "an output has come as far as the traits say")
+WEIGHTING = Law("weighting", "every assignment counts once, times its routing weight")
+ORDER = Law("order", "tokens come home in the order in which they left")
+LOST = Law("lost", "no token is lost on its way")
+NOWHERE = Law("nowhere", "an id of -1 goes nowhere and adds nothing")
+PADDING = Law("padding", "padding is never read")
+DETERMINISTIC = Law("deterministic", "equal inputs give equal bits, where the traits say so")
+HOPS = Law("hops", "every rank makes the same hops per call, with zero tokens too")
+PROCESSES = Law("processes", "processes give the bits that ranks of one process give")
+VALUES = Law("values", "outputs are as near to the reference as the number formats allow")
+RUNS = Law("runs", "every case runs to its end")
+
+LAWS = (
+    LOADS, SIGNATURE, INPUTS, SHAPE, STAGE, WEIGHTING, ORDER, LOST, NOWHERE, PADDING, DETERMINISTIC, HOPS, PROCESSES,
+    VALUES, RUNS,
+)  # fmt: skip
+
+WITH_NOWHERE = re.compile(r"(all to one rank|all to one expert|all -1|some -1)\b")
+"""Cases in which some ids are -1; every case before them in the kit has none."""
+
+SAID = (
+    (re.compile(r"breaks the contract|registered twice"), SIGNATURE),
+    (re.compile(r"could not be loaded"), LOADS),
+    (re.compile(r"input changed|(weights|tokens) were changed"), INPUTS),
+    (re.compile(r"hops|other ranks (wait|call)|disagree"), HOPS),
+    (re.compile(r"different bits|changes? bits"), DETERMINISTIC),
+    (re.compile(r"traits say"), STAGE),
+    (re.compile(r"output is torch|got \(|shape \(|got torch"), SHAPE),
+    (re.compile(r"not finite"), PADDING),
+)
+
+
+def law_of(message: str) -> Law:
+    """The law that a message of the kit speaks of."""
+    for pattern, law in SAID:
+        if pattern.search(message):
+            return law
+    return NOWHERE if WITH_NOWHERE.search(message) else VALUES

@@ -1,0 +1,230 @@
+"""Certification: right backends pass with equal digests, wrong ones fail with the law they broke."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_mk import registry
+from moe_mk.cli import app
+from moe_mk.errors import ConfigError, PluginWarning, UnsupportedError
+from moe_mk.experts.base import EXPERTS
+from moe_mk.external.library import installed
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from moe_mk.testing import backend_conformance
+from moe_mk.testing.certificate import CONTRACT
+from moe_mk.testing.certify import certify, checks_of
+from moe_mk.testing.diagnosis import explained
+from moe_mk.testing.laws import LAWS, LOST, ORDER, WEIGHTING, law_of
+from moe_mk.testing.limits import NonConforming
+from tests.testing import wrong_plugins as wrong
+
+runner = CliRunner()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> str:
+    """Register a class for one test."""
+    target = PREPARE_FINALIZE if issubclass(cls, wrong.AllToAll) else EXPERTS
+    _ = list(target)
+    monkeypatch.setitem(target._entries, name, cls)
+    monkeypatch.setitem(target._origin, name, "a test")
+    return name
+
+
+@pytest.mark.parametrize(
+    ("cls", "law", "said"),
+    [
+        (wrong.WeighsTwice, "weighting", "came home as"),
+        (wrong.MutatesInputs, "inputs", "an input changed"),
+        (wrong.ReadsPadding, "padding", "batched: the output is not finite"),
+        (wrong.IgnoresNowhere, "nowhere", "all to one expert"),
+        (wrong.NotDeterministic, "deterministic", "two calls give different bits"),
+        (wrong.WrongOrderHome, "order", "came home as"),
+        (wrong.SkipsHopsWhenIdle, "hops", ""),
+        (wrong.WrongDtype, "shape", "output is torch.float64"),
+        (wrong.WrongShape, "shape", r"output has shape"),
+        (wrong.LosesTheLast, "lost", r"came home as \[0.0"),
+        (wrong.LiesAboutItsStage, "stage", "output is WEIGHTED, traits say RAW"),
+        (wrong.TooLarge, "values", "away"),
+        (wrong.Crashes, "runs", "IndexError: no such tile"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_wrong_plugin_fails_by_the_law_it_broke(
+    monkeypatch: pytest.MonkeyPatch, cls: Any, law: str, said: str
+) -> None:
+    certificate = certify(install(monkeypatch, cls), processes=False)
+    assert not certificate.passed
+    assert {failure.law for failure in certificate.failures} == {law}
+    assert any(re.search(said, failure.message) for failure in certificate.failures)
+    assert all(failure.text for failure in certificate.failures)
+
+
+@pytest.mark.parametrize(
+    ("value", "law", "said"),
+    [
+        ("no_such_module:Plugin", "loads", "ModuleNotFoundError"),
+        ("tests.testing.wrong_plugins:WrongSignature", "signature", r"prepare\(self, hidden_states, routing, extra\)"),
+        ("tests.testing.wrong_plugins:PLAIN", "signature", "is not a subclass of PrepareFinalize"),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, value: str, law: str, said: str
+) -> None:
+    point = EntryPoint("wrong", value, "moe_mk.prepare_finalize")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(PREPARE_FINALIZE, "_discovered", False)
+    monkeypatch.setattr(PREPARE_FINALIZE, "broken", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PluginWarning)
+        certificate = certify("wrong")
+    (failure,) = certificate.failures
+    assert failure.law == law and not certificate.passed and not certificate.coverage
+    assert re.search(said, failure.message)
+
+
+def test_every_law_is_shown_to_be_broken_by_something() -> None:
+    shown = {"weighting", "inputs", "padding", "nowhere", "deterministic", "order", "hops", "shape", "lost", "stage"}
+    shown |= {"values", "runs", "loads", "signature", "processes"}
+    assert {law.name for law in LAWS} == shown
+
+
+def test_a_right_backend_is_certified_twice_with_equal_digests() -> None:
+    one, other = (certify("no_ep", processes=False) for _ in range(2))
+    assert one.passed and one.digest == other.digest
+    facts = json.loads(str(one))
+    assert facts["contract"] == CONTRACT and facts["passed"] and facts["failures"] == []
+    assert facts["backend"]["origin"] == "moe_mk.prepare_finalize.no_ep"
+    assert facts["environment"]["torch"] == torch.__version__
+    assert {check["check"] for check in facts["coverage"]} >= {"1 rank, fp32 on the wire", "1 rank, bf16 on the wire"}
+    assert all(len(check["digest"]) == 64 and check["cases"] >= 12 for check in facts["coverage"])
+
+
+def test_processes_give_the_bits_of_virtual_ranks() -> None:
+    (check,) = [check for check in checks_of("all_to_all", processes=True) if "processes" in check.name]
+    assert check.run() >= 12
+
+
+def test_experts_are_tried_in_every_format_of_their_traits() -> None:
+    names = {check.name for check in checks_of("cpu_native", processes=False)}
+    assert names == {
+        "bf16 weights, bf16 activations, bf16 out",
+        *(f"{weights} weights, {what} activations, bf16 out"
+          for weights in ("fp8_128x128", "fp8_128x128_ue8m0") for what in ("FP8", "bf16")),
+    }  # fmt: skip
+
+
+def test_what_is_claimed_and_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Boastful(wrong.Experts):
+        traits = wrong.replace(wrong.Experts.traits, weights=frozenset({"plain", "int3"}))
+
+    assert certify(install(monkeypatch, Boastful), processes=False).not_covered == (
+        "int3 weights, which its traits claim",
+    )
+
+
+def test_a_backend_of_another_device_is_refused_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(wrong.Experts):
+        traits = wrong.replace(wrong.Experts.traits, kinds=frozenset({"cuda"}), library="not_there", extra="build it")
+
+    name = install(monkeypatch, Elsewhere)
+    with pytest.raises(UnsupportedError, match=r"runs on cuda.*\n.*not_there is not installed: build it"):
+        certify(name)
+    with pytest.raises(ConfigError, match=r"no transport or experts backend is called 'al_gather'; did you mean"):
+        certify("al_gather")
+
+
+# One line of a test file.
+
+
+def test_a_conformance_class_has_one_test_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = backend_conformance("all_gather")
+    tests = [name for name in vars(suite) if name.startswith("test_")]
+    assert len(tests) == len(checks_of("all_gather", processes=False)) and "test_2_ranks__fp32_on_the_wire" in tests
+    suite().test_2_ranks__fp32_on_the_wire()
+    broken = backend_conformance(install(monkeypatch, wrong.WeighsTwice))
+    with pytest.raises(NonConforming, match="came home as"):
+        broken().test_2_ranks__fp32_on_the_wire()
+
+
+TestNoEP = backend_conformance("no_ep")
+
+
+# Diagnosis, by hand: two tokens, weights 1 and 2.
+
+
+@pytest.mark.parametrize(
+    ("got", "law"),
+    [
+        ([[1.0, 0.0], [0.0, 2.0]], None),  # right
+        ([[0.0, 2.0], [1.0, 0.0]], ORDER),
+        ([[1.0, 0.0], [0.0, 1.0]], WEIGHTING),  # the weight of 2 was forgotten
+        ([[1.0, 0.0], [0.0, 0.0]], LOST),
+        ([[1.0, 0.0], [5.0, 5.0]], None),  # none of these
+    ],
+)
+def test_the_simplest_explanation_is_found(got: list[list[float]], law: Any) -> None:
+    tokens = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])]
+    assert explained([torch.tensor([row]) for row in got], tokens, [torch.tensor([1.0]), torch.tensor([2.0])]) == law
+
+
+def test_messages_of_the_kit_name_their_law() -> None:
+    assert law_of("x, 2 ranks, bf16, even: ranks make different hops: []").name == "hops"
+    assert law_of("x, fp32 canonical, some -1, rows: tokens [1] are up to 2e-1 away").name == "nowhere"
+    assert law_of("x, fp32 canonical, even, rows: tokens [1] are up to 2e-1 away").name == "values"
+
+
+# The command.
+
+
+def test_the_command_writes_a_certificate_and_compares_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    done = runner.invoke(app, ["certify", "no_ep", "--out", str(first)])
+    assert done.exit_code == 0 and "CERTIFIED" in done.stdout and "1 rank, fp32 on the wire" in done.stdout
+    done = runner.invoke(app, ["certify", "no_ep", "--out", str(second), "--against", str(first), "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["differing"] == []
+    facts = json.loads(first.read_text())
+    facts["coverage"][0]["digest"] = "0" * 64
+    first.write_text(json.dumps(facts))
+    done = runner.invoke(app, ["certify", "no_ep", "--out", str(second), "--against", str(first)])
+    assert done.exit_code == 1 and "other bits" in done.stdout and "0000000000000000 there" in done.stdout
+    first.write_text("{}")
+    assert runner.invoke(app, ["certify", "no_ep", "--against", str(first)]).exit_code == 2
+
+
+def test_the_command_fails_with_the_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = install(monkeypatch, wrong.WrongOrderHome)
+    done = runner.invoke(app, ["certify", name, "--no-processes", "--out", str(tmp_path / "c.json")])
+    assert done.exit_code == 1 and "REFUSED" in done.stdout
+    assert "order: tokens come home in the order in which they left" in done.stdout
+    assert json.loads((tmp_path / "c.json").read_text())["failures"][0]["law"] == "order"
+
+
+def test_a_module_can_be_imported_first(tmp_path: Path) -> None:
+    done = runner.invoke(app, ["certify", "no_ep", "--import", "no_such_module", "--out", str(tmp_path / "c.json")])
+    assert done.exit_code == 2
+
+
+def test_every_type_of_stored_experts_is_tried_where_the_traits_claim_it() -> None:
+    names = {check.name for check in checks_of("torch_cpu", processes=False)}
+    further = {"fp8_channel", "fp8_tensor", "int8_channel", "int8_128x128", "mxfp4", "mxfp8", "nvfp4"}
+    assert {f"{scheme} weights, bf16 activations, bf16 out" for scheme in further} <= names
+    rounded = {check.name for check in checks_of("reference", processes=False)}
+    assert "int8_channel weights, int8_token activations, bf16 out" in rounded
+
+
+def test_an_emulated_library_is_certified_as_what_it_is() -> None:
+    certificate = certify("deepep_ll", processes=False)
+    assert certificate.passed, certificate.failures
+    assert "2 ranks, bf16 on the wire" in {one.check for one in certificate.coverage}
+    assert any(line.startswith("2 ranks, fp32 on the wire: ") for line in certificate.not_covered)
+    if "deep_ep" not in installed():
+        assert "deep_ep itself: its emulation answered" in certificate.not_covered

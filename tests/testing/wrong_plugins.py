@@ -1,0 +1,117 @@
+"""Ten plugins that each break one law of the contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.flight import Flight
+from moe_mk.prepare_finalize.all_to_all import AllToAll
+from moe_mk.quant.plain import FP32
+from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+from moe_mk.weights.expert_weights import Weights
+
+PLAIN = frozenset({"plain"})
+
+
+class Transport(AllToAll):
+    traits = replace(AllToAll.traits, wire=PLAIN)
+
+
+class Experts(ReferenceExperts):
+    traits = replace(ReferenceExperts.traits, weights=PLAIN, computes=("plain",), dtypes=frozenset({"fp32"}))
+
+
+class WrongSignature(Transport):
+    def prepare(self, hidden_states: Tensor, routing: Routing, extra: int = 0) -> Flight[Tokens]:  # type: ignore[override]
+        return super().prepare(hidden_states, routing)
+
+
+class WeighsTwice(Transport):
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        return (yield from super().finalize(replace(output, y=output.y * 0.5), tokens))
+
+
+class MutatesInputs(Transport):
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        tokens = yield from super().prepare(x_TH, routing)
+        x_TH.add_(1e-3)
+        return tokens
+
+
+class ReadsPadding(Experts):
+    def _batched(self, tokens: BatchedTokens, weights: Weights) -> Tensor:
+        return super()._batched(tokens, weights) + 0 * tokens.x_LSH.dequantize(torch.float32).sum()
+
+
+class IgnoresNowhere(Experts):
+    """Takes an id of -1 for expert 0, and a weight of 0 for a small one."""
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        if isinstance(tokens, RowTokens):
+            tokens = replace(tokens, ids_RK=tokens.ids_RK.clamp_min(0), weights_RK=tokens.weights_RK.clamp_min(0.1))
+        return super().run(tokens, weights)
+
+
+class NotDeterministic(Experts):
+    calls = 0
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        output = super().run(tokens, weights)
+        self.calls += 1
+        return replace(output, y=output.y * (1.0 + 1e-7 * (self.calls % 2)))
+
+
+class WrongOrderHome(Transport):
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        return (yield from super().finalize(output, tokens)).flip(0)
+
+
+class SkipsHopsWhenIdle(Transport):
+    """An idle rank does not take part in the combine: the others would wait for it."""
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        if not output.y.shape[0]:
+            return torch.zeros((0, self.context.hidden_size), dtype=output.y.dtype, device=output.y.device)
+        return (yield from super().finalize(output, tokens))
+
+
+class WrongDtype(Experts):
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        output = super().run(tokens, weights)
+        return replace(output, y=output.y.double())
+
+
+class WrongShape(Experts):
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        output = super().run(tokens, weights)
+        return replace(output, y=output.y[..., :-1]) if output.stage is OutputStage.RAW else output
+
+
+class LosesTheLast(Transport):
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        y_TH = yield from super().finalize(output, tokens)
+        return torch.cat((y_TH[:-1], torch.zeros_like(y_TH[-1:])))
+
+
+class LiesAboutItsStage(Experts):
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        output = super().run(tokens, weights)
+        return replace(output, stage=OutputStage.WEIGHTED) if output.stage is OutputStage.RAW else output
+
+
+class TooLarge(Experts):
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        output = super().run(tokens, weights)
+        return replace(output, y=output.y * 1.001)
+
+
+class Crashes(Experts):
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        raise IndexError("no such tile")
+
+
+assert FP32.name == "fp32"
