@@ -1,0 +1,164 @@
+"""Whole MoE blocks of DeepSeek-V3's shape in a `MoELayer`: gate, routing, routed and shared experts in one call.
+
+Whether a block has that shape is found by trying: the layer built from its weights must route and compute a random
+batch as the block does, or the block is left alone and named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, is_experts, weights_of
+from moe_mk.layer import MoELayer
+from moe_mk.verify.compare import ALL_TOKENS, error_of, experts_error
+from moe_mk.weights.expert_weights import SlotWeights
+
+LAYER = "_moe_mk_layer"
+GATE = ("weight", "e_score_correction_bias", "top_k", "routed_scaling_factor", "topk_group", "norm_topk_prob")
+PROBES = 48
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The MoE blocks by path that have the parts of DeepSeek-V3's."""
+    return {path: block for path, block in model.named_modules() if _has_parts(block)}
+
+
+def _has_parts(block: nn.Module) -> bool:
+    gate, experts, shared = (getattr(block, name, None) for name in ("gate", "experts", "shared_experts"))
+    return (
+        isinstance(experts, nn.Module)
+        and is_experts(experts)
+        and all(hasattr(gate, name) for name in GATE)
+        and (shared is None or all(hasattr(shared, f"{name}_proj") for name in ("gate", "up", "down")))
+    )
+
+
+@torch.no_grad()
+def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any]) -> MoELayer:
+    """A layer that computes what a block computes, from views of its weights.
+
+    Raises UnsupportedError where the two differ on a random batch.
+    """
+    experts, gate = block.experts, block.gate
+    assert isinstance(experts, nn.Module) and isinstance(gate, nn.Module)
+    facts = facts_of(experts)
+    if not facts.canonical:
+        raise UnsupportedError(f"{path} ({type(block).__name__})", [f"its experts have {', '.join(facts.oddities)}"])
+    dtype = next(p.dtype for p in gate.parameters()) if facts.scheme.block is not None else facts.scheme.dtype  # type: ignore[attr-defined]
+    config = MoEConfig.parse(_settings(block, facts), path).with_(**settings)
+    layer = MoELayer(config, device=facts.device, dtype=dtype, name=path)
+    layer.load_weights(_named(block, facts))
+    _must_agree(path, block, layer)
+    return layer
+
+
+def _settings(block: nn.Module, facts: ModuleFacts) -> dict[str, Any]:
+    gate: Any = block.gate
+    shared: Any = getattr(block, "shared_experts", None)
+    quant: dict[str, Any] = {"weights": facts.scheme.name}
+    if facts.scheme.block is not None:
+        scale = "ue8m0" if "ue8m0" in facts.scheme.name else "float32"
+        quant = {"weights": "fp8_block", "block": facts.scheme.block, "scale": scale}
+    model = {
+        "name": type(block).__name__,
+        "hidden_size": facts.hidden_size,
+        "moe_intermediate_size": facts.intermediate_size,
+        "num_experts": facts.num_experts,
+        "num_shared_experts": 0 if shared is None else 1,
+        "shared_intermediate_size": None if shared is None else shared.up_proj.weight.shape[0],
+        "activation": facts.activation,
+        "quant": quant,
+    }
+    router = {
+        "top_k": gate.top_k,
+        "scoring_func": "sigmoid",
+        "num_expert_group": getattr(gate, "num_group", None) or getattr(gate, "n_group", None) or 1,
+        "topk_group": gate.topk_group or 1,
+        "has_correction_bias": True,
+        "renormalize": bool(gate.norm_topk_prob),
+        "routed_scaling_factor": float(gate.routed_scaling_factor),
+    }
+    return {"model": model, "router": router}
+
+
+def _named(block: nn.Module, facts: ModuleFacts) -> dict[str, Tensor]:
+    """The block's tensors under the official names of a checkpoint, as views."""
+    gate: Any = block.gate
+    shared: Any = getattr(block, "shared_experts", None)
+    named = {"gate.weight": gate.weight.detach(), "gate.e_score_correction_bias": gate.e_score_correction_bias.detach()}
+    weights = weights_of(block.experts, facts)  # type: ignore[arg-type]
+    for expert in range(facts.num_experts):
+        named |= _mlp(f"experts.{expert}", weights.slot(expert))
+    for projection in ("gate", "up", "down") if shared is not None else ():
+        linear = getattr(shared, f"{projection}_proj")
+        named[f"shared_experts.{projection}_proj.weight"] = linear.weight.detach()
+        if facts.scheme.block is not None:
+            named[f"shared_experts.{projection}_proj.weight_scale_inv"] = linear.weight_scale_inv.detach()
+    return named
+
+
+def _mlp(prefix: str, slot: SlotWeights) -> dict[str, Tensor]:
+    named = {}
+    for projection, q in (("gate", slot.gate_IH), ("up", slot.up_IH), ("down", slot.down_HI)):
+        assert q is not None
+        named[f"{prefix}.{projection}_proj.weight"] = q.values
+        if q.scales is not None:
+            named[f"{prefix}.{projection}_proj.weight_scale_inv"] = q.scales
+    return named
+
+
+def _must_agree(path: str, block: nn.Module, layer: MoELayer) -> None:
+    """Raise UnsupportedError unless block and layer route a batch alike, and compute it within the formats' limits."""
+    draw = torch.Generator("cpu").manual_seed(5)
+    shape = (PROBES, layer.config.model.hidden_size)
+    x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(layer.device, layer.dtype)
+    gate: Any = block.gate
+    _, weights_TK, ids_TK = gate.forward(x_TH)  # not gate(): hooks listen to the model's own tokens only
+    ours = layer.route(x_TH)
+    reasons = []
+    same_T = (ours.ids_TK.sort(dim=1).values == ids_TK.sort(dim=1).values).all(dim=1)
+    if not bool(same_T.all()):
+        reasons.append(f"its gate chooses other experts for {int((~same_T).sum())} of {PROBES} tokens")
+    elif not torch.allclose(ours.weights_TK.sum(dim=1), weights_TK.float().sum(dim=1), rtol=1e-5):
+        reasons.append("its gate gives other weights")
+    else:
+        reasons += _differences(block, layer, x_TH)
+    layer.reset_expert_load()
+    if reasons:
+        raise UnsupportedError(f"{path} ({type(block).__name__}) is not DeepSeek-V3's block", reasons)
+
+
+def _differences(block: nn.Module, layer: MoELayer, x_TH: Tensor) -> list[str]:
+    shared: Any = getattr(block, "shared_experts", None)
+    gate: Any = block.gate
+    experts: Any = block.experts
+    _, weights_TK, ids_TK = gate.forward(x_TH)
+    expected = experts(x_TH, ids_TK, weights_TK).float() + (0 if shared is None else shared(x_TH).float())
+    error = float((layer(x_TH).float() - expected).norm() / expected.norm())
+    problem = layer.decision.problem
+    # Both round, each in its own way: the block as the checkpoint says, the layer as decided.
+    theirs = experts_error(problem.dtype, problem.activations or problem.dtype, problem.weights, x_TH.shape[1])
+    limit = ALL_TOKENS * math.hypot(error_of(layer.decision), theirs)
+    return [] if error <= limit else [f"its output differs by {error:.1e} of its size, formats allow {limit:.1e}"]
+
+
+def replaced_forward(block: nn.Module, layer: MoELayer) -> Callable[[Tensor], Tensor]:
+    """What a patched block does: the layer on all its tokens, and the gate as well where somebody listens to it."""
+    gate = block.gate
+    assert isinstance(gate, nn.Module)
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        if gate._forward_hooks:  # transformers records router logits by hooks on the gate
+            gate(hidden_states)
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        y_TH: Tensor = layer(x_TH)
+        return y_TH.view(hidden_states.shape)
+
+    return forward

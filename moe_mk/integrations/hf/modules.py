@@ -1,0 +1,185 @@
+"""An experts module of transformers as this library sees it: sizes, layout, weights, and what speaks against it.
+
+Flags and parameter names as of `transformers.integrations.moe` and `.finegrained_fp8` of transformers 5.23. Shapes are
+read from the parameters, never from attributes: under tensor parallelism those keep the global sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.gates import activation_of
+from moe_mk.quant.fp8_block import Fp8Block, weight_scheme
+from moe_mk.quant.plain import plain
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, Weights
+
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PARAMETERS = (
+    "gate_up_proj", "up_proj", "down_proj", "gate_up_proj_scale_inv", "up_proj_scale_inv", "down_proj_scale_inv",
+    "gate_up_proj_bias", "up_proj_bias", "down_proj_bias",
+)  # fmt: skip
+"""Every tensor that an experts module may hold for its two GEMMs."""
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What one experts module is."""
+
+    name: str
+    """Of its class."""
+    num_experts: int
+    """On this rank."""
+    hidden_size: int
+    intermediate_size: int
+    gated: bool
+    transposed: bool
+    """Whether weights lie as (inputs, outputs)."""
+    interleaved: bool
+    """Whether gate and up columns alternate."""
+    biased: bool
+    post_norm: bool
+    activation: str | None
+    """One of ours, or None: a gate of the module's own."""
+    scheme: QuantScheme
+    device: torch.device
+
+    @property
+    def canonical(self) -> bool:
+        """Whether registered experts backends can read the weights as they lie and do all the module does."""
+        odd = self.transposed or self.interleaved or self.biased or self.post_norm
+        return self.activation is not None and not odd
+
+    @property
+    def oddities(self) -> tuple[str, ...]:
+        """What keeps registered backends from serving it."""
+        named = {
+            "transposed weights": self.transposed,
+            "interleaved gate and up": self.interleaved,
+            "biases": self.biased,
+            "a norm after each expert": self.post_norm,
+            "a gate of its own": self.activation is None,
+        }
+        return tuple(what for what, holds in named.items() if holds)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers dispatches this module's forward by `experts_implementation`."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "down_proj")
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """The tensors a forward reads, in a fixed order; none that were given up."""
+    held = [getattr(module, name, None) for name in PARAMETERS]
+    return [tensor for tensor in held if tensor is not None and tensor.device.type != "meta"]
+
+
+def give_up(module: nn.Module) -> None:
+    """Free the module's own tensors: their shapes stay, on the meta device, and what reads their values raises."""
+    for name in PARAMETERS:
+        held = module._parameters.get(name)
+        if held is not None:
+            empty = torch.empty_like(held, device="meta", requires_grad=False)
+            module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+
+
+def facts_of(module: nn.Module) -> ModuleFacts:
+    """Describe a module; raises UnsupportedError naming the class and everything that cannot be served."""
+    reasons = reasons_against(module)
+    if reasons:
+        raise UnsupportedError(f"moe_mk cannot compute {type(module).__name__}", reasons)
+    gated, transposed = bool(module.has_gate), bool(module.is_transposed)
+    down = _tensor(module, "down_proj")
+    inner, hidden = (down.shape[1], down.shape[2]) if transposed else (down.shape[2], down.shape[1])
+    compute = module._apply_gate if gated else module.act_fn
+    return ModuleFacts(
+        name=type(module).__name__,
+        num_experts=down.shape[0],
+        hidden_size=hidden,
+        intermediate_size=inner,
+        gated=gated,
+        transposed=transposed,
+        interleaved=gated and not bool(module.is_concatenated),
+        biased=bool(module.has_bias),
+        post_norm=bool(getattr(module, "has_post_expert_norm", False)),
+        activation=activation_of(compute, gated=gated, device=down.device),  # type: ignore[arg-type]
+        scheme=_scheme(module, down),
+        device=down.device,
+    )
+
+
+def reasons_against(module: nn.Module) -> list[str]:
+    """Everything about a module that nothing here can compute; empty for all classes of transformers 5.23 in bf16."""
+    first, down = (getattr(module, name, None) for name in (_first_name(module), "down_proj"))
+    if not isinstance(first, Tensor) or not isinstance(down, Tensor):
+        return [f"it has no {_first_name(module)} and down_proj"]
+    gone = "its weights are on the meta device: not loaded yet, or given up by prepare(in_place=True); load the model"
+    reasons = [gone] if down.device.type == "meta" else []
+    if down.dtype is torch.float8_e4m3fn:
+        return reasons + _fp8_reasons(module, first)
+    if down.dtype not in PLAIN_DTYPES:
+        what = "packed FP4" if down.dtype is torch.int8 else str(down.dtype)
+        reasons.append(f"its weights are {what}; bf16, fp16, fp32 and FP8 e4m3 in blocks are read")
+    return reasons
+
+
+def _fp8_reasons(module: nn.Module, first: Tensor) -> list[str]:
+    reasons, block, scheme = [], getattr(module, "block_size", None), getattr(module, "activation_scheme", "dynamic")
+    if scheme != "dynamic":
+        reasons.append(f"activation_scheme is {scheme!r}; only 'dynamic' is computed")
+    if block is None:
+        return [*reasons, "its FP8 weights have one scale a tensor; scales in blocks (weight_block_size) are read"]
+    scales = _tensor(module, f"{_first_name(module)}_scale_inv")
+    halves, rows = 2 if module.has_gate else 1, first.shape[1]
+    wanted = halves * -(-rows // halves // block[0])
+    if scales.shape[1] != wanted:
+        reasons.append(f"{scales.shape[1]} rows of scales for {rows} rows in blocks of {block[0]}, expected {wanted}")
+    return reasons
+
+
+def weights_of(module: nn.Module, facts: ModuleFacts) -> Weights:
+    """The module's experts as weights of ours, as views; (out, in) each, transposed ones by a view as well."""
+    first, down = _matrix(module, _first_name(module), facts), _matrix(module, "down_proj", facts)
+    if isinstance(facts.scheme, Fp8Block):
+        scales = [_tensor(module, f"{name}_scale_inv") for name in (_first_name(module), "down_proj")]
+        slots = [_fp8_slot(facts, (first[e], scales[0][e]), (down[e], scales[1][e])) for e in range(facts.num_experts)]
+        return MappedExpertWeights(tuple(slots), facts.scheme)
+    w13, w2 = QuantTensor(first, None, facts.scheme), QuantTensor(down, None, facts.scheme)
+    return ExpertWeights(w13, w2, gated=facts.gated)
+
+
+def _fp8_slot(facts: ModuleFacts, first: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> SlotWeights:
+    """Gate and up have scales of their own: in a narrow expert both halves start a block."""
+    values, scales = first
+    if not facts.gated:
+        return SlotWeights(None, QuantTensor(values, scales, facts.scheme), QuantTensor(*down, facts.scheme))
+    inner, half = facts.intermediate_size, scales.shape[0] // 2
+    gate = QuantTensor(values[:inner], scales[:half], facts.scheme)
+    return SlotWeights(gate, QuantTensor(values[inner:], scales[half:], facts.scheme), QuantTensor(*down, facts.scheme))
+
+
+def _matrix(module: nn.Module, name: str, facts: ModuleFacts) -> Tensor:
+    held = _tensor(module, name)
+    return held.transpose(1, 2) if facts.transposed else held
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    held = getattr(module, name)
+    assert isinstance(held, Tensor)
+    return held.detach()
+
+
+def _first_name(module: nn.Module) -> str:
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def _scheme(module: nn.Module, down: Tensor) -> QuantScheme:
+    if down.dtype is not torch.float8_e4m3fn:
+        return plain(down.dtype)
+    scales = _tensor(module, "down_proj_scale_inv")
+    rows, columns = module.block_size  # type: ignore[misc]
+    return weight_scheme((int(rows), int(columns)), ue8m0=scales.dtype is torch.float8_e8m0fnu)

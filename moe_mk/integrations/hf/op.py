@@ -1,0 +1,106 @@
+"""The experts of a foreign module as one operator of torch, so that `torch.compile(fullgraph=True)` sees one node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+# Imported before the first call of a custom op imports it, see `moe_mk.layer.custom_op`.
+import torch.distributed.nn
+from torch import Tensor, nn
+
+from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.integrations.hf.modules import tensors_of
+from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter, module_of, plan_of
+from moe_mk.shapes import expect
+from moe_mk.tokens import Routing
+
+
+@torch.library.custom_op("moe_mk::hf_experts", mutates_args=())
+def hf_experts(
+    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, tensors: Sequence[Tensor], number: int, settings: str
+) -> Tensor:
+    """Run the experts of a module on (T, H), (T, K) ids and (T, K) weights; ids outside its experts go nowhere."""
+    module = module_of(number)
+    check_tensors(module, tensors)
+    plan = plan_of(module, hidden_states.dtype, json.loads(settings))
+    routing = routing_of(topk_ids, topk_weights, plan.facts.num_experts)
+    return plan.run(hidden_states.contiguous(), routing)
+
+
+@hf_experts.register_fake
+def _(
+    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, tensors: Sequence[Tensor], number: int, settings: str
+) -> Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+def _no_gradient(ctx: Any, *grads: Tensor) -> None:
+    del ctx, grads
+    raise UnsupportedError(
+        "gradients through experts_implementation='moe_mk'",
+        ["it serves inference; train with experts_implementation='grouped_mm'"],
+    )
+
+
+hf_experts.register_autograd(_no_gradient, setup_context=lambda ctx, inputs, output: None)
+
+
+class ExpertsFunction:
+    """What a registry of transformers holds: called as if it were the forward of an experts module."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        check_settings(settings)
+        self.name, self.settings = name, dict(settings)
+        self._told = json.dumps(self.settings)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
+        """(T, H) to (T, H). top_k_weights are renormalised and scaled already, and nothing is scaled again."""
+        if torch.compiler.is_compiling():  # no tables while tracing: a number of 0 is refused when the graph runs
+            number = getattr(module, NUMBER, 0)
+        else:
+            _check(module, hidden_states, top_k_index, top_k_weights, args, kwargs)
+            number = enter(module)
+        tensors = tensors_of(module)
+        out: Tensor = hf_experts(hidden_states, top_k_index, top_k_weights, tensors, number, self._told)
+        return out
+
+
+def routing_of(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
+    """Whatever id a host uses for "not here" (E, -1) becomes -1, and weighs nothing."""
+    here = (topk_ids >= 0) & (topk_ids < num_experts)
+    ids_TK = torch.where(here, topk_ids, -1).to(torch.int32)
+    return Routing(ids_TK, topk_weights.to(torch.float32).masked_fill(~here, 0.0))
+
+
+def check_tensors(module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Raise UnsupportedError if a graph compiled for one module is run with the tensors of another."""
+    pairs = list(zip(tensors_of(module), tensors, strict=True))
+    if any(own.data_ptr() != given.data_ptr() and not torch.equal(own, given) for own, given in pairs):
+        raise UnsupportedError(
+            f"this graph was compiled for another {type(module).__name__}", ["call prepare(model) on the copy first"]
+        )
+
+
+def _check(
+    module: nn.Module, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, args: Sequence[object], kwargs: object
+) -> None:
+    if args or kwargs:
+        raise UnsupportedError(
+            f"{type(module).__name__} is called with more than tokens, ids and weights", [f"{args} {kwargs}"]
+        )
+    expect("hidden_states", x_TH, "T H", (torch.bfloat16, torch.float16, torch.float32))
+    expect("top_k_index", ids_TK, "T K", (torch.int32, torch.int64), x_TH.device, T=x_TH.shape[0])
+    if weights_TK.shape != ids_TK.shape:
+        raise ShapeError(f"top_k_weights is {tuple(weights_TK.shape)}, top_k_index is {tuple(ids_TK.shape)}")

@@ -1,0 +1,210 @@
+"""How one experts module is computed: which backend, why, and its weights in that backend's layout.
+
+A plan belongs to one module and is thrown away when the module's tensors change. Modules go by a number in a weak
+table, because an operator of torch takes tensors and numbers only; it keeps nothing alive and configures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.single import SingleRank
+from moe_mk.config.moe import KernelConfig, MoEConfig
+from moe_mk.config.problem import Problem
+from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.experts.base import FusedExperts
+from moe_mk.external.device import profile_here
+from moe_mk.external.library import installed
+from moe_mk.flight import land
+from moe_mk.integrations.hf.module_experts import NAME, ModuleExperts
+from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, give_up, tensors_of, weights_of
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.oracle import Decision, select
+from moe_mk.oracle.assemble import Parts, assemble
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.quant.plain import plain
+from moe_mk.tokens import Routing
+from moe_mk.weights.expert_weights import CANONICAL, MAPPED, Weights
+
+NUMBER = "_moe_mk_number"
+Settings = Mapping[str, Any]
+"""Bare keys of MoEConfig.kernel, for instance experts="torch_cpu"."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who shares the experts out, and whether all of them bring the same tokens."""
+
+    comm: Communicator
+    replicated: bool = False
+
+
+ALONE = Ranks(SingleRank())
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """One module, decided and laid out."""
+
+    facts: ModuleFacts
+    decision: Decision
+    kernel: FusedMoEKernel
+    weights: Weights
+    ranks: Ranks
+    dtype: torch.dtype
+    stamp: tuple[object, ...]
+    settings: tuple[tuple[str, Any], ...]
+
+    @property
+    def experts(self) -> str:
+        """The backend that multiplies."""
+        return self.decision.chosen.experts if self.facts.canonical else NAME
+
+    @property
+    def because(self) -> str:
+        """Why this backend."""
+        if self.facts.canonical:
+            chosen, verdicts = self.decision.chosen, self.decision.verdicts
+            pin = dict(self.settings).get("experts", "auto")
+            if pin != "auto":
+                return f"pinned by experts={pin!r}"
+            able = [v for v in verdicts if v.prepare_finalize == chosen.prepare_finalize and not v.reasons]
+            return f"cheapest of {len(able)} that can serve" if len(able) > 1 else "the only one that can serve"
+        return f"the module has {', '.join(self.facts.oddities)}, which no registered backend reads"
+
+    def run(self, x_TH: Tensor, routing: Routing) -> Tensor:
+        """(T, H) to (T, H), weighted and summed. routing.ids_TK: experts of all ranks, -1 goes nowhere."""
+        y_TH = land(self.kernel.steps(x_TH, routing, self.weights))
+        if self.kernel.prepare_finalize.traits.partial:
+            y_TH = land(self.ranks.comm.all_reduce(y_TH, "late reduce"))
+        return y_TH
+
+
+_numbers = count(1)
+_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_plans: WeakKeyDictionary[nn.Module, ModulePlan] = WeakKeyDictionary()
+
+
+def enter(module: nn.Module) -> int:
+    """The number of a module; a copy of a module gets one of its own."""
+    number = getattr(module, NUMBER, 0)
+    if _modules.get(number) is not module:
+        number = next(_numbers)
+        setattr(module, NUMBER, number)
+        _modules[number] = module
+    return number
+
+
+def module_of(number: int) -> nn.Module:
+    """The module of a number; raises UnsupportedError for one that was never entered, or is gone."""
+    if number == 0:
+        raise UnsupportedError(
+            "a model that this library has not met was compiled",
+            ["call moe_mk.integrations.transformers.prepare(model) before torch.compile"],
+        )
+    if number not in _modules:
+        raise UnsupportedError("the experts module of a compiled graph is gone", ["compile the new model again"])
+    return _modules[number]
+
+
+def plan_of(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan:
+    """The plan of a module, made anew where its tensors, their contents, the dtype or the settings changed."""
+    held, stamp, wanted = _plans.get(module), stamp_of(module), tuple(sorted(settings.items()))
+    if held and (held.stamp, held.dtype, held.settings, held.ranks) == (stamp, dtype, wanted, ranks):
+        return held
+    _plans[module] = made = make_plan(module, dtype, settings, ranks)
+    return made
+
+
+def keep_only_plan(module: nn.Module, plan: ModulePlan) -> bool:
+    """Free the module's own tensors where the plan holds a copy in another layout; returns whether it did."""
+    if plan.weights.layout in (CANONICAL, MAPPED):
+        return False
+    give_up(module)
+    _plans[module] = replace(plan, stamp=stamp_of(module))
+    return True
+
+
+def stamp_of(module: nn.Module) -> tuple[object, ...]:
+    """What changes when a tensor of the module is replaced, moved, cast or written to."""
+    return tuple(
+        (t.data_ptr(), t.device, t.dtype, t.shape, 0 if t.is_inference() else t._version) for t in tensors_of(module)
+    )
+
+
+def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan:
+    """Decide and lay out; raises UnsupportedError with every reason, before any work."""
+    facts = facts_of(module)
+    decision = select(_problem(module, facts, dtype, settings, ranks))
+    parts = Parts(ExpertMap.linear(facts.num_experts * ranks.comm.size, ranks.comm.size), facts.device, ranks.comm)
+    kernel = assemble(decision, parts)
+    assert isinstance(kernel, FusedMoEKernel)
+    if not facts.canonical:
+        kernel = FusedMoEKernel(kernel.prepare_finalize, ModuleExperts(kernel.experts.context, module, facts))
+    experts: FusedExperts = kernel.experts
+    laid_out = experts.relayout(weights_of(module, facts))
+    wanted = tuple(sorted(settings.items()))
+    return ModulePlan(facts, decision, kernel, laid_out, ranks, dtype, stamp_of(module), wanted)
+
+
+def _problem(module: nn.Module, facts: ModuleFacts, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> Problem:
+    config = MoEConfig.parse(_described(module, facts, ranks), facts.name).with_(**settings)
+    if config.kernel.prepare_finalize == "auto" and ranks.comm.size == 1:
+        config = config.with_(prepare_finalize="no_ep")  # the router of the model has routed already
+    if not facts.canonical:
+        if config.kernel.experts != "auto":
+            has = f"{facts.name} has {', '.join(facts.oddities)}"
+            raise UnsupportedError(
+                f"{config.kernel.experts} cannot compute {facts.name}", [f"{has}; use experts='auto'"]
+            )
+        # The transport alone is asked for; the reference serves wherever torch does.
+        config = config.with_(experts="reference", activations="plain", wire="plain")
+    return Problem(config, profile_here(facts.device), plain(dtype), config.kernel.max_num_tokens, installed())
+
+
+def _described(module: nn.Module, facts: ModuleFacts, ranks: Ranks) -> dict[str, Any]:
+    scheme, num_experts = facts.scheme, facts.num_experts * ranks.comm.size
+    quant: dict[str, Any] = {"weights": scheme.name}
+    if scheme.block is not None:
+        quant = {
+            "weights": "fp8_block",
+            "block": scheme.block,
+            "scale": "ue8m0" if "ue8m0" in scheme.name else "float32",
+        }
+    model = {
+        "name": facts.name,
+        "hidden_size": facts.hidden_size,
+        "moe_intermediate_size": facts.intermediate_size,
+        "num_experts": num_experts,
+        "activation": facts.activation or "silu",
+        "quant": quant,
+    }
+    parallel = {"ep": ranks.comm.size, "tokens": "replicated" if ranks.replicated else "sharded"}
+    return {"model": model, "router": {"top_k": top_k_of(module, num_experts)}, "parallel": parallel}
+
+
+def top_k_of(module: nn.Module, num_experts: int) -> int:
+    """Experts a token, as the model's configuration says; it only weighs in the choice of a backend."""
+    config = getattr(module, "config", None)
+    for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token", "top_k"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return min(value, num_experts)
+    return min(2, num_experts)
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise ConfigError for a setting that is not one of the kernel's."""
+    unknown = sorted(set(settings) - set(KernelConfig.model_fields))
+    if unknown:
+        known = ", ".join(KernelConfig.model_fields)
+        raise ConfigError(f"no kernel setting is called {', '.join(map(repr, unknown))} (known: {known})")
+    KernelConfig(**settings)

@@ -1,0 +1,100 @@
+"""A tiny random DeepSeek-V3 in transformers' layout, stored as FP8: something to try the integration with.
+
+The weights are drawn wide enough that the experts decide which token comes next: with the usual spread of 0.02 a model
+generates the same tokens whatever its experts compute.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from moe_mk.quant.fp8_block import FP8_128x128
+
+SPREAD = 0.3
+VOCABULARY = 96
+
+
+def tiny_config(**changes: Any) -> DeepseekV3Config:
+    """Three layers, two of them with 8 experts in 2 groups, top-2, and a shared expert."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+        "max_position_embeddings": 128,
+        "initializer_range": SPREAD,
+        "pad_token_id": 0,
+        "eos_token_id": VOCABULARY - 1,
+    }
+    return DeepseekV3Config(**(settings | changes))
+
+
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> DeepseekV3ForCausalLM:
+    """A random model with correction biases that matter; leaves torch's global generator as it was."""
+    config = tiny_config(**changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DeepseekV3ForCausalLM(config)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
+    nn.Module.to(model, dtype)
+    nn.Module.eval(model)
+    return model
+
+
+def write_fp8_checkpoint(folder: str | Path, seed: int = 0) -> Path:
+    """Write the model with every linear layer and expert in FP8 128x128 blocks, under the official names."""
+    folder = Path(folder)
+    model = tiny_model(seed, torch.bfloat16)
+    model.save_pretrained(folder, safe_serialization=True)
+    linear = {f"{path}.weight" for path, part in model.named_modules() if type(part) is nn.Linear} - {"lm_head.weight"}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _saved(folder).items():
+        if name in linear or ".experts." in name:
+            q = FP8_128x128.quantize(tensor.float())
+            assert q.scales is not None
+            tensors[name], tensors[f"{name}_scale_inv"] = q.values, q.scales
+        else:
+            tensors[name] = tensor
+    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
+    _state_fp8(folder / "config.json")
+    return folder
+
+
+def _saved(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(str(folder / "model.safetensors"))
+
+
+def _state_fp8(file: Path) -> None:
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,0 +1,181 @@
+"""Hugging Face transformers: `from_pretrained(path, experts_implementation="moe_mk")`, and what goes with it.
+
+    from moe_mk.integrations.transformers import explain, register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_mk")
+    print(explain(model))
+
+Written for transformers 5.23; features are looked for, versions are not compared. Inference only: a backward pass
+through the experts raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.integrations import moe
+
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.blocks import LAYER, blocks_of, layer_of, replaced_forward
+from moe_mk.integrations.hf.fp8 import cpu_fp8
+from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
+from moe_mk.integrations.hf.op import ExpertsFunction
+from moe_mk.integrations.hf.plan import enter, keep_only_plan, plan_of
+from moe_mk.integrations.hf.report import ModelReport, ModuleReport, report_of
+
+__all__ = [
+    "ModelReport", "ModuleReport", "config_from_hf", "cpu_fp8", "explain", "patch_blocks", "patched_blocks", "prepare",
+    "register", "unpatch_blocks",
+]  # fmt: skip
+
+
+def register(name: str = "moe_mk", **settings: Any) -> tuple[str, ...]:
+    """Make `experts_implementation=name` known, for bf16 and for FP8 experts, and `ep_implementation=name`.
+
+    settings: of MoEConfig.kernel by their bare key, for instance experts="torch_cpu" or activations="checkpoint".
+    Returns the registries it was entered in; a second call with other settings replaces them. Raises ConfigError for an
+    unknown setting.
+    """
+    function, entered = ExpertsFunction(name, settings), ["experts"]
+    moe.ExpertsInterface.register(name, function)
+    fp8 = _fp8_registry()
+    if fp8 is not None:
+        fp8.register(name, function)
+        entered.append("fp8 experts")
+    parallel = _parallel_registry()
+    if parallel is not None:
+        from moe_mk.integrations.hf.parallel import ep_class
+
+        parallel.register(name, ep_class(settings))
+        entered.append("expert parallel")
+    return tuple(entered)
+
+
+def _fp8_registry() -> Any:
+    try:
+        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    except ImportError:
+        return None
+    return FP8ExpertsInterface
+
+
+def _parallel_registry() -> Any:
+    """Not in every version: 5.19 has none."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:
+        return None
+    return EPImplementationInterface
+
+
+def prepare(model: nn.Module, name: str = "moe_mk", *, in_place: bool = False) -> ModelReport:
+    """Choose and lay out the experts of every module now, not at the first forward; needed before `torch.compile`.
+
+    in_place: where a backend keeps the weights in a layout of its own, free the module's parameters. The model then
+    runs by this library alone, and can neither be saved nor switched to other experts; load it again for that.
+    Raises UnsupportedError naming every module that cannot be computed, with all reasons, before any is laid out.
+    """
+    found = {path: module for path, module in model.named_modules() if is_experts(module)}
+    if not found:
+        raise UnsupportedError(f"{type(model).__name__} has no experts module that transformers dispatches")
+    refused = [
+        f"{path} ({type(module).__name__}): {reason}"
+        for path, module in found.items()
+        for reason in (reasons_against(module) if tensors_of(module) else [])
+    ]
+    if refused:
+        raise UnsupportedError(f"moe_mk cannot serve {type(model).__name__}", refused)
+    modules = []
+    for path, module in found.items():
+        enter(module)
+        plan = plan_of(module, _dtype_of(model, module), _function(module, name).settings)
+        if in_place:
+            keep_only_plan(module, plan)
+        modules.append(report_of(path, plan, sum(t.nbytes for t in tensors_of(module))))
+    return ModelReport(type(model).__name__, tuple(modules))
+
+
+def explain(model: nn.Module, name: str = "moe_mk") -> ModelReport:
+    """Every experts module of a model: its backend, why, and why not the others. Print it, or take `as_dict()`."""
+    return prepare(model, name)
+
+
+def config_from_hf(config: PretrainedConfig | dict[str, Any], **overrides: Any) -> MoEConfig:
+    """The settings of a MoE layer from a transformers configuration; raises ConfigError for a model without one."""
+    from moe_mk.config.hf import settings_from_hf
+
+    text = config.get_text_config().to_dict() if isinstance(config, PretrainedConfig) else dict(config)
+    where = str(text.get("_name_or_path") or text.get("model_type") or "config")
+    return MoEConfig.parse(settings_from_hf(text, where), where).with_(**overrides)
+
+
+def patch_blocks(model: nn.Module, **settings: Any) -> dict[str, Any]:
+    """Compute every block of DeepSeek-V3's shape in a `MoELayer`: gate, routing, routed and shared experts.
+
+    Returns the layers by path. All blocks are tried before any is changed. Router logits are recorded as before.
+    Raises UnsupportedError for a model without such blocks, and for blocks that compute something else.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no block with DeepSeek-V3's parts",
+            ["use experts_implementation='moe_mk', which serves the experts of every family"],
+        )
+    layers, refused = {}, []
+    for path, block in blocks.items():
+        if LAYER in vars(block):
+            continue
+        try:
+            layers[path] = layer_of(path, block, settings)
+        except UnsupportedError as problem:
+            refused.append(str(problem).replace("\n  - ", ": "))
+    if refused:
+        raise UnsupportedError(f"blocks of {type(model).__name__} cannot be patched", refused)
+    for path, layer in layers.items():
+        # Not through nn.Module.__setattr__: the layer's counter and views are no part of the model's state.
+        vars(blocks[path])[LAYER] = layer
+        vars(blocks[path])["forward"] = replaced_forward(blocks[path], layer)
+    return layers
+
+
+def unpatch_blocks(model: nn.Module) -> int:
+    """Give patched blocks their own forward back; returns how many there were."""
+    patched = [block for block in model.modules() if LAYER in vars(block)]
+    for block in patched:
+        del vars(block)[LAYER], vars(block)["forward"]
+    return len(patched)
+
+
+@contextmanager
+def patched_blocks(model: nn.Module, **settings: Any) -> Iterator[dict[str, Any]]:
+    """Patch for the time of a `with` block."""
+    try:
+        yield patch_blocks(model, **settings)
+    finally:
+        unpatch_blocks(model)
+
+
+def _function(module: nn.Module, name: str) -> ExpertsFunction:
+    registry = _fp8_registry() if hasattr(module, "down_proj_scale_inv") else moe.ExpertsInterface
+    function = registry._global_mapping.get(name) if registry is not None else None
+    if not isinstance(function, ExpertsFunction):
+        raise UnsupportedError(f"experts implementation {name!r} is not ours", [f"call register({name!r}) first"])
+    return function
+
+
+def _dtype_of(model: nn.Module, module: nn.Module) -> torch.dtype:
+    """What tokens come in: the weights' dtype, or of an FP8 model that of its first wider parameter."""
+    wide = (torch.bfloat16, torch.float16, torch.float32)
+    if not hasattr(module, "down_proj_scale_inv") and isinstance(module.down_proj, torch.Tensor):
+        return module.down_proj.dtype
+    stated: object = getattr(model, "dtype", None)
+    if isinstance(stated, torch.dtype) and stated in wide:
+        return stated
+    return next((p.dtype for p in model.parameters() if p.dtype in wide), torch.bfloat16)

@@ -1,0 +1,11 @@
+"""Measured kernel parameters: what may be tried, trying it within a budget, and files of what was found."""
+
+from moe_mk.tuning.files import Measured, TunedPoint, load_measured, save_measured, tuned_path
+from moe_mk.tuning.session import TuneCase, TuneResult, tune
+from moe_mk.tuning.space import Candidate, Space, space_of
+from moe_mk.tuning.vllm import VllmTuned, read_vllm
+
+__all__ = [
+    "Candidate", "Measured", "Space", "TuneCase", "TuneResult", "TunedPoint", "VllmTuned", "load_measured", "read_vllm",
+    "save_measured", "space_of", "tune", "tuned_path",
+]  # fmt: skip

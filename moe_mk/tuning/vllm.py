@@ -1,0 +1,73 @@
+"""vLLM's tuned files, read as they are: E=256,N=256,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json.
+
+Keys are numbers of tokens, values Triton parameters; "triton_version" may stand beside them. Format as of vLLM 0.33.
+Parameters serve inside the tuned range only: a file with small sizes alone once cost prefill 2 % (vllm-project/vllm
+issue 52192).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_mk.errors import ConfigError
+
+NAME = re.compile(
+    r"^E=(?P<experts>\d+),N=(?P<inner>\d+),device_name=(?P<device>[^,]+)"
+    r"(?:,dtype=(?P<dtype>[^,]+?))?(?:,block_shape=\[(?P<rows>\d+), ?(?P<columns>\d+)\])?\.json$"
+)
+VERSION = "triton_version"
+
+
+@dataclass(frozen=True)
+class VllmTuned:
+    """One file."""
+
+    num_experts: int
+    intermediate_size: int
+    """N of the file's name: of one TP shard."""
+    device: str
+    dtype: str | None
+    """None: unquantised."""
+    block: tuple[int, int] | None
+    triton_version: str | None
+    parameters: Mapping[int, Mapping[str, Any]]
+    """By number of tokens, ascending."""
+
+    def at(self, tokens: int) -> Mapping[str, Any] | None:
+        """The parameters of the nearest size on a logarithmic scale; None outside the tuned range."""
+        sizes = list(self.parameters)
+        if not sizes or not sizes[0] <= tokens <= sizes[-1]:
+            return None
+        return self.parameters[min(sizes, key=lambda size: abs(math.log(size / tokens)))]
+
+
+def read_vllm(path: str | Path) -> VllmTuned:
+    """Read one of vLLM's files. Raises ConfigError for another name or content."""
+    path = Path(path)
+    named = NAME.match(path.name)
+    if named is None:
+        raise ConfigError(f"{path.name} is no name of a tuned file of vLLM: E=..,N=..,device_name=..[,dtype=..].json")
+    try:
+        data = dict(json.loads(path.read_text(encoding="utf-8")))
+        version = data.pop(VERSION, None)
+        sizes = {int(tokens): dict(parameters) for tokens, parameters in data.items()}
+        if not sizes or min(sizes) < 1:
+            raise ValueError("it has no sizes, or one that is not positive")
+    except (OSError, TypeError, ValueError) as problem:
+        raise ConfigError(f"{path} holds no tuned parameters of vLLM: {problem}") from None
+    block = (int(named["rows"]), int(named["columns"])) if named["rows"] else None
+    return VllmTuned(
+        num_experts=int(named["experts"]),
+        intermediate_size=int(named["inner"]),
+        device=named["device"],
+        dtype=named["dtype"],
+        block=block,
+        triton_version=version,
+        parameters=dict(sorted(sizes.items())),
+    )

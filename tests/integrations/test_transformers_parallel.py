@@ -1,0 +1,66 @@
+"""Expert parallelism of transformers, its communication half carried by our transports: two processes over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers.distributed.expert_parallel", reason="this transformers has no EP registry")
+
+from moe_mk.integrations.hf.tiny import tiny_model
+from moe_mk.testing.processes import RankError, RankWorld
+from tests.integrations import hf_ranks
+
+CLOSE = 1e-5
+"""Relative, in f32: two ranks add up in another order than one."""
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(2) as started:
+        yield started
+
+
+def prompts() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randint(1, 90, (2, 7), generator=draw), torch.randint(1, 90, (1, 3), generator=draw)]
+
+
+@torch.no_grad()
+def error(got: Tensor, ids: Tensor) -> float:
+    model = tiny_model()
+    model.set_experts_implementation("eager")
+    want = model(ids).logits
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("transport", ["auto", "all_gather", "all_to_all"])
+def test_ranks_with_their_own_batches(world: RankWorld, transport: str) -> None:
+    ids = prompts()
+    answers = world.call(hf_ranks.forward, ids, False, "moe_mk", {"prepare_finalize": transport})
+    for answer, mine in zip(answers, ids, strict=True):
+        assert answer["num_experts"] == 4
+        assert error(answer["logits"], mine) < CLOSE
+
+
+def test_ranks_that_share_a_batch(world: RankWorld) -> None:
+    ids = prompts()[0]
+    for answer in world.call(hf_ranks.forward, ids, True, "moe_mk", {}):
+        assert error(answer["logits"], ids) < CLOSE
+
+
+@pytest.mark.parametrize(("theirs", "shared"), [("all_reduce", True), ("all_to_all", True), ("all_to_all", False)])
+def test_our_experts_behind_their_communication(world: RankWorld, theirs: str, shared: bool) -> None:
+    ids = prompts()
+    given = ids[0] if shared else ids
+    for rank, answer in enumerate(world.call(hf_ranks.forward, given, shared, theirs, {})):
+        assert answer["num_experts"] == 4
+        assert error(answer["logits"], ids[0] if shared else ids[rank]) < CLOSE
+
+
+def test_a_transport_that_cannot_serve_is_refused_on_every_rank(world: RankWorld) -> None:
+    with pytest.raises(RankError, match=r"2 of 2 ranks failed(.|\n)*serves 1 rank, the group has 2"):
+        world.call(hf_ranks.forward, prompts(), False, "moe_mk", {"prepare_finalize": "no_ep"})

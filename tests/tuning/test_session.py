@@ -1,0 +1,161 @@
+"""A tuning session: every candidate once, within its budget, and on from where a killed one stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_mk.cli import app
+from moe_mk.cli.tune import TuneOrder, case_of, command_of
+from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
+from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.quant.plain import FP32
+from moe_mk.testing.experts import random_experts
+from moe_mk.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
+from moe_mk.tuning.space import thread_counts
+from moe_mk.weights.expert_weights import ExpertWeights
+
+CASE = TuneCase("reference", 32, 16, 4, 2, FP32, FP32, FP32)
+CPU = torch.device("cpu")
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than cores make a run slow on a busy machine; what is tested is not the time."""
+    monkeypatch.setattr(session, "REPEATS", 1)
+
+
+def stack(case: TuneCase, device: torch.device) -> ExpertWeights:
+    return random_experts(case.weights, case.num_slots, case.hidden_size, case.intermediate_size, device)
+
+
+def run(
+    path: Path, tokens: Sequence[int] = (1, 8), case: TuneCase = CASE, budget: float = 30.0, **more: Any
+) -> TuneResult:
+    settings: dict[str, Any] = {"cores": 3, "device": CPU, "meta": {"by": "a test"}, "stack": stack} | more
+    return tune(case, tokens, path, budget_s=budget, **settings)
+
+
+class Declares(ReferenceExperts):
+    """A backend with two tiles, of which the wide one is for many rows only."""
+
+    tile = "none"
+    made: ClassVar[list[str]] = []
+
+    @classmethod
+    def tuning_space(cls, context: ExpertsContext, rows: int) -> Sequence[Mapping[str, str]]:
+        return [{"tile": "narrow"}, {"tile": "wide"}] if rows > 4 else [{"tile": "narrow"}]
+
+    def tuned_with(self, parameters: Mapping[str, str]) -> FusedExperts:
+        self.made.append(parameters["tile"])
+        return self
+
+
+def test_every_candidate_is_measured_once_and_the_fastest_is_kept(tmp_path: Path) -> None:
+    path, threads = tmp_path / "case.json", torch.get_num_threads()
+    result = run(path)
+    assert (result.complete, result.measured, result.resumed) == (True, 6, 0)  # 1, 2 and 3 threads, twice
+    assert [point.tokens for point in result.points] == [1, 8]
+    assert load_measured(path, "").points == result.points
+    assert json.loads(path.with_suffix(".meta.json").read_text())["complete"] is True
+    assert not path.with_suffix(".part.jsonl").exists()
+    assert torch.get_num_threads() == threads, "torch's threads are as they were"
+
+
+def test_a_killed_session_is_gone_on_with(tmp_path: Path) -> None:
+    path, seen = tmp_path / "case.json", []
+
+    def killed(what: str, done: int, total: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(path, on_measured=killed)
+    part = path.with_suffix(".part.jsonl")
+    assert len(part.read_text().splitlines()) == 4
+    with part.open("a") as opened:
+        opened.write('{"case": "cut off in the mid')
+    result = run(path, on_measured=lambda what, done, total: seen.append((done, total)))
+    assert (result.complete, result.measured, result.resumed) == (True, 2, 4)
+    assert seen == [(done, 6) for done in range(6)]
+
+
+def test_a_spent_budget_leaves_a_file_and_says_that_more_is_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = tmp_path / "case.json", iter(float(second) for second in range(10_000))
+    monkeypatch.setattr(session, "now", lambda: next(clock))
+    result = run(path, budget=8.0)
+    assert not result.complete and 0 < result.measured < 6
+    assert json.loads(path.with_suffix(".meta.json").read_text())["complete"] is False
+    monkeypatch.undo()
+    again = run(path)
+    assert again.complete and again.resumed == result.measured and again.measured == 6 - result.measured
+
+
+def test_another_case_does_not_take_over_measurements(tmp_path: Path) -> None:
+    path = tmp_path / "case.json"
+    path.with_suffix(".part.jsonl").write_text(
+        json.dumps({"case": "another", "tokens": 1, "parameters": {"threads": 1}, "microseconds": 1.0}) + "\n"
+    )
+    assert run(path, tokens=(1,)).resumed == 0
+
+
+def test_a_backend_declares_its_own_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPERTS._entries, "declares", Declares)
+    Declares.made.clear()
+    result = run(tmp_path / "case.json", case=replace(CASE, experts="declares"))
+    assert result.complete and result.measured == 3
+    assert Declares.made == ["narrow", "narrow", "wide"]
+    assert {point.parameters["tile"] for point in result.points} <= {"narrow", "wide"}
+
+
+def test_the_faster_candidate_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_microseconds", lambda e, w, t, candidate, s: 10.0 / candidate["threads"])
+    assert {point.parameters["threads"] for point in run(tmp_path / "case.json").points} == {3}
+
+
+def test_what_cannot_be_tuned_is_refused() -> None:
+    context = ExpertsContext(FP32, FP32, "silu", 4, 32, 16, torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match=r"ReferenceExperts declares nothing to tune\n.*tuning_space"):
+        space_of(ReferenceExperts, context, 1, 2)
+
+
+def test_budgets_and_sizes_are_checked_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokens \[\] must be positive"):
+        run(tmp_path / "case.json", tokens=())
+    with pytest.raises(ConfigError, match=r"budget of 0 s"):
+        run(tmp_path / "case.json", budget=0.0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("cores", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_threads_are_powers_of_two_and_all_cores(cores: int, counts: list[int]) -> None:
+    assert thread_counts(cores) == counts
+
+
+def test_the_command_measures_and_its_hint_can_be_run(tmp_path: Path) -> None:
+    sizes = ["--hidden", "32", "--intermediate", "16", "--slots", "4", "--weights", "plain"]
+    options = ["tune", "torch_cpu", *sizes, "--tuned-dir", str(tmp_path)]
+    done = runner.invoke(app, [*options, "--tokens", "1,4", "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["complete"] and Path(told["path"]).is_file()
+    case = case_of(TuneOrder("torch_cpu", 32, 16, 4, 2, (1,), "plain", "plain", "bfloat16", "cpu", 1.0, None, False))
+    hint = command_of(case).split()
+    assert hint[0] == "moe-mk"
+    dry = runner.invoke(app, [*hint[1:], "--tuned-dir", str(tmp_path), "--dry-run"])
+    assert dry.exit_code == 0 and json.loads(dry.stdout) == {"case": case.name, "path": told["path"]}
+    assert runner.invoke(app, ["tune", "torch_cpx", *sizes]).exit_code == 2
+    assert runner.invoke(app, ["tune", "torch_cpu", "--weights", "int7"]).exit_code == 2
+    narrow = runner.invoke(app, ["tune", "torch_cpu", "--intermediate", "64"])
+    assert narrow.exit_code == 2 and "must be a multiple of 128 with --weights fp8" in narrow.stderr
