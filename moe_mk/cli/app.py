@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_mk.cli.checkpoints import WriteOrder, inspect, make
+from moe_mk.cli.convert import ConvertOrder, convert
 from moe_mk.cli.doctor import examine
 from moe_mk.cli.exits import speaking
 from moe_mk.cli.explain import Question, explain_config
@@ -19,10 +20,12 @@ from moe_mk.cli.plan import plan_run
 from moe_mk.cli.processes import run_ranks
 from moe_mk.cli.screen import Screen
 from moe_mk.cli.show import show_plan
+from moe_mk.cli.workbench import workbench
 from moe_mk.cli.world import world_of
 from moe_mk.config.moe import MoEConfig
 from moe_mk.external.device import collective_backend
-from moe_mk.weights.checkpoint_shape import CheckpointShape
+from moe_mk.weights.checkpoint_shape import FORMATS, CheckpointShape
+from moe_mk.weights.convert import TARGETS
 from moe_mk.weights.inspect import inspect_checkpoint
 
 app = typer.Typer(
@@ -31,6 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
 )
+app.add_typer(workbench)
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
 PrepareFinalize = Annotated[str, typer.Option("--prepare-finalize", help="pin the transport")]
@@ -69,6 +73,8 @@ def run(
     verify: Annotated[bool, typer.Option(help="check against the reference")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="write everything as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="write the expert load as a picture")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write one prefill of all ranks as a Chrome trace")] = None,
+    record_trace: Annotated[Path | None, typer.Option(help="write what was routed, for place --trace")] = None,
 ) -> int:
     """Run one MoE layer of a checkpoint over N ranks: planned, explained, timed and verified."""
     dtype_of(dtype)
@@ -99,6 +105,8 @@ def run(
         verify=verify,
         json=json_file,
         plot=plot,
+        trace=trace,
+        record_trace=record_trace,
         threads=world.threads,
     )
     plan = plan_run(settings, world)
@@ -114,7 +122,7 @@ def make_checkpoint(
     layer: Annotated[int, typer.Option(help="number of the MoE layer")] = 3,
     hidden: Annotated[int, typer.Option(help="hidden size")] = 7168,
     intermediate: Annotated[int, typer.Option(help="intermediate size of an expert")] = 2048,
-    quant: Annotated[str, typer.Option(help="fp8 (128x128 blocks) or bf16")] = "fp8",
+    quant: Annotated[str, typer.Option(help=f"how experts are stored: {', '.join(FORMATS)}")] = "fp8",
     ue8m0: Annotated[bool, typer.Option("--ue8m0", help="scales that are powers of two")] = False,
     seed: Annotated[int, typer.Option(help="equal seeds give equal bytes")] = 0,
     force: Annotated[bool, typer.Option("--force", help="write again even if it is complete")] = False,
@@ -129,6 +137,17 @@ def make_checkpoint(
         power_of_two_scales=ue8m0,
     )
     return make(Screen(), WriteOrder(directory, shape, seed, force))
+
+
+@app.command("convert")
+@speaking
+def convert_command(
+    source: Annotated[Path, typer.Argument(help="checkpoint folder to read")],
+    target: Annotated[Path, typer.Argument(help="folder to write; must be empty or not there yet")],
+    to: Annotated[str, typer.Option(help=f"how experts shall be stored: {', '.join(TARGETS)}")],
+) -> int:
+    """Store the experts of a checkpoint in another format, expert by expert, and report what that did to them."""
+    return convert(Screen(), ConvertOrder(source, target, to))
 
 
 @app.command("inspect-checkpoint")
@@ -175,12 +194,23 @@ def explain(
 @app.command("place")
 @speaking
 def place_command(
-    loads: Annotated[Path, typer.Option(help="counts [[windows,] layers,] experts: .json, .npy or .safetensors")],
+    loads: Annotated[
+        Path | None, typer.Option(help="counts [[windows,] layers,] experts: .json, .npy, .safetensors or .pt")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="a routing trace in place of counts; tells what crosses nodes")
+    ] = None,
+    phase: Annotated[str | None, typer.Option(help="of the trace: prefill or decode; both if not given")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="routed experts, if the trace does not say")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that share out the experts")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes they stand in")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="physical experts a GPU; default evens any load")] = None,
-    groups: Annotated[int, typer.Option(min=1, help="expert groups that routing keeps together")] = 1,
-    policy: Annotated[str, typer.Option(help="auto, compat, flat, hybrid, or all to compare them")] = "all",
+    groups: Annotated[
+        int | None, typer.Option(min=1, help="expert groups that routing keeps together; 1, or as the trace says")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="auto, compat, flat, hybrid, one of another wheel, or all to compare them")
+    ] = "all",
     speeds: Annotated[str | None, typer.Option(help="relative speeds of GPUs: 1,1,0.5,0.5 or 1*16,0.5*16")] = None,
     preset: Annotated[str | None, typer.Option(help="DeepSeek-V3's prefill-ep32 or decode-ep144")] = None,
     min_copies: Annotated[int, typer.Option(min=1, help="2 survives the loss of any one GPU")] = 1,
@@ -189,7 +219,9 @@ def place_command(
     as_json: AsJson = False,
 ) -> int:
     """Say where experts should lie for a recorded load: balance, moves and memory, policy beside policy."""
-    order = PlaceOrder(loads, gpus, nodes, slots, groups, policy, speeds, preset, min_copies, expert_bytes, plot)
+    order = PlaceOrder(
+        loads, gpus, nodes, slots, groups, policy, speeds, preset, min_copies, expert_bytes, plot, trace, phase, experts
+    )
     return place(Screen(), order, as_json=as_json)
 
 

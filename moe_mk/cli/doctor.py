@@ -19,8 +19,9 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.external.device import describe, profile_here, usable_device
-from moe_mk.external.library import LIBRARIES, installed, installed_version
+from moe_mk.external.library import LIBRARIES, emulated, installed, installed_version
 from moe_mk.oracle.base import ORACLES
+from moe_mk.placement.eplb import EPLB_POLICIES
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16
 
@@ -84,12 +85,16 @@ def _backends() -> list[dict[str, Any]]:
             needs = getattr(backend.traits, "min_ranks", 1)
             tokens = next(iter(getattr(backend.traits, "tokens", {"sharded"})))
             config = load_config("deepseek_v3").with_(ep=needs, tokens=tokens)
-            reasons = backend.reasons_against(Problem(config, profile, BF16, 128, installed()))
+            reasons = backend.reasons_against(Problem(config, profile, BF16, 128, installed(), emulated()))
             rows.append(
                 _row(registry.kind, name, backend.traits.summary, list(map(str, reasons)), registry.origin(name))
             )
         for name, reason in registry.broken.items():
             rows.append(_row(registry.kind, name, "", [reason], "plugin", broken=True))
+    for name, policy in EPLB_POLICIES.items():
+        rows.append(_row(EPLB_POLICIES.kind, name, policy.summary, [], EPLB_POLICIES.origin(name)))
+    for name, reason in EPLB_POLICIES.broken.items():
+        rows.append(_row(EPLB_POLICIES.kind, name, "", [reason], "plugin", broken=True))
     return rows
 
 

@@ -38,9 +38,12 @@ def exit_code_of(problem: MoEMKError) -> int:
 
 
 def tell(problem: MoEMKError) -> int:
-    """Say what is wrong, unless the first of several ranks does, and return its exit code."""
+    """Say what is wrong, unless the first of several ranks does, and return its exit code.
+
+    A peer may be out of reach, so then the first rank of each host speaks.
+    """
     place = environment.launched()
-    if place is None or place.rank == 0:
+    if place is None or place.rank == 0 or (isinstance(problem, CommError) and place.local_rank == 0):
         sys.stderr.write(f"moe-mk: {problem}\n")
     return exit_code_of(problem)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import typer
 
+from moe_mk.cli.buckets import show_buckets
 from moe_mk.cli.exits import OK
 from moe_mk.cli.inputs import dtype_of
 from moe_mk.cli.screen import Screen, amount
@@ -16,7 +17,7 @@ from moe_mk.cli.show import verdict_table
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError
-from moe_mk.external.library import LIBRARIES, installed
+from moe_mk.external.library import LIBRARIES, emulated, installed
 from moe_mk.oracle import Decision, select
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
@@ -46,6 +47,9 @@ def explain_config(screen: Screen, question: Question, *, as_json: bool) -> int:
         typer.echo(json.dumps(decision.as_dict(), indent=2))
     else:
         show(screen, decision)
+        divides = decision.problem.config.model.num_experts % decision.problem.ranks == 0
+        if divides and decision.problem.config.model.quant.is_fp8 and decision.problem.device.fp8_tflops:
+            show_buckets(screen, lambda tokens: decide_on(replace(question, tokens=tokens)))
     return OK
 
 
@@ -60,7 +64,7 @@ def decide_on(question: Question) -> Decision:
             raise ConfigError(f"{ranks} ranks do not divide over --nodes {question.nodes}; use a divisor of {ranks}")
         profile = profile.model_copy(update={"ranks_per_node": ranks // question.nodes})
     dtype = plain(dtype_of(question.dtype))
-    return select(Problem(settings, profile, dtype, question.tokens, _libraries(question.libraries)))
+    return select(Problem(settings, profile, dtype, question.tokens, _libraries(question.libraries), emulated()))
 
 
 def show(screen: Screen, decision: Decision) -> None:

@@ -37,6 +37,10 @@ class RunSettings:
     verify: bool = True
     json: Path | None = None
     plot: Path | None = None
+    trace: Path | None = None
+    """A file for the spans of one prefill of all ranks, to look at."""
+    record_trace: Path | None = None
+    """A file for the routing of the verified prefill and decode, by all ranks."""
     threads: int = 1
     """Of one rank."""
 

@@ -12,14 +12,19 @@ from moe_mk.cli.exits import MISMATCH, OK
 from moe_mk.cli.inputs import DTYPES, hidden_states
 from moe_mk.cli.measure import time_stages
 from moe_mk.cli.plan import RunPlan
+from moe_mk.cli.recording import Recorded
 from moe_mk.cli.report import RankReport, Report
 from moe_mk.cli.screen import Screen
 from moe_mk.cli.show import show_results, show_verdict
+from moe_mk.cli.timeline import save_timeline
 from moe_mk.cli.world import Place, groups_of, team_of, together
 from moe_mk.comm.agreement import PHASE as AGREEMENT
 from moe_mk.comm.communicator import Communicator
+from moe_mk.experts.base import EXPERTS
 from moe_mk.external.device import describe, device_of_rank, peak_host_bytes
+from moe_mk.external.library import COMPILER
 from moe_mk.flight import land
+from moe_mk.kernels.native import compile_and_open, is_compiled
 from moe_mk.layer import DeepseekV3MoE
 from moe_mk.trace.clock import now
 from moe_mk.verify import Answer, faulty_router, faulty_weights, verify
@@ -55,6 +60,7 @@ def run_rank(plan: RunPlan, place: Place) -> int:
     groups, screen = groups_of(place), Screen(quiet=place.rank > 0)
     device = device_of_rank(settings.device, place.local_rank)
     report = Report(plan, describe(device))
+    _compile(plan, screen)
     layer = together(
         team,
         lambda: DeepseekV3MoE(settings.config, device=device, dtype=DTYPES[settings.dtype], groups=groups, name=name),
@@ -70,6 +76,17 @@ def run_rank(plan: RunPlan, place: Place) -> int:
     return code
 
 
+def _compile(plan: RunPlan, screen: Screen) -> None:
+    """Let a person see what the first run on a machine waits for; without native experts nothing is compiled."""
+    chosen = plan.decision.chosen.experts
+    if chosen not in EXPERTS or EXPERTS[chosen].traits.library != COMPILER or is_compiled():
+        return
+    start = now()
+    with screen.progress("compile", in_bytes=False) as advance:
+        compile_and_open(on_unit=lambda done, total: advance("compile", done, total))
+    screen.fact("compiled", f"native CPU kernels, once for this machine and version: {now() - start:.0f} s")
+
+
 def _load(rank: Rank) -> tuple[float, float]:
     """Seconds until everything was read and checked, and until the experts lay as their backend wants them."""
     settings, layer = rank.plan.settings, rank.layer
@@ -78,7 +95,8 @@ def _load(rank: Rank) -> tuple[float, float]:
 
         def tell(stage: str, done: int, total: int) -> None:
             nonlocal read
-            read = now()
+            if stage != "pack":
+                read = now()
             advance(stage, done, total)
 
         layer.load_from_safetensors(settings.checkpoint, settings.layer, on_progress=tell)
@@ -95,13 +113,23 @@ def _run(rank: Rank) -> list[Answer]:
     batch = rank.plan.batch_of(rank.place.ep_rank)
     x_TH = hidden_states(settings, counts, batch).to(layer.device)
     one_XH = x_TH[:1]
-    prefill = _answer(layer, x_TH)
+    recorded = Recorded(layer, rank.place.ep_rank, settings, len(counts))
+    with recorded.step("prefill"):
+        prefill = _answer(layer, x_TH)
     report.decision = layer.decision.as_dict()
     sent = layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase
     report.traffic = {phase: count for phase, count in sent.items() if phase != AGREEMENT}
     report.expert_load = _summed(rank, layer.expert_load)
     report.prefill = time_stages(layer, x_TH, rank.team, settings.repeats).for_tokens(counts)
-    decode = _answer(layer, one_XH)
+    if settings.trace is not None:
+        file = settings.trace
+        spans = together(rank.team, lambda: save_timeline(layer, x_TH, rank.team, file))
+        rank.screen.fact("timeline", f"{file}, {spans} spans of one prefill of all ranks (ui.perfetto.dev)")
+    with recorded.step("decode"):
+        decode = _answer(layer, one_XH)
+    if settings.record_trace is not None:
+        together(rank.team, recorded.save)
+        rank.screen.fact("trace", f"{settings.record_trace}, the routing of prefill and decode")
     ones = [min(count, 1) for count in counts]
     report.decode = time_stages(layer, one_XH, rank.team, 3 * settings.repeats).for_tokens(ones)
     return [prefill, decode]

@@ -1,9 +1,11 @@
-"""Recorded expert loads: JSON, NumPy, safetensors, and SGLang's .pt recordings, of which only tensors are read."""
+"""Recorded expert loads, JSON, NumPy, safetensors and SGLang's .pt of which only tensors are read, and traces."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -11,9 +13,46 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_mk.errors import ConfigError
+from moe_mk.trace.foreign import read_pt
+from moe_mk.trace.importers import import_trace
+from moe_mk.trace.routing import Phase, RoutingTrace, TraceError
 
 NAMES = ("logical_count", "load", "expert_load", "counts")
 """What a recording may call its counts; "logical_count" is SGLang's word."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What there is to place for."""
+
+    source: Path
+    loads_NXE: NDArray[np.float64]
+    """Tokens of [windows, layers, experts]."""
+    groups: int
+    """Expert groups that routing keeps together."""
+    trace: RoutingTrace | None = None
+    """Every token's experts, where they were recorded."""
+
+
+def read_recording(
+    loads: Path | None, trace: Path | None, phase: str | None, num_experts: int | None, groups: int | None
+) -> Recording:
+    """Read loads or a trace, whichever is given. A trace of several steps makes two windows.
+
+    groups: None is what the trace says, or 1. Raises ConfigError, or TraceError for a trace that cannot be read.
+    """
+    if (loads is None) == (trace is None):
+        raise ConfigError("--loads and --trace are both given; use one" if loads else "give --loads or --trace")
+    if loads is not None:
+        if only := [name for name, value in (("--phase", phase), ("--experts", num_experts)) if value is not None]:
+            raise ConfigError(f"{' and '.join(only)} tell about a --trace; --loads has neither")
+        return Recording(loads, read_loads(loads), groups or 1)
+    assert trace is not None
+    whole = import_trace(trace, num_experts=num_experts)
+    part = whole if phase is None else whole.filter(phase=cast(Phase, phase))
+    if part.num_rows == 0:
+        raise TraceError(f"trace {trace} has no tokens{'' if phase is None else f' of phase {phase}'} to place for")
+    return Recording(trace, part.windows(2), groups or whole.facts.num_groups, part)
 
 
 def read_loads(file: Path) -> NDArray[np.float64]:
@@ -58,9 +97,9 @@ def _from_recording(file: Path) -> object:
     Only tensors and plain containers are read; a file that would run code is refused.
     """
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as problem:  # torch says in many ways that a file is damaged, or holds more than data
-        raise ConfigError(f"--loads {file} cannot be read as tensors and plain containers: {problem}") from problem
+        content = read_pt(file)
+    except TraceError as problem:
+        raise ConfigError(f"--loads {problem}") from problem
     counts = _named(content, file) if isinstance(content, dict) else content
     if not isinstance(counts, torch.Tensor):
         raise ConfigError(f"--loads {file} holds a {type(counts).__name__} where the counts should be a tensor")

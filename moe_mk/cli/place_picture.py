@@ -1,21 +1,30 @@
-"""GPU load before and after placing, as a picture, for `moe-mk place --plot`."""
+"""GPU load before and after placing, and what policies trade, as a picture, for `moe-mk place --plot`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_mk.cli.place_compare import Offer
 from moe_mk.external.library import find
 from moe_mk.placement.eplb import Topology
 
 
 def save_placement_plot(
-    before_XW: NDArray[np.float64], after_XW: NDArray[np.float64], topology: Topology, policy: str, file: Path
+    before_XW: NDArray[np.float64],
+    after_XW: NDArray[np.float64],
+    topology: Topology,
+    policy: str,
+    file: Path,
+    offers: Sequence[Offer] = (),
 ) -> None:
     """Two heat maps, layer by GPU, in units of the layer's ideal time, and the busiest GPU of every layer below.
 
+    Beside that, where a trace tells what crosses nodes, every policy by balance, remote nodes and what it moves.
     Raises LibraryMissing without matplotlib.
     """
     find("matplotlib")
@@ -34,7 +43,10 @@ def save_placement_plot(
             axes.axvline(node * topology.gpus / topology.nodes - 0.5, color="black", linewidth=0.6)
     sides[0].set_ylabel("layer")
     top.colorbar(image, ax=list(sides), label="time over the layer's ideal", extend="max")
-    line = bottom.subplots()
+    traced = [offer for offer in offers if offer.nodes is not None]
+    line, *rest = np.atleast_1d(bottom.subplots(1, 2 if traced else 1))
+    for axes in rest:
+        _draw_trade(axes, traced)
     layers = np.arange(len(before_XW))
     line.plot(layers, relative[0].max(1), color="tab:red", label="before", marker="." if len(layers) < 5 else None)
     line.plot(layers, relative[1].max(1), color="tab:blue", label="after", marker="." if len(layers) < 5 else None)
@@ -43,3 +55,17 @@ def save_placement_plot(
     line.set_ylabel("busiest GPU")
     line.legend()
     figure.savefig(file, dpi=120)
+
+
+def _draw_trade(axes: Any, offers: Sequence[Offer]) -> None:
+    """Remote nodes against balance; the more an offer moves the larger its disc, and what nothing beats is filled."""
+    most = max(max(offer.moved_experts for offer in offers), 1)
+    for offer in offers:
+        assert offer.nodes is not None
+        at, size = (offer.nodes.remote, 1.0 / offer.step_over_ideal), 30 + 270 * offer.moved_experts / most
+        colour = "tab:green" if offer.best else "none"
+        axes.scatter(*at, s=size, facecolor=colour, edgecolor="tab:green", alpha=0.7)
+        axes.annotate(offer.name, at, textcoords="offset points", xytext=(6, 4), fontsize="small")
+    axes.margins(0.25)
+    axes.set_xlabel("remote nodes a token")
+    axes.set_ylabel("balance")

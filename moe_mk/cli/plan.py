@@ -11,7 +11,7 @@ from moe_mk.cli.world import World
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.device import profile_here, usable_device
-from moe_mk.external.library import find, installed
+from moe_mk.external.library import emulated, find, installed
 from moe_mk.layer.report import MemoryReport, memory_report
 from moe_mk.layer.settings import expert_map_of
 from moe_mk.oracle import select
@@ -60,7 +60,8 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
     limits = {"max_num_tokens": max(1, *counts), "ranks_per_node": world.local_size}
     config = settings.config.with_(ep=world.ep, tp=world.tp, **limits)
     dtype = plain(DTYPES[settings.dtype])
-    decision = select(Problem(config, profile_here(device), dtype, config.kernel.max_num_tokens, installed()))
+    most = config.kernel.max_num_tokens
+    decision = select(Problem(config, profile_here(device), dtype, most, installed(), emulated()))
     experts = expert_map_of(config)
     owners = [rank // world.tp for rank in range(world.size)]
     return RunPlan(
@@ -88,7 +89,9 @@ def _checked(facts: CheckpointFacts, layer: int) -> CheckpointFacts:
 
 def _check_outputs(settings: RunSettings) -> None:
     """Raise ConfigError for files that could not be written at the end, LibraryMissing without matplotlib."""
-    for option, file in (("--json", settings.json), ("--plot", settings.plot)):
+    files = {"--json": settings.json, "--plot": settings.plot, "--trace": settings.trace}
+    files["--record-trace"] = settings.record_trace
+    for option, file in files.items():
         if file is not None and (file.is_dir() or not Path(file).absolute().parent.is_dir()):
             what = "is a folder" if file.is_dir() else "lies in a folder that does not exist"
             raise ConfigError(f"{option} {file} {what}; name a file in a folder that is there")

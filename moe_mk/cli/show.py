@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +16,7 @@ from moe_mk.cli.screen import Screen, amount
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import load_config, shipped_models
 from moe_mk.oracle.verdict import Decision, Verdict
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.verify import Verification
 from moe_mk.weights.checkpoint import ranges
 
@@ -71,9 +75,19 @@ def show_results(screen: Screen, report: Report) -> None:
     layout = f"in the layout of {report.decision['chosen']['experts']} after {seconds:.2f} s"
     screen.fact("load", f"{amount(total)} read and checked in {read:.2f} s ({rate}), {layout}")
     screen.console.print(stage_table(report.prefill, report.decode))
-    sent = ", ".join(f"{phase} {count:,} B" for phase, count in report.traffic.items()) or "nothing"
-    screen.fact("sent", f"{sent} (rank 0, one prefill)")
+    screen.fact("sent", sent_bytes(report.traffic, report.decision))
     show_load(screen, report)
+
+
+def sent_bytes(traffic: Mapping[str, int], decision: Mapping[str, Any]) -> str:
+    """Bytes by phase as they were counted; what a library sends by itself is not, so that its plan stands there."""
+    name = decision["chosen"]["prepare_finalize"]
+    library = PREPARE_FINALIZE[name].traits.library if name in dict(PREPARE_FINALIZE.items()) else ""
+    if library and not traffic:
+        out, home = (decision["bytes"][way] for way in ("dispatch", "combine"))
+        return f"not counted, {library} does; planned {out:,} B out, {home:,} B home a rank"
+    sent = ", ".join(f"{phase} {count:,} B" for phase, count in traffic.items()) or "nothing"
+    return f"{sent} (rank 0, one prefill)"
 
 
 def show_load(screen: Screen, report: Report) -> None:
@@ -108,18 +122,27 @@ def show_verdict(screen: Screen, judged: Verification, decision: Decision) -> No
 
 
 def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
-    """Every pair: chosen, its price, or all reasons against it."""
+    """Every pair: chosen, its price, or all reasons against it. Refused for the same reasons, experts share a line."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for column in ("mark", "transport", "experts", "price"):
         table.add_column(column, no_wrap=True, justify="right" if column == "price" else "left")
     table.add_column("why", overflow="fold")
-    for verdict in verdicts:
+    for verdict, experts in _told_together(verdicts):
         style = "bold green" if verdict.chosen else ("" if verdict.cost_us is not None else "dim")
         price = "refused" if verdict.cost_us is None else f"{verdict.cost_us:,.0f} us"
         why = "; ".join(map(str, verdict.reasons)) or verdict.cost_source + (", emulated" if verdict.emulated else "")
         mark = "*" if verdict.chosen else " "
-        table.add_row(mark, verdict.prepare_finalize, verdict.experts, price, Text(why), style=style)
+        table.add_row(mark, verdict.prepare_finalize, experts, price, Text(why), style=style)
     return table
+
+
+def _told_together(verdicts: tuple[Verdict, ...]) -> list[tuple[Verdict, str]]:
+    """The lines of a table: a verdict, and the experts it speaks of, one a line of a cell."""
+    lines: dict[tuple[object, ...], tuple[Verdict, list[str]]] = {}
+    for verdict in verdicts:
+        alike = (verdict.prepare_finalize, verdict.reasons) if verdict.reasons else (verdict.name,)
+        lines.setdefault(alike, (verdict, []))[1].append(verdict.experts)
+    return [(verdict, "\n".join(experts)) for verdict, experts in lines.values()]
 
 
 def stage_table(prefill: StageTimes | None, decode: StageTimes | None) -> Table:

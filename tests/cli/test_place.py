@@ -12,9 +12,13 @@ from safetensors.torch import save_file
 
 from moe_mk.cli.loads import read_loads
 from moe_mk.cli.place import DEEPSEEK_V3_EXPERT, in_order, policies_of, speeds_of
+from moe_mk.cli.place_compare import Offer, mark_best
 from moe_mk.errors import ConfigError
-from moe_mk.placement.eplb import Topology
+from moe_mk.placement.eplb import Topology, plan
+from moe_mk.placement.traffic import NodesPerToken
+from moe_mk.trace.routing import RoutingTrace
 from tests.cli.conftest import moe_mk
+from tests.trace.routing_cases import group_limited
 
 # Two layers of four experts; the hot one takes half of all tokens.
 LOADS = [[6, 2, 2, 2], [1, 1, 1, 3]]
@@ -174,3 +178,104 @@ def test_what_is_missing_or_impossible_is_said_without_a_traceback(loads: Path) 
     ):
         said = moe_mk("place", *words)
         assert said.exit_code == 2 and says in said.output, said.output
+
+
+def routed(num_ranks: int = 1) -> RoutingTrace:
+    return group_limited(experts=64, groups=4, kept=2, top_k=4, layers=2, steps=2, tokens=400, ranks=num_ranks)
+
+
+WORDS = ("--gpus", 8, "--nodes", 4, "--slots", 10)
+
+
+@pytest.mark.row(126)
+def test_a_trace_tells_loads_groups_and_what_crosses_nodes(tmp_path: Path) -> None:
+    trace = routed()
+    trace.write(tmp_path / "t.safetensors")
+    answer = json.loads(moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS, "--json").output)
+    same = plan(trace.loads(), Topology(8, 4, 10), groups=4, old=in_order(trace.windows(1), Topology(8, 4, 10)).phy2log,
+                min_gain=0.0, move_cost=0.0)  # fmt: skip
+    assert answer["physical_to_logical"] == same.phy2log.tolist() and answer["chosen"]["policy"] == "hybrid"
+    found = trace.nodes_per_token(same, Topology(8, 4, 10))
+    assert answer["chosen"]["remote_nodes_per_token"] == pytest.approx(found.remote)
+    assert answer["chosen"]["nodes_per_token"] == pytest.approx(found.all)
+    assert answer["chosen"]["later_step_over_ideal"] >= 1.0  # planned on the first step, judged on the second
+    far = {each["policy"]: each["remote_nodes_per_token"] for each in answer["compared"]}
+    assert far["hybrid"] < far["flat"] <= 3.0 + 1e-9
+    pareto = {each["name"]: each for each in answer["pareto"]}
+    assert list(pareto) == ["in order", "auto: hybrid", "compat", "flat"]
+    assert pareto["in order"]["moved_experts"] == 0 and pareto["in order"]["best"]
+    assert pareto["flat"]["step_over_ideal"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_table_marks_what_nothing_beats(tmp_path: Path) -> None:
+    routed(num_ranks=8).write(tmp_path / "t.safetensors")
+    said = moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS)
+    assert said.exit_code == 0, said.output
+    assert "12800 rows of 4 experts in 32 forwards of 8 ranks" in said.output
+    rows = {line.split("  ")[0].strip(): line for line in said.output.splitlines() if line.rstrip().endswith("*")}
+    assert "in order" in rows and "remote nodes a token" in said.output
+
+
+def test_offers_by_hand() -> None:
+    def offer(name: str, time: float, moved: int, remote: float) -> Offer:
+        return Offer(name, time, moved, moved, NodesPerToken(remote + 1, remote))
+
+    # b is beaten by a; c moves less, d is nearer; e is as good as a in every way and stays.
+    offers = [offer("a", 1.0, 9, 2.0), offer("b", 1.1, 9, 2.0), offer("c", 1.2, 0, 2.0), offer("d", 1.2, 9, 1.0),
+              offer("e", 1.0 + 1e-9, 9, 2.0)]  # fmt: skip
+    assert [each.name for each in mark_best(offers) if each.best] == ["a", "c", "d", "e"]
+    without = [Offer("a", 1.0, 9, 0, None), Offer("b", 1.1, 9, 0, None)]
+    assert [each.best for each in mark_best(without)] == [True, False]
+
+
+def test_a_phase_of_a_trace_is_placed_alone(tmp_path: Path) -> None:
+    trace = routed()
+    trace.write(tmp_path / "t.safetensors")
+    one = moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS, "--phase", "decode", "--policy", "flat")
+    assert "1600 rows" not in one.output and "800 rows of 4 experts in 2 forwards of 1 rank" in one.output
+
+
+def test_the_picture_shows_what_is_traded(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    routed().write(tmp_path / "t.safetensors")
+    said = moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS, "--plot", tmp_path / "trade.png")
+    assert said.exit_code == 0, said.output
+    assert (tmp_path / "trade.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_traces_of_other_programs_are_placed_too(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 64, (2, 50, 4))
+    np.save(tmp_path / "ids.npy", ids)
+    words = ("place", "--trace", tmp_path / "ids.npy", *WORDS, "--policy", "flat")
+    assert "pass num_experts, 64 or more" in moe_mk(*words).output
+    said = moe_mk(*words, "--experts", 64)
+    assert said.exit_code == 0 and "2 layers of 64 experts, 1 window" in said.output, said.output
+
+
+def test_what_a_trace_cannot_be_asked_is_said(tmp_path: Path, loads: Path) -> None:
+    routed().filter(phase="prefill").write(tmp_path / "t.safetensors")
+    for words, says in (
+        (("--gpus", 2), "give --loads or --trace"),
+        (("--loads", loads, "--trace", loads, "--gpus", 2), "--loads and --trace are both given; use one"),
+        (("--loads", loads, "--phase", "decode", "--gpus", 2), "--phase tell about a --trace; --loads has neither"),
+        (("--trace", tmp_path / "t.safetensors", *WORDS, "--phase", "decode"), "has no tokens of phase decode"),
+        (("--trace", tmp_path / "t.safetensors", *WORDS, "--phase", "decod"), "did you mean 'decode'"),
+        (("--trace", tmp_path / "nowhere.safetensors", *WORDS), "is not there"),
+    ):
+        said = moe_mk("place", *words)
+        assert said.exit_code == 2 and says in said.output, said.output
+
+
+@pytest.mark.row(9)
+def test_a_run_writes_a_trace_that_place_reads(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.safetensors"
+    said = moe_mk("run", tiny, "--tokens", 6, "--repeats", 1, "--record-trace", file, "--json", tmp_path / "r.json")
+    assert said.exit_code == 0, said.output
+    trace, report = RoutingTrace.read(file), json.loads((tmp_path / "r.json").read_text())
+    assert [(f.step, f.layer, f.phase, len(f.ids_TK)) for f in trace.forwards()] == [
+        (0, 3, "prefill", 6), (1, 3, "decode", 1),
+    ]  # fmt: skip
+    assert trace.filter(phase="prefill").loads()[0].tolist() == report["expert_load"]
+    assert (trace.facts.num_experts, trace.facts.top_k, trace.facts.num_groups) == (32, 8, 8)
+    said = moe_mk("place", "--trace", file, "--gpus", 4, "--nodes", 2, "--json")
+    assert said.exit_code == 0 and json.loads(said.output)["chosen"]["remote_nodes_per_token"] <= 1.0, said.output

@@ -45,6 +45,7 @@ USAGE = [
     ("--ranks 33", r"parallel.ep=33 exceeds model.num_experts=32"),
     ("--hidden-states absent.npy", r"absent.npy is not a file"),
     ("--plot nowhere/load.png", r"--plot nowhere/load.png lies in a folder that does not exist"),
+    ("--record-trace nowhere/t.safetensors", r"--record-trace nowhere/t.safetensors lies in a folder that does not"),
     ("--json .", r"--json . is a folder"),
     ("--ranks 0", r"--ranks"),
     ("--nonsense", r"No such option"),

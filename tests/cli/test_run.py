@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_mk.trace.routing import RoutingTrace
+
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 ROOT = Path(__file__).parents[2]
@@ -25,8 +27,9 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Path) -> None:
-    report = tmp_path / "run.json"
-    done = command(BIN / "moe-mk", "run", tiny, "--ranks", 2, "--tokens", "6", "--repeats", 1, "--json", report)
+    report, traced = tmp_path / "run.json", tmp_path / "trace.safetensors"
+    words = ("run", tiny, "--ranks", 2, "--tokens", "6", "--repeats", 1, "--json", report, "--record-trace", traced)
+    done = command(BIN / "moe-mk", *words)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert done.stdout.count("decision ") == 1 and done.stdout.count("PASS") == 1
     assert re.search(r"^rank 0 +experts 0-15: ", done.stdout, re.M)
@@ -37,6 +40,12 @@ def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Pa
     assert [rank["experts"][0] for rank in found["ranks"]] == [0, 16]
     assert sum(found["expert_load"]) == 12 * 8
     assert found["command"][1:3] == ["run", str(tiny)] and found["sent_bytes"]["dispatch"] > 0
+    # The trace has what both ranks routed, prefill and decode, and adds up to the load that was reported.
+    trace = RoutingTrace.read(traced)
+    told = [(f.step, f.phase, f.rank, len(f.ids_TK)) for f in trace.forwards()]
+    assert told == [(0, "prefill", 0, 6), (0, "prefill", 1, 6), (1, "decode", 0, 1), (1, "decode", 1, 1)]
+    assert trace.filter(phase="prefill").loads()[0].tolist() == found["expert_load"]
+    assert trace.facts.num_ranks == 2 and trace.weights_RK is not None
 
 
 def test_idle_ranks_take_part(tiny: Path) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from moe_mk.cli.measure import StageTimes
 from moe_mk.cli.screen import Screen
-from moe_mk.cli.show import listed, show_decision, stage_table, subset_note
+from moe_mk.cli.show import listed, sent_bytes, show_decision, stage_table, subset_note
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.oracle import select
@@ -51,3 +51,13 @@ def test_a_table_has_a_column_for_each_kind_of_batch(capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "prefill 64+0 tok" in out and "decode 1+0 tok" in out
     assert re.search(r"shared, while tokens travel +2\.00 +2\.00", out) and re.search(r"forward +3\.25 +3\.50", out)
+
+
+def test_what_a_library_sends_by_itself_is_not_called_nothing() -> None:
+    def decided(name: str) -> dict[str, dict[str, object]]:
+        return {"chosen": {"prepare_finalize": name}, "bytes": {"dispatch": 7456, "combine": 14336}}
+
+    assert sent_bytes({"dispatch": 7456}, decided("all_to_all")) == "dispatch 7,456 B (rank 0, one prefill)"
+    assert sent_bytes({}, decided("inside")) == "nothing (rank 0, one prefill)"
+    planned = "planned 7,456 B out, 14,336 B home a rank"
+    assert sent_bytes({}, decided("nvlink_one_sided")) == f"not counted, flashinfer does; {planned}"

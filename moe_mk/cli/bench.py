@@ -1,0 +1,192 @@
+"""`moe-mk bench`: milliseconds of each stage over several batch sizes, for the decided pair or a pinned one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.table import Table
+
+from moe_mk.cli.exits import OK
+from moe_mk.cli.inputs import DTYPES, dtype_of, tokens_of
+from moe_mk.cli.measure import SHOWN, time_stages
+from moe_mk.cli.processes import run_ranks
+from moe_mk.cli.screen import Screen
+from moe_mk.cli.world import Place, World, groups_of, team_of, together
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import ConfigError
+from moe_mk.external.device import collective_backend, describe, device_of_rank
+from moe_mk.external.library import find
+from moe_mk.layer import DeepseekV3MoE
+from moe_mk.weights import CheckpointShape, write_checkpoint
+
+
+@dataclass(frozen=True)
+class BenchOrder:
+    """What is to be measured."""
+
+    checkpoint: Path | None
+    """None: a random layer of `shape` in a temporary folder."""
+    shape: CheckpointShape
+    layer: int
+    tokens: tuple[int, ...]
+    """Of each rank, one measurement each."""
+    repeats: int
+    device: str
+    dtype: str
+    settings: Mapping[str, Any]
+    """Of MoEConfig, by bare key."""
+    timeout_s: float
+    threads: int = 1
+    out: Path | None = None
+    plot: Path | None = None
+
+
+def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> int:
+    """Measure on every rank, tell on one. Raises what building the layer raises."""
+    dtype_of(order.dtype)
+    if order.plot is not None:
+        find("matplotlib")
+    if order.checkpoint is None and world.launched is not None:
+        raise ConfigError("a launcher's ranks must share a checkpoint; write one with moe-mk make-checkpoint")
+    place = nullcontext(order.checkpoint) if order.checkpoint else tempfile.TemporaryDirectory(prefix="moe-mk-")
+    with place as folder, tempfile.TemporaryDirectory(prefix="moe-mk-") as results:
+        if order.checkpoint is None:
+            write_checkpoint(folder, order.shape)
+        result = Path(results) / "bench.json"
+        job = BenchJob(order, Path(str(folder)), result)
+        backend = collective_backend(order.device, world.local_size)
+        code = run_ranks(bench_rank, job, world, backend, order.timeout_s)
+        if code == OK and result.is_file():
+            _report(screen, order, json.loads(result.read_text(encoding="utf-8")), as_json=as_json)
+    return code
+
+
+@dataclass(frozen=True)
+class BenchJob:
+    """What travels to every rank."""
+
+    order: BenchOrder
+    folder: Path
+    result: Path
+
+
+@torch.no_grad()
+def bench_rank(job: BenchJob, place: Place) -> int:
+    """One rank; rank 0 writes what was measured."""
+    order = job.order
+    torch.set_num_threads(order.threads)
+    team, groups = team_of(place, order.timeout_s, "bench"), groups_of(place)
+    device, dtype = device_of_rank(order.device, place.local_rank), DTYPES[order.dtype]
+
+    def build() -> DeepseekV3MoE:
+        settings = dict(order.settings) | {"max_num_tokens": max(1, *order.tokens)}
+        config = MoEConfig.from_hf(job.folder, **settings)
+        layer = DeepseekV3MoE(config, device=device, dtype=dtype, groups=groups, name="bench")
+        return layer.load_from_safetensors(job.folder, order.layer)
+
+    layer, measured = together(team, build), []
+    for count in order.tokens:
+        draw = torch.Generator("cpu").manual_seed(place.ep_rank)
+        shape = (count, layer.config.model.hidden_size)
+        x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(device, dtype)
+        times = time_stages(layer, x_TH, team, order.repeats)
+        measured.append({"tokens": count, "total_ms": times.total, "stages_ms": times.stages})
+    layer.report().require_as_planned()
+    if place.rank == 0:
+        job.result.write_text(json.dumps(_facts(order, place, layer, describe(device), measured)), encoding="utf-8")
+    return OK
+
+
+def _facts(
+    order: BenchOrder, place: Place, layer: DeepseekV3MoE, device: str, measured: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    model = layer.config.model
+    return {
+        "what": "moe-mk bench",
+        "environment": {
+            "moe_mk": version("moe-mk"),
+            "torch": torch.__version__,
+            "device": device,
+            "threads": order.threads,
+            "ranks": place.size,
+            "tp": place.tp,
+        },
+        "layer": {
+            "checkpoint": str(order.checkpoint) if order.checkpoint else asdict(order.shape),
+            "num_experts": model.num_experts,
+            "hidden_size": model.hidden_size,
+            "moe_intermediate_size": model.moe_intermediate_size,
+            "top_k": layer.config.router.top_k,
+            "dtype": order.dtype,
+        },
+        "pair": layer.decision.chosen.name,
+        "because": layer.decision.because,
+        "repeats": order.repeats,
+        "ran_as_decided": not layer.report().departures,
+        "results": list(measured),
+    }
+
+
+def _report(screen: Screen, order: BenchOrder, facts: dict[str, Any], *, as_json: bool) -> None:
+    if order.out is not None:
+        order.out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    if order.plot is not None:
+        save_bench_plot(facts, order.plot)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    e, shape = facts["environment"], facts["layer"]
+    sizes = f"{shape['num_experts']} experts, hidden {shape['hidden_size']}, inner {shape['moe_intermediate_size']}"
+    screen.fact("layer", f"{sizes}, top-{shape['top_k']}, {shape['dtype']}")
+    screen.fact("pair", f"{facts['pair']}: {facts['because']}; it is what ran")
+    screen.fact("where", f"{e['ranks']} ranks, {e['device']}, {e['threads']} threads a rank, torch {e['torch']}")
+    screen.console.print(bench_table(facts))
+    for option, file in (("json", order.out), ("plot", order.plot)):
+        if file is not None:
+            screen.fact(option, str(file))
+
+
+def bench_table(facts: Mapping[str, Any]) -> Table:
+    """Milliseconds of each stage, one column a batch size."""
+    title = f"milliseconds: median of {facts['repeats']} forwards, slowest rank"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("stage")
+    for result in facts["results"]:
+        table.add_column(f"{result['tokens']} tok", justify="right")
+    for stage in SHOWN:
+        table.add_row(stage, *(f"{result['stages_ms'][stage]:.3f}" for result in facts["results"]))
+    table.add_row("forward", *(f"{result['total_ms']:.3f}" for result in facts["results"]), style="bold")
+    return table
+
+
+def save_bench_plot(facts: Mapping[str, Any], file: Path) -> None:
+    """Stacked stages over batch sizes. Raises LibraryMissing without matplotlib."""
+    find("matplotlib")
+    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
+    figure = figures.Figure(figsize=(8, 4), layout="constrained")
+    agg.FigureCanvasAgg(figure)
+    axes, results = figure.subplots(), facts["results"]
+    labels, bottoms = [str(result["tokens"]) for result in results], [0.0] * len(results)
+    for stage in SHOWN:
+        heights = [result["stages_ms"][stage] for result in results]
+        axes.bar(labels, heights, bottom=bottoms, label=stage)
+        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    axes.set_xlabel("tokens of a rank")
+    axes.set_ylabel("ms")
+    axes.set_title(f"{facts['pair']}, {facts['environment']['ranks']} ranks")
+    axes.legend(fontsize="small")
+    figure.savefig(file, dpi=120)
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """Batch sizes from "1,16,64"; raises ConfigError for anything else."""
+    return tuple(dict.fromkeys(tokens_of(text)))

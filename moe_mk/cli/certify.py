@@ -1,0 +1,95 @@
+"""`moe-mk certify NAME`: the conformance kit on one backend, a table for a person and a certificate for a file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from moe_mk.cli.exits import MISMATCH, OK
+from moe_mk.cli.screen import Screen
+from moe_mk.errors import ConfigError
+from moe_mk.testing.certificate import Certificate
+from moe_mk.testing.certify import certify
+
+
+@dataclass(frozen=True)
+class CertifyOrder:
+    """What is to be certified."""
+
+    name: str
+    out: Path | None
+    """None: NAME.certificate.json in the working directory."""
+    modules: tuple[str, ...] = ()
+    """Modules to import first: for a backend that registers itself and is in no wheel yet."""
+    against: Path | None = None
+    """A certificate of somebody else, whose digests must be equal."""
+    processes: bool = True
+
+
+def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> int:
+    """Certify, write, tell. Raises ConfigError for unknown names and modules."""
+    for module in order.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as problem:
+            raise ConfigError(f"--import {module}: {problem}") from problem
+    theirs = None if order.against is None else _read(order.against)
+    with screen.progress("certify", in_bytes=False) as advance:
+        certificate = certify(order.name, processes=order.processes, on_check=advance)
+    out = order.out or Path(f"{order.name}.certificate.json")
+    facts = certificate.as_dict()
+    differing = [] if theirs is None else _differing(facts, theirs)
+    out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(facts | {"differing": differing}, indent=2))
+    else:
+        _tell(screen, certificate, out, differing)
+    return OK if certificate.passed and not differing else MISMATCH
+
+
+def _tell(screen: Screen, certificate: Certificate, out: Path, differing: list[str]) -> None:
+    screen.fact("backend", f"{certificate.backend}, {certificate.kind} of {certificate.origin}")
+    where = ", ".join(f"{name} {value}" for name, value in certificate.environment.items())
+    screen.fact("environment", where)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("", "check", "cases", "digest"):
+        table.add_column(column, justify="right" if column == "cases" else "left")
+    for one in certificate.coverage:
+        table.add_row(Text("ok", "green"), one.check, str(one.cases), one.digest[:16] or "not deterministic")
+    for failure in certificate.failures:
+        table.add_row(Text("FAIL", "bold red"), failure.check, "", Text(f"law {failure.law!r}: {failure.text}", "red"))
+    screen.console.print(table)
+    for failure in certificate.failures:
+        screen.fact("broken law", f"{failure.law}: {failure.text}\n{' ' * 12}{failure.check}: {failure.message}")
+    for claim in certificate.not_covered:
+        screen.fact("not tried", claim)
+    for line in differing:
+        screen.fact("differs", line)
+    screen.fact("certificate", str(out))
+    word = Text("CERTIFIED", "bold green") if certificate.passed and not differing else Text("REFUSED", "bold red")
+    screen.fact("verdict", word)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        _ = [(one["check"], one["digest"]) for one in read["coverage"]], read["contract"]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise ConfigError(f"--against {file} is no certificate: {problem}") from problem
+    return dict(read)
+
+
+def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Checks that one has and the other has not, and digests that differ."""
+    mine, others = ({one["check"]: one["digest"] for one in facts["coverage"]} for facts in (ours, theirs))
+    lines = [f"contract {ours['contract']} here, {theirs['contract']} there"] * (ours["contract"] != theirs["contract"])
+    lines += [f"{check}: passed {'here' if check in mine else 'there'} only" for check in sorted(mine.keys() ^ others)]
+    changed = [check for check in mine.keys() & others if mine[check] != others[check]]
+    return lines + [f"{check}: other bits, {mine[check][:16]} here, {others[check][:16]} there" for check in changed]

@@ -1,0 +1,118 @@
+"""`moe-mk tune EXPERTS`: measure a backend's parameters on this machine, within a budget, and go on after a stop."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import typer
+from rich.table import Table
+
+from moe_mk.cli import environment
+from moe_mk.cli.exits import OK
+from moe_mk.cli.inputs import dtype_of
+from moe_mk.cli.screen import Screen
+from moe_mk.errors import ConfigError
+from moe_mk.external.device import describe, usable_device
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
+from moe_mk.quant.plain import plain
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.registry import did_you_mean
+from moe_mk.testing.experts import random_experts
+from moe_mk.tuning import TuneCase, TunedPoint, tune, tuned_path
+from moe_mk.weights.expert_weights import ExpertWeights
+
+FORMATS = ("plain", "fp8")
+
+
+@dataclass(frozen=True)
+class TuneOrder:
+    """What is to be tuned."""
+
+    experts: str
+    hidden: int
+    intermediate: int
+    slots: int
+    top_k: int
+    tokens: tuple[int, ...]
+    weights: str
+    activations: str
+    dtype: str
+    device: str
+    budget_s: float
+    folder: Path | None
+    dry_run: bool
+
+
+def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
+    """Measure and tell where it lies; a session that the budget ended says so and how to go on."""
+    case, device = case_of(order), usable_device(order.device)
+    where = describe(device)
+    path = tuned_path(where.split(",")[0], order.experts, case.name, order.folder)
+    if order.dry_run:
+        typer.echo(json.dumps({"case": case.name, "path": str(path)}, indent=2))
+        return OK
+    meta = {"moe_mk": version("moe-mk"), "torch": torch.__version__, "device": where, "method": "median of runs"}
+    with screen.progress("tune", in_bytes=False) as advance:
+        result = tune(
+            case,
+            order.tokens,
+            path,
+            budget_s=order.budget_s,
+            cores=environment.usable_cores(),
+            device=device,
+            meta=meta,
+            stack=_stack,
+            on_measured=advance,
+        )
+    if as_json:
+        typer.echo(json.dumps(asdict(result) | {"path": str(path)}, indent=2))
+        return OK
+    screen.fact("case", f"{order.experts}: {case.name} on {where}")
+    screen.fact("measured", f"{result.measured} candidates now, {result.resumed} by an earlier session")
+    screen.console.print(points_table(result.points))
+    screen.fact("file", str(path))
+    if not result.complete:
+        screen.fact("budget", f"{order.budget_s:g} s were not enough; the same command goes on from here")
+    return OK
+
+
+def case_of(order: TuneOrder) -> TuneCase:
+    """The case; raises ConfigError for formats and sizes that cannot be meant."""
+    for what, value in (("--weights", order.weights), ("--activations", order.activations)):
+        if value not in FORMATS:
+            raise ConfigError(f"{what} {value!r} is unknown{did_you_mean(value, FORMATS)}")
+    if order.weights == "fp8" and order.intermediate % FP8_128x128.rows:
+        raise ConfigError(f"--intermediate {order.intermediate} must be a multiple of 128 with --weights fp8")
+    if order.top_k > order.slots:
+        raise ConfigError(f"--top-k {order.top_k} exceeds --slots {order.slots}")
+    dtype = plain(dtype_of(order.dtype))
+    stored: QuantScheme = FP8_128x128 if order.weights == "fp8" else dtype
+    compute: QuantScheme = FP8_1x128 if order.activations == "fp8" else dtype
+    return TuneCase(order.experts, order.hidden, order.intermediate, order.slots, order.top_k, dtype, compute, stored)
+
+
+def command_of(case: TuneCase) -> str:
+    """The command that measures a case, for whoever misses its file."""
+    formats = f"--weights {'plain' if case.weights.block is None else 'fp8'}"
+    formats += f" --activations {'plain' if case.compute.block is None else 'fp8'}"
+    sizes = f"--hidden {case.hidden_size} --intermediate {case.intermediate_size} --slots {case.num_slots}"
+    return f"moe-mk tune {case.experts} {sizes} --top-k {case.top_k} {formats}"
+
+
+def points_table(points: tuple[TunedPoint, ...]) -> Table:
+    """The fastest parameters by tokens."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("tokens", "microseconds", "parameters"):
+        table.add_column(column, justify="left" if column == "parameters" else "right")
+    for point in points:
+        chosen = ", ".join(f"{name} {value}" for name, value in point.parameters.items())
+        table.add_row(str(point.tokens), f"{point.microseconds:,.0f}", chosen)
+    return table
+
+
+def _stack(case: TuneCase, device: torch.device) -> ExpertWeights:
+    return random_experts(case.weights, case.num_slots, case.hidden_size, case.intermediate_size, device)

@@ -1,0 +1,40 @@
+"""`explain` says for every number of tokens who would serve, at what price, and what the floor is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from moe_mk.cli import app
+from moe_mk.cli.buckets import BUCKETS, experts_floor_us
+from moe_mk.cli.explain import Question, decide_on
+from moe_mk.plan.roofline import LayerShape, Rates, experts_us
+
+H200 = Question("deepseek_v3", "h200", 64, libraries="triton")
+
+
+def test_the_floor_is_that_of_the_roofline() -> None:
+    decision = decide_on(Question("deepseek_v3", "h200", 64, libraries="triton", overrides={"ep": 8}))
+    rates = Rates.of(decision.problem.device)
+    assert experts_floor_us(decision) == experts_us(LayerShape(7168, 2048, 256, 8, ep=8), 64, rates)
+    # Weights of 32 experts at 4.8 TB/s: 32 x 44.04 MB, and the rows.
+    assert experts_floor_us(decision) == pytest.approx(296.4, abs=0.1)
+
+
+def test_explain_ranks_triton_and_the_reference_by_number_of_tokens() -> None:
+    decision = decide_on(H200)
+    priced = {v.experts: v for v in decision.verdicts if v.prepare_finalize == "no_ep" and v.cost_us is not None}
+    assert decision.chosen.experts == "triton" and priced["triton"].cost_us < priced["reference"].cost_us
+    said = CliRunner().invoke(app, ["explain", "deepseek_v3", "--device", "h200", "--installed", "triton"]).output
+    for tokens in BUCKETS:
+        line = re.search(rf"^ *{tokens} +([\d,]+) us +([\d,]+) us +no_ep \+ triton, model;", said, re.MULTILINE)
+        assert line, said
+        price, floor = (int(figure.replace(",", "")) for figure in line.groups())
+        assert price > floor > 40
+
+
+def test_no_floor_is_shown_where_there_is_no_fp8_unit() -> None:
+    said = CliRunner().invoke(app, ["explain", "deepseek_v3", "--device", "cpu"]).output
+    assert "by tokens" not in said

@@ -1,0 +1,45 @@
+"""`moe-mk demo hf`: transformers generates with an FP8 model on a CPU, in one command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
+
+from moe_mk.cli import app
+from moe_mk.integrations.transformers import register
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def registered_as_before() -> None:
+    register()
+
+
+def test_the_experts_stay_fp8_and_say_the_same_tokens(tmp_path: Path) -> None:
+    done = runner.invoke(app, ["demo", "hf", "--tokens", "6", "--keep", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["experts_stored_as"] == ["torch.float8_e4m3fn"]
+    assert facts["tokens_equal"] == facts["tokens_total"] == 12 and facts["passed"]
+    assert {module["backend"] for module in facts["modules"]} == {"reference"}
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+
+
+def test_it_tells_a_person_why_the_others_do_not_serve() -> None:
+    done = runner.invoke(app, ["demo", "hf", "--tokens", "2"])
+    assert done.exit_code == 0, done.output
+    assert "held as torch.float8_e4m3fn" in done.stdout and "PASS  4 of 4 tokens" in done.stdout
+    assert "not cpu_native: computes in bf16, the layer is fp32" in done.stdout
+
+
+def test_what_cannot_be_shown_is_refused() -> None:
+    done = runner.invoke(app, ["demo", "vllm"])
+    assert done.exit_code == 2 and "no demonstration is called 'vllm'" in done.stderr
+    done = runner.invoke(app, ["demo", "hf", "--experts-backend", "torch_cpu"])
+    assert done.exit_code == 3 and "multiplies with PLAIN activations only" in done.stderr.replace("plain", "PLAIN")
