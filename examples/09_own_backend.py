@@ -1,6 +1,6 @@
 """An experts backend of your own: one class, one decorator, and it is judged, explained and run like any other.
 
-python examples/04_own_backend.py
+python examples/09_own_backend.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,90 @@
+"""The sample wheel: built, installed into a folder, and then seen, explained and run like any other backend."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = ROOT / "examples/04_custom_backend_plugin"
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def with_plugin(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs python with the wheel installed; the wheel is built from a copy, so that the example stays as it is."""
+    folder = tmp_path_factory.mktemp("plugin")
+    copied, wheels, site = folder / "src", folder / "wheels", folder / "site"
+    for file in PLUGIN.rglob("*"):
+        if file.is_file() and "__pycache__" not in file.parts:
+            target = copied / file.relative_to(PLUGIN)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+    _must((*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(copied)))
+    (wheel,) = wheels.glob("moe_mk_sample-*.whl")
+    _must((*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)))
+    environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
+
+    return run
+
+
+def _must(command: tuple[str, ...]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_doctor_lists_both_and_the_wheel_they_come_from(with_plugin: Run) -> None:
+    done = with_plugin("-m", "moe_mk.cli", "doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert "one_by_one" in json.dumps(facts) and "matmul_loop" in json.dumps(facts)
+    assert "moe-mk-sample" in json.dumps(facts)
+
+
+def test_explain_prices_them_or_says_what_is_against_them(with_plugin: Run) -> None:
+    pins = ("--prepare-finalize", "one_by_one", "--experts-backend", "matmul_loop")
+    done = with_plugin("-m", "moe_mk.cli", "explain", "deepseek_v3", "--ranks", "2", *pins, "--json")
+    assert done.returncode == 0, done.stderr
+    decision = json.loads(done.stdout)
+    assert (decision["chosen"]["prepare_finalize"], decision["chosen"]["experts"]) == ("one_by_one", "matmul_loop")
+    refused = with_plugin("-m", "moe_mk.cli", "explain", "deepseek_v3", "--prepare-finalize", "one_by_one")
+    assert refused.returncode == 3
+    assert "needs 2 ranks or more, the group has 1" in refused.stderr
+
+
+def test_they_run_and_agree_with_the_reference(with_plugin: Run) -> None:
+    done = with_plugin(str(PLUGIN / "run.py"))
+    assert done.returncode == 0, done.stderr
+    said = re.fullmatch(r"one_by_one \+ matmul_loop: relative difference from the reference (\S+)\n", done.stdout)
+    assert said, done.stdout
+    # Seven roundings to bf16 of the loop, and one of each rank's part: far above it would be a lost assignment.
+    assert 0.0 < float(said[1]) < 8**0.5 * 2**-8
+
+
+def test_both_are_certified_as_they_come_out_of_the_wheel(with_plugin: Run) -> None:
+    for name, origin in (("one_by_one", "transport:OneByOne"), ("matmul_loop", "experts:MatmulLoop")):
+        done = with_plugin("-m", "moe_mk.cli", "certify", name, "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        certificate = json.loads(done.stdout)
+        assert certificate["passed"] and certificate["not_covered"] == []
+        assert certificate["backend"]["origin"] == f"moe-mk-sample (moe_mk_sample.{origin})"
+        on_processes = [one for one in certificate["coverage"] if one["check"].startswith("2 processes")]
+        assert len(on_processes) == (name == "one_by_one")
+
+
+def test_without_the_wheel_the_names_are_unknown() -> None:
+    code = "from moe_mk.experts import EXPERTS; EXPERTS['matmul_loop']"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "no experts backend is called 'matmul_loop'" in done.stderr
