@@ -6,10 +6,11 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 CHECKPOINT := build/ds3
+SMALL := build/ds3-small
 MAIN_JOB := --layer 3 --ranks 2 --tokens 64
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test stress lint format features sanitize gpu clean
+.PHONY: help venv run test stress multihost lint format features sanitize gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,11 @@ stress: venv  ## the tests that take minutes
 	@echo "pytest    slow"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow and not gpu"
 
+multihost: venv  ## a layer over two hosts made of network namespaces, and a cut cable
+	@test -d $(SMALL) || $(BIN)/moe-mk make-checkpoint $(SMALL) --hidden 256 --intermediate 128
+	@echo "multihost $(SMALL)"
+	@$(BIN)/python tools/multihost.py --checkpoint $(SMALL)
+
 lint: venv  ## ruff and mypy
 	@echo "ruff      check"
 	@$(BIN)/ruff check --quiet .
@@ -50,16 +56,16 @@ lint: venv  ## ruff and mypy
 format: venv  ## let ruff format and mend what it can
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
-features: venv  ## write docs/capabilities.md from tests/rows.yaml and the marks in tests/
+features: venv  ## write docs/capabilities.md from tests/rows.yaml and the marks, docs/transports.md from the registry
 	@$(BIN)/python tools/features.py
+	@$(BIN)/python tools/transports.py
 
 sanitize: venv  ## run the native kernels under the sanitizers
 	@echo "sanitize  kernels"
 	@$(BIN)/python tools/sanitize_kernels.py
 
-gpu: venv  ## every test that needs a GPU
-	@echo "pytest    gpu"
-	@$(BIN)/python -m pytest -q -m gpu
+gpu:  ## tests, tuning and measurement on a GPU; no network, goes on where it stopped
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tools/gpu.py $(GPU)
 
 clean:  ## remove what was built, the environment not
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,10 +2,12 @@
 
     python benchmarks/transports.py --ranks 2 4 --tokens 1 8 128 1024 --output benchmarks/results/transports_cpu.json
 
-In each round every transport carries the same tokens out and their rows home, one after the other, so that all meet
-the same machine. Ranks begin together and meet nowhere else, as in a layer. A round's time is that of its slowest
-rank; the table shows medians. `memcpy` copies the bytes that rank sends to others (rows out, sums home) from one warm
-buffer to another, all ranks at once.
+In each round every way carries the same tokens out and their rows home, one after the other in an order that changes,
+so that all meet the same machine. Ranks begin together and meet nowhere else, as in a layer. A round's time is that of
+its slowest rank; tables show medians. What experts would do is left out: `one_sided` gets its sums written where peers
+read them, as by experts that take `out_RH`, `one_sided copied` gets them elsewhere. `one_sided fp8` sends FP8 rows;
+quantising them is told apart. `hierarchical` has the ranks on two nodes. `memcpy` copies the bytes that a rank sends to
+others (rows out, sums home) from one warm buffer to another, all ranks at once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import argparse
 import json
 import os
 import platform
+import random
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -32,28 +37,83 @@ from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
 from moe_mk.testing.processes import RankWorld
-from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from moe_mk.tokens import ExpertOutput, Routing, RowTokens
+from moe_mk.trace import Recorder, Spans
 from moe_mk.trace.clock import now
 
-TRANSPORTS = ("one_sided", "all_to_all", "all_gather")
-WIRES: dict[str, QuantScheme] = {"bf16": BF16, "fp8": FP8_1x128}
+Seconds = dict[str, list[float]]
 ROUNDS = {1: 80, 8: 80, 128: 40, 1024: 9}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways that are compared."""
+
+    transport: str
+    wire: QuantScheme = BF16
+    in_window: bool = True
+    """Whether sums are written where the transport would have them, if it says so."""
+
+
+WAYS = {
+    "one_sided": Way("one_sided"),
+    "one_sided copied": Way("one_sided", in_window=False),
+    "one_sided fp8": Way("one_sided", FP8_1x128),
+    "hierarchical": Way("hierarchical"),
+    "all_to_all": Way("all_to_all"),
+    "all_gather": Way("all_gather"),
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What one figure of a setting should be."""
+
+    text: str
+    tokens: tuple[int, ...]
+    figure: Callable[[dict[str, float]], float]
+    limit: float
+    at_most: bool = False
+
+    def line(self, ranks: int, tokens: int, ms: dict[str, float]) -> str:
+        """The figure, and whether it is what it should be."""
+        got = self.figure(ms)
+        met = got <= self.limit if self.at_most else got >= self.limit
+        bound = "at most" if self.at_most else "at least"
+        verdict = "met" if met else "not met"
+        return f"{verdict:>8}  {self.text}, {ranks} ranks, {tokens} tokens: {got:.2f}, {bound} {self.limit:g}"
+
+
+GOALS = (
+    Goal("all_to_all / one_sided", (128,), lambda ms: ms["all_to_all"] / ms["one_sided"], 3.0),
+    Goal("all_gather / one_sided", (128,), lambda ms: ms["all_gather"] / ms["one_sided"], 4.0),
+    Goal("all_to_all / one_sided", (8,), lambda ms: ms["all_to_all"] / ms["one_sided"], 6.0),
+    Goal("one_sided / memcpy", (128, 1024), lambda ms: ms["one_sided"] / ms["memcpy"], 2.0, at_most=True),
+    Goal(
+        "bf16 / fp8 rows out",
+        (128, 1024),
+        lambda ms: ms["one_sided dispatch"] / (ms["one_sided fp8 dispatch"] - ms["quantise"]),
+        1.5,
+    ),
+)
 
 
 def main() -> None:
     """Start a world for each number of ranks, measure, print and write."""
     options = parse()
-    rows = []
+    rows, verdicts = [], []
     for ranks in options.ranks:
         with RankWorld(ranks) as world:
             for tokens in options.tokens:
                 rounds = options.rounds or ROUNDS.get(tokens, 20)
-                setting = (tokens, options.hidden, options.experts, options.top_k, options.wire, rounds)
-                per_rank = world.call(measure, *setting, timeout_s=600.0)
-                rows.append({"ranks": ranks, "tokens": tokens, "rounds": rounds, **figures(per_rank)})
-                print(line(rows[-1]), flush=True)
+                setting = (tokens, options.hidden, options.experts, options.top_k, rounds)
+                row = figures(world.call(measure, *setting, timeout_s=600.0))
+                rows.append({"ranks": ranks, "tokens": tokens, "rounds": rounds, **row})
+                print(f"ranks {ranks}  tokens {tokens}", *table(row["ms"]), sep="\n", flush=True)
+                verdicts += [goal.line(ranks, tokens, row["ms"]) for goal in GOALS if tokens in goal.tokens]
+    print("goals", *verdicts, sep="\n")
     if options.output:
-        report = {**about(options), "rows": rows}
+        report = {**about(options), "rows": rows, "goals": verdicts}
         options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
@@ -65,48 +125,61 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--wire", choices=WIRES, default="bf16")
     parser.add_argument("--rounds", type=int, default=0, help="0: more for fewer tokens")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
 
-def measure(
-    rank: int, tokens: int, hidden: int, experts: int, top_k: int, wire: str, rounds: int
-) -> dict[str, list[float]]:
+def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, rounds: int) -> Seconds:
     """Seconds of each round on one rank, by what was timed. The first rounds are left out."""
     assert dist.group.WORLD is not None
-    comm, cpu = DistributedCommunicator(dist.group.WORLD), torch.device("cpu")
+    comm, cpu, spans = DistributedCommunicator(dist.group.WORLD), torch.device("cpu"), Spans(Recorder())
     expert_map = ExpertMap.linear(experts, comm.size)
-    context = TransportContext(comm, expert_map, expert_map.tables(cpu), WIRES[wire], BF16, hidden, top_k, cpu)
-    made = {name: PREPARE_FINALIZE[name](context) for name in TRANSPORTS}
+    tables, per_node = expert_map.tables(cpu), max(comm.size // 2, 1)
+    context = TransportContext(
+        comm, expert_map, tables, BF16, BF16, hidden, top_k, cpu, max_num_tokens=tokens, ranks_per_node=per_node
+    )
+    made = {
+        name: PREPARE_FINALIZE[way.transport](
+            replace(context, wire=way.wire, spans=spans if way.wire is FP8_1x128 else Spans())
+        )
+        for name, way in WAYS.items()
+    }
     x_TH, routing = drawn(rank, tokens, hidden, experts, top_k)
     rows = remote_rows(routing, experts // comm.size, rank)
-    sent_bytes = rows * (packed_row_bytes(WIRES[wire], hidden, top_k) + row_bytes(BF16, hidden))
+    sent_bytes = rows * (packed_row_bytes(BF16, hidden, top_k) + row_bytes(BF16, hidden))
     source, target = (torch.ones(sent_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
-    seconds: dict[str, list[float]] = {}
-    warm = max(2, rounds // 5)
+    seconds: Seconds = {}
+    warm, names = max(2, rounds // 5), list(WAYS)
     for number in range(rounds + warm):
-        outputs = []
-        order = TRANSPORTS[number % 3 :] + TRANSPORTS[: number % 3]  # nobody always comes after the same one
-        for name in order:
+        home = {}
+        for name in random.Random(number).sample(names, len(names)):  # nobody always comes after the same one
             dist.barrier()
             start = now()
             arrived = land(made[name].prepare(x_TH, routing))
             there = now()
             assert isinstance(arrived, RowTokens)
-            y = ExpertOutput(arrived.x_RH.dequantize(torch.bfloat16), OutputStage.REDUCED)
+            into_RH = arrived.out_RH if WAYS[name].in_window else None
+            y = ExpertOutput.reduced(arrived.x_RH.dequantize(torch.bfloat16), torch.bfloat16, into_RH)
             ready = now()
-            home = land(made[name].finalize(y, arrived))
+            home[name] = land(made[name].finalize(y, arrived))
             note(seconds, name, there - start, now() - ready)
-            if name != "all_gather":  # there every rank returns every row, asked for or not
-                outputs.append(home)
+        seconds.setdefault("quantise", []).append(quantising(spans))
         dist.barrier()
         start = now()
         target.copy_(source)
         seconds.setdefault("memcpy", []).append(now() - start)
-        assert torch.equal(outputs[0], outputs[1]), "one_sided and all_to_all must agree bit for bit"
+        same = [home[name] for name in ("one_sided", "one_sided copied", "all_to_all")]
+        assert all(torch.equal(same[0], other) for other in same), "outputs must agree bit for bit"
     return {"sent_bytes": [float(sent_bytes)]} | {what: times[warm:] for what, times in seconds.items()}
+
+
+def quantising(spans: Spans) -> float:
+    """Seconds that went into it since the last time."""
+    assert spans.recorder is not None
+    seconds = spans.recorder.own_seconds().get("quantise", 0.0)
+    spans.recorder = Recorder()
+    return seconds
 
 
 def drawn(rank: int, tokens: int, hidden: int, experts: int, top_k: int) -> tuple[Tensor, Routing]:
@@ -123,33 +196,27 @@ def remote_rows(routing: Routing, experts_of_a_rank: int, rank: int) -> int:
     return sum(len({e // experts_of_a_rank for e in ids} - {rank}) for ids in routing.ids_TK.tolist())
 
 
-def note(seconds: dict[str, list[float]], name: str, dispatch: float, combine: float) -> None:
+def note(seconds: Seconds, name: str, dispatch: float, combine: float) -> None:
     """Keep the two stages of one call and their sum; what the experts would do in between is left out."""
     for what, time in ((f"{name} dispatch", dispatch), (f"{name} combine", combine), (name, dispatch + combine)):
         seconds.setdefault(what, []).append(time)
 
 
-def figures(per_rank: list[dict[str, list[float]]]) -> dict[str, object]:
-    """Medians over rounds of the slowest rank, in milliseconds, and what they are of each other."""
+def figures(per_rank: list[Seconds]) -> dict[str, dict[str, float]]:
+    """Medians over rounds of the slowest rank, in milliseconds."""
     slowest = {what: [max(times) for times in zip(*(r[what] for r in per_rank), strict=True)] for what in per_rank[0]}
-    sent = slowest.pop("sent_bytes")
-    middle = {what: median(times) * 1e3 for what, times in slowest.items()}
-    return {
-        "sent_bytes": int(sent[0]),
-        "ms": {what: round(time, 4) for what, time in middle.items()},
-        "times_faster": {name: round(middle[name] / middle["one_sided"], 2) for name in TRANSPORTS[1:]},
-        "times_memcpy": round(middle["one_sided"] / middle["memcpy"], 2) if middle["memcpy"] else None,
-    }
+    sent = max(slowest.pop("sent_bytes"))
+    return {"bytes": {"sent": sent}, "ms": {what: round(median(t) * 1e3, 4) for what, t in slowest.items()}}
 
 
-def line(row: dict[str, object]) -> str:
-    """One setting for the eye."""
-    ms, faster = row["ms"], row["times_faster"]
-    assert isinstance(ms, dict) and isinstance(faster, dict)
-    parts = [f"ranks {row['ranks']}  tokens {row['tokens']:>5}", f"memcpy {ms['memcpy']:8.3f} ms"]
-    parts += [f"{n} {ms[n]:8.3f} ms ({ms[f'{n} dispatch']:.3f} + {ms[f'{n} combine']:.3f})" for n in TRANSPORTS]
-    parts += [f"{faster[name]:.2f}x {name}" for name in faster]
-    return "   ".join([*parts, f"{row['times_memcpy']}x memcpy"])
+def table(ms: dict[str, float]) -> list[str]:
+    """One setting for the eye: whole, its two stages, and how many times that of one_sided and of memcpy."""
+    lines = [f"  {'memcpy':<17} {ms['memcpy']:9.3f} ms    quantise {ms['quantise']:.3f} ms"]
+    for name in WAYS:
+        stages = f"{ms[f'{name} dispatch']:9.3f} + {ms[f'{name} combine']:9.3f}"
+        times = f"{ms[name] / ms['one_sided']:6.2f}x one_sided  {ms[name] / ms['memcpy']:7.2f}x memcpy"
+        lines.append(f"  {name:<17} {ms[name]:9.3f} ms = {stages}   {times}")
+    return lines
 
 
 def about(options: argparse.Namespace) -> dict[str, object]:
@@ -158,8 +225,8 @@ def about(options: argparse.Namespace) -> dict[str, object]:
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]),
         "device": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "setting": {"hidden": options.hidden, "experts": options.experts, "top_k": options.top_k, "wire": options.wire},
-        "unit": "ms, median over rounds of the slowest rank, one thread a rank; a transport without a stage is both",
+        "setting": {"hidden": options.hidden, "experts": options.experts, "top_k": options.top_k},
+        "unit": "ms, median over rounds of the slowest rank, one thread a rank; a way without a stage is both",
     }
 
 

@@ -31,8 +31,12 @@ SIDEWAYS = {
     ("weights", "quant"): "so are weights",
     ("config", "quant"): "a configuration names the scheme of the weights",
     ("external", "config"): "what is found on a machine is written into a device profile",
+    ("trace", "tokens"): "a routing trace is recorded from routings and replayed as routings",
+    ("trace", "placement"): "and judged under a placement",
     ("oracle", "kernel"): "phase two hands out the kernel that was decided for",
     ("oracle", "runner"): "and the naive path where that was decided for",
+    ("cli", "testing"): "certify is the conformance kit in one command",
+    ("cli", "integrations"): "a demonstration speaks to a host as its users do",
 }
 
 OPTIONAL_LIVES_IN = tuple(

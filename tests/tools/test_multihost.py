@@ -1,0 +1,58 @@
+"""Two hosts on one machine: the commands they run, why not, and the whole of it where namespaces are permitted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_mk.weights import CheckpointShape, write_checkpoint
+from tools import multihost
+from tools.multihost import Hosts, Job
+
+
+def test_hosts_run_the_same_command_but_for_their_number(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, ("--tokens", "16"))
+    first, second = job.command(0), job.command(1)
+    assert first[0] == sys.executable and first[-4:] == ["run", str(tmp_path), "--tokens", "16"]
+    differing = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
+    assert differing == [("0", "1")]
+    assert first[first.index("--master-addr") + 1] == multihost.ADDRESSES[0]
+
+
+def test_a_machine_without_the_command_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(multihost.shutil, "which", lambda name: None)
+    assert multihost.main(["--checkpoint", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("skipped   two hosts on one machine: the command ip is missing")
+    assert "apt install iproute2" in said
+
+
+def test_what_the_machine_says_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*words: str) -> str:
+        raise subprocess.CalledProcessError(1, ["ip", *words], stderr="Operation not permitted\n")
+
+    monkeypatch.setattr(multihost.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(multihost, "ip", refuse)
+    assert multihost.reason_against(inside=False) == "Operation not permitted"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_layer_runs_over_two_hosts_and_a_cut_cable_ends_it_on_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := multihost.reason_against(inside=False):
+        pytest.skip(f"this machine permits no network namespaces: {reason}")
+    shape = CheckpointShape(num_experts=32, hidden_size=256, intermediate_size=128)
+    write_checkpoint(tmp_path / "ds3", shape)
+    assert multihost.main(["--checkpoint", str(tmp_path / "ds3")]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert [said.count(f"ok        {name} over two hosts") for name in multihost.TRANSPORTS] == [1, 1, 1]
+    assert "ok        both hosts named the lost peer" in said
+    with Hosts() as hosts:
+        assert hosts.sent_bytes() < multihost.FLOWING_BYTES

@@ -1,0 +1,254 @@
+"""Two hosts on one machine: a layer run over both by torchrun, verified, and then the cable between them is cut.
+
+    python tools/multihost.py --checkpoint build/ds3-tiny --ranks-per-host 2
+
+A host is a network namespace with an address of its own; a veth pair is the cable. Every transport runs the very
+commands of a real cluster (docs/multihost.md), which are printed. Needs the right to make namespaces: root's, or a
+user's own.
+Exit status 0: all is well, or this machine does not permit it, and then the reason is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+TRANSPORTS = ("all_to_all", "all_gather", "hierarchical")
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+PORT = 29517
+INSIDE = "--inside-namespaces"
+LATE_S = 5.0
+"""How late a peer may be when the cable is cut."""
+PATIENCE_S = 240.0
+"""How long any command may take, torch's imports included."""
+FLOWING_BYTES = 1_000_000
+"""So much over the cable is more than meeting takes: forwards are under way."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command on both hosts."""
+
+    checkpoint: Path
+    ranks_per_host: int
+    options: tuple[str, ...]
+
+    def command(self, host: int) -> list[str]:
+        """What a person types on one of the hosts."""
+        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(self.ranks_per_host)]
+        launcher += ["--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
+        return [sys.executable, *launcher, "-m", "moe_mk.cli", "run", str(self.checkpoint), *self.options]
+
+
+class Hosts:
+    """Two network namespaces joined by a cable, and what runs in them; nothing outlives the `with`."""
+
+    def __init__(self) -> None:
+        self.names = tuple(f"moe-mk-{os.getpid()}-{letter}" for letter in "ab")
+        self._made: list[str] = []
+
+    def __enter__(self) -> Self:
+        try:
+            for name in self.names:
+                ip("netns", "add", name)
+                self._made.append(name)
+            ends = [("cable0", name) for name in self.names]
+            ip(
+                "link",
+                "add",
+                "cable0",
+                "netns",
+                ends[0][1],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable0",
+                "netns",
+                ends[1][1],
+            )
+            for name, address in zip(self.names, ADDRESSES, strict=True):
+                ip("-n", name, "addr", "add", f"{address}/30", "dev", "cable0")
+                for device in ("lo", "cable0"):
+                    ip("-n", name, "link", "set", device, "up")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs on the hosts, and the hosts."""
+        for name in self._made:
+            for pid in ip("netns", "pids", name).split():
+                try:
+                    os.kill(int(pid), signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            ip("netns", "del", name)
+        self._made = []
+
+    def start(self, host: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command on one host, with everything it says in a file."""
+        cores = {"GLOO_SOCKET_IFNAME": "cable0", "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.names[host], *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | cores,
+            )
+
+    def sent_bytes(self) -> int:
+        """What has left the first host over the cable."""
+        counter = "/sys/class/net/cable0/statistics/tx_bytes"
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.names[0], "cat", counter], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    def cut(self) -> None:
+        """Pull the cable out."""
+        ip("-n", self.names[0], "link", "set", "cable0", "down")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every transport, then cut the cable; print what is done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS))
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if reason := reason_against(inside=options.inside_namespaces):
+        if options.inside_namespaces or not may_have_namespaces_of_its_own():
+            print(f"skipped   two hosts on one machine: {reason}")
+            return 0
+        return subprocess.run(in_namespaces_of_its_own([__file__, INSIDE, *given]), check=False).returncode
+    with tempfile.TemporaryDirectory(prefix="moe-mk-") as folder:
+        failures = [verified(options, name, Path(folder)) for name in options.transports]
+        failures.append(cut_short(options, Path(folder)))
+    return 1 if any(failures) else 0
+
+
+def verified(options: argparse.Namespace, transport: str, folder: Path) -> bool:
+    """Run the layer over both hosts and let it verify itself; whether that failed."""
+    words = ("--tokens", "16", "--repeats", "1", "--prepare-finalize", transport)
+    job = Job(options.checkpoint, options.ranks_per_host, words)
+    show(transport, job)
+    with Hosts() as hosts:
+        logs = [folder / f"{transport}-{host}" for host in range(2)]
+        codes = ended([hosts.start(host, job.command(host), logs[host]) for host in range(2)])
+        crossed = hosts.sent_bytes()
+    said = logs[0].read_text(errors="replace")
+    passed = codes == [0, 0] and "PASS" in said
+    print(f"{'ok' if passed else 'FAILED':<9} {transport} over two hosts, {crossed:,} B left the first one", flush=True)
+    if not passed:
+        report(logs, codes)
+    return not passed
+
+
+def cut_short(options: argparse.Namespace, folder: Path) -> bool:
+    """Cut the cable under a run that would go on for hours; whether any host did not say why it ended in time."""
+    words = ("--tokens", "16", "--repeats", "1000000", "--no-verify", "--timeout", f"{LATE_S:g}")
+    job = Job(options.checkpoint, options.ranks_per_host, (*words, "--prepare-finalize", "all_to_all"))
+    show("cut", job)
+    with Hosts() as hosts:
+        logs = [folder / f"cut-{host}" for host in range(2)]
+        running = [hosts.start(host, job.command(host), logs[host]) for host in range(2)]
+        flowing = waited_for(lambda: hosts.sent_bytes() > FLOWING_BYTES, running)
+        hosts.cut()
+        start = time.monotonic()
+        told = flowing and waited_for(lambda: all("phase '" in log.read_text(errors="replace") for log in logs), [])
+        seconds = time.monotonic() - start
+        codes = ended(running)
+    said = [log.read_text(errors="replace") for log in logs]
+    limit = f"is dead or later than {LATE_S:g} s [kernel.timeout_s]"
+    passed = told and all(limit in text for text in said) and 0 not in codes
+    print(f"{'ok' if passed else 'FAILED':<9} both hosts named the lost peer {seconds:.1f} s after the cut", flush=True)
+    for host, text in enumerate(said):
+        print(*(f"          host {host}: {line}" for line in text.splitlines() if "phase '" in line), sep="\n")
+    if not passed:
+        report(logs, codes)
+    return not passed
+
+
+def reason_against(*, inside: bool) -> str:
+    """Why this machine permits no namespaces, as far as it says; empty if it does."""
+    if shutil.which("ip") is None:
+        return "the command ip is missing (Debian: apt install iproute2)"
+    if inside:  # a mount namespace of our own: what `ip netns` writes stays in it
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=False, stderr=subprocess.DEVNULL)
+    try:
+        with Hosts():
+            return ""
+    except (subprocess.CalledProcessError, OSError) as problem:
+        return f"{getattr(problem, 'stderr', '') or problem}".strip()
+
+
+def may_have_namespaces_of_its_own() -> bool:
+    """Whether an ordinary user may be root of namespaces of its own."""
+    if shutil.which("unshare") is None:
+        return False
+    probe = ["unshare", "--user", "--map-root-user", "--net", "--mount", "true"]
+    return subprocess.run(probe, check=False, capture_output=True).returncode == 0
+
+
+def in_namespaces_of_its_own(script: list[str]) -> list[str]:
+    """The command that runs a script as root of namespaces of its own."""
+    return ["unshare", "--user", "--map-root-user", "--net", "--mount", "--", sys.executable, *script]
+
+
+def waited_for(condition: object, running: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Wait until something holds; False if it takes too long, or a process has ended before."""
+    assert callable(condition)
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline or any(process.poll() is not None for process in running):
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def ended(running: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Exit codes; None for what did not end in time."""
+    waited_for(lambda: all(process.poll() is not None for process in running), [])
+    return [process.poll() for process in running]
+
+
+def ip(*words: str) -> str:
+    """Run `ip`; raises CalledProcessError with what it said."""
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+def show(name: str, job: Job) -> None:
+    """Print what runs on each host."""
+    for host in range(2):
+        print(f"{name if host == 0 else '':<12} host {host}: {shlex.join(job.command(host))}", flush=True)
+
+
+def report(logs: Sequence[Path], codes: Sequence[int | None]) -> None:
+    """Print how each host ended, and what it said before the launcher told of its end."""
+    for host, (log, code) in enumerate(zip(logs, codes, strict=True)):
+        said = log.read_text(errors="replace").splitlines()
+        end = next((n for n, line in enumerate(said) if "elastic" in line), len(said))
+        print(f"host {host} ended with {code}:", *said[max(end - 25, 0) : end], sep="\n  ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
