@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -270,7 +271,7 @@ def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
     return {
         "device": f"{model}, {options.threads} threads, best {native.best.name}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": "python " + " ".join(sys.argv),
+        "command": "python " + shlex.join(sys.argv),
         "shape": {name: getattr(options, name) for name in flags},
         "note": options.note,
     }

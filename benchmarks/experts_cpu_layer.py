@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -141,7 +142,7 @@ def main() -> None:
         facts = {
             **where,
             "torch": torch.__version__,
-            "command": "python " + " ".join(sys.argv),
+            "command": "python " + shlex.join(sys.argv),
             "layer": repr(layer),
             "note": options.note,
         }

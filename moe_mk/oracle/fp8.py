@@ -5,35 +5,22 @@ from __future__ import annotations
 from typing import ClassVar
 
 from moe_mk.config.problem import Problem
-from moe_mk.experts.base import ExpertsTraits
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.oracle.activations import rounded_or_plain, rounded_wire
+from moe_mk.oracle.activations import RoundedOracle
 from moe_mk.oracle.assemble import Parts, assemble
-from moe_mk.oracle.base import ORACLES, Oracle
+from moe_mk.oracle.base import ORACLES
 from moe_mk.oracle.decide import decide
 from moe_mk.oracle.fallback import Form, as_stored, in_layer_dtype
 from moe_mk.oracle.verdict import Decision
-from moe_mk.prepare_finalize.base import TransportTraits
-from moe_mk.quant.tensor import QuantScheme
 from moe_mk.runner.naive import MonolithicKernel
 
 
 @ORACLES.register("fp8")
-class Fp8Oracle(Oracle):
+class Fp8Oracle(RoundedOracle):
     """FP8 e4m3 weights, activations in FP8 as the checkpoint says or in the layer's dtype."""
 
     name: ClassVar[str] = "fp8"
     stored: ClassVar[frozenset[str]] = frozenset({"fp8_block", "fp8_channel", "fp8_tensor"})
-
-    @classmethod
-    def compute_scheme(cls, problem: Problem, experts: ExpertsTraits) -> QuantScheme:
-        """What kernel.activations asks for, else what the experts do best."""
-        return rounded_or_plain(problem, experts)
-
-    @classmethod
-    def wire_scheme(cls, problem: Problem, transport: TransportTraits, compute: QuantScheme) -> QuantScheme:
-        """FP8 if it may travel and the experts read it, or if kernel.wire insists."""
-        return rounded_wire(problem, transport, compute)
 
     @classmethod
     def forms(cls, problem: Problem) -> tuple[Form, ...]:
