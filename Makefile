@@ -32,7 +32,7 @@ $(CHECKPOINT)/model.safetensors.index.json: | $(INSTALLED)
 	@echo "write     $(CHECKPOINT), a checkpoint in the official layout"
 	@$(BIN)/moe-mk make-checkpoint $(CHECKPOINT) --experts 32
 
-test: venv  ## every test that needs no GPU
+test: venv  ## every test that needs neither a GPU nor minutes
 	@echo "pytest    not gpu, not slow"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile
 

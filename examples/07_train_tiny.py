@@ -1,6 +1,6 @@
-"""Make a DeepSeek-V3 of your own: a few minutes on two cores, Python's own sources as text, the official FP8 layout.
+"""Make a DeepSeek-V3 of your own: minutes on two cores, Python's own sources as text, the official FP8 layout.
 
-python examples/07_train_tiny.py build/tiny-ds3                        # about five minutes on two cores
+python examples/07_train_tiny.py build/tiny-ds3                        # minutes on two cores
 python examples/07_train_tiny.py build/tiny-ds3 --steps 30             # seconds, and a model that can only mumble
 python examples/05_nano_engine.py build/tiny-ds3 --prompt "def "       # let it write
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from moe_mk.external.emulated.deep_ep.base import Rows, V1Buffer
-from moe_mk.external.emulated.deep_ep.config import Config, tuned
+from moe_mk.external.emulated.deep_ep.base import V1Buffer
+from moe_mk.external.emulated.deep_ep.config import Config
 from moe_mk.external.emulated.events import EventHandle, EventOverlap
-from moe_mk.external.emulated.low_latency import Finish, Hook, Shape
+from moe_mk.external.emulated.low_latency import Finish, Hook
 
 
 class Buffer(V1Buffer):
@@ -34,45 +34,6 @@ class Buffer(V1Buffer):
     ) -> None:
         del allow_nvlink_for_low_latency_mode, allow_mnnvl, is_intranode
         self._open(group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, explicitly_destroy)
-
-    @staticmethod
-    def set_num_sms(new_num_sms: int) -> None:
-        """Multiprocessors of all buffers of this class."""
-        Buffer._set_num_sms(new_num_sms)
-
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> Config:
-        """The recommended config for dispatch."""
-        return tuned(num_ranks, Buffer.num_sms, combine=False)
-
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """The recommended config for combine."""
-        return tuned(num_ranks, Buffer.num_sms, combine=True)
-
-    def low_latency_dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        cumulative_local_expert_recv_stats: Tensor | None = None,
-        dispatch_wait_recv_cost_stats: Tensor | None = None,
-        use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-    ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
-        """Rows to blocks of their experts."""
-        return self._low_latency_dispatch(
-            x,
-            topk_idx,
-            Shape(num_max_dispatch_tokens_per_rank, x.shape[1], num_experts),
-            (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats),
-            (use_fp8, round_scale, use_ue8m0),
-            Finish(async_finish, return_recv_hook),
-        )
 
     def low_latency_combine(
         self,

@@ -65,9 +65,20 @@ class V1Buffer:
         return True
 
     @classmethod
-    def _set_num_sms(cls, new_num_sms: int) -> None:
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """Multiprocessors of all buffers of this class."""
         assert new_num_sms % 2 == 0, "The SM count must be even"
         cls.num_sms = new_num_sms
+
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> Config:
+        """The recommended config for dispatch."""
+        return tuned(num_ranks, cls.num_sms, combine=False)
+
+    @classmethod
+    def get_combine_config(cls, num_ranks: int) -> Config:
+        """The recommended config for combine."""
+        return tuned(num_ranks, cls.num_sms, combine=True)
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -190,16 +201,29 @@ class V1Buffer:
         need = config.get_rdma_buffer_size_hint(row_bytes, self.group_size)
         host_assert(need <= self.num_rdma_bytes, f"num_rdma_bytes ({self.num_rdma_bytes}) >= {need}")
 
-    def _low_latency_dispatch(
-        self, x: Tensor, topk_idx: Tensor, shape: Shape, stats: tuple[Tensor | None, Tensor | None],
-        casts: tuple[bool, bool, bool], finish: Finish,
-    ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, Hook | None]:  # fmt: skip
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
+        """Rows to blocks of their experts."""
         host_assert(self.low_latency_mode, "low_latency_mode")
         host_assert(not self._dirty, "clean_low_latency_buffer comes after high-throughput kernels")
+        shape = Shape(num_max_dispatch_tokens_per_rank, x.shape[1], num_experts)
         assert self.nvshmem_qp_depth >= (shape.max_tokens + 1) * 2
         rows, scales, counts, token_LS, range_LW, event, hook = self._low_latency.dispatch(
-            x, topk_idx, *stats, shape, casts, finish
-        )
+            x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, shape,
+            (use_fp8, round_scale, use_ue8m0), Finish(async_finish, return_recv_hook),
+        )  # fmt: skip
         handle = (token_LS, range_LW, shape.max_tokens, shape.hidden, shape.num_experts)
         return rows if scales is None else (rows, scales), counts, handle, EventOverlap(event), hook
 
