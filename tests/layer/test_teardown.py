@@ -15,6 +15,7 @@ LIFE = """
 import os, sys
 import torch, torch.distributed as dist
 import moe_mk
+from moe_mk.layer.custom_op import moe_layer
 
 def gloo_threads():
     threads = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
@@ -24,7 +25,10 @@ def serve(folder, transport):
     config = moe_mk.MoEConfig.from_hf(folder).with_(prepare_finalize=transport, allow_emulated=True, max_num_tokens=16)
     layer = moe_mk.DeepseekV3MoE(config, groups=moe_mk.ParallelGroups(ep=dist.group.WORLD), name="layer 3")
     layer.load_from_safetensors(folder, layer=3)
-    layer(torch.ones(4, 256, dtype=torch.bfloat16, device="cpu"))
+    x = torch.ones(4, 256, dtype=torch.bfloat16, device="cpu")
+    with torch.no_grad():
+        layer(x)
+        moe_layer(x, layer.expert_load, layer._number)  # what a compiled model calls
 
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=int(sys.argv[4]), world_size=2)
 dist.barrier()
