@@ -151,6 +151,8 @@ def join(place: Place, backend: str, meeting: str | None = None) -> None:
     timeout = timedelta(seconds=START_TIMEOUT_S)
     try:
         dist.init_process_group(backend, meeting, timeout=timeout, rank=place.rank, world_size=place.size)
+        if backend == "gloo":  # gloo returns before its peers are connected too: who left now would fail their start
+            dist.monitored_barrier(timeout=timeout)
     except (RuntimeError, ValueError) as problem:
         first_line = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise CommError(f"{place.size} ranks did not meet: {first_line}", rank=place.rank, phase="start") from problem

@@ -14,6 +14,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+SLOW_MACHINE_S = 300
+pytestmark = pytest.mark.timeout(2 * SLOW_MACHINE_S)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -21,7 +23,7 @@ def run(*command: str) -> str:
     """What an example prints; fails with all it said if it does not end well."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SLOW_MACHINE_S
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
