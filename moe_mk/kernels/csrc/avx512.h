@@ -1,4 +1,5 @@
-// Decoding 64 packed fp8 codes into two bf16 VNNI rows with VBMI byte tables.
+// Decoding packed codes into bf16 VNNI rows in registers: byte tables (VPERMI2B) for eight bits, one table of bf16
+// (VPERMW) for four. All exact.
 #pragma once
 #include <immintrin.h>
 
@@ -6,7 +7,9 @@
 
 namespace moe_mk {
 
+constexpr int kFewRows = 4;  // more are faster through a panel
 void multiply_few_avx512bf16(const Columns&, const Rows&, float* totals);
+void multiply_int8_avx512(const Columns&, const Rows&, float* totals);
 
 namespace {
 
@@ -48,22 +51,104 @@ inline __attribute__((always_inline)) void decode64(const Tables& tables, __m512
   *second = _mm512_unpackhi_epi8(low, high);
 }
 
-// Decoding policies: bytes of one tile and step, and the two VNNI rows of the two k pairs at `from`.
+// bf16 of 0..127, and of the 16 e2m1 codes twice over (VPERMW looks at five bits).
+struct Constants {
+  alignas(64) uint16_t integers[128], e2m1[32];
+
+  constexpr Constants() : integers(), e2m1() {
+    for (int value = 1; value < 128; ++value) {
+      int top = 6;
+      while ((value >> top) == 0) --top;
+      integers[value] = uint16_t(((127 + top) << 7) | ((value << (7 - top)) & 0x7f));
+    }
+    constexpr uint16_t grid[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
+    for (int code = 0; code < 32; ++code) e2m1[code] = uint16_t(grid[code & 7] | ((code & 8) << 12));
+  }
+};
+constexpr Constants kConstants;
+
+inline __attribute__((always_inline)) Tables integer_tables() {
+  const uint16_t* from = kConstants.integers;
+  return tables_of(_mm512_load_si512(from), _mm512_load_si512(from + 32), _mm512_load_si512(from + 64),
+                   _mm512_load_si512(from + 96));
+}
+
+// Decoding policies: the kRows k pairs of one tile at `from` as VNNI rows. kLines: 64 B lines they lie in, kPanelRow apart.
 struct Fp8 {
-  static constexpr size_t kTileBytes = kPanelTile / 2;
+  static constexpr int kRows = 2, kLines = 1;
   Tables tables = exact_tables();
 
-  inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* first, __m512i* second) const {
-    decode64(tables, _mm512_loadu_si512(from), first, second);
+  inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {
+    decode64(tables, _mm512_loadu_si512(from), to, to + 1);
+  }
+};
+
+struct Int8 {
+  static constexpr int kRows = 2, kLines = 1;
+  Tables tables = integer_tables();
+
+  // A word holds four k of a column: its halves are brought together first, so that the unpacks part them again.
+  inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {
+    const __m512i halves = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    const __m512i codes = _mm512_shuffle_epi8(_mm512_loadu_si512(from), halves), size = _mm512_abs_epi8(codes);
+    const __m512i low = _mm512_permutex2var_epi8(tables.low0, size, tables.low1);
+    __m512i high = _mm512_permutex2var_epi8(tables.high0, size, tables.high1);
+    // -128 has no positive twin: its index is 0, its bf16 0xc300.
+    high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(size), _mm512_set1_epi8(0x43));
+    high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(char(0x80)), 0xf8);
+    to[0] = _mm512_unpacklo_epi8(low, high);
+    to[1] = _mm512_unpackhi_epi8(low, high);
+  }
+};
+
+struct Fp4 {
+  static constexpr int kRows = 4, kLines = 1;
+  __m512i table = _mm512_load_si512(kConstants.e2m1);
+
+  inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {
+    const __m512i codes = _mm512_loadu_si512(from);
+    to[0] = _mm512_permutexvar_epi16(codes, table);
+    to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+    to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
+    to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
   }
 };
 
 struct Bf16 {
-  static constexpr size_t kTileBytes = kPanelTile;
+  static constexpr int kRows = 2, kLines = 2;
 
-  inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* first, __m512i* second) const {
-    *first = _mm512_loadu_si512(from);
-    *second = _mm512_loadu_si512(from + kPanelRow);
+  inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {
+    to[0] = _mm512_loadu_si512(from);
+    to[1] = _mm512_loadu_si512(from + kPanelRow);
+  }
+};
+
+// Scale policies: how often a step of k meets a new scale, and that of 16 columns as f32.
+struct BlockScales {  // one scalar a tile and block of k
+  static constexpr bool kGrouped = false;
+  static constexpr int kPerStep = 1;
+  static __m512 of(const uint8_t*) { return _mm512_set1_ps(1.0f); }
+};
+
+struct PowersOfTwo {  // E8M0, one a column and step; code 0 is the subnormal 2^-127
+  static constexpr bool kGrouped = true, kPowers = true;
+  static constexpr int kPerStep = 1;
+
+  static inline __attribute__((always_inline)) __m512 of(const uint8_t* from) {
+    const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(codes, 23), _mm512_set1_epi32(0x00400000)));
+  }
+};
+
+struct SmallFloats {  // e4m3, two a column and step
+  static constexpr bool kGrouped = true, kPowers = false;
+  static constexpr int kPerStep = 2;
+
+  // As a half float it is 2^8 too small, its seven subnormals included; the repeated sign is dropped.
+  static inline __attribute__((always_inline)) __m512 of(const uint8_t* from) {
+    const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(short(0xbfff)));
+    return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
   }
 };
 

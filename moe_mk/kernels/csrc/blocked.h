@@ -22,9 +22,9 @@ inline void gather_rows(const Rows& rows, int group_rows, int first_step, int st
       const int row = group * group_rows + r;
       uint8_t* to = block + r * kRowBytes;
       if (row < rows.num_rows) {
-        const uint16_t* from = rows.values[row] + size_t(first_step) * kStep;
+        const uint16_t* from = rows.bf16(row) + size_t(first_step) * kStep;
         if (row + 4 < rows.num_rows) {
-          const uint16_t* soon = rows.values[row + 4] + size_t(first_step) * kStep;
+          const uint16_t* soon = rows.bf16(row + 4) + size_t(first_step) * kStep;
           for (int s = 0; s < steps; ++s) __builtin_prefetch(soon + s * kStep);
         }
         for (int s = 0; s < steps; ++s) std::memcpy(to + size_t(s) * group_rows * kRowBytes, from + s * kStep, kRowBytes);
@@ -51,7 +51,7 @@ struct Ahead {
   int lines;
 };
 
-// Ops: kGroup; expand(format, packed, steps, panel); group(rows, gathered, panel, steps, scale0, scale1, row_scale*, ahead, totals)
+// Ops: kGroup; expand(w, pair, step, steps, panel), group scales included; group(rows, gathered, panel, steps, scale0, scale1, row_scale*, ahead, totals)
 template <typename Ops>
 void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   const size_t step_bytes = w.step_bytes;
@@ -69,7 +69,7 @@ void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch
         const uint8_t* packed = w.data + pair * w.pair_bytes + size_t(step0 + s) * step_bytes;
         const uint8_t* panel = packed;
         if (w.must_be_decoded()) {
-          Ops::expand(w.format, packed, steps, scratch.panel);
+          Ops::expand(w, pair, step0 + s, steps, scratch.panel);
           panel = scratch.panel;
         }
         const float scale0 = s0 == nullptr ? 1.0f : s0[block], scale1 = s1 == nullptr ? 1.0f : s1[block];
@@ -79,7 +79,7 @@ void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch
           float row_scale[Ops::kGroup];
           for (int r = 0; r < n; ++r) row_scale[r] = rows.scales == nullptr ? 1.0f : rows.scales[first + r][x_block];
           // The first group asks for the weights two panels on, spread over its k: all at once would fill the miss buffers.
-          const Ahead ahead = {packed + 2 * steps * step_bytes, first != 0 ? 0 : int(step_bytes / kPanelTile)};
+          const Ahead ahead = {packed + 2 * steps * step_bytes, first != 0 ? 0 : int((step_bytes + kPanelTile - 1) / kPanelTile)};
           Ops::group(n, a, panel, steps, scale0, scale1, row_scale, ahead, sums + size_t(first) * kPairColumns);
         }
       }

@@ -45,7 +45,8 @@ bool has_avx2() {
 bool has_avx512bf16() {
   const Leaf seven = leaf(7, 0);
   const bool base = (seven.ebx >> 16 & 1) && (seven.ebx >> 17 & 1) && (seven.ebx >> 30 & 1) && (seven.ebx >> 31 & 1);
-  return has_avx2() && (enabled_state() & 0xe6) == 0xe6 && base && (seven.ecx >> 1 & 1) && (leaf(7, 1).eax >> 5 & 1);
+  const bool vbmi = seven.ecx >> 1 & 1, vnni = seven.ecx >> 11 & 1, bf16 = leaf(7, 1).eax >> 5 & 1;
+  return has_avx2() && (enabled_state() & 0xe6) == 0xe6 && base && vbmi && vnni && bf16;
 }
 
 bool has_amx() {

@@ -36,8 +36,12 @@ inline f32x16 apply(const ActivationSpec& spec, f32x16 x) {
 inline f32x16 at_most(f32x16 x, float limit) { return x > splat(limit) ? splat(limit) : x; }
 inline f32x16 at_least(f32x16 x, float limit) { return x < splat(limit) ? splat(limit) : x; }
 
-inline void activate(const ActivationSpec& spec, const float* totals, const float* bias, uint16_t* h) {
+inline void activate(const ActivationSpec& spec, const float* totals, const float* scale, const float* bias, uint16_t* h) {
   f32x16 first = load<f32x16>(totals), second = load<f32x16>(totals + 16);
+  if (scale != nullptr) {
+    first *= load<f32x16>(scale);
+    second *= load<f32x16>(scale + 16);
+  }
   if (bias != nullptr) {
     first += load<f32x16>(bias);
     second += load<f32x16>(bias + 16);
@@ -60,9 +64,10 @@ inline void activate(const ActivationSpec& spec, const float* totals, const floa
   store(h, narrow(apply(spec, first) * second));
 }
 
-inline void accumulate(const float* totals, const float* bias, float weight, float* sum) {
+inline void accumulate(const float* totals, const float* scale, const float* bias, float weight, float* sum) {
   for (int half = 0; half < 32; half += 16) {
     f32x16 value = load<f32x16>(totals + half);
+    if (scale != nullptr) value *= load<f32x16>(scale + half);
     if (bias != nullptr) value += load<f32x16>(bias + half);
     store(sum + half, load<f32x16>(sum + half) + weight * value);
   }

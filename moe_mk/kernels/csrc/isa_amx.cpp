@@ -1,17 +1,11 @@
 // The kernels for AMX-bf16 (Sapphire Rapids on): 32 rows x 32 columns at a time in four accumulator tiles.
-// The block scale is folded into the decoded weights (bf16 of code * scale, one table a tile and scale block): free of
-// cost, at the price of one bf16 rounding a weight (L2 3.7e-3 against 2.3e-3 with exact scales).
+// f32 block scales are folded into the decoded weights (amx_panel.h): free of cost, at the price of one bf16 rounding a
+// weight (L2 3.7e-3 against 2.3e-3 with exact scales).
 // Reads: packed weights once a 256-row block, gathered rows from L2. Panel of 8 steps (16 KiB) stays in L1.
 // One or two rows are faster on VDPBF16PS straight from memory: multiply_few comes from the AVX-512 unit.
 // NOTE totals are tile-loaded and tile-stored in place; the last, partial tile of rows goes through scratch.
+#include "amx_panel.h"
 #include "tiles.h"
-
-#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
-#define MOE_MK_AMX_AVX512 1
-#include "avx512.h"
-#endif
-
-#include "portable.h"
 
 #if defined(__linux__) && !defined(MOE_MK_EMULATE_AMX)
 #include <sys/syscall.h>
@@ -24,67 +18,6 @@ namespace {
 constexpr int kPanelSteps = 8;
 constexpr int kTileRows = 16;
 constexpr size_t kTotalsStride = kPairColumns * sizeof(float);
-
-#if defined(MOE_MK_AMX_AVX512)
-
-Tables scaled_tables(float scale) {
-  const __m512 s = _mm512_set1_ps(scale);
-  __m512i parts[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m512i exact = exact_magnitudes(32 * i);
-    const __m512 low = reinterpret_cast<__m512>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(exact)), 16));
-    const __m512 high = reinterpret_cast<__m512>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(exact, 1)), 16));
-    parts[i] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, s), _mm512_mul_ps(low, s)));
-  }
-  return tables_of(parts[0], parts[1], parts[2], parts[3]);
-}
-
-// One tile of `steps` steps that share a scale.
-void expand_tile(const uint8_t* packed, int steps, float scale, uint8_t* panel) {
-  const Tables tables = scaled_tables(scale);
-  for (int s = 0; s < steps; ++s)
-    for (int g = 0; g < 8; ++g) {
-      const uint8_t* from = packed + s * kPanelTile + g * 128;
-      uint8_t* to = panel + (s * 8 + g) * 2 * kPanelRow;
-      _mm_prefetch(reinterpret_cast<const char*>(from + 4096), _MM_HINT_T0);
-      __m512i first, second;
-      decode64(tables, _mm512_loadu_si512(from), &first, &second);
-      _mm512_store_si512(to, first);
-      _mm512_store_si512(to + kPanelRow, second);
-    }
-}
-
-#else
-
-void expand_tile(const uint8_t* packed, int steps, float scale, uint8_t* panel) {
-  for (int s = 0; s < steps; ++s)
-    for (int g = 0; g < 8; ++g)
-      for (int l = 0; l < 4; ++l) {
-        const u16x16 exact = decode16(load<u8x16>(packed + s * kPanelTile + g * 128 + l * 16));
-        const u16x16 both = narrow(widen(reinterpret_cast<const uint16_t*>(&exact)) * scale);
-        uint8_t* row = panel + (size_t(s) * 8 + g) * 2 * kPanelRow + l * 16;
-        std::memcpy(row, &both, 16);
-        std::memcpy(row + kPanelRow, reinterpret_cast<const uint8_t*>(&both) + 16, 16);
-      }
-}
-
-#endif
-
-// `steps` steps of one pair from step0 on, both tiles, scales folded in.
-void expand_folded(const Columns& w, int pair, int step0, int steps, uint8_t* panel) {
-  for (int s = 0; s < steps;) {
-    const int block = (step0 + s) / w.steps_per_block;
-    const int until = (block + 1) * w.steps_per_block - step0;
-    const int n = (until < steps ? until : steps) - s;
-    const uint8_t* packed = w.data + pair * w.pair_bytes + size_t(step0 + s) * kPanelTile;
-    for (int tile = 0; tile < 2; ++tile) {
-      const float* scales = tile_scales(w, pair, tile);
-      expand_tile(packed + tile * 64, n, scales == nullptr ? 1.0f : scales[block],
-                  panel + size_t(s) * 2 * kPanelTile + tile * 64);
-    }
-    s += n;
-  }
-}
 
 // Tiles 0..3 are totals (row tile, column tile), 4 and 5 rows, 6 and 7 weights.
 template <int RowTiles>
@@ -246,8 +179,9 @@ constexpr void (*kMultiplyFew)(const Columns&, const Rows&, float*) = nullptr;
 
 const Kernels* amx_kernels() {
   static const Kernels table = {
-      "amx", kFew, false, false, configure_tiles, release_tiles, kMultiplyFew, multiply_many_amx, activate, accumulate,
-      to_bf16, quantize, decode, count_nans, gate_dots, read, peak_amx,
+      "amx", kFew, false, false, configure_tiles, release_tiles, kMultiplyFew, multiply_many_amx,
+      multiply_int8<PortableInt8Ops>, quantize_int8, activate, accumulate, to_bf16, quantize, decode, count_nans,
+      gate_dots, read, peak_amx,
   };
   return &table;
 }

@@ -1,114 +1,20 @@
 // The kernels for AVX512-BF16 + VBMI (Zen 4, Cooper Lake, Sapphire Rapids on).
 // An fp8 code is decoded by two 128-entry byte tables (VPERMI2B: low and high byte of its bf16), the sign is put in by
-// one VPTERNLOG, two unpacks give two VNNI rows: 5 instructions for 64 weights, exact, subnormals included.
-// Products are VDPBF16PS with f32 sums; the block scale multiplies the f32 sum of each scale block: exact scales.
-#include "avx512.h"
+// one VPTERNLOG, two unpacks give two VNNI rows: 5 instructions for 64 weights, exact, subnormals included. Four-bit
+// codes need one table of 16 and no unpacking: 7 instructions for 128.
+// Products are VDPBF16PS with f32 sums; the scale of a block or group multiplies its f32 sum: exact scales.
+#include "avx512_panel.h"
 
 #include "portable.h"
 
 namespace moe_mk {
 namespace {
 
-// N rows times P pairs straight from the packed bytes; N * P * 2 sums live in registers.
-template <int N, int P, typename Decode>
-void few(const Columns& w, int pair, const Rows& rows, float* totals) {
-  constexpr int kTiles = 2 * P;
-  constexpr size_t kTileBytes = Decode::kTileBytes, kGroupBytes = kTileBytes / 4;  // both tiles of 4 k
-  constexpr int kLines = int(kGroupBytes / 128);  // cache lines of a tile and group, kPanelRow apart
-  const Decode decode;
-  const int ahead = prefetch_distance();
-  __m512 all[N][kTiles];
-  for (int m = 0; m < N; ++m)
-    for (int t = 0; t < kTiles; ++t) all[m][t] = _mm512_setzero_ps();
-  const uint8_t* data = w.data + pair * w.pair_bytes;
-  for (int block = 0; block < w.num_blocks; ++block) {
-    const int step0 = block * w.steps_per_block;
-    const int steps = w.num_steps - step0 < w.steps_per_block ? w.num_steps - step0 : w.steps_per_block;
-    __m512 sums[N][kTiles];
-    for (int m = 0; m < N; ++m)
-      for (int t = 0; t < kTiles; ++t) sums[m][t] = _mm512_setzero_ps();
-    for (int s = step0; s < step0 + steps; ++s) {
-      const uint8_t* at = data + size_t(s) * 2 * kTileBytes;
-#pragma GCC unroll 8
-      for (int g = 0; g < 8; ++g) {
-        __m512i weights[kTiles][2];
-#pragma GCC unroll 4
-        for (int t = 0; t < kTiles; ++t) {
-          const uint8_t* from = at + (t >> 1) * w.pair_bytes + g * kGroupBytes + (t & 1) * 64;
-          for (int line = 0; line < kLines; ++line)
-            _mm_prefetch(reinterpret_cast<const char*>(from + ahead + line * kPanelRow), _MM_HINT_T0);
-          decode.rows(from, &weights[t][0], &weights[t][1]);
-        }
-#pragma GCC unroll 8
-        for (int m = 0; m < N; ++m) {
-          const uint16_t* x = rows.values[m] + s * kStep + 4 * g;
-#pragma GCC unroll 2
-          for (int h = 0; h < 2; ++h) {
-            const __m512bh both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load<int32_t>(x + 2 * h)));
-#pragma GCC unroll 4
-            for (int t = 0; t < kTiles; ++t)
-              sums[m][t] = _mm512_dpbf16_ps(sums[m][t], reinterpret_cast<__m512bh>(weights[t][h]), both);
-          }
-        }
-      }
-    }
-    const int x_block = step0 * kStep / kActivationBlock;
-    for (int t = 0; t < kTiles; ++t) {
-      const float* scales = tile_scales(w, pair + (t >> 1), t & 1);
-      const float scale = scales == nullptr ? 1.0f : scales[block];
-      for (int m = 0; m < N; ++m) {
-        const float factor = rows.scales == nullptr ? scale : scale * rows.scales[m][x_block];
-        all[m][t] = _mm512_fmadd_ps(sums[m][t], _mm512_set1_ps(factor), all[m][t]);
-      }
-    }
-  }
-  for (int m = 0; m < N; ++m)
-    for (int t = 0; t < kTiles; ++t)
-      _mm512_storeu_ps(totals + (size_t(pair + (t >> 1)) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, all[m][t]);
-}
-
-template <int N, typename Decode>
-void few_rows(const Columns& w, const Rows& rows, float* totals) {
-  int pair = 0;
-  // Two pairs are two streams of memory, and twice the independent chains.
-  if (N <= 4)
-    for (; pair + 2 <= w.num_pairs; pair += 2) few<N, N <= 4 ? 2 : 1, Decode>(w, pair, rows, totals);
-  for (; pair < w.num_pairs; ++pair) few<N, 1, Decode>(w, pair, rows, totals);
-}
-
-template <typename Decode>
-void few_of(const Columns& w, const Rows& rows, float* totals) {
-  switch (rows.num_rows) {
-    case 1: return few_rows<1, Decode>(w, rows, totals);
-    case 2: return few_rows<2, Decode>(w, rows, totals);
-    case 3: return few_rows<3, Decode>(w, rows, totals);
-    case 4: return few_rows<4, Decode>(w, rows, totals);
-    case 5: return few_rows<5, Decode>(w, rows, totals);
-    case 6: return few_rows<6, Decode>(w, rows, totals);
-    case 7: return few_rows<7, Decode>(w, rows, totals);
-    default: return few_rows<8, Decode>(w, rows, totals);
-  }
-}
-
 struct Avx512Ops {
   static constexpr int kGroup = 8;
 
-  static void expand(int format, const uint8_t* packed, int steps, uint8_t* panel) {
-    if (format == kFp8) expand_as<Fp8>(packed, steps, panel);
-  }
-
-  template <typename Decode>
-  static void expand_as(const uint8_t* packed, int steps, uint8_t* panel) {
-    const Decode decode;
-    for (int group = 0; group < steps * 8; ++group)
-      for (int tile = 0; tile < 2; ++tile) {
-        const uint8_t* from = packed + group * 128 + tile * 64;
-        uint8_t* to = panel + group * 2 * kPanelRow + tile * 64;
-        __m512i first, second;
-        decode.rows(from, &first, &second);
-        _mm512_store_si512(to, first);
-        _mm512_store_si512(to + kPanelRow, second);
-      }
+  static void expand(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
+    expand_panel(w, pair, step, steps, panel);
   }
 
   // ahead: weights to ask for meanwhile, `Lines` cache lines a k pair.
@@ -166,15 +72,6 @@ struct Avx512Ops {
   }
 };
 
-}  // namespace
-
-void multiply_few_avx512bf16(const Columns& w, const Rows& rows, float* totals) {
-  if (w.format == kFp8) few_of<Fp8>(w, rows, totals);
-  else few_of<Bf16>(w, rows, totals);
-}
-
-namespace {
-
 uint64_t read_avx512(const uint8_t* data, int64_t bytes) {
   __m512i folded[4] = {};
   const int ahead = prefetch_distance();
@@ -207,8 +104,9 @@ double peak_avx512bf16(int64_t iterations) {
 
 const Kernels* avx512bf16_kernels() {
   static const Kernels table = {
-      "avx512bf16", 4, true, true, nothing, nothing, multiply_few_avx512bf16, multiply_blocked<Avx512Ops>, activate,
-      accumulate, to_bf16, quantize, decode, count_nans, gate_dots, read_avx512, peak_avx512bf16,
+      "avx512bf16", kFewRows, true, true, nothing, nothing, multiply_few_avx512bf16, multiply_blocked<Avx512Ops>,
+      multiply_int8_avx512, quantize_int8, activate, accumulate, to_bf16, quantize, decode, count_nans, gate_dots,
+      read_avx512, peak_avx512bf16,
   };
   return &table;
 }

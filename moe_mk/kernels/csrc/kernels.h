@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "abi.h"
+#include "formats.h"
 
 namespace moe_mk {
 
@@ -24,7 +25,9 @@ constexpr size_t kGatherBytes = 448u << 10;     // rows gathered at a time: half
 struct Columns {
   const uint8_t* data;   // first pair, first step
   const float* scales;   // first pair: [pair][2][num_blocks]; null: 1
+  const uint8_t* groups; // first pair: [pair][group of k][32], byte scales of the format; null: it has none
   size_t pair_bytes;     // from one pair to the next
+  size_t pair_groups;    // bytes of group scales from one pair to the next
   int num_pairs, num_steps, steps_per_block, num_blocks;
   int format;            // Format: which decoding policy reads them
   size_t step_bytes;     // one step of one pair, both tiles
@@ -32,11 +35,14 @@ struct Columns {
   bool must_be_decoded() const { return format != kBf16; }
 };
 
-// Rows to multiply: bf16, readable up to num_steps * 32 elements.
+// Rows to multiply, readable up to num_steps * 32 elements: bf16, or s8 codes + 128 (int8.h).
 struct Rows {
-  const uint16_t* const* values;
-  const float* const* scales;  // per row, one per 128 k; null: 1
+  const void* const* values;
+  const float* const* scales;  // per row, one per 128 k, of codes one in all; null: 1
   int num_rows;
+
+  const uint16_t* bf16(int row) const { return static_cast<const uint16_t*>(values[row]); }
+  const uint8_t* codes(int row) const { return static_cast<const uint8_t*>(values[row]); }
 };
 
 // Thread-private memory, 64-byte aligned: gathered (kGatherBytes + slack), panel (64 KiB), tiles (8 KiB).
@@ -55,17 +61,21 @@ struct ActivationSpec {
 struct Kernels {
   const char* name;
   int few_rows;        // up to here multiply_few is the faster one; 0: there is none
-  bool few_is_equal;   // multiply_few and multiply_many agree bit for bit
+  bool few_is_equal;   // multiply_few and multiply_many agree bit for bit where no scales of k groups are folded in
   bool row_scales;     // Rows::scales is honoured
   void (*enter)();     // once a thread before the others
   void (*leave)();
   // totals: [pair][num_rows][32] f32, overwritten.
   void (*multiply_few)(const Columns&, const Rows&, float* totals);
   void (*multiply_many)(const Columns&, const Rows&, const Scratch&, float* totals);
-  // One pair of one row: 32 totals (+ bias) -> 16 (gated) or 32 bf16 of h.
-  void (*activate)(const ActivationSpec&, const float* totals, const float* bias, uint16_t* h);
-  // sum[32] += weight * (totals[32] + bias[32])
-  void (*accumulate)(const float* totals, const float* bias, float weight, float* sum);
+  // The same for s8 rows and kInt8 weights, exact but for the scales.
+  void (*multiply_int8)(const Columns&, const Rows&, float* totals);
+  // One row of bf16 -> codes + 128 and their scale; codes may begin where x does.
+  float (*quantize_int8)(const uint16_t* x, int64_t count, uint8_t* codes);
+  // One pair of one row: 32 totals (* scale) (+ bias) -> 16 (gated) or 32 bf16 of h.
+  void (*activate)(const ActivationSpec&, const float* totals, const float* scale, const float* bias, uint16_t* h);
+  // sum[32] += weight * (totals[32] (* scale[32]) + bias[32])
+  void (*accumulate)(const float* totals, const float* scale, const float* bias, float weight, float* sum);
   void (*to_bf16)(const float* from, uint16_t* to, int64_t count);
   // 128 bf16 or fewer -> e4m3 codes and their scale.
   float (*quantize)(const float* x, int count, uint8_t* codes);

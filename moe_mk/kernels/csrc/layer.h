@@ -14,15 +14,13 @@ namespace moe_mk {
 namespace {
 
 inline int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-// One packed step of a pair: 2 x 16 columns of 32 codes.
-inline size_t bytes_of_step(int format) { return format == kFp8 ? kPanelTile : 2 * kPanelTile; }
 inline int64_t activation_blocks(int64_t columns) { return up(columns, kActivationBlock) / kActivationBlock; }
 
 struct Matrix {
   const MoeMkMatrix* packed;
   bool gated;
   int pairs, steps, steps_per_block, blocks;
-  size_t pair_bytes;
+  size_t pair_bytes, pair_groups;
 
   Matrix(const MoeMkMatrix& m, bool two_sources) : packed(&m), gated(two_sources) {
     pairs = int(up(m.num_outputs, two_sources ? kTileColumns : kPairColumns) / (two_sources ? kTileColumns : kPairColumns));
@@ -30,13 +28,22 @@ struct Matrix {
     steps_per_block = m.block / kStep;
     blocks = (steps + steps_per_block - 1) / steps_per_block;
     pair_bytes = size_t(steps) * bytes_of_step(m.format);
+    pair_groups = size_t(steps) * groups_of_step(m.format) * kPairColumns;
   }
   Columns columns(int slot, int first, int count) const {
-    const float* scales = packed->scales == nullptr
-                              ? nullptr
-                              : packed->scales + slot * packed->slot_scales + size_t(first) * 2 * blocks;
-    return {packed->data + slot * packed->slot_bytes + size_t(first) * pair_bytes, scales, pair_bytes, count, steps,
-            steps_per_block, blocks, packed->format, bytes_of_step(packed->format)};
+    Columns w = {packed->data + slot * packed->slot_bytes + size_t(first) * pair_bytes, nullptr, nullptr, pair_bytes,
+                 pair_groups, count, steps, steps_per_block, blocks, packed->format, bytes_of_step(packed->format)};
+    if (packed->scales == nullptr) return w;
+    if (groups_of_step(packed->format) != 0)
+      w.groups = static_cast<const uint8_t*>(packed->scales) + slot * packed->slot_scales + size_t(first) * pair_groups;
+    else
+      w.scales = static_cast<const float*>(packed->scales) + slot * packed->slot_scales + size_t(first) * 2 * blocks;
+    return w;
+  }
+  // The 32 factors of one pair's finished totals. null: 1.
+  const float* output_scales(int slot, int pair) const {
+    if (packed->output_scales == nullptr) return nullptr;
+    return packed->output_scales + slot * packed->slot_output_scales + size_t(pair) * kPairColumns;
   }
   // The 32 biases of one pair, zero beyond the matrix. null: no bias.
   const float* bias(int slot, int pair, float* into) const {
@@ -113,7 +120,6 @@ struct Set {
     inter_padded = up(inter_padded, kStep) + kStep;
   }
   int64_t assignments() const { return int64_t(plan.row.size()); }
-  int64_t h_blocks() const { return activation_blocks(w2.packed->num_inputs); }
 };
 
 struct Layer {
@@ -122,12 +128,12 @@ struct Layer {
   Lease& team;
   std::vector<Set>& sets;
   int64_t hidden_padded;
-  const uint16_t* x = nullptr;    // [R][x_stride] bf16, readable up to hidden_padded
+  const uint16_t* x = nullptr;    // [R][x_stride] bf16, readable up to hidden_padded; or codes of one byte in its place
   int64_t x_stride = 0;
-  float* x_scales = nullptr;      // [R][ceil(H / 128)]
+  float* x_scales = nullptr;      // [R][row_scales(H)]
 
-  int few() const {
-    const bool usable = !call.batch_invariant || kernels.few_is_equal;
+  int few(const Columns& w) const {
+    const bool usable = !call.batch_invariant || (kernels.few_is_equal && w.groups == nullptr);
     return kernels.multiply_few != nullptr && usable ? kernels.few_rows : 0;
   }
   bool visits(int64_t row) const {
@@ -135,6 +141,9 @@ struct Layer {
   }
   // An output row has one term only, and is finished as soon as that is made.
   bool one_term() const { return sets.size() == 1 && call.top_k == 1; }
+  bool int8() const { return call.quantize == kInt8Rows; }
+  // Scales of a rounded row.
+  int64_t row_scales(int64_t columns) const { return int8() ? 1 : activation_blocks(columns); }
   int64_t assignments() const {
     int64_t sum = 0;
     for (const Set& set : sets) sum += set.assignments();

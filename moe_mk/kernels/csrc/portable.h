@@ -3,7 +3,9 @@
 #pragma once
 #include "blocked.h"
 #include "epilogue.h"
+#include "fold.h"
 #include "gate.h"
+#include "int8.h"
 #include "quantize.h"
 
 namespace moe_mk {
@@ -12,30 +14,69 @@ namespace {
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 
-// A decoding policy: 16 codes of one byte -> bf16, exact. A format whose codes are bytes in the order that pack.cpp draws
-// needs such a struct here, one in avx512.h, and a line in the two `expand`, in `few_of` and in `expand_folded`.
+// A decoding policy: the k pairs of one tile that 64 packed bytes hold -> as many panel rows, kPanelRow apart, exact.
+// pack.cpp draws the bytes. The same policies for AVX-512 are in avx512.h.
 struct PortableFp8 {
-  static u16x16 decode(u8x16 codes) { return decode16(codes); }
+  static constexpr int kRows = 2;
+
+  // 16 packed bytes hold 8 columns of two k pairs each: [h: 2][b: 8].
+  static void rows(const uint8_t* from, uint8_t* to) {
+    for (int l = 0; l < 4; ++l) {
+      const u16x16 both = decode16(load<u8x16>(from + l * 16));
+      std::memcpy(to + l * 16, &both, 16);
+      std::memcpy(to + kPanelRow + l * 16, reinterpret_cast<const uint8_t*>(&both) + 16, 16);
+    }
+  }
+};
+
+struct PortableInt8 {
+  static constexpr int kRows = 2;
+
+  // A word holds four k of a column; an integer of eight bits is a bf16 as it is an f32.
+  static void rows(const uint8_t* from, uint8_t* to) {
+    const i32x16 words = load<i32x16>(from);
+    for (int h = 0; h < 2; ++h) {
+      const u32x16 even = bits<u32x16>(__builtin_convertvector((words << (24 - 16 * h)) >> 24, f32x16));
+      const u32x16 odd = bits<u32x16>(__builtin_convertvector((words << (16 - 16 * h)) >> 24, f32x16));
+      store(to + h * kPanelRow, (even >> 16) | odd);
+    }
+  }
+};
+
+struct PortableFp4 {
+  static constexpr int kRows = 4;
+
+  // Sixteen bits hold the codes of one column and parity of four k pairs, the first in the lowest.
+  static void rows(const uint8_t* from, uint8_t* to) {
+    for (int half = 0; half < 2; ++half) {
+      const u16x16 codes = load<u16x16>(from + half * 32);
+      for (int q = 0; q < kRows; ++q) store(to + q * kPanelRow + half * 32, decode_e2m1(codes >> (4 * q)));
+    }
+  }
 };
 
 struct PortableOps {
   static constexpr int kGroup = 4;
 
-  static void expand(int format, const uint8_t* packed, int steps, uint8_t* panel) {
-    if (format == kFp8) expand_as<PortableFp8>(packed, steps, panel);
+  static void expand(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
+    decode_panel(w.format, w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes, steps, panel);
+    if (w.groups != nullptr) fold_groups(w, pair, step, steps, panel);
   }
 
-  // 16 packed bytes hold 8 columns of two k pairs each: [h: 2][b: 8], see pack.cpp.
+  static void decode_panel(int format, const uint8_t* packed, int steps, uint8_t* panel) {
+    switch (format) {
+      case kInt8: return expand_as<PortableInt8>(packed, steps, panel);
+      case kMxFp4:
+      case kNvFp4: return expand_as<PortableFp4>(packed, steps, panel);
+      default: return expand_as<PortableFp8>(packed, steps, panel);
+    }
+  }
+
   template <typename Decode>
   static void expand_as(const uint8_t* packed, int steps, uint8_t* panel) {
-    for (int group = 0; group < steps * 8; ++group)
+    for (int line = 0; line < steps * kStep / 2 / Decode::kRows; ++line)
       for (int tile = 0; tile < 2; ++tile)
-        for (int l = 0; l < 4; ++l) {
-          const u16x16 both = Decode::decode(load<u8x16>(packed + group * 128 + tile * 64 + l * 16));
-          uint8_t* row = panel + size_t(group) * 2 * kPanelRow + tile * 64 + l * 16;
-          std::memcpy(row, &both, 16);
-          std::memcpy(row + kPanelRow, reinterpret_cast<const uint8_t*>(&both) + 16, 16);
-        }
+        Decode::rows(packed + line * 128 + tile * 64, panel + size_t(line) * Decode::kRows * kPanelRow + tile * 64);
   }
 
   template <int N>

@@ -69,6 +69,14 @@ inline __attribute__((always_inline)) u16x16 decode16(u8x16 codes) {
   return value | ((c & 0x80) << 8);
 }
 
+// The low four bits of each lane, an e2m1 code -> bf16, exact. Of 0, 0.5, 1, 1.5, 2, 3, 4, 6 only 0 and 0.5 are not normal.
+inline __attribute__((always_inline)) u16x16 decode_e2m1(u16x16 codes) {
+  const u16x16 magnitude = codes & 7;
+  const u16x16 normal = (magnitude << 6) + (126 << 7);
+  const u16x16 value = magnitude > 1 ? normal : (magnitude == 1 ? u16x16{} + 0x3f00 : u16x16{});
+  return value | ((codes & 8) << 12);
+}
+
 // exp, 1 ulp or so, for |x| < 87; beyond, the nearest end of that range.
 inline __attribute__((always_inline)) f32x16 exp16(f32x16 x) {
   x = min16(max16(x, splat(-87.0f)), splat(88.0f));

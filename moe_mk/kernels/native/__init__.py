@@ -8,11 +8,12 @@
 
     layout13 = MatrixLayout(num_outputs=I, num_inputs=H, gated=True, format=Format.FP8)    # packed.py; 1.0x the bytes
     layout2 = MatrixLayout(num_outputs=H, num_inputs=I, gated=False, format=Format.FP8)
-    w13 = allocate(native, layout13, num_slots, bias_LX=None)             # PackedMatrix: values_LB uint8, scales_LX f32
+    w13 = allocate(native, layout13, num_slots, bias_LX=None)             # PackedMatrix: values_LB uint8, scales_LX
     pack_slot(native, w13, slot, (gate_IH, up_IH), (gate_scales, up_scales), threads=n, name="...")  # WeightError: NaN
+    # Format: BF16; FP8, INT8 (f32 scales of blocks, or by_output=True); MXFP8, MXFP4, NVFP4 (above=: its f32 scales)
     touch_slot(native, w13, slot) -> bool                                 # after allocate(..., touch=False)
     unpack_slot(native, w13, slot) -> (gate_IH, up_IH)                    # bit-equal
-    w13.values_LB[a].copy_(w13.values_LB[b]); w13.scales_LX[a].copy_(...) # moving an expert is moving bytes
+    w13.copy_slot(source, target)                                         # moving an expert is moving bytes
 
     experts_rows(native, x_RH, ids_RK, weights_RK, w13, w2, mode=ExpertsMode(), x_scales_RX=None, threads=n, isa=None,
                  shared=None)                                             # (w13, w2) of one slot for every row
@@ -28,24 +29,24 @@
 
 from __future__ import annotations
 
-from moe_mk.kernels.native.experts import Activation as Activation
-from moe_mk.kernels.native.experts import ExpertsMode as ExpertsMode
 from moe_mk.kernels.native.experts import experts_batched as experts_batched
 from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
 from moe_mk.kernels.native.experts import experts_rows as experts_rows
+from moe_mk.kernels.native.experts_mode import Activation as Activation
+from moe_mk.kernels.native.experts_mode import ExpertsMode as ExpertsMode
+from moe_mk.kernels.native.experts_mode import Rounding as Rounding
+from moe_mk.kernels.native.layout import Format as Format
+from moe_mk.kernels.native.layout import MatrixLayout as MatrixLayout
 from moe_mk.kernels.native.library import Isa as Isa
 from moe_mk.kernels.native.library import Native as Native
 from moe_mk.kernels.native.library import compile_and_open as compile_and_open
 from moe_mk.kernels.native.library import release as release
 from moe_mk.kernels.native.library import scratch_bytes as scratch_bytes
-from moe_mk.kernels.native.packed import Format as Format
-from moe_mk.kernels.native.packed import MatrixLayout as MatrixLayout
 from moe_mk.kernels.native.packed import PackedMatrix as PackedMatrix
-from moe_mk.kernels.native.packed import Shard as Shard
 from moe_mk.kernels.native.packed import allocate as allocate
 from moe_mk.kernels.native.packed import pack_slot as pack_slot
-from moe_mk.kernels.native.packed import scale_block as scale_block
 from moe_mk.kernels.native.packed import touch_slot as touch_slot
+from moe_mk.kernels.native.packed import unpack_output_scales as unpack_output_scales
 from moe_mk.kernels.native.packed import unpack_scales as unpack_scales
 from moe_mk.kernels.native.packed import unpack_slot as unpack_slot
 from moe_mk.kernels.native.quantize import count_nans as count_nans
@@ -53,6 +54,8 @@ from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
 from moe_mk.kernels.native.route import RouteMode as RouteMode
 from moe_mk.kernels.native.route import Scoring as Scoring
 from moe_mk.kernels.native.route import route as route
+from moe_mk.kernels.native.scales import Shard as Shard
+from moe_mk.kernels.native.scales import scale_block as scale_block
 from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled
 from moe_mk.kernels.native.selfcheck import load as load
 from moe_mk.kernels.native.selfcheck import loaded as loaded

@@ -6,41 +6,13 @@ One call does w13, bias, activation, w2, bias, routing weights and the sum over 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 
 from moe_mk.errors import ShapeError
+from moe_mk.kernels.native.experts_mode import ExpertsMode, check_call, check_shared
 from moe_mk.kernels.native.library import CExperts, CMatrix, Isa, Native
-from moe_mk.kernels.native.packed import Format, PackedMatrix
-
-
-class Activation(IntEnum):
-    """`Activation` of csrc/abi.h; gated kinds multiply by `up`, SWIGLU_OAI by `up + 1`."""
-
-    SILU = 0
-    GELU_ERF = 1
-    GELU_TANH = 2
-    RELU2 = 3
-    SWIGLU_OAI = 4
-
-
-@dataclass(frozen=True)
-class ExpertsMode:
-    """How the experts compute.
-
-    alpha: the sigmoid's factor of SWIGLU_OAI. limit: gate is clamped from above, up from both sides; 0: no clamp.
-    quantize: x and h pass through 1x128 e4m3, as FP8 GPU kernels do (a reference for parity, slower, less exact).
-    batch_invariant: a row's bits do not depend on its batch-mates. AMX pays for it at one or two rows an expert; the
-    other instruction sets are so anyway.
-    """
-
-    activation: Activation = Activation.SILU
-    alpha: float = 1.702
-    limit: float = 0.0
-    quantize: bool = False
-    batch_invariant: bool = False
+from moe_mk.kernels.native.packed import PackedMatrix
 
 
 def experts_rows(
@@ -60,15 +32,16 @@ def experts_rows(
 ) -> torch.Tensor:
     """Run every row through its local experts and return the weighted sum over k, [R, H] in bf16.
 
-    x_RH: bf16, or e4m3 with x_scales_RX (f32, one per 128 of H). Rows without a local expert are not read.
+    x_RH: bf16, or e4m3 with x_scales_RX (f32, one per 128 of H), or where the mode rounds to INT8 int8 with one a row.
+    Rows without a local expert are not read.
     ids_RK: int32 local slots, -1 goes nowhere. weights_RK: f32; None: all ones.
     shared: w13 and w2 of one slot that every row visits with weight 1, in the same pass; I may be another.
     out_RH: where to write, bf16 or f32; made when not given. Bit-equal for any number of threads.
     """
     mode = mode or ExpertsMode()
     if shared is not None:
-        _check_shared(shared, w13, w2)
-    _check(x_RH, x_scales_RX, ids_RK, weights_RK, w13, w2)
+        check_shared(shared, w13, w2)
+    check_call(mode, x_RH, x_scales_RX, ids_RK, weights_RK, (w13, w2, *(shared or ())))
     if out_RH is None:
         out_RH = torch.empty(x_RH.shape[0], w2.layout.num_outputs, dtype=torch.bfloat16, device="cpu")
     x_RH, ids_RK = _dense_rows(x_RH), ids_RK.contiguous()
@@ -167,54 +140,6 @@ def experts_batched(
     return out.view(num_slots, rows, -1)
 
 
-def _check(
-    x: torch.Tensor,
-    x_scales: torch.Tensor | None,
-    ids: torch.Tensor,
-    weights: torch.Tensor | None,
-    w13: PackedMatrix,
-    w2: PackedMatrix,
-) -> None:
-    """List everything wrong with the tensors of one call."""
-    rows, hidden = x.shape
-    wrong = []
-    if x.dtype != (torch.bfloat16 if x_scales is None else torch.float8_e4m3fn):
-        wrong.append(f"x is {x.dtype} {'without' if x_scales is None else 'with'} scales; bf16 goes without, e4m3 with")
-    if hidden != w13.layout.num_inputs:
-        wrong.append(f"x has H={hidden}, the weights have H={w13.layout.num_inputs}")
-    if x_scales is not None and (x_scales.dtype != torch.float32 or tuple(x_scales.shape) != (rows, -(-hidden // 128))):
-        wrong.append(
-            f"x_scales is {tuple(x_scales.shape)} {x_scales.dtype}, expected {(rows, -(-hidden // 128))} float32"
-        )
-    if ids.dtype != torch.int32 or ids.dim() != 2 or ids.shape[0] != rows:
-        wrong.append(f"ids is {tuple(ids.shape)} {ids.dtype}, expected ({rows}, K) int32")
-    if weights is not None and (weights.dtype != torch.float32 or weights.shape != ids.shape):
-        wrong.append(f"weights is {tuple(weights.shape)} {weights.dtype}, expected {tuple(ids.shape)} float32")
-    if w13.num_slots != w2.num_slots or w2.layout.num_inputs != w13.layout.num_outputs:
-        wrong.append(
-            f"w13 has {w13.num_slots} slots and I={w13.layout.num_outputs}, "
-            f"w2 has {w2.num_slots} and I={w2.layout.num_inputs}"
-        )
-    if wrong:
-        raise ShapeError("cpu experts: " + "; ".join(wrong))
-
-
-def _check_shared(shared: tuple[PackedMatrix, PackedMatrix], w13: PackedMatrix, w2: PackedMatrix) -> None:
-    first, second = shared
-    wrong = []
-    if (first.num_slots, second.num_slots) != (1, 1):
-        wrong.append(f"they have {first.num_slots} and {second.num_slots} slots, expected one")
-    if first.layout.num_inputs != w13.layout.num_inputs or second.layout.num_outputs != w2.layout.num_outputs:
-        sizes = f"H={first.layout.num_inputs} in and {second.layout.num_outputs} out"
-        wrong.append(f"they have {sizes}, the routed ones {w13.layout.num_inputs} and {w2.layout.num_outputs}")
-    if second.layout.num_inputs != first.layout.num_outputs:
-        wrong.append(f"their w13 has I={first.layout.num_outputs}, their w2 I={second.layout.num_inputs}")
-    if first.layout.gated != w13.layout.gated:
-        wrong.append(f"gated={first.layout.gated}, the routed ones gated={w13.layout.gated}")
-    if wrong:
-        raise ShapeError("cpu experts, shared: " + "; ".join(wrong))
-
-
 def _matrix(packed: PackedMatrix) -> CMatrix:
     layout, bias = packed.layout, packed.bias_LX
     if bias is not None:
@@ -226,11 +151,13 @@ def _matrix(packed: PackedMatrix) -> CMatrix:
     return CMatrix(
         data=packed.values_LB.data_ptr(),
         scales=_pointer(packed.scales_LX),
+        output_scales=_pointer(packed.output_scales_LX),
         bias=_pointer(bias),
         slot_bytes=packed.values_LB.stride(0),
-        slot_scales=0 if packed.scales_LX is None else packed.scales_LX.stride(0),
-        slot_bias=0 if bias is None else bias.stride(0),
-        format=int(Format(layout.format)),
+        slot_scales=_slot_size(packed.scales_LX),
+        slot_output_scales=_slot_size(packed.output_scales_LX),
+        slot_bias=_slot_size(bias),
+        format=int(layout.format),
         num_outputs=layout.num_outputs,
         num_inputs=layout.num_inputs,
         block=layout.block,
@@ -239,6 +166,10 @@ def _matrix(packed: PackedMatrix) -> CMatrix:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _slot_size(tensor_LX: torch.Tensor | None) -> int:
+    return 0 if tensor_LX is None else tensor_LX.stride(0)
 
 
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, build, default_cache_dir
+from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 class Isa(IntEnum):
@@ -43,8 +44,8 @@ class CMatrix(ctypes.Structure):
     """`MoeMkMatrix` of csrc/abi.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("data", "scales", "bias")),
-        *((name, c_int64) for name in ("slot_bytes", "slot_scales", "slot_bias")),
+        *((name, c_void_p) for name in ("data", "scales", "output_scales", "bias")),
+        *((name, c_int64) for name in ("slot_bytes", "slot_scales", "slot_output_scales", "slot_bias")),
         *((name, c_int32) for name in ("format", "num_outputs", "num_inputs", "block")),
     )
 
@@ -94,6 +95,7 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "peak_rate": (c_int32, (c_int64, c_int32, c_int32, POINTER(c_double))),
     "scratch_bytes": (c_int64, ()),
     "release_scratch": (None, ()),
+    **EXCHANGE_SIGNATURES,
 }
 
 

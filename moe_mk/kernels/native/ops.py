@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native.experts import Activation, ExpertsMode, experts_rows
+from moe_mk.kernels.native.experts import experts_rows
+from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding
+from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Isa, Native
-from moe_mk.kernels.native.packed import Format, MatrixLayout, PackedMatrix
+from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.quantize import quantize_1x128
 from moe_mk.kernels.native.route import RouteMode, Scoring, route
 from moe_mk.kernels.native.selfcheck import loaded
@@ -46,26 +48,32 @@ def cpu_experts_rows(
     activation: int,
     alpha: float,
     limit: float,
-    quantize: bool,
+    quantize: int,
     batch_invariant: bool,
     threads: int,
     isa: int = -1,
     cache_dir: str = "",
+    storage: int = -1,
+    w13_output_scales_LX: Tensor | None = None,
+    w2_output_scales_LX: Tensor | None = None,
 ) -> Tensor:
-    """Fused experts on packed weights, see experts.experts_rows; H is x's, weights with scales are FP8, else bf16."""
+    """Fused experts on packed weights, see experts.experts_rows; H is x's.
+
+    storage: the `Format` of both projections; -1: weights with scales are FP8, else bf16.
+    """
     hidden = x_RH.shape[1]
-    storage13 = Format.BF16 if w13_scales_LX is None else Format.FP8
-    storage2 = Format.BF16 if w2_scales_LX is None else Format.FP8
-    layout13 = MatrixLayout(intermediate, hidden, gated, storage13, block13)
-    layout2 = MatrixLayout(hidden, intermediate, False, storage2, block2)
-    mode = ExpertsMode(Activation(activation), alpha, limit, quantize, batch_invariant)
+    found = Format(storage) if storage >= 0 else Format.BF16 if w13_scales_LX is None else Format.FP8
+    by_output = w13_output_scales_LX is not None and found is not Format.NVFP4
+    layout13 = MatrixLayout(intermediate, hidden, gated, found, block13, by_output)
+    layout2 = MatrixLayout(hidden, intermediate, False, found, block2, by_output)
+    mode = ExpertsMode(Activation(activation), alpha, limit, Rounding(quantize), batch_invariant)
     return experts_rows(
         _native(cache_dir),
         x_RH,
         ids_RK,
         weights_RK,
-        PackedMatrix(layout13, w13_LB, w13_scales_LX, w13_bias_LX),
-        PackedMatrix(layout2, w2_LB, w2_scales_LX, w2_bias_LX),
+        PackedMatrix(layout13, w13_LB, w13_scales_LX, w13_bias_LX, w13_output_scales_LX),
+        PackedMatrix(layout2, w2_LB, w2_scales_LX, w2_bias_LX, w2_output_scales_LX),
         mode=mode,
         x_scales_RX=x_scales_RX,
         threads=threads,

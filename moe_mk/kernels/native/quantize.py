@@ -7,8 +7,8 @@ import ctypes
 import torch
 
 from moe_mk.errors import ShapeError
+from moe_mk.kernels.native.layout import SCALE_BLOCK
 from moe_mk.kernels.native.library import Isa, Native
-from moe_mk.kernels.native.packed import SCALE_BLOCK
 
 
 def quantize_1x128(

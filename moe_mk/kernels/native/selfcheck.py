@@ -12,9 +12,11 @@ import torch
 
 from moe_mk.errors import MoEMKError
 from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, default_cache_dir, is_ours
-from moe_mk.kernels.native.experts import ExpertsMode, experts_rows
+from moe_mk.kernels.native.experts import experts_rows
+from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
+from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Isa, Native, compile_and_open
-from moe_mk.kernels.native.packed import Format, MatrixLayout, PackedMatrix, allocate, pack_slot
+from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
 from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
 
 # Two instruction sets may round h and the output to neighbouring bf16; AMX also rounds code * scale to bf16.
@@ -87,7 +89,10 @@ def difference(native: Native, isa: Isa) -> str | None:
             x_RH = _pattern(num_rows, _HIDDEN).to(torch.bfloat16)
             ids_RK = torch.arange(num_rows * 2, dtype=torch.int32, device="cpu").view(num_rows, 2).remainder_(_SLOTS)
             weights_RK = torch.full((num_rows, 2), 0.5, dtype=torch.float32, device="cpu")
-            for mode in (ExpertsMode(), ExpertsMode(batch_invariant=True)):
+            modes = [ExpertsMode(), ExpertsMode(batch_invariant=True)]
+            if storage is Format.INT8:
+                modes.append(ExpertsMode(quantize=Rounding.INT8))
+            for mode in modes:
                 try:
                     wanted, got = (
                         experts_rows(native, x_RH, ids_RK, weights_RK, w13, w2, mode=mode, isa=which, threads=2).float()
@@ -106,14 +111,31 @@ def difference(native: Native, isa: Isa) -> str | None:
 def _tiny_weights(native: Native, storage: Format) -> tuple[PackedMatrix, PackedMatrix]:
     w13 = allocate(native, MatrixLayout(_INTER, _HIDDEN, True, storage), _SLOTS)
     w2 = allocate(native, MatrixLayout(_HIDDEN, _INTER, False, storage), _SLOTS)
-    dtype = torch.float8_e4m3fn if storage is Format.FP8 else torch.bfloat16
     for slot in range(_SLOTS):
-        gate, up = (_pattern(_INTER, _HIDDEN, seed=slot + i).to(dtype) for i in (0, 7))
-        down = _pattern(_HIDDEN, _INTER, seed=slot + 3).to(dtype)
-        scales = (_pattern(2, 2, seed=slot).abs() + 0.1,) if storage is Format.FP8 else ()
-        pack_slot(native, w13, slot, (gate, up), scales * 2)
-        pack_slot(native, w2, slot, (down,), scales)
+        for packed, seeds in ((w13, (slot, slot + 7)), (w2, (slot + 3,))):
+            sources = tuple(_codes(packed.layout, seed) for seed in seeds)
+            scales = () if storage is Format.BF16 else (_scales(packed.layout, slot),) * len(seeds)
+            above = (torch.full((1, 1), 0.5, dtype=torch.float32, device="cpu"),) * len(seeds)
+            pack_slot(native, packed, slot, sources, scales, above=above)
     return w13, w2
+
+
+def _codes(layout: MatrixLayout, seed: int) -> torch.Tensor:
+    """Numbers of every size a format has."""
+    wave = _pattern(*layout.source_shape, seed=seed)
+    if layout.format.bits == 4:
+        return ((wave + 1) * 127.5).to(torch.uint8)
+    return (wave * 127 if layout.format is Format.INT8 else wave).to(layout.format.dtype)
+
+
+def _scales(layout: MatrixLayout, seed: int) -> torch.Tensor:
+    if layout.format.group == 0:
+        shrink = 1 / 127 if layout.format is Format.INT8 else 1.0
+        return (_pattern(2, 2, seed=seed).abs() + 0.1) * shrink
+    wave = _pattern(layout.num_outputs, -(-layout.num_inputs // layout.format.group), seed=seed)
+    if layout.format is Format.NVFP4:
+        return (wave.abs() * 0.3 + 0.02).to(layout.format.scale_dtype)
+    return (wave * 2 + 122).to(torch.uint8).view(layout.format.scale_dtype)
 
 
 def _pattern(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

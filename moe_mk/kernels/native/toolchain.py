@@ -27,14 +27,19 @@ QUIET_FLAGS = (
     "-Wno-maybe-uninitialized",
 )
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512bf16")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512bf16", "-mavx512vnni")
 X86_UNITS = {
+    "exchange_avx2.cpp": AVX2,
+    "exchange_avx512.cpp": AVX512,
     "isa_avx2.cpp": AVX2,
     "isa_avx512bf16.cpp": AVX512,
+    "isa_avx512few.cpp": AVX512,
+    "isa_avx512int8.cpp": AVX512,
     "isa_amx.cpp": (*AVX512, "-mamx-tile", "-mamx-bf16"),
 }
 PLAIN_UNITS = (
     "dispatch.cpp",
+    "exchange.cpp",
     "experts.cpp",
     "isa_scalar.cpp",
     "memory.cpp",

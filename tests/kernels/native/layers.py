@@ -1,6 +1,7 @@
 """A small layer in packed form and what it must compute, in f64 from the very same weights."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -16,8 +17,52 @@ from moe_mk.kernels.native import (
     allocate,
     pack_slot,
 )
+from moe_mk.quant import (
+    BF16,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    INT8_CHANNEL,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    FP8_128x128,
+    INT8_128x128,
+    QuantScheme,
+    QuantTensor,
+)
 
 FP8 = torch.float8_e4m3fn
+
+
+class Storage(Enum):
+    """Every way to store weights: the packed format, and the scheme they come in."""
+
+    BF16 = (Format.BF16, BF16)
+    FP8 = (Format.FP8, FP8_128x128)
+    FP8_CHANNEL = (Format.FP8, FP8_CHANNEL)
+    FP8_TENSOR = (Format.FP8, FP8_TENSOR)
+    INT8 = (Format.INT8, INT8_128x128)
+    INT8_CHANNEL = (Format.INT8, INT8_CHANNEL)
+    MXFP8 = (Format.MXFP8, MXFP8)
+    MXFP4 = (Format.MXFP4, MXFP4)
+    NVFP4 = (Format.NVFP4, NVFP4)
+
+    @property
+    def format(self) -> Format:
+        return self.value[0]
+
+    @property
+    def scheme(self) -> QuantScheme:
+        return self.value[1]
+
+    @property
+    def by_output(self) -> bool:
+        return self in (Storage.FP8_CHANNEL, Storage.FP8_TENSOR, Storage.INT8_CHANNEL)
+
+    @property
+    def folds_inexactly(self) -> bool:
+        """Whether AMX rounds weight times scale to bf16."""
+        return self in (Storage.FP8, Storage.INT8)
 
 
 def spread(weight: Tensor, scales: Tensor | None) -> Tensor:
@@ -59,42 +104,60 @@ class Layer:
     slots: int
     hidden: int
     inter: int
-    storage: Format = Format.FP8
+    storage: Storage = Storage.FP8
     gated: bool = True
     biases: bool = False
     seed: int = 0
     parts: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor | None] = field(default_factory=dict)
+    above: dict[str, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         g = torch.Generator("cpu").manual_seed(self.seed)
         shapes = {"gate": (self.inter, self.hidden), "up": (self.inter, self.hidden), "down": (self.hidden, self.inter)}
         for name, (rows, columns) in shapes.items():
             w = torch.randn(self.slots, rows, columns, generator=g) * columns**-0.5
-            if self.storage is Format.BF16:
-                self.parts[name], self.scales[name] = w.bfloat16(), None
-            else:
+            self.above[name] = None
+            if self.storage is Storage.FP8:  # scales that are no powers of two and unlike each other
                 grid = torch.rand(self.slots, -(-rows // 128), -(-columns // 128), generator=g) + 0.5
                 self.parts[name], self.scales[name] = (w * 40).to(FP8), grid / 40
+            else:
+                q = self.storage.scheme.quantize(w)
+                self.parts[name], self.scales[name], self.above[name] = q.values, q.scales, q.global_scale
             self.parts[name + "_bias"] = torch.randn(self.slots, rows, generator=g) * 0.3
+
+    def layouts(self) -> tuple[MatrixLayout, MatrixLayout]:
+        kind = {"format": self.storage.format, "by_output": self.storage.by_output}
+        return MatrixLayout(self.inter, self.hidden, self.gated, **kind), MatrixLayout(
+            self.hidden, self.inter, False, **kind
+        )
 
     def pack(self, native: Native) -> tuple[PackedMatrix, PackedMatrix]:
         names = ("gate", "up") if self.gated else ("gate",)
         bias13 = torch.cat([self.parts[n + "_bias"] for n in names], 1) if self.biases else None
-        bias2 = self.parts["down_bias"] if self.biases else None
-        w13 = allocate(native, MatrixLayout(self.inter, self.hidden, self.gated, self.storage), self.slots, bias13)
-        w2 = allocate(native, MatrixLayout(self.hidden, self.inter, False, self.storage), self.slots, bias2)
+        layout13, layout2 = self.layouts()
+        w13 = allocate(native, layout13, self.slots, bias13)
+        w2 = allocate(native, layout2, self.slots, self.parts["down_bias"] if self.biases else None)
         for slot in range(self.slots):
             for packed, parts in ((w13, names), (w2, ("down",))):
-                grids = [self.scales[n] for n in parts]
+                grids, above = ([held[n] for n in parts] for held in (self.scales, self.above))
                 pack_slot(
                     native,
                     packed,
                     slot,
                     tuple(self.parts[n][slot] for n in parts),
                     tuple(s[slot] for s in grids if s is not None),
+                    above=tuple(a[slot] for a in above if a is not None),
                 )
         return w13, w2
+
+    def weight(self, name: str, slot: int) -> Tensor:
+        """One matrix, f64."""
+        scales, above = self.scales[name], self.above[name]
+        if self.storage is Storage.FP8:
+            return spread(self.parts[name][slot], None if scales is None else scales[slot])
+        q = QuantTensor(self.parts[name], scales, self.storage.scheme, above)[slot]
+        return q.dequantize(torch.float32).double()
 
     def reference(self, x: Tensor, ids: Tensor, weights: Tensor | None, mode: ExpertsMode) -> Tensor:
         out = torch.zeros(x.shape[0], self.hidden, dtype=torch.float64)
@@ -113,8 +176,7 @@ class Layer:
         return out
 
     def product(self, a: Tensor, name: str, slot: int) -> Tensor:
-        scales = self.scales[name]
-        y = a @ spread(self.parts[name][slot], None if scales is None else scales[slot]).T
+        y = a @ self.weight(name, slot).T
         return y + self.parts[name + "_bias"][slot].double() if self.biases else y
 
 

@@ -26,15 +26,20 @@ from moe_mk.kernels.native import (
     scale_block,
     scratch_bytes,
 )
-from moe_mk.kernels.native.packed import Shard
-from tests.kernels.native.layers import Layer, batch, error, spread
+from moe_mk.kernels.native.scales import Shard
+from tests.kernels.native.layers import Layer, Storage, batch, error, spread
 
 INVARIANT = ExpertsMode(batch_invariant=True)
 
 
-def limit(isa: Isa, storage: Format) -> float:
-    """bf16 h and bf16 out cost 2.3e-3; AMX rounds code * scale to bf16 as well. Small samples spread by a third."""
-    return 5e-3 if isa is Isa.AMX_BF16 and storage is Format.FP8 else 3.2e-3
+def limit(isa: Isa, storage: Storage, inter: int = 64) -> float:
+    """bf16 h and bf16 out cost 2.3e-3; AMX rounds code * block scale to bf16 as well. Small samples spread by a third.
+
+    inter: the terms of an output. With fewer than 16, their roundings hardly cancel: half as much again.
+    """
+    if inter < 16:
+        return 6.5e-3 if isa is Isa.AMX_BF16 and storage.folds_inexactly else 3.5e-3
+    return 5e-3 if isa is Isa.AMX_BF16 and storage.folds_inexactly else 3.2e-3
 
 
 def test_one_row_worked_by_hand(isa_here) -> None:
@@ -52,9 +57,9 @@ def test_one_row_worked_by_hand(isa_here) -> None:
 
 
 @pytest.mark.row(96)
-@pytest.mark.parametrize("storage", list(Format))
+@pytest.mark.parametrize("storage", list(Storage))
 @pytest.mark.parametrize(("slots", "hidden", "inter"), [(4, 256, 384), (3, 200, 72), (2, 96, 144), (1, 40, 8)])
-def test_rows_equal_f64_whatever_their_number(isa_here, storage: Format, slots: int, hidden: int, inter: int) -> None:
+def test_rows_equal_f64_whatever_their_number(isa_here, storage: Storage, slots: int, hidden: int, inter: int) -> None:
     native, isa = isa_here
     layer = Layer(slots, hidden, inter, storage)
     w13, w2 = layer.pack(native)
@@ -62,7 +67,7 @@ def test_rows_equal_f64_whatever_their_number(isa_here, storage: Format, slots: 
         x, ids, weights = batch(rows, hidden, slots, min(2, slots), seed=rows)
         ids[0, 0] = 0
         y = experts_rows(native, x, ids, weights, w13, w2, isa=isa, threads=2)
-        assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, storage), rows
+        assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, storage, inter), rows
 
 
 def test_more_rows_than_a_block_on_one_expert(isa_here) -> None:
@@ -71,7 +76,7 @@ def test_more_rows_than_a_block_on_one_expert(isa_here) -> None:
     x, ids, weights = batch(300, 96, 2, 1)
     ids[:290] = 1
     y = experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa, threads=2)
-    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, Format.FP8)
+    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, Storage.FP8)
 
 
 def test_a_hidden_size_whose_rows_outgrow_the_cache_share(isa_here) -> None:
@@ -81,15 +86,15 @@ def test_a_hidden_size_whose_rows_outgrow_the_cache_share(isa_here) -> None:
     x, ids, weights = batch(40, 12000, 1, 1)
     ids.zero_()
     y = experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa)
-    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, Format.FP8)
+    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, Storage.FP8)
 
 
-@pytest.mark.parametrize("storage", list(Format))
+@pytest.mark.parametrize("storage", list(Storage))
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("clamp", [0.0, 0.7])
 @pytest.mark.parametrize("kind", list(Activation))
 def test_activations_and_biases_equal_f64(
-    native: Native, kind: Activation, clamp: float, gated: bool, storage: Format
+    native: Native, kind: Activation, clamp: float, gated: bool, storage: Storage
 ) -> None:
     if kind is Activation.SWIGLU_OAI and not gated:
         pytest.skip("swiglu has two halves by its name")
@@ -109,7 +114,7 @@ def test_activations_and_biases_equal_f64(
     slots=st.integers(1, 5),
     hidden=st.integers(1, 300),
     inter=st.integers(1, 200),
-    storage=st.sampled_from(list(Format)),
+    storage=st.sampled_from(list(Storage)),
     gated=st.booleans(),
     biases=st.booleans(),
     seed=st.integers(0, 1000),
@@ -120,11 +125,13 @@ def test_any_shape_equals_f64(
     slots: int,
     hidden: int,
     inter: int,
-    storage: Format,
+    storage: Storage,
     gated: bool,
     biases: bool,
     seed: int,
 ) -> None:
+    if storage.format.bits == 4:  # two inputs share a byte
+        hidden, inter = hidden + hidden % 2, inter + inter % 2
     layer = Layer(slots, hidden, inter, storage, gated, biases, seed=seed)
     w13, w2 = layer.pack(native)
     x, ids, weights = batch(rows, hidden, slots, min(3, slots), seed=seed)
@@ -135,8 +142,8 @@ def test_any_shape_equals_f64(
         assert (y.double() - wanted).abs().max() <= 0.02 * wanted.abs().max() if rows else y.shape == (0, hidden)
 
 
-@pytest.mark.parametrize("storage", list(Format))
-def test_bits_do_not_depend_on_the_number_of_threads(isa_here, storage: Format) -> None:
+@pytest.mark.parametrize("storage", list(Storage))
+def test_bits_do_not_depend_on_the_number_of_threads(isa_here, storage: Storage) -> None:
     native, isa = isa_here
     layer = Layer(4, 256, 384, storage)
     w13, w2 = layer.pack(native)
@@ -146,8 +153,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(isa_here, storage: Format) 
         assert torch.equal(experts_rows(native, x, ids, weights, w13, w2, isa=isa, threads=threads), alone)
 
 
-@pytest.mark.parametrize("storage", list(Format))
-def test_batch_invariant_bits_do_not_depend_on_batch_mates(isa_here, storage: Format) -> None:
+@pytest.mark.parametrize("storage", list(Storage))
+def test_batch_invariant_bits_do_not_depend_on_batch_mates(isa_here, storage: Storage) -> None:
     native, isa = isa_here
     layer = Layer(3, 256, 160, storage)
     w13, w2 = layer.pack(native)
@@ -231,8 +238,8 @@ def test_grouped_rows_equal_the_same_assignments_as_rows(isa_here) -> None:
         experts_grouped(native, x, torch.tensor([2, 0, 6]), None, w13, w2)
 
 
-@pytest.mark.parametrize("storage", list(Format))
-def test_batch_invariant_bits_are_the_same_in_every_layout(isa_here, storage: Format) -> None:
+@pytest.mark.parametrize("storage", list(Storage))
+def test_batch_invariant_bits_are_the_same_in_every_layout(isa_here, storage: Storage) -> None:
     # One assignment a row: the same sixteen products as rows, sorted by expert, and in padded blocks.
     native, isa = isa_here
     layer = Layer(3, 160, 96, storage)
@@ -252,9 +259,9 @@ def test_batch_invariant_bits_are_the_same_in_every_layout(isa_here, storage: Fo
     assert torch.equal(alone, rows)
 
 
-@pytest.mark.parametrize("storage", list(Format))
+@pytest.mark.parametrize("storage", list(Storage))
 @pytest.mark.parametrize("rows", [0, 1, 9, 40])
-def test_shared_experts_in_the_same_pass_equal_f64(isa_here, storage: Format, rows: int) -> None:
+def test_shared_experts_in_the_same_pass_equal_f64(isa_here, storage: Storage, rows: int) -> None:
     # Their intermediate size is their own, every row visits them, also one that no routed expert wants.
     native, isa = isa_here
     routed, common = Layer(3, 160, 144, storage), Layer(1, 160, 96, storage, seed=7)
@@ -313,7 +320,7 @@ def test_a_shard_inside_a_scale_block_equals_f64(isa_here) -> None:
         gate, up, down = (spread(layer.parts[n][s], layer.scales[n][s]) for n in ("gate", "up", "down"))
         h = torch.nn.functional.silu(x[rows].double() @ gate[part].T) * (x[rows].double() @ up[part].T)
         wanted.index_add_(0, rows, (h @ down[:, part].T) * weights[rows, places, None])
-    assert error(experts_rows(native, x, ids, weights, w13, w2, isa=isa), wanted) < limit(isa, Format.FP8)
+    assert error(experts_rows(native, x, ids, weights, w13, w2, isa=isa), wanted) < limit(isa, Storage.FP8)
 
 
 def test_two_calls_at_once_do_not_disturb_each_other(native: Native) -> None:

@@ -3,12 +3,12 @@
 import torch
 from torch.library import opcheck
 
-from moe_mk.kernels.native import ExpertsMode, Format, Native, RouteMode, Scoring, experts_rows, quantize_1x128, route
+from moe_mk.kernels.native import ExpertsMode, Native, RouteMode, Scoring, experts_rows, quantize_1x128, route
 from moe_mk.kernels.native import ops as ops
-from tests.kernels.native.layers import Layer, batch
+from tests.kernels.native.layers import Layer, Storage, batch
 
 
-def arguments(native: Native, storage: Format, biases: bool) -> tuple[tuple[object, ...], torch.Tensor]:
+def arguments(native: Native, storage: Storage, biases: bool) -> tuple[tuple[object, ...], torch.Tensor]:
     layer = Layer(2, 96, 64, storage, biases=biases)
     w13, w2 = layer.pack(native)
     x, ids, weights = batch(5, 96, 2, 2)
@@ -18,7 +18,7 @@ def arguments(native: Native, storage: Format, biases: bool) -> tuple[tuple[obje
 
 
 def test_experts_op_is_clean_and_equal(native: Native) -> None:
-    for storage, biases in ((Format.FP8, False), (Format.BF16, True)):
+    for storage, biases in ((Storage.FP8, False), (Storage.BF16, True)):
         call, wanted = arguments(native, storage, biases)
         assert torch.equal(torch.ops.moe_mk.cpu_experts_rows(*call), wanted)
         opcheck(torch.ops.moe_mk.cpu_experts_rows.default, call)

@@ -14,9 +14,11 @@ from moe_mk.kernels.native import (
     allocate,
     pack_slot,
     scale_block,
+    unpack_output_scales,
     unpack_scales,
     unpack_slot,
 )
+from tests.kernels.native.layers import Storage
 
 FP8 = torch.float8_e4m3fn
 
@@ -53,27 +55,103 @@ def test_a_plain_fp8_tile_lies_as_drawn(native: Native) -> None:
 
 
 @pytest.mark.row(110)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     outputs=st.integers(1, 150),
     inputs=st.integers(1, 150),
     gated=st.booleans(),
-    storage=st.sampled_from(list(Format)),
+    storage=st.sampled_from(list(Storage)),
     threads=st.integers(1, 3),
 )
 def test_unpacking_gives_every_bit_back(
-    native: Native, outputs: int, inputs: int, gated: bool, storage: Format, threads: int
+    native: Native, outputs: int, inputs: int, gated: bool, storage: Storage, threads: int
 ) -> None:
-    layout = MatrixLayout(outputs, inputs, gated, storage)
+    inputs += inputs % 2 if storage.format.bits == 4 else 0
+    layout = MatrixLayout(outputs, inputs, gated, storage.format, by_output=storage.by_output)
     packed = allocate(native, layout, 2)
-    sources = tuple(codes(outputs, inputs, seed) for seed in range(2 if gated else 1))
-    if storage is Format.BF16:
-        sources = tuple(s.float().bfloat16() for s in sources)
-    scales = tuple(grid(outputs, inputs) for _ in sources) if storage is Format.FP8 else ()
+    sources, scales, above = drawn(layout)
+    pack_slot(native, packed, 1, sources, scales, above=above, threads=threads)
+    packed.copy_slot(1, 0)  # an expert moves in packed form
     for slot in range(2):
-        pack_slot(native, packed, slot, sources, scales, threads=threads)
         back = unpack_slot(native, packed, slot, threads=threads)
         assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(back, sources, strict=True))
+        groups = unpack_scales(packed, slot) if storage.format.group else ()
+        assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(groups, scales if groups else (), strict=True))
+        for mine, theirs in zip(unpack_output_scales(packed, slot), above or scales, strict=False):
+            assert torch.equal(mine, theirs.expand(outputs, 1))
+
+
+def drawn(layout: MatrixLayout) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """Random codes, scales, and scales above them, one a source; no NaN among them."""
+    g = torch.Generator("cpu").manual_seed(layout.num_outputs * 1000 + layout.num_inputs)
+    halves = range(2 if layout.gated else 1)
+    groups = -(-layout.num_inputs // (layout.format.group or 1))
+
+    def octets(*shape: int, below: int = 256) -> torch.Tensor:
+        return torch.randint(0, below, shape, dtype=torch.uint8, generator=g)
+
+    sources = tuple(codes(layout.num_outputs, layout.num_inputs, seed) for seed in halves)
+    if layout.format is Format.BF16:
+        sources = tuple(s.float().bfloat16() for s in sources)
+    elif layout.format.dtype is not FP8:
+        sources = tuple(octets(*layout.source_shape).view(layout.format.dtype) for _ in halves)
+    if layout.format.group:
+        most = 255 if layout.format.scale_dtype is torch.float8_e8m0fnu else 127
+        scales = tuple(octets(layout.num_outputs, groups, below=most).view(layout.format.scale_dtype) for _ in halves)
+    elif layout.format is Format.BF16:
+        scales = ()
+    elif layout.by_output:
+        scales = tuple(torch.rand(layout.num_outputs, 1, generator=g) for _ in halves)
+    else:
+        scales = tuple(grid(layout.num_outputs, layout.num_inputs) for _ in halves)
+    above = tuple(torch.rand(1, 1, generator=g) for _ in halves) if layout.format is Format.NVFP4 else ()
+    return sources, scales, above
+
+
+def test_a_four_bit_tile_lies_as_drawn(native: Native) -> None:
+    # One pair, one step. Output 0 holds the codes k % 16 for k = 0, 1, ... 31, two a byte, the even k low:
+    #   bytes 10 32 54 76 98 ba dc fe, twice. Its first word is line 0, k 0..7, even k first: codes 0 2 4 6 from the
+    #   lowest four bits on -> 20 64; odd k: 1 3 5 7 -> 31 75. Line 1 (k 8..15), 128 B on: 8 a c e -> a8 ec; then b9 fd.
+    w = torch.zeros(32, 16, dtype=torch.uint8)
+    w[0] = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2)
+    packed = allocate(native, MatrixLayout(32, 32, False, Format.MXFP4), 1)
+    pack_slot(native, packed, 0, (w,), (torch.ones(32, 1).to(torch.float8_e8m0fnu),))
+    assert packed.values_LB[0, :4].tolist() == [0x20, 0x64, 0x31, 0x75]
+    assert packed.values_LB[0, 128:132].tolist() == [0xA8, 0xEC, 0xB9, 0xFD]
+    assert packed.values_LB[0, 256:260].tolist() == [0x20, 0x64, 0x31, 0x75]
+    assert int((packed.values_LB != 0).sum()) == 16 and packed.values_LB.numel() == 512
+
+
+def test_an_int8_tile_lies_as_drawn(native: Native) -> None:
+    # Four k of an output in a word: output 3 holds k + 1, so that its first words are 1 2 3 4, and 128 B on 5 6 7 8.
+    w = torch.zeros(32, 32, dtype=torch.int8)
+    w[3] = torch.arange(1, 33)
+    packed = allocate(native, MatrixLayout(32, 32, False, Format.INT8, by_output=True), 1)
+    pack_slot(native, packed, 0, (w,), (torch.ones(32, 1),))
+    assert packed.values_LB[0, 12:16].tolist() == [1, 2, 3, 4]
+    assert packed.values_LB[0, 140:144].tolist() == [5, 6, 7, 8]
+
+
+def test_scales_of_groups_lie_beside_each_other_for_32_outputs(native: Native) -> None:
+    # Gated, 20 outputs, 48 inputs under scales for 32: two groups; gate's codes are 100 + output, up's 10 + output.
+    packed = allocate(native, MatrixLayout(20, 48, True, Format.MXFP8), 1)
+    gate, up = (torch.arange(20, dtype=torch.uint8)[:, None] + first + torch.tensor([[0, 50]]) for first in (100, 10))
+    given = tuple(t.to(torch.uint8).view(torch.float8_e8m0fnu) for t in (gate, up))
+    pack_slot(native, packed, 0, (codes(20, 48), codes(20, 48)), given)
+    pairs = packed.scales_LX[0].view(2, 2, 32).tolist()
+    assert pairs[0][0] == [*range(100, 116), *range(10, 26)]  # outputs 0..15, first 32 inputs
+    assert pairs[0][1] == [*range(150, 166), *range(60, 76)]  # the other 16
+    assert pairs[1][0] == [*range(116, 120), *[127] * 12, *range(26, 30), *[127] * 12]  # 1.0 beyond the matrix
+
+
+@pytest.mark.parametrize(("storage", "code"), [(Format.MXFP4, 0xFF), (Format.MXFP8, 0xFF), (Format.NVFP4, 0xFF)])
+def test_a_nan_scale_is_refused_by_name(native: Native, storage: Format, code: int) -> None:
+    layout = MatrixLayout(64, 64, False, storage)
+    packed = allocate(native, layout, 1)
+    sources, scales, above = drawn(layout)
+    scales[0].view(torch.uint8)[5, 1] = code
+    with pytest.raises(WeightError, match=rf"layers.3.down_proj: 1 of its {storage.name} scales are NaN.*damaged"):
+        pack_slot(native, packed, 0, sources, scales, above=above, name="layers.3.down_proj")
 
 
 @pytest.mark.row(96)
@@ -103,7 +181,7 @@ def test_an_expert_moves_between_slots_as_bytes(native: Native) -> None:
     packed = allocate(native, MatrixLayout(48, 64, True, Format.FP8), 2)
     pair = codes(48, 64, 1), codes(48, 64, 2)
     pack_slot(native, packed, 0, pair, (grid(48, 64),) * 2)
-    packed.values_LB[1].copy_(packed.values_LB[0])
+    packed.copy_slot(0, 1)
     back = unpack_slot(native, packed, 1)
     assert torch.equal(bytes_of(back[0]), bytes_of(pair[0])) and torch.equal(bytes_of(back[1]), bytes_of(pair[1]))
 
@@ -157,3 +235,16 @@ def test_wrong_shapes_are_told(
     packed = allocate(native, MatrixLayout(64, 64, False, Format.FP8), 1)
     with pytest.raises(ShapeError, match=words):
         pack_slot(native, packed, 0, sources, scales)
+
+
+def test_wrong_scales_of_groups_and_outputs_are_told(native: Native) -> None:
+    layout = MatrixLayout(64, 64, False, Format.NVFP4)
+    sources, scales, above = drawn(layout)
+    packed = allocate(native, layout, 1)
+    with pytest.raises(ShapeError, match=r"group scales are \(64, 2\) .*expected 1 of \(64, 4\) torch.float8_e4m3fn"):
+        pack_slot(native, packed, 0, sources, (scales[0][:, :2],), above=above)
+    with pytest.raises(ShapeError, match=r"scales of outputs are none; expected 1 of \(64, 1\) or \(1, 1\)"):
+        pack_slot(native, packed, 0, sources, scales)
+    odd = allocate(native, MatrixLayout(64, 63, False, Format.MXFP4), 1)
+    with pytest.raises(ShapeError, match="63 inputs of four bits do not fill whole bytes"):
+        pack_slot(native, odd, 0, sources, scales)

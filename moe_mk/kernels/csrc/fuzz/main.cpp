@@ -10,6 +10,9 @@
 #include <vector>
 
 #include "../abi.h"
+#include "../formats.h"
+
+using namespace moe_mk;
 
 namespace {
 
@@ -44,84 +47,98 @@ struct Bytes {
 };
 
 struct Shape {
-  int slots, hidden, inter, rows, top_k, format, block, gated, biases;
+  int slots, hidden, inter, rows, top_k, format, block, gated, biases, by_output;
 };
+
+int pairs_of(int outputs, bool two) { return (outputs + (two ? 15 : 31)) / (two ? 16 : 32); }
+int steps_of(int inputs) { return (inputs + 31) / 32; }
 
 struct Packed {
   Bytes values;
-  std::vector<float> scales, bias;
+  std::vector<float> scales, output_scales, bias;
+  std::vector<uint8_t> groups;
   MoeMkMatrix matrix;
 
   Packed(int slots, int outputs, int inputs, const Shape& s, bool two, int seed)
       : values(size_t(slots) * slot_bytes(outputs, inputs, s, two)) {
-    const int pairs = (outputs + (two ? 15 : 31)) / (two ? 16 : 32), steps = (inputs + 31) / 32;
-    const int blocks = (steps + s.block / 32 - 1) / (s.block / 32), element = s.format == kFp8 ? 1 : 2;
-    scales.resize(s.format == kFp8 ? size_t(slots) * pairs * 2 * blocks : 0);
-    for (float& value : scales) value = 0.02f + 0.001f * float(pick(0, 9));
+    const int pairs = pairs_of(outputs, two), blocks = (steps_of(inputs) + s.block / 32 - 1) / (s.block / 32);
+    const bool blocked = (s.format == kFp8 || s.format == kInt8) && !s.by_output;
+    scales.resize(blocked ? size_t(slots) * pairs * 2 * blocks : 0);
+    const float size = s.format == kInt8 ? 0.0005f : 0.02f;
+    for (float& value : scales) value = size * (1 + 0.05f * float(pick(0, 9)));
+    groups.resize(size_t(slots) * pairs * steps_of(inputs) * groups_of_step(s.format) * 32);
+    for (uint8_t& code : groups) code = uint8_t(s.format == kNvFp4 ? pick(0, 40) : pick(0, 99) == 0 ? 0 : pick(117, 121));
+    output_scales.resize(s.by_output || s.format == kNvFp4 ? size_t(slots) * pairs * 32 : 0);
+    for (float& value : output_scales) value = (s.format == kNvFp4 ? 0.5f : size) * (1 + 0.05f * float(pick(0, 9)));
     bias.resize(s.biases ? size_t(slots) * outputs * (two ? 2 : 1) : 0);
     for (float& value : bias) value = normal();
-    for (int slot = 0; slot < slots; ++slot) fill(slot, outputs, inputs, s, two, element, seed);
-    matrix = {values.data, scales.empty() ? nullptr : scales.data(), bias.empty() ? nullptr : bias.data(),
-              int64_t(values.size / size_t(slots)), int64_t(scales.size() / size_t(slots)),
-              int64_t(bias.size() / size_t(slots)), s.format, outputs, inputs, s.block};
+    for (int slot = 0; slot < slots; ++slot) fill(slot, outputs, inputs, s, two, seed);
+    const void* beside = scales.empty() ? static_cast<const void*>(groups.empty() ? nullptr : groups.data()) : scales.data();
+    matrix = {values.data, beside, output_scales.empty() ? nullptr : output_scales.data(), bias.empty() ? nullptr : bias.data(),
+              int64_t(values.size / size_t(slots)), int64_t((scales.size() + groups.size()) / size_t(slots)),
+              int64_t(output_scales.size() / size_t(slots)), int64_t(bias.size() / size_t(slots)), s.format, outputs, inputs,
+              s.block};
   }
   static size_t slot_bytes(int outputs, int inputs, const Shape& s, bool two) {
-    return size_t((outputs + (two ? 15 : 31)) / (two ? 16 : 32)) * ((inputs + 31) / 32) * 1024 * (s.format == kFp8 ? 1 : 2);
+    return size_t(pairs_of(outputs, two)) * steps_of(inputs) * bytes_of_step(s.format);
   }
-  void fill(int slot, int outputs, int inputs, const Shape& s, bool two, int element, int seed) {
-    const int stride = inputs + pick(0, 5);
-    std::vector<Bytes*> sources, back;
-    for (int half = 0; half < (two ? 2 : 1); ++half) {
-      // The last row is only as long as its inputs: reading the stride to its end would be beyond.
-      const size_t size = (size_t(outputs - 1) * stride + inputs) * element;
-      sources.push_back(new Bytes(size));
-      back.push_back(new Bytes(size));
-      std::memset(back.back()->data, 0, size);
-      for (size_t i = 0; i < size; ++i) sources.back()->data[i] = 0;
-      for (int r = 0; r < outputs; ++r)
-        for (int k = 0; k < inputs; ++k) {
-          uint8_t* at = sources.back()->data + (size_t(r) * stride + k) * element;
-          const uint16_t bf16 = to_bf16(normal() * 0.1f);
-          if (element == 1) *at = uint8_t(pick(0, 255) & 0xbf);
-          else std::memcpy(at, &bf16, 2);
-        }
-    }
+  // One source: rows of random codes, no NaN among them, a gap after each but the last, which is only as long as its
+  // inputs: reading the stride to its end would be beyond.
+  static void draw(const Bytes& source, int outputs, size_t row, size_t stride, int format) {
+    std::memset(source.data, 0, source.size);
+    for (int r = 0; r < outputs; ++r)
+      for (size_t i = 0; i < row; ++i) {
+        uint8_t* at = source.data + r * stride + i;
+        const uint16_t bf16 = to_bf16(normal() * 0.1f);
+        if (format != kBf16) *at = uint8_t(pick(0, 255) & (format == kFp8 || format == kMxFp8 ? 0xbf : 0xff));
+        else if (i % 2 == 0) std::memcpy(at, &bf16, 2);
+      }
+  }
+  void fill(int slot, int outputs, int inputs, const Shape& s, bool two, int seed) {
+    const size_t row = size_t(inputs) * bits_of(s.format) / 8, stride = row + size_t(pick(0, 5)) * (s.format == kBf16 ? 2 : 1);
+    const size_t size = size_t(outputs - 1) * stride + row;
+    const Bytes sources[2] = {Bytes(size), Bytes(size)}, back[2] = {Bytes(size), Bytes(size)};
+    for (const Bytes& source : sources) draw(source, outputs, row, stride, s.format);
+    for (const Bytes& target : back) std::memset(target.data, 0, size);
     uint8_t* to = values.data + size_t(slot) * slot_bytes(outputs, inputs, s, two);
     int64_t nans = 0;
-    int status = moe_mk_pack(sources[0]->data, two ? sources[1]->data : nullptr, stride, outputs, inputs, s.format, to, pick(1, 3), &nans);
-    status |= moe_mk_unpack(to, back[0]->data, two ? back[1]->data : nullptr, stride, outputs, inputs, s.format, pick(1, 3));
+    int status = moe_mk_pack(sources[0].data, two ? sources[1].data : nullptr, int64_t(stride), outputs, inputs, s.format, to,
+                             pick(1, 3), &nans);
+    status |= moe_mk_unpack(to, back[0].data, two ? back[1].data : nullptr, int64_t(stride), outputs, inputs, s.format, pick(1, 3));
     if (status != kOk || nans != 0) fail("pack", seed);
-    for (size_t half = 0; half < sources.size(); ++half) {
-      if (std::memcmp(sources[half]->data, back[half]->data, sources[half]->size) != 0) fail("unpack(pack(w)) = w", seed);
-      delete sources[half];
-      delete back[half];
-    }
+    for (int half = 0; half < (two ? 2 : 1); ++half)
+      if (std::memcmp(sources[half].data, back[half].data, size) != 0) fail("unpack(pack(w)) = w", seed);
   }
 };
 
 void layer(int seed) {
-  Shape s = {pick(1, 4), pick(1, 300), pick(1, 200), pick(0, 40), 1, pick(0, 1), 32 << pick(0, 2), pick(0, 1), pick(0, 1)};
+  Shape s = {pick(1, 4), pick(1, 300), pick(1, 200), pick(0, 40), 1, pick(0, kNumFormats - 1), 32 << pick(0, 2), pick(0, 1),
+             pick(0, 1), 0};
+  s.by_output = (s.format == kFp8 || s.format == kInt8) && pick(0, 1);
+  const int even = bits_of(s.format) == 4 ? 2 : 1;  // four-bit inputs share bytes
+  s.hidden = even * ((s.hidden + even - 1) / even);
+  s.inter = even * ((s.inter + even - 1) / even);
   if (pick(0, 9) == 0) s.rows = pick(250, 600);
   s.top_k = pick(1, s.slots);
   const Packed w13(s.slots, s.inter, s.hidden, s, s.gated != 0, seed), w2(s.slots, s.hidden, s.inter, s, false, seed);
   const bool shared = pick(0, 2) == 0;
-  const int shared_inter = pick(1, 100);
+  const int shared_inter = even * pick(1, 50);
   const Packed shared13(1, shared_inter, s.hidden, s, s.gated != 0, seed), shared2(1, s.hidden, shared_inter, s, false, seed);
-  const bool fp8_rows = pick(0, 3) == 0;
-  const int stride = s.hidden + pick(0, 3), x_blocks = (s.hidden + 127) / 128, element = fp8_rows ? 1 : 2;
+  const bool coded = pick(0, 3) == 0, int8 = s.format == kInt8 && pick(0, 1);
+  const int stride = s.hidden + pick(0, 3), x_blocks = int8 ? 1 : (s.hidden + 127) / 128, element = coded ? 1 : 2;
   const Bytes x(s.rows == 0 ? 0 : (size_t(s.rows - 1) * stride + s.hidden) * element);
   for (size_t i = 0; i < x.size; i += element) {
     const uint16_t bf16 = to_bf16(normal());
-    if (fp8_rows) x.data[i] = uint8_t(pick(0, 255) & 0xbf);
+    if (coded) x.data[i] = uint8_t(pick(0, 255) & 0xbf);
     else std::memcpy(x.data + i, &bf16, 2);
   }
   std::vector<float> x_scales(size_t(s.rows) * x_blocks, 0.5f), weights(size_t(s.rows) * s.top_k, 0.5f);
   std::vector<int32_t> ids(size_t(s.rows) * s.top_k);
   for (int32_t& id : ids) id = pick(0, 4) == 0 ? -1 : pick(0, s.slots - 1);
   std::vector<uint16_t> out(size_t(s.rows) * s.hidden), other(out.size());
-  MoeMkExperts call = {x.data, fp8_rows ? x_scales.data() : nullptr, ids.data(), weights.data(), out.data(), s.rows, stride,
+  MoeMkExperts call = {x.data, coded ? x_scales.data() : nullptr, ids.data(), weights.data(), out.data(), s.rows, stride,
                        x_blocks, s.hidden, s.top_k, s.slots, w13.matrix, w2.matrix, s.gated, pick(0, 4), 1.702f,
-                       pick(0, 1) ? 0.8f : 0.0f, pick(0, 3) == 0, pick(0, 1), 0, 1, kScalar, {}, {}};
+                       pick(0, 1) ? 0.8f : 0.0f, int8 ? 2 : pick(0, 3) == 0, pick(0, 1), 0, 1, kScalar, {}, {}};
   if (shared) {
     call.shared_w13 = shared13.matrix;
     call.shared_w2 = shared2.matrix;

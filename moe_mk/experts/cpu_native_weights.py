@@ -1,0 +1,151 @@
+"""Experts in the order that the native CPU kernels read, and back: which scheme becomes which packed format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.kernels.native import (
+    Format,
+    MatrixLayout,
+    Native,
+    PackedMatrix,
+    loaded,
+    pack_slot,
+    unpack_output_scales,
+    unpack_scales,
+    unpack_slot,
+)
+from moe_mk.quant.blocked import WHOLE
+from moe_mk.quant.plain import BF16, Plain
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.weights.expert_weights import SlotBiases, SlotWeights, Weights
+
+LAYOUT = "cpu_native"
+TILE_ROWS = 16
+"""Outputs that share one packed scale of a block; a block of 128 rows is eight of them."""
+BLOCK = 128
+_SCALED_ALIKE = {"fp8": Format.FP8, "int8": Format.INT8}
+_GROUPED = {"mxfp8": Format.MXFP8, "mxfp4": Format.MXFP4, "nvfp4": Format.NVFP4}
+
+
+def native_kernels() -> Native:
+    """The compiled kernels of this process; compiled the first time anybody on this machine asks."""
+    return loaded()
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the kernels hold the weights of a scheme."""
+
+    format: Format
+    by_output: bool = False
+    """One f32 scale an output channel, or for all of them, instead of one a block."""
+
+    def layout(self, num_outputs: int, num_inputs: int, *, gated: bool) -> MatrixLayout:
+        """Of one projection."""
+        return MatrixLayout(num_outputs, num_inputs, gated, self.format, by_output=self.by_output)
+
+
+def storage_of(scheme: QuantScheme) -> Storage | None:
+    """The packed format of a weight scheme; None where the kernels have none."""
+    if isinstance(scheme, Plain):
+        return Storage(Format.BF16) if scheme == BF16 else None
+    if scheme.family in _GROUPED:
+        return Storage(_GROUPED[scheme.family])
+    if scheme.family not in _SCALED_ALIKE or scheme.block not in ((BLOCK, BLOCK), (1, WHOLE), (WHOLE, WHOLE)):
+        return None
+    return Storage(_SCALED_ALIKE[scheme.family], by_output=scheme.block != (BLOCK, BLOCK))
+
+
+@dataclass(frozen=True)
+class PackedExpertWeights:
+    """Experts in the order the kernels read; `slot` unpacks one, bit for bit."""
+
+    w13: PackedMatrix
+    w2: PackedMatrix
+    scheme: QuantScheme
+    layout: str = LAYOUT
+    shared: PackedExpertWeights | None = None
+    """One slot that every row visits with weight 1, computed in the same pass."""
+
+    @property
+    def num_slots(self) -> int:
+        """L, the physical experts of this rank."""
+        return self.w13.num_slots
+
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have a gate projection."""
+        return self.w13.layout.gated
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of packed values and scales."""
+        return self.w13.num_bytes + self.w2.num_bytes
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Put the expert of one slot into another as well, in packed form."""
+        for matrix in (self.w13, self.w2):
+            matrix.copy_slot(source, target)
+
+    def slot(self, index: int) -> SlotWeights:
+        """One expert as it was before packing; a copy."""
+        first = self._matrices(self.w13, index)
+        down = self._matrices(self.w2, index)[0]
+        return SlotWeights(first[0] if self.gated else None, first[-1], down, self._biases(index))
+
+    def _biases(self, index: int) -> SlotBiases | None:
+        """f32, whatever they were stored in."""
+        if self.w13.bias_LX is None or self.w2.bias_LX is None:
+            return None
+        halves = self.w13.bias_LX[index].chunk(2 if self.gated else 1)
+        return SlotBiases(halves[0].clone() if self.gated else None, halves[-1].clone(), self.w2.bias_LX[index].clone())
+
+    def _matrices(self, packed: PackedMatrix, index: int) -> list[QuantTensor]:
+        values = unpack_slot(native_kernels(), packed, index)
+        scales = self._scales(packed, index)
+        above: list[Tensor | None] = [None] * len(values)
+        if packed.layout.format is Format.NVFP4:
+            above = [factors[:1] for factors in unpack_output_scales(packed, index)]
+        return [QuantTensor(v, s, self.scheme, a) for v, s, a in zip(values, scales, above, strict=True)]
+
+    def _scales(self, packed: PackedMatrix, index: int) -> list[Tensor | None]:
+        layout = packed.layout
+        if layout.by_output:
+            whole = self.scheme.block == (WHOLE, WHOLE)
+            return [factors[:1] if whole else factors for factors in unpack_output_scales(packed, index)]
+        found = unpack_scales(packed, index)
+        if not found:
+            return [None] * (2 if layout.gated else 1)
+        return [each if layout.format.group else each[:: BLOCK // TILE_ROWS].contiguous() for each in found]
+
+
+def pack_matrix(packed: PackedMatrix, index: int, parts: list[QuantTensor], name: str) -> None:
+    """Pack one projection of one expert: gate and up, or one matrix alone."""
+    scales = [part.scales for part in parts if part.scales is not None]
+    if not packed.layout.format.group:
+        scales = [each.to(torch.float32) for each in scales]
+    pack_slot(
+        native_kernels(),
+        packed,
+        index,
+        tuple(part.values for part in parts),
+        tuple(scales),
+        above=tuple(part.global_scale for part in parts if part.global_scale is not None),
+        threads=torch.get_num_threads(),
+        name=f"{name} of slot {index}",
+    )
+
+
+def stacked_biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+    """Biases of w13 (gate's, then up's) and of w2 in f32, one row a slot; None for experts without."""
+    found = [weights.slot(index).biases for index in range(weights.num_slots)]
+    biases = [slot for slot in found if slot is not None]
+    if not biases:
+        return None, None
+    assert len(biases) == len(found), "either every expert of a layer has biases or none"
+    first = [torch.cat([b.up_I] if b.gate_I is None else [b.gate_I, b.up_I]) for b in biases]
+    return torch.stack(first).to(torch.float32), torch.stack([b.down_H for b in biases]).to(torch.float32)

@@ -1,0 +1,105 @@
+// What the products read: x and h in bf16, padded to whole steps, rounded where the call asks for it.
+#pragma once
+#include "desk.h"
+
+namespace moe_mk {
+namespace {
+
+// Through 1x128 e4m3: the values of the codes go to `to` as bf16 (it may be where they came from), the scales beside.
+inline void through_fp8(const Kernels& kernels, const uint16_t* from, int64_t columns, uint16_t* to, float* scales) {
+  for (int64_t first = 0; first < columns; first += kActivationBlock) {
+    const int n = int(std::min<int64_t>(kActivationBlock, columns - first));
+    float wide[kActivationBlock];
+    uint8_t codes[kActivationBlock];
+    for (int i = 0; i < n; ++i) {
+      const uint32_t u = uint32_t(from[first + i]) << 16;
+      std::memcpy(&wide[i], &u, 4);
+    }
+    scales[first / kActivationBlock] = kernels.quantize(wide, n, codes);
+    kernels.decode(codes, to + first, n);
+  }
+}
+
+// One row of x as the kernels want it, padded to whole steps.
+void prepare_row(const Layer& layer, int64_t row, uint16_t* to, float* scales) {
+  const MoeMkExperts& c = layer.call;
+  const int64_t hidden = c.w13.num_inputs, padding = layer.hidden_padded - hidden;
+  const auto* bf16 = static_cast<const uint16_t*>(c.x) + row * c.x_stride;
+  const auto* codes = static_cast<const uint8_t*>(c.x) + row * c.x_stride;
+  auto* out = reinterpret_cast<uint8_t*>(to);
+  if (layer.int8()) std::memset(out + hidden, 0, size_t(padding));
+  else std::memset(to + hidden, 0, size_t(padding) * 2);
+  if (c.x_scales != nullptr) {
+    std::memcpy(scales, c.x_scales + row * c.x_scale_stride, size_t(layer.row_scales(hidden)) * 4);
+    if (!layer.int8()) layer.kernels.decode(codes, to, hidden);
+    else for (int64_t i = 0; i < hidden; ++i) out[i] = codes[i] ^ 0x80;
+  } else if (c.quantize == kAsIs) {
+    std::memcpy(to, bf16, size_t(hidden) * 2);
+  } else if (layer.int8()) {
+    *scales = layer.kernels.quantize_int8(bf16, hidden, out);
+  } else {
+    through_fp8(layer.kernels, bf16, hidden, to, scales);
+  }
+}
+
+// x as the kernels want it: where it is, or rounded, decoded, or padded in memory of the layer's own.
+bool prepare_inputs(Layer& layer) {
+  const MoeMkExperts& c = layer.call;
+  const int64_t hidden = c.w13.num_inputs, each = layer.row_scales(hidden);
+  const bool rounded = c.x_scales != nullptr || c.quantize != kAsIs;
+  if (!rounded && hidden % kStep == 0) {
+    layer.x = static_cast<const uint16_t*>(c.x);
+    layer.x_stride = c.x_stride;
+    return true;
+  }
+  // Rows of codes start a cache line apart in their sets.
+  layer.x_stride = layer.int8() ? (layer.hidden_padded + 64) / 2 : layer.hidden_padded;
+  auto* x = reinterpret_cast<uint16_t*>(layer.team->arena(0, kInputs, size_t(c.num_rows) * layer.x_stride * 2));
+  int64_t h_scales = 0;
+  for (const Set& set : layer.sets) h_scales += set.assignments() * layer.row_scales(set.w2.packed->num_inputs);
+  auto* scales = reinterpret_cast<float*>(layer.team->arena(0, kScales, size_t(c.num_rows * each + h_scales) * 4));
+  if (x == nullptr || scales == nullptr) return false;
+  layer.x = x;
+  if (rounded) layer.x_scales = scales;
+  return each_task(layer, c.num_rows, [&](int64_t row, int, Desk&) {
+    if (layer.visits(row)) prepare_row(layer, row, x + row * layer.x_stride, scales + row * each);
+    return true;
+  });
+}
+
+// h of a set rounded in place: bf16 that are values of e4m3 codes, or codes of one byte; the scales go beside them.
+bool quantize_hidden(Layer& layer, Set& set, float* scales) {
+  const int64_t inter = set.w2.packed->num_inputs, each = layer.row_scales(inter);
+  set.h_scales = scales;
+  return each_task(layer, set.assignments(), [&](int64_t row, int, Desk&) {
+    uint16_t* h = set.h + row * set.inter_padded;
+    if (layer.int8()) scales[row] = layer.kernels.quantize_int8(h, inter, reinterpret_cast<uint8_t*>(h));
+    else through_fp8(layer.kernels, h, inter, h, scales + row * each);
+    return true;
+  });
+}
+
+// h of all sets, one after the other in one piece of memory.
+bool place_hidden(Layer& layer) {
+  size_t elements = 32;
+  for (const Set& set : layer.sets) elements += size_t(set.assignments()) * set.inter_padded;
+  auto* h = reinterpret_cast<uint16_t*>(layer.team->arena(0, kHidden, elements * 2));
+  if (h == nullptr) return false;
+  for (Set& set : layer.sets) {
+    set.h = h;
+    h += set.assignments() * set.inter_padded;
+  }
+  return true;
+}
+
+bool quantize_all_hidden(Layer& layer) {
+  float* scales = layer.x_scales + layer.call.num_rows * layer.row_scales(layer.call.w13.num_inputs);
+  for (Set& set : layer.sets) {
+    if (!quantize_hidden(layer, set, scales)) return false;
+    scales += set.assignments() * layer.row_scales(set.w2.packed->num_inputs);
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace moe_mk

@@ -1,0 +1,115 @@
+// The two phases of one task: w13, bias and activation into h; then w2 of all experts into the sums of some columns.
+#pragma once
+#include "desk.h"
+
+namespace moe_mk {
+namespace {
+
+void multiply(const Layer& layer, const Columns& w, const Rows& rows, const Desk& desk) {
+  if (layer.int8()) layer.kernels.multiply_int8(w, rows, desk.totals);
+  else if (rows.num_rows <= layer.few(w)) layer.kernels.multiply_few(w, rows, desk.totals);
+  else layer.kernels.multiply_many(w, rows, desk.scratch, desk.totals);
+}
+
+// Phase 1 of one task.
+void up_projection(const Layer& layer, const Set& set, int slot, int first, int count, const Desk& desk) {
+  const MoeMkExperts& c = layer.call;
+  const ActivationSpec spec = {c.activation, c.gated != 0, c.alpha, c.limit};
+  const int64_t x_blocks = layer.row_scales(c.w13.num_inputs), begin = set.plan.offset[slot];
+  const Columns w = set.w13.columns(slot, first, count);
+  const int wide = c.gated ? kTileColumns : kPairColumns;
+  for (int done = 0, all = set.plan.count(slot); done < all; done += kMaxRows) {
+    const int n = std::min(kMaxRows, all - done);
+    const void* values[kMaxRows];
+    const float* scales[kMaxRows];
+    for (int r = 0; r < n; ++r) {
+      const int64_t row = set.plan.row[begin + done + r];
+      values[r] = layer.x + row * layer.x_stride;
+      scales[r] = layer.x_scales == nullptr ? nullptr : layer.x_scales + row * x_blocks;
+    }
+    multiply(layer, w, {values, layer.x_scales == nullptr ? nullptr : scales, n}, desk);
+    // Padding of h up to a whole step meets zero weights, but must not be a NaN.
+    const int64_t end = int64_t(first + count) * wide;
+    if (first + count == set.w13.pairs)
+      for (int r = 0; r < n; ++r)
+        std::memset(set.h + (begin + done + r) * set.inter_padded + end, 0, size_t(set.inter_padded - end) * 2);
+    for (int p = 0; p < count; ++p) {
+      float biases[kPairColumns];
+      const float *bias = set.w13.bias(slot, first + p, biases), *scale = set.w13.output_scales(slot, first + p);
+      for (int r = 0; r < n; ++r) {
+        const float* totals = desk.totals + (size_t(p) * n + r) * kPairColumns;
+        layer.kernels.activate(spec, totals, scale, bias, set.h + (begin + done + r) * set.inter_padded + int64_t(first + p) * wide);
+      }
+    }
+  }
+}
+
+// Sums of one block of output columns: [R][count * 32] f32; a row of one term is written as soon as that is made.
+struct OutputBlock {
+  const Layer& layer;
+  int first, count;
+  float* sums;
+
+  int columns() const {
+    return std::min(count * kPairColumns, layer.call.w2.num_outputs - first * kPairColumns);
+  }
+  void write(int64_t row, const float* values) const {
+    const MoeMkExperts& c = layer.call;
+    const int64_t at = row * c.out_stride + int64_t(first) * kPairColumns;
+    if (c.out_f32) std::memcpy(static_cast<float*>(c.out) + at, values, size_t(columns()) * 4);
+    else layer.kernels.to_bf16(values, static_cast<uint16_t*>(c.out) + at, columns());
+  }
+  void add(const Set& set, int slot, int64_t place, int rows, const float* totals) const {
+    const size_t width = size_t(count) * kPairColumns;
+    float biases[kMaxPairs][kPairColumns];
+    const float *bias[kMaxPairs], *scale[kMaxPairs];
+    for (int p = 0; p < count; ++p) {
+      bias[p] = set.w2.bias(slot, first + p, biases[p]);
+      scale[p] = set.w2.output_scales(slot, first + p);
+    }
+    for (int r = 0; r < rows; ++r) {
+      const int64_t row = set.plan.row[place + r];
+      float only[kMaxPairs * kPairColumns];
+      float* sum = layer.one_term() ? only : sums + row * width;
+      if (layer.one_term()) std::memset(only, 0, sizeof only);
+      for (int p = 0; p < count; ++p)
+        layer.kernels.accumulate(totals + (size_t(p) * rows + r) * kPairColumns, scale[p], bias[p],
+                                 set.plan.weight[place + r], sum + p * kPairColumns);
+      if (layer.one_term()) write(row, only);
+    }
+  }
+  void finish() const {
+    const float zeros[kMaxPairs * kPairColumns] = {};
+    for (int64_t row = 0; row < layer.call.num_rows; ++row) {
+      if (!layer.one_term()) write(row, sums + size_t(row) * count * kPairColumns);
+      else if (!layer.visits(row)) write(row, zeros);
+    }
+  }
+};
+
+// Phase 2 of one task: one set after the other, each in slot order.
+void down_projection(const Layer& layer, const OutputBlock& block, const Desk& desk) {
+  if (!layer.one_term()) std::memset(block.sums, 0, size_t(layer.call.num_rows) * block.count * kPairColumns * 4);
+  for (const Set& set : layer.sets) {
+    const int64_t h_blocks = layer.row_scales(set.w2.packed->num_inputs);
+    for (int slot : set.plan.active) {
+      const Columns w = set.w2.columns(slot, block.first, block.count);
+      for (int done = 0, all = set.plan.count(slot); done < all; done += kMaxRows) {
+        const int n = std::min(kMaxRows, all - done);
+        const int64_t place = set.plan.offset[slot] + done;
+        const void* values[kMaxRows];
+        const float* scales[kMaxRows];
+        for (int r = 0; r < n; ++r) {
+          values[r] = set.h + (place + r) * set.inter_padded;
+          scales[r] = set.h_scales == nullptr ? nullptr : set.h_scales + (place + r) * h_blocks;
+        }
+        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n}, desk);
+        block.add(set, slot, place, n, desk.totals);
+      }
+    }
+  }
+  block.finish();
+}
+
+}  // namespace
+}  // namespace moe_mk

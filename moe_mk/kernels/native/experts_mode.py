@@ -1,0 +1,109 @@
+"""How the native experts compute, and what a call of them must look like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from moe_mk.errors import ShapeError
+from moe_mk.kernels.native.layout import Format
+from moe_mk.kernels.native.packed import PackedMatrix
+
+
+class Activation(IntEnum):
+    """`Activation` of csrc/abi.h; gated kinds multiply by `up`, SWIGLU_OAI by `up + 1`."""
+
+    SILU = 0
+    GELU_ERF = 1
+    GELU_TANH = 2
+    RELU2 = 3
+    SWIGLU_OAI = 4
+
+
+class Rounding(IntEnum):
+    """`Rounding` of csrc/abi.h: what x and h pass through before they are multiplied."""
+
+    NONE = 0
+    FP8 = 1
+    """e4m3 with a scale for 128 values, as FP8 GPU kernels do: a reference for parity, slower, less exact."""
+    INT8 = 2
+    """A scale a row, multiplied with INT8 weights in exact integers."""
+
+
+@dataclass(frozen=True)
+class ExpertsMode:
+    """How the experts compute.
+
+    alpha: the sigmoid's factor of SWIGLU_OAI. limit: gate is clamped from above, up from both sides; 0: no clamp.
+    quantize: what x and h are rounded to; INT8 needs INT8 weights.
+    batch_invariant: a row's bits do not depend on its batch-mates. AMX pays for it at one or two rows an expert; the
+    other instruction sets are so anyway.
+    """
+
+    activation: Activation = Activation.SILU
+    alpha: float = 1.702
+    limit: float = 0.0
+    quantize: Rounding = Rounding.NONE
+    batch_invariant: bool = False
+
+
+def check_call(
+    mode: ExpertsMode,
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    matrices: tuple[PackedMatrix, ...],
+) -> None:
+    """Raise ShapeError with everything wrong with the tensors of one call; matrices: w13, w2, and the shared ones."""
+    (rows, hidden), (w13, w2) = x.shape, matrices[:2]
+    wrong = _wrong_with_rounding(mode, x, x_scales, matrices)
+    if hidden != w13.layout.num_inputs:
+        wrong.append(f"x has H={hidden}, the weights have H={w13.layout.num_inputs}")
+    if ids.dtype != torch.int32 or ids.dim() != 2 or ids.shape[0] != rows:
+        wrong.append(f"ids is {tuple(ids.shape)} {ids.dtype}, expected ({rows}, K) int32")
+    if weights is not None and (weights.dtype != torch.float32 or weights.shape != ids.shape):
+        wrong.append(f"weights is {tuple(weights.shape)} {weights.dtype}, expected {tuple(ids.shape)} float32")
+    if w13.num_slots != w2.num_slots or w2.layout.num_inputs != w13.layout.num_outputs:
+        wrong.append(
+            f"w13 has {w13.num_slots} slots and I={w13.layout.num_outputs}, "
+            f"w2 has {w2.num_slots} and I={w2.layout.num_inputs}"
+        )
+    if wrong:
+        raise ShapeError("cpu experts: " + "; ".join(wrong))
+
+
+def _wrong_with_rounding(
+    mode: ExpertsMode, x: torch.Tensor, x_scales: torch.Tensor | None, matrices: tuple[PackedMatrix, ...]
+) -> list[str]:
+    """Everything wrong with rounded rows."""
+    integers, (rows, hidden) = mode.quantize == Rounding.INT8, x.shape
+    coded, each = (torch.int8, 1) if integers else (torch.float8_e4m3fn, -(-hidden // 128))
+    wrong = []
+    if x.dtype != (torch.bfloat16 if x_scales is None else coded):
+        told = "without" if x_scales is None else "with"
+        wrong.append(f"x is {x.dtype} {told} scales; bf16 goes without, {'int8' if integers else 'e4m3'} with")
+    if x_scales is not None and (x_scales.dtype != torch.float32 or tuple(x_scales.shape) != (rows, each)):
+        wrong.append(f"x_scales is {tuple(x_scales.shape)} {x_scales.dtype}, expected {(rows, each)} float32")
+    if integers and any(matrix.layout.format is not Format.INT8 for matrix in matrices):
+        wrong.append("rows are rounded to INT8, which only INT8 weights multiply")
+    return wrong
+
+
+def check_shared(shared: tuple[PackedMatrix, PackedMatrix], w13: PackedMatrix, w2: PackedMatrix) -> None:
+    """List everything in which shared experts do not fit the routed ones."""
+    first, second = shared
+    wrong = []
+    if (first.num_slots, second.num_slots) != (1, 1):
+        wrong.append(f"they have {first.num_slots} and {second.num_slots} slots, expected one")
+    if first.layout.num_inputs != w13.layout.num_inputs or second.layout.num_outputs != w2.layout.num_outputs:
+        sizes = f"H={first.layout.num_inputs} in and {second.layout.num_outputs} out"
+        wrong.append(f"they have {sizes}, the routed ones {w13.layout.num_inputs} and {w2.layout.num_outputs}")
+    if second.layout.num_inputs != first.layout.num_outputs:
+        wrong.append(f"their w13 has I={first.layout.num_outputs}, their w2 I={second.layout.num_inputs}")
+    if first.layout.gated != w13.layout.gated:
+        wrong.append(f"gated={first.layout.gated}, the routed ones gated={w13.layout.gated}")
+    if wrong:
+        raise ShapeError("cpu experts, shared: " + "; ".join(wrong))

@@ -1,0 +1,134 @@
+"""Packed experts of every scheme: back bit for bit, moved as bytes, cut for tensor parallelism, at their old size."""
+
+import shutil
+
+import pytest
+import torch
+
+from moe_mk.experts.base import EXPERTS, ExpertsContext
+from moe_mk.experts.cpu_native_weights import PackedExpertWeights, storage_of
+from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.quant import (
+    BF16,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    FP16,
+    FP32,
+    INT8_CHANNEL,
+    INT8_TOKEN,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    FP8_128x128,
+    INT8_128x128,
+    Int8Block,
+    QuantScheme,
+    QuantTensor,
+)
+from moe_mk.tokens import RowTokens
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, narrow_columns, narrow_rows
+
+pytestmark = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
+)
+SCHEMES = [BF16, FP8_128x128, FP8_CHANNEL, FP8_TENSOR, INT8_128x128, INT8_CHANNEL, MXFP8, MXFP4, NVFP4]
+SLOTS, HIDDEN, INNER = 3, 192, 256
+
+
+def experts(scheme: QuantScheme) -> MappedExpertWeights:
+    g = torch.Generator("cpu").manual_seed(9)
+
+    def matrix(rows: int, columns: int) -> QuantTensor:
+        return scheme.quantize(torch.randn(rows, columns, generator=g) * columns**-0.5)
+
+    slots = [
+        SlotWeights(matrix(INNER, HIDDEN), matrix(INNER, HIDDEN), matrix(HIDDEN, INNER), None) for _ in range(SLOTS)
+    ]
+    return MappedExpertWeights(tuple(slots), scheme)
+
+
+def context(compute: QuantScheme = BF16, inner: int = INNER) -> ExpertsContext:
+    return ExpertsContext(BF16, compute, "silu", SLOTS, HIDDEN, inner, torch.device("cpu"))
+
+
+def packed(weights: MappedExpertWeights, inner: int = INNER) -> PackedExpertWeights:
+    made = EXPERTS["cpu_native"](context(inner=inner)).relayout(weights)
+    assert isinstance(made, PackedExpertWeights)
+    return made
+
+
+def matrices(slot: SlotWeights) -> list[QuantTensor]:
+    return [q for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]
+
+
+def same(mine: SlotWeights, theirs: SlotWeights) -> bool:
+    """Values, scales and scales above them, bit for bit."""
+
+    def parts(slot: SlotWeights) -> list[torch.Tensor]:
+        held = [part for q in matrices(slot) for part in (q.values, q.scales, q.global_scale) if part is not None]
+        return [part.contiguous().view(torch.uint8) for part in held]
+
+    return all(torch.equal(a, b) for a, b in zip(parts(mine), parts(theirs), strict=True))
+
+
+def rows(count: int) -> RowTokens:
+    g = torch.Generator("cpu").manual_seed(4)
+    x = torch.randn(count, HIDDEN, generator=g).bfloat16()
+    ids = torch.stack([torch.randperm(SLOTS, generator=g)[:2] for _ in range(count)]).to(torch.int32)
+    return RowTokens(QuantTensor(x, None, BF16), ids, torch.rand(count, 2, generator=g), SLOTS)
+
+
+@pytest.mark.row(110)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_unpacking_gives_values_and_scales_back_bit_for_bit(scheme: QuantScheme) -> None:
+    given = experts(scheme)
+    made = packed(given)
+    assert all(same(made.slot(index), given.slot(index)) for index in range(SLOTS))
+    made.copy_slot(2, 0)  # what EPLB moves: bytes
+    assert same(made.slot(0), given.slot(2)) and same(made.slot(1), given.slot(1))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_packed_experts_take_the_bytes_of_the_checkpoint(scheme: QuantScheme) -> None:
+    # One f32 an output more at most: scales of blocks are spread to 16 outputs, one for all of them to each.
+    given = experts(scheme)
+    outputs = SLOTS * (2 * INNER + HIDDEN)
+    assert given.num_bytes <= packed(given).num_bytes <= given.num_bytes + 4 * outputs
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_slices_of_tensor_parallel_ranks_add_up(scheme: QuantScheme) -> None:
+    given, tokens, half = experts(scheme), rows(9), INNER // 2
+    exact = ReferenceExperts(context()).run(tokens, given).y.float()
+    total = torch.zeros_like(exact)
+    for start in (0, half):
+        cut = []
+        for slot in given.slots:
+            assert slot.gate_IH is not None
+            gate, up = narrow_rows(slot.gate_IH, start, half), narrow_rows(slot.up_IH, start, half)
+            cut.append(SlotWeights(gate, up, narrow_columns(slot.down_HI, start, half), None))
+        part = MappedExpertWeights(tuple(cut), scheme)
+        made = packed(part, inner=half)
+        assert all(same(made.slot(index), part.slot(index)) for index in range(SLOTS))
+        total += EXPERTS["cpu_native"](context(inner=half)).run(tokens, made).y.float()
+    assert ((total - exact).norm() / exact.norm()).item() < 6e-3  # two bf16 halves
+
+
+def test_tokens_that_travelled_as_int8_are_multiplied_as_they_are() -> None:
+    given, tokens = experts(INT8_CHANNEL), rows(7)
+    backend = EXPERTS["cpu_native"](context(INT8_TOKEN))
+    own = backend.relayout(given)
+    rounded = RowTokens(INT8_TOKEN.quantize(tokens.x_RH.values), tokens.ids_RK, tokens.weights_RK, SLOTS)
+    here, sent = backend.run(tokens, own).y, backend.run(rounded, own).y
+    assert torch.equal(here, sent)
+    wanted = ReferenceExperts(context(INT8_TOKEN)).run(tokens, given).y.float()
+    assert ((here.float() - wanted).norm() / wanted.norm()).item() < 8e-3
+    plain = EXPERTS["cpu_native"](context())  # bf16 products decode such rows first
+    decoded = RowTokens(
+        QuantTensor(rounded.x_RH.dequantize(torch.bfloat16), None, BF16), tokens.ids_RK, tokens.weights_RK, SLOTS
+    )
+    assert torch.equal(plain.run(rounded, own).y, plain.run(decoded, own).y)
+
+
+def test_schemes_the_kernels_have_no_format_for() -> None:
+    assert [storage_of(scheme) for scheme in (FP16, FP32, Int8Block("int8_64x64", 64, 64))] == [None] * 3
