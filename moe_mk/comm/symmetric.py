@@ -5,6 +5,19 @@
 `put` then `signal` are seen in that order by whoever waits for the flag; nobody answers, nothing is sent back. Offsets
 are bytes in the data of a window. The operations are those of a PGAS heap (NVSHMEM's put, put_signal, wait_until,
 quiet), between processes of one host over shared memory and between ranks of one process over its own.
+
+What a transport may rely on, whatever the heap is made of:
+
+    rank, size, shape, layer, traffic      who this is, how large windows are, whom it serves, what it has moved
+    put, signal, put_signal, quiet         outward; a signal is seen after every put before it to the same peer
+    wait_until                             flags of the own window; ends in CommError, never in a hang
+    data(rank, ...)                        the own window, where it lies
+    read(peer, ...), get(peer, ...)        bytes of a peer's window: seen in place or fetched, and copied
+    barrier                                between processes only
+
+A heap whose `is_addressable` is true offers more: `data` and `address` of any peer's window, `reserve` before kernels
+write there themselves, and `flag_address` of an own flag to look at. One that reaches peers by messages says false, and
+has none of these but its own window and flags.
 """
 
 from __future__ import annotations
@@ -73,6 +86,25 @@ class SymmetricHeap:
         self._barriers = 0
         self.traffic = Traffic()
         """What each operation moved: "put" and "signal" to a window, "get" from one, by its rank."""
+
+    is_addressable = True
+    """Whether windows of peers lie in this process's memory."""
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether peers go on while this rank waits: they are other processes."""
+        return self._memory.is_shared
+
+    def address(self, peer: int, at: int = 0) -> int:
+        """Where a byte of a peer's window lies in this process, for kernels that read and write there.
+
+        Whoever writes reserves before and signals after, and counts its own traffic.
+        """
+        return self._memory.bytes.data_ptr() + self._data_at(peer) + at
+
+    def flag_address(self, flag: int) -> int:
+        """Where a flag of this rank's window lies in this process."""
+        return self._memory.bytes.data_ptr() + self._flag_at(self.rank, flag)
 
     def data(self, peer: int, at: int, num_bytes: int) -> Tensor:
         """Bytes of a peer's window as they lie there, (num_bytes,) uint8. Raises ShapeError beyond its end."""

@@ -23,6 +23,9 @@ OURS_ALONE = 0o600
 class Memory:
     """Zeroed bytes of this process alone."""
 
+    is_shared = False
+    """Whether other processes map it too."""
+
     def __init__(self, num_bytes: int) -> None:
         self.bytes = _view(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
@@ -37,6 +40,8 @@ class Memory:
 
 class SharedMemory(Memory):
     """Bytes of a file in memory that other processes map too."""
+
+    is_shared = True
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.bytes = _view(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED))

@@ -43,7 +43,7 @@ def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock)
         raise UnsupportedError("no memory can be shared in this group", reasons)
     shape = WindowShape(comm.size, num_flags, data_bytes)
     if isinstance(comm, LockstepCommunicator):
-        memory = _memory_of_world(comm, shape)
+        memory = _MailedMemory(shared_in_world(comm, shape.total_bytes, torch.device("cpu")))
         return SymmetricHeap(memory, words_of(memory.bytes), shape, comm.rank, _lockstep_waits(comm.rank))
     assert isinstance(comm, DistributedCommunicator)
     return _heap_of_processes(comm, shape, clock)
@@ -60,20 +60,30 @@ class _MailedMemory(Memory):
         self.bytes = bytes_
 
 
-def _memory_of_world(comm: LockstepCommunicator, shape: WindowShape) -> Memory:
-    """The n-th memory that a rank opens is the n-th of every rank. Numbers below zero are no calls of collectives."""
+def shared_in_world(comm: LockstepCommunicator, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeroed bytes on a device that all ranks of one process hold; the n-th of a rank is the n-th of every rank.
+
+    Raises CommError if another rank has opened another size. Numbers below zero are no calls of collectives.
+    """
     boxes, number = comm.world.boxes, -1
     while comm.rank in boxes[number, 0]:
         number -= 1
     box = boxes[number, 0]
-    shared = next(iter(box.values()))[1] if box else Memory(shape.total_bytes).bytes
-    if shared.numel() != shape.total_bytes:
-        text = f"opens {shared.numel()} bytes of shared memory, this rank {shape.total_bytes}"
+    shared = next(iter(box.values()))[1] if box else _zeros(num_bytes, device)
+    if shared.numel() != num_bytes:
+        text = f"opens {shared.numel()} bytes of shared memory, this rank {num_bytes}"
         raise CommError(text, rank=comm.rank, phase=PHASE, peer=next(iter(box)))
     box[comm.rank] = (PHASE, shared)
     if len(box) == comm.size:  # everybody holds it: the world need not
         box.update(dict.fromkeys(box, (PHASE, shared[:0].clone())))
-    return _MailedMemory(shared)
+    return shared
+
+
+def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """On a CPU pages that are taken as they are written."""
+    if device.type == "cpu":
+        return Memory(num_bytes).bytes
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _heap_of_processes(comm: DistributedCommunicator, shape: WindowShape, clock: Clock) -> SymmetricHeap:

@@ -2,11 +2,13 @@
 
 The choice between CPU processes of one host: no sockets, no copy in between, no exchange of counts.
 
-    dispatch  put rows [values | scales | ids | weights] into this rank's region at each peer, then one flag with count
+    dispatch  put rows [values | scales | ids | weights] where the peer reads them, then one flag with their count
     combine   each peer has its sums in its own window, then one flag; the home rank adds them in rank order, in f32
 
+Native kernels write the windows where they are compiled, torch does elsewhere: one pass over a token gathers, rounds
+(FP8) and writes it to every rank it visits. Received rows are read in the window until their call is finalized.
 Experts may write their sums where peers read them (`RowTokens.out_RH`); those of others are copied there. Results are
-those of `all_to_all`, bit for bit, either way.
+those of `all_to_all`, bit for bit, in every way.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import offsets
@@ -25,14 +26,16 @@ from moe_mk.comm.symmetric_words import WORD_BYTES
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
+from moe_mk.kernels.native.exchange import ROW_TYPES
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
-from moe_mk.prepare_finalize.one_sided_sum import add_up
-from moe_mk.prepare_finalize.one_sided_window import Lane, Lanes, RegionShape
-from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES, packed_row_bytes
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.prepare_finalize.one_sided_lane import Lane, Lanes
+from moe_mk.prepare_finalize.one_sided_rows import KernelRows, PutRows, RowBytes, Sent
+from moe_mk.prepare_finalize.one_sided_window import RegionShape
+from moe_mk.prepare_finalize.packing import packed_row_bytes
+from moe_mk.quant.blocked import BlockedScheme
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.quant.wire import as_bytes, from_bytes, row_bytes
+from moe_mk.quant.wire import from_bytes, row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 
@@ -42,9 +45,10 @@ class WayHome:
 
     lane: Lane
     epoch: int
-    token_of_W: tuple[Tensor, ...]
-    """int64. The tokens sent to each rank, ascending."""
-    received: tuple[int, ...]
+    sent: Sent
+    """The tokens sent to each rank, ascending."""
+    sent_W: Sequence[int]
+    received_W: Sequence[int]
     num_tokens: int
     sums_RH: Tensor
     """This rank's sums as peers read them."""
@@ -59,11 +63,14 @@ class OneSided(PrepareFinalize):
         kinds=frozenset({"cpu"}),
         produces=RowTokens,
         wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8"}),
+        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
         min_ranks=2,
         one_node=True,
         graph_safe=False,
     )
+
+    _kernels: KernelRows | None
+    """Made when a lane first has kernels."""
 
     def __init__(self, context: TransportContext) -> None:
         """Check that the group can share memory; windows are opened by the first call, and shared with other layers."""
@@ -73,12 +80,11 @@ class OneSided(PrepareFinalize):
             reasons.append(f"runs on cpu, this device is {context.device.type}")
         if reasons:
             raise UnsupportedError("transport 'one_sided' cannot serve this group", reasons)
-        whole = packed_row_bytes(context.wire, context.hidden_size, context.top_k)
-        plain_bytes = row_bytes(context.wire, context.hidden_size)
-        values = context.hidden_size if isinstance(context.wire, Fp8Block) else plain_bytes
+        self._size = RowBytes.of(context)
         sums = row_bytes(context.dtype, context.hidden_size)
-        self._region = RegionShape(context.max_num_tokens, values, whole - values, sums)
+        self._region = RegionShape(context.max_num_tokens, self._size.values, self._size.tail, sums)
         self._lanes = Lanes.of(context.comm, self._region)
+        self._put, self._kernels = PutRows(context, self._size), None
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts, with the ids that are local there."""
@@ -88,21 +94,19 @@ class OneSided(PrepareFinalize):
                 f"x has T={x_TH.shape[0]} tokens, a window holds {c.max_num_tokens} of each rank "
                 "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
             )
-        x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"), self._failing_for_good():
             lane = self._lanes.take(c.comm)
-            values_TB = as_bytes(x_wire.values)
-            token_of_W, tail_of_W = self._sorted_by_rank(x_wire, routing)
-            for peer in lane.peers:
-                lane.send_rows(peer, values_TB, token_of_W[peer], tail_of_W[peer])
-            self._note("dispatch", list(map(len, token_of_W)), self._region.value_bytes + self._region.tail_bytes)
+            way = self._way(lane)
+            sent, sent_W = way.send(lane, self._outgoing(x_TH, way), routing)
+            self._note("dispatch", sent_W, self._region.value_bytes + self._region.tail_bytes)
             yield InFlight("dispatch")
-            counts = lane.await_rows()
-            counts[c.comm.rank] = len(token_of_W[c.comm.rank])
-            received = tuple(counts[rank] for rank in range(c.comm.size))
-            sums_RH = lane.own_sums(sum(received)).view(c.dtype.dtype)
-            home = WayHome(lane, lane.epoch, token_of_W, received, x_TH.shape[0], sums_RH)
-            return self._arrived(home, values_TB, tail_of_W[c.comm.rank])
+            counts = lane.await_rows() | {c.comm.rank: sent_W[c.comm.rank]}
+            received_W = [counts[rank] for rank in range(c.comm.size)]
+            values_RB, scales_RB, ids_RK, weights_RK = way.receive(lane, received_W)
+            sums_RH = lane.own_sums(len(values_RB)).view(c.dtype.dtype)
+            home = WayHome(lane, lane.epoch, sent, sent_W, received_W, x_TH.shape[0], sums_RH)
+            x_RH = self._decoded(values_RB, scales_RB)
+            return RowTokens(x_RH, ids_RK, weights_RK, c.num_slots, home, sums_RH)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Show the sums to the peers, and add up what they have, per token."""
@@ -112,23 +116,37 @@ class OneSided(PrepareFinalize):
         if lane.epoch != home.epoch or not lane.busy:
             raise CommError(f"epoch {home.epoch} was finalized before", rank=c.comm.rank, phase="combine")
         with c.spans.span("combine"), self._failing_for_good():
-            first_of_W = offsets(home.received)
+            first_of_W, y_RH = offsets(home.received_W), output.y
             own = slice(first_of_W[c.comm.rank], first_of_W[c.comm.rank + 1])
-            if not _is_same(output.y, home.sums_RH):
+            if not _is_same(y_RH, home.sums_RH):
                 for rows in (slice(0, own.start), slice(own.stop, None)):
-                    home.sums_RH[rows] = output.y[rows]
+                    home.sums_RH[rows] = y_RH[rows]
             for peer in lane.peers:
                 lane.show_sums(peer, first_of_W[peer])
-            self._note("combine", home.received, self._region.sum_bytes)
+            self._note("combine", home.received_W, self._region.sum_bytes)
             yield InFlight("combine")
             firsts = lane.await_sums()
-            parts = [
-                lane.sums_at(rank, firsts[rank], len(token_X)).view(c.dtype.dtype) if rank in firsts else output.y[own]
-                for rank, token_X in enumerate(home.token_of_W)
-            ]
-            y_TH = add_up(parts, home.token_of_W, home.num_tokens)
+            own_XH = y_RH[own].to(c.dtype.dtype).contiguous()
+            y_TH = self._way(lane).add_up(lane, home.sent, firsts, own_XH, home.num_tokens)
             lane.busy = False
             return y_TH
+
+    def _way(self, lane: Lane) -> PutRows | KernelRows:
+        """How rows go through a lane: by kernels where it has them."""
+        if lane.native is None:
+            return self._put
+        if self._kernels is None:
+            self._kernels = KernelRows(self.context, self._size, lane.native)
+        return self._kernels
+
+    def _outgoing(self, x_TH: Tensor, way: PutRows | KernelRows) -> QuantTensor | Tensor:
+        """Tokens in the wire scheme; as they are where they are rounded on the way."""
+        wire = self.context.wire
+        if isinstance(wire, Plain) and x_TH.dtype == wire.dtype:
+            return QuantTensor(x_TH, None, wire)
+        if isinstance(way, KernelRows) and way.rounds and x_TH.dtype in ROW_TYPES and x_TH.stride(1) == 1:
+            return x_TH
+        return self.encode(x_TH)
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
@@ -141,49 +159,14 @@ class OneSided(PrepareFinalize):
             self._lanes.failed(error)
             raise
 
-    def _sorted_by_rank(self, x_TH: QuantTensor, routing: Routing) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """For each rank its tokens, ascending, and the tails of their rows. Assignments elsewhere become -1 there."""
-        c = self.context
-        expert_TK = routing.ids_TK.clamp_min(0).long()
-        rank_TK = torch.where(routing.ids_TK >= 0, c.tables.rank_of_P[expert_TK], -1)
-        ranks_W = torch.arange(c.comm.size, dtype=rank_TK.dtype, device=rank_TK.device)
-        there_WTK = rank_TK == ranks_W[:, None, None]
-        peer_X, token_X = torch.nonzero(there_WTK.any(dim=2), as_tuple=True)
-        there_XK = there_WTK[peer_X, token_X]
-        slots_XK = torch.where(there_XK, c.tables.slot_of_P[expert_TK][token_X], -1).to(torch.int32)
-        weights_XK = torch.where(there_XK, routing.weights_TK[token_X], 0.0).to(torch.float32)
-        scales = () if x_TH.scales is None else (as_bytes(x_TH.scales)[token_X],)
-        tails_XB = torch.cat((*scales, as_bytes(slots_XK), as_bytes(weights_XK)), dim=1)
-        sizes = torch.bincount(peer_X, minlength=c.comm.size).tolist()
-        return torch.split(token_X, sizes), torch.split(tails_XB, sizes)
-
-    def _arrived(self, home: WayHome, own_TB: Tensor, own_tails_XB: Tensor) -> RowTokens:
-        """Copy the rows of all ranks out of the window, in rank order; from here on peers may write again."""
-        c, region = self.context, self._region
-        values_RB = torch.empty((sum(home.received), region.value_bytes), dtype=torch.uint8, device="cpu")
-        tails = []
-        for source, rows_XB in enumerate(torch.split(values_RB, list(home.received))):
-            if source == c.comm.rank:
-                torch.index_select(own_TB, 0, home.token_of_W[source], out=rows_XB)
-                tails.append(own_tails_XB)
-            else:
-                values, tail = home.lane.rows_from(source, home.received[source])
-                rows_XB.copy_(values)
-                tails.append(tail)
-        tails_RB = torch.cat(tails)
-        weights_at = region.tail_bytes - c.top_k * WEIGHT_BYTES
-        ids_at = weights_at - c.top_k * ID_BYTES
-        ids_RK = from_bytes(tails_RB[:, ids_at:weights_at], torch.int32)
-        weights_RK = from_bytes(tails_RB[:, weights_at:], torch.float32)
-        x_RH = self._decoded(values_RB, tails_RB[:, :ids_at])
-        return RowTokens(x_RH, ids_RK, weights_RK, c.num_slots, home, home.sums_RH)
-
     def _decoded(self, values_RB: Tensor, scales_RB: Tensor) -> QuantTensor:
+        """Rows as they lie in the window. Scales are of their own memory."""
         wire = self.context.wire
-        if isinstance(wire, Fp8Block):
-            return QuantTensor(values_RB.view(torch.float8_e4m3fn), from_bytes(scales_RB, wire.scale_dtype), wire)
-        assert isinstance(wire, Plain)
-        return QuantTensor(values_RB.view(wire.dtype), None, wire)
+        if isinstance(wire, Plain):
+            return QuantTensor(values_RB.view(wire.dtype), None, wire)
+        assert isinstance(wire, BlockedScheme)
+        scales_RX = None if wire.is_static else from_bytes(scales_RB, wire.scale_dtype)
+        return QuantTensor(values_RB.view(wire.element.dtype), scales_RX, wire)
 
     def _note(self, phase: str, rows_of_W: Sequence[int], row_bytes: int) -> None:
         """Count what went to others: rows in whole, and a flag a peer. What stays here goes nowhere."""

@@ -69,7 +69,7 @@ def test_payloads_go_from_the_widest_element_to_the_narrowest() -> None:
     place = ExpertMap.linear(6, 3)
     ranks, seen = Ranks(NAME, place, hidden=25, wire=FP8_1x128, dtype=BF16, max_num_tokens=1), []
     for transport in ranks.transports:
-        exchange = transport._lanes[0].exchange
+        exchange = transport._session.kept.lanes[0].buffer
         dispatch = exchange.dispatch
         exchange.dispatch = lambda ids, payloads, *more, dispatch=dispatch, **named: (
             seen.append([part.element_size() for part in payloads]),
@@ -91,19 +91,17 @@ def test_top_k_is_filled_up_to_one_that_the_kernels_know(top_k: int, filled: int
     assert sum(int((t.ids_RK >= 0).sum()) for t in tokens) == 2 * top_k
 
 
-def test_two_layers_of_one_size_share_a_workspace_and_two_calls_in_flight_do_not() -> None:
+def test_layers_of_one_size_share_workspaces_and_calls_in_flight_do_not() -> None:
     ranks = Ranks(NAME)
 
     def workspaces(transport: NvlinkOneSided) -> list[int]:
-        flights = [transport.prepare(x, r) for x, r in zip(X[:1] * 2, ROUTINGS[:1] * 2, strict=True)]
-        tokens = [land(flight) for flight in flights]
         twin = NvlinkOneSided(transport.context)
-        lanes = [*(t.handle.lane for t in tokens), *twin._lanes]  # type: ignore[union-attr]
-        return [id(lane.exchange.workspace) for lane in lanes]
+        tokens = [land(each.prepare(X[0], ROUTINGS[0])) for each in (transport, twin, transport)]
+        lanes = [t.handle.lane for t in tokens]  # type: ignore[union-attr]
+        assert lanes == transport._session.kept.lanes == twin._session.kept.lanes
+        return [id(lane.buffer.workspace) for lane in lanes]
 
-    for first, second, twin in ranks.each(workspaces, ranks.transports):
-        # The twin opens in a thread of a later call, so that it may be a workspace of its own: never one in use.
-        assert first != second and twin != second
+    assert [len(set(own)) for own in ranks.each(workspaces, ranks.transports)] == [3, 3]
 
 
 def test_more_tokens_than_the_window_and_a_second_combine_are_refused() -> None:
@@ -150,7 +148,9 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
     assert workspace_bytes(8, 128, 14400, 14336) == 22_912 + 14_745_600 + 14_680_064
     plan = NvlinkOneSided.plan(problem("h200"))
     assert plan.buffer_bytes == 29_448_576 and plan.reasons == ()
-    exchange = Ranks(NAME, hidden=64, dtype=BF16, wire=BF16, max_num_tokens=16).transports[0]._lanes[0].exchange
+    exchange = (
+        Ranks(NAME, hidden=64, dtype=BF16, wire=BF16, max_num_tokens=16).transports[0]._session.kept.lanes[0].buffer
+    )
     assert exchange.workspace.shape == (2, workspace_bytes(2, 16, 128 + 16, 128))
 
 

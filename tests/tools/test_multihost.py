@@ -52,7 +52,7 @@ def test_a_layer_runs_over_two_hosts_and_a_cut_cable_ends_it_on_both(
     write_checkpoint(tmp_path / "ds3", shape)
     assert multihost.main(["--checkpoint", str(tmp_path / "ds3")]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    assert [said.count(f"ok        {name} over two hosts") for name in multihost.TRANSPORTS] == [1, 1, 1]
-    assert "ok        both hosts named the lost peer" in said
+    assert [said.count(f"ok        {name} over two hosts") for name in multihost.TRANSPORTS] == [1, 1, 1, 1]
+    assert [said.count(f"ok        {name}: both hosts named the lost peer") for name in multihost.CUT] == [1, 1]
     with Hosts() as hosts:
         assert hosts.sent_bytes() < multihost.FLOWING_BYTES

@@ -91,15 +91,15 @@ def slots_of(visits_WT: Tensor) -> Tensor:
 def send_rows(windows: Windows, rows_WTB: Tensor, slots_WT: Tensor, call_1: Tensor, done_1: Tensor) -> None:
     """Write the rows of tokens to the ranks they visit and raise a flag at each.
 
-    rows_WTB: uint8 (W, T, bytes of a row); a row may differ by rank, in its ids. call_1: int64, the number of the last
-    call; counted up by this one. done_1: int32 zero, and zero again afterwards.
+    rows_WTB: uint8 (W, T, bytes of a row); a row may differ by rank, or be expanded over ranks. call_1: int64, the
+    number of the last call; counted up by this one. done_1: int32 zero, and zero again afterwards.
     """
     ranks, tokens = slots_WT.shape
     counts_W = slots_WT.amax(dim=1).to(torch.int64) + 1 if tokens else torch.zeros_like(windows.bases_W)
-    words = rows_WTB.contiguous().view(torch.int32)
+    words = rows_WTB.view(torch.int32) if rows_WTB.stride(0) == 0 else rows_WTB.contiguous().view(torch.int32)
     _send_rows[(max(tokens, 1), ranks)](
-        words, slots_WT, counts_W, windows.bases_W, call_1, done_1, tokens, windows.rank, windows.max_rows,
-        windows.rows_at, ROW_WORDS=windows.row_bytes // 4, WORDS=WORDS, FLAG=FLAG_BYTES, num_warps=4,
+        words, slots_WT, counts_W, windows.bases_W, call_1, done_1, tokens, words.stride(0) // 4, windows.rank,
+        windows.max_rows, windows.rows_at, ROW_WORDS=windows.row_bytes // 4, WORDS=WORDS, FLAG=FLAG_BYTES, num_warps=4,
     )  # fmt: skip
 
 
@@ -110,15 +110,20 @@ def show(windows: Windows, call_1: Tensor) -> None:
     )  # fmt: skip
 
 
-def await_flags(windows: Windows, call_1: Tensor, *, sums: bool, looks: int = LOOKS) -> tuple[Tensor, Tensor]:
+def await_flags(
+    windows: Windows, call_1: Tensor, *, sums: bool, looks: int = LOOKS, active_W: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Wait for the flags of all ranks. Returns counts (int32) and ON_TIME or LATE of each; a late one counts nothing.
 
-    sums: wait for what `show` raises, else for what `send_rows` does. Never traps: who was late is read when it suits.
+    sums: wait for what `show` raises, else for what `send_rows` does. active_W: int32, 0 for ranks that nobody waits
+    for; read at every launch. Never traps: who was late is read when it suits.
     """
+    if active_W is None:
+        active_W = torch.ones(windows.size, dtype=torch.int32, device=windows.bases_W.device)
     counts_W, status_W = (torch.empty(windows.size, dtype=torch.int32, device=windows.bases_W.device) for _ in range(2))
     _await_flags[(windows.size,)](
-        windows.bases_W, call_1, counts_W, status_W, windows.rank, windows.size * int(sums), looks, FLAG=FLAG_BYTES,
-        num_warps=1,
+        windows.bases_W, call_1, counts_W, status_W, active_W, windows.rank, windows.size * int(sums), looks,
+        FLAG=FLAG_BYTES, num_warps=1,
     )  # fmt: skip
     return counts_W, status_W
 
@@ -137,7 +142,7 @@ def pull_sums(windows: Windows, slots_WT: Tensor, status_W: Tensor, hidden: int,
 
 @triton.jit
 def _send_rows(
-    words_ptr, slots_ptr, counts_ptr, bases_ptr, call_ptr, done_ptr, tokens, rank, max_rows, rows_at,
+    words_ptr, slots_ptr, counts_ptr, bases_ptr, call_ptr, done_ptr, tokens, fours_a_rank, rank, max_rows, rows_at,
     ROW_WORDS: tl.constexpr, WORDS: tl.constexpr, FLAG: tl.constexpr,
 ):  # fmt: skip
     token, peer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -146,7 +151,7 @@ def _send_rows(
         there = tl.load(bases_ptr + peer) + rows_at + (rank * max_rows + slot).to(tl.int64) * (4 * ROW_WORDS)
         # NOTE: the hint must stand on the pointer; on the integer before the cast it is lost, and stores are 4 bytes.
         to_ptr = tl.multiple_of(there.to(tl.pointer_type(tl.int32)), 16)
-        from_ptr = tl.multiple_of(words_ptr + (peer * tokens + token) * ROW_WORDS, 16)
+        from_ptr = tl.multiple_of(words_ptr + peer * fours_a_rank * 4 + token * ROW_WORDS, 16)
         for start in tl.static_range(0, ROW_WORDS, WORDS):
             word = start + tl.arange(0, WORDS)
             tl.store(to_ptr + word, tl.load(from_ptr + word, mask=word < ROW_WORDS), mask=word < ROW_WORDS)
@@ -172,7 +177,7 @@ def _show(bases_ptr, call_ptr, rank, size, FLAG: tl.constexpr):
 
 @triton.jit
 def _await_flags(
-    bases_ptr, call_ptr, counts_ptr, status_ptr, rank, first, looks, FLAG: tl.constexpr
+    bases_ptr, call_ptr, counts_ptr, status_ptr, active_ptr, rank, first, looks, FLAG: tl.constexpr
 ):  # fmt: skip
     source = tl.program_id(0)
     call = tl.load(call_ptr)
@@ -180,6 +185,7 @@ def _await_flags(
     # Adding nothing with acquire is a plain acquiring load on the GPU. Calls only grow: a fast peer is not missed.
     word = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     looked = 1
+    looks = tl.where(tl.load(active_ptr + source) != 0, looks, 1)
     while ((word >> 32) < call) & (looked < looks):
         word = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         looked += 1

@@ -17,6 +17,10 @@ def test_virtual_ranks_exchange_rows_and_sums() -> None:
     assert re.search(r"\b9 passed", run_interpreted("interpreted_one_sided.py"))
 
 
+def test_the_transport_gives_the_bits_of_all_to_all_on_virtual_ranks_and_between_processes() -> None:
+    assert re.search(r"\b10 passed", run_interpreted("interpreted_one_sided_transport.py"))
+
+
 def built(name: str, given: dict[str, str], constants: dict[str, Any]) -> Compiled:
     pytest.importorskip("triton", reason="triton is not installed")
     from moe_mk.kernels.triton import one_sided

@@ -1,0 +1,150 @@
+"""A channel: one ring of commands, and a stream of groups to each peer. Order is kept inside one, not between two.
+
+The state of a channel outlives the thread that works on it. What a thread has read from the ring stays in `taken` until
+the peer has confirmed it, with the group it went out with noted before it went; so whoever comes after learns from the
+peer how many groups arrived, and sends the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from moe_mk.comm.proxy.coalesce import Message, Taken, messages_of
+from moe_mk.comm.proxy.command import Op, TransferCommand
+from moe_mk.comm.proxy.frames import Frame
+from moe_mk.comm.proxy.link import Link
+from moe_mk.comm.proxy.ring import CommandRing
+from moe_mk.comm.proxy.sequence import WINDOW, Kind, Reorder
+
+MOST_OPEN_PARTS = 256
+"""A group is closed after so many parts, so that they are confirmed."""
+
+
+@dataclass
+class Flying:
+    """A message that is not confirmed."""
+
+    message: Message
+    number: int
+    began_s: float
+
+
+@dataclass
+class Stream:
+    """What goes to one peer, and what comes from it, on one channel."""
+
+    link: Link | None = None
+    number: int = 0
+    """Of the group that is open."""
+    parts: int = 0
+    """Sent of the open group."""
+    confirmed: int = 0
+    """Groups that the peer has applied."""
+    in_flight_bytes: int = 0
+    flying: deque[Flying] = field(default_factory=deque)
+    inbox: Reorder[Frame] = field(default_factory=Reorder)
+    told: int = 0
+    """Groups of the peer that it knows to be applied."""
+    is_asked: bool = False
+    """Whether the peer waits for that number."""
+    has_left: bool = False
+    """Whether the peer has ended on purpose."""
+
+    def may_post(self, size: int, most_bytes: int) -> bool:
+        """Whether one more message may be in flight."""
+        fits = not self.in_flight_bytes or self.in_flight_bytes + size <= most_bytes
+        return self.link is not None and fits and self.number - self.confirmed < WINDOW
+
+    def frame(self, message: Message) -> Frame:
+        """Give a message its place in the stream; the commands behind it note the group first."""
+        for taken in message.taken:
+            taken.number = self.number
+        payload, closes = int(message.size > 0), message.kind is not Kind.PAYLOAD
+        number, part = self.number, self.parts
+        self.parts = 0 if closes else part + payload
+        self.number += closes
+        return Frame(
+            message.kind, number, part, part + payload if closes else 0, message.size, message.at, message.flag,
+            message.value, message.serial + 1,
+        )  # fmt: skip
+
+    def confirm(self, applied: int) -> Iterator[Flying]:
+        """The peer has applied so many groups; yields the messages that this confirms."""
+        self.confirmed = max(self.confirmed, applied)
+        while self.flying and self.flying[0].number < self.confirmed:
+            done = self.flying.popleft()
+            self.in_flight_bytes -= done.message.size
+            yield done
+
+    def begin_anew(self, link: Link, applied: int) -> None:
+        """Go on over another link behind what the peer has applied."""
+        self.link, self.number, self.parts, self.confirmed = link, applied, 0, applied
+        self.in_flight_bytes, self.told, self.has_left = 0, self.inbox.applied, False
+        self.flying.clear()
+        self.inbox.forget_parts()
+
+
+class Channel:
+    """Commands in their order, from the ring to the confirmation."""
+
+    def __init__(self, number: int, ring: CommandRing, peers: list[int]) -> None:
+        self.number, self.ring = number, ring
+        self.streams = {peer: Stream() for peer in peers}
+        self.taken: deque[Taken] = deque()
+        """From the tail of the ring on, everything that was read."""
+        self.backlog: deque[Message] = deque()
+        self._tail = ring.tail
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything committed is done."""
+        return not self.taken and self.ring.head == self._tail
+
+    @property
+    def has_news(self) -> bool:
+        """Whether commands are committed that nobody has read, and that may be read now."""
+        return not self.backlog and self.ring.head > self._tail + len(self.taken)
+
+    def take(self, most: int) -> list[Taken]:
+        """Read the next commands and put the messages they make into the backlog."""
+        first = self._tail + len(self.taken)
+        words = self.ring.read(first, most).tolist()
+        read = [Taken(TransferCommand.unpack(*pair), first + place) for place, pair in enumerate(words)]
+        self.taken.extend(read)
+        self.backlog.extend(self._numbered(messages_of(read)))
+        return read
+
+    def settle(self) -> list[Taken]:
+        """Free the places of commands that are done, up to the first that is not; returns those."""
+        done = []
+        while self.taken and self._is_done(self.taken[0]):
+            done.append(self.taken.popleft())
+        if done:
+            self._tail += len(done)
+            self.ring.complete(self._tail)
+        return done
+
+    def begin_anew(self, peer: int, link: Link, applied: int) -> None:
+        """Send again, over a new link, what a peer has not applied; the order is that of the ring.
+
+        A get is asked again unless it was confirmed on the old link: its bytes may have been lost with that.
+        """
+        own = [each for each in self.taken if each.command.peer == peer]
+        gets = [each for each in own if each.command.op is Op.GET and not self._is_done(each)]
+        self.streams[peer].begin_anew(link, applied)
+        self.backlog = deque(message for message in self.backlog if message.peer != peer)
+        again = [each for each in own if not self._is_done(each) or each in gets]
+        for each in again:
+            each.number = None
+        self.backlog.extendleft(reversed(self._numbered(messages_of(again))))
+        self.settle()
+
+    def _is_done(self, taken: Taken) -> bool:
+        return taken.number is not None and taken.number < self.streams[taken.command.peer].confirmed
+
+    def _numbered(self, messages: list[Message]) -> list[Message]:
+        for message in messages:
+            message.serial = message.taken[-1].place
+        return messages

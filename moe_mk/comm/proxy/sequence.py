@@ -1,0 +1,132 @@
+"""Order restored from four bits: control messages are applied in the order they were sent, whatever the network does.
+
+    immediate, 32 bits    sequence 4 | lap 12 | kind 4 | flag 12
+
+A network that shuffles (SRD of EFA) may deliver a flag before the rows it announces. Each message therefore carries the
+number of a group: payload parts, then the control message that closes the group and says how many parts it covers. Its
+low four bits are the place in a window of 16 groups that may be under way. Payload lands wherever and whenever it
+comes; a group is applied when all its parts are there and all groups before it have been applied.
+
+The lap, the bits above those four, orders nothing. It tells a message of another turn from one of this turn, so that a
+late duplicate is dropped, and more than 16 groups under way are an error and never a wrong flag. Sequence numbers of
+four bits in immediate data are UCCL-EP's; groups and laps are ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+from moe_mk.errors import MoEMKError
+
+SEQUENCE_BITS, LAP_BITS, KIND_BITS, FLAG_BITS = 4, 12, 4, 12
+WINDOW = 1 << SEQUENCE_BITS
+TURN = 1 << (SEQUENCE_BITS + LAP_BITS)
+"""Numbers repeat after so many groups."""
+MOST_PARTS = (1 << 16) - 1
+
+C = TypeVar("C")
+
+
+class WindowOverflow(MoEMKError, RuntimeError):
+    """A message of a group that is further ahead than the window reaches."""
+
+
+class Kind(IntEnum):
+    """What a message does on arrival."""
+
+    PAYLOAD = 0
+    FENCE = 1
+    """Closes a group and does no more."""
+    STORE = 2
+    ADD = 3
+    GET = 4
+    REPLY = 5
+    """The bytes of a get; belongs to no group of its sender."""
+    ACK = 6
+    """How many groups have been applied; belongs to none either."""
+    BYE = 7
+    """The last message of a rank that needs its peers no more; without it the end of a link is a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Immediate:
+    """What travels beside the bytes of a write."""
+
+    number: int
+    """Of the group, modulo TURN."""
+    kind: Kind
+    flag: int = 0
+
+    def pack(self) -> int:
+        """32 bits."""
+        assert 0 <= self.flag < 1 << FLAG_BITS
+        lap_at = SEQUENCE_BITS
+        kind_at = lap_at + LAP_BITS
+        number = self.number % TURN
+        return number % WINDOW | number // WINDOW << lap_at | self.kind << kind_at | self.flag << (kind_at + KIND_BITS)
+
+    @classmethod
+    def unpack(cls, bits: int) -> Immediate:
+        """Raises ValueError for a kind that is none."""
+        kind_at = SEQUENCE_BITS + LAP_BITS
+        kind = Kind(bits >> kind_at & ((1 << KIND_BITS) - 1))
+        return cls(bits & (TURN - 1), kind, bits >> (kind_at + KIND_BITS))
+
+
+@dataclass(slots=True)
+class _Place(Generic[C]):
+    """What has come of one group."""
+
+    parts: int = 0
+    """One bit a part."""
+    covers: int = -1
+    control: C | None = None
+
+
+@dataclass
+class Reorder(Generic[C]):
+    """The receiving end of one stream of groups."""
+
+    applied: int = 0
+    """Groups applied since the beginning."""
+    _places: list[_Place[C]] = field(default_factory=lambda: [_Place() for _ in range(WINDOW)])
+
+    def is_new(self, number: int) -> bool:
+        """Whether a group has not been applied yet. Raises WindowOverflow if it is ahead of the window."""
+        ahead = (number - self.applied) % TURN
+        if ahead < WINDOW:
+            return True
+        if ahead >= TURN // 2:
+            return False
+        raise WindowOverflow(
+            f"group {number} is {ahead} ahead of the next one to apply, a window of {SEQUENCE_BITS} bits reaches "
+            f"{WINDOW - 1}; the sender must wait for acknowledgements"
+        )
+
+    def part(self, number: int, part: int) -> None:
+        """A part of a group has landed; a second time counts for nothing."""
+        if self.is_new(number):
+            self._places[number % WINDOW].parts |= 1 << part
+
+    def control(self, number: int, covers: int, control: C) -> None:
+        """The message that closes a group has come. covers: how many parts the group has."""
+        if self.is_new(number):
+            place = self._places[number % WINDOW]
+            place.covers, place.control = covers, control
+
+    def ready(self) -> list[C]:
+        """What can be applied now, in order; it counts as applied from here on."""
+        found: list[C] = []
+        while True:
+            place = self._places[self.applied % WINDOW]
+            if place.control is None or place.parts != (1 << place.covers) - 1:
+                return found
+            found.append(place.control)
+            self._places[self.applied % WINDOW] = _Place()
+            self.applied += 1
+
+    def forget_parts(self) -> None:
+        """The sender begins anew behind what has been applied."""
+        self._places = [_Place() for _ in range(WINDOW)]

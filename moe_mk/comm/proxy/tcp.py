@@ -1,0 +1,184 @@
+"""TCP between proxies: where to listen, who may connect, and sockets as pipes.
+
+A rank listens on one address and tells it to the group together with a random token, over the communicator it was
+given. Whoever connects must bring the token of the rank it connects to, and gets in return the token of its own rank:
+strangers are closed. Tokens travel in the clear, so they keep out who cannot listen to the network, no more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import ipaddress
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moe_mk.comm.proxy.frames import LinkError
+from moe_mk.comm.proxy.link import Pipe
+from moe_mk.errors import ConfigError
+
+LOOPBACK = "127.0.0.0/8"
+MAGIC = b"moe-mk proxy 1\0\0"
+TOKEN_BYTES = 32
+_HELLO = struct.Struct(f"<16s{TOKEN_BYTES}sHHIQ")
+_WELCOME = struct.Struct(f"<16s{TOKEN_BYTES}sQ")
+HELLO_BYTES, WELCOME_BYTES = _HELLO.size, _WELCOME.size
+_ASK_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+class TcpPipe(Pipe):
+    """A connected socket."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
+
+    def send(self, parts: list[memoryview]) -> int:
+        try:
+            return self._socket.sendmsg(parts)
+        except BlockingIOError:
+            return 0
+        except OSError as problem:
+            raise LinkError(f"sending failed: {problem.strerror or problem}") from problem
+
+    def receive(self, into: memoryview) -> int:
+        try:
+            got = self._socket.recv_into(into)
+        except BlockingIOError:
+            return 0
+        except OSError as problem:
+            raise LinkError(f"receiving failed: {problem.strerror or problem}") from problem
+        if not got:
+            raise LinkError("the connection was closed")
+        return got
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens, and what a caller must know."""
+
+    host: str
+    port: int
+    token: bytes
+
+    def is_reachable(self, patience_s: float) -> bool | None:
+        """Whether anybody listens there still; None if nothing can be told in that time."""
+        try:
+            socket.create_connection((self.host, self.port), timeout=patience_s).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return None
+        return True
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a caller says: who it is, which channel this is, and how many groups of the other side it has applied."""
+
+    token: bytes
+    rank: int
+    channel: int
+    applied: int
+
+    def pack(self) -> bytes:
+        """HELLO_BYTES."""
+        return _HELLO.pack(MAGIC, self.token, self.rank, self.channel, 0, self.applied)
+
+    @classmethod
+    def unpack(cls, data: bytes, token: bytes) -> Hello:
+        """Raises LinkError for a stranger."""
+        magic, theirs, rank, channel, _, applied = _HELLO.unpack(data)
+        if magic != MAGIC or not hmac.compare_digest(theirs, token):
+            raise LinkError("a stranger has called")
+        return cls(theirs, rank, channel, applied)
+
+
+def welcome(token: bytes, applied: int) -> bytes:
+    """The answer to a caller that belongs here: its own token, and the groups of its own applied so far."""
+    return _WELCOME.pack(MAGIC, token, applied)
+
+
+def call(address: Address, hello: Hello, own_token: bytes, timeout_s: float) -> tuple[TcpPipe, int]:
+    """Connect to a listening rank; the groups of ours that it has applied come with the pipe.
+
+    Raises LinkError where nobody answers in time or another answers.
+    """
+    where = f"{address.host}:{address.port}"
+    try:
+        connected = socket.create_connection((address.host, address.port), timeout=timeout_s)
+    except OSError as problem:
+        text = f"nobody answers at {where}: {problem.strerror or problem} [kernel.network names the addresses to use]"
+        raise LinkError(text) from problem
+    try:
+        connected.sendall(hello.pack())
+        answer = b""
+        while len(answer) < WELCOME_BYTES:
+            piece = connected.recv(WELCOME_BYTES - len(answer))
+            if not piece:
+                raise LinkError(f"{where} has hung up before it answered")
+            answer += piece
+        magic, token, applied = _WELCOME.unpack(answer)
+        if magic != MAGIC or not hmac.compare_digest(token, own_token):
+            raise LinkError(f"{where} is not the rank that was called")
+        return TcpPipe(connected), applied
+    except (OSError, LinkError) as problem:
+        connected.close()
+        raise LinkError(str(problem)) from problem
+
+
+def listen(network: str) -> tuple[socket.socket, Address]:
+    """Listen on this host's address in a network, and on no other, at a port the system chooses."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((address_in(network), 0))
+        listener.listen(1024)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    host, port = listener.getsockname()
+    return listener, Address(host, port, secrets.token_bytes(TOKEN_BYTES))
+
+
+def network_of(network: str) -> ipaddress.IPv4Network:
+    """The addresses a setting stands for. Raises ConfigError."""
+    try:
+        return ipaddress.IPv4Network(network, strict=False)
+    except ValueError as problem:
+        text = f"kernel.network={network!r} is no IPv4 network; write one as 10.0.0.0/24"
+        raise ConfigError(text) from problem
+
+
+def address_in(network: str, addresses: Callable[[], dict[str, str]] | None = None) -> str:
+    """The IPv4 address of this host in a network such as 10.0.0.0/24. Raises ConfigError where it has none."""
+    wanted = network_of(network)
+    found = (addresses or own_addresses)()
+    for address in found.values():
+        if ipaddress.IPv4Address(address) in wanted:
+            return address
+    have = ", ".join(f"{name} {address}" for name, address in found.items()) or "none"
+    raise ConfigError(f"kernel.network={network} holds no address of this host, which has {have}")
+
+
+def own_addresses() -> dict[str, str]:
+    """The first IPv4 address of each network device that is up."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(any_socket.fileno(), _ASK_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found

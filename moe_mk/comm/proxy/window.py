@@ -1,0 +1,70 @@
+"""What a proxy may touch of its rank: the window that peers write, and the memory that commands may name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event
+
+from moe_mk.comm.proxy.atomics import Counters
+from moe_mk.comm.proxy.frames import Frame, LinkError
+from moe_mk.comm.symmetric_words import Words
+
+
+@dataclass(frozen=True)
+class OwnWindow:
+    """The memory of one rank, as its proxy sees it."""
+
+    registered: memoryview
+    """All bytes that a command of this rank may name; the data of the window come first."""
+    data_bytes: int
+    """How many of them a peer may write and read."""
+    num_flags: int
+    words: Words
+    flag_at: Callable[[int], int]
+    counters: Counters
+    num_counters: int
+    arrived: Event
+    """Set whenever a flag or counter has changed, or a peer was lost."""
+    reserve: Callable[[int, int], None] = lambda start, num_bytes: None
+    """Take the pages of a range of the registered memory before it is written. Raises OSError where there are none."""
+
+    def incoming(self, frame: Frame) -> memoryview:
+        """Where a peer's payload goes. Raises LinkError beyond the data of the window, or where memory has run out."""
+        place = self._data(frame.at, frame.size)
+        try:
+            self.reserve(frame.at, frame.size)
+        except OSError as problem:
+            raise LinkError(f"no memory for {frame.size} bytes that arrive: {problem.strerror}") from problem
+        return place
+
+    def asked(self, frame: Frame) -> memoryview:
+        """What a peer's get asks for: `at`, and the lower 24 bits of `value`."""
+        return self._data(frame.at, frame.value & 0xFFFFFF)
+
+    def reply(self, frame: Frame) -> memoryview:
+        """Where the bytes of an own get go."""
+        return self.own(frame.at, frame.size)
+
+    def own(self, source: int, size: int) -> memoryview:
+        """Bytes that a command names. Raises LinkError beyond the registered memory."""
+        if source + size > self.registered.nbytes:
+            raise LinkError(f"bytes {source} to {source + size} lie outside of {self.registered.nbytes} registered")
+        return self.registered[source : source + size]
+
+    def store(self, flag: int, word: int) -> None:
+        """Store a flag. Raises LinkError for a flag that is none."""
+        if flag >= self.num_flags:
+            raise LinkError(f"flag {flag} is none of {self.num_flags}")
+        self.words.store(self.flag_at(flag), word)
+
+    def add(self, source: int, counter: int, value: int) -> None:
+        """Add to a counter. Raises LinkError for a counter that is none."""
+        if counter >= self.num_counters:
+            raise LinkError(f"counter {counter} is none of {self.num_counters}")
+        self.counters.add(source, counter, value)
+
+    def _data(self, at: int, size: int) -> memoryview:
+        if at + size > self.data_bytes:
+            raise LinkError(f"bytes {at} to {at + size} lie outside of a window of {self.data_bytes}")
+        return self.registered[at : at + size]

@@ -1,0 +1,173 @@
+"""One lane of the one-sided transport: a window on every rank in which one call at a time is under way.
+
+Values of a source, its tails and its flag are written by that source alone and read by the owner. Sums are written by
+the owner alone, in the order of the received rows, so that experts may write them where they lie; the combine flag
+tells each rank where its own begin. So nobody counts for anybody else, and a single window serves call after call:
+
+    a peer writes rows of call e+1 only after this rank's combine flag e, stored when its experts were done with call e;
+    the owner writes sums of call e+1 only after every dispatch flag e+1, stored when the sums of call e had been read.
+
+Rows that experts read lie in the window until their call is finalized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.symmetric import SymmetricHeap
+from moe_mk.comm.symmetric_setup import open_heap
+from moe_mk.errors import CommError
+from moe_mk.kernels.native import exchange
+from moe_mk.kernels.native.library import Native
+from moe_mk.prepare_finalize.one_sided_window import RegionShape
+from moe_mk.trace.clock import now
+
+PATIENCE_US = 1000
+"""How long a native wait looks at flags before the heap's own wait, which knows of deadlines and dead peers."""
+
+
+class Lane:
+    """The windows of all ranks for one call at a time, and the number of that call."""
+
+    def __init__(self, comm: Communicator, region: RegionShape, native: Native | None) -> None:
+        self.region, self.epoch, self.busy = region, 0, False
+        self.heap = self._open(comm)
+        # Not the communicator itself: it keeps this lane, and a circle of the two would keep its group from ending.
+        self.rank, self.size, self.sums_at = comm.rank, comm.size, region.sums_at(comm.size)
+        self.peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        self.native = native if self.heap.is_addressable else None
+        """The kernels that write into windows themselves; None: rows are put."""
+        self._taken: dict[Hashable, int] = {}
+        ranks = range(comm.size)
+        self._out = [region.place(comm.size, owner, comm.rank) for owner in ranks]
+        self._in = [region.place(comm.size, comm.rank, source) for source in ranks]
+        self._tails = [region.tails_at(comm.size, source) for source in ranks]
+
+    def _open(self, comm: Communicator) -> SymmetricHeap:
+        """The windows of all ranks."""
+        return open_heap(comm, 2 * comm.size, self.region.data_bytes(comm.size), now)
+
+    def serve(self, layer: str) -> None:
+        """Begin the next call."""
+        self.busy, self.epoch, self.heap.layer = True, self.epoch + 1, layer
+
+    def out_at(self, owner: int, count: int) -> int:
+        """Where this rank writes the values of its rows in an owner's window."""
+        at, back = self._out[owner]
+        return at - count * back
+
+    def in_at(self, source: int, count: int) -> int:
+        """Where a source writes the values of its rows in this rank's window."""
+        at, back = self._in[source]
+        return at - count * back
+
+    def tails_at(self, source: int) -> int:
+        """Where a source writes tails in every window."""
+        return self._tails[source]
+
+    def show_rows(self, peer: int, count: int) -> None:
+        """Tell a peer that its rows are there, and how many."""
+        self.heap.signal(peer, self.rank, self.epoch, count)
+
+    def await_rows(self) -> dict[int, int]:
+        """Wait until every peer has written; returns how many rows each did."""
+        counts = self._await(0, "dispatch")
+        for peer, count in counts.items():
+            if count > self.region.rows:
+                text = f"epoch {self.epoch}: sent {count} rows into a region of {self.region.rows}"
+                raise CommError(text, rank=self.rank, phase="dispatch", peer=peer)
+        return counts
+
+    def own_values(self, at: int, count: int) -> Tensor:
+        """Values in this rank's window, (count, bytes of values), with pages of their own."""
+        num_bytes = count * self.region.value_bytes
+        self.heap.reserve(self.rank, at, num_bytes)
+        return self.heap.data(self.rank, at, num_bytes).view(count, self.region.value_bytes)
+
+    def own_tails(self, source: int, count: int) -> Tensor:
+        """Tails in this rank's window as a source wrote them."""
+        num_bytes = count * self.region.tail_bytes
+        return self.heap.data(self.rank, self.tails_at(source), num_bytes).view(count, self.region.tail_bytes)
+
+    def own_sums(self, count: int) -> Tensor:
+        """Where this rank's sums of all received rows go, (count, bytes of a sum), with pages of their own."""
+        num_bytes = count * self.region.sum_bytes
+        self.take_pages("sums", self.rank, self.sums_at, num_bytes)
+        return self.heap.data(self.rank, self.sums_at, num_bytes).view(count, self.region.sum_bytes)
+
+    def show_sums(self, peer: int, first: int) -> None:
+        """Tell a peer that the sums of its rows are there, from number `first` on."""
+        self.heap.signal(peer, self.size + self.rank, self.epoch, first)
+
+    def await_sums(self) -> dict[int, int]:
+        """Wait until every peer has its sums ready; returns the number of the first one for this rank."""
+        return self._await(self.size, "combine")
+
+    def sums_of(self, peer: int, first: int, count: int) -> Tensor:
+        """The sums that a peer has for this rank, as they lie in its window."""
+        width = self.region.sum_bytes
+        return self.heap.read(peer, self.sums_at + first * width, count * width).view(count, width)
+
+    def take_pages(self, what: Hashable, owner: int, at: int, num_bytes: int) -> None:
+        """Reserve a range that grows with its calls; nothing to do where an earlier call needed as much."""
+        if num_bytes > self._taken.get(what, 0):
+            self.heap.reserve(owner, at, num_bytes)
+            self._taken[what] = num_bytes
+
+    def _await(self, first_flag: int, phase: str) -> dict[int, int]:
+        if self.native is not None and self.heap.is_concurrent:
+            words = [self.heap.flag_address(first_flag + peer) for peer in self.peers]
+            exchange.wait(self.native, words, self.epoch, PATIENCE_US)
+        return self.heap.wait_until({peer: first_flag + peer for peer in self.peers}, self.epoch, phase)
+
+
+class Lanes:
+    """As many lanes as calls are under way at once; made when first needed, by every rank at the same call.
+
+    The communicator keeps them (`Communicator.kept`): layers of one model, given the same groups, share one set as long
+    as their rows have the same geometry. Each call has a lane of its own until it is finalized, whosesoever it is.
+    """
+
+    MOST = 16
+
+    def __init__(self, region: RegionShape) -> None:
+        self._region = region
+        self._lanes: list[Lane] = []
+        self._failure = ""
+
+    @classmethod
+    def of(cls, comm: Communicator, region: RegionShape) -> Lanes:
+        """Those that are kept over a group for rows of this geometry; new ones if there are none, or none that work."""
+        kept = comm.kept.get((cls, region))
+        if not isinstance(kept, cls) or kept._failure:
+            comm.kept[cls, region] = kept = cls(region)
+        return kept
+
+    def take(self, comm: Communicator) -> Lane:
+        """The first idle lane, at its next epoch; the layer that `comm` belongs to is named in errors.
+
+        Raises CommError after a failure, or with too many calls open.
+        """
+        if self._failure:
+            text = f"an earlier call failed, so ranks no longer agree on a call: build the layer anew ({self._failure})"
+            raise CommError(text, rank=comm.rank, phase="dispatch", layer=comm.layer)
+        lane = next((lane for lane in self._lanes if not lane.busy), None) or self._new(comm)
+        lane.serve(comm.layer)
+        return lane
+
+    def failed(self, error: BaseException) -> None:
+        """Refuse every further call."""
+        self._failure = self._failure or str(error)
+
+    def _new(self, comm: Communicator) -> Lane:
+        if len(self._lanes) == self.MOST:
+            text = f"{self.MOST} calls were prepared and not finalized; finalize each before the next"
+            raise CommError(text, rank=comm.rank, phase="dispatch", layer=comm.layer)
+        self._lanes.append(self._lane(comm))
+        return self._lanes[-1]
+
+    def _lane(self, comm: Communicator) -> Lane:
+        return Lane(comm, self._region, exchange.ready())

@@ -1,0 +1,53 @@
+"""Proxies with threads and sockets in one process, a rank each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from moe_mk.comm.proxy.events import OnStep
+from moe_mk.comm.proxy.exchange import no_step
+from moe_mk.comm.proxy.proxy import Proxy, ProxySettings
+from moe_mk.comm.proxy.tcp import LOOPBACK, listen
+from moe_mk.trace.clock import now
+from tests.comm.proxy.ends import FLAG_BYTES, own_window
+
+Steps = dict[int, OnStep]
+
+
+@contextmanager
+def proxies(
+    ranks: int, settings: ProxySettings | None = None, steps: Steps | None = None, data_bytes: int = 1 << 20
+) -> Iterator[list[Proxy]]:
+    """Every rank connected to every other; all are ended on the way out."""
+    made = [
+        Proxy(
+            rank, [peer for peer in range(ranks) if peer != rank], own_window(data_bytes), listen(LOOPBACK), now,
+            settings or ProxySettings(), (steps or {}).get(rank, no_step),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    addresses = {proxy.rank: proxy.address for proxy in made}
+    try:
+        for proxy in made:
+            proxy.start(addresses)
+        for proxy in made:
+            proxy.connect([peer for peer in range(ranks) if peer < proxy.rank])
+        wait_for(lambda: not any(proxy.missing for proxy in made))
+        yield made
+    finally:
+        for proxy in made:
+            proxy.close(0.0)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Fails if it does not become true in time."""
+    until = now() + seconds
+    while not condition():
+        assert now() < until, "waited in vain"
+        time.sleep(0.001)
+
+
+def flag_of(proxy: Proxy, flag: int) -> int:
+    return proxy.window.words.load(flag * FLAG_BYTES)

@@ -1,0 +1,243 @@
+"""One suite for every link: what is put is there when its flag is seen, whatever carries it and in whatever order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moe_mk.comm.proxy.command import Op, TransferCommand
+from moe_mk.comm.proxy.frames import Frame, LinkError
+from moe_mk.comm.proxy.sequence import WINDOW, Kind, WindowOverflow
+from moe_mk.comm.proxy.shuffled import ShuffledLink
+from tests.comm.proxy.ends import FLAG_BYTES, FLAGS, KINDS, End, add, an_end, joined, put, run, store
+
+
+def turns(*ends: End) -> None:
+    for _ in range(50):
+        for end in ends:
+            end.turn()
+
+
+def fill(end: End, seed: int) -> None:
+    draw = random.Random(seed)
+    end.window.registered[:] = draw.randbytes(end.window.registered.nbytes)
+
+
+@pytest.mark.row(149)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_put_is_there_when_its_flag_is_seen(kind: str) -> None:
+    zero, one = joined(kind)
+    fill(zero, 0)
+    zero.commit(put(1, 100, 9000, 5000), put(1, 7, 0, 3), store(1, 2, 41))
+    run(zero, one)
+    assert one.flag(2) == 41
+    assert one.window.registered[9000:14000] == zero.window.registered[100:5100]
+    assert bytes(one.window.registered[:4]) == bytes(zero.window.registered[7:10]) + b"\0"
+
+
+@pytest.mark.row(149, 154, 155)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_flag_is_seen_after_all_that_was_put_before_it(kind: str) -> None:
+    """Pages of one number, too far apart to be merged; whenever a flag shows, all pages up to it are whole."""
+    for seed in range(3):
+        zero, one = joined(kind, seed)
+        draw, pages, last_of_flag, written = random.Random(seed), 0, [0] * FLAGS, [0]
+        seen_wrong: list[int] = []
+
+        def look(end: End = one, wrong: list[int] = seen_wrong, counts: list[int] = written) -> None:
+            for flag in range(FLAGS):
+                word = end.flag(flag)
+                wrong += [
+                    n for n in range(1, counts[word] + 1) if set(end.window.registered[n * 60 : n * 60 + 50]) != {n}
+                ]
+
+        for number in range(1, 60):
+            for _ in range(draw.randint(0, 3)):
+                pages = min(pages + 1, 250)
+                zero.window.registered[pages * 60 : pages * 60 + 50] = bytes([pages]) * 50
+                zero.commit(put(1, pages * 60, pages * 60, 50))
+            written.append(pages)
+            last_of_flag[flag := draw.randrange(FLAGS)] = number
+            zero.commit(store(1, flag, number))
+            for end in draw.sample((zero, one), draw.randint(0, 2)):
+                end.turn()
+            look()
+        run(zero, one)
+        look()
+        assert not seen_wrong
+        assert [one.flag(flag) for flag in range(FLAGS)] == last_of_flag
+
+
+@pytest.mark.row(155)
+def test_payload_came_in_any_order() -> None:
+    """The fuzz above says something only if the link shuffles across groups."""
+    zero, one = joined("shuffled", 5)
+    for n in range(40):
+        zero.commit(put(1, 100 * n, 50 * n, 40), put(1, 7000 + n, 9000 + 2 * n, 1), store(1, n % FLAGS, n))
+    run(zero, one)
+    link = one.exchange.channel.streams[0].link
+    assert isinstance(link, ShuffledLink)
+    numbers = [frame.number for frame in link.order if frame.kind in (Kind.PAYLOAD, Kind.STORE)]
+    assert numbers != sorted(numbers) and sorted(set(numbers)) == list(range(40))
+    late = [n for place, n in enumerate(numbers) if n < max(numbers[: place + 1])]
+    assert len(late) > 10
+
+
+@pytest.mark.row(156)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_counter_is_the_sum_of_what_was_added(kind: str) -> None:
+    zero, one = joined(kind, 3)
+    numbers = [random.Random(n).randint(0, 1 << 40) for n in range(200)]
+    for n, number in enumerate(numbers):
+        zero.commit(*([put(1, 0, 64 * (n % 9), 64)] if n % 3 else []), add(1, 1, number))
+        one.commit(add(0, 0, 2))
+    run(zero, one)
+    assert one.window.counters.value(1) == sum(numbers) and one.window.counters.value(0) == 0
+    assert zero.window.counters.value(0) == 400
+
+
+@pytest.mark.row(157)
+def test_an_atomic_that_rides_along_halves_the_messages_and_is_seen_after_its_bytes() -> None:
+    together, other = joined()
+    apart, another = joined()
+    for n in range(1, 50):
+        for end in (together, apart):
+            end.window.registered[n * 64 : n * 64 + 64] = bytes([n]) * 64
+            end.commit(put(1, n * 64, n * 64, 64))
+            if end is apart:  # the proxy reads it before the atomic is there
+                end.turn()
+            end.commit(add(1, 0, 1))
+            end.turn()
+        for end in (other, another):
+            end.turn()
+            seen = end.window.counters.value(0)
+            assert all(set(end.window.registered[m * 64 : m * 64 + 64]) == {m} for m in range(1, seen + 1))
+    run(together, other)
+    run(apart, another)
+    assert other.window.counters.value(0) == another.window.counters.value(0) == 49
+    assert (together.exchange.watch.messages[1], apart.exchange.watch.messages[1]) == (49, 98)
+
+
+@pytest.mark.parametrize("kind", ("tcp", "shared memory"))
+def test_a_get_sees_what_was_put_before_it(kind: str) -> None:
+    zero, one = joined(kind)
+    fill(zero, 1)
+    zero.commit(put(1, 0, 500, 700), TransferCommand(Op.GET, 1, 650, 40_000, 520))
+    run(zero, one)
+    assert zero.window.registered[40_000:40_650] == zero.window.registered[20:670]
+
+
+def test_a_late_duplicate_does_not_overwrite_what_came_after_it() -> None:
+    zero, one = joined()
+    link = zero.exchange.channel.streams[1].link
+    assert link is not None
+    for number, byte in ((0, b"old"), (1, b"new"), (0, b"old")):
+        link.post(Frame(Kind.STORE, number, 0, 1, 3, 500, 0, number + 1), memoryview(byte))
+    turns(zero, one)
+    assert bytes(one.window.registered[500:503]) == b"new" and one.flag(0) == 2
+
+
+@pytest.mark.parametrize("last", [put(1, 0, 0, 10), TransferCommand(Op.GET, 1, 10, 0, 0)])
+def test_what_somebody_may_wait_for_is_confirmed_at_once(last: TransferCommand) -> None:
+    zero, one = joined()
+    zero.commit(last)
+    zero.turn()
+    zero.exchange.close_groups()
+    turns(zero, one)
+    assert zero.is_done
+
+
+@pytest.mark.row(162)
+def test_no_more_than_the_cap_is_in_flight_and_the_rest_waits() -> None:
+    zero, one = joined(most_bytes=3000)
+    fill(zero, 2)
+    zero.commit(*(put(1, 1000 * n, 1000 * n + n % 2, 999) for n in range(30)), store(1, 0, 7))
+    for _ in range(5):
+        zero.exchange.send()
+    assert zero.exchange.watch.most_in_flight[1] == 2997 and zero.exchange.watch.held_back[1] >= 5
+    assert one.flag(0) == 0
+    run(zero, one)
+    assert one.flag(0) == 7 and zero.exchange.watch.most_in_flight[1] == 2997
+    assert zero.exchange.watch.completion[1].count == zero.exchange.watch.messages[1]
+
+
+def test_a_message_above_the_cap_goes_alone() -> None:
+    zero, one = joined(most_bytes=10)
+    zero.commit(put(1, 0, 0, 500), put(1, 600, 700, 500))
+    run(zero, one)
+    assert zero.exchange.watch.most_in_flight[1] == 500
+
+
+def test_no_more_than_a_window_of_groups_is_in_flight() -> None:
+    zero, one = joined()
+    zero.commit(*(store(1, 0, n) for n in range(100)))
+    for _ in range(5):
+        zero.exchange.send()
+    assert zero.exchange.channel.streams[1].number == WINDOW
+    run(zero, one)
+    assert one.flag(0) == 99 and zero.exchange.channel.streams[1].number == 100
+
+
+def test_a_sender_that_does_not_wait_is_found_out() -> None:
+    zero, one = joined("shuffled")
+    link = zero.exchange.channel.streams[1].link
+    assert link is not None
+    link.post(Frame(Kind.STORE, WINDOW, value=5))
+    with pytest.raises(WindowOverflow, match="16 ahead"):
+        turns(one)
+    assert one.flag(0) == 0
+
+
+@pytest.mark.parametrize(
+    "frame,text",
+    [
+        (Frame(Kind.PAYLOAD, size=10, at=(1 << 16) - 9), "bytes 65527 to 65537 lie outside of a window of 65536"),
+        (Frame(Kind.PAYLOAD, size=1, at=1 << 63), "lie outside of a window"),
+        (Frame(Kind.STORE, flag=FLAGS), f"flag {FLAGS} is none of {FLAGS}"),
+        (Frame(Kind.ADD, flag=2), "counter 2 is none of 2"),
+        (Frame(Kind.GET, at=0, value=(1 << 16) + 1), "lie outside of a window"),
+        (Frame(Kind.REPLY, size=2, at=(1 << 16) - 1), "lie outside of 65536 registered"),
+    ],
+)
+def test_what_a_peer_may_not_touch_is_refused(frame: Frame, text: str) -> None:
+    zero, one = joined()
+    link = zero.exchange.channel.streams[1].link
+    assert link is not None
+    link.post(frame, memoryview(bytes(frame.size)))
+    before = bytes(one.window.registered)
+    with pytest.raises(LinkError, match=text):
+        turns(zero, one)
+    assert bytes(one.window.registered) == before
+
+
+def test_an_end_without_peers_or_commands_is_done() -> None:
+    alone = an_end(0, [])
+    run(alone, turns=1)
+    assert alone.is_done and FLAG_BYTES
+
+
+@pytest.mark.row(161)
+def test_sizes_of_messages_are_told_for_decode_and_for_training() -> None:
+    """Rows of 7168 FP8 values that lie apart, as in decoding, and runs of them cut at 256 KiB, as in training."""
+    zero, one = joined(data_bytes=1 << 20, most_bytes=1 << 20)
+    zero.commit(*(put(1, 8000 * n, 8000 * n, 7168) for n in range(9)), store(1, 0, 1))
+    zero.commit(put(1, 100_000, 100_000, 256 << 10), store(1, 0, 2))
+    run(zero, one)
+    assert 7168 == 7 << 10 and dict(zero.exchange.watch.sizes) == {8 << 10: 9, 256 << 10: 1}
+
+
+@pytest.mark.row(158)
+def test_one_sided_and_two_sided_give_the_same_bytes() -> None:
+    """One-sided: the sender names the target. Two-sided: the receiver asks for it when it is ready."""
+    ours, theirs = joined()
+    fill(ours, 9)
+    ours.commit(put(1, 300, 0, 5000), store(1, 0, 1))
+    run(ours, theirs)
+    sender, receiver = joined("shared memory")
+    fill(sender, 9)
+    sender.commit(store(1, 0, 300))  # "mine lie at 300"
+    run(sender, receiver)
+    receiver.commit(TransferCommand(Op.GET, 0, 5000, 0, receiver.flag(0)))
+    run(receiver, sender)
+    assert receiver.window.registered[:5000] == theirs.window.registered[:5000] == sender.window.registered[300:5300]

@@ -1,0 +1,115 @@
+"""Who may connect, what strangers get, and where a rank listens."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from moe_mk.comm.proxy.frames import LinkError
+from moe_mk.comm.proxy.proxy import ProxySettings
+from moe_mk.comm.proxy.tcp import (
+    HELLO_BYTES,
+    LOOPBACK,
+    TOKEN_BYTES,
+    WELCOME_BYTES,
+    Address,
+    Hello,
+    address_in,
+    call,
+    listen,
+    own_addresses,
+    welcome,
+)
+from moe_mk.errors import ConfigError
+from tests.comm.proxy.ends import store
+from tests.comm.proxy.proxies import flag_of, proxies, wait_for
+
+
+def test_a_greeting_is_read_with_the_right_token_only() -> None:
+    hello = Hello(b"t" * TOKEN_BYTES, 3, 1, 1 << 40)
+    assert len(hello.pack()) == HELLO_BYTES and len(welcome(b"t" * TOKEN_BYTES, 5)) == WELCOME_BYTES
+    assert Hello.unpack(hello.pack(), b"t" * TOKEN_BYTES) == hello
+    for data, token in ((hello.pack(), b"u" * TOKEN_BYTES), (b"G" + hello.pack()[1:], b"t" * TOKEN_BYTES)):
+        with pytest.raises(LinkError, match="a stranger has called"):
+            Hello.unpack(data, token)
+
+
+def test_strangers_are_closed_and_change_nothing() -> None:
+    with proxies(2, ProxySettings(channels=1)) as (zero, one):
+        address = (one.address.host, one.address.port)
+        member = Hello(one.address.token, 0, 0, 0)
+        strange = (
+            Hello(b"x" * TOKEN_BYTES, 0, 0, 0).pack(),
+            b"GET / HTTP/1.0\r\n\r\n" * 8,
+            Hello(member.token, 1, 0, 0).pack(),  # a member's token, but no rank of that number is expected here
+            Hello(member.token, 0, 7, 0).pack(),
+        )
+        for words in strange:
+            with socket.create_connection(address, timeout=5.0) as stranger:
+                stranger.sendall(words)
+                with contextlib.suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
+        with socket.create_connection(address, timeout=5.0):  # one that says nothing does not hold up the others
+            assert zero.commit(0, store(1, 0, 3))
+            wait_for(lambda: flag_of(one, 0) == 3)
+        assert not zero.lost and not one.lost and not one.fault
+
+
+@pytest.mark.parametrize(
+    "answer,text",
+    [
+        (welcome(b"x" * TOKEN_BYTES, 0), "is not the rank that was called"),
+        (b"", "has hung up before it answered"),
+        (None, "timed out"),
+    ],
+)
+def test_an_impostor_that_answers_is_not_believed(answer: bytes | None, text: str) -> None:
+    with socket.socket() as impostor:
+        impostor.bind(("127.0.0.1", 0))
+        impostor.listen(1)
+        address = Address("127.0.0.1", impostor.getsockname()[1], b"t" * TOKEN_BYTES)
+
+        def serve() -> None:
+            connected, _ = impostor.accept()
+            with connected:
+                while answer is None and connected.recv(100):
+                    continue
+                connected.recv(HELLO_BYTES)
+                connected.sendall(answer or b"")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(LinkError, match=text):
+            call(address, Hello(address.token, 0, 0, 0), b"o" * TOKEN_BYTES, 0.3)
+        thread.join()
+
+
+def test_a_rank_listens_on_one_address_of_the_network_it_is_given() -> None:
+    listener, address = listen(LOOPBACK)
+    with listener:
+        assert listener.getsockname()[0] == address.host == "127.0.0.1" and address.port > 0
+        assert len(address.token) == TOKEN_BYTES and address.token != listen_once().token
+        assert address.is_reachable(1.0) is True
+    assert address.is_reachable(1.0) is False
+
+
+def listen_once() -> Address:
+    listener, address = listen(LOOPBACK)
+    listener.close()
+    return address
+
+
+def test_the_address_is_that_of_this_host_in_the_network() -> None:
+    devices = {"lo": "127.0.0.1", "eth0": "192.168.4.7", "ib0": "10.0.3.9"}
+    assert address_in("10.0.0.0/16", lambda: devices) == "10.0.3.9"
+    assert address_in("192.168.4.0/24", lambda: devices) == "192.168.4.7"
+    assert address_in("10.0.3.9/16", lambda: devices) == "10.0.3.9", "a network may be named by an address in it"
+    assert "127.0.0.1" in own_addresses().values()
+    text = r"kernel.network=172.16.0.0/12 holds no address of this host, which has lo 127.0.0.1, eth0 192.168.4.7, ib0"
+    with pytest.raises(ConfigError, match=text):
+        address_in("172.16.0.0/12", lambda: devices)
+    with pytest.raises(ConfigError, match=r"kernel.network='eth0' is no IPv4 network; write one as 10.0.0.0/24"):
+        address_in("eth0", lambda: devices)

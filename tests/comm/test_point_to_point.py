@@ -1,0 +1,97 @@
+"""An all-to-all of messages: the bits of the collective, 2 (n - 1) messages, in one process and in three."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
+from moe_mk.comm.point_to_point import PointToPoint
+from moe_mk.comm.single import SingleRank
+from moe_mk.flight import Flight, interleave, land
+from moe_mk.testing.processes import RankError, RankWorld
+
+# SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.
+SEND = [[2, 0, 3, 1], [0, 0, 0, 0], [1, 4, 0, 2], [0, 1, 1, 5]]
+DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int64]
+
+
+def rows_of(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([[rank, row, 7] for row in range(count)], dtype=dtype, device="cpu").view(count, 3)
+
+
+def exchanged(comm: Communicator, ranks: int) -> Flight[list[Tensor]]:
+    """All dtypes, one after the other."""
+    send, receive = SEND[comm.rank][:ranks], [SEND[peer][comm.rank] for peer in range(ranks)]
+    found = []
+    for dtype in DTYPES:
+        found.append((yield from comm.all_to_all(rows_of(comm.rank, sum(send), dtype), send, receive, "dispatch")))
+    return found
+
+
+@pytest.mark.row(33)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_it_is_the_collective_in_lockstep(ranks: int) -> None:
+    plain = interleave([exchanged(comm, ranks) for comm in LockstepWorld(ranks).communicators()])
+    comms = [PointToPoint(comm) for comm in LockstepWorld(ranks).communicators()]
+    by_messages = interleave([exchanged(comm, ranks) for comm in comms])
+    for one, other in zip(plain, by_messages, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for comm in comms:
+        assert comm.messages["dispatch"] == len(DTYPES) * 2 * (ranks - 1)
+        sent = sum(SEND[comm.rank][:ranks]) - SEND[comm.rank][comm.rank]
+        assert comm.traffic.bytes_by_phase["dispatch"] == sent * 3 * sum(dtype.itemsize for dtype in DTYPES)
+
+
+def test_everything_else_is_the_groups_own() -> None:
+    assert land(PointToPoint(SingleRank()).exchange_counts([3], "counts")) == [3]
+
+    def other_calls(comm: Communicator) -> Flight[tuple[list[int], list[float]]]:
+        counts = yield from comm.gather_count(comm.rank + 1, "counts")
+        total = yield from comm.all_reduce(torch.ones(2), "late")
+        return counts, total.tolist()
+
+    for found in interleave([other_calls(PointToPoint(comm)) for comm in LockstepWorld(3).communicators()]):
+        assert found == ([1, 2, 3], [3.0, 3.0])
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(3) as ranks:
+        yield ranks
+
+
+def both_ways(rank: int) -> dict[str, object]:
+    """The collective and the messages over one process group."""
+    inner = DistributedCommunicator(dist.group.WORLD, timeout_s=30.0)  # type: ignore[arg-type]
+    comm = PointToPoint(inner)
+    plain, by_messages = land(exchanged(inner, 3)), land(exchanged(comm, 3))
+    equal = all(torch.equal(a, b) for a, b in zip(plain, by_messages, strict=True))
+    return {
+        "equal": equal,
+        "messages": comm.messages["dispatch"],
+        "counts": land(comm.exchange_counts([rank] * 3, "c")),
+    }
+
+
+@pytest.mark.row(33)
+def test_it_is_the_collective_between_processes(world: RankWorld) -> None:
+    for found in world.call(both_ways):
+        assert found == {"equal": True, "messages": len(DTYPES) * 4, "counts": [0, 1, 2]}
+
+
+def alone(rank: int) -> None:
+    """Rank 0 waits for peers that never send."""
+    if rank == 0:
+        comm = PointToPoint(DistributedCommunicator(dist.group.WORLD, timeout_s=0.5, layer="layers.3"))  # type: ignore[arg-type]
+        land(comm.all_to_all(torch.zeros(3, 1), [1, 1, 1], [1, 1, 1], "dispatch"))
+
+
+def test_a_peer_that_never_sends_is_an_error_with_rank_and_phase(world: RankWorld) -> None:
+    with pytest.raises(RankError) as problem:
+        world.call(alone)
+    assert "CommError" in str(problem.value) and "later than 0.5 s" in str(problem.value)

@@ -1,0 +1,125 @@
+"""The one-sided transport of GPUs on CPU tensors: virtual ranks and processes; run with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
+from moe_mk.errors import CommError, ShapeError, UnsupportedError
+from moe_mk.flight import interleave, land
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
+from moe_mk.prepare_finalize.one_sided_device import OneSidedDevice
+from moe_mk.quant import BF16, FP32
+from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.microscaling import MXFP8
+from moe_mk.quant.nvfp4 import NVFP4_TOKENS
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.processes import RankWorld
+from moe_mk.tokens import Routing, RowTokens
+from tests.prepare_finalize.one_sided_ranks import EXPERTS, TOP_K, context, scaled, there_and_back
+
+HIDDEN, TOKENS = 128, 4
+
+
+class Hasty(OneSidedDevice):
+    """Looks at a flag three times: virtual ranks have raised theirs before."""
+
+    looks = 3
+
+
+def small(comm: Communicator, wire: QuantScheme = FP32) -> TransportContext:
+    return replace(context(comm, wire=wire, dtype=FP32, hidden=HIDDEN), max_num_tokens=TOKENS)
+
+
+def drawn(seed: int, tokens: int) -> tuple[Tensor, Routing]:
+    draw = torch.Generator().manual_seed(seed)
+    ids_TK = torch.rand((tokens, EXPERTS), generator=draw).argsort(dim=1)[:, :TOP_K].to(torch.int32)
+    ids_TK[torch.rand(ids_TK.shape, generator=draw) < 0.3] = -1
+    weights_TK = torch.rand(ids_TK.shape, generator=draw).masked_fill(ids_TK < 0, 0.0)
+    return torch.randn((tokens, HIDDEN), generator=draw), Routing(ids_TK, weights_TK)
+
+
+@pytest.mark.parametrize("wire", [FP32, BF16, FP8_1x128, INT8_TOKEN, MXFP8, NVFP4_TOKENS], ids=lambda w: w.name)
+def test_virtual_ranks_give_the_bits_of_all_to_all(wire: QuantScheme) -> None:
+    ranks = 3 if wire is FP32 else 2
+    ours, theirs = (
+        [make(small(comm, wire)) for comm in LockstepWorld(ranks).communicators()]
+        for make in (Hasty, PREPARE_FINALIZE["all_to_all"])
+    )
+    for call, counts in enumerate([(3, 0, 4), (0, 0, 0), (1, 4, 2)]):
+        batches = [drawn(10 * call + rank, counts[rank]) for rank in range(ranks)]
+        got, expected = (
+            interleave([there_and_back(made[rank], *batches[rank]) for rank in range(ranks)]) for made in (ours, theirs)
+        )
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert [len(each._lanes) for each in ours] == [1] * ranks
+
+
+def test_every_place_of_the_window_is_a_row_and_empty_ones_go_nowhere() -> None:
+    # Two ranks of four experts. Rank 0 sends token 0 to expert 5 (slot 1 of rank 1); rank 1 nothing at all.
+    made = [Hasty(small(comm)) for comm in LockstepWorld(2).communicators()]
+    x_TH = torch.full((1, HIDDEN), 3.0)
+    routing = Routing(torch.tensor([[5, -1, -1]], dtype=torch.int32), torch.tensor([[2.0, 0.0, 0.0]]))
+    nothing = Routing(routing.ids_TK[:0], routing.weights_TK[:0])
+    zero, one = interleave([made[0].prepare(x_TH, routing), made[1].prepare(x_TH[:0], nothing)])
+    assert isinstance(zero, RowTokens) and isinstance(one, RowTokens) and one.out_RH is not None
+    assert zero.x_RH.shape == one.out_RH.shape == (2 * TOKENS, HIDDEN) and bool((zero.ids_RK == -1).all())
+    assert one.ids_RK[0].tolist() == [1, -1, -1] and bool((one.ids_RK[1:] == -1).all())
+    assert one.weights_RK[0].tolist() == [2.0, 0.0, 0.0] and torch.equal(one.x_RH.values[0], x_TH[0])
+    outputs = [scaled(zero, torch.float32), scaled(one, torch.float32)]
+    home, _ = interleave([m.finalize(o, t) for m, o, t in zip(made, outputs, (zero, one), strict=True)])
+    assert torch.equal(home, 2 * x_TH)
+    with pytest.raises(CommError, match="finalized before"):
+        land(made[0].finalize(outputs[0], zero))
+
+
+def test_a_rank_that_stays_away_is_named_by_the_next_call_and_may_be_left_out() -> None:
+    made = [Hasty(small(comm)) for comm in LockstepWorld(2).communicators()]
+    batch = drawn(1, 3)
+    interleave([there_and_back(each, *drawn(rank, 2)) for rank, each in enumerate(made)])
+    alone = land(there_and_back(made[0], *batch))
+    with pytest.raises(CommError, match="rank 0, phase 'dispatch', peer 1: epoch 2: raised no flag in time"):
+        land(made[0].prepare(*batch))
+    fresh = Hasty(small(LockstepWorld(2).communicators()[0]))
+    land(there_and_back(fresh, *drawn(1, 0)))  # opens the window, and hears of rank 1
+    (lane,) = fresh._lanes
+    lane._seen_2W.zero_()
+    fresh.leave_out(torch.tensor([1, 0], dtype=torch.int32))
+    lane._late_2W.zero_()
+    for _ in range(2):
+        assert torch.equal(land(there_and_back(fresh, *batch)), alone), "experts of rank 0 alone, and no complaint"
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    comm = LockstepWorld(2).communicators()[0]
+    with pytest.raises(UnsupportedError, match="a sum of 8 bytes does not divide into 16"):
+        OneSidedDevice(context(comm, hidden=2))
+    with pytest.raises(ShapeError, match=r"x has T=5 tokens, a window holds 4"):
+        land(Hasty(small(comm)).prepare(*drawn(0, 5)))
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(2) as ranks:
+        yield ranks
+
+
+def compared(rank: int) -> list[bool]:
+    """Whether several calls between processes are those of all-to-all; the wait really waits here."""
+    group = dist.group.WORLD
+    assert group is not None
+    ours = OneSidedDevice(small(DistributedCommunicator(group), BF16))
+    theirs = PREPARE_FINALIZE["all_to_all"](small(DistributedCommunicator(group), BF16))
+    batches = [drawn(10 * call + rank, (2, 0)[(call + rank) % 2]) for call in range(2)]
+    return [torch.equal(*(land(there_and_back(each, *batch)) for each in (ours, theirs))) for batch in batches]
+
+
+def test_processes_give_the_bits_of_all_to_all(world: RankWorld) -> None:
+    assert world.call(compared, timeout_s=90.0) == [[True] * 2] * 2
