@@ -3,6 +3,7 @@
 from moe_mk.prepare_finalize import (
     all_gather,
     all_to_all,
+    baselines,
     deepep_ht,
     deepep_ll,
     deepep_v2,
@@ -13,6 +14,8 @@ from moe_mk.prepare_finalize import (
     nvlink_one_sided,
     nvlink_two_sided,
     one_sided,
+    one_sided_device,
+    one_sided_network,
     replicated,
     uccl_ep,
 )
@@ -27,6 +30,7 @@ from moe_mk.prepare_finalize.base import (
 
 __all__ = [
     "PREPARE_FINALIZE", "PrepareFinalize", "TransportContext", "TransportPlan", "TransportTraits", "Volume",
-    "all_gather", "all_to_all", "deepep_ht", "deepep_ll", "deepep_v2", "hierarchical", "mori", "nixl_ep", "no_ep",
-    "nvlink_one_sided", "nvlink_two_sided", "one_sided", "replicated", "uccl_ep",
+    "all_gather", "all_to_all", "baselines", "deepep_ht", "deepep_ll", "deepep_v2", "hierarchical", "mori", "nixl_ep",
+    "no_ep", "nvlink_one_sided", "nvlink_two_sided", "one_sided", "one_sided_device", "one_sided_network",
+    "replicated", "uccl_ep",
 ]  # fmt: skip

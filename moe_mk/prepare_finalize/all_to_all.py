@@ -58,7 +58,7 @@ class AllToAll(PrepareFinalize):
             peer_X, token_X = self._destinations(rank_TK)
             sent = torch.bincount(peer_X, minlength=c.comm.size).tolist()
             # Counts first: peers must size their buffers before rows arrive.
-            received = yield from c.comm.exchange_counts(sent, "dispatch counts")
+            received = yield from self.announce(sent)
             rows_XB = self._rows(peer_X, token_X, rank_TK, x_wire, routing)
             arrived_RB = yield from c.comm.all_to_all(rows_XB, sent, received, "dispatch")
             x_RH, slots_RK, weights_RK = unpack(arrived_RB, c.wire, c.hidden_size, c.top_k)
@@ -76,6 +76,10 @@ class AllToAll(PrepareFinalize):
             for token_X, part_XH in zip(torch.split(home.token_X, sent), torch.split(back_XH, sent), strict=True):
                 total_TH[token_X] += part_XH  # a token is at most once in each part, so nothing is lost
             return total_TH.to(output.y.dtype)
+
+    def announce(self, sent: Sequence[int]) -> Flight[list[int]]:
+        """Tell each rank how many rows it will get; return how many each will send."""
+        return (yield from self.context.comm.exchange_counts(sent, "dispatch counts"))
 
     def _destinations(self, rank_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Pairs (rank, token) of all rows to send, by rank, then by token."""

@@ -93,8 +93,12 @@ class TransportContext:
     """The most tokens this rank brings to one call; windows are sized by it."""
     ranks_per_node: int | None = None
     """Ranks of this group on one host; None: all ranks share one."""
+    relay_tokens: int | None = None
+    """Tokens that are relayed between nodes at a time; None: all of a call."""
     allow_emulated: bool = False
     """Whether an emulation may stand in for the library, see `external.library.load`."""
+    network: str = KernelConfig.model_fields["network"].default
+    """The addresses that a transport of our own listens on between hosts, such as 10.0.0.0/24."""
 
     @property
     def num_slots(self) -> int:

@@ -5,11 +5,13 @@ Source: deep_ep.Buffer of deep_ep 2.1.0 (github.com/deepseek-ai/DeepEP), and its
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from moe_mk.external.deepep_limits import LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportTraits
 from moe_mk.prepare_finalize.low_latency import Dialect, LowLatencyTransport
+from moe_mk.prepare_finalize.row_kernels import DEEPEP
 from moe_mk.tokens import BatchedTokens, OutputStage
 
 
@@ -18,17 +20,11 @@ class DeepEPLowLatency(LowLatencyTransport):
     """DeepEP low latency; for decoding."""
 
     dialect: ClassVar[Dialect] = Dialect(LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K)
-    traits: ClassVar[TransportTraits] = TransportTraits(
+    traits: ClassVar[TransportTraits] = replace(
+        DEEPEP,
         summary="DeepEP low-latency kernels, expert-batched, no host sync; for decoding over NVLink and RDMA",
-        kinds=frozenset({"cuda"}),
-        min_arch=(9, 0),
-        library="deep_ep",
-        extra="pip install sgl-deep-ep, or build DeepEP",
         produces=BatchedTokens,
         wants=OutputStage.RAW,
-        wire=frozenset({"plain", "fp8"}),
-        min_ranks=2,
-        blocking=True,
         # Rows of an expert change places from call to call, and with them the tiles that a GEMM sums in.
         deterministic=False,
     )

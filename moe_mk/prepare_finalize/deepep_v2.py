@@ -11,12 +11,12 @@ Source: deep_ep.ElasticBuffer of deep_ep 2.1.0 (github.com/deepseek-ai/DeepEP); 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import replace
+from types import ModuleType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.deepep_limits import (
@@ -30,55 +30,49 @@ from moe_mk.external.deepep_limits import (
 from moe_mk.external.device import capturing
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
-from moe_mk.prepare_finalize.even_numbers import EvenNumbers
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.library_calls import Call
 from moe_mk.prepare_finalize.library_rows import (
-    bf16_reasons,
-    fp8_reasons,
     from_library,
     no_more_tokens,
     one_row_a_rank,
     padded_row,
     to_library,
 )
-from moe_mk.prepare_finalize.row_payloads import LibrarySession
+from moe_mk.prepare_finalize.row_kernels import DEEPEP, RowKernels, Surface, WayHome
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, RowTokens, Tokens
+from moe_mk.tokens import GroupedTokens, OutputStage, Routing, RowTokens, Tokens
 
 
-@dataclass(frozen=True)
-class WayHome:
-    """The library's handle of one dispatch."""
-
-    handle: object
-
-
-class ElasticTransport(PrepareFinalize):
+class ElasticTransport(RowKernels):
     """Dispatch and combine of an elastic buffer."""
 
+    kernels: ClassVar[str] = "elastic"
+    later: ClassVar[str] = "async_with_compute_stream"
     expand: ClassVar[bool] = False
 
     def __init__(self, context: TransportContext) -> None:
-        """Make the library's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
+        """Find or make the group's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
         super().__init__(context)
-        self._numbers = EvenNumbers(context)
-        self._hidden = padded_row(context.hidden_size, HIGH_THROUGHPUT_ROW_BYTES)
         library = load(self.traits.library, allow_emulated=context.allow_emulated)
         self._ids_dtype = library.topk_idx_t
-        self._session = LibrarySession(context, self.traits.library)
+        plain_rows = int(not isinstance(context.wire, Fp8Block))
+        sizes = (context.max_num_tokens, self._hidden, context.top_k, plain_rows)
+        self._session.open(sizes, lambda most: self._made(library, most))
+
+    def _made(self, library: ModuleType, sizes: tuple[int, ...]) -> Surface:
+        most, hidden, top_k, plain_rows = sizes
         needed = {
-            "group": context.comm.library_group(),
-            "num_max_tokens_per_rank": context.max_num_tokens,
-            "hidden": self._hidden,
-            "num_topk": context.top_k,
-            "use_fp8_dispatch": isinstance(context.wire, Fp8Block),
+            "group": self.context.comm.library_group(),
+            "num_max_tokens_per_rank": most,
+            "hidden": hidden,
+            "num_topk": top_k,
+            "use_fp8_dispatch": not plain_rows,
         }
-        with self._session.call("set-up"):
-            buffer = Call(library.ElasticBuffer, list(needed))(needed, {"explicitly_destroy": False})
-        self._dispatch = Call(buffer.dispatch, ["do_expand", "do_cpu_sync", "async_with_compute_stream"])
-        self._combine = Call(buffer.combine, ["handle", "async_with_compute_stream"])
+        buffer = Call(library.ElasticBuffer, list(needed))(needed, {"explicitly_destroy": False})
+        dispatch = Call(buffer.dispatch, ["do_expand", "do_cpu_sync", self.later])
+        return Surface(dispatch, Call(buffer.combine, ["handle", self.later]))
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts."""
@@ -92,48 +86,28 @@ class ElasticTransport(PrepareFinalize):
             "num_max_tokens_per_rank": c.max_num_tokens,
             "do_expand": self.expand,
             "do_cpu_sync": not capturing(c.device),
-            "async_with_compute_stream": True,
+            self.later: True,
         }
         with c.spans.span("dispatch"):
+            buffer = self._session.buffer
             with self._session.call("dispatch"):
-                rows, slots, weights, handle, event = self._dispatch(needed, {"expert_alignment": 1})
+                rows, slots, weights, handle, event = buffer.dispatch(needed, {"expert_alignment": 1})
             yield InFlight("dispatch")
-            with self._session.call("dispatch"):
-                event.current_stream_wait()
-            return self._tokens(from_library(rows, c.wire, c.hidden_size), slots, weights, handle)
+            self._wait(event, "dispatch")
+            return self._tokens(from_library(rows, c.wire, c.hidden_size), slots, weights, WayHome(buffer, handle))
 
-    def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor, weights_RK: Tensor, handle: Any) -> Tokens:
+    def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor, weights_RK: Tensor, home: WayHome) -> Tokens:
         """Rows behind the last that came hold anything at all, and weights are those of all ranks' experts."""
-        came = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        came = home.handle.psum_num_recv_tokens_per_scaleup_rank[-1]
         number_R = torch.arange(len(slots_RK), dtype=torch.int32, device=slots_RK.device)
         mine_RK = (number_R < came)[:, None] & (slots_RK >= 0)
         slots_RK, weights_RK = torch.where(mine_RK, slots_RK, -1), torch.where(mine_RK, weights_RK, 0.0)
-        return RowTokens(x_RH, slots_RK.to(torch.int32), weights_RK, self.context.num_slots, handle=WayHome(handle))
-
-    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Send rows home, where the library adds them up."""
-        c, home = self.context, tokens.handle
-        assert isinstance(home, WayHome)
-        y_RH = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()
-        with c.spans.span("combine"):
-            with self._session.call("combine"):
-                needed = {"x": y_RH, "handle": home.handle, "async_with_compute_stream": True}
-                total_TH, _, event = self._combine(needed)
-            yield InFlight("combine")
-            with self._session.call("combine"):
-                event.current_stream_wait()
-            y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
-            return y_TH
+        return RowTokens(x_RH, slots_RK.to(torch.int32), weights_RK, self.context.num_slots, handle=home)
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
         """The same rows as V1, in one launch each way."""
         return one_row_a_rank(problem, collectives=2)
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """All tokens of all ranks may want an expert of this one."""
-        return problem.num_tokens * problem.ranks
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
@@ -147,7 +121,7 @@ class ElasticTransport(PrepareFinalize):
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Every limit: ranks, experts, top-k, number formats."""
-        reasons = [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
+        reasons = super().reasons_against(problem)
         for code, what, have, most in (
             ("ranks", "ranks", problem.ranks, ELASTIC_RANKS),
             ("experts", "physical experts", problem.slots * problem.ranks, ELASTIC_EXPERTS),
@@ -163,17 +137,9 @@ class ElasticTransport(PrepareFinalize):
 class DeepEPElastic(ElasticTransport):
     """DeepEP V2 with rows; for every phase."""
 
-    traits: ClassVar[TransportTraits] = TransportTraits(
+    traits: ClassVar[TransportTraits] = replace(
+        DEEPEP,
         summary="DeepEP V2, one copy of a token per rank, small buffers; for prefill and decoding alike",
-        kinds=frozenset({"cuda"}),
-        min_arch=(9, 0),
-        library="deep_ep",
-        extra="pip install sgl-deep-ep, or build DeepEP",
-        produces=RowTokens,
-        wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8"}),
-        min_ranks=2,
-        blocking=True,
         deterministic=False,
     )
 
@@ -183,29 +149,22 @@ class DeepEPElasticGrouped(ElasticTransport):
     """DeepEP V2 with rows grouped by expert; for experts that multiply them as they lie."""
 
     expand: ClassVar[bool] = True
-    traits: ClassVar[TransportTraits] = TransportTraits(
+    traits: ClassVar[TransportTraits] = replace(
+        DeepEPElastic.traits,
         summary="DeepEP V2, rows arrive grouped by expert, nothing is permuted; for prefill",
-        kinds=frozenset({"cuda"}),
-        min_arch=(9, 0),
-        library="deep_ep",
-        extra="pip install sgl-deep-ep, or build DeepEP",
         produces=GroupedTokens,
         wants=OutputStage.WEIGHTED,
-        wire=frozenset({"plain", "fp8"}),
-        min_ranks=2,
-        blocking=True,
-        deterministic=False,
         graph_safe=False,  # rows without gaps need their number on the host
     )
 
-    def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor | None, weights_RK: Tensor, handle: Any) -> Tokens:
+    def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor | None, weights_RK: Tensor, home: WayHome) -> Tokens:
         """Groups lie without gaps, as they are aligned to one row; each assignment has a row of its own."""
         del slots_RK
-        upto_L = handle.psum_num_recv_tokens_per_expert[: self.context.num_slots].to(torch.int64)
+        upto_L = home.handle.psum_num_recv_tokens_per_expert[: self.context.num_slots].to(torch.int64)
         counts_L = upto_L.diff(prepend=torch.zeros_like(upto_L[:1]))
         rows = len(weights_RK)
         row_N = torch.arange(rows, dtype=torch.int64, device=weights_RK.device)
-        return GroupedTokens(x_RH, counts_L, row_N, weights_RK, rows, handle=WayHome(handle))
+        return GroupedTokens(x_RH, counts_L, row_N, weights_RK, rows, handle=home)
 
     @classmethod
     def max_rows(cls, problem: Problem) -> int:

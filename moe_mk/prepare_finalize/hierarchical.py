@@ -7,6 +7,12 @@ The choice where links between nodes are much slower than inside one, above all 
     gather     sums return to the relay, which adds those of its node in rank order, in f32
     combine    one row a token and node goes home, where nodes are added in their order, in f32
 
+With `kernel.relay_tokens` tokens travel in pieces of so many, and both levels are a pipeline: piece 1 crosses while
+piece 0 is relayed, and the other way round on the way home. The pieces change no bit of a token.
+
+    between nodes   | piece 0 | piece 1 | piece 2 |                   as many pieces for every number of tokens,
+    inside a node             | piece 0 | piece 1 | piece 2 |         since all ranks make the same calls
+
 Ranks of different nodes talk only if they have equal places. The scheme is that of CANN's layered dispatch, of DeepEP's
 internode kernels and of its hybrid mode; here it runs over any communicator, with nodes as data.
 """
@@ -14,7 +20,6 @@ internode kernels and of its hybrid mode; here it runs over any communicator, wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -24,31 +29,12 @@ from moe_mk.comm.traffic import Nodes
 from moe_mk.comm.traffic_model import expected_groups
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import UnsupportedError
-from moe_mk.flight import Flight
+from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.hierarchical_legs import Leg, WayHome, added, joined
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES, pack, packed_row_bytes, unpack
 from moe_mk.quant.wire import from_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
-
-
-@dataclass(frozen=True)
-class Leg:
-    """One exchange of rows: which of the held rows went where, and how many came back from where."""
-
-    row_X: Tensor
-    """int64. The held row behind each row sent, peer by peer, ascending inside one."""
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    held: int
-    """Rows that were there to choose from."""
-
-
-@dataclass(frozen=True)
-class WayHome:
-    """How sums find back: the leg between nodes, then the leg inside this one."""
-
-    between: Leg
-    within: Leg
 
 
 @PREPARE_FINALIZE.register("hierarchical")
@@ -73,6 +59,7 @@ class Hierarchical(PrepareFinalize):
         self.nodes, self._node, place = nodes, nodes.node_of_W[rank], nodes.local_index(rank)
         self._relays = [nodes.members(node)[place] for node in range(nodes.num_nodes)]
         """Of each node the rank of this rank's place; this rank itself in its own."""
+        self._relay_of = {node: relay for node, relay in enumerate(self._relays) if node != self._node}
         self._members = list(nodes.members(self._node))
         node_of_W = torch.tensor(nodes.node_of_W, dtype=torch.int64, device=context.device)
         self._node_of_P = node_of_W[context.tables.rank_of_P.long()]
@@ -83,48 +70,84 @@ class Hierarchical(PrepareFinalize):
         rows_TB = pack(self.encode(x_TH), routing.ids_TK.to(torch.int32), routing.weights_TK.to(torch.float32))
         with c.spans.span("dispatch"):
             node_TK = torch.where(routing.ids_TK >= 0, self._node_of_P[routing.ids_TK.clamp_min(0).long()], -1)
-            remote = [node for node in range(self.nodes.num_nodes) if node != self._node]
-            between, arrived_XB = yield from self._exchange(
-                rows_TB, node_TK, dict(zip(remote, self._others(self._relays), strict=True)), self._relays, "dispatch"
-            )
-            held_XB = self._in_node_order(rows_TB, arrived_XB, between)
-            within, arrived_RB = yield from self._exchange(
-                held_XB, self._rank_of(held_XB), dict(zip(self._members, self._members, strict=True)), self._members,
-                "relay",
-            )  # fmt: skip
-            x_RH, physical_RK, weights_RK = unpack(arrived_RB, c.wire, c.hidden_size, c.top_k)
-            return self.local_rows(x_RH, physical_RK, weights_RK, handle=WayHome(between, within))
+            pieces = [rows_TB[cut] for cut in self._cuts(x_TH.shape[0])]
+            lists = [self._wanted(node_TK[cut], self._relay_of) for cut in self._cuts(x_TH.shape[0])]
+            legs = yield from self._told(lists, self._relays, pieces, "dispatch counts")
+            ways, arrived = [], []
+            crossing = self._begin(pieces[0][legs[0].row_X], legs[0].sent, legs[0].received, "dispatch")
+            yield InFlight("dispatch")
+            for number, (piece_TB, between) in enumerate(zip(pieces, legs, strict=True)):
+                landed_XB = yield from crossing
+                if number + 1 < len(pieces):
+                    after = legs[number + 1]
+                    crossing = self._begin(pieces[number + 1][after.row_X], after.sent, after.received, "dispatch")
+                held_XB = self._in_node_order(piece_TB, landed_XB, between)
+                lists = [self._wanted(self._rank_of(held_XB), {rank: rank for rank in self._members})]
+                (within,) = yield from self._told(lists, self._members, [held_XB], "relay counts")
+                rows_XB = held_XB[within.row_X]
+                arrived.append((yield from c.comm.all_to_all(rows_XB, within.sent, within.received, "relay")))
+                ways.append(WayHome(between, within))
+            x_RH, physical_RK, weights_RK = unpack(joined(arrived), c.wire, c.hidden_size, c.top_k)
+            return self.local_rows(x_RH, physical_RK, weights_RK, handle=tuple(ways))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Return sums to the relays, add up those of this node, send them home, and add up the nodes."""
-        home, comm = tokens.handle, self.context.comm
-        assert isinstance(home, WayHome)
+        comm, ways, dtype = self.context.comm, tokens.handle, output.y.dtype
+        assert isinstance(ways, tuple)
         with self.context.spans.span("combine"):
-            back_XH = yield from comm.all_to_all(output.y, home.within.received, home.within.sent, "gather")
-            partial_XH = _added(back_XH, home.within)
-            before = sum(home.between.received[: comm.rank])  # rows of earlier nodes lie before this rank's tokens
-            own = slice(before, before + home.between.held)
-            foreign_XH = torch.cat((partial_XH[: own.start], partial_XH[own.stop :])).to(output.y.dtype)
-            parts_XH = yield from comm.all_to_all(foreign_XH, home.between.received, home.between.sent, "combine")
-            return self._sum_of_nodes(partial_XH[own], parts_XH, home.between).to(output.y.dtype)
+            parts = torch.split(output.y, [sum(home.within.received) for home in ways])
+            crossing: Flight[Tensor] | None = None
+            totals: list[Tensor] = []
+            for home, part_RH in zip(ways, parts, strict=True):
+                back_XH = yield from comm.all_to_all(part_RH, home.within.received, home.within.sent, "gather")
+                if crossing is not None:
+                    totals.append((yield from crossing))
+                crossing = self._home(added(back_XH, home.within), home.between, dtype)
+                next(crossing)
+            assert crossing is not None
+            yield InFlight("combine")
+            return joined([*totals, (yield from crossing)])
 
-    def _exchange(
-        self, rows_XB: Tensor, place_XK: Tensor, peer_of: dict[int, int], talks_to: Sequence[int], phase: str
-    ) -> Flight[tuple[Leg, Tensor]]:
-        """Send each row to every peer whose place (key of peer_of) it names; only ranks of `talks_to` are spoken to."""
-        comm = self.context.comm
-        wanted = [torch.nonzero((place_XK == place).any(dim=1)).flatten() for place in peer_of]
-        row_of = dict(zip(peer_of.values(), wanted, strict=True))
-        sent = [len(row_of[peer]) if peer in row_of else 0 for peer in range(comm.size)]
+    def _home(self, partial_XH: Tensor, between: Leg, dtype: torch.dtype) -> Flight[Tensor]:
+        """Send the sums of foreign tokens home, and add up the nodes of this rank's own."""
+        before = sum(between.received[: self.context.comm.rank])  # rows of earlier nodes lie before this rank's tokens
+        own = slice(before, before + between.held)
+        foreign_XH = torch.cat((partial_XH[: own.start], partial_XH[own.stop :])).to(dtype)
+        parts_XH = yield from self.context.comm.all_to_all(foreign_XH, between.received, between.sent, "combine")
+        return self._sum_of_nodes(partial_XH[own], parts_XH, between).to(dtype)
+
+    def _begin(self, rows_XB: Tensor, sent: Sequence[int], received: Sequence[int], phase: str) -> Flight[Tensor]:
+        """A flight that is in the air already; its first hop is left to whatever flies meanwhile."""
+        flight = self.context.comm.all_to_all(rows_XB, sent, received, phase)
+        next(flight)
+        return flight
+
+    def _cuts(self, num_tokens: int) -> list[slice]:
+        """Equally many pieces for any number of tokens, the last ones perhaps empty."""
+        step = self.context.relay_tokens or self.context.max_num_tokens
+        ends = range(step, self.context.max_num_tokens, step)
+        return [slice(end - step, end) for end in ends] + [slice(ends[-1] if ends else 0, num_tokens)]
+
+    def _wanted(self, place_XK: Tensor, peer_of: dict[int, int]) -> dict[int, Tensor]:
+        """For each peer the rows that name its place, the key of `peer_of`."""
+        return {peer: torch.nonzero((place_XK == place).any(dim=1)).flatten() for place, peer in peer_of.items()}
+
+    def _told(
+        self, lists: Sequence[dict[int, Tensor]], talks_to: Sequence[int], held: Sequence[Tensor], phase: str
+    ) -> Flight[list[Leg]]:
+        """Legs of several exchanges, once peers have told how many rows come; only `talks_to` are spoken to."""
+        comm, none = self.context.comm, torch.empty(0, dtype=torch.int64, device=held[0].device)
+        sent_XW = [[len(row_of.get(peer, none)) for peer in range(comm.size)] for row_of in lists]
         ones = [int(peer in talks_to) for peer in range(comm.size)]
-        counts = torch.tensor([[sent[peer]] for peer in talks_to], dtype=torch.int64, device="cpu")
+        mine = torch.tensor([[sent[peer] for sent in sent_XW] for peer in talks_to], dtype=torch.int64, device="cpu")
         # Counts first: peers must size their buffers before rows arrive.
-        told = yield from comm.all_to_all(counts, ones, ones, f"{phase} counts")
-        told_by = dict(zip(talks_to, told.flatten().tolist(), strict=True))
-        received = [told_by.get(peer, 0) for peer in range(comm.size)]
-        row_X = torch.cat([row_of[peer] for peer in sorted(row_of)]) if row_of else _no_rows(rows_XB)
-        arrived_XB = yield from comm.all_to_all(rows_XB[row_X], sent, received, phase)
-        return Leg(row_X, tuple(sent), tuple(received), rows_XB.shape[0]), arrived_XB
+        theirs = yield from comm.all_to_all(mine, ones, ones, phase)
+        told_by = dict(zip(talks_to, theirs.tolist(), strict=True))
+        received_XW = [[told_by[p][n] if p in told_by else 0 for p in range(comm.size)] for n in range(len(lists))]
+        return [
+            Leg(torch.cat([row_of[peer] for peer in sorted(row_of)] or [none]), tuple(sent), tuple(received), len(rows))
+            for row_of, sent, received, rows in zip(lists, sent_XW, received_XW, held, strict=True)
+        ]
 
     def _in_node_order(self, own_TB: Tensor, arrived_XB: Tensor, between: Leg) -> Tensor:
         """Rows that this rank relays: by node they come from, its own tokens at the place of its node."""
@@ -164,7 +187,9 @@ class Hierarchical(PrepareFinalize):
         far = tokens * expected_groups(model.num_experts, top_k, nodes) * (nodes - 1) / nodes
         per_node = ranks / nodes
         near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
-        return Volume(far + near, far + near, 6, far_rows=far)
+        kernel = problem.config.kernel
+        pieces = -(-kernel.max_num_tokens // (kernel.relay_tokens or kernel.max_num_tokens))
+        return Volume(far + near, far + near, 1 + 5 * pieces, far_rows=far, pipelined=pieces > 1)
 
     @classmethod
     def max_rows(cls, problem: Problem) -> int:
@@ -194,16 +219,3 @@ def _reasons_of_sizes(nodes: Nodes) -> list[Reason]:
         return []
     sizes = ", ".join(map(str, nodes.sizes))
     return [Reason("fabric", f"needs nodes of equal size, these have {sizes} ranks", "parallel.ranks_per_node")]
-
-
-def _added(back_XH: Tensor, within: Leg) -> Tensor:
-    """Sums of each held row over the ranks of this node, in rank order, in f32."""
-    total_XH = torch.zeros((within.held, back_XH.shape[1]), dtype=torch.float32, device=back_XH.device)
-    sizes = list(within.sent)
-    for row_X, part_XH in zip(torch.split(within.row_X, sizes), torch.split(back_XH, sizes), strict=True):
-        total_XH[row_X] += part_XH  # a row is at most once in each part
-    return total_XH
-
-
-def _no_rows(like: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.int64, device=like.device)

@@ -9,13 +9,11 @@ Inside one node a call can be captured: it then takes room for the worst routing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.deepep_limits import (
@@ -28,54 +26,40 @@ from moe_mk.external.deepep_limits import (
 from moe_mk.external.device import capturing
 from moe_mk.external.library import find, load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, Volume
-from moe_mk.prepare_finalize.even_numbers import EvenNumbers
+from moe_mk.prepare_finalize.base import TransportContext, Volume
 from moe_mk.prepare_finalize.library_calls import Call
 from moe_mk.prepare_finalize.library_rows import (
-    bf16_reasons,
-    fp8_reasons,
     from_library,
     no_more_tokens,
     one_row_a_rank,
     padded_row,
     to_library,
 )
-from moe_mk.prepare_finalize.row_payloads import LibrarySession
-from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
+from moe_mk.prepare_finalize.row_kernels import RowKernels, Surface, WayHome
+from moe_mk.tokens import Routing, RowTokens, Tokens
 
 LAYOUT = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank")
 """What a layout consists of, in the order in which it is returned."""
 
 
-@dataclass(frozen=True)
-class WayHome:
-    """The library's handle of one dispatch."""
-
-    handle: object
-
-
-class HighThroughputTransport(PrepareFinalize):
+class HighThroughputTransport(RowKernels):
     """One row a token and rank, in the order of ranks and tokens."""
 
+    kernels: ClassVar[str] = "high throughput"
+    later: ClassVar[str] = "async_finish"
     surface: ClassVar[str] = ""
     """The module with the library's `Buffer`, where that is not the library itself."""
 
     def __init__(self, context: TransportContext) -> None:
-        """Make the library's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
+        """Find or make the group's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
         super().__init__(context)
-        self._numbers = EvenNumbers(context)
-        self._hidden = padded_row(context.hidden_size, HIGH_THROUGHPUT_ROW_BYTES)
         library = load(self.traits.library, allow_emulated=context.allow_emulated)
         if not hasattr(library, "Buffer") and self.surface:
             library = find(self.surface)
         self._ids_dtype = getattr(library, "topk_idx_t", torch.int64)
-        self._session = LibrarySession(context, self.traits.library)
         with self._session.call("set-up"):
-            buffer = self._open(library)
-        self._layout = Call(buffer.get_dispatch_layout, ["topk_idx", "num_experts"])
-        needs = [*LAYOUT, "topk_idx", "topk_weights", "async_finish"]
-        self._dispatch = Call(buffer.dispatch, needs)
-        self._combine = Call(buffer.combine, ["handle", "async_finish"])
+            sizes = self._sizes(library)
+        self._session.open(sizes, lambda most: self._made(library, most))
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts."""
@@ -86,15 +70,17 @@ class HighThroughputTransport(PrepareFinalize):
         weights_TK = routing.weights_TK.to(torch.float32).contiguous()
         worst = c.comm.size * c.max_num_tokens if capturing(c.device) else 0
         with c.spans.span("dispatch"):
+            buffer = self._session.buffer
+            assert buffer.layout is not None
             with self._session.call("dispatch"):
-                *layout, _ = self._layout({"topk_idx": ids_TK, "num_experts": self._numbers.total})
-                received, slots_RK, weights_RK, _, handle, event = self._dispatch(
+                *layout, _ = buffer.layout({"topk_idx": ids_TK, "num_experts": self._numbers.total})
+                received, slots_RK, weights_RK, _, handle, event = buffer.dispatch(
                     {
                         "x": rows,
                         **dict(zip(LAYOUT, layout, strict=True)),
                         "topk_idx": ids_TK,
                         "topk_weights": weights_TK,
-                        "async_finish": True,
+                        self.later: True,
                     },
                     {"expert_alignment": 1, "num_worst_tokens": worst},
                 )
@@ -102,46 +88,31 @@ class HighThroughputTransport(PrepareFinalize):
             self._wait(event, "dispatch")
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
             x_RH = from_library(received, c.wire, c.hidden_size)
-            return RowTokens(x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, handle=WayHome(handle))
+            return RowTokens(x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, handle=WayHome(buffer, handle))
 
-    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Send sums home, where the library adds them up."""
-        c, home = self.context, tokens.handle
-        assert isinstance(home, WayHome)
-        y_RH = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()
-        with c.spans.span("combine"):
-            with self._session.call("combine"):
-                total_TH, _, event = self._combine({"x": y_RH, "handle": home.handle, "async_finish": True})
-            yield InFlight("combine")
-            self._wait(event, "combine")
-            y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
-            return y_TH
-
-    def _open(self, library: ModuleType) -> Any:
-        """The library's buffer, of the size its own configs ask for."""
+    def _sizes(self, library: ModuleType) -> tuple[int, int]:
+        """Bytes over NVLink and RDMA that the library's own configs ask for."""
         ranks, row = self.context.comm.size, 2 * self._hidden
         configs = library.Buffer.get_dispatch_config(ranks), library.Buffer.get_combine_config(ranks)
-        needed = {
-            "group": self.context.comm.library_group(),
-            "num_nvl_bytes": max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs),
-            "num_rdma_bytes": max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs),
-        }
-        return Call(library.Buffer, list(needed))(needed, {"explicitly_destroy": False})
+        return (
+            max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs),
+            max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs),
+        )
 
-    def _wait(self, event: Any, phase: str) -> None:
-        with self._session.call(phase):
-            if getattr(event, "event", None) is not None:
-                event.current_stream_wait()
+    def _made(self, library: ModuleType, sizes: tuple[int, ...]) -> Surface:
+        near, far = sizes
+        needed = {"group": self.context.comm.library_group(), "num_nvl_bytes": near, "num_rdma_bytes": far}
+        buffer = Call(library.Buffer, list(needed))(needed, {"explicitly_destroy": False})
+        return Surface(
+            Call(buffer.dispatch, [*LAYOUT, "topk_idx", "topk_weights", self.later]),
+            Call(buffer.combine, ["handle", self.later]),
+            Call(buffer.get_dispatch_layout, ["topk_idx", "num_experts"]),
+        )
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
         """A row to each distinct rank and back, after counts."""
         return one_row_a_rank(problem, collectives=3)
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """All tokens of all ranks may want an expert of this one."""
-        return problem.num_tokens * problem.ranks
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
@@ -156,7 +127,7 @@ class HighThroughputTransport(PrepareFinalize):
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Every limit: ranks and how they lie on nodes, graphs, number formats."""
-        reasons = [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
+        reasons = super().reasons_against(problem)
         ranks, per_node = problem.ranks, problem.ep_ranks_per_node
         if ranks > 1 and ranks not in HIGH_THROUGHPUT_CHUNKS:
             tuned = ", ".join(map(str, HIGH_THROUGHPUT_CHUNKS))

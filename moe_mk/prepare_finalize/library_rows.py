@@ -8,11 +8,11 @@ from torch.nn.functional import pad
 
 from moe_mk.comm.traffic_model import expected_groups
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.errors import ShapeError
+from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.external.deepep_limits import SCALE_GROUP, up_to
 from moe_mk.prepare_finalize.base import Volume
 from moe_mk.quant.fp8_block import Fp8Block
-from moe_mk.quant.plain import BF16
+from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
 SCALES_IN_WORD = 4
@@ -23,6 +23,14 @@ def no_more_tokens(x_TH: Tensor, most: int) -> None:
     """Raise ShapeError for more tokens than the buffer was made for."""
     if len(x_TH) > most:
         raise ShapeError(f"{len(x_TH)} tokens exceed kernel.max_num_tokens={most}; raise it or bring fewer")
+
+
+def expect_wire(wire: QuantScheme, library: str) -> None:
+    """Raise UnsupportedError for rows in a format that the kernels do not know."""
+    if isinstance(wire, Plain) or (isinstance(wire, Fp8Block) and wire.block == (1, SCALE_GROUP)):
+        return
+    carried = f"it carries bf16, and FP8 with a scale for every {SCALE_GROUP} channels"
+    raise UnsupportedError(f"{library} cannot carry {wire.name} rows", [f"{carried} [kernel.wire = plain]"])
 
 
 def to_library(x_TH: QuantTensor, hidden: int) -> Tensor | tuple[Tensor, Tensor]:

@@ -33,8 +33,8 @@ from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, Volume
 from moe_mk.prepare_finalize.even_numbers import EvenNumbers
 from moe_mk.prepare_finalize.library_calls import Call
-from moe_mk.prepare_finalize.library_rows import bf16_reasons, fp8_reasons, no_more_tokens
-from moe_mk.prepare_finalize.row_payloads import LibrarySession
+from moe_mk.prepare_finalize.library_rows import bf16_reasons, expect_wire, fp8_reasons, no_more_tokens
+from moe_mk.prepare_finalize.library_session import LibrarySession
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, Routing, Tokens
@@ -58,6 +58,27 @@ class Dialect:
         return min((length for length in self.hidden if length >= hidden_size), default=None)
 
 
+@dataclass
+class Surface:
+    """One buffer and the calls on it."""
+
+    buffer: Any
+    dispatch: Call
+    combine: Call
+    away_W: Tensor | None = None
+    """bool. Ranks that take no part at the moment; None where a library has no such."""
+
+    @classmethod
+    def of(cls, buffer: Any) -> Surface:
+        """Those that the adapter needs. Raises UnsupportedError for a build without them."""
+        needs = ["num_max_dispatch_tokens_per_rank", "use_fp8", "return_recv_hook"]
+        return cls(
+            buffer,
+            Call(buffer.low_latency_dispatch, needs),
+            Call(buffer.low_latency_combine, ["topk_weights", "handle", "return_recv_hook"]),
+        )
+
+
 @dataclass(frozen=True)
 class WayHome:
     """What combine must be given: the library's handle, and this rank's own ids and weights."""
@@ -73,32 +94,31 @@ class LowLatencyTransport(PrepareFinalize):
     dialect: ClassVar[Dialect]
 
     def __init__(self, context: TransportContext) -> None:
-        """Make the library's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
+        """Find or make the group's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
         super().__init__(context)
+        expect_wire(context.wire, self.traits.library)
         hidden = self.dialect.hidden_for(context.hidden_size)
         if hidden is None:
             longest = f"the longest that {self.traits.library} is built for is {max(self.dialect.hidden)}"
             raise UnsupportedError(f"rows of {context.hidden_size} cannot travel", [longest])
         self._hidden, self._numbers = hidden, EvenNumbers(context)
         self._max_tokens = low_latency_tokens(context.max_num_tokens, context.comm.size)
-        self._in_flight = 0
         library = load(self.traits.library, allow_emulated=context.allow_emulated)
         if not hasattr(library, "Buffer") and self.dialect.surface:
             library = find(self.dialect.surface)
         self._ids_dtype = getattr(library, "topk_idx_t", torch.int64)
-        self._session = LibrarySession(context, self.traits.library)
+        # Kernels find flags and rows by all three, so that layers which differ in any cannot use one buffer in turn.
+        geometry = ("low latency", self._max_tokens, hidden, self._numbers.total)
+        self._session: LibrarySession[Surface] = LibrarySession(context, self.traits.library, geometry)
         with self._session.call("set-up"):
-            buffer = self._open(library)
-        self._dispatch = Call(
-            buffer.low_latency_dispatch, ["num_max_dispatch_tokens_per_rank", "use_fp8", "return_recv_hook"]
-        )
-        self._combine = Call(buffer.low_latency_combine, ["topk_weights", "handle", "return_recv_hook"])
+            num_bytes = self._bytes_by(library)
+        self._session.open((num_bytes,), lambda most: Surface.of(self._open(library, *most)))
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to a slot of each of its experts. Raises UnsupportedError for a third call in flight."""
         c = self.context
         no_more_tokens(x_TH, c.max_num_tokens)
-        ids_TK = self._numbers.of(routing.ids_TK).to(self._ids_dtype).contiguous()
+        ids_TK = self._numbers_of(routing.ids_TK).to(self._ids_dtype).contiguous()
         needed = {
             "x": pad(x_TH, (0, self._hidden - c.hidden_size)).contiguous(),
             "topk_idx": ids_TK,
@@ -110,9 +130,9 @@ class LowLatencyTransport(PrepareFinalize):
         ue8m0 = isinstance(c.wire, Fp8Block) and c.wire.ue8m0
         options = {"round_scale": ue8m0, "use_ue8m0": ue8m0}
         with c.spans.span("dispatch"):
-            self._one_more("dispatch")
+            self._expect_turn("dispatch")
             with self._session.call("dispatch"):
-                rows, counts_L, handle, _, hook = self._dispatch(needed, options)
+                rows, counts_L, handle, _, hook = self._session.buffer.dispatch(needed, options)
             yield from self._arrival(hook, "dispatch")
             home = WayHome(handle, ids_TK, routing.weights_TK.to(torch.float32).contiguous())
             return BatchedTokens(self._as_wire(rows), counts_L[: c.num_slots].to(torch.int64), home=None, handle=home)
@@ -131,19 +151,23 @@ class LowLatencyTransport(PrepareFinalize):
             "return_recv_hook": True,
         }
         with c.spans.span("combine"):
-            self._one_more("combine")
+            self._expect_turn("combine")
             with self._session.call("combine"):
-                total_TH, _, hook = self._combine(needed)
+                total_TH, _, hook = self._session.buffer.combine(needed)
             yield from self._arrival(hook, "combine")
             y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
             return y_TH
 
-    def _open(self, library: ModuleType) -> Any:
+    def _numbers_of(self, physical_TK: Tensor) -> Tensor:
+        """The library's numbers of experts; -1 goes nowhere."""
+        return self._numbers.of(physical_TK)
+
+    def _open(self, library: ModuleType, num_bytes: int) -> Any:
         """The library's buffer, of the size it asks for itself."""
         c = self.context
         needed = {
             "group": c.comm.library_group(),
-            "num_rdma_bytes": self._bytes_by(library),
+            "num_rdma_bytes": num_bytes,
             "low_latency_mode": True,
             "num_qps_per_rank": self._numbers.per_rank,
         }
@@ -154,19 +178,19 @@ class LowLatencyTransport(PrepareFinalize):
         hint: Callable[..., int] = getattr(library.Buffer, self.dialect.size_hint)
         return hint(self._max_tokens, self._hidden, self.context.comm.size, self._numbers.total)
 
-    def _one_more(self, phase: str) -> None:
-        """The library has two buffers that take turns: a third operation would overwrite the first."""
-        if self._in_flight >= LOW_LATENCY_IN_FLIGHT:
+    def _expect_turn(self, phase: str) -> None:
+        """The library has two buffers that take turns: a third operation, of whichever layer, would overwrite one."""
+        if self._session.kept.in_flight >= LOW_LATENCY_IN_FLIGHT:
             way_out = "run at most two micro-batches at once"
             raise UnsupportedError(f"{self.traits.library} has two operations in flight already, {phase}", [way_out])
-        self._in_flight += 1
 
     def _arrival(self, hook: Callable[[], None], phase: str) -> Flight[None]:
         """Leave the flight alone once, then receive; also where the flight is given up, so that the buffer is free."""
+        self._session.kept.in_flight += 1
         try:
             yield InFlight(phase)
         finally:
-            self._in_flight -= 1
+            self._session.kept.in_flight -= 1
             with self._session.call(phase):
                 hook()
 

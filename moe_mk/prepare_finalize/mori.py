@@ -6,8 +6,8 @@ The choice on MI300X and its successors.
     arrival    rows in the operator's memory, room for every token of every rank, the first `total` of them in any order
     combine    sums back to their tokens, found by the ids that this rank dispatched
 
-All that the operator returns is overwritten by its next call, so that each call in flight has an operator of its own
-and results are copied out. Source of the API: mori.ops of ROCm/mori as of August 2026.
+All that the operator returns is overwritten by its next call, so that each call in flight has an operator of its own,
+whichever layer it is of, and results are copied out. Source of the API: mori.ops of ROCm/mori as of August 2026.
 """
 
 from __future__ import annotations
@@ -20,34 +20,26 @@ from torch import Tensor
 
 from moe_mk.comm.traffic_model import expected_groups
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.errors import CommError
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.even_numbers import EvenNumbers
-from moe_mk.prepare_finalize.row_payloads import LibrarySession, expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.library_session import Lane, LibrarySession
+from moe_mk.prepare_finalize.row_payloads import expect_room, payloads_of, rows_of
 from moe_mk.quant.plain import BF16, FP32
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 LIBRARY = "mori"
 MOST_TOP_K = 9
 CARRIES = (BF16, FP32)
-MOST_LANES = 8
-
-
-@dataclass
-class Lane:
-    """One operator and whether a call is under way in it."""
-
-    operator: Any
-    busy: bool = False
 
 
 @dataclass(frozen=True)
 class WayHome:
-    """The lane of a dispatch and the ids that it was given."""
+    """The lane of a dispatch, its call there, and the ids that it was given."""
 
-    lane: Lane
+    lane: Lane[Any]
+    call: int
     ids_TK: Tensor
 
 
@@ -69,16 +61,14 @@ class Mori(PrepareFinalize):
     )
 
     def __init__(self, context: TransportContext) -> None:
-        """Join the symmetric heap and make the first operator, together with all ranks."""
+        """Join the symmetric heap and see that there is an operator, together with all ranks."""
         super().__init__(context)
         self._ops = load("mori.ops", allow_emulated=context.allow_emulated)
         self._shmem = load("mori.shmem", allow_emulated=context.allow_emulated)
         self._numbers = EvenNumbers(context)
-        self._session = LibrarySession(context, LIBRARY)
-        empty_TH = torch.empty((0, context.hidden_size), dtype=context.dtype.dtype, device=context.device)
-        self._row = payloads_of(context.wire.quantize(empty_TH))
-        self._lanes: list[Lane] = []
-        self._open_lane("open")
+        geometry = tuple(self._settings().values())
+        self._session: LibrarySession[Any] = LibrarySession(context, LIBRARY, geometry)
+        self._session.see_one_lane(self._operator)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts."""
@@ -87,13 +77,12 @@ class Mori(PrepareFinalize):
         x_wire = self.encode(x_TH)
         values_TX, *scales = payloads_of(x_wire)
         with c.spans.span("dispatch"):
-            lane = next((lane for lane in self._lanes if not lane.busy), None) or self._open_lane("dispatch")
-            lane.busy = True
-            ids_TK = self._numbers.of(routing.ids_TK).contiguous()
+            lane = self._session.take("dispatch", self._operator)
+            home = WayHome(lane, lane.call, self._numbers.of(routing.ids_TK).contiguous())
             weights_TK = routing.weights_TK.to(torch.float32).contiguous()
             with self._session.call("dispatch"):
-                values_RX, weights_RK, scales_RX, ids_RK, total = lane.operator.dispatch(
-                    values_TX.view(x_wire.values.dtype), weights_TK, scales[0] if scales else None, ids_TK
+                values_RX, weights_RK, scales_RX, ids_RK, total = lane.buffer.dispatch(
+                    values_TX.view(x_wire.values.dtype), weights_TK, scales[0] if scales else None, home.ids_TK
                 )
             yield InFlight("dispatch")
             parts = [values_RX] if scales_RX is None else [values_RX, scales_RX]
@@ -101,50 +90,49 @@ class Mori(PrepareFinalize):
             row_R1 = torch.arange(len(ids_RK), dtype=total.dtype, device=total.device)[:, None]
             slots_RK = torch.where(row_R1 < total, self._numbers.slots(ids_RK), -1)
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
-            return RowTokens(rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=WayHome(lane, ids_TK))
+            return RowTokens(rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=home)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back, and add up those of this rank's tokens."""
         home, c = tokens.handle, self.context
         assert isinstance(home, WayHome)
-        if not home.lane.busy:
-            raise CommError("these tokens were finalized before", rank=c.comm.rank, phase="combine")
+        self._session.expect_open(home.lane, home.call)
         with c.spans.span("combine"):
             with self._session.call("combine"):
-                padded, _ = home.lane.operator.combine(output.y.contiguous(), None, home.ids_TK)
+                padded, _ = home.lane.buffer.combine(output.y.contiguous(), None, home.ids_TK)
             yield InFlight("combine")
             y_TH: Tensor = padded[: len(home.ids_TK)].clone()
             home.lane.busy = False
             return y_TH
 
-    def _open_lane(self, phase: str) -> Lane:
-        """One more operator; every rank makes it at the same call."""
+    def _settings(self) -> dict[str, Any]:
+        """Arguments of an operator's config; layers that have all in common share operators."""
         c = self.context
-        if len(self._lanes) == MOST_LANES:
-            text = f"{MOST_LANES} calls were prepared and not finalized; finalize each before the next"
-            raise CommError(text, rank=c.comm.rank, phase=phase)
-        values, *scales = self._row
+        empty_TH = torch.empty((0, c.hidden_size), dtype=c.dtype.dtype, device=c.device)
+        values, *scales = payloads_of(c.wire.quantize(empty_TH))
         per_node = min(c.ranks_per_node or c.comm.size, c.comm.size)
         kinds = self._ops.EpDispatchCombineKernelType
-        with self._session.call(phase):
-            group: Any = c.comm.library_group()
-            self._shmem.shmem_torch_process_group_init(group.group_name)  # skipped by the library once it is done
-            config = self._ops.EpDispatchCombineConfig(
-                data_type=c.dtype.dtype,
-                rank=c.comm.rank,
-                world_size=c.comm.size,
-                hidden_dim=c.hidden_size,
-                scale_dim=scales[0].shape[1] if scales else 0,
-                scale_type_size=scales[0].element_size() if scales else 1,
-                max_token_type_size=max(values.element_size(), c.dtype.dtype.itemsize),
-                max_num_inp_token_per_rank=c.max_num_tokens,
-                num_experts_per_rank=self._numbers.per_rank,
-                num_experts_per_token=c.top_k,
-                kernel_type=kinds.IntraNode if per_node == c.comm.size else kinds.InterNodeV1,
-                gpu_per_node=per_node,
-            )
-            self._lanes.append(Lane(self._ops.EpDispatchCombineOp(config)))
-        return self._lanes[-1]
+        return {
+            "data_type": c.dtype.dtype,
+            "rank": c.comm.rank,
+            "world_size": c.comm.size,
+            "hidden_dim": c.hidden_size,
+            "scale_dim": scales[0].shape[1] if scales else 0,
+            "scale_type_size": scales[0].element_size() if scales else 1,
+            "max_token_type_size": max(values.element_size(), c.dtype.dtype.itemsize),
+            "max_num_inp_token_per_rank": c.max_num_tokens,
+            "num_experts_per_rank": self._numbers.per_rank,
+            "num_experts_per_token": c.top_k,
+            "kernel_type": kinds.IntraNode if per_node == c.comm.size else kinds.InterNodeV1,
+            "gpu_per_node": per_node,
+        }
+
+    def _operator(self, number: int) -> Any:
+        """One more operator; every rank makes it at the same call."""
+        del number
+        group: Any = self.context.comm.library_group()
+        self._shmem.shmem_torch_process_group_init(group.group_name)  # skipped by the library once it is done
+        return self._ops.EpDispatchCombineOp(self._ops.EpDispatchCombineConfig(**self._settings()))
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:

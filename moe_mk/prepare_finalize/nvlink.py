@@ -5,10 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from moe_mk.external.library import load
-from moe_mk.prepare_finalize.base import TransportContext
+from moe_mk.prepare_finalize.base import TransportContext, TransportTraits
+from moe_mk.tokens import OutputStage, RowTokens
 
 LIBRARY = "flashinfer"
-INSTALL = "pip install 'moe-mk[flashinfer]'"
+DOMAIN = TransportTraits(
+    summary="",
+    kinds=frozenset({"cuda"}),
+    min_arch=(9, 0),
+    library=LIBRARY,
+    extra="pip install 'moe-mk[flashinfer]'",
+    produces=RowTokens,
+    wants=OutputStage.REDUCED,
+    wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
+    min_ranks=2,
+    one_node=True,
+    blocking=True,
+    deterministic=False,
+)
+"""What both have in common: ranks of one NVLink domain, rows in any format, in no particular order."""
 
 
 def domain_of(context: TransportContext) -> tuple[Any, Any]:

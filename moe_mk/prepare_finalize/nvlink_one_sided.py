@@ -13,7 +13,7 @@ Library API read at 0.6.18 and 0.7.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,60 +21,43 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.errors import CommError, UnsupportedError
+from moe_mk.errors import UnsupportedError
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.even_numbers import EvenNumbers
-from moe_mk.prepare_finalize.nvlink import INSTALL, LIBRARY, domain_of
+from moe_mk.prepare_finalize.library_session import Lane, LibrarySession
+from moe_mk.prepare_finalize.nvlink import DOMAIN, LIBRARY, domain_of
 from moe_mk.prepare_finalize.packing import packed_row_bytes
-from moe_mk.prepare_finalize.row_payloads import LibrarySession, expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.row_payloads import expect_room, payloads_of, rows_of
 from moe_mk.quant.wire import row_bytes
-from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
 
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 """What the kernels are built for."""
 LINE_BYTES = 128
-MOST_LANES = 8
-
-
-@dataclass
-class Lane:
-    """One workspace of the library and whether a call is under way in it."""
-
-    exchange: Any
-    busy: bool = False
 
 
 @dataclass(frozen=True)
 class WayHome:
-    """The lane that a dispatch went through."""
+    """The lane that a dispatch went through, and its call there."""
 
-    lane: Lane
+    lane: Lane[Any]
+    call: int
 
 
 @PREPARE_FINALIZE.register("nvlink_one_sided")
 class NvlinkOneSided(PrepareFinalize):
     """FlashInfer's MoeAlltoAll, one copy of a token per destination rank."""
 
-    traits: ClassVar[TransportTraits] = TransportTraits(
+    traits: ClassVar[TransportTraits] = replace(
+        DOMAIN,
         summary="FlashInfer, rows written straight into peers' memory; inside one NVLink domain",
-        kinds=frozenset({"cuda"}),
-        min_arch=(9, 0),
-        library=LIBRARY,
-        extra=INSTALL,
-        produces=RowTokens,
-        wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
-        min_ranks=2,
         max_ranks=64,
-        one_node=True,
-        blocking=True,
-        deterministic=False,
     )
 
     def __init__(self, context: TransportContext) -> None:
-        """Open the first workspace, together with all ranks. Raises UnsupportedError without the class."""
+        """See that there is a workspace, together with all ranks. Raises UnsupportedError without the class."""
         super().__init__(context)
         self._library = load("flashinfer.comm", allow_emulated=context.allow_emulated)
         if not hasattr(self._library, "MoeAlltoAll"):
@@ -83,9 +66,12 @@ class NvlinkOneSided(PrepareFinalize):
         self._mapping, self._config = domain_of(context)
         self._numbers = EvenNumbers(context)
         self._top_k = next(k for k in TOP_KS if k >= context.top_k)
-        self._session = LibrarySession(context, LIBRARY)
-        self._lanes: list[Lane] = []
-        self._open_lane("open")
+        home = row_bytes(context.dtype, context.hidden_size)
+        out = max(home, row_bytes(context.wire, context.hidden_size)) + 8 * self._top_k
+        self._size = workspace_bytes(context.comm.size, context.max_num_tokens, out, home)
+        geometry = (self._size, context.max_num_tokens, self._top_k, self._numbers.total)
+        self._session: LibrarySession[Any] = LibrarySession(context, LIBRARY, geometry)
+        self._session.see_one_lane(self._exchange)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts."""
@@ -93,8 +79,7 @@ class NvlinkOneSided(PrepareFinalize):
         expect_room(x_TH, c)
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
-            lane = next((lane for lane in self._lanes if not lane.busy), None) or self._open_lane("dispatch")
-            lane.busy = True
+            lane = self._session.take("dispatch", self._exchange)
             more = self._top_k - c.top_k
             ids_TK = pad(self._numbers.of(routing.ids_TK), (0, more), value=-1)
             tails = [ids_TK, pad(routing.weights_TK.to(torch.float32), (0, more))]
@@ -103,27 +88,26 @@ class NvlinkOneSided(PrepareFinalize):
             yield InFlight("dispatch")
             slots_RK = self._numbers.slots(ids_RK[:, : c.top_k])
             mine_RK = torch.where(slots_RK >= 0, weights_RK[:, : c.top_k], 0.0)
-            return RowTokens(rows_of(x_parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=WayHome(lane))
+            return RowTokens(rows_of(x_parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=WayHome(lane, lane.call))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Leave sums where the homes of their tokens read them, and add up those of this rank's tokens."""
         home, c = tokens.handle, self.context
         assert isinstance(home, WayHome)
-        if not home.lane.busy:
-            raise CommError("these tokens were finalized before", rank=c.comm.rank, phase="combine")
+        self._session.expect_open(home.lane, home.call)
         with c.spans.span("combine"):
             payload = output.y.contiguous().view(c.comm.size, c.max_num_tokens, c.hidden_size)
             with self._session.call("combine"):
-                y_TH: Tensor = home.lane.exchange.combine(payload, c.max_num_tokens)
+                y_TH: Tensor = home.lane.buffer.combine(payload, c.max_num_tokens)
             yield InFlight("combine")
             home.lane.busy = False
             return y_TH
 
-    def _dispatch(self, lane: Lane, payloads: list[Tensor]) -> list[Tensor]:
+    def _dispatch(self, lane: Lane[Any], payloads: list[Tensor]) -> list[Tensor]:
         """Windows of each payload as rows. The library wants the widest elements first."""
         ids_TK = payloads[-2]
         widest_first = sorted(range(len(payloads)), key=lambda number: -payloads[number].element_size())
-        windows = lane.exchange.dispatch(
+        windows = lane.buffer.dispatch(
             self._routes(ids_TK),
             [payloads[number] for number in widest_first],
             self.context.max_num_tokens,
@@ -138,23 +122,13 @@ class NvlinkOneSided(PrepareFinalize):
         instead_T1 = torch.where(highest_T1 >= 0, highest_T1, self._numbers.first)
         return torch.where(ids_TK >= 0, ids_TK, instead_T1).contiguous()
 
-    def _open_lane(self, phase: str) -> Lane:
-        """One more workspace; every rank opens it at the same call. A process shares those of equal size."""
-        c = self.context
-        if len(self._lanes) == MOST_LANES:
-            text = f"{MOST_LANES} calls were prepared and not finalized; finalize each before the next"
-            raise CommError(text, rank=c.comm.rank, phase=phase)
-        home = row_bytes(c.dtype, c.hidden_size)
-        out = max(home, row_bytes(c.wire, c.hidden_size)) + 8 * self._top_k
-        size = workspace_bytes(c.comm.size, c.max_num_tokens, out, home)
-        with self._session.call(phase):
-            # A line more for each lane: the library gives workspaces of one size to everybody who asks.
-            exchange = self._library.MoeAlltoAll(
-                self._mapping, c.max_num_tokens, self._top_k, self._numbers.total,
-                workspace_size_per_rank=size + LINE_BYTES * len(self._lanes), mnnvl_config=self._config,
-            )  # fmt: skip
-        self._lanes.append(Lane(exchange))
-        return self._lanes[-1]
+    def _exchange(self, number: int) -> Any:
+        """One more workspace; every rank opens it at the same call."""
+        # A line more for each: the library gives workspaces of one size to everybody who asks.
+        return self._library.MoeAlltoAll(
+            self._mapping, self.context.max_num_tokens, self._top_k, self._numbers.total,
+            workspace_size_per_rank=self._size + LINE_BYTES * number, mnnvl_config=self._config,
+        )  # fmt: skip
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:

@@ -14,7 +14,7 @@ process, so that a process can serve one group. Library API read at 0.6.18 and 0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +26,10 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.even_numbers import EvenNumbers
-from moe_mk.prepare_finalize.nvlink import INSTALL, LIBRARY, domain_of
-from moe_mk.prepare_finalize.row_payloads import LibrarySession, expect_room, payloads_of, rows_of
-from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+from moe_mk.prepare_finalize.library_session import LibrarySession
+from moe_mk.prepare_finalize.nvlink import DOMAIN, LIBRARY, domain_of
+from moe_mk.prepare_finalize.row_payloads import expect_room, payloads_of, rows_of
+from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
 
 MOST_TOP_K, MULTIPLE, ROW_ALIGNMENT = 32, 4, 16
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
@@ -50,33 +51,23 @@ class WayHome:
 class NvlinkTwoSided(PrepareFinalize):
     """FlashInfer's MnnvlMoe, one copy of a token per destination rank."""
 
-    traits: ClassVar[TransportTraits] = TransportTraits(
+    traits: ClassVar[TransportTraits] = replace(
+        DOMAIN,
         summary="FlashInfer, rows pushed through FIFOs whose size knows no tokens; inside one NVLink domain",
-        kinds=frozenset({"cuda"}),
-        min_arch=(9, 0),
-        library=LIBRARY,
-        extra=INSTALL,
-        produces=RowTokens,
-        wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
-        min_ranks=2,
         max_ranks=128,
-        one_node=True,
-        blocking=True,
-        deterministic=False,
     )
 
     def __init__(self, context: TransportContext) -> None:
         """Get the workspaces of this process, together with all ranks."""
         super().__init__(context)
-        library = load("flashinfer.comm.trtllm_alltoall", allow_emulated=context.allow_emulated)
-        self._moe = library.MnnvlMoe
+        moe = load("flashinfer.comm.trtllm_alltoall", allow_emulated=context.allow_emulated).MnnvlMoe
+        self._moe = moe
         mapping, config = domain_of(context)
         self._numbers = EvenNumbers(context, MULTIPLE)
-        self._session = LibrarySession(context, LIBRARY)
-        with self._session.call("open"):
-            self._prepare_workspace = self._moe.get_moe_prepare_workspace(mapping, config)
-            self._workspace = self._moe.get_moe_workspaces(mapping, config)
+        self._session: LibrarySession[tuple[Any, Any]] = LibrarySession(context, LIBRARY, "two-sided")
+        self._session.open(
+            (), lambda _: (moe.get_moe_prepare_workspace(mapping, config), moe.get_moe_workspaces(mapping, config))
+        )
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Tell the ranks of the experts what they will get, then send it."""
@@ -87,12 +78,13 @@ class NvlinkTwoSided(PrepareFinalize):
             # Numbers go up to `total`, which is the library's word for nobody.
             ids_TK = self._numbers.of(routing.ids_TK, nowhere=self._numbers.total).contiguous()
             weights_TK = routing.weights_TK.to(torch.float32).contiguous()
+            for_ids, for_rows = self._session.buffer
             with self._session.call("dispatch"):
                 route, ids_RK, weights_RK, _ = self._moe.mnnvl_moe_alltoallv_prepare_without_allgather(
-                    ids_TK, weights_TK, None, self._prepare_workspace, c.max_num_tokens, c.comm.rank, c.comm.size,
+                    ids_TK, weights_TK, None, for_ids, c.max_num_tokens, c.comm.rank, c.comm.size,
                     self._numbers.total, self._numbers.total, c.top_k,
                 )  # fmt: skip
-                parts = [self._push(part, route) for part in payloads_of(x_wire)]
+                parts = [self._push(part, route, for_rows) for part in payloads_of(x_wire)]
             yield InFlight("dispatch")
             slots_RK = self._numbers.slots(ids_RK)
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
@@ -104,18 +96,17 @@ class NvlinkTwoSided(PrepareFinalize):
         home, c = tokens.handle, self.context
         assert isinstance(home, WayHome)
         with c.spans.span("combine"):
+            _, for_rows = self._session.buffer
             with self._session.call("combine"):
                 y_TX: Tensor = self._moe.mnnvl_moe_alltoallv_combine(
-                    _aligned(output.y), home.route, self._workspace, c.comm.rank, c.comm.size, c.top_k, home.num_tokens
+                    _aligned(output.y), home.route, for_rows, c.comm.rank, c.comm.size, c.top_k, home.num_tokens
                 )
             yield InFlight("combine")
             return y_TX[:, : output.y.shape[1]].contiguous()
 
-    def _push(self, part_TX: Tensor, route: Any) -> Tensor:
+    def _push(self, part_TX: Tensor, route: Any, workspace: Any) -> Tensor:
         c = self.context
-        arrived: Tensor = self._moe.mnnvl_moe_alltoallv(
-            _aligned(part_TX), route, self._workspace, c.comm.rank, c.comm.size
-        )
+        arrived: Tensor = self._moe.mnnvl_moe_alltoallv(_aligned(part_TX), route, workspace, c.comm.rank, c.comm.size)
         return arrived[:, : part_TX.shape[1]].contiguous()
 
     @classmethod

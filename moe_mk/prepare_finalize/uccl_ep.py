@@ -9,13 +9,15 @@ Source: ep/deep_ep_wrapper of UCCL (github.com/uccl-project/uccl).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from moe_mk.external.deepep_limits import LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportTraits
+from moe_mk.prepare_finalize.deepep_ht import DeepEPHighThroughput
+from moe_mk.prepare_finalize.deepep_ll import DeepEPLowLatency
 from moe_mk.prepare_finalize.high_throughput import HighThroughputTransport
 from moe_mk.prepare_finalize.low_latency import Dialect, LowLatencyTransport
-from moe_mk.tokens import BatchedTokens, OutputStage, RowTokens
 
 SURFACE = "deep_ep"
 INSTALL = "pip install uccl, then install ep/deep_ep_wrapper of its repository"
@@ -26,18 +28,12 @@ class UcclLowLatency(LowLatencyTransport):
     """UCCL-EP low latency; for decoding without InfiniBand's own kernels."""
 
     dialect: ClassVar[Dialect] = Dialect(LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K, surface=SURFACE)
-    traits: ClassVar[TransportTraits] = TransportTraits(
+    traits: ClassVar[TransportTraits] = replace(
+        DeepEPLowLatency.traits,
         summary="UCCL-EP, low-latency kernels with CPU-driven RDMA over any NIC; for decoding",
-        kinds=frozenset({"cuda"}),
         min_arch=(8, 0),
         library="uccl",
         extra=INSTALL,
-        produces=BatchedTokens,
-        wants=OutputStage.RAW,
-        wire=frozenset({"plain", "fp8"}),
-        min_ranks=2,
-        blocking=True,
-        deterministic=False,
     )
 
 
@@ -46,15 +42,10 @@ class UcclHighThroughput(HighThroughputTransport):
     """UCCL-EP high throughput; for prefill without InfiniBand's own kernels."""
 
     surface: ClassVar[str] = SURFACE
-    traits: ClassVar[TransportTraits] = TransportTraits(
+    traits: ClassVar[TransportTraits] = replace(
+        DeepEPHighThroughput.traits,
         summary="UCCL-EP, high-throughput kernels with CPU-driven RDMA over any NIC; for prefill",
-        kinds=frozenset({"cuda"}),
         min_arch=(8, 0),
         library="uccl",
         extra=INSTALL,
-        produces=RowTokens,
-        wants=OutputStage.REDUCED,
-        wire=frozenset({"plain", "fp8"}),
-        min_ranks=2,
-        blocking=True,
     )

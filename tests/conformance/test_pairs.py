@@ -16,6 +16,7 @@ from moe_mk.oracle import Decision, Parts, assemble
 from moe_mk.oracle.decide import INSIDE
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.no_ep import NoEP
+from moe_mk.quant import BF16
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.runner import MonolithicKernel, alongside
 from moe_mk.testing.bits import bits_of
@@ -68,7 +69,21 @@ def accepted_pairs() -> list[Pair]:
     return found
 
 
-PAIRS = accepted_pairs()
+def stored_otherwise() -> list[Pair]:
+    """Libraries with experts stored in INT8, MXFP4, NVFP4 or MXFP8: DeepEP sends bf16 then, FlashInfer sends bytes."""
+    forms = [*MORE_PAIRS[:3], Format("mxfp8", "float32", BF16, "checkpoint")]
+    names = ("deepep_v2", "deepep_v2_grouped", "nvlink_one_sided")
+    return [Pair(form, 2, "sharded", name, "reference") for form in forms for name in names]
+
+
+PAIRS = [*accepted_pairs(), *stored_otherwise()]
+
+
+def test_what_travels_is_what_a_library_can_carry() -> None:
+    wires = {(pair.transport, pair.form.weights): pair.decision.wire.name for pair in stored_otherwise()}
+    assert {wire for (name, _), wire in wires.items() if name != "nvlink_one_sided"} == {"bf16"}
+    carried = {form: wire for (name, form), wire in wires.items() if name == "nvlink_one_sided"}
+    assert carried == {"int8": "int8_token", "mxfp4": "mxfp8", "nvfp4": "nvfp4_1x16", "mxfp8": "mxfp8"}
 
 
 def test_there_is_a_pair_for_every_transport_and_every_number_of_ranks() -> None:

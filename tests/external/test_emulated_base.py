@@ -10,33 +10,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm.threads import ThreadWorld
-from moe_mk.errors import LibraryMissing
+from moe_mk.errors import CommError, LibraryMissing
 from moe_mk.external import library
 from moe_mk.external.emulated.exchange import Exchange, exchange_over
+from moe_mk.external.emulated.live import swap_among
 from moe_mk.external.emulated.pending import Pending, poison
 from moe_mk.testing.processes import run_ranks
 
 
-def swapped(exchange: Exchange) -> list[list[Tensor]]:
+def swapped(exchange: Exchange, live: tuple[int, ...] = (0, 1, 2)) -> list[list[Tensor]]:
     """Rank r gives peer p: p rows of bf16, r + p bytes of FP8, nothing of int64."""
     parts = []
     for peer in range(exchange.size):
         rows = torch.full((peer, 3), float(10 * exchange.rank + peer), dtype=torch.bfloat16)
         codes = torch.full((exchange.rank + peer,), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
         parts.append([rows, codes, torch.empty((0, 2), dtype=torch.int64)])
-    return exchange.swap(parts, "test")
+    return exchange.swap(parts, "test") if len(live) == exchange.size else swap_among(exchange, parts, live, "test")
 
 
-def check(rank: int, landed: list[list[Tensor]]) -> None:
+def check(rank: int, landed: list[list[Tensor]], live: tuple[int, ...] = (0, 1, 2)) -> None:
     for peer, (rows, codes, nothing) in enumerate(landed):
+        if peer not in live:
+            assert [len(part) for part in (rows, codes, nothing)] == [0, 0, 0]
+            continue
         assert rows.dtype == torch.bfloat16 and rows.tolist() == [[10.0 * peer + rank] * 3] * rank
         assert codes.dtype == torch.float8_e4m3fn and codes.float().tolist() == [1.0] * (rank + peer)
         assert nothing.shape == (0, 2) and nothing.dtype == torch.int64
 
 
+SOME = [(0, 2), (0, 2), (1,), (2, 1)]
+
+
 def over_gloo(rank: int) -> bool:
     group = dist.group.WORLD
     check(rank, swapped(exchange_over(group)))
+    for live in SOME:
+        if rank in live:
+            check(rank, swapped(exchange_over(group), live), live)
     return True
 
 
@@ -46,6 +56,17 @@ def test_threads_and_processes_swap_the_same() -> None:
     for rank, landed in enumerate(world.together([partial(lambda g: swapped(exchange_over(g)), g) for g in groups])):
         check(rank, landed)
     assert run_ranks(over_gloo, 3) == [True] * 3
+
+
+def test_ranks_that_are_left_out_are_not_waited_for() -> None:
+    groups = [comm.library_group() for comm in ThreadWorld(3, timeout_s=5.0).communicators()]
+    for live in SOME:
+        jobs = [partial(lambda g, live: swapped(exchange_over(g), live), groups[rank], live) for rank in live]
+        for rank, landed in zip(live, groups[0].world.together(jobs), strict=True):
+            check(rank, landed, live)
+    late = ThreadWorld(3, timeout_s=0.1).communicators()[2].library_group()
+    with pytest.raises(CommError, match=r"rank 2, phase 'test', peer 1: is later than 0.1 s"):
+        swapped(exchange_over(late), (1, 2))
 
 
 def test_something_that_is_no_group_is_refused() -> None:

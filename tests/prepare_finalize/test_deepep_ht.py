@@ -9,8 +9,9 @@ from moe_mk.errors import CommError
 from moe_mk.flight import land
 from moe_mk.prepare_finalize import high_throughput
 from moe_mk.prepare_finalize.deepep_ht import DeepEPHighThroughput
-from moe_mk.quant import FP32, FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.conformance import check_transport
 from tests.prepare_finalize.deepep_ranks import ROUTINGS, XB, asked, ranks_of, small, told
 from tests.prepare_finalize.library_ranks import live_rows
 
@@ -26,6 +27,12 @@ def test_each_rank_gets_each_token_once_in_the_order_of_ranks_and_tokens() -> No
     assert second.weights_RK.tolist() == [[0.0, 0.25], [1.0, 0.0]]
 
 
+@pytest.mark.row(74)
+@pytest.mark.parametrize("wire", [BF16, FP8_1x128], ids=lambda wire: wire.name)
+def test_the_conformance_kit_passes_on_the_twin(wire: QuantScheme) -> None:
+    assert check_transport(NAME, num_ranks=4, wire=wire, dtype=BF16) >= 12
+
+
 def test_sums_come_home() -> None:
     ranks = ranks_of(NAME)
     tokens = ranks.dispatched(XB)
@@ -39,8 +46,9 @@ def test_rows_are_quantised_before_they_travel(wire: QuantScheme) -> None:
     sent = []
     ranks = ranks_of(NAME, wire, hidden=192)
     for transport in ranks.transports:
-        call = transport._dispatch
-        transport._dispatch = lambda needed, options, call=call: (sent.append(needed["x"]), call(needed, options))[1]
+        surface = transport._session.buffer
+        call = surface.dispatch
+        surface.dispatch = lambda needed, options, call=call: (sent.append(needed["x"]), call(needed, options))[1]
     first, _ = ranks.dispatched(x)
     # 192 values travel as 256 bytes; two scales, or two exponents in a word of four.
     words = 1 if wire.ue8m0 else 2
@@ -63,13 +71,13 @@ def test_in_a_graph_nothing_is_counted_and_room_is_for_the_worst_routing(monkeyp
 @pytest.mark.row(45)
 def test_layout_then_dispatch_then_combine_and_sizes_are_known_before_rows_are_read() -> None:
     ranks, log = ranks_of(NAME), []
-    transport = ranks.transports[0]
-    for stage in ("_layout", "_dispatch", "_combine"):
-        call = getattr(transport, stage)
+    surface = ranks.transports[0]._session.buffer
+    for stage in ("layout", "dispatch", "combine"):
+        call = getattr(surface, stage)
 
         def logged(needed: object, options: object = None, call: object = call, stage: str = stage) -> object:
             made = call(needed, options)  # type: ignore[operator]
-            if stage == "_dispatch":
+            if stage == "dispatch":
                 rows, _, _, counts, _, event = made
                 log.append(f"dispatch of {len(rows)} rows, {counts}")
                 log.append(f"not here yet: {bool(rows.isnan().all())}, {event.event.waits} waits")
@@ -77,10 +85,10 @@ def test_layout_then_dispatch_then_combine_and_sizes_are_known_before_rows_are_r
                 log.append(stage)
             return made
 
-        setattr(transport, stage, logged)
+        setattr(surface, stage, logged)
     tokens = ranks.dispatched(XB)
     ranks.combined([t.x_RH.values for t in tokens], tokens)
-    assert log == ["_layout", "dispatch of 2 rows, [2, 1]", "not here yet: True, 0 waits", "_combine"]
+    assert log == ["layout", "dispatch of 2 rows, [2, 1]", "not here yet: True, 0 waits", "combine"]
 
 
 def test_planned_bytes_do_not_grow_with_tokens() -> None:

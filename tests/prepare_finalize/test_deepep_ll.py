@@ -9,8 +9,9 @@ from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import interleave, land
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.deepep_ll import DeepEPLowLatency
-from moe_mk.quant import FP32, FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.conformance import check_transport
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage
 from tests.prepare_finalize.deepep_ranks import ROUTINGS, XB, Ranks, asked, ranks_of, small, told
 
@@ -47,6 +48,12 @@ def test_each_expert_gets_its_tokens_and_padding_is_never_read() -> None:
     assert come_home(ranks, [first, second]) == [[[2.5, 5.0], [12.0, 16.0], [0.0, 0.0]], [[5.0, 6.0]]]
 
 
+@pytest.mark.row(75)
+@pytest.mark.parametrize("wire", [BF16, FP8_1x128], ids=lambda wire: wire.name)
+def test_the_conformance_kit_passes_on_the_twin(wire: QuantScheme) -> None:
+    assert check_transport(NAME, num_ranks=4, wire=wire, dtype=BF16) >= 12
+
+
 @pytest.mark.parametrize("wire", [FP8_1x128, FP8_1x128_UE8M0], ids=lambda wire: wire.name)
 def test_the_kernel_rounds_to_fp8_and_scales_keep_the_order_of_columns(wire: QuantScheme) -> None:
     ranks = ranks_of(NAME, wire, hidden=256)
@@ -81,14 +88,15 @@ def test_a_hook_that_was_called_may_be_called_again() -> None:
     ranks = ranks_of(NAME)
     hooks = []
     for transport in ranks.transports:
-        call = transport._dispatch
+        surface = transport._session.buffer
+        call = surface.dispatch
 
         def watched(needed: object, options: object, call: object = call) -> object:
             *made, hook = call(needed, options)  # type: ignore[operator]
             hooks.append(hook)
             return (*made, hook)
 
-        transport._dispatch = watched
+        surface.dispatch = watched
     tokens = ranks.dispatched(XB)
     before = [t.counts_L.tolist() for t in tokens]
     for hook in hooks:
@@ -99,8 +107,9 @@ def test_a_hook_that_was_called_may_be_called_again() -> None:
 def test_combine_is_given_the_ids_and_weights_of_home() -> None:
     ranks, seen = ranks_of(NAME), []
     for transport in ranks.transports:
-        call = transport._combine
-        transport._combine = lambda needed, call=call: (seen.append(needed["topk_idx"].tolist()), call(needed))[1]
+        surface = transport._session.buffer
+        call = surface.combine
+        surface.combine = lambda needed, call=call: (seen.append(needed["topk_idx"].tolist()), call(needed))[1]
     tokens = ranks.dispatched(XB)
     come_home(ranks, tokens)
     assert sorted(seen) == [[[0, 1]], [[0, 3], [2, -1], [-1, -1]]]
@@ -118,7 +127,7 @@ def test_planned_bytes_follow_experts_and_tokens_and_not_ranks() -> None:
 
 def test_the_library_itself_asks_for_no_more() -> None:
     ranks = ranks_of(NAME)
-    buffer = ranks.transports[0]._dispatch._function.__self__
+    buffer = ranks.transports[0]._session.buffer.buffer
     # Rows of 2 travel as 2048: a message home is 4 x 16 + 4096 = 4160; 4 tokens, 4 experts; 128 bytes of counts.
     assert buffer.num_rdma_bytes == 2 * (2 * 16 * 4160 + 128)
 

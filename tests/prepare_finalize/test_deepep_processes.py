@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from moe_mk.comm.distributed import DistributedCommunicator
+from moe_mk.comm.groups import ParallelGroups
 from moe_mk.errors import CommError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.flight import land
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.grid import Grid
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant import BF16, FP8_1x128
@@ -36,9 +38,11 @@ def world() -> Iterator[RankWorld]:
         yield ranks
 
 
-def transport_of(name: str, wire: QuantScheme, timeout_s: float) -> PrepareFinalize:
-    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    place, comm = ExpertMap.linear(4, RANKS), DistributedCommunicator(group)
+def transport_of(
+    name: str, wire: QuantScheme, timeout_s: float, comm: DistributedCommunicator | None = None
+) -> PrepareFinalize:
+    comm = comm or DistributedCommunicator(dist.new_group(timeout=timedelta(seconds=timeout_s)))
+    place = ExpertMap.linear(4, RANKS)
     context = TransportContext(
         comm, place, place.tables(CPU), wire, BF16, HIDDEN, 2, CPU, max_num_tokens=4, allow_emulated=True
     )
@@ -67,6 +71,22 @@ def test_processes_carry_tokens_and_one_may_be_idle(world: RankWorld, name: str)
     for wire in (BF16, FP8_1x128):
         error = world.call(one_call, name, wire)[0]
         assert error <= 2.0**-7, "rounded twice to bf16"
+
+
+def buffers_of_two_layers(rank: int) -> list[int]:
+    """Of each transport, how many buffers two layers have that are given one group, each with a view of its own."""
+    groups, counts = ParallelGroups(ep=dist.group.WORLD), []
+    for name in NAMES:
+        grids = [Grid(groups, 30.0, f"layer {number}") for number in range(2)]
+        layers = [transport_of(name, BF16, 30.0, grid.ep) for grid in grids]  # type: ignore[arg-type]
+        assert grids[0].ep is not grids[1].ep
+        counts.append(len({id(each._session.buffer) for each in layers}))  # type: ignore[attr-defined]
+    return counts
+
+
+@pytest.mark.row(111)
+def test_layers_of_one_model_share_a_buffer(world: RankWorld) -> None:
+    assert world.call(buffers_of_two_layers) == [[1] * len(NAMES)] * RANKS
 
 
 def one_is_killed(rank: int) -> list[str]:

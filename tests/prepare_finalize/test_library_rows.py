@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_mk.errors import ShapeError
+from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.prepare_finalize.library_rows import (
     bf16_reasons,
+    expect_wire,
     fp8_reasons,
     from_library,
     no_more_tokens,
@@ -16,8 +17,12 @@ from moe_mk.prepare_finalize.library_rows import (
     to_library,
 )
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.microscaling import MXFP8
+from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
-from tests.prepare_finalize.deepep_ranks import asked, small
+from tests.prepare_finalize.deepep_ranks import asked, ranks_of, small
 
 
 @pytest.mark.parametrize("wire", [BF16, FP8_1x128, FP8_1x128_UE8M0], ids=lambda wire: wire.name)
@@ -59,3 +64,17 @@ def test_a_row_goes_to_each_rank_or_first_to_each_node() -> None:
     many = one_row_a_rank(asked(ep=32), collectives=3)
     assert many.far_rows is not None and round(many.far_rows / 128, 2) == 2.71
     assert round((many.dispatch_rows - many.far_rows) / 128, 2) == round(7.267 * 7 / 8, 2)
+
+
+@pytest.mark.parametrize("wire", [INT8_TOKEN, MXFP8, NVFP4_TOKENS, Fp8Block("fp8_1x64", 1, 64)], ids=lambda w: w.name)
+@pytest.mark.parametrize("name", ["deepep_v2", "deepep_v2_grouped", "deepep_ht", "deepep_ll", "nixl_ep", "uccl_ep"])
+def test_rows_that_kernels_do_not_know_are_refused_when_a_layer_is_built(name: str, wire: QuantScheme) -> None:
+    with pytest.raises(
+        UnsupportedError, match=rf"(?s)cannot carry {wire.name} rows.*bf16, and FP8 .* every 128 channels"
+    ):
+        ranks_of(name, wire)
+
+
+def test_rows_that_kernels_know() -> None:
+    for wire in (BF16, FP32, FP8_1x128, FP8_1x128_UE8M0):
+        expect_wire(wire, "deep_ep")

@@ -66,7 +66,7 @@ def test_all_layers_of_a_process_share_the_workspaces() -> None:
 
     def shared(transport: NvlinkTwoSided) -> bool:
         one, other = NvlinkTwoSided(transport.context), NvlinkTwoSided(transport.context)
-        return one._workspace is other._workspace and one._prepare_workspace is other._prepare_workspace
+        return all(a is b for a, b in zip(one._session.buffer, other._session.buffer, strict=True))
 
     assert ranks.each(shared, ranks.transports) == [True, True]
 
@@ -89,7 +89,7 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
     # B200, 64 ranks: 148 // 2 // 16 = 4 channels.
     assert workspace_bytes(64, 148) == 64 * 4 * 2_097_408 + 64 * 1_048_832
     transport = Ranks(NAME).transports[0]
-    held = [t.shape[1] * 8 for t in (transport._workspace, transport._prepare_workspace)]
+    held = [t.shape[1] * 8 for t in reversed(transport._session.buffer)]
     assert sum(held) == workspace_bytes(2, 132)
 
 

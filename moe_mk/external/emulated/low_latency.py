@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_mk.external.deepep_limits import LOW_LATENCY_IN_FLIGHT, SCALE_GROUP, low_latency_bytes
 from moe_mk.external.emulated.events import Arrival, EventHandle, host_assert
 from moe_mk.external.emulated.exchange import Exchange
+from moe_mk.external.emulated.live import swap_among
 from moe_mk.external.emulated.low_latency_wire import Places, cast_rows, rows_of_source
 from moe_mk.external.emulated.pending import poison
 
@@ -67,7 +68,7 @@ class LowLatency:
         use_fp8, round_scale, use_ue8m0 = casts
         num_local, self._device = shape.num_experts // self.exchange.size, x.device
         wire = cast_rows(x, round_scale=round_scale, use_ue8m0=use_ue8m0) if use_fp8 else (x,)
-        mail = self.exchange.swap(self._outgoing(wire, topk_idx, num_local), "low-latency dispatch")
+        mail = self._swap(self._outgoing(wire, topk_idx, num_local), "low-latency dispatch")
         source_R = torch.repeat_interleave(torch.tensor([len(m[-1]) for m in mail], dtype=torch.int64, device="cpu"))
         *parts, expert_R, token_R = (torch.cat(column) for column in zip(*mail, strict=True))
         places = Places(expert_R, source_R, (num_local, self.exchange.size), self._draw)
@@ -102,7 +103,7 @@ class LowLatency:
             expert_X, place_X = rows_of_source(range_LW * (peer not in self.masked), peer)
             expert_of_all_X = expert_X + self.exchange.rank * num_local
             parts.append([x[expert_X, place_X], expert_of_all_X * shape.max_tokens + token_LS[expert_X, place_X]])
-        mail = self.exchange.swap(parts, "low-latency combine")
+        mail = self._swap(parts, "low-latency combine")
         rows_XH, key_X = (torch.cat(column) for column in zip(*mail, strict=True))
         total_TH = self._weighted_sum(rows_XH, key_X, topk_idx, topk_weights, shape)
         held_TH = poison(torch.empty_like(total_TH) if out is None else out)
@@ -121,6 +122,11 @@ class LowLatency:
         """Zero the flags of all ranks together."""
         self._check_shape(shape)
         self.exchange.swap([[]] * self.exchange.size, "low-latency clean")
+
+    def _swap(self, parts: list[list[Tensor]], phase: str) -> list[list[Tensor]]:
+        """Kernels wait for no rank that is masked, whose process may be gone."""
+        live = [rank for rank in range(self.exchange.size) if rank not in self.masked]
+        return swap_among(self.exchange, parts, live, phase)
 
     def _outgoing(self, wire: tuple[Tensor, ...], topk_idx: Tensor, num_local: int) -> list[list[Tensor]]:
         token_X, k_X = torch.nonzero(topk_idx >= 0, as_tuple=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_mk.external.deepep_limits import NIXL_HIDDEN, NIXL_TOP_K, low_latency_bytes
 from moe_mk.external.emulated.events import EventHandle, EventOverlap, host_assert
 from moe_mk.external.emulated.exchange import exchange_over
+from moe_mk.external.emulated.live import meet
 from moe_mk.external.emulated.low_latency import Build, Finish, Hook, LowLatency, Shape
 
 Rows = Tensor | tuple[Tensor, Tensor]
@@ -86,9 +87,11 @@ class Buffer:
         self.tcp_store_group = tcp_store_group
 
     def connect_ranks(self, remote_ranks: list[int], activate: bool = True) -> None:
-        """Connect to peers, all of them at once; an activated one takes part from now on."""
+        """Connect to peers, each of which connects to this rank; an activated one takes part from now on."""
         host_assert(self._kernels is not None, "update_memory_buffers comes before connect_ranks")
-        self.exchange.swap([[]] * self.exchange.size, "connect")
+        host_assert(self.rank not in remote_ranks, "a rank does not connect to itself")
+        hello = torch.tensor([self.rank], dtype=torch.int64, device="cpu")
+        meet(self.exchange, {rank: [hello] for rank in remote_ranks}, "connect")
         for rank in remote_ranks:
             if activate:
                 self._note(rank, 0)
@@ -101,8 +104,10 @@ class Buffer:
             self._note(rank, NEVER_CONNECTED)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.exchange.swap([[]] * self.exchange.size, "barrier")
+        """Wait for all ranks that take part."""
+        hello = torch.tensor([self.rank], dtype=torch.int64, device="cpu")
+        present = [rank for rank, status in enumerate(self._status) if status == 0 and rank != self.rank]
+        meet(self.exchange, {rank: [hello] for rank in present}, "barrier")
 
     def low_latency_dispatch(
         self,

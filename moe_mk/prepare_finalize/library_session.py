@@ -1,0 +1,132 @@
+"""A session with a library over one group: what layers of a model share of it, and the failure that ends them all.
+
+The first layer makes the library's buffer, on every rank at once; the communicator keeps it (`Communicator.kept`), and
+layers that are given the same groups find it there. It ends with the last of them. Nothing kept knows the communicator:
+a circle of the two would keep the process group from ending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.errors import CommError, MoEMKError, UnsupportedError
+from moe_mk.prepare_finalize.base import TransportContext
+
+B = TypeVar("B")
+MOST_LANES = 8
+
+
+@dataclass
+class Lane(Generic[B]):
+    """What a library gives for one call at a time, and the number of the call that it serves."""
+
+    buffer: B
+    call: int = 0
+    busy: bool = False
+
+
+@dataclass
+class Kept(Generic[B]):
+    """What is open of a library over one group, for rows of one geometry."""
+
+    buffer: B | None = None
+    size: tuple[int, ...] = ()
+    """What the buffer was asked to hold, in the units of the library's own arguments."""
+    lanes: list[Lane[B]] = field(default_factory=list)
+    in_flight: int = 0
+    """Operations that were issued and have not arrived, of all layers."""
+    failure: str = ""
+
+    @classmethod
+    def of(cls, comm: Communicator, key: Hashable) -> Kept[Any]:
+        """What the communicator keeps; something new if there is nothing, or nothing that works."""
+        kept = comm.kept.get((cls, key))
+        if not isinstance(kept, cls) or kept.failure:
+            comm.kept[cls, key] = kept = cls()
+        return kept
+
+
+class LibrarySession(Generic[B]):
+    """One layer's view of what is kept. What fails in a call ends every later one, because ranks disagree then."""
+
+    def __init__(self, context: TransportContext, library: str, geometry: Hashable = ()) -> None:
+        """geometry: whatever layers must have in common to share a buffer."""
+        self._rank, self._layer, self._library = context.comm.rank, context.comm.layer, library
+        self.kept: Kept[B] = Kept.of(context.comm, (library, geometry))
+
+    @property
+    def buffer(self) -> B:
+        """The buffer as it is now; a layer that needed more may have replaced it."""
+        assert self.kept.buffer is not None
+        return self.kept.buffer
+
+    def open(self, size: tuple[int, ...], make: Callable[[tuple[int, ...]], B]) -> None:
+        """See that there is a buffer of `size` or more in every respect; one that is too small is replaced.
+
+        A call under way goes on in the buffer it began in, which ends after it.
+        """
+        kept = self.kept
+        if kept.buffer is None or any(asked > held for asked, held in zip(size, kept.size, strict=True)):
+            most = tuple(map(max, zip(size, kept.size or size, strict=True)))
+            with self.call("set-up"):
+                kept.buffer = make(most)
+            kept.size = most
+
+    def see_one_lane(self, make: Callable[[int], B]) -> None:
+        """Open the first lane if there is none, so that what stands against it is known before any call."""
+        if not self.kept.lanes:
+            self._one_more_lane("open", make)
+
+    def take(self, phase: str, make: Callable[[int], B]) -> Lane[B]:
+        """An idle lane for one call; where all are busy one more, which every rank makes at the same call.
+
+        make: given how many there are. Raises CommError with too many calls open.
+        """
+        idle = next((lane for lane in self.kept.lanes if not lane.busy), None)
+        lane = idle or self._one_more_lane(phase, make)
+        lane.call, lane.busy = lane.call + 1, True
+        return lane
+
+    def _one_more_lane(self, phase: str, make: Callable[[int], B]) -> Lane[B]:
+        lanes = self.kept.lanes
+        if len(lanes) == MOST_LANES:
+            text = f"{MOST_LANES} calls were prepared and not finalized; finalize each before the next"
+            raise CommError(text, rank=self._rank, phase=phase, layer=self._layer)
+        with self.call(phase):
+            lanes.append(Lane(make(len(lanes))))
+        return lanes[-1]
+
+    def expect_open(self, lane: Lane[B], call: int) -> None:
+        """Raise CommError for tokens that were finalized before, whoever uses the lane now."""
+        if not lane.busy or lane.call != call:
+            text = "these tokens were finalized before"
+            raise CommError(text, rank=self._rank, phase="combine", layer=self._layer)
+
+    @contextmanager
+    def call(self, phase: str) -> Iterator[None]:
+        """Make one call. Raises CommError for a peer that is dead, late or disagrees, and for calls after that;
+        UnsupportedError for what the library refuses.
+        """
+        if said := self.kept.failure:
+            text = f"an earlier call failed, so ranks no longer agree on a call: build the layer anew ({said})"
+            raise CommError(text, rank=self._rank, phase=phase, layer=self._layer)
+        try:
+            yield
+        except MoEMKError as problem:
+            self.kept.failure = str(problem)
+            raise
+        except AssertionError as problem:
+            self.kept.failure = _first_line(problem)
+            raise UnsupportedError(f"{self._library} refuses {phase}", [self.kept.failure]) from problem
+        except (RuntimeError, OSError) as problem:
+            said = f"{self._library} failed, as it does when a peer is dead or late: {_first_line(problem)}"
+            self.kept.failure = said
+            raise CommError(said, rank=self._rank, phase=phase, layer=self._layer) from problem
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).splitlines()[0] if str(problem) else type(problem).__name__
