@@ -25,26 +25,24 @@ from experts_gpu import ours
 from experts_gpu_cases import TOKENS, captured, microseconds, relative_error, summary
 from experts_gpu_cases import Case as Layer
 
-from moe_mk.experts.triton_tuning import BUILT_IN, Case, Point, Tuned, as_json, load_tuned, tuned_file
+from moe_mk.experts.triton_tuning import (
+    BUILT_IN,
+    CANDIDATES,
+    Case,
+    Point,
+    Tuned,
+    as_json,
+    load_tuned,
+    only,
+    sensible,
+    tuned_file,
+)
 from moe_mk.external.device import profile_here
 from moe_mk.kernels.triton.tile import Tile
-from moe_mk.quant import FP8_1x128
+from moe_mk.quant import FP8_1x128, FP8_128x128
 
-CANDIDATES: tuple[Tile, ...] = (
-    *(Tile(16, True, 4, stages) for stages in (4, 5)),
-    *(Tile(32, True, warps, stages) for warps in (4, 8) for stages in (3, 4)),
-    *(Tile(64, False, warps, stages) for warps in (4, 8) for stages in (3, 4)),
-    *(Tile(128, False, 8, stages) for stages in (2, 3)),
-    *(Tile(rows, True, 4, stages, "gluon") for rows in (8, 16, 32) for stages in (4, 6)),
-    *(Tile(128, False, 4, stages, "gluon") for stages in (3, 4)),
-)
 AGREES = 0.02
 """Relative L2 distance between two orders of the same FP8 sums, generously: hidden rows are rounded to 3 bits."""
-
-
-def sensible(tile: Tile, rows: float) -> bool:
-    """Whether a tile is worth trying: neither eight times too small nor, beyond the small ones, mostly empty."""
-    return tile.rows >= min(rows / 8, 128) and (tile.rows <= 32 or tile.rows <= 8 * rows)
 
 
 class Suspects:
@@ -75,7 +73,7 @@ def point(
             failed[str(tile)] = "did not come back in an earlier run"
             continue
         suspects.trying(tile)
-        backend.tuned = Tuned((Point(1e-9, tile, 1.0), Point(1e9, tile, 1.0)))
+        backend.tuned = only(tile)
         try:
             distance = relative_error(call_of(given[0])(), expected)
             if distance <= AGREES:
@@ -105,7 +103,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     given = parser.parse_args()
     layer = Layer(given.experts)
-    case = Case(layer.shape.hidden_size, layer.shape.intermediate_size, given.experts, FP8_1x128.name)
+    case = Case(layer.shape.hidden_size, layer.shape.intermediate_size, given.experts, FP8_128x128.name, FP8_1x128.name)
     if given.dry_run:
         for tokens in given.tokens:
             tiles = [tile for tile in CANDIDATES if sensible(tile, layer.rows_an_expert(tokens))]

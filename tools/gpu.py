@@ -72,6 +72,12 @@ def parts(out: Path) -> tuple[Part, ...]:
         chosen = ("--experts", str(experts), "--folder", "configs/tuned", "--suspects", str(out / "suspects.json"))
         return script(f"tune: {experts} experts", "benchmarks/experts_gpu_tune.py", *chosen)
 
+    def tune_type(weights: str) -> Part:
+        sizes = ("--slots", "32", "--top-k", "8", "--tokens", "1,16,128,1024", "--budget", "400")
+        command = ("tune", "triton", "--weights", weights, *sizes, "--device", "cuda")
+        run = ("-P", "moe_mk/cli/__main__.py", *command)  # without -P its folder would hide the bisect of Python
+        return Part(f"tune: {weights}", run, 520, (*run, "--dry-run"))
+
     experts_file = "tests/gpu/test_experts.py"
     report = ("--results", str(results), "--plot", str(out / "experts_gpu.png"))
     return (
@@ -79,8 +85,10 @@ def parts(out: Path) -> tuple[Part, ...]:
         tests("ops", "tests/gpu/test_ops.py"),
         tests("triton tiles", experts_file, "-k", "not gluon"),
         tests("tiles by hand", experts_file, "-k", "gluon"),
+        tests("weight types", "tests/gpu/test_weight_types.py"),
         tests("layer", "tests/gpu/test_layer.py"),
         *(tune(experts) for experts in (32, 256, 8)),
+        tune_type("mxfp4"),
         *(bench(experts) for experts in (32, 256, 8)),
         script("report", "tools/gpu_report.py", *report, seconds=60),
     )

@@ -23,17 +23,32 @@ def show_buckets(screen: Screen, decide: Callable[[int], Decision]) -> None:
     for column in ("tokens", "price", "experts' floor"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("pair")
+    table.add_column("other experts on that transport")
     for tokens in BUCKETS:
         try:
             decision = decide(tokens)
         except UnsupportedError as refused:
-            table.add_row(str(tokens), "-", "-", str(refused).splitlines()[0])
+            table.add_row(str(tokens), "-", "-", str(refused).splitlines()[0], "")
             continue
         chosen = decision.chosen
         pair = f"{chosen.name}, {chosen.cost_source}"
-        table.add_row(str(tokens), f"{chosen.cost_us:,.0f} us", f"{experts_floor_us(decision):,.0f} us", pair)
+        table.add_row(
+            str(tokens), f"{chosen.cost_us:,.0f} us", f"{experts_floor_us(decision):,.0f} us", pair, rivals_of(decision)
+        )
     screen.fact("by tokens", "the floor is reading each weight and row once, or multiplying, whichever takes longer")
     screen.console.print(table)
+
+
+def rivals_of(decision: Decision) -> str:
+    """What else could have computed behind the chosen transport, cheapest first."""
+    chosen = decision.chosen
+    able = [
+        verdict
+        for verdict in decision.verdicts
+        if verdict.prepare_finalize == chosen.prepare_finalize and verdict is not chosen and verdict.cost_us is not None
+    ]
+    ordered = sorted(able, key=lambda verdict: verdict.cost_us or 0.0)
+    return ", ".join(f"{verdict.experts} {verdict.cost_us:,.0f} us" for verdict in ordered) or "none"
 
 
 def experts_floor_us(decision: Decision) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,16 +17,24 @@ from moe_mk.cli.exits import OK
 from moe_mk.cli.inputs import dtype_of
 from moe_mk.cli.screen import Screen
 from moe_mk.errors import ConfigError
+from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.external.device import describe, usable_device
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
+from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
+from moe_mk.quant.microscaling import MXFP4, MXFP8
+from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import did_you_mean
 from moe_mk.testing.experts import random_experts
-from moe_mk.tuning import TuneCase, TunedPoint, tune, tuned_path
+from moe_mk.tuning import TuneCase, TunedPoint, space_of, tune, tuned_path
 from moe_mk.weights.expert_weights import ExpertWeights
 
-FORMATS = ("plain", "fp8")
+WEIGHTS: Mapping[str, QuantScheme] = {
+    "fp8": FP8_128x128, "int8": INT8_CHANNEL, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4,
+}  # fmt: skip
+ACTIVATIONS: Mapping[str, QuantScheme] = {"fp8": FP8_1x128, "int8": INT8_TOKEN}
+"""By the names of the options; "plain" is the layer's dtype in both."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +58,15 @@ class TuneOrder:
 
 def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
     """Measure and tell where it lies; a session that the budget ended says so and how to go on."""
-    case, device = case_of(order), usable_device(order.device)
-    where = describe(device)
+    case = case_of(order)
+    # A dry run asks about devices that are elsewhere, too.
+    device = torch.device(order.device) if order.dry_run else usable_device(order.device)
+    where = "device" if order.dry_run and device.type != "cpu" else describe(device)
     path = tuned_path(where.split(",")[0], order.experts, case.name, order.folder)
     if order.dry_run:
-        typer.echo(json.dumps({"case": case.name, "path": str(path)}, indent=2))
+        typer.echo(
+            json.dumps({"case": case.name, "path": str(path), "candidates": _tried(case, order, device)}, indent=2)
+        )
         return OK
     meta = {"moe_mk": version("moe-mk"), "torch": torch.__version__, "device": where, "method": "median of runs"}
     with screen.progress("tune", in_bytes=False) as advance:
@@ -82,25 +95,37 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
 
 def case_of(order: TuneOrder) -> TuneCase:
     """The case; raises ConfigError for formats and sizes that cannot be meant."""
-    for what, value in (("--weights", order.weights), ("--activations", order.activations)):
-        if value not in FORMATS:
-            raise ConfigError(f"{what} {value!r} is unknown{did_you_mean(value, FORMATS)}")
+    options = (("--weights", order.weights, WEIGHTS), ("--activations", order.activations, ACTIVATIONS))
+    for what, value, known in options:
+        if value not in ("plain", *known):
+            raise ConfigError(f"{what} {value!r} is unknown{did_you_mean(value, ['plain', *known])}")
     if order.weights == "fp8" and order.intermediate % FP8_128x128.rows:
         raise ConfigError(f"--intermediate {order.intermediate} must be a multiple of 128 with --weights fp8")
     if order.top_k > order.slots:
         raise ConfigError(f"--top-k {order.top_k} exceeds --slots {order.slots}")
     dtype = plain(dtype_of(order.dtype))
-    stored: QuantScheme = FP8_128x128 if order.weights == "fp8" else dtype
-    compute: QuantScheme = FP8_1x128 if order.activations == "fp8" else dtype
+    stored, compute = WEIGHTS.get(order.weights, dtype), ACTIVATIONS.get(order.activations, dtype)
     return TuneCase(order.experts, order.hidden, order.intermediate, order.slots, order.top_k, dtype, compute, stored)
 
 
 def command_of(case: TuneCase) -> str:
     """The command that measures a case, for whoever misses its file."""
-    formats = f"--weights {'plain' if case.weights.block is None else 'fp8'}"
-    formats += f" --activations {'plain' if case.compute.block is None else 'fp8'}"
+    formats = f"--weights {_option(WEIGHTS, case.weights)} --activations {_option(ACTIVATIONS, case.compute)}"
     sizes = f"--hidden {case.hidden_size} --intermediate {case.intermediate_size} --slots {case.num_slots}"
     return f"moe-mk tune {case.experts} {sizes} --top-k {case.top_k} {formats}"
+
+
+def _option(named: Mapping[str, QuantScheme], scheme: QuantScheme) -> str:
+    return next((name for name, each in named.items() if each.family == scheme.family), "plain")
+
+
+def _tried(case: TuneCase, order: TuneOrder, device: torch.device) -> dict[str, int]:
+    """How many candidates every number of tokens has; nothing is built or measured."""
+    context = ExpertsContext(
+        case.dtype, case.compute, "silu", case.num_slots, case.hidden_size, case.intermediate_size, device
+    )
+    backend, cores = EXPERTS[case.experts], environment.usable_cores()
+    return {str(count): len(space_of(backend, context, count, cores).candidates) for count in order.tokens}
 
 
 def points_table(points: tuple[TunedPoint, ...]) -> Table:

@@ -85,13 +85,13 @@ def tune_command(
     slots: Annotated[int, typer.Option(min=1, help="physical experts of a rank")] = 8,
     top_k: Annotated[int, typer.Option(min=1, help="experts a token, of these slots")] = 2,
     tokens: Annotated[str, typer.Option(help="batch sizes, by comma")] = "1,4,16,64,256",
-    weights: Annotated[str, typer.Option(help="plain or fp8")] = "fp8",
-    activations: Annotated[str, typer.Option(help="plain or fp8")] = "plain",
+    weights: Annotated[str, typer.Option(help="plain, fp8, int8, mxfp8, mxfp4 or nvfp4")] = "fp8",
+    activations: Annotated[str, typer.Option(help="plain, fp8 or int8")] = "plain",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     device: Device = "cpu",
     budget: Annotated[float, typer.Option(help="seconds after which no measurement starts")] = 60.0,
     tuned_dir: Annotated[Path | None, typer.Option(help="folder of tuned files; default configs/tuned")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be written, measure nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be done, measure nothing")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Measure a backend's parameters on this machine; a killed session goes on where it was."""

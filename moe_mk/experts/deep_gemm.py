@@ -18,7 +18,7 @@ from moe_mk.external.library import load
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.reference.quantize_rows import quantize_rows
 from moe_mk.quant.fp8_block import Fp8Block
-from moe_mk.quant.tensor import QuantTensor
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 
@@ -61,6 +61,11 @@ class DeepGemmExperts(FusedExperts):
             if isinstance(problem.weights, Fp8Block) and size % BLOCK:
                 reasons.append(Reason("shape", f"multiplies whole blocks of {BLOCK}, the {name} size is {size}"))
         return reasons
+
+    @classmethod
+    def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
+        """A model of the library's published rates; the adapter has met the emulation only."""
+        return None, "model; not yet measured"
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:

@@ -82,11 +82,11 @@ class ReferenceExperts(FusedExperts):
         gate = None if slot.gate_IH is None else _product(x, slot.gate_IH, slot.gate_bias)
         up = _product(x, slot.up_IH, slot.up_bias)
         h = activation(c.activation, gate, up, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
-        return _product(self._rounded(h), slot.down_HI, slot.down_bias)
+        return _product(self._rounded(h, hidden=True), slot.down_HI, slot.down_bias)
 
-    def _rounded(self, x: Tensor | QuantTensor) -> Tensor:
+    def _rounded(self, x: Tensor | QuantTensor, *, hidden: bool = False) -> Tensor:
         """Round activations to the compute scheme, in f32; tokens that came in it are not rounded twice."""
-        compute = self.context.compute
+        compute = self.context.compute.hidden if hidden else self.context.compute
         if isinstance(x, QuantTensor):
             if x.scheme == compute:
                 return x.dequantize(torch.float32)

@@ -1,4 +1,7 @@
-"""Experts on NVIDIA GPUs from Hopper on, in Triton: FP8 blocks or bf16, no permuted copy, captured in a CUDA graph.
+"""Experts on NVIDIA GPUs from Hopper on, in Triton: every type of weights, no permuted copy, captured in a CUDA graph.
+
+FP8 blocks and INT8 are multiplied as such where activations may be rounded; MXFP8, MXFP4, NVFP4 and whoever wants plain
+activations get weights that are decoded in registers, at the bytes of the checkpoint.
 
 Choose it for every layout and every number of tokens on an H100 or H200. Tiles come from `configs/tuned` where the
 device has been measured, else from a built-in table. Importing this file needs no triton; building the backend does.
@@ -6,17 +9,34 @@ device has been measured, else from a built-in table. Importing this file needs 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import asdict
 from threading import get_ident
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
-from moe_mk.experts.triton_tuning import Case, load_tuned
+from moe_mk.experts.triton_beside import Beside, joined, spare_of
+from moe_mk.experts.triton_tuning import (
+    BUILT_IN,
+    CANDIDATES,
+    CHOICES,
+    DECODED,
+    Case,
+    Tuned,
+    load_tuned,
+    only,
+    sensible,
+    tile_of,
+)
+from moe_mk.experts.triton_weights import FormedWeights, RoomyWeights, formed, ready, stacked
 from moe_mk.experts.triton_workspace import Workspace, workspace_of
 from moe_mk.external.device import profile_here, stream_of
+from moe_mk.kernels.triton.form import FORMS, Form
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import BF16, Plain
@@ -41,7 +61,8 @@ class TritonExperts(FusedExperts):
     """Two persistent grouped GEMMs; the first quantises its output, the second weighs and scatters it."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
-        summary="our Triton kernels for Hopper: FP8 blocks and bf16, every layout; compiled for sm_90 in CI",
+        summary="our Triton kernels for Hopper: bf16, FP8 and INT8 products, weight-only FP8, INT8, MXFP8, MXFP4 and "
+        "NVFP4, every layout; compiled for sm_90 in CI",
         kinds=frozenset({"cuda"}),
         min_arch=(9, 0),
         library="triton",
@@ -51,8 +72,8 @@ class TritonExperts(FusedExperts):
             GroupedTokens: OutputStage.RAW,
             BatchedTokens: OutputStage.RAW,
         },
-        weights=frozenset({"plain", "fp8_block"}),
-        computes=("fp8", "plain"),
+        weights=frozenset({"plain", "fp8_block", "int8", "mxfp8", "mxfp4", "nvfp4"}),
+        computes=("fp8", "int8", "plain"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
         bandwidth=0.75,
@@ -71,20 +92,37 @@ class TritonExperts(FusedExperts):
         super().__init__(context)
         self.kernels = kernels
         self.workspace = workspace or workspace_of(context.device)
-        self.tuned = load_tuned(profile_here(context.device).name, _case(context))
+        self.tuned: Tuned | None = None
+        """Tiles by rows an expert; read when the type of the weights is known."""
+        self.together: Beside | None = None
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Beside the traits: bf16 weights, or FP8 ones with FP8 activations; sizes that fill blocks and boxes."""
+        """Beside the traits: plain weights in bf16 alone, and sizes that fill blocks and boxes."""
         return [*super().reasons_against(problem), *_size_reasons(problem)]
 
     @classmethod
     def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
         """What tuning measured at this number of rows an expert; without it a model, of kernels that never ran here."""
         rows = problem.num_tokens * problem.config.router.top_k / problem.slots
-        case = Case(problem.config.model.hidden_size, problem.intermediate, problem.slots, compute.name)
+        case = Case(
+            problem.config.model.hidden_size, problem.intermediate, problem.slots, problem.weights.name, compute.name
+        )
         measured = load_tuned(problem.device.name, case, log=False).microseconds(rows)
         return measured, "model; compiled, not yet measured" if measured is None else "measured"
+
+    @classmethod
+    def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
+        """Tiles worth trying for so many tokens, each of up to eight choices; by hand only where FP8 is multiplied."""
+        an_expert = rows * min(CHOICES, context.num_slots) / context.num_slots
+        engines = ("triton", "gluon") if context.compute.family == "fp8" else ("triton",)
+        return [asdict(tile) for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert)]
+
+    def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> TritonExperts:
+        """These experts with one tile for every call. Raises ConfigError for a tile that no kernel has."""
+        one = copy(self)
+        one.tuned = only(tile_of(parameters))
+        return one
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
@@ -92,49 +130,81 @@ class TritonExperts(FusedExperts):
         hidden, inner, assignments = (
             problem.config.model.hidden_size, problem.intermediate, rows * problem.config.router.top_k,
         )  # fmt: skip
-        return rows * (hidden + 4 * hidden // BLOCK) + assignments * (2 * inner + 2 * hidden + 16)
+        return rows * (hidden + 4 * hidden // BLOCK) + assignments * (3 * inner + 2 * hidden + 20)
 
-    def relayout(self, weights: Weights) -> ExpertWeights:
-        """One stack on the device with f32 scales; a stack that is there already is not copied."""
+    def relayout(self, weights: Weights) -> Weights:
+        """One stack on the device. bf16 and FP8 stacks that are there already are not copied, others are dealt anew."""
+        self._know_tiles(weights.scheme)
+        if isinstance(weights, FormedWeights | RoomyWeights):
+            return weights
+        form = form_of(weights.scheme, self.context.compute)
+        if form.group or form.row_scales:
+            return formed(weights, form, self.context.device, spare=spare_of(weights.num_slots))
         if isinstance(weights, ExpertWeights):
-            return ExpertWeights(self._ready(weights.w13), self._ready(weights.w2), weights.layout, weights.gated)
-        return ExpertWeights(*self._stacked(weights), gated=weights.gated)
+            w13, w2 = (ready(q, self.context.device) for q in (weights.w13, weights.w2))
+            return ExpertWeights(w13, w2, weights.layout, weights.gated)
+        return stacked(weights, self.context.device, spare=spare_of(weights.num_slots))
+
+    def beside(self, weights: Weights, shared: Weights) -> Weights | None:
+        """One slot more for rows, in the room behind the routed experts; written once, however often it is asked."""
+        if self.together is None or not self.together.made_of(weights, shared):
+            both = joined(weights, shared)
+            self.together = None if both is None else Beside(both, weights, shared)
+        return None if self.together is None else self.together.weights
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Multiply in the layout the tokens have; queued on the current stream, nothing is waited for."""
-        assert isinstance(weights, ExpertWeights)
-        experts = self.kernels.Experts(
+        experts, tuned = self._experts(weights), self._know_tiles(weights.scheme)
+        lane = self.workspace.lane((stream_of(self.context.device), get_ident()))
+        with lane.frame(self.context.device) as empty:
+            if isinstance(tokens, RowTokens):
+                x, ids, share = self._readable(tokens.x_RH), tokens.ids_RK.to(torch.int32), tokens.weights_RK
+                tile = self._tile(tuned, ids.numel() / self.context.num_slots)
+                y = self.kernels.experts_rows(
+                    x, ids.contiguous(), share.contiguous(), experts, tile, empty, out=tokens.out_RH,
+                    beside=weights.num_slots > tokens.num_slots,
+                )  # fmt: skip
+                return ExpertOutput(y, OutputStage.REDUCED)
+            if isinstance(tokens, GroupedTokens):
+                x = self._readable(tokens.x_NH)
+                tile = self._tile(tuned, len(x[0]) / self.context.num_slots)
+                return ExpertOutput(
+                    self.kernels.experts_grouped(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW
+                )
+            x = self._readable(tokens.x_LSH)
+            tile = self._tile(tuned, min(x[0].shape[1], MASKED_ROWS))
+            return ExpertOutput(self.kernels.experts_batched(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
+
+    def _experts(self, weights: Weights) -> Any:
+        """The experts as the kernels know them."""
+        assert isinstance(weights, ExpertWeights | FormedWeights)
+        rows13, rows2 = (None, None) if isinstance(weights, ExpertWeights) else (weights.w13.rows, weights.w2.rows)
+        return self.kernels.Experts(
             (weights.w13.values, weights.w13.scales),
             (weights.w2.values, weights.w2.scales),
             self.context.activation,
             weights.gated,
             getattr(self.context.compute, "ue8m0", False),
+            form_of(weights.scheme, self.context.compute),
+            rows13,
+            rows2,
         )
-        lane = self.workspace.lane((stream_of(self.context.device), get_ident()))
-        with lane.frame(self.context.device) as empty:
-            if isinstance(tokens, RowTokens):
-                x, ids, share = self._readable(tokens.x_RH), tokens.ids_RK.to(torch.int32), tokens.weights_RK
-                tile = self._tile(ids.numel() / self.context.num_slots)
-                y = self.kernels.experts_rows(
-                    x, ids.contiguous(), share.contiguous(), experts, tile, empty, out=tokens.out_RH
-                )
-                return ExpertOutput(y, OutputStage.REDUCED)
-            if isinstance(tokens, GroupedTokens):
-                x = self._readable(tokens.x_NH)
-                tile = self._tile(len(x[0]) / self.context.num_slots)
-                return ExpertOutput(
-                    self.kernels.experts_grouped(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW
-                )
-            x = self._readable(tokens.x_LSH)
-            tile = self._tile(min(x[0].shape[1], MASKED_ROWS))
-            return ExpertOutput(self.kernels.experts_batched(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
 
-    def _tile(self, rows_an_expert: float) -> Tile:
+    def _know_tiles(self, weights: QuantScheme) -> Tuned:
+        """The tiles of a type of weights, read from the files once."""
+        if self.tuned is None:
+            c = self.context
+            case = Case(c.hidden_size, c.intermediate_size, c.num_slots, weights.name, c.compute.name)
+            built_in = DECODED if form_of(weights, c.compute).name.startswith("w_") else BUILT_IN
+            self.tuned = load_tuned(profile_here(c.device).name, case, built_in=built_in)
+        return self.tuned
+
+    def _tile(self, tuned: Tuned, rows_an_expert: float) -> Tile:
         """The tile for a mean number of rows, known from shapes alone: dropped assignments count.
 
         One tile for all where a row must get the same bits in any company: inside a tile no row meets another.
         """
-        return INVARIANT if self.context.batch_invariant else self.tuned.tile(max(rows_an_expert, FEWEST))
+        return INVARIANT if self.context.batch_invariant else tuned.tile(max(rows_an_expert, FEWEST))
 
     def _readable(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
         """Tokens in the scheme they came in if the experts compute in it, else in bf16, to be rounded on the device."""
@@ -142,59 +212,26 @@ class TritonExperts(FusedExperts):
             return x.values, x.scales
         return x.dequantize(torch.bfloat16), None
 
-    def _ready(self, q: QuantTensor) -> QuantTensor:
-        q = q.to(self.context.device)
-        scales = None if q.scales is None else q.scales.to(torch.float32).contiguous()
-        return QuantTensor(q.values.contiguous(), scales, q.scheme)
 
-    def _stacked(self, weights: Weights) -> tuple[QuantTensor, QuantTensor]:
-        """Copy mapped matrices to the device one expert after the other; the host holds no second copy."""
-        slots = [weights.slot(index) for index in range(weights.num_slots)]
-        parts13 = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
-        return self._stack(parts13, weights.scheme), self._stack([[slot.down_HI] for slot in slots], weights.scheme)
-
-    def _stack(self, parts: list[list[QuantTensor]], scheme: QuantScheme) -> QuantTensor:
-        def fill(name: str, dtype: torch.dtype) -> Tensor:
-            pieces = [[getattr(q, name) for q in part] for part in parts]
-            shape = (len(pieces), sum(len(piece) for piece in pieces[0]), pieces[0][0].shape[1])
-            stack = torch.empty(shape, dtype=dtype, device=self.context.device)
-            for index, piece in enumerate(pieces):
-                start = 0
-                for matrix in piece:
-                    _copy(stack[index, start : start + len(matrix)], matrix)
-                    start += len(matrix)
-            return stack
-
-        first = parts[0][0]
-        scales = None if first.scales is None else fill("scales", torch.float32)
-        return QuantTensor(fill("values", first.values.dtype), scales, scheme)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy with a conversion; FP8 values travel as bytes."""
-    if target.element_size() == 1:
-        target.view(torch.uint8).copy_(source.view(torch.uint8))
-    else:
-        target.copy_(source.to(target.dtype))
-
-
-def _case(context: ExpertsContext) -> Case:
-    return Case(context.hidden_size, context.intermediate_size, context.num_slots, context.compute.name)
+def form_of(weights: QuantScheme, compute: QuantScheme) -> Form:
+    """How weights lie: for products of codes where activations are rounded, else weight-only."""
+    if isinstance(weights, Plain):
+        return FORMS["plain"]
+    if isinstance(weights, Fp8Block):
+        return FORMS["w_fp8" if isinstance(compute, Plain) else "fp8"]
+    if weights.family == "int8" and not isinstance(compute, Plain):
+        return FORMS["int8"]
+    return FORMS[f"w_{weights.family}"]
 
 
 def _size_reasons(problem: Problem) -> list[Reason]:
     model, stored, reasons = problem.config.model, problem.weights, []
-    if isinstance(stored, Plain):
-        if stored != BF16:
-            reasons.append(Reason("weights", f"reads bf16 or FP8 weights, the experts are {stored.name}"))
-    elif isinstance(stored, Fp8Block):
-        if problem.config.kernel.activations == "plain":
-            fix = "kernel.activations = auto"
-            reasons.append(Reason("activations", "multiplies FP8 weights with FP8 activations only", fix))
-        if problem.intermediate % BLOCK:
-            text = f"quantises hidden rows in groups of {BLOCK}, a rank has {problem.intermediate} columns of them"
-            reasons.append(Reason("shape", text, f"a tp that leaves a multiple of {BLOCK}"))
-    width = 1 if isinstance(stored, Fp8Block) else 2
+    if isinstance(stored, Plain) and stored != BF16:
+        reasons.append(Reason("weights", f"reads plain weights in bf16 alone, the experts are {stored.name}"))
+    if isinstance(stored, Fp8Block) and problem.intermediate % BLOCK:
+        text = f"reads hidden rows in groups of {BLOCK}, a rank has {problem.intermediate} columns of them"
+        reasons.append(Reason("shape", text, f"a tp that leaves a multiple of {BLOCK}"))
+    width = 2 if isinstance(stored, Plain) or stored.per_byte > 1 else 1  # bytes of what boxes read: rows or weights
     for name, size in (("hidden size", model.hidden_size), ("intermediate size", problem.intermediate)):
         if size * width % BOX_BYTES:
             text = f"reads rows in boxes that start at multiples of {BOX_BYTES} B, a {name} of {size} does not"

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_mk.cli import app
-from moe_mk.cli.buckets import BUCKETS, experts_floor_us
+from moe_mk.cli.buckets import BUCKETS, experts_floor_us, rivals_of
 from moe_mk.cli.explain import Question, decide_on
 from moe_mk.plan.roofline import LayerShape, Rates, experts_us
 
@@ -38,3 +38,13 @@ def test_explain_ranks_triton_and_the_reference_by_number_of_tokens() -> None:
 def test_no_floor_is_shown_where_there_is_no_fp8_unit() -> None:
     said = CliRunner().invoke(app, ["explain", "deepseek_v3", "--device", "cpu"]).output
     assert "by tokens" not in said
+
+
+def test_every_line_ranks_the_other_experts_behind_the_same_transport() -> None:
+    decision = decide_on(Question("deepseek_v3", "h200", 64, libraries="triton,deep_gemm,flashinfer"))
+    found = re.findall(r"(\w+) ([\d,]+) us", rivals_of(decision))
+    assert [name for name, _ in found] == ["flashinfer_cutlass", "deep_gemm", "reference"]
+    prices = [int(price.replace(",", "")) for _, price in found]
+    assert prices == sorted(prices) and prices[0] > (decision.chosen.cost_us or 0)
+    alone = decide_on(Question("deepseek_v3", "h200", 64, libraries="triton", overrides={"experts": "triton"}))
+    assert rivals_of(alone).startswith("reference")

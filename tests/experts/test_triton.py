@@ -13,6 +13,7 @@ import pytest
 from moe_mk import MoEConfig, Problem, oracle
 from moe_mk.config import device_profile
 from moe_mk.experts import EXPERTS, triton_tuning
+from moe_mk.experts.triton import form_of
 from moe_mk.experts.triton_tuning import Case, Point, as_json, tuned_file
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.oracle.verdict import Verdict
@@ -36,15 +37,36 @@ def test_an_h200_with_triton_is_served_in_fp8_and_bf16_inside_a_graph() -> None:
 
 
 @pytest.mark.parametrize(
+    "weights,activations,compute,form",
+    [
+        ("fp8_block", "auto", "fp8_1x128", "fp8"), ("fp8_block", "plain", "bf16", "w_fp8"),
+        ("int8", "auto", "int8_token", "int8"), ("int8", "plain", "bf16", "w_int8"),
+        ("mxfp8", "auto", "bf16", "w_mxfp8"), ("mxfp4", "auto", "bf16", "w_mxfp4"),
+        ("nvfp4", "auto", "bf16", "w_nvfp4"), ("bf16", "auto", "bf16", "plain"),
+    ],
+)  # fmt: skip
+def test_every_type_is_served_as_it_is_stored(weights: str, activations: str, compute: str, form: str) -> None:
+    asked = problem(weights=weights, activations=activations)
+    decision = oracle.select(asked)
+    assert decision.chosen.experts == "triton" and decision.effect is None and decision.compute.name == compute
+    assert form_of(asked.weights, decision.compute).name == form
+
+
+@pytest.mark.parametrize(
     "given,expected",
     [
         ({"device": "cpu"}, r"device: runs on cuda"),
         ({"device": "mi300x"}, r"device: runs on cuda"),
         ({"installed": ()}, r"library: triton is not installed \[pip install 'moe-mk\[cuda\]'\]"),
         ({"dtype": FP32}, r"dtype: computes in bf16"),
-        ({"weights": "fp16"}, r"weights: reads bf16 or FP8 weights, the experts are fp16"),
-        ({"activations": "plain"}, r"activations: multiplies FP8 weights with FP8 activations only"),
-        ({"moe_intermediate_size": 192}, r"shape: quantises hidden rows in groups of 128, a rank has 192"),
+        ({"weights": "fp16"}, r"weights: reads plain weights in bf16 alone, the experts are fp16"),
+        ({"weights": "fp8_channel"}, r"weights: reads fp8_block, int8, mxfp4, mxfp8, nvfp4, plain weights"),
+        (
+            {"weights": "mxfp8", "activations": "checkpoint"},
+            r"activations: multiplies with FP8, INT8, plain activations",
+        ),
+        ({"weights": "int8", "moe_intermediate_size": 200}, r"shape: reads rows in boxes .* intermediate size of 200"),
+        ({"moe_intermediate_size": 192}, r"shape: reads hidden rows in groups of 128, a rank has 192"),
         ({"hidden_size": 136}, r"shape: .*a hidden size of 136"),
     ],
 )
@@ -75,7 +97,7 @@ def test_what_never_ran_is_called_so_until_a_file_says_what_it_took(
 
     assert verdict().cost_source == "model; compiled, not yet measured"
     # 512 tokens of 8 choices over 256 experts are 16 rows an expert.
-    file = tuned_file("h200", Case(7168, 2048, 256, "fp8_1x128"), tmp_path)
+    file = tuned_file("h200", Case(7168, 2048, 256, "fp8_128x128", "fp8_1x128"), tmp_path)
     file.parent.mkdir(parents=True)
     tile = Tile(16, True, 4, 5)
     file.write_text(as_json([Point(4.0, tile, 1000.0), Point(64.0, tile, 4000.0)], {"device": "h200"}))

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_mk.errors import ConfigError
-from moe_mk.experts.triton_tuning import BUILT_IN, Case, Point, Tuned, as_json, load_tuned, tuned_file
+from moe_mk.experts.base import ExpertsContext
+from moe_mk.experts.triton import TritonExperts
+from moe_mk.experts.triton_tuning import (
+    BUILT_IN,
+    CANDIDATES,
+    DECODED,
+    Case,
+    Point,
+    Tuned,
+    as_json,
+    load_tuned,
+    tile_of,
+    tuned_file,
+)
 from moe_mk.kernels.triton.tile import Tile
+from moe_mk.quant import BF16, FP8_1x128
+from moe_mk.tuning import TunedPoint, save_measured, tuned_path
 
-CASE = Case(7168, 2048, 256, "fp8_1x128")
+CASE = Case(7168, 2048, 256, "fp8_128x128", "fp8_1x128")
 SMALL, LARGE = Tile(8, True, 4, 6, "gluon"), Tile(128, False, 4, 4, "gluon")
 TUNED = Tuned((Point(1.0, SMALL, 100.0), Point(16.0, LARGE, 400.0)))
 
@@ -36,7 +53,7 @@ def test_times_between_points_lie_on_a_line_of_logarithms() -> None:
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     file = tuned_file("h200", CASE, tmp_path)
-    assert file == tmp_path / "h200" / "triton" / "H7168_I2048_L256_fp8_1x128.json"
+    assert file == tmp_path / "NVIDIA_H200" / "triton" / "H7168_I2048_L256_fp8_128x128_fp8_1x128.json"
     file.parent.mkdir(parents=True)
     file.write_text(as_json(TUNED.points[::-1], {"device": "h200", "torch": "2.11.0"}))
     assert load_tuned("h200", CASE, tmp_path) == TUNED
@@ -46,7 +63,7 @@ def test_a_missing_file_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.INFO):
         assert load_tuned("h200", CASE, tmp_path, log=False) == Tuned() and not caplog.messages
         assert [load_tuned("h200", CASE, tmp_path) for _ in range(3)] == [Tuned()] * 3
-    assert len(caplog.messages) == 1 and "H7168_I2048_L256_fp8_1x128.json on h200" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "H7168_I2048_L256_fp8_128x128_fp8_1x128.json on h200" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +87,49 @@ def test_a_file_that_holds_no_tiles_is_refused_by_name(tmp_path: Path, content: 
         load_tuned("h200", CASE, tmp_path)
 
 
+def test_files_of_tuning_sessions_are_read_by_their_top_k(tmp_path: Path) -> None:
+    # 8 of 256 experts a token: 32 tokens are one row an expert, 512 are 16.
+    path = tuned_path("NVIDIA H200", "triton", "H7168_I2048_L256_K8_fp8_128x128_fp8_1x128", tmp_path)
+    save_measured(path, [TunedPoint(32, asdict(SMALL), 100.0), TunedPoint(512, asdict(LARGE), 400.0)], {})
+    other = path.with_name("H7168_I2048_L256_K8_mxfp4_bf16.json")
+    save_measured(other, [TunedPoint(32, asdict(LARGE), 1.0)], {})
+    assert load_tuned("h200", CASE, tmp_path) == TUNED
+    tuned_file("h200", CASE, tmp_path).write_text(as_json([Point(64.0, LARGE, 900.0)], {}))
+    assert [point.rows_an_expert for point in load_tuned("h200", CASE, tmp_path).points] == [1.0, 16.0, 64.0]
+
+
+def test_every_spelling_of_a_device_is_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "NVIDIA_GeForce_X").mkdir()
+    assert tuned_file("nvidia_geforce_x", CASE, tmp_path).parts[-3] == "NVIDIA_GeForce_X"
+    for name in ("h200", "NVIDIA H200", "nvidia_h200"):
+        assert tuned_file(name, CASE, tmp_path).parts[-3] == "NVIDIA_H200"
+
+
+def test_what_is_tried_fits_and_suits_the_rows() -> None:
+    context = ExpertsContext(BF16, FP8_1x128, "silu", 256, 7168, 2048, torch.device("cpu"))
+    few, many = (TritonExperts.tuning_space(context, tokens) for tokens in (1, 16384))
+    assert {tile["rows"] for tile in few} == {8, 16, 32} and {tile["engine"] for tile in few} == {"triton", "gluon"}
+    assert {tile["rows"] for tile in many} == {64, 128}
+    plain = TritonExperts.tuning_space(replace(context, compute=BF16), 1)
+    assert {tile["engine"] for tile in plain} == {"triton"}
+    assert all(tile_of(tile) in CANDIDATES for tile in (*few, *many, *plain))
+
+
+@pytest.mark.parametrize(
+    "wrong,said",
+    [
+        ({"rows": 24}, r"no kernel multiplies .*rows=24"),
+        ({"stages": 9}, "1 to 8 stages"),
+        ({"warps": 3}, "4 or 8 warps"),
+        ({"stages": 8}, r"keeps 278528 B on their way, a program may have 232448; at most 6 stages fit"),
+        ({"colour": 1}, "unexpected keyword"),
+    ],
+)
+def test_a_tile_that_cannot_be_is_refused_by_name(wrong: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"is no tile of the Triton experts: .*{said}"):
+        tile_of(asdict(Tile(16, True, 4, 5)) | wrong)
+
+
 def test_a_built_in_tile_serves_every_number_of_rows() -> None:
     assert BUILT_IN[-1][0] == float("inf")
     assert [Tuned().tile(rows).rows for rows in (0.01, 8.0, 8.1, 20.0, 80.0, 81.0, 1e9)] == [
@@ -81,4 +141,6 @@ def test_a_built_in_tile_serves_every_number_of_rows() -> None:
         128,
         128,
     ]
-    assert all(tile.engine == "triton" for _, tile in BUILT_IN), "what was never run on a GPU is not chosen unasked"
+    assert all(tile.engine == "triton" for _, tile in (*BUILT_IN, *DECODED)), (
+        "what was never run on a GPU is not chosen unasked"
+    )

@@ -15,7 +15,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.experts import ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.experts.triton import TritonExperts
-from moe_mk.experts.triton_tuning import BUILT_IN, Point, Tuned
+from moe_mk.experts.triton_tuning import BUILT_IN, only
 from moe_mk.external.library import installed
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.oracle import Parts, assemble
@@ -46,7 +46,7 @@ def fresh_inputs(record_property: pytest.RecordProperty) -> None:
 
 
 def of_tile(backend: TritonExperts, tile: Tile) -> TritonExperts:
-    backend.tuned = Tuned((Point(1e-9, tile, 1.0), Point(1e9, tile, 1.0)))
+    backend.tuned = only(tile)
     return backend
 
 

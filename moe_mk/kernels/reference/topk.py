@@ -30,13 +30,24 @@ def topk(
 
 
 def expert_scores(router_logits: Tensor, scoring_func: str, score_dtype: torch.dtype) -> Tensor:
-    """Turn logits into f32 scores in [0, 1].
+    """Turn logits into f32 scores: of softmax and sigmoid in [0, 1], of sqrtsoftplus at least 0.
 
-    score_dtype: what a sigmoid is rounded to before it becomes f32. A softmax is always taken in f32.
+    score_dtype: what sigmoid and sqrtsoftplus are rounded to before they become f32. A softmax is always taken in f32.
     """
     if scoring_func == "softmax":
         return router_logits.softmax(-1, dtype=torch.float32)
-    return sigmoid(router_logits.float()).to(score_dtype).float()
+    score = sqrtsoftplus if scoring_func == "sqrtsoftplus" else sigmoid
+    return score(router_logits.float()).to(score_dtype).float()
+
+
+def sqrtsoftplus(x: Tensor) -> Tensor:
+    """The root of ln(1 + exp(x)) of f32 values, as DeepSeek-V4 scores experts; 0 below -88.
+
+    ln(exp(x) + exp(0)) neither overflows nor loses digits. The root of 0 has no gradient, so what would underflow is
+    cut off as in `sigmoid`.
+    """
+    cut = x.clamp(min=-88.0)
+    return torch.logaddexp(cut, torch.zeros_like(cut)).sqrt().masked_fill(x < -88.0, 0.0)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.tile_map import Empty, TileMap, empty_tile_map, write_tiles
 
 SMALL = 1024
@@ -29,62 +30,133 @@ class Alignment:
     order_N: Tensor
     """int32: the assignment r * K + k at each position; those of -1 are behind the last tile."""
     tiles: TileMap
+    ids_RK: Tensor
+    """As given; with shared experts one column more, of the last slot."""
+    weights_RK: Tensor | None
+    """As given; with shared experts one column more, of ones."""
 
 
-def align(ids_RK: Tensor, num_slots: int, tile_rows: int, *, empty: Empty = torch.empty) -> Alignment:
-    """Sort the assignments of received rows by local slot; no synchronisation, sizes depend on shapes alone."""
-    num = ids_RK.numel()
-    order_N = empty((max(num, 1),), dtype=torch.int32, device=ids_RK.device)
-    tiles = empty_tile_map(num, num_slots, tile_rows, ids_RK.device, empty)
+def align(
+    ids_RK: Tensor, num_slots: int, tile_rows: int, *, empty: Empty = torch.empty, beside: Tensor | None = None
+) -> Alignment:
+    """Sort the assignments of received rows by local slot; no synchronisation, sizes depend on shapes alone.
+
+    beside: the routing weights, f32, where every row visits the last slot as well, with weight 1 (shared experts).
+    """
+    aligned, given = room_of(ids_RK, num_slots, tile_rows, empty, beside), (ids_RK, beside)
+    num, tiles = aligned.ids_RK.numel(), aligned.tiles
     if num <= SMALL:
         _align_small[(1,)](
-            ids_RK, order_N, tiles.tiles_3X, tiles.count, num, num_slots, tiles.tiles_3X.stride(0),
-            PAIRS=max(triton.next_power_of_2(num), 16), STEP=16, TILE=tile_rows,
-            SLOTS=triton.next_power_of_2(num_slots + 1), num_warps=8,
+            *pointers(aligned, given), num, num_slots, tiles.tiles_3X.stride(0), **sizes(num, num_slots),
+            **choices(ids_RK, beside), TILE=tile_rows, num_warps=8, **chained(),
         )  # fmt: skip
     else:
-        _align_chunks(ids_RK, order_N, tiles, num, num_slots, empty)
-    return Alignment(order_N, tiles)
+        _align_chunks(aligned, given, num, num_slots, empty)
+    return aligned
 
 
-def _align_chunks(ids_RK: Tensor, order_N: Tensor, tiles: TileMap, num: int, num_slots: int, empty: Empty) -> None:
-    chunks, slots = triton.cdiv(num, CHUNK), triton.next_power_of_2(num_slots + 1)
+def room_of(ids_RK: Tensor, num_slots: int, tile_rows: int, empty: Empty, beside: Tensor | None) -> Alignment:
+    """Memory for what `align` finds; ids and weights are those given where nothing is added to them."""
+    rows, top_k = ids_RK.shape
+    all_ids, all_weights = ids_RK, beside
+    if beside is not None:
+        all_ids = empty((rows, top_k + 1), dtype=torch.int32, device=ids_RK.device)
+        all_weights = empty((rows, top_k + 1), dtype=torch.float32, device=ids_RK.device)
+    num = all_ids.numel()
+    order_N = empty((max(num, 1),), dtype=torch.int32, device=ids_RK.device)
+    tiles = empty_tile_map(num, num_slots, tile_rows, ids_RK.device, empty)
+    return Alignment(order_N, tiles, all_ids, all_weights)
+
+
+def pointers(aligned: Alignment, given: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
+    """What the kernels read and write, in the order of their arguments."""
+    ids, weights = given
+    all_weights = aligned.weights_RK if aligned.weights_RK is not None else aligned.order_N
+    return (
+        ids, weights if weights is not None else ids, aligned.ids_RK, all_weights, aligned.order_N,
+        aligned.tiles.tiles_3X, aligned.tiles.count,
+    )  # fmt: skip
+
+
+def sizes(num: int, num_slots: int) -> dict[str, int]:
+    """How many pairs and slots one program compares."""
+    return {"PAIRS": max(triton.next_power_of_2(num), 16), "STEP": 16, "SLOTS": triton.next_power_of_2(num_slots + 1)}
+
+
+def choices(ids_RK: Tensor, beside: Tensor | None) -> dict[str, int | bool]:
+    """Experts a row was given, and whether it visits the last slot as well."""
+    return {"TOP_K": ids_RK.shape[1], "BESIDE": beside is not None}
+
+
+def _align_chunks(
+    aligned: Alignment, given: tuple[Tensor, Tensor | None], num: int, num_slots: int, empty: Empty
+) -> None:
+    (ids_RK, beside), tiles = given, aligned.tiles
+    chunks, slots, chosen = triton.cdiv(num, CHUNK), triton.next_power_of_2(num_slots + 1), choices(ids_RK, beside)
     before_XL = empty((chunks, slots), dtype=torch.int32, device=ids_RK.device)
     total_L = empty((slots,), dtype=torch.int32, device=ids_RK.device)
     first_L = empty((slots,), dtype=torch.int32, device=ids_RK.device)
-    _count[(chunks,)](ids_RK, before_XL, num, num_slots, CHUNK=CHUNK, SLOTS=slots, num_warps=4)
+    _count[(chunks,)](
+        ids_RK, before_XL, num, num_slots, CHUNK=CHUNK, SLOTS=slots, num_warps=4, **chosen, **chained()
+    )  # fmt: skip
     columns = min(COLUMNS, slots)
     _prefix_over_chunks[(slots // columns,)](
-        before_XL, total_L, chunks, SLOTS=slots, COLUMNS=columns, STEP=CHUNKS_A_STEP, num_warps=4
-    )
+        before_XL, total_L, chunks, SLOTS=slots, COLUMNS=columns, STEP=CHUNKS_A_STEP, num_warps=4, **chained()
+    )  # fmt: skip
     _prefix_over_slots[(1,)](
         total_L, first_L, tiles.tiles_3X, tiles.count, num_slots, tiles.tiles_3X.stride(0),
-        TILE=tiles.tile_rows, SLOTS=slots, num_warps=4,
+        TILE=tiles.tile_rows, SLOTS=slots, num_warps=4, **chained(),
     )  # fmt: skip
     _place[(chunks,)](
-        ids_RK, before_XL, first_L, order_N, num, num_slots, CHUNK=CHUNK, SLOTS=slots, num_warps=4
+        *pointers(aligned, given)[:5], before_XL, first_L, num, num_slots,
+        CHUNK=CHUNK, SLOTS=slots, num_warps=4, **chosen, **chained(),
     )  # fmt: skip
 
 
 @triton.jit
-def _slot(ids_ptr, index, num, num_slots):
-    """The slot of an assignment; the one past the last for -1 and for lanes past the end."""
-    slot = tl.load(ids_ptr + index, mask=index < num, other=-1).to(tl.int32)
+def _slot(ids_ptr, index, num, num_slots, TOP_K: tl.constexpr, BESIDE: tl.constexpr):
+    """The slot of an assignment; the one past the last for -1 and for lanes past the end.
+
+    BESIDE: the last of a row's TOP_K + 1 assignments is that to the last slot, whatever the ids are.
+    """
+    there = index < num
+    if BESIDE:
+        k = index % (TOP_K + 1)
+        chosen = tl.load(ids_ptr + index // (TOP_K + 1) * TOP_K + k, mask=there & (k < TOP_K), other=-1).to(tl.int32)
+        slot = tl.where(there & (k == TOP_K), num_slots - 1, chosen)
+    else:
+        slot = tl.load(ids_ptr + index, mask=there, other=-1).to(tl.int32)
     return tl.where(slot < 0, num_slots, slot)
 
 
 @triton.jit
-def _align_small(
-    ids_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
-    PAIRS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
+def _write_all(
+    weights_ptr, all_ids_ptr, all_weights_ptr, index, slot, num, num_slots, TOP_K: tl.constexpr, BESIDE: tl.constexpr
+):
+    """Ids and weights with those of the last slot among them."""
+    if BESIDE:
+        k, there = index % (TOP_K + 1), index < num
+        weight = tl.load(weights_ptr + index // (TOP_K + 1) * TOP_K + k, mask=there & (k < TOP_K), other=1.0)
+        tl.store(all_ids_ptr + index, tl.where(slot == num_slots, -1, slot), mask=there)
+        tl.store(all_weights_ptr + index, weight, mask=there)
+
+
+@triton.jit
+def sort_pairs(
+    ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
+    PAIRS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
+    """All of it for few assignments: one program compares every pair of them."""
     index, expert = tl.arange(0, PAIRS), tl.arange(0, SLOTS)
-    key = _slot(ids_ptr, index, num, num_slots) * PAIRS + index
+    own = _slot(ids_ptr, index, num, num_slots, TOP_K, BESIDE)
+    _write_all(weights_ptr, all_ids_ptr, all_weights_ptr, index, own, num, num_slots, TOP_K, BESIDE)
+    key = own * PAIRS + index
     position = tl.zeros([PAIRS], tl.int32)
     first, rows = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.int32)
     for start in range(0, num, STEP):
         other = start + tl.arange(0, STEP)
-        slot = _slot(ids_ptr, other, num, num_slots)
+        slot = _slot(ids_ptr, other, num, num_slots, TOP_K, BESIDE)
         there = other < num
         earlier = ((slot * PAIRS + other)[None, :] < key[:, None]) & there[None, :]
         position += tl.sum(earlier.to(tl.int32), axis=1)
@@ -95,15 +167,33 @@ def _align_small(
 
 
 @triton.jit
-def _count(ids_ptr, before_ptr, num, num_slots, CHUNK: tl.constexpr, SLOTS: tl.constexpr):
+def _align_small(
+    ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
+    PAIRS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
+    BESIDE: tl.constexpr,
+):  # fmt: skip
+    after_the_one_before()
+    sort_pairs(
+        ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
+        PAIRS, STEP, TILE, SLOTS, TOP_K, BESIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _count(
+    ids_ptr, before_ptr, num, num_slots,
+    CHUNK: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    after_the_one_before()
     index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    slot = _slot(ids_ptr, index, num, num_slots)
+    slot = _slot(ids_ptr, index, num, num_slots, TOP_K, BESIDE)
     tl.store(before_ptr + tl.program_id(0) * SLOTS + tl.arange(0, SLOTS), tl.histogram(slot, SLOTS))
 
 
 @triton.jit
 def _prefix_over_chunks(before_ptr, total_ptr, chunks, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
     """Turn each chunk's counts into how many of the same slot lie in earlier chunks."""
+    after_the_one_before()
     slot = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.int32)
     for start in range(0, chunks, STEP):
@@ -120,6 +210,7 @@ def _prefix_over_chunks(before_ptr, total_ptr, chunks, SLOTS: tl.constexpr, COLU
 def _prefix_over_slots(
     total_ptr, first_ptr, tiles_ptr, count_ptr, num_slots, stride, TILE: tl.constexpr, SLOTS: tl.constexpr
 ):
+    after_the_one_before()
     expert = tl.arange(0, SLOTS)
     total = tl.load(total_ptr + expert)
     first = tl.cumsum(total, axis=0) - total
@@ -128,11 +219,16 @@ def _prefix_over_slots(
 
 
 @triton.jit
-def _place(ids_ptr, before_ptr, first_ptr, order_ptr, num, num_slots, CHUNK: tl.constexpr, SLOTS: tl.constexpr):
+def _place(
+    ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, before_ptr, first_ptr, num, num_slots,
+    CHUNK: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    after_the_one_before()
     lane = tl.arange(0, CHUNK)
     index = tl.program_id(0) * CHUNK + lane
-    slot = _slot(ids_ptr, index, num, num_slots)
-    other = _slot(ids_ptr, tl.program_id(0) * CHUNK + lane, num, num_slots)
+    slot = _slot(ids_ptr, index, num, num_slots, TOP_K, BESIDE)
+    _write_all(weights_ptr, all_ids_ptr, all_weights_ptr, index, slot, num, num_slots, TOP_K, BESIDE)
+    other = _slot(ids_ptr, tl.program_id(0) * CHUNK + lane, num, num_slots, TOP_K, BESIDE)
     same = (slot[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
     position = tl.load(first_ptr + slot) + tl.load(before_ptr + tl.program_id(0) * SLOTS + slot)
     tl.store(order_ptr + position + tl.sum(same.to(tl.int32), axis=1), index, mask=index < num)

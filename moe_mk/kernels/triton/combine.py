@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.numerics import to_dtype
 
 COLUMNS = 1024
@@ -29,6 +30,7 @@ def combine(y: Tensor, ids_RK: Tensor, weights_RK: Tensor | None = None, *, out:
         _combine[(rows, triton.cdiv(y.shape[1], COLUMNS))](
             y, ids_RK, weights_RK if weights_RK is not None else y, out_RH, y.shape[1], y.stride(0), out_RH.stride(0),
             TOP_K=top_k, WEIGHTED=weights_RK is not None, COLUMNS=COLUMNS, num_warps=4,
+            **chained(),
         )  # fmt: skip
     return out_RH
 
@@ -38,6 +40,7 @@ def _combine(
     y_ptr, ids_ptr, weights_ptr, out_ptr, width, y_stride, out_stride,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    after_the_one_before()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

@@ -1,8 +1,12 @@
 """w13 -> activation -> w2 over all experts of a rank, one function for each layout of tokens; no host synchronisation.
 
-    rows      quantise, align, w13 gathering its rows, w2 scattering weighted rows, combine     5 launches in decode
+    rows      align and quantise, w13 gathering its rows, w2 scattering weighted rows, combine  4 launches in decode
     grouped   quantise, tile list, w13, w2
     batched   the same over blocks with padding: rows past the count of a block are computed or not, never stored
+
+Rows are quantised for FP8 and INT8 products only; INT8 rounds the rows between the GEMMs in a launch of its own, since
+their scale is that of a whole row. Weight-only forms decode inside the GEMMs. Each launch may start while the one
+before drains (`chain.py`).
 
 Everything between input and output lies in memory that `empty` hands out. Rows of padding, and positions of dropped
 assignments, are never read into a row that is stored.
@@ -12,15 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.triton.align import align
+from moe_mk.kernels.triton.align import SMALL, align
 from moe_mk.kernels.triton.combine import combine
+from moe_mk.kernels.triton.form import FORMS, Form
 from moe_mk.kernels.triton.grouped_w2 import grouped_w2
 from moe_mk.kernels.triton.grouped_w13 import grouped_w13
-from moe_mk.kernels.triton.quantize_rows import quantize_rows_into
+from moe_mk.kernels.triton.prologue import align_and_quantize
+from moe_mk.kernels.triton.quantize_rows import quantize_rows_int8, quantize_rows_into
 from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import Empty, TileMap, tile_map
 
@@ -40,11 +47,21 @@ class Experts:
     gated: bool = True
     power_of_two: bool = False
     """Whether activation scales are powers of two (UE8M0)."""
+    form: Form | None = None
+    """How the weights lie; None: FP8 blocks where they have scales, else bf16."""
+    w13_rows: Tensor | None = None
+    """f32 (L, 2I): scales of whole rows, for forms that have them."""
+    w2_rows: Tensor | None = None
 
     @property
     def inner(self) -> int:
         """I."""
-        return self.w2[0].shape[2]
+        return self.w13[0].shape[1] // (2 if self.gated else 1)
+
+    @property
+    def lies(self) -> Form:
+        """The form of the weights."""
+        return self.form or FORMS["plain" if self.w13[1] is None else "fp8"]
 
     @property
     def num_slots(self) -> int:
@@ -54,20 +71,29 @@ class Experts:
 
 def experts_rows(
     x: Scaled, ids_RK: Tensor, weights_RK: Tensor, experts: Experts, tile: Tile, empty: Empty,
-    *, out: Tensor | None = None,
+    *, out: Tensor | None = None, beside: bool = False,
 ) -> Tensor:  # fmt: skip
     """Every row through its experts, weighed and summed: (R, H) in bf16.
 
     x: (R, H) bf16, or FP8 with scales of 128 columns. ids_RK: int32, -1 drops out. out: where to put the sums instead.
+    beside: whether every row visits the last slot as well, with weight 1 (shared experts).
     """
     rows, hidden = x[0].shape
     if rows == 0:
         return torch.empty((0, hidden), dtype=torch.bfloat16, device=x[0].device) if out is None else out
-    aligned = align(ids_RK, experts.num_slots, tile.rows, empty=empty)
-    y = empty((ids_RK.numel(), hidden), dtype=torch.bfloat16, device=x[0].device)
-    x = _rounded(x, experts, empty)
-    _both(x, experts, y, aligned.tiles, tile, empty, order=aligned.order_N, top_k=ids_RK.shape[1], weights=weights_RK)
-    return combine(y, ids_RK, out=out)
+    shared, num = weights_RK if beside else None, rows * (ids_RK.shape[1] + beside)
+    if num <= SMALL and x[1] is None and experts.lies.name == "fp8":
+        aligned, x = align_and_quantize(
+            ids_RK, _contiguous(x[0]), experts.num_slots, tile.rows, power_of_two=experts.power_of_two, empty=empty,
+            beside=shared,
+        )  # fmt: skip
+    else:
+        aligned = align(ids_RK, experts.num_slots, tile.rows, empty=empty, beside=shared)
+        x = _rounded(x, experts, empty)
+    y = empty((num, hidden), dtype=torch.bfloat16, device=x[0].device)
+    ids, weights = aligned.ids_RK, weights_RK if aligned.weights_RK is None else aligned.weights_RK
+    _both(x, experts, y, aligned.tiles, tile, empty, order=aligned.order_N, top_k=ids.shape[1], weights=weights)
+    return combine(y, ids, out=out)
 
 
 def experts_grouped(x: Scaled, counts_L: Tensor, experts: Experts, tile: Tile, empty: Empty) -> Tensor:
@@ -95,21 +121,23 @@ def _both(
     *, order: Tensor | None = None, top_k: int = 1, weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Both GEMMs over a list of tiles; the rows between them are as many as positions."""
-    positions = y.shape[0]
-    h: Scaled = (empty((positions, experts.inner), dtype=x[0].dtype, device=y.device), None)
-    if x[1] is not None:
-        h = (h[0], empty((positions, experts.inner // BLOCK), dtype=torch.float32, device=y.device))
-    w13, w2 = _kernels(tile)
+    positions, form = y.shape[0], experts.lies
+    h: Scaled = (empty((positions, experts.inner), dtype=torch.bfloat16, device=y.device), None)
+    if form.name == "fp8":
+        h = _empty_codes(positions, experts.inner, torch.float8_e4m3fn, BLOCK, empty, y.device)
+    w13, w2 = _kernels(tile, form)
     w13(
         x, experts.w13, h, tiles, tile, order=order, top_k=top_k, activation=experts.activation, gated=experts.gated,
-        power_of_two=experts.power_of_two,
+        power_of_two=experts.power_of_two, **_lying(form, experts.w13_rows),
     )  # fmt: skip
-    w2(h, experts.w2, y, tiles, tile, order=order, weights=weights)
+    if form.name == "int8":
+        h = _in_int8(h[0], empty)
+    w2(h, experts.w2, y, tiles, tile, order=order, weights=weights, **_lying(form, experts.w2_rows))
 
 
-def _kernels(tile: Tile) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Both GEMMs by the engine of a tile."""
-    if tile.engine == "triton":
+def _kernels(tile: Tile, form: Form) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Both GEMMs by the engine of a tile; Gluon ones know FP8 alone."""
+    if tile.engine == "triton" or form.name not in ("plain", "fp8"):
         return grouped_w13, grouped_w2
     from moe_mk.kernels.triton import gluon_decode, gluon_prefill  # Gluon is experimental: loaded where a tile asks
 
@@ -117,15 +145,39 @@ def _kernels(tile: Tile) -> tuple[Callable[..., None], Callable[..., None]]:
     return module.grouped_w13, module.grouped_w2
 
 
+def _lying(form: Form, row_scales: Tensor | None) -> dict[str, Any]:
+    """What a GEMM must be told of a form; nothing of those that follow from the scales of rows."""
+    return {} if form.name in ("plain", "fp8") else {"form": form, "row_scales": row_scales}
+
+
 def _rounded(x: Scaled, experts: Experts, empty: Empty) -> Scaled:
-    """Rows as the first GEMM reads them: quantised here where they came plain and the experts compute in FP8."""
-    values, scales = x
-    if values.stride(-1) != 1:
-        values = values.contiguous()
-    if experts.w13[1] is None or scales is not None:
+    """Rows as the first GEMM reads them: quantised here where they came plain and the products are of codes."""
+    values, scales = _contiguous(x[0]), x[1]
+    if scales is not None or experts.lies.name not in ("fp8", "int8"):
         return values, scales
+    if experts.lies.name == "int8":
+        return _in_int8(values, empty)
     rows, hidden = values.shape
-    codes = empty((rows, hidden), dtype=torch.float8_e4m3fn, device=values.device)
-    made = empty((rows, -(-hidden // BLOCK)), dtype=torch.float32, device=values.device)
+    codes, made = _empty_codes(rows, hidden, torch.float8_e4m3fn, BLOCK, empty, values.device)
     quantize_rows_into(values, codes, made, BLOCK, power_of_two=experts.power_of_two)
     return codes, made
+
+
+def _contiguous(values: Tensor) -> Tensor:
+    """Rows whose columns lie side by side."""
+    return values if values.stride(-1) == 1 else values.contiguous()
+
+
+def _in_int8(values: Tensor, empty: Empty) -> tuple[Tensor, Tensor]:
+    rows, columns = values.shape
+    codes, scales = _empty_codes(rows, columns, torch.int8, columns, empty, values.device)
+    quantize_rows_int8(values, codes, scales)
+    return codes, scales
+
+
+def _empty_codes(
+    rows: int, columns: int, dtype: torch.dtype, group: int, empty: Empty, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Room for codes and for one f32 scale a group of columns."""
+    codes = empty((rows, columns), dtype=dtype, device=device)
+    return codes, empty((rows, -(-columns // group)), dtype=torch.float32, device=device)

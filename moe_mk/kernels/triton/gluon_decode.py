@@ -19,10 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_mk.kernels.triton import grouped_w2 as plain_w2
-from moe_mk.kernels.triton import grouped_w13 as plain_w13
-from moe_mk.kernels.triton.gluon_parts import W2, W13, code_boxes, locate, scale_at, scale_of, serves
-from moe_mk.kernels.triton.launch import readable_scales, resident_programs
+from moe_mk.kernels.triton.gluon_parts import (
+    after_the_one_before,
+    columns_of,
+    launch_w2,
+    launch_w13,
+    locate,
+    ring,
+    scale_at,
+    scale_of,
+)
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.kernels.triton.tile_map import TileMap
 
@@ -41,21 +47,9 @@ def grouped_w13(
     power_of_two: bool = False,
 ) -> None:
     """As `grouped_w13.grouped_w13`, which serves what this does not: bf16, other activations, ragged columns."""
-    if x[1] is None or w13[1] is None or h[1] is None or not serves(x[0], x[1], activation, gated=gated):
-        plain_w13.grouped_w13(
-            x, w13, h, tiles, tile, order=order, top_k=top_k, activation=activation, gated=gated,
-            power_of_two=power_of_two,
-        )  # fmt: skip
-        return
-    k, inner = x[0].shape[1], h[0].shape[1]
-    scales, programs = readable_scales(x[1]), resident_programs(x[0].device)
-    _swapped[(programs,)](
-        x[0] if order is not None else code_boxes(x[0], tile.rows), scales, code_boxes(w13[0].view(-1, k), 128), w13[1],
-        h[0], h[1], order if order is not None else tiles.count, h[1], tiles.tiles_3X, tiles.count,
-        tiles.tiles_3X.stride(0), inner // 128, k // 128, 2 * inner, inner, inner, x[0].stride(0), scales.stride(0),
-        scales.stride(1), h[1].stride(0), h[1].stride(1),
-        ROWS=tile.rows, TOP_K=top_k, PROGRAMS=programs, STAGES=tile.stages, MODE=W13, GATHER=order is not None,
-        SCATTER=False, WEIGHTED=False, POWER_OF_TWO=power_of_two, num_warps=4,
+    launch_w13(
+        _swapped, {"ROWS": tile.rows}, tile.rows, x, w13, h, tiles, tile, order=order, top_k=top_k,
+        activation=activation, gated=gated, power_of_two=power_of_two,
     )  # fmt: skip
 
 
@@ -70,25 +64,7 @@ def grouped_w2(
     weights: Tensor | None = None,
 ) -> None:
     """As `grouped_w2.grouped_w2`, which serves bf16 and widths that are no multiple of 256."""
-    k, width = h[0].shape[1], y.shape[1]
-    if h[1] is None or w2[1] is None or not serves(h[0], h[1], "silu", gated=True) or width % 256:
-        plain_w2.grouped_w2(h, w2, y, tiles, tile, order=order, weights=weights)
-        return
-    programs = resident_programs(y.device)
-    _swapped[(programs,)](
-        code_boxes(h[0], tile.rows), h[1], code_boxes(w2[0].view(-1, k), 128), w2[1],
-        y, h[1], order if order is not None else tiles.count, weights if weights is not None else h[1],
-        tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), width // 256, k // 128, width, 128, width, k,
-        h[1].stride(0), h[1].stride(1), 0, 0,
-        ROWS=tile.rows, TOP_K=1, PROGRAMS=programs, STAGES=tile.stages, MODE=W2, GATHER=False,
-        SCATTER=order is not None, WEIGHTED=weights is not None, POWER_OF_TWO=False, num_warps=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _columns(n, MODE: gl.constexpr):
-    """First weight row of a unit's first half, within its expert."""
-    return n * 128 if MODE == 0 else n * 256
+    launch_w2(_swapped, {"ROWS": tile.rows}, tile.rows, h, w2, y, tiles, tile, order=order, weights=weights)
 
 
 @gluon.jit
@@ -104,7 +80,7 @@ def _producer(
     it = 0
     for t in range(gl.program_id(0), total, PROGRAMS):
         expert, first, end, n = locate(t, across, tiles_ptr, tiles_stride)
-        weight_row = expert * rows_an_expert + _columns(n, MODE)
+        weight_row = expert * rows_an_expert + columns_of(n, MODE)
         if GATHER:
             position = first + gl.arange(0, ROWS, gl.SliceLayout(1, SPREAD))
             row = gl.load(order_ptr + position, mask=position < end, other=0) // TOP_K
@@ -144,7 +120,7 @@ def _multiplier(
         there = position < end
         row = gl.load(order_ptr + position, mask=there, other=0) // TOP_K if GATHER else position
         row_scales = x_scales_ptr + row.to(gl.int64) * x_scales_m
-        one_scales = w_scales_ptr + ((expert * rows_an_expert + _columns(n, MODE)) // 128) * steps
+        one_scales = w_scales_ptr + ((expert * rows_an_expert + columns_of(n, MODE)) // 128) * steps
         two_scales = one_scales + (second // 128) * steps
         one, two = gl.zeros((128, ROWS), gl.float32, L), gl.zeros((128, ROWS), gl.float32, L)
         s_x, s_1, s_2 = scale_at(row_scales, there), gl.load(one_scales), gl.load(two_scales)
@@ -166,7 +142,7 @@ def _multiplier(
             two += b * (s_x * s_2)[None, :]
             s_x, s_1, s_2 = next_x, next_1, next_2
             it += 1
-        column = _columns(n, MODE) + gl.arange(0, 128, gl.SliceLayout(1, L))
+        column = columns_of(n, MODE) + gl.arange(0, 128, gl.SliceLayout(1, L))
         if MODE == 0:
             hidden = one * two / (1.0 + gl.exp(-one))
             scale = scale_of(gl.max(gl.abs(hidden), 0), POWER_OF_TWO)
@@ -191,17 +167,10 @@ def _swapped(
     ROWS: gl.constexpr, TOP_K: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
     GATHER: gl.constexpr, SCATTER: gl.constexpr, WEIGHTED: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
+    # The producer arrives once for its boxes; each of its 32 threads once more for the rows it gathers.
+    rows_s, one_s, two_s, full, empty = ring(w, ROWS, STAGES, 33 if GATHER else 1, 1)
+    after_the_one_before()
     total = gl.load(count_ptr) * across
-    rows_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], w.layout)
-    one_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w.layout)
-    two_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        # The producer arrives once for its boxes; each of its 32 threads once more for the rows it gathers.
-        mbarrier.init(full.index(stage), count=33 if GATHER else 1)
-        mbarrier.init(empty.index(stage), count=1)
-    fence_async_shared()
     multiply = (
         x_scales_ptr, w_scales_ptr, out_ptr, out_scales_ptr, order_ptr, weights_ptr, rows_s, one_s, two_s, full, empty,
         tiles_ptr, tiles_stride, total, across, steps, rows_an_expert, second, width, x_scales_m, x_scales_k,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.triton.numerics import to_bf16
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -30,8 +31,12 @@ def grouped_topk(
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's top_k experts inside its topk_group best groups, weighed by their unbiased scores.
 
-    score_dtype: float32 or bfloat16. Source: DeepSeek-V2 and -V3 model code, as the reference.
+    score_dtype: float32 or bfloat16. Raises UnsupportedError for scores that are neither sigmoid nor softmax.
+    Source: DeepSeek-V2 and -V3 model code, as the reference.
     """
+    if scoring_func not in ("sigmoid", "softmax"):
+        told = f"scores are {scoring_func}, this kernel computes sigmoid and softmax; use the reference"
+        raise UnsupportedError("Triton's grouped_topk cannot run", [told])
     num_tokens, num_experts = router_logits.shape
     weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32, device=router_logits.device)
     ids_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=router_logits.device)

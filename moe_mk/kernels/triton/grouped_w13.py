@@ -17,10 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_mk.kernels.triton.chain import after_the_one_before, chained
+from moe_mk.kernels.triton.form import FORMS, Form
 from moe_mk.kernels.triton.launch import boxes, readable_scales, resident_programs
-from moe_mk.kernels.triton.numerics import IN_INTERPRETER, activate, as_scale, scale_of, to_dtype, to_e4m3
+from moe_mk.kernels.triton.numerics import activate, as_scale, scale_of, to_dtype, to_e4m3
 from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import TileMap
+from moe_mk.kernels.triton.weight_forms import (
+    add_product,
+    multiply,
+    pinned,
+    scale_codes,
+    spread,
+    with_row_scales,
+)
 
 
 def grouped_w13(
@@ -35,26 +45,29 @@ def grouped_w13(
     activation: str = "silu",
     gated: bool = True,
     power_of_two: bool = False,
+    form: Form | None = None,
+    row_scales: Tensor | None = None,
 ) -> None:
     """Fill h (positions, I) from x (rows, H); each pair is values and scales, None for bf16.
 
-    order: int32, the assignment at each position, row order // top_k of x; None: position p is row p of x.
+    order: int32, the assignment at each position, row order // top_k of x; None: position p is row p of x. form: of
+    the weights; None: FP8 where rows have scales, else bf16. row_scales: f32, one a row of w13, for forms with them.
     """
     (x_values, x_scales), (w_values, w_scales), (h_values, h_scales) = x, w13, h
     k, inner = x_values.shape[1], h_values.shape[1]
-    scaled = x_scales is not None
-    step = BLOCK if scaled else BLOCK // 2
+    form = form or FORMS["plain" if x_scales is None else "fp8"]
     x_scales = readable_scales(x_scales) if x_scales is not None else x_values
     programs = resident_programs(x_values.device)
     _w13[(programs,)](
-        x_values if order is not None else boxes(x_values, tile.rows, step), x_scales,
-        boxes(w_values.view(-1, k), BLOCK, step), w_scales if w_scales is not None else w_values,
+        x_values if order is not None else boxes(x_values, tile.rows, form.box), x_scales,
+        boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, form.box), w_scales if w_scales is not None else w_values,
+        row_scales if row_scales is not None else tiles.count,
         h_values, h_scales if h_scales is not None else h_values, order if order is not None else tiles.count,
         tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), k, inner, x_values.stride(0), x_scales.stride(0),
         x_scales.stride(1), *(h_scales.stride() if h_scales is not None else (0, 0)),
-        ROWS=tile.rows, STEP=step, TOP_K=top_k, PROGRAMS=programs, SWAP=tile.swap, SCALED=scaled,
-        GATHER=order is not None, EVEN=k % step == 0, ACTIVATION=activation, GATED=gated, POWER_OF_TWO=power_of_two,
-        num_warps=tile.warps, num_stages=tile.stages,
+        ROWS=tile.rows, STEP=form.step, GROUPS=form.groups, TOP_K=top_k, PROGRAMS=programs, SWAP=tile.swap,
+        FORM=form.name, GATHER=order is not None, EVEN=k % form.step == 0, ACTIVATION=activation, GATED=gated,
+        POWER_OF_TWO=power_of_two, num_warps=tile.warps, num_stages=tile.stages, **chained(),
     )  # fmt: skip
 
 
@@ -71,45 +84,75 @@ def load_rows(x, first, row, there, k0, k, stride, ROWS: tl.constexpr, STEP: tl.
 
 
 @triton.jit
-def multiply(x, w, SWAP: tl.constexpr):
-    """x (rows, step) times w (128, step) transposed: (rows, 128), or (128, rows) with SWAP."""
-    if IN_INTERPRETER:  # NOTE: the interpreter of 3.6 multiplies the bits of bf16
-        x, w = x.to(tl.float32), w.to(tl.float32)
-    return tl.dot(w, tl.trans(x)) if SWAP else tl.dot(x, tl.trans(w))
+def scaled_sums(
+    gate, up, x, x_scales_ptr, w, w_scales_ptr, first, row, there, gate_row, up_row, steps, k, x_stride, x_scales_m,
+    x_scales_k,
+    ROWS: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Both sums of FP8 times FP8: every product of 128 terms gets the scales of its row and of its block."""
+    up_scales = w_scales_ptr + (up_row // 128).to(tl.int64) * steps
+    gate_scales = w_scales_ptr + (gate_row // 128).to(tl.int64) * steps
+    row_scales = x_scales_ptr + row.to(tl.int64) * x_scales_m
+    s_x = as_scale(tl.load(row_scales, mask=there, other=0))
+    s_g, s_u = tl.load(gate_scales), tl.load(up_scales)
+    for step in range(steps):
+        a = load_rows(x, first, row, there, step * STEP, k, x_stride, ROWS, STEP, GATHER, EVEN)
+        # Scales of the next step are on their way while this one multiplies.
+        after = tl.minimum(step + 1, steps - 1)
+        next_x = as_scale(tl.load(row_scales + after * x_scales_k, mask=there, other=0))
+        next_g, next_u = tl.load(gate_scales + after), tl.load(up_scales + after)
+        if GATED:
+            gate += multiply(a, w.load([gate_row, step * STEP]), SWAP) * spread(s_x * s_g, SWAP)
+            gate = gate if SWAP else pinned(gate)
+        up += multiply(a, w.load([up_row, step * STEP]), SWAP) * spread(s_x * s_u, SWAP)
+        up = up if SWAP else pinned(up)
+        s_x, s_g, s_u = next_x, next_g, next_u
+    return gate, up
 
 
 @triton.jit
-def pinned(total):
-    """The same values, needed here: an accumulator is finished before the next product starts.
-
-    NOTE: ptxas 12.8 sinks the additions below the next product otherwise, and spills the products that wait for them.
-    The move itself is not in the code.
-    """
-    if not IN_INTERPRETER:
-        total = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=False, pack=1
-        )  # fmt: skip
-    return total
-
-
-@triton.jit
-def spread(scale, SWAP: tl.constexpr):
-    """Scales of token rows beside an accumulator."""
-    return scale[None, :] if SWAP else scale[:, None]
+def unscaled_sums(
+    gate, up, x, w, w_scales_ptr, first, row, there, expert, gate_row, up_row, rows_an_expert, steps, k, x_stride,
+    ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORM: tl.constexpr,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Both sums where rows have no scales of groups: every form but FP8 times FP8."""
+    PACKED: tl.constexpr = FORM == "w_mxfp4" or FORM == "w_nvfp4"
+    BOX: tl.constexpr = STEP // 2 if PACKED else STEP
+    before = expert * rows_an_expert
+    g_low, g_high = scale_codes(w_scales_ptr, expert, 0, steps, gate_row - before, rows_an_expert, GROUPS, FORM)
+    u_low, u_high = scale_codes(w_scales_ptr, expert, 0, steps, up_row - before, rows_an_expert, GROUPS, FORM)
+    for step in range(steps):
+        a = load_rows(x, first, row, there, step * STEP, k, x_stride, ROWS, BOX, GATHER, EVEN)
+        b = load_rows(x, first, row, there, step * STEP + BOX, k, x_stride, ROWS, BOX, GATHER, EVEN) if PACKED else a
+        # Scales of the next step are on their way while this one multiplies.
+        after = tl.minimum(step + 1, steps - 1)
+        g_next = scale_codes(w_scales_ptr, expert, after, steps, gate_row - before, rows_an_expert, GROUPS, FORM)
+        u_next = scale_codes(w_scales_ptr, expert, after, steps, up_row - before, rows_an_expert, GROUPS, FORM)
+        if GATED:
+            gate = add_product(gate, a, b, w.load([gate_row, step * BOX]), g_low, g_high, SWAP, FORM)
+        up = add_product(up, a, b, w.load([up_row, step * BOX]), u_low, u_high, SWAP, FORM)
+        g_low, g_high = g_next
+        u_low, u_high = u_next
+    return gate, up
 
 
 @triton.jit
 def _w13(
-    x, x_scales_ptr, w, w_scales_ptr, h_ptr, h_scales_ptr, order_ptr, tiles_ptr, count_ptr, tiles_stride, k, inner,
-    x_stride, x_scales_m, x_scales_k, h_scales_m, h_scales_k,
-    ROWS: tl.constexpr, STEP: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr, SWAP: tl.constexpr,
-    SCALED: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    x, x_scales_ptr, w, w_scales_ptr, w_rows_ptr, h_ptr, h_scales_ptr, order_ptr, tiles_ptr, count_ptr, tiles_stride,
+    k, inner, x_stride, x_scales_m, x_scales_k, h_scales_m, h_scales_k,
+    ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr,
+    SWAP: tl.constexpr, FORM: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
+    after_the_one_before()
+    SCALED: tl.constexpr = FORM == "fp8"
     across, steps = tl.cdiv(inner, 128), tl.cdiv(k, STEP)
     halves = 2 if GATED else 1
     M: tl.constexpr = 128 if SWAP else ROWS
     N: tl.constexpr = ROWS if SWAP else 128
+    ACC: tl.constexpr = tl.int32 if FORM == "int8" else tl.float32
     # Neighbouring programs share an expert's rows and differ in its columns: every weight is read once.
     for t in tl.range(tl.program_id(0), tl.load(count_ptr) * across, PROGRAMS):
         tile, n = t // across, t % across
@@ -121,30 +164,20 @@ def _w13(
         row = tl.load(order_ptr + position, mask=there, other=0) // TOP_K if GATHER else position
         gate_row = expert * inner * halves + n * 128
         up_row = gate_row + inner if GATED else gate_row
-        gate, up = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
+        gate, up = tl.zeros((M, N), ACC), tl.zeros((M, N), ACC)
         if SCALED:
-            up_scales = w_scales_ptr + (up_row // 128).to(tl.int64) * steps
-            gate_scales = w_scales_ptr + (gate_row // 128).to(tl.int64) * steps
-            row_scales = x_scales_ptr + row.to(tl.int64) * x_scales_m
-            s_x = as_scale(tl.load(row_scales, mask=there, other=0))
-            s_g, s_u = tl.load(gate_scales), tl.load(up_scales)
-        for step in range(steps):
-            a = load_rows(x, first, row, there, step * STEP, k, x_stride, ROWS, STEP, GATHER, EVEN)
-            if SCALED:
-                # Scales of the next step are on their way while this one multiplies.
-                after = tl.minimum(step + 1, steps - 1)
-                next_x = as_scale(tl.load(row_scales + after * x_scales_k, mask=there, other=0))
-                next_g, next_u = tl.load(gate_scales + after), tl.load(up_scales + after)
-                if GATED:
-                    gate += multiply(a, w.load([gate_row, step * STEP]), SWAP) * spread(s_x * s_g, SWAP)
-                    gate = gate if SWAP else pinned(gate)
-                up += multiply(a, w.load([up_row, step * STEP]), SWAP) * spread(s_x * s_u, SWAP)
-                up = up if SWAP else pinned(up)
-                s_x, s_g, s_u = next_x, next_g, next_u
-            else:
-                if GATED:
-                    gate += multiply(a, w.load([gate_row, step * STEP]), SWAP)
-                up += multiply(a, w.load([up_row, step * STEP]), SWAP)
+            gate, up = scaled_sums(
+                gate, up, x, x_scales_ptr, w, w_scales_ptr, first, row, there, gate_row, up_row, steps, k, x_stride,
+                x_scales_m, x_scales_k, ROWS, STEP, SWAP, GATHER, EVEN, GATED,
+            )  # fmt: skip
+        else:
+            gate, up = unscaled_sums(
+                gate, up, x, w, w_scales_ptr, first, row, there, expert, gate_row, up_row, inner * halves, steps, k,
+                x_stride, ROWS, STEP, GROUPS, SWAP, FORM, GATHER, EVEN, GATED,
+            )  # fmt: skip
+            x_rows = x_scales_ptr + row.to(tl.int64) * x_scales_m
+            gate = with_row_scales(gate, x_rows, there, w_rows_ptr, gate_row, inner - n * 128, SWAP, FORM)
+            up = with_row_scales(up, x_rows, there, w_rows_ptr, up_row, inner - n * 128, SWAP, FORM)
         hidden = activate(gate, ACTIVATION) * up if GATED else activate(up, ACTIVATION)
         if SWAP:
             hidden = tl.trans(hidden)

@@ -1,4 +1,4 @@
-"""Quantise activations to FP8 e4m3, one scale for every group of columns of a row.
+"""Quantise activations: to FP8 e4m3, one scale for every group of columns of a row; to INT8, one scale a row.
 
 Reads x (m, k) once, writes values (m, k) fp8 and one scale a group: f32, row-major or column-major. Moves
 3 m k + 4 m k / group bytes of bf16 input. Equal to the reference bit for bit: the divisions are IEEE divisions.
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.numerics import scale_of, to_e4m3
 
 GROUPS_A_PROGRAM = 8
@@ -42,17 +43,17 @@ def quantize_rows_into(x: Tensor, values: Tensor, scales: Tensor, group: int, *,
     grid = (m, triton.cdiv(triton.cdiv(k, group), GROUPS_A_PROGRAM))
     _quantize[grid](
         x, values, scales, k, x.stride(0), values.stride(0), scales.stride(0), scales.stride(1),
-        GROUP=group, GROUPS=GROUPS_A_PROGRAM, POWER_OF_TWO=power_of_two, num_warps=4,
+        GROUP=group, GROUPS=GROUPS_A_PROGRAM, POWER_OF_TWO=power_of_two, num_warps=4, **chained(),
     )  # fmt: skip
 
 
 @triton.jit
-def _quantize(
-    x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, scale_stride_m, scale_stride_k,
+def quantize_part(
+    row, part, x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, scale_stride_m, scale_stride_k,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    """GROUPS groups of one row."""
+    group = part * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < k
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -60,3 +61,40 @@ def _quantize(
     value = to_e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], [GROUPS, GROUP])))
     tl.store(values_ptr + row * values_stride + column, value, mask=inside)
     tl.store(scales_ptr + row * scale_stride_m + group * scale_stride_k, scale, mask=group * GROUP < k)
+
+
+@triton.jit
+def _quantize(
+    x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, scale_stride_m, scale_stride_k,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    after_the_one_before()
+    quantize_part(
+        tl.program_id(0).to(tl.int64), tl.program_id(1), x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride,
+        scale_stride_m, scale_stride_k, GROUP, GROUPS, POWER_OF_TWO,
+    )  # fmt: skip
+
+
+def quantize_rows_int8(x: Tensor, values: Tensor, scales_M1: Tensor) -> None:
+    """Each row of x (m, k) to INT8 by its own largest magnitude over 127; rows of zeros get a scale of 1."""
+    m, k = x.shape
+    if m:
+        _quantize_int8[(m,)](
+            x, values, scales_M1, k, x.stride(0), values.stride(0), COLUMNS=triton.next_power_of_2(k), num_warps=8,
+            **chained(),
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantize_int8(x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, COLUMNS: tl.constexpr):
+    after_the_one_before()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < k, other=0.0).to(tl.float32)
+    amax = tl.max(tl.abs(x), axis=0)
+    scale = tl.where(amax > 0.0, tl.maximum(tl.div_rn(amax, 127.0), 1.1754943508222875e-38), 1.0)
+    # Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
+    value = (tl.div_rn(x, tl.broadcast_to(scale, [COLUMNS])) + 12582912.0) - 12582912.0
+    value = tl.minimum(tl.maximum(value, -127.0), 127.0)
+    tl.store(values_ptr + row * values_stride + column, value.to(tl.int8), mask=column < k)
+    tl.store(scales_ptr + row, scale)

@@ -29,3 +29,13 @@ class Tile:
         rows |= {("gluon", True): (8, 16, 32), ("gluon", False): (128,)}
         if self.rows not in rows.get((self.engine, self.swap), ()):
             raise ValueError(f"no kernel multiplies {self}; rows of a tile by (engine, swap): {rows}")
+        if self.warps not in (4, 8) or not 1 <= self.stages <= 8:
+            raise ValueError(f"{self} needs 4 or 8 warps and 1 to 8 stages")
+        if self.shared_bytes > SHARED_MEMORY:
+            text = f"{self} keeps {self.shared_bytes} B on their way, a program may have {SHARED_MEMORY}"
+            raise ValueError(f"{text}; at most {SHARED_MEMORY * self.stages // self.shared_bytes} stages fit")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes on their way at once: two blocks of 128 weight rows and the token rows, 128 bytes of each, a stage."""
+        return self.stages * (2 * BLOCK + self.rows) * 128

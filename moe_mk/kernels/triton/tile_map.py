@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_mk.kernels.triton.chain import after_the_one_before, chained
+
 Empty = Callable[..., Tensor]
 """torch.empty, or what answers alike out of memory that is there already."""
 
@@ -54,6 +56,7 @@ def tile_map(
     _tile_map[(1,)](
         counts_L, made.tiles_3X, made.count, counts_L.shape[0], made.tiles_3X.stride(0), block or 0,
         TILE=tile_rows, SLOTS=triton.next_power_of_2(counts_L.shape[0]), BLOCKED=block is not None, num_warps=4,
+        **chained(),
     )  # fmt: skip
     return made
 
@@ -76,6 +79,7 @@ def _tile_map(
     counts_ptr, tiles_ptr, count_ptr, num_slots, stride, block,
     TILE: tl.constexpr, SLOTS: tl.constexpr, BLOCKED: tl.constexpr,
 ):  # fmt: skip
+    after_the_one_before()
     expert = tl.arange(0, SLOTS)
     rows = tl.load(counts_ptr + expert, mask=expert < num_slots, other=0).to(tl.int32)
     first = expert * block if BLOCKED else tl.cumsum(rows, axis=0) - rows

@@ -11,7 +11,7 @@ import torch
 from moe_mk.experts import EXPERTS, ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.experts.triton import TritonExperts
-from moe_mk.experts.triton_tuning import Point, Tuned
+from moe_mk.experts.triton_tuning import only
 from moe_mk.experts.triton_workspace import Workspace
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.permute import permute, weight_and_reduce
@@ -86,7 +86,7 @@ def test_more_columns_than_a_tile_has(weights: QuantScheme, compute: QuantScheme
 )
 def test_every_kind_of_tile(tile: Tile) -> None:
     backend = TritonExperts(context(FP8_1x128))
-    backend.tuned = Tuned((Point(1e-9, tile, 1.0), Point(1e9, tile, 1.0)))
+    backend.tuned = only(tile)
     close(backend, FP8_128x128, rows(BF16), RowTokens, random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, CPU))
 
 

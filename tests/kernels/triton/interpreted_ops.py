@@ -10,14 +10,16 @@ from moe_mk.kernels.reference import grouped_topk as reference_grouped_topk
 from moe_mk.kernels.reference import quantize_rows as reference_quantize_rows
 from moe_mk.kernels.reference import topk as reference_topk
 from moe_mk.kernels.reference.activation import activation
+from moe_mk.kernels.triton import align as align_module
 from moe_mk.kernels.triton.activation_quantize import activation_quantize
 from moe_mk.kernels.triton.align import SMALL, align
 from moe_mk.kernels.triton.combine import combine
 from moe_mk.kernels.triton.grouped_topk import grouped_topk
 from moe_mk.kernels.triton.numerics import INTERPRETED
-from moe_mk.kernels.triton.quantize_rows import quantize_rows
+from moe_mk.kernels.triton.quantize_rows import quantize_rows, quantize_rows_int8
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
 from moe_mk.kernels.triton.topk import topk
+from moe_mk.quant.int8 import INT8_TOKEN
 
 
 def bits(x: Tensor) -> Tensor:
@@ -40,6 +42,18 @@ def test_rows_are_quantised_bit_for_bit(size: float, power_of_two: bool) -> None
         expected, expected_scales = reference_quantize_rows.quantize_rows(given, 128, power_of_two=power_of_two)
         assert torch.equal(scales, expected_scales)
         assert torch.equal(bits(values), bits(expected))
+
+
+@pytest.mark.parametrize("size", [1e4, 1.0, 1e-3])
+def test_rows_are_quantised_to_int8_bit_for_bit(size: float) -> None:
+    x = torch.randn(4, 200) * size
+    x[1] = 0.0
+    x[2, :3] = torch.tensor([127.0, 2.5, -3.5]) * size  # ties go to even
+    for given in (x, x.bfloat16()):
+        expected = INT8_TOKEN.quantize(given)
+        values, scales = torch.empty((4, 200), dtype=torch.int8), torch.empty((4, 1))
+        quantize_rows_int8(given, values, scales)
+        assert torch.equal(values, expected.values) and torch.equal(scales, expected.scales)
 
 
 def test_scales_may_lie_column_by_column() -> None:
@@ -125,6 +139,22 @@ def test_both_ways_to_sort_keep_the_order_inside_an_expert(assignments: int) -> 
     ]
     assert listed(aligned.tiles) == expected
     assert len(expected) <= worst_tiles(assignments, 5, 64) == aligned.tiles.tiles_3X.shape[1]
+
+
+@pytest.mark.parametrize("rows", [3, 300], ids=["one program", "chunks"])
+def test_every_row_may_visit_the_last_slot_as_well(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two choices a row among slots 0 and 1; slot 2 is everybody's.
+    ids = torch.randint(-1, 2, (rows, 2), dtype=torch.int32) if rows > 3 else torch.tensor([[1, -1], [-1, -1], [0, 1]])
+    ids, weights = ids.int(), torch.rand(rows, 2)
+    monkeypatch.setattr(align_module, "SMALL", SMALL if rows == 3 else 8)
+    aligned = align(ids, 3, 4, beside=weights)
+    assert torch.equal(aligned.ids_RK, torch.cat((ids, torch.full((rows, 1), 2, dtype=torch.int32)), dim=1))
+    assert aligned.weights_RK is not None
+    assert torch.equal(aligned.weights_RK, torch.cat((weights, torch.ones(rows, 1)), dim=1))
+    same = align(aligned.ids_RK, 3, 4)
+    assert listed(aligned.tiles) == listed(same.tiles)
+    kept = int((aligned.ids_RK >= 0).sum())
+    assert torch.equal(aligned.order_N[:kept], same.order_N[:kept])
 
 
 def test_tiles_of_counts() -> None:

@@ -37,6 +37,11 @@ def test_experts_equal_the_reference() -> None:
     assert re.search(r"\b([5-9]|[1-9][0-9]) passed", run_interpreted("interpreted_experts.py", "-m", "not slow"))
 
 
+@pytest.mark.row(84)
+def test_every_type_of_weights_equals_the_reference() -> None:
+    assert re.search(r"\b29 passed", run_interpreted("interpreted_weight_types.py"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["fp8", "ue8m0", "bf16"])

@@ -39,18 +39,19 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from moe_mk.kernels.triton import gluon_decode, gluon_prefill, grouped_w2, grouped_w13
+    from moe_mk.kernels.triton import gluon_parts, grouped_w2, grouped_w13
 
     seen: list[tuple[str, int]] = []
 
     def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
         def launch(*given: Any, **options: Any) -> None:
             built = kernel.run(*given, grid=grid, warmup=True, **options)
+            assert built.metadata.launch_pdl and "griddepcontrol.wait" in built.asm["ptx"], "a link of the chain"
             seen.append((kernel.fn.__name__, built.metadata.shared))
 
         return launch
 
-    for module in (grouped_w13, grouped_w2, gluon_prefill, gluon_decode):
+    for module in (grouped_w13, grouped_w2, gluon_parts):
         monkeypatch.setattr(module, "resident_programs", lambda device: 132)
     monkeypatch.setattr(JITFunction, "__getitem__", compile_only)
     monkeypatch.setattr(driver, "_active", NoDriver())
@@ -86,7 +87,7 @@ def test_rows_that_came_in_bf16(tile: Tile, launches: list[tuple[str, int]]) -> 
     ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
     y = experts_rows((x, None), ids, torch.zeros((ROWS, TOP_K)), experts(), tile, torch.empty)
     assert y.shape == (ROWS, HIDDEN) and y.dtype == torch.bfloat16
-    assert names(launches) == ["_align_small", "_quantize", *GEMMS[tile], "_combine"], "five launches in decode"
+    assert names(launches) == ["_prologue", *GEMMS[tile], "_combine"], "four launches in decode"
 
 
 @pytest.mark.parametrize("tile", GEMMS, ids=lambda tile: f"{tile.engine}-{tile.rows}")
@@ -113,3 +114,36 @@ def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, 
 
     align(torch.zeros((4096, 8), dtype=torch.int32), 256, 128)
     assert names(launches) == ["_count", "_prefix_over_chunks", "_prefix_over_slots", "_place"]
+
+
+@pytest.mark.parametrize("form", ["w_fp8", "w_nvfp4", "int8"])
+def test_weights_of_every_type_take_the_same_way(form: str, launches: list[tuple[str, int]]) -> None:
+    from moe_mk.kernels.triton.experts import Experts, experts_rows
+    from moe_mk.kernels.triton.form import FORMS
+
+    lies = FORMS[form]
+    dtype = {"w_fp8": FP8, "w_mxfp8": FP8, "w_mxfp4": torch.uint8, "w_nvfp4": torch.uint8}.get(form, torch.int8)
+
+    def matrix(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+        values = torch.empty((SLOTS, rows, columns // lies.per_byte), dtype=dtype)
+        if form == "w_fp8":
+            return values, torch.empty((SLOTS, rows // 128, columns // 128))
+        shape = (SLOTS, columns // lies.step, rows, lies.groups)
+        return values, torch.empty(shape, dtype=torch.uint8) if lies.group else None
+
+    scales = [torch.empty((SLOTS, rows)) if lies.row_scales else None for rows in (2 * INNER, HIDDEN)]
+    given = Experts(matrix(2 * INNER, HIDDEN), matrix(HIDDEN, INNER), "silu", True, False, lies, *scales)
+    ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
+    y = experts_rows((x, None), ids, torch.zeros((ROWS, TOP_K)), given, Tile(16, True, 4, 5), torch.empty)
+    assert y.shape == (ROWS, HIDDEN)
+    rounded = ["_quantize_int8"] if form == "int8" else []
+    assert names(launches) == ["_align_small", *rounded, "_w13", *rounded, "_w2", "_combine"]
+
+
+def test_shared_experts_cost_no_launch(launches: list[tuple[str, int]]) -> None:
+    from moe_mk.kernels.triton.experts import experts_rows
+
+    ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
+    weights, tile = torch.zeros((ROWS, TOP_K)), Tile(8, True, 4, 6, "gluon")
+    experts_rows((x, None), ids, weights, experts(), tile, torch.empty, beside=True)
+    assert names(launches) == ["_prologue", "_swapped", "_swapped", "_combine"]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from moe_mk.kernels.triton.tile import SHARED_MEMORY
+from moe_mk.experts.triton_tuning import BUILT_IN, DECODED
+from moe_mk.kernels.triton.form import FORMS
+from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
 
 if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
@@ -24,32 +26,55 @@ def box(dtype: str, rows: int, columns: int) -> str:
     return f"tensordesc<{dtype}[{rows},{columns}]>"
 
 
+DTYPES = {"plain": ("bf16", "bf16"), "fp8": ("fp8e4nv", "fp8e4nv"), "int8": ("i8", "i8"), "w_int8": ("bf16", "i8")}
+DTYPES |= {
+    "w_fp8": ("bf16", "fp8e4nv"),
+    "w_mxfp8": ("bf16", "fp8e4nv"),
+    "w_mxfp4": ("bf16", "u8"),
+    "w_nvfp4": ("bf16", "u8"),
+}
+"""Of rows and of weights, by form."""
+
+
 @cache
-def w13(rows: int, *, swap: bool, warps: int, stages: int, gather: bool, fp8: bool = True) -> Compiled:
+def w13(rows: int, *, swap: bool, warps: int, stages: int, gather: bool, form: str = "fp8") -> Compiled:
     from moe_mk.kernels.triton.grouped_w13 import _w13
     from tests.kernels.triton.sm90 import compile_for_hopper
 
-    dtype, step = ("fp8e4nv", 128) if fp8 else ("bf16", 64)
-    types = TILES | STRIDES | dict.fromkeys(("x_scales_ptr", "w_scales_ptr", "h_scales_ptr"), "*fp32")
-    types |= {"x": f"*{dtype}" if gather else box(dtype, rows, step), "w": box(dtype, 128, step), "h_ptr": f"*{dtype}"}
-    types |= {"k": "i32", "inner": "i32"}
-    constants = {"ROWS": rows, "STEP": step, "TOP_K": 8, "PROGRAMS": 132, "SWAP": swap, "SCALED": fp8}
+    types, constants = _common(form, swap)
+    dtype, width = DTYPES[form][0], box_of(form)
+    types |= STRIDES | {"x_scales_ptr": "*fp32", "h_scales_ptr": "*fp32", "k": "i32", "inner": "i32"}
+    types |= {"x": f"*{dtype}" if gather else box(dtype, rows, width)}
+    types |= {"h_ptr": "*fp8e4nv" if form == "fp8" else "*bf16"}
+    constants |= {"ROWS": rows, "TOP_K": 8}
     constants |= {"GATHER": gather, "EVEN": True, "ACTIVATION": "silu", "GATED": True, "POWER_OF_TWO": False}
     return compile_for_hopper(_w13, types, constants, aligned=ALIGNED, num_warps=warps, num_stages=stages)
 
 
 @cache
-def w2(rows: int, *, swap: bool, warps: int, stages: int, fp8: bool = True) -> Compiled:
+def w2(rows: int, *, swap: bool, warps: int, stages: int, form: str = "fp8") -> Compiled:
     from moe_mk.kernels.triton.grouped_w2 import _w2
     from tests.kernels.triton.sm90 import compile_for_hopper
 
-    dtype, step = ("fp8e4nv", 128) if fp8 else ("bf16", 64)
-    types = TILES | dict.fromkeys(("h_scales_ptr", "w_scales_ptr", "weights_ptr"), "*fp32")
-    types |= {"h": box(dtype, rows, step), "w": box(dtype, 128, step), "y_ptr": "*bf16"}
+    types, constants = _common(form, swap)
+    types |= {"h": box(DTYPES[form][0], rows, box_of(form)), "y_ptr": "*bf16"}
+    types |= dict.fromkeys(("h_scales_ptr", "weights_ptr"), "*fp32")
     types |= dict.fromkeys(("k", "width", "h_scales_m", "h_scales_k"), "i32")
-    constants = {"ROWS": rows, "STEP": step, "PROGRAMS": 132, "SWAP": swap, "SCALED": fp8}
-    constants |= {"SCATTER": True, "WEIGHTED": True}
+    constants |= {"ROWS": rows, "SCATTER": True, "WEIGHTED": True}
     return compile_for_hopper(_w2, types, constants, aligned=ALIGNED, num_warps=warps, num_stages=stages)
+
+
+def box_of(form: str) -> int:
+    return FORMS[form].box
+
+
+def _common(form: str, swap: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """What both GEMMs have of a form."""
+    given = FORMS[form]
+    types = TILES | {"w": box(DTYPES[form][1], 128, given.box), "w_rows_ptr": "*fp32"}
+    types |= {"w_scales_ptr": "*u8" if given.groups else "*fp32"}
+    constants = {"STEP": given.step, "GROUPS": given.groups, "FORM": form, "PROGRAMS": 132, "SWAP": swap}
+    return types, constants
 
 
 @cache
@@ -106,11 +131,57 @@ def test_an_fp8_gemm_is_what_its_file_says(name: str) -> None:
 @pytest.mark.parametrize("swap,rows,warps,stages", [(True, 16, 4, 5), (False, 128, 8, 3)])
 def test_a_bf16_gemm_uses_the_same_frame(swap: bool, rows: int, warps: int, stages: int) -> None:
     for built in (
-        w13(rows, swap=swap, warps=warps, stages=stages, gather=True, fp8=False),
-        w2(rows, swap=swap, warps=warps, stages=stages, fp8=False),
+        w13(rows, swap=swap, warps=warps, stages=stages, gather=True, form="plain"),
+        w2(rows, swap=swap, warps=warps, stages=stages, form="plain"),
     ):
         assert built.instructions["HGMMA"] >= 4 and not built.instructions["QGMMA"]
         assert built.instructions["UTMALDG"] and not built.spills and built.shared < SHARED_MEMORY
+
+
+FORM_TILES = {"int8": BUILT_IN} | dict.fromkeys(("w_fp8", "w_int8", "w_mxfp8", "w_mxfp4", "w_nvfp4"), DECODED)
+
+
+def check_form(form: str, built: Compiled, *, swap: bool) -> None:
+    unit = "IGMMA" if form == "int8" else "HGMMA"
+    assert built.instructions[unit] >= 4 and not built.instructions["HMMA"] and not built.instructions["IMMA"]
+    assert built.instructions["UTMALDG"], "weights travel at the size they are stored in"
+    assert built.spills == built.stack == built.scratch == 0 and built.shared < SHARED_MEMORY
+    if swap and form != "int8":
+        assert built.instructions["STS"] <= 8, "decoded weights stay in registers"
+
+
+@pytest.mark.parametrize("form", FORM_TILES)
+def test_every_type_of_weights_is_decoded_on_the_way_to_the_matrix_unit(form: str) -> None:
+    decode, prefill = FORM_TILES[form][0][1], FORM_TILES[form][-1][1]
+    check_form(form, w13_of(form, decode), swap=True)
+    check_form(form, w2_of(form, decode), swap=True)
+    check_form(form, w13_of(form, prefill), swap=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [1, 2, 3], ids=["few rows", "mid", "prefill"])
+@pytest.mark.parametrize("form", FORM_TILES)
+def test_so_it_is_at_every_tile(form: str, place: int) -> None:
+    tile = FORM_TILES[form][place][1]
+    check_form(form, w13_of(form, tile), swap=tile.swap)
+    check_form(form, w2_of(form, tile), swap=tile.swap)
+
+
+def w13_of(form: str, tile: Tile) -> Compiled:
+    return w13(tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, gather=True, form=form)
+
+
+def w2_of(form: str, tile: Tile) -> Compiled:
+    return w2(tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, form=form)
+
+
+def test_kernels_of_a_chain_wait_for_the_one_before_and_let_the_next_start() -> None:
+    """Programmatic dependent launch; in PTX the wait stands before the first load."""
+    for built in (w13(16, swap=True, warps=4, stages=5, gather=True), w2(16, swap=True, warps=4, stages=5)):
+        body = built.ptx[built.ptx.index("{") :]
+        wait, trigger = (body.index(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents"))
+        assert wait < trigger < body.index("ld.global")
+        assert built.instructions["ACQBULK"] == built.instructions["PREEXIT"] == 1
 
 
 def test_without_swapping_few_rows_leave_the_fp8_matrix_unit() -> None:
@@ -119,11 +190,17 @@ def test_without_swapping_few_rows_leave_the_fp8_matrix_unit() -> None:
     assert built.instructions["HMMA"] and not built.instructions["QGMMA"]
 
 
+WEIGHTS = {"weights_ptr": "*fp32", "all_weights_ptr": "*fp32"}
+CHOICES: dict[str, Any] = {"TOP_K": 8, "BESIDE": True}
 SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (
         "quantize_rows", "_quantize",
         {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
         {"GROUP": 128, "GROUPS": 8, "POWER_OF_TWO": False},
+    ),
+    (
+        "quantize_rows", "_quantize_int8",
+        {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32"}, {"COLUMNS": 8192},
     ),
     (
         "grouped_topk", "_grouped_topk",
@@ -133,11 +210,16 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
             "BIASED": True, "SOFTMAX": False, "RENORMALIZE": True, "ROUND_SCORES": False,
         },
     ),
-    ("align", "_align_small", {}, {"PAIRS": 256, "STEP": 16, "TILE": 16, "SLOTS": 128}),
-    ("align", "_count", {}, {"CHUNK": 128, "SLOTS": 512}),
+    ("align", "_align_small", WEIGHTS, {"PAIRS": 256, "STEP": 16, "TILE": 16, "SLOTS": 128, **CHOICES}),
+    (
+        "prologue", "_prologue", WEIGHTS | {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
+        {"PAIRS": 256, "STEP": 16, "TILE": 16, "SLOTS": 128, "GROUP": 128, "GROUPS": 8, "POWER_OF_TWO": False}
+        | CHOICES,
+    ),
+    ("align", "_count", {}, {"CHUNK": 128, "SLOTS": 512, **CHOICES}),
     ("align", "_prefix_over_chunks", {}, {"SLOTS": 512, "COLUMNS": 8, "STEP": 128}),
     ("align", "_prefix_over_slots", {}, {"TILE": 128, "SLOTS": 512}),
-    ("align", "_place", {}, {"CHUNK": 128, "SLOTS": 512}),
+    ("align", "_place", WEIGHTS, {"CHUNK": 128, "SLOTS": 512, **CHOICES}),
     ("tile_map", "_tile_map", {"counts_ptr": "*i64"}, {"TILE": 64, "SLOTS": 256, "BLOCKED": True}),
     (
         "combine", "_combine",

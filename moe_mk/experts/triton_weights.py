@@ -1,0 +1,217 @@
+"""Weights as the Triton kernels read them: a stack of values, and the scales of each form where the kernels look.
+
+Four-bit values are dealt anew: the byte at column j of a step of 128 holds columns j (low) and j + 64 (high). Scales of
+groups lie (expert, step, row, group). Columns are padded with zeros to whole steps. All of it can be undone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.kernels.reference import e2m1
+from moe_mk.kernels.triton.form import Form
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.weights.expert_weights import ExpertWeights, SlotWeights, Weights, narrow_rows
+
+LAYOUT = "triton"
+
+
+@dataclass(frozen=True)
+class FormedMatrix:
+    """One matrix of every expert in a form."""
+
+    values: Tensor
+    """(L, N, columns / values a byte)."""
+    scales: Tensor | None
+    """Of groups, bytes, (L, steps, N, groups a step)."""
+    rows: Tensor | None
+    """Of whole rows, f32, (L, N)."""
+    like: QuantTensor
+    """The matrix of one expert as it was stored, without elements: on the meta device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales."""
+        return sum(t.numel() * t.element_size() for t in (self.values, self.scales, self.rows) if t is not None)
+
+
+@dataclass(frozen=True)
+class RoomyWeights(ExpertWeights):
+    """A stack in memory of its own that goes on behind the last slot."""
+
+    spare: int = 0
+    """Slots that have room there."""
+
+
+@dataclass(frozen=True)
+class FormedWeights:
+    """The experts of one rank in a form."""
+
+    w13: FormedMatrix
+    w2: FormedMatrix
+    form: Form
+    gated: bool
+    spare: int = 0
+    """Slots that have room behind the last one."""
+    layout: str = LAYOUT
+
+    @property
+    def num_slots(self) -> int:
+        """L."""
+        return self.w13.values.shape[0]
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """How the weights are quantised."""
+        return self.w13.like.scheme
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales, padding included."""
+        return self.w13.num_bytes + self.w2.num_bytes
+
+    def slot(self, index: int) -> SlotWeights:
+        """One expert as it was stored, bit for bit; a copy."""
+        w13, w2 = (_unformed(matrix, self.form, index) for matrix in (self.w13, self.w2))
+        if not self.gated:
+            return SlotWeights(None, w13, w2)
+        half = w13.shape[0] // 2
+        return SlotWeights(narrow_rows(w13, 0, half), narrow_rows(w13, half, half), w2)
+
+
+def formed(weights: Weights, form: Form, device: torch.device, *, spare: int = 0) -> FormedWeights:
+    """Copy every expert into a form, one after the other. spare: slots of memory to leave free behind them."""
+    w13: FormedMatrix | None = None
+    w2: FormedMatrix | None = None
+    for index in range(weights.num_slots):
+        slot = weights.slot(index)
+        above = _above([q.to(device) for q in (slot.gate_IH, slot.up_IH) if q is not None])
+        down = slot.down_HI.to(device)
+        w13 = w13 or _room(above, form, weights.num_slots, spare)
+        w2 = w2 or _room(down, form, weights.num_slots, spare)
+        _fill(w13, above, form, index)
+        _fill(w2, down, form, index)
+    assert w13 is not None and w2 is not None, "a rank has at least one expert"
+    return FormedWeights(w13, w2, form, weights.gated, spare)
+
+
+def stacked(weights: Weights, device: torch.device, *, spare: int = 0) -> RoomyWeights:
+    """Mapped matrices in one stack, copied to the device one expert after the other; the host holds no second copy.
+
+    spare: as in `formed`.
+    """
+    slots = [weights.slot(index) for index in range(weights.num_slots)]
+    parts13 = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
+    w13, w2 = (_stack(parts, weights.scheme, device, spare) for parts in (parts13, [[slot.down_HI] for slot in slots]))
+    return RoomyWeights(w13, w2, gated=weights.gated, spare=spare)
+
+
+def ready(q: QuantTensor, device: torch.device) -> QuantTensor:
+    """A stack on the device with f32 scales."""
+    q = q.to(device)
+    scales = None if q.scales is None else q.scales.to(torch.float32).contiguous()
+    return QuantTensor(q.values.contiguous(), scales, q.scheme)
+
+
+def _stack(parts: list[list[QuantTensor]], scheme: QuantScheme, device: torch.device, spare: int) -> QuantTensor:
+    def fill(name: str, dtype: torch.dtype) -> Tensor:
+        pieces = [[getattr(q, name) for q in part] for part in parts]
+        shape = (len(pieces), sum(len(piece) for piece in pieces[0]), pieces[0][0].shape[1])
+        stack = torch.empty((shape[0] + spare, *shape[1:]), dtype=dtype, device=device)[: shape[0]]
+        for index, piece in enumerate(pieces):
+            start = 0
+            for matrix in piece:
+                _copy(stack[index, start : start + len(matrix)], matrix)
+                start += len(matrix)
+        return stack
+
+    first = parts[0][0]
+    scales = None if first.scales is None else fill("scales", torch.float32)
+    return QuantTensor(fill("values", first.values.dtype), scales, scheme)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy with a conversion; FP8 values travel as bytes."""
+    if target.element_size() == 1:
+        target.view(torch.uint8).copy_(source.view(torch.uint8))
+    else:
+        target.copy_(source.to(target.dtype))
+
+
+def _above(parts: list[QuantTensor]) -> QuantTensor:
+    """Gate above up; scales of whole matrices become one for every part of the rows."""
+
+    def joined(name: str) -> Tensor | None:
+        pieces = [getattr(q, name) for q in parts]
+        if pieces[0] is None or len(pieces) == 1:
+            return pieces[0]  # type: ignore[no-any-return]
+        dtype = pieces[0].dtype
+        wide = pieces if dtype.itemsize > 1 else [piece.contiguous().view(torch.uint8) for piece in pieces]
+        return torch.cat(wide).view(dtype)
+
+    values = joined("values")
+    assert values is not None
+    return QuantTensor(values, joined("scales"), parts[0].scheme, joined("global_scale"))
+
+
+def _room(q: QuantTensor, form: Form, num_slots: int, spare: int) -> FormedMatrix:
+    (n, k), device, count = q.shape, q.device, num_slots + spare
+    steps = -(-k // form.step)
+    width = steps * form.box if form.per_byte > 1 else k
+    values = torch.zeros((count, n, width), dtype=torch.uint8, device=device).view(q.values.dtype)
+    scales = torch.zeros((count, steps, n, form.groups), dtype=torch.uint8, device=device) if form.group else None
+    rows = torch.ones((count, n), dtype=torch.float32, device=device) if form.row_scales else None
+    codes, above = (None if part is None else part[:num_slots] for part in (scales, rows))
+    return FormedMatrix(values[:num_slots], codes, above, q.to(torch.device("meta")))
+
+
+def _fill(matrix: FormedMatrix, q: QuantTensor, form: Form, index: int) -> None:
+    matrix.values[index].view(torch.uint8).copy_(
+        _dealt(q.values, form) if form.per_byte > 1 else q.values.contiguous().view(torch.uint8)
+    )
+    if matrix.scales is not None:
+        assert q.scales is not None
+        codes = q.scales.contiguous().view(torch.uint8)
+        steps, n, groups = matrix.scales.shape[1:]
+        padded = torch.nn.functional.pad(codes, (0, steps * groups - codes.shape[1]))
+        matrix.scales[index].copy_(padded.view(n, steps, groups).permute(1, 0, 2))
+    if matrix.rows is not None:
+        above = q.global_scale if form.group else q.scales
+        assert above is not None
+        each = matrix.rows.shape[1] // above.shape[0]
+        matrix.rows[index].copy_(above[:, 0].to(torch.float32).repeat_interleave(each))
+
+
+def _dealt(packed: Tensor, form: Form) -> Tensor:
+    """(n, k / 2) bytes with neighbouring columns to (n, steps x 64) bytes with columns half a step apart."""
+    codes = e2m1.unpack(packed)
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % form.step))
+    both = codes.view(len(codes), -1, 2, form.box)
+    return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
+
+
+def _undealt(dealt: Tensor, form: Form, columns: int) -> Tensor:
+    steps = dealt.view(len(dealt), -1, 1, form.box)
+    codes = torch.cat((steps & 0xF, steps >> 4), dim=2).flatten(1)
+    return e2m1.pack(codes[:, :columns])
+
+
+def _unformed(matrix: FormedMatrix, form: Form, index: int) -> QuantTensor:
+    like, columns = matrix.like, matrix.like.shape[1]
+    values = matrix.values[index].clone()
+    if form.per_byte > 1:
+        values = _undealt(values, form, columns)
+    scales, above = like.scales, like.global_scale
+    if matrix.scales is not None:
+        assert scales is not None
+        flat = matrix.scales[index].permute(1, 0, 2).flatten(1)[:, : scales.shape[1]]
+        scales = flat.contiguous().view(scales.dtype)
+    if matrix.rows is not None:
+        target = above if form.group else scales
+        assert target is not None
+        one = matrix.rows[index][:: matrix.rows.shape[1] // target.shape[0], None].clone()
+        above, scales = (one, scales) if form.group else (above, one)
+    return QuantTensor(values, scales, like.scheme, above)

@@ -1,0 +1,59 @@
+"""How weights lie for the grouped GEMMs: data that the host and the kernels agree on, no kernel and no triton in it.
+
+    plain      bf16 times bf16
+    fp8        FP8 times FP8, both with scales of 128 columns
+    int8       INT8 times INT8 in int32, a scale a row on both sides, applied at the end
+    w_fp8      weights e4m3 with a scale for 128 x 128, rows bf16
+    w_int8     weights INT8 with a scale a row, rows bf16
+    w_mxfp8    weights e4m3, 32 columns under a power of two, rows bf16
+    w_mxfp4    weights e2m1, the same
+    w_nvfp4    weights e2m1, 16 columns under an e4m3 scale, and a scale a row above them
+
+Four-bit weights are dealt anew once at load: a byte holds columns j and j + 64 of a step of 128, so that either half of
+the bits is a block of whole columns and nothing is interleaved. Scales of groups lie step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way that weights lie and are multiplied."""
+
+    name: str
+    step: int
+    """Columns of one step of the reduction."""
+    per_byte: int = 1
+    """Values in one element of the weight's tensor."""
+    group: int = 0
+    """Columns under one scale of a byte; 0 without such scales."""
+    row_scales: bool = False
+    """Whether every weight row has a scale that is applied at the end."""
+
+    @property
+    def box(self) -> int:
+        """Elements of the weight's tensor in one step of a row, and columns of one load of token rows."""
+        return self.step // self.per_byte
+
+    @property
+    def groups(self) -> int:
+        """Scales of one row in one step."""
+        return self.step // self.group if self.group else 0
+
+
+FORMS: Mapping[str, Form] = {
+    form.name: form
+    for form in (
+        Form("plain", 64),
+        Form("fp8", 128),
+        Form("int8", 128, row_scales=True),
+        Form("w_fp8", 64),
+        Form("w_int8", 64, row_scales=True),
+        Form("w_mxfp8", 64, group=32),
+        Form("w_mxfp4", 128, per_byte=2, group=32),
+        Form("w_nvfp4", 128, per_byte=2, group=16, row_scales=True),
+    )
+}

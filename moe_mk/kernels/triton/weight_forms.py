@@ -1,0 +1,134 @@
+"""A tile of weights in its form becomes an operand of the matrix unit: the policy that both GEMMs are compiled with.
+
+Weight-only forms decode in registers, where the left operand of Hopper's matrix unit may lie. Every product of code and
+group scale is exact in bf16: 2 or 4 significant bits times at most 4. Scales of w_fp8 are any f32: applied to the sum
+of a step, or to the weights, which are then rounded to bf16 once. What each form means is in `form.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_mk.kernels.triton.numerics import IN_INTERPRETER, to_bf16
+
+POWER_126 = tl.constexpr(2.0**126)
+
+
+@triton.jit
+def scale_codes(ptr, expert, step, steps, row, rows_an_expert, GROUPS: tl.constexpr, FORM: tl.constexpr):
+    """Codes of the group scales of 128 weight rows in one step, twice (128, groups): those of the step's first half of
+    columns and of its second where two codes share a byte, else all of them twice. They lie (expert, step, row, group).
+    For w_fp8 the f32 scale of the block, twice; nothing for forms without either.
+    """
+    if FORM == "w_fp8":
+        block = (expert * tl.cdiv(rows_an_expert, 128) + row // 128).to(tl.int64)
+        scale = tl.load(ptr + block * ((steps + 1) // 2) + step // 2)
+        return scale, scale
+    elif GROUPS == 0:
+        return 0, 0
+    else:
+        PACKED: tl.constexpr = FORM == "w_mxfp4" or FORM == "w_nvfp4"
+        LOADED: tl.constexpr = GROUPS // 2 if PACKED else GROUPS
+        lane = tl.arange(0, 128)
+        first = ((expert * steps + step).to(tl.int64) * rows_an_expert + row) * GROUPS
+        pointer = ptr + first + (lane * GROUPS)[:, None] + tl.arange(0, LOADED)[None, :]
+        inside = (row + lane < rows_an_expert)[:, None]
+        low = tl.load(pointer, mask=inside, other=0)
+        return low, tl.load(pointer + LOADED, mask=inside, other=0) if PACKED else low
+
+
+@triton.jit
+def over_columns(code, COLUMNS: tl.constexpr, NVFP4: tl.constexpr):
+    """(128, groups) codes to (128, COLUMNS) f32 scales."""
+    GROUPS: tl.constexpr = code.shape[1]
+    if NVFP4:
+        scale = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        scale = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    wide = tl.broadcast_to(scale[:, :, None], [128, GROUPS, COLUMNS // GROUPS])
+    return tl.reshape(wide, [128, COLUMNS])
+
+
+@triton.jit
+def e2m1(code):
+    """Four-bit codes (0 to 15, int32) to f32: sign, exponent and mantissa in their places, the bias by a product."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * POWER_126
+
+
+@triton.jit
+def halves(packed, low, high, NVFP4: tl.constexpr):
+    """(128, C) bytes of two codes and the scales of both halves to two (128, C) operands."""
+    C: tl.constexpr = packed.shape[1]
+    code = packed.to(tl.int32)
+    first = e2m1(code & 15) * over_columns(low, C, NVFP4)
+    return to_bf16(first), to_bf16(e2m1(code >> 4) * over_columns(high, C, NVFP4))
+
+
+@triton.jit
+def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORM: tl.constexpr):
+    """Add the product of one step. a, b: token rows of both halves of its columns, b only where codes share a byte.
+
+    low, high: what `scale_codes` gave.
+    """
+    if FORM == "w_mxfp4" or FORM == "w_nvfp4":
+        first, second = halves(w, low, high, FORM == "w_nvfp4")
+        total += multiply(a, first, SWAP)
+        return total + multiply(b, second, SWAP)
+    elif FORM == "w_mxfp8":
+        return total + multiply(a, to_bf16(w.to(tl.float32) * over_columns(low, w.shape[1], False)), SWAP)
+    elif FORM == "w_fp8":
+        # NOTE: beside a wide tile of sums there are no registers for the products alone; beside a narrow one Triton
+        # would bring scaled weights to shared memory.
+        if SWAP:
+            return total + multiply(a, to_bf16(w.to(tl.float32)), SWAP) * low
+        else:
+            return total + multiply(a, to_bf16(w.to(tl.float32) * low), SWAP)
+    elif FORM == "w_int8":
+        return total + multiply(a, to_bf16(w.to(tl.float32)), SWAP)
+    else:
+        return total + multiply(a, w, SWAP)
+
+
+@triton.jit
+def with_row_scales(total, x_rows, there, ptr, row, count, SWAP: tl.constexpr, FORM: tl.constexpr):
+    """A finished sum times the scales of whole rows, where the form has them; f32.
+
+    x_rows: pointers to those of the tokens, for INT8 times INT8. row: the first weight row, of which `count` are left.
+    """
+    if FORM == "int8":
+        total = total.to(tl.float32) * spread(tl.load(x_rows, mask=there, other=0.0), SWAP)
+    if FORM == "int8" or FORM == "w_int8" or FORM == "w_nvfp4":
+        lane = tl.arange(0, 128)
+        total = total * spread(tl.load(ptr + row + lane, mask=lane < count, other=0.0), not SWAP)
+    return total
+
+
+@triton.jit
+def spread(scale, SWAP: tl.constexpr):
+    """Scales of token rows beside an accumulator."""
+    return scale[None, :] if SWAP else scale[:, None]
+
+
+@triton.jit
+def multiply(x, w, SWAP: tl.constexpr):
+    """x (rows, step) times w (128, step) transposed: (rows, 128), or (128, rows) with SWAP."""
+    if IN_INTERPRETER and x.dtype != tl.int8:  # NOTE: the interpreter of 3.6 multiplies the bits of bf16
+        x, w = x.to(tl.float32), w.to(tl.float32)
+    ACC: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
+    return tl.dot(w, tl.trans(x), out_dtype=ACC) if SWAP else tl.dot(x, tl.trans(w), out_dtype=ACC)
+
+
+@triton.jit
+def pinned(total):
+    """The same values, needed here: an accumulator is finished before the next product starts.
+
+    NOTE: ptxas 12.8 sinks the additions below the next product otherwise, and spills the products that wait for them.
+    The move itself is not in the code.
+    """
+    if not IN_INTERPRETER:
+        total = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=False, pack=1
+        )  # fmt: skip
+    return total

@@ -1,0 +1,80 @@
+"""Weights in the order the Triton kernels read: by hand, and back bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_mk.experts.triton_weights import formed
+from moe_mk.kernels.reference import e2m1
+from moe_mk.kernels.triton.form import FORMS
+from moe_mk.quant import QuantScheme
+from moe_mk.quant.int8 import INT8_CHANNEL
+from moe_mk.quant.microscaling import MXFP4, MXFP8
+from moe_mk.quant.nvfp4 import NVFP4
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.testing.experts import random_experts
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights
+from moe_mk.weights.layer_weights import as_mapped
+
+CPU = torch.device("cpu")
+
+
+def test_the_two_codes_of_a_byte_are_half_a_step_apart() -> None:
+    # One row of 130 columns: code 1 at column 3, 2 at 67 = 3 + 64, 3 at 128, the first of a second step.
+    codes = torch.zeros((1, 130), dtype=torch.uint8)
+    codes[0, 3], codes[0, 67], codes[0, 128] = 1, 2, 3
+    scales = torch.arange(5, dtype=torch.uint8).view(1, 5).view(torch.float8_e8m0fnu)  # of 32 columns each
+    q = QuantTensor(e2m1.pack(codes), scales, MXFP4)
+    made = formed(MappedExpertWeights((SlotWeights(None, q, q),), MXFP4), FORMS["w_mxfp4"], CPU).w13
+    assert made.values.shape == (1, 1, 128)
+    assert made.values.nonzero().tolist() == [[0, 0, 3], [0, 0, 64]]
+    assert made.values[0, 0, 3] == 1 | 2 << 4 and made.values[0, 0, 64] == 3
+    # Four scales a step, one step behind the other; what is missing is zero.
+    assert made.scales is not None and made.scales[0, :, 0].tolist() == [[0, 1, 2, 3], [4, 0, 0, 0]]
+
+
+@pytest.mark.row(110)
+@pytest.mark.parametrize("mapped", [False, True], ids=["stack", "mapped"])
+@pytest.mark.parametrize(
+    "scheme,name", [(INT8_CHANNEL, "int8"), (MXFP8, "w_mxfp8"), (MXFP4, "w_mxfp4"), (NVFP4, "w_nvfp4")], ids=str
+)
+def test_every_form_can_be_undone(scheme: QuantScheme, name: str, mapped: bool) -> None:
+    stack = random_experts(scheme, 2, 144, 128, CPU)
+    made = formed(as_mapped(stack) if mapped else stack, FORMS[name], CPU)
+    assert made.num_slots == 2 and made.scheme == scheme and made.layout == "triton"
+    assert made.num_bytes >= stack.num_bytes - 64
+    for index in range(2):
+        for q, stored in zip(_matrices(made.slot(index)), _matrices(stack.slot(index)), strict=True):
+            assert q.scheme == stored.scheme and q.shape == stored.shape
+            assert torch.equal(q.dequantize(torch.float32), stored.dequantize(torch.float32))
+            assert torch.equal(q.values.view(torch.uint8), stored.values.view(torch.uint8))
+
+
+def _matrices(slot: SlotWeights) -> list[QuantTensor]:
+    return [q for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]
+
+
+def test_gate_and_up_may_have_global_scales_of_their_own() -> None:
+    draw = torch.Generator().manual_seed(0)
+    gate, up, down = (NVFP4.quantize(torch.randn((128, 128), generator=draw) * gain) for gain in (1.0, 3.0, 1.0))
+    made = formed(MappedExpertWeights((SlotWeights(gate, up, down),), NVFP4), FORMS["w_nvfp4"], CPU)
+    assert made.w13.rows is not None and made.w13.rows.shape == (1, 256)
+    assert gate.global_scale is not None and up.global_scale is not None
+    assert made.w13.rows[0, ::128].tolist() == [float(gate.global_scale), float(up.global_scale)]
+    for q, stored in zip(_matrices(made.slot(0)), (gate, up, down), strict=True):
+        assert torch.equal(q.dequantize(torch.float32), stored.dequantize(torch.float32))
+
+
+def test_experts_without_a_gate_stay_without() -> None:
+    stack = random_experts(MXFP4, 1, 128, 128, CPU)
+    half = stack.slot(0)
+    assert half.gate_IH is not None
+    single = ExpertWeights(_stacked(half.gate_IH), _stacked(half.down_HI), gated=False)
+    slot = formed(single, FORMS["w_mxfp4"], CPU).slot(0)
+    assert slot.gate_IH is None and torch.equal(slot.up_IH.values, half.gate_IH.values)
+
+
+def _stacked(q: QuantTensor) -> QuantTensor:
+    assert q.scales is not None
+    return QuantTensor(q.values[None], q.scales[None], q.scheme)
