@@ -3,9 +3,11 @@
 python examples/07_train_tiny.py build/tiny-ds3                        # minutes on two cores
 python examples/07_train_tiny.py build/tiny-ds3 --steps 30             # seconds, and a model that can only mumble
 python examples/05_nano_engine.py build/tiny-ds3 --prompt "def "       # let it write
+python examples/07_load_map.py build/tiny-ds3                          # what its experts are for, and a routing trace
 
 Bytes are the tokens. Experts are kept even by the bias update that needs no auxiliary loss, `router.balance`. At the
-end, held-out text goes through the trained model in bf16 and through the FP8 checkpoint as this library runs it.
+end, held-out text goes through the trained model in bf16 and through the FP8 checkpoint as this library runs it. What
+was seen on the way is left beside the checkpoint, in training.json.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import sysconfig
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -63,11 +67,12 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if hasattr(module, "e_score_correction_bias"))
 
 
-def train(model: DeepseekV3ForCausalLM, text: Tensor, steps: int) -> list[Tensor]:
+def train(model: DeepseekV3ForCausalLM, text: Tensor, steps: int) -> tuple[list[Tensor], dict[int, float]]:
     """Adam with a warm-up and a cosine; after each step every gate's bias follows its experts' load.
 
-    Returns how often each expert of each layer was chosen in the last tenth of the steps.
+    Returns how often each expert of each layer was chosen in the last tenth of the steps, and bits a byte by step.
     """
+    told: dict[int, float] = {}
     loads: dict[nn.Module, Tensor] = {}
 
     def count(gate: nn.Module, _: object, routed: tuple[Tensor, ...]) -> None:
@@ -91,10 +96,11 @@ def train(model: DeepseekV3ForCausalLM, text: Tensor, steps: int) -> list[Tensor
             gate.e_score_correction_bias.copy_(updated_bias(gate.e_score_correction_bias, loads[gate], GAMMA * rate))  # type: ignore[operator,arg-type]
             totals[number] += loads[gate] if step >= steps - last else 0
         if step % 20 == 0 or step == steps - 1:
-            print(f"step {step:4d}: {loss.item() / math.log(2):.3f} bits a byte", flush=True)
+            told[step] = loss.item() / math.log(2)
+            print(f"step {step:4d}: {told[step]:.3f} bits a byte", flush=True)
     for hook in hooks:
         hook.remove()
-    return totals
+    return totals, told
 
 
 def save(model: DeepseekV3ForCausalLM, folder: Path) -> int:
@@ -152,10 +158,14 @@ def main() -> None:
     seen, held_out = corpus()
     numbers = sum(p.numel() for p in model.parameters())
     print(f"{numbers:,} parameters, {asked.experts} experts a layer; {len(seen):,} bytes to learn from")
-    loads = train(model, seen, asked.steps)
-    for number, load in enumerate(loads):
-        print(f"experts of layer {number + 1}: busiest {load.max() / load.float().mean():.2f} x mean")
-    print(f"wrote {save(model, asked.folder):,} B to {asked.folder}")
+    began = time.monotonic()
+    loads, told = train(model, seen, asked.steps)
+    seconds = time.monotonic() - began
+    busiest = [float(load.max() / load.float().mean()) for load in loads]
+    for number, uneven in enumerate(busiest):
+        print(f"experts of layer {number + 1}: busiest {uneven:.2f} x mean")
+    stored = save(model, asked.folder)
+    print(f"wrote {stored:,} B to {asked.folder}")
 
     engine = import_module("05_nano_engine")  # beside this file
     tokens = windows(held_out, HELD_OUT, torch.Generator(CPU).manual_seed(1))
@@ -164,6 +174,14 @@ def main() -> None:
         theirs = bits_per_byte(model.to(torch.bfloat16)(input_ids=tokens).logits, tokens)
     ratio = 2 ** (ours - theirs)
     print(f"held-out text: {theirs:.4f} bits a byte in bf16, {ours:.4f} through FP8, perplexity x {ratio:.4f}")
+    facts = {
+        "command": f"python examples/07_train_tiny.py {asked.folder} --steps {asked.steps} --experts {asked.experts}",
+        "device": f"{platform.machine()} CPUs, threads: {torch.get_num_threads()}", "torch": torch.__version__,
+        "seconds": seconds, "parameters": numbers, "experts": asked.experts, "bytes_learned": len(seen),
+        "bytes_stored": stored, "bits_by_step": told, "busiest_of_layers": busiest, "held_out_bits_bf16": theirs,
+        "held_out_bits_fp8": ours, "perplexity_ratio": ratio,
+    }  # fmt: skip
+    (asked.folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
     if abs(ratio - 1) > 0.01:
         raise SystemExit("the FP8 path is more than 1 % away")
 

@@ -17,6 +17,7 @@ from moe_mk.cli.inputs import RunSettings, dtype_of, tokens_of
 from moe_mk.cli.job import run_rank
 from moe_mk.cli.place import PlaceOrder, place
 from moe_mk.cli.plan import plan_run
+from moe_mk.cli.predict import predictions
 from moe_mk.cli.processes import run_ranks
 from moe_mk.cli.screen import Screen
 from moe_mk.cli.show import show_plan
@@ -35,6 +36,7 @@ app = typer.Typer(
     add_completion=True,
 )
 app.add_typer(workbench)
+app.add_typer(predictions, name="plan")
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
 PrepareFinalize = Annotated[str, typer.Option("--prepare-finalize", help="pin the transport")]
@@ -52,6 +54,7 @@ def run(
     layer: Annotated[int, typer.Option(help="which layer")] = 3,
     ranks: Annotated[int | None, typer.Option(min=1, help="processes to start; torchrun's, or 1, if not given")] = None,
     tp: Annotated[int, typer.Option(min=1, help="ranks that share the slices of an expert")] = 1,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="plan as if so many ranks shared a node")] = None,
     tokens: Annotated[str | None, typer.Option(help="tokens of each EP rank: 64, or 0,0,7,1; 64 if not given")] = None,
     hidden_states: Annotated[
         Path | None, typer.Option(help="rows from a .safetensors or .npy file, shared out")
@@ -69,6 +72,7 @@ def run(
     seed: Annotated[int, typer.Option(help="of the random tokens")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="timed forwards")] = 3,
     timeout: Annotated[float, typer.Option(help="seconds a peer may be late")] = 120.0,
+    network: Annotated[str, typer.Option(help="where one_sided_network meets: 10.0.0.0/24")] = "127.0.0.0/8",
     inject: Annotated[str | None, typer.Option(help="a fault that verification must find")] = None,
     verify: Annotated[bool, typer.Option(help="check against the reference")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="write everything as JSON")] = None,
@@ -90,6 +94,7 @@ def run(
         placement=placement,
         tokens="replicated" if replicated else "sharded",
         timeout_s=timeout,
+        network=network,
     )
     settings = RunSettings(
         checkpoint=checkpoint,
@@ -108,6 +113,7 @@ def run(
         trace=trace,
         record_trace=record_trace,
         threads=world.threads,
+        ranks_per_node=ranks_per_node,
     )
     plan = plan_run(settings, world)
     show_plan(Screen(quiet=not world.speaks), plan)

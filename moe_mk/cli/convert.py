@@ -8,7 +8,8 @@ from pathlib import Path
 from moe_mk.cli.exits import OK
 from moe_mk.cli.screen import Screen, amount
 from moe_mk.trace.clock import now
-from moe_mk.weights.convert import REPORT, ExpertError, convert_checkpoint
+from moe_mk.weights.conversion_report import ExpertError
+from moe_mk.weights.convert import REPORT, convert_checkpoint
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ def convert(screen: Screen, order: ConvertOrder) -> int:
     screen.fact("converted", f"{order.target}: experts in {order.to}, {size}")
     for layer in dict.fromkeys(error.layer for error in report.errors):
         screen.fact(f"layer {layer}", _told([error for error in report.errors if error.layer == layer]))
+    for line in report.dropped:
+        screen.fact("dropped", line)
     screen.fact("report", f"{order.target / REPORT}: the error of every expert and matrix")
     return OK
 

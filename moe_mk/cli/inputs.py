@@ -43,6 +43,8 @@ class RunSettings:
     """A file for the routing of the verified prefill and decode, by all ranks."""
     threads: int = 1
     """Of one rank."""
+    ranks_per_node: int | None = None
+    """As if so many neighbouring ranks shared a node; None is as they do."""
 
 
 def dtype_of(name: str) -> torch.dtype:

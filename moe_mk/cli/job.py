@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from moe_mk.cli.timeline import save_timeline
 from moe_mk.cli.world import Place, groups_of, team_of, together
 from moe_mk.comm.agreement import PHASE as AGREEMENT
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.traffic import LINKS, SELF, Nodes
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.device import describe, device_of_rank, peak_host_bytes
 from moe_mk.external.library import COMPILER
@@ -119,6 +121,7 @@ def _run(rank: Rank) -> list[Answer]:
     report.decision = layer.decision.as_dict()
     sent = layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase
     report.traffic = {phase: count for phase, count in sent.items() if phase != AGREEMENT}
+    report.links = _links(rank)
     report.expert_load = _summed(rank, layer.expert_load)
     report.prefill = time_stages(layer, x_TH, rank.team, settings.repeats).for_tokens(counts)
     if settings.trace is not None:
@@ -166,6 +169,16 @@ def _describe_ranks(rank: Rank, seconds: tuple[float, float]) -> None:
     experts = rank.plan.experts
     rank.report.ranks = [RankReport(r, experts[r], each[0], each[1]) for r, each in enumerate(everyone)]
     rank.report.read_seconds, rank.report.load_seconds = (max(each[i] for each in everyone) / 1e6 for i in (2, 3))
+
+
+def _links(rank: Rank) -> dict[str, int]:
+    """What this rank sent to others, by link; ranks of a TP group share a node."""
+    ep, tp, total = rank.layer.ep, rank.layer.tp, Counter[str]()
+    per_node = rank.plan.decision.problem.ep_ranks_per_node
+    for comm, nodes in ((ep, Nodes.of(ep.size, per_node)), (tp, Nodes.of(tp.size))):
+        phases = comm.traffic.bytes_by_phase.keys() - {AGREEMENT}
+        total.update(comm.traffic.by_link(nodes, comm.rank, phases))
+    return {link: total[link] for link in LINKS if link != SELF}
 
 
 def _summed(rank: Rank, load_E: Tensor) -> list[int]:

@@ -12,6 +12,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.device import profile_here, usable_device
 from moe_mk.external.library import emulated, find, installed
+from moe_mk.layer.calibrated import calibrated
 from moe_mk.layer.report import MemoryReport, memory_report
 from moe_mk.layer.settings import expert_map_of
 from moe_mk.oracle import select
@@ -57,8 +58,8 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
     facts = _checked(inspect_checkpoint(settings.checkpoint), settings.layer)
     replicated = settings.config.parallel.tokens == "replicated"
     counts = token_counts(settings, 1 if replicated else world.ep)
-    limits = {"max_num_tokens": max(1, *counts), "ranks_per_node": world.local_size}
-    config = settings.config.with_(ep=world.ep, tp=world.tp, **limits)
+    limits = {"max_num_tokens": max(1, *counts), "ranks_per_node": _ranks_per_node(settings, world)}
+    config = calibrated(settings.config, settings.checkpoint, settings.layer).with_(ep=world.ep, tp=world.tp, **limits)
     dtype = plain(DTYPES[settings.dtype])
     most = config.kernel.max_num_tokens
     decision = select(Problem(config, profile_here(device), dtype, most, installed(), emulated()))
@@ -73,6 +74,18 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
         memory=tuple(memory_report(decision, experts, owner) for owner in owners),
         command=tuple(sys.argv),
     )
+
+
+def _ranks_per_node(settings: RunSettings, world: World) -> int:
+    """Ranks that share a node, or shall be taken to. Raises ConfigError for nodes that cannot be meant."""
+    asked = settings.ranks_per_node
+    if asked is None:
+        return world.local_size
+    if asked > world.size or asked % world.tp:
+        what = f"exceeds {world.size} ranks" if asked > world.size else f"tears TP groups of {world.tp} apart"
+        fitting = [n for n in range(world.tp, world.size + 1, world.tp) if world.size % n == 0]
+        raise ConfigError(f"--ranks-per-node {asked} {what}; use one of {', '.join(map(str, fitting))}")
+    return asked
 
 
 def _checked(facts: CheckpointFacts, layer: int) -> CheckpointFacts:

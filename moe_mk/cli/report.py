@@ -44,6 +44,8 @@ class Report:
     decode: StageTimes | None = None
     traffic: dict[str, int] = field(default_factory=dict)
     """Bytes that rank 0 sends in one prefill, by phase."""
+    links: dict[str, int] = field(default_factory=dict)
+    """The same bytes by the kind of link that they cross, one of `comm.traffic.LINKS`."""
     expert_load: list[int] = field(default_factory=list)
     """Tokens of the prefill that chose each expert."""
     verification: dict[str, Any] | None = None
@@ -70,7 +72,9 @@ class Report:
             "load_seconds": self.load_seconds,
             "prefill": None if self.prefill is None else asdict(self.prefill),
             "decode": None if self.decode is None else asdict(self.decode),
+            "nodes": plan.decision.problem.nodes,
             "sent_bytes": self.traffic,
+            "sent_bytes_by_link": self.links,
             "expert_load": self.expert_load,
             "verification": self.verification,
         }

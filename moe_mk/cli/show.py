@@ -13,6 +13,7 @@ from moe_mk.cli.measure import StageTimes
 from moe_mk.cli.plan import RunPlan
 from moe_mk.cli.report import Report
 from moe_mk.cli.screen import Screen, amount
+from moe_mk.comm.traffic import INTER_NODE, INTRA_NODE
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import load_config, shipped_models
 from moe_mk.oracle.verdict import Decision, Verdict
@@ -36,7 +37,8 @@ def show_plan(screen: Screen, plan: RunPlan) -> None:
         tokens += ", the same on all ranks"
     threads = plan.settings.threads
     where = f"{p.device.name}, {threads} {'thread' if threads == 1 else 'threads'} a rank"
-    screen.fact("plan", f"ep={p.ranks} tp={parallel.tp} on {where}, {p.dtype.name}, {tokens}")
+    nodes = "" if p.nodes == 1 else f"{p.nodes} nodes of {p.ranks_per_node} ranks, "
+    screen.fact("plan", f"ep={p.ranks} tp={parallel.tp} on {nodes}{where}, {p.dtype.name}, {tokens}")
     for rank, (experts, memory) in enumerate(zip(plan.experts, plan.memory, strict=True)):
         sizes = f"experts {amount(memory.experts)}, shared {amount(memory.shared)}, gate {amount(memory.gate)}"
         total = f"buffers at most {amount(memory.buffers)}, together {amount(memory.total)}"
@@ -76,6 +78,9 @@ def show_results(screen: Screen, report: Report) -> None:
     screen.fact("load", f"{amount(total)} read and checked in {read:.2f} s ({rate}), {layout}")
     screen.console.print(stage_table(report.prefill, report.decode))
     screen.fact("sent", sent_bytes(report.traffic, report.decision))
+    if report.plan.decision.problem.nodes > 1 and report.traffic:
+        near, far = report.links[INTRA_NODE], report.links[INTER_NODE]
+        screen.fact("", f"{near:,} B of it inside the node, {far:,} B between nodes")
     show_load(screen, report)
 
 

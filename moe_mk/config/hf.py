@@ -1,6 +1,7 @@
 """From a transformers `config.json` to our settings: one table of names, families as rows.
 
-Key names as of transformers 5.23 configurations of DeepSeek V2/V3, Kimi-K2, Qwen3-MoE, GLM-4.5, Mixtral and gpt-oss.
+Key names as of transformers 5.23 configurations of DeepSeek V2, V3 and V4, Kimi-K2, Qwen3-MoE, GLM-4.5, Mixtral and
+gpt-oss. The first layers of DeepSeek-V4 have the sizes of the others and choose experts by token id: `router.hashed`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ PLAIN_SOFTMAX = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss")
 """Without dense layers, so that `intermediate_size` is that of an expert."""
 GPT_OSS = ("gpt_oss",)
-FAMILIES = (*DEEPSEEK_LIKE, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *GPT_OSS)
+DEEPSEEK_V4 = ("deepseek_v4",)
+FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *GPT_OSS)
 
 
 def settings_from_hf(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -41,6 +43,8 @@ def _model(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
         activation = "swiglu_oai"
         clamped = {"swiglu_limit": hf.get("swiglu_limit") or 7.0, "swiglu_alpha": hf.get("swiglu_alpha") or 1.702}
         clamped["expert_bias"] = True
+    if family in DEEPSEEK_V4:
+        activation, clamped = _v4_activation(hf, where)
     return {
         "name": family,
         **clamped,
@@ -64,6 +68,8 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
     if family in GPT_OSS:
         # The softmax over the chosen logits is that over all of them, renormalised.
         router |= {"scoring_func": "softmax", "has_logit_bias": True}
+    elif family in DEEPSEEK_V4:
+        router |= {"scoring_func": "sqrtsoftplus", "has_correction_bias": True}
     elif family in DEEPSEEK_LIKE:
         router |= {"scoring_func": "sigmoid", "has_correction_bias": True}
     else:
@@ -76,6 +82,14 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
     return router
 
 
+def _v4_activation(hf: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+    """SwiGLU clamped where the config says, and plain where it says 0 or nothing."""
+    stated, limit = hf.get("hidden_act", "silu"), hf.get("swiglu_limit")
+    if stated != "silu":
+        raise ConfigError(f"{where}: hidden_act={stated!r} is not what deepseek_v4 uses ('silu')")
+    return ("swiglu_limit", {"swiglu_limit": limit}) if limit else ("silu", {})
+
+
 def _quant(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
     quant = hf.get("quantization_config")
     if not quant:
@@ -86,7 +100,9 @@ def _quant(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"weights": names[dtype]}
     if not isinstance(quant, Mapping):
         raise ConfigError(f"{where}: quantization_config is a {type(quant).__name__}, expected a mapping")
-    return quant_from_hf(quant, where)
+    # Checkpoints of DeepSeek-V4 say beside their quantisation in what experts are stored, later ones inside it.
+    beside = {"expert_dtype": hf["expert_dtype"]} if hf.get("expert_dtype") else {}
+    return quant_from_hf({**beside, **quant}, where)
 
 
 def _first(hf: Mapping[str, Any], where: str, *names: str) -> Any:

@@ -1,7 +1,7 @@
 """From the `quantization_config` of a `config.json` to our settings: one reader for each way of saying it.
 
 Key names as of DeepSeek-V3 and DeepSeek-V4 (fp8), gpt-oss (mxfp4), compressed-tensors 0.12 (W8A8) and NVIDIA modelopt
-(NVFP4, MXFP8).
+(NVFP4, MXFP8, FP8 of whole tensors). Static scales of activations lie beside the weights, see `weights.input_scales`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def quant_from_hf(quant: Said, where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}: quantization_config is not supported: {'; '.join(problems)}; supported is quant_method 'fp8' "
             "in e4m3 with weight_block_size and dynamic activations, 'mxfp4', 'compressed-tensors' with 8 bits, and "
-            "'modelopt' NVFP4 or MXFP8"
+            "'modelopt' NVFP4, MXFP8 or FP8"
         )
     return settings
 
@@ -50,7 +50,7 @@ def _mxfp4(quant: Said) -> tuple[dict[str, Any], list[str]]:
 def _modelopt(quant: Said) -> tuple[dict[str, Any], list[str]]:
     inner = quant.get("quantization")
     algorithm = quant.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
-    known = {"NVFP4": "nvfp4", "MXFP8": "mxfp8"}
+    known = {"NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8": "fp8_tensor"}
     if algorithm not in known:
         return {}, [f"quant_algo is {algorithm!r}"]
     return {"weights": known[algorithm]}, []

@@ -67,7 +67,8 @@ class RouterConfig(Settings):
     """How tokens choose experts."""
 
     top_k: int = Positive
-    scoring_func: Literal["sigmoid", "softmax"] = "softmax"
+    scoring_func: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "softmax"
+    """What logits become before experts are chosen; sqrtsoftplus is DeepSeek-V4's, the root of ln(1 + exp(x))."""
     num_expert_group: int = Field(default=1, ge=1)
     topk_group: int = Field(default=1, ge=1)
     has_correction_bias: bool = False
@@ -111,6 +112,8 @@ class KernelConfig(Settings):
     """Whether gate and choice of experts may be one native call beside native experts; false: torch, op by op."""
     max_num_tokens: int = Field(default=8192, ge=1)
     """The most tokens one rank may bring to one call; buffers are sized by it."""
+    relay_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a rank that cross between nodes and are relayed there at a time; None: all of a call at once."""
     graphs: bool = False
     """Whether calls must be capturable in a CUDA graph."""
     deterministic: bool = False
@@ -120,6 +123,8 @@ class KernelConfig(Settings):
     """Whether emulated libraries may be chosen; a Decision then says "emulated"."""
     timeout_s: float = Field(default=120.0, gt=0)
     """How long a peer may be late before CommError."""
+    network: str = "127.0.0.0/8"
+    """The IPv4 network between hosts, such as 10.0.0.0/24: proxies listen on this host's address in it, on no other."""
 
 
 class MoEConfig(Settings):

@@ -41,6 +41,8 @@ class QuantConfig(Settings):
     input_scale: float | None = Field(default=None, gt=0)
     """A calibrated scale of activations: of whole FP8 tensors, or above the scales of NVFP4. None finds FP8 scales
     token by token, and is 1 for NVFP4."""
+    hidden_scale: float | None = Field(default=None, gt=0)
+    """A calibrated FP8 scale of the rows between the two products of an expert; None is input_scale."""
 
     @field_validator("block")
     @classmethod
@@ -59,6 +61,10 @@ class QuantConfig(Settings):
             )
         if self.input_scale is not None and self.weights not in ("fp8_tensor", "fp8_channel", "nvfp4"):
             raise ValueError(f"input_scale={self.input_scale} means nothing for {self.weights} weights; drop it")
+        if self.hidden_scale is not None and (self.input_scale is None or self.weights == "nvfp4"):
+            raise ValueError(
+                f"hidden_scale={self.hidden_scale} goes with the input_scale of FP8 weights; give both, or drop it"
+            )
         return self
 
     @property
@@ -86,7 +92,7 @@ class QuantConfig(Settings):
         if self.is_fp8:
             return activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0")
         if rounded == "fp8":
-            return FP8_TOKEN if self.input_scale is None else fp8_static(self.input_scale)
+            return FP8_TOKEN if self.input_scale is None else fp8_static(self.input_scale, self.hidden_scale)
         if rounded == "nvfp4":
             return nvfp4_tokens(self.input_scale or 1.0)
         return MXFP8 if rounded == "mxfp8" else INT8_TOKEN

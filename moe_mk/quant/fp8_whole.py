@@ -30,6 +30,8 @@ class Fp8Static(BlockedScheme):
 
     name: str
     scale: float
+    hidden_scale: float | None = None
+    """Of the rows between the two products of an expert; None is the same."""
     rows: int = WHOLE
     columns: int = WHOLE
 
@@ -54,6 +56,11 @@ class Fp8Static(BlockedScheme):
         return True
 
     @property
+    def hidden(self) -> Fp8Static:
+        """The scheme of the rows between the two products."""
+        return self if self.hidden_scale is None else fp8_static(self.hidden_scale)
+
+    @property
     def relative_rms(self) -> float:
         """That of FP8, if the scale fits: what is beyond 448 scales saturates."""
         return E4M3.relative_spacing / math.sqrt(24.0)
@@ -67,8 +74,13 @@ class Fp8Static(BlockedScheme):
         return (E4M3.decode(q.values) * self.scale).to(dtype)
 
 
-def fp8_static(scale: float) -> Fp8Static:
-    """The scheme of a calibrated scale; raises ConfigError for one that is not positive."""
-    if not scale > 0 or scale == float("inf"):
-        raise ConfigError(f"an activation scale must be positive and finite, got {scale}")
-    return Fp8Static(f"fp8_static_x{scale:g}", scale)
+def fp8_static(scale: float, hidden_scale: float | None = None) -> Fp8Static:
+    """The scheme of calibrated scales, of tokens and of the rows between an expert's products, where they differ.
+
+    Raises ConfigError for scales that are not positive.
+    """
+    scales = [scale] if hidden_scale in (None, scale) else [scale, hidden_scale]
+    if wrong := [each for each in scales if each is None or not 0 < each < math.inf]:
+        raise ConfigError(f"an activation scale must be positive and finite, got {', '.join(map(str, wrong))}")
+    inner = "" if len(scales) == 1 else f"_h{hidden_scale:g}"
+    return Fp8Static(f"fp8_static_x{scale:g}{inner}", scale, scales[1] if inner else None)

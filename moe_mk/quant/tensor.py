@@ -34,6 +34,11 @@ class QuantScheme(ABC):
     def relative_rms(self) -> float:
         """Root mean square of the relative rounding error of one element, for limits derived from the format."""
 
+    @property
+    def hidden(self) -> QuantScheme:
+        """How experts that round their input to this scheme round the rows between their two products."""
+        return self
+
     @abstractmethod
     def quantize(self, x: Tensor) -> QuantTensor:
         """Quantise the last two dimensions (rows, columns)."""

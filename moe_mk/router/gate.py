@@ -52,7 +52,7 @@ def choose_gate_tier(
 
     arch: CUDA compute capability, (9, 0) for sm_90; None is any device without one.
     dtype: of hidden states and gate weight. available: specialised gate kernels that can be used here ("small_m", and
-    "native" where the experts run in native CPU code and the settings let the router do so as well).
+    "native" where the experts run in native CPU code, the settings let the router do so as well and it can score so).
     """
     check_router_dtype(router_dtype)
     against: dict[GateTier, list[str]] = {
@@ -76,7 +76,8 @@ def _against_native(
     if router_dtype != "float32":
         reasons.append(f"scores in float32, router_dtype={router_dtype!r} asks for scores in the model dtype")
     if "native" not in available:
-        reasons.append("comes with experts in native CPU code, unless kernel.fused_router = false")
+        scored = "sigmoid or softmax scores"
+        reasons.append(f"comes with experts in native CPU code and {scored}, unless kernel.fused_router = false")
     return reasons
 
 

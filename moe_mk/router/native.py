@@ -10,24 +10,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native import RouteMode, Scoring, loaded, route
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
 
+SCORED = {"sigmoid": Scoring.SIGMOID, "softmax": Scoring.SOFTMAX}
+"""The scores that the kernel computes."""
+
 
 def routes_natively(router: Router) -> bool:
-    """Whether the native kernel does what this router does: simulations and scores in the model dtype it does not."""
-    return type(router) is Router and router.simulate is None and router.router_dtype == "float32"
+    """Whether the native kernel does what this router does.
+
+    It does no simulations, no scores in the model dtype, and of scores sigmoid and softmax alone.
+    """
+    plain = type(router) is Router and router.simulate is None and router.router_dtype == "float32"
+    return plain and router.scoring_func in SCORED
+
+
+def scored_natively(scoring_func: str) -> bool:
+    """Whether the native kernel knows how to score."""
+    return scoring_func in SCORED
 
 
 def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router: Router) -> tuple[Routing, Tensor]:
     """Route tokens bf16 [T, H] with a gate bf16 or f32 [E, H]; also return the logits f32 [T, E].
 
-    Raises ShapeError for tensors, ConfigError for groups that do not fit, UnsupportedError without a C++ compiler.
+    Raises ShapeError for tensors, ConfigError for groups that do not fit, UnsupportedError without a C++ compiler and
+    for scores that the kernel does not compute.
     """
+    if not scored_natively(router.scoring_func):
+        told = f"scores are {router.scoring_func}, the native kernel computes {' and '.join(SCORED)}"
+        raise UnsupportedError("the native router cannot run", [f"{told}; route with the router itself"])
     mode = RouteMode(
         top_k=router.top_k,
-        scoring=Scoring.SIGMOID if router.scoring_func == "sigmoid" else Scoring.SOFTMAX,
+        scoring=SCORED[router.scoring_func],
         num_groups=router.num_expert_group,
         top_groups=router.topk_group,
         renormalize=router.renormalize,

@@ -13,7 +13,7 @@ from moe_mk.kernels.reference import topk as kernel
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 
-SCORING_FUNCS = ("sigmoid", "softmax")
+SCORING_FUNCS = ("sigmoid", "softmax", "sqrtsoftplus")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

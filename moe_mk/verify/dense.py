@@ -78,6 +78,9 @@ def _scores(x_TH: Tensor, weights: LayerWeights, router: RouterConfig) -> Array:
     if router.scoring_func == "softmax":
         exps = torch.exp(logits - logits.amax(dim=1, keepdim=True))
         return np.asarray((exps / exps.sum(dim=1, keepdim=True)).float().numpy(), dtype=np.float32)
+    if router.scoring_func == "sqrtsoftplus":
+        root = torch.sqrt(torch.logaddexp(logits, torch.zeros_like(logits)))
+        return np.asarray(root.to(coarse).float().numpy(), dtype=np.float32)
     sigmoid = 1.0 / (1.0 + torch.exp(-logits))
     return np.asarray(sigmoid.to(coarse).float().numpy(), dtype=np.float32)
 

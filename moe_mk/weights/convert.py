@@ -20,8 +20,11 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.checkpoint_plan import matrices
+from moe_mk.weights.completeness import some
+from moe_mk.weights.conversion_report import ConversionReport, ExpertError
 from moe_mk.weights.dialects import quantization_config
 from moe_mk.weights.expert_weights import SlotWeights
+from moe_mk.weights.input_scales import input_scale_names
 from moe_mk.weights.inspect import LayerFacts, inspect_checkpoint
 from moe_mk.weights.layer_reader import LayerReader
 from moe_mk.weights.layer_spec import LayerSpec, expected_tensors
@@ -35,38 +38,6 @@ SHARD_BYTES = 4 << 30
 PIECE_BYTES = 64 << 20
 REPORT = "conversion.json"
 TARGETS = ("bf16", "fp8", "fp8_channel", "int8", "mxfp8", "mxfp4", "nvfp4")
-
-
-@dataclass
-class ExpertError:
-    """How far requantising moved the weights of one expert, as relative L2 distances."""
-
-    layer: int | None
-    expert: int | None
-    """None: the shared experts."""
-    gate: float = 0.0
-    up: float = 0.0
-    down: float = 0.0
-
-    @property
-    def worst(self) -> float:
-        """Of the three matrices."""
-        return max(self.gate, self.up, self.down)
-
-
-@dataclass
-class ConversionReport:
-    """What was written."""
-
-    to: str
-    bytes_read: int
-    bytes_written: int = 0
-    errors: list[ExpertError] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, for JSON."""
-        told = [{**vars(error), "worst": error.worst} for error in self.errors]
-        return {"to": self.to, "bytes_read": self.bytes_read, "bytes_written": self.bytes_written, "experts": told}
 
 
 def convert_checkpoint(
@@ -134,6 +105,7 @@ class _Conversion:
         inside = tuple(layer.prefix for layer in layers)
         for layer in layers:
             self._plan_block(layer)
+            report.dropped += _dropped(source, layer, to)
         for name in source.names():
             if not name.startswith(inside):
                 entry = source.entry(name)
@@ -223,6 +195,13 @@ class _Conversion:
         error = ExpertError(block.layer, part.expert, **moved)
         self.report.errors.append(error)
         return new, error
+
+
+def _dropped(source: SafetensorsSource, layer: LayerFacts, to: str) -> list[str]:
+    """What nothing in the new checkpoint stands for: calibrated scales of activations."""
+    names = input_scale_names({n.removeprefix(layer.prefix) for n in source.names() if n.startswith(layer.prefix)})
+    why = f"experts in {to} round activations as they come, and config.json says so"
+    return [f"layer {layer.layer}: {len(names)} input scales ({some(names)}): {why}"] if names else []
 
 
 def _check(reader: LayerReader, what: str) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_mk.errors import UnsupportedError
 from moe_mk.quant.blocked import WHOLE, BlockedScheme
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
@@ -162,6 +163,19 @@ class Weights(Protocol):
 
     def slot(self, index: int) -> SlotWeights:
         """The matrices of one physical expert."""
+
+
+def expect_one_width(weights: Weights, who: str) -> None:
+    """Raise UnsupportedError where experts have different intermediate sizes; `who` lays them out as equals.
+
+    Backends that compute expert by expert (reference, torch_cpu) take them as they are.
+    """
+    if not isinstance(weights, MappedExpertWeights):
+        return
+    widths = [slot.up_IH.shape[0] for slot in weights.slots]
+    if len(set(widths)) > 1:
+        told = f"experts have intermediate sizes {', '.join(map(str, sorted(set(widths))))}, {who} holds equal ones"
+        raise UnsupportedError("the experts cannot be laid out", [f"{told}; use experts='reference' or 'torch_cpu'"])
 
 
 def on_device(weights: Weights, device: torch.device) -> Weights:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant import WHOLE, BlockedScheme, QuantTensor
-from moe_mk.weights.expert_weights import CANONICAL, ExpertWeights, MappedExpertWeights, SlotWeights, Weights
+from moe_mk.weights.expert_weights import (
+    CANONICAL,
+    ExpertWeights,
+    MappedExpertWeights,
+    SlotWeights,
+    Weights,
+    expect_one_width,
+)
 from moe_mk.weights.names import OFFICIAL, Part, Role
 
 
@@ -65,6 +72,7 @@ def to_stacked(weights: Weights, device: torch.device) -> ExpertWeights:
         return ExpertWeights(weights.w13.to(device), weights.w2.to(device), weights.layout, weights.gated)
     if not weights.num_slots:
         raise ConfigError("a rank without experts has nothing to stack; keep its weights mapped")
+    expect_one_width(weights, "a stack")
     slots = [weights.slot(index) for index in range(weights.num_slots)]
     width = slots[0].up_IH.shape[0]
     if isinstance(weights.scheme, BlockedScheme) and weights.gated and _straddles(weights.scheme, width):

@@ -42,6 +42,8 @@ USAGE = [
     ("--device gpu", r"'gpu' is not a device"),
     ("--ranks 2 --tp 2", r"parallel.tp=2 does not divide"),
     ("--ranks 3 --tp 2", r"--tp 2 does not divide 3 ranks"),
+    ("--ranks 4 --ranks-per-node 8", r"--ranks-per-node 8 exceeds 4 ranks; use one of 1, 2, 4"),
+    ("--ranks 4 --tp 2 --ranks-per-node 3", r"--ranks-per-node 3 tears TP groups of 2 apart; use one of 2, 4"),
     ("--ranks 33", r"parallel.ep=33 exceeds model.num_experts=32"),
     ("--hidden-states absent.npy", r"absent.npy is not a file"),
     ("--plot nowhere/load.png", r"--plot nowhere/load.png lies in a folder that does not exist"),

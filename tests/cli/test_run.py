@@ -48,6 +48,20 @@ def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Pa
     assert trace.facts.num_ranks == 2 and trace.weights_RK is not None
 
 
+@pytest.mark.row(39)
+def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(tiny: Path, tmp_path: Path) -> None:
+    words = ("run", tiny, "--ranks", 4, "--ranks-per-node", 2, "--prepare-finalize", "hierarchical", "--repeats", 1)
+    words += ("--experts-backend", "torch_cpu")
+    done = command(BIN / "moe-mk", *words, "--tokens", "5,0,7,1", "--json", tmp_path / "run.json")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "ep=4 tp=1 on 2 nodes of 2 ranks, cpu" in done.stdout and "PASS" in done.stdout
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert found["nodes"] == 2 and found["verification"]["num_tokens"] == 5 + 7 + 1 + 3
+    near, far = (found["sent_bytes_by_link"][link] for link in ("intra_node", "inter_node"))
+    assert near > 0 and far > 0 and near + far == sum(found["sent_bytes"].values())
+    assert f"{near:,} B of it inside the node, {far:,} B between nodes" in done.stdout
+
+
 def test_idle_ranks_take_part(tiny: Path) -> None:
     done = command(BIN / "moe-mk", "run", tiny, "--ranks", 4, "--tokens", "0,0,7,1", "--repeats", 1)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout

@@ -61,6 +61,14 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], MoEConfig]]] =
             num_experts_per_tok=8, routed_scaling_factor=2.5, norm_topk_prob=True)),
         lambda: load_config("glm_4_5"),
     ),
+    "deepseek_v4_flash": (
+        lambda: saved(transformers.DeepseekV4Config(), expert_dtype="fp4", quantization_config=FP8),
+        lambda: load_config("deepseek_v4_flash"),
+    ),
+    "deepseek_v4_flash in bf16": (
+        lambda: saved(transformers.DeepseekV4Config()),
+        lambda: plain("deepseek_v4_flash"),
+    ),
     "mixtral_8x7b": (
         lambda: saved(transformers.MixtralConfig()),
         lambda: load_config("mixtral_8x7b"),
@@ -139,7 +147,7 @@ def test_other_quantisations_are_refused(quant: object, problem: str) -> None:
     "hf, problem",
     [
         ({"model_type": "llama"}, r"here: no MoE layer is known for model_type 'llama'.*known: .*deepseek_v3"),
-        ({"model_type": "deepseek_v"}, r"did you mean 'deepseek_v[23]'"),
+        ({"model_type": "deepseek_v"}, r"did you mean 'deepseek_v[234]'"),
         ({}, "no MoE layer is known for model_type ''"),
         ({"model_type": "qwen2_moe", "hidden_size": 8}, "qwen2_moe gates its shared expert"),
         ({"model_type": "mixtral", "hidden_size": 8}, "none of intermediate_size is given; is this a MoE model"),

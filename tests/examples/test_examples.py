@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_mk.trace.routing import RoutingTrace
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SLOW_MACHINE_S = 300
@@ -103,6 +105,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ratio = float(re.findall(r"perplexity x (\S+)", said)[0])
     assert abs(ratio - 1) <= 0.01
     return folder
+
+
+def test_experts_of_the_tiny_model_are_told_by_kind_and_leave_a_trace(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[plot]'")
+    file = tmp_path / "trace.safetensors"
+    said = run(example("07_load_map.py"), str(tiny_model), "--trace", str(file), "--docs", str(tmp_path))
+    rows = re.findall(r"^\| (\d) \| (\S+) % \| (\S+) % ", said, re.MULTILINE)
+    assert [int(layer) for layer, _, _ in rows] == [1, 2, 3]
+    # Even a gate that has learned little tells kinds apart better than chance does.
+    assert all(float(kinds) > 2 * float(shuffled) for _, kinds, shuffled in rows)
+    trace = RoutingTrace.read(file)
+    assert (trace.num_rows, trace.facts.num_ranks, trace.facts.num_experts) == (3 * 64 * 128, 4, 16)
+    page = (tmp_path / "training.md").read_text(encoding="utf-8")
+    assert "--steps 15 --experts 16" in page and "three of 16 experts" in page
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_engine_writes_the_same_on_one_rank_and_on_two(tiny_model: Path) -> None:

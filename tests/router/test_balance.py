@@ -133,7 +133,7 @@ def test_bias_moves_by_gamma_towards_the_mean_load_by_hand() -> None:
         updated_bias(bias, load[:3], 0.1)
 
 
-@pytest.mark.row(68)
+@pytest.mark.row(68, 122)
 def test_bias_update_balances_a_skewed_router_without_a_loss() -> None:
     # Sixteen experts whose logits lean towards the first; the bias alone must even them out.
     logits = normal(4096, 16) + torch.linspace(1.5, -1.5, 16, dtype=torch.float32)
@@ -149,3 +149,39 @@ def test_bias_update_balances_a_skewed_router_without_a_loss() -> None:
             break
         bias = updated_bias(bias, load(), 0.005)
     assert load().max() / load().float().mean() < 1.1
+
+
+def trained_together(gamma: float) -> float:
+    """Train a router and eight experts on a mixture of four kinds of tokens; busiest over mean load of the last steps.
+
+    An expert that is chosen learns, becomes better and is chosen more often: the feedback that collapses routers.
+    """
+    draw = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float32)
+
+    gate_EH = (normal(8, 16) * 0.3).requires_grad_()
+    experts_EHH = (normal(8, 16, 16) / 4).requires_grad_()
+    teacher_XHH, centre_XH = normal(4, 16, 16) / 4, normal(4, 16) * 1.5
+    adam, bias_E, load_E = torch.optim.Adam([gate_EH, experts_EHH], lr=1e-2), torch.zeros(8), torch.zeros(8)
+    for step in range(150):
+        kind_T = torch.randint(4, (256,), generator=draw)
+        x_TH = centre_XH[kind_T] + normal(256, 16)
+        weights_TK, ids_TK = grouped_topk(x_TH @ gate_EH.T, 2, 1, 1, "sigmoid", bias_E)
+        each_TKH = torch.einsum("tkhj,tj->tkh", experts_EHH[ids_TK.long()], x_TH)
+        wanted_TH = torch.einsum("thj,tj->th", teacher_XHH[kind_T], x_TH)
+        loss = ((each_TKH * weights_TK[..., None]).sum(1) - wanted_TH).square().mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        chosen_E = torch.bincount(ids_TK.flatten().long(), minlength=8)
+        bias_E = updated_bias(bias_E, chosen_E, gamma * (1 - step / 150))
+        load_E += chosen_E if step >= 120 else 0
+    return float(load_E.max() / load_E.mean())
+
+
+@pytest.mark.row("23b")
+def test_a_router_trained_with_its_experts_collapses_unless_it_is_balanced() -> None:
+    assert trained_together(0.0) > 2
+    assert trained_together(0.05) < 1.2

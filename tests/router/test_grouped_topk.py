@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.plan.affinity import nodes_per_token
 from moe_mk.router import grouped_topk, topk
 
 
@@ -276,3 +279,22 @@ def test_wrong_tensors_are_named() -> None:
         grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=torch.zeros(8, dtype=torch.int32))
     with pytest.raises(ShapeError, match=r"e_score_correction_bias lies on meta"):
         grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=torch.empty(8, dtype=torch.float32, device="meta"))
+
+
+@pytest.mark.row(40)
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 8), st.integers(0, 300), st.floats(0, 30))
+def test_tokens_visit_no_more_nodes_than_groups_are_kept(seed: int, kept: int, tokens: int, slope: float) -> None:
+    # Sixty-four experts in eight groups, a group a node; tokens lean more or less to experts of high number.
+    logits = normal(tokens, 64, seed=seed) + slope * torch.linspace(0, 1, 64)
+    bias = normal(64, seed=seed + 1) / 4
+    _, ids = grouped_topk(logits, 8, 8, kept, "sigmoid", bias)
+    node_of_rank = ExpertMap.linear(64, 16).tables(torch.device("cpu")).rank_of_P // 2
+    node_E = node_of_rank.numpy().astype(np.int64)
+    visited = nodes_per_token(ids.numpy().astype(np.int64), node_E)
+    assert visited <= kept
+    if tokens and kept == 1:
+        assert visited == 1.0
+    _, free = grouped_topk(logits, 8, 1, 1, "sigmoid", bias)
+    if tokens > 100 and slope == 0 and kept <= 2:
+        assert nodes_per_token(free.numpy().astype(np.int64), node_E) > kept

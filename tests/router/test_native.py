@@ -120,3 +120,13 @@ def test_its_logits_are_not_to_be_had_alone() -> None:
     x, gate, _ = tokens_and_gate(1, 32, 4, 0)
     with pytest.raises(UnsupportedError, match="gives no logits alone"):
         gate_logits(x, gate, tier="native")
+
+
+def test_scores_that_it_does_not_compute_are_refused_and_left_to_torch() -> None:
+    router = Router(2, scoring_func="sqrtsoftplus")
+    assert not routes_natively(router) and routes_natively(Router(2, scoring_func="sigmoid"))
+    x, gate, _ = tokens_and_gate(1, 8, 4, 0)
+    with pytest.raises(
+        UnsupportedError, match="scores are sqrtsoftplus, the native kernel computes sigmoid and softmax"
+    ):
+        route_natively(x, gate, None, router)

@@ -25,6 +25,60 @@ def test_mixtral_routing_by_hand() -> None:
     assert weights.tolist()[0] == pytest.approx([3 * 5 / 6, 3 * 2 / 3])
 
 
+# Softplus of these logits is 1, 4 and 1/4, so their roots are 1, 2 and 1/2.
+ROOTS_1_2_HALF = [math.log(math.e - 1), math.log(math.exp(4) - 1), math.log(math.exp(0.25) - 1)]
+
+
+def test_deepseek_v4_routing_by_hand() -> None:
+    logits = torch.tensor([ROOTS_1_2_HALF])
+    weights, ids = topk(logits, 2, "sqrtsoftplus", routed_scaling_factor=1.5)
+    assert ids.tolist() == [[1, 0]] and weights.tolist()[0] == pytest.approx([1.5 * 2 / 3, 1.5 * 1 / 3])
+    # A bias of 2 makes the least expert the best (2.5), which weighs as it scored.
+    bias = torch.tensor([0.0, 0.0, 2.0])
+    weights, ids = topk(logits, 2, "sqrtsoftplus", False, 1.0, bias)
+    assert ids.tolist() == [[2, 1]] and weights.tolist()[0] == pytest.approx([0.5, 2.0])
+
+
+def test_sqrtsoftplus_has_no_edges() -> None:
+    # Large logits are their own softplus; below -88 the score is 0, and so is its gradient; a NaN goes nowhere.
+    logits = torch.tensor([[1e30, 400.0, -1e30, -200.0, 0.0]], requires_grad=True)
+    weights, ids = topk(logits, 5, "sqrtsoftplus", renormalize=False)
+    assert ids.tolist() == [[0, 1, 4, 2, 3]]
+    expected = [1e15, 20.0, math.sqrt(math.log(2)), 0.0, 0.0]
+    assert weights.tolist()[0] == pytest.approx(expected, rel=1e-6)
+    weights.sum().backward()
+    # d sqrt(ln 2) = sigmoid(0) / (2 sqrt(ln 2))
+    expected = [0.5e-15, 0.025, 0.0, 0.0, 0.25 / math.sqrt(math.log(2))]
+    assert logits.grad is not None and logits.grad.tolist()[0] == pytest.approx(expected, rel=1e-5)
+    _, ids = topk(torch.tensor([[math.nan, 1.0]]), 1, "sqrtsoftplus")
+    assert ids.tolist() == [[-1]]
+
+
+def test_equal_logits_tie_wherever_they_stand() -> None:
+    # 1031 is odd and longer than any vector: body and tail of the operator must give the same bits.
+    for value in (-30.7, -1.234567, 0.1, 3.3, 40.5):
+        scores, ids = topk(torch.full((3, 1031), value), 1031, "sqrtsoftplus", renormalize=False)
+        assert len(set(scores.flatten().tolist())) == 1 and ids[0].tolist() == list(range(1031))
+
+
+def test_sqrtsoftplus_routing_is_that_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4", reason="needs transformers")
+    from transformers import DeepseekV4Config
+
+    config = DeepseekV4Config(hidden_size=32, moe_intermediate_size=8, n_routed_experts=24, num_hidden_layers=1)
+    theirs = modeling.DeepseekV4TopKRouter(config)
+    x, theirs.weight.data = normal(300, 32), normal(24, 32, seed=1) / 4
+    theirs.e_score_correction_bias = normal(24, seed=2) / 2
+    with torch.no_grad():
+        logits, their_weights, their_ids = theirs(x)
+    weights, ids = topk(
+        logits, 6, config.scoring_func, True, config.routed_scaling_factor, theirs.e_score_correction_bias
+    )
+    for mine, my_weights, other, other_weights in zip(ids.long(), weights, their_ids, their_weights, strict=True):
+        assert sorted(mine.tolist()) == sorted(other.tolist())
+        torch.testing.assert_close(my_weights[mine.argsort()], other_weights[other.argsort()], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.row(7)
 def test_gate_softmax_topk_and_weighted_sum_equal_loops() -> None:
     num_tokens, hidden, num_experts, top_k = 200, 24, 16, 4

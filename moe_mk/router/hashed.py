@@ -1,0 +1,85 @@
+"""Routing by token id: a fixed table chooses the experts, the gate only weighs them, as in DeepSeek-V4's first layers.
+
+router = HashRouter(table_XK, scoring_func="sqrtsoftplus", routed_scaling_factor=1.5)
+layer.router = router.of(token_ids_T)        the routing of one batch; its tokens in the order of the rows
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.kernels.reference.topk import RENORMALIZE_EPSILON, expert_scores
+from moe_mk.router.topk import check_tensors, raise_all, scoring_problems
+from moe_mk.shapes import expect
+from moe_mk.tokens import Routing
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class HashRouter:
+    """The experts of every token of a vocabulary."""
+
+    table_XK: Tensor
+    """table_XK[v, k] is the k-th expert of token v of the vocabulary; integers, -1 goes nowhere."""
+    scoring_func: str = "sqrtsoftplus"
+    renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        expect("table", self.table_XK, "X K", INTEGERS)
+        raise_all("HashRouter", scoring_problems(self.scoring_func, self.routed_scaling_factor, torch.float32))
+
+    def of(self, token_ids_T: Tensor) -> HashedTokens:
+        """The router of one batch: call it with the logits of the same tokens."""
+        return HashedTokens(self, token_ids_T)
+
+    def route(self, router_logits: Tensor, token_ids_T: Tensor) -> Routing:
+        """Look the experts up and weigh them by the scores of their logits: ids int32 [T, K], weights f32 [T, K].
+
+        Raises ShapeError for tensors that do not fit each other, ConfigError for tokens or experts out of range; that
+        check reads the ids, so it waits for the device.
+        """
+        check_tensors(router_logits, None)
+        expect("token_ids", token_ids_T, "T", INTEGERS, router_logits.device, T=router_logits.shape[0])
+        ids_TK = self._looked_up(token_ids_T, router_logits.shape[1])
+        scores_TE = expert_scores(router_logits, self.scoring_func, torch.float32)
+        weights_TK = scores_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, 0.0)
+        if self.renormalize:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
+        nowhere_T1 = scores_TE.isnan().any(-1, keepdim=True)
+        weights_TK = (weights_TK * self.routed_scaling_factor).masked_fill(nowhere_T1, 0.0)
+        return Routing(ids_TK.masked_fill(nowhere_T1, -1).to(torch.int32), weights_TK)
+
+    def _looked_up(self, token_ids_T: Tensor, num_experts: int) -> Tensor:
+        vocabulary = self.table_XK.shape[0]
+        if token_ids_T.numel() and not 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < vocabulary:
+            raise ConfigError(
+                f"token ids from {int(token_ids_T.min())} to {int(token_ids_T.max())} lie outside the table's "
+                f"[0, {vocabulary})"
+            )
+        ids_TK = self.table_XK.to(token_ids_T.device)[token_ids_T.long()].long()
+        if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < num_experts:
+            raise ConfigError(
+                f"the table chooses experts from {int(ids_TK.min())} to {int(ids_TK.max())}, the layer has "
+                f"{num_experts}"
+            )
+        return ids_TK
+
+
+@dataclass(frozen=True)
+class HashedTokens:
+    """A layer's router for one batch of known tokens."""
+
+    router: HashRouter
+    token_ids_T: Tensor
+
+    def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
+        """Route; raises ShapeError where a bias is given, which a fixed choice cannot heed."""
+        if e_score_correction_bias is not None:
+            raise ShapeError("experts are chosen by token id, so an e_score_correction_bias has no part in it; drop it")
+        return self.router.route(router_logits, self.token_ids_T)

@@ -1,0 +1,59 @@
+"""How many activations are close to zero: counted for given tensors, never assumed.
+
+Sparse activation is often claimed of gated experts. What is true of a model is what this finds on its own tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ConfigError
+from moe_mk.shapes import expect
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class NearZero:
+    """What was counted."""
+
+    near_zero: int
+    total: int
+    threshold: float
+    """Absolute; at most this counts as close to zero."""
+
+    @property
+    def share(self) -> float:
+        """Of all; 0 of none."""
+        return self.near_zero / self.total if self.total else 0.0
+
+    def __add__(self, other: NearZero) -> NearZero:
+        """Both together; raises ConfigError for other thresholds."""
+        if other.threshold != self.threshold:
+            raise ConfigError(f"counts under {self.threshold} and {other.threshold} do not add up")
+        return NearZero(self.near_zero + other.near_zero, self.total + other.total, self.threshold)
+
+    def __str__(self) -> str:
+        return f"{self.near_zero:,} of {self.total:,} ({100 * self.share:.1f} %) at most {self.threshold:g}"
+
+
+def count_near_zero(values: Tensor, threshold: float) -> NearZero:
+    """Count the elements of a float tensor whose size is at most a threshold; NaN is never close to zero.
+
+    Waits for the device. Raises ShapeError for another dtype, ConfigError for a threshold below 0.
+    """
+    if not threshold >= 0:
+        raise ConfigError(f"threshold={threshold} must be at least 0")
+    expect("values", values.reshape(-1), "X", FLOATS)
+    return NearZero(int((values.abs() <= threshold).sum()), values.numel(), threshold)
+
+
+def count_idle_units(hidden_NI: Tensor, threshold: float) -> Tensor:
+    """int64 [I]: for each unit of an expert, how many of its N rows left it close to zero. Never waits."""
+    expect("hidden", hidden_NI, "N I", FLOATS)
+    if not threshold >= 0:
+        raise ConfigError(f"threshold={threshold} must be at least 0")
+    return (hidden_NI.abs() <= threshold).sum(0)

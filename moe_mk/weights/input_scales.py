@@ -1,0 +1,71 @@
+"""Calibrated scales of activations, as checkpoints store them beside the weights of every expert.
+
+Each projection has one: compressed-tensors and modelopt call it `input_scale`. Gate and up see the same tokens, and a
+token travels before anybody knows which experts round it, so one scale serves them all: the largest, which nothing that
+was calibrated saturates. Down has one of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_mk.errors import WeightError
+from moe_mk.weights.checkpoint import find_prefix
+from moe_mk.weights.completeness import some
+from moe_mk.weights.names import CONVENTIONS, Convention, Part, Role, recognise
+from moe_mk.weights.source import TensorSource
+
+PROJECTIONS = ("gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class InputScales:
+    """Of the routed experts of one layer."""
+
+    tokens: float
+    """The largest of all gates and ups."""
+    hidden: float
+    """The largest of all downs."""
+    num_experts: int
+    spread: float
+    """Largest over least scale of gates and ups: what sharing one costs in range."""
+
+
+def read_input_scales(source: TensorSource, layer: int, *, prefix: str | None = None) -> InputScales | None:
+    """The scales of one layer, of all its experts and not those of a rank alone; None where there are none.
+
+    prefix: what stands before "experts.0..."; None looks for the layer's block. Raises WeightError for experts without
+    a scale beside experts with one, and for scales that are not finite and positive.
+    """
+    prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
+    local = {name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)}
+    names = input_scale_names(local)
+    if not names:
+        return None
+    convention = recognise(local)
+    experts = sorted({part.expert for name in local if (part := _routed(convention, name))})  # type: ignore[type-var]
+    wanted = [convention.spell(Part(Role.EXPERT, p, e, extra="input")) for e in experts for p in PROJECTIONS]
+    title = f"layer {layer} of {source.where}"
+    if missing := [name for name in wanted if name not in local]:
+        raise WeightError(f"{title}: {len(missing)} of {len(wanted)} input scales are missing: {some(missing)}")
+    scales = {name: source.open(prefix + name).reshape(-1).to(torch.float32) for name in wanted}
+    broken = [name for name, s in scales.items() if len(s) != 1 or not bool(torch.isfinite(s).all() and (s > 0).all())]
+    if broken:
+        raise WeightError(f"{title}: input scales are no single positive number: {some(broken)}")
+    down = {convention.spell(Part(Role.EXPERT, "down", e, extra="input")) for e in experts}
+    tokens = [float(scale) for name, scale in scales.items() if name not in down]
+    hidden = [float(scale) for name, scale in scales.items() if name in down]
+    return InputScales(max(tokens), max(hidden), len(experts), max(tokens) / min(tokens))
+
+
+def input_scale_names(local_names: set[str]) -> list[str]:
+    """The local names of a block that are input scales of routed or shared experts, sorted."""
+    convention = recognise(local_names)
+    return sorted(name for name in local_names if (part := convention.parse(name)) and part.extra == "input")
+
+
+def _routed(convention: Convention, name: str) -> Part | None:
+    part = CONVENTIONS[convention.name].parse(name)
+    return part if part is not None and part.role is Role.EXPERT and part.expert is not None else None

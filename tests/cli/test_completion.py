@@ -1,0 +1,36 @@
+"""Shell completion: the script a shell loads, and what it offers."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from moe_mk.cli import app
+
+QUIET = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_a_script(shell: str) -> None:
+    done = CliRunner().invoke(app, [], prog_name="moe-mk", env={"_MOE_MK_COMPLETE": f"source_{shell}"})
+    assert done.exit_code == 0 and "moe-mk" in done.stdout and f"complete_{shell}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("moe-mk ma", {"make-checkpoint"}),
+        ("moe-mk ", {"run", "explain", "doctor", "schema", "certify", "inspect-checkpoint"}),
+        ("moe-mk inspect-checkpoint --js", {"--json"}),
+        ("moe-mk explain --nod", {"--nodes"}),
+    ],
+)
+def test_verbs_and_options_are_offered(words: str, offered: set[str]) -> None:
+    env = {"_MOE_MK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    done = CliRunner().invoke(app, [], prog_name="moe-mk", env=QUIET | env)
+    assert done.exit_code == 0 and offered <= set(done.stdout.split()), done.output
+
+
+def test_help_names_the_option_that_installs_it() -> None:
+    said = CliRunner().invoke(app, ["--help"]).stdout
+    assert "--install-completion" in said and "--show-completion" in said

@@ -1,0 +1,63 @@
+"""`moe-mk plan`: what it says of fabrics by hand, as text and as JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moe_mk.cli import app
+
+
+def said(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_an_exchange_is_predicted_with_what_it_stands_on() -> None:
+    plain = said("exchange", "--links", "p5en_efa", "--ranks", "32", "--nodes-kept", "4")
+    assert plain.exit_code == 0
+    assert "32 ranks on 4 nodes, 4096 tokens each" in plain.stdout
+    assert "a line within" in plain.stdout and "rates of the links" in plain.stdout
+    asked = ("exchange", "--links", "h800_cx7", "--ranks", "64", "--tokens", "128", "--mode", "latency", "--json")
+    told = json.loads(said(*asked).stdout)
+    assert told["dispatch"]["bytes"] == 1024 * 7408 and told["combine"]["bytes"] == 1024 * 14336
+    assert told["dispatch"]["us"] == pytest.approx(178, abs=3)  # 173 were measured with ten choices masked
+
+
+def test_tables_set_published_rows_beside_predictions() -> None:
+    rows = json.loads(said("tables", "--json").stdout)
+    by_row = {(row["links"], row["mode"], row["ranks"], row["direction"]): row for row in rows}
+    assert len(by_row) == len(rows) > 60
+    one = by_row["p6_efa", "throughput", 32, "combine"]
+    assert one["implied_mb"] == pytest.approx(212.3, abs=0.1) and one["bytes"] / 1e6 == pytest.approx(212.2, abs=0.1)
+    assert abs(one["error"]) < 0.01
+    assert by_row["h800_cx7", "latency", 16, "dispatch"]["published_us"] == 118
+    text = said("tables", "--links", "h800_cx7").stdout
+    assert len(text.splitlines()) == 1 + 20 and "h800_cx7" in text
+
+
+def test_a_relay_volumes_and_a_layout() -> None:
+    told = json.loads(said("relay", "--nodes-kept", "4", "--json").stdout)
+    assert (round(told["mesh_us"], 1), round(told["relayed_us"], 1)) == (86.1, 46.3)
+    assert "1.86 x" in said("relay", "--nodes-kept", "4").stdout
+    volumes = said("volumes", "--ranks", "144").stdout
+    assert "58,720,256 values a rank, 4,096 tokens held" in volumes and "0.05556" in volumes
+    lines = said("layout", "expert+model+data").stdout.splitlines()
+    assert len(lines) == 16
+    assert lines[11].split() == "11 expert 2 of 4, slice 3 of 4 batch 2 of 4".split()
+
+
+@pytest.mark.parametrize(
+    "asked, told",
+    [
+        (["exchange", "--links", "h800"], "did you mean 'h800_cx7'"),
+        (["exchange", "--ranks", "12"], "12 ranks do not fill nodes of 8"),
+        (["exchange", "--mode", "fast"], "--mode 'fast' is unknown"),
+        (["relay", "--nodes-kept", "9"], "nodes_kept=9 is not in [1, 8]"),
+        (["layout", "model+data", "--devices", "12"], "use 9 or 16"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(asked: list[str], told: str) -> None:
+    found = said(*asked)
+    assert found.exit_code == 2 and told in found.stderr

@@ -1,0 +1,91 @@
+"""A layer of DeepSeek-V4: scores by sqrtsoftplus, clamped SwiGLU, experts by token id, against transformers' block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import MoELayer
+from moe_mk.config import MoEConfig
+from moe_mk.config.hf import settings_from_hf
+from moe_mk.config.problem import Problem
+from moe_mk.config.shipped import device_profile, load_config
+from moe_mk.external.library import COMPILER
+from moe_mk.oracle import select
+from moe_mk.quant.plain import BF16
+from moe_mk.router.hashed import HashRouter
+
+modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4", reason="needs transformers")
+
+
+def block(number: int) -> Any:
+    """A block of transformers with weights large enough that clamps bite: block 0 routes by token id, 1 by scores."""
+    from transformers import DeepseekV4Config
+
+    config = DeepseekV4Config(
+        hidden_size=32, moe_intermediate_size=16, n_routed_experts=12, num_hidden_layers=2, vocab_size=50,
+        mlp_layer_types=["hash_moe", "moe"], swiglu_limit=1.5, num_experts_per_tok=3, num_attention_heads=2,
+        head_dim=16,
+    )  # fmt: skip
+    made, draw = modeling.DeepseekV4SparseMoeBlock(config, number), torch.Generator().manual_seed(number)
+    for parameter in made.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=draw) * 1.5 * parameter.shape[-1] ** -0.5
+    if number:
+        made.gate.e_score_correction_bias = torch.randn(12, generator=draw) / 4
+    else:
+        made.gate.tid2eid = torch.rand(50, 12, generator=draw).argsort(1)[:, :3]
+    return made.eval()
+
+
+def ours(theirs: Any, **settings: Any) -> MoELayer:
+    """The same block as a layer, by its own config and official names."""
+    config = theirs.shared_experts.config
+    said = {**config.to_dict(), "torch_dtype": "float32", "quantization_config": None}
+    layer = MoELayer(MoEConfig.parse(settings_from_hf(said, "a test"), "a test").with_(**settings), dtype=torch.float32)
+    tensors = {"gate.weight": theirs.gate.weight.data}
+    if layer.config.router.has_correction_bias:
+        tensors["gate.e_score_correction_bias"] = theirs.gate.e_score_correction_bias
+    for name in ("gate", "up", "down"):
+        tensors[f"shared_experts.{name}_proj.weight"] = getattr(theirs.shared_experts, f"{name}_proj").weight.data
+    for e, (both, down) in enumerate(zip(theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data, strict=True)):
+        gate, up = both.chunk(2)
+        for name, value in (("gate", gate), ("up", up), ("down", down)):
+            tensors[f"experts.{e}.{name}_proj.weight"] = value.contiguous()
+    return layer.load_weights(tensors)
+
+
+def tokens() -> Tensor:
+    return torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("experts", ["reference", "torch_cpu"])
+def test_scored_layers_equal_transformers(experts: str) -> None:
+    theirs = block(1)
+    with torch.no_grad():
+        wanted = theirs(tokens())
+        layer = ours(theirs, experts=experts)
+        assert layer.config.router.scoring_func == "sqrtsoftplus" and layer.config.model.swiglu_limit == 1.5
+        torch.testing.assert_close(layer(tokens().flatten(0, 1)), wanted.flatten(0, 1), rtol=1e-5, atol=1e-5)
+        theirs.shared_experts.limit = theirs.experts.limit = 1e9
+        assert not torch.allclose(theirs(tokens()), wanted, atol=1e-2), "the clamps do nothing: a weak fixture"
+
+
+def test_layers_that_choose_by_token_id_equal_transformers() -> None:
+    theirs, ids = block(0), torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        wanted = theirs(tokens(), ids)
+        layer = ours(theirs, experts="reference", has_correction_bias=False)
+        router = HashRouter(theirs.gate.tid2eid, "sqrtsoftplus", routed_scaling_factor=1.5)
+        layer.router = router.of(ids.flatten())  # type: ignore[assignment]
+        torch.testing.assert_close(layer(tokens().flatten(0, 1)), wanted.flatten(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_no_native_gate_is_promised_for_scores_that_it_does_not_compute() -> None:
+    config = load_config("deepseek_v4_flash")
+    decision = select(Problem(config, device_profile("cpu"), BF16, 4, frozenset({COMPILER})))
+    assert decision.gate.tier == "plain"
+    told = next(text for text in decision.gate.reasons["native"] if "scores" in text)
+    assert "sigmoid or softmax scores" in told

@@ -1,0 +1,60 @@
+"""Bytes of exchanges by hand, and the closed form of visited groups against drawn routings."""
+
+from __future__ import annotations
+
+from math import comb
+
+import numpy as np
+import pytest
+
+from moe_mk.errors import ConfigError
+from moe_mk.plan.exchange import Exchange, distinct_groups
+
+
+def test_two_choices_among_four_experts_by_hand() -> None:
+    # 6 pairs of 4 experts; in 2 groups of 2, 2 pairs share a group: (2 x 1 + 4 x 2) / 6.
+    assert distinct_groups(4, 2, 2) == pytest.approx(10 / 6)
+    assert distinct_groups(4, 2, 2, kept=1) == 1.0
+    assert distinct_groups(4, 2, 1) == 1.0
+
+
+@pytest.mark.parametrize(
+    "groups,expected",
+    [(2, 1.993), (4, 3.614), (8, 5.295), (16, 6.523), (32, 7.267), (64, 7.676), (128, 7.890), (256, 8)],
+)
+def test_without_a_limit_it_is_the_known_formula(groups: int, expected: float) -> None:
+    found = distinct_groups(256, 8, groups)
+    assert found == pytest.approx(expected, abs=0.0006)
+    assert found == pytest.approx(groups * (1 - comb(256 - 256 // groups, 8) / comb(256, 8)))
+
+
+def test_the_limit_is_exact_for_groups_scored_by_their_best() -> None:
+    # Draw scores, keep the 4 groups of 8 with the best ones, then the best 8 experts of those: 3.983 groups.
+    scores = np.random.default_rng(0).random((20_000, 8, 32))
+    kept = np.argsort(-scores.max(2), axis=1)[:, :4]
+    masked = np.full_like(scores, -1.0)
+    np.put_along_axis(masked, kept[:, :, None], np.take_along_axis(scores, kept[:, :, None], 1), 1)
+    best = np.argsort(-masked.reshape(len(scores), -1), axis=1)[:, :8] // 32
+    drawn = np.mean([len(set(row)) for row in best])
+    assert distinct_groups(256, 8, 8, kept=4) == pytest.approx(drawn, abs=0.003)
+    assert distinct_groups(256, 8, 8, kept=4) == pytest.approx(3.983, abs=0.001)
+
+
+def test_bytes_by_hand() -> None:
+    one = Exchange(tokens=10, ranks=1, hidden_size=128, top_k=2, num_experts=4)
+    assert one.num_bytes("throughput", "dispatch") == 10 * (128 + 4)  # one rank, one row a token
+    assert one.num_bytes("throughput", "combine") == 10 * 256
+    assert one.num_bytes("latency", "dispatch") == 20 * (128 + 4 + 16)
+    assert one.remote_bytes("latency", "dispatch") == 0
+    assert Exchange(10, 16).remote_bytes("latency", "combine") == 10 * 8 * 14336 / 2
+
+
+def test_impossible_exchanges_are_refused_with_all_reasons() -> None:
+    with pytest.raises(ConfigError, match="12 ranks do not fill nodes of 8; 256 experts do not divide over 12 ranks"):
+        Exchange(1, 12)
+    with pytest.raises(ConfigError, match="dropped=9"):
+        Exchange(1, 8, dropped=9)
+    with pytest.raises(ConfigError, match="at least 1"):
+        Exchange(0, 8)
+    with pytest.raises(ConfigError, match="do not give 8 choices"):
+        distinct_groups(16, 8, 4, kept=1)

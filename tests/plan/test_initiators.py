@@ -1,0 +1,45 @@
+"""Proxy against GPU: ratios of the 16 dispatch times that pplx-kernels publishes."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_mk.errors import ConfigError
+from moe_mk.plan.initiators import dispatch_us, proxy_over_gpu
+
+# tokens, ranks, microseconds from the GPU and through the proxy
+PUBLISHED = [
+    (1, 16, 102.7, 290.5), (1, 32, 115.7, 421.2), (1, 64, 121.0, 525.0), (1, 128, 125.9, 488.4),
+    (128, 16, 622.4, 687.1), (128, 32, 427.6, 973.5), (128, 64, 317.4, 1669.3), (128, 128, 307.7, 2038.5),
+]  # fmt: skip
+
+
+@pytest.mark.row(62)
+@pytest.mark.parametrize("tokens,ranks,gpu,proxy", PUBLISHED)
+def test_ratios_of_the_published_times(tokens: int, ranks: int, gpu: float, proxy: float) -> None:
+    found = proxy_over_gpu(tokens, ranks)
+    assert (found > 1) == (proxy > gpu)
+    assert found == pytest.approx(proxy / gpu, rel=0.19)
+    assert dispatch_us("gpu", tokens, ranks) == pytest.approx(gpu, rel=0.19)
+    assert dispatch_us("cpu_proxy", tokens, ranks) == pytest.approx(proxy, rel=0.19)
+
+
+@pytest.mark.row(62)
+def test_the_proxy_pays_for_messages_and_nodes_one_after_the_other() -> None:
+    # Equal bytes for every rank, more peers: the GPU hardly notices, the proxy does. Decode on many nodes is worst.
+    prefill = [dispatch_us("cpu_proxy", 128, ranks) for ranks in (16, 32, 64, 128)]
+    assert prefill == sorted(prefill)
+    assert proxy_over_gpu(128, 16) < proxy_over_gpu(1, 16)
+    assert proxy_over_gpu(128, 128) > proxy_over_gpu(1, 128)
+
+
+def test_one_call_by_hand() -> None:
+    # 4 tokens x 8 on two nodes: 16 rows each way; 96 + 7.8 + max(16 x 1.0, 16 x 0.2)
+    assert dispatch_us("gpu", 4, 16) == pytest.approx(96 + 7.8 + 16)
+    # on five nodes: 6.4 near, 25.6 far x 0.45 x sqrt(4)
+    assert dispatch_us("cpu_proxy", 4, 40) == pytest.approx(208 + 85 * 2.321928 + 25.6 * 0.9)
+
+
+def test_outside_its_range_it_refuses() -> None:
+    with pytest.raises(ConfigError, match="two full nodes of 8 or more"):
+        dispatch_us("gpu", 1, 8)

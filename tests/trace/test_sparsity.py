@@ -1,0 +1,39 @@
+"""Activations close to zero, counted by hand and on the gates of an expert."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.kernels.reference.activation import activation
+from moe_mk.trace.sparsity import NearZero, count_idle_units, count_near_zero
+
+
+@pytest.mark.row(4)
+def test_a_tensor_by_hand() -> None:
+    values = torch.tensor([[0.0, -0.01, 0.5], [0.011, math.nan, -math.inf]])
+    found = count_near_zero(values, 0.01)
+    assert found == NearZero(2, 6, 0.01) and found.share == 2 / 6
+    assert str(found) == "2 of 6 (33.3 %) at most 0.01"
+    assert (found + count_near_zero(values, 0.01)).near_zero == 4
+    assert count_near_zero(torch.zeros(0), 0.01).share == 0.0
+    with pytest.raises(ConfigError, match="do not add up"):
+        found + count_near_zero(values, 0.02)
+    with pytest.raises(ConfigError, match="threshold=-1"):
+        count_near_zero(values, -1.0)
+    with pytest.raises(ShapeError, match="values"):
+        count_near_zero(torch.zeros(2, dtype=torch.int32), 0.0)
+
+
+@pytest.mark.row(4)
+@pytest.mark.parametrize("kind,expected", [("relu2", (0.4, 0.6)), ("silu", (0.0, 0.15))])
+def test_the_share_is_that_of_the_tensor_and_not_a_claim(kind: str, expected: tuple[float, float]) -> None:
+    # A ReLU silences half of centred inputs, a SiLU hardly any: the counter tells them apart.
+    gate = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
+    hidden = activation(kind, gate if kind != "relu2" else None, gate if kind == "relu2" else torch.ones_like(gate))
+    found = count_near_zero(hidden, 0.01)
+    assert expected[0] <= found.share <= expected[1]
+    assert int(count_idle_units(hidden, 0.01).sum()) == found.near_zero

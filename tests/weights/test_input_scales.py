@@ -1,0 +1,162 @@
+"""Calibrated scales of activations: found, refused when broken, used by experts and on the wire, told when lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.config.quant import QuantConfig
+from moe_mk.errors import ConfigError, WeightError
+from moe_mk.flight import Flight, interleave
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize.all_to_all import AllToAll
+from moe_mk.prepare_finalize.base import TransportContext
+from moe_mk.prepare_finalize.packing import packed_row_bytes
+from moe_mk.quant import FP8_TENSOR
+from moe_mk.quant.fp8_whole import fp8_static
+from moe_mk.quant.plain import BF16
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from moe_mk.weights.convert import convert_checkpoint
+from moe_mk.weights.input_scales import read_input_scales
+from moe_mk.weights.source import MappingSource
+
+PREFIX, EXPERTS, HIDDEN, INNER = "model.layers.3.mlp.", 4, 64, 32
+SHAPES = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def tensors() -> dict[str, Tensor]:
+    """A layer of whole FP8 tensors; gate and up of expert e have scale (e + 1) / 64, down (e + 1) / 300."""
+    made = {"gate.weight": normal(EXPERTS, HIDDEN, seed=1).bfloat16()}
+    for e in range(EXPERTS):
+        for p, shape in SHAPES.items():
+            q = FP8_TENSOR.quantize(normal(*shape, seed=10 * e + len(p)) * shape[1] ** -0.5)
+            assert q.scales is not None
+            name = f"experts.{e}.{p}_proj"
+            made[f"{name}.weight"], made[f"{name}.weight_scale"] = q.values, q.scales.reshape(())
+            made[f"{name}.input_scale"] = torch.tensor((e + 1) / (300 if p == "down" else 64), dtype=torch.float32)
+    return {PREFIX + name: tensor for name, tensor in made.items()}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[[dict[str, Tensor]], Path]:
+    def write(content: dict[str, Tensor]) -> Path:
+        save_file(content, tmp_path / "model.safetensors")
+        said = {
+            "model_type": "qwen3_moe", "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS,
+            "num_experts_per_tok": 2, "norm_topk_prob": True,
+            "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"},
+        }  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        return tmp_path
+
+    return write
+
+
+def test_the_largest_scale_of_all_experts_counts() -> None:
+    found = read_input_scales(MappingSource(tensors()), 3)
+    assert found is not None
+    assert (found.tokens, found.hidden, found.num_experts, found.spread) == (
+        4 / 64,
+        pytest.approx(4 / 300),
+        EXPERTS,
+        4.0,
+    )
+    without = {name: tensor for name, tensor in tensors().items() if "input" not in name}
+    assert read_input_scales(MappingSource(without), 3) is None
+
+
+def test_broken_and_missing_scales_are_refused() -> None:
+    content = tensors()
+    del content[PREFIX + "experts.2.up_proj.input_scale"]
+    with pytest.raises(WeightError, match=r"1 of 12 input scales are missing: experts\.2\.up_proj\.input_scale"):
+        read_input_scales(MappingSource(content), 3)
+    content = tensors()
+    content[PREFIX + "experts.1.down_proj.input_scale"].fill_(float("nan"))
+    with pytest.raises(WeightError, match=r"no single positive number: experts\.1\.down_proj\.input_scale"):
+        read_input_scales(MappingSource(content), 3)
+
+
+def test_experts_round_with_the_scales_of_the_checkpoint(checkpoint: Callable[[dict[str, Tensor]], Path]) -> None:
+    folder = checkpoint(tensors())
+    layer = DeepseekV3MoE.from_checkpoint(folder, 3, dtype=torch.float32, experts="reference", activations="checkpoint")
+    quant = layer.config.model.quant
+    assert (quant.input_scale, quant.hidden_scale) == (4 / 64, pytest.approx(4 / 300))
+    x_TH = normal(9, HIDDEN, seed=5)
+    routing = layer.router(x_TH @ tensors()[PREFIX + "gate.weight"].float().T)
+    torch.testing.assert_close(layer(x_TH), by_hand(x_TH, routing), rtol=1e-4, atol=1e-4)
+    # Tokens of 10 saturate at 448 / 16 = 28; of 1000 they all do.
+    big = layer(1000 * x_TH)
+    assert not torch.allclose(big, 1000 * layer(x_TH), rtol=0.5)
+    dynamic = MoEConfig.from_hf(folder)
+    assert dynamic.model.quant.activation_scheme.name == "fp8_token"  # type: ignore[union-attr]
+
+
+def by_hand(x_TH: Tensor, routing: Routing) -> Tensor:
+    """Round to FP8 under the scales 1/16 and 1/75, multiply in f32."""
+
+    def rounded(x: Tensor, scale: float) -> Tensor:
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+    content, y_TH = tensors(), torch.zeros_like(x_TH)
+    for t, (ids, weights) in enumerate(zip(routing.ids_TK.tolist(), routing.weights_TK.tolist(), strict=True)):
+        for e, weight in zip(ids, weights, strict=True):
+            w = {p: content[f"{PREFIX}experts.{e}.{p}_proj.weight"].float()
+                 * content[f"{PREFIX}experts.{e}.{p}_proj.weight_scale"] for p in SHAPES}  # fmt: skip
+            x = rounded(x_TH[t], 4 / 64)
+            h = torch.nn.functional.silu(w["gate"] @ x) * (w["up"] @ x)
+            y_TH[t] += weight * (w["down"] @ rounded(h, 4 / 300))
+    return y_TH
+
+
+def test_static_rows_travel_without_scales() -> None:
+    wire, experts = fp8_static(1 / 16), ExpertMap.linear(EXPERTS, 2)
+    comms = LockstepWorld(2).communicators()
+    device = torch.device("cpu")
+
+    def there_and_back(rank: int) -> Flight[Tensor]:
+        context = TransportContext(comms[rank], experts, experts.tables(device, rank), wire, BF16, HIDDEN, 2, device)
+        transport, tokens = AllToAll(context), normal(5, HIDDEN, seed=rank).bfloat16()
+        routing = Routing(torch.tensor([[0, 3]] * 5, dtype=torch.int32), torch.full((5, 2), 0.5))
+        arrived = yield from transport.prepare(tokens, routing)
+        assert isinstance(arrived, RowTokens)
+        assert arrived.x_RH.scales is None and arrived.x_RH.scheme == wire
+        here_R1 = (arrived.ids_RK >= 0).sum(1, keepdim=True).float() * 0.5
+        y = (arrived.x_RH.dequantize(torch.float32) * here_R1).bfloat16()
+        return (yield from transport.finalize(ExpertOutput(y, OutputStage.REDUCED), arrived))
+
+    for rank, home in enumerate(interleave([there_and_back(0), there_and_back(1)])):
+        x = wire.quantize(normal(5, HIDDEN, seed=rank).bfloat16()).dequantize(torch.float32)
+        torch.testing.assert_close(home.float(), x, rtol=2**-7, atol=2**-7)
+        # A byte a value, and ids and weights of two choices: no scale goes along.
+        assert packed_row_bytes(wire, HIDDEN, 2) == HIDDEN + 2 * 8
+        assert comms[rank].traffic.bytes_by_phase["dispatch"] == 5 * (HIDDEN + 2 * 8)
+
+
+def test_what_a_conversion_drops_is_told(checkpoint: Callable[[dict[str, Tensor]], Path], tmp_path: Path) -> None:
+    folder = checkpoint(tensors())
+    report = convert_checkpoint(folder, tmp_path / "new", "int8")
+    assert len(report.dropped) == 1
+    assert report.dropped[0].startswith("layer 3: 12 input scales (experts.0.down_proj.input_scale")
+    assert "experts in int8 round activations as they come" in report.dropped[0]
+    assert json.loads((tmp_path / "new" / "conversion.json").read_text())["dropped"] == report.dropped
+
+
+def test_two_scales_make_a_scheme_of_their_own() -> None:
+    assert fp8_static(0.25, 0.5).name == "fp8_static_x0.25_h0.5" and fp8_static(0.25, 0.5).hidden == fp8_static(0.5)
+    assert fp8_static(0.25, 0.25) == fp8_static(0.25) and fp8_static(0.25).hidden == fp8_static(0.25)
+    with pytest.raises(ConfigError, match="positive and finite, got -1"):
+        fp8_static(0.25, -1.0)
+    with pytest.raises(ConfigError, match="hidden_scale=0.5 goes with the input_scale"):
+        QuantConfig.parse({"weights": "fp8_tensor", "hidden_scale": 0.5}, "a test")
