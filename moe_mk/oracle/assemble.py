@@ -50,7 +50,9 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
         device=parts.device,
         spans=parts.spans,
         ranks_per_node=decision.problem.ep_ranks_per_node,
+        relay_tokens=decision.problem.config.kernel.relay_tokens,
         allow_emulated=decision.problem.config.kernel.allow_emulated,
+        network=decision.problem.config.kernel.network,
     )
     prepare_finalize = PREPARE_FINALIZE[chosen.prepare_finalize](transport)
     return FusedMoEKernel(prepare_finalize, build_experts(decision, chosen.experts, context), parts.spans)

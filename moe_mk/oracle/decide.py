@@ -192,14 +192,16 @@ def _decision(
             config.model.num_experts,
             problem.dtype.dtype,
             config.router.router_dtype,
-            _gate_kernels(candidate, config.kernel.fused_router),
+            _gate_kernels(candidate, problem),
         ),
     )
 
 
-def _gate_kernels(candidate: Candidate, fused_router: bool) -> frozenset[str]:
-    """The native gate is part of the library that the native experts have loaded anyway."""
-    native = candidate.traits.library == COMPILER and fused_router
+def _gate_kernels(candidate: Candidate, problem: Problem) -> frozenset[str]:
+    """The native gate is part of the library that the native experts have loaded anyway; it knows not all scores."""
+    config = problem.config
+    scored = config.router.scoring_func in ("sigmoid", "softmax")
+    native = candidate.traits.library == COMPILER and config.kernel.fused_router and scored
     return frozenset({"native"} if native else ())
 
 
