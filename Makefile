@@ -8,9 +8,22 @@ INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cks
 CHECKPOINT := build/ds3
 SMALL := build/ds3-small
 MAIN_JOB := --layer 3 --ranks 2 --tokens 64
+DOCS := .venv-docs
+DOCS_INSTALLED := $(DOCS)/.installed-$(shell cksum < constraints.txt | cut -d' ' -f1)
+HF := .venv-hf-oldest
+HF_NEEDS := tests/integrations/hf/oldest.txt
+HF_INSTALLED := $(HF)/.installed-$(shell cat $(HF_NEEDS) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+ENGINES := .venv-engines
+ENGINES_NEED := tests/integrations/engines/needs.txt
+ENGINES_INSTALLED := $(ENGINES)/.installed-$(shell cat $(ENGINES_NEED) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+# What an environment lacks, it takes from $(VENV), so that torch lies on the disk once.
+site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
+after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test stress multihost lint format features sanitize gpu clean
+.PHONY: help venv run test hf engines stress multihost lint format features certify docs sanitize gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +49,30 @@ test: venv  ## every test that needs neither a GPU nor minutes
 	@echo "pytest    not gpu, not slow"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile
 
+hf: $(HF_INSTALLED)  ## the tests of transformers on the oldest version that is supported; `make test` has the newest
+	@echo "pytest    $$($(HF)/bin/python -c 'import transformers; print("transformers", transformers.__version__)')"
+	@OMP_NUM_THREADS=1 $(HF)/bin/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile tests/integrations/hf
+
+$(HF_INSTALLED): | $(INSTALLED)
+	@echo "venv      $(HF)"
+	@rm -rf $(HF) && $(BIN)/python -m venv $(HF)
+	@$(call after,$(HF))
+	@$(HF)/bin/python -m pip install -qq --disable-pip-version-check -r $(HF_NEEDS)
+	@touch $@
+
+engines: $(ENGINES_INSTALLED)  ## the adapters on vLLM's build for CPUs and on torchtitan, where they install; takes minutes
+	@echo "pytest    tests/integrations/engines"
+	@OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -q tests/integrations/engines
+
+# vLLM asks for torchvision, torchaudio and torchcodec, whose wheels are for CUDA and fail to load beside torch for CPUs.
+$(ENGINES_INSTALLED): | $(INSTALLED)
+	@echo "venv      $(ENGINES)"
+	@rm -rf $(ENGINES) && $(BIN)/python -m venv $(ENGINES)
+	@$(call after,$(ENGINES))
+	@$(ENGINES)/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: -r $(ENGINES_NEED)
+	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
 stress: venv  ## the tests that take minutes
 	@echo "pytest    slow"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow and not gpu"
@@ -56,9 +93,23 @@ lint: venv  ## ruff and mypy
 format: venv  ## let ruff format and mend what it can
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
-features: venv  ## write docs/capabilities.md from tests/rows.yaml and the marks, docs/transports.md from the registry
+features: venv  ## write docs/capabilities.md from tests/rows.yaml and the marks, docs/transports.md from the registry, ratios in the README
 	@$(BIN)/python tools/features.py
 	@$(BIN)/python tools/transports.py
+	@$(BIN)/python tools/headline.py
+
+certify: venv  ## certify every built-in backend and write the table of docs/certify.md; takes minutes
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py
+
+docs: $(DOCS_INSTALLED)  ## build the site into build/site, strictly: every page has its place and every link leads somewhere
+	@echo "mkdocs    build/site"
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+
+$(DOCS_INSTALLED):
+	@echo "venv      $(DOCS)"
+	@rm -rf $(DOCS) && $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@touch $@
 
 sanitize: venv  ## run the native kernels under the sanitizers
 	@echo "sanitize  kernels"

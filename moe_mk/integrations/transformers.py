@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_mk")
     print(explain(model))
 
-Written for transformers 5.23; features are looked for, versions are not compared. Inference only: a backward pass
-through the experts raises.
+Tested with transformers 5.16 and 5.23; features are looked for, versions are not compared. Inference only: a backward
+pass through the experts raises.
 """
 
 from __future__ import annotations

@@ -35,21 +35,23 @@ def suitable_cases(name: str, num_ranks: int) -> list[RoutingCase]:
     return cases if "sharded" in traits.tokens else [case.replicated() for case in cases]
 
 
-def outputs_of_transport(name: str, num_ranks: int, wire: QuantScheme, dtype: Plain) -> list[Tensor]:
+def outputs_of_transport(
+    name: str, num_ranks: int, wire: QuantScheme, dtype: Plain, ranks_per_node: int | None = None
+) -> list[Tensor]:
     """What every rank gets, case by case and rank by rank, on ranks of one process."""
     outputs: list[Tensor] = []
     for case in suitable_cases(name, num_ranks):
-        ranks = _VirtualTransport(name, case, wire, dtype, HIDDEN, CPU)
+        ranks = _VirtualTransport(name, case, wire, dtype, HIDDEN, CPU, ranks_per_node)
         outputs += ranks.run(ranks.tokens())
     return outputs
 
 
 def journey(
-    name: str, num_ranks: int, wire: QuantScheme, dtype: Plain
+    name: str, num_ranks: int, wire: QuantScheme, dtype: Plain, ranks_per_node: int | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """The plainest case: what came home to each rank, what it sent, and what each token should be multiplied by."""
     case = suitable_cases(name, num_ranks)[0]
-    ranks = _VirtualTransport(name, case, wire, dtype, HIDDEN, CPU)
+    ranks = _VirtualTransport(name, case, wire, dtype, HIDDEN, CPU, ranks_per_node)
     tokens = ranks.tokens()
     weights = [r.weights_TK.masked_fill(r.ids_TK < 0, 0.0).sum(dim=1) for r in case.routings]
     got = ranks.run([x.clone() for x in tokens])
@@ -58,13 +60,13 @@ def journey(
     return got, [wire.quantize(x).dequantize(dtype.dtype) for x in tokens], weights
 
 
-def outputs_on_processes(name: str, num_ranks: int) -> list[Tensor]:
+def outputs_on_processes(name: str, num_ranks: int, ranks_per_node: int | None = None) -> list[Tensor]:
     """The same as `outputs_of_transport` in bf16, on real processes over gloo. Raises RankError if any rank fails."""
-    by_rank = run_ranks(_rank_outputs, num_ranks, name, num_ranks, timeout_s=TIMEOUT_S)
+    by_rank = run_ranks(_rank_outputs, num_ranks, name, num_ranks, ranks_per_node, timeout_s=TIMEOUT_S)
     return [outputs[case] for case in range(len(by_rank[0])) for outputs in by_rank]
 
 
-def _rank_outputs(rank: int, name: str, num_ranks: int) -> list[Tensor]:
+def _rank_outputs(rank: int, name: str, num_ranks: int, ranks_per_node: int | None) -> list[Tensor]:
     comm = communicator(dist.group.WORLD, timeout_s=TIMEOUT_S / 2, layer=name)
     partial = PREPARE_FINALIZE[name].traits.partial
     outputs = []
@@ -72,25 +74,29 @@ def _rank_outputs(rank: int, name: str, num_ranks: int) -> list[Tensor]:
         draw = torch.Generator("cpu").manual_seed(0 if partial else rank)
         shape = (case.num_tokens[rank], HIDDEN)
         x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(torch.bfloat16)
-        outputs.append(land(_kernel(name, case, comm).steps(x_TH, case.routings[rank], NO_WEIGHTS)))
+        outputs.append(land(_kernel(name, case, comm, ranks_per_node).steps(x_TH, case.routings[rank], NO_WEIGHTS)))
     return outputs
 
 
-def _kernel(name: str, case: RoutingCase, comm: Communicator) -> FusedMoEKernel:
+def _kernel(name: str, case: RoutingCase, comm: Communicator, ranks_per_node: int | None) -> FusedMoEKernel:
     top_k, slots = case.routings[0].ids_TK.shape[1], case.expert_map.num_slots(comm.rank)
     tables = case.expert_map.tables(CPU)
-    context = TransportContext(comm, case.expert_map, tables, BF16, BF16, HIDDEN, top_k, CPU, max_num_tokens=64)
+    context = TransportContext(
+        comm, case.expert_map, tables, BF16, BF16, HIDDEN, top_k, CPU, max_num_tokens=64, ranks_per_node=ranks_per_node
+    )
     experts = IdentityExperts(ExpertsContext(BF16, BF16, "silu", slots, HIDDEN, HIDDEN, CPU))
     return FusedMoEKernel(PREPARE_FINALIZE[name](context), experts)
 
 
-def outputs_of_experts(name: str, weights: QuantScheme, dtype: Plain, compute: QuantScheme) -> list[Tensor]:
+def outputs_of_experts(
+    name: str, weights: QuantScheme, dtype: Plain, compute: QuantScheme, sizes: tuple[int, int] = (HIDDEN, INNER)
+) -> list[Tensor]:
     """What experts make of every case, in every layout they read; of padded blocks only what is filled."""
-    backend = EXPERTS[name](ExpertsContext(dtype, compute, "silu", SLOTS, HIDDEN, INNER, CPU))
-    own = backend.relayout(random_experts(weights, SLOTS, HIDDEN, INNER, CPU))
+    backend = EXPERTS[name](ExpertsContext(dtype, compute, "silu", SLOTS, *sizes, CPU))
+    own = backend.relayout(random_experts(weights, SLOTS, *sizes, CPU))
     outputs = []
     for case in hostile_routings(1, num_experts=SLOTS, top_k=TOP_K):
-        rows = _rows(case, dtype, dtype, HIDDEN, SLOTS)
+        rows = _rows(case, dtype, dtype, sizes[0], SLOTS)
         for layout in backend.traits.consumes:
             tokens = permute(rows, (layout,))
             y = backend.run(tokens, own).y

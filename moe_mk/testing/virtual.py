@@ -17,6 +17,9 @@ from moe_mk.prepare_finalize.base import TransportTraits
 
 X = TypeVar("X")
 
+PATIENCE_S = 100.0
+"""How long a rank that is a thread waits for its peers: a machine with other work may set each aside for long."""
+
 
 def virtual_groups(ep: int = 1, tp: int = 1) -> list[ParallelGroups]:
     """The groups of every rank of a grid, TP neighbours side by side: rank = ep_rank * tp + tp_rank."""
@@ -38,7 +41,7 @@ def run_together(layers: Sequence[MoELayer], tokens: Sequence[Tensor]) -> list[T
 
 def world_of(traits: TransportTraits, size: int) -> LockstepWorld:
     """Where virtual ranks of a transport meet: in lockstep, or in threads where its calls wait for peers."""
-    return ThreadWorld(size) if traits.blocking else LockstepWorld(size)
+    return ThreadWorld(size, timeout_s=PATIENCE_S) if traits.blocking else LockstepWorld(size)
 
 
 def each_rank(world: LockstepWorld, jobs: Sequence[Callable[[], X]]) -> list[X]:

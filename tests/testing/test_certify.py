@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from moe_mk import registry
 from moe_mk.cli import app
+from moe_mk.comm.threads import ThreadWorld
+from moe_mk.config.problem import Reason
 from moe_mk.errors import ConfigError, PluginWarning, UnsupportedError
 from moe_mk.experts.base import EXPERTS
-from moe_mk.external.library import installed
+from moe_mk.external.library import EMULATED, installed
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.testing import backend_conformance
 from moe_mk.testing.certificate import CONTRACT
@@ -25,6 +27,7 @@ from moe_mk.testing.certify import certify, checks_of
 from moe_mk.testing.diagnosis import explained
 from moe_mk.testing.laws import LAWS, LOST, ORDER, WEIGHTING, law_of
 from moe_mk.testing.limits import NonConforming
+from moe_mk.testing.virtual import world_of
 from tests.testing import wrong_plugins as wrong
 
 runner = CliRunner()
@@ -114,12 +117,39 @@ def test_processes_give_the_bits_of_virtual_ranks() -> None:
 
 
 def test_experts_are_tried_in_every_format_of_their_traits() -> None:
-    names = {check.name for check in checks_of("cpu_native", processes=False)}
-    assert names == {
+    names = [check.name for check in checks_of("cpu_native", processes=False)]
+    assert len(set(names)) == len(names) and all(name.endswith("bf16 out") for name in names)
+    assert set(names) >= {
         "bf16 weights, bf16 activations, bf16 out",
         *(f"{weights} weights, {what} activations, bf16 out"
           for weights in ("fp8_128x128", "fp8_128x128_ue8m0") for what in ("FP8", "bf16")),
     }  # fmt: skip
+
+
+def test_every_built_in_backend_has_checks_or_says_why_it_cannot_run_here() -> None:
+    # A backend that refuses everything the kit knows would otherwise never be tried, and nobody would hear of it.
+    names = [(name, registry[name].traits) for registry in (PREPARE_FINALIZE, EXPERTS) for name in registry]
+    here = [name for name, traits in names if "cpu" in traits.kinds or traits.library in EMULATED]
+    assert not [name for name in here if not checks_of(name, processes=False)]
+    assert {"all_to_all", "hierarchical", "deepep_ll", "reference", "deep_gemm"} <= set(here)
+    assert checks_of("hierarchical", processes=False)[0].name.startswith("4 ranks, 2 a host, ")
+
+
+def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with() -> None:
+    certificate = certify("deep_gemm", processes=False)  # its library needs multiples of 128, 192 is none
+    assert certificate.passed, certificate.failures
+    assert "deep_gemm itself: its emulation answered" in certificate.not_covered or "deep_gemm" in installed()
+
+
+def test_a_combination_that_a_backend_refuses_is_told_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Choosy(wrong.Experts):
+        @classmethod
+        def reasons_against(cls, problem: Any) -> list[Any]:
+            return [*super().reasons_against(problem), Reason("shape", "serves nobody on Sundays")]
+
+    certificate = certify(install(monkeypatch, Choosy), processes=False)
+    assert not certificate.passed and not certificate.failures and not certificate.coverage
+    assert certificate.not_covered == ("fp32 weights, fp32 activations, fp32 out: serves nobody on Sundays",)
 
 
 def test_what_is_claimed_and_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +249,12 @@ def test_every_type_of_stored_experts_is_tried_where_the_traits_claim_it() -> No
     assert {f"{scheme} weights, bf16 activations, bf16 out" for scheme in further} <= names
     rounded = {check.name for check in checks_of("reference", processes=False)}
     assert "int8_channel weights, int8_token activations, bf16 out" in rounded
+
+
+def test_ranks_that_are_threads_wait_longer_than_a_busy_machine_keeps_one_aside() -> None:
+    # With 30 s a certificate once failed by the law of hops because a dozen other processes had the cores.
+    world = world_of(PREPARE_FINALIZE["deepep_ll"].traits, 2)
+    assert isinstance(world, ThreadWorld) and world.timeout_s >= 100.0
 
 
 def test_an_emulated_library_is_certified_as_what_it_is() -> None:

@@ -24,6 +24,7 @@ from moe_mk.quant.tensor import QuantTensor
 LOADED = "_FINEGRAINED_FP8"
 BUNDLE = "FineGrainedFP8"
 CHECK = "validate_environment"
+REWRITES = "_impl_tp_layer_overrides"
 
 
 @contextmanager
@@ -35,14 +36,15 @@ def cpu_fp8() -> Iterator[None]:
     """
     layers, quantizer = _parts()
     own = getattr(layers, BUNDLE)(matmul=matmul, batched_matmul=batched_matmul, grouped_matmul=grouped_matmul)
-    before = getattr(layers, LOADED), getattr(quantizer, CHECK)
-    setattr(layers, LOADED, own)
-    setattr(quantizer, CHECK, _check_dynamic)
+    swaps = [(layers, LOADED, own), (quantizer, CHECK, _check_dynamic), *_plans_of_every_name(layers)]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
+    for owner, name, value in swaps:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(layers, LOADED, before[0])
-        setattr(quantizer, CHECK, before[1])
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def _parts() -> tuple[ModuleType, type]:
@@ -54,9 +56,21 @@ def _parts() -> tuple[ModuleType, type]:
     if missing:
         raise UnsupportedError(
             f"transformers {transformers.__version__} cannot run FP8 on a CPU this way",
-            [f"it has no {', '.join(missing)}; known to work with 5.23"],
+            [f"it has no {', '.join(missing)}; known to work with 5.16 and 5.23"],
         )
     return layers, quantizer
+
+
+def _plans_of_every_name(layers: ModuleType) -> list[tuple[Any, str, Any]]:
+    """What transformers 5.16 needs to load FP8 experts at all: a table that knows names other than its own kernel's.
+
+    It looks the name up to rewrite the parallel plan, and fails on None for every name that rewrites nothing.
+    """
+    held = getattr(layers.FP8Experts, REWRITES, None)
+    if held is None:
+        return []
+    names = [None, "eager", *layers.FP8ExpertsInterface._global_mapping]
+    return [(layers.FP8Experts, REWRITES, {name: {} for name in names} | held)]
 
 
 def _check_dynamic(self: Any, *args: object, **kwargs: object) -> None:

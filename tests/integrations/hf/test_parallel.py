@@ -12,7 +12,7 @@ pytest.importorskip("transformers.distributed.expert_parallel", reason="this tra
 
 from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.testing.processes import RankError, RankWorld
-from tests.integrations import hf_ranks
+from tests.integrations.hf import ranks
 
 CLOSE = 1e-5
 """Relative, in f32: two ranks add up in another order than one."""
@@ -40,7 +40,7 @@ def error(got: Tensor, ids: Tensor) -> float:
 @pytest.mark.parametrize("transport", ["auto", "all_gather", "all_to_all"])
 def test_ranks_with_their_own_batches(world: RankWorld, transport: str) -> None:
     ids = prompts()
-    answers = world.call(hf_ranks.forward, ids, False, "moe_mk", {"prepare_finalize": transport})
+    answers = world.call(ranks.forward, ids, False, "moe_mk", {"prepare_finalize": transport})
     for answer, mine in zip(answers, ids, strict=True):
         assert answer["num_experts"] == 4
         assert error(answer["logits"], mine) < CLOSE
@@ -48,7 +48,7 @@ def test_ranks_with_their_own_batches(world: RankWorld, transport: str) -> None:
 
 def test_ranks_that_share_a_batch(world: RankWorld) -> None:
     ids = prompts()[0]
-    for answer in world.call(hf_ranks.forward, ids, True, "moe_mk", {}):
+    for answer in world.call(ranks.forward, ids, True, "moe_mk", {}):
         assert error(answer["logits"], ids) < CLOSE
 
 
@@ -56,11 +56,11 @@ def test_ranks_that_share_a_batch(world: RankWorld) -> None:
 def test_our_experts_behind_their_communication(world: RankWorld, theirs: str, shared: bool) -> None:
     ids = prompts()
     given = ids[0] if shared else ids
-    for rank, answer in enumerate(world.call(hf_ranks.forward, given, shared, theirs, {})):
+    for rank, answer in enumerate(world.call(ranks.forward, given, shared, theirs, {})):
         assert answer["num_experts"] == 4
         assert error(answer["logits"], ids[0] if shared else ids[rank]) < CLOSE
 
 
 def test_a_transport_that_cannot_serve_is_refused_on_every_rank(world: RankWorld) -> None:
     with pytest.raises(RankError, match=r"2 of 2 ranks failed(.|\n)*serves 1 rank, the group has 2"):
-        world.call(hf_ranks.forward, prompts(), False, "moe_mk", {"prepare_finalize": "no_ep"})
+        world.call(ranks.forward, prompts(), False, "moe_mk", {"prepare_finalize": "no_ep"})

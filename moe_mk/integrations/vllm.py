@@ -1,0 +1,137 @@
+"""vLLM: the unquantised experts of its models, computed here.
+
+    VLLM_PLUGINS=moe_mk vllm serve MODEL --additional-config '{"moe_mk": {"experts": "cpu_native"}}'
+
+vLLM loads every installed plugin in each of its processes. This one does nothing unless `VLLM_PLUGINS` names it; vLLM
+reads that variable, and hands it on to its workers. `enable()` does the same from a program. vLLM still routes, gathers
+tokens, adds shared experts and sums over ranks. Read and run with vLLM 0.32 for CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+
+NAME = "moe_mk"
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2_no_mul": "relu2"}
+"""Names of vLLM's MoEActivation, and ours."""
+
+
+def register() -> bool:
+    """The entry point in `vllm.general_plugins`: enable, if `VLLM_PLUGINS` names this plugin. May be called again."""
+    from vllm import envs
+
+    return NAME in (envs.VLLM_PLUGINS or ()) and enable()
+
+
+def enable() -> bool:
+    """Let vLLM make its unquantised MoE method from the class here, in models built from now on; False if it does so.
+
+    Raises ConfigError where another plugin has taken its place already.
+    """
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+
+    taken = op_registry_oot.get(UnquantizedFusedMoEMethod.__name__)
+    if taken is None:
+        UnquantizedFusedMoEMethod.register_oot(method_over(UnquantizedFusedMoEMethod))
+        return True
+    if getattr(taken, "of_moe_mk", False):
+        return False
+    raise ConfigError(
+        f"vLLM's unquantised MoE method is replaced by {taken.__module__}.{taken.__qualname__} already; "
+        f"name one of the two plugins in VLLM_PLUGINS"
+    )
+
+
+def method_over(base: Any) -> type:
+    """The class that vLLM makes in place of `base`; a subclass, because Python skips `__init__` of any other."""
+
+    class MoeMkMethod(base):  # type: ignore[misc]
+        """Experts by the backend that the oracle chooses; parameters keep vLLM's names and layout."""
+
+        of_moe_mk = True
+
+        def __init__(self, moe: Any) -> None:
+            refuse(moe)
+            super().__init__(moe)
+            self.experts_here: EngineExperts | None = None
+            self.settings = _settings()
+
+        @property
+        def is_monolithic(self) -> bool:  # vLLM routes
+            return False
+
+        @property
+        def supports_eplb(self) -> bool:  # it would exchange weights below a copy in another layout
+            return False
+
+        def maybe_roundup_sizes(
+            self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
+        ) -> tuple[int, int]:
+            return hidden_size, intermediate_size_per_partition
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            if layer.apply_router_weight_on_input:
+                raise UnsupportedError(f"moe_mk in {layer.layer_name}", ["routing weights are applied to its input"])
+            weights = EngineWeights(layer.w13_weight, layer.w2_weight, ACTIVATIONS[layer.activation.value])
+            if not self.moe.is_act_and_mul:
+                weights = EngineWeights(weights.w13, weights.w2, weights.activation, gated=False)
+            top_k = self.moe.experts_per_token
+            self.experts_here = EngineExperts(layer.layer_name, weights, top_k=top_k, settings=self.settings)
+
+        def apply(
+            self,
+            layer: Any,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            shared_experts: Any,
+            shared_experts_input: Tensor | None,
+        ) -> Tensor:
+            del shared_experts, shared_experts_input  # vLLM runs them itself for methods without a kernel of its own
+            assert self.experts_here is not None, "weights are processed after loading"
+            return self.experts_here(x, topk_weights, local_ids(topk_ids, layer.expert_map))
+
+    return MoeMkMethod
+
+
+def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """Ids of this rank's experts, -1 elsewhere. expert_map: (E) of vLLM, local id or -1; None on one rank."""
+    if expert_map is None:
+        return topk_ids
+    known = topk_ids.clamp(0, expert_map.shape[0] - 1).long()
+    return torch.where((topk_ids >= 0) & (topk_ids < expert_map.shape[0]), expert_map[known].to(topk_ids.dtype), -1)
+
+
+def refuse(moe: Any) -> None:
+    """Raise UnsupportedError with everything about a vLLM FusedMoEConfig that nothing here computes."""
+    parallel, reasons = moe.moe_parallel_config, []
+    if moe.activation.value not in ACTIVATIONS:
+        reasons.append(f"activation {moe.activation.value!r}; known: {', '.join(ACTIVATIONS)}")
+    if moe.has_bias:
+        reasons.append("experts with biases")
+    if moe.is_lora_enabled:
+        reasons.append("LoRA on routed experts")
+    if moe.swiglu_limit is not None:
+        reasons.append(f"swiglu_limit={moe.swiglu_limit}")
+    if parallel.dp_size > 1:
+        reasons.append(f"data parallel size {parallel.dp_size}: vLLM's all-to-all backends need its own experts")
+    if reasons:
+        raise UnsupportedError("moe_mk cannot serve this model in vLLM", [*reasons, "leave moe_mk out of VLLM_PLUGINS"])
+
+
+def _settings() -> Mapping[str, Any]:
+    """What `--additional-config` says under our name: bare keys of MoEConfig.kernel."""
+    from vllm.config import get_current_vllm_config
+
+    said = (get_current_vllm_config().additional_config or {}).get(NAME, {})
+    if not isinstance(said, dict):
+        raise ConfigError(f"additional_config[{NAME!r}] is {said!r}, expected a table of kernel settings")
+    return said

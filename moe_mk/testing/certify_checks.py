@@ -1,0 +1,189 @@
+"""The checks of a certificate: what the traits of a backend call for, less what it refuses beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moe_mk.config.quant import QuantConfig
+from moe_mk.errors import ConfigError
+from moe_mk.experts.base import EXPERTS, ExpertsTraits
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportTraits
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
+from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.kinds import KINDS as KINDS_OF_WEIGHTS
+from moe_mk.quant.kinds import PLAIN_KINDS
+from moe_mk.quant.microscaling import MXFP8
+from moe_mk.quant.nvfp4 import NVFP4_TOKENS
+from moe_mk.quant.plain import BF16, FP16, FP32, Plain
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.registry import Registry, did_you_mean
+from moe_mk.testing.bits import bits_of
+from moe_mk.testing.certify_limits import SIZES, Format, dtype_of, refusal_of_experts, refusal_of_transport
+from moe_mk.testing.diagnosis import explained
+from moe_mk.testing.experts import check_experts
+from moe_mk.testing.laws import PROCESSES, Law
+from moe_mk.testing.limits import require
+from moe_mk.testing.on_ranks import (
+    journey,
+    outputs_of_experts,
+    outputs_of_transport,
+    outputs_on_processes,
+    suitable_cases,
+)
+from moe_mk.testing.transports import check_transport
+
+KINDS: Mapping[str, Registry[Any]] = {"transport": PREPARE_FINALIZE, "experts": EXPERTS}
+RANKS = (1, 2, 4)
+PER_NODE = (None, 2)
+"""Ranks of one host: all, or two where a transport needs several hosts."""
+WIRES: Mapping[str, tuple[QuantScheme, ...]] = {
+    "plain": (FP32, BF16),
+    "fp8": (FP8_1x128, FP8_1x128_UE8M0),
+    "int8": (INT8_TOKEN,),
+    "mxfp8": (MXFP8,),
+    "nvfp4": (NVFP4_TOKENS,),
+}
+"""What is sent for each family that a transport says it carries."""
+FP8_BLOCKS = tuple({"weights": "fp8_block", "block": (128, 128), "scale": scale} for scale in ("float32", "ue8m0"))
+FURTHER = frozenset(KINDS_OF_WEIGHTS) - {*PLAIN_KINDS, "fp8_block"}
+"""Types of stored experts beside plain ones and FP8 blocks, which are tried in every dtype."""
+WEIGHTS = FURTHER | {"plain", "fp8_block"}
+"""Types of weights that experts are tried with."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to check. run: returns the number of cases, or raises. outputs: what the digest is made of."""
+
+    name: str
+    run: Callable[[], int]
+    outputs: Callable[[], list[Tensor]] | None
+    blame: Callable[[], Law | None]
+    """The law behind wrong values, where it can be told."""
+
+
+def kind_of(name: str) -> str:
+    """Whether a name is a transport or an experts backend, broken plugins included; raises ConfigError for neither."""
+    known: list[str] = []
+    for kind, registry in KINDS.items():
+        names = [*registry, *registry.broken]
+        if name in names:
+            return kind
+        known += names
+    raise ConfigError(f"no transport or experts backend is called {name!r}{did_you_mean(name, known)}")
+
+
+def checks_of(name: str, *, processes: bool) -> list[Check]:
+    """Everything the traits of a backend call for."""
+    traits = KINDS[kind_of(name)][name].traits
+    if isinstance(traits, TransportTraits):
+        served = [place for place in _places(traits) if not _refused(name, place)]
+        made = [_transport_check(name, traits, *place, _per_node(name, *place)) for place in served]
+        counts = [ranks for ranks, wire in served if wire is BF16 and ranks > 1]
+        return made + (
+            [_process_check(name, traits, min(counts))] if processes and counts and not traits.blocking else []
+        )
+    formats = ((given, _sizes(name, given)) for given in _formats(traits))
+    return [_experts_check(name, given, sizes, traits) for given, sizes in formats if sizes]
+
+
+def untried(name: str) -> tuple[str, ...]:
+    """Families of formats that the traits claim and the kit does not try, and what the backend refuses by itself."""
+    traits = KINDS[kind_of(name)][name].traits
+    if isinstance(traits, TransportTraits):
+        unknown = [f"{family} on the wire, which its traits claim" for family in sorted(traits.wire - WIRES.keys())]
+        refused = [
+            (f"{ranks} ranks, {wire.name} on the wire", _refused(name, (ranks, wire)))
+            for ranks, wire in _places(traits)
+        ]
+        return (*unknown, *(f"{what}: {why}" for what, why in refused if why))
+    unknown = [f"{family} weights, which its traits claim" for family in sorted(traits.weights - WEIGHTS)]
+    refused = [(_name_of(given), refusal_of_experts(name, given, SIZES[-1])) for given in _formats(traits)]
+    return (*unknown, *(f"{what}: {why}" for what, why in refused if why))
+
+
+def _places(traits: TransportTraits) -> list[tuple[int, QuantScheme]]:
+    """Numbers of ranks with formats on the wire, as the traits have them."""
+    counts = [n for n in RANKS if traits.min_ranks <= n <= (traits.max_ranks or n)]
+    schemes = [scheme for family in sorted(traits.wire) for scheme in WIRES.get(family, ())]
+    return [(ranks, wire) for ranks in counts for wire in schemes]
+
+
+def _refused(name: str, place: tuple[int, QuantScheme]) -> str:
+    """Why a transport serves a place on no arrangement of hosts; empty if it serves it on one."""
+    said = [refusal_of_transport(name, *place, per_node) for per_node in PER_NODE]
+    return "" if "" in said else said[0]
+
+
+def _per_node(name: str, ranks: int, wire: QuantScheme) -> int | None:
+    return next(per_node for per_node in PER_NODE if not refusal_of_transport(name, ranks, wire, per_node))
+
+
+def _transport_check(name: str, traits: TransportTraits, ranks: int, wire: QuantScheme, per_node: int | None) -> Check:
+    dtype, digested = dtype_of(wire), traits.deterministic
+    hosts = f", {per_node} a host" if per_node else ""
+    return Check(
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'}{hosts}, {wire.name} on the wire",
+        lambda: check_transport(name, num_ranks=ranks, wire=wire, dtype=dtype, ranks_per_node=per_node),
+        (lambda: outputs_of_transport(name, ranks, wire, dtype, per_node)) if digested else None,
+        lambda: explained(*journey(name, ranks, wire, dtype, per_node)),
+    )
+
+
+def _process_check(name: str, traits: TransportTraits, ranks: int) -> Check:
+    per_node = _per_node(name, ranks, BF16)
+
+    def run() -> int:
+        here = outputs_of_transport(name, ranks, BF16, BF16, per_node)
+        there = outputs_on_processes(name, ranks, per_node)
+        same = not traits.deterministic or bits_of(*here) == bits_of(*there)
+        require(same, "processes give other bits than ranks of one process")
+        return len(suitable_cases(name, ranks))
+
+    return Check(f"{ranks} processes over gloo, bf16 on the wire", run, None, lambda: PROCESSES)
+
+
+def _formats(traits: ExpertsTraits) -> Iterator[Format]:
+    """Stored weights with what they are multiplied with, as the traits have them; further types in one dtype."""
+    dtypes = [dtype for dtype in (FP32, BF16, FP16) if dtype.name in traits.dtypes]
+    for dtype in dtypes:
+        if "plain" in traits.weights:
+            yield from _computed({"weights": dtype.name}, dtype, traits)
+        for quant in FP8_BLOCKS if "fp8_block" in traits.weights else ():
+            if not traits.block_sides or set(quant["block"]) <= traits.block_sides:
+                yield from _computed(quant, dtype, traits)
+    for kind in sorted(traits.weights & FURTHER):
+        yield from _computed({"weights": kind}, BF16 if BF16 in dtypes else dtypes[0], traits)
+
+
+def _computed(quant: Mapping[str, Any], dtype: Plain, traits: ExpertsTraits) -> Iterator[Format]:
+    """One type of weights with plain activations, and with its own, where the traits have them."""
+    own = QuantConfig.parse(quant, "certify").activation_scheme
+    for family in traits.computes:
+        if family == "plain":
+            yield Format(quant, dtype, dtype)
+        elif own is not None and own.family == family:
+            yield Format(quant, dtype, own)
+
+
+def _sizes(name: str, given: Format) -> tuple[int, int] | None:
+    return next((sizes for sizes in SIZES if not refusal_of_experts(name, given, sizes)), None)
+
+
+def _name_of(given: Format) -> str:
+    what = "FP8 activations" if isinstance(given.compute, Fp8Block) else f"{given.compute.name} activations"
+    return f"{given.weights.name} weights, {what}, {given.dtype.name} out"
+
+
+def _experts_check(name: str, given: Format, sizes: tuple[int, int], traits: ExpertsTraits) -> Check:
+    weights, dtype, compute, (hidden, inner) = given.weights, given.dtype, given.compute, sizes
+    return Check(
+        _name_of(given),
+        lambda: check_experts(name, weights, dtype=dtype, compute=compute, hidden_size=hidden, intermediate_size=inner),
+        (lambda: outputs_of_experts(name, weights, dtype, compute, sizes)) if traits.deterministic else None,
+        lambda: None,
+    )

@@ -1,0 +1,103 @@
+"""Routed experts over an engine's weights: by loops, at the edges, compiled, and laid out anew when they change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
+from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights, HeldExperts
+from tests.integrations.engines.cases import CLOSE, EXPERTS, HIDDEN, Tiny, call, error
+
+
+def made(tiny: Tiny, **settings: object) -> EngineExperts:
+    return EngineExperts("tiny", EngineWeights(tiny.w13, tiny.w2), top_k=2, settings=settings)
+
+
+def test_one_token_by_hand() -> None:
+    # w13 = 0.5 everywhere and x = 0.125, 32 wide: gate = up = 2. y = weight * 0.25 * 24 * silu(2) * 2.
+    tiny = Tiny(torch.full((EXPERTS, 48, HIDDEN), 0.5), torch.full((EXPERTS, HIDDEN, 24), 0.25))
+    y_TH = made(tiny)(torch.full((1, HIDDEN), 0.125), torch.tensor([[3.0]]), torch.tensor([[2]]))
+    silu_of_2 = 2.0 / (1.0 + torch.exp(torch.tensor(-2.0)))
+    assert torch.allclose(y_TH, 3.0 * 0.25 * 24 * silu_of_2 * 2.0 * torch.ones(1, HIDDEN))
+
+
+@pytest.mark.parametrize("experts", ["auto", "reference", "torch_cpu"])
+def test_it_computes_what_loops_do_and_swapped_halves_would_show(experts: str) -> None:
+    tiny, tokens = Tiny.drawn(), call()
+    here = made(tiny, experts=experts)
+    assert error(here(*tokens), tiny.loops(*tokens)) < CLOSE
+    assert experts in ("auto", here.backend)
+    swapped = Tiny(torch.cat(tiny.w13.chunk(2, dim=1)[::-1], dim=1), tiny.w2)
+    assert error(made(swapped, experts=experts)(*tokens), tiny.loops(*tokens)) > 0.1
+
+
+def test_experts_without_a_gate() -> None:
+    tiny, tokens = Tiny.drawn(gated=False), call()
+    here = EngineExperts("tiny", EngineWeights(tiny.w13, tiny.w2, "relu2", gated=False), top_k=2)
+    assert error(here(*tokens), tiny.loops(*tokens)) < CLOSE
+
+
+def test_no_tokens_one_token_and_ids_that_are_not_here() -> None:
+    tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
+    here = made(tiny)
+    assert here(x_TH[:0], weights_TK[:0], ids_TK[:0]).shape == (0, HIDDEN)
+    assert error(here(x_TH[:1], weights_TK[:1], ids_TK[:1]), tiny.loops(x_TH[:1], weights_TK[:1], ids_TK[:1])) < CLOSE
+    for nowhere in (-1, EXPERTS, 2**31 - 1):
+        ids = ids_TK.clone()
+        ids[:, 1] = nowhere
+        assert error(here(x_TH, weights_TK, ids), tiny.loops(x_TH, weights_TK, ids)) < CLOSE
+        assert not here(x_TH, weights_TK, torch.full_like(ids, nowhere)).any()
+
+
+def test_inputs_stay_as_they_were() -> None:
+    tokens = call()
+    before = [tensor.clone() for tensor in tokens]
+    made(Tiny.drawn())(*tokens)
+    assert all(torch.equal(one, other) for one, other in zip(before, tokens, strict=True))
+
+
+def test_it_is_one_node_of_a_graph_and_keeps_the_rules_of_torch() -> None:
+    here, tokens = made(Tiny.drawn()), call()
+    compiled = torch.compile(lambda *given: here(*given) * 2.0, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*tokens), here(*tokens) * 2.0)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.moe_mk.engine_experts, (*tokens, here._number), test_utils=tests)
+
+
+def test_a_graph_whose_experts_are_gone_says_so() -> None:
+    here, tokens = made(Tiny.drawn()), call()
+    number = here._number
+    del here
+    with pytest.raises(UnsupportedError, match="the experts of a compiled graph are gone"):
+        torch.ops.moe_mk.engine_experts(*tokens, number)
+
+
+def test_wrong_weights_and_wrong_calls_are_refused_with_numbers() -> None:
+    tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
+    with pytest.raises(ShapeError, match=r"tiny.w13 has R=47 \(axis 1\), expected R=48"):
+        made(Tiny(tiny.w13[:, :-1], tiny.w2))
+    with pytest.raises(ConfigError, match="unknown setting 'expert'; did you mean 'experts'"):
+        made(tiny, expert="reference")
+    with pytest.raises(UnsupportedError, match="computes in bf16, the layer is fp32"):
+        made(tiny, experts="cpu_native")
+    here = made(tiny)
+    with pytest.raises(ShapeError, match=r"hidden_states has dtype torch.bfloat16"):
+        here(x_TH.bfloat16(), weights_TK, ids_TK)
+    with pytest.raises(ShapeError, match=r"topk_weights is \(7, 1\), topk_ids is \(7, 2\)"):
+        here(x_TH, weights_TK[:, :1], ids_TK)
+    with pytest.raises(UnsupportedError, match=r"gradients through tiny\n.*no_grad"):
+        here(x_TH.requires_grad_(), weights_TK, ids_TK)
+
+
+def test_held_experts_are_made_once_and_again_when_a_weight_changes() -> None:
+    held, tiny, tokens, builds = HeldExperts(), Tiny.drawn(), call(), []
+
+    def build() -> EngineExperts:
+        builds.append(1)
+        return made(tiny)
+
+    first = held.of((tiny.w13, tiny.w2), build)(*tokens)
+    assert torch.equal(held.of((tiny.w13, tiny.w2), build)(*tokens), first) and len(builds) == 1
+    tiny.w2.mul_(2.0)
+    assert torch.allclose(held.of((tiny.w13, tiny.w2), build)(*tokens), 2.0 * first) and len(builds) == 2

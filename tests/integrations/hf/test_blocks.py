@@ -1,0 +1,94 @@
+"""Whole blocks of DeepSeek-V3's shape in our layer, and blocks that are left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
+
+import transformers
+
+from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.tiny import tiny_model
+from moe_mk.integrations.transformers import (
+    patch_blocks,
+    patched_blocks,
+    unpatch_blocks,
+)
+from tests.integrations.hf.cases import family, generate, logits, prompt
+
+
+@pytest.mark.row(65)
+def test_patched_blocks_give_the_same_tokens_and_count_load() -> None:
+    model, ids = tiny_model(), prompt()
+    expected, wanted = generate(model, ids), logits(model, ids)
+    layers = patch_blocks(model)
+    assert sorted(layers) == ["model.layers.1.mlp", "model.layers.2.mlp"]
+    assert generate(model, ids) == expected
+    layers["model.layers.1.mlp"].reset_expert_load()
+    assert float((logits(model, ids) - wanted).abs().max() / wanted.abs().max()) < 1e-6
+    assert int(layers["model.layers.1.mlp"].expert_load.sum()) == ids.numel() * 2
+    assert patch_blocks(model) == {}, "patched twice"
+    assert unpatch_blocks(model) == 2
+    assert torch.equal(logits(model, ids), wanted)
+
+
+@torch.no_grad()
+def test_router_logits_are_recorded_as_before() -> None:
+    model, ids = tiny_model(), prompt()
+    if not hasattr(model(ids), "router_logits"):
+        pytest.skip(f"DeepSeek-V3 of transformers {transformers.__version__} does not record router logits")
+    wanted = model(ids, output_router_logits=True).router_logits
+    with patched_blocks(model):
+        got = model(ids, output_router_logits=True).router_logits
+    assert len(got) == len(wanted) == 2
+    assert all(torch.allclose(mine, its, atol=1e-4) for mine, its in zip(got, wanted, strict=True))
+
+
+@torch.no_grad()
+def test_who_listens_to_a_gate_hears_it_as_before() -> None:
+    model, ids = tiny_model(), prompt()
+    heard: list[Tensor] = []
+    model.model.layers[1].mlp.gate.register_forward_hook(lambda gate, args, output: heard.append(output[0]))
+    model(ids)
+    with patched_blocks(model):
+        heard.clear()
+        model(ids)
+        (patched,) = heard
+    heard.clear()
+    model(ids)
+    assert torch.allclose(patched, heard[0], atol=1e-4)
+
+
+def test_patching_leaves_the_state_dict_alone() -> None:
+    model = tiny_model()
+    names = list(model.state_dict())
+    with patched_blocks(model):
+        assert list(model.state_dict()) == names
+
+
+def test_a_block_that_routes_in_another_way_is_left_alone() -> None:
+    model, ids = tiny_model(), prompt()
+    gate = model.model.layers[2].mlp.gate
+    own = gate.forward
+    gate.forward = lambda x: (lambda out: (out[0], out[1], (out[2] + 1) % 8))(own(x))
+    wanted = logits(model, ids)
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.2\.mlp.*not DeepSeek-V3's block.*chooses other experts for 48"
+    ):
+        patch_blocks(model)
+    assert torch.equal(logits(model, ids), wanted), "nothing was patched"
+    gate.forward = lambda x: (lambda out: (out[0], out[1] * 1.01, out[2]))(own(x))
+    with pytest.raises(UnsupportedError, match=r"its gate gives other weights"):
+        patch_blocks(model)
+    with pytest.raises(UnsupportedError, match=r"has no block with DeepSeek-V3's parts"):
+        patch_blocks(family("mixtral"))
+
+
+def test_patched_blocks_compile_into_one_graph() -> None:
+    model, ids = tiny_model(), prompt()
+    with patched_blocks(model):
+        wanted = logits(model, ids)
+        assert torch.equal(logits(torch.compile(model, fullgraph=True, backend="eager"), ids), wanted)

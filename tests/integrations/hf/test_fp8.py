@@ -1,0 +1,108 @@
+"""FP8 checkpoints run as FP8 on a CPU, and what cannot be computed is refused while loading."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
+
+import transformers
+from transformers.integrations import finegrained_fp8
+
+from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.tiny import write_fp8_checkpoint
+from moe_mk.integrations.transformers import (
+    cpu_fp8,
+    explain,
+    patch_blocks,
+    register,
+)
+from moe_mk.quant import BF16, FP8_128x128
+from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.verify.compare import experts_error
+from tests.integrations.hf.cases import generate, logits, prompt
+
+
+@pytest.fixture(scope="module")
+def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fp8_checkpoint(tmp_path_factory.mktemp("fp8"))
+
+
+def load_fp8(folder: Path, **settings: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **settings)
+
+
+def test_an_fp8_checkpoint_stays_fp8_and_generates_the_same_tokens(fp8_folder: Path) -> None:
+    register(activations="checkpoint")
+    ids = prompt()
+    with cpu_fp8():
+        model = load_fp8(fp8_folder, experts_implementation="moe_mk", dtype=torch.float32)
+        experts = model.model.layers[1].mlp.experts
+        assert experts.down_proj.dtype is torch.float8_e4m3fn
+        assert {module.scheme for module in explain(model).modules} == {"fp8_128x128"}
+        got, mine = generate(model, ids), logits(model, ids)
+        model.set_experts_implementation("eager")
+        assert torch.equal(logits(model, ids), mine)
+        assert generate(model, ids) == got
+        # These add up in another order, and an ulp may round an activation to the FP8 number next to it.
+        for theirs in ("grouped_mm", "batched_mm"):
+            model.set_experts_implementation(theirs)
+            assert float((logits(model, ids) - mine).norm() / mine.norm()) < 0.02
+
+
+def test_fp8_in_bf16_is_as_near_as_its_formats_allow(fp8_folder: Path) -> None:
+    with cpu_fp8():
+        model = load_fp8(fp8_folder, experts_implementation="moe_mk")
+        experts = model.model.layers[1].mlp.experts
+        x_TH = torch.randn((16, 128), generator=torch.Generator().manual_seed(0)).bfloat16()
+        ids_TK = torch.rand((16, 8), generator=torch.Generator().manual_seed(1)).argsort(dim=1)[:, :2]
+        weights_TK = torch.full((16, 2), 0.5)
+        with torch.no_grad():
+            got = experts(x_TH, ids_TK, weights_TK).float()
+            model.set_experts_implementation("eager")
+            want = experts(x_TH, ids_TK, weights_TK).float()
+    # transformers rounds activations to FP8, this library multiplies in bf16 unless told otherwise.
+    limit = (
+        1.5
+        * (experts_error(BF16, BF16, FP8_128x128, 128) ** 2 + experts_error(BF16, FP8_1x128, FP8_128x128, 128) ** 2)
+        ** 0.5
+    )
+    assert 0.0 < float((got - want).norm() / want.norm()) < limit
+
+
+def test_fp8_blocks_are_patched_as_well(fp8_folder: Path) -> None:
+    with cpu_fp8():
+        model, ids = load_fp8(fp8_folder, dtype=torch.float32), prompt()
+        wanted = logits(model, ids)
+        patch_blocks(model, activations="checkpoint")
+        assert float((logits(model, ids) - wanted).abs().max() / wanted.abs().max()) < 1e-4
+
+
+def test_outside_of_it_transformers_is_as_it_was(fp8_folder: Path) -> None:
+    before = finegrained_fp8._FINEGRAINED_FP8
+    with cpu_fp8():
+        assert finegrained_fp8._FINEGRAINED_FP8 is not before
+    with pytest.raises(ZeroDivisionError), cpu_fp8():
+        raise ZeroDivisionError
+    assert finegrained_fp8._FINEGRAINED_FP8 is before
+
+
+def test_another_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(finegrained_fp8, "FineGrainedFP8")
+    with pytest.raises(UnsupportedError, match=r"has no FineGrainedFP8; known to work with 5.16 and 5.23"), cpu_fp8():
+        pass
+
+
+def test_fp8_checkpoints_that_cannot_be_computed_are_refused_while_loading(fp8_folder: Path, tmp_path: Path) -> None:
+    for file in fp8_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= {"activation_scheme": "static"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="activation_scheme is 'static'"), cpu_fp8():
+        load_fp8(tmp_path)

@@ -1,0 +1,90 @@
+"""Whole models of several families generate the same tokens, compiled ones too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
+
+import transformers
+
+from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.modules import is_experts
+from moe_mk.integrations.hf.tiny import tiny_model
+from moe_mk.integrations.transformers import (
+    config_from_hf,
+    explain,
+    prepare,
+)
+from tests.integrations.hf.cases import deepseek, family, generate, logits, prompt
+from tests.integrations.hf.classes import tiny_call
+
+FAMILIES = ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe", "nemotron_h"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation_is_equal_token_for_token(name: str) -> None:
+    model, ids = family(name), prompt()
+    model.set_experts_implementation("eager")
+    expected, wanted = generate(model, ids), logits(model, ids)
+    model.set_experts_implementation("moe_mk")
+    calls = [module for module in model.modules() if is_experts(module)]
+    assert calls, "the model has no experts"
+    assert generate(model, ids) == expected
+    error = float((logits(model, ids) - wanted).abs().max() / wanted.abs().max())
+    assert error < 1e-4
+    with torch.no_grad():  # and the tokens would not be equal if the experts were left out
+        for module in calls:
+            module.down_proj.zero_()
+    assert generate(model, ids) != expected
+
+
+def test_a_saved_model_loads_with_the_experts_named(tmp_path: Path) -> None:
+    model, ids = tiny_model(), prompt()
+    wanted = logits(model, ids)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moe_mk")
+    assert loaded.get_experts_implementation() == {"": "moe_mk"}
+    assert float((logits(loaded, ids) - wanted).abs().max() / wanted.abs().max()) < 1e-6
+    layer_config = config_from_hf(loaded.config, experts="reference")
+    assert (layer_config.model.num_experts, layer_config.router.num_expert_group) == (8, 2)
+    assert layer_config.kernel.experts == "reference"
+
+
+def test_the_report_names_every_module_and_every_rival() -> None:
+    report = explain(tiny_model())
+    assert [module.path for module in report.modules] == [f"model.layers.{n}.mlp.experts" for n in (1, 2)]
+    rivals = {verdict.experts: verdict for verdict in report.modules[0].others}
+    assert "computes in bf16, the layer is fp32" in str(rivals["cpu_native"].reasons[0])
+    assert json.loads(json.dumps(report.as_dict()))["modules"][0]["backend"] == report.modules[0].backend
+    assert "refused" in str(report) and "2 experts modules" in str(report)
+
+
+def test_one_graph_without_breaks() -> None:
+    model, ids = tiny_model(), prompt()
+    model.set_experts_implementation("moe_mk")
+    prepare(model)
+    wanted = logits(model, ids)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(logits(compiled, ids), wanted)
+
+
+def test_compiling_what_was_never_prepared_says_what_to_call() -> None:
+    module = deepseek()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    with pytest.raises(UnsupportedError, match=r"prepare\(model\) before torch.compile"), torch.no_grad():
+        compiled(*tiny_call())
+
+
+def test_two_modules_compiled_one_by_one_do_not_share_a_plan() -> None:
+    one, other, call = deepseek(), deepseek(), tiny_call()
+    with torch.no_grad():
+        other.down_proj.mul_(-3.0)
+        wanted = [module(*call) for module in (one, other)]
+        got = [torch.compile(module, fullgraph=True, backend="eager")(*call) for module in (one, other)]
+    assert all(torch.equal(mine, its) for mine, its in zip(got, wanted, strict=True))
+    assert not torch.equal(*wanted)

@@ -1,0 +1,70 @@
+"""What an experts module of transformers is: found by trying, refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
+
+import transformers
+
+from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.hf.gates import activation_of
+from moe_mk.integrations.hf.modules import facts_of
+from moe_mk.integrations.hf.tiny import tiny_model
+from moe_mk.integrations.transformers import (
+    prepare,
+)
+from tests.integrations.hf.cases import deepseek, experts_of
+from tests.integrations.hf.classes import EXPERTS, HIDDEN, experts_classes, tiny_call
+
+
+@pytest.mark.parametrize(
+    ("name", "oddities", "activation"),
+    [
+        ("DeepseekV3Experts", (), "silu"),
+        ("Gemma4TextExperts", (), "gelu_tanh"),
+        ("NemotronHExperts", (), "relu2"),
+        ("AriaExperts", ("transposed weights",), "silu"),
+        ("MuseSparkExperts", ("a norm after each expert",), "silu"),
+        ("DeepseekV4Experts", ("a gate of its own",), None),
+        (
+            "GptOssExperts",
+            ("transposed weights", "interleaved gate and up", "biases", "a gate of its own"),
+            None,
+        ),
+    ],
+)
+def test_what_a_module_is_is_found_by_trying(name: str, oddities: tuple[str, ...], activation: str | None) -> None:
+    if name not in {cls.__name__ for cls in experts_classes()}:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    facts = facts_of(experts_of(name))
+    assert (facts.oddities, facts.activation, facts.canonical) == (oddities, activation, not oddities)
+    assert (facts.num_experts, facts.hidden_size) == (EXPERTS, HIDDEN)
+
+
+def test_a_clamp_in_a_gate_is_noticed() -> None:
+    def clamped(x: Tensor) -> Tensor:
+        gate, up = x.clamp(max=2000.0).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    assert activation_of(clamped, gated=True, device=torch.device("cpu")) is None
+    plain = lambda x: torch.nn.functional.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1]  # noqa: E731
+    assert activation_of(plain, gated=True, device=torch.device("cpu")) == "silu"
+
+
+def test_what_cannot_be_computed_is_named_before_any_work() -> None:
+    module = deepseek()
+    module.down_proj = nn.Parameter(torch.zeros((EXPERTS, HIDDEN, 12), dtype=torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedError, match=r"cannot compute DeepseekV3Experts\n  - its weights are packed FP4"):
+        module(*tiny_call())
+    model = tiny_model()
+    for layer in (1, 2):
+        experts = model.model.layers[layer].mlp.experts
+        experts.down_proj = nn.Parameter(experts.down_proj.to(torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.experts.*FP4(.|\n)*layers\.2\.mlp\.experts"):
+        prepare(model)
+    with pytest.raises(UnsupportedError, match="has no experts module"):
+        prepare(nn.Linear(2, 2))

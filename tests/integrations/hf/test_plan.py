@@ -1,0 +1,117 @@
+"""Plans of modules: made once, made anew where something changed, by the settings that were registered."""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
+
+from transformers.integrations import finegrained_fp8
+from transformers.integrations.moe import ExpertsInterface
+
+from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.external.library import installed
+from moe_mk.integrations.hf import plan as plans
+from moe_mk.integrations.hf.tiny import tiny_model
+from moe_mk.integrations.transformers import (
+    explain,
+    prepare,
+    register,
+)
+from tests.integrations.hf.cases import deepseek, experts_of, logits, prompt
+from tests.integrations.hf.classes import tiny_call, tiny_experts
+
+
+def test_a_changed_weight_is_seen_and_a_copy_has_a_plan_of_its_own() -> None:
+    module, call = deepseek(), tiny_call()
+    with torch.no_grad():
+        first = module(*call)
+        twin = copy.deepcopy(module)
+        module.down_proj.mul_(2.0)
+        assert torch.allclose(module(*call), 2.0 * first)
+        assert torch.equal(twin(*call), first)
+        module.down_proj = nn.Parameter(module.down_proj * 0.0)
+        assert not module(*call).any()
+    assert getattr(twin, plans.NUMBER) != getattr(module, plans.NUMBER)
+
+
+@pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
+def test_parameters_can_be_given_up_where_the_backend_has_a_copy(tmp_path: Path) -> None:
+    model, ids = tiny_model(dtype=torch.bfloat16), prompt()
+    model.set_experts_implementation("moe_mk")
+    before = explain(model)
+    assert {module.backend for module in before.modules} == {"cpu_native"} and before.modules[0].copied
+    wanted = logits(model, ids)
+    after = prepare(model, in_place=True)
+    assert not after.modules[0].copied and after.modules[0].num_bytes == before.modules[0].num_bytes
+    experts = model.model.layers[1].mlp.experts
+    assert experts.down_proj.device.type == "meta" and experts.down_proj.shape == (8, 128, 128)
+    assert torch.equal(logits(model, ids), wanted)
+    prepare(model)
+    assert torch.equal(logits(torch.compile(model, fullgraph=True, backend="eager"), ids), wanted)
+    with pytest.raises(UnsupportedError, match=r"given up by prepare\(in_place=True\)"):
+        model.float()(ids)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        model.save_pretrained(tmp_path)
+
+
+@pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
+def test_a_changed_weight_is_packed_again_where_the_backend_has_a_copy() -> None:
+    register(experts="cpu_native")
+    call = tiny_call()
+    module = tiny_experts(type(deepseek()), hidden_size=64, moe_intermediate_size=64).to(torch.bfloat16)
+    x_TH = torch.cat((call[0], call[0]), dim=1).bfloat16()
+    with torch.no_grad():
+        first = module(x_TH, *call[1:])
+        module.down_proj.mul_(2.0)
+        assert torch.equal(module(x_TH, *call[1:]), 2.0 * first)
+
+
+def test_a_plan_is_kept_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, made = deepseek(), []
+    real = plans.make_plan
+    monkeypatch.setattr(plans, "make_plan", lambda *a, **k: made.append(1) or real(*a, **k))
+    with torch.no_grad():
+        for seed in range(3):
+            module(*tiny_call(seed=seed))
+    assert len(made) == 1
+
+
+def test_settings_are_checked_when_they_are_registered() -> None:
+    with pytest.raises(ConfigError, match=r"no kernel setting is called 'expertz'"):
+        register(expertz="reference")
+    parallel = ("expert parallel",) if find_spec("transformers.distributed.expert_parallel") else ()
+    assert register(experts="reference") == ("experts", "fp8 experts", *parallel)
+    report = explain(tiny_model())
+    assert {module.backend for module in report.modules} == {"reference"}
+    assert "pinned by" in report.modules[0].because
+
+
+def test_a_pin_that_cannot_serve_is_refused_with_the_reason() -> None:
+    register(experts="cpu_native")
+    with pytest.raises(UnsupportedError, match=r"computes in bf16, the layer is fp32"):
+        prepare(tiny_model())
+    gpt_oss = experts_of("GptOssExperts")
+    with pytest.raises(
+        UnsupportedError, match=r"cpu_native cannot compute GptOssExperts\n.*biases.*use experts='auto'"
+    ):
+        gpt_oss(*tiny_call())
+
+
+def test_two_names_with_two_settings_live_side_by_side() -> None:
+    register("moe_mk_reference", experts="reference")
+    try:
+        model = tiny_model()
+        assert {m.backend for m in prepare(model, "moe_mk_reference").modules} == {"reference"}
+        assert {m.backend for m in prepare(model).modules} == {"torch_cpu"}
+        with pytest.raises(UnsupportedError, match=r"'other' is not ours\n.*register\('other'\)"):
+            prepare(model, "other")
+    finally:
+        del ExpertsInterface._global_mapping["moe_mk_reference"]
+        del finegrained_fp8.FP8ExpertsInterface._global_mapping["moe_mk_reference"]

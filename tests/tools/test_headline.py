@@ -1,0 +1,59 @@
+"""The ratios in the README are those of the result files, computed by hand here once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.headline import BEGIN, END, PAGE, RESULTS, ROOT, lines, with_table
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Result files with figures that divide well."""
+    walls = {"ours fp8": 2.0, "vllm fp8": 3.0, "vllm bf16": 5.0, "transformers grouped_mm bf16": 100.0}
+    cpu = {
+        "command": "measure experts",
+        "device": "a processor",
+        "versions": {"torch": "2.13.0"},
+        "shape": {"hidden": 64, "inter": 32, "experts": 8},
+        "cases": [
+            {"rows": 1, "skew": "uniform", "lines": [{"candidate": n, "wall_ms": ms} for n, ms in walls.items()]},
+            {"rows": 1, "skew": "zipf", "lines": []},
+        ],
+    }
+    ms = {"one_sided": 2.0, "all_to_all": 12.0, "all_gather": 9.0}
+    rows = [{"ranks": 2, "tokens": tokens, "ms": ms} for tokens in (8, 128, 1024)]
+    peers, sizes = ("DeepSeek", "vLLM", "SGLang vectorised"), {"a": 10.0, "b": 30.0, "c": 90.0}
+    planned = [{"what": f"{size}: times {peer}", "value": sizes[size]} for size in sizes for peer in peers]
+    for name, found in (
+        ("experts_cpu_e8", cpu),
+        ("transports_cpu", {"command": "measure transports", "rows": rows}),
+        ("eplb_cpu", {"command": "measure plans", "goals": planned}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    return tmp_path
+
+
+def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
+    found = [list(line.ratios) for line in lines(results)]
+    # 3/2, 5/2 and 100/2 for experts; 12/2 and 9/2 for each number of tokens; the median of 10, 30 and 90.
+    assert found == [[1.5], [2.5], [50.0], [6.0] * 3, [4.5] * 3, [30.0], [30.0], [30.0]]
+    assert "| 1.50 |" in str(lines(results)[0]) and "| 50 |" in str(lines(results)[2])
+
+
+def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
+    once = with_table(f"before\n{BEGIN}old\n{END}after\n", results)
+    assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
+    assert "measure experts\nmeasure transports\nmeasure plans" in once
+    assert with_table(once, results) == once
+
+
+def test_a_page_without_marks_is_refused(results: Path) -> None:
+    with pytest.raises(ValueError, match="unpack"):
+        with_table("nothing here", results)
+
+
+def test_the_readme_shows_the_results_that_are_here() -> None:
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert with_table(page, ROOT / RESULTS) == page, "run `make features`"

@@ -1,0 +1,105 @@
+"""Certify every built-in backend and write the table of docs/certify.md. Takes minutes.
+
+`--check` writes nothing and fails where the table has other backends or other verdicts, not where a digest differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import moe_mk
+from moe_mk.errors import UnsupportedError
+from moe_mk.experts.base import EXPERTS
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from moe_mk.testing.certificate import Certificate, environment
+from moe_mk.testing.certify import certify
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = "docs/certify.md"
+BEGIN, END = "<!-- certified: begin -->", "<!-- certified: end -->"
+HEAD = "| backend | kind | verdict | checks | cases | digest | note |\n|---|---|---|---|---|---|---|"
+
+
+def built_in() -> list[str]:
+    """Transports, then experts, in the order of their names; none of other wheels."""
+    return [
+        name
+        for registry in (PREPARE_FINALIZE, EXPERTS)
+        for name in sorted(registry)
+        if registry.origin(name).startswith(f"{moe_mk.__name__}.")
+    ]
+
+
+def line_of(certificate: Certificate) -> str:
+    """One row of the table."""
+    verdict = "certified" if certificate.passed else "**refused**: " + ", ".join(sorted(_laws(certificate)))
+    cases = sum(check.cases for check in certificate.coverage)
+    emulated = [text.split()[0] for text in certificate.not_covered if text.endswith("its emulation answered")]
+    note = f"on an emulation of {emulated[0]}" if emulated else ""
+    digest = certificate.digest[:12] if any(check.digest for check in certificate.coverage) else "not deterministic"
+    cells = (f"`{certificate.backend}`", certificate.kind, verdict, len(certificate.coverage), cases, digest, note)
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _laws(certificate: Certificate) -> set[str]:
+    return {failure.law for failure in certificate.failures} or {"nothing was checked"}
+
+
+def lines_of(names: Sequence[str], *, processes: bool) -> Iterator[tuple[str, bool]]:
+    """A row for each backend and whether it is certified; one that cannot run here says why."""
+    for name in names:
+        try:
+            certificate = certify(name, processes=processes)
+        except UnsupportedError as problem:
+            yield f"| `{name}` | | cannot run here | | | | {'; '.join(problem.reasons)} |", True
+        else:
+            yield line_of(certificate), certificate.passed
+
+
+def with_table(page: str, table: str) -> str:
+    """A page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+
+
+def verdicts(page: str) -> dict[str, str]:
+    """What the table of a page says of each backend."""
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    return {row[1].strip(" `"): row[3].strip() for row in rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Certify, print, write or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help=f"exit 1 if the table of {PAGE} is stale")
+    parser.add_argument("--processes", action="store_true", help="run transports on real processes as well")
+    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("names", nargs="*", help="backends; all built-in ones if none are given")
+    options = parser.parse_args(arguments)
+    lines: list[str] = []
+    passed = True
+    for line, good in lines_of(options.names or built_in(), processes=options.processes):
+        print(line, flush=True)
+        lines, passed = [*lines, line], passed and good
+    page = options.root / PAGE
+    here = environment()
+    where = f"torch {here['torch']}, Python {here['python']}, {here['device']}; "
+    said = where + ("ranks of one process and real processes" if options.processes else "ranks of one process")
+    text = with_table(
+        page.read_text(encoding="utf-8"), f"{HEAD}\n" + "\n".join(lines) + f"\n\nBy `make certify` on {said}."
+    )
+    if options.check:
+        stale = verdicts(text) != verdicts(page.read_text(encoding="utf-8"))
+        print(f"{PAGE} is {'stale; run `make certify`' if stale else 'up to date'}")
+        return int(stale or not passed)
+    if not options.names:
+        page.write_text(text, encoding="utf-8")
+    return int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Write the table of ratios in README.md from the files under `benchmarks/results/`.
+
+`--check` writes nothing and fails where the table is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULTS = "README.md", "benchmarks/results"
+BEGIN, END = "<!-- ratios: written by `make features` -->\n", "<!-- end of ratios -->\n"
+PEERS = {
+    "vllm fp8": "vLLM's FP8 path",
+    "vllm bf16": "vLLM's bf16 path",
+    "transformers grouped_mm bf16": "transformers, grouped_mm in bf16",
+}
+CARRIERS = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
+PLANNERS = {
+    "DeepSeek": "DeepSeek's",
+    "vLLM": "vLLM's algorithm, transcribed",
+    "SGLang vectorised": "SGLang's vectorised one, transcribed",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table."""
+
+    what: str
+    beside: str
+    cases: str
+    ratios: Sequence[float]
+    page: str
+
+    def __str__(self) -> str:
+        ratios = " / ".join(f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2f}" for ratio in self.ratios)
+        return f"| {self.what} | {self.beside} | {self.cases} | {ratios} | {self.page} |"
+
+
+def lines(results: Path) -> list[Line]:
+    """All rows, of what is in the folder. Raises FileNotFoundError or KeyError where a result is missing."""
+    return [*_experts(_read(results, "experts_cpu_e8")), *_transports(_read(results, "transports_cpu")),
+            *_eplb(_read(results, "eplb_cpu"))]  # fmt: skip
+
+
+def table(results: Path) -> str:
+    """The table with what it was measured on."""
+    files = ("experts_cpu_e8", "transports_cpu", "eplb_cpu")
+    commands = "\n".join(_read(results, name)["command"] for name in files)
+    head = "| ours | beside | cases | times as fast | more |\n|---|---|---|---|---|\n"
+    body = "\n".join(map(str, lines(results)))
+    device = _read(results, "experts_cpu_e8")["device"]
+    torch = _read(results, "experts_cpu_e8")["versions"]["torch"]
+    return f"{head}{body}\n\nMeasured side by side on {device}, torch {torch}; medians:\n\n```text\n{commands}\n```\n"
+
+
+def with_table(page: str, results: Path) -> str:
+    """The page with the table between its marks. Raises ValueError if the marks are missing."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + table(results) + "\n" + END + rest.split(END)[1]
+
+
+def _read(results: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _experts(found: dict[str, Any]) -> Iterator[Line]:
+    cases = [case for case in found["cases"] if case["skew"] == "uniform"]
+    walls = [{line["candidate"]: line["wall_ms"] for line in case["lines"]} for case in cases]
+    shape, rows = found["shape"], ", ".join(str(case["rows"]) for case in cases)
+    what = f"`cpu_native`, FP8 experts {shape['hidden']} x {shape['inter']}, {shape['experts']} of them"
+    for peer, name in PEERS.items():
+        ratios = [wall[peer] / wall["ours fp8"] for wall in walls]
+        yield Line(what, name, f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
+
+
+def _transports(found: dict[str, Any]) -> Iterator[Line]:
+    tokens = (8, 128, 1024)
+    for peer, name in CARRIERS.items():
+        for ranks in sorted({row["ranks"] for row in found["rows"]}):
+            times = {row["tokens"]: row["ms"] for row in found["rows"] if row["ranks"] == ranks}
+            ratios = [times[count][peer] / times[count]["one_sided"] for count in tokens]
+            what = f"`one_sided`, out and home, {ranks} ranks"
+            yield Line(what, name, f"{', '.join(map(str, tokens))} tokens", ratios, f"`{RESULTS}/transports_cpu.json`")
+
+
+def _eplb(found: dict[str, Any]) -> Iterator[Line]:
+    values = {goal["what"]: goal["value"] for goal in found["goals"]}
+    for peer, name in PLANNERS.items():
+        ratios = [value for what, value in values.items() if what.endswith(f": times {peer}")]
+        what, cases = "EPLB, the same maps", f"median of {len(ratios)} sizes"
+        yield Line(what, name, cases, [median(ratios)], "[placement](docs/placement.md)")
+
+
+def main() -> int:
+    """Write the table, or say that it is stale."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    path = ROOT / PAGE
+    before = path.read_text(encoding="utf-8")
+    after = with_table(before, ROOT / RESULTS)
+    if check and before != after:
+        print(f"{PAGE}: the table of ratios is stale; run `make features`", file=sys.stderr)
+        return 1
+    if not check:
+        path.write_text(after, encoding="utf-8")
+        print(f"{PAGE}: ratios written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
