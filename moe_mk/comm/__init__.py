@@ -2,12 +2,12 @@
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DistributedCommunicator
-from moe_mk.comm.groups import ParallelGroups, communicator
+from moe_mk.comm.groups import ParallelGroups, communicator, rank_groups
 from moe_mk.comm.lockstep import LockstepCommunicator, LockstepWorld
 from moe_mk.comm.single import SingleRank
 from moe_mk.comm.traffic import LINKS, Nodes, Traffic
 
 __all__ = [
     "LINKS", "Communicator", "DistributedCommunicator", "LockstepCommunicator", "LockstepWorld", "Nodes",
-    "ParallelGroups", "SingleRank", "Traffic", "communicator",
+    "ParallelGroups", "SingleRank", "Traffic", "communicator", "rank_groups",
 ]  # fmt: skip

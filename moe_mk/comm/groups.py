@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from moe_mk.comm.communicator import Communicator
@@ -45,6 +47,29 @@ class ParallelGroups:
         if not known:
             raise ConfigError(f"device mesh has dimensions {names}; name at least one of them ep, tp or dp")
         return cls(**known)
+
+
+def rank_groups(num_ranks: int, *, pp: int = 1, dp: int = 1, pcp: int = 1, tp: int = 1) -> dict[str, list[list[int]]]:
+    """The ranks of every group of an engine, by dimension, each list in the order of the group's ranks.
+
+    Ranks are numbered with TP innermost, then prefill context parallelism (PCP: ranks that share out the positions of
+    one prompt), pipeline stages and, outermost, DP. `ep` shares out the experts over all ranks of a stage,
+    dp * pcp * tp, where a layer's own `tp` is 1. A group is made of each list on every rank, for instance by
+    `torch.distributed.new_subgroups_by_enumeration(rank_groups(...)["ep"])`.
+
+    Raises ConfigError if the dimensions do not multiply to num_ranks. Source: vLLM's order of ranks (parallel_state.py,
+    ExternalDP x DP x PP x PCP x TP) and its flattening of DP, PCP and TP into EP.
+    """
+    sizes = {"dp": dp, "pp": pp, "pcp": pcp, "tp": tp}
+    if min(sizes.values()) < 1 or prod(sizes.values()) != num_ranks:
+        asked = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"{asked} is {prod(sizes.values())} ranks, there are {num_ranks}; let each be 1 or more and make them equal"
+        )
+    order = tuple(sizes)
+    grid = torch.arange(num_ranks, dtype=torch.int64, device="cpu").view(tuple(sizes.values()))
+    groups = {name: grid.movedim(order.index(name), -1).flatten(0, -2).tolist() for name in order}
+    return groups | {"ep": grid.movedim(order.index("pp"), 0).flatten(1).tolist()}
 
 
 def communicator(

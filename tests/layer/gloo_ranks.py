@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_mk import CommError, DeepseekV3MoE, MoEConfig, ParallelGroups
+from moe_mk.comm import rank_groups
 from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.flight import land
 from moe_mk.oracle import Parts, assemble, select
@@ -126,6 +127,30 @@ def two_layers(rank: int, path: str, tokens: list[Tensor], layer: int) -> list[T
     for built in (wide, square):
         built.load_from_safetensors(path, layer)
     return [wide(tokens[rank]), square(tokens[rank // 2]), wide(tokens[rank])]
+
+
+def pipeline(rank: int, path: str, batches: list[list[Tensor]]) -> list[Tensor]:
+    """Two stages of two expert-parallel ranks: stage s adds s + 1 times its layer to the rows and passes them on.
+
+    batches: micro-batches of each data-parallel rank.
+    """
+    grid = rank_groups(4, pp=2, dp=2)
+    ep = dist.new_subgroups_by_enumeration(grid["ep"])[0]  # type: ignore[no-untyped-call]
+    stage = next(number for number, ranks in enumerate(grid["ep"]) if rank in ranks)
+    (column,) = (ranks for ranks in grid["pp"] if rank in ranks)
+    config = MoEConfig.from_hf(path, router_dtype="float32", prepare_finalize="all_to_all")
+    built = DeepseekV3MoE(config, dtype=torch.float32, groups=ParallelGroups(ep=ep), name=f"stage {stage}")
+    built.load_from_safetensors(path, 0)
+    results = []
+    for x_TH in batches[grid["ep"][stage].index(rank)]:
+        rows_TH = x_TH.clone()
+        if stage:
+            dist.recv(rows_TH, column[stage - 1])
+        rows_TH = rows_TH + (stage + 1) * built(rows_TH)
+        if stage + 1 < len(column):
+            dist.send(rows_TH, column[stage + 1])
+        results.append(rows_TH)
+    return results
 
 
 def disagree(rank: int, path: str, layer: int) -> str:

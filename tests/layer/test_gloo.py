@@ -107,6 +107,19 @@ def test_two_layers_over_different_groups_and_backends_live_in_one_process(world
         assert torch.equal(again, wide)
 
 
+@pytest.mark.row(28)
+def test_pipeline_stages_of_expert_parallel_ranks_equal_one_process(world: RankWorld, twin: Twin) -> None:
+    # Two micro-batches for each of two data-parallel ranks; one has no token in the second. Rank 2 d + s is stage s.
+    batches = [list(twin.x_TH[:9].split([4, 5])), list(twin.x_TH[9:12].split([3, 0]))]
+    ranks = world.call(gloo_ranks.pipeline, str(twin.path), batches)
+    for place, mine in enumerate(batches):
+        for number, x_TH in enumerate(mine):
+            first_TH = x_TH + twin.run(x_TH)
+            torch.testing.assert_close(ranks[2 * place][number], first_TH, atol=LIMIT, rtol=0)
+            both_TH = first_TH + 2 * twin.run(first_TH)
+            torch.testing.assert_close(ranks[2 * place + 1][number], both_TH, atol=10 * LIMIT, rtol=0)
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["f32 scales", "UE8M0 scales"])
 def wide_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
     """Rows of DeepSeek-V3's 7168, experts of one block."""
