@@ -45,7 +45,8 @@ MEANING = """\
 padded block for each expert. **Takes**: how far experts bring the output: *reduced* is summed over a rank's experts,
 *raw* is as the last GEMM left it, and the transport weighs and sums. **Wire**: number formats that rows can travel in.
 **Graph**: a call can be captured in a CUDA graph. **Equal bits**: equal inputs give equal bits; libraries whose rows
-arrive in any order do not promise it.
+arrive in any order do not promise it. **Budget**: what `kernel.comm_units` counts, the compute
+units that a transport keeps for itself; one that has none refuses the setting.
 """
 
 PLAN = """\
@@ -91,8 +92,8 @@ def built_in() -> list[tuple[str, type[PrepareFinalize]]]:
 
 def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str]:
     """One line a transport."""
-    yield "| Transport | What it is | Layout | Takes | Wire | Runs on | Library | Graph | Equal bits |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| Transport | What it is | Layout | Takes | Wire | Runs on | Library | Graph | Equal bits | Budget |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for name, kind in kinds:
         traits = kind.traits
         devices = ", ".join(sorted(traits.kinds)) + (
@@ -102,7 +103,7 @@ def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str
         yield _row(
             f"`{name}`", traits.summary, LAYOUT_NAMES[traits.produces], traits.wants.name.lower(),
             ", ".join(sorted(traits.wire)), devices, f"{traits.library}{emulated}" if traits.library else "none",
-            "yes" if traits.graph_safe else "no", "yes" if traits.deterministic else "no",
+            "yes" if traits.graph_safe else "no", "yes" if traits.deterministic else "no", traits.comm_unit or "-",
         )  # fmt: skip
 
 

@@ -177,6 +177,7 @@ def explain(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     graphs: Annotated[bool, typer.Option("--graphs", help="calls must be capturable in a CUDA graph")] = False,
     replicated: Annotated[bool, typer.Option("--replicated", help="all ranks bring the same tokens")] = False,
+    comm_units: Annotated[int | None, typer.Option(min=1, help="SMs or threads that a transport may keep")] = None,
     installed: Annotated[str | None, typer.Option(help="libraries to assume, by comma; default those here")] = None,
     prepare_finalize: PrepareFinalize = "auto",
     experts_backend: Experts = "auto",
@@ -193,6 +194,7 @@ def explain(
         "experts": experts_backend,
         "allow_emulated": allow_emulated,
     }
+    overrides |= {} if comm_units is None else {"comm_units": comm_units}
     question = Question(config, device, tokens, nodes, dtype, installed, overrides)
     return explain_config(Screen(), question, as_json=as_json)
 

@@ -81,10 +81,21 @@ def show(screen: Screen, decision: Decision) -> None:
     screen.fact("bytes", f"{decided['dispatch']:,} out, {decided['combine']:,} home, a rank and call")
     most = f"buffers of at most {amount(decided['buffers'])} for {p.config.kernel.max_num_tokens} tokens a rank"
     screen.fact("memory", f"{amount(decided['weights'])} of experts, {most}")
+    if line := _budget_line(decision):
+        screen.fact("budget", line)
     screen.fact("gate", decision.gate.tier)
     for tier, reasons in decision.gate.reasons.items():
         screen.fact("", f"not {tier}: {'; '.join(reasons)}")
     screen.console.print(verdict_table(decision.verdicts))
+
+
+def _budget_line(decision: Decision) -> str:
+    """What the transport keeps for itself; empty where nothing can be set and nothing was."""
+    asked = decision.problem.config.kernel.comm_units
+    if decision.budget is not None:
+        setting = " [kernel.comm_units]" if asked is None else ""
+        return f"{decision.chosen.prepare_finalize} keeps {decision.budget}{setting}"
+    return "" if asked is None else f"kernel.comm_units = {asked} changes nothing: a single rank has no transport"
 
 
 def _libraries(names: str | None) -> frozenset[str]:

@@ -16,6 +16,7 @@ from moe_mk.cli.screen import Screen, amount
 from moe_mk.comm.traffic import INTER_NODE, INTRA_NODE
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import load_config, shipped_models
+from moe_mk.oracle.refusals import ANY, told_once
 from moe_mk.oracle.verdict import Decision, Verdict
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.verify import Verification
@@ -127,27 +128,22 @@ def show_verdict(screen: Screen, judged: Verification, decision: Decision) -> No
 
 
 def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
-    """Every pair: chosen, its price, or all reasons against it. Refused for the same reasons, experts share a line."""
+    """Every pair: chosen, or its price; then all reasons against the others, each once for whoever causes it."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for column in ("mark", "transport", "experts", "price"):
         table.add_column(column, no_wrap=True, justify="right" if column == "price" else "left")
     table.add_column("why", overflow="fold")
-    for verdict, experts in _told_together(verdicts):
-        style = "bold green" if verdict.chosen else ("" if verdict.cost_us is not None else "dim")
-        price = "refused" if verdict.cost_us is None else f"{verdict.cost_us:,.0f} us"
-        why = "; ".join(map(str, verdict.reasons)) or verdict.cost_source + (", emulated" if verdict.emulated else "")
-        mark = "*" if verdict.chosen else " "
-        table.add_row(mark, verdict.prepare_finalize, experts, price, Text(why), style=style)
-    return table
-
-
-def _told_together(verdicts: tuple[Verdict, ...]) -> list[tuple[Verdict, str]]:
-    """The lines of a table: a verdict, and the experts it speaks of, one a line of a cell."""
-    lines: dict[tuple[object, ...], tuple[Verdict, list[str]]] = {}
     for verdict in verdicts:
-        alike = (verdict.prepare_finalize, verdict.reasons) if verdict.reasons else (verdict.name,)
-        lines.setdefault(alike, (verdict, []))[1].append(verdict.experts)
-    return [(verdict, "\n".join(experts)) for verdict, experts in lines.values()]
+        if verdict.cost_us is not None:
+            mark, style = ("*", "bold green") if verdict.chosen else (" ", "")
+            why = Text(verdict.cost_source + (", emulated" if verdict.emulated else ""))
+            table.add_row(
+                mark, verdict.prepare_finalize, verdict.experts, f"{verdict.cost_us:,.0f} us", why, style=style
+            )
+    for refusal in told_once(verdicts):
+        names = ("\n".join(part) or ANY for part in (refusal.prepare_finalize, refusal.experts))
+        table.add_row(" ", *names, "refused", Text("; ".join(map(str, refusal.reasons))), style="dim")
+    return table
 
 
 def stage_table(prefill: StageTimes | None, decode: StageTimes | None) -> Table:

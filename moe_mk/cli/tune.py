@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,25 +15,16 @@ from moe_mk.cli import environment
 from moe_mk.cli.exits import OK
 from moe_mk.cli.inputs import dtype_of
 from moe_mk.cli.screen import Screen
+from moe_mk.config.tuned import ACTIVATIONS, WEIGHTS, tune_command
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.external.device import describe, usable_device
-from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
-from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
-from moe_mk.quant.microscaling import MXFP4, MXFP8
-from moe_mk.quant.nvfp4 import NVFP4
+from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.plain import plain
-from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import did_you_mean
 from moe_mk.testing.experts import random_experts
 from moe_mk.tuning import TuneCase, TunedPoint, space_of, tune, tuned_path
 from moe_mk.weights.expert_weights import ExpertWeights
-
-WEIGHTS: Mapping[str, QuantScheme] = {
-    "fp8": FP8_128x128, "int8": INT8_CHANNEL, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4,
-}  # fmt: skip
-ACTIVATIONS: Mapping[str, QuantScheme] = {"fp8": FP8_1x128, "int8": INT8_TOKEN}
-"""By the names of the options; "plain" is the layer's dtype in both."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +100,7 @@ def case_of(order: TuneOrder) -> TuneCase:
 
 def command_of(case: TuneCase) -> str:
     """The command that measures a case, for whoever misses its file."""
-    formats = f"--weights {_option(WEIGHTS, case.weights)} --activations {_option(ACTIVATIONS, case.compute)}"
-    sizes = f"--hidden {case.hidden_size} --intermediate {case.intermediate_size} --slots {case.num_slots}"
-    return f"moe-mk tune {case.experts} {sizes} --top-k {case.top_k} {formats}"
-
-
-def _option(named: Mapping[str, QuantScheme], scheme: QuantScheme) -> str:
-    return next((name for name, each in named.items() if each.family == scheme.family), "plain")
+    return tune_command(case.experts, case.shape, case.weights, case.compute)
 
 
 def _tried(case: TuneCase, order: TuneOrder, device: torch.device) -> dict[str, int]:
@@ -134,7 +118,7 @@ def points_table(points: tuple[TunedPoint, ...]) -> Table:
     for column in ("tokens", "microseconds", "parameters"):
         table.add_column(column, justify="left" if column == "parameters" else "right")
     for point in points:
-        chosen = ", ".join(f"{name} {value}" for name, value in point.parameters.items())
+        chosen = ", ".join(f"{name} {value}" for name, value in point.parameters.items()) or "built in"
         table.add_row(str(point.tokens), f"{point.microseconds:,.0f}", chosen)
     return table
 

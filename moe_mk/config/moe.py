@@ -77,6 +77,9 @@ class RouterConfig(Settings):
     """Whether a bias is added to the logits, so that it takes part in the choice and in the weights."""
     renormalize: bool = True
     routed_scaling_factor: float = Field(default=1.0, gt=0)
+    hash_vocabulary: int | None = Field(default=None, ge=1)
+    """Tokens of the vocabulary, of a layer whose experts a table fixes by token id (DeepSeek-V4's first layers); None:
+    experts are chosen by scores."""
     router_dtype: Literal["float32", "model"] = "float32"
     """float32: gate and scores in f32, as transformers does. model: in the layer's dtype, as DeepSeek's own code does.
     They choose other experts for several percent of tokens."""
@@ -114,6 +117,8 @@ class KernelConfig(Settings):
     """The most tokens one rank may bring to one call; buffers are sized by it."""
     relay_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a rank that cross between nodes and are relayed there at a time; None: all of a call at once."""
+    comm_units: int | None = Field(default=None, ge=1)
+    """Compute units that the transport may keep for itself: SMs of a GPU, proxy threads of a CPU. None: its default."""
     graphs: bool = False
     """Whether calls must be capturable in a CUDA graph."""
     deterministic: bool = False
@@ -164,6 +169,22 @@ class MoEConfig(Settings):
             problems.append(
                 f"router.topk_group={r.topk_group} groups of {per_group} experts leave {r.topk_group * per_group} "
                 f"to choose router.top_k={r.top_k} from; keep {-(-r.top_k // per_group)} groups or more"
+            )
+        return problems + self._hash_problems()
+
+    def _hash_problems(self) -> list[str]:
+        if self.router.hash_vocabulary is None:
+            return []
+        problems = []
+        if self.router.has_correction_bias:
+            problems.append(
+                "router.has_correction_bias=True but router.hash_vocabulary fixes the experts of every token, which "
+                "no bias can change; set has_correction_bias=false"
+            )
+        if self.kernel.graphs:
+            problems.append(
+                "kernel.graphs=True but router.hash_vocabulary has token ids read on the host, to refuse those outside "
+                "the table; set graphs=false"
             )
         return problems
 

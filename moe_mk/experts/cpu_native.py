@@ -8,6 +8,7 @@ Compiled on first use into the user's cache directory (`kernels/native`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import ClassVar
 
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.cpu_native_tuning import Tuned, candidates, load_tuned, only, tuning_of
 from moe_mk.experts.cpu_native_weights import (
     BLOCK,
     PackedExpertWeights,
     native_kernels,
     pack_matrix,
-    stacked_biases,
     storage_of,
 )
 from moe_mk.kernels.native import (
@@ -39,7 +40,7 @@ from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_weights import MappedExpertWeights, Weights, expect_one_width
+from moe_mk.weights.expert_weights import MappedExpertWeights, Weights, expect_one_width, stacked_biases
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": Activation.SILU,
@@ -89,6 +90,8 @@ class CpuNativeExperts(FusedExperts):
             quantize=_rounding(context.compute),
             batch_invariant=context.batch_invariant,
         )
+        self.tuned: Tuned | None = None
+        """Parameters by rows an expert; read when the type of the weights is known."""
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
@@ -112,6 +115,17 @@ class CpuNativeExperts(FusedExperts):
         """Hidden rows of all assignments in bf16, and sums in f32."""
         assignments = rows * problem.config.router.top_k
         return assignments * problem.intermediate * 2 + rows * problem.config.model.hidden_size * 4
+
+    @classmethod
+    def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
+        """Ways through memory worth trying for so many tokens; none of them changes a bit of the result."""
+        return candidates(context, rows)
+
+    def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> CpuNativeExperts:
+        """These experts with one choice for every call. Raises ConfigError for one that the kernels do not have."""
+        one = copy(self)
+        one.tuned = only(tuning_of(parameters))
+        return one
 
     def relayout(self, weights: Weights) -> Weights:
         """Pack every expert; the pages of a mapped checkpoint are given back expert by expert."""
@@ -152,27 +166,34 @@ class CpuNativeExperts(FusedExperts):
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Multiply in the layout the tokens have."""
         assert isinstance(weights, PackedExpertWeights)
-        w13, w2, threads = weights.w13, weights.w2, torch.get_num_threads()
+        w13, w2, threads, mode = weights.w13, weights.w2, torch.get_num_threads(), self._mode(tokens, weights)
         if isinstance(tokens, RowTokens):
             x, scales = self._codes(tokens.x_RH)
             shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
             y = experts_rows(
                 self.native, x, tokens.ids_RK, tokens.weights_RK, w13, w2, shared=shared,
-                mode=self.mode, x_scales_RX=scales, out_RH=tokens.out_RH, threads=threads,
+                mode=mode, x_scales_RX=scales, out_RH=tokens.out_RH, threads=threads,
             )  # fmt: skip
             return ExpertOutput(y, OutputStage.REDUCED)
         assert weights.shared is None, "shared experts are added to rows only; the layer asks `beside` for rows alone"
         if isinstance(tokens, GroupedTokens):
             x, scales = self._codes(tokens.x_NH)
             y = experts_grouped(
-                self.native, x, tokens.counts_L, None, w13, w2, mode=self.mode, x_scales_NX=scales, threads=threads
+                self.native, x, tokens.counts_L, None, w13, w2, mode=mode, x_scales_NX=scales, threads=threads
             )
             return ExpertOutput(y, OutputStage.RAW)
         x, scales = self._codes(tokens.x_LSH)
-        y = experts_batched(
-            self.native, x, tokens.counts_L, w13, w2, mode=self.mode, x_scales_LSX=scales, threads=threads
-        )
+        y = experts_batched(self.native, x, tokens.counts_L, w13, w2, mode=mode, x_scales_LSX=scales, threads=threads)
         return ExpertOutput(y, OutputStage.RAW)
+
+    def _mode(self, tokens: Tokens, weights: PackedExpertWeights) -> ExpertsMode:
+        """How to compute, with the parameters for this number of rows, known from shapes alone: dropped ones count."""
+        rows, choices = _rows_and_choices(tokens)
+        if self.tuned is None:
+            self.tuned = load_tuned(self.context, weights.scheme, choices)
+        if not self.tuned.points or rows == 0:
+            return self.mode
+        return replace(self.mode, tuning=self.tuned.at(rows * choices / self.context.num_slots))
 
     def _codes(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
         """Rows as the kernels read them: codes with f32 scales where they may stay, else bf16."""
@@ -186,3 +207,12 @@ def _rounding(compute: QuantScheme) -> Rounding:
     if compute.block is None:
         return Rounding.NONE
     return Rounding.INT8 if compute == INT8_TOKEN else Rounding.FP8
+
+
+def _rows_and_choices(tokens: Tokens) -> tuple[int, int]:
+    """Rows, and the experts that each visits."""
+    if isinstance(tokens, RowTokens):
+        return tokens.ids_RK.shape[0], tokens.ids_RK.shape[1]
+    if isinstance(tokens, GroupedTokens):
+        return tokens.x_NH.shape[0], 1
+    return int(tokens.counts_L.sum()), 1

@@ -21,7 +21,7 @@ from moe_mk.kernels.native import (
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.weights.expert_weights import SlotBiases, SlotWeights, Weights
+from moe_mk.weights.expert_weights import SlotBiases, SlotWeights
 
 LAYOUT = "cpu_native"
 TILE_ROWS = 16
@@ -138,14 +138,3 @@ def pack_matrix(packed: PackedMatrix, index: int, parts: list[QuantTensor], name
         threads=torch.get_num_threads(),
         name=f"{name} of slot {index}",
     )
-
-
-def stacked_biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
-    """Biases of w13 (gate's, then up's) and of w2 in f32, one row a slot; None for experts without."""
-    found = [weights.slot(index).biases for index in range(weights.num_slots)]
-    biases = [slot for slot in found if slot is not None]
-    if not biases:
-        return None, None
-    assert len(biases) == len(found), "either every expert of a layer has biases or none"
-    first = [torch.cat([b.up_I] if b.gate_I is None else [b.gate_I, b.up_I]) for b in biases]
-    return torch.stack(first).to(torch.float32), torch.stack([b.down_H for b in biases]).to(torch.float32)

@@ -20,7 +20,7 @@ from moe_mk.kernels.reference.quantize_rows import quantize_rows
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, Tokens
-from moe_mk.weights.expert_weights import ExpertWeights, Weights
+from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_width
 
 BLOCK = 128
 MASKED_ROWS = 64
@@ -74,7 +74,8 @@ class DeepGemmExperts(FusedExperts):
         return padded * (3 * problem.config.model.hidden_size + 5 * problem.intermediate)
 
     def relayout(self, weights: Weights) -> ExpertWeights:
-        """One stack on the device with f32 scales."""
+        """One stack on the device with f32 scales. Raises UnsupportedError for experts of different sizes."""
+        expect_one_width(weights, "deep_gemm")
         if not isinstance(weights, ExpertWeights):
             weights = _stacked(weights)
         return ExpertWeights(self._ready(weights.w13), self._ready(weights.w2), weights.layout, weights.gated)

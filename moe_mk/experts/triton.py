@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.triton_beside import Beside, joined, spare_of
+from moe_mk.experts.triton_forms import BLOCK, form_of, size_reasons
 from moe_mk.experts.triton_tuning import (
     BUILT_IN,
     CANDIDATES,
@@ -36,17 +37,13 @@ from moe_mk.experts.triton_tuning import (
 from moe_mk.experts.triton_weights import FormedWeights, RoomyWeights, formed, ready, stacked
 from moe_mk.experts.triton_workspace import Workspace, workspace_of
 from moe_mk.external.device import profile_here, stream_of
-from moe_mk.kernels.triton.form import FORMS, Form
+from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
 from moe_mk.kernels.triton.tile import Tile
-from moe_mk.quant.fp8_block import Fp8Block
-from moe_mk.quant.plain import BF16, Plain
+from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
-from moe_mk.weights.expert_weights import ExpertWeights, Weights
+from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_width
 
-BLOCK = 128
-BOX_BYTES = 16
-"""Rows that the tensor memory accelerator reads start at multiples of this."""
 MASKED_ROWS = 64
 """Mean rows an expert that are expected at most in blocks with padding: their counts are on the device, and transports
 that deliver them serve decoding.
@@ -62,7 +59,7 @@ class TritonExperts(FusedExperts):
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="our Triton kernels for Hopper: bf16, FP8 and INT8 products, weight-only FP8, INT8, MXFP8, MXFP4 and "
-        "NVFP4, every layout; compiled for sm_90 in CI",
+        "NVFP4, biases and clamped SwiGLU, every layout; compiled for sm_90 in CI",
         kinds=frozenset({"cuda"}),
         min_arch=(9, 0),
         library="triton",
@@ -72,10 +69,12 @@ class TritonExperts(FusedExperts):
             GroupedTokens: OutputStage.RAW,
             BatchedTokens: OutputStage.RAW,
         },
-        weights=frozenset({"plain", "fp8_block", "int8", "mxfp8", "mxfp4", "nvfp4"}),
+        weights=frozenset({"plain", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "mxfp8", "mxfp4", "nvfp4"}),
         computes=("fp8", "int8", "plain"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
+        activations=frozenset({*ACTIVATIONS, *CLAMPED}),
+        biases=True,
         bandwidth=0.75,
         compute=0.6,
         launches=5,
@@ -99,7 +98,7 @@ class TritonExperts(FusedExperts):
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Beside the traits: plain weights in bf16 alone, and sizes that fill blocks and boxes."""
-        return [*super().reasons_against(problem), *_size_reasons(problem)]
+        return [*super().reasons_against(problem), *size_reasons(problem)]
 
     @classmethod
     def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
@@ -115,7 +114,7 @@ class TritonExperts(FusedExperts):
     def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
         """Tiles worth trying for so many tokens, each of up to eight choices; by hand only where FP8 is multiplied."""
         an_expert = rows * min(CHOICES, context.num_slots) / context.num_slots
-        engines = ("triton", "gluon") if context.compute.family == "fp8" else ("triton",)
+        engines = ("triton", "gluon") if context.compute.block == (1, BLOCK) else ("triton",)
         return [asdict(tile) for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert)]
 
     def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> TritonExperts:
@@ -133,10 +132,14 @@ class TritonExperts(FusedExperts):
         return rows * (hidden + 4 * hidden // BLOCK) + assignments * (3 * inner + 2 * hidden + 20)
 
     def relayout(self, weights: Weights) -> Weights:
-        """One stack on the device. bf16 and FP8 stacks that are there already are not copied, others are dealt anew."""
+        """One stack on the device. bf16 and FP8 stacks that are there already are not copied, others are dealt anew.
+
+        Raises UnsupportedError for experts of different intermediate sizes.
+        """
         self._know_tiles(weights.scheme)
         if isinstance(weights, FormedWeights | RoomyWeights):
             return weights
+        expect_one_width(weights, "triton")
         form = form_of(weights.scheme, self.context.compute)
         if form.group or form.row_scales:
             return formed(weights, form, self.context.device, spare=spare_of(weights.num_slots))
@@ -179,6 +182,8 @@ class TritonExperts(FusedExperts):
         """The experts as the kernels know them."""
         assert isinstance(weights, ExpertWeights | FormedWeights)
         rows13, rows2 = (None, None) if isinstance(weights, ExpertWeights) else (weights.w13.rows, weights.w2.rows)
+        biases = weights.biases if isinstance(weights, FormedWeights | RoomyWeights) else None
+        b13, b2 = (None, None) if biases is None else (biases.b13, biases.b2)
         return self.kernels.Experts(
             (weights.w13.values, weights.w13.scales),
             (weights.w2.values, weights.w2.scales),
@@ -186,9 +191,9 @@ class TritonExperts(FusedExperts):
             weights.gated,
             getattr(self.context.compute, "ue8m0", False),
             form_of(weights.scheme, self.context.compute),
-            rows13,
-            rows2,
-        )
+            rows13, rows2, b13, b2, self.context.swiglu_alpha, self.context.swiglu_limit,
+            _fixed(self.context.compute),
+        )  # fmt: skip
 
     def _know_tiles(self, weights: QuantScheme) -> Tuned:
         """The tiles of a type of weights, read from the files once."""
@@ -208,32 +213,14 @@ class TritonExperts(FusedExperts):
 
     def _readable(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
         """Tokens in the scheme they came in if the experts compute in it, else in bf16, to be rounded on the device."""
-        if x.scheme == self.context.compute:
-            return x.values, x.scales
-        return x.dequantize(torch.bfloat16), None
+        if x.scheme != self.context.compute:
+            return x.dequantize(torch.bfloat16), None
+        if isinstance(x.scheme, Fp8Static):  # its scale does not travel
+            rows = (*x.values.shape[:-1], 1)
+            return x.values, torch.full(rows, x.scheme.scale, dtype=torch.float32, device=x.values.device)
+        return x.values, x.scales
 
 
-def form_of(weights: QuantScheme, compute: QuantScheme) -> Form:
-    """How weights lie: for products of codes where activations are rounded, else weight-only."""
-    if isinstance(weights, Plain):
-        return FORMS["plain"]
-    if isinstance(weights, Fp8Block):
-        return FORMS["w_fp8" if isinstance(compute, Plain) else "fp8"]
-    if weights.family == "int8" and not isinstance(compute, Plain):
-        return FORMS["int8"]
-    return FORMS[f"w_{weights.family}"]
-
-
-def _size_reasons(problem: Problem) -> list[Reason]:
-    model, stored, reasons = problem.config.model, problem.weights, []
-    if isinstance(stored, Plain) and stored != BF16:
-        reasons.append(Reason("weights", f"reads plain weights in bf16 alone, the experts are {stored.name}"))
-    if isinstance(stored, Fp8Block) and problem.intermediate % BLOCK:
-        text = f"reads hidden rows in groups of {BLOCK}, a rank has {problem.intermediate} columns of them"
-        reasons.append(Reason("shape", text, f"a tp that leaves a multiple of {BLOCK}"))
-    width = 2 if isinstance(stored, Plain) or stored.per_byte > 1 else 1  # bytes of what boxes read: rows or weights
-    for name, size in (("hidden size", model.hidden_size), ("intermediate size", problem.intermediate)):
-        if size * width % BOX_BYTES:
-            text = f"reads rows in boxes that start at multiples of {BOX_BYTES} B, a {name} of {size} does not"
-            reasons.append(Reason("shape", text))
-    return reasons
+def _fixed(compute: QuantScheme) -> tuple[float, float] | None:
+    """Calibrated scales of the rows before both products, where there are any."""
+    return (compute.scale, compute.hidden.scale) if isinstance(compute, Fp8Static) else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moe_mk.experts.triton_biases import Biases, no_biases_like
 from moe_mk.experts.triton_weights import FormedMatrix, FormedWeights, RoomyWeights
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
@@ -40,16 +41,36 @@ class Beside:
 def joined(routed: Weights, shared: Weights) -> Weights | None:
     """Both in one stack, if they lie alike and there is room behind the routed ones; only that room is written."""
     if isinstance(routed, RoomyWeights) and isinstance(shared, ExpertWeights) and routed.spare:
-        if routed.scheme != shared.scheme or routed.gated != shared.gated:
+        own = shared.biases if isinstance(shared, RoomyWeights) else None
+        if routed.scheme != shared.scheme or routed.gated != shared.gated or _is_alone(routed.biases, own):
             return None
         w13, w2 = (_joined_stack(a, b) for a, b in ((routed.w13, shared.w13), (routed.w2, shared.w2)))
-        return None if w13 is None or w2 is None else replace(routed, w13=w13, w2=w2)
+        if w13 is None or w2 is None:
+            return None
+        return replace(routed, w13=w13, w2=w2, biases=_joined_biases(routed.biases, own))
     if isinstance(routed, FormedWeights) and isinstance(shared, FormedWeights) and routed.spare:
-        if routed.form != shared.form or routed.gated != shared.gated:
+        if routed.form != shared.form or routed.gated != shared.gated or _is_alone(routed.biases, shared.biases):
             return None
         first, second = (_joined_matrix(a, b) for a, b in ((routed.w13, shared.w13), (routed.w2, shared.w2)))
-        return None if first is None or second is None else replace(routed, w13=first, w2=second)
+        if first is None or second is None:
+            return None
+        return replace(routed, w13=first, w2=second, biases=_joined_biases(routed.biases, shared.biases))
     return None
+
+
+def _is_alone(routed: Biases | None, shared: Biases | None) -> bool:
+    """Whether shared experts have biases that find no room behind the routed ones'."""
+    return routed is None and shared is not None
+
+
+def _joined_biases(routed: Biases | None, shared: Biases | None) -> Biases | None:
+    """Behind the biases of routed experts those of the shared ones, zeros where they have none."""
+    if routed is None:
+        return None
+    own = shared or no_biases_like(routed)
+    b13, b2 = _behind(routed.b13, own.b13), _behind(routed.b2, own.b2)
+    assert b13 is not None and b2 is not None, "their matrices fit, so do they"
+    return Biases(b13, b2)
 
 
 def _joined_stack(routed: QuantTensor, shared: QuantTensor) -> QuantTensor | None:

@@ -6,11 +6,12 @@ groups lie (expert, step, row, group). Columns are padded with zeros to whole st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from moe_mk.experts.triton_biases import Biases, biases_of
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.form import Form
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -44,6 +45,17 @@ class RoomyWeights(ExpertWeights):
 
     spare: int = 0
     """Slots that have room there."""
+    biases: Biases | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values, scales and biases."""
+        return super().num_bytes + (0 if self.biases is None else self.biases.num_bytes)
+
+    def slot(self, index: int) -> SlotWeights:
+        """One expert as views, beside a copy of its biases in f32."""
+        biases = None if self.biases is None else self.biases.slot(index, gated=self.gated)
+        return replace(super().slot(index), biases=biases)
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,7 @@ class FormedWeights:
     spare: int = 0
     """Slots that have room behind the last one."""
     layout: str = LAYOUT
+    biases: Biases | None = None
 
     @property
     def num_slots(self) -> int:
@@ -70,16 +83,17 @@ class FormedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values and scales, padding included."""
-        return self.w13.num_bytes + self.w2.num_bytes
+        """Bytes of values, scales and biases, padding included."""
+        return self.w13.num_bytes + self.w2.num_bytes + (0 if self.biases is None else self.biases.num_bytes)
 
     def slot(self, index: int) -> SlotWeights:
-        """One expert as it was stored, bit for bit; a copy."""
+        """One expert as it was stored, bit for bit, its biases in f32; a copy."""
         w13, w2 = (_unformed(matrix, self.form, index) for matrix in (self.w13, self.w2))
+        biases = None if self.biases is None else self.biases.slot(index, gated=self.gated)
         if not self.gated:
-            return SlotWeights(None, w13, w2)
+            return SlotWeights(None, w13, w2, biases)
         half = w13.shape[0] // 2
-        return SlotWeights(narrow_rows(w13, 0, half), narrow_rows(w13, half, half), w2)
+        return SlotWeights(narrow_rows(w13, 0, half), narrow_rows(w13, half, half), w2, biases)
 
 
 def formed(weights: Weights, form: Form, device: torch.device, *, spare: int = 0) -> FormedWeights:
@@ -95,7 +109,8 @@ def formed(weights: Weights, form: Form, device: torch.device, *, spare: int = 0
         _fill(w13, above, form, index)
         _fill(w2, down, form, index)
     assert w13 is not None and w2 is not None, "a rank has at least one expert"
-    return FormedWeights(w13, w2, form, weights.gated, spare)
+    biases = biases_of(weights, device, spare=spare)
+    return FormedWeights(w13, w2, form, weights.gated, spare, biases=biases)
 
 
 def stacked(weights: Weights, device: torch.device, *, spare: int = 0) -> RoomyWeights:
@@ -106,7 +121,8 @@ def stacked(weights: Weights, device: torch.device, *, spare: int = 0) -> RoomyW
     slots = [weights.slot(index) for index in range(weights.num_slots)]
     parts13 = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
     w13, w2 = (_stack(parts, weights.scheme, device, spare) for parts in (parts13, [[slot.down_HI] for slot in slots]))
-    return RoomyWeights(w13, w2, gated=weights.gated, spare=spare)
+    biases = biases_of(weights, device, spare=spare)
+    return RoomyWeights(w13, w2, gated=weights.gated, spare=spare, biases=biases)
 
 
 def ready(q: QuantTensor, device: torch.device) -> QuantTensor:

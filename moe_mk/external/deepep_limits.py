@@ -8,6 +8,7 @@ in July 2026.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 """Row lengths that low-latency kernels are compiled for."""
@@ -40,6 +41,10 @@ HIGH_THROUGHPUT_CHUNKS: Mapping[int, tuple[tuple[int, int, int, int], tuple[int,
 dispatch and of combine. Other numbers of ranks are refused."""
 NUM_SMS = 20
 """Multiprocessors of high-throughput kernels by default; half as many channels."""
+QPS_PER_RANK = 24
+"""Queue pairs of a V1 buffer by default; kernels between nodes want one for each of their multiprocessors."""
+LEAST_SMS, SM_READ_GBS, SM_WRITE_GBS = 4, 200.0, 50.0
+"""What V2 takes at least, and what it reckons that one multiprocessor reads and writes, GB/s."""
 HIGH_THROUGHPUT_ROW_BYTES = 512
 """Rows are padded to a multiple of this."""
 
@@ -87,6 +92,28 @@ def rdma_bytes(chunk: int, row_bytes: int, ranks: int, num_sms: int = NUM_SMS) -
     nodes, channels = ranks // NVLINK_PEERS, num_sms // 2
     row = row_bytes + 8 + 128 * 8 + 128 * 4 + 128 * 4 + 16
     return up_to(2 * channels * nodes * ((NVLINK_PEERS * 2 + 2) * 4 + chunk * row), 128)
+
+
+def elastic_sms(
+    visited_ranks: float, visited_nodes: float, ranks: int, ranks_per_node: int, near_gbs: float, far_gbs: float
+) -> int:
+    """Multiprocessors that V2 gives its kernels by itself: so many that copies keep up with the link that binds.
+
+    ranks: 2 or more. visited_ranks, visited_nodes: distinct ones that a token visits under a balanced gate, its own
+    included. near_gbs, far_gbs: of one rank over NVLink and over RDMA. Traffic is counted in rows that arrive at ranks.
+    A quarter is added, the sum is even and at least 4; the library also keeps to what the device has. It is not made
+    for routing that is limited to groups. Source: ElasticBuffer.get_theoretical_num_sms of deep_ep 2.1.0.
+    """
+    token, nodes, in_node = 1 / visited_ranks, -(-ranks // ranks_per_node), min(ranks, ranks_per_node)
+    read, written, near = token, 1.0, 1 - 1 / in_node
+    busy_s = near / near_gbs
+    if nodes > 1:
+        crossing = token * visited_nodes
+        read += crossing
+        written += token + crossing / nodes
+        busy_s = max(busy_s, crossing * (1 - 1 / nodes) / far_gbs)
+    enough = max(read / SM_READ_GBS, written / SM_WRITE_GBS) / busy_s
+    return up_to(max(LEAST_SMS, ceil(1.25 * enough)), 2)
 
 
 def elastic_bytes(max_tokens: int, hidden: int, top_k: int, ranks: int, *, fp8: bool, ranks_per_node: int) -> int:

@@ -34,11 +34,11 @@ def number_of_new(layer: MoELayer) -> int:
 
 
 @torch.library.custom_op("moe_mk::moe_layer", mutates_args=("expert_load_E",))
-def moe_layer(hidden_states: Tensor, expert_load_E: Tensor, layer: int) -> Tensor:
-    """Run a layer on (T, H); adds the chosen experts to expert_load_E."""
-    return run_alone(_layers[layer].steps(hidden_states, expert_load_E))
+def moe_layer(hidden_states: Tensor, expert_load_E: Tensor, layer: int, token_ids_T: Tensor | None = None) -> Tensor:
+    """Run a layer on (T, H); adds the chosen experts to expert_load_E. token_ids_T: where they choose the experts."""
+    return run_alone(_layers[layer].steps(hidden_states, expert_load_E, token_ids_T))
 
 
 @moe_layer.register_fake
-def _(hidden_states: Tensor, expert_load_E: Tensor, layer: int) -> Tensor:
+def _(hidden_states: Tensor, expert_load_E: Tensor, layer: int, token_ids_T: Tensor | None = None) -> Tensor:
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)

@@ -11,6 +11,7 @@ import torch
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.layer.calibrated import calibrated
+from moe_mk.layer.hashed import hashed
 from moe_mk.layer.moe_layer import MoELayer, Progress
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ class DeepseekV3MoE(MoELayer):
         """Build from a checkpoint folder's config.json and load one layer of it.
 
         overrides: settings by their bare key, such as experts="reference". Scales of activations that the checkpoint
-        was calibrated with become settings of the layer. Raises ConfigError or WeightError.
+        was calibrated with become settings of the layer, and so does a table that chooses experts by token id: call
+        such a layer with token_ids_T. Raises ConfigError or WeightError.
         """
-        config = calibrated(MoEConfig.from_hf(str(path), **overrides), path, layer)
+        config = calibrated(hashed(MoEConfig.from_hf(str(path), **overrides), path, layer), path, layer)
         built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}")
         return built.load_from_safetensors(path, layer, on_progress=on_progress)

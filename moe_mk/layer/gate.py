@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import choose_gate_tier, gate_logits
+from moe_mk.router.hashed import HashedTokens
 from moe_mk.router.native import route_natively, routes_natively
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
@@ -42,10 +43,11 @@ class Gate:
         logits_TE = gate_logits(x_TH, self.weight_EH, self.router_dtype, tier)
         return logits_TE if self.logit_bias_E is None else logits_TE + self.logit_bias_E.to(logits_TE.dtype)
 
-    def route(self, x_TH: Tensor, router: Router) -> tuple[Routing, Tensor]:
+    def route(self, x_TH: Tensor, router: Router | HashedTokens) -> tuple[Routing, Tensor]:
         """Routing and logits of the tokens: in one native call where the decision says so and the router allows it."""
         assert self.weight_EH is not None
-        if self._native and self.logit_bias_E is None and routes_natively(router):
+        native = self._native and self.logit_bias_E is None
+        if native and isinstance(router, Router) and routes_natively(router):
             return route_natively(x_TH, self.weight_EH, self.bias_E, router)
         logits_TE = self(x_TH)
         return router(logits_TE, self.bias_E), logits_TE

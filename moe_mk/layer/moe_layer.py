@@ -32,6 +32,7 @@ from moe_mk.layer.checks import check_hidden_states, check_routing
 from moe_mk.layer.custom_op import moe_layer, number_of_new
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
+from moe_mk.layer.hashed import hash_router_of, router_of_batch
 from moe_mk.layer.placed import PlacedLayer
 from moe_mk.layer.placing import Half, build_half
 from moe_mk.layer.report import MemoryReport, memory_report
@@ -41,6 +42,8 @@ from moe_mk.oracle import select
 from moe_mk.oracle.assemble import Parts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.quant.plain import plain
+from moe_mk.router.hashed import HashedTokens, HashRouter
+from moe_mk.router.router import Router
 from moe_mk.runner.naive import MonolithicKernel
 from moe_mk.runner.overlap import alongside, run_alone
 from moe_mk.tokens import Routing
@@ -109,6 +112,13 @@ class MoELayer(PlacedLayer):
         parts = Parts(self.expert_map, self.device, self.ep, self.spans, self._half.tables)
         self._shared = shared_experts(self.decision, parts) if self.config.model.shared_size else None
         self._gate = Gate(self.decision, self.dtype, self.device)
+        self._by_id: HashRouter | None = None
+        if self.config.router.hash_vocabulary is not None and isinstance(self.kernel, MonolithicKernel):
+            raise UnsupportedError(
+                f"{self.decision.chosen.experts} routes inside, by scores alone; layer {self.name!r} chooses experts "
+                "by token id",
+                ["pin kernel.experts to another backend"],
+            )
         self._number = number_of_new(self)
         num_experts = self.config.model.num_experts
         self.register_buffer(
@@ -182,18 +192,23 @@ class MoELayer(PlacedLayer):
         if self._shared is not None and weights.shared is not None:
             self._shared.load(weights.shared, file_backed=weights.experts.file_backed)
         self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
+        self._by_id = hash_router_of(self.config, weights.table_XK, self.device)
         self._half = replace(self._half, weights=weights, laid_out=laid_out)
 
     # Running.
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Run the layer: (T, H) to (T, H), shared experts included. T may be zero and differ between ranks."""
+    def forward(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
+        """Run the layer: (T, H) to (T, H), shared experts included. T may be zero and differ between ranks.
+
+        token_ids_T: integers, the tokens of the vocabulary; needed where they choose the experts, else without effect.
+        """
         hidden_states = self._checked(hidden_states)
+        self._router_of(hidden_states, token_ids_T)
         if torch.compiler.is_compiling() or type(hidden_states) is not Tensor:
-            out: Tensor = moe_layer(hidden_states, self.expert_load, self._number)
+            out: Tensor = moe_layer(hidden_states, self.expert_load, self._number, token_ids_T)
             return out
         with torch.no_grad():  # nobody looks on: the operator would cost a tenth of a millisecond
-            return run_alone(self.steps(hidden_states))
+            return run_alone(self.steps(hidden_states, token_ids_T=token_ids_T))
 
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).
@@ -219,19 +234,25 @@ class MoELayer(PlacedLayer):
         y_TH = yield from half.kernel.steps(x_TH, physical, half.laid_out)
         return (yield from self._late_reduce(y_TH, half))
 
-    def route(self, hidden_states: Tensor) -> Routing:
-        """The first stage alone: logical experts and weights of each token."""
+    def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
+        """The first stage alone: logical experts and weights of each token. token_ids_T: as of `forward`."""
         hidden_states = self._checked(hidden_states)
-        return self._gate.route(hidden_states, self.router)[0]
+        return self._gate.route(hidden_states, self._router_of(hidden_states, token_ids_T))[0]
 
-    def steps(self, x_TH: Tensor, expert_load_E: Tensor | None = None) -> Flight[Tensor]:
+    def _router_of(self, x_TH: Tensor, token_ids_T: Tensor | None) -> Router | HashedTokens:
+        return router_of_batch(self.router, self._by_id, token_ids_T, x_TH, self.name)
+
+    def steps(
+        self, x_TH: Tensor, expert_load_E: Tensor | None = None, token_ids_T: Tensor | None = None
+    ) -> Flight[Tensor]:
         """The forward as a flight: for several ranks in one process, or several micro-batches at once."""
         load_E = self.expert_load if expert_load_E is None else expert_load_E
+        router = self._router_of(x_TH, token_ids_T)
         half = self._half
         yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes})
         together = self._with_shared(half)
         with self.spans.span("route"):
-            routing, logits_TE = self._gate.route(x_TH, self.router)
+            routing, logits_TE = self._gate.route(x_TH, router)
             self._record(routing, load_E)
             physical = self._physical(routing, half)
         if isinstance(half.kernel, MonolithicKernel):

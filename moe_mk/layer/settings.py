@@ -61,4 +61,5 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
         has_gate_bias=config.router.has_correction_bias,
         has_expert_bias=model.expert_bias,
         has_logit_bias=config.router.has_logit_bias,
+        table=None if config.router.hash_vocabulary is None else (config.router.hash_vocabulary, config.router.top_k),
     )

@@ -51,6 +51,7 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
         spans=parts.spans,
         ranks_per_node=decision.problem.ep_ranks_per_node,
         relay_tokens=decision.problem.config.kernel.relay_tokens,
+        comm_units=decision.problem.config.kernel.comm_units,
         allow_emulated=decision.problem.config.kernel.allow_emulated,
         network=decision.problem.config.kernel.network,
     )

@@ -15,6 +15,7 @@ from moe_mk.external.library import COMPILER
 from moe_mk.oracle import cost
 from moe_mk.oracle.base import Oracle
 from moe_mk.oracle.fallback import Form, PassedOver, effect_of
+from moe_mk.oracle.refusals import told_once
 from moe_mk.oracle.rules import reasons_against_pair, wire_reasons
 from moe_mk.oracle.verdict import Decision, Verdict
 from moe_mk.prepare_finalize.all_gather import AllGather
@@ -51,7 +52,7 @@ def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
 
     Weights are held as they are stored if any backend but the reference reads that, else in the first form of the
     oracle that one reads; the decision then says what that costs.
-    Raises UnsupportedError with every pair and all its reasons if none can, ConfigError for an unknown pin or a
+    Raises UnsupportedError with all reasons against all pairs if none can, ConfigError for an unknown pin or a
     problem of another quantisation type.
     """
     _check_pins(problem)
@@ -64,7 +65,8 @@ def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
     serving = tried[-1] if any(not c.traits.definition for _, c in tried[-1].able) else None
     chosen = serving or next((each for each in tried if each.able), None)
     if chosen is None:
-        lines = [verdict.line() for verdict in tried[0].verdicts if _is_wanted(verdict, problem)]
+        wanted = [verdict for verdict in tried[0].verdicts if _is_wanted(verdict, problem)]
+        lines = [refusal.line() for refusal in told_once(wanted)]
         raise UnsupportedError(_nothing_serves(problem), lines or [_no_such_pair()])
     winner, candidate = min(chosen.able, key=lambda pair: (pair[0].emulated, pair[0].cost_us or 0.0))
     decision = _decision(chosen.problem, oracle, chosen.verdicts, winner, candidate, rivals=len(chosen.able) - 1)
@@ -185,6 +187,7 @@ def _decision(
         buffer_bytes=_buffer_bytes(candidate, problem, config.kernel.max_num_tokens),
         graph_safe=candidate.traits.graph_safe and candidate.carrier.traits.graph_safe,
         deterministic=candidate.traits.deterministic and candidate.carrier.traits.deterministic,
+        budget=candidate.carrier.budget(problem),
         gate=choose_gate_tier(
             problem.device.arch if problem.device.kind == "cuda" else None,
             problem.num_tokens,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.oracle.fallback import Effect, PassedOver
+from moe_mk.oracle.refusals import told_once
+from moe_mk.prepare_finalize.base import Budget
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import GateChoice
 
@@ -78,6 +80,8 @@ class Decision:
     graph_safe: bool
     deterministic: bool
     gate: GateChoice
+    budget: Budget | None = None
+    """What the transport keeps of the device for itself; None where it has nothing that `kernel.comm_units` counts."""
     effect: Effect | None = None
     """What holding the weights in another form than the stored one does; None where they are held as stored. The
     problem of a decision is the one with the weights as they are held."""
@@ -103,6 +107,8 @@ class Decision:
             "router": json.dumps(config.router.model_dump(mode="json"), sort_keys=True),
             "parallel": json.dumps(config.parallel.model_dump(mode="json"), sort_keys=True),
             "max_num_tokens": str(config.kernel.max_num_tokens),
+            "relay_tokens": str(config.kernel.relay_tokens),
+            "comm_units": str(config.kernel.comm_units),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,6 +128,7 @@ class Decision:
                 "weights": self.weights_bytes,
                 "buffers": self.buffer_bytes,
             },
+            "budget": None if self.budget is None else asdict(self.budget),
             "graph_safe": self.graph_safe,
             "deterministic": self.deterministic,
             "gate": {"tier": self.gate.tier, "reasons": {tier: list(why) for tier, why in self.gate.reasons.items()}},
@@ -129,7 +136,7 @@ class Decision:
         }
 
     def __str__(self) -> str:
-        """The decision for a terminal: every pair with every reason."""
+        """The decision for a terminal: every pair that can serve, and every reason against the others, once."""
         p = self.problem
         head = (
             f"{self.chosen.name}: {self.because}\n"
@@ -140,5 +147,7 @@ class Decision:
             f"  gate {self.gate.tier}; "
             + "; ".join(f"not {t}: {', '.join(why)}" for t, why in self.gate.reasons.items())
         )
+        kept = [] if self.budget is None else [f"  {self.chosen.prepare_finalize} keeps {self.budget}"]
         forms = [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
-        return "\n".join([head, *forms, *(verdict.line() for verdict in self.verdicts)])
+        served = [verdict.line() for verdict in self.verdicts if verdict.cost_us is not None]
+        return "\n".join([head, *kept, *forms, *served, *(refusal.line() for refusal in told_once(self.verdicts))])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,23 @@ class TransportTraits(Traits):
     """Whether ranks may own different numbers of experts."""
     blocking: bool = False
     """Whether its calls wait for peers inside a library: ranks of one process then need a thread each."""
+    comm_unit: Literal["", "SMs", "threads"] = ""
+    """What `kernel.comm_units` counts; empty: it keeps nothing that can be set."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Compute units that a transport keeps for itself while it communicates."""
+
+    unit: str
+    """"SMs" or "threads"."""
+    count: int | None
+    """None: its library decides when it runs."""
+    source: str
+    """Who says so: kernel.comm_units, a default, a formula."""
+
+    def __str__(self) -> str:
+        return f"{self.unit if self.count is None else f'{self.count} {self.unit}'}: {self.source}"
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,8 @@ class TransportContext:
     """Ranks of this group on one host; None: all ranks share one."""
     relay_tokens: int | None = None
     """Tokens that are relayed between nodes at a time; None: all of a call."""
+    comm_units: int | None = None
+    """Compute units that the transport may keep for itself; None: its default."""
     allow_emulated: bool = False
     """Whether an emulation may stand in for the library, see `external.library.load`."""
     network: str = KernelConfig.model_fields["network"].default
@@ -139,6 +158,20 @@ class PrepareFinalize(ABC):
         return 0
 
     @classmethod
+    def budget(cls, problem: Problem) -> Budget | None:
+        """The compute units it keeps for itself, as set or as it is by default; None where there are none to set."""
+        asked = problem.config.kernel.comm_units
+        if not cls.traits.comm_unit or problem.ranks == 1:
+            return None
+        return cls.own_budget(problem) if asked is None else Budget(cls.traits.comm_unit, asked, "kernel.comm_units")
+
+    @classmethod
+    def own_budget(cls, problem: Problem) -> Budget:
+        """What it keeps where kernel.comm_units says nothing. For transports with a `comm_unit`."""
+        del problem
+        return Budget(cls.traits.comm_unit, None, "as many as it sees fit")
+
+    @classmethod
     def plan(cls, problem: Problem) -> TransportPlan:
         """Bytes and every violated limit, from the problem alone: no library is needed."""
         return TransportPlan(cls.buffer_bytes(problem), tuple(cls.reasons_against(problem)))
@@ -172,6 +205,10 @@ def _fabric_reasons(traits: TransportTraits, problem: Problem) -> list[Reason]:
     if ranks > 1 and tokens not in traits.tokens:
         have, fix = {"replicated": "the same tokens", "sharded": "their own tokens"}[tokens], next(iter(traits.tokens))
         reasons.append(Reason("tokens", f"ranks bring {have}", f"parallel.tokens = {fix}"))
+    asked = problem.config.kernel.comm_units
+    if ranks > 1 and asked is not None and not traits.comm_unit:
+        text = f"has no budget of SMs or threads that could be held to {asked}"
+        reasons.append(Reason("comm_units", text, "kernel.comm_units = null"))
     if not traits.uneven and problem.config.model.num_experts % ranks:
         reasons.append(Reason("uneven", f"{problem.config.model.num_experts} experts do not divide over {ranks} ranks"))
     return reasons

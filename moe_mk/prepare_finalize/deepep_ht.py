@@ -18,5 +18,7 @@ class DeepEPHighThroughput(HighThroughputTransport):
     """DeepEP high throughput; for prefill and training."""
 
     traits: ClassVar[TransportTraits] = replace(
-        DEEPEP, summary="DeepEP high-throughput kernels, one copy of a token per rank and node; for prefill"
+        DEEPEP,
+        summary="DeepEP high-throughput kernels, one copy of a token per rank and node; for prefill",
+        comm_unit="SMs",
     )

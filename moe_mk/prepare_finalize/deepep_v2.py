@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_mk.comm.traffic_model import expected_groups
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.deepep_limits import (
     ELASTIC_EXPERTS,
@@ -26,11 +27,12 @@ from moe_mk.external.deepep_limits import (
     ELASTIC_TOP_K,
     HIGH_THROUGHPUT_ROW_BYTES,
     elastic_bytes,
+    elastic_sms,
 )
 from moe_mk.external.device import capturing
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.library_calls import Call
 from moe_mk.prepare_finalize.library_rows import (
     from_library,
@@ -71,8 +73,14 @@ class ElasticTransport(RowKernels):
             "use_fp8_dispatch": not plain_rows,
         }
         buffer = Call(library.ElasticBuffer, list(needed))(needed, {"explicitly_destroy": False})
-        dispatch = Call(buffer.dispatch, ["do_expand", "do_cpu_sync", self.later])
-        return Surface(dispatch, Call(buffer.combine, ["handle", self.later]))
+        by_budget = list(self._units(combine=False))
+        dispatch = Call(buffer.dispatch, ["do_expand", "do_cpu_sync", self.later, *by_budget])
+        return Surface(dispatch, Call(buffer.combine, ["handle", self.later, *by_budget]))
+
+    def _units(self, *, combine: bool) -> dict[str, object]:
+        del combine
+        units = self.context.comm_units
+        return {} if units is None else {"num_sms": units}
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts."""
@@ -87,6 +95,7 @@ class ElasticTransport(RowKernels):
             "do_expand": self.expand,
             "do_cpu_sync": not capturing(c.device),
             self.later: True,
+            **self._units(combine=False),
         }
         with c.spans.span("dispatch"):
             buffer = self._session.buffer
@@ -119,6 +128,17 @@ class ElasticTransport(RowKernels):
         )  # fmt: skip
 
     @classmethod
+    def own_budget(cls, problem: Problem) -> Budget:
+        """What the library's formula says of the links in the profile; at run time it asks the links themselves."""
+        near, far = problem.device.intra_node_gbs, problem.device.inter_node_gbs
+        model, top_k = problem.config.model, problem.config.router.top_k
+        nodes = expected_groups(model.num_experts, top_k, problem.nodes)
+        per_node = problem.ep_ranks_per_node
+        count = elastic_sms(problem.ranks_per_token, nodes, problem.ranks, per_node, near, far)
+        links = f"{near:g} and {far:g} GB/s" if problem.nodes > 1 else f"{near:g} GB/s"
+        return Budget(cls.traits.comm_unit, count, f"the library's formula for links of {links}")
+
+    @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Every limit: ranks, experts, top-k, number formats."""
         reasons = super().reasons_against(problem)
@@ -141,6 +161,7 @@ class DeepEPElastic(ElasticTransport):
         DEEPEP,
         summary="DeepEP V2, one copy of a token per rank, small buffers; for prefill and decoding alike",
         deterministic=False,
+        comm_unit="SMs",
     )
 
 

@@ -10,23 +10,26 @@ Inside one node a call can be captured: it then takes room for the worst routing
 from __future__ import annotations
 
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import UnsupportedError
 from moe_mk.external.deepep_limits import (
     HIGH_THROUGHPUT_CHUNKS,
     HIGH_THROUGHPUT_ROW_BYTES,
+    NUM_SMS,
     NVLINK_PEERS,
+    QPS_PER_RANK,
     nvlink_bytes,
     rdma_bytes,
 )
 from moe_mk.external.device import capturing
 from moe_mk.external.library import find, load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import TransportContext, Volume
+from moe_mk.prepare_finalize.base import Budget, TransportContext, Volume
 from moe_mk.prepare_finalize.library_calls import Call
 from moe_mk.prepare_finalize.library_rows import (
     from_library,
@@ -58,6 +61,7 @@ class HighThroughputTransport(RowKernels):
             library = find(self.surface)
         self._ids_dtype = getattr(library, "topk_idx_t", torch.int64)
         with self._session.call("set-up"):
+            self._configs = self._configs_of(library)
             sizes = self._sizes(library)
         self._session.open(sizes, lambda most: self._made(library, most))
 
@@ -81,6 +85,7 @@ class HighThroughputTransport(RowKernels):
                         "topk_idx": ids_TK,
                         "topk_weights": weights_TK,
                         self.later: True,
+                        **self._units(combine=False),
                     },
                     {"expert_alignment": 1, "num_worst_tokens": worst},
                 )
@@ -90,22 +95,40 @@ class HighThroughputTransport(RowKernels):
             x_RH = from_library(received, c.wire, c.hidden_size)
             return RowTokens(x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, handle=WayHome(buffer, handle))
 
-    def _sizes(self, library: ModuleType) -> tuple[int, int]:
-        """Bytes over NVLink and RDMA that the library's own configs ask for."""
+    def _configs_of(self, library: ModuleType) -> tuple[Any, ...]:
+        """Configs of dispatch and combine with a budget of their own; none where the library's are right.
+
+        The library also keeps a number of its own, for all buffers of the process; that one is never touched.
+        """
+        ranks, units = self.context.comm.size, self.context.comm_units
+        if units is None or ranks not in HIGH_THROUGHPUT_CHUNKS:  # the library refuses those ranks
+            return ()
+        if reasons := [str(reason) for reason in _reasons_against_units(units)]:
+            raise UnsupportedError(f"{self.traits.library} cannot be held to a budget", reasons)
+        return tuple(library.Config(units, *chunks) for chunks in HIGH_THROUGHPUT_CHUNKS[ranks])
+
+    def _units(self, *, combine: bool) -> dict[str, object]:
+        return {"config": self._configs[combine]} if self._configs else {}
+
+    def _sizes(self, library: ModuleType) -> tuple[int, int, int]:
+        """Bytes over NVLink and RDMA that the configs ask for, and queue pairs."""
         ranks, row = self.context.comm.size, 2 * self._hidden
-        configs = library.Buffer.get_dispatch_config(ranks), library.Buffer.get_combine_config(ranks)
+        configs = self._configs or (library.Buffer.get_dispatch_config(ranks), library.Buffer.get_combine_config(ranks))
         return (
             max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs),
             max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs),
+            max(QPS_PER_RANK, self.context.comm_units or 0) if ranks > NVLINK_PEERS else QPS_PER_RANK,
         )
 
     def _made(self, library: ModuleType, sizes: tuple[int, ...]) -> Surface:
-        near, far = sizes
+        near, far, qps = sizes
         needed = {"group": self.context.comm.library_group(), "num_nvl_bytes": near, "num_rdma_bytes": far}
-        buffer = Call(library.Buffer, list(needed))(needed, {"explicitly_destroy": False})
+        options = {"explicitly_destroy": False, "num_qps_per_rank": qps}
+        buffer = Call(library.Buffer, list(needed))(needed, options)
+        by_budget = ["config"] if self._configs else []
         return Surface(
-            Call(buffer.dispatch, [*LAYOUT, "topk_idx", "topk_weights", self.later]),
-            Call(buffer.combine, ["handle", self.later]),
+            Call(buffer.dispatch, [*LAYOUT, "topk_idx", "topk_weights", self.later, *by_budget]),
+            Call(buffer.combine, ["handle", self.later, *by_budget]),
             Call(buffer.get_dispatch_layout, ["topk_idx", "num_experts"]),
         )
 
@@ -120,9 +143,15 @@ class HighThroughputTransport(RowKernels):
         if problem.ranks not in HIGH_THROUGHPUT_CHUNKS:
             return 0
         row = 2 * padded_row(problem.config.model.hidden_size, HIGH_THROUGHPUT_ROW_BYTES)
-        chunks = HIGH_THROUGHPUT_CHUNKS[problem.ranks]
-        near = max(nvlink_bytes(chunk[1], row, problem.ranks) for chunk in chunks)
-        return near + max(rdma_bytes(chunk[3], row, problem.ranks) for chunk in chunks)
+        chunks, num_sms = HIGH_THROUGHPUT_CHUNKS[problem.ranks], problem.config.kernel.comm_units or NUM_SMS
+        near = max(nvlink_bytes(chunk[1], row, problem.ranks, num_sms) for chunk in chunks)
+        return near + max(rdma_bytes(chunk[3], row, problem.ranks, num_sms) for chunk in chunks)
+
+    @classmethod
+    def own_budget(cls, problem: Problem) -> Budget:
+        """The library's number for a process that has not set another."""
+        del problem
+        return Budget(cls.traits.comm_unit, NUM_SMS, "the library's default")
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
@@ -141,4 +170,12 @@ class HighThroughputTransport(RowKernels):
         if ranks > NVLINK_PEERS and problem.config.kernel.graphs:
             text = "waits on the host for counts between nodes, which no CUDA graph can capture"
             reasons.append(Reason("graphs", text, "kernel.graphs = false"))
-        return reasons
+        return [*reasons, *_reasons_against_units(problem.config.kernel.comm_units)]
+
+
+def _reasons_against_units(units: int | None) -> list[Reason]:
+    """Half of the multiprocessors send, the others receive: a channel is a pair."""
+    if units is None or units % 2 == 0:
+        return []
+    text = f"takes an even number of SMs, a pair for each channel, not {units}"
+    return [Reason("comm_units", text, f"kernel.comm_units = {units + 1}")]

@@ -18,14 +18,22 @@ from typing import ClassVar
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.proxy import ProxySettings
 from moe_mk.comm.proxy.tcp import network_of
 from moe_mk.comm.symmetric import PAGE_BYTES, aligned
 from moe_mk.comm.symmetric_network import NetworkHeap
 from moe_mk.comm.symmetric_network_setup import STAGING_BYTES, Network, open_network_heap, reasons_against_network
 from moe_mk.comm.traffic import Nodes
-from moe_mk.config.problem import Problem
+from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import UnsupportedError
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import (
+    PREPARE_FINALIZE,
+    Budget,
+    PrepareFinalize,
+    TransportContext,
+    TransportTraits,
+    Volume,
+)
 from moe_mk.prepare_finalize.one_sided import OneSided
 from moe_mk.prepare_finalize.one_sided_lane import Lane, Lanes
 from moe_mk.prepare_finalize.one_sided_rows import PutRows, RowBytes
@@ -40,6 +48,13 @@ class NetworkRegion(RegionShape):
 
     nodes: Nodes
     addresses: str
+    threads: int = ProxySettings.threads
+    """Of the proxy of each rank."""
+
+    @property
+    def proxy(self) -> ProxySettings:
+        """A ring of commands for each thread at least."""
+        return ProxySettings(threads=self.threads, channels=max(self.threads, ProxySettings.channels))
 
     def data_bytes(self, ranks: int) -> int:
         """All parts of one window."""
@@ -59,7 +74,7 @@ class NetworkLane(Lane):
 
     def _open(self, comm: Communicator) -> NetworkHeap:
         self._received: dict[int, int] = {}
-        network = Network(self.region.nodes, self.region.addresses)
+        network = Network(self.region.nodes, self.region.addresses, self.region.proxy)
         return open_network_heap(comm, 2 * comm.size, self.region.data_bytes(comm.size), now, network)
 
     def await_rows(self) -> dict[int, int]:
@@ -108,6 +123,7 @@ class OneSidedNetwork(OneSided):
         summary="writes into the memory of peers, by CPU proxies over TCP between hosts; one copy of a token per rank",
         one_node=False,
         blocking=True,
+        comm_unit="threads",
     )
 
     def __init__(self, context: TransportContext) -> None:
@@ -116,7 +132,7 @@ class OneSidedNetwork(OneSided):
         Raises UnsupportedError with every reason, ConfigError for a kernel.network that is none.
         """
         PrepareFinalize.__init__(self, context)
-        reasons = reasons_against_network(context.comm)
+        reasons = [*reasons_against_network(context.comm), *_idle_threads(context.comm_units, context.comm.size)]
         if context.device.type != "cpu":
             reasons.append(f"runs on cpu, this device is {context.device.type}")
         if reasons:
@@ -126,7 +142,8 @@ class OneSidedNetwork(OneSided):
         nodes = Nodes.of(context.comm.size, context.ranks_per_node)
         sums = row_bytes(context.dtype, context.hidden_size)
         parts = (context.max_num_tokens, self._size.values, self._size.tail, sums)
-        self._region = NetworkRegion(*parts, nodes, context.network)
+        threads = context.comm_units or ProxySettings.threads
+        self._region = NetworkRegion(*parts, nodes, context.network, threads)
         self._lanes = NetworkLanes.of(context.comm, self._region)
         self._put, self._kernels = PutRows(context, self._size), None
 
@@ -136,7 +153,27 @@ class OneSidedNetwork(OneSided):
         return replace(super().volume(problem), collectives=4)
 
     @classmethod
+    def own_budget(cls, problem: Problem) -> Budget:
+        """What a proxy has by default, whatever the problem."""
+        del problem
+        return Budget(cls.traits.comm_unit, ProxySettings.threads, "the default")
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Limits of `one_sided`, and no more threads than peers."""
+        fix = f"kernel.comm_units = {problem.ranks - 1}"
+        idle = _idle_threads(problem.config.kernel.comm_units, problem.ranks)
+        return [*super().reasons_against(problem), *(Reason("comm_units", text, fix) for text in idle)]
+
+    @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
         """One window of this rank, the sums that peers bring, and rows on their way out."""
         sums = problem.ranks * problem.num_tokens * row_bytes(problem.dtype, problem.config.model.hidden_size)
         return super().buffer_bytes(problem) + sums + STAGING_BYTES
+
+
+def _idle_threads(units: int | None, ranks: int) -> list[str]:
+    """A peer is served by one thread, so that a proxy has no use for more threads than peers."""
+    if units is None or ranks == 1 or units < ranks:
+        return []
+    return [f"has {ranks - 1} peers to serve, each by one thread: {units} threads would be too many"]

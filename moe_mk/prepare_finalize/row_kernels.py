@@ -6,6 +6,7 @@ experts, with the handle of the dispatch, through the buffer that it went throug
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -78,11 +79,16 @@ class RowKernels(PrepareFinalize):
         y_RH = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()
         with c.spans.span("combine"):
             with self._session.call("combine"):
-                total_TH, _, event = home.buffer.combine({"x": y_RH, "handle": home.handle, self.later: True})
+                needed = {"x": y_RH, "handle": home.handle, self.later: True, **self._units(combine=True)}
+                total_TH, _, event = home.buffer.combine(needed)
             yield InFlight("combine")
             self._wait(event, "combine")
             y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
             return y_TH
+
+    @abstractmethod
+    def _units(self, *, combine: bool) -> dict[str, object]:
+        """The argument that holds a call to kernel.comm_units; none where that is not set."""
 
     def _wait(self, event: Any, phase: str) -> None:
         with self._session.call(phase):

@@ -1,8 +1,9 @@
 """Measured kernel parameters: what may be tried, trying it within a budget, and files of what was found."""
 
-from moe_mk.tuning.files import Measured, TunedPoint, load_measured, save_measured, tuned_path
+from moe_mk.config.tuned import Candidate, Measured, TunedPoint, load_measured, tuned_path
+from moe_mk.tuning.files import save_measured
 from moe_mk.tuning.session import TuneCase, TuneResult, tune
-from moe_mk.tuning.space import Candidate, Space, space_of
+from moe_mk.tuning.space import Space, space_of
 from moe_mk.tuning.vllm import VllmTuned, read_vllm
 
 __all__ = [

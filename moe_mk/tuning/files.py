@@ -1,79 +1,14 @@
-"""Files of measured points: `configs/tuned/<device>/<experts>/<case>.json`, and beside each a `.meta.json`.
-
-Between two points the nearer one on a logarithmic scale serves. Outside the tuned range nothing is extrapolated.
-"""
+"""Writing measured points: `configs/tuned/<device>/<experts>/<case>.json`, and beside each a `.meta.json`."""
 
 from __future__ import annotations
 
 import json
-import logging
-import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_mk.config.shipped import config_folder
-from moe_mk.errors import ConfigError
-from moe_mk.tuning.space import Candidate
-
-LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TunedPoint:
-    """The fastest parameters at one number of tokens."""
-
-    tokens: int
-    parameters: Candidate
-    microseconds: float
-    """Of one run of the experts."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """All points of a case, by tokens; empty: nothing was measured."""
-
-    points: tuple[TunedPoint, ...] = ()
-
-    def at(self, tokens: int) -> TunedPoint | None:
-        """The measured point nearest on a logarithmic scale; None outside the tuned range."""
-        if not self.points or not self.points[0].tokens <= tokens <= self.points[-1].tokens:
-            return None
-        return min(self.points, key=lambda point: abs(math.log(point.tokens / tokens)))
-
-    def microseconds(self, tokens: int) -> float | None:
-        """A straight line between neighbouring points on logarithmic scales; None outside the tuned range."""
-        if self.at(tokens) is None:
-            return None
-        upper = next(i for i, point in enumerate(self.points) if point.tokens >= tokens)
-        high, low = self.points[upper], self.points[max(upper - 1, 0)]
-        if high.tokens in (tokens, low.tokens):
-            return high.microseconds
-        share = math.log(tokens / low.tokens) / math.log(high.tokens / low.tokens)
-        return float(low.microseconds * (high.microseconds / low.microseconds) ** share)
-
-
-def tuned_path(device: str, experts: str, case: str, folder: Path | None = None) -> Path:
-    """Where the points of a case lie. device: as people call it, made fit for a file name."""
-    safe = re.sub(r"[^A-Za-z0-9_.-]+", "_", device).strip("_")
-    return (folder or config_folder() / "tuned") / safe / experts / f"{case}.json"
-
-
-def load_measured(path: Path, command: str) -> Measured:
-    """Read points; a missing file is one line in the log with the command that writes it, and gives none.
-
-    Raises ConfigError for a file that holds no points.
-    """
-    if not path.is_file():
-        LOGGER.info("no tuned parameters in %s; built-in ones serve. To measure: %s", path, command)
-        return Measured()
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))["points"]
-        return Measured(_points(given))
-    except (OSError, KeyError, TypeError, ValueError) as problem:
-        raise ConfigError(f"{path} holds no tuned points: {type(problem).__name__}: {problem}; run {command}") from None
+from moe_mk.config.tuned import TunedPoint
 
 
 def save_measured(path: Path, points: Sequence[TunedPoint], meta: Mapping[str, Any]) -> None:
@@ -82,16 +17,6 @@ def save_measured(path: Path, points: Sequence[TunedPoint], meta: Mapping[str, A
     ordered = sorted(points, key=lambda point: point.tokens)
     _replace(path, json.dumps({"points": [asdict(point) for point in ordered]}, indent=2) + "\n")
     _replace(path.with_suffix(".meta.json"), json.dumps(dict(meta), indent=2) + "\n")
-
-
-def _points(given: Any) -> tuple[TunedPoint, ...]:
-    points = [TunedPoint(int(p["tokens"]), dict(p["parameters"]), float(p["microseconds"])) for p in given]
-    for point in points:
-        if point.tokens < 1 or not point.microseconds > 0:
-            raise ValueError(f"tokens and microseconds must be positive: {point}")
-    if len({point.tokens for point in points}) != len(points):
-        raise ValueError("two points have the same number of tokens")
-    return tuple(sorted(points, key=lambda point: point.tokens))
 
 
 def _replace(path: Path, text: str) -> None:

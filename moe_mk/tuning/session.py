@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moe_mk.config.tuned import Candidate, TunedPoint, case_name
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.external.device import synchronize
@@ -23,8 +24,8 @@ from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import RowTokens, Tokens
 from moe_mk.trace.clock import now
-from moe_mk.tuning.files import TunedPoint, save_measured
-from moe_mk.tuning.space import Candidate, Space, space_of, threads_of
+from moe_mk.tuning.files import save_measured
+from moe_mk.tuning.space import Space, space_of, threads_of
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 
 OnMeasured = Callable[[str, int, int], None]
@@ -48,8 +49,12 @@ class TuneCase:
     @property
     def name(self) -> str:
         """Of its file, without the ending."""
-        shape = f"H{self.hidden_size}_I{self.intermediate_size}_L{self.num_slots}_K{self.top_k}"
-        return f"{shape}_{self.weights.name}_{self.compute.name}"
+        return case_name(self.shape, self.weights, self.compute)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Hidden size, intermediate size, slots, top_k."""
+        return self.hidden_size, self.intermediate_size, self.num_slots, self.top_k
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,15 @@ One that declares nothing and runs on a CPU has the number of threads: it is tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from moe_mk.config.tuned import Candidate
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import ExpertsContext, FusedExperts
-
-Value = int | bool | str
-Candidate = Mapping[str, Value]
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ def _surplus(unexpected: Sequence[str], num_experts: int, convention: Convention
         hints.append("shared experts where fewer or none are expected")
     if any(part.role is Role.BIAS for part in parts):
         hints.append("a gate bias where none is expected")
+    if any(part.role is Role.TABLE for part in parts):
+        hints.append("a table of experts by token id; set router.hash_vocabulary to its rows")
     if any(part.is_scale for part in parts):
         hints.append("scales where plain weights are expected")
     return f" ({'; '.join(hints)})" if hints else ""

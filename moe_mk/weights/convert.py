@@ -38,6 +38,8 @@ SHARD_BYTES = 4 << 30
 PIECE_BYTES = 64 << 20
 REPORT = "conversion.json"
 TARGETS = ("bf16", "fp8", "fp8_channel", "int8", "mxfp8", "mxfp4", "nvfp4")
+AS_STORED = (Role.ROUTER, Role.BIAS, Role.LOGIT_BIAS, Role.TABLE)
+"""Tensors of the router, which are copied."""
 
 
 def convert_checkpoint(
@@ -150,7 +152,7 @@ class _Conversion:
             if each.optional:
                 continue
             dtype = each.dtypes[0]
-            if each.part.role in (Role.ROUTER, Role.BIAS, Role.LOGIT_BIAS) or each.part.extra == "bias":
+            if each.part.role in AS_STORED or each.part.extra == "bias":
                 dtype = self._stored_dtype(block, each.part)
             make = self._maker(block, each.part)
             self._plan(layer.prefix + local, dtype, each.shape, make)
@@ -166,7 +168,7 @@ class _Conversion:
         return dtype
 
     def _maker(self, block: _Block, part: Part) -> Callable[[], Iterator[Tensor]]:
-        if part.role in (Role.ROUTER, Role.BIAS, Role.LOGIT_BIAS):
+        if part.role in AS_STORED:
             return self._copier(block.reader.prefix + block.convention.spell(part))
         return lambda: iter((self._tensor_of(block, part),))
 

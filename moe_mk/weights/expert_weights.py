@@ -178,6 +178,17 @@ def expect_one_width(weights: Weights, who: str) -> None:
         raise UnsupportedError("the experts cannot be laid out", [f"{told}; use experts='reference' or 'torch_cpu'"])
 
 
+def stacked_biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+    """Biases of w13 (gate's, then up's) and of w2 in f32, one row a slot; None for experts without."""
+    found = [weights.slot(index).biases for index in range(weights.num_slots)]
+    biases = [slot for slot in found if slot is not None]
+    if not biases:
+        return None, None
+    assert len(biases) == len(found), "either every expert of a layer has biases or none"
+    first = [torch.cat([b.up_I] if b.gate_I is None else [b.gate_I, b.up_I]) for b in biases]
+    return torch.stack(first).to(torch.float32), torch.stack([b.down_H for b in biases]).to(torch.float32)
+
+
 def on_device(weights: Weights, device: torch.device) -> Weights:
     """Weights whose tensors all lie on a device; those that do already stay as they are."""
     if isinstance(weights, ExpertWeights):

@@ -60,6 +60,8 @@ class LayerFacts:
     """How the experts are stored, as `model.quant.weights` calls it; empty if it cannot be told."""
     has_expert_bias: bool = False
     has_logit_bias: bool = False
+    table: tuple[int, int] | None = None
+    """Of a layer that chooses experts by token id: tokens of the vocabulary, and experts of each."""
 
     def layer_spec(self) -> LayerSpec:
         """What `load_layer` needs to know of the layer; WeightError if its problems hide that."""
@@ -70,7 +72,7 @@ class LayerFacts:
         sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
         return LayerSpec(
             *sizes, scheme, int(width > 0), width, self.has_gate_bias,
-            has_expert_bias=self.has_expert_bias, has_logit_bias=self.has_logit_bias,
+            has_expert_bias=self.has_expert_bias, has_logit_bias=self.has_logit_bias, table=self.table,
         )  # fmt: skip
 
 
@@ -166,6 +168,7 @@ def _layer(source: SafetensorsSource, prefix: str, block: tuple[int, int] | None
         spec.shared_intermediate_size if spec else 0, Part(Role.BIAS) in parts, dtypes, scale_dtypes,
         _block_of(spec), len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
         _kind_of(spec), spec is not None and spec.has_expert_bias, spec is not None and spec.has_logit_bias,
+        None if spec is None else spec.table,
     )  # fmt: skip
 
 
@@ -210,9 +213,16 @@ def _guess(
         return LayerSpec(
             num_experts, shape[-2], shape[-1] * scheme.per_byte, scheme, int(width > 0), width,
             Part(Role.BIAS) in parts, has_expert_bias=biased, has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
+            table=_table_of(parts),
         ), ""  # fmt: skip
     except ConfigError as problem:
         return None, str(problem)
+
+
+def _table_of(parts: dict[Part, TensorEntry]) -> tuple[int, int] | None:
+    """The sizes of the table of experts by token id; None without one, or where it is no table."""
+    table = parts.get(Part(Role.TABLE))
+    return None if table is None or len(table.shape) != 2 else (table.shape[0], table.shape[1])
 
 
 def _scheme(

@@ -38,6 +38,8 @@ class LayerReader:
     names: dict[str, None] = field(default_factory=dict)
     values: list[tuple[str, Tensor]] = field(default_factory=list)
     scales: list[tuple[str, Tensor]] = field(default_factory=list)
+    table: Tensor | None = None
+    """The experts of every token of the vocabulary, once opened."""
     codes: int = 0
     """Bytes of formats without NaN, which nothing needs to look for."""
 
@@ -48,6 +50,9 @@ class LayerReader:
         bias_E = self._vector(Part(Role.BIAS)).to(torch.float32, copy=True) if self.spec.has_gate_bias else None
         told = self.spec.has_logit_bias and self.convention.logit_bias
         logit_bias_E = self._vector(Part(Role.LOGIT_BIAS)).to(torch.float32, copy=True) if told else None
+        if self.spec.table is not None:
+            self.table = self._open(Part(Role.TABLE), None)[1].clone()
+            self.codes += self.table.nbytes
         shared = self._mlp(Role.SHARED, None) if self.spec.num_shared_experts else None
         slots = {e: self._mlp(Role.EXPERT, e) for e in dict.fromkeys(owned)}
         facts = LoadFacts(
@@ -57,7 +62,7 @@ class LayerReader:
         mapped = MappedExpertWeights(
             tuple(slots[e] for e in owned), self.spec.scheme, file_backed=self.source.file_backed
         )
-        return LayerWeights(gate_EH, bias_E, shared, mapped, facts, logit_bias_E)
+        return LayerWeights(gate_EH, bias_E, shared, mapped, facts, logit_bias_E, self.table)
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:
         """Read everything that was opened once and list NaN codes and broken scales."""
@@ -69,7 +74,16 @@ class LayerReader:
             ("scales are not finite and positive", broken),
             ("scales are no power of two, as UE8M0 needs,", uneven),
         )
-        return [f"{sum(bad.values())} {what} in {len(bad)} tensors: {_counts(bad)}" for what, bad in told if bad]
+        return self._table_problems() + [
+            f"{sum(bad.values())} {what} in {len(bad)} tensors: {_counts(bad)}" for what, bad in told if bad
+        ]
+
+    def _table_problems(self) -> list[str]:
+        if self.table is None:
+            return []
+        wrong = int(((self.table < -1) | (self.table >= self.spec.num_experts)).sum())
+        name, experts = self.convention.spell(Part(Role.TABLE)), self.spec.num_experts
+        return [f"{wrong} entries of {name} name experts outside [-1, {experts})"] if wrong else []
 
     def _mlp(self, role: Role, expert: int | None) -> SlotWeights:
         width = self.spec.intermediate_size if role is Role.EXPERT else self.spec.shared_intermediate_size

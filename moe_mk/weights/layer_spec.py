@@ -13,6 +13,7 @@ from moe_mk.weights.names import Convention, Part, Role
 
 ORDERS = ("gate_up", "up_gate", "interleaved")
 """interleaved: a row of the gate, the same row of up, the next of the gate."""
+INTEGERS = (torch.int64, torch.int32)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 VALUE_DTYPES = {
     torch.float8_e4m3fn: (torch.float8_e4m3fn,),
@@ -41,6 +42,8 @@ class LayerSpec:
     gate_up_order: str = "gate_up"
     has_expert_bias: bool = False
     has_logit_bias: bool = False
+    table: tuple[int, int] | None = None
+    """(tokens of the vocabulary, experts a token) of a layer that chooses by token id."""
 
     def __post_init__(self) -> None:
         wrong = [
@@ -122,6 +125,8 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
         router.append(Expected(Part(Role.BIAS), (spec.num_experts,), FLOATS))
     if spec.has_logit_bias and convention.logit_bias:
         router.append(Expected(Part(Role.LOGIT_BIAS), (spec.num_experts,), FLOATS))
+    if spec.table is not None:
+        router.append(Expected(Part(Role.TABLE), spec.table, INTEGERS))
     of = _Matrices(spec, convention)
     experts = of.fused() if convention.fused else [e for i in range(spec.num_experts) for e in of.mlp(Role.EXPERT, i)]
     shared = of.mlp(Role.SHARED, None) if spec.num_shared_experts else []

@@ -53,11 +53,13 @@ class LayerWeights:
     facts: LoadFacts
     logit_bias_E: Tensor | None = None
     """f32, added to the router's logits; None where the layer has none."""
+    table_XK: Tensor | None = None
+    """The experts of every token of the vocabulary; None where the layer chooses by scores."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes behind all tensors and views."""
-        router = (self.gate_EH, self.bias_E, self.logit_bias_E)
+        router = (self.gate_EH, self.bias_E, self.logit_bias_E, self.table_XK)
         plain = sum(t.numel() * t.element_size() for t in router if t is not None)
         shared = 0 if self.shared is None else sum(q.num_bytes for _, q in _matrices(self.shared))
         return plain + shared + self.experts.num_bytes
@@ -108,6 +110,8 @@ def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Te
     out = {OFFICIAL.spell(Part(Role.ROUTER)): weights.gate_EH}
     if weights.bias_E is not None:
         out[OFFICIAL.spell(Part(Role.BIAS))] = weights.bias_E
+    if weights.table_XK is not None:
+        out[OFFICIAL.spell(Part(Role.TABLE))] = weights.table_XK
     for expert, slot in zip(weights.facts.owned, weights.experts.slots, strict=True):
         out |= _named(slot, Role.EXPERT, expert)
     if weights.shared is not None:

@@ -2,8 +2,8 @@
 
 A name is a prefix, "model.layers.3.mlp.", and a local name, "experts.0.gate_proj.weight". Prefixes are found by looking
 for ".experts."; the local names decide the convention. Sources: files of deepseek-ai/DeepSeek-V3 and its `convert.py`,
-transformers 5 (fused experts, gpt-oss), Mixtral-8x7B, MiniMax-M2 (bias beside the gate), compressed-tensors and
-modelopt (`weight_scale`).
+transformers 5 (fused experts, gpt-oss, DeepSeek-V4's table), Mixtral-8x7B, MiniMax-M2 (bias beside the gate),
+compressed-tensors and modelopt (`weight_scale`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Role(Enum):
     ROUTER = "router"
     BIAS = "bias"
     LOGIT_BIAS = "logit bias"
+    TABLE = "table of experts by token id"
     EXPERT = "expert"
     SHARED = "shared"
 
@@ -63,6 +64,8 @@ class Convention:
     shared_extras: Mapping[str, str] = field(default_factory=dict)
     logit_bias: str = ""
     """A bias of the router's logits, which weighs as it chooses; "" where the convention has none."""
+    table: str = "gate.tid2eid"
+    """The experts of every token of the vocabulary, in layers that choose by token id."""
     order: str = "gate_up"
     """How gate and up lie where one tensor holds both: "gate_up", "up_gate" or "interleaved"."""
     blocks_apart: bool = False
@@ -81,6 +84,8 @@ class Convention:
             return self.bias
         if part.role is Role.LOGIT_BIAS:
             return self.logit_bias
+        if part.role is Role.TABLE:
+            return self.table
         if part.role is Role.SHARED:
             template, words = (self.shared_scale if part.is_scale else self.shared), self.shared_words
         else:
@@ -172,6 +177,7 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
         (it.router, Part(Role.ROUTER), {}),
         (it.bias, Part(Role.BIAS), {}),
         (it.logit_bias, Part(Role.LOGIT_BIAS), {}),
+        (it.table, Part(Role.TABLE), {}),
     ]
     return [(_compile(template, words), like, words) for template, like, words in rows if template]
 

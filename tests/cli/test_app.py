@@ -95,7 +95,23 @@ def test_an_explanation_holds_a_verdict_for_every_pair(invoke: Invoke) -> None:
 def test_an_explanation_for_a_person_has_the_same_reasons(invoke: Invoke) -> None:
     result = invoke("explain", "deepseek_v3", "--device", "h200", "--ranks", 32)
     assert result.exit_code == 0 and "5.51 % of parameters active" in result.stdout
-    assert "serves 1 rank, the group has 32; runs on cpu, this device is cuda" in result.stdout
+    shown = " ".join(result.stdout.split())
+    assert "no_ep any refused serves 1 rank, the group has 32" in shown
+    assert "any cpu_native refused runs on cpu, this device is cuda" in shown
+
+
+@pytest.mark.row(50)
+def test_an_explanation_shows_what_a_transport_keeps_for_itself(invoke: Invoke) -> None:
+    words = "explain deepseek_v3 --device h200 --ranks 8 --installed deep_ep --prepare-finalize deepep_ht".split()
+    assert "budget      deepep_ht keeps 20 SMs: the library's default [kernel.comm_units]" in invoke(*words).stdout
+    assert "budget      deepep_ht keeps 12 SMs: kernel.comm_units\n" in invoke(*words, "--comm-units", 12).stdout
+    found = json.loads(invoke(*words, "--comm-units", 12, "--json").stdout)
+    assert found["budget"] == {"unit": "SMs", "count": 12, "source": "kernel.comm_units"}
+    assert found["problem"]["config"]["kernel"]["comm_units"] == 12
+    refused = invoke(*words, "--comm-units", 13)
+    assert refused.exit_code == 3 and "takes an even number of SMs" in refused.stderr
+    alone = invoke("explain", "deepseek_v3", "--device", "h200", "--comm-units", 12).stdout
+    assert "kernel.comm_units = 12 changes nothing: a single rank has no transport" in alone
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,37 @@ def test_experts_of_the_tiny_model_are_told_by_kind_and_leave_a_trace(tiny_model
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.row("23a")
+def test_a_block_looks_back_only_and_adds_its_experts_to_the_residual(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    model = importlib.import_module("05_nano_engine").NanoModel.load(tiny_model)
+    text = torch.tensor([list(b"import os\nclass Longer:\n    pass\n")])
+    other, changed = text.clone(), 12
+    other[0, changed:] = (other[0, changed:] + 1) % 128
+    before_TV, after_TV = model.logits(text)[0], model.logits(other)[0]
+    # Experts meet other batches, so that sums of bf16 products may round the other way; nothing else differs.
+    torch.testing.assert_close(after_TV[:changed], before_TV[:changed], atol=0.1, rtol=0)
+    assert ((after_TV[changed:] - before_TV[changed:]).abs().amax(dim=1) > 0.1).all()
+
+    last, norm, seen = max(model.moe), model._norm, {}
+
+    def normed(x_TH: torch.Tensor, name: str) -> torch.Tensor:
+        seen[name] = x_TH
+        return norm(x_TH, name)
+
+    monkeypatch.setattr(model, "_norm", normed)
+    monkeypatch.setitem(model.moe, last, torch.zeros_like)
+    model.logits(text)
+    residual_TH = seen["model.norm"].clone()
+    assert torch.equal(residual_TH, seen[f"model.layers.{last}.post_attention_layernorm"])
+    delta_TH = torch.randn_like(residual_TH)
+    monkeypatch.setitem(model.moe, last, lambda x_TH: delta_TH)
+    model.logits(text)
+    assert torch.equal(seen["model.norm"], residual_TH + delta_TH)
+
+
 def test_the_engine_writes_the_same_on_one_rank_and_on_two(tiny_model: Path) -> None:
     asked = [str(tiny_model), "--new", "6", "--prompt", "def main(", "--prompt", "import "]
     written = []

@@ -7,12 +7,13 @@ import torch
 
 from moe_mk import MoEConfig, Problem, oracle
 from moe_mk.config import device_profile
-from moe_mk.errors import LibraryMissing
+from moe_mk.errors import LibraryMissing, UnsupportedError
 from moe_mk.experts import EXPERTS, ExpertsContext
 from moe_mk.experts.deep_gemm import DeepGemmExperts, padded_places
 from moe_mk.external.emulated import deep_gemm
 from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
 from moe_mk.testing.conformance import check_experts
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 
 
 def test_places_by_hand() -> None:
@@ -48,6 +49,16 @@ def test_the_oracle_chooses_the_emulation_only_where_it_is_allowed() -> None:
     ]
     narrow = EXPERTS["deep_gemm"].reasons_against(problem(emulated=True, hidden=192))
     assert [str(reason) for reason in narrow] == ["multiplies whole blocks of 128, the hidden size is 192"]
+
+
+def test_experts_of_several_sizes_are_refused_by_them() -> None:
+    def slot(inner: int) -> SlotWeights:
+        wide, tall = (FP8_128x128.quantize(torch.ones(shape)) for shape in ((inner, 256), (256, inner)))
+        return SlotWeights(wide, wide, tall)
+
+    backend = DeepGemmExperts(ExpertsContext(BF16, FP8_1x128, "silu", 2, 256, 256, torch.device("cpu")))
+    with pytest.raises(UnsupportedError, match="intermediate sizes 128, 256, deep_gemm holds equal ones"):
+        backend.relayout(MappedExpertWeights((slot(128), slot(256)), FP8_128x128))
 
 
 def test_a_gpu_never_gets_the_emulation() -> None:

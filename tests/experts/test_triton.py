@@ -40,6 +40,7 @@ def test_an_h200_with_triton_is_served_in_fp8_and_bf16_inside_a_graph() -> None:
     "weights,activations,compute,form",
     [
         ("fp8_block", "auto", "fp8_1x128", "fp8"), ("fp8_block", "plain", "bf16", "w_fp8"),
+        ("fp8_channel", "auto", "fp8_token", "fp8_row"), ("fp8_tensor", "plain", "bf16", "w_fp8_row"),
         ("int8", "auto", "int8_token", "int8"), ("int8", "plain", "bf16", "w_int8"),
         ("mxfp8", "auto", "bf16", "w_mxfp8"), ("mxfp4", "auto", "bf16", "w_mxfp4"),
         ("nvfp4", "auto", "bf16", "w_nvfp4"), ("bf16", "auto", "bf16", "plain"),
@@ -60,7 +61,10 @@ def test_every_type_is_served_as_it_is_stored(weights: str, activations: str, co
         ({"installed": ()}, r"library: triton is not installed \[pip install 'moe-mk\[cuda\]'\]"),
         ({"dtype": FP32}, r"dtype: computes in bf16"),
         ({"weights": "fp16"}, r"weights: reads plain weights in bf16 alone, the experts are fp16"),
-        ({"weights": "fp8_channel"}, r"weights: reads fp8_block, int8, mxfp4, mxfp8, nvfp4, plain weights"),
+        (
+            {"weights": "int8_block"},
+            r"weights: reads fp8_block, fp8_channel, fp8_tensor, int8, mxfp4, mxfp8, nvfp4, plain weights",
+        ),
         (
             {"weights": "mxfp8", "activations": "checkpoint"},
             r"activations: multiplies with FP8, INT8, plain activations",

@@ -129,6 +129,25 @@ def two_layers(rank: int, path: str, tokens: list[Tensor], layer: int) -> list[T
     return [wide(tokens[rank]), square(tokens[rank // 2]), wide(tokens[rank])]
 
 
+def walk(rank: int, path: str, pairs: list[Tensor], w_HH: Tensor) -> dict[str, Any]:
+    """One block on a 2 x 2 grid: attention in two TP halves, here one matrix, then experts of two EP ranks."""
+    built = DeepseekV3MoE.from_checkpoint(
+        path, layer=3, groups=_groups(rank, "grid"), dtype=torch.float32, prepare_finalize="all_to_all",
+        experts="reference", activations="plain",
+    )  # fmt: skip
+    x_TH = pairs[rank // 2]
+    built(torch.zeros_like(x_TH))  # ranks compare notes, once
+    recorder = built.spans.recorder = Recorder()
+    half = slice(rank % 2 * len(w_HH) // 2, (rank % 2 + 1) * len(w_HH) // 2)
+    with built.spans.span("attention"):
+        part_TH = x_TH[:, half] @ w_HH[half]
+    with built.spans.span("attention all-reduce"):
+        a_TH = land(built.tp.all_reduce(part_TH, "attention"))
+    y_TH = built(a_TH)
+    started = sorted(recorder.spans, key=lambda span: span.start)
+    return {"a": a_TH, "y": y_TH, "ids": built.route(a_TH).ids_TK, "steps": [span.stage for span in started]}
+
+
 def pipeline(rank: int, path: str, batches: list[list[Tensor]]) -> list[Tensor]:
     """Two stages of two expert-parallel ranks: stage s adds s + 1 times its layer to the rows and passes them on.
 

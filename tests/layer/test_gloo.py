@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import interleave
+from moe_mk.layer import DeepseekV3MoE
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.processes import RankError, RankWorld
 from moe_mk.weights import CheckpointShape, write_checkpoint
@@ -21,6 +22,7 @@ from tests.layer.conftest import Twin
 
 LIMIT = 1e-6
 COUNTS = (0, 0, 7, 1)
+SEVEN = ["attention", "attention all-reduce", "route", "dispatch", "experts", "combine", "late_reduce"]
 DISPATCH = ["dispatch counts", "dispatch"]
 
 
@@ -105,6 +107,30 @@ def test_two_layers_over_different_groups_and_backends_live_in_one_process(world
         torch.testing.assert_close(wide, twin.run(tokens[rank]), atol=LIMIT, rtol=0)
         torch.testing.assert_close(square, twin.run(tokens[rank // 2]), atol=LIMIT, rtol=0)
         assert torch.equal(again, wide)
+
+
+@pytest.mark.row(34)
+def test_a_block_takes_seven_steps_on_two_by_two_ranks(world: RankWorld, tmp_path: Path) -> None:
+    # Ranks 0 and 1 hold tokens 1 and 2, ranks 2 and 3 hold 3 and 4; 1 and 3 want expert 1, 2 and 4 expert 2.
+    write_checkpoint(
+        tmp_path,
+        CheckpointShape(
+            num_experts=2, hidden_size=256, intermediate_size=256, top_k=1, num_groups=1, top_k_groups=1,
+            num_shared_experts=0,
+        ),
+    )  # fmt: skip
+    alone = DeepseekV3MoE.from_checkpoint(
+        tmp_path, layer=3, dtype=torch.float32, experts="reference", activations="plain"
+    )
+    w_HH, drawn_TH = torch.randn(256, 256) / 16, torch.randn(64, 256)
+    chosen_T = alone.route(drawn_TH @ w_HH).ids_TK[:, 0]
+    ones, twos = (drawn_TH[chosen_T == expert][:2] for expert in (0, 1))
+    pairs = [torch.stack([ones[place], twos[place]]) for place in (0, 1)]
+    for rank, answer in enumerate(world.call(gloo_ranks.walk, str(tmp_path), pairs, w_HH)):
+        assert [step for step in answer["steps"] if step in SEVEN] == SEVEN
+        assert answer["ids"].tolist() == [[0], [1]]
+        torch.testing.assert_close(answer["a"], pairs[rank // 2] @ w_HH, atol=1e-5, rtol=0)
+        torch.testing.assert_close(answer["y"], alone(answer["a"]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.row(28)

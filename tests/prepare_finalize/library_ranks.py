@@ -48,6 +48,7 @@ class Ranks:
     max_num_tokens: int = 4
     top_k: int = 2
     ranks_per_node: int | None = None
+    comm_units: int | None = None
 
     def __post_init__(self) -> None:
         self.world = ThreadWorld(self.place.num_ranks, timeout_s=5.0)
@@ -57,6 +58,7 @@ class Ranks:
             context = TransportContext(
                 comm, self.place, tables, self.wire, self.dtype, self.hidden, self.top_k, CPU,
                 max_num_tokens=self.max_num_tokens, allow_emulated=True, ranks_per_node=self.ranks_per_node,
+                comm_units=self.comm_units,
             )  # fmt: skip
             return PREPARE_FINALIZE[self.name](context)
 

@@ -41,6 +41,11 @@ struct MoeMkExperts {
   int32_t quantize;       // Rounding of x and h: 1x128 e4m3, or s8 with one scale a row (kInt8 weights only)
   int32_t batch_invariant, out_f32, threads, isa;
   MoeMkMatrix shared_w13, shared_w2;  // one slot that every row visits with weight 1; data null: none
+  // What tuning may choose; 0: built in. Bits depend on none of them (layer.h has the limits).
+  int32_t panel_rows;     // rows of an expert from which weights are decoded into a panel first, where bits agree: 1 to 5
+  int32_t task_pairs;     // most pairs of columns in a task: 1 to 16
+  int32_t prefetch_bytes; // how far ahead of a stream of weights memory is asked for: 64 to 16 384
+  int32_t gather_kib;     // memory for rows gathered at a time, of an L2: 128 to 4096
 };
 
 struct MoeMkRoute {

@@ -35,9 +35,9 @@ inline void gather_rows(const Rows& rows, int group_rows, int first_step, int st
   }
 }
 
-inline int steps_that_fit(int num_rows, int group_rows, int unit) {
+inline int steps_that_fit(size_t gather_bytes, int num_rows, int group_rows, int unit) {
   const size_t padded = size_t(num_rows + group_rows - 1) / group_rows * group_rows;
-  const int steps = int(kGatherBytes / (padded * kRowBytes));
+  const int steps = int(gather_bytes / (padded * kRowBytes));
   return steps < unit ? unit : steps / unit * unit;
 }
 
@@ -55,7 +55,7 @@ struct Ahead {
 template <typename Ops>
 void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   const size_t step_bytes = w.step_bytes;
-  const int chunk = steps_that_fit(rows.num_rows, Ops::kGroup, w.steps_per_block);
+  const int chunk = steps_that_fit(w.gather_bytes, rows.num_rows, Ops::kGroup, w.steps_per_block);
   std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
   for (int step0 = 0; step0 < w.num_steps; step0 += chunk) {
     const int chunk_steps = w.num_steps - step0 < chunk ? w.num_steps - step0 : chunk;

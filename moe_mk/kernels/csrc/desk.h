@@ -17,11 +17,11 @@ struct Desk {
   float* totals;
 
   // One block of 2 MiB or so, hence on huge pages: the rows of a chunk are met in an order that misses small ones.
-  bool open(Lease& team, int member) {
-    uint8_t* at = team->arena(member, kDesk, kGatherBytes + kPanelBytes + kTilesBytes + kTotalsBytes);
+  bool open(Lease& team, int member, size_t gather_bytes) {
+    uint8_t* at = team->arena(member, kDesk, gather_bytes + kPanelBytes + kTilesBytes + kTotalsBytes);
     if (at == nullptr) return false;
     scratch.gathered = at;
-    scratch.panel = at + kGatherBytes;
+    scratch.panel = at + gather_bytes;
     scratch.tiles = reinterpret_cast<float*>(scratch.panel + kPanelBytes);
     totals = scratch.tiles + kTilesBytes / sizeof(float);
     return true;
@@ -34,7 +34,7 @@ bool each_task(const Layer& layer, int64_t tasks, Body body) {
   std::atomic<bool> memory{true};
   layer.team->run(int(std::min<int64_t>(layer.call.threads, std::max<int64_t>(1, tasks))), [&](int member) {
     Desk desk;
-    if (!desk.open(layer.team, member)) {
+    if (!desk.open(layer.team, member, layer.gather_bytes())) {
       memory = false;
       return;
     }

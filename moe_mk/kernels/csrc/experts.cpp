@@ -16,9 +16,9 @@
 namespace moe_mk {
 namespace {
 
-// Pairs a task: 16, fewer while the threads would not have enough tasks to share them evenly.
-int pairs_per_task(int pairs, int64_t groups, int tasks_wanted) {
-  int size = kMaxPairs;
+// Pairs a task: as many as may be, fewer while the threads would not have enough tasks to share them evenly.
+int pairs_per_task(int most, int pairs, int64_t groups, int tasks_wanted) {
+  int size = most;
   while (size > 2 && groups * ((pairs + size - 1) / size) < tasks_wanted) size /= 2;
   return size;
 }
@@ -36,7 +36,7 @@ std::vector<Task> up_tasks(const Layer& layer) {
   std::stable_sort(experts.begin(), experts.end(), [](const Task& a, const Task& b) { return a.count > b.count; });
   for (const Task& expert : experts) {
     const int pairs = expert.set->w13.pairs;
-    const int size = pairs_per_task(pairs, int64_t(experts.size()), 8 * layer.call.threads);
+    const int size = pairs_per_task(layer.most_pairs(), pairs, int64_t(experts.size()), 8 * layer.call.threads);
     for (int first = 0; first < pairs; first += size)
       tasks.push_back({expert.set, expert.slot, first, std::min(size, pairs - first)});
   }
@@ -54,7 +54,7 @@ bool run_layer(Layer& layer) {
   });
   if (!first_half || (c.quantize && !quantize_all_hidden(layer))) return false;
 
-  const int pairs = layer.sets.front().w2.pairs, size = pairs_per_task(pairs, 1, 16 * c.threads);
+  const int pairs = layer.sets.front().w2.pairs, size = pairs_per_task(layer.most_pairs(), pairs, 1, 16 * c.threads);
   const size_t sum_bytes = layer.one_term() ? 64 : size_t(c.num_rows) * size * kPairColumns * 4;
   return each_task(layer, (pairs + size - 1) / size, [&](int64_t task, int member, Desk& desk) {
     auto* sums = reinterpret_cast<float*>(layer.team->arena(member, kSums, sum_bytes));
@@ -78,13 +78,20 @@ bool may_be_int8(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
   return w13.format == kInt8 && w2.format == kInt8 && w13.num_inputs <= kMostInputs && w2.num_inputs <= kMostInputs;
 }
 
+// A scale block of kMaxRows rows fits the least memory for rows, whatever the instruction set.
+bool may_be_tuned(const MoeMkExperts& c) {
+  const auto within = [](int32_t value, int32_t least, int32_t most) { return value == 0 || (value >= least && value <= most); };
+  return within(c.panel_rows, 1, 5) && within(c.task_pairs, 1, kMaxPairs) && within(c.prefetch_bytes, 64, 16384) &&
+         within(c.gather_kib, 128, 4096);
+}
+
 bool well_formed(const MoeMkExperts& c) {
   const bool shared = c.shared_w13.data == nullptr ||
                       (fits(c.shared_w13, c.shared_w2) && c.shared_w13.num_inputs == c.w13.num_inputs &&
                        c.shared_w2.num_outputs == c.w2.num_outputs);
   const bool int8 = c.quantize != kInt8Rows || (may_be_int8(c.w13, c.w2) && (c.shared_w13.data == nullptr ||
                                                                             may_be_int8(c.shared_w13, c.shared_w2)));
-  return fits(c.w13, c.w2) && shared && int8 && c.quantize >= kAsIs && c.quantize <= kInt8Rows && c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
+  return fits(c.w13, c.w2) && shared && int8 && may_be_tuned(c) && c.quantize >= kAsIs && c.quantize <= kInt8Rows && c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
 }
 
 }  // namespace

@@ -76,7 +76,7 @@ inline void finish_totals(const Columns& w, const Rows& rows, float* totals) {
 template <typename Ops>
 void multiply_int8(const Columns& w, const Rows& rows, float* totals) {
   const int unit = w.scales == nullptr ? kWholeSteps : w.steps_per_block;
-  const int fitting = int(kGatherBytes / (size_t(rows.num_rows) * kStep)) / unit * unit, chunk = fitting < unit ? unit : fitting;
+  const int fitting = int(w.gather_bytes / (size_t(rows.num_rows) * kStep)) / unit * unit, chunk = fitting < unit ? unit : fitting;
   const int together = rows.num_rows <= kInt8Few ? 2 : 1;
   std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
   for (int step0 = 0; step0 < w.num_steps; step0 += chunk) {

@@ -134,7 +134,7 @@ void many_blocks(const Columns& w, int pair, const Chunk& chunk, const Scratch& 
 }
 
 void multiply_many_amx(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  const int n = rows.num_rows, chunk_steps = steps_that_fit(n, kTileRows, kPanelSteps);
+  const int n = rows.num_rows, chunk_steps = steps_that_fit(w.gather_bytes, n, kTileRows, kPanelSteps);
   std::memset(totals, 0, size_t(w.num_pairs) * n * kPairColumns * sizeof(float));
   for (int step0 = 0; step0 < w.num_steps; step0 += chunk_steps) {
     const Chunk chunk = {step0, w.num_steps - step0 < chunk_steps ? w.num_steps - step0 : chunk_steps, scratch.gathered};

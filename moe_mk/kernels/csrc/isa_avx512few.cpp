@@ -64,7 +64,7 @@ template <int N, int P, typename Decode, typename Scales>
 void few(const Columns& w, int pair, const Rows& rows, float* totals) {
   constexpr int kLines = kStep / 2 / Decode::kRows, kPart = kLines / Scales::kPerStep;
   const Decode decode;
-  const int ahead = prefetch_distance();
+  const int ahead = w.prefetch;
   Sums<N, P> sums;
   sums.clear(sums.open);
   sums.clear(sums.all);

@@ -16,7 +16,7 @@ void dots_of(const Columns& w, int pair, int step, int steps, const Rows& rows, 
     for (int m = 0; m < N; ++m) all[m][t] = _mm512_setzero_si512();
   }
   const uint8_t* data = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
-  const int ahead = prefetch_distance();
+  const int ahead = w.prefetch;
   for (int line = 0; line < steps * kStep / 4; line += 4) {
 #pragma GCC unroll 4
     for (int l = 0; l < 4; ++l) {

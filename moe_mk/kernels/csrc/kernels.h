@@ -19,7 +19,7 @@ constexpr int kMaxRows = 256;                   // rows multiplied at once; more
 constexpr size_t kRowBytes = kStep * 2;         // one row of one step, bf16
 constexpr size_t kPanelTile = kTileColumns * kStep * 2;  // one decoded tile of one step: 1 KiB
 constexpr size_t kPanelRow = kPairColumns * 4;  // one k pair of both decoded tiles, side by side
-constexpr size_t kGatherBytes = 448u << 10;     // rows gathered at a time: half of a 1 MiB L2
+constexpr size_t kGatherBytes = 448u << 10;     // rows gathered at a time unless tuned: half of a 1 MiB L2
 
 // Some column pairs of one packed matrix.
 struct Columns {
@@ -31,6 +31,8 @@ struct Columns {
   int num_pairs, num_steps, steps_per_block, num_blocks;
   int format;            // Format: which decoding policy reads them
   size_t step_bytes;     // one step of one pair, both tiles
+  int prefetch;          // bytes to ask for ahead of this stream
+  size_t gather_bytes;   // rows that are kept in an L2 at a time
 
   bool must_be_decoded() const { return format != kBf16; }
 };
@@ -45,7 +47,7 @@ struct Rows {
   const uint8_t* codes(int row) const { return static_cast<const uint8_t*>(values[row]); }
 };
 
-// Thread-private memory, 64-byte aligned: gathered (kGatherBytes + slack), panel (64 KiB), tiles (8 KiB).
+// Thread-private memory, 64-byte aligned: gathered (Columns::gather_bytes), panel (64 KiB), tiles (8 KiB).
 struct Scratch {
   uint8_t* gathered;
   uint8_t* panel;

@@ -30,9 +30,10 @@ struct Matrix {
     pair_bytes = size_t(steps) * bytes_of_step(m.format);
     pair_groups = size_t(steps) * groups_of_step(m.format) * kPairColumns;
   }
-  Columns columns(int slot, int first, int count) const {
+  Columns columns(int slot, int first, int count, int prefetch, size_t gather_bytes) const {
     Columns w = {packed->data + slot * packed->slot_bytes + size_t(first) * pair_bytes, nullptr, nullptr, pair_bytes,
-                 pair_groups, count, steps, steps_per_block, blocks, packed->format, bytes_of_step(packed->format)};
+                 pair_groups, count, steps, steps_per_block, blocks, packed->format, bytes_of_step(packed->format),
+                 prefetch, gather_bytes};
     if (packed->scales == nullptr) return w;
     if (groups_of_step(packed->format) != 0)
       w.groups = static_cast<const uint8_t*>(packed->scales) + slot * packed->slot_scales + size_t(first) * pair_groups;
@@ -133,8 +134,14 @@ struct Layer {
   float* x_scales = nullptr;      // [R][row_scales(H)]
 
   int few(const Columns& w) const {
-    const bool usable = !call.batch_invariant || (kernels.few_is_equal && w.groups == nullptr);
-    return kernels.multiply_few != nullptr && usable ? kernels.few_rows : 0;
+    const bool equal = kernels.few_is_equal && w.groups == nullptr;
+    if (kernels.multiply_few == nullptr || (call.batch_invariant && !equal)) return 0;
+    return call.panel_rows != 0 && equal ? std::min(call.panel_rows - 1, kernels.few_rows) : kernels.few_rows;
+  }
+  int most_pairs() const { return call.task_pairs != 0 ? call.task_pairs : kMaxPairs; }
+  size_t gather_bytes() const { return call.gather_kib != 0 ? size_t(call.gather_kib) << 10 : kGatherBytes; }
+  Columns columns(const Matrix& matrix, int slot, int first, int count) const {
+    return matrix.columns(slot, first, count, call.prefetch_bytes != 0 ? call.prefetch_bytes : prefetch_distance(), gather_bytes());
   }
   bool visits(int64_t row) const {
     return std::any_of(sets.begin(), sets.end(), [&](const Set& set) { return set.plan.used[row] != 0; });

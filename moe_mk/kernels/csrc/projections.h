@@ -16,7 +16,7 @@ void up_projection(const Layer& layer, const Set& set, int slot, int first, int 
   const MoeMkExperts& c = layer.call;
   const ActivationSpec spec = {c.activation, c.gated != 0, c.alpha, c.limit};
   const int64_t x_blocks = layer.row_scales(c.w13.num_inputs), begin = set.plan.offset[slot];
-  const Columns w = set.w13.columns(slot, first, count);
+  const Columns w = layer.columns(set.w13, slot, first, count);
   const int wide = c.gated ? kTileColumns : kPairColumns;
   for (int done = 0, all = set.plan.count(slot); done < all; done += kMaxRows) {
     const int n = std::min(kMaxRows, all - done);
@@ -93,7 +93,7 @@ void down_projection(const Layer& layer, const OutputBlock& block, const Desk& d
   for (const Set& set : layer.sets) {
     const int64_t h_blocks = layer.row_scales(set.w2.packed->num_inputs);
     for (int slot : set.plan.active) {
-      const Columns w = set.w2.columns(slot, block.first, block.count);
+      const Columns w = layer.columns(set.w2, slot, block.first, block.count);
       for (int done = 0, all = set.plan.count(slot); done < all; done += kMaxRows) {
         const int n = std::min(kMaxRows, all - done);
         const int64_t place = set.plan.offset[slot] + done;

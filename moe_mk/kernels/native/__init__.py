@@ -19,6 +19,7 @@
                  shared=None)                                             # (w13, w2) of one slot for every row
     experts_grouped(native, x_NH, counts_L, weights_N, w13, w2, ...)      # sorted rows -> [N, H]
     experts_batched(native, x_LSH, counts_L, w13, w2, ...)                # padded blocks -> [L, S, H]
+    ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, gather_kib))   # 0: built in; the same bits
     route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
     quantize_1x128(native, x_TH, threads=n) -> values_TH, scales_TX
     count_nans(native, codes, threads=n) -> int
@@ -35,6 +36,7 @@ from moe_mk.kernels.native.experts import experts_rows as experts_rows
 from moe_mk.kernels.native.experts_mode import Activation as Activation
 from moe_mk.kernels.native.experts_mode import ExpertsMode as ExpertsMode
 from moe_mk.kernels.native.experts_mode import Rounding as Rounding
+from moe_mk.kernels.native.experts_mode import Tuning as Tuning
 from moe_mk.kernels.native.layout import Format as Format
 from moe_mk.kernels.native.layout import MatrixLayout as MatrixLayout
 from moe_mk.kernels.native.library import Isa as Isa

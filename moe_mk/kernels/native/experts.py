@@ -70,6 +70,7 @@ def experts_rows(
         out_f32=out_RH.dtype == torch.float32,
         threads=threads,
         isa=int(native.isa_or_best(isa)),
+        **vars(mode.tuning),
     )
     if shared is not None:
         call.shared_w13, call.shared_w2 = _matrix(shared[0]), _matrix(shared[1])

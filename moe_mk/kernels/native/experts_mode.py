@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import torch
 
-from moe_mk.errors import ShapeError
+from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.packed import PackedMatrix
 
@@ -32,6 +33,41 @@ class Rounding(IntEnum):
     """A scale a row, multiplied with INT8 weights in exact integers."""
 
 
+LIMITS: Mapping[str, tuple[int, int]] = {
+    "panel_rows": (1, 5),
+    "task_pairs": (1, 16),
+    "prefetch_bytes": (64, 16384),
+    "gather_kib": (128, 4096),
+}
+"""The least and the most of each parameter of a Tuning, as csrc/experts.cpp checks them."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What may be chosen for a machine and a number of rows; 0: built in. No bit of a result depends on it.
+
+    panel_rows: rows of an expert from which its weights are decoded into a panel first instead of being multiplied
+    straight from memory. It counts where both ways give the same bits: AVX-512, weights without group scales.
+    task_pairs: most pairs of 16 columns a task has. prefetch_bytes: how far ahead a stream of weights is asked for.
+    gather_kib: memory for rows that are gathered at a time, a share of a core's L2.
+    Raises ConfigError with every parameter that is beyond its limits.
+    """
+
+    panel_rows: int = 0
+    task_pairs: int = 0
+    prefetch_bytes: int = 0
+    gather_kib: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for each in fields(self):
+            value, (least, most) = getattr(self, each.name), LIMITS[each.name]
+            if type(value) is not int or not (value == 0 or least <= value <= most):
+                wrong.append(f"{each.name} {value!r} is neither 0 (built in) nor from {least} to {most}")
+        if wrong:
+            raise ConfigError("cpu experts: " + "; ".join(wrong))
+
+
 @dataclass(frozen=True)
 class ExpertsMode:
     """How the experts compute.
@@ -40,6 +76,7 @@ class ExpertsMode:
     quantize: what x and h are rounded to; INT8 needs INT8 weights.
     batch_invariant: a row's bits do not depend on its batch-mates. AMX pays for it at one or two rows an expert; the
     other instruction sets are so anyway.
+    tuning: what only the time depends on.
     """
 
     activation: Activation = Activation.SILU
@@ -47,6 +84,7 @@ class ExpertsMode:
     limit: float = 0.0
     quantize: Rounding = Rounding.NONE
     batch_invariant: bool = False
+    tuning: Tuning = Tuning()
 
 
 def check_call(

@@ -18,7 +18,7 @@ from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, b
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class Isa(IntEnum):
@@ -62,6 +62,7 @@ class CExperts(ctypes.Structure):
         *((name, c_float) for name in ("alpha", "limit")),
         *((name, c_int32) for name in ("quantize", "batch_invariant", "out_f32", "threads", "isa")),
         *((name, CMatrix) for name in ("shared_w13", "shared_w2")),
+        *((name, c_int32) for name in ("panel_rows", "task_pairs", "prefetch_bytes", "gather_kib")),
     )
 
 

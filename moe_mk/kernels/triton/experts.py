@@ -4,8 +4,10 @@
     grouped   quantise, tile list, w13, w2
     batched   the same over blocks with padding: rows past the count of a block are computed or not, never stored
 
-Rows are quantised for FP8 and INT8 products only; INT8 rounds the rows between the GEMMs in a launch of its own, since
-their scale is that of a whole row. Weight-only forms decode inside the GEMMs. Each launch may start while the one
+Biases and clamps are in the epilogues of the GEMMs.
+
+Rows are quantised for FP8 and INT8 products only; INT8 and FP8 with scales of whole rows round those between the GEMMs
+in a launch of their own. Weight-only forms decode inside the GEMMs. Each launch may start while the one
 before drains (`chain.py`).
 
 Everything between input and output lies in memory that `empty` hands out. Rows of padding, and positions of dropped
@@ -25,9 +27,9 @@ from moe_mk.kernels.triton.align import SMALL, align
 from moe_mk.kernels.triton.combine import combine
 from moe_mk.kernels.triton.form import FORMS, Form
 from moe_mk.kernels.triton.grouped_w2 import grouped_w2
-from moe_mk.kernels.triton.grouped_w13 import grouped_w13
+from moe_mk.kernels.triton.grouped_w13 import CLAMPED, grouped_w13
 from moe_mk.kernels.triton.prologue import align_and_quantize
-from moe_mk.kernels.triton.quantize_rows import quantize_rows_int8, quantize_rows_into
+from moe_mk.kernels.triton.quantize_rows import quantize_rows_fp8, quantize_rows_int8, quantize_rows_into
 from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import Empty, TileMap, tile_map
 
@@ -52,6 +54,15 @@ class Experts:
     w13_rows: Tensor | None = None
     """f32 (L, 2I): scales of whole rows, for forms that have them."""
     w2_rows: Tensor | None = None
+    b13: Tensor | None = None
+    """f32 (L, 2I), or (L, I) without a gate: added to the first products."""
+    b2: Tensor | None = None
+    """f32 (L, H)."""
+    alpha: float = 1.0
+    limit: float | None = None
+    """Of the clamped activations."""
+    fixed: tuple[float, float] | None = None
+    """Calibrated scales of FP8 rows, before both products; None finds them row by row."""
 
     @property
     def inner(self) -> int:
@@ -125,19 +136,20 @@ def _both(
     h: Scaled = (empty((positions, experts.inner), dtype=torch.bfloat16, device=y.device), None)
     if form.name == "fp8":
         h = _empty_codes(positions, experts.inner, torch.float8_e4m3fn, BLOCK, empty, y.device)
-    w13, w2 = _kernels(tile, form)
+    w13, w2 = _kernels(tile, experts)
     w13(
         x, experts.w13, h, tiles, tile, order=order, top_k=top_k, activation=experts.activation, gated=experts.gated,
-        power_of_two=experts.power_of_two, **_lying(form, experts.w13_rows),
+        power_of_two=experts.power_of_two, **_lying(form, experts.w13_rows, experts.b13), **_clamped(experts),
     )  # fmt: skip
-    if form.name == "int8":
-        h = _in_int8(h[0], empty)
-    w2(h, experts.w2, y, tiles, tile, order=order, weights=weights, **_lying(form, experts.w2_rows))
+    if form.by_token:
+        h = _by_token(h[0], experts, 1, empty)
+    w2(h, experts.w2, y, tiles, tile, order=order, weights=weights, **_lying(form, experts.w2_rows, experts.b2))
 
 
-def _kernels(tile: Tile, form: Form) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Both GEMMs by the engine of a tile; Gluon ones know FP8 alone."""
-    if tile.engine == "triton" or form.name not in ("plain", "fp8"):
+def _kernels(tile: Tile, experts: Experts) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Both GEMMs by the engine of a tile; Gluon ones know FP8 alone, no biases and no clamps."""
+    by_hand = experts.lies.name in ("plain", "fp8") and experts.b13 is None and not _clamped(experts)
+    if tile.engine == "triton" or not by_hand:
         return grouped_w13, grouped_w2
     from moe_mk.kernels.triton import gluon_decode, gluon_prefill  # Gluon is experimental: loaded where a tile asks
 
@@ -145,18 +157,24 @@ def _kernels(tile: Tile, form: Form) -> tuple[Callable[..., None], Callable[...,
     return module.grouped_w13, module.grouped_w2
 
 
-def _lying(form: Form, row_scales: Tensor | None) -> dict[str, Any]:
-    """What a GEMM must be told of a form; nothing of those that follow from the scales of rows."""
-    return {} if form.name in ("plain", "fp8") else {"form": form, "row_scales": row_scales}
+def _lying(form: Form, row_scales: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
+    """What a GEMM must be told of a form and of biases; nothing of forms that follow from the scales of rows."""
+    told = {} if form.name in ("plain", "fp8") else {"form": form, "row_scales": row_scales}
+    return told if bias is None else told | {"bias": bias}
+
+
+def _clamped(experts: Experts) -> dict[str, Any]:
+    """What the first GEMM must be told of a clamped activation."""
+    return {"alpha": experts.alpha, "limit": experts.limit} if experts.activation in CLAMPED else {}
 
 
 def _rounded(x: Scaled, experts: Experts, empty: Empty) -> Scaled:
     """Rows as the first GEMM reads them: quantised here where they came plain and the products are of codes."""
     values, scales = _contiguous(x[0]), x[1]
-    if scales is not None or experts.lies.name not in ("fp8", "int8"):
+    if scales is not None or not (experts.lies.name == "fp8" or experts.lies.by_token):
         return values, scales
-    if experts.lies.name == "int8":
-        return _in_int8(values, empty)
+    if experts.lies.by_token:
+        return _by_token(values, experts, 0, empty)
     rows, hidden = values.shape
     codes, made = _empty_codes(rows, hidden, torch.float8_e4m3fn, BLOCK, empty, values.device)
     quantize_rows_into(values, codes, made, BLOCK, power_of_two=experts.power_of_two)
@@ -168,10 +186,15 @@ def _contiguous(values: Tensor) -> Tensor:
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
-def _in_int8(values: Tensor, empty: Empty) -> tuple[Tensor, Tensor]:
-    rows, columns = values.shape
-    codes, scales = _empty_codes(rows, columns, torch.int8, columns, empty, values.device)
-    quantize_rows_int8(values, codes, scales)
+def _by_token(values: Tensor, experts: Experts, product: int, empty: Empty) -> tuple[Tensor, Tensor]:
+    """Codes with one scale a row, of the rows before the first product (0) or the second (1)."""
+    (rows, columns), int8 = values.shape, experts.lies.name == "int8"
+    dtype = torch.int8 if int8 else torch.float8_e4m3fn
+    codes, scales = _empty_codes(rows, columns, dtype, columns, empty, values.device)
+    if int8:
+        quantize_rows_int8(values, codes, scales)
+    else:
+        quantize_rows_fp8(values, codes, scales, fixed=None if experts.fixed is None else experts.fixed[product])
     return codes, scales
 
 

@@ -3,8 +3,10 @@
     plain      bf16 times bf16
     fp8        FP8 times FP8, both with scales of 128 columns
     int8       INT8 times INT8 in int32, a scale a row on both sides, applied at the end
+    fp8_row    FP8 times FP8, the same
     w_fp8      weights e4m3 with a scale for 128 x 128, rows bf16
     w_int8     weights INT8 with a scale a row, rows bf16
+    w_fp8_row  weights e4m3, the same
     w_mxfp8    weights e4m3, 32 columns under a power of two, rows bf16
     w_mxfp4    weights e2m1, the same
     w_nvfp4    weights e2m1, 16 columns under an e4m3 scale, and a scale a row above them
@@ -34,6 +36,11 @@ class Form:
     """Whether every weight row has a scale that is applied at the end."""
 
     @property
+    def by_token(self) -> bool:
+        """Whether token rows are codes with one scale a row, those between the products too."""
+        return self.name in ("int8", "fp8_row")
+
+    @property
     def box(self) -> int:
         """Elements of the weight's tensor in one step of a row, and columns of one load of token rows."""
         return self.step // self.per_byte
@@ -50,8 +57,10 @@ FORMS: Mapping[str, Form] = {
         Form("plain", 64),
         Form("fp8", 128),
         Form("int8", 128, row_scales=True),
+        Form("fp8_row", 128, row_scales=True),
         Form("w_fp8", 64),
         Form("w_int8", 64, row_scales=True),
+        Form("w_fp8_row", 64, row_scales=True),
         Form("w_mxfp8", 64, group=32),
         Form("w_mxfp4", 128, per_byte=2, group=32),
         Form("w_nvfp4", 128, per_byte=2, group=16, row_scales=True),

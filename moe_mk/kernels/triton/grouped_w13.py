@@ -1,6 +1,6 @@
 """First grouped GEMM of the experts, with everything up to the second one in its epilogue.
 
-    h = quantise(act(x w_gate^T) * (x w_up^T))        per tile: ROWS tokens x 128 columns of gate and of up
+    h = quantise(act(x w_gate^T + b_gate) * (x w_up^T + b_up))   per tile: ROWS tokens x 128 columns of gate and of up
 
 Reads x (rows, H) at `order` (gathered, no permuted copy) or as it lies, w13 (L * 2I, H) through the tensor memory
 accelerator, only of experts that have rows. Writes h (positions, I) and, in FP8, its scales: one group of 128 columns
@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.form import FORMS, Form
 from moe_mk.kernels.triton.launch import boxes, readable_scales, resident_programs
-from moe_mk.kernels.triton.numerics import activate, as_scale, scale_of, to_dtype, to_e4m3
+from moe_mk.kernels.triton.numerics import as_scale, hidden_of, scale_of, to_dtype, to_e4m3
 from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import TileMap
 from moe_mk.kernels.triton.weight_forms import (
@@ -29,8 +29,11 @@ from moe_mk.kernels.triton.weight_forms import (
     pinned,
     scale_codes,
     spread,
+    with_bias,
     with_row_scales,
 )
+
+CLAMPED = ("swiglu_limit", "swiglu_oai")
 
 
 def grouped_w13(
@@ -47,11 +50,15 @@ def grouped_w13(
     power_of_two: bool = False,
     form: Form | None = None,
     row_scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
 ) -> None:
     """Fill h (positions, I) from x (rows, H); each pair is values and scales, None for bf16.
 
     order: int32, the assignment at each position, row order // top_k of x; None: position p is row p of x. form: of
     the weights; None: FP8 where rows have scales, else bf16. row_scales: f32, one a row of w13, for forms with them.
+    bias: f32, one a row of w13. alpha, limit: of the clamped activations; the others take no notice.
     """
     (x_values, x_scales), (w_values, w_scales), (h_values, h_scales) = x, w13, h
     k, inner = x_values.shape[1], h_values.shape[1]
@@ -61,13 +68,14 @@ def grouped_w13(
     _w13[(programs,)](
         x_values if order is not None else boxes(x_values, tile.rows, form.box), x_scales,
         boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, form.box), w_scales if w_scales is not None else w_values,
-        row_scales if row_scales is not None else tiles.count,
+        row_scales if row_scales is not None else tiles.count, bias if bias is not None else tiles.count,
         h_values, h_scales if h_scales is not None else h_values, order if order is not None else tiles.count,
         tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), k, inner, x_values.stride(0), x_scales.stride(0),
         x_scales.stride(1), *(h_scales.stride() if h_scales is not None else (0, 0)),
         ROWS=tile.rows, STEP=form.step, GROUPS=form.groups, TOP_K=top_k, PROGRAMS=programs, SWAP=tile.swap,
         FORM=form.name, GATHER=order is not None, EVEN=k % form.step == 0, ACTIVATION=activation, GATED=gated,
-        POWER_OF_TWO=power_of_two, num_warps=tile.warps, num_stages=tile.stages, **chained(),
+        POWER_OF_TWO=power_of_two, ALPHA=alpha, LIMIT=(limit or 0.0) if activation in CLAMPED else 0.0,
+        BIASED=bias is not None, num_warps=tile.warps, num_stages=tile.stages, **chained(),
     )  # fmt: skip
 
 
@@ -140,11 +148,11 @@ def unscaled_sums(
 
 @triton.jit
 def _w13(
-    x, x_scales_ptr, w, w_scales_ptr, w_rows_ptr, h_ptr, h_scales_ptr, order_ptr, tiles_ptr, count_ptr, tiles_stride,
-    k, inner, x_stride, x_scales_m, x_scales_k, h_scales_m, h_scales_k,
+    x, x_scales_ptr, w, w_scales_ptr, w_rows_ptr, bias_ptr, h_ptr, h_scales_ptr, order_ptr, tiles_ptr, count_ptr,
+    tiles_stride, k, inner, x_stride, x_scales_m, x_scales_k, h_scales_m, h_scales_k,
     ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr,
     SWAP: tl.constexpr, FORM: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    GATED: tl.constexpr, POWER_OF_TWO: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
     SCALED: tl.constexpr = FORM == "fp8"
@@ -178,7 +186,10 @@ def _w13(
             x_rows = x_scales_ptr + row.to(tl.int64) * x_scales_m
             gate = with_row_scales(gate, x_rows, there, w_rows_ptr, gate_row, inner - n * 128, SWAP, FORM)
             up = with_row_scales(up, x_rows, there, w_rows_ptr, up_row, inner - n * 128, SWAP, FORM)
-        hidden = activate(gate, ACTIVATION) * up if GATED else activate(up, ACTIVATION)
+        if BIASED:
+            gate = with_bias(gate, bias_ptr, gate_row, inner - n * 128, SWAP)
+            up = with_bias(up, bias_ptr, up_row, inner - n * 128, SWAP)
+        hidden = hidden_of(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
         if SWAP:
             hidden = tl.trans(hidden)
         column = n * 128 + tl.arange(0, 128)

@@ -1,6 +1,6 @@
 """Second grouped GEMM of the experts; the routing weight and the way back to the assignment are in its epilogue.
 
-    y[assignment] = weight * (h w2^T)                 per tile: ROWS positions x 128 columns
+    y[assignment] = weight * (h w2^T + b)               per tile: ROWS positions x 128 columns
 
 Reads h (positions, I) and w2 (L * H, I) through the tensor memory accelerator, only of experts that have rows. Writes
 y (., H) at the assignment of each position, so that summing a received row's assignments needs no map (`combine`), or
@@ -24,6 +24,7 @@ from moe_mk.kernels.triton.weight_forms import (
     multiply,
     scale_codes,
     spread,
+    with_bias,
     with_row_scales,
 )
 
@@ -39,11 +40,13 @@ def grouped_w2(
     weights: Tensor | None = None,
     form: Form | None = None,
     row_scales: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Fill y (., H) from h (positions, I); each pair is values and scales, None for bf16.
 
     order: int32, the assignment at each position, which is its row of y; None: position p is row p. weights: f32, one
-    an assignment; None leaves rows as they are. form, row_scales: as in `grouped_w13`.
+    an assignment; None leaves rows as they are. form, row_scales, bias: as in
+    `grouped_w13`, the last two of rows of w2.
     """
     (h_values, h_scales), (w_values, w_scales) = h, w2
     k, width, programs = h_values.shape[1], y.shape[1], resident_programs(y.device)
@@ -51,13 +54,13 @@ def grouped_w2(
     _w2[(programs,)](
         boxes(h_values, tile.rows, form.box), h_scales if h_scales is not None else h_values,
         boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, form.box), w_scales if w_scales is not None else w_values,
-        row_scales if row_scales is not None else tiles.count, y,
+        row_scales if row_scales is not None else tiles.count, bias if bias is not None else tiles.count, y,
         order if order is not None else tiles.count, weights if weights is not None else y,
         tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), k, width,
         *(h_scales.stride() if h_scales is not None else (0, 0)),
         ROWS=tile.rows, STEP=form.step, GROUPS=form.groups, PROGRAMS=programs, SWAP=tile.swap, FORM=form.name,
-        SCATTER=order is not None, WEIGHTED=weights is not None, num_warps=tile.warps, num_stages=tile.stages,
-        **chained(),
+        SCATTER=order is not None, WEIGHTED=weights is not None, BIASED=bias is not None, num_warps=tile.warps,
+        num_stages=tile.stages, **chained(),
     )  # fmt: skip
 
 
@@ -99,10 +102,10 @@ def unscaled_sum(
 
 @triton.jit
 def _w2(
-    h, h_scales_ptr, w, w_scales_ptr, w_rows_ptr, y_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr, tiles_stride,
-    k, width, h_scales_m, h_scales_k,
+    h, h_scales_ptr, w, w_scales_ptr, w_rows_ptr, bias_ptr, y_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr,
+    tiles_stride, k, width, h_scales_m, h_scales_k,
     ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, PROGRAMS: tl.constexpr, SWAP: tl.constexpr,
-    FORM: tl.constexpr, SCATTER: tl.constexpr, WEIGHTED: tl.constexpr,
+    FORM: tl.constexpr, SCATTER: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
     across, steps = tl.cdiv(width, 128), tl.cdiv(k, STEP)
@@ -128,6 +131,8 @@ def _w2(
             )  # fmt: skip
             h_rows = h_scales_ptr + position.to(tl.int64) * h_scales_m
             total = with_row_scales(total, h_rows, there, w_rows_ptr, weight_row, width - n * 128, SWAP, FORM)
+        if BIASED:
+            total = with_bias(total, bias_ptr, weight_row, width - n * 128, SWAP)
         if SWAP:
             total = tl.trans(total)
         target = tl.load(order_ptr + position, mask=there, other=0) if SCATTER else position

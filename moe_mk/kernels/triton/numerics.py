@@ -88,5 +88,25 @@ def activate(x, NAME: tl.constexpr):
         return x / (1.0 + tl.exp(-2.0 * inner))
     else:
         tl.static_assert(NAME == "relu2")
-        positive = tl.maximum(x, 0.0)
+        positive = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
         return positive * positive
+
+
+@triton.jit
+def hidden_of(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr):
+    """Both sums of the first product to a value of the second, in f32: `activation` of kernels/reference/activation.py.
+
+    LIMIT: where the gate is clamped from above and up from both sides; 0 clamps nothing. A NaN stays one.
+    """
+    if LIMIT > 0.0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, up)
+        up = tl.where(up < -LIMIT, -LIMIT, up)
+    if not GATED:
+        return activate(up, NAME)
+    elif NAME == "swiglu_oai":
+        return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    elif NAME == "swiglu_limit":
+        return activate(gate, "silu") * up
+    else:
+        return activate(gate, NAME) * up

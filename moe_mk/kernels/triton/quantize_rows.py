@@ -1,4 +1,4 @@
-"""Quantise activations: to FP8 e4m3, one scale for every group of columns of a row; to INT8, one scale a row.
+"""Quantise activations: to FP8 e4m3, one scale for every group of columns of a row; to FP8 or INT8, one scale a row.
 
 Reads x (m, k) once, writes values (m, k) fp8 and one scale a group: f32, row-major or column-major. Moves
 3 m k + 4 m k / group bytes of bf16 input. Equal to the reference bit for bit: the divisions are IEEE divisions.
@@ -97,4 +97,31 @@ def _quantize_int8(x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, CO
     value = (tl.div_rn(x, tl.broadcast_to(scale, [COLUMNS])) + 12582912.0) - 12582912.0
     value = tl.minimum(tl.maximum(value, -127.0), 127.0)
     tl.store(values_ptr + row * values_stride + column, value.to(tl.int8), mask=column < k)
+    tl.store(scales_ptr + row, scale)
+
+
+def quantize_rows_fp8(x: Tensor, values: Tensor, scales_M1: Tensor, *, fixed: float | None = None) -> None:
+    """Each row of x (m, k) to e4m3 by its own largest magnitude over 448, or by a scale that is known beforehand."""
+    m, k = x.shape
+    if m:
+        _quantize_fp8[(m,)](
+            x, values, scales_M1, fixed or 0.0, k, x.stride(0), values.stride(0), FIXED=fixed is not None,
+            COLUMNS=triton.next_power_of_2(k), num_warps=8, **chained(),
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantize_fp8(
+    x_ptr, values_ptr, scales_ptr, fixed, k, x_stride, values_stride, FIXED: tl.constexpr, COLUMNS: tl.constexpr
+):
+    after_the_one_before()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < k, other=0.0).to(tl.float32)
+    if FIXED:
+        scale = tl.sum(tl.zeros([COLUMNS], tl.float32), axis=0) + fixed
+    else:
+        scale = scale_of(tl.max(tl.abs(x), axis=0), False)
+    value = to_e4m3(tl.div_rn(x, tl.broadcast_to(scale, [COLUMNS])))
+    tl.store(values_ptr + row * values_stride + column, value, mask=column < k)
     tl.store(scales_ptr + row, scale)

@@ -85,8 +85,12 @@ def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORM: tl.constexp
             return total + multiply(a, to_bf16(w.to(tl.float32)), SWAP) * low
         else:
             return total + multiply(a, to_bf16(w.to(tl.float32) * low), SWAP)
-    elif FORM == "w_int8":
+    elif FORM == "w_int8" or FORM == "w_fp8_row":
         return total + multiply(a, to_bf16(w.to(tl.float32)), SWAP)
+    elif FORM == "fp8_row":
+        # 128 terms at a time: the matrix unit adds FP8 products with about 14 bits.
+        total = total + multiply(a, w, SWAP)
+        return total if SWAP else pinned(total)
     else:
         return total + multiply(a, w, SWAP)
 
@@ -95,14 +99,23 @@ def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORM: tl.constexp
 def with_row_scales(total, x_rows, there, ptr, row, count, SWAP: tl.constexpr, FORM: tl.constexpr):
     """A finished sum times the scales of whole rows, where the form has them; f32.
 
-    x_rows: pointers to those of the tokens, for INT8 times INT8. row: the first weight row, of which `count` are left.
+    x_rows: pointers to those of the tokens, where they are codes too. row: the first weight row, of which `count` are
+    left.
     """
-    if FORM == "int8":
+    if FORM == "int8" or FORM == "fp8_row":
         total = total.to(tl.float32) * spread(tl.load(x_rows, mask=there, other=0.0), SWAP)
-    if FORM == "int8" or FORM == "w_int8" or FORM == "w_nvfp4":
+    if FORM == "int8" or FORM == "fp8_row" or FORM == "w_int8" or FORM == "w_fp8_row" or FORM == "w_nvfp4":
         lane = tl.arange(0, 128)
         total = total * spread(tl.load(ptr + row + lane, mask=lane < count, other=0.0), not SWAP)
     return total
+
+
+@triton.jit
+def with_bias(total, ptr, row, count, SWAP: tl.constexpr):
+    """A finished sum plus the f32 biases of its weight rows. row: the first of them, of which `count` are left."""
+    lane = tl.arange(0, 128)
+    total = total + spread(tl.load(ptr + row + lane, mask=lane < count, other=0.0), not SWAP)
+    return total if SWAP else pinned(total)
 
 
 @triton.jit

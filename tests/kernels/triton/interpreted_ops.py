@@ -16,9 +16,10 @@ from moe_mk.kernels.triton.align import SMALL, align
 from moe_mk.kernels.triton.combine import combine
 from moe_mk.kernels.triton.grouped_topk import grouped_topk
 from moe_mk.kernels.triton.numerics import INTERPRETED
-from moe_mk.kernels.triton.quantize_rows import quantize_rows, quantize_rows_int8
+from moe_mk.kernels.triton.quantize_rows import quantize_rows, quantize_rows_fp8, quantize_rows_int8
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
 from moe_mk.kernels.triton.topk import topk
+from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN
 
 
@@ -54,6 +55,19 @@ def test_rows_are_quantised_to_int8_bit_for_bit(size: float) -> None:
         values, scales = torch.empty((4, 200), dtype=torch.int8), torch.empty((4, 1))
         quantize_rows_int8(given, values, scales)
         assert torch.equal(values, expected.values) and torch.equal(scales, expected.scales)
+
+
+@pytest.mark.parametrize("fixed", [None, 0.02], ids=["found", "calibrated"])
+@pytest.mark.parametrize("size", [1e4, 1.0, 1e-12])
+def test_rows_are_quantised_to_fp8_under_one_scale_bit_for_bit(size: float, fixed: float | None) -> None:
+    x = torch.randn(3, 200) * size
+    x[1] = 0.0
+    for given in (x, x.bfloat16()):
+        expected = (FP8_TOKEN if fixed is None else fp8_static(fixed)).quantize(given)
+        values, scales = torch.empty((3, 200), dtype=torch.float8_e4m3fn), torch.empty((3, 1))
+        quantize_rows_fp8(given, values, scales, fixed=fixed)
+        told = expected.scales if expected.scales is not None else torch.full((3, 1), 0.02)
+        assert torch.equal(bits(values), bits(expected.values)) and torch.equal(scales, told)
 
 
 def test_scales_may_lie_column_by_column() -> None:

@@ -14,7 +14,16 @@ from moe_mk.experts import triton, triton_beside
 from moe_mk.experts.triton import TritonExperts
 from moe_mk.experts.triton_tuning import DECODED, load_tuned, only
 from moe_mk.kernels.triton.tile import Tile
-from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantScheme
+from moe_mk.quant import (
+    BF16,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    FP8_1x128,
+    FP8_128x128,
+    QuantScheme,
+    fp8_static,
+)
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
@@ -25,7 +34,11 @@ from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from moe_mk.weights.layer_weights import as_mapped
 from tests.kernels.triton.interpreted_experts import CPU, HIDDEN, IDS, INNER, SLOTS, close, context, rows
 
-TYPES = [(INT8_CHANNEL, INT8_TOKEN), *((weights, BF16) for weights in (FP8_128x128, INT8_CHANNEL, MXFP8, MXFP4, NVFP4))]
+DECODED_TYPES = (FP8_128x128, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, MXFP8, MXFP4, NVFP4)
+TYPES = [
+    (INT8_CHANNEL, INT8_TOKEN), (FP8_CHANNEL, FP8_TOKEN), (FP8_TENSOR, fp8_static(0.01, 0.02)),
+    *((weights, BF16) for weights in DECODED_TYPES),
+]  # fmt: skip
 
 
 def named(value: QuantScheme) -> str:

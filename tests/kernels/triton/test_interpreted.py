@@ -39,7 +39,11 @@ def test_experts_equal_the_reference() -> None:
 
 @pytest.mark.row(84)
 def test_every_type_of_weights_equals_the_reference() -> None:
-    assert re.search(r"\b29 passed", run_interpreted("interpreted_weight_types.py"))
+    assert re.search(r"\b45 passed", run_interpreted("interpreted_weight_types.py"))
+
+
+def test_biases_and_clamps_equal_the_reference() -> None:
+    assert re.search(r"\b21 passed", run_interpreted("interpreted_biases.py"))
 
 
 @pytest.mark.slow

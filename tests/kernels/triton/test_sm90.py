@@ -28,7 +28,9 @@ def box(dtype: str, rows: int, columns: int) -> str:
 
 DTYPES = {"plain": ("bf16", "bf16"), "fp8": ("fp8e4nv", "fp8e4nv"), "int8": ("i8", "i8"), "w_int8": ("bf16", "i8")}
 DTYPES |= {
+    "fp8_row": ("fp8e4nv", "fp8e4nv"),
     "w_fp8": ("bf16", "fp8e4nv"),
+    "w_fp8_row": ("bf16", "fp8e4nv"),
     "w_mxfp8": ("bf16", "fp8e4nv"),
     "w_mxfp4": ("bf16", "u8"),
     "w_nvfp4": ("bf16", "u8"),
@@ -37,26 +39,30 @@ DTYPES |= {
 
 
 @cache
-def w13(rows: int, *, swap: bool, warps: int, stages: int, gather: bool, form: str = "fp8") -> Compiled:
+def w13(
+    rows: int, *, swap: bool, warps: int, stages: int, gather: bool, form: str = "fp8", act: str = "silu",
+    biased: bool = False,
+) -> Compiled:  # fmt: skip
     from moe_mk.kernels.triton.grouped_w13 import _w13
     from tests.kernels.triton.sm90 import compile_for_hopper
 
-    types, constants = _common(form, swap)
+    types, constants = _common(form, swap, biased=biased)
     dtype, width = DTYPES[form][0], box_of(form)
     types |= STRIDES | {"x_scales_ptr": "*fp32", "h_scales_ptr": "*fp32", "k": "i32", "inner": "i32"}
     types |= {"x": f"*{dtype}" if gather else box(dtype, rows, width)}
     types |= {"h_ptr": "*fp8e4nv" if form == "fp8" else "*bf16"}
     constants |= {"ROWS": rows, "TOP_K": 8}
-    constants |= {"GATHER": gather, "EVEN": True, "ACTIVATION": "silu", "GATED": True, "POWER_OF_TWO": False}
+    constants |= {"GATHER": gather, "EVEN": True, "ACTIVATION": act, "GATED": True, "POWER_OF_TWO": False}
+    constants |= {"ALPHA": 1.702, "LIMIT": 0.0 if act == "silu" else 7.0}
     return compile_for_hopper(_w13, types, constants, aligned=ALIGNED, num_warps=warps, num_stages=stages)
 
 
 @cache
-def w2(rows: int, *, swap: bool, warps: int, stages: int, form: str = "fp8") -> Compiled:
+def w2(rows: int, *, swap: bool, warps: int, stages: int, form: str = "fp8", biased: bool = False) -> Compiled:
     from moe_mk.kernels.triton.grouped_w2 import _w2
     from tests.kernels.triton.sm90 import compile_for_hopper
 
-    types, constants = _common(form, swap)
+    types, constants = _common(form, swap, biased=biased)
     types |= {"h": box(DTYPES[form][0], rows, box_of(form)), "y_ptr": "*bf16"}
     types |= dict.fromkeys(("h_scales_ptr", "weights_ptr"), "*fp32")
     types |= dict.fromkeys(("k", "width", "h_scales_m", "h_scales_k"), "i32")
@@ -68,13 +74,13 @@ def box_of(form: str) -> int:
     return FORMS[form].box
 
 
-def _common(form: str, swap: bool) -> tuple[dict[str, str], dict[str, Any]]:
+def _common(form: str, swap: bool, *, biased: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """What both GEMMs have of a form."""
     given = FORMS[form]
-    types = TILES | {"w": box(DTYPES[form][1], 128, given.box), "w_rows_ptr": "*fp32"}
+    types = TILES | {"w": box(DTYPES[form][1], 128, given.box), "w_rows_ptr": "*fp32", "bias_ptr": "*fp32"}
     types |= {"w_scales_ptr": "*u8" if given.groups else "*fp32"}
-    constants = {"STEP": given.step, "GROUPS": given.groups, "FORM": form, "PROGRAMS": 132, "SWAP": swap}
-    return types, constants
+    constants = {"STEP": given.step, "GROUPS": given.groups, "FORM": form, "SWAP": swap, "BIASED": biased}
+    return types, constants | {"PROGRAMS": 132}
 
 
 @cache
@@ -138,15 +144,18 @@ def test_a_bf16_gemm_uses_the_same_frame(swap: bool, rows: int, warps: int, stag
         assert built.instructions["UTMALDG"] and not built.spills and built.shared < SHARED_MEMORY
 
 
-FORM_TILES = {"int8": BUILT_IN} | dict.fromkeys(("w_fp8", "w_int8", "w_mxfp8", "w_mxfp4", "w_nvfp4"), DECODED)
+FORM_TILES = {"int8": BUILT_IN, "fp8_row": BUILT_IN}
+FORM_TILES |= dict.fromkeys(("w_fp8", "w_fp8_row", "w_int8", "w_mxfp8", "w_mxfp4", "w_nvfp4"), DECODED)
+UNITS = {"int8": "IGMMA", "fp8_row": "QGMMA"}
+"""Of the matrix unit where both sides are codes; decoded weights are multiplied in 16 bits."""
 
 
 def check_form(form: str, built: Compiled, *, swap: bool) -> None:
-    unit = "IGMMA" if form == "int8" else "HGMMA"
-    assert built.instructions[unit] >= 4 and not built.instructions["HMMA"] and not built.instructions["IMMA"]
+    assert built.instructions[UNITS.get(form, "HGMMA")] >= 4
+    assert not built.instructions["HMMA"] and not built.instructions["IMMA"]
     assert built.instructions["UTMALDG"], "weights travel at the size they are stored in"
     assert built.spills == built.stack == built.scratch == 0 and built.shared < SHARED_MEMORY
-    if swap and form != "int8":
+    if swap and form not in UNITS:
         assert built.instructions["STS"] <= 8, "decoded weights stay in registers"
 
 
@@ -167,12 +176,30 @@ def test_so_it_is_at_every_tile(form: str, place: int) -> None:
     check_form(form, w2_of(form, tile), swap=tile.swap)
 
 
-def w13_of(form: str, tile: Tile) -> Compiled:
-    return w13(tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, gather=True, form=form)
+@pytest.mark.parametrize("place", [1, -1], ids=["decode", "prefill"])
+def test_biases_and_clamps_cost_no_spill(place: int) -> None:
+    """gpt-oss: MXFP4, biases of both products, SwiGLU behind clamps."""
+    tile = FORM_TILES["w_mxfp4"][place][1]
+    check_form("w_mxfp4", w13_of("w_mxfp4", tile, act="swiglu_oai", biased=True), swap=tile.swap)
+    check_form("w_mxfp4", w2_of("w_mxfp4", tile, biased=True), swap=tile.swap)
 
 
-def w2_of(form: str, tile: Tile) -> Compiled:
-    return w2(tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, form=form)
+@pytest.mark.parametrize("tile", [Tile(16, True, 4, 5), Tile(128, False, 8, 3)], ids=["decode", "prefill"])
+def test_clamps_cost_an_fp8_gemm_no_spill(tile: Tile) -> None:
+    """DeepSeek-V4's activation before FP8 rounding."""
+    built = w13_of("fp8", tile, act="swiglu_limit")
+    assert built.instructions["QGMMA"] >= 4 and not built.instructions["HMMA"]
+    assert built.spills == built.stack == built.scratch == 0
+
+
+def w13_of(form: str, tile: Tile, *, act: str = "silu", biased: bool = False) -> Compiled:
+    return w13(
+        tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, gather=True, form=form, act=act, biased=biased
+    )
+
+
+def w2_of(form: str, tile: Tile, *, biased: bool = False) -> Compiled:
+    return w2(tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, form=form, biased=biased)
 
 
 def test_kernels_of_a_chain_wait_for_the_one_before_and_let_the_next_start() -> None:
@@ -201,6 +228,11 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (
         "quantize_rows", "_quantize_int8",
         {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32"}, {"COLUMNS": 8192},
+    ),
+    (
+        "quantize_rows", "_quantize_fp8",
+        {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "fixed": "fp32"},
+        {"COLUMNS": 8192, "FIXED": False},
     ),
     (
         "grouped_topk", "_grouped_topk",

@@ -138,7 +138,7 @@ void layer(int seed) {
   std::vector<uint16_t> out(size_t(s.rows) * s.hidden), other(out.size());
   MoeMkExperts call = {x.data, coded ? x_scales.data() : nullptr, ids.data(), weights.data(), out.data(), s.rows, stride,
                        x_blocks, s.hidden, s.top_k, s.slots, w13.matrix, w2.matrix, s.gated, pick(0, 4), 1.702f,
-                       pick(0, 1) ? 0.8f : 0.0f, int8 ? 2 : pick(0, 3) == 0, pick(0, 1), 0, 1, kScalar, {}, {}};
+                       pick(0, 1) ? 0.8f : 0.0f, int8 ? 2 : pick(0, 3) == 0, pick(0, 1), 0, 1, kScalar, {}, {}, 0, 0, 0, 0};
   if (shared) {
     call.shared_w13 = shared13.matrix;
     call.shared_w2 = shared2.matrix;
@@ -155,6 +155,12 @@ void layer(int seed) {
     other = out;
     call.threads = 3;
     if (moe_mk_experts(&call) != kOk || other != out) fail("same bits for any number of threads", seed);
+    MoeMkExperts tuned = call;
+    tuned.panel_rows = pick(0, 5);
+    tuned.task_pairs = pick(0, 16);
+    tuned.prefetch_bytes = pick(0, 1) * pick(64, 16384);
+    tuned.gather_kib = pick(0, 1) * pick(128, 1024);
+    if (moe_mk_experts(&tuned) != kOk || other != out) fail("same bits for any tuning", seed);
     double apart = 0;
     for (size_t i = 0; i < out.size(); ++i) apart += std::pow(double(to_f32(out[i])) - to_f32(scalar[i]), 2);
     // Quantised h may take the neighbouring code; everything else agrees to bf16 rounding.

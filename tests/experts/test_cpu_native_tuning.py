@@ -1,0 +1,180 @@
+"""Tuning of the native CPU experts: what is tried, files read back and used, and the same bits whatever is chosen."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_mk.cli import app
+from moe_mk.config import tuned as tuned_files
+from moe_mk.config.tuned import case_name, tuned_path
+from moe_mk.errors import ConfigError
+from moe_mk.experts import cpu_native_tuning
+from moe_mk.experts.base import EXPERTS, ExpertsContext
+from moe_mk.experts.cpu_native import CpuNativeExperts
+from moe_mk.experts.cpu_native_tuning import Tuned, candidates, load_tuned, tuning_of
+from moe_mk.kernels.native import Tuning
+from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.plain import BF16
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.testing.experts import random_experts
+from moe_mk.tokens import GroupedTokens, RowTokens
+from moe_mk.tuning import TuneCase, TunedPoint, TuneResult, save_measured, session, tune
+
+SLOTS, HIDDEN, INNER, TOP_K = 4, 256, 128, 2
+CONTEXT = ExpertsContext(BF16, BF16, "silu", SLOTS, HIDDEN, INNER, torch.device("cpu"))
+CASE = TuneCase("cpu_native", HIDDEN, INNER, SLOTS, TOP_K, BF16, BF16, FP8_128x128)
+NARROW, WIDE = Tuning(panel_rows=1, task_pairs=2), Tuning(prefetch_bytes=640, gather_kib=128)
+compiled = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where tuned files are read from, empty; a processor called "A B"."""
+    monkeypatch.setattr(tuned_files, "config_folder", lambda: tmp_path)
+    monkeypatch.setattr(cpu_native_tuning, "_processor", lambda: "A B")
+    cpu_native_tuning._say_missing.cache_clear()
+    return tmp_path / "tuned"
+
+
+def saved(top_k: int, *points: TunedPoint, scheme: QuantScheme = FP8_128x128) -> Path:
+    path = tuned_path("A B", "cpu_native", case_name((HIDDEN, INNER, SLOTS, top_k), scheme, BF16))
+    save_measured(path, points, {})
+    return path
+
+
+def parameters(tuning: Tuning) -> dict[str, int | bool | str]:
+    return dict(asdict(tuning))
+
+
+def rows(count: int) -> RowTokens:
+    draw = torch.Generator("cpu").manual_seed(count)
+    x = torch.randn(count, HIDDEN, generator=draw).bfloat16()
+    ids = torch.rand(count, SLOTS, generator=draw).argsort(1)[:, :TOP_K].to(torch.int32)
+    return RowTokens(QuantTensor(x, None, BF16), ids, torch.rand(count, TOP_K, generator=draw), SLOTS)
+
+
+def test_what_is_tried_is_legal_different_and_begins_with_the_built_in() -> None:
+    for tokens in (1, 2, 4, 16, 4096):
+        tried = candidates(CONTEXT, tokens)
+        assert tried[0] == {} and len({tuning_of(each) for each in tried}) == len(tried)
+    few, many = (
+        {name for one in candidates(CONTEXT, tokens) for name in one} for tokens in (1, 4096)
+    )  # 4 slots, 4 experts a token: 1 and 4096 rows an expert
+    assert few == {"prefetch_bytes", "task_pairs", "panel_rows"} and many == {"gather_kib", "task_pairs"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"panel_rows": 6}, "panel_rows 6 is neither 0 .* nor from 1 to 5"),
+        ({"task_pairs": 17, "gather_kib": 127}, "task_pairs 17 is .* from 1 to 16; gather_kib 127 is .* 128 to 4096"),
+        ({"prefetch_bytes": -64}, "prefetch_bytes -64 is neither"),
+        ({"task_pairs": True}, "task_pairs True is neither"),
+        ({"panel_rows": "4"}, "panel_rows '4' is neither"),
+        ({"colour": 1}, "is no tuning of cpu_native: it has panel_rows, task_pairs, prefetch_bytes, gather_kib"),
+    ],
+)
+def test_parameters_that_the_kernels_do_not_have_are_refused(wrong: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        tuning_of(wrong)
+
+
+def test_the_nearest_point_serves_inside_the_measured_range_only() -> None:
+    # Halfway between 1 and 16 rows on a logarithmic scale: 4.
+    tuned = Tuned(((1.0, NARROW), (16.0, WIDE)))
+    found = [tuned.at(rows_an_expert) for rows_an_expert in (0.9, 1.0, 3.9, 4.1, 16.0, 16.1)]
+    assert found == [Tuning(), NARROW, NARROW, WIDE, WIDE, Tuning()] and Tuned().at(1.0) == Tuning()
+
+
+def test_files_of_every_top_k_serve_by_rows_an_expert(folder: Path) -> None:
+    # 8 tokens of 2 of 4 experts are 4 rows an expert, 8 tokens of one are 2.
+    saved(TOP_K, TunedPoint(8, parameters(WIDE), 5.0))
+    saved(1, TunedPoint(8, parameters(NARROW), 5.0))
+    saved(2, TunedPoint(8, {}, 5.0), scheme=BF16)
+    assert load_tuned(CONTEXT, FP8_128x128, TOP_K) == Tuned(((2.0, NARROW), (4.0, WIDE)))
+    assert folder.is_dir()
+
+
+def test_a_missing_file_is_one_line_with_a_command_that_writes_it(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "moe_mk"):
+        assert [load_tuned(CONTEXT, FP8_128x128, TOP_K) for _ in range(3)] == [Tuned()] * 3
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "\n" not in said
+    command = said.partition("To measure: moe-mk ")[2].split()
+    done = CliRunner().invoke(app, [*command, "--tuned-dir", str(folder), "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert Path(json.loads(done.stdout)["path"]).name in said
+
+
+def test_a_file_with_parameters_of_others_is_refused_by_name(folder: Path) -> None:
+    path = saved(TOP_K, TunedPoint(1, {"panel_rows": 9}, 5.0))
+    with pytest.raises(ConfigError, match=rf"{path.name}, 1 tokens: .*panel_rows 9"):
+        load_tuned(CONTEXT, FP8_128x128, TOP_K)
+
+
+@compiled
+def test_a_tuned_file_is_used_in_its_range_and_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, used = random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, torch.device("cpu")), []
+    built_in = CpuNativeExperts(CONTEXT)
+    weights = built_in.relayout(stack)
+    wanted = {count: built_in.run(rows(count), weights).y for count in (1, 7, 32, 33)}
+    saved(TOP_K, TunedPoint(2, parameters(NARROW), 5.0), TunedPoint(32, parameters(WIDE), 50.0))
+    experts, inner = CpuNativeExperts(CONTEXT), CpuNativeExperts._mode
+    monkeypatch.setattr(CpuNativeExperts, "_mode", lambda *a: used.append(inner(*a)) or used[-1])
+    for count, y in wanted.items():
+        assert torch.equal(experts.run(rows(count), weights).y, y)
+    # 2 to 32 tokens are measured; halfway on a logarithmic scale is 8.
+    assert [mode.tuning for mode in used] == [Tuning(), NARROW, WIDE, Tuning()]
+    grouped = GroupedTokens(
+        rows(4).x_RH, torch.tensor([1, 0, 2, 1]), torch.arange(4), torch.ones(4), 4
+    )  # one row an expert
+    assert experts.run(grouped, weights).y.shape == (4, HIDDEN) and used[-1].tuning == NARROW
+
+
+@compiled
+def test_every_candidate_gives_the_same_bits() -> None:
+    experts = CpuNativeExperts(CONTEXT)
+    weights = experts.relayout(random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, torch.device("cpu")))
+    for count in (1, 3, 40):
+        experts.tuned = Tuned()
+        wanted = experts.run(rows(count), weights).y
+        for each in candidates(CONTEXT, count):
+            assert torch.equal(experts.tuned_with(each).run(rows(count), weights).y, wanted), each
+    assert experts.tuned == Tuned(), "a choice is made for a copy"
+
+
+def measured(path: Path, stop: int | None = None) -> TuneResult:
+    def told(what: str, done: int, total: int) -> None:
+        if done == stop:
+            raise KeyboardInterrupt
+
+    return tune(
+        CASE, (1, 64), path, budget_s=60.0, cores=1, device=torch.device("cpu"), meta={"by": "a test"},
+        stack=lambda case, device: random_experts(case.weights, SLOTS, HIDDEN, INNER, device), on_measured=told,
+    )  # fmt: skip
+
+
+@compiled
+def test_a_killed_session_goes_on_and_its_file_is_read_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "REPEATS", 1)
+    path = tuned_path("A B", "cpu_native", CASE.name)
+    with pytest.raises(KeyboardInterrupt):
+        measured(path, stop=5)
+    tried = sum(len(EXPERTS["cpu_native"].tuning_space(CONTEXT, count)) for count in (1, 64))
+    result = measured(path)
+    assert (result.complete, result.resumed, result.measured) == (True, 5, tried - 5)
+    assert json.loads(path.with_suffix(".meta.json").read_text())["by"] == "a test"
+    found = load_tuned(CONTEXT, FP8_128x128, TOP_K).points
+    assert found == tuple((p.tokens * TOP_K / SLOTS, tuning_of(p.parameters)) for p in result.points)
