@@ -60,7 +60,7 @@ CASES = [
     Case("nvfp4, W4A16", {"weights": "nvfp4"}, False),
     Case("nvfp4, W4A4", {"weights": "nvfp4"}, True),
 ]
-BACKENDS = ("reference", "torch_cpu")
+BACKENDS = ("reference", "torch_cpu", "cpu_native")
 
 
 def layer_weights(scheme: QuantScheme) -> ExpertWeights:

@@ -31,7 +31,7 @@ uint64_t enabled_state() {
 }
 
 // NOTE one core alone, reading and decoding fp8: on Zen 5 3 KiB ahead reaches 91 % of pure reading at one row and 84 %
-// at four, 1 KiB 85 % and 65 %, and 4 KiB needs 0.98 of the time of 3 KiB at one, two and four rows, 5 KiB 0.99; on
+// at four, 1 KiB 85 % and 65 %, and 4 KiB needs 0.99 of the time of 3 KiB at one and two rows, 0.96 at four; on
 // Sapphire Rapids 0.5 to 2 KiB are best, 4 KiB and more are worse.
 int best_prefetch() {
   const Leaf vendor = leaf(0, 0);
