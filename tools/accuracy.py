@@ -15,9 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_mk.config import device_profile, load_config
+from moe_mk.config.problem import Problem
 from moe_mk.config.quant import QuantConfig
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.base import ExpertsContext
+from moe_mk.external.library import COMPILER
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, QuantScheme
 from moe_mk.tokens import OutputStage, RowTokens
@@ -107,12 +110,18 @@ def table() -> list[str]:
         weights = layer_weights(settings.weight_scheme)
         size = weights.num_bytes / (EXPERTS_IN_LAYER * 3 * HIDDEN * INNER)
         compute = (settings.activation_scheme if case.rounds else None) or BF16
-        cells = [_cell(backend, weights, compute, truth) for backend in BACKENDS]
+        cells = [_cell(case, backend, weights, compute, truth) for backend in BACKENDS]
         lines.append(f"| {case.title} | {size:.4f} | {' | '.join(cells)} |")
     return lines
 
 
-def _cell(backend: str, weights: ExpertWeights, compute: QuantScheme, truth: Tensor) -> str:
+def _cell(case: Case, backend: str, weights: ExpertWeights, compute: QuantScheme, truth: Tensor) -> str:
+    config = load_config("deepseek_v3").with_(
+        quant=case.settings.model_dump(), activations="checkpoint" if case.rounds else "plain"
+    )
+    asked = Problem(config, device_profile("cpu"), BF16, TOKENS, frozenset({COMPILER}))
+    if any(reason.code == "activations" for reason in EXPERTS[backend].reasons_against(asked)):
+        return "no such activations"
     if compute.family not in EXPERTS[backend].traits.computes:
         return "no such activations"
     y = output(backend, weights, compute)

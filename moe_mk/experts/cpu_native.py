@@ -36,7 +36,7 @@ from moe_mk.kernels.native import (
     touch_slot,
 )
 from moe_mk.kernels.native.pages import release_pages
-from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8_block import FP8_1x128, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
@@ -105,8 +105,8 @@ class CpuNativeExperts(FusedExperts):
             reasons.append(Reason("block", f"reads INT8 blocks of {BLOCK}x{BLOCK}, the experts have {sides}"))
         rounded = problem.activations
         asked = problem.config.kernel.activations == "checkpoint" and rounded is not None
-        if asked and rounded is not None and rounded.family == "fp8" and rounded.block != (1, BLOCK):
-            said = f"rounds tokens to FP8 with a scale for {BLOCK} values only, not to {rounded.name}"
+        if asked and rounded is not None and rounded.family == "fp8" and rounded != FP8_1x128:
+            said = f"rounds tokens to FP8 with an f32 scale for {BLOCK} values only, not to {rounded.name}"
             reasons.append(Reason("activations", said, "kernel.activations = auto"))
         return reasons
 

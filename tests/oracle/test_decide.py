@@ -225,3 +225,10 @@ def test_every_pair_has_a_verdict_and_every_refusal_a_reason() -> None:
         verdicts: Mapping[str, Any] = {v.name: v for v in oracle.select(problem("mixtral_8x7b", ep=ep)).verdicts}
         assert set(verdicts) == pairs | {"inside + reference_monolithic"}
         assert all((v.cost_us is None) == bool(v.reasons) for v in verdicts.values())
+
+
+def test_native_experts_refuse_activations_whose_scales_they_would_round_otherwise() -> None:
+    for scale, serves in (("float32", True), ("ue8m0", False)):
+        asked = problem(quant={"weights": "fp8_block", "scale": scale}, activations="checkpoint")
+        told = [reason for reason in EXPERTS["cpu_native"].reasons_against(asked) if reason.code == "activations"]
+        assert (not told) == serves, told
