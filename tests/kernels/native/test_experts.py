@@ -35,9 +35,9 @@ INVARIANT = ExpertsMode(batch_invariant=True)
 def limit(isa: Isa, storage: Storage, inter: int = 64) -> float:
     """bf16 h and bf16 out cost 2.3e-3; AMX rounds code * block scale to bf16 as well. Small samples spread by a third.
 
-    inter: the terms of an output. Of fewer than 16, the roundings hardly cancel for INT8 blocks: a third more.
+    inter: the terms of an output. Of fewer than 16 the roundings of h hardly cancel: a third more.
     """
-    spread = 4 / 3 if inter < 16 and storage is Storage.INT8 else 1.0
+    spread = 4 / 3 if inter < 16 else 1.0
     return spread * (5e-3 if isa is Isa.AMX_BF16 and storage.folds_inexactly else 3.2e-3)
 
 
