@@ -36,7 +36,7 @@ from moe_mk.kernels.native import (
     touch_slot,
 )
 from moe_mk.kernels.native.pages import release_pages
-from moe_mk.quant.fp8_block import FP8_1x128, Fp8Block
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
@@ -105,8 +105,8 @@ class CpuNativeExperts(FusedExperts):
             reasons.append(Reason("block", f"reads INT8 blocks of {BLOCK}x{BLOCK}, the experts have {sides}"))
         rounded = problem.activations
         asked = problem.config.kernel.activations == "checkpoint" and rounded is not None
-        if asked and rounded is not None and rounded.family == "fp8" and rounded != FP8_1x128:
-            said = f"rounds tokens to FP8 with an f32 scale for {BLOCK} values only, not to {rounded.name}"
+        if asked and rounded is not None and rounded.family == "fp8" and rounded not in (FP8_1x128, FP8_1x128_UE8M0):
+            said = f"rounds tokens to FP8 with a scale for {BLOCK} values only, not to {rounded.name}"
             reasons.append(Reason("activations", said, "kernel.activations = auto"))
         return reasons
 
@@ -206,7 +206,9 @@ class CpuNativeExperts(FusedExperts):
 def _rounding(compute: QuantScheme) -> Rounding:
     if compute.block is None:
         return Rounding.NONE
-    return Rounding.INT8 if compute == INT8_TOKEN else Rounding.FP8
+    if compute == INT8_TOKEN:
+        return Rounding.INT8
+    return Rounding.FP8_UE8M0 if compute == FP8_1x128_UE8M0 else Rounding.FP8
 
 
 def _rows_and_choices(tokens: Tokens) -> tuple[int, int]:

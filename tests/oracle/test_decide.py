@@ -227,8 +227,12 @@ def test_every_pair_has_a_verdict_and_every_refusal_a_reason() -> None:
         assert all((v.cost_us is None) == bool(v.reasons) for v in verdicts.values())
 
 
-def test_native_experts_refuse_activations_whose_scales_they_would_round_otherwise() -> None:
-    for scale, serves in (("float32", True), ("ue8m0", False)):
-        asked = problem(quant={"weights": "fp8_block", "scale": scale}, activations="checkpoint")
-        told = [reason for reason in EXPERTS["cpu_native"].reasons_against(asked) if reason.code == "activations"]
-        assert (not told) == serves, told
+def test_native_experts_round_tokens_to_fp8_with_the_scales_of_the_checkpoint() -> None:
+    for scale, compute in (("float32", "fp8_1x128"), ("ue8m0", "fp8_1x128_ue8m0")):
+        quant = {"weights": "fp8_block", "scale": scale}
+        config = load_config("deepseek_v3").with_(quant=quant, activations="checkpoint", experts="cpu_native")
+        asked = Problem(config, device_profile("cpu"), BF16, 64, frozenset({"c++"}))
+        assert oracle.select(asked).compute.name == compute
+    asked = problem(quant={"weights": "fp8_channel"}, activations="checkpoint")
+    told = [reason.text for reason in EXPERTS["cpu_native"].reasons_against(asked) if reason.code == "activations"]
+    assert told == ["rounds tokens to FP8 with a scale for 128 values only, not to fp8_token"]

@@ -9,8 +9,9 @@ extern "C" {
 enum Status : int32_t { kOk = 0, kBadId = 1, kBadShape = 2, kNoMemory = 3, kNoIsa = 4 };
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512Bf16 = 2, kAmxBf16 = 3, kNumIsas = 4 };
 enum Format : int32_t { kFp8 = 0, kBf16 = 1, kInt8 = 2, kMxFp8 = 3, kMxFp4 = 4, kNvFp4 = 5, kNumFormats = 6 };
-enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2 };
+enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2, kUe8m0Rows = 3 };
 enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4 };
+enum ReadWay : int32_t { kAskAhead = 0, kManyStreams = 1, kNumReadWays = 2 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 // One projection of all local experts in packed form (pack.cpp draws it).
@@ -38,7 +39,8 @@ struct MoeMkExperts {
   MoeMkMatrix w13, w2;
   int32_t gated, activation;
   float alpha, limit;     // limit <= 0: no clamp
-  int32_t quantize;       // Rounding of x and h: 1x128 e4m3, or s8 with one scale a row (kInt8 weights only)
+  int32_t quantize;       // Rounding of x and h: 1x128 e4m3 (kUe8m0Rows: scales are powers of two), or s8 with one scale a
+                          // row (kInt8 weights only)
   int32_t batch_invariant, out_f32, threads, isa;
   MoeMkMatrix shared_w13, shared_w2;  // one slot that every row visits with weight 1; data null: none
   // What tuning may choose; 0: built in. Bits depend on none of them (layer.h has the limits).
@@ -70,11 +72,12 @@ int32_t moe_mk_unpack(const void* packed, void* first, void* second, int64_t row
                       int64_t num_inputs, int32_t format, int32_t threads);
 int32_t moe_mk_experts(const MoeMkExperts* call);
 int32_t moe_mk_route(const MoeMkRoute* call);
+// ue8m0: scales are powers of two, as f32 all the same.
 int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, int64_t x_stride, int32_t x_is_f32,
-                        uint8_t* values, float* scales, int32_t threads, int32_t isa);
+                        int32_t ue8m0, uint8_t* values, float* scales, int32_t threads, int32_t isa);
 int32_t moe_mk_count_nans(const uint8_t* codes, int64_t num_codes, int32_t threads, int32_t isa, int64_t* num_nans);
 int32_t moe_mk_advise_huge(void* address, int64_t num_bytes);
-int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t threads, int32_t isa, uint64_t* checksum);
+int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t way, int32_t threads, int32_t isa, uint64_t* checksum);
 int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, double* flops);
 int64_t moe_mk_scratch_bytes(void);
 void moe_mk_release_scratch(void);

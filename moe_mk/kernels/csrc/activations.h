@@ -6,7 +6,7 @@ namespace moe_mk {
 namespace {
 
 // Through 1x128 e4m3: the values of the codes go to `to` as bf16 (it may be where they came from), the scales beside.
-inline void through_fp8(const Kernels& kernels, const uint16_t* from, int64_t columns, uint16_t* to, float* scales) {
+inline void through_fp8(const Layer& layer, const uint16_t* from, int64_t columns, uint16_t* to, float* scales) {
   for (int64_t first = 0; first < columns; first += kActivationBlock) {
     const int n = int(std::min<int64_t>(kActivationBlock, columns - first));
     float wide[kActivationBlock];
@@ -15,8 +15,8 @@ inline void through_fp8(const Kernels& kernels, const uint16_t* from, int64_t co
       const uint32_t u = uint32_t(from[first + i]) << 16;
       std::memcpy(&wide[i], &u, 4);
     }
-    scales[first / kActivationBlock] = kernels.quantize(wide, n, codes);
-    kernels.decode(codes, to + first, n);
+    scales[first / kActivationBlock] = layer.kernels.quantize(wide, n, layer.call.quantize == kUe8m0Rows, codes);
+    layer.kernels.decode(codes, to + first, n);
   }
 }
 
@@ -38,7 +38,7 @@ void prepare_row(const Layer& layer, int64_t row, uint16_t* to, float* scales) {
   } else if (layer.int8()) {
     *scales = layer.kernels.quantize_int8(bf16, hidden, out);
   } else {
-    through_fp8(layer.kernels, bf16, hidden, to, scales);
+    through_fp8(layer, bf16, hidden, to, scales);
   }
 }
 
@@ -74,7 +74,7 @@ bool quantize_hidden(Layer& layer, Set& set, float* scales) {
   return each_task(layer, set.assignments(), [&](int64_t row, int, Desk&) {
     uint16_t* h = set.h + row * set.inter_padded;
     if (layer.int8()) scales[row] = layer.kernels.quantize_int8(h, inter, reinterpret_cast<uint8_t*>(h));
-    else through_fp8(layer.kernels, h, inter, h, scales + row * each);
+    else through_fp8(layer, h, inter, h, scales + row * each);
     return true;
   });
 }

@@ -9,7 +9,7 @@ namespace moe_mk {
 
 constexpr int kFewRows = 4;  // more are faster through a panel
 void multiply_few_avx512bf16(const Columns&, const Rows&, float* totals);
-void multiply_int8_avx512(const Columns&, const Rows&, float* totals);
+void multiply_int8_avx512(const Columns&, const Rows&, const Scratch&, float* totals);
 
 namespace {
 

@@ -76,6 +76,17 @@ bool probe(int isa) {
 
 }  // namespace
 
+bool has_amx_int8() {
+#if defined(MOE_MK_EMULATE_AMX)
+  return true;
+#elif defined(__x86_64__)
+  static const bool found = leaf(7, 0).edx >> 25 & 1;
+  return found;
+#else
+  return false;
+#endif
+}
+
 bool isa_supported(int isa) {
   static const bool found[kNumIsas] = {probe(kScalar), probe(kAvx2), probe(kAvx512Bf16), probe(kAmxBf16)};
   return isa >= 0 && isa < kNumIsas && found[isa];

@@ -16,6 +16,8 @@
 namespace moe_mk {
 namespace {
 
+constexpr int kRowsOfLongTasks = 16;
+
 // Pairs a task: as many as may be, fewer while the threads would not have enough tasks to share them evenly.
 int pairs_per_task(int most, int pairs, int64_t groups, int tasks_wanted) {
   int size = most;
@@ -54,7 +56,9 @@ bool run_layer(Layer& layer) {
   });
   if (!first_half || (c.quantize && !quantize_all_hidden(layer))) return false;
 
-  const int pairs = layer.sets.front().w2.pairs, size = pairs_per_task(layer.most_pairs(), pairs, 1, 16 * c.threads);
+  // A few rows want long streams of memory; of more, the sums of a task are to stay near.
+  const int pairs = layer.sets.front().w2.pairs, tasks_each = c.num_rows <= kRowsOfLongTasks ? 8 : 16;
+  const int size = pairs_per_task(layer.most_pairs(), pairs, 1, tasks_each * c.threads);
   const size_t sum_bytes = layer.one_term() ? 64 : size_t(c.num_rows) * size * kPairColumns * 4;
   return each_task(layer, (pairs + size - 1) / size, [&](int64_t task, int member, Desk& desk) {
     auto* sums = reinterpret_cast<float*>(layer.team->arena(member, kSums, sum_bytes));
@@ -91,7 +95,7 @@ bool well_formed(const MoeMkExperts& c) {
                        c.shared_w2.num_outputs == c.w2.num_outputs);
   const bool int8 = c.quantize != kInt8Rows || (may_be_int8(c.w13, c.w2) && (c.shared_w13.data == nullptr ||
                                                                             may_be_int8(c.shared_w13, c.shared_w2)));
-  return fits(c.w13, c.w2) && shared && int8 && may_be_tuned(c) && c.quantize >= kAsIs && c.quantize <= kInt8Rows && c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
+  return fits(c.w13, c.w2) && shared && int8 && may_be_tuned(c) && c.quantize >= kAsIs && c.quantize <= kUe8m0Rows && c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
 }
 
 }  // namespace
@@ -104,8 +108,8 @@ int32_t moe_mk_experts(const MoeMkExperts* call) try {
   if (!well_formed(c)) return kBadShape;
   const bool scaled_rows = c.quantize != 0 || c.x_scales != nullptr;
   const Kernels* kernels = kernels_of(c.isa);
-  // Scaled rows need exact f32 sums a scale block, which the folded AMX path does not have.
-  if (kernels != nullptr && scaled_rows && !kernels->row_scales)
+  // Rows of FP8 need exact f32 sums a scale block, which the folded AMX path does not have.
+  if (kernels != nullptr && scaled_rows && c.quantize != kInt8Rows && !kernels->row_scales)
     kernels = kernels_of(isa_supported(kAvx512Bf16) ? kAvx512Bf16 : (isa_supported(kAvx2) ? kAvx2 : kScalar));
   if (kernels == nullptr) return kNoIsa;
   std::vector<Set> sets;

@@ -48,6 +48,11 @@ inline float quantize_int8(const uint16_t* x, int64_t count, uint8_t* codes) {
   return nan != 0 ? __builtin_nanf("") : scale;
 }
 
+// One place for all kernels: a product and a sum that a compiler may fuse must be fused alike.
+inline __attribute__((always_inline)) void add_scaled(i32x16 sum, float scale, float* to) {
+  store(to, load<f32x16>(to) + __builtin_convertvector(sum, f32x16) * scale);
+}
+
 // Adds the integer sums [n][2 * pairs] of one unit of k to the totals: as integers, or times the scales of their block.
 inline void add_unit(const Columns& w, int pair, int pairs, int block, int num_rows, int first, int n, const i32x16* sums,
                      float* totals) {
@@ -56,7 +61,7 @@ inline void add_unit(const Columns& w, int pair, int pairs, int block, int num_r
       float* to = totals + (size_t(pair + t / 2) * num_rows + first + m) * kPairColumns + t % 2 * kTileColumns;
       const i32x16 sum = sums[m * 2 * pairs + t];
       if (w.scales == nullptr) store(to, load<i32x16>(to) + sum);
-      else store(to, load<f32x16>(to) + __builtin_convertvector(sum, f32x16) * tile_scales(w, pair + t / 2, t % 2)[block]);
+      else add_scaled(sum, tile_scales(w, pair + t / 2, t % 2)[block], to);
     }
 }
 
@@ -74,7 +79,7 @@ inline void finish_totals(const Columns& w, const Rows& rows, float* totals) {
 // Ops: dots(n, pairs, w, pair, step, steps, rows, first row, offsets [2 * pairs] kept from the first row on,
 //           sums [n][2 * pairs])
 template <typename Ops>
-void multiply_int8(const Columns& w, const Rows& rows, float* totals) {
+void multiply_int8(const Columns& w, const Rows& rows, const Scratch&, float* totals) {
   const int unit = w.scales == nullptr ? kWholeSteps : w.steps_per_block;
   const int fitting = int(w.gather_bytes / (size_t(rows.num_rows) * kStep)) / unit * unit, chunk = fitting < unit ? unit : fitting;
   const int together = rows.num_rows <= kInt8Few ? 2 : 1;

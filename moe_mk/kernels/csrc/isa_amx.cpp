@@ -3,9 +3,8 @@
 // weight (L2 3.7e-3 against 2.3e-3 with exact scales).
 // Reads: packed weights once a 256-row block, gathered rows from L2. Panel of 8 steps (16 KiB) stays in L1.
 // One or two rows are faster on VDPBF16PS straight from memory: multiply_few comes from the AVX-512 unit.
-// NOTE totals are tile-loaded and tile-stored in place; the last, partial tile of rows goes through scratch.
 #include "amx_panel.h"
-#include "tiles.h"
+#include "amx_totals.h"
 
 #if defined(__linux__) && !defined(MOE_MK_EMULATE_AMX)
 #include <sys/syscall.h>
@@ -16,8 +15,6 @@ namespace moe_mk {
 namespace {
 
 constexpr int kPanelSteps = 8;
-constexpr int kTileRows = 16;
-constexpr size_t kTotalsStride = kPairColumns * sizeof(float);
 
 // Tiles 0..3 are totals (row tile, column tile), 4 and 5 rows, 6 and 7 weights.
 template <int RowTiles>
@@ -35,44 +32,6 @@ inline void dot_steps(const uint8_t* a, size_t row_tile_bytes, const uint8_t* pa
       tile_dot<3, 5, 7>();
     }
   }
-}
-
-// Where the totals of one row tile are while it is worked on.
-struct TotalsTile {
-  float* at;
-  float* home;
-  int rows;
-};
-
-TotalsTile borrow(float* totals, int rows, float* spare) {
-  if (rows >= kTileRows) return {totals, totals, kTileRows};
-  std::memset(spare, 0, kTileRows * kTotalsStride);
-  std::memcpy(spare, totals, rows * kTotalsStride);
-  return {spare, totals, rows};
-}
-void give_back(const TotalsTile& tile) {
-  if (tile.at != tile.home) std::memcpy(tile.home, tile.at, tile.rows * kTotalsStride);
-}
-
-template <int RowTiles>
-void load_totals(const TotalsTile& first, const TotalsTile& second) {
-  tile_load<0>(first.at, kTotalsStride);
-  tile_load<1>(first.at + kTileColumns, kTotalsStride);
-  if (RowTiles == 2) {
-    tile_load<2>(second.at, kTotalsStride);
-    tile_load<3>(second.at + kTileColumns, kTotalsStride);
-  }
-}
-template <int RowTiles>
-void store_totals(const TotalsTile& first, const TotalsTile& second) {
-  tile_store<0>(first.at, kTotalsStride);
-  tile_store<1>(first.at + kTileColumns, kTotalsStride);
-  if (RowTiles == 2) {
-    tile_store<2>(second.at, kTotalsStride);
-    tile_store<3>(second.at + kTileColumns, kTotalsStride);
-    give_back(second);
-  }
-  give_back(first);
 }
 
 // One pair of columns, one chunk of k, all rows. With one or two row tiles the totals stay in tiles all along.
@@ -170,9 +129,11 @@ double peak_amx(int64_t iterations) {
 #if defined(MOE_MK_AMX_AVX512)
 constexpr int kFew = 2;
 constexpr auto kMultiplyFew = multiply_few_avx512bf16;
+constexpr auto kMultiplyInt8 = multiply_int8_avx512;
 #else
 constexpr int kFew = 0;
 constexpr void (*kMultiplyFew)(const Columns&, const Rows&, float*) = nullptr;
+constexpr auto kMultiplyInt8 = multiply_int8<PortableInt8Ops>;
 #endif
 
 }  // namespace
@@ -180,7 +141,7 @@ constexpr void (*kMultiplyFew)(const Columns&, const Rows&, float*) = nullptr;
 const Kernels* amx_kernels() {
   static const Kernels table = {
       "amx", kFew, false, false, configure_tiles, release_tiles, kMultiplyFew, multiply_many_amx,
-      multiply_int8<PortableInt8Ops>, quantize_int8, activate, accumulate, to_bf16, quantize, decode, count_nans,
+      has_amx_int8() ? multiply_int8_amx : kMultiplyInt8, quantize_int8, activate, accumulate, to_bf16, quantize, decode, count_nans,
       gate_dots, read, peak_amx,
   };
   return &table;

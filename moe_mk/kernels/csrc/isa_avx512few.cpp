@@ -1,6 +1,8 @@
 // A few rows times weights straight from memory, for AVX512-BF16 + VBMI: codes are decoded into registers, multiplied by
 // VDPBF16PS, and the scale of a block or group multiplies its f32 sum: exact scales. avx512.h has the decoding policies.
-// Reads packed weights once, two pairs of columns at a time. Writes totals [pair][row][32].
+// Reads packed weights once, two pairs of columns at a time, half of the task apart: two streams of memory that go on
+// where they are, so that what was asked for ahead at the end of one pair is used by the next. Writes totals
+// [pair][row][32].
 #include "avx512.h"
 
 #include "blocked.h"
@@ -32,15 +34,15 @@ struct Sums {
 
 // One step of k from `first` to `last` of its lines: decode each tile's rows, multiply every row of x with them.
 template <int N, int P, typename Decode>
-inline __attribute__((always_inline)) void dot_lines(const Decode& decode, const Columns& w, const uint8_t* at, int first,
-                                                     int last, const Rows& rows, int step, int ahead, Sums<N, P>& sums) {
+inline __attribute__((always_inline)) void dot_lines(const Decode& decode, size_t apart, const uint8_t* at, int first, int last,
+                                                      const Rows& rows, int step, int ahead, Sums<N, P>& sums) {
   constexpr int kRows = Decode::kRows;
 #pragma GCC unroll 8
   for (int line = first; line < last; ++line) {
     __m512i weights[2 * P][kRows];
 #pragma GCC unroll 4
     for (int t = 0; t < 2 * P; ++t) {
-      const uint8_t* from = at + (t >> 1) * w.pair_bytes + line * Decode::kLines * kPanelRow + (t & 1) * 64;
+      const uint8_t* from = at + (t >> 1) * apart + line * Decode::kLines * kPanelRow + (t & 1) * 64;
       for (int l = 0; l < Decode::kLines; ++l)
         _mm_prefetch(reinterpret_cast<const char*>(from + ahead + l * kPanelRow), _MM_HINT_T0);
       decode.rows(from, weights[t]);
@@ -59,9 +61,9 @@ inline __attribute__((always_inline)) void dot_lines(const Decode& decode, const
   }
 }
 
-// N rows times P pairs straight from the packed bytes; N * P * 2 open sums live in registers.
+// N rows times P pairs, `apart` from each other, straight from the packed bytes; N * P * 2 open sums live in registers.
 template <int N, int P, typename Decode, typename Scales>
-void few(const Columns& w, int pair, const Rows& rows, float* totals) {
+void few(const Columns& w, int pair, int apart, const Rows& rows, float* totals) {
   constexpr int kLines = kStep / 2 / Decode::kRows, kPart = kLines / Scales::kPerStep;
   const Decode decode;
   const int ahead = w.prefetch;
@@ -74,28 +76,29 @@ void few(const Columns& w, int pair, const Rows& rows, float* totals) {
     const int steps = w.num_steps - step0 < w.steps_per_block ? w.num_steps - step0 : w.steps_per_block;
     for (int s = step0; s < step0 + steps; ++s)
       for (int part = 0; part < Scales::kPerStep; ++part) {
-        dot_lines<N, P>(decode, w, data + s * w.step_bytes, part * kPart, (part + 1) * kPart, rows, s, ahead, sums);
+        dot_lines<N, P>(decode, apart * w.pair_bytes, data + s * w.step_bytes, part * kPart, (part + 1) * kPart, rows, s, ahead,
+                        sums);
         for (int t = 0; Scales::kGrouped && t < 2 * P; ++t) {
-          const uint8_t* from = group_scales(w, pair + (t >> 1), s) + part * kPairColumns + (t & 1) * kTileColumns;
+          const uint8_t* from = group_scales(w, pair + (t >> 1) * apart, s) + part * kPairColumns + (t & 1) * kTileColumns;
           sums.close(t, Scales::of(from), rows, x_block);
         }
       }
     for (int t = 0; !Scales::kGrouped && t < 2 * P; ++t) {
-      const float* scales = tile_scales(w, pair + (t >> 1), t & 1);
+      const float* scales = tile_scales(w, pair + (t >> 1) * apart, t & 1);
       sums.close(t, _mm512_set1_ps(scales == nullptr ? 1.0f : scales[block]), rows, x_block);
     }
   }
   for (int m = 0; m < N; ++m)
     for (int t = 0; t < 2 * P; ++t)
-      _mm512_storeu_ps(totals + (size_t(pair + (t >> 1)) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, sums.all[m][t]);
+      _mm512_storeu_ps(totals + (size_t(pair + (t >> 1) * apart) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, sums.all[m][t]);
 }
 
 template <int N, typename Decode, typename Scales>
 void few_rows(const Columns& w, const Rows& rows, float* totals) {
-  int pair = 0;
-  // Two pairs are two streams of memory, and twice the independent chains.
-  for (; pair + 2 <= w.num_pairs; pair += 2) few<N, 2, Decode, Scales>(w, pair, rows, totals);
-  for (; pair < w.num_pairs; ++pair) few<N, 1, Decode, Scales>(w, pair, rows, totals);
+  // Two pairs are twice the independent chains.
+  const int half = w.num_pairs / 2;
+  for (int pair = 0; pair < half; ++pair) few<N, 2, Decode, Scales>(w, pair, half, rows, totals);
+  if (w.num_pairs % 2 != 0) few<N, 1, Decode, Scales>(w, w.num_pairs - 1, 0, rows, totals);
 }
 
 template <typename Decode, typename Scales = BlockScales>

@@ -79,6 +79,8 @@ struct Avx512Int8Ops {
 
 }  // namespace
 
-void multiply_int8_avx512(const Columns& w, const Rows& rows, float* totals) { multiply_int8<Avx512Int8Ops>(w, rows, totals); }
+void multiply_int8_avx512(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  multiply_int8<Avx512Int8Ops>(w, rows, scratch, totals);
+}
 
 }  // namespace moe_mk

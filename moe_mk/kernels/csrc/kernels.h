@@ -71,7 +71,7 @@ struct Kernels {
   void (*multiply_few)(const Columns&, const Rows&, float* totals);
   void (*multiply_many)(const Columns&, const Rows&, const Scratch&, float* totals);
   // The same for s8 rows and kInt8 weights, exact but for the scales.
-  void (*multiply_int8)(const Columns&, const Rows&, float* totals);
+  void (*multiply_int8)(const Columns&, const Rows&, const Scratch&, float* totals);
   // One row of bf16 -> codes + 128 and their scale; codes may begin where x does.
   float (*quantize_int8)(const uint16_t* x, int64_t count, uint8_t* codes);
   // One pair of one row: 32 totals (* scale) (+ bias) -> 16 (gated) or 32 bf16 of h.
@@ -79,14 +79,15 @@ struct Kernels {
   // sum[32] += weight * (totals[32] (* scale[32]) + bias[32])
   void (*accumulate)(const float* totals, const float* scale, const float* bias, float weight, float* sum);
   void (*to_bf16)(const float* from, uint16_t* to, int64_t count);
-  // 128 bf16 or fewer -> e4m3 codes and their scale.
-  float (*quantize)(const float* x, int count, uint8_t* codes);
+  // 128 bf16 or fewer -> e4m3 codes and their scale, with ue8m0 a power of two.
+  float (*quantize)(const float* x, int count, bool ue8m0, uint8_t* codes);
   void (*decode)(const uint8_t* codes, uint16_t* bf16, int64_t count);
   int64_t (*count_nans)(const uint8_t* codes, int64_t count);
   // dots[t * stride + e] = x[t] . gate[e], f32
   void (*gate_dots)(const uint16_t* const* x, int num_tokens, const void* const* gate, int num_experts, bool gate_f32,
                     int hidden, float* dots, int64_t stride);
-  uint64_t (*read)(const uint8_t* data, int64_t bytes);
+  // Folds bytes into one, as fast as memory gives them; way: a ReadWay, which is the faster one depends on the processor.
+  uint64_t (*read)(const uint8_t* data, int64_t bytes, int way);
   double (*peak)(int64_t iterations);  // floating point operations of the loop it ran
 };
 
@@ -95,6 +96,7 @@ const Kernels* avx2_kernels();
 const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
 bool isa_supported(int isa);
+bool has_amx_int8();                 // where there is AMX at all
 const Kernels* kernels_of(int isa);  // null: not on this machine
 int prefetch_distance();             // bytes to ask for ahead of a stream that is read once, best on this processor
 

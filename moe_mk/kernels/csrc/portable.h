@@ -123,7 +123,7 @@ struct PortableOps {
 
 void nothing() {}
 
-uint64_t read(const uint8_t* data, int64_t bytes) {
+uint64_t read(const uint8_t* data, int64_t bytes, int) {
   typedef uint64_t u64x8 __attribute__((vector_size(64)));
   u64x8 folded[4] = {};
   for (int64_t i = 0; i + 256 <= bytes; i += 256)

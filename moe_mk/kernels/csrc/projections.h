@@ -6,7 +6,7 @@ namespace moe_mk {
 namespace {
 
 void multiply(const Layer& layer, const Columns& w, const Rows& rows, const Desk& desk) {
-  if (layer.int8()) layer.kernels.multiply_int8(w, rows, desk.totals);
+  if (layer.int8()) layer.kernels.multiply_int8(w, rows, desk.scratch, desk.totals);
   else if (rows.num_rows <= layer.few(w)) layer.kernels.multiply_few(w, rows, desk.totals);
   else layer.kernels.multiply_many(w, rows, desk.scratch, desk.totals);
 }

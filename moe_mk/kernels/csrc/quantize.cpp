@@ -20,7 +20,8 @@ void each_piece(int64_t pieces, int threads, Body body) {
 
 constexpr int64_t kRowsAPiece = 8, kBytesAPiece = int64_t(1) << 20;
 
-void quantize_row(const Kernels& kernels, const uint8_t* x, int64_t columns, bool f32, uint8_t* values, float* scales) {
+void quantize_row(const Kernels& kernels, const uint8_t* x, int64_t columns, bool f32, bool ue8m0, uint8_t* values,
+                  float* scales) {
   for (int64_t first = 0; first < columns; first += kActivationBlock) {
     const int n = int(std::min<int64_t>(kActivationBlock, columns - first));
     float wide[kActivationBlock];
@@ -34,7 +35,7 @@ void quantize_row(const Kernels& kernels, const uint8_t* x, int64_t columns, boo
         std::memcpy(&wide[i], &u, 4);
       }
     }
-    scales[first / kActivationBlock] = kernels.quantize(wide, n, values + first);
+    scales[first / kActivationBlock] = kernels.quantize(wide, n, ue8m0, values + first);
   }
 }
 
@@ -44,14 +45,14 @@ void quantize_row(const Kernels& kernels, const uint8_t* x, int64_t columns, boo
 using namespace moe_mk;
 
 int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, int64_t x_stride, int32_t x_is_f32,
-                        uint8_t* values, float* scales, int32_t threads, int32_t isa) {
+                        int32_t ue8m0, uint8_t* values, float* scales, int32_t threads, int32_t isa) {
   const Kernels* kernels = kernels_of(isa);
   if (kernels == nullptr) return kNoIsa;
   const int64_t blocks = (num_columns + kActivationBlock - 1) / kActivationBlock, element = x_is_f32 ? 4 : 2;
   each_piece((num_rows + kRowsAPiece - 1) / kRowsAPiece, threads, [&](int64_t piece) {
     for (int64_t row = piece * kRowsAPiece; row < std::min(num_rows, (piece + 1) * kRowsAPiece); ++row)
       quantize_row(*kernels, static_cast<const uint8_t*>(x) + row * x_stride * element, num_columns, x_is_f32 != 0,
-                   values + row * num_columns, scales + row * blocks);
+                   ue8m0 != 0, values + row * num_columns, scales + row * blocks);
   });
   return kOk;
 }
@@ -68,13 +69,14 @@ int32_t moe_mk_count_nans(const uint8_t* codes, int64_t num_codes, int32_t threa
   return kOk;
 }
 
-int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t threads, int32_t isa, uint64_t* checksum) {
+int32_t moe_mk_read_rate(const void* data, int64_t num_bytes, int32_t way, int32_t threads, int32_t isa, uint64_t* checksum) {
   const Kernels* kernels = kernels_of(isa);
   if (kernels == nullptr) return kNoIsa;
+  if (way < 0 || way >= kNumReadWays) return kBadShape;
   std::atomic<uint64_t> folded{0};
   each_piece((num_bytes + kBytesAPiece - 1) / kBytesAPiece, threads, [&](int64_t piece) {
     const int64_t first = piece * kBytesAPiece;
-    folded ^= kernels->read(static_cast<const uint8_t*>(data) + first, std::min(kBytesAPiece, num_bytes - first));
+    folded ^= kernels->read(static_cast<const uint8_t*>(data) + first, std::min(kBytesAPiece, num_bytes - first), way);
   });
   *checksum = folded;
   return kOk;

@@ -1,5 +1,6 @@
 // Per-token 1x128 quantisation to e4m3, its inverse, and the search for NaN codes.
 //   amax = max |x| (at least 1e-10), scale = amax / 448, code = e4m3(x / scale), nearest even, saturating
+// UE8M0: the scale is rounded up to a power of two, so that nothing saturates; an infinity keeps an infinite scale.
 // Reads x once (256 B a group), writes 128 B of codes and 4 B of scale; no alignment assumed.
 #pragma once
 #include "vectors.h"
@@ -22,8 +23,14 @@ inline u8x16 encode16(f32x16 value) {
   return __builtin_convertvector(code | sign, u8x16);
 }
 
+// The smallest power of two that is not below a positive normal f32.
+inline float power_of_two_above(float scale) {
+  const uint32_t u = bits<uint32_t>(scale);
+  return bits<float>((u + 0x7fffffu) & 0xff800000u);
+}
+
 // count <= 128; x beyond count does not exist.
-inline float quantize(const float* x, int count, uint8_t* codes) {
+inline float quantize(const float* x, int count, bool ue8m0, uint8_t* codes) {
   float padded[kActivationBlock] = {};
   std::memcpy(padded, x, size_t(count) * 4);
   f32x16 most = splat(1e-10f);
@@ -39,7 +46,7 @@ inline float quantize(const float* x, int count, uint8_t* codes) {
     amax = most[lane] > amax ? most[lane] : amax;
     nan |= any_nan[lane];
   }
-  const float scale = nan != 0 ? __builtin_nanf("") : amax / 448.0f;
+  const float exact = amax / 448.0f, scale = nan != 0 ? __builtin_nanf("") : ue8m0 ? power_of_two_above(exact) : exact;
   uint8_t out[kActivationBlock];
   for (int i = 0; i < kActivationBlock; i += 16) store(out + i, encode16(load<f32x16>(padded + i) / scale));
   std::memcpy(codes, out, size_t(count));

@@ -1,4 +1,4 @@
-// The five tile instructions the AMX unit uses: the real ones, or with MOE_MK_EMULATE_AMX a plain imitation, so that
+// The tile instructions the AMX units use: the real ones, or with MOE_MK_EMULATE_AMX a plain imitation, so that
 // the same kernel source is tested on machines without AMX.
 // NOTE gcc 12: _tile_loadconfig claims to read 8 bytes of the config (stores to the rest may be deleted) and
 // _tile_loadd has no memory clobber; both need the explicit barriers below.
@@ -54,6 +54,28 @@ inline void tile_dot() {
   }
 }
 
+// Four s8 of a row times four of a column, added as integers.
+template <int C, int A, int B>
+inline void tile_dot_s8() {
+  for (int m = 0; m < 16; ++m) {
+    int8_t a[64];
+    int32_t sums[16];
+    std::memcpy(a, tiles[A].words[m], 64);
+    std::memcpy(sums, tiles[C].words[m], 64);
+    for (int k = 0; k < 16; ++k) {
+      int8_t b[64];
+      std::memcpy(b, tiles[B].words[k], 64);
+      for (int n = 0; n < 16; ++n)
+        for (int i = 0; i < 4; ++i) sums[n] += a[4 * k + i] * b[4 * n + i];
+    }
+    std::memcpy(tiles[C].words[m], sums, 64);
+  }
+}
+template <int N>
+inline void tile_zero() {
+  std::memset(&tiles[N], 0, sizeof tiles[N]);
+}
+
 #else
 
 struct alignas(64) TileConfig {
@@ -86,6 +108,14 @@ inline __attribute__((always_inline)) void tile_store(void* to, size_t stride) {
 template <int C, int A, int B>
 inline __attribute__((always_inline)) void tile_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+inline __attribute__((always_inline)) void tile_dot_s8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+template <int N>
+inline __attribute__((always_inline)) void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(N));
 }
 
 #endif

@@ -21,7 +21,7 @@
     experts_batched(native, x_LSH, counts_L, w13, w2, ...)                # padded blocks -> [L, S, H]
     ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, gather_kib))   # 0: built in; the same bits
     route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
-    quantize_1x128(native, x_TH, threads=n) -> values_TH, scales_TX
+    quantize_1x128(native, x_TH, ue8m0=False, threads=n) -> values_TH, scales_TX
     count_nans(native, codes, threads=n) -> int
     scratch_bytes(native) -> int; release(native)                         # the kernels' own memory, kept between calls
 

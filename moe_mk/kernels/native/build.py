@@ -145,11 +145,16 @@ def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> No
     pipe = subprocess.PIPE
     running = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=pipe, text=True) for command in commands]
     failed = []
-    for done, (command, process) in enumerate(zip(commands, running, strict=True), 1):
-        said = process.communicate()[1]
-        if on_unit is not None:
-            on_unit(done, len(commands))
-        if process.returncode != 0:
-            failed.append(f"`{' '.join(command)}` ended with {process.returncode}: {said.strip()[-2000:]}")
+    try:
+        for done, (command, process) in enumerate(zip(commands, running, strict=True), 1):
+            said = process.communicate()[1]
+            if on_unit is not None:
+                on_unit(done, len(commands))
+            if process.returncode != 0:
+                failed.append(f"`{' '.join(command)}` ended with {process.returncode}: {said.strip()[-2000:]}")
+    finally:  # interrupted: nobody may write into a folder that is about to go
+        for process in running:
+            process.kill()
+            process.wait()
     if failed:
         raise UnsupportedError("the CPU kernels did not compile", failed)

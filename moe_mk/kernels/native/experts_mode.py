@@ -31,6 +31,8 @@ class Rounding(IntEnum):
     """e4m3 with a scale for 128 values, as FP8 GPU kernels do: a reference for parity, slower, less exact."""
     INT8 = 2
     """A scale a row, multiplied with INT8 weights in exact integers."""
+    FP8_UE8M0 = 3
+    """FP8 with scales that are rounded up to powers of two."""
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {

@@ -18,7 +18,7 @@ from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, b
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 
 class Isa(IntEnum):
@@ -89,10 +89,13 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "unpack": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32)),
     "experts": (c_int32, (POINTER(CExperts),)),
     "route": (c_int32, (POINTER(CRoute),)),
-    "quantize": (c_int32, (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32, c_int32)),
+    "quantize": (
+        c_int32,
+        (c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_int32),
+    ),
     "count_nans": (c_int32, (c_void_p, c_int64, c_int32, c_int32, POINTER(c_int64))),
     "advise_huge": (c_int32, (c_void_p, c_int64)),
-    "read_rate": (c_int32, (c_void_p, c_int64, c_int32, c_int32, POINTER(c_uint64))),
+    "read_rate": (c_int32, (c_void_p, c_int64, c_int32, c_int32, c_int32, POINTER(c_uint64))),
     "peak_rate": (c_int32, (c_int64, c_int32, c_int32, POINTER(c_double))),
     "scratch_bytes": (c_int64, ()),
     "release_scratch": (None, ()),

@@ -12,12 +12,12 @@ from moe_mk.kernels.native.library import Isa, Native
 
 
 def quantize_1x128(
-    native: Native, x_TH: torch.Tensor, *, threads: int = 1, isa: Isa | None = None
+    native: Native, x_TH: torch.Tensor, *, ue8m0: bool = False, threads: int = 1, isa: Isa | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise every 128 values of a row: e4m3 values [T, H] and f32 scales [T, ceil(H / 128)].
 
     amax = max |x|, at least 1e-10; scale = amax / 448; value = e4m3(x / scale), nearest even, saturating. A group with
-    a NaN becomes all NaN. x_TH: bf16 or f32, any row stride.
+    a NaN becomes all NaN. ue8m0: scales are rounded up to powers of two. x_TH: bf16 or f32, any row stride.
     """
     if x_TH.dim() != 2 or x_TH.dtype not in (torch.bfloat16, torch.float32):
         raise ShapeError(f"x is {tuple(x_TH.shape)} {x_TH.dtype}, expected (T, H) in bfloat16 or float32")
@@ -32,6 +32,7 @@ def quantize_1x128(
         hidden,
         x_TH.stride(0),
         int(x_TH.dtype == torch.float32),
+        int(ue8m0),
         values_TH.data_ptr(),
         scales_TX.data_ptr(),
         threads,

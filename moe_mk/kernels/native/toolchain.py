@@ -36,6 +36,7 @@ X86_UNITS = {
     "isa_avx512few.cpp": AVX512,
     "isa_avx512int8.cpp": AVX512,
     "isa_amx.cpp": (*AVX512, "-mamx-tile", "-mamx-bf16"),
+    "isa_amxint8.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
 }
 PLAIN_UNITS = (
     "dispatch.cpp",
@@ -92,7 +93,7 @@ def units(machine: str | None = None, *, emulate_amx: bool = False, extra: Seque
         return tuple(listed)
     for name, flags in X86_UNITS.items():
         # The emulation decodes without AVX-512 too, so that it runs where AVX-512 does not.
-        own = () if emulate_amx and name == "isa_amx.cpp" else flags
+        own = () if emulate_amx and name.startswith("isa_amx") else flags
         listed.append(Unit(SOURCES / name, (*common, *own)))
     if emulate_amx:
         listed = [Unit(unit.source, (*unit.flags, "-DMOE_MK_EMULATE_AMX")) for unit in listed]

@@ -37,7 +37,10 @@ def scales_of(amax: Tensor, *, power_of_two: bool) -> Tensor:
 
 
 def round_up_to_power_of_two(scales: Tensor) -> Tensor:
-    """The smallest power of two that is not below each positive f32, exactly: by its exponent, not by log2."""
+    """The smallest power of two that is not below each positive f32, exactly: by its exponent, not by log2.
+
+    Infinity and NaN stay, so that what has them comes back as NaN.
+    """
     mantissa, exponent = torch.frexp(scales)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    return torch.ldexp(torch.ones_like(scales), exponent)
+    return torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales)

@@ -14,6 +14,7 @@ from moe_mk.kernels.native import (
     MatrixLayout,
     Native,
     PackedMatrix,
+    Rounding,
     allocate,
     pack_slot,
 )
@@ -72,10 +73,12 @@ def spread(weight: Tensor, scales: Tensor | None) -> Tensor:
     return weight.double() * wide[..., : weight.shape[-2], : weight.shape[-1]]
 
 
-def through_fp8(x: Tensor) -> Tensor:
-    """Values after 1x128 quantisation, f64."""
+def through_fp8(x: Tensor, rounding: Rounding = Rounding.FP8) -> Tensor:
+    """Values after 1x128 quantisation, f64; scales as they are, or the powers of two above them."""
     groups = functional.pad(x.float(), (0, -x.shape[1] % 128)).view(x.shape[0], -1, 128)
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+    if rounding is Rounding.FP8_UE8M0:
+        scales = scales.double().log2().ceil().exp2().float()
     values = (groups / scales).clamp(-448, 448).to(FP8).double() * scales.double()
     return values.view(x.shape[0], -1)[:, : x.shape[1]]
 
@@ -165,11 +168,11 @@ class Layer:
             rows, places = (ids == slot).nonzero(as_tuple=True)
             if rows.numel() == 0:
                 continue
-            a = through_fp8(x[rows]) if mode.quantize else x[rows].double()
+            a = through_fp8(x[rows], mode.quantize) if mode.quantize else x[rows].double()
             first, second = (self.product(a, n, slot) for n in ("gate", "up"))
             h = activate(mode, first, second if self.gated else None)
             if mode.quantize:
-                h = through_fp8(h.bfloat16())
+                h = through_fp8(h.bfloat16(), mode.quantize)
             y = self.product(h, "down", slot)
             factor = torch.ones(rows.numel(), 1) if weights is None else weights[rows, places, None]
             out.index_add_(0, rows, y * factor.double())

@@ -106,6 +106,29 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
+def test_an_interrupted_build_leaves_no_compiler_and_no_file_behind(tmp_path: Path) -> None:
+    # The first source is done as soon as the second is under way; that one would take a minute.
+    started, compiler = tmp_path / "started", tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in\n'
+        f"*slow.cpp*) echo $$ > {started}; exec sleep 60;;\n"
+        f"*) while [ ! -s {started} ]; do sleep 0.01; done;;\nesac\n"
+    )
+    compiler.chmod(0o700)
+    listed = tuple(Unit(tmp_path / name, ()) for name in ("fast.cpp", "slow.cpp"))
+    for unit in listed:
+        unit.source.touch()
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(Recipe(Compiler(str(compiler), "1"), listed), tmp_path / "cache", on_unit=interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+    assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
 def test_no_compiler_is_a_typed_reason_with_the_fix() -> None:
     with pytest.raises(UnsupportedError, match=r"cannot be built\n.*no C\+\+ compiler.*install one.*torch_cpu serves"):
         load(which=lambda name: None)

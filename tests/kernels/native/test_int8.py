@@ -1,5 +1,7 @@
 """W8A8: tokens rounded to INT8 and exact integer sums, bit for bit, on every instruction set."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,10 +14,13 @@ from moe_mk.kernels.native import (
     MatrixLayout,
     Native,
     Rounding,
+    Tuning,
     allocate,
     experts_rows,
     pack_slot,
+    scale_block,
 )
+from moe_mk.kernels.native.scales import Shard
 from moe_mk.quant import INT8_TOKEN
 from tests.kernels.native.layers import Layer, Storage, batch, error
 
@@ -47,9 +52,10 @@ def test_one_row_worked_by_hand(isa_here) -> None:
     assert y.tolist() == [[32256.0] * 32]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 13, 300])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9, 17, 33, 300])
 def test_integer_sums_are_exact_bit_for_bit(isa_here, rows: int) -> None:
     # Ungated relu2 and scales a channel: every f32 operation after the integer sums is done here in the same order.
+    # 47 and 3 steps of k: tiles of 64 leave half of one over. From 9 rows on AMX has tiles, of 16 rows, two at a time.
     native, isa = isa_here
     hidden, inter = 1504, 72  # more than one unit of k, not a multiple of it
     first, second = codes(inter, hidden, 1), codes(hidden, inter, 2)
@@ -71,6 +77,31 @@ def test_integer_sums_are_exact_bit_for_bit(isa_here, rows: int) -> None:
     assert torch.equal(got, wanted.bfloat16())
     sent = experts_rows(native, q.values, ids, None, w13, w2, mode=mode, isa=isa, x_scales_RX=q.scales)
     assert torch.equal(sent, got)  # rows that come rounded
+    least = replace(mode, tuning=Tuning(gather_kib=128))  # of 256 rows 16 steps at a time
+    assert torch.equal(experts_rows(native, x, ids, None, w13, w2, mode=least, isa=isa), wanted.bfloat16())
+
+
+@pytest.mark.parametrize("first_input", [32, 64])
+def test_blocks_that_a_shard_cuts_equal_f64_in_any_company(isa_here, first_input: int) -> None:
+    # Scales for 32 or 64 inputs: half a tile of AMX, or one. The last block of 160 inputs is cut as well.
+    native, isa = isa_here
+    shard, g = Shard(0, first_input), torch.Generator("cpu").manual_seed(3)
+    first, second = codes(64, 160, 1), codes(160, 64, 2)
+    grids = torch.rand(1, 2, generator=g) * 1e-2 + 1e-2, torch.rand(2, 1, generator=g) * 1e-2 + 1e-2
+    w13 = allocate(native, MatrixLayout(64, 160, False, Format.INT8, scale_block(shard)), 1)
+    w2 = allocate(native, MatrixLayout(160, 64, False, Format.INT8), 1)
+    pack_slot(native, w13, 0, (first,), (grids[0],), shard=shard)
+    pack_slot(native, w2, 0, (second,), (grids[1],))
+    x, mode = torch.randn(40, 160, generator=g).bfloat16(), ExpertsMode(Activation.RELU2, quantize=Rounding.INT8)
+    ids = torch.zeros(40, 1, dtype=torch.int32)
+    got = experts_rows(native, x, ids, None, w13, w2, mode=mode, isa=isa, threads=2)
+    of_input = ((torch.arange(160) + first_input) // 128).clamp(max=1)
+    exact = INT8_TOKEN.quantize(x).dequantize(torch.float32).double() @ (first.double() * grids[0][0, of_input]).T
+    h = INT8_TOKEN.quantize(torch.relu(exact).square().bfloat16()).dequantize(torch.float32).double()
+    wanted = h @ (second.double() * grids[1][torch.arange(160) // 128]).T
+    assert error(got, wanted) < 6e-3  # h may take the neighbouring code
+    alone = [experts_rows(native, x[r : r + 1], ids[:1], None, w13, w2, mode=mode, isa=isa) for r in range(40)]
+    assert torch.equal(torch.cat(alone), got)
 
 
 @pytest.mark.parametrize("storage", [Storage.INT8, Storage.INT8_CHANNEL])

@@ -7,14 +7,17 @@ from hypothesis import strategies as st
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.native import Native, count_nans, quantize_1x128
+from moe_mk.kernels.reference.quantize_rows import quantize_rows
 
 FP8 = torch.float8_e4m3fn
 
 
-def by_torch(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def by_torch(x_TH: torch.Tensor, *, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, hidden = x_TH.shape
     groups = torch.nn.functional.pad(x_TH.float(), (0, -hidden % 128)).view(tokens, -1, 128)
     scales = groups.abs().amax(-1).clamp(min=1e-10) / 448.0
+    if ue8m0:  # in f64 no power of two is mistaken for the one below
+        scales = scales.double().log2().ceil().exp2().float()
     values = (groups / scales.unsqueeze(-1)).clamp(-448, 448).to(FP8).view(tokens, -1)[:, :hidden]
     return values.contiguous(), scales
 
@@ -30,25 +33,59 @@ def test_a_group_worked_by_hand(native: Native) -> None:
     assert values.view(torch.uint8)[0, :6].tolist() == [0x7E, 0xB8, 0x30, 0x01, 0x00, 0x00]
 
 
-def test_every_instruction_set_is_bit_equal_to_torch(isa_here, generator: torch.Generator) -> None:
+@pytest.mark.row(98)
+def test_a_group_with_a_power_of_two_worked_by_hand(native: Native) -> None:
+    # amax 900: 900 / 448 = 2.009, so scale 4. 900 / 4 = 225 -> 224 (0x76), -17 / 4 = -4.25, halfway from 4 to 4.5 -> -4
+    # (0xc8, the even code), 1 -> 0.25 (0x28), 2^-7 -> 2^-9, the least code. A group of zeros has the scale of 1e-10:
+    # 1e-10 / 448 = 2.23e-13, above it 2^-42. 896 / 448 is a power of two already.
+    x = torch.zeros(1, 384)
+    x[0, :4] = torch.tensor([900.0, -17.0, 1.0, 2**-7])
+    x[0, 256] = 896.0
+    values, scales = quantize_1x128(native, x, ue8m0=True)
+    assert scales.tolist() == [[4.0, 2.0**-42, 2.0]]
+    assert values.view(torch.uint8)[0, :5].tolist() == [0x76, 0xC8, 0x28, 0x01, 0x00]
+    assert values.view(torch.uint8)[0, 128:].tolist() == [0x00] * 128 + [0x7E] + [0x00] * 127
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_every_instruction_set_is_bit_equal_to_torch(isa_here, ue8m0: bool, generator: torch.Generator) -> None:
     native, isa = isa_here
     for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(9, 400, generator=generator) * torch.logspace(-20, 20, 9).unsqueeze(1)
+        x = torch.randn(11, 400, generator=generator) * torch.logspace(-20, 20, 11).unsqueeze(1)
         x[0] = 0
+        x[1, ::3] = torch.finfo(dtype).max  # the largest there is beside the smallest
+        x[2, :128] = 1e-40  # subnormal in f32
+        x[3, 1::2] *= 1e-5  # subnormal codes
         x = x.to(dtype)
-        values, scales = quantize_1x128(native, x, isa=isa, threads=2)
-        wanted_values, wanted_scales = by_torch(x)
+        values, scales = quantize_1x128(native, x, ue8m0=ue8m0, isa=isa, threads=2)
+        wanted_values, wanted_scales = by_torch(x, ue8m0=ue8m0)
+        assert torch.equal(scales, wanted_scales)
+        assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
+        wanted_values, wanted_scales = quantize_rows(x, 128, power_of_two=ue8m0)  # the reference says the same
         assert torch.equal(scales, wanted_scales)
         assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
 
 
+@pytest.mark.parametrize("exponent", [-40, -9, 0, 100])
+def test_scales_around_a_power_of_two_are_rounded_up_only_beyond_it(isa_here, exponent: int) -> None:
+    # The f32 numbers next to 448 * 2^e: below and at it the scale is 2^e, above it 2^(e + 1) and 448 becomes 224.
+    native, isa = isa_here
+    middle = torch.tensor([448.0 * 2.0**exponent])
+    near = torch.cat([middle.nextafter(torch.zeros(1)), middle, middle.nextafter(middle * 2)]).unsqueeze(1)
+    values, scales = quantize_1x128(native, near, ue8m0=True, isa=isa)
+    exact = near / 448.0  # in f32, as it is stored: the number below may round to 2^e itself
+    wanted = torch.where(exact <= 2.0**exponent, 2.0**exponent, 2.0 ** (exponent + 1))
+    assert torch.equal(scales, wanted) and scales[1].item() == 2.0**exponent < scales[2].item()
+    assert values.float()[1:].flatten().tolist() == [448.0, 224.0]
+
+
 @settings(max_examples=50, deadline=None)
-@given(bits=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=300), scale=st.integers(-40, 40))
-def test_any_finite_bf16_is_bit_equal_to_torch(native: Native, bits: list[int], scale: int) -> None:
+@given(bits=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=300), scale=st.integers(-40, 40), ue8m0=st.booleans())
+def test_any_finite_bf16_is_bit_equal_to_torch(native: Native, bits: list[int], scale: int, ue8m0: bool) -> None:
     x = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float() * 2.0**scale
     x = x.nan_to_num(0, 0, 0).bfloat16().nan_to_num(0, 0, 0).unsqueeze(0)
-    values, scales = quantize_1x128(native, x)
-    wanted_values, wanted_scales = by_torch(x)
+    values, scales = quantize_1x128(native, x, ue8m0=ue8m0)
+    wanted_values, wanted_scales = by_torch(x, ue8m0=ue8m0)
     assert torch.equal(scales, wanted_scales)
     assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
 
@@ -60,13 +97,16 @@ def test_ties_go_to_even_codes(native: Native) -> None:
     assert quantize_1x128(native, x)[0].view(torch.uint8)[0, :3].tolist() == [0x7E, 0x58, 0x5A]
 
 
-def test_a_nan_poisons_its_own_group_only(isa_here) -> None:
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_a_nan_or_an_infinity_poisons_its_own_group_only(isa_here, ue8m0: bool) -> None:
+    # Of an infinity the scale is one, and no finite number hides it: 0 * inf is a NaN.
     native, isa = isa_here
-    x = torch.ones(1, 256)
-    x[0, 3] = float("nan")
-    values, scales = quantize_1x128(native, x, isa=isa)
+    x = torch.ones(1, 384)
+    x[0, 3], x[0, 132] = float("nan"), float("-inf")
+    values, scales = quantize_1x128(native, x, ue8m0=ue8m0, isa=isa)
     assert values.float()[0, :128].isnan().all() and scales[0, 0].isnan()
-    assert values.float()[0, 128:].eq(448).all()
+    assert (values.float() * scales.repeat_interleave(128, 1))[0, 128:256].isnan().all()
+    assert values.float()[0, 256:].eq(256 if ue8m0 else 448).all()  # 1 / 448 up to 2^-8
 
 
 def test_strided_rows_and_no_rows(native: Native) -> None:

@@ -151,6 +151,15 @@ def test_rounding_up_to_a_power_of_two_is_exact(number: float) -> None:
     assert math.frexp(rounded)[0] == 0.5 and rounded / 2 < number <= rounded
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_a_group_with_an_infinity_comes_back_as_nan_whatever_its_scale(power_of_two: bool) -> None:
+    x = normal(1, 256)
+    x[0, 5] = math.inf
+    values, scales = quantize_rows(x, 128, power_of_two=power_of_two)
+    back = values.float().view(1, 2, 128) * scales[..., None]
+    assert back[0, 0].isnan().all() and back[0, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
 def test_the_default_dtype_of_the_host_changes_nothing(default: torch.dtype) -> None:
     x = normal(3, 256) * 1e-8

@@ -136,9 +136,10 @@ void layer(int seed) {
   std::vector<int32_t> ids(size_t(s.rows) * s.top_k);
   for (int32_t& id : ids) id = pick(0, 4) == 0 ? -1 : pick(0, s.slots - 1);
   std::vector<uint16_t> out(size_t(s.rows) * s.hidden), other(out.size());
+  const int to_fp8 = pick(0, 7), rounding = int8 ? kInt8Rows : to_fp8 == 0 ? kFp8Rows : to_fp8 == 1 ? kUe8m0Rows : kAsIs;
   MoeMkExperts call = {x.data, coded ? x_scales.data() : nullptr, ids.data(), weights.data(), out.data(), s.rows, stride,
                        x_blocks, s.hidden, s.top_k, s.slots, w13.matrix, w2.matrix, s.gated, pick(0, 4), 1.702f,
-                       pick(0, 1) ? 0.8f : 0.0f, int8 ? 2 : pick(0, 3) == 0, pick(0, 1), 0, 1, kScalar, {}, {}, 0, 0, 0, 0};
+                       pick(0, 1) ? 0.8f : 0.0f, rounding, pick(0, 1), 0, 1, kScalar, {}, {}, 0, 0, 0, 0};
   if (shared) {
     call.shared_w13 = shared13.matrix;
     call.shared_w2 = shared2.matrix;
@@ -190,7 +191,7 @@ void routing(int seed) {
 
 void quantising(int seed) {
   const int rows = pick(0, 20), columns = pick(1, 400), stride = columns + pick(0, 3);
-  const bool f32 = pick(0, 1) != 0;
+  const bool f32 = pick(0, 1) != 0, ue8m0 = pick(0, 1) != 0;
   const Bytes x(rows == 0 ? 0 : (size_t(rows - 1) * stride + columns) * (f32 ? 4 : 2));
   for (size_t i = 0; i + 4 <= x.size; i += 4) {
     const float value = normal();
@@ -201,7 +202,7 @@ void quantising(int seed) {
   for (int isa = 0; isa < kNumIsas; ++isa) {
     if (!moe_mk_isa_supported(isa)) continue;
     int64_t nans = 0;
-    int status = moe_mk_quantize(x.data, rows, columns, stride, f32, codes.data(), scales.data(), pick(1, 3), isa);
+    int status = moe_mk_quantize(x.data, rows, columns, stride, f32, ue8m0, codes.data(), scales.data(), pick(1, 3), isa);
     status |= moe_mk_count_nans(codes.data(), int64_t(codes.size()), pick(1, 3), isa, &nans);
     if (status != kOk) fail("quantize", seed);
     if (isa == 0) first = codes;

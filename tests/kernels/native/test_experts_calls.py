@@ -1,0 +1,210 @@
+"""Calls of the fused experts: the same bits in any company, layout and thread, what is never read, and refusals."""
+
+import multiprocessing
+import threading
+
+import pytest
+import torch
+
+from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.kernels.native import (
+    ExpertsMode,
+    Isa,
+    Native,
+    Rounding,
+    experts_batched,
+    experts_grouped,
+    experts_rows,
+    release,
+    scratch_bytes,
+)
+from tests.kernels.native.conftest import IsaHere
+from tests.kernels.native.layers import Layer, Storage, batch
+
+INVARIANT = ExpertsMode(batch_invariant=True)
+FP8_ROWS = ExpertsMode(quantize=Rounding.FP8)
+
+
+@pytest.mark.parametrize("storage", list(Storage))
+def test_bits_do_not_depend_on_the_number_of_threads(isa_here: IsaHere, storage: Storage) -> None:
+    native, isa = isa_here
+    layer = Layer(4, 192, 288, storage)
+    w13, w2 = layer.pack(native)
+    x, ids, weights = batch(19, 192, 4, 3)
+    alone = experts_rows(native, x, ids, weights, w13, w2, isa=isa, threads=1)
+    for threads in (2, 7):
+        assert torch.equal(experts_rows(native, x, ids, weights, w13, w2, isa=isa, threads=threads), alone)
+
+
+@pytest.mark.parametrize("storage", list(Storage))
+def test_batch_invariant_bits_do_not_depend_on_batch_mates(isa_here: IsaHere, storage: Storage) -> None:
+    native, isa = isa_here
+    layer = Layer(3, 256, 160, storage)
+    w13, w2 = layer.pack(native)
+    x, ids, weights = batch(40, 256, 3, 2)
+    together = experts_rows(native, x, ids, weights, w13, w2, mode=INVARIANT, isa=isa, threads=2)
+    for rows in (1, 2, 3, 8, 9, 33):
+        part = slice(5, 5 + rows)
+        y = experts_rows(native, x[part], ids[part], weights[part], w13, w2, mode=INVARIANT, isa=isa)
+        assert torch.equal(y, together[part]), rows
+
+
+@pytest.mark.parametrize("storage", list(Storage))
+def test_batch_invariant_bits_are_the_same_in_every_layout(isa_here: IsaHere, storage: Storage) -> None:
+    # One assignment a row: the same sixteen products as rows, sorted by expert, and in padded blocks.
+    native, isa = isa_here
+    layer = Layer(3, 160, 96, storage)
+    w13, w2 = layer.pack(native)
+    counts = torch.tensor([5, 0, 11])
+    x = torch.randn(16, 160).bfloat16()
+    ids = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), counts).unsqueeze(1)
+    rows = experts_rows(native, x, ids, None, w13, w2, mode=INVARIANT, isa=isa, threads=2)
+    assert torch.equal(experts_grouped(native, x, counts, None, w13, w2, mode=INVARIANT, isa=isa), rows)
+    blocks = torch.zeros(3, 12, 160, dtype=torch.bfloat16)
+    blocks[0, :5], blocks[2, :11] = x[:5], x[5:]
+    y = experts_batched(native, blocks, counts, w13, w2, mode=INVARIANT, isa=isa)
+    assert torch.equal(torch.cat([y[0, :5], y[2, :11]]), rows)
+    alone = torch.cat(
+        [experts_rows(native, x[r : r + 1], ids[r : r + 1], None, w13, w2, mode=INVARIANT, isa=isa) for r in range(16)]
+    )
+    assert torch.equal(alone, rows)
+
+
+def test_grouped_rows_equal_the_same_assignments_as_rows(isa_here: IsaHere) -> None:
+    native, isa = isa_here
+    layer = Layer(3, 96, 64)
+    w13, w2 = layer.pack(native)
+    x, weights = torch.randn(7, 96).bfloat16(), torch.rand(7)
+    counts = torch.tensor([2, 0, 4])
+    ids = torch.tensor([0, 0, 2, 2, 2, 2, -1], dtype=torch.int32).unsqueeze(1)
+    y = experts_grouped(native, x, counts, weights, w13, w2, isa=isa)
+    assert torch.equal(y, experts_rows(native, x, ids, weights.unsqueeze(1), w13, w2, isa=isa))
+    raw = experts_grouped(native, x, counts, None, w13, w2, isa=isa)
+    assert torch.equal(raw, experts_rows(native, x, ids, None, w13, w2, isa=isa))
+    with pytest.raises(ShapeError, match="sums to 8, but there are 7 rows"):
+        experts_grouped(native, x, torch.tensor([2, 0, 6]), None, w13, w2)
+
+
+@pytest.mark.row(47)
+def test_unused_slots_of_a_batch_are_never_read(isa_here: IsaHere) -> None:
+    native, isa = isa_here
+    layer = Layer(3, 96, 64)
+    w13, w2 = layer.pack(native)
+    x = torch.randn(3, 6, 96).bfloat16()
+    counts = torch.tensor([0, 4, 6])
+    poisoned = x.clone()
+    for slot, count in enumerate(counts.tolist()):
+        poisoned[slot, count:] = float("nan")
+    y = experts_batched(native, poisoned, counts, w13, w2, isa=isa)
+    for slot, count in enumerate(counts.tolist()):
+        ids = torch.full((count, 1), slot, dtype=torch.int32)
+        assert torch.equal(y[slot, :count], experts_rows(native, x[slot, :count], ids, None, w13, w2, isa=isa))
+        assert y[slot, count:].eq(0).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_rows_that_go_nowhere_come_out_zero_and_are_never_read(isa_here: IsaHere, rows: int) -> None:
+    native, isa = isa_here
+    layer = Layer(2, 96, 64)
+    x, ids, weights = batch(rows, 96, 2, 2)
+    ids.fill_(-1)
+    x.fill_(float("nan"))
+    out = torch.full((rows, 96), float("nan"), dtype=torch.bfloat16)
+    assert experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa, out_RH=out).eq(0).all()
+
+
+def test_output_may_be_f32_and_strided(native: Native) -> None:
+    layer = Layer(2, 72, 64)
+    w13, w2 = layer.pack(native)
+    x, ids, weights = batch(6, 72, 2, 2)
+    wide = torch.full((6, 100), 7.0, dtype=torch.float32)
+    experts_rows(native, x, ids, weights, w13, w2, out_RH=wide[:, :72])
+    assert torch.equal(wide[:, :72].bfloat16(), experts_rows(native, x, ids, weights, w13, w2))
+    assert wide[:, 72:].eq(7).all()
+
+
+def test_two_calls_at_once_do_not_disturb_each_other(native: Native) -> None:
+    layer = Layer(4, 256, 256)
+    w13, w2 = layer.pack(native)
+    inputs = [batch(20 + 7 * i, 256, 4, 2, seed=i) for i in range(4)]
+    alone = [experts_rows(native, *given, w13, w2) for given in inputs]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            if not torch.equal(experts_rows(native, *inputs[i], w13, w2, threads=2), alone[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_child_computes_too(native: Native) -> None:
+    layer = Layer(2, 96, 64)
+    w13, w2 = layer.pack(native)
+    given = batch(12, 96, 2, 2)
+    wanted = experts_rows(native, *given, w13, w2, threads=3)
+
+    def child() -> None:
+        same = torch.equal(experts_rows(native, *given, w13, w2, threads=3), wanted)
+        raise SystemExit(0 if same else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert torch.equal(experts_rows(native, *given, w13, w2, threads=3), wanted)
+
+
+def test_scratch_memory_is_counted_and_can_be_given_back(native: Native) -> None:
+    layer = Layer(2, 96, 64)
+    experts_rows(native, *batch(12, 96, 2, 2), *layer.pack(native), threads=2)
+    assert scratch_bytes(native) > 0
+    release(native)
+    assert scratch_bytes(native) == 0
+
+
+def test_inputs_are_left_as_they_were(native: Native) -> None:
+    layer = Layer(2, 100, 64)
+    packed = layer.pack(native)
+    given = batch(12, 100, 2, 2)
+    before = [t.clone() for t in (*given, packed[0].values_LB, packed[1].values_LB)]
+    experts_rows(native, *given, *packed, mode=FP8_ROWS)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, (*given, packed[0].values_LB, packed[1].values_LB), strict=True)
+    )
+
+
+def test_everything_wrong_with_a_call_is_listed(native: Native) -> None:
+    w13, w2 = Layer(2, 96, 64).pack(native)
+    with pytest.raises(ShapeError, match=r"float32 without scales.*H=100, the weights have H=96.*ids.*int64, expected"):
+        experts_rows(native, torch.zeros(3, 100), torch.zeros(3, 1, dtype=torch.int64), None, w13, w2)
+
+
+def test_shared_experts_that_do_not_fit_are_refused_with_every_reason(native: Native) -> None:
+    packed, wrong = Layer(2, 96, 64).pack(native), Layer(2, 128, 64, gated=False).pack(native)
+    with pytest.raises(
+        ShapeError, match=r"2 and 2 slots.*H=128 in and 128 out.*gated=False, the routed ones gated=True"
+    ):
+        experts_rows(native, *batch(3, 96, 2, 2), *packed, shared=wrong)
+
+
+@pytest.mark.parametrize("bad", [2, -2])
+def test_an_id_that_is_no_local_slot_is_refused(native: Native, bad: int) -> None:
+    packed = Layer(2, 96, 64).pack(native)
+    x, ids, weights = batch(3, 96, 2, 2)
+    ids[1, 1] = bad
+    with pytest.raises(ShapeError, match="neither -1 nor a local slot"):
+        experts_rows(native, x, ids, weights, *packed)
+
+
+def test_an_instruction_set_that_is_not_here_is_refused_with_its_reason(native: Native) -> None:
+    missing = [isa for isa in Isa if isa not in native.isas]
+    if not missing:
+        pytest.skip("this machine has every instruction set")
+    with pytest.raises(UnsupportedError, match=rf"cannot use {missing[0].name} here\n.*\n.*usable: SCALAR"):
+        experts_rows(native, *batch(3, 96, 2, 2), *Layer(2, 96, 64).pack(native), isa=missing[0])

@@ -1,0 +1,242 @@
+"""What the fused experts compute: against f64 from the same weights, on every instruction set."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_mk.kernels.native import (
+    Activation,
+    ExpertsMode,
+    Format,
+    Isa,
+    MatrixLayout,
+    Native,
+    Rounding,
+    allocate,
+    experts_rows,
+    pack_slot,
+    quantize_1x128,
+    scale_block,
+)
+from moe_mk.kernels.native.scales import Shard
+from tests.kernels.native.conftest import IsaHere
+from tests.kernels.native.layers import Layer, Storage, batch, error, spread
+
+FP8_ROWS = ExpertsMode(quantize=Rounding.FP8)
+
+
+def limit(isa: Isa, storage: Storage, inter: int = 64) -> float:
+    """bf16 h and bf16 out cost 2.3e-3; AMX rounds code * block scale to bf16 as well. Small samples spread by a third.
+
+    inter: the terms of an output. Of fewer than 16 the roundings of h hardly cancel: a third more.
+    """
+    spread = 4 / 3 if inter < 16 else 1.0
+    return spread * (5e-3 if isa is Isa.AMX_BF16 and storage.folds_inexactly else 3.2e-3)
+
+
+def test_one_row_worked_by_hand(isa_here: IsaHere) -> None:
+    # H = I = 32. gate = 2 x, up = 3 x, down = 0.5 h (identity matrices with block scales 2, 3, 0.5), x = 1 everywhere:
+    # h = silu(2) * 3 = 1.7615942 * 3 = 5.2847824 -> bf16 5.28125; y = 0.5 * h = 2.640625; weight 0.5: 1.3203125.
+    native, isa = isa_here
+    eye = torch.eye(32).to(torch.float8_e4m3fn)
+    w13 = allocate(native, MatrixLayout(32, 32, True, Format.FP8), 1)
+    w2 = allocate(native, MatrixLayout(32, 32, False, Format.FP8), 1)
+    pack_slot(native, w13, 0, (eye, eye), (torch.tensor([[2.0]]), torch.tensor([[3.0]])))
+    pack_slot(native, w2, 0, (eye,), (torch.tensor([[0.5]]),))
+    x, ids = torch.ones(1, 32, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
+    y = experts_rows(native, x, ids, torch.tensor([[0.5]]), w13, w2, isa=isa)
+    assert y.tolist() == [[1.3203125] * 32]
+
+
+@pytest.mark.row(96)
+@pytest.mark.parametrize("storage", list(Storage))
+@pytest.mark.parametrize(("slots", "hidden", "inter"), [(4, 256, 384), (3, 200, 72), (2, 96, 144), (1, 40, 8)])
+def test_rows_equal_f64_whatever_their_number(
+    native: Native, isas: list[IsaHere], storage: Storage, slots: int, hidden: int, inter: int
+) -> None:
+    layer = Layer(slots, hidden, inter, storage)
+    w13, w2 = layer.pack(native)
+    for rows in (1, 2, 5, 9, 17, 40):
+        x, ids, weights = batch(rows, hidden, slots, min(2, slots), seed=rows)
+        ids[0, 0] = 0
+        wanted = layer.reference(x, ids, weights, ExpertsMode())
+        for library, isa in isas:
+            y = experts_rows(library, x, ids, weights, w13, w2, isa=isa, threads=2)
+            assert error(y, wanted) < limit(isa, storage, inter), (isa, rows)
+
+
+def test_more_rows_than_a_block_on_one_expert(isa_here: IsaHere) -> None:
+    native, isa = isa_here
+    layer = Layer(2, 96, 64)
+    x, ids, weights = batch(300, 96, 2, 1)
+    ids[:290] = 1
+    y = experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa, threads=2)
+    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, Storage.FP8)
+
+
+def test_a_hidden_size_whose_rows_outgrow_the_cache_share(isa_here: IsaHere) -> None:
+    # 40 rows of 12 000 inputs are gathered in several chunks of k.
+    native, isa = isa_here
+    layer = Layer(1, 12000, 32)
+    x, ids, weights = batch(40, 12000, 1, 1)
+    ids.zero_()
+    y = experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa)
+    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, Storage.FP8)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("clamp", [0.0, 0.7])
+@pytest.mark.parametrize("kind", list(Activation))
+def test_activations_and_biases_equal_f64(
+    native: Native, isas: list[IsaHere], kind: Activation, clamp: float, gated: bool
+) -> None:
+    if kind is Activation.SWIGLU_OAI and not gated:
+        pytest.skip("swiglu has two halves by its name")
+    agree_with_biases(native, isas, Storage.FP8, ExpertsMode(kind, limit=clamp), gated=gated)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("storage", [storage for storage in Storage if storage is not Storage.FP8])
+def test_biases_beside_every_kind_of_scales_equal_f64(
+    native: Native, isas: list[IsaHere], storage: Storage, gated: bool
+) -> None:
+    agree_with_biases(native, isas, storage, ExpertsMode(limit=0.7), gated=gated)
+
+
+def agree_with_biases(native: Native, isas: list[IsaHere], storage: Storage, mode: ExpertsMode, *, gated: bool) -> None:
+    layer = Layer(2, 160, 144, storage, gated=gated, biases=True)
+    w13, w2 = layer.pack(native)
+    x, ids, weights = batch(11, 160, 2, 2)
+    wanted = layer.reference(x, ids, weights, mode)
+    for library, isa in isas:
+        y = experts_rows(library, x, ids, weights, w13, w2, mode=mode, isa=isa)
+        assert error(y, wanted) < limit(isa, storage), isa
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(0, 40),
+    slots=st.integers(1, 5),
+    hidden=st.integers(1, 300),
+    inter=st.integers(1, 200),
+    storage=st.sampled_from(list(Storage)),
+    gated=st.booleans(),
+    biases=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_equals_f64(
+    native: Native,
+    isas: list[IsaHere],
+    rows: int,
+    slots: int,
+    hidden: int,
+    inter: int,
+    storage: Storage,
+    gated: bool,
+    biases: bool,
+    seed: int,
+) -> None:
+    if storage.format.bits == 4:  # two inputs share a byte
+        hidden, inter = hidden + hidden % 2, inter + inter % 2
+    layer = Layer(slots, hidden, inter, storage, gated, biases, seed=seed)
+    w13, w2 = layer.pack(native)
+    x, ids, weights = batch(rows, hidden, slots, min(3, slots), seed=seed)
+    wanted = layer.reference(x, ids, weights, ExpertsMode())
+    for library, isa in isas:
+        y = experts_rows(library, x, ids, weights, w13, w2, isa=isa, threads=2)
+        # One element may carry a whole bf16 rounding of h and of the output (2^-8 each), and of what cancelled.
+        assert (y.double() - wanted).abs().max() <= 0.02 * wanted.abs().max() if rows else y.shape == (0, hidden)
+
+
+def test_powers_of_two_worked_by_hand(isa_here: IsaHere) -> None:
+    # H = I = 32, no gate, relu2, identity matrices. x = (900, 17, 0, ...): 900 / 448 = 2.009 -> scale 4, codes
+    # 225 -> 224 and 4.25 -> 4 (even): 896 and 16. h = (802816, 256), / 448 = 1792 -> scale 2048: 392 -> 384 (even) and
+    # 0.125: y = (786432, 256, 0, ...). With exact scales it were (900^2, 16.07^2) or so.
+    native, isa = isa_here
+    eye, one = torch.eye(32).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    w13, w2 = (allocate(native, MatrixLayout(32, 32, False, Format.FP8), 1) for _ in range(2))
+    for packed in (w13, w2):
+        pack_slot(native, packed, 0, (eye,), (one,))
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, :2] = torch.tensor([900.0, 17.0])
+    mode = ExpertsMode(Activation.RELU2, quantize=Rounding.FP8_UE8M0)
+    y = experts_rows(native, x, torch.zeros(1, 1, dtype=torch.int32), None, w13, w2, mode=mode, isa=isa)
+    assert y.tolist() == [[786432.0, 256.0, *[0.0] * 30]]
+
+
+@pytest.mark.parametrize("rounding", [Rounding.FP8, Rounding.FP8_UE8M0])
+def test_quantised_activations_equal_the_fp8_reference(isa_here: IsaHere, rounding: Rounding) -> None:
+    # h that differs by one bf16 rounding may take the neighbouring e4m3 code (2^-4 of it): the bound is that of FP8.
+    native, isa = isa_here
+    layer, mode = Layer(3, 320, 272), ExpertsMode(quantize=rounding)
+    w13, w2 = layer.pack(native)
+    other = ExpertsMode(quantize=Rounding.FP8 if rounding is Rounding.FP8_UE8M0 else Rounding.FP8_UE8M0)
+    for rows in (1, 3, 20):
+        x, ids, weights = batch(rows, 320, 3, 2)
+        ids[0, 0] = 0
+        wanted = layer.reference(x, ids, weights, mode)
+        got, plain, otherwise = (
+            error(experts_rows(native, x, ids, weights, w13, w2, mode=which, isa=isa, threads=2), wanted)
+            for which in (mode, ExpertsMode(), other)
+        )
+        assert got < 8e-3 < min(plain, otherwise), rows
+
+
+@pytest.mark.parametrize("rounding", [Rounding.FP8, Rounding.FP8_UE8M0])
+def test_rows_that_arrive_quantised_equal_rows_quantised_here(isa_here: IsaHere, rounding: Rounding) -> None:
+    native, isa = isa_here
+    layer = Layer(2, 320, 64)
+    w13, w2 = layer.pack(native)
+    x, ids, weights = batch(12, 320, 2, 2)
+    values, scales = quantize_1x128(native, x, ue8m0=rounding is Rounding.FP8_UE8M0)
+    mode = ExpertsMode(quantize=rounding)
+    here = experts_rows(native, x, ids, weights, w13, w2, mode=mode, isa=isa)
+    sent = experts_rows(native, values, ids, weights, w13, w2, mode=mode, x_scales_RX=scales, isa=isa)
+    assert torch.equal(here, sent)
+
+
+@pytest.mark.parametrize("storage", list(Storage))
+@pytest.mark.parametrize("rows", [0, 1, 40])
+def test_shared_experts_in_the_same_pass_equal_f64(
+    native: Native, isas: list[IsaHere], storage: Storage, rows: int
+) -> None:
+    # Their intermediate size is their own, every row visits them, also one that no routed expert wants.
+    routed, common = Layer(3, 160, 144, storage), Layer(1, 160, 96, storage, seed=7)
+    x, ids, weights = batch(rows, 160, 3, 2)
+    if rows:
+        ids[-1] = -1
+    everybody, packed, beside = torch.zeros(rows, 1, dtype=torch.int32), routed.pack(native), common.pack(native)
+    calls = [  # top_k = 1 has its own way out
+        (ids, weights, ExpertsMode(), None),
+        (ids[:, :1], None, ExpertsMode(), None),
+        (ids, weights, FP8_ROWS, 9e-3),
+    ]
+    for chosen, factors, mode, bound in calls:
+        wanted = routed.reference(x, chosen, factors, mode) + common.reference(x, everybody, None, mode)
+        for library, isa in isas:
+            y = experts_rows(library, x, chosen, factors, *packed, shared=beside, mode=mode, isa=isa, threads=2)
+            assert y.shape == wanted.shape
+            assert rows == 0 or error(y, wanted) < (bound or limit(isa, storage)), (isa, mode)
+
+
+def test_a_shard_inside_a_scale_block_equals_f64(isa_here: IsaHere) -> None:
+    # Inputs 96..255 of w2 and outputs 96..255 of w13 belong to this rank: blocks start in their middle.
+    native, isa = isa_here
+    layer, part = Layer(2, 128, 384), slice(96, 256)
+    w13 = allocate(native, MatrixLayout(160, 128, True, Format.FP8), 2)
+    w2 = allocate(native, MatrixLayout(128, 160, False, Format.FP8, scale_block(Shard(0, 96))), 2)
+    for s in range(2):
+        halves = tuple(layer.parts[n][s, part] for n in ("gate", "up"))
+        pack_slot(native, w13, s, halves, tuple(layer.scales[n][s, 0:2] for n in ("gate", "up")), shard=Shard(96, 0))
+        pack_slot(
+            native, w2, s, (layer.parts["down"][s, :, part],), (layer.scales["down"][s, :, 0:2],), shard=Shard(0, 96)
+        )
+    x, ids, weights = batch(9, 128, 2, 2)
+    wanted = torch.zeros(9, 128, dtype=torch.float64)
+    for s in range(2):
+        rows, places = (ids == s).nonzero(as_tuple=True)
+        gate, up, down = (spread(layer.parts[n][s], layer.scales[n][s]) for n in ("gate", "up", "down"))
+        h = torch.nn.functional.silu(x[rows].double() @ gate[part].T) * (x[rows].double() @ up[part].T)
+        wanted.index_add_(0, rows, (h @ down[:, part].T) * weights[rows, places, None])
+    assert error(experts_rows(native, x, ids, weights, w13, w2, isa=isa), wanted) < limit(isa, Storage.FP8)
