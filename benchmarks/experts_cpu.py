@@ -4,10 +4,12 @@
     python benchmarks/experts_cpu.py --experts 256 --ours-only --json out.json     # 11.3 GB of weights, 14 GB in all
     python benchmarks/experts_cpu.py --experts 8 --quant mxfp4 nvfp4 mxfp8 int8 int8_w8a8 --vllm vllm --formats-only
 
-Per number of rows and per routing (uniform, Zipf-skewed) every candidate is called once a round, in turn. Two clocks:
-`wall`, and `cpu`, the processor time of all threads, which other programs on the machine disturb far less; ratios and
-fractions are of medians of `cpu` unless the machine is quiet. Yardsticks: reading the touched weights once, and the
-bare multiply-add loop of the same instruction set. Errors are L2 against f32 with exact scales.
+Per number of rows and per routing (uniform, Zipf-skewed) every candidate has its turn once a round: calls that follow a
+call, and for few tokens the first call after a pause beside them (experts_cpu_clock.py says why). Two clocks: `wall`,
+and `cpu`, the processor time of all threads, which other programs on the machine disturb far less; ratios and
+fractions are of medians of `cpu` unless the machine is quiet. Yardsticks: reading the touched weights once, in the
+fastest of some ways, and the bare multiply-add loop of the same instruction set. Errors are L2 against f32 with exact
+scales.
 peers/README.md says how to get the other projects; what is not there is left out, and so is, for a number of rows,
 what took longer than --patience seconds at the number before. experts_cpu_report.py makes tables and pictures of it.
 """
@@ -15,14 +17,10 @@ what took longer than --patience seconds at the number before. experts_cpu_repor
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import platform
 import shlex
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experts_cpu_candidates import gather_candidates
+from experts_cpu_clock import FEW, Times, Yardsticks, measure
 from experts_cpu_peers import Experts, Weights
 from experts_cpu_report import plot, table
 
-from moe_mk.kernels.native import Native, PackedMatrix, load
-
-Times = dict[str, float]
+from moe_mk.kernels.native import Native, load
 
 
 def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, Tensor]:
@@ -47,61 +44,6 @@ def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, T
     ids = torch.multinomial(odds.expand(tokens, experts), top_k).to(torch.int32)
     weights = torch.rand(tokens, top_k) + 0.5
     return ids, weights / weights.sum(1, keepdim=True)
-
-
-def clocked(call: Callable[[], object]) -> tuple[float, float]:
-    """Wall and processor milliseconds of one call, after the last one's idle threads have stopped spinning."""
-    time.sleep(0.03)
-    wall, cpu = time.perf_counter(), time.process_time()
-    call()
-    return (time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3
-
-
-class Yardsticks:
-    """What the machine can do: read the touched weights, and multiply."""
-
-    def __init__(self, native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads: int) -> None:
-        self.native, self.weights, self.threads = native, weights, threads
-        self.flops = 0.0
-
-    def read(self, share: float) -> None:
-        """Read that share of the packed weights once."""
-        folded = ctypes.c_uint64(0)
-        for matrix in self.weights:
-            size = int(matrix.values_LB.numel() * share)
-            pointer, best = matrix.values_LB.data_ptr(), int(self.native.best)
-            self.native.call("read_rate", pointer, size, self.threads, best, ctypes.byref(folded))
-
-    def multiply(self, iterations: int = 3_000_000) -> None:
-        """Run the bare multiply-add loop; self.flops is what it did."""
-        done = ctypes.c_double(0)
-        self.native.call("peak_rate", iterations, self.threads, int(self.native.best), ctypes.byref(done))
-        self.flops = done.value
-
-
-def measure(
-    candidates: dict[str, Experts], yardsticks: Yardsticks, batch: tuple[Tensor, Tensor, Tensor], rounds: int
-) -> dict[str, Times]:
-    """Call everything in turn, `rounds` times; medians and minima per candidate."""
-    x, ids, weights = batch
-    experts = yardsticks.weights[0].num_slots
-    share = ids.unique().numel() / experts
-    calls: dict[str, Callable[[], object]] = {"read": lambda: yardsticks.read(share), "peak": yardsticks.multiply}
-    calls |= {name: (lambda run=run: run(x, ids, weights)) for name, run in candidates.items()}
-    for call in calls.values():
-        call()
-    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            seen[name].append(clocked(call))
-    return {
-        name: {
-            "wall_ms": statistics.median(t[0] for t in times),
-            "cpu_ms": statistics.median(t[1] for t in times),
-            "cpu_ms_min": min(t[1] for t in times),
-        }
-        for name, times in seen.items()
-    }
 
 
 def report(
@@ -123,6 +65,7 @@ def report(
                 f"  {name:28} wall {times['wall_ms']:9.2f} ms  cpu {times['cpu_ms']:9.2f} ms"
                 f"  x{line['times_ours']:5.2f}"
                 f"  read {line['of_read']:5.1%}  peak {line['of_peak']:5.1%}  error {errors[name]:.1e}"
+                + (f"  first {times['first_wall_ms']:9.2f} ms" if "first_wall_ms" in times else "")
             )
         lines.append(line)
     return lines
@@ -194,7 +137,7 @@ def one_case(
         got, wanted = run(*batch)[:judged].float(), own[references.get(name, layer.reference)]
         errors[name] = ((got - wanted).norm() / wanted.norm()).item()
     print(f"E={options.experts} M={tokens} {skew}", flush=True)
-    rounds = options.rounds if tokens < 64 else (max(5, options.rounds // 2) if tokens < 1024 else 3)
+    rounds = options.rounds if tokens <= FEW else (max(5, options.rounds // 2) if tokens < 1024 else 3)
     seen = measure(candidates, yardsticks, batch, rounds)
     flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
     lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")

@@ -36,9 +36,9 @@ def times_ours(line: dict[str, Any], own: dict[str, Any]) -> str:
     return f"{line['wall_ms'] / own['wall_ms']:.2f} / {line['cpu_ms'] / own['cpu_ms']:.2f}"
 
 
-def milliseconds(line: dict[str, Any]) -> str:
+def milliseconds(line: dict[str, Any], clock: str = "wall_ms") -> str:
     """Wall time with three digits."""
-    value = line["wall_ms"]
+    value = line[clock]
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -85,9 +85,27 @@ def goals(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def paused(results: dict[str, Any]) -> str:
+    """The first call after a pause, in milliseconds, where it was measured: everybody's beside ours."""
+    cases = [
+        (case, {line["candidate"]: line for line in case["lines"] if "first_wall_ms" in line})
+        for case in results["cases"]
+    ]
+    cases = [(case, by_name) for case, by_name in cases if OURS in by_name]
+    if not cases:
+        return ""
+    names = [name for name in ("read", *candidates_of(results)) if any(name in by_name for _, by_name in cases)]
+    lines = [" | ".join(["tokens", "routing", *names]), " | ".join(["---"] * (len(names) + 2))]
+    for case, by_name in cases:
+        times = [milliseconds(by_name[name], "first_wall_ms") if name in by_name else "too slow" for name in names]
+        lines.append(" | ".join([str(case["rows"]), case["skew"], *times]))
+    return "The first call after a pause, ms:\n\n" + "\n".join(f"| {line} |" for line in lines)
+
+
 def section(results: dict[str, Any]) -> str:
     """What a page says of one file."""
-    return "\n\n".join(part for part in (described(results), table(results), goals(results)) if part)
+    parts = (described(results), table(results), goals(results), paused(results))
+    return "\n\n".join(part for part in parts if part)
 
 
 def plot(all_results: list[dict[str, Any]], path: Path) -> None:

@@ -1,0 +1,112 @@
+"""How experts_cpu.py measures: everybody in turn, each call directly behind another one of its own.
+
+A decoder calls one layer after the other, so what counts is a call that follows a call. Before each turn there is a
+pause, until the last one's idle threads have stopped spinning; then comes a call that wakes the threads up, and behind
+it those that count. Up to FEW tokens the one that wakes up is the same call, and its time is kept as well: the first
+call after a pause, in which threads may start milliseconds late (a virtual machine may put them on one core at first).
+Of more tokens it is the first few of them, which is cheap beside what is measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from experts_cpu_peers import Experts
+from torch import Tensor
+
+from moe_mk.kernels.native import Native, PackedMatrix
+
+Times = dict[str, float]
+Batch = tuple[Tensor, Tensor, Tensor]
+Clocks = tuple[float, float]
+
+PAUSE = 0.03
+FEW = 16
+IN_A_ROW = 3
+"""Calls that count in each turn, of few tokens; of more it is one."""
+
+
+def clocked(call: Callable[[], object]) -> Clocks:
+    """Wall and processor milliseconds of one call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    return (time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3
+
+
+@dataclass
+class Candidate:
+    """Somebody who is measured. awake: the call before those that count, the same one for few tokens."""
+
+    call: Callable[[], object]
+    awake: Callable[[], object]
+    few: bool
+    first: list[Clocks] = field(default_factory=list)
+    seen: list[Clocks] = field(default_factory=list)
+
+    def turn(self) -> None:
+        """One turn: pause, wake up, measure."""
+        time.sleep(PAUSE)
+        self.first.append(clocked(self.awake))
+        self.seen += [clocked(self.call) for _ in range(IN_A_ROW if self.few else 1)]
+
+    def times(self) -> Times:
+        """Medians and minima; those of the first call after a pause where it was the same call."""
+        wall, cpu = zip(*self.seen, strict=True)
+        found = {"wall_ms": statistics.median(wall), "cpu_ms": statistics.median(cpu), "cpu_ms_min": min(cpu)}
+        if not self.few:
+            return found
+        wall, cpu = zip(*self.first, strict=True)
+        return found | {"first_wall_ms": statistics.median(wall), "first_cpu_ms": statistics.median(cpu)}
+
+
+class Yardsticks:
+    """What the machine can do: read the touched weights, and multiply."""
+
+    WAYS = 2
+    """Of reading (`ReadWay` of csrc/abi.h): which is the faster one depends on the processor."""
+
+    def __init__(self, native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads: int) -> None:
+        self.native, self.weights, self.threads = native, weights, threads
+        self.flops = 0.0
+
+    def read(self, share: float, way: int) -> None:
+        """Read that share of the packed weights once."""
+        folded = ctypes.c_uint64(0)
+        for matrix in self.weights:
+            size = int(matrix.values_LB.numel() * share)
+            pointer, best = matrix.values_LB.data_ptr(), int(self.native.best)
+            self.native.call("read_rate", pointer, size, way, self.threads, best, ctypes.byref(folded))
+
+    def multiply(self, iterations: int = 3_000_000) -> None:
+        """Run the bare multiply-add loop; self.flops is what it did."""
+        done = ctypes.c_double(0)
+        self.native.call("peak_rate", iterations, self.threads, int(self.native.best), ctypes.byref(done))
+        self.flops = done.value
+
+    def candidates(self, share: float) -> dict[str, Candidate]:
+        """Reading in every way, and multiplying."""
+        reads = [lambda way=way: self.read(share, way) for way in range(self.WAYS)]
+        found = {f"read {way}": Candidate(read, read, few=True) for way, read in enumerate(reads)}
+        return found | {"peak": Candidate(self.multiply, lambda: self.multiply(30_000), few=False)}
+
+
+def measure(experts: Mapping[str, Experts], yardsticks: Yardsticks, batch: Batch, rounds: int) -> dict[str, Times]:
+    """Call everything in turn, `rounds` times. "read" is the fastest way of reading: an upper bound."""
+    share = batch[1].unique().numel() / yardsticks.weights[0].num_slots
+    start = (batch[0][:FEW], batch[1][:FEW], batch[2][:FEW])
+    few = batch[0].shape[0] <= FEW
+    everybody = yardsticks.candidates(share) | {
+        name: Candidate(lambda run=run: run(*batch), lambda run=run: run(*start), few) for name, run in experts.items()
+    }
+    for each in everybody.values():
+        each.call()
+    for _ in range(rounds):
+        for each in everybody.values():
+            each.turn()
+    times = {name: each.times() for name, each in everybody.items()}
+    reads = [times.pop(f"read {way}") for way in range(yardsticks.WAYS)]
+    return {"read": min(reads, key=lambda read: read["wall_ms"]), **times}
