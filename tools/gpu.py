@@ -4,9 +4,11 @@
     python tools/gpu.py --seconds 560     no part that may not end within this time is started
     python tools/gpu.py --dry-run         what each part would do, on a machine without a GPU
 
-Parts are processes of less than nine minutes each: ceilings, correctness, tuning, measurement. What is done is noted in
-`build/gpu/state.json` with the commit it was done for; another commit starts anew. Nothing is fetched: wheels in
-`.peers/whl` are installed into `build/gpu/site` first. Exit status 0: all parts passed; 1: one failed; 75: more to do.
+Parts are processes of less than nine minutes each: ceilings, correctness on tiny shapes and of one-sided transports,
+peers and ours in turns, correctness at full size, tuning, and peers and ours again with what tuning found. What is done
+is noted in `build/gpu/state.json` with the sources it was done for; other sources start anew. Nothing is fetched:
+wheels in `.peers/whl` are installed into `build/gpu/site` first. Exit status 0: all parts passed; 1: one failed; 75:
+more to do.
 """
 
 from __future__ import annotations
@@ -63,10 +65,10 @@ def parts(out: Path) -> tuple[Part, ...]:
     def script(name: str, file: str, *arguments: str, seconds: int = 520) -> Part:
         return Part(name, (file, *arguments), seconds, (file, *arguments, "--dry-run"))
 
-    def bench(experts: int) -> Part:
+    def bench(experts: int, tiles: str) -> Part:
         json_file = str(results / f"experts_gpu_e{experts}.json")
         chosen = ("--experts", str(experts), "--ceilings", ceilings, "--json", json_file)
-        return script(f"measure: {experts} experts", "benchmarks/experts_gpu.py", *chosen)
+        return script(f"measure: {experts} experts, {tiles} tiles", "benchmarks/experts_gpu.py", *chosen)
 
     def tune(experts: int) -> Part:
         chosen = ("--experts", str(experts), "--folder", "configs/tuned", "--suspects", str(out / "suspects.json"))
@@ -79,18 +81,27 @@ def parts(out: Path) -> tuple[Part, ...]:
         return Part(f"tune: {weights}", run, 520, (*run, "--dry-run"))
 
     experts_file = "tests/gpu/test_experts.py"
-    report = ("--results", str(results), "--plot", str(out / "experts_gpu.png"))
+    page = ("--results", str(results), "--plot", str(out / "experts_gpu.png"))
+
+    def report(tiles: str) -> Part:
+        return script(f"report: {tiles} tiles", "tools/gpu_report.py", *page, seconds=60)
+
     return (
         script("ceilings", "tools/gpu_ceilings.py", "--json", ceilings, seconds=120),
-        tests("ops", "tests/gpu/test_ops.py"),
-        tests("triton tiles", experts_file, "-k", "not gluon"),
-        tests("tiles by hand", experts_file, "-k", "gluon"),
-        tests("weight types", "tests/gpu/test_weight_types.py"),
-        tests("layer", "tests/gpu/test_layer.py"),
+        tests("ops", "tests/gpu/test_ops.py", seconds=240),
+        tests("tiny shapes", experts_file, "-k", "tiny"),
+        tests("one-sided", "tests/gpu/test_one_sided.py", seconds=300),
+        *(bench(experts, "built-in") for experts in (32, 256, 8)),
+        report("built-in"),
+        tests("tiles by hand", experts_file, "-k", "gluon and not tiny"),
+        tests("triton tiles", experts_file, "-k", "not gluon and not tiny"),
+        tests("layer", "tests/gpu/test_layer.py", seconds=240),
+        tests("streams", "tests/gpu/test_tiles.py", seconds=240),
         *(tune(experts) for experts in (32, 256, 8)),
+        *(bench(experts, "tuned") for experts in (32, 256, 8)),
+        report("tuned"),
+        tests("weight types", "tests/gpu/test_weight_types.py"),
         tune_type("mxfp4"),
-        *(bench(experts) for experts in (32, 256, 8)),
-        script("report", "tools/gpu_report.py", *report, seconds=60),
     )
 
 

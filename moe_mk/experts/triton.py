@@ -69,7 +69,9 @@ class TritonExperts(FusedExperts):
             GroupedTokens: OutputStage.RAW,
             BatchedTokens: OutputStage.RAW,
         },
-        weights=frozenset({"plain", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "mxfp8", "mxfp4", "nvfp4"}),
+        weights=frozenset(
+            {"plain", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4"}
+        ),
         computes=("fp8", "int8", "plain"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
@@ -112,10 +114,14 @@ class TritonExperts(FusedExperts):
 
     @classmethod
     def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
-        """Tiles worth trying for so many tokens, each of up to eight choices; by hand only where FP8 is multiplied."""
+        """Tiles worth trying for so many tokens, each of up to eight choices; by hand only where FP8 is multiplied.
+
+        The first one is what serves untuned.
+        """
         an_expert = rows * min(CHOICES, context.num_slots) / context.num_slots
         engines = ("triton", "gluon") if context.compute.block == (1, BLOCK) else ("triton",)
-        return [asdict(tile) for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert)]
+        able = (tile for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert))
+        return [asdict(tile) for tile in dict.fromkeys((Tuned().tile(an_expert), *able))]
 
     def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> TritonExperts:
         """These experts with one tile for every call. Raises ConfigError for a tile that no kernel has."""

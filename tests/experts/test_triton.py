@@ -21,7 +21,7 @@ from moe_mk.quant import BF16, FP32
 
 
 def problem(device: str = "h200", dtype: Any = BF16, installed: tuple[str, ...] = ("triton",), **given: Any) -> Problem:
-    quant = {"weights": given.pop("weights", "fp8_block")}
+    quant = {"weights": given.pop("weights", "fp8_block"), "block": given.pop("block", (128, 128))}
     model = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_experts": 256, "quant": quant}
     model |= {key: given.pop(key) for key in list(given) if key in ("hidden_size", "moe_intermediate_size")}
     config = MoEConfig.parse({"model": model, "router": {"top_k": 8}}, "a test").with_(max_num_tokens=512, **given)
@@ -42,6 +42,7 @@ def test_an_h200_with_triton_is_served_in_fp8_and_bf16_inside_a_graph() -> None:
         ("fp8_block", "auto", "fp8_1x128", "fp8"), ("fp8_block", "plain", "bf16", "w_fp8"),
         ("fp8_channel", "auto", "fp8_token", "fp8_row"), ("fp8_tensor", "plain", "bf16", "w_fp8_row"),
         ("int8", "auto", "int8_token", "int8"), ("int8", "plain", "bf16", "w_int8"),
+        ("int8_block", "auto", "int8_token", "int8_block"), ("int8_block", "plain", "bf16", "w_int8_block"),
         ("mxfp8", "auto", "bf16", "w_mxfp8"), ("mxfp4", "auto", "bf16", "w_mxfp4"),
         ("nvfp4", "auto", "bf16", "w_nvfp4"), ("bf16", "auto", "bf16", "plain"),
     ],
@@ -61,9 +62,10 @@ def test_every_type_is_served_as_it_is_stored(weights: str, activations: str, co
         ({"installed": ()}, r"library: triton is not installed \[pip install 'moe-mk\[cuda\]'\]"),
         ({"dtype": FP32}, r"dtype: computes in bf16"),
         ({"weights": "fp16"}, r"weights: reads plain weights in bf16 alone, the experts are fp16"),
+        ({"weights": "int8_block", "block": (64, 64)}, r"block: reads INT8 blocks with sides 128, .* have 64x64"),
         (
-            {"weights": "int8_block"},
-            r"weights: reads fp8_block, fp8_channel, fp8_tensor, int8, mxfp4, mxfp8, nvfp4, plain weights",
+            {"weights": "int8_block", "moe_intermediate_size": 192},
+            r"shape: reads hidden rows in groups of 128, a rank has 192",
         ),
         (
             {"weights": "mxfp8", "activations": "checkpoint"},

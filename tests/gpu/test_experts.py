@@ -50,8 +50,12 @@ def of_tile(backend: TritonExperts, tile: Tile) -> TritonExperts:
     return backend
 
 
-def build(compute: QuantScheme, slots: int, hidden: int = HIDDEN, inner: int = INNER) -> TritonExperts:
-    return TritonExperts(ExpertsContext(BF16, compute, "silu", slots, hidden, inner, CUDA))
+def build(
+    compute: QuantScheme, slots: int, hidden: int = HIDDEN, inner: int = INNER, limit: float | None = None
+) -> TritonExperts:
+    context = ExpertsContext(BF16, compute, "silu", slots, hidden, inner, CUDA)
+    clamps = {} if limit is None else {"activation": "swiglu_limit", "swiglu_limit": limit}
+    return TritonExperts(replace(context, **clamps))
 
 
 def draw(rows: int, slots: int, top_k: int, hidden: int = HIDDEN, drop: float = 0.2) -> RowTokens:
@@ -65,9 +69,7 @@ def check(backend: TritonExperts, stack: ExpertWeights, rows: RowTokens, given: 
     compute = backend.context.compute
     exact = FP32 if isinstance(compute, Plain) else compute
     c = backend.context
-    reference = ReferenceExperts(
-        ExpertsContext(FP32, exact, "silu", c.num_slots, c.hidden_size, c.intermediate_size, CUDA)
-    )
+    reference = ReferenceExperts(replace(c, dtype=FP32, compute=exact))
     expected = weight_and_reduce(reference.run(rows, stack), rows, OutputStage.REDUCED).y
     given = _poisoned(given) if isinstance(given, BatchedTokens) else given
     got = weight_and_reduce(backend.run(given, backend.relayout(stack)), given, OutputStage.REDUCED).y
@@ -85,7 +87,22 @@ def test_the_conformance_kit(weights: QuantScheme, compute: QuantScheme) -> None
     assert check_experts("triton", weights, dtype=BF16, compute=compute, device=CUDA) >= 78
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.engine}-{tile.rows}-{'swap' if tile.swap else 'rows'}")
+def named(tile: Tile) -> str:
+    return f"{tile.engine}-{tile.rows}-{'swap' if tile.swap else 'rows'}"
+
+
+@pytest.mark.parametrize("tile", TILES, ids=named)
+def test_tiny_shapes_whose_steps_are_fewer_than_the_stages(tile: Tile) -> None:
+    for inner, limit in ((128, None), (256, 0.7)):
+        stack = random_experts(FP8_128x128, 3, 256, inner, CUDA)
+        backend = of_tile(build(FP8_1x128, 3, 256, inner, limit), tile)
+        for rows in (1, 5, 140):
+            tokens = draw(rows, 3, 2, 256)
+            for layout in (RowTokens, GroupedTokens, BatchedTokens) if limit is None else (RowTokens,):
+                check(backend, stack, tokens, permute(tokens, (layout,)))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=named)
 @pytest.mark.parametrize("layout", [RowTokens, GroupedTokens, BatchedTokens])
 def test_every_tile_at_the_sizes_of_deepseek_v3(tile: Tile, layout: type) -> None:
     backend, stack = of_tile(build(FP8_1x128, 4), tile), random_experts(FP8_128x128, 4, HIDDEN, INNER, CUDA)

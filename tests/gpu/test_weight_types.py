@@ -10,7 +10,7 @@ import torch
 from moe_mk.experts.triton_tuning import DECODED
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantScheme
-from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
+from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN, INT8_128x128
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.testing.conformance import check_experts
@@ -19,7 +19,8 @@ from moe_mk.weights.expert_weights import MappedExpertWeights
 from tests.gpu.test_experts import CUDA, HIDDEN, INNER, build, check, draw, of_tile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
-TYPES = [(INT8_CHANNEL, INT8_TOKEN), *((weights, BF16) for weights in (FP8_128x128, INT8_CHANNEL, MXFP8, MXFP4, NVFP4))]
+DECODED_TYPES = (FP8_128x128, INT8_CHANNEL, INT8_128x128, MXFP8, MXFP4, NVFP4)
+TYPES = [(INT8_CHANNEL, INT8_TOKEN), (INT8_128x128, INT8_TOKEN), *((weights, BF16) for weights in DECODED_TYPES)]
 
 
 def named(value: object) -> str:

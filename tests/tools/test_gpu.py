@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,10 @@ def queue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *parts: Part) -> Any:
 
 def test_every_part_ends_within_nine_minutes_and_names_a_file_that_is_there() -> None:
     parts = gpu.parts(Path("out"))
-    assert [part.name for part in parts][:2] == ["ceilings", "tests: ops"] and parts[-1].name == "report"
+    names = [part.name for part in parts]
+    assert names[:4] == ["ceilings", "tests: ops", "tests: tiny shapes", "tests: one-sided"]
+    order = ["measure: 32 experts, built-in tiles", "report: built-in tiles", "tune: 32 experts", "report: tuned tiles"]
+    assert sorted(order, key=names.index) == order, "what was measured is on the page before tiles are tuned"
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
         assert part.seconds < NINE_MINUTES
@@ -149,6 +156,53 @@ def test_everything_that_is_needed_is_pinned_and_nothing_is_missing(capsys: pyte
             requirement = Requirement(need)
             if requirement.marker is None or requirement.marker.evaluate({"extra": "", "python_version": "3.12"}):
                 assert canonical(requirement.name) in carried | own, f"{name} needs {requirement.name}"
+
+
+ONLY_WHAT_IS_CARRIED = """
+import importlib, sys
+from importlib.metadata import packages_distributions
+
+allowed, modules = (set(word.split(",")) for word in sys.argv[1:3])
+of = packages_distributions()
+
+
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        owners = {each.lower().replace("_", "-") for each in of.get(name, [])}
+        if "." not in name and owners and not owners & allowed:
+            raise ModuleNotFoundError(f"{name} of {sorted(owners)} is neither carried nor the machine's own")
+        return None
+
+
+sys.meta_path.insert(0, Nothing())
+for name in sorted(modules):
+    importlib.import_module(name)
+"""
+
+
+def test_every_part_imports_with_what_is_carried_and_the_machine_has() -> None:
+    allowed, left = {canonical(name) for name in gpu_carry.NEEDED} | {"moe-mk"}, ["torch", "triton", "numpy"]
+    while left:
+        allowed.add(canonical(name := left.pop()))
+        with suppress(metadata.PackageNotFoundError):
+            needs = [Requirement(each) for each in metadata.requires(name) or []]
+            found = [each.name for each in needs if each.marker is None or each.marker.evaluate({"extra": ""})]
+            left += [each for each in found if canonical(each) not in allowed]
+    files = [word for part in gpu.parts(Path("out")) for word in part.arguments if word.endswith(".py")]
+    modules = {file.removesuffix(".py").replace("/", ".") for file in files} | {"experts_gpu_peers", "xdist"}
+    modules = {each.removeprefix("benchmarks.") for each in modules} - {"moe_mk.cli.__main__"} | {"moe_mk.cli.app"}
+    if find_spec("triton") is not None:
+        folder = gpu.ROOT / "moe_mk" / "kernels" / "triton"
+        modules |= {f"moe_mk.kernels.triton.{each.stem}" for each in folder.glob("*.py") if each.stem != "interpreter"}
+    else:
+        modules -= {"experts_gpu_peers"}
+    paths = os.pathsep.join(map(str, (gpu.ROOT, gpu.ROOT / "benchmarks")))
+    command = [sys.executable, "-c", ONLY_WHAT_IS_CARRIED, ",".join(allowed), ",".join(modules)]
+    done = subprocess.run(
+        command, cwd=gpu.ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=110,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def canonical(name: str) -> str:

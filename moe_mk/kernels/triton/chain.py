@@ -1,8 +1,9 @@
 """Programmatic dependent launch: kernels of one chain start while the one before still drains.
 
 Each first waits until the one before has finished and its writes are seen, then lets the next one start. So whatever
-runs before the wait may touch only what no kernel of the chain writes, and a kernel may read what any earlier one
-wrote. Source: CUDA programming guide, programmatic dependent launch (`griddepcontrol`, sm_90).
+runs before the wait may touch only what no kernel of the chain writes, and what those before the one before wrote: they
+were complete when it let this one start. After it, a kernel may read what any earlier one wrote. Source: CUDA
+programming guide, programmatic dependent launch (`griddepcontrol`, sm_90).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Biases and clamps are in the epilogues of the GEMMs.
 
-Rows are quantised for FP8 and INT8 products only; INT8 and FP8 with scales of whole rows round those between the GEMMs
+Rows are quantised for FP8 and INT8 products only; rows with one scale a token are rounded between the GEMMs
 in a launch of their own. Weight-only forms decode inside the GEMMs. Each launch may start while the one
 before drains (`chain.py`).
 
@@ -147,14 +147,13 @@ def _both(
 
 
 def _kernels(tile: Tile, experts: Experts) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Both GEMMs by the engine of a tile; Gluon ones know FP8 alone, no biases and no clamps."""
-    by_hand = experts.lies.name in ("plain", "fp8") and experts.b13 is None and not _clamped(experts)
+    """Both GEMMs by the engine of a tile; Gluon ones know FP8 alone and no biases."""
+    by_hand = experts.lies.name in ("plain", "fp8") and experts.b13 is None
     if tile.engine == "triton" or not by_hand:
         return grouped_w13, grouped_w2
-    from moe_mk.kernels.triton import gluon_decode, gluon_prefill  # Gluon is experimental: loaded where a tile asks
+    from moe_mk.kernels.triton import gluon_gemms  # Gluon is experimental: loaded where a tile asks
 
-    module = gluon_decode if tile.swap else gluon_prefill
-    return module.grouped_w13, module.grouped_w2
+    return gluon_gemms.grouped_w13, gluon_gemms.grouped_w2
 
 
 def _lying(form: Form, row_scales: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
@@ -188,7 +187,7 @@ def _contiguous(values: Tensor) -> Tensor:
 
 def _by_token(values: Tensor, experts: Experts, product: int, empty: Empty) -> tuple[Tensor, Tensor]:
     """Codes with one scale a row, of the rows before the first product (0) or the second (1)."""
-    (rows, columns), int8 = values.shape, experts.lies.name == "int8"
+    (rows, columns), int8 = values.shape, experts.lies.name.startswith("int8")
     dtype = torch.int8 if int8 else torch.float8_e4m3fn
     codes, scales = _empty_codes(rows, columns, dtype, columns, empty, values.device)
     if int8:

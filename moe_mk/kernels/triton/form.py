@@ -1,15 +1,17 @@
 """How weights lie for the grouped GEMMs: data that the host and the kernels agree on, no kernel and no triton in it.
 
-    plain      bf16 times bf16
-    fp8        FP8 times FP8, both with scales of 128 columns
-    int8       INT8 times INT8 in int32, a scale a row on both sides, applied at the end
-    fp8_row    FP8 times FP8, the same
-    w_fp8      weights e4m3 with a scale for 128 x 128, rows bf16
-    w_int8     weights INT8 with a scale a row, rows bf16
-    w_fp8_row  weights e4m3, the same
-    w_mxfp8    weights e4m3, 32 columns under a power of two, rows bf16
-    w_mxfp4    weights e2m1, the same
-    w_nvfp4    weights e2m1, 16 columns under an e4m3 scale, and a scale a row above them
+    plain         bf16 times bf16
+    fp8           FP8 times FP8, both with scales of 128 columns
+    int8          INT8 times INT8 in int32, a scale a row on both sides, applied at the end
+    int8_block    INT8 times INT8, a scale for 128 x 128 weights after every 128 terms, one a token at the end
+    fp8_row       FP8 times FP8, scales as int8
+    w_fp8         weights e4m3 with a scale for 128 x 128, rows bf16
+    w_int8_block  weights INT8, the same
+    w_int8        weights INT8 with a scale a row, rows bf16
+    w_fp8_row     weights e4m3, the same
+    w_mxfp8       weights e4m3, 32 columns under a power of two, rows bf16
+    w_mxfp4       weights e2m1, the same
+    w_nvfp4       weights e2m1, 16 columns under an e4m3 scale, and a scale a row above them
 
 Four-bit weights are dealt anew once at load: a byte holds columns j and j + 64 of a step of 128, so that either half of
 the bits is a block of whole columns and nothing is interleaved. Scales of groups lie step by step.
@@ -38,7 +40,7 @@ class Form:
     @property
     def by_token(self) -> bool:
         """Whether token rows are codes with one scale a row, those between the products too."""
-        return self.name in ("int8", "fp8_row")
+        return self.name in ("int8", "int8_block", "fp8_row")
 
     @property
     def box(self) -> int:
@@ -57,8 +59,10 @@ FORMS: Mapping[str, Form] = {
         Form("plain", 64),
         Form("fp8", 128),
         Form("int8", 128, row_scales=True),
+        Form("int8_block", 128),
         Form("fp8_row", 128, row_scales=True),
         Form("w_fp8", 64),
+        Form("w_int8_block", 64),
         Form("w_int8", 64, row_scales=True),
         Form("w_fp8_row", 64, row_scales=True),
         Form("w_mxfp8", 64, group=32),

@@ -1,14 +1,13 @@
-"""Both grouped GEMMs for many rows an expert, written for Hopper by hand: 128 rows x (128 + 128) columns a tile.
+"""Both grouped GEMMs for many rows an expert, written for Hopper by hand: 128 rows x (128 + 128) columns a unit.
 
 Two warpgroups multiply 64 rows each; one warp copies weights (and rows, where they lie one behind the other) through
-the tensor memory accelerator, and where rows are gathered, four more warps copy them by cp.async. 256 columns a tile
+the tensor memory accelerator, and where rows are gathered, four more warps copy them by cp.async. 256 columns a unit
 halve the traffic from L2 beside 128: 48 bytes a clock instead of 64. Each product of 128 terms is promoted to f32 at
 once. Reads and writes what `grouped_w13` and `grouped_w2` do.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,188 +19,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_mk.kernels.triton.gluon_parts import (
-    after_the_one_before,
-    columns_of,
-    launch_w2,
-    launch_w13,
-    locate,
-    pinned,
-    ring,
-    scale_at,
-    scale_of,
-)
-from moe_mk.kernels.triton.tile import Tile
-from moe_mk.kernels.triton.tile_map import TileMap
-
-ROWS = 128
-
-
-def grouped_w13(
-    x: tuple[Tensor, Tensor | None],
-    w13: tuple[Tensor, Tensor | None],
-    h: tuple[Tensor, Tensor | None],
-    tiles: TileMap,
-    tile: Tile,
-    *,
-    order: Tensor | None = None,
-    top_k: int = 1,
-    activation: str = "silu",
-    gated: bool = True,
-    power_of_two: bool = False,
-) -> None:
-    """As `grouped_w13.grouped_w13`, which serves what this does not: bf16, other activations, ragged columns."""
-    launch_w13(
-        _dual, {}, ROWS, x, w13, h, tiles, tile, order=order, top_k=top_k, activation=activation,
-        gated=gated, power_of_two=power_of_two,
-    )  # fmt: skip
-
-
-def grouped_w2(
-    h: tuple[Tensor, Tensor | None],
-    w2: tuple[Tensor, Tensor | None],
-    y: Tensor,
-    tiles: TileMap,
-    tile: Tile,
-    *,
-    order: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> None:
-    """As `grouped_w2.grouped_w2`, which serves bf16 and widths that are no multiple of 256."""
-    launch_w2(_dual, {}, ROWS, h, w2, y, tiles, tile, order=order, weights=weights)
+from moe_mk.kernels.triton.gluon_parts import columns_of, locate, scale_at, store
+from moe_mk.kernels.triton.weight_forms import pinned
 
 
 @gluon.jit
-def _weights_producer(
-    given, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, GATHER: gl.constexpr
-):  # fmt: skip
-    (
-        x, w, rows_s, one_s, two_s, full, empty, tiles_ptr, tiles_stride, total, across, steps, rows_an_expert, second,
-    ) = given  # fmt: skip
-    it = 0
-    for t in range(gl.program_id(0), total, PROGRAMS):
-        expert, first, _end, n = locate(t, across, tiles_ptr, tiles_stride)
-        row = expert * rows_an_expert + columns_of(n, MODE)
-        for k in range(steps):
-            stage, phase = it % STAGES, (it // STAGES) & 1
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            landed = full.index(stage)
-            mbarrier.expect(landed, 2 * 128 * 128 if GATHER else 3 * 128 * 128)
-            tma.async_copy_global_to_shared(w, [row, k * 128], landed, one_s.index(stage))
-            tma.async_copy_global_to_shared(w, [row + second, k * 128], landed, two_s.index(stage))
-            if not GATHER:
-                tma.async_copy_global_to_shared(x, [first, k * 128], landed, rows_s.index(stage))
-            it += 1
-
-
-@gluon.jit
-def _rows_producer(given, TOP_K: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr):
-    x, order_ptr, rows_s, full, empty, tiles_ptr, tiles_stride, total, across, steps, x_stride = given
-    SPREAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    it = 0
-    for t in range(gl.program_id(0), total, PROGRAMS):
-        _expert, first, end, _n = locate(t, across, tiles_ptr, tiles_stride)
-        position = first + gl.arange(0, 128, gl.SliceLayout(1, SPREAD))
-        row = gl.load(order_ptr + position, mask=position < end, other=0) // TOP_K
-        column = gl.arange(0, 128, gl.SliceLayout(0, SPREAD))
-        pointer = x + row[:, None].to(gl.int64) * x_stride + column[None, :]
-        for k in range(steps):
-            stage, phase = it % STAGES, (it // STAGES) & 1
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            async_copy.async_copy_global_to_shared(rows_s.index(stage), pointer + k * 128)
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            it += 1
-
-
-@gluon.jit
-def _multiplier(
-    given,
-    HALF: gl.constexpr, TOP_K: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
-    GATHER: gl.constexpr, SCATTER: gl.constexpr, WEIGHTED: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-):  # fmt: skip
-    (
-        x_scales_ptr, w_scales_ptr, out_ptr, out_scales_ptr, order_ptr, weights_ptr, rows_s, one_s, two_s, full, empty,
-        tiles_ptr, tiles_stride, total, across, steps, rows_an_expert, second, width, x_scales_m, x_scales_k,
-        out_scales_m, out_scales_k,
-    ) = given  # fmt: skip
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    ROW: gl.constexpr = gl.SliceLayout(1, L)
-    it = 0
-    product = gl.zeros((64, 128), gl.float32, L)
-    for t in range(gl.program_id(0), total, PROGRAMS):
-        expert, first, end, n = locate(t, across, tiles_ptr, tiles_stride)
-        position = first + HALF * 64 + gl.arange(0, 64, ROW)
-        there = position < end
-        row = gl.load(order_ptr + position, mask=there, other=0) // TOP_K if GATHER else position
-        row_scales = x_scales_ptr + row.to(gl.int64) * x_scales_m
-        block = (expert * rows_an_expert + columns_of(n, MODE)) // 128
-        one_scales = w_scales_ptr + block * steps
-        two_scales = one_scales + (second // 128) * steps
-        one, two = gl.zeros((64, 128), gl.float32, L), gl.zeros((64, 128), gl.float32, L)
-        s_x, s_1, s_2 = scale_at(row_scales, there), gl.load(one_scales), gl.load(two_scales)
-        for k in range(steps):
-            stage, phase = it % STAGES, (it // STAGES) & 1
-            after = gl.minimum(k + 1, steps - 1)
-            next_x = scale_at(row_scales + after * x_scales_k, there)
-            next_1, next_2 = gl.load(one_scales + after), gl.load(two_scales + after)
-            mbarrier.wait(full.index(stage), phase)
-            if GATHER:  # cp.async wrote through the generic proxy, the matrix unit reads through the other one
-                fence_async_shared()
-            a = rows_s.index(stage).slice(HALF * 64, 64)
-            product = warpgroup_mma(a, one_s.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
-            product = warpgroup_mma_wait(0, [product])
-            one = pinned(one + product * (s_x * s_1)[:, None])
-            product = warpgroup_mma(a, two_s.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
-            product = warpgroup_mma_wait(0, [product])
-            mbarrier.arrive(empty.index(stage))
-            two = pinned(two + product * (s_x * s_2)[:, None])
-            s_x, s_1, s_2 = next_x, next_1, next_2
-            it += 1
-        column = columns_of(n, MODE) + gl.arange(0, 128, gl.SliceLayout(0, L))
-        if MODE == 0:
-            hidden = one * two / (1.0 + gl.exp(-one))
-            scale = scale_of(gl.max(gl.abs(hidden), 1), POWER_OF_TWO)
-            value = (hidden * (1.0 / scale)[:, None]).to(gl.float8e4nv)
-            gl.store(out_ptr + position[:, None].to(gl.int64) * width + column[None, :], value, mask=there[:, None])
-            gl.store(out_scales_ptr + position.to(gl.int64) * out_scales_m + n * out_scales_k, scale, mask=there)
-        else:
-            target = gl.load(order_ptr + position, mask=there, other=0) if SCATTER else position
-            if WEIGHTED:
-                weight = gl.load(weights_ptr + target, mask=there, other=0.0)
-                one, two = one * weight[:, None], two * weight[:, None]
-            pointer = out_ptr + target[:, None].to(gl.int64) * width + column[None, :]
-            gl.store(pointer, one.to(gl.bfloat16), mask=there[:, None])
-            gl.store(pointer + 128, two.to(gl.bfloat16), mask=there[:, None])
-
-
-@gluon.jit
-def _dual(
-    x, x_scales_ptr, w, w_scales_ptr, out_ptr, out_scales_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr,
-    tiles_stride, across, steps, rows_an_expert, second, width, x_stride, x_scales_m, x_scales_k, out_scales_m,
-    out_scales_k,
-    TOP_K: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, GATHER: gl.constexpr,
-    SCATTER: gl.constexpr, WEIGHTED: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-):  # fmt: skip
-    # The weights' producer arrives once; each of the 128 gathering threads once more.
-    rows_s, one_s, two_s, full, empty = ring(w, 128, STAGES, 129 if GATHER else 1, 2)
-    after_the_one_before()
-    total = gl.load(count_ptr) * across
-    multiply = (
-        x_scales_ptr, w_scales_ptr, out_ptr, out_scales_ptr, order_ptr, weights_ptr, rows_s, one_s, two_s, full, empty,
-        tiles_ptr, tiles_stride, total, across, steps, rows_an_expert, second, width, x_scales_m, x_scales_k,
-        out_scales_m, out_scales_k,
-    )  # fmt: skip
-    copy = (
-        x, w, rows_s, one_s, two_s, full, empty, tiles_ptr, tiles_stride, total, across, steps, rows_an_expert, second,
-    )  # fmt: skip
-    if GATHER:
-        gather = (x, order_ptr, rows_s, full, empty, tiles_ptr, tiles_stride, total, across, steps, x_stride)
+def run(x, w, x_stride, order_ptr, units, ring, scales, out, how):
+    """Divide the warps of a program; how: constants alone."""
+    if how.gather:
         gl.warp_specialize(
             [
-                (_multiplier, (multiply, 0, TOP_K, PROGRAMS, STAGES, MODE, GATHER, SCATTER, WEIGHTED, POWER_OF_TWO)),
-                (_multiplier, (multiply, 1, TOP_K, PROGRAMS, STAGES, MODE, GATHER, SCATTER, WEIGHTED, POWER_OF_TWO)),
-                (_rows_producer, (gather, TOP_K, PROGRAMS, STAGES)),
-                (_weights_producer, (copy, PROGRAMS, STAGES, MODE, GATHER)),
+                (_multiply, (order_ptr, units, ring, scales, out, how, 0)),
+                (_multiply, (order_ptr, units, ring, scales, out, how, 1)),
+                (_copy_rows, (x, x_stride, order_ptr, units, ring, how)),
+                (_copy, (x, w, units, ring, how)),
             ],
             [4, 4, 1],
             [216, 40, 40],
@@ -209,10 +40,83 @@ def _dual(
     else:
         gl.warp_specialize(
             [
-                (_multiplier, (multiply, 0, TOP_K, PROGRAMS, STAGES, MODE, GATHER, SCATTER, WEIGHTED, POWER_OF_TWO)),
-                (_multiplier, (multiply, 1, TOP_K, PROGRAMS, STAGES, MODE, GATHER, SCATTER, WEIGHTED, POWER_OF_TWO)),
-                (_weights_producer, (copy, PROGRAMS, STAGES, MODE, GATHER)),
+                (_multiply, (order_ptr, units, ring, scales, out, how, 0)),
+                (_multiply, (order_ptr, units, ring, scales, out, how, 1)),
+                (_copy, (x, w, units, ring, how)),
             ],
             [4, 1],
             [232, 40],
         )
+
+
+@gluon.jit
+def _copy(x, w, units, ring, how):
+    it = 0
+    for t in range(gl.program_id(0), units.total, how.programs):
+        expert, first, _end, n = locate(t, units)
+        row = expert * units.rows_an_expert + columns_of(n, how.mode)
+        for k in range(units.steps):
+            stage, phase = it % how.stages, (it // how.stages) & 1
+            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+            landed = ring.full.index(stage)
+            mbarrier.expect(landed, 2 * 128 * 128 if how.gather else 3 * 128 * 128)
+            tma.async_copy_global_to_shared(w, [row, k * 128], landed, ring.one.index(stage))
+            tma.async_copy_global_to_shared(w, [row + units.second, k * 128], landed, ring.two.index(stage))
+            if not how.gather:
+                tma.async_copy_global_to_shared(x, [first, k * 128], landed, ring.rows.index(stage))
+            it += 1
+
+
+@gluon.jit
+def _copy_rows(x, x_stride, order_ptr, units, ring, how):
+    SPREAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    it = 0
+    for t in range(gl.program_id(0), units.total, how.programs):
+        _expert, first, end, _n = locate(t, units)
+        position = first + gl.arange(0, 128, gl.SliceLayout(1, SPREAD))
+        row = gl.load(order_ptr + position, mask=position < end, other=0) // how.top_k
+        column = gl.arange(0, 128, gl.SliceLayout(0, SPREAD))
+        pointer = x + row[:, None].to(gl.int64) * x_stride + column[None, :]
+        for k in range(units.steps):
+            stage, phase = it % how.stages, (it // how.stages) & 1
+            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+            async_copy.async_copy_global_to_shared(ring.rows.index(stage), pointer + k * 128)
+            async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+            it += 1
+
+
+@gluon.jit
+def _multiply(order_ptr, units, ring, scales, out, how, HALF: gl.constexpr):
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    it = 0
+    product = gl.zeros((64, 128), gl.float32, L)
+    for t in range(gl.program_id(0), units.total, how.programs):
+        expert, first, end, n = locate(t, units)
+        position = first + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, L))
+        there = position < end
+        row = gl.load(order_ptr + position, mask=there, other=0) // how.top_k if how.gather else position
+        row_scales = scales.rows_ptr + row.to(gl.int64) * scales.rows_m
+        block = (expert * units.rows_an_expert + columns_of(n, how.mode)) // 128
+        one_scales = scales.weights_ptr + block * units.steps
+        two_scales = one_scales + (units.second // 128) * units.steps
+        one, two = gl.zeros((64, 128), gl.float32, L), gl.zeros((64, 128), gl.float32, L)
+        s_x, s_1, s_2 = scale_at(row_scales, there), gl.load(one_scales), gl.load(two_scales)
+        for k in range(units.steps):
+            stage, phase = it % how.stages, (it // how.stages) & 1
+            after = gl.minimum(k + 1, units.steps - 1)
+            next_x = scale_at(row_scales + after * scales.rows_k, there)
+            next_1, next_2 = gl.load(one_scales + after), gl.load(two_scales + after)
+            mbarrier.wait(ring.full.index(stage), phase)
+            if how.gather:  # cp.async wrote through the generic proxy, the matrix unit reads through the other one
+                fence_async_shared()
+            a = ring.rows.index(stage).slice(HALF * 64, 64)
+            product = warpgroup_mma(a, ring.one.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, [product])
+            one = pinned(one + product * (s_x * s_1)[:, None])
+            product = warpgroup_mma(a, ring.two.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, [product])
+            mbarrier.arrive(ring.empty.index(stage))
+            two = pinned(two + product * (s_x * s_2)[:, None])
+            s_x, s_1, s_2 = next_x, next_1, next_2
+            it += 1
+        store(one, two, position, there, n, order_ptr, out, how, L, 1)

@@ -185,9 +185,12 @@ def _w13(
             )  # fmt: skip
             x_rows = x_scales_ptr + row.to(tl.int64) * x_scales_m
             gate = with_row_scales(gate, x_rows, there, w_rows_ptr, gate_row, inner - n * 128, SWAP, FORM)
+            if BIASED:  # one sum is finished before the scales of the other one are loaded
+                gate = with_bias(gate, bias_ptr, gate_row, inner - n * 128, SWAP)
             up = with_row_scales(up, x_rows, there, w_rows_ptr, up_row, inner - n * 128, SWAP, FORM)
         if BIASED:
-            gate = with_bias(gate, bias_ptr, gate_row, inner - n * 128, SWAP)
+            if SCALED:
+                gate = with_bias(gate, bias_ptr, gate_row, inner - n * 128, SWAP)
             up = with_bias(up, bias_ptr, up_row, inner - n * 128, SWAP)
         hidden = hidden_of(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
         if SWAP:

@@ -1,7 +1,7 @@
 """A tile of weights in its form becomes an operand of the matrix unit: the policy that both GEMMs are compiled with.
 
 Weight-only forms decode in registers, where the left operand of Hopper's matrix unit may lie. Every product of code and
-group scale is exact in bf16: 2 or 4 significant bits times at most 4. Scales of w_fp8 are any f32: applied to the sum
+group scale is exact in bf16: 2 or 4 significant bits times at most 4. Scales of blocks are any f32: applied to the sum
 of a step, or to the weights, which are then rounded to bf16 once. What each form means is in `form.py`.
 """
 
@@ -19,11 +19,12 @@ POWER_126 = tl.constexpr(2.0**126)
 def scale_codes(ptr, expert, step, steps, row, rows_an_expert, GROUPS: tl.constexpr, FORM: tl.constexpr):
     """Codes of the group scales of 128 weight rows in one step, twice (128, groups): those of the step's first half of
     columns and of its second where two codes share a byte, else all of them twice. They lie (expert, step, row, group).
-    For w_fp8 the f32 scale of the block, twice; nothing for forms without either.
+    For forms with blocks the f32 scale of one, twice; nothing for forms without either.
     """
-    if FORM == "w_fp8":
+    if FORM == "w_fp8" or FORM == "w_int8_block" or FORM == "int8_block":
+        HALVED: tl.constexpr = 1 if FORM == "int8_block" else 2  # steps in a block
         block = (expert * tl.cdiv(rows_an_expert, 128) + row // 128).to(tl.int64)
-        scale = tl.load(ptr + block * ((steps + 1) // 2) + step // 2)
+        scale = tl.load(ptr + block * tl.cdiv(steps, HALVED) + step // HALVED)
         return scale, scale
     elif GROUPS == 0:
         return 0, 0
@@ -78,7 +79,7 @@ def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORM: tl.constexp
         return total + multiply(b, second, SWAP)
     elif FORM == "w_mxfp8":
         return total + multiply(a, to_bf16(w.to(tl.float32) * over_columns(low, w.shape[1], False)), SWAP)
-    elif FORM == "w_fp8":
+    elif FORM == "w_fp8" or FORM == "w_int8_block":
         # NOTE: beside a wide tile of sums there are no registers for the products alone; beside a narrow one Triton
         # would bring scaled weights to shared memory.
         if SWAP:
@@ -87,6 +88,9 @@ def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORM: tl.constexp
             return total + multiply(a, to_bf16(w.to(tl.float32) * low), SWAP)
     elif FORM == "w_int8" or FORM == "w_fp8_row":
         return total + multiply(a, to_bf16(w.to(tl.float32)), SWAP)
+    elif FORM == "int8_block":
+        total = total + multiply(a, w, SWAP).to(tl.float32) * low
+        return total if SWAP else pinned(total)
     elif FORM == "fp8_row":
         # 128 terms at a time: the matrix unit adds FP8 products with about 14 bits.
         total = total + multiply(a, w, SWAP)
@@ -102,7 +106,7 @@ def with_row_scales(total, x_rows, there, ptr, row, count, SWAP: tl.constexpr, F
     x_rows: pointers to those of the tokens, where they are codes too. row: the first weight row, of which `count` are
     left.
     """
-    if FORM == "int8" or FORM == "fp8_row":
+    if FORM == "int8" or FORM == "int8_block" or FORM == "fp8_row":
         total = total.to(tl.float32) * spread(tl.load(x_rows, mask=there, other=0.0), SWAP)
     if FORM == "int8" or FORM == "fp8_row" or FORM == "w_int8" or FORM == "w_fp8_row" or FORM == "w_nvfp4":
         lane = tl.arange(0, 128)
@@ -112,7 +116,12 @@ def with_row_scales(total, x_rows, there, ptr, row, count, SWAP: tl.constexpr, F
 
 @triton.jit
 def with_bias(total, ptr, row, count, SWAP: tl.constexpr):
-    """A finished sum plus the f32 biases of its weight rows. row: the first of them, of which `count` are left."""
+    """A finished sum plus the f32 biases of its weight rows. row: the first of them, of which `count` are left.
+
+    NOTE: without the barrier ptxas brings the biases up beside the scales of whole rows, and spills.
+    """
+    if not SWAP:
+        tl.debug_barrier()
     lane = tl.arange(0, 128)
     total = total + spread(tl.load(ptr + row + lane, mask=lane < count, other=0.0), not SWAP)
     return total if SWAP else pinned(total)

@@ -33,6 +33,8 @@ class Compiled:
     instructions: Counter[str]
     """How often each SASS instruction stands in the code, without its suffixes."""
     ptx: str
+    spills_in_loop: int
+    """Loads and stores of local memory between the first product and the last one."""
 
     @property
     def spills(self) -> int:
@@ -68,7 +70,10 @@ def compile_for_hopper(
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", code)
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
     scratch = getattr(built.metadata, "global_scratch_size", 0)
-    return Compiled(registers, stack, built.metadata.shared, scratch, Counter(names), built.asm["ptx"])
+    products = [place for place, name in enumerate(names) if name.endswith("GMMA")]
+    loop = names[products[0] : products[-1]] if products else []
+    spilled = loop.count("LDL") + loop.count("STL")
+    return Compiled(registers, stack, built.metadata.shared, scratch, Counter(names), built.asm["ptx"], spilled)
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:

@@ -34,54 +34,54 @@ class NoDriver:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Names and shared memory of the kernels that were launched."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Any]]:
+    """Names, shared memory and clamps of the kernels that were launched."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from moe_mk.kernels.triton import gluon_parts, grouped_w2, grouped_w13
+    from moe_mk.kernels.triton import gluon_gemms, grouped_w2, grouped_w13
 
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[str, int, Any]] = []
 
     def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
         def launch(*given: Any, **options: Any) -> None:
             built = kernel.run(*given, grid=grid, warmup=True, **options)
             assert built.metadata.launch_pdl and "griddepcontrol.wait" in built.asm["ptx"], "a link of the chain"
-            seen.append((kernel.fn.__name__, built.metadata.shared))
+            seen.append((kernel.fn.__name__, built.metadata.shared, options.get("LIMIT")))
 
         return launch
 
-    for module in (grouped_w13, grouped_w2, gluon_parts):
+    for module in (grouped_w13, grouped_w2, gluon_gemms):
         monkeypatch.setattr(module, "resident_programs", lambda device: 132)
     monkeypatch.setattr(JITFunction, "__getitem__", compile_only)
     monkeypatch.setattr(driver, "_active", NoDriver())
     return seen
 
 
-def experts(*, fp8: bool = True) -> Any:
+def experts(*, fp8: bool = True, **more: Any) -> Any:
     from moe_mk.kernels.triton.experts import Experts
 
     def scaled(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
         values = torch.empty((SLOTS, rows, columns), dtype=FP8 if fp8 else torch.bfloat16)
         return values, torch.empty((SLOTS, rows // 128, columns // 128)) if fp8 else None
 
-    return Experts(scaled(2 * INNER, HIDDEN), scaled(HIDDEN, INNER))
+    return Experts(scaled(2 * INNER, HIDDEN), scaled(HIDDEN, INNER), **more)
 
 
-def names(launches: list[tuple[str, int]]) -> list[str]:
-    assert all(shared < SHARED_MEMORY for _, shared in launches)
-    return [name for name, _ in launches]
+def names(launches: list[tuple[str, int, Any]]) -> list[str]:
+    assert all(shared < SHARED_MEMORY for _, shared, _ in launches)
+    return [name for name, _, _ in launches]
 
 
 GEMMS = {
     Tile(16, True, 4, 5): ["_w13", "_w2"],
-    Tile(8, True, 4, 6, "gluon"): ["_swapped", "_swapped"],
-    Tile(128, False, 4, 4, "gluon"): ["_dual", "_dual"],
+    Tile(8, True, 4, 6, "gluon"): ["_by_hand", "_by_hand"],
+    Tile(128, False, 4, 4, "gluon"): ["_by_hand", "_by_hand"],
 }
 
 
 @pytest.mark.parametrize("tile", GEMMS, ids=lambda tile: f"{tile.engine}-{tile.rows}")
-def test_rows_that_came_in_bf16(tile: Tile, launches: list[tuple[str, int]]) -> None:
+def test_rows_that_came_in_bf16(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_rows
 
     ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
@@ -91,7 +91,7 @@ def test_rows_that_came_in_bf16(tile: Tile, launches: list[tuple[str, int]]) -> 
 
 
 @pytest.mark.parametrize("tile", GEMMS, ids=lambda tile: f"{tile.engine}-{tile.rows}")
-def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: list[tuple[str, int]]) -> None:
+def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_batched
 
     x = torch.empty((SLOTS, 9, HIDDEN), dtype=FP8)
@@ -101,7 +101,7 @@ def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: l
     assert names(launches) == ["_tile_map", *GEMMS[tile]]
 
 
-def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: list[tuple[str, int]]) -> None:
+def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_grouped
 
     x, counts = torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16), torch.zeros(SLOTS, dtype=torch.int64)
@@ -109,7 +109,21 @@ def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: l
     assert names(launches) == ["_tile_map", "_w13", "_w2"]
 
 
-def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, int]]) -> None:
+def test_clamps_are_told_to_the_kernels_by_hand_and_biases_go_to_their_twins(
+    launches: list[tuple[str, int, Any]],
+) -> None:
+    from moe_mk.kernels.triton.experts import experts_grouped
+
+    x, counts = torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16), torch.zeros(SLOTS, dtype=torch.int64)
+    clamped, tile = {"activation": "swiglu_limit", "limit": 7.0}, Tile(8, True, 4, 6, "gluon")
+    experts_grouped((x, None), counts, experts(**clamped), tile, torch.empty)
+    assert [(name, limit) for name, _, limit in launches[-2:]] == [("_by_hand", 7.0), ("_by_hand", 0.0)]
+    biases = {"b13": torch.empty((SLOTS, 2 * INNER)), "b2": torch.empty((SLOTS, HIDDEN))}
+    experts_grouped((x, None), counts, experts(**clamped, **biases), Tile(32, True, 4, 4, "gluon"), torch.empty)
+    assert [(name, limit) for name, _, limit in launches[-2:]] == [("_w13", 7.0), ("_w2", None)]
+
+
+def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.align import align
 
     align(torch.zeros((4096, 8), dtype=torch.int32), 256, 128)
@@ -117,7 +131,7 @@ def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, 
 
 
 @pytest.mark.parametrize("form", ["w_fp8", "w_nvfp4", "int8"])
-def test_weights_of_every_type_take_the_same_way(form: str, launches: list[tuple[str, int]]) -> None:
+def test_weights_of_every_type_take_the_same_way(form: str, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import Experts, experts_rows
     from moe_mk.kernels.triton.form import FORMS
 
@@ -140,10 +154,10 @@ def test_weights_of_every_type_take_the_same_way(form: str, launches: list[tuple
     assert names(launches) == ["_align_small", *rounded, "_w13", *rounded, "_w2", "_combine"]
 
 
-def test_shared_experts_cost_no_launch(launches: list[tuple[str, int]]) -> None:
+def test_shared_experts_cost_no_launch(launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_rows
 
     ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
     weights, tile = torch.zeros((ROWS, TOP_K)), Tile(8, True, 4, 6, "gluon")
     experts_rows((x, None), ids, weights, experts(), tile, torch.empty, beside=True)
-    assert names(launches) == ["_prologue", "_swapped", "_swapped", "_combine"]
+    assert names(launches) == ["_prologue", "_by_hand", "_by_hand", "_combine"]

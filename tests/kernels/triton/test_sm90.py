@@ -3,104 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from moe_mk.experts.triton_tuning import BUILT_IN, DECODED
-from moe_mk.kernels.triton.form import FORMS
 from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
+from tests.kernels.triton.sm90_gemms import by_hand, w2, w13, w13_of
 
 if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
 
 pytestmark = pytest.mark.sm90
-
-TILES = dict.fromkeys(("order_ptr", "tiles_ptr", "count_ptr"), "*i32") | {"tiles_stride": "i32"}
-STRIDES = dict.fromkeys(("x_stride", "x_scales_m", "x_scales_k", "h_scales_m", "h_scales_k"), "i32")
-ALIGNED = ("k", "inner", "width", "x_stride", "rows_an_expert", "second")
-
-
-def box(dtype: str, rows: int, columns: int) -> str:
-    return f"tensordesc<{dtype}[{rows},{columns}]>"
-
-
-DTYPES = {"plain": ("bf16", "bf16"), "fp8": ("fp8e4nv", "fp8e4nv"), "int8": ("i8", "i8"), "w_int8": ("bf16", "i8")}
-DTYPES |= {
-    "fp8_row": ("fp8e4nv", "fp8e4nv"),
-    "w_fp8": ("bf16", "fp8e4nv"),
-    "w_fp8_row": ("bf16", "fp8e4nv"),
-    "w_mxfp8": ("bf16", "fp8e4nv"),
-    "w_mxfp4": ("bf16", "u8"),
-    "w_nvfp4": ("bf16", "u8"),
-}
-"""Of rows and of weights, by form."""
-
-
-@cache
-def w13(
-    rows: int, *, swap: bool, warps: int, stages: int, gather: bool, form: str = "fp8", act: str = "silu",
-    biased: bool = False,
-) -> Compiled:  # fmt: skip
-    from moe_mk.kernels.triton.grouped_w13 import _w13
-    from tests.kernels.triton.sm90 import compile_for_hopper
-
-    types, constants = _common(form, swap, biased=biased)
-    dtype, width = DTYPES[form][0], box_of(form)
-    types |= STRIDES | {"x_scales_ptr": "*fp32", "h_scales_ptr": "*fp32", "k": "i32", "inner": "i32"}
-    types |= {"x": f"*{dtype}" if gather else box(dtype, rows, width)}
-    types |= {"h_ptr": "*fp8e4nv" if form == "fp8" else "*bf16"}
-    constants |= {"ROWS": rows, "TOP_K": 8}
-    constants |= {"GATHER": gather, "EVEN": True, "ACTIVATION": act, "GATED": True, "POWER_OF_TWO": False}
-    constants |= {"ALPHA": 1.702, "LIMIT": 0.0 if act == "silu" else 7.0}
-    return compile_for_hopper(_w13, types, constants, aligned=ALIGNED, num_warps=warps, num_stages=stages)
-
-
-@cache
-def w2(rows: int, *, swap: bool, warps: int, stages: int, form: str = "fp8", biased: bool = False) -> Compiled:
-    from moe_mk.kernels.triton.grouped_w2 import _w2
-    from tests.kernels.triton.sm90 import compile_for_hopper
-
-    types, constants = _common(form, swap, biased=biased)
-    types |= {"h": box(DTYPES[form][0], rows, box_of(form)), "y_ptr": "*bf16"}
-    types |= dict.fromkeys(("h_scales_ptr", "weights_ptr"), "*fp32")
-    types |= dict.fromkeys(("k", "width", "h_scales_m", "h_scales_k"), "i32")
-    constants |= {"ROWS": rows, "SCATTER": True, "WEIGHTED": True}
-    return compile_for_hopper(_w2, types, constants, aligned=ALIGNED, num_warps=warps, num_stages=stages)
-
-
-def box_of(form: str) -> int:
-    return FORMS[form].box
-
-
-def _common(form: str, swap: bool, *, biased: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """What both GEMMs have of a form."""
-    given = FORMS[form]
-    types = TILES | {"w": box(DTYPES[form][1], 128, given.box), "w_rows_ptr": "*fp32", "bias_ptr": "*fp32"}
-    types |= {"w_scales_ptr": "*u8" if given.groups else "*fp32"}
-    constants = {"STEP": given.step, "GROUPS": given.groups, "FORM": form, "SWAP": swap, "BIASED": biased}
-    return types, constants | {"PROGRAMS": 132}
-
-
-@cache
-def by_hand(rows: int, *, second: bool, gather: bool, stages: int) -> Compiled:
-    """A Gluon kernel: 128 rows of a tile are the prefill one, fewer the decode one."""
-    from moe_mk.kernels.triton import gluon_decode, gluon_prefill
-    from moe_mk.kernels.triton.gluon_parts import CODES
-    from tests.kernels.triton.sm90 import compile_for_hopper
-
-    kernel = gluon_prefill._dual if rows == 128 else gluon_decode._swapped
-    boxes, tokens = (f"tensordesc<fp8e4nv[{side},128],{CODES!r}>" for side in (128, rows))
-    types = TILES | dict.fromkeys(("x_scales_ptr", "w_scales_ptr", "out_scales_ptr", "weights_ptr"), "*fp32")
-    types |= {"x": "*fp8e4nv" if gather else tokens, "w": boxes, "out_ptr": "*bf16" if second else "*fp8e4nv"}
-    names = "across steps rows_an_expert second width x_stride x_scales_m x_scales_k out_scales_m out_scales_k"
-    types |= dict.fromkeys(names.split(), "i32")
-    constants: dict[str, Any] = {"ROWS": rows} if rows < 128 else {}
-    constants |= {"TOP_K": 8, "PROGRAMS": 132, "STAGES": stages, "MODE": int(second), "GATHER": gather}
-    constants |= {"SCATTER": second, "WEIGHTED": second, "POWER_OF_TWO": False}
-    return compile_for_hopper(kernel, types, constants, aligned=ALIGNED, gluon=True, num_warps=4)
-
 
 FP8_KERNELS: Mapping[str, Any] = {
     "w13 decode, 16 rows": lambda: w13(16, swap=True, warps=4, stages=5, gather=True),
@@ -144,62 +57,26 @@ def test_a_bf16_gemm_uses_the_same_frame(swap: bool, rows: int, warps: int, stag
         assert built.instructions["UTMALDG"] and not built.spills and built.shared < SHARED_MEMORY
 
 
-FORM_TILES = {"int8": BUILT_IN, "fp8_row": BUILT_IN}
-FORM_TILES |= dict.fromkeys(("w_fp8", "w_fp8_row", "w_int8", "w_mxfp8", "w_mxfp4", "w_nvfp4"), DECODED)
-UNITS = {"int8": "IGMMA", "fp8_row": "QGMMA"}
-"""Of the matrix unit where both sides are codes; decoded weights are multiplied in 16 bits."""
-
-
-def check_form(form: str, built: Compiled, *, swap: bool) -> None:
-    assert built.instructions[UNITS.get(form, "HGMMA")] >= 4
-    assert not built.instructions["HMMA"] and not built.instructions["IMMA"]
-    assert built.instructions["UTMALDG"], "weights travel at the size they are stored in"
-    assert built.spills == built.stack == built.scratch == 0 and built.shared < SHARED_MEMORY
-    if swap and form not in UNITS:
-        assert built.instructions["STS"] <= 8, "decoded weights stay in registers"
-
-
-@pytest.mark.parametrize("form", FORM_TILES)
-def test_every_type_of_weights_is_decoded_on_the_way_to_the_matrix_unit(form: str) -> None:
-    decode, prefill = FORM_TILES[form][0][1], FORM_TILES[form][-1][1]
-    check_form(form, w13_of(form, decode), swap=True)
-    check_form(form, w2_of(form, decode), swap=True)
-    check_form(form, w13_of(form, prefill), swap=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", [1, 2, 3], ids=["few rows", "mid", "prefill"])
-@pytest.mark.parametrize("form", FORM_TILES)
-def test_so_it_is_at_every_tile(form: str, place: int) -> None:
-    tile = FORM_TILES[form][place][1]
-    check_form(form, w13_of(form, tile), swap=tile.swap)
-    check_form(form, w2_of(form, tile), swap=tile.swap)
-
-
-@pytest.mark.parametrize("place", [1, -1], ids=["decode", "prefill"])
-def test_biases_and_clamps_cost_no_spill(place: int) -> None:
-    """gpt-oss: MXFP4, biases of both products, SwiGLU behind clamps."""
-    tile = FORM_TILES["w_mxfp4"][place][1]
-    check_form("w_mxfp4", w13_of("w_mxfp4", tile, act="swiglu_oai", biased=True), swap=tile.swap)
-    check_form("w_mxfp4", w2_of("w_mxfp4", tile, biased=True), swap=tile.swap)
-
-
 @pytest.mark.parametrize("tile", [Tile(16, True, 4, 5), Tile(128, False, 8, 3)], ids=["decode", "prefill"])
 def test_clamps_cost_an_fp8_gemm_no_spill(tile: Tile) -> None:
     """DeepSeek-V4's activation before FP8 rounding."""
-    built = w13_of("fp8", tile, act="swiglu_limit")
+    check_clamped(w13_of("fp8", tile, act="swiglu_limit"))
+
+
+@pytest.mark.parametrize("act", ["swiglu_limit", pytest.param("swiglu_oai", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows,gather,stages", [(8, True, 6), (128, True, 4)], ids=["decode", "prefill"])
+def test_clamps_cost_a_gemm_by_hand_none_either(rows: int, gather: bool, stages: int, act: str) -> None:
+    built = by_hand(rows, second=False, gather=gather, stages=stages, act=act)
+    bare = by_hand(rows, second=False, gather=gather, stages=stages)
+    check_clamped(built)
+    more = sum((built.instructions - bare.instructions).values())
+    assert 0 < more, "the clamps are there"
+    assert more < 0.2 * sum(bare.instructions.values()), "and in the epilogue alone"
+
+
+def check_clamped(built: Compiled) -> None:
     assert built.instructions["QGMMA"] >= 4 and not built.instructions["HMMA"]
-    assert built.spills == built.stack == built.scratch == 0
-
-
-def w13_of(form: str, tile: Tile, *, act: str = "silu", biased: bool = False) -> Compiled:
-    return w13(
-        tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, gather=True, form=form, act=act, biased=biased
-    )
-
-
-def w2_of(form: str, tile: Tile, *, biased: bool = False) -> Compiled:
-    return w2(tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, form=form, biased=biased)
+    assert built.spills == built.stack == built.scratch == 0 and built.shared < SHARED_MEMORY
 
 
 def test_kernels_of_a_chain_wait_for_the_one_before_and_let_the_next_start() -> None:
@@ -209,6 +86,18 @@ def test_kernels_of_a_chain_wait_for_the_one_before_and_let_the_next_start() -> 
         wait, trigger = (body.index(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents"))
         assert wait < trigger < body.index("ld.global")
         assert built.instructions["ACQBULK"] == built.instructions["PREEXIT"] == 1
+
+
+def test_the_second_product_of_decode_fills_its_ring_while_the_first_one_drains() -> None:
+    first, second = (
+        by_hand(8, second=False, gather=True, stages=6).ptx, by_hand(8, second=True, gather=False, stages=6).ptx,
+    )  # fmt: skip
+    wait, copy = "griddepcontrol.wait", "cp.async.bulk.tensor"
+    assert first.count(wait) == 1 and first.index(wait) < first.index(copy), "its tiles are the work of the one before"
+    ahead = second.index(copy)
+    assert second.count(copy, ahead, second.rindex(wait)) == 2, "both blocks of weights, before the copier's own wait"
+    multiplier = second.index(wait)
+    assert multiplier < second.index("griddepcontrol.launch_dependents") < second.index("wgmma.mma_async")
 
 
 def test_without_swapping_few_rows_leave_the_fp8_matrix_unit() -> None:

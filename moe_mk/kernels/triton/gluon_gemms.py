@@ -1,0 +1,138 @@
+"""Both grouped GEMMs written for Hopper by hand, in Gluon: FP8, and SwiGLU with or without clamps.
+
+One kernel serves both products and every tile: `gluon_decode.py` divides its warps for few rows an expert,
+`gluon_prefill.py` for many. Gluon does not run in the interpreter: `grouped_w13` and `grouped_w2` are the twins that
+do, and that serve what this does not. Clamps and activation are theirs too, by the same function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_mk.kernels.triton import gluon_decode, gluon_prefill
+from moe_mk.kernels.triton import grouped_w2 as plain_w2
+from moe_mk.kernels.triton import grouped_w13 as plain_w13
+from moe_mk.kernels.triton.chain import chained
+from moe_mk.kernels.triton.gluon_parts import W2, W13, How, Out, Scales, Units, after_the_one_before, ring_of
+from moe_mk.kernels.triton.grouped_w13 import CLAMPED
+from moe_mk.kernels.triton.launch import readable_scales, resident_programs
+from moe_mk.kernels.triton.tile import Tile
+from moe_mk.kernels.triton.tile_map import TileMap
+
+Scaled = tuple[Tensor, Tensor | None]
+
+CODES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+"""FP8 operands in shared memory: rows of 128 bytes, swizzled as the matrix unit reads them."""
+
+
+def code_boxes(matrix: Tensor, rows: int) -> Any:
+    """A row-major FP8 matrix (m, k) as boxes of rows x 128 columns."""
+    return TensorDescriptor.from_tensor(matrix, [rows, 128], CODES)
+
+
+def serves(x: Tensor, scales: Tensor | None, activation: str, *, gated: bool) -> bool:
+    """Whether this kernel computes a case: FP8, whole blocks of 128 columns, SwiGLU."""
+    return (
+        x.dtype is torch.float8_e4m3fn
+        and scales is not None
+        and x.shape[1] % 128 == 0
+        and gated
+        and activation in ("silu", *CLAMPED)
+    )
+
+
+def grouped_w13(
+    x: Scaled,
+    w13: Scaled,
+    h: Scaled,
+    tiles: TileMap,
+    tile: Tile,
+    *,
+    order: Tensor | None = None,
+    top_k: int = 1,
+    activation: str = "silu",
+    gated: bool = True,
+    power_of_two: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+) -> None:
+    """As `grouped_w13.grouped_w13`, which serves what this does not: bf16, other activations, ragged columns."""
+    if x[1] is None or w13[1] is None or h[1] is None or not serves(x[0], x[1], activation, gated=gated):
+        plain_w13.grouped_w13(
+            x, w13, h, tiles, tile, order=order, top_k=top_k, activation=activation, gated=gated,
+            power_of_two=power_of_two, alpha=alpha, limit=limit,
+        )  # fmt: skip
+        return
+    k, inner = x[0].shape[1], h[0].shape[1]
+    scales, programs = readable_scales(x[1]), resident_programs(x[0].device)
+    _by_hand[(programs,)](
+        x[0] if order is not None else code_boxes(x[0], tile.rows), scales, code_boxes(w13[0].view(-1, k), 128),
+        w13[1], h[0], h[1], order if order is not None else tiles.count, h[1], tiles.tiles_3X, tiles.count,
+        tiles.tiles_3X.stride(0), inner // 128, k // 128, 2 * inner, inner, inner, x[0].stride(0), scales.stride(0),
+        scales.stride(1), h[1].stride(0), h[1].stride(1),
+        ROWS=tile.rows, STAGES=tile.stages, MODE=W13, GATHER=order is not None, SCATTER=False, WEIGHTED=False,
+        TOP_K=top_k, PROGRAMS=programs, POWER_OF_TWO=power_of_two, ACTIVATION=activation, ALPHA=alpha,
+        LIMIT=(limit or 0.0) if activation in CLAMPED else 0.0, num_warps=4, **chained(),
+    )  # fmt: skip
+
+
+def grouped_w2(
+    h: Scaled,
+    w2: Scaled,
+    y: Tensor,
+    tiles: TileMap,
+    tile: Tile,
+    *,
+    order: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    """As `grouped_w2.grouped_w2`, which serves bf16 and widths that are no multiple of 256: columns come in pairs of
+    blocks.
+    """
+    k, width = h[0].shape[1], y.shape[1]
+    if h[1] is None or w2[1] is None or not serves(h[0], h[1], "silu", gated=True) or width % 256:
+        plain_w2.grouped_w2(h, w2, y, tiles, tile, order=order, weights=weights)
+        return
+    programs = resident_programs(y.device)
+    _by_hand[(programs,)](
+        code_boxes(h[0], tile.rows), h[1], code_boxes(w2[0].view(-1, k), 128), w2[1],
+        y, h[1], order if order is not None else tiles.count, weights if weights is not None else h[1],
+        tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), width // 256, k // 128, width, 128, width, k,
+        h[1].stride(0), h[1].stride(1), 0, 0,
+        ROWS=tile.rows, STAGES=tile.stages, MODE=W2, GATHER=False, SCATTER=order is not None,
+        WEIGHTED=weights is not None, TOP_K=1, PROGRAMS=programs, POWER_OF_TWO=False, ACTIVATION="silu", ALPHA=1.0,
+        LIMIT=0.0, num_warps=4, **chained(),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _by_hand(
+    x, x_scales_ptr, w, w_scales_ptr, out_ptr, out_scales_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr,
+    tiles_stride, across, steps, rows_an_expert, second, width, x_stride, x_scales_m, x_scales_k, out_scales_m,
+    out_scales_k,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
+    WEIGHTED: gl.constexpr, TOP_K: gl.constexpr, PROGRAMS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    how: gl.constexpr = How(
+        ROWS, STAGES, MODE, GATHER, SCATTER, WEIGHTED, TOP_K, PROGRAMS, POWER_OF_TWO, ACTIVATION, ALPHA, LIMIT
+    )
+    # One arrival for the boxes of a stage, one more for each thread that gathers rows of it.
+    PREFILL: gl.constexpr = ROWS == 128
+    THREADS: gl.constexpr = 128 if PREFILL else 32
+    ring = ring_of(w, ROWS, STAGES, 1 + THREADS if GATHER else 1, 2 if PREFILL else 1)
+    if MODE == 0 or PREFILL:  # the second product of decode waits where it needs the first one
+        after_the_one_before()
+    units = Units(tiles_ptr, tiles_stride, gl.load(count_ptr) * across, across, steps, rows_an_expert, second)
+    scales = Scales(x_scales_ptr, x_scales_m, x_scales_k, w_scales_ptr)
+    out = Out(out_ptr, width, out_scales_ptr, out_scales_m, out_scales_k, weights_ptr)
+    if PREFILL:
+        gluon_prefill.run(x, w, x_stride, order_ptr, units, ring, scales, out, how)
+    else:
+        gluon_decode.run(x, w, x_stride, order_ptr, units, ring, scales, out, how)
