@@ -1,21 +1,24 @@
-"""Experts by DeepGEMM's grouped FP8 GEMMs, contiguous and masked, with our activation and quantisation between them.
+"""Experts by DeepGEMM's grouped GEMMs, contiguous and masked, with our activation and quantisation between them.
 
 Choose it on Hopper for prefill where DeepGEMM is installed: its contiguous GEMM pads each expert to 128 rows, so that
-many rows an expert are needed to fill it. Written for sgl-deep-gemm 0.1.5 (github.com/deepseek-ai/DeepGEMM), which
-compiles a kernel a shape at its first call.
+many rows an expert are needed to fill it. On Blackwell it multiplies FP8 rows with MXFP4 weights too, and takes scales
+as powers of two alone: it packs the exponents of f32 ones and drops the rest. Read at DeepGEMM 2.6.1 (github.com/
+deepseek-ai/DeepGEMM, csrc/apis) and sgl-deep-gemm 0.1.5, which compile a kernel a shape at its first call.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import LibraryMissing
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.deep_gemm_layout import padded_places, scales_of, stacked, widened
 from moe_mk.external.library import load
-from moe_mk.kernels.reference.activation import activation
+from moe_mk.kernels.reference.activation import CLAMPED, activation
 from moe_mk.kernels.reference.quantize_rows import quantize_rows
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -25,6 +28,14 @@ from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_wid
 BLOCK = 128
 MASKED_ROWS = 64
 """Blocks of the masked GEMM hold a multiple of this (DeepGEMM issue 268)."""
+LAYOUT = "deep_gemm"
+"""Of weights whose scales are packed, which only Blackwell wants."""
+HOPPER, BLACKWELL = 9, 10
+"""Major compute capabilities with kernels."""
+NEEDED = (
+    "m_grouped_fp8_fp4_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_masked", "transform_sf_into_required_layout",
+)  # fmt: skip
+"""Names that the library and its fork share; older ones have neither FP4 nor these."""
 
 
 @EXPERTS.register("deep_gemm")
@@ -32,14 +43,16 @@ class DeepGemmExperts(FusedExperts):
     """Contiguous grouped GEMMs for grouped tokens, masked ones for batched tokens."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
-        summary="DeepGEMM's grouped FP8 GEMMs on Hopper; for many rows an expert",
+        summary="DeepGEMM's grouped GEMMs: FP8 blocks on Hopper and Blackwell, MXFP4 on Blackwell; for many rows an "
+        "expert",
         kinds=frozenset({"cuda"}),
         min_arch=(9, 0),
         library="deep_gemm",
         extra="pip install sgl-deep-gemm, or build it from its repository",
         emits={GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
-        weights=frozenset({"fp8_block"}),
-        computes=("fp8",),
+        weights=frozenset({"fp8_block", "mxfp4"}),
+        computes=("fp8", "mxfp8"),
+        activations=frozenset({"silu", "gelu", "gelu_tanh", "relu2", *CLAMPED}),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
         bandwidth=0.55,
@@ -50,16 +63,25 @@ class DeepGemmExperts(FusedExperts):
     def __init__(self, context: ExpertsContext) -> None:
         """Raises LibraryMissing where DeepGEMM is not installed; a CPU gets the emulation that the oracle allowed."""
         super().__init__(context)
-        self.library = load("deep_gemm", allow_emulated=context.device.type == "cpu")
-        self.power_of_two = bool(getattr(context.compute, "ue8m0", False))
+        self.library: Any = load("deep_gemm", allow_emulated=context.device.type == "cpu")
+        _expect_recent(self.library)
+        self.group = int(getattr(context.compute, "columns", BLOCK))
+        self.power_of_two = context.compute.family == "mxfp8" or bool(getattr(context.compute, "ue8m0", False))
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Beside the traits: whole blocks in both directions."""
-        reasons = super().reasons_against(problem)
-        for name, size in (("hidden", problem.config.model.hidden_size), ("intermediate", problem.intermediate)):
-            if isinstance(problem.weights, Fp8Block) and size % BLOCK:
-                reasons.append(Reason("shape", f"multiplies whole blocks of {BLOCK}, the {name} size is {size}"))
+        """Beside the traits: whole blocks in both directions, and what each architecture multiplies."""
+        reasons, kind = super().reasons_against(problem), problem.config.model.quant.kind
+        if kind in cls.traits.weights:
+            reasons += _arch_reasons(problem)
+            family = "mxfp8" if kind == "mxfp4" else "fp8"
+            given = problem.activations
+            if given is not None and given.family in cls.traits.computes and given.family != family:
+                text = f"multiplies {problem.weights.name} weights with {family.upper()} activations only"
+                reasons.append(Reason("activations", text))
+            for name, size in (("hidden", problem.config.model.hidden_size), ("intermediate", problem.intermediate)):
+                if size % BLOCK:
+                    reasons.append(Reason("shape", f"multiplies whole blocks of {BLOCK}, the {name} size is {size}"))
         return reasons
 
     @classmethod
@@ -74,11 +96,18 @@ class DeepGemmExperts(FusedExperts):
         return padded * (3 * problem.config.model.hidden_size + 5 * problem.intermediate)
 
     def relayout(self, weights: Weights) -> ExpertWeights:
-        """One stack on the device with f32 scales. Raises UnsupportedError for experts of different sizes."""
+        """One stack on the device, its scales as the architecture wants them.
+
+        Raises UnsupportedError for experts of different sizes.
+        """
+        if isinstance(weights, ExpertWeights) and weights.layout == LAYOUT:
+            return weights
         expect_one_width(weights, "deep_gemm")
         if not isinstance(weights, ExpertWeights):
-            weights = _stacked(weights)
-        return ExpertWeights(self._ready(weights.w13), self._ready(weights.w2), weights.layout, weights.gated)
+            weights = stacked(weights)
+        w13, w2 = self._ready(weights.w13), self._ready(weights.w2)
+        packed = w13.scales is not None and w13.scales.dtype is torch.int32
+        return ExpertWeights(w13, w2, LAYOUT if packed else weights.layout, weights.gated)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Multiply in the layout the tokens have; nothing is read on the host."""
@@ -102,43 +131,46 @@ class DeepGemmExperts(FusedExperts):
 
         def multiply(a: tuple[Tensor, Tensor], w: QuantTensor) -> Tensor:
             d = torch.empty((len(expert_X), w.shape[1]), dtype=torch.bfloat16, device=values.device)
-            self.library.m_grouped_fp8_gemm_nt_contiguous(a, (w.values, w.scales), d, expert_X)
+            self.library.m_grouped_fp8_fp4_gemm_nt_contiguous(
+                a, (w.values, w.scales), d, expert_X, **self._recipes(w.scheme)
+            )
             return d
 
-        aligned = self.library.get_mn_major_tma_aligned_tensor
-        wide = multiply((x.view(torch.float8_e4m3fn), aligned(spread)), weights.w13)
+        wide = multiply((x.view(torch.float8_e4m3fn), self._of_rows(spread)), weights.w13)
         # Rows of padding hold whatever was there; they are rounded with the others and never read again.
         hidden, made = self._between(wide, gated=weights.gated)
-        return multiply((hidden, aligned(made)), weights.w2)[place_N]
+        return multiply((hidden, self._of_rows(made)), weights.w2)[place_N]
 
     def _masked(self, tokens: BatchedTokens, weights: ExpertWeights) -> Tensor:
         slots, given = tokens.x_LSH.shape[:2]
         values, scales = self._rounded(tokens.x_LSH)
         room = max(-(-given // MASKED_ROWS), 1) * MASKED_ROWS
         if room != given:
-            values, scales = (_widened(part, room) for part in (values, scales))
+            values, scales = (widened(part, room) for part in (values, scales))
         counts = tokens.counts_L.to(torch.int32)
 
         def multiply(a: tuple[Tensor, Tensor], w: QuantTensor) -> Tensor:
             d = torch.empty((slots, room, w.shape[1]), dtype=torch.bfloat16, device=values.device)
-            self.library.m_grouped_fp8_gemm_nt_masked(a, (w.values, w.scales), d, counts, room)
+            self.library.m_grouped_fp8_fp4_gemm_nt_masked(
+                a, (w.values, w.scales), d, counts, room, **self._recipes(w.scheme)
+            )
             return d
 
-        aligned = self.library.get_mn_major_tma_aligned_tensor
-        wide = multiply((values, aligned(scales)), weights.w13)
+        wide = multiply((values, self._of_rows(scales)), weights.w13)
         hidden, made = self._between(wide.flatten(0, 1), gated=weights.gated)
-        made = aligned(made.reshape(slots, room, -1))
+        made = self._of_rows(made.reshape(slots, room, -1))
         return multiply((hidden.view(slots, room, -1), made), weights.w2)[:, :given]
 
     def _between(self, wide: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
         """Activation and quantisation of hidden rows: one kernel on a GPU, the reference elsewhere."""
-        name = self.context.activation
-        if wide.is_cuda and gated:
+        context, name = self.context, self.context.activation
+        if wide.is_cuda and gated and name not in CLAMPED:
             from moe_mk.kernels.triton.activation_quantize import activation_quantize
 
-            return activation_quantize(wide, name, BLOCK, power_of_two=self.power_of_two)
+            return activation_quantize(wide, name, self.group, power_of_two=self.power_of_two)
         gate, up = wide.float().chunk(2, dim=1) if gated else (None, wide.float())
-        return quantize_rows(activation(name, gate, up), BLOCK, power_of_two=self.power_of_two)
+        hidden = activation(name, gate, up, alpha=context.swiglu_alpha, limit=context.swiglu_limit)
+        return quantize_rows(hidden, self.group, power_of_two=self.power_of_two)
 
     def _rounded(self, x: QuantTensor) -> tuple[Tensor, Tensor]:
         """Codes and f32 scales; tokens that came in the scheme are not rounded twice."""
@@ -146,54 +178,57 @@ class DeepGemmExperts(FusedExperts):
         assert q.scales is not None
         return q.values, q.scales.to(torch.float32)
 
+    def _of_rows(self, scales: Tensor) -> Tensor:
+        """Scales of rows (m, k / group) or (L, m, k / group) f32, as the architecture wants them."""
+        batch, (m, groups) = scales.shape[:-2], scales.shape[-2:]
+        recipe = ((1, BLOCK, BLOCK), True) if self.group == BLOCK else ((1, self.group), None)
+        made: Tensor = self.library.transform_sf_into_required_layout(
+            scales.contiguous(), m, groups * self.group, recipe[0], batch[0] if batch else None, recipe[1]
+        )
+        return made
+
     def _ready(self, q: QuantTensor) -> QuantTensor:
+        """Values on the device, four-bit ones as int8; scales transformed once."""
         q = q.to(self.context.device)
-        assert q.scales is not None
-        return QuantTensor(q.values.contiguous(), q.scales.to(torch.float32).contiguous(), q.scheme)
+        slots, n, k = q.shape
+        four = q.scheme.per_byte == 2
+        scales = self.library.transform_sf_into_required_layout(
+            scales_of(q).contiguous(),
+            n,
+            k,
+            (1, self.group) if four else (1, BLOCK, BLOCK),
+            slots,
+            None if four else False,
+        )
+        values = q.values.contiguous()
+        return QuantTensor(values.view(torch.int8) if four else values, scales, q.scheme)
+
+    def _recipes(self, scheme: QuantScheme) -> dict[str, tuple[int, int]]:
+        """How many rows and columns share a scale; what the library assumes of FP8 blocks need not be said."""
+        each = (1, self.group)
+        return {"recipe_a": each, "recipe_b": each} if scheme.per_byte == 2 else {}
 
 
-def padded_places(counts_L: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
-    """Where grouped rows go if each expert starts at a multiple of `alignment`, and whose row every place is.
-
-    Returns int64 (N,) and int32 (room,), -1 for padding; the room is that of the worst routing, known from shapes.
-
-        counts 3 0 2, alignment 4      rows 0 1 2 3 4 -> places 0 1 2 4 5      experts 0 0 0 -1 2 2 -1 -1 ...
-    """
-    room = -(-(num_rows + len(counts_L) * (alignment - 1)) // alignment) * alignment
-    ends_L = torch.cumsum(counts_L, 0)
-    padded_L = (counts_L + alignment - 1) // alignment * alignment
-    padded_ends_L = torch.cumsum(padded_L, 0)
-    row_N = torch.arange(num_rows, dtype=torch.int64, device=counts_L.device)
-    expert_N = torch.searchsorted(ends_L, row_N, right=True)
-    place_N = row_N - (ends_L - counts_L)[expert_N] + (padded_ends_L - padded_L)[expert_N]
-    expert_X = torch.full((room,), -1, dtype=torch.int32, device=counts_L.device)
-    expert_X[place_N] = expert_N.to(torch.int32)
-    return place_N, expert_X
+def _arch_reasons(problem: Problem) -> list[Reason]:
+    arch, name = problem.device.arch, problem.weights.name
+    if problem.device.kind != "cuda" or arch is None or arch[0] < HOPPER:
+        return []
+    if arch[0] > BLACKWELL:
+        return [Reason("arch", f"has kernels for sm_90 and sm_100, this device is sm_{arch[0]}{arch[1]}")]
+    if arch[0] == HOPPER:
+        four = problem.weights.per_byte == 2
+        return [Reason("arch", f"has {name} kernels for sm_100, this device is sm_90")] if four else []
+    given = problem.activations
+    exact = all(isinstance(each, Fp8Block) and each.ue8m0 for each in (problem.weights, given) if each is not None)
+    if problem.weights.per_byte == 2 or exact:
+        return []
+    return [Reason("scales", f"takes scales as powers of two on sm_100, those of {name} are f32")]
 
 
-def _widened(part: Tensor, rows: int) -> Tensor:
-    """Blocks of more rows; what is added is zero."""
-    made = torch.zeros((part.shape[0], rows, part.shape[2]), dtype=part.dtype, device=part.device)
-    if part.element_size() == 1:
-        made.view(torch.uint8)[:, : part.shape[1]] = part.view(torch.uint8)
-    else:
-        made[:, : part.shape[1]] = part
-    return made
-
-
-def _stacked(weights: Weights) -> ExpertWeights:
-    """Mapped matrices as one stack."""
-    slots = [weights.slot(index) for index in range(weights.num_slots)]
-    first = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
-
-    def stack(parts: list[list[QuantTensor]]) -> QuantTensor:
-        values = torch.stack([torch.cat([q.values.view(torch.uint8) for q in part]) for part in parts])
-        scales = torch.stack([torch.cat([_scales(q) for q in part]) for part in parts])
-        return QuantTensor(values.view(torch.float8_e4m3fn), scales, weights.scheme)
-
-    return ExpertWeights(stack(first), stack([[slot.down_HI] for slot in slots]), gated=weights.gated)
-
-
-def _scales(q: QuantTensor) -> Tensor:
-    assert q.scales is not None
-    return q.scales.to(torch.float32)
+def _expect_recent(library: Any) -> None:
+    """Raise LibraryMissing for a DeepGEMM without the names of the version this is written for."""
+    lacking = [name for name in NEEDED if not hasattr(library, name)]
+    if lacking:
+        raise LibraryMissing(
+            "this DeepGEMM is too old", [f"it has no {', '.join(lacking)}", "build one of April 2026 on"]
+        )

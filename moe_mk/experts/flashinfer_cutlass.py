@@ -9,7 +9,6 @@ flashinfer, flashinfer/fused_moe/core.py) and at its call in vLLM 0.33.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,6 +16,8 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.flashinfer_output import summed_rows
+from moe_mk.experts.flashinfer_served import Served, reasons_of_served
 from moe_mk.experts.flashinfer_weights import CutlassWeights, turned_round
 from moe_mk.external.library import load
 from moe_mk.quant.fp8_whole import Fp8Static
@@ -25,30 +26,12 @@ from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import Weights
 
-
-@dataclass(frozen=True)
-class Served:
-    """One type of weights as the library serves it, with its limits."""
-
-    activations: str
-    """Family the products need: "plain", or what tokens are rounded to."""
-    multiple: int
-    """The hidden and the intermediate size are multiples of this."""
-    oldest: tuple[int, int] = (9, 0)
-    newest: tuple[int, int] | None = None
-    """First and last compute capability with kernels for it; None: all newer ones."""
-    calibrated: bool = False
-    """Whether activations need a scale that is known beforehand."""
-    flags: Mapping[str, bool] | None = None
-    """What a call says beside the tensors."""
-
-
 SERVED: Mapping[str, Served] = {
-    "plain": Served("plain", 8),
-    "fp8_block": Served("fp8", 128, newest=(9, 0), flags={"use_deepseek_fp8_block_scale": True}),
-    "fp8_tensor": Served("fp8", 16, calibrated=True),
-    "nvfp4": Served("nvfp4", 128, oldest=(10, 0)),
-    "mxfp4": Served("mxfp8", 128, oldest=(10, 0), flags={"use_mxfp8_act_scaling": True}),
+    "plain": Served(("plain",), 8),
+    "fp8_block": Served(("fp8",), 128, newest=(9, 0), flags={"use_deepseek_fp8_block_scale": True}),
+    "fp8_tensor": Served(("fp8",), 16, calibrated=True),
+    "nvfp4": Served(("nvfp4",), 128, oldest=(10, 0)),
+    "mxfp4": Served(("mxfp8",), 128, oldest=(10, 0), flags={"use_mxfp8_act_scaling": True}),
 }
 """By value of `quant.kind`. Not here: MXFP4 with bf16 rows on sm_90, whose weights the library itself interleaves."""
 
@@ -89,11 +72,7 @@ class FlashInferCutlassExperts(FusedExperts):
         """Beside the traits: the architectures of a type, what it is multiplied with, and sizes."""
         reasons, served = super().reasons_against(problem), SERVED.get(problem.config.model.quant.kind)
         if served is not None:
-            reasons += [*_arch_reasons(problem, served), *_activation_reasons(problem, served)]
-            for name, size in (("hidden", problem.config.model.hidden_size), ("intermediate", problem.intermediate)):
-                if size % served.multiple:
-                    text = f"needs sizes that are multiples of {served.multiple} for {problem.weights.name} weights"
-                    reasons.append(Reason("shape", f"{text}, the {name} size is {size}"))
+            reasons += reasons_of_served(problem, served)
         return reasons
 
     @classmethod
@@ -113,22 +92,17 @@ class FlashInferCutlassExperts(FusedExperts):
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """One call; -1 becomes the number of experts, which is nobody's."""
         assert isinstance(tokens, RowTokens) and isinstance(weights, CutlassWeights)
-        rows, device = tokens.x_RH.shape[0], self.context.device
-        out_RH = tokens.out_RH
-        if out_RH is None or out_RH.dtype is not torch.bfloat16 or not out_RH.is_contiguous():
-            out_RH = torch.empty((rows, self.context.hidden_size), dtype=torch.bfloat16, device=device)
-        if rows:
-            x, input_scales = self._input(tokens.x_RH)
-            ids_RK = torch.where(tokens.ids_RK < 0, self.context.num_slots, tokens.ids_RK).to(torch.int32)
-            self.library.cutlass_fused_moe(
-                x, ids_RK.contiguous(), tokens.weights_RK.to(torch.float32).contiguous(), weights.w13, weights.w2,
-                torch.bfloat16, list(weights.quant_scales), input_sf=input_scales, output=out_RH,
-                activation_type=getattr(self.library.ActivationType, weights.activation),
-                **(SERVED[weights.kind].flags or {}),
-            )  # fmt: skip
-        if tokens.out_RH is not None and out_RH is not tokens.out_RH:
-            out_RH = tokens.out_RH.copy_(out_RH)
-        return ExpertOutput(out_RH, OutputStage.REDUCED)
+        return summed_rows(tokens, self.context.hidden_size, lambda out: self._call(tokens, weights, out))
+
+    def _call(self, tokens: RowTokens, weights: CutlassWeights, out: Tensor) -> None:
+        x, input_scales = self._input(tokens.x_RH)
+        ids_RK = torch.where(tokens.ids_RK < 0, self.context.num_slots, tokens.ids_RK).to(torch.int32)
+        self.library.cutlass_fused_moe(
+            x, ids_RK.contiguous(), tokens.weights_RK.to(torch.float32).contiguous(), weights.w13, weights.w2,
+            torch.bfloat16, list(weights.quant_scales), input_sf=input_scales, output=out,
+            activation_type=getattr(self.library.ActivationType, weights.activation),
+            **(SERVED[weights.kind].flags or {}),
+        )  # fmt: skip
 
     def _input(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
         """Rows and, where they are codes of groups, their scales in tiles; else rows in bf16, for the library to round.
@@ -144,34 +118,3 @@ class FlashInferCutlassExperts(FusedExperts):
         q = x if arrived else compute.quantize(x.dequantize(torch.bfloat16))
         assert q.scales is not None
         return q.values.contiguous(), lay_out(q.scales, ScaleLayout.SWIZZLED).data
-
-
-def _arch_reasons(problem: Problem, served: Served) -> list[Reason]:
-    arch, name = problem.device.arch, problem.weights.name
-    if problem.device.kind != "cuda" or arch is None:
-        return []
-    reasons = []
-    if arch < served.oldest:
-        text = f"has {name} kernels from sm_{_digits(served.oldest)} on, this device is sm_{_digits(arch)}"
-        reasons.append(Reason("arch", text))
-    if served.newest is not None and arch > served.newest:
-        text = f"has {name} kernels up to sm_{_digits(served.newest)}, this device is sm_{_digits(arch)}"
-        reasons.append(Reason("arch", text))
-    return reasons
-
-
-def _activation_reasons(problem: Problem, served: Served) -> list[Reason]:
-    if served.activations == "plain":
-        return []
-    given, plain = problem.activations, problem.config.kernel.activations == "plain"
-    if given is None or plain or given.family != served.activations:
-        text = f"multiplies {problem.weights.name} weights with {served.activations.upper()} activations only"
-        return [Reason("activations", text, "kernel.activations = auto" if plain and given is not None else "")]
-    if served.calibrated and not isinstance(given, Fp8Static):
-        text = "needs a calibrated scale of activations, the checkpoint finds one a token"
-        return [Reason("activations", text, "model.quant.input_scale = ...")]
-    return []
-
-
-def _digits(arch: tuple[int, int]) -> str:
-    return "".join(map(str, arch))

@@ -76,16 +76,16 @@ def turned_round(
         raise UnsupportedError(f"flashinfer_cutlass cannot compute {form}", [f"it has {served}"])
     slots = [weights.slot(index) for index in range(weights.num_slots)]
     first = [
-        _above([q for q in (s.up_IH, s.gate_IH) if q is not None], i).to(context.device) for i, s in enumerate(slots)
+        above([q for q in (s.up_IH, s.gate_IH) if q is not None], i).to(context.device) for i, s in enumerate(slots)
     ]
-    second = [_above([slot.down_HI], index).to(context.device) for index, slot in enumerate(slots)]
+    second = [above([slot.down_HI], index).to(context.device) for index, slot in enumerate(slots)]
     kind, scales = _scales(first, second, context)
     return CutlassWeights(
         _values(first), _values(second), scales, weights.scheme, kind, name, weights.gated
     )  # fmt: skip
 
 
-def _above(parts: list[QuantTensor], index: int) -> QuantTensor:
+def above(parts: list[QuantTensor], index: int) -> QuantTensor:
     """Matrices above each other, under one scale where the type has one for all.
 
     Where those differ, the matrices are rounded once more under a common one: the library has room for one an expert.

@@ -8,7 +8,9 @@ The choice inside one NVLink domain for every batch size; an NVL72 rack is one n
 
 An id finds its rank by division, so -1 would be rank 0: the ids that route repeat another of their token, or name this
 rank, and the ids that travel as a payload say -1. Top-k is filled up to one that the kernels are built for.
-Library API read at 0.6.18 and 0.7.2.
+Library API read at 0.6.18 and 0.7.2. Since 0.7.1 the library advises `flashinfer.moe_ep.NVLinkOneSidedAlltoAll` in
+place of MoeAlltoAll. That class builds a MoeAlltoAll and passes rows, scales, ids and weights through it, as is done
+here, so it is no transport of its own; the layers beside it bring experts of their own, which go with no others.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.even_numbers import EvenNumbers
-from moe_mk.prepare_finalize.library_session import Lane, LibrarySession
+from moe_mk.prepare_finalize.library_session import MOST_LANES, Lane, LibrarySession
 from moe_mk.prepare_finalize.nvlink import DOMAIN, LIBRARY, domain_of
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.prepare_finalize.row_payloads import expect_room, payloads_of, rows_of
@@ -54,6 +56,7 @@ class NvlinkOneSided(PrepareFinalize):
         DOMAIN,
         summary="FlashInfer, rows written straight into peers' memory; inside one NVLink domain",
         max_ranks=64,
+        open_calls=MOST_LANES,
     )
 
     def __init__(self, context: TransportContext) -> None:

@@ -1,6 +1,10 @@
-"""The DeepGEMM adapter on the emulated library: both layouts, both scales, padding, and what it refuses."""
+"""The DeepGEMM adapter on the emulated library: both layouts, every type of scales, padding, and what it refuses."""
 
 from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +13,17 @@ from moe_mk import MoEConfig, Problem, oracle
 from moe_mk.config import device_profile
 from moe_mk.errors import LibraryMissing, UnsupportedError
 from moe_mk.experts import EXPERTS, ExpertsContext
-from moe_mk.experts.deep_gemm import DeepGemmExperts, padded_places
+from moe_mk.experts.deep_gemm import DeepGemmExperts
+from moe_mk.experts.deep_gemm_layout import padded_places
+from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.external.emulated import deep_gemm
-from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
+from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.testing.conformance import check_experts
+from moe_mk.testing.experts import random_experts
+from moe_mk.tokens import GroupedTokens
+from moe_mk.verify.compare import experts_error
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 
 
@@ -24,12 +35,62 @@ def test_places_by_hand() -> None:
     assert padded_places(torch.tensor([0, 4]), 4, 4)[0].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "weights,compute", [(FP8_128x128, FP8_1x128), (FP8_128x128_UE8M0, FP8_1x128_UE8M0)], ids=["fp8", "ue8m0"]
-)
+TYPES = [
+    pytest.param(FP8_128x128, FP8_1x128, id="fp8"),
+    pytest.param(FP8_128x128_UE8M0, FP8_1x128_UE8M0, id="ue8m0"),
+    pytest.param(MXFP4, MXFP8, id="mxfp4"),
+]
+
+
+@pytest.mark.parametrize("weights,compute", TYPES)
 def test_the_conformance_kit(weights: QuantScheme, compute: QuantScheme) -> None:
     ran = check_experts("deep_gemm", weights, dtype=BF16, compute=compute, hidden_size=256, num_slots=3)
     assert ran == 13 * 2 * 2 * 2
+
+
+def grouped(compute: QuantScheme) -> GroupedTokens:
+    """Five rows: two of expert 0, three of expert 1."""
+    x_NH = torch.randn((5, 256), generator=torch.Generator().manual_seed(2)).bfloat16()
+    row_N = torch.arange(5, dtype=torch.int64)
+    return GroupedTokens(compute.quantize(x_NH), torch.tensor([2, 3]), row_N, torch.ones(5), 5)
+
+
+def test_on_blackwell_scales_are_packed_once_and_only_powers_of_two_come_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exact, rough = (FP8_128x128_UE8M0, FP8_1x128_UE8M0), (FP8_128x128, FP8_1x128)
+    stacks = {pair: random_experts(pair[0], 2, 256, 128, CPU) for pair in (exact, rough)}
+
+    def run(pair: tuple[Fp8Block, Fp8Block]) -> torch.Tensor:
+        experts = backend(pair[1])
+        return experts.run(grouped(pair[1]), experts.relayout(stacks[pair])).y.float()
+
+    hopper = {pair: run(pair) for pair in stacks}
+    monkeypatch.setattr(deep_gemm, "architecture", lambda group: 10)
+    assert torch.equal(run(exact), hopper[exact])
+    own = backend(exact[1]).relayout(stacks[exact])
+    assert own.layout == "deep_gemm" and own.w13.scales is not None and own.w13.scales.dtype is torch.int32
+    assert own.w13.scales.shape == (2, 256, 1), "a scale a row, four groups in an int32"
+    assert backend(exact[1]).relayout(own) is own
+    # Why f32 scales are refused there: the library keeps their exponents alone.
+    assert float((run(rough) - hopper[rough]).norm() / hopper[rough].norm()) > 0.2
+
+
+CPU = torch.device("cpu")
+
+
+def backend(compute: QuantScheme, activation: str = "silu", **other: Any) -> DeepGemmExperts:
+    return DeepGemmExperts(ExpertsContext(BF16, compute, activation, 2, 256, 128, CPU, **other))
+
+
+@pytest.mark.parametrize("activation", ["swiglu_limit", "swiglu_oai"])
+def test_clamps_are_the_references(activation: str) -> None:
+    stack = random_experts(MXFP4, 2, 256, 128, CPU)
+    tokens = grouped(MXFP8)
+    mine = backend(MXFP8, activation, swiglu_limit=0.5, swiglu_alpha=1.702)
+    exact = ReferenceExperts(replace(mine.context, dtype=FP32))
+    got, expected = mine.run(tokens, mine.relayout(stack)).y.float(), exact.run(tokens, stack).y.float()
+    assert float((got - expected).norm() / expected.norm()) < 2 * experts_error(BF16, MXFP8, MXFP4, 256)
 
 
 def problem(*, emulated: bool, device: str = "cpu", hidden: int = 256) -> Problem:
@@ -67,19 +128,78 @@ def test_a_gpu_never_gets_the_emulation() -> None:
         DeepGemmExperts(context)
 
 
+def asked(device: str, arch: tuple[int, int] | None = None, **quant: Any) -> list[str]:
+    model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 8, "quant": quant}
+    config = MoEConfig.parse({"model": model, "router": {"top_k": 2}}, "a test").with_(max_num_tokens=64)
+    profile = device_profile(device)
+    profile = profile if arch is None else profile.model_copy(update={"arch": arch})
+    there = frozenset({"deep_gemm"})
+    return [str(r) for r in EXPERTS["deep_gemm"].reasons_against(Problem(config, profile, BF16, 64, there, there))]
+
+
+LIMITS: list[tuple[str, tuple[int, int] | None, dict[str, Any], list[str]]] = [
+    ("h200", None, {"weights": "fp8_block"}, []),
+    ("b200", None, {"weights": "fp8_block"}, ["takes scales as powers of two on sm_100, those of fp8_128x128 are f32"]),
+    ("b200", None, {"weights": "fp8_block", "scale": "ue8m0"}, []),
+    ("b200", None, {"weights": "mxfp4", "activations": "mxfp8"}, []),
+    ("b200", None, {"weights": "mxfp4"}, ["multiplies with FP8, MXFP8 activations only"]),
+    (
+        "h200", None, {"weights": "mxfp4", "activations": "mxfp8"},
+        ["has mxfp4 kernels for sm_100, this device is sm_90"],
+    ),
+    (
+        "b200", (12, 0), {"weights": "fp8_block", "scale": "ue8m0"},
+        ["has kernels for sm_90 and sm_100, this device is sm_120"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device,arch,quant,said", LIMITS)
+def test_every_architecture_has_its_limits(
+    device: str, arch: tuple[int, int] | None, quant: dict[str, Any], said: list[str]
+) -> None:
+    assert asked(device, arch, **quant) == said
+
+
+def test_an_older_library_is_refused_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(deep_gemm, "m_grouped_fp8_fp4_gemm_nt_masked")
+    with pytest.raises(LibraryMissing, match=r"(?s)too old.*no m_grouped_fp8_fp4_gemm_nt_masked.*April 2026"):
+        backend(FP8_1x128)
+
+
+PARAMETERS = {
+    "m_grouped_fp8_fp4_gemm_nt_contiguous": "a b d grouped_layout recipe recipe_a recipe_b compiled_dims "
+    "disable_ue8m0_cast use_psum_layout ensure_zero_padding expected_m_for_psum_layout",
+    "m_grouped_fp8_fp4_gemm_nt_masked": "a b d masked_m expected_m recipe recipe_a recipe_b compiled_dims "
+    "disable_ue8m0_cast",
+    "transform_sf_into_required_layout": "sf mn k recipe num_groups is_sfa disable_ue8m0_cast",
+}
+"""Of sgl-deep-gemm 0.1.5; DeepGEMM 2.6.1 has `psum_layout` behind the last."""
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_those_of_the_library(name: str) -> None:
+    assert " ".join(inspect.signature(getattr(deep_gemm, name)).parameters) == PARAMETERS[name]
+
+
 def test_the_emulation_refuses_what_the_library_refuses() -> None:
     x, w = torch.zeros((128, 256)).to(torch.float8_e4m3fn), torch.zeros((2, 128, 256)).to(torch.float8_e4m3fn)
     scales, w_scales = torch.ones((128, 2)), torch.ones((2, 1, 2))
     d, ids = torch.zeros((128, 128), dtype=torch.bfloat16), torch.zeros(128, dtype=torch.int32)
-    call = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+    call = deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous
+    call((x, scales), (w, w_scales), d, ids)
+    with pytest.raises(AssertionError, match="scales"):
+        call((x, scales.T.contiguous()), (w, w_scales), d, ids)
+    with pytest.raises(AssertionError, match="FP4 is Blackwell's"):
+        call((x, scales), (w[..., ::2].contiguous().view(torch.int8), w_scales), d, ids)
+    packed = torch.zeros((128, 2), dtype=torch.int32)
     with pytest.raises(AssertionError, match="not column-major"):
-        call((x, scales), (w, w_scales), d, ids)
-    aligned = deep_gemm.get_mn_major_tma_aligned_tensor(scales)
-    call((x, aligned), (w, w_scales), d, ids)
+        call((x, packed), (w, packed.expand(2, 128, 2)), d, ids, recipe_a=(1, 32), recipe_b=(1, 32))
     ids[5] = 1
     with pytest.raises(AssertionError, match="one expert"):
-        call((x, aligned), (w, w_scales), d, ids)
+        call((x, scales), (w, w_scales), d, ids)
     with pytest.raises(AssertionError, match="issue 268"):
-        deep_gemm.m_grouped_fp8_gemm_nt_masked(
-            (x[None, :32], aligned[None, :32]), (w, w_scales), d[None, :32], torch.ones(1, dtype=torch.int32), 32
-        )
+        deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
+            (x.view(2, 64, 256)[:, :32].contiguous(), scales.view(2, 64, 2)[:, :32].contiguous()), (w, w_scales),
+            d.view(2, 64, 128)[:, :32], torch.ones(2, dtype=torch.int32), 32,
+        )  # fmt: skip

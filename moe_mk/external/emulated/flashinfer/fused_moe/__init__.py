@@ -1,4 +1,4 @@
-"""`flashinfer.fused_moe`, as far as its CUTLASS experts go."""
+"""`flashinfer.fused_moe`, as far as its experts go: CUTLASS, and TRT-LLM for tokens that are routed already."""
 
 from moe_mk.external.emulated.flashinfer.fused_moe import core
 

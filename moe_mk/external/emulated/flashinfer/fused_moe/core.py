@@ -7,26 +7,28 @@ flashinfer/fused_moe/core.py and its CUTLASS binding, read at 0.6.18 to 0.7.2.
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
 from moe_mk.external.emulated.flashinfer.fused_moe.formats import Products, products_of
+from moe_mk.external.emulated.flashinfer.fused_moe.trtllm import (
+    trtllm_bf16_routed_moe,
+    trtllm_fp4_block_scale_routed_moe,
+    trtllm_fp8_block_scale_routed_moe,
+)
+from moe_mk.external.emulated.flashinfer.tllm_enums import (
+    ActivationType,
+    Fp8QuantizationType,
+    RoutingMethodType,
+    SfLayout,
+    WeightLayout,
+)
 
-
-class ActivationType(IntEnum):
-    """Those of the library; Swiglu and Relu2 are imitated."""
-
-    Gelu = 0
-    Relu = 1
-    Silu = 2
-    Swiglu = 3
-    Geglu = 4
-    SwigluBias = 5
-    Relu2 = 6
-    Identity = 7
+__all__ = [
+    "ActivationType", "Fp8QuantizationType", "RoutingMethodType", "SfLayout", "WeightLayout", "cutlass_fused_moe",
+    "trtllm_bf16_routed_moe", "trtllm_fp4_block_scale_routed_moe", "trtllm_fp8_block_scale_routed_moe",
+]  # fmt: skip
 
 
 def cutlass_fused_moe(

@@ -61,7 +61,7 @@ def _fp8_block(x: Tensor, w13: Tensor, w2: Tensor, scales: list[Tensor]) -> Prod
     def matrix(w: Tensor, own: Tensor) -> Matrix:
         return lambda e: w[e].float() * spread(own[e], w.shape[1], w.shape[2], (128, 128))
 
-    return Products(_in_fp8(x.float()), matrix(w13, first), matrix(w2, second), _in_fp8)
+    return Products(in_fp8(x.float()), matrix(w13, first), matrix(w2, second), in_fp8)
 
 
 def _fp8_tensor(x: Tensor, w13: Tensor, w2: Tensor, scales: list[Tensor]) -> Products:
@@ -79,20 +79,20 @@ def _nvfp4(x: Tensor, input_sf: Tensor | None, w13: Tensor, w2: Tensor, scales: 
     _check_scales(each=((first, w13), (second, w2)), one=(given, hidden))
     if x.dtype is torch.uint8:
         assert input_sf is not None and x.shape[1] * 2 == w2.shape[1], "four-bit rows bring their scales"
-        rows = _four_bits(x, _untiled(input_sf, x.shape[0], x.shape[1] // 8, E4M3), 16)
+        rows = four_bits(x, untiled(input_sf, x.shape[0], x.shape[1] // 8, E4M3), 16)
     else:
         assert x.dtype is torch.bfloat16 and input_sf is None and x.shape[1] == w2.shape[1], "input"
-        rows = _in_nvfp4(x.float(), given)
+        rows = in_nvfp4(x.float(), given)
 
     def matrix(w: Tensor, tiles: Tensor, alpha: Tensor) -> Matrix:
         _check_tiles(w, tiles, 16)
         # alpha holds the global scales of both sides, so rows are left under the scales of their groups alone.
         return lambda e: (
-            alpha[e] * _four_bits(w[e].view(torch.uint8), _untiled(tiles[e], w.shape[1], w.shape[2], E4M3), 16)
+            alpha[e] * four_bits(w[e].view(torch.uint8), untiled(tiles[e], w.shape[1], w.shape[2], E4M3), 16)
         )
 
     return Products(
-        rows, matrix(w13, first_tiles, first), matrix(w2, second_tiles, second), lambda h: _in_nvfp4(h, hidden)
+        rows, matrix(w13, first_tiles, first), matrix(w2, second_tiles, second), lambda h: in_nvfp4(h, hidden)
     )
 
 
@@ -101,39 +101,43 @@ def _mxfp4(x: Tensor, input_sf: Tensor | None, w13: Tensor, w2: Tensor, scales: 
     first, one, second, two = scales
     _check_scales(each=((one, w13), (two, w2)))
     tokens, width = x.shape
-    rows = x.float() * _over(_untiled(input_sf, tokens, width // 32, E8M0), x, 32)
+    rows = x.float() * over(untiled(input_sf, tokens, width // 32, E8M0), x, 32)
 
     def matrix(w: Tensor, tiles: Tensor) -> Matrix:
         _check_tiles(w, tiles, 32)
-        return lambda e: _four_bits(w[e].view(torch.uint8), _untiled(tiles[e], w.shape[1], w.shape[2] // 2, E8M0), 32)
+        return lambda e: four_bits(w[e].view(torch.uint8), untiled(tiles[e], w.shape[1], w.shape[2] // 2, E8M0), 32)
 
-    return Products(rows, matrix(w13, first), matrix(w2, second), _in_mxfp8)
+    return Products(rows, matrix(w13, first), matrix(w2, second), in_mxfp8)
 
 
-def _in_fp8(x: Tensor) -> Tensor:
+def in_fp8(x: Tensor) -> Tensor:
+    """Rounded to FP8 under f32 scales of 128 columns, and decoded."""
     values, scales = quantize_rows(x, 128)
-    return values.float() * _over(scales, x, 128)
+    return values.float() * over(scales, x, 128)
 
 
-def _in_mxfp8(x: Tensor) -> Tensor:
-    scales = _over(power_of_two_scales(block_amax(x, (1, 32)), 448.0), x, 32)
+def in_mxfp8(x: Tensor) -> Tensor:
+    """Rounded to MXFP8 and decoded."""
+    scales = over(power_of_two_scales(block_amax(x, (1, 32)), 448.0), x, 32)
     return (x / scales).clamp(-448.0, 448.0).to(E4M3).float() * scales
 
 
-def _in_nvfp4(x: Tensor, inverse: Tensor) -> Tensor:
+def in_nvfp4(x: Tensor, inverse: Tensor) -> Tensor:
     """Rounded under a global scale of 1 / inverse, which is then left out."""
     above = 1.0 / float(inverse)
-    scales = _over(fp8_scales(block_amax(x, (1, 16)), e2m1.E2M1_MAX, above), x, 16)
+    scales = over(fp8_scales(block_amax(x, (1, 16)), e2m1.E2M1_MAX, above), x, 16)
     return e2m1.decode(e2m1.encode(x / (scales * above))) * scales
 
 
-def _over(scales: Tensor, like: Tensor, group: int) -> Tensor:
+def over(scales: Tensor, like: Tensor, group: int) -> Tensor:
+    """The scale of every element of rows, f32."""
     return spread(scales, like.shape[0], like.shape[1], (1, group))
 
 
-def _four_bits(packed: Tensor, scales: Tensor, group: int) -> Tensor:
+def four_bits(packed: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Two values a byte, times the scales of their groups."""
     values = e2m1.decode(e2m1.unpack(packed))
-    return values * _over(scales, values, group)
+    return values * over(scales, values, group)
 
 
 def _check_tiles(w: Tensor, tiles: Tensor, group: int) -> None:
@@ -142,7 +146,7 @@ def _check_tiles(w: Tensor, tiles: Tensor, group: int) -> None:
     assert tiles.is_contiguous()
 
 
-def _untiled(tiles: Tensor, rows: int, groups: int, dtype: torch.dtype) -> Tensor:
+def untiled(tiles: Tensor, rows: int, groups: int, dtype: torch.dtype) -> Tensor:
     """Scales (rows, groups) out of tiles of 128 x 4 bytes: in a tile, row r is at 16 (r mod 32) + 4 (r div 32)."""
     flat = tiles.contiguous().view(torch.uint8).reshape(-1)
     tall, wide = -(-rows // 128), -(-groups // 4)

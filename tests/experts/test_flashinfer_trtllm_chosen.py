@@ -1,0 +1,166 @@
+"""How the oracle takes FlashInfer's TRT-LLM experts: every limit as it is said, and two ranks that exchange codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_mk import MoEConfig, Problem, oracle
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.config import device_profile
+from moe_mk.errors import LibraryMissing
+from moe_mk.experts import EXPERTS, ExpertsContext
+from moe_mk.experts import flashinfer_trtllm as adapter
+from moe_mk.experts.flashinfer_trtllm import FlashInferTrtllmExperts
+from moe_mk.flight import interleave
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.oracle import Parts, assemble
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.quant import BF16, FP8_128x128
+from moe_mk.quant.microscaling import MXFP8
+from moe_mk.testing.experts import random_experts
+from moe_mk.tokens import Routing
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
+from moe_mk.weights.layer_weights import as_mapped
+
+CPU = torch.device("cpu")
+
+
+def context() -> ExpertsContext:
+    return ExpertsContext(BF16, BF16, "silu", 2, 256, 128, CPU)
+
+
+def problem(device: str, *, emulated: bool = False, installed: bool = True, **other: Any) -> Problem:
+    arch, top_k, kernel = other.pop("arch", None), other.pop("top_k", 2), other.pop("kernel", {})
+    model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 64} | other.pop("model", {})
+    config = MoEConfig.parse({"model": model | {"quant": other}, "router": {"top_k": top_k}}, "a test")
+    config = config.with_(allow_emulated=emulated, max_num_tokens=64, fallback=False, **kernel)
+    profile, there = device_profile(device), frozenset({"flashinfer"})
+    profile = profile if arch is None else profile.model_copy(update={"arch": arch})
+    return Problem(config, profile, BF16, 64, there if installed else frozenset(), there)
+
+
+ODD = {"hidden_size": 200, "moe_intermediate_size": 96}
+OAI = {"activation": "swiglu_oai", "swiglu_limit": 7.0}
+LIMITS: list[tuple[str, dict[str, Any], list[str]]] = [
+    *[("b200", {"weights": name}, []) for name in ("bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4")],
+    ("b200", {"weights": "mxfp4", "activations": "mxfp8"}, []),
+    ("b200", {"weights": "mxfp4", "model": OAI | {"expert_bias": True}}, []),
+    (
+        "b200", {"weights": "mxfp4", "model": ODD},
+        ["needs sizes that are multiples of 32 for mxfp4 weights, the hidden size is 200"],
+    ),
+    ("h200", {"weights": "fp8_block"}, ["needs sm_100, this device is sm_90"]),
+    (
+        "b200", {"weights": "fp8_block", "arch": (12, 0)},
+        ["has fp8_128x128 kernels up to sm_109, this device is sm_120"],
+    ),
+    ("b200", {"weights": "mxfp4", "activations": "mxfp8", "arch": (10, 3)}, []),
+    (
+        "b200", {"weights": "mxfp4", "arch": (10, 3)},
+        ["has no mxfp4 kernels with bf16 rows for sm_103"],
+    ),
+    (
+        "b200", {"weights": "mxfp4", "activations": "mxfp8", "arch": (10, 3), "kernel": {"activations": "plain"}},
+        ["has no mxfp4 kernels with bf16 rows for sm_103 [kernel.activations = auto]"],
+    ),
+    (
+        "b200", {"weights": "fp8_block", "kernel": {"activations": "plain"}},
+        ["multiplies fp8_128x128 weights with FP8 activations only [kernel.activations = auto]"],
+    ),
+    (
+        "b200", {"weights": "fp8_block", "activations": "none"},
+        ["multiplies fp8_128x128 weights with FP8 activations only"],
+    ),
+    (
+        "b200", {"weights": "fp8_block", "model": {"hidden_size": 192}},
+        ["needs sizes that are multiples of 128 for fp8_128x128 weights, the hidden size is 192"],
+    ),
+    ("b200", {"weights": "nvfp4", "model": OAI}, ["computes silu alone for nvfp4 weights, the model needs swiglu_oai"]),
+    (
+        "b200", {"weights": "nvfp4", "model": {"expert_bias": True}},
+        ["adds biases to mxfp4 experts only, these are nvfp4"],
+    ),
+    ("b200", {"weights": "bf16", "top_k": 33}, ["sorts at most 32 choices a token, router.top_k is 33"]),
+    (
+        "b200", {"weights": "bf16", "model": {"num_experts": 2048}},
+        ["has room for 2047 experts a rank, there are 2048 [use more ranks]"],
+    ),
+    (
+        "b200", {"weights": "bf16", "model": {"activation": "gelu"}},
+        ["has silu, swiglu_limit, swiglu_oai, the model needs gelu"],
+    ),
+    ("mi300x", {"weights": "bf16"}, ["runs on cuda, this device is rocm"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device,asked,said", LIMITS, ids=[f"{n}-{each[0]}" for n, each in enumerate(LIMITS)])
+def test_every_limit_is_said(device: str, asked: dict[str, Any], said: list[str]) -> None:
+    found = [str(reason) for reason in EXPERTS["flashinfer_trtllm"].reasons_against(problem(device, **asked))]
+    assert found == said
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"])
+def test_every_type_has_its_architectures_and_sizes(weights: str) -> None:
+    asked = problem("b200", weights=weights, arch=(12, 0), model={"hidden_size": 192, "moe_intermediate_size": 320})
+    found = [str(reason) for reason in EXPERTS["flashinfer_trtllm"].reasons_against(asked)]
+    assert [text.split(" kernels ")[-1] for text in found[:1]] == ["up to sm_109, this device is sm_120"]
+    sizes = [] if weights == "mxfp4" else ["the hidden size is 192", "the intermediate size is 320"]
+    assert [text.split(", ")[-1] for text in found[1:]] == sizes, "MXFP4 is filled up"
+
+
+def test_the_emulation_serves_only_where_it_is_allowed() -> None:
+    def of(asked: Problem) -> Any:
+        return {v.experts: v for v in oracle.select(asked).verdicts if v.prepare_finalize == "no_ep"}[
+            "flashinfer_trtllm"
+        ]
+
+    allowed = of(problem("cpu", emulated=True, installed=False, weights="mxfp8"))
+    assert not allowed.reasons and allowed.emulated and allowed.cost_source == "model; never run on a device"
+    refused = of(problem("cpu", installed=False, weights="mxfp8"))
+    assert {reason.code for reason in refused.reasons} == {"device", "library"}
+    with pytest.raises(LibraryMissing, match=r"flashinfer.*is not installed"):
+        FlashInferTrtllmExperts(replace(context(), device=torch.device("meta")))
+
+
+@pytest.mark.parametrize("weights", ["fp8_block", "mxfp8"])
+def test_two_ranks_exchange_codes_and_agree_with_the_reference(weights: str) -> None:
+    draw, x_TH = torch.Generator().manual_seed(3), torch.randn((6, 256), generator=torch.Generator().manual_seed(4))
+    ids = torch.rand((6, 8), generator=draw).argsort(dim=1)[:, :2].to(torch.int32)
+    stack = random_experts(FP8_128x128 if weights == "fp8_block" else MXFP8, 8, 256, 128, CPU)
+
+    def outputs(experts: str) -> torch.Tensor:
+        asked = problem("cpu", emulated=True, installed=False, weights=weights, model={"num_experts": 8})
+        asked = replace(asked, config=asked.config.with_(ep=2, prepare_finalize="all_to_all", experts=experts))
+        decision, flights = oracle.select(asked), []
+        assert decision.wire == decision.compute and decision.wire.block is not None
+        for rank, comm in enumerate(LockstepWorld(2).communicators()):
+            kernel, mine = assemble(decision, Parts(ExpertMap.linear(8, 2), CPU, comm)), slice(3 * rank, 3 * rank + 3)
+            assert isinstance(kernel, FusedMoEKernel)
+            own = kernel.experts.relayout(stack_of(stack, 4 * rank))
+            flights.append(kernel.steps(x_TH[mine].bfloat16(), Routing(ids[mine], torch.full((3, 2), 0.5)), own))
+        return torch.cat(interleave(flights)).float()
+
+    got, expected = outputs("flashinfer_trtllm"), outputs("reference")
+    assert float((got - expected).norm() / expected.norm()) < 0.03
+
+
+def stack_of(stack: ExpertWeights, start: int) -> MappedExpertWeights:
+    mapped = as_mapped(stack)
+    return replace(mapped, slots=tuple(mapped.slot(start + index) for index in range(4)))
+
+
+@pytest.mark.parametrize("found", ["0.6.18", "0.6.18.dev3"])
+def test_a_library_that_packs_weights_into_ids_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "installed_version", lambda name: found)
+    with pytest.raises(LibraryMissing, match=rf"(?s)needs FlashInfer 0\.7 or newer.*{found} is installed"):
+        FlashInferTrtllmExperts(context())
+
+
+@pytest.mark.parametrize("found", [None, "unknown", "0.7.0", "1.0rc1"])
+def test_others_are_not_asked_twice(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "installed_version", lambda name: found)
+    assert FlashInferTrtllmExperts(context()).library.__name__.endswith("flashinfer.fused_moe.core")
