@@ -34,8 +34,8 @@ import moe_mk
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
 
-MOST_TOKENS = 1024
-"""Tokens of one rank in one step: what the batch is filled up to."""
+MOST_TOKENS, MOST_RUNNING = 1024, 16
+"""Tokens and requests of one rank in one step: what the batch is filled up to."""
 CPU = torch.device("cpu")
 
 
@@ -128,9 +128,8 @@ class NanoModel:
             latent_SL, rotary_SR = cache.latent_SL[number].float(), cache.rotary_SR[number].float()
             scores_ATS = torch.einsum("tal,sl->ats", query_TAL[mine], latent_SL)
             scores_ATS += torch.einsum("tar,sr->ats", query_TAR[mine], rotary_SR)
-            later_TS = torch.ones(scores_ATS.shape[1:], dtype=torch.bool, device=CPU).triu(
-                len(latent_SL) - len(new) + 1
-            )
+            every_TS = torch.ones(scores_ATS.shape[1:], dtype=torch.bool, device=CPU)
+            later_TS = every_TS.triu(len(latent_SL) - len(new) + 1)
             scores_ATS = (scores_ATS * (self.nope + self.rope) ** -0.5).masked_fill(later_TS, -torch.inf)
             sums.append(torch.einsum("ats,sl->tal", scores_ATS.softmax(-1), latent_SL))
         values_TAV = torch.einsum("tal,avl->tav", torch.cat(sums), value_AVL)
@@ -161,6 +160,13 @@ class Request:
     written: list[int] = field(default_factory=list)
     cache: Cache | None = None
 
+    def check(self) -> None:
+        """Raise ValueError for what could never run."""
+        if not 0 < len(self.prompt) <= MOST_TOKENS - MOST_RUNNING:
+            raise ValueError(f"a prompt has 1 to {MOST_TOKENS - MOST_RUNNING} bytes, not {len(self.prompt)}")
+        if self.most_new < 1 or not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"{self.most_new} new bytes at temperature {self.temperature}: at least 1, at least 0")
+
     def choose(self, logits_V: Tensor) -> None:
         """Take the likeliest byte, or draw one; draws depend on the seed and the place alone, not on batch-mates."""
         if self.temperature == 0:
@@ -173,16 +179,15 @@ class Request:
 class Engine:
     """Continuous batching: what runs brings one token, what waits brings its prompt when there is room."""
 
-    def __init__(self, model: NanoModel, most_running: int = 16) -> None:
-        self.model, self.most_running = model, most_running
+    def __init__(self, model: NanoModel) -> None:
+        self.model = model
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.steps = self.tokens = 0
 
     def submit(self, request: Request) -> None:
         """Queue a request; refuses what could never run."""
-        if not 0 < len(request.prompt) <= MOST_TOKENS - self.most_running:
-            raise ValueError(f"a prompt has 1 to {MOST_TOKENS - self.most_running} bytes, not {len(request.prompt)}")
+        request.check()
         self.waiting.append(request)
 
     @property
@@ -193,7 +198,7 @@ class Engine:
     def step(self) -> None:
         """One forward for everybody that runs, and for those that still fit; one new byte for each."""
         room = MOST_TOKENS - len(self.running)
-        while self.waiting and len(self.running) < self.most_running and len(self.waiting[0].prompt) <= room:
+        while self.waiting and len(self.running) < MOST_RUNNING and len(self.waiting[0].prompt) <= room:
             room -= len(self.waiting[0].prompt)
             self.running.append(self.waiting.pop(0))
         parts = []
@@ -214,6 +219,8 @@ class Engine:
 def serve(folder: Path, requests: list[Request], group: dist.ProcessGroup | None) -> tuple[dict[int, str], Engine]:
     """This rank's share of the requests, by number; ends when all ranks are done."""
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+    for request in requests:  # of other ranks too: who refuses alone leaves the others waiting
+        request.check()
     engine = Engine(NanoModel.load(folder, group))
     mine = {number: request for number, request in enumerate(requests) if number % ranks == rank}
     for request in mine.values():
@@ -229,13 +236,16 @@ def serve(folder: Path, requests: list[Request], group: dist.ProcessGroup | None
     return {number: bytes(request.written).decode(errors="replace") for number, request in mine.items()}, engine
 
 
+def requests_of(asked: argparse.Namespace) -> list[Request]:
+    """A request for each prompt."""
+    return [Request(prompt.encode(), asked.new, asked.temperature, at) for at, prompt in enumerate(asked.prompt)]
+
+
 def run_rank(asked: argparse.Namespace) -> None:
     """One rank, in a default group if there is one; the first prints what all have written."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    prompts = [prompt.encode() for prompt in asked.prompt]
-    requests = [Request(prompt, asked.new, asked.temperature, seed) for seed, prompt in enumerate(prompts)]
     start = time.perf_counter()
-    texts, engine = serve(asked.folder, requests, group)
+    texts, engine = serve(asked.folder, requests_of(asked), group)
     seconds = time.perf_counter() - start
     everything: list[Any] = [texts]
     if group is not None:
@@ -248,7 +258,7 @@ def run_rank(asked: argparse.Namespace) -> None:
         print(f"--- {number}\n{prompt}{written[number]}")
     layer = next(iter(engine.model.moe.values()))
     how = f"{engine.steps} steps, {engine.tokens} tokens on rank 0; experts by {layer.decision.chosen.name}"
-    print(f"--- {len(prompts)} requests on {len(everything)} ranks, {seconds:.1f} s\n{how}")
+    print(f"--- {len(asked.prompt)} requests on {len(everything)} ranks, {seconds:.1f} s\n{how}")
 
 
 def spawned(rank: int, asked: argparse.Namespace, meeting: str) -> None:
@@ -274,7 +284,15 @@ def main() -> None:
     asked = parser.parse_args()
     asked.prompt = asked.prompt or ["def ", "class ", "import ", "    return "]
     if not (asked.folder / "config.json").is_file():
-        raise SystemExit(f"{asked.folder} holds no model; make one: python examples/07_train_tiny.py {asked.folder}")
+        parser.error(f"{asked.folder} holds no model; make one: python examples/07_train_tiny.py {asked.folder}")
+    experts = json.loads((asked.folder / "config.json").read_text())["n_routed_experts"]
+    if asked.ranks < 1 or experts % asked.ranks:
+        parser.error(f"--ranks {asked.ranks} does not divide {experts} experts")
+    try:
+        for request in requests_of(asked):
+            request.check()
+    except ValueError as problem:
+        parser.error(str(problem))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         run_rank(asked)

@@ -153,6 +153,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--experts", type=int, default=32)
     asked = parser.parse_args()
+    if asked.steps < 1 or asked.experts < 8 or asked.experts % 4:
+        parser.error(f"--steps {asked.steps} --experts {asked.experts}: 1 step or more; 4 groups of 2 experts or more")
     torch.manual_seed(0)
     model = DeepseekV3ForCausalLM._from_config(config_of(asked.experts), experts_implementation="eager")
     seen, held_out = corpus()

@@ -23,11 +23,13 @@ from transformers.integrations import moe
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.hf.blocks import LAYER, blocks_of, layer_of, replaced_forward
+from moe_mk.integrations.hf.blocks import blocks_of, layer_of
 from moe_mk.integrations.hf.fp8 import cpu_fp8
 from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
 from moe_mk.integrations.hf.op import ExpertsFunction
+from moe_mk.integrations.hf.patched import LAYER, PatchedForward
 from moe_mk.integrations.hf.plan import enter, keep_only_plan, plan_of
+from moe_mk.integrations.hf.registries import fp8_registry, function_of, parallel_registry, refuse_others
 from moe_mk.integrations.hf.report import ModelReport, ModuleReport, report_of
 
 __all__ = [
@@ -45,11 +47,11 @@ def register(name: str = "moe_mk", **settings: Any) -> tuple[str, ...]:
     """
     function, entered = ExpertsFunction(name, settings), ["experts"]
     moe.ExpertsInterface.register(name, function)
-    fp8 = _fp8_registry()
+    fp8 = fp8_registry()
     if fp8 is not None:
         fp8.register(name, function)
         entered.append("fp8 experts")
-    parallel = _parallel_registry()
+    parallel = parallel_registry()
     if parallel is not None:
         from moe_mk.integrations.hf.parallel import ep_class
 
@@ -58,30 +60,24 @@ def register(name: str = "moe_mk", **settings: Any) -> tuple[str, ...]:
     return tuple(entered)
 
 
-def _fp8_registry() -> Any:
-    try:
-        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
-    except ImportError:
-        return None
-    return FP8ExpertsInterface
-
-
-def _parallel_registry() -> Any:
-    """Not in every version: 5.19 has none."""
-    try:
-        from transformers.distributed.expert_parallel import EPImplementationInterface
-    except ImportError:
-        return None
-    return EPImplementationInterface
-
-
 def prepare(model: nn.Module, name: str = "moe_mk", *, in_place: bool = False) -> ModelReport:
     """Choose and lay out the experts of every module now, not at the first forward; needed before `torch.compile`.
 
+    A later call lays out once more, for weights that were written through `.data`, which torch does not count; any
+    other change of a weight is noticed at the next forward.
     in_place: where a backend keeps the weights in a layout of its own, free the module's parameters. The model then
     runs by this library alone, and can neither be saved nor switched to other experts; load it again for that.
     Raises UnsupportedError naming every module that cannot be computed, with all reasons, before any is laid out.
     """
+    return _planned(model, name, in_place=in_place, again=True)
+
+
+def explain(model: nn.Module, name: str = "moe_mk") -> ModelReport:
+    """Every experts module of a model: its backend, why, and why not the others. Print it, or take `as_dict()`."""
+    return _planned(model, name, in_place=False, again=False)
+
+
+def _planned(model: nn.Module, name: str, *, in_place: bool, again: bool) -> ModelReport:
     found = {path: module for path, module in model.named_modules() if is_experts(module)}
     if not found:
         raise UnsupportedError(f"{type(model).__name__} has no experts module that transformers dispatches")
@@ -95,16 +91,12 @@ def prepare(model: nn.Module, name: str = "moe_mk", *, in_place: bool = False) -
     modules = []
     for path, module in found.items():
         enter(module)
-        plan = plan_of(module, _dtype_of(model, module), _function(module, name).settings)
-        if in_place:
-            keep_only_plan(module, plan)
+        forget = again and bool(tensors_of(module))
+        plan = plan_of(module, _dtype_of(model, module), _function(module, name).settings, again=forget)
+        if in_place and tensors_of(module) and keep_only_plan(module, plan):
+            refuse_others(module)
         modules.append(report_of(path, plan, sum(t.nbytes for t in tensors_of(module))))
     return ModelReport(type(model).__name__, tuple(modules))
-
-
-def explain(model: nn.Module, name: str = "moe_mk") -> ModelReport:
-    """Every experts module of a model: its backend, why, and why not the others. Print it, or take `as_dict()`."""
-    return prepare(model, name)
 
 
 def config_from_hf(config: PretrainedConfig | dict[str, Any], **overrides: Any) -> MoEConfig:
@@ -141,7 +133,7 @@ def patch_blocks(model: nn.Module, **settings: Any) -> dict[str, Any]:
     for path, layer in layers.items():
         # Not through nn.Module.__setattr__: the layer's counter and views are no part of the model's state.
         vars(blocks[path])[LAYER] = layer
-        vars(blocks[path])["forward"] = replaced_forward(blocks[path], layer)
+        vars(blocks[path])["forward"] = PatchedForward(blocks[path], layer)
     return layers
 
 
@@ -163,9 +155,8 @@ def patched_blocks(model: nn.Module, **settings: Any) -> Iterator[dict[str, Any]
 
 
 def _function(module: nn.Module, name: str) -> ExpertsFunction:
-    registry = _fp8_registry() if hasattr(module, "down_proj_scale_inv") else moe.ExpertsInterface
-    function = registry._global_mapping.get(name) if registry is not None else None
-    if not isinstance(function, ExpertsFunction):
+    function = function_of(module, name)
+    if function is None:
         raise UnsupportedError(f"experts implementation {name!r} is not ours", [f"call register({name!r}) first"])
     return function
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,12 +23,15 @@ from moe_mk.quant.plain import BF16, FP16, FP32, Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import Registry, did_you_mean
 from moe_mk.testing.bits import bits_of
+from moe_mk.testing.calls import check_leaves_nothing
 from moe_mk.testing.certify_limits import SIZES, Format, dtype_of, refusal_of_experts, refusal_of_transport
 from moe_mk.testing.diagnosis import explained
-from moe_mk.testing.experts import check_experts
+from moe_mk.testing.experts import check_experts, check_invariance
 from moe_mk.testing.laws import PROCESSES, Law
 from moe_mk.testing.limits import require
 from moe_mk.testing.on_ranks import (
+    call_of_experts,
+    call_of_transport,
     journey,
     outputs_of_experts,
     outputs_of_transport,
@@ -87,8 +91,11 @@ def checks_of(name: str, *, processes: bool) -> list[Check]:
         return made + (
             [_process_check(name, traits, min(counts))] if processes and counts and not traits.blocking else []
         )
-    formats = ((given, _sizes(name, given)) for given in _formats(traits))
-    return [_experts_check(name, given, sizes, traits) for given, sizes in formats if sizes]
+    formats = [(given, sizes) for given in _formats(traits) if (sizes := _sizes(name, given))]
+    made = [_experts_check(name, given, sizes, traits) for given, sizes in formats]
+    if traits.batch_invariant:
+        made += [_invariance_check(name, given, sizes) for given, sizes in formats if _invariant(name, given, sizes)]
+    return made
 
 
 def untried(name: str) -> tuple[str, ...]:
@@ -102,6 +109,7 @@ def untried(name: str) -> tuple[str, ...]:
         ]
         return (*unknown, *(f"{what}: {why}" for what, why in refused if why))
     unknown = [f"{family} weights, which its traits claim" for family in sorted(traits.weights - WEIGHTS)]
+    unknown += ["biases, which its traits claim"] if traits.biases else []
     refused = [(_name_of(given), refusal_of_experts(name, given, SIZES[-1])) for given in _formats(traits)]
     return (*unknown, *(f"{what}: {why}" for what, why in refused if why))
 
@@ -126,9 +134,16 @@ def _per_node(name: str, ranks: int, wire: QuantScheme) -> int | None:
 def _transport_check(name: str, traits: TransportTraits, ranks: int, wire: QuantScheme, per_node: int | None) -> Check:
     dtype, digested = dtype_of(wire), traits.deterministic
     hosts = f", {per_node} a host" if per_node else ""
+    what = f"{ranks} {'rank' if ranks == 1 else 'ranks'}{hosts}, {wire.name} on the wire"
+
+    def run() -> int:
+        cases = check_transport(name, num_ranks=ranks, wire=wire, dtype=dtype, ranks_per_node=per_node)
+        check_leaves_nothing(call_of_transport(name, ranks, wire, dtype, per_node), what)
+        return cases
+
     return Check(
-        f"{ranks} {'rank' if ranks == 1 else 'ranks'}{hosts}, {wire.name} on the wire",
-        lambda: check_transport(name, num_ranks=ranks, wire=wire, dtype=dtype, ranks_per_node=per_node),
+        what,
+        run,
         (lambda: outputs_of_transport(name, ranks, wire, dtype, per_node)) if digested else None,
         lambda: explained(*journey(name, ranks, wire, dtype, per_node)),
     )
@@ -158,6 +173,9 @@ def _formats(traits: ExpertsTraits) -> Iterator[Format]:
                 yield from _computed(quant, dtype, traits)
     for kind in sorted(traits.weights & FURTHER):
         yield from _computed({"weights": kind}, BF16 if BF16 in dtypes else dtypes[0], traits)
+    if "plain" in traits.weights and "plain" in traits.computes:
+        for activation in sorted(traits.activations - {"silu"}):
+            yield Format({"weights": dtypes[0].name}, dtypes[0], dtypes[0], activation)
 
 
 def _computed(quant: Mapping[str, Any], dtype: Plain, traits: ExpertsTraits) -> Iterator[Format]:
@@ -176,14 +194,32 @@ def _sizes(name: str, given: Format) -> tuple[int, int] | None:
 
 def _name_of(given: Format) -> str:
     what = "FP8 activations" if isinstance(given.compute, Fp8Block) else f"{given.compute.name} activations"
-    return f"{given.weights.name} weights, {what}, {given.dtype.name} out"
+    gate = "" if given.activation == "silu" else f", {given.activation}"
+    return f"{given.weights.name} weights, {what}, {given.dtype.name} out{gate}"
+
+
+def _invariant(name: str, given: Format, sizes: tuple[int, int]) -> bool:
+    """Whether a backend that can be batch-invariant is so in this format."""
+    return given.activation == "silu" and not refusal_of_experts(name, given, sizes, batch_invariant=True)
 
 
 def _experts_check(name: str, given: Format, sizes: tuple[int, int], traits: ExpertsTraits) -> Check:
-    weights, dtype, compute, (hidden, inner) = given.weights, given.dtype, given.compute, sizes
-    return Check(
-        _name_of(given),
-        lambda: check_experts(name, weights, dtype=dtype, compute=compute, hidden_size=hidden, intermediate_size=inner),
-        (lambda: outputs_of_experts(name, weights, dtype, compute, sizes)) if traits.deterministic else None,
-        lambda: None,
-    )
+    def run() -> int:
+        hidden, inner = sizes
+        cases = check_experts(
+            name, given.weights, dtype=given.dtype, compute=given.compute, hidden_size=hidden, intermediate_size=inner,
+            activation=given.activation,
+        )  # fmt: skip
+        check_leaves_nothing(call_of_experts(name, given.weights, given.dtype, given.compute, sizes), _name_of(given))
+        return cases
+
+    digested = traits.deterministic and given.activation == "silu"
+    outputs = partial(outputs_of_experts, name, given.weights, given.dtype, given.compute, sizes)
+    return Check(_name_of(given), run, outputs if digested else None, lambda: None)
+
+
+def _invariance_check(name: str, given: Format, sizes: tuple[int, int]) -> Check:
+    hidden, inner = sizes
+    run = partial(check_invariance, name, given.weights, dtype=given.dtype, compute=given.compute)
+    what = f"{_name_of(given)}, batch-invariant"
+    return Check(what, partial(run, hidden_size=hidden, intermediate_size=inner), None, lambda: None)

@@ -14,9 +14,11 @@ from moe_mk.config.quant import QuantConfig
 from moe_mk.config.shipped import device_profile
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.library import emulated, installed
+from moe_mk.kernels.reference.activation import CLAMPED
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.experts import CLAMPED_AT
 from moe_mk.testing.on_ranks import HIDDEN, INNER, TOP_K
 
 PASSED_OVER = frozenset({"device", "library"})
@@ -34,6 +36,7 @@ class Format:
     """As in a configuration file."""
     dtype: Plain
     compute: QuantScheme
+    activation: str = "silu"
 
     @property
     def weights(self) -> QuantScheme:
@@ -54,12 +57,17 @@ def refusal_of_transport(name: str, ranks: int, wire: QuantScheme, ranks_per_nod
     return _told(cls.reasons_against(_problem(model, dtype, ep=ranks, tokens=tokens, ranks_per_node=ranks_per_node)))
 
 
-def refusal_of_experts(name: str, given: Format, sizes: tuple[int, int]) -> str:
+def refusal_of_experts(name: str, given: Format, sizes: tuple[int, int], *, batch_invariant: bool = False) -> str:
     """Why experts cannot serve a format at a hidden and an intermediate size; empty if they can."""
     hidden, inner = sizes
     model = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": 8, "quant": dict(given.quant)}
+    model |= {"activation": given.activation, "swiglu_limit": CLAMPED_AT if given.activation in CLAMPED else None}
     activations = "plain" if isinstance(given.compute, Plain) else "checkpoint"
-    return _told(EXPERTS[name].reasons_against(_problem(model, given.dtype, activations=activations)))
+    return _told(
+        EXPERTS[name].reasons_against(
+            _problem(model, given.dtype, activations=activations, batch_invariant=batch_invariant)
+        )
+    )
 
 
 def _problem(model: Mapping[str, Any], dtype: Plain, **settings: Any) -> Problem:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.kernels.reference.activation import CLAMPED
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant.plain import FP32, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.testing.bits import bits_of
+from moe_mk.testing.calls import check_batch_invariance, check_calls_of_experts
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.limits import require, require_close
 from moe_mk.tokens import LAYOUT_NAMES, BatchedTokens, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.verify.compare import experts_error
 from moe_mk.weights.expert_weights import CANONICAL, ExpertWeights, Weights
 from moe_mk.weights.layer_weights import as_mapped
+
+OF_ACTIVATIONS = ("even", "no tokens anywhere", "some -1")
+"""Cases for activations beside silu: what differs is the arithmetic, not the way of a token."""
+CLAMPED_AT = 1.5
+UNGATED = frozenset({"relu2"})
+"""Activations that models have in experts without a gate."""
 
 
 def check_experts(
@@ -29,25 +39,32 @@ def check_experts(
     intermediate_size: int = 128,
     num_slots: int = 5,
     device: torch.device | str = "cpu",
+    activation: str = "silu",
 ) -> int:
     """Every hostile case through one experts backend, in every layout it reads, against the reference in f32.
 
     weights: how the experts are stored; read as a stack and as mapped matrices. compute: what activations are rounded
-    to; None is the layer's dtype. Checks the output, the stage it says it has, that padding is never read, that inputs
-    and weights stay as they were, and that two calls give equal bits where the backend says so.
+    to; None is the layer's dtype. activation: one that its traits have; those beside silu run in fewer cases.
+    Checks the output, the stage it says it has, that padding is never read, that inputs and weights stay as they were,
+    that two calls give equal bits where the backend says so, and that outputs follow their weights and stay.
     """
     where, compute = torch.device(device), compute or dtype
-    context = ExpertsContext(dtype, compute, "silu", num_slots, hidden_size, intermediate_size, where)
-    backend = EXPERTS[name](context)
+    backend = EXPERTS[name](context_of(dtype, compute, activation, num_slots, hidden_size, intermediate_size, where))
     exact = FP32 if isinstance(compute, Plain) else compute
-    reference = ReferenceExperts(ExpertsContext(FP32, exact, "silu", num_slots, hidden_size, intermediate_size, where))
-    stack = random_experts(weights, num_slots, hidden_size, intermediate_size, where)
+    reference = ReferenceExperts(context_of(FP32, exact, activation, num_slots, hidden_size, intermediate_size, where))
+    stacks = [
+        random_experts(weights, num_slots, hidden_size, intermediate_size, where, seed, gated=activation not in UNGATED)
+        for seed in (11, 12)
+    ]
+    stack = stacks[0]
     error, ran = experts_error(dtype, compute, weights, hidden_size), 0
+    cases = hostile_routings(1, num_experts=num_slots, top_k=min(3, num_slots), device=where)
+    cases = [case for case in cases if activation == "silu" or case.name in OF_ACTIVATIONS]
     for given in (stack, as_mapped(stack)):
         if given.layout not in backend.traits.layouts:
             continue
         before, own = bits_of(stack), backend.relayout(given)
-        for case in hostile_routings(1, num_experts=num_slots, top_k=min(3, num_slots), device=where):
+        for case in cases:
             for travelled in {dtype, compute}:
                 rows = _rows(case, travelled, dtype, hidden_size, num_slots)
                 expected = weight_and_reduce(reference.run(rows, stack), rows, OutputStage.REDUCED).y
@@ -58,20 +75,50 @@ def check_experts(
                     ran += 1
         require(bits_of(stack) == before, f"{name}: {given.layout} weights were changed")
     require(ran > 0, f"{name} reads neither {CANONICAL} nor mapped weights")
+    if CANONICAL in backend.traits.layouts:
+        rows = _rows(cases[0], dtype, dtype, hidden_size, num_slots)
+        check_calls_of_experts(backend, reference, stacks, rows, error, f"{name}, {weights.name}, {dtype.name}")
     return ran
 
 
+def check_invariance(
+    name: str, weights: QuantScheme, *, dtype: Plain, compute: QuantScheme, hidden_size: int, intermediate_size: int,
+    num_slots: int = 5,
+) -> int:  # fmt: skip
+    """A batch of one expert after the other, each row alone and among all: returns the number of rows compared."""
+    cpu = torch.device("cpu")
+    context = context_of(dtype, compute, "silu", num_slots, hidden_size, intermediate_size, cpu)
+    backend = EXPERTS[name](replace(context, batch_invariant=True))
+    (case,) = (case for case in hostile_routings(1, num_experts=num_slots) if case.name == "uneven")
+    rows = _rows(case, dtype, dtype, hidden_size, num_slots)
+    stack = random_experts(weights, num_slots, hidden_size, intermediate_size, cpu)
+    check_batch_invariance(backend, stack, rows, f"{name}, {weights.name}, {dtype.name}")
+    return len(rows.ids_RK)
+
+
+def context_of(
+    dtype: Plain, compute: QuantScheme, activation: str, num_slots: int, hidden_size: int, intermediate_size: int,
+    device: torch.device,
+) -> ExpertsContext:  # fmt: skip
+    """What experts are built from; activations that clamp do so where about one value in six is beyond."""
+    sizes = num_slots, hidden_size, intermediate_size
+    context = ExpertsContext(dtype, compute, activation, *sizes, device)
+    return replace(context, swiglu_limit=CLAMPED_AT, swiglu_alpha=1.702) if activation in CLAMPED else context
+
+
 def random_experts(
-    scheme: QuantScheme, num_slots: int, hidden_size: int, intermediate_size: int, device: torch.device
-) -> ExpertWeights:
+    scheme: QuantScheme, num_slots: int, hidden_size: int, intermediate_size: int, device: torch.device, seed: int = 11,
+    *, gated: bool = True,
+) -> ExpertWeights:  # fmt: skip
     """A stack whose outputs have the size of its inputs; gate and up differ, so that swapping them shows."""
-    draw = torch.Generator("cpu").manual_seed(11)
+    draw = torch.Generator("cpu").manual_seed(seed)
 
     def normal(rows: int, columns: int, gain: float) -> QuantTensor:
         x = torch.randn((num_slots, rows, columns), generator=draw, dtype=torch.float32, device="cpu")
         return scheme.quantize((x * gain * columns**-0.5).to(device))
 
-    return ExpertWeights(normal(2 * intermediate_size, hidden_size, 1.5), normal(hidden_size, intermediate_size, 1.0))
+    first = normal((2 if gated else 1) * intermediate_size, hidden_size, 1.5)
+    return ExpertWeights(first, normal(hidden_size, intermediate_size, 1.0), gated=gated)
 
 
 def _check_run(
@@ -84,6 +131,7 @@ def _check_run(
     declared = backend.traits.emits[type(tokens)]
     require(output.stage is declared, f"{what}: output is {output.stage.name}, traits say {declared.name}")
     require(output.y.dtype is backend.context.dtype.dtype, f"{what}: output is {output.y.dtype}")
+    require(output.y.device == expected.device, f"{what}: output lies on {output.y.device}")
     wanted = _shape(tokens, output.stage)
     require(output.y.shape == wanted, f"{what}: output has shape {tuple(output.y.shape)}, not {tuple(wanted)}")
     require(bits_of(tokens) == before, f"{what}: the tokens were changed")

@@ -1,16 +1,22 @@
-"""Experts that return what they get, so that a transport can be judged alone: token times the sum of its weights."""
+"""Experts that return what they get, so that a transport can be judged alone: token times the sum of its weights.
+
+With factors, each expert multiplies by one of its own, so that a row in the wrong slot shows.
+"""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from moe_mk.experts.base import ExpertsTraits, FusedExperts
+import torch
+from torch import Tensor
+
+from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import Weights
 
 
 class IdentityExperts(FusedExperts):
-    """Every expert is the identity. Never registered."""
+    """Every expert is the identity, or a factor (L,). Never registered."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="returns its input, to judge transports by",
@@ -19,8 +25,22 @@ class IdentityExperts(FusedExperts):
         computes=("plain",),
     )
 
+    def __init__(self, context: ExpertsContext, factors_L: Tensor | None = None) -> None:
+        super().__init__(context)
+        self.factors_L = factors_L
+
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """The rows as they came, in the layer's dtype."""
+        """The rows as they came, times the factor of their slot, in the layer's dtype."""
         assert not isinstance(tokens, RowTokens)
         x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH
-        return ExpertOutput(x.dequantize(self.context.dtype.dtype), OutputStage.RAW)
+        y = x.dequantize(self.context.dtype.dtype)
+        return ExpertOutput(y if self.factors_L is None else y * self._factors_of(tokens, y), OutputStage.RAW)
+
+    def _factors_of(self, tokens: GroupedTokens | BatchedTokens, y: Tensor) -> Tensor:
+        assert self.factors_L is not None
+        factors_L = self.factors_L.to(y.dtype)
+        if isinstance(tokens, BatchedTokens):
+            return factors_L[:, None, None]
+        spare = y.shape[0] - int(tokens.counts_L.sum())  # rows behind the last expert's belong to nobody
+        factors_N = torch.repeat_interleave(factors_L, tokens.counts_L.long())
+        return torch.cat((factors_N, factors_N.new_zeros(spare)))[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,6 +46,15 @@ def outputs_of_transport(
         ranks = _VirtualTransport(name, case, wire, dtype, HIDDEN, CPU, ranks_per_node)
         outputs += ranks.run(ranks.tokens())
     return outputs
+
+
+def call_of_transport(
+    name: str, num_ranks: int, wire: QuantScheme, dtype: Plain, ranks_per_node: int | None = None
+) -> Callable[[], object]:
+    """The plainest case on ranks that stay, to be carried out as often as one likes."""
+    ranks = _VirtualTransport(name, suitable_cases(name, num_ranks)[0], wire, dtype, HIDDEN, CPU, ranks_per_node)
+    tokens = ranks.tokens()
+    return lambda: ranks.run(tokens)
 
 
 def journey(
@@ -105,3 +116,14 @@ def outputs_of_experts(
                 y = y[tokens.home.row_LS >= 0]
             outputs.append(y)
     return outputs
+
+
+def call_of_experts(
+    name: str, weights: QuantScheme, dtype: Plain, compute: QuantScheme, sizes: tuple[int, int] = (HIDDEN, INNER)
+) -> Callable[[], object]:
+    """One run over the plainest case, to be done as often as one likes."""
+    backend = EXPERTS[name](ExpertsContext(dtype, compute, "silu", SLOTS, *sizes, CPU))
+    own = backend.relayout(random_experts(weights, SLOTS, *sizes, CPU))
+    rows = _rows(hostile_routings(1, num_experts=SLOTS, top_k=TOP_K)[0], dtype, dtype, sizes[0], SLOTS)
+    tokens = permute(rows, (backend.traits.consumes[0],))
+    return lambda: backend.run(tokens, own)

@@ -25,6 +25,8 @@ from moe_mk.weights.expert_weights import MappedExpertWeights
 
 _MOST_TOKENS = 8
 """A rank's most tokens here; libraries size their buffers by it."""
+TOLD_APART = ("even", "uneven experts", "replicas")
+"""Cases in which experts have factors of their own: placements in which a slot is found in three ways."""
 NO_WEIGHTS = MappedExpertWeights((), FP32)
 
 
@@ -52,8 +54,12 @@ def check_transport(
         cases = [case for case in cases if len(set(map(len, case.expert_map.experts_of_rank))) == 1]
     if "sharded" not in traits.tokens:
         cases = [case.replicated() for case in cases]
+    ranks_of = partial(
+        _VirtualTransport, name, wire=wire or dtype, dtype=dtype, hidden_size=hidden_size, device=where,
+        ranks_per_node=ranks_per_node,
+    )  # fmt: skip
     for case in cases:
-        ranks = _VirtualTransport(name, case, wire or dtype, dtype, hidden_size, where, ranks_per_node)
+        ranks = ranks_of(case)
         what, tokens = f"{name}, {num_ranks} ranks, {ranks.wire.name}, {case.name}", ranks.tokens()
         before = bits_of(*tokens, *case.routings)
         hops: list[list[str]] = [[] for _ in range(num_ranks)]
@@ -62,6 +68,8 @@ def check_transport(
         _check_identity(ranks, case, alone, tokens, what)
         require(all(log == hops[0] for log in hops), f"{what}: ranks make different hops: {hops}")
         require(hops[0] == ranks.hops_without_tokens(), f"{what}: hops depend on the number of tokens")
+        if case.name in TOLD_APART:
+            _check_slots(ranks, tokens, what)
         for law, again in (
             ("two calls give different bits", ranks.run(tokens)),
             ("other work in between changes bits", ranks.run_with_other_work(tokens)),
@@ -69,16 +77,21 @@ def check_transport(
         ):
             require(not traits.deterministic or equal_bits(alone, again), f"{what}: {law}")
             _check_identity(ranks, case, again, tokens, f"{what}, {law}")
+    _check_calls(ranks_of(cases[0]), f"{name}, {num_ranks} ranks, {(wire or dtype).name}, {cases[0].name}")
     return len(cases)
 
 
 class _VirtualTransport:
-    """One transport on every rank of a case, around identity experts."""
+    """One transport on every rank of a case, around identity experts.
+
+    telling: each expert multiplies by a power of two of its own, which every number format holds exactly.
+    """
 
     def __init__(
         self, name: str, case: RoutingCase, wire: QuantScheme, dtype: Plain, hidden_size: int, device: torch.device,
-        ranks_per_node: int | None = None,
+        ranks_per_node: int | None = None, *, telling: bool = False,
     ) -> None:  # fmt: skip
+        self.name, self.telling, self.ranks_per_node = name, telling, ranks_per_node
         self.case, self.wire, self.dtype, self.hidden_size, self.device = case, wire, dtype, hidden_size, device
         traits = PREPARE_FINALIZE[name].traits
         self.partial = traits.partial
@@ -92,7 +105,11 @@ class _VirtualTransport:
                 comm, case.expert_map, tables, wire, dtype, hidden_size, top_k, device, max_num_tokens=_MOST_TOKENS,
                 ranks_per_node=ranks_per_node, allow_emulated=True,
             )  # fmt: skip
-            experts = IdentityExperts(ExpertsContext(dtype, dtype, "silu", slots, hidden_size, hidden_size, device))
+            own = torch.tensor(case.expert_map.local_to_global(comm.rank), dtype=torch.int64, device=device)
+            experts = IdentityExperts(
+                ExpertsContext(dtype, dtype, "silu", slots, hidden_size, hidden_size, device),
+                factors_of(own) if telling else None,
+            )
             return FusedMoEKernel(PREPARE_FINALIZE[name](context), experts)
 
         self.kernels = each_rank(self.world, [partial(kernel, comm) for comm in self.world.communicators()])
@@ -106,6 +123,19 @@ class _VirtualTransport:
             made.append(x_TH.to(device=self.device, dtype=self.dtype.dtype))
         return made
 
+    def telling_ranks(self) -> _VirtualTransport:
+        """The same ranks anew, with experts that can be told apart."""
+        return _VirtualTransport(
+            self.name,
+            self.case,
+            self.wire,
+            self.dtype,
+            self.hidden_size,
+            self.device,
+            self.ranks_per_node,
+            telling=True,
+        )
+
     def flights(self, tokens: list[Tensor], routings: tuple[Routing, ...]) -> list[Flight[Tensor]]:
         return [k.steps(x, r, NO_WEIGHTS) for k, x, r in zip(self.kernels, tokens, routings, strict=True)]
 
@@ -113,6 +143,11 @@ class _VirtualTransport:
         flights = self.flights(tokens, self.case.routings)
         watched = flights if hops is None else [hops_of(f, h) for f, h in zip(flights, hops, strict=True)]
         return fly_together(self.world, watched)
+
+    def run_first(self, tokens: list[Tensor], count: int) -> list[Tensor]:
+        """Only the first `count` tokens of each rank."""
+        routings = [Routing(r.ids_TK[:count], r.weights_TK[:count]) for r in self.case.routings]
+        return fly_together(self.world, self.flights([x[:count] for x in tokens], tuple(routings)))
 
     def run_with_other_work(self, tokens: list[Tensor]) -> list[Tensor]:
         flights = self.flights(tokens, self.case.routings)
@@ -145,8 +180,10 @@ def _check_identity(
         outputs = [torch.stack([y.float() for y in outputs]).sum(dim=0)] * len(outputs)
     rounding = torch.finfo(ranks.dtype.dtype).eps * (len(outputs) + 1)
     for rank, (y_TH, x_TH, routing) in enumerate(zip(outputs, tokens, case.routings, strict=True)):
-        kept_T = routing.weights_TK.masked_fill(routing.ids_TK < 0, 0.0).double().sum(dim=1)
+        kept_TK = routing.weights_TK.masked_fill(routing.ids_TK < 0, 0.0).double()
+        kept_T = (kept_TK * factors_of(case.logical_ids[rank]) if ranks.telling else kept_TK).sum(dim=1)
         expected_TH = ranks.wire.quantize(x_TH).dequantize(ranks.dtype.dtype).double() * kept_T[:, None]
+        require(y_TH.device == x_TH.device, f"{what}: the output of rank {rank} lies on {y_TH.device}")
         require(y_TH.shape == x_TH.shape, f"{what}: rank {rank} got {tuple(y_TH.shape)}, not {tuple(x_TH.shape)}")
         require(ranks.partial or y_TH.dtype is x_TH.dtype, f"{what}: rank {rank} got {y_TH.dtype}, not {x_TH.dtype}")
         wrong = (y_TH.double() - expected_TH).abs() > rounding * expected_TH.abs()
@@ -154,3 +191,28 @@ def _check_identity(
             token = int(wrong.any(dim=1).nonzero()[0])
             got, want = y_TH[token, :4].tolist(), expected_TH[token, :4].tolist()
             require(False, f"{what}: token {token} of rank {rank} came home as {got}..., expected {want}...")
+
+
+def factors_of(ids: Tensor) -> Tensor:
+    """1, 2, 4 or 8 for each logical expert: neighbours differ, and so do experts that are two or three apart. f32."""
+    return torch.exp2((ids % 4).to(torch.float32))
+
+
+def _check_slots(ranks: _VirtualTransport, tokens: list[Tensor], what: str) -> None:
+    """Identity experts answer alike in every slot; these do not."""
+    told = ranks.telling_ranks()
+    _check_identity(told, ranks.case, told.run(tokens), tokens, f"{what}, each expert with a factor of its own")
+
+
+def _check_calls(ranks: _VirtualTransport, what: str) -> None:
+    """A small call first, then a full one, then one with other tokens: the second is right, and stays as it is."""
+    tokens = ranks.tokens()
+    ranks.run_first(tokens, 1)
+    full = ranks.run(tokens)
+    _check_identity(ranks, ranks.case, full, tokens, f"{what}, after a smaller call")
+    before, shared = bits_of(*full), {x.untyped_storage().data_ptr() for x in tokens if x.numel()}
+    negated = [-x for x in tokens]
+    ranks.run(negated)
+    require(bits_of(*full) == before, f"{what}: an output changed in a later call")
+    aliases = [rank for rank, y in enumerate(full) if y.numel() and y.untyped_storage().data_ptr() in shared]
+    require(not aliases, f"{what}: an output shares memory with an input, on ranks {aliases}")

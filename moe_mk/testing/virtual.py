@@ -34,9 +34,13 @@ def virtual_groups(ep: int = 1, tp: int = 1) -> list[ParallelGroups]:
     ]
 
 
-def run_together(layers: Sequence[MoELayer], tokens: Sequence[Tensor]) -> list[Tensor]:
-    """One forward of every rank's layer on that rank's tokens."""
-    return interleave([layer.steps(x_TH) for layer, x_TH in zip(layers, tokens, strict=True)])
+def run_together(
+    layers: Sequence[MoELayer], tokens: Sequence[Tensor], token_ids: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """One forward of every rank's layer on that rank's tokens. token_ids: theirs, where they choose the experts."""
+    known = token_ids or [None] * len(layers)
+    each = zip(layers, tokens, known, strict=True)
+    return interleave([layer.steps(x_TH, token_ids_T=ids_T) for layer, x_TH, ids_T in each])
 
 
 def world_of(traits: TransportTraits, size: int) -> LockstepWorld:

@@ -153,14 +153,18 @@ def test_a_block_looks_back_only_and_adds_its_experts_to_the_residual(
     assert torch.equal(seen["model.norm"], residual_TH + delta_TH)
 
 
-def test_the_engine_writes_the_same_on_one_rank_and_on_two(tiny_model: Path) -> None:
+def test_the_engine_writes_the_same_on_one_rank_and_on_two(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = [str(tiny_model), "--new", "6", "--prompt", "def main(", "--prompt", "import "]
-    written = []
-    for ranks in ("1", "2"):
-        said = run(example("05_nano_engine.py"), *asked, "--ranks", ranks)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["05_nano_engine.py", *asked, "--ranks", "1"])
+    importlib.import_module("05_nano_engine").main()
+    alone, together = capsys.readouterr().out, run(example("05_nano_engine.py"), *asked, "--ranks", "2")
+    for said, ranks in ((alone, 1), (together, 2)):
         assert f"--- 2 requests on {ranks} rank" in said and "6 steps" in said
-        written.append(said.split("--- 2 requests")[0])
-    assert written[0] == written[1] and "def main(" in written[0]
+    written, other = (said.split("--- 2 requests")[0] for said in (alone, together))
+    assert written == other and "def main(" in written
 
 
 def test_the_engine_chooses_what_a_full_forward_finds_likeliest(
@@ -189,6 +193,35 @@ def test_the_engine_refuses_a_prompt_that_never_fits(tiny_model: Path, monkeypat
     engine = importlib.import_module("05_nano_engine")
     with pytest.raises(ValueError, match="1 to 1008 bytes, not 2000"):
         engine.serve(tiny_model, [engine.Request(b"x" * 2000, 1)], None)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("05_nano_engine", ["--ranks", "0"], "--ranks 0 does not divide 16 experts"),
+        ("05_nano_engine", ["--ranks", "3"], "--ranks 3 does not divide 16 experts"),
+        ("05_nano_engine", ["--prompt", ""], "a prompt has 1 to 1008 bytes, not 0"),
+        ("05_nano_engine", ["--new", "0"], "0 new bytes at temperature 0.0: at least 1"),
+        ("05_nano_engine", ["--temperature", "-1"], "64 new bytes at temperature -1.0: at least 1, at least 0"),
+        ("07_train_tiny", ["--steps", "0"], "--steps 0 --experts 32: 1 step or more"),
+        ("07_train_tiny", ["--experts", "6"], "4 groups of 2 experts or more"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(
+    script: str,
+    arguments: list[str],
+    said: str,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [script, str(tiny_model), *arguments])
+    before = sorted(tiny_model.iterdir())
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script).main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert sorted(tiny_model.iterdir()) == before
 
 
 def test_transformers_generates_with_its_experts_computed_here() -> None:

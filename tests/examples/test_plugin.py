@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_mk.errors import ConfigError
+from moe_mk.experts import EXPERTS
+
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples/04_custom_backend_plugin"
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -45,23 +48,44 @@ def _must(command: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_doctor_lists_both_and_the_wheel_they_come_from(with_plugin: Run) -> None:
-    done = with_plugin("-m", "moe_mk.cli", "doctor", "--json")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert "one_by_one" in json.dumps(facts) and "matmul_loop" in json.dumps(facts)
-    assert "moe-mk-sample" in json.dumps(facts)
+COMMANDS = (
+    ("doctor", "--json"),
+    ("explain", "deepseek_v3", "--ranks", "2", "--prepare-finalize", "one_by_one", "--experts-backend", "matmul_loop",
+     "--json"),
+    ("explain", "deepseek_v3", "--prepare-finalize", "one_by_one"),
+)  # fmt: skip
+IN_ONE_PROCESS = """
+import json, sys
+from typer.testing import CliRunner
+from moe_mk.cli import app
+done = [CliRunner().invoke(app, list(command)) for command in json.loads(sys.argv[1])]
+print(json.dumps([(one.exit_code, one.stdout, one.stderr) for one in done]))
+"""
 
 
-def test_explain_prices_them_or_says_what_is_against_them(with_plugin: Run) -> None:
-    pins = ("--prepare-finalize", "one_by_one", "--experts-backend", "matmul_loop")
-    done = with_plugin("-m", "moe_mk.cli", "explain", "deepseek_v3", "--ranks", "2", *pins, "--json")
+@pytest.fixture(scope="module")
+def said(with_plugin: Run) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each of COMMANDS; one process, because starting one takes longer than they do."""
+    done = with_plugin("-c", IN_ONE_PROCESS, json.dumps(COMMANDS))
     assert done.returncode == 0, done.stderr
-    decision = json.loads(done.stdout)
+    return [(code, out, err) for code, out, err in json.loads(done.stdout)]
+
+
+def test_doctor_lists_both_and_the_wheel_they_come_from(said: list[tuple[int, str, str]]) -> None:
+    code, out, err = said[0]
+    assert code == 0, err
+    told = json.dumps(json.loads(out))
+    assert "one_by_one" in told and "matmul_loop" in told and "moe-mk-sample" in told
+
+
+def test_explain_prices_them_or_says_what_is_against_them(said: list[tuple[int, str, str]]) -> None:
+    code, out, err = said[1]
+    assert code == 0, err
+    decision = json.loads(out)
     assert (decision["chosen"]["prepare_finalize"], decision["chosen"]["experts"]) == ("one_by_one", "matmul_loop")
-    refused = with_plugin("-m", "moe_mk.cli", "explain", "deepseek_v3", "--prepare-finalize", "one_by_one")
-    assert refused.returncode == 3
-    assert "needs 2 ranks or more, the group has 1" in refused.stderr
+    refused, _, why = said[2]
+    assert refused == 3
+    assert "needs 2 ranks or more, the group has 1" in why
 
 
 def test_they_run_and_agree_with_the_reference(with_plugin: Run) -> None:
@@ -85,6 +109,5 @@ def test_both_are_certified_as_they_come_out_of_the_wheel(with_plugin: Run) -> N
 
 
 def test_without_the_wheel_the_names_are_unknown() -> None:
-    code = "from moe_mk.experts import EXPERTS; EXPERTS['matmul_loop']"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "no experts backend is called 'matmul_loop'" in done.stderr
+    with pytest.raises(ConfigError, match="no experts backend is called 'matmul_loop'"):
+        _ = EXPERTS["matmul_loop"]

@@ -21,7 +21,7 @@ from moe_mk.errors import ConfigError, PluginWarning, UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.library import EMULATED, installed
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from moe_mk.testing import backend_conformance
+from moe_mk.testing import backend_conformance, certify_checks
 from moe_mk.testing.certificate import CONTRACT
 from moe_mk.testing.certify import certify, checks_of
 from moe_mk.testing.diagnosis import explained
@@ -58,6 +58,17 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
         (wrong.LiesAboutItsStage, "stage", "output is WEIGHTED, traits say RAW"),
         (wrong.TooLarge, "values", "away"),
         (wrong.Crashes, "runs", "IndexError: no such tile"),
+        (wrong.WrongSlot, "slots", "even, each expert with a factor of its own: token 0 of rank 0 came home as"),
+        (wrong.SizedByItsFirstCall, "calls", "after a smaller call: token 1 of rank 0 came home as"),
+        (wrong.LeavesTokensBehind, "nothing left", "on the wire: 6 calls leave 12 tensors behind"),
+        (wrong.TakesNowhereForFirst, "inputs", "all to one expert: an input changed"),
+        (wrong.GivesUpWhenIdle, "runs", "ValueError: nothing to send"),
+        (wrong.OtherDevice, "shape", "the output of rank 0 lies on meta"),
+        (wrong.RoundsWhatItCombines, "values", "2 ranks, fp32, even: token 0 of rank 0 came home as"),
+        (wrong.RemembersWeights, "calls", "the second of two weights in turn: tokens"),
+        (wrong.HandsOutItsBuffer, "kept", "an output changed in a later call"),
+        (wrong.InvariantByName, "invariant", "row 0 alone has other bits than in company"),
+        (wrong.KnowsSiluOnly, "values", "even, rows: tokens"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -96,7 +107,18 @@ def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_says_so(
 
 def test_every_law_is_shown_to_be_broken_by_something() -> None:
     shown = {"weighting", "inputs", "padding", "nowhere", "deterministic", "order", "hops", "shape", "lost", "stage"}
-    shown |= {"values", "runs", "loads", "signature", "processes"}
+    shown |= {
+        "values",
+        "runs",
+        "loads",
+        "signature",
+        "processes",
+        "invariant",
+        "slots",
+        "calls",
+        "kept",
+        "nothing left",
+    }
     assert {law.name for law in LAWS} == shown
 
 
@@ -118,7 +140,8 @@ def test_processes_give_the_bits_of_virtual_ranks() -> None:
 
 def test_experts_are_tried_in_every_format_of_their_traits() -> None:
     names = [check.name for check in checks_of("cpu_native", processes=False)]
-    assert len(set(names)) == len(names) and all(name.endswith("bf16 out") for name in names)
+    assert len(set(names)) == len(names) and all("bf16 out" in name for name in names)
+    assert {"bf16 weights, bf16 activations, bf16 out, gelu", f"{names[0]}, batch-invariant"} <= set(names)
     assert set(names) >= {
         "bf16 weights, bf16 activations, bf16 out",
         *(f"{weights} weights, {what} activations, bf16 out"
@@ -135,7 +158,8 @@ def test_every_built_in_backend_has_checks_or_says_why_it_cannot_run_here() -> N
     assert checks_of("hierarchical", processes=False)[0].name.startswith("4 ranks, 2 a host, ")
 
 
-def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with() -> None:
+def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certify_checks, "FP8_BLOCKS", certify_checks.FP8_BLOCKS[:1])
     certificate = certify("deep_gemm", processes=False)  # its library needs multiples of 128, 192 is none
     assert certificate.passed, certificate.failures
     assert "deep_gemm itself: its emulation answered" in certificate.not_covered or "deep_gemm" in installed()
@@ -257,7 +281,10 @@ def test_ranks_that_are_threads_wait_longer_than_a_busy_machine_keeps_one_aside(
     assert isinstance(world, ThreadWorld) and world.timeout_s >= 100.0
 
 
-def test_an_emulated_library_is_certified_as_what_it_is() -> None:
+def test_an_emulated_library_is_certified_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two ranks and one format are enough for what a certificate says; `conformance/test_transports.py` runs the others.
+    monkeypatch.setattr(certify_checks, "RANKS", (2,))
+    monkeypatch.setattr(certify_checks, "WIRES", {"plain": certify_checks.WIRES["plain"]})
     certificate = certify("deepep_ll", processes=False)
     assert certificate.passed, certificate.failures
     assert "2 ranks, bf16 on the wire" in {one.check for one in certificate.coverage}

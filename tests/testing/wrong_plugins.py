@@ -1,4 +1,4 @@
-"""Ten plugins that each break one law of the contract."""
+"""Plugins that each break one law of the contract."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.flight import Flight
 from moe_mk.prepare_finalize.all_to_all import AllToAll
-from moe_mk.quant.plain import FP32
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 from moe_mk.weights.expert_weights import Weights
 
@@ -18,11 +18,18 @@ PLAIN = frozenset({"plain"})
 
 
 class Transport(AllToAll):
-    traits = replace(AllToAll.traits, wire=PLAIN)
+    traits = replace(AllToAll.traits, wire=PLAIN, max_ranks=2)
 
 
 class Experts(ReferenceExperts):
-    traits = replace(ReferenceExperts.traits, weights=PLAIN, computes=("plain",), dtypes=frozenset({"fp32"}))
+    traits = replace(
+        ReferenceExperts.traits,
+        weights=PLAIN,
+        computes=("plain",),
+        dtypes=frozenset({"fp32"}),
+        activations=frozenset({"silu"}),
+        biases=False,
+    )
 
 
 class WrongSignature(Transport):
@@ -114,4 +121,91 @@ class Crashes(Experts):
         raise IndexError("no such tile")
 
 
-assert FP32.name == "fp32"
+# What shows only from call to call, or beside something that differs.
+
+
+class WrongSlot(Transport):
+    """Every row goes to the expert beside its own; identity experts answer alike."""
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        tokens = yield from super().prepare(x_TH, routing)
+        assert isinstance(tokens, RowTokens)
+        shifted_RK = (tokens.ids_RK + 1) % self.context.num_slots
+        return replace(tokens, ids_RK=torch.where(tokens.ids_RK >= 0, shifted_RK, -1))
+
+
+class SizedByItsFirstCall(Transport):
+    most = 0
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        self.most = self.most or max(len(x_TH), 1)
+        token_T1 = torch.arange(len(x_TH))[:, None]
+        return (
+            yield from super().prepare(x_TH, replace(routing, ids_TK=routing.ids_TK.where(token_T1 < self.most, -1)))
+        )
+
+
+class LeavesTokensBehind(Transport):
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        self.__dict__.setdefault("seen", []).append(x_TH.clone())
+        return (yield from super().prepare(x_TH, routing))
+
+
+class TakesNowhereForFirst(Transport):
+    """And writes it down where the engine reads it."""
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        tokens = yield from super().prepare(x_TH, routing)
+        routing.ids_TK.clamp_(min=0)
+        return tokens
+
+
+class GivesUpWhenIdle(Transport):
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        if not len(x_TH):
+            raise ValueError("nothing to send")
+        return (yield from super().prepare(x_TH, routing))
+
+
+class OtherDevice(Transport):
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        return (yield from super().finalize(output, tokens)).to("meta")
+
+
+class RoundsWhatItCombines(Transport):
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        rounded = output.y.to(torch.bfloat16).to(output.y.dtype)
+        return (yield from super().finalize(replace(output, y=rounded), tokens))
+
+
+class RemembersWeights(Experts):
+    held: Weights | None = None
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        self.held = self.held or weights
+        return super().run(tokens, self.held)
+
+
+class HandsOutItsBuffer(Experts):
+    held = torch.empty(0)
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        output = super().run(tokens, weights)
+        if self.held.shape != output.y.shape:
+            self.held = torch.empty_like(output.y)
+        return replace(output, y=self.held.copy_(output.y))
+
+
+class InvariantByName(Experts):
+    traits = replace(Experts.traits, batch_invariant=True)
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        output = super().run(tokens, weights)
+        return replace(output, y=output.y * (1.0 + 1e-7 * (len(output.y) > 1)))
+
+
+class KnowsSiluOnly(Experts):
+    traits = replace(Experts.traits, activations=frozenset({"silu", "gelu"}))
+
+    def __init__(self, context: ExpertsContext) -> None:
+        super().__init__(replace(context, activation="silu"))

@@ -7,7 +7,7 @@ batch as the block does, or the block is left alone and named.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from moe_mk.layer import MoELayer
 from moe_mk.verify.compare import ALL_TOKENS, error_of, experts_error
 from moe_mk.weights.expert_weights import SlotWeights
 
-LAYER = "_moe_mk_layer"
 GATE = ("weight", "e_score_correction_bias", "top_k", "routed_scaling_factor", "topk_group", "norm_topk_prob")
 PROBES = 48
 
@@ -51,12 +50,18 @@ def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any]) -> MoELay
     facts = facts_of(experts)
     if not facts.canonical:
         raise UnsupportedError(f"{path} ({type(block).__name__})", [f"its experts have {', '.join(facts.oddities)}"])
-    dtype = next(p.dtype for p in gate.parameters()) if facts.scheme.block is not None else facts.scheme.dtype  # type: ignore[attr-defined]
     config = MoEConfig.parse(_settings(block, facts), path).with_(**settings)
-    layer = MoELayer(config, device=facts.device, dtype=dtype, name=path)
-    layer.load_weights(_named(block, facts))
+    layer = MoELayer(config, device=facts.device, dtype=dtype_of(gate, facts), name=path)
+    layer.load_weights(named_weights(block, facts))
     _must_agree(path, block, layer)
     return layer
+
+
+def dtype_of(gate: nn.Module, facts: ModuleFacts) -> torch.dtype:
+    """What tokens come in: the weights' dtype, or beside FP8 experts that of the gate."""
+    if facts.scheme.block is not None:
+        return next(p.dtype for p in gate.parameters())
+    return facts.scheme.dtype  # type: ignore[attr-defined, no-any-return]
 
 
 def _settings(block: nn.Module, facts: ModuleFacts) -> dict[str, Any]:
@@ -88,12 +93,12 @@ def _settings(block: nn.Module, facts: ModuleFacts) -> dict[str, Any]:
     return {"model": model, "router": router}
 
 
-def _named(block: nn.Module, facts: ModuleFacts) -> dict[str, Tensor]:
-    """The block's tensors under the official names of a checkpoint, as views."""
+def named_weights(block: Any, facts: ModuleFacts) -> dict[str, Tensor]:
+    """The tensors of a block, or of its parts, under the official names of a checkpoint, as views."""
     gate: Any = block.gate
     shared: Any = getattr(block, "shared_experts", None)
     named = {"gate.weight": gate.weight.detach(), "gate.e_score_correction_bias": gate.e_score_correction_bias.detach()}
-    weights = weights_of(block.experts, facts)  # type: ignore[arg-type]
+    weights = weights_of(block.experts, facts)
     for expert in range(facts.num_experts):
         named |= _mlp(f"experts.{expert}", weights.slot(expert))
     for projection in ("gate", "up", "down") if shared is not None else ():
@@ -147,18 +152,3 @@ def _differences(block: nn.Module, layer: MoELayer, x_TH: Tensor) -> list[str]:
     theirs = experts_error(problem.dtype, problem.activations or problem.dtype, problem.weights, x_TH.shape[1])
     limit = ALL_TOKENS * math.hypot(error_of(layer.decision), theirs)
     return [] if error <= limit else [f"its output differs by {error:.1e} of its size, formats allow {limit:.1e}"]
-
-
-def replaced_forward(block: nn.Module, layer: MoELayer) -> Callable[[Tensor], Tensor]:
-    """What a patched block does: the layer on all its tokens, and the gate as well where somebody listens to it."""
-    gate = block.gate
-    assert isinstance(gate, nn.Module)
-
-    def forward(hidden_states: Tensor) -> Tensor:
-        if gate._forward_hooks:  # transformers records router logits by hooks on the gate
-            gate(hidden_states)
-        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        y_TH: Tensor = layer(x_TH)
-        return y_TH.view(hidden_states.shape)
-
-    return forward

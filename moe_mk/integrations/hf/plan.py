@@ -6,7 +6,7 @@ table, because an operator of torch takes tensors and numbers only; it keeps not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -115,10 +115,12 @@ def module_of(number: int) -> nn.Module:
     return _modules[number]
 
 
-def plan_of(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan:
-    """The plan of a module, made anew where its tensors, their contents, the dtype or the settings changed."""
+def plan_of(
+    module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE, *, again: bool = False
+) -> ModulePlan:
+    """The plan of a module, made anew where its tensors, their contents, dtype or settings changed, or `again`."""
     held, stamp, wanted = _plans.get(module), stamp_of(module), tuple(sorted(settings.items()))
-    if held and (held.stamp, held.dtype, held.settings, held.ranks) == (stamp, dtype, wanted, ranks):
+    if held and not again and (held.stamp, held.dtype, held.settings, held.ranks) == (stamp, dtype, wanted, ranks):
         return held
     _plans[module] = made = make_plan(module, dtype, settings, ranks)
     return made
@@ -135,9 +137,12 @@ def keep_only_plan(module: nn.Module, plan: ModulePlan) -> bool:
 
 def stamp_of(module: nn.Module) -> tuple[object, ...]:
     """What changes when a tensor of the module is replaced, moved, cast or written to."""
-    return tuple(
-        (t.data_ptr(), t.device, t.dtype, t.shape, 0 if t.is_inference() else t._version) for t in tensors_of(module)
-    )
+    return stamp_of_tensors(tensors_of(module))
+
+
+def stamp_of_tensors(tensors: Iterable[Tensor]) -> tuple[object, ...]:
+    """What changes when one of some tensors is replaced, moved, cast or written to."""
+    return tuple((t.data_ptr(), t.device, t.dtype, t.shape, 0 if t.is_inference() else t._version) for t in tensors)
 
 
 def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan:
@@ -202,9 +207,9 @@ def top_k_of(module: nn.Module, num_experts: int) -> int:
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise ConfigError for a setting that is not one of the kernel's."""
+    """Raise ConfigError for a setting that is not one of the kernel's, and for a value that it cannot have."""
     unknown = sorted(set(settings) - set(KernelConfig.model_fields))
     if unknown:
         known = ", ".join(KernelConfig.model_fields)
         raise ConfigError(f"no kernel setting is called {', '.join(map(repr, unknown))} (known: {known})")
-    KernelConfig(**settings)
+    KernelConfig.parse(settings, "register")

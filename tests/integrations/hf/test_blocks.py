@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from moe_mk.errors import UnsupportedError
+from moe_mk.external.library import installed
 from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.integrations.transformers import (
     patch_blocks,
@@ -92,3 +96,55 @@ def test_patched_blocks_compile_into_one_graph() -> None:
     with patched_blocks(model):
         wanted = logits(model, ids)
         assert torch.equal(logits(torch.compile(model, fullgraph=True, backend="eager"), ids), wanted)
+
+
+needs_compiler = pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("experts", ["torch_cpu", pytest.param("cpu_native", marks=needs_compiler)])
+def test_a_copy_of_a_patched_model_computes_with_its_own_weights(experts: str) -> None:
+    # torch_cpu reads views of the weights, cpu_native a copy in its own layout: neither may be the first model's.
+    model, ids = tiny_model(dtype=torch.bfloat16), prompt()
+    patch_blocks(model, experts=experts)
+    wanted = logits(model, ids)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        block, x = twin.model.layers[1].mlp, torch.ones((1, 2, 128), dtype=torch.bfloat16)
+        assert torch.equal(logits(twin, ids), wanted)
+        for parameter in block.parameters():
+            parameter.zero_()
+        assert not block(x).any() and model.model.layers[1].mlp(x).any()
+        assert unpatch_blocks(twin) == 2 and not block(x).any()
+    assert torch.equal(logits(model, ids), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["experts.down_proj", "gate.weight", "shared_experts.up_proj.weight"])
+@pytest.mark.parametrize("experts", ["torch_cpu", pytest.param("cpu_native", marks=needs_compiler)])
+def test_a_weight_written_after_patching_is_seen(name: str, experts: str) -> None:
+    model, ids = tiny_model(dtype=torch.bfloat16), prompt()
+    before = logits(model, ids)
+    layers = patch_blocks(model, experts=experts)
+    assert relative(logits(model, ids), before) < 0.02
+    model.model.layers[1].mlp.get_parameter(name).neg_()
+    patched = logits(model, ids)
+    assert int(layers["model.layers.1.mlp"].expert_load.sum()) == 2 * ids.numel() * 2, "the same layer, loaded again"
+    unpatch_blocks(model)
+    assert relative(patched, logits(model, ids)) < 0.02 < 0.1 < relative(patched, before)
+
+
+def test_a_model_that_is_cast_after_patching_says_what_to_do() -> None:
+    model, ids = tiny_model(), prompt()
+    patch_blocks(model)
+    with pytest.raises(UnsupportedError, match=r"patched for torch.float32 and gets torch.bfloat16\n.*torch.autocast"):
+        model.model.layers[1].mlp(torch.ones((1, 2, 128), dtype=torch.bfloat16))
+    model.to(torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"layers.1.mlp was patched with weights of fp32 on cpu and has bf16"):
+        logits(model, ids)
+    unpatch_blocks(model)
+    patch_blocks(model)
+    assert logits(model, ids).dtype is torch.bfloat16
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).float().norm() / wanted.float().norm())
