@@ -97,6 +97,7 @@ features: venv  ## write docs/capabilities.md from tests/rows.yaml and the marks
 	@$(BIN)/python tools/features.py
 	@$(BIN)/python tools/transports.py
 	@$(BIN)/python tools/headline.py
+	@$(BIN)/python tools/claims.py
 
 certify: venv  ## certify every built-in backend and write the table of docs/certify.md; takes minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/docs_certified.py

@@ -25,8 +25,8 @@ PEERS = {
 CARRIERS = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
 PLANNERS = {
     "DeepSeek": "DeepSeek's",
-    "vLLM": "vLLM's algorithm, transcribed",
-    "SGLang vectorised": "SGLang's vectorised one, transcribed",
+    "vLLM": "vLLM's",
+    "SGLang vectorised": "SGLang's vectorised one",
 }
 
 
@@ -96,6 +96,7 @@ def _transports(found: dict[str, Any]) -> Iterator[Line]:
 def _eplb(found: dict[str, Any]) -> Iterator[Line]:
     values = {goal["what"]: goal["value"] for goal in found["goals"]}
     for peer, name in PLANNERS.items():
+        name = name if peer == "DeepSeek" or peer in found.get("anchors", {}) else f"{name}, transcribed"
         ratios = [value for what, value in values.items() if what.endswith(f": times {peer}")]
         what, cases = "EPLB, the same maps", f"median of {len(ratios)} sizes"
         yield Line(what, name, cases, [median(ratios)], "[placement](docs/placement.md)")

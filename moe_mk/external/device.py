@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -78,9 +80,51 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def identity(device: torch.device) -> str:
+    """What tells a device from every other one, whatever number each process gives it."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
 def stream_of(device: torch.device) -> int:
     """What tells the queues of a device apart: work on one stream runs in order; a CPU has one."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+class Queues:
+    """Work of several threads on one device: a stream for each lane, and marks that others wait for.
+
+    On a CPU there is nothing to wait for: what a thread has called is done when the call returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    @property
+    def run_later(self) -> bool:
+        """Whether work is queued, so that what it reads must not be freed when a call returns."""
+        return self.device.type == "cuda"
+
+    @contextmanager
+    def lane(self, name: str) -> Iterator[None]:
+        """Queue what this thread calls within on a stream of the lane's own, the same one in every call."""
+        if not self.run_later:
+            yield
+            return
+        with torch.cuda.device(self.device):
+            if name not in self._streams:
+                self._streams[name] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._streams[name]):
+                yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The end of what this thread has queued so far; None on a CPU."""
+        return torch.cuda.current_stream(self.device).record_event() if self.run_later else None
+
+    def after(self, mark: torch.cuda.Event | None) -> None:
+        """Let what this thread queues from here on wait for a mark, on the device alone."""
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
 
 
 def capturing(device: torch.device) -> bool:

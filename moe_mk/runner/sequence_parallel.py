@@ -23,9 +23,14 @@ def chunk_sizes(num_tokens: int, ranks: int) -> list[int]:
     return [max(min(longest, num_tokens - rank * longest), 0) for rank in range(ranks)]
 
 
+def chunk_of(num_tokens: int, ranks: int, rank: int) -> slice:
+    """The rows of one rank; what belongs to the tokens is cut as they are."""
+    starts = offsets(chunk_sizes(num_tokens, ranks))
+    return slice(starts[rank], starts[rank + 1])
+
+
 def sequence_parallel(x_TH: Tensor, comm: Communicator, run: Callable[[Tensor], Flight[Tensor]]) -> Flight[Tensor]:
     """Run this rank's chunk of (T, H) and gather those of all ranks of `comm`, which must bring the same tokens."""
-    sizes = chunk_sizes(x_TH.shape[0], comm.size)
-    starts = offsets(sizes)
-    y_XH = yield from run(x_TH[starts[comm.rank] : starts[comm.rank + 1]])
-    return (yield from comm.all_gather(y_XH, sizes, "sequence gather"))
+    num_tokens = x_TH.shape[0]
+    y_XH = yield from run(x_TH[chunk_of(num_tokens, comm.size, comm.rank)])
+    return (yield from comm.all_gather(y_XH, chunk_sizes(num_tokens, comm.size), "sequence gather"))

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from moe_mk.flight import Flight, land
 from moe_mk.prepare_finalize.base import PrepareFinalize
+from moe_mk.runner.thread_modes import with_modes_of_here
 from moe_mk.tokens import ExpertOutput, Routing, Tokens
-
-X = TypeVar("X")
 
 
 def run_on_two_streams(
@@ -33,24 +30,14 @@ def run_on_two_streams(
     Raises what either of them raises, once the carrying one has ended.
     """
     carrier = ThreadPoolExecutor(1, thread_name_prefix="carrier")
-    landing = _with_grad_as_here(land)
+    prepared: Callable[[Flight[Tokens]], Tokens] = with_modes_of_here(land)
+    finalized: Callable[[Flight[Tensor]], Tensor] = with_modes_of_here(land)
     try:
-        arriving = [carrier.submit(landing, transport.prepare(x_TH, routing)) for x_TH, routing in batches]
+        arriving = [carrier.submit(prepared, transport.prepare(x_TH, routing)) for x_TH, routing in batches]
         leaving = []
         for arrival in arriving:
             tokens = arrival.result()
-            leaving.append(carrier.submit(landing, transport.finalize(multiply(tokens), tokens)))
+            leaving.append(carrier.submit(finalized, transport.finalize(multiply(tokens), tokens)))
         return [departure.result() for departure in leaving]
     finally:
         carrier.shutdown(cancel_futures=True)
-
-
-def _with_grad_as_here(job: Callable[[Flight[X]], X]) -> Callable[[Flight[X]], X]:
-    """Autograd's switch belongs to a thread: the job finds it as it is in the one that asks."""
-    grad = torch.is_grad_enabled()
-
-    def with_grad(flight: Flight[X]) -> X:
-        with torch.set_grad_enabled(grad):
-            return job(flight)
-
-    return with_grad

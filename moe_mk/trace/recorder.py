@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import local
 
 from moe_mk.trace.clock import now
 from moe_mk.trace.ledger import Ledger
@@ -24,30 +25,37 @@ class Span:
     """Seconds spent in this stage itself: not in spans opened later, such as shared experts while rows travel."""
 
 
+class _Open(local):
+    """What is open in one thread."""
+
+    def __init__(self) -> None:
+        self.own: list[list[float]] = []
+        """The seconds charged so far to each open span, in order of opening."""
+        self.charged_until = 0.0
+
+
 class Recorder:
-    """Collects the spans of one thread. Each moment is charged to the span opened last of those still open."""
+    """Collects spans. Each moment of a thread is charged to the span opened last of those still open in it."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._open: list[list[float]] = []
-        """The seconds charged so far to each open span, in order of opening."""
-        self._charged_until = 0.0
+        self._open = _Open()
 
     @contextmanager
     def span(self, stage: str) -> Iterator[None]:
         """Time what runs within. Flights of several micro-batches may close in another order than they opened."""
         own = [0.0]
         start = self._charge()
-        self._open.append(own)
+        self._open.own.append(own)
         try:
             yield
         finally:
             end = self._charge()
-            self._open = [other for other in self._open if other is not own]
+            self._open.own = [other for other in self._open.own if other is not own]
             self.spans.append(Span(stage, start, end, own[0]))
 
     def own_seconds(self) -> dict[str, float]:
-        """Seconds spent in each stage itself; over all stages they add up to the time in which any span was open."""
+        """Seconds spent in each stage itself; in one thread they add up to the time in which any span was open."""
         total: dict[str, float] = defaultdict(float)
         for span in self.spans:
             total[span.stage] += span.own
@@ -55,10 +63,10 @@ class Recorder:
 
     def _charge(self) -> float:
         """Charge the time since the last opening or closing; returns the time now."""
-        time = now()
-        if self._open:
-            self._open[-1][0] += time - self._charged_until
-        self._charged_until = time
+        time, here = now(), self._open
+        if here.own:
+            here.own[-1][0] += time - here.charged_until
+        here.charged_until = time
         return time
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk import ParallelGroups, ShapeError
+from moe_mk import ConfigError, ParallelGroups, ShapeError
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.layer import MoELayer, SequenceParallelMoE
 from moe_mk.runner import chunk_sizes, sequence_parallel
 from moe_mk.testing.virtual import virtual_groups
-from tests.layer.build import HIDDEN, layer
+from tests.layer.build import HIDDEN, config, layer, tensors
 
 TOP_K = 2
 
@@ -104,3 +104,52 @@ def test_one_rank_has_one_chunk_and_bad_tokens_are_refused_before_anything_moves
     assert torch.equal(one(x_TH), one.layer(x_TH))
     with pytest.raises(ShapeError, match="hidden_states"):
         one(torch.randn(5, HIDDEN + 1))
+
+
+def by_token_id(ranks: int, vocabulary: int = 10) -> tuple[list[MoELayer], list[SequenceParallelMoE]]:
+    """EP ranks that all share their tokens, and layers whose table sends token v to experts v and v + 1."""
+    settings = {"experts": "reference", "hash_vocabulary": vocabulary, "scoring_func": "sqrtsoftplus"}
+    table_XK = torch.tensor([[v % 8, (v + 1) % 8] for v in range(vocabulary)])
+    named = {**tensors(8), "gate.tid2eid": table_XK}
+    groups = [ParallelGroups()] if ranks == 1 else virtual_groups(ranks)
+    layers = [MoELayer(config(8, TOP_K, **settings), dtype=torch.float32, groups=g).load_weights(named) for g in groups]
+    comms = LockstepWorld(ranks).communicators()
+    return layers, [SequenceParallelMoE(one, comm) for one, comm in zip(layers, comms, strict=True)]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 8])
+def test_chunks_take_their_token_ids_with_them(tokens: int) -> None:
+    draw = torch.Generator().manual_seed(2)
+    x_TH, ids_T = torch.randn((tokens, HIDDEN), generator=draw), torch.randint(10, (tokens,), generator=draw)
+    (alone,), _ = by_token_id(1)
+    want = alone(x_TH, ids_T)
+    layers, chunked = by_token_id(4)
+    for got in interleave([one.steps(x_TH, ids_T) for one in chunked]):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+    load_E = sum(one.expert_load for one in layers)
+    assert torch.equal(load_E, alone.expert_load) and int(alone.expert_load.sum()) == 2 * tokens
+
+
+@pytest.mark.parametrize(
+    "ids,error,complaint",
+    [
+        (None, ShapeError, "chooses experts by token id; call it with token_ids_T"),
+        (torch.arange(4), ShapeError, "token_ids_T"),
+        (torch.tensor([0, 1, 2, 3, 10]), ConfigError, r"token ids from 0 to 10 lie outside the table's \[0, 10\)"),
+    ],
+)
+def test_every_rank_refuses_ids_that_only_one_would_meet(
+    ids: Tensor | None, error: type[Exception], complaint: str
+) -> None:
+    # Rank 3 has no token of five (2 2 1 0), rank 2 has the last: each of them must refuse before anything moves.
+    _, chunked = by_token_id(4)
+    for one in chunked:
+        with pytest.raises(error, match=complaint):
+            next(one.steps(torch.zeros(5, HIDDEN), ids))
+        assert not one.comm.traffic.calls_by_phase and not one.layer.ep.traffic.calls_by_phase
+
+
+def test_ids_are_without_effect_where_scores_choose() -> None:
+    one = SequenceParallelMoE(layer(8, TOP_K), None)
+    x_TH = torch.randn(5, HIDDEN)
+    assert torch.equal(one(x_TH, torch.tensor(7)), one(x_TH))

@@ -1,0 +1,126 @@
+"""One layer on two processes: whole, tile by tile, and in two micro-batches that take turns; by ratio.
+
+    python benchmarks/overlap.py --tokens 64 512 --output benchmarks/results/overlap_cpu.json
+
+Every round runs every way on the same tokens, in an order that changes, so that all meet the same machine. A round's
+time is that of its slowest rank. `turns` carries tiles in the calling thread, `thread` in one of their own; `dual` is
+two micro-batches that take turns (DBO). A ratio above 1 is faster than the whole batch at once. `hidden` is the part of
+the time on the way in which experts computed, the median of rank 0's rounds. Nothing is asserted: with one core a rank,
+a core that carries does not multiply, and there is only waiting to gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small_layers import Size, about, batch, in_turn, layer_of, native_experts, slowest
+from torch import Tensor
+
+from moe_mk.flight import land
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.tiled import TiledKernel
+from moe_mk.runner import TileRecord, run_dual
+from moe_mk.testing.processes import RankWorld
+from moe_mk.tokens import Routing
+
+TILES = (1, 2, 4, 8)
+RANKS = 2
+
+
+def main() -> None:
+    """Measure, print and write."""
+    options = parse()
+    experts, rows = native_experts(), []
+    with RankWorld(RANKS) as world:
+        for transport in options.transports:
+            for tokens in options.tokens:
+                size = Size(tokens, options.hidden, options.inter, options.experts, options.top_k, options.rounds)
+                rows.append(row(world.call(measure, size, transport, experts, timeout_s=300.0), transport, tokens))
+                print(*lines(rows[-1]), sep="\n", flush=True)
+    if options.output:
+        setting = {name: getattr(options, name) for name in ("hidden", "inter", "experts", "top_k", "rounds")}
+        facts = {**about(options), "ranks": RANKS, "backend": experts, "setting": setting}
+        unit = "ms, median over rounds of the slowest rank; ratio: whole over it"
+        options.output.write_text(json.dumps({**facts, "unit": unit, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="of each rank")
+    parser.add_argument("--transports", nargs="+", default=["all_to_all", "one_sided"])
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--inter", type=int, default=512)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--note", default="", help="what the machine did beside, for the file")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, Any]:
+    """Seconds of each way by round, hidden shares and overlapping pairs, on one rank."""
+    layer = layer_of(size, dist.group.WORLD, prepare_finalize=transport, experts=experts, batch_invariant=True)
+    kernel, x_TH = layer.kernel, batch(size, rank)
+    assert isinstance(kernel, FusedMoEKernel)
+    routing, weights = layer.route(x_TH), layer._half.laid_out
+    records: dict[str, list[TileRecord]] = defaultdict(list)
+
+    def tiled(name: str, tiles: int, carrier: str) -> Tensor:
+        same = {field.name: getattr(kernel, field.name) for field in fields(FusedMoEKernel)}
+        records[name].append(TileRecord())
+        each = TiledKernel(**same, tiles=tiles, carrier=carrier, record=records[name][-1])  # type: ignore[arg-type]
+        return land(each.steps(x_TH, routing, weights))
+
+    def dual() -> Tensor:
+        halves = [slice(0, size.tokens // 2), slice(size.tokens // 2, None)]
+        parts = [Routing(routing.ids_TK[half], routing.weights_TK[half]) for half in halves]
+        pairs = zip(halves, parts, strict=True)
+        return torch.cat(run_dual([kernel.steps(x_TH[half], part, weights) for half, part in pairs]))
+
+    ways = {"whole": lambda: land(kernel.steps(x_TH, routing, weights)), "dual": dual}
+    for tiles in TILES:
+        for carrier in ("turns", "thread"):
+            name = f"{tiles} {carrier}"
+            ways[name] = partial(tiled, name, tiles, carrier)
+    with torch.no_grad():
+        same = [way() for way in ways.values()]
+        assert all(torch.equal(same[0], other) for other in same), "outputs must agree bit for bit"
+        seconds = in_turn(ways, size.rounds, together=True)
+    hidden = {name: median(record.hidden_share() or 0.0 for record in all_of) for name, all_of in records.items()}
+    pairs = {name: min(len(record.overlaps()) for record in all_of) for name, all_of in records.items()}
+    return {"seconds": seconds, "hidden": hidden, "pairs": pairs}
+
+
+def row(ranks: list[dict[str, Any]], transport: str, tokens: int) -> dict[str, Any]:
+    """One setting: times, ratios to the whole batch, hidden shares, and how many intervals overlapped."""
+    ms = slowest([rank["seconds"] for rank in ranks])
+    ratios = {name: round(ms["whole"] / ms[name], 3) for name in ms if name != "whole"}
+    hidden = {name: round(share, 3) for name, share in ranks[0]["hidden"].items()}
+    shown = {name: round(time, 3) for name, time in ms.items()}
+    return {"transport": transport, "tokens": tokens, "ms": shown, "ratio": ratios, "hidden": hidden,
+            "overlapping_pairs": ranks[0]["pairs"]}  # fmt: skip
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """One setting for the eye."""
+    head = f"{found['transport']}, {found['tokens']} tokens a rank: whole {found['ms']['whole']:.2f} ms"
+    body = []
+    for name, ratio in found["ratio"].items():
+        share = f"{found['hidden'][name]:7.0%} hidden" if name in found["hidden"] else ""
+        body.append(f"  {name:<9} {found['ms'][name]:9.2f} ms  {ratio:5.2f}x {share}")
+    return [head, *body]
+
+
+if __name__ == "__main__":
+    main()

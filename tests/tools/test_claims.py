@@ -1,0 +1,114 @@
+"""Figures in the docs are those of the result files; every popular claim is measured, and its ratio held to nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_mk.testing.processes import RankWorld
+from tools.claims import BLOCKS, RESULTS, ROOT, claims, overlap, with_figures
+
+TINY = {"tokens": 8, "hidden": 128, "inter": 64, "experts": 8, "top_k": 2, "rounds": 2}
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> Iterator[Any]:
+    """The benchmarks' folder, where their modules are imported from, in other processes too."""
+    folder = str(ROOT / "benchmarks")
+    sys.path.insert(0, folder)
+    yield folder
+    sys.path.remove(folder)
+
+
+@pytest.fixture(scope="module")
+def world(benchmarks: str) -> Iterator[RankWorld]:
+    with RankWorld(2) as world:
+        yield world
+
+
+@pytest.mark.parametrize("page", list(BLOCKS))
+def test_the_docs_show_the_results_that_are_here(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert with_figures(page, text, RESULTS) == text, "run `make features`"
+
+
+def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"docs/overlap.md lacks the marks <!-- overlap: begin -->"):
+        with_figures("docs/overlap.md", "nothing here", tmp_path)
+
+
+MACHINE = {
+    "command": "measure", "device": {"processor": "a processor", "cores": 2}, "versions": {"torch": "2.13.0"},
+    "note": "", "backend": "cpu_native", "ranks": 2,
+}  # fmt: skip
+
+
+def test_figures_by_hand() -> None:
+    claim = {"name": "a change", "told": "2x", "told_ratio": [1.15, 1.3], "ratio": 0.9312, "how": "one / the other"}
+    assert "| a change | 2x | 1.15 to 1.30 | **0.93** | one / the other |" in claims({**MACHINE, "claims": [claim]})
+    row = {"transport": "t", "tokens": 8, "ms": {"whole": 2.0}, "ratio": {"dual": 1.5, "4 turns": 0.25},
+           "hidden": {"4 turns": 0.625}}  # fmt: skip
+    shown = overlap({**MACHINE, "rows": [row]})
+    assert "| two micro-batches | 4 tiles, turns |" in shown and "| `t` | 8 | 2.00 ms | 1.50 | 0.25 (62%) |" in shown
+    assert "a processor, 2 cores, torch 2.13.0, `cpu_native`, 2 ranks" in shown
+
+
+@pytest.mark.row(112)
+def test_every_claim_is_measured_and_prints_its_ratio(
+    world: RankWorld, capsys: pytest.CaptureFixture[str], benchmarks: str
+) -> None:
+    from popular_claims import CLAIMS
+    from small_layers import Size, native_experts
+
+    small = tuple(replace(claim, size=Size(**TINY)) for claim in CLAIMS)
+    from popular_claims import measured
+
+    rows = measured(small, world, native_experts())
+    printed = capsys.readouterr().out.splitlines()
+    told = {"2x compute", "3-5x all-to-all", "-50 % routing time", "-30 % memory", "15-30 % faster", "20-30 % faster"}
+    assert {claim.told for claim in CLAIMS} == told and len(rows) == len(printed) == len(told)
+    for row, line in zip(rows, printed, strict=True):
+        assert math.isfinite(row["ratio"]) and row["ratio"] > 0
+        assert row["ratio"] == pytest.approx(row["before"] / row["after"], rel=0.05)
+        shown = re.search(r"here +([0-9.]+)x", line)
+        assert shown is not None and float(shown[1]) == pytest.approx(row["ratio"], abs=0.006) and row["told"] in line
+
+
+@pytest.mark.row(112)
+@pytest.mark.parametrize("after", [0.001, 1000.0])
+def test_no_ratio_is_held_against_what_is_told(after: float, benchmarks: str) -> None:
+    from popular_claims import CLAIMS, measured
+
+    def far_off(*given: object) -> dict[str, float]:
+        return {"before": 1.0, "after": after}
+
+    rows = measured(tuple(replace(claim, run=far_off) for claim in CLAIMS), None, "none")  # type: ignore[arg-type]
+    assert [row["ratio"] for row in rows] == [1.0 / after] * len(CLAIMS)
+
+
+@pytest.mark.row(112)
+def test_every_claim_has_a_result() -> None:
+    found = json.loads((RESULTS / "popular_claims_cpu.json").read_text(encoding="utf-8"))
+    assert len(found["claims"]) == 6 and all(claim["ratio"] > 0 for claim in found["claims"])
+    assert {"command", "device", "versions", "note"} <= set(found)
+
+
+@pytest.mark.row(42)
+def test_overlap_is_measured_with_a_ratio_for_every_way(world: RankWorld, benchmarks: str) -> None:
+    from overlap import measure, row
+    from small_layers import Size, native_experts
+
+    found = row(world.call(measure, Size(**TINY), "one_sided", native_experts(), timeout_s=100.0), "one_sided", 8)
+    ways = {f"{tiles} {carrier}" for tiles in (1, 2, 4, 8) for carrier in ("turns", "thread")}
+    assert set(found["ratio"]) == {"dual", *ways} and all(0 < ratio < math.inf for ratio in found["ratio"].values())
+    assert set(found["hidden"]) == ways and all(0 <= share <= 1 for share in found["hidden"].values())
+    # Three tiles or more: in one thread M1 is between C0 and D2 in every round, whatever the clock says.
+    assert found["overlapping_pairs"]["4 turns"] >= 7 and found["overlapping_pairs"]["1 turns"] == 0
