@@ -1,11 +1,10 @@
 """Expert placement against its goals: plan time, balance, moves, maps, and remote nodes per token.
 
-    python benchmarks/eplb.py --deepseek-path EPLB/eplb.py --json benchmarks/results/eplb_cpu.json
+    python benchmarks/eplb.py --deepseek EPLB --vllm vllm-wheel --sglang sglang-wheel --json eplb_cpu.json
 
-The anchors are read from where they lie, never copied: --deepseek-path is `eplb.py` of github.com/deepseek-ai/EPLB,
---vllm-path vLLM's `policy/default.py`, --sglang-path SGLang's `deepseek_vec.py`. Times are CPU times of this process,
-one thread, the least of several alternating runs; only their ratios mean anything. Loads are look-alikes of served
-DeepSeek-V3 layers, not recordings.
+The anchors are the real policies, run from folders of the user (`eplb_anchors`): DeepSeek's EPLB, vLLM's and SGLang's,
+each named with its release in what is written. Times are CPU times of this process, one thread, the least of several
+alternating runs; only their ratios mean anything. Loads are look-alikes of served DeepSeek-V3 layers, not recordings.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from eplb_anchors import Anchor, add_options, anchors_of
 from eplb_loads import workloads
 from eplb_online import locality, movement
-from eplb_table import Report, cpu_ms, even_balance, load_module
+from eplb_table import Report, cpu_ms, even_balance
 
 from moe_mk.placement.balance.maps import csr_maps
 from moe_mk.placement.balance.moves import plan_moves
@@ -39,30 +39,8 @@ CONFIGS = {  # physical experts, groups, nodes, GPUs
     "prefill 320/64, 8 nodes": (320, 8, 8, 64),
     "flat 320/64": (320, 1, 8, 64),
 }
+PARTS = ["speed", "beside", "balance", "locality", "movement", "maps"]
 SPEED_GOAL = dict(zip(CONFIGS, (100, 150, 300, 100, 150), strict=True))
-
-
-Anchor = Callable[[torch.Tensor, tuple[int, int, int, int]], object]
-
-
-def anchors_of(chosen: argparse.Namespace) -> dict[str, Anchor]:
-    """The other policies that can be run here, each called as (load, (slots, groups, nodes, GPUs))."""
-    found: dict[str, Anchor] = {}
-    if deepseek := load_module(chosen.deepseek_path, "deepseek_eplb"):
-        found["DeepSeek"] = lambda load, sizes: deepseek.rebalance_experts(load, *sizes)
-    if vllm := load_module(chosen.vllm_path, "vllm_eplb"):
-        policy = getattr(vllm, "DefaultEplbPolicy", vllm)
-        found["vLLM"] = lambda load, sizes: policy.rebalance_experts(load, *sizes)
-    if vec := load_module(chosen.sglang_path, "sglang_vec"):
-
-        def sglang(load: torch.Tensor, sizes: tuple[int, int, int, int]) -> object:
-            slots, groups, nodes, gpus = sizes
-            return vec.rebalance_experts(load[None], slots, slots // gpus, groups, nodes, groups % nodes == 0)
-
-        found["SGLang vectorised"] = sglang
-    for name in {"DeepSeek", "vLLM", "SGLang vectorised"} - set(found):
-        print(f"       {name}: not measured, no path given")
-    return found
 
 
 def speed(report: Report, anchors: dict[str, Anchor], loads: dict[str, np.ndarray]) -> None:
@@ -70,7 +48,8 @@ def speed(report: Report, anchors: dict[str, Anchor], loads: dict[str, np.ndarra
     for config, sizes in CONFIGS.items():
         load = torch.from_numpy(loads["look-alike 0"])
         calls: dict[str, tuple[Callable[[], object], int]] = {
-            name: (lambda call=call, load=load, sizes=sizes: call(load, sizes), 3) for name, call in anchors.items()
+            name: (lambda call=anchor.call, load=load, sizes=sizes: call(load, sizes), 3)
+            for name, anchor in anchors.items()
         }
         calls["ours"] = (lambda load=load, sizes=sizes: rebalance_experts(load, *sizes), 25)
         ms = cpu_ms(calls)
@@ -87,11 +66,26 @@ def speed(report: Report, anchors: dict[str, Anchor], loads: dict[str, np.ndarra
         for rows in [*loads.values(), *hostile]:
             for sizes in CONFIGS.values():
                 weight = torch.from_numpy(rows[:: max(len(rows) // 6, 1)].astype(float))
-                theirs = anchors["DeepSeek"](weight, sizes)
+                theirs = anchors["DeepSeek"].call(weight, sizes)
                 assert isinstance(theirs, tuple)
                 pairs = zip(rebalance_experts(weight, *sizes), theirs, strict=True)
                 unequal, cases = unequal + (not all(torch.equal(a, b) for a, b in pairs)), cases + 1
         report.add("cases where a map differs from DeepSeek's", unequal, 0, False, f"of {cases}")
+
+
+def beside(report: Report, anchors: dict[str, Anchor], loads: dict[str, np.ndarray]) -> None:
+    """Balance of our plan beside that of each anchor's own placement, layer by layer."""
+    for config, sizes in CONFIGS.items():
+        slots, groups, nodes, gpus = sizes
+        topology = Topology(gpus, nodes, slots // gpus)
+        alike = [load for name, load in loads.items() if name.startswith("look")]
+        ours = np.concatenate([plan(load, topology, groups=groups).balance_X for load in alike])
+        for name, anchor in anchors.items():
+            placed = [(load, anchor.slots(torch.from_numpy(load), sizes)) for load in alike]
+            theirs = np.concatenate([even_balance(slots, load, topology) for load, slots in placed])
+            note = f"{ours.mean():.4f}/{ours.min():.4f}, {name} {theirs.mean():.4f}/{theirs.min():.4f}"
+            behind = int((ours < theirs - 1e-9).sum())
+            report.add(f"{config}: layers behind {name}'s own placement", behind, 0, False, note)
 
 
 def balance(report: Report, loads: dict[str, np.ndarray]) -> None:
@@ -169,42 +163,48 @@ def maps(report: Report, load: np.ndarray) -> None:
         )
 
 
-def main() -> None:
-    """Measure, print the table, and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepseek-path", type=Path, help="eplb.py of deepseek-ai/EPLB")
-    parser.add_argument("--vllm-path", type=Path, help="a file with vLLM's DefaultEplbPolicy, or its rebalance_experts")
-    parser.add_argument("--sglang-path", type=Path, help="deepseek_vec.py of SGLang")
-    parser.add_argument("--json", type=Path, help="write the table here")
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    report, loads = Report(), workloads()
-    speed(report, anchors_of(chosen), loads)
-    balance(report, loads)
-    locality(report)
-    movement(report)
-    maps(report, loads["look-alike 0"])
-    missed = [line for line in report.lines if not line["met"]]
-    print(f"{len(report.lines) - len(missed)} of {len(report.lines)} goals met")
-    if chosen.json:
-        versions = {
+def written(report: Report, anchors: dict[str, Anchor]) -> dict[str, object]:
+    """What the file holds: where, with what, beside which releases, and every line."""
+    others = max(os.getloadavg()[1] - 1.0, 0.0)
+    cores = f"{os.cpu_count()} cores, shared with {others:.1f} other busy ones"
+    return {
+        "device": f"CPU {platform.machine()}, 1 thread of {cores}",
+        "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": np.__version__,
             "scipy": scipy.__version__,
-        }
-        others = max(os.getloadavg()[1] - 1.0, 0.0)
-        device = (
-            f"CPU {platform.machine()}, 1 thread of {os.cpu_count()} cores, shared with {others:.1f} other busy ones"
-        )
-        command = " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)])
-        content = {
-            "device": device,
-            "versions": versions,
-            "command": command,
-            "goals": report.lines,
-        }
-        chosen.json.write_text(json.dumps(content, indent=1, default=float) + "\n")
+        },
+        "command": " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)]),
+        "anchors": {name: f"{anchor.file.name}, {anchor.release}" for name, anchor in anchors.items()},
+        "goals": report.lines,
+    }
+
+
+def main() -> None:
+    """Measure, print the table, and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; all if not given")
+    torch.set_num_threads(1)
+    chosen = parser.parse_args()
+    report, loads = Report(), workloads()
+    anchors = anchors_of(chosen)
+    parts: dict[str, Callable[[], None]] = {
+        "speed": lambda: speed(report, anchors, loads),
+        "beside": lambda: beside(report, anchors, loads),
+        "balance": lambda: balance(report, loads),
+        "locality": lambda: locality(report),
+        "movement": lambda: movement(report),
+        "maps": lambda: maps(report, loads["look-alike 0"]),
+    }
+    for part in chosen.parts:
+        parts[part]()
+    missed = [line for line in report.lines if not line["met"]]
+    print(f"{len(report.lines) - len(missed)} of {len(report.lines)} goals met")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(written(report, anchors), indent=1, default=float) + "\n")
 
 
 if __name__ == "__main__":

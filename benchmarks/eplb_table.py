@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
 from moe_mk.placement.balance.shares import balance_of, equal_shares, gpu_time
 from moe_mk.placement.eplb import Topology
-
-
-def load_module(path: Path | None, name: str) -> ModuleType | None:
-    """Run one file as a module; None without a path."""
-    if path is None or (spec := importlib.util.spec_from_file_location(name, path)) is None or spec.loader is None:
-        return None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def cpu_ms(calls: dict[str, tuple[Callable[[], object], int]]) -> dict[str, float]:

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moe_mk.cli.checkpoints import WriteOrder, inspect, make
-from moe_mk.cli.convert import ConvertOrder, convert
+from moe_mk.cli.checkpoint_verbs import checkpoint_verbs
 from moe_mk.cli.doctor import examine
 from moe_mk.cli.exits import speaking
 from moe_mk.cli.explain import Question, explain_config
@@ -25,9 +24,6 @@ from moe_mk.cli.workbench import workbench
 from moe_mk.cli.world import world_of
 from moe_mk.config.moe import MoEConfig
 from moe_mk.external.device import collective_backend
-from moe_mk.weights.checkpoint_shape import FORMATS, CheckpointShape
-from moe_mk.weights.convert import TARGETS
-from moe_mk.weights.inspect import inspect_checkpoint
 
 app = typer.Typer(
     name="moe-mk",
@@ -35,6 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
 )
+app.add_typer(checkpoint_verbs)
 app.add_typer(workbench)
 app.add_typer(predictions, name="plan")
 
@@ -59,11 +56,14 @@ def run(
     hidden_states: Annotated[
         Path | None, typer.Option(help="rows from a .safetensors or .npy file, shared out")
     ] = None,
+    token_ids: Annotated[
+        Path | None, typer.Option(help="their ids, for layers that choose experts by them; drawn if not given")
+    ] = None,
     replicated: Annotated[bool, typer.Option("--replicated", help="all ranks bring the same tokens")] = False,
     prepare_finalize: PrepareFinalize = "auto",
     experts_backend: Experts = "auto",
     allow_emulated: AllowEmulated = False,
-    wire: Annotated[str, typer.Option(help="auto, plain or fp8: what tokens travel in")] = "auto",
+    wire: Annotated[str, typer.Option(help="auto, plain, fp8 or checkpoint: what tokens travel in")] = "auto",
     activations: Annotated[str, typer.Option(help="auto, checkpoint or plain: what experts multiply")] = "auto",
     router_dtype: Annotated[str, typer.Option(help="float32 or model")] = "float32",
     placement: Annotated[str, typer.Option(help="linear or round_robin")] = "linear",
@@ -106,6 +106,7 @@ def run(
         seed=seed,
         repeats=repeats,
         hidden_states=hidden_states,
+        token_ids=token_ids,
         inject=inject,
         verify=verify,
         json=json_file,
@@ -118,51 +119,6 @@ def run(
     plan = plan_run(settings, world)
     show_plan(Screen(quiet=not world.speaks), plan)
     return run_ranks(run_rank, plan, world, collective_backend(device, world.local_size), timeout)
-
-
-@app.command("make-checkpoint")
-@speaking
-def make_checkpoint(
-    directory: Annotated[Path, typer.Argument(help="folder to write")],
-    experts: Annotated[int, typer.Option(help="routed experts; 256 is the full layer, 11.3 GB")] = 32,
-    layer: Annotated[int, typer.Option(help="number of the MoE layer")] = 3,
-    hidden: Annotated[int, typer.Option(help="hidden size")] = 7168,
-    intermediate: Annotated[int, typer.Option(help="intermediate size of an expert")] = 2048,
-    quant: Annotated[str, typer.Option(help=f"how experts are stored: {', '.join(FORMATS)}")] = "fp8",
-    ue8m0: Annotated[bool, typer.Option("--ue8m0", help="scales that are powers of two")] = False,
-    seed: Annotated[int, typer.Option(help="equal seeds give equal bytes")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="write again even if it is complete")] = False,
-) -> int:
-    """Write one DeepSeek-V3 MoE layer in the official layout: deterministic, quantised from normals."""
-    shape = CheckpointShape(
-        num_experts=experts,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        layers=(layer,),
-        quant=quant,
-        power_of_two_scales=ue8m0,
-    )
-    return make(Screen(), WriteOrder(directory, shape, seed, force))
-
-
-@app.command("convert")
-@speaking
-def convert_command(
-    source: Annotated[Path, typer.Argument(help="checkpoint folder to read")],
-    target: Annotated[Path, typer.Argument(help="folder to write; must be empty or not there yet")],
-    to: Annotated[str, typer.Option(help=f"how experts shall be stored: {', '.join(TARGETS)}")],
-) -> int:
-    """Store the experts of a checkpoint in another format, expert by expert, and report what that did to them."""
-    return convert(Screen(), ConvertOrder(source, target, to))
-
-
-@app.command("inspect-checkpoint")
-@speaking
-def inspect_checkpoint_command(
-    directory: Annotated[Path, typer.Argument(help="checkpoint folder or file")], as_json: AsJson = False
-) -> int:
-    """Say what a checkpoint holds, from its headers alone, and what is wrong with it."""
-    return inspect(Screen(), inspect_checkpoint(directory), as_json=as_json)
 
 
 @app.command()
@@ -203,7 +159,10 @@ def explain(
 @speaking
 def place_command(
     loads: Annotated[
-        Path | None, typer.Option(help="counts [[windows,] layers,] experts: .json, .npy, .safetensors or .pt")
+        Path | None,
+        typer.Option(
+            help="counts of experts, layers x experts, or windows x layers x experts: .json, .npy, .safetensors or .pt"
+        ),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="a routing trace in place of counts; tells what crosses nodes")

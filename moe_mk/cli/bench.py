@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from moe_mk.cli.exits import OK
-from moe_mk.cli.inputs import DTYPES, dtype_of, tokens_of
+from moe_mk.cli.inputs import DTYPES, Batch, dtype_of, tokens_of
 from moe_mk.cli.measure import SHOWN, time_stages
 from moe_mk.cli.processes import run_ranks
 from moe_mk.cli.screen import Screen
@@ -26,6 +26,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.external.device import collective_backend, describe, device_of_rank
 from moe_mk.external.library import find
 from moe_mk.layer import DeepseekV3MoE
+from moe_mk.layer.stated import stated
 from moe_mk.weights import CheckpointShape, write_checkpoint
 
 
@@ -89,21 +90,28 @@ def bench_rank(job: BenchJob, place: Place) -> int:
 
     def build() -> DeepseekV3MoE:
         settings = dict(order.settings) | {"max_num_tokens": max(1, *order.tokens)}
-        config = MoEConfig.from_hf(job.folder, **settings)
+        config = stated(MoEConfig.from_hf(job.folder, **settings), job.folder, order.layer)
         layer = DeepseekV3MoE(config, device=device, dtype=dtype, groups=groups, name="bench")
         return layer.load_from_safetensors(job.folder, order.layer)
 
     layer, measured = together(team, build), []
     for count in order.tokens:
-        draw = torch.Generator("cpu").manual_seed(place.ep_rank)
-        shape = (count, layer.config.model.hidden_size)
-        x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(device, dtype)
-        times = time_stages(layer, x_TH, team, order.repeats)
+        batch = _random_batch(layer.config, count, place.ep_rank, dtype).to(device)
+        times = time_stages(layer, batch, team, order.repeats)
         measured.append({"tokens": count, "total_ms": times.total, "stages_ms": times.stages})
     layer.report().require_as_planned()
     if place.rank == 0:
         job.result.write_text(json.dumps(_facts(order, place, layer, describe(device), measured)), encoding="utf-8")
     return OK
+
+
+def _random_batch(config: MoEConfig, count: int, seed: int, dtype: torch.dtype) -> Batch:
+    draw, vocabulary = torch.Generator("cpu").manual_seed(seed), config.router.hash_vocabulary
+    shape = (count, config.model.hidden_size)
+    x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)
+    if vocabulary is None:
+        return Batch(x_TH)
+    return Batch(x_TH, torch.randint(vocabulary, (count,), generator=draw, dtype=torch.int64, device="cpu"))
 
 
 def _facts(

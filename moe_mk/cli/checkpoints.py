@@ -40,6 +40,8 @@ def make(screen: Screen, order: WriteOrder) -> int:
     if shape.num_experts != FULL.num_experts:
         groups = f"{shape.num_groups} groups of {shape.num_experts // shape.num_groups}"
         kept = f" of DeepSeek-V3's {FULL.num_experts}, in {groups}"
+    if shape.hash_vocabulary is not None:
+        kept = f", of which a table of {shape.hash_vocabulary} tokens chooses {shape.top_k} each"
     layers = ", ".join(map(str, shape.layers))
     size = f"{amount(total)} in {now() - start:.1f} s"
     screen.fact("checkpoint", f"{order.directory}: layer {layers}, {shape.num_experts} experts{kept}, {size}")
@@ -68,6 +70,12 @@ def show_checkpoint(screen: Screen, facts: CheckpointFacts) -> None:
         screen.fact("problem", problem)
 
 
+def _what_chooses(layer: LayerFacts) -> str:
+    if layer.table is not None:
+        return f"chosen by token id from a table of {layer.table[0]} tokens"
+    return "with a gate bias" if layer.has_gate_bias else "no gate bias"
+
+
 def _described(layer: LayerFacts) -> str:
     scales = f" with {layer.scale_dtype} scales" if layer.scale_dtype else ""
     return ", ".join(
@@ -77,7 +85,7 @@ def _described(layer: LayerFacts) -> str:
             f"intermediate {layer.intermediate_size}",
             f"shared {layer.shared_intermediate_size}",
             f"{layer.dtype}{scales}",
-            "with a gate bias" if layer.has_gate_bias else "no gate bias",
+            _what_chooses(layer),
             f"{layer.convention} names",
             amount(layer.num_bytes),
         ]

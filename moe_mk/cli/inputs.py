@@ -1,19 +1,17 @@
-"""What goes into a run: its settings, and the hidden states of each rank, random and RMS-normed or from a file."""
+"""What goes into a run: its settings, and the tokens of each rank, random and RMS-normed or from files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moe_mk.cli.rows import read_hidden_states, read_token_ids
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
-from moe_mk.shapes import expect
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_TOKENS = (64,)
@@ -33,6 +31,8 @@ class RunSettings:
     seed: int = 0
     repeats: int = 3
     hidden_states: Path | None = None
+    token_ids: Path | None = None
+    """Of the rows of all batches; None draws them where the layer chooses experts by them."""
     inject: str | None = None
     verify: bool = True
     json: Path | None = None
@@ -45,6 +45,24 @@ class RunSettings:
     """Of one rank."""
     ranks_per_node: int | None = None
     """As if so many neighbouring ranks shared a node; None is as they do."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens that one rank brings."""
+
+    x_TH: Tensor
+    token_ids_T: Tensor | None = None
+    """int64, tokens of the vocabulary; None where nobody asks for them."""
+
+    @property
+    def first(self) -> Batch:
+        """One token, or none."""
+        return Batch(self.x_TH[:1], None if self.token_ids_T is None else self.token_ids_T[:1])
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        return Batch(self.x_TH.to(device), None if self.token_ids_T is None else self.token_ids_T.to(device))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -97,28 +115,39 @@ def hidden_states(settings: RunSettings, counts: tuple[int, ...], batch: int) ->
     return (x_TH / x_TH.square().mean(dim=1, keepdim=True).sqrt()).to(dtype)
 
 
-def read_hidden_states(file: Path, hidden_size: int) -> Tensor:
-    """Rows of a .npy file, or of a .safetensors file: its only tensor, or the one called hidden_states."""
-    if not file.is_file():
-        raise ConfigError(f"--hidden-states {file} is not a file")
-    try:
-        rows = _read_npy(file) if file.suffix == ".npy" else _read_safetensors(file)
-    except (OSError, TypeError, ValueError, SafetensorError) as problem:
-        raise ConfigError(f"--hidden-states {file} cannot be read: {problem}") from problem
-    expect(f"--hidden-states {file}", rows, "T H", (*DTYPES.values(), torch.float64), H=hidden_size)
-    if not bool(torch.isfinite(rows).all()):
-        raise ShapeError(f"--hidden-states {file} holds NaN or infinity; write finite rows")
-    return rows
+def token_ids(settings: RunSettings, counts: tuple[int, ...], batch: int) -> Tensor | None:
+    """(T,) of one batch: its share of the file; drawn where experts are chosen by them; None where nobody asks."""
+    vocabulary = settings.config.router.hash_vocabulary
+    if settings.token_ids is not None:
+        ids, start = read_token_ids(settings.token_ids), sum(counts[:batch])
+        return ids[start : start + counts[batch]]
+    if vocabulary is None:
+        return None
+    draw = torch.Generator(device="cpu").manual_seed(settings.seed * 1_000_003 + batch)
+    return torch.randint(vocabulary, (counts[batch],), generator=draw, dtype=torch.int64, device="cpu")
 
 
-def _read_npy(file: Path) -> Tensor:
-    return torch.from_numpy(np.load(file, allow_pickle=False))
+def batch_of(settings: RunSettings, counts: tuple[int, ...], batch: int) -> Batch:
+    """What one batch brings."""
+    return Batch(hidden_states(settings, counts, batch), token_ids(settings, counts, batch))
 
 
-def _read_safetensors(file: Path) -> Tensor:
-    with safe_open(str(file), framework="pt", device="cpu") as opened:
-        names = list(opened.keys())
-        if len(names) != 1 and "hidden_states" not in names:
-            raise ConfigError(f"--hidden-states {file} holds {len(names)} tensors, none of them called hidden_states")
-        rows: Tensor = opened.get_tensor("hidden_states" if "hidden_states" in names else names[0])
-    return rows
+def check_token_ids(settings: RunSettings, counts: tuple[int, ...]) -> None:
+    """Raise ConfigError for --token-ids that are not one id a token, and for rows of a file that need ids."""
+    vocabulary, file = settings.config.router.hash_vocabulary, settings.token_ids
+    if file is None:
+        if vocabulary is not None and settings.hidden_states is not None:
+            raise ConfigError(
+                f"layer {settings.layer} chooses experts by token id, so rows of --hidden-states need "
+                f"--token-ids FILE: an integer of [0, {vocabulary}) for each of the {sum(counts)} rows"
+            )
+        return
+    ids = read_token_ids(file)
+    if len(ids) != sum(counts):
+        raise ConfigError(f"--token-ids {file} holds {len(ids)} ids for {sum(counts)} tokens; give one id a token")
+    least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    if least < 0 or (vocabulary is not None and most >= vocabulary):
+        known = (
+            "at least 0" if vocabulary is None else f"in [0, {vocabulary}), as the table of layer {settings.layer} is"
+        )
+        raise ConfigError(f"--token-ids {file} holds ids from {least} to {most}; they must be {known}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_mk.cli import environment
 from moe_mk.cli.exits import MISMATCH, OK
-from moe_mk.cli.inputs import DTYPES, hidden_states
+from moe_mk.cli.inputs import DTYPES, Batch, batch_of
 from moe_mk.cli.measure import time_stages
 from moe_mk.cli.plan import RunPlan
 from moe_mk.cli.recording import Recorded
@@ -106,50 +106,50 @@ def _load(rank: Rank) -> tuple[float, float]:
     if settings.inject:
         layer.take(faulty_weights(layer.weights, settings.inject))
         layer.router = faulty_router(layer.router, settings.inject)
+        if layer.hash_router is not None:
+            layer.hash_router = faulty_router(layer.hash_router, settings.inject)
     return seconds
 
 
 def _run(rank: Rank) -> list[Answer]:
     """Run and time prefill and decode; what they gave is for verification."""
     settings, counts, layer, report = rank.plan.settings, rank.plan.counts, rank.layer, rank.report
-    batch = rank.plan.batch_of(rank.place.ep_rank)
-    x_TH = hidden_states(settings, counts, batch).to(layer.device)
-    one_XH = x_TH[:1]
+    batch = batch_of(settings, counts, rank.plan.batch_of(rank.place.ep_rank)).to(layer.device)
     recorded = Recorded(layer, rank.place.ep_rank, settings, len(counts))
-    with recorded.step("prefill"):
-        prefill = _answer(layer, x_TH)
+    with recorded.step("prefill", batch.token_ids_T):
+        prefill = _answer(layer, batch)
     report.decision = layer.decision.as_dict()
     sent = layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase
     report.traffic = {phase: count for phase, count in sent.items() if phase != AGREEMENT}
     report.links = _links(rank)
     report.expert_load = _summed(rank, layer.expert_load)
-    report.prefill = time_stages(layer, x_TH, rank.team, settings.repeats).for_tokens(counts)
+    report.prefill = time_stages(layer, batch, rank.team, settings.repeats).for_tokens(counts)
     if settings.trace is not None:
         file = settings.trace
-        spans = together(rank.team, lambda: save_timeline(layer, x_TH, rank.team, file))
+        spans = together(rank.team, lambda: save_timeline(layer, batch, rank.team, file))
         rank.screen.fact("timeline", f"{file}, {spans} spans of one prefill of all ranks (ui.perfetto.dev)")
-    with recorded.step("decode"):
-        decode = _answer(layer, one_XH)
+    with recorded.step("decode", batch.first.token_ids_T):
+        decode = _answer(layer, batch.first)
     if settings.record_trace is not None:
         together(rank.team, recorded.save)
         rank.screen.fact("trace", f"{settings.record_trace}, the routing of prefill and decode")
     ones = [min(count, 1) for count in counts]
-    report.decode = time_stages(layer, one_XH, rank.team, 3 * settings.repeats).for_tokens(ones)
+    report.decode = time_stages(layer, batch.first, rank.team, 3 * settings.repeats).for_tokens(ones)
     return [prefill, decode]
 
 
-def _answer(layer: DeepseekV3MoE, x_TH: Tensor) -> Answer:
-    return Answer(x_TH, layer(x_TH), layer.route(x_TH).ids_TK)
+def _answer(layer: DeepseekV3MoE, batch: Batch) -> Answer:
+    x_TH, ids_T = batch.x_TH, batch.token_ids_T
+    return Answer(x_TH, layer(x_TH, ids_T), layer.route(x_TH, ids_T).ids_TK, ids_T)
 
 
 def _verify(rank: Rank, answers: list[Answer]) -> int:
     """Gather what all ranks gave; rank 0 judges it."""
     settings, layer = rank.plan.settings, rank.layer
-    gathered = [[_gathered(rank, tensor) for tensor in answer] for answer in answers]
+    whole = _whole(rank, answers)
     if rank.place.rank:
         return OK
     torch.set_num_threads(environment.usable_cores())
-    whole = Answer(*(torch.cat(parts) for parts in zip(*gathered, strict=True)))
     everybody = range(settings.config.model.num_experts)
     source = SafetensorsSource(settings.checkpoint)
     with rank.screen.progress("check") as advance:
@@ -186,6 +186,14 @@ def _summed(rank: Rank, load_E: Tensor) -> list[int]:
     if not rank.shares_tokens:
         load_E = land(rank.layer.ep.all_reduce(load_E, "report"))
     return [int(number) for number in load_E.tolist()]
+
+
+def _whole(rank: Rank, answers: list[Answer]) -> Answer:
+    """What all ranks were asked and gave, prefill before decode."""
+    gathered = [[_gathered(rank, tensor) for tensor in answer[:3]] for answer in answers]
+    x_TH, y_TH, ids_TK = (torch.cat(parts) for parts in zip(*gathered, strict=True))
+    known = [_gathered(rank, answer.token_ids_T[:, None]) for answer in answers if answer.token_ids_T is not None]
+    return Answer(x_TH, y_TH, ids_TK, torch.cat(known).flatten() if known else None)
 
 
 def _gathered(rank: Rank, rows: Tensor) -> Tensor:

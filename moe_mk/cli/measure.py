@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
-from torch import Tensor
 
+from moe_mk.cli.inputs import Batch
 from moe_mk.comm.communicator import Communicator
 from moe_mk.external.device import synchronize
 from moe_mk.flight import land
@@ -33,10 +33,10 @@ class StageTimes:
         return replace(self, tokens=tuple(tokens))
 
 
-def time_stages(layer: MoELayer, x_TH: Tensor, team: Communicator, repeats: int) -> StageTimes:
+def time_stages(layer: MoELayer, batch: Batch, team: Communicator, repeats: int) -> StageTimes:
     """Run a layer `repeats` times after one warm-up; every rank of the team must call this with the same repeats."""
-    layer(x_TH)
-    samples = [_one_forward(layer, x_TH) for _ in range(repeats)]
+    layer(batch.x_TH, batch.token_ids_T)
+    samples = [_one_forward(layer, batch) for _ in range(repeats)]
     mine = [median(sample[stage] for sample in samples) for stage in (*SHOWN, "total")]
     row = torch.tensor([mine], dtype=torch.float64, device="cpu")
     slowest = land(team.all_gather(row, [1] * team.size, "report")).amax(dim=0)
@@ -45,12 +45,12 @@ def time_stages(layer: MoELayer, x_TH: Tensor, team: Communicator, repeats: int)
     return StageTimes(times, total)
 
 
-def _one_forward(layer: MoELayer, x_TH: Tensor) -> dict[str, float]:
+def _one_forward(layer: MoELayer, batch: Batch) -> dict[str, float]:
     recorder = Recorder()
     layer.spans.recorder = recorder
     try:
         with recorder.span("other"):
-            layer(x_TH)
+            layer(batch.x_TH, batch.token_ids_T)
             synchronize(layer.device)
     finally:
         layer.spans.recorder = None

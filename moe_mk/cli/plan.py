@@ -6,15 +6,15 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_mk.cli.inputs import DTYPES, RunSettings, token_counts
+from moe_mk.cli.inputs import DTYPES, RunSettings, check_token_ids, token_counts
 from moe_mk.cli.world import World
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.device import profile_here, usable_device
 from moe_mk.external.library import emulated, find, installed
-from moe_mk.layer.calibrated import calibrated
 from moe_mk.layer.report import MemoryReport, memory_report
 from moe_mk.layer.settings import expert_map_of
+from moe_mk.layer.stated import stated
 from moe_mk.oracle import select
 from moe_mk.oracle.verdict import Decision
 from moe_mk.quant.plain import plain
@@ -59,7 +59,8 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
     replicated = settings.config.parallel.tokens == "replicated"
     counts = token_counts(settings, 1 if replicated else world.ep)
     limits = {"max_num_tokens": max(1, *counts), "ranks_per_node": _ranks_per_node(settings, world)}
-    config = calibrated(settings.config, settings.checkpoint, settings.layer).with_(ep=world.ep, tp=world.tp, **limits)
+    config = stated(settings.config, settings.checkpoint, settings.layer).with_(ep=world.ep, tp=world.tp, **limits)
+    check_token_ids(replace(settings, config=config), counts)
     dtype = plain(DTYPES[settings.dtype])
     most = config.kernel.max_num_tokens
     decision = select(Problem(config, profile_here(device), dtype, most, installed(), emulated()))

@@ -84,6 +84,11 @@ class Rank:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"rank {self.number} {how}"
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is still there and has not said what it ends with."""
+        return not self.gone and self.code is None
+
 
 def run_ranks(job: Job[S], settings: S, world: World, backend: str, timeout_s: float) -> int:
     """Run `job(settings, place)` on every rank that is ours to run, and return the worst exit code.
@@ -147,8 +152,8 @@ def _watch(ranks: Sequence[Rank], timeout_s: float) -> None:
         if died and not all(rank.joined for rank in ranks):
             return  # the others would wait for it where nothing can tell them
         if told or all(rank.code is not None for rank in ranks):
-            deadline = min(deadline, now() + GRACE_S)
-        elif died:
+            deadline = min(deadline, now() + min(GRACE_S, timeout_s))
+        elif died or ranks[0].code is not None:  # the first rank verifies when the others are done, so it ends last
             deadline = min(deadline, now() + timeout_s + GRACE_S)
         if now() >= deadline:
             return
@@ -157,9 +162,11 @@ def _watch(ranks: Sequence[Rank], timeout_s: float) -> None:
 def _verdict(ranks: Sequence[Rank]) -> int:
     deaths = [rank.death for rank in ranks if rank.died]
     told = [rank for rank in ranks if rank.words]
-    if deaths or told:
-        code = MISMATCH if deaths else told[0].code or MISMATCH
-        raise RanksFailed("\n".join([*deaths, *(rank.words for rank in told[:1])]), code)
+    late = [rank.number for rank in ranks if rank.is_silent and not deaths]
+    if deaths or told or late:
+        code = MISMATCH if deaths or not told else told[0].code or MISMATCH
+        silent = [f"rank {number} was still at work when the others had ended, and was ended" for number in late]
+        raise RanksFailed("\n".join([*deaths, *(rank.words for rank in told[:1]), *silent]), code)
     return max(rank.code or OK for rank in ranks)
 
 

@@ -27,12 +27,12 @@ class Recorded:
         self.recorder = RoutingRecorder(self.facts, rank=ep_rank if batches > 1 else 0)
 
     @contextmanager
-    def step(self, phase: Phase) -> Iterator[None]:
+    def step(self, phase: Phase, token_ids_T: Tensor | None = None) -> Iterator[None]:
         """Record the forwards within as one step."""
         if self.settings.record_trace is None:
             yield
             return
-        self.recorder.next_step(phase)
+        self.recorder.next_step(phase, token_ids_T)
         with self.recorder.listening({self.settings.layer: self.layer}):
             yield
 
@@ -57,5 +57,8 @@ class Recorded:
             return list(torch.split(land(ep.all_gather(sent, counts, "report")).cpu(), counts))
 
         ids, weights = gathered(mine.ids_TK, torch.int32), gathered(mine.weights_TK, torch.float32)
-        parts = enumerate(zip(ids, weights, strict=True))
+        known: list[Tensor | None] = [None] * len(ids)
+        if mine.token_ids_T is not None:
+            known = [ids_T1.flatten() for ids_T1 in gathered(mine.token_ids_T[:, None], torch.int64)]
+        parts = enumerate(zip(ids, weights, known, strict=True))
         return [TracedForward(mine.step, mine.layer, rank, mine.phase, *tensors) for rank, tensors in parts]

@@ -64,8 +64,12 @@ def subset_note(config: MoEConfig) -> str:
     if whole is None or experts >= whole.model.num_experts:
         return ""
     all_groups = whole.router.num_expert_group
-    said = f"{experts} of the {whole.model.num_experts} experts of {name}, in {groups} groups of {experts // groups}"
-    return f"{said}, not {all_groups} of {whole.model.num_experts // all_groups}: tokens route among these only"
+    said = f"{experts} of the {whole.model.num_experts} experts of {name}"
+    if (groups, all_groups) != (1, 1):
+        said += (
+            f", in {groups} groups of {experts // groups}, not {all_groups} of {whole.model.num_experts // all_groups}"
+        )
+    return f"{said}: tokens route among these only"
 
 
 def show_results(screen: Screen, report: Report) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from moe_mk.cli.inputs import Batch
 from moe_mk.comm.communicator import Communicator, offsets
 from moe_mk.errors import ConfigError
 from moe_mk.external.device import synchronize
@@ -17,7 +17,7 @@ from moe_mk.trace.clock import now
 from moe_mk.trace.recorder import STAGES, Recorder, Span
 
 
-def save_timeline(layer: MoELayer, x_TH: Tensor, team: Communicator, file: Path) -> int:
+def save_timeline(layer: MoELayer, batch: Batch, team: Communicator, file: Path) -> int:
     """Record one forward of every rank; rank 0 writes the file. All ranks of the team must call this.
 
     Returns the number of spans. Raises ConfigError if the file cannot be written.
@@ -27,7 +27,7 @@ def save_timeline(layer: MoELayer, x_TH: Tensor, team: Communicator, file: Path)
     layer.spans.recorder = recorder
     try:
         with recorder.span("other"):
-            layer(x_TH)
+            layer(batch.x_TH, batch.token_ids_T)
             synchronize(layer.device)
     finally:
         layer.spans.recorder = None

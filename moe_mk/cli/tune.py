@@ -58,7 +58,7 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
             json.dumps({"case": case.name, "path": str(path), "candidates": _tried(case, order, device)}, indent=2)
         )
         return OK
-    meta = {"moe_mk": version("moe-mk"), "torch": torch.__version__, "device": where, "method": "median of runs"}
+    meta = {"moe_mk": version("moe-mk"), "torch": torch.__version__, "device": where}
     with screen.progress("tune", in_bytes=False) as advance:
         result = tune(
             case,

@@ -15,7 +15,7 @@ from moe_mk.cli.exits import speaking
 from moe_mk.cli.screen import Screen
 from moe_mk.cli.tune import TuneOrder, tune_backend
 from moe_mk.cli.world import world_of
-from moe_mk.weights.checkpoint_shape import CheckpointShape
+from moe_mk.weights.checkpoint_shape import FORMATS, CheckpointShape
 
 workbench = typer.Typer()
 
@@ -49,7 +49,7 @@ def bench_command(
     experts: Annotated[int, typer.Option(help="routed experts of the random layer")] = 32,
     hidden: Annotated[int, typer.Option(help="hidden size of the random layer")] = 1024,
     intermediate: Annotated[int, typer.Option(help="intermediate size of the random layer")] = 512,
-    quant: Annotated[str, typer.Option(help="of the random layer: fp8 or bf16")] = "fp8",
+    quant: Annotated[str, typer.Option(help=f"of the random layer: {', '.join(FORMATS)}")] = "fp8",
     ranks: Annotated[int | None, typer.Option(min=1, help="processes to start; torchrun's, or 1, if not given")] = None,
     tp: Annotated[int, typer.Option(min=1, help="ranks that share the slices of an expert")] = 1,
     tokens: Annotated[str, typer.Option(help="batch sizes of a rank, by comma")] = "1,16,64",
@@ -94,7 +94,10 @@ def tune_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be done, measure nothing")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Measure a backend's parameters on this machine; a killed session goes on where it was."""
+    """Measure a backend's parameters here and replace built-in ones that lose beyond the spread of the measurements.
+
+    A killed session goes on where it was.
+    """
     order = TuneOrder(
         experts, hidden, intermediate, slots, top_k, sizes_of(tokens), weights, activations, dtype, device, budget,
         tuned_dir, dry_run,

@@ -1,7 +1,7 @@
 """What a transport sends for a given routing, counted from the routing alone: to the byte what traffic counts.
 
 Each function takes `ranks_of_W`: for every rank the ranks of its assignments, (T, K) with -1 for nowhere. A row is what
-travels to the experts, a sum what comes back. Formulas of expectation are in `expected_groups`.
+travels to the experts, a sum what comes back. What is expected of a uniform routing is in `visits`.
 
     all_to_all     a row to each distinct rank of a token, a sum from each
     all_gather     every row to every rank, a partial sum of every row back
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import comb
 
 import torch
 from torch import Tensor
@@ -100,15 +99,6 @@ def hierarchical_flow(ranks_of_W: Sequence[Tensor], size: RowBytes, nodes: Nodes
             "combine": between_WW.T * size.sum,
         }
     )
-
-
-def expected_groups(num_experts: int, top_k: int, groups: int) -> float:
-    """Distinct groups that one token visits under uniform routing: g (1 - C(E - E/g, K) / C(E, K)).
-
-    Groups are ranks, or nodes; 5.295 of 8 and 7.267 of 32 for 256 experts and top-8.
-    """
-    elsewhere = max(num_experts - max(num_experts // groups, 1), 0)
-    return groups * (1.0 - comb(elsewhere, top_k) / comb(num_experts, top_k))
 
 
 def _visits(ranks_TK: Tensor, size: int) -> Tensor:

@@ -6,9 +6,9 @@ Nothing in a Problem is looked up: a laptop can ask about 18 nodes of H200.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb
 from typing import Any
 
+from moe_mk.comm.visits import expected_groups
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
@@ -95,13 +95,22 @@ class Problem:
 
     @property
     def ranks_per_token(self) -> float:
-        """Expected distinct ranks that one token visits, its own included, under uniform routing.
+        """Expected distinct ranks that one token visits, its own included: `comm.visits`."""
+        return self._visited(self.ranks)
 
-        W (1 - C(E - E/W, K) / C(E, K)): 5.3 of 8 and 7.3 of 32 for 256 experts and top-8.
-        """
-        experts, top_k = self.config.model.num_experts, self.config.router.top_k
-        elsewhere = max(experts - max(experts // self.ranks, 1), 0)
-        return self.ranks * (1.0 - comb(elsewhere, top_k) / comb(experts, top_k))
+    @property
+    def nodes_per_token(self) -> float:
+        """Expected distinct nodes that one token visits, its own included; as many as the router's groups allow."""
+        return self._visited(min(self.nodes, self.ranks))
+
+    def _visited(self, groups: int) -> float:
+        """Under uniform routing. Only a linear placement keeps the router's groups together."""
+        router, parallel, num_experts = self.config.router, self.config.parallel, self.config.model.num_experts
+        if parallel.placement != "linear" or router.hash_vocabulary is not None:
+            return expected_groups(num_experts, router.top_k, groups)
+        return expected_groups(
+            num_experts, router.top_k, groups, expert_groups=router.num_expert_group, kept=router.topk_group
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The question as JSON."""

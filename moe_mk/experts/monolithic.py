@@ -54,7 +54,9 @@ class MonolithicExperts(ABC):
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Every reason why these experts cannot serve the problem."""
-        return reasons_of_traits(cls.traits, problem)
+        text = "routes inside, by scores alone; this layer chooses experts by token id"
+        by_id = [] if problem.config.router.hash_vocabulary is None else [Reason("routing", text)]
+        return [*reasons_of_traits(cls.traits, problem), *by_id]
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:

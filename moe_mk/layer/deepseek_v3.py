@@ -10,9 +10,8 @@ import torch
 
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
-from moe_mk.layer.calibrated import calibrated
-from moe_mk.layer.hashed import hashed
 from moe_mk.layer.moe_layer import MoELayer, Progress
+from moe_mk.layer.stated import stated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +45,6 @@ class DeepseekV3MoE(MoELayer):
         was calibrated with become settings of the layer, and so does a table that chooses experts by token id: call
         such a layer with token_ids_T. Raises ConfigError or WeightError.
         """
-        config = calibrated(hashed(MoEConfig.from_hf(str(path), **overrides), path, layer), path, layer)
+        config = stated(MoEConfig.from_hf(str(path), **overrides), path, layer)
         built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}")
         return built.load_from_safetensors(path, layer, on_progress=on_progress)

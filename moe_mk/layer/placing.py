@@ -16,6 +16,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import ConfigError
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.grid import Grid
+from moe_mk.layer.tiled import tiled
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
@@ -55,7 +56,7 @@ def build_half(
     decision: Decision, expert_map: ExpertMap, grid: Grid, device: torch.device, spans: Spans, epoch: int = 0
 ) -> Half:
     """A half without weights: kernel and tables. Ranks with tokens of their own prefer near replicas."""
-    kernel = assemble(decision, Parts(expert_map, device, grid.ep, spans))
+    kernel = tiled(assemble(decision, Parts(expert_map, device, grid.ep, spans)), decision.problem.config.kernel)
     same_tokens = isinstance(kernel, MonolithicKernel) or kernel.prepare_finalize.traits.partial
     per_node = -(-grid.ep.size // decision.problem.nodes)
     tables = expert_map.tables(device, None if same_tokens else grid.ep.rank, per_node)

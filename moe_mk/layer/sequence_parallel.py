@@ -9,7 +9,7 @@ from moe_mk.flight import Flight
 from moe_mk.layer.checks import check_hidden_states
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.runner.overlap import run_alone
-from moe_mk.runner.sequence_parallel import sequence_parallel
+from moe_mk.runner.sequence_parallel import chunk_of, sequence_parallel
 
 
 class SequenceParallelMoE(nn.Module):
@@ -24,13 +24,20 @@ class SequenceParallelMoE(nn.Module):
         self.layer = layer
         self.comm = communicator(group, timeout_s=layer.config.kernel.timeout_s, layer=layer.name)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """(T, H) to (T, H), the same on every rank of the group."""
-        return run_alone(self.steps(hidden_states))
+    def forward(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
+        """(T, H) to (T, H), the same on every rank of the group.
 
-    def steps(self, x_TH: Tensor) -> Flight[Tensor]:
-        """The forward as a flight."""
+        token_ids_T: of all T tokens; needed where they choose the experts, else without effect.
+        """
+        return run_alone(self.steps(hidden_states, token_ids_T))
+
+    def steps(self, x_TH: Tensor, token_ids_T: Tensor | None = None) -> Flight[Tensor]:
+        """The forward as a flight. What is wrong with tokens or ids is refused here, on every rank alike."""
         layer, model, limits = self.layer, self.layer.config.model, self.layer.config.kernel
         most = limits.max_num_tokens * self.comm.size
         check_hidden_states(x_TH, layer.dtype, layer.device, model.hidden_size, most)
-        return sequence_parallel(x_TH.contiguous(), self.comm, layer.steps)
+        layer.check_token_ids(x_TH, token_ids_T)
+        own = chunk_of(x_TH.shape[0], self.comm.size, self.comm.rank)
+        by_id = layer.config.router.hash_vocabulary is not None
+        own_ids = token_ids_T[own] if by_id and token_ids_T is not None else None
+        return sequence_parallel(x_TH.contiguous(), self.comm, lambda x_XH: layer.steps(x_XH, token_ids_T=own_ids))

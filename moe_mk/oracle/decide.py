@@ -137,11 +137,17 @@ def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
     for experts_name, whole in MONOLITHIC.items():
         carrier = NoEP if problem.ranks == 1 else AllGather
         against = [*carrier.reasons_against(problem), *whole.reasons_against(problem)]
-        reasons = (*against, *wire_reasons(frozenset({"plain"}), problem))
+        reasons = (*against, *wire_reasons(frozenset({"plain"}), problem), *_tile_reasons(problem))
         compute = oracle.compute_scheme(problem, whole.traits)
         workspace = partial(whole.workspace_bytes, problem)
         pairs.append(Candidate(INSIDE, experts_name, whole.traits, carrier, reasons, problem.dtype, compute, workspace))
     return [_with_memory(candidate, problem) for candidate in pairs]
+
+
+def _tile_reasons(problem: Problem) -> list[Reason]:
+    """What `kernel.tiles` says against a kernel that is one piece."""
+    tiles = problem.config.kernel.tiles
+    return [Reason("tiles", f"is one piece, which cannot be cut into {tiles} tiles", "kernel.tiles = 1")] * (tiles > 1)
 
 
 def _verdict(candidate: Candidate, problem: Problem) -> Verdict:
@@ -163,7 +169,7 @@ def _with_memory(candidate: Candidate, problem: Problem) -> Candidate:
     if need <= have:
         return candidate
     sizes = f"{need / 2**30:.1f} GiB of weights and buffers exceed the device's {have / 2**30:.0f} GiB"
-    fix = "use more ranks or fewer tokens a call"
+    fix = "use more ranks, fewer tokens a call or a smaller kernel.max_num_tokens"
     return replace(candidate, reasons=(*candidate.reasons, Reason("memory", sizes, fix)))
 
 

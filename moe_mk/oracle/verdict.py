@@ -108,6 +108,7 @@ class Decision:
             "parallel": json.dumps(config.parallel.model_dump(mode="json"), sort_keys=True),
             "max_num_tokens": str(config.kernel.max_num_tokens),
             "relay_tokens": str(config.kernel.relay_tokens),
+            "tiles": f"{config.kernel.tiles} by {config.kernel.tile_carrier}",
             "comm_units": str(config.kernel.comm_units),
         }
 
@@ -135,6 +136,11 @@ class Decision:
             "verdicts": [verdict.as_dict() for verdict in self.verdicts],
         }
 
+    def _tiles(self) -> list[str]:
+        kernel = self.problem.config.kernel
+        who = {"turns": "the calling thread, in turns with the experts", "thread": "a thread of their own"}
+        return [f"  {kernel.tiles} tiles a call, carried by {who[kernel.tile_carrier]}"] * (kernel.tiles > 1)
+
     def __str__(self) -> str:
         """The decision for a terminal: every pair that can serve, and every reason against the others, once."""
         p = self.problem
@@ -148,6 +154,7 @@ class Decision:
             + "; ".join(f"not {t}: {', '.join(why)}" for t, why in self.gate.reasons.items())
         )
         kept = [] if self.budget is None else [f"  {self.chosen.prepare_finalize} keeps {self.budget}"]
+        kept += self._tiles()
         forms = [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
         served = [verdict.line() for verdict in self.verdicts if verdict.cost_us is not None]
         return "\n".join([head, *kept, *forms, *served, *(refusal.line() for refusal in told_once(self.verdicts))])

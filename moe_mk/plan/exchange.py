@@ -11,8 +11,8 @@ kept groups are the first ones that show up among the best scores.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb
 
+from moe_mk.comm.visits import expected_groups
 from moe_mk.errors import ConfigError
 from moe_mk.plan.links import Direction, Mode
 from moe_mk.quant.fp8_block import activation_scheme
@@ -92,10 +92,4 @@ def distinct_groups(num_experts: int, top_k: int, groups: int, kept: int | None 
         raise ConfigError(
             f"{num_experts} experts in {groups} groups of which {most} are kept do not give {top_k} choices"
         )
-    chances = [comb(groups, d) * _onto(per_group, top_k, d) / comb(num_experts, top_k) for d in range(groups + 1)]
-    return sum(min(d, most) * chance for d, chance in enumerate(chances))
-
-
-def _onto(per_group: int, top_k: int, groups: int) -> int:
-    """Ways to choose K experts that touch each of some groups, by inclusion and exclusion."""
-    return sum((-1) ** (groups - j) * comb(groups, j) * comb(per_group * j, top_k) for j in range(groups + 1))
+    return expected_groups(num_experts, top_k, groups, expert_groups=groups, kept=most)

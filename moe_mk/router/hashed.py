@@ -55,13 +55,17 @@ class HashRouter:
         weights_TK = (weights_TK * self.routed_scaling_factor).masked_fill(nowhere_T1, 0.0)
         return Routing(ids_TK.masked_fill(nowhere_T1, -1).to(torch.int32), weights_TK)
 
-    def _looked_up(self, token_ids_T: Tensor, num_experts: int) -> Tensor:
+    def check(self, token_ids_T: Tensor) -> None:
+        """Raise ConfigError for tokens that the table does not have; waits for the device."""
         vocabulary = self.table_XK.shape[0]
         if token_ids_T.numel() and not 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < vocabulary:
             raise ConfigError(
                 f"token ids from {int(token_ids_T.min())} to {int(token_ids_T.max())} lie outside the table's "
                 f"[0, {vocabulary})"
             )
+
+    def _looked_up(self, token_ids_T: Tensor, num_experts: int) -> Tensor:
+        self.check(token_ids_T)
         ids_TK = self.table_XK.to(token_ids_T.device)[token_ids_T.long()].long()
         if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < num_experts:
             raise ConfigError(

@@ -1,36 +1,35 @@
 """Measure candidates within a budget of seconds, keep what was measured, and go on from there after an interruption.
 
-Every measurement is a line of `<case>.part.jsonl`, written before the next one starts. A session that is killed loses
-the measurement it was in; the next one with the same case reads the lines and does the rest.
+Each number of tokens begins with the built-in choice beside itself, which says how far apart two measurements of the
+same thing lie here. Then every other candidate runs beside it, and the best one a second time (`judge`). A session that
+is killed loses the trial it was in; the next one with the same case reads the others and does the rest.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from moe_mk.config.tuned import Candidate, TunedPoint, case_name
 from moe_mk.errors import ConfigError
-from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
-from moe_mk.external.device import synchronize
-from moe_mk.permute import permute
+from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.tokens import RowTokens, Tokens
 from moe_mk.trace.clock import now
+from moe_mk.tuning import judge
 from moe_mk.tuning.files import save_measured
-from moe_mk.tuning.space import Space, space_of, threads_of
+from moe_mk.tuning.judge import Trial, best_of, chosen, ratio_of
+from moe_mk.tuning.parts import Parts
+from moe_mk.tuning.space import Space, space_of
+from moe_mk.tuning.stopwatch import Stopwatch
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 
 OnMeasured = Callable[[str, int, int], None]
 """Told (what, done, total)."""
-REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -92,87 +91,95 @@ def tune(
     context = ExpertsContext(
         case.dtype, case.compute, "silu", case.num_slots, case.hidden_size, case.intermediate_size, device
     )
-    experts = EXPERTS[case.experts](context)
     spaces = {count: space_of(EXPERTS[case.experts], context, count, cores) for count in tokens}
-    wanted = [(count, candidate) for count in tokens for candidate in spaces[count].candidates]
-    part = path.with_suffix(".part.jsonl")
-    known = _read_part(part, case)
-    resumed, start, measured = sum(_key(*one) in known for one in wanted), now(), 0
-    weights: Weights | None = None
-    for done, (count, candidate) in enumerate(wanted):
-        if on_measured is not None:
-            on_measured(f"{count} tokens", done, len(wanted))
-        if _key(count, candidate) in known:
-            continue
-        if now() - start > budget_s:
-            break
-        weights = weights or experts.relayout(stack(case, device))
-        micros = _microseconds(experts, weights, _rows(case, count, device), candidate, spaces[count])
-        known[_key(count, candidate)] = micros
-        _append(part, case, count, candidate, micros)
-        measured += 1
-    points = _fastest(wanted, known)
-    complete = all(_key(*one) in known for one in wanted)
-    save_measured(path, points, dict(meta) | {"case": case.name, "complete": complete, "repeats": REPEATS})
+    session = _Session(case, context, spaces, Parts(path.with_suffix(".part.jsonl"), case.name), stack, on_measured)
+    resumed = session.done
+    complete = session.measure(now() + budget_s)
+    points = session.points()
+    about = {"case": case.name, "complete": complete, "rule": judge.RULE, "judged": session.judged()}
+    save_measured(path, points, dict(meta) | about)
     if complete:
-        part.unlink(missing_ok=True)
-    return TuneResult(points, complete, measured, resumed)
+        session.parts.done()
+    return TuneResult(points, complete, session.done - resumed, resumed)
 
 
-def _microseconds(experts: FusedExperts, weights: Weights, tokens: Tokens, candidate: Candidate, space: Space) -> float:
-    """Median of a few runs after one that warms up."""
-    tuned, samples = space.apply(experts, candidate), []
-    with threads_of(candidate, space), torch.no_grad():
-        tuned.run(tokens, weights)
-        synchronize(experts.context.device)
-        for _ in range(REPEATS):
-            start = now()
-            tuned.run(tokens, weights)
-            synchronize(experts.context.device)
-            samples.append(now() - start)
-    return median(samples) * 1e6
+@dataclass
+class _Session:
+    """One case under measurement."""
 
+    case: TuneCase
+    context: ExpertsContext
+    spaces: Mapping[int, Space]
+    parts: Parts
+    stack: Callable[[TuneCase, torch.device], ExpertWeights]
+    on_measured: OnMeasured | None
+    weights: Weights | None = None
 
-def _rows(case: TuneCase, count: int, device: torch.device) -> Tokens:
-    """Random tokens, each with top_k different experts, in the layout the backend likes best."""
-    draw = torch.Generator("cpu").manual_seed(count)
-    x_RH = torch.randn((count, case.hidden_size), generator=draw, dtype=torch.float32, device="cpu")
-    scores = torch.rand((count, case.num_slots), generator=draw, dtype=torch.float32, device="cpu")
-    ids_RK = scores.argsort(dim=1)[:, : case.top_k].to(torch.int32)
-    weights_RK = torch.full(ids_RK.shape, 1.0 / case.top_k, dtype=torch.float32, device=device)
-    x = case.dtype.quantize(x_RH.to(device, case.dtype.dtype))
-    rows = RowTokens(x, ids_RK.to(device), weights_RK, case.num_slots)
-    return permute(rows, EXPERTS[case.experts].traits.consumes)
+    @property
+    def wanted(self) -> list[tuple[int, Candidate]]:
+        """Every number of tokens with every candidate, the built-in one first."""
+        return [(count, candidate) for count, space in self.spaces.items() for candidate in space.candidates]
 
+    @property
+    def done(self) -> int:
+        """Candidates that are measured."""
+        return sum(self.parts.get(*one) is not None for one in self.wanted)
 
-def _key(count: int, candidate: Candidate) -> str:
-    return json.dumps([count, dict(candidate)], sort_keys=True)
+    def measure(self, deadline: float) -> bool:
+        """Go through all candidates; whether none is left. No trial starts after the deadline."""
+        done, total = 0, len(self.wanted)
+        for count, space in self.spaces.items():
+            watch: Stopwatch | None = None
+            for candidate in space.candidates:
+                self._tell(count, done, total)
+                done += 1
+                if self.parts.get(count, candidate) is not None:
+                    continue
+                if now() > deadline:
+                    return False
+                watch = watch or self._stopwatch(count)
+                rounds = watch.beside(space.built_in, candidate, whole=candidate == space.built_in)
+                self.parts.add(count, candidate, rounds)
+            best = best_of(self.trials(count)[1:])
+            if best is None or best.confirmed:
+                continue
+            if now() > deadline:
+                return False
+            watch = watch or self._stopwatch(count)
+            self.parts.add(count, best.parameters, watch.beside(space.built_in, best.parameters), confirms=True)
+        return True
 
+    def trials(self, count: int) -> list[Trial]:
+        """What is known at a number of tokens, the built-in choice first where it is known."""
+        known = (self.parts.get(count, candidate) for candidate in self.spaces[count].candidates)
+        return [trial for trial in known if trial is not None]
 
-def _fastest(wanted: Sequence[tuple[int, Candidate]], known: Mapping[str, float]) -> tuple[TunedPoint, ...]:
-    best: dict[int, TunedPoint] = {}
-    for count, candidate in wanted:
-        micros = known.get(_key(count, candidate))
-        if micros is not None and (count not in best or micros < best[count].microseconds):
-            best[count] = TunedPoint(count, dict(candidate), micros)
-    return tuple(best[count] for count in sorted(best))
+    def points(self) -> tuple[TunedPoint, ...]:
+        """What shall serve, by tokens; only where the built-in choice was measured."""
+        found = [(count, self.trials(count)) for count in sorted(self.spaces)]
+        winners = [(count, chosen(trials[0], trials[1:])) for count, trials in found if trials]
+        return tuple(TunedPoint(count, dict(winner.parameters), winner.microseconds) for count, winner in winners)
 
+    def judged(self) -> list[dict[str, Any]]:
+        """Why each point is what it is."""
+        told = []
+        for count in sorted(self.spaces):
+            if not (trials := self.trials(count)):
+                continue
+            best, serves = best_of(trials[1:]), chosen(trials[0], trials[1:])
+            line: dict[str, Any] = {"tokens": count, "replaced": serves is not trials[0]}
+            line["built_in"] = {"parameters": dict(trials[0].parameters), "beside_itself": asdict(trials[0].ratio)}
+            if best is not None:
+                again = asdict(ratio_of(best.confirmed)) if best.confirmed else None
+                line["best"] = {"parameters": dict(best.parameters), "ratio": asdict(best.ratio), "again": again}
+            told.append(line)
+        return told
 
-def _append(part: Path, case: TuneCase, count: int, candidate: Candidate, micros: float) -> None:
-    part.parent.mkdir(parents=True, exist_ok=True)
-    line = {"case": case.name, "tokens": count, "parameters": dict(candidate), "microseconds": micros}
-    with part.open("a", encoding="utf-8") as opened:
-        opened.write(json.dumps(line) + "\n")
+    def _stopwatch(self, count: int) -> Stopwatch:
+        experts = EXPERTS[self.case.experts](self.context)
+        self.weights = self.weights or experts.relayout(self.stack(self.case, self.context.device))
+        return Stopwatch(experts, self.weights, self.spaces[count], count, self.case.top_k)
 
-
-def _read_part(part: Path, case: TuneCase) -> dict[str, float]:
-    """What earlier sessions measured; a last line that was cut off is left out."""
-    known: dict[str, float] = {}
-    for line in part.read_text(encoding="utf-8").splitlines() if part.is_file() else []:
-        try:
-            held = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if held["case"] == case.name:
-            known[_key(held["tokens"], held["parameters"])] = float(held["microseconds"])
-    return known
+    def _tell(self, count: int, done: int, total: int) -> None:
+        if self.on_measured is not None:
+            self.on_measured(f"{count} tokens", done, total)

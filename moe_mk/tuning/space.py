@@ -3,10 +3,12 @@
 A backend that can be tuned has two methods beside its contract:
 
     @classmethod
-    def tuning_space(cls, context, rows) -> Sequence[Mapping[str, int | bool | str]]     what is worth trying
+    def tuning_space(cls, context, rows) -> Sequence[Mapping[str, int | bool | str]]     what is worth trying; the first
+                                                                                         one is what serves untuned
     def tuned_with(self, parameters) -> FusedExperts                                     itself with a choice of them
 
-One that declares nothing and runs on a CPU has the number of threads: it is torch's, and every CPU backend follows it.
+One that declares nothing and runs on a CPU has the number of threads: it is torch's, and every CPU backend follows it;
+all cores serve untuned.
 """
 
 from __future__ import annotations
@@ -27,9 +29,15 @@ class Space:
     """The candidates of one backend for one number of rows, and how to run it with one of them."""
 
     candidates: tuple[Candidate, ...]
+    """The built-in choice first."""
     apply: Callable[[FusedExperts, Candidate], FusedExperts]
     threads_only: bool = False
     """Whether the parameters are torch's threads, which stay as they were outside of a measurement."""
+
+    @property
+    def built_in(self) -> Candidate:
+        """What serves where nothing was measured."""
+        return self.candidates[0]
 
 
 def space_of(backend: type[FusedExperts], context: ExpertsContext, rows: int, cores: int) -> Space:
@@ -43,7 +51,8 @@ def space_of(backend: type[FusedExperts], context: ExpertsContext, rows: int, co
             f"{backend.__name__} declares nothing to tune",
             ["add tuning_space() and tuned_with() as moe_mk.tuning.space says"],
         )
-    return Space(tuple({"threads": n} for n in thread_counts(cores)), lambda experts, c: experts, threads_only=True)
+    threads = sorted(thread_counts(cores), key=lambda count: (count != cores, count))
+    return Space(tuple({"threads": n} for n in threads), lambda experts, c: experts, threads_only=True)
 
 
 def thread_counts(cores: int) -> list[int]:

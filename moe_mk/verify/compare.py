@@ -90,6 +90,8 @@ class Answer(NamedTuple):
     y_TH: Tensor
     ids_TK: Tensor
     """The logical experts it chose."""
+    token_ids_T: Tensor | None = None
+    """Tokens of the vocabulary, of a layer that chooses experts by them."""
 
 
 def verify(
@@ -97,13 +99,16 @@ def verify(
 ) -> Verification:
     """Judge a layer's output and its choice of experts against the independent reference.
 
-    weights: of all experts, unsliced. Tokens whose choice differs by a tie are computed again with the layer's choice.
+    weights: of all experts, unsliced. Tokens whose choice differs by a tie are computed again with the layer's choice;
+    a table of experts by token id leaves no ties. Raises ShapeError or ConfigError for token ids that it needs and that
+    are missing or do not fit.
     """
     config, ids = decision.problem.config, answer.ids_TK.cpu().numpy().astype(np.int64)
-    expected = dense_layer(answer.x_TH, config, weights, on_progress=on_progress)
+    expected = dense_layer(answer.x_TH, config, weights, on_progress=on_progress, token_ids_T=answer.token_ids_T)
     tolerance = tie_tolerance(decision)
     elsewhere = [t for t in range(len(ids)) if set(ids[t]) != set(expected.ids_TK[t])]
-    ties = [t for t in elsewhere if could_choose(ids[t], expected.biased_TE[t], config.router, tolerance)]
+    by_scores = elsewhere if weights.table_XK is None else []
+    ties = [t for t in by_scores if could_choose(ids[t], expected.biased_TE[t], config.router, tolerance)]
     if ties:
         taken = expected.ids_TK.copy()
         taken[ties] = ids[ties]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.config.moe import ModelConfig, MoEConfig, RouterConfig
+from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.verify.decode import decoded
 from moe_mk.weights.expert_weights import SlotWeights
@@ -44,16 +45,19 @@ def dense_layer(
     weights: LayerWeights,
     ids_TK: NDArray[np.int64] | None = None,
     on_progress: Progress | None = None,
+    token_ids_T: Tensor | None = None,
 ) -> DenseResult:
     """Compute the whole layer for (T, H) tokens on the CPU; weights must own every expert, unsliced.
 
     ids_TK: use this choice of experts instead of its own, weighed by its own scores.
+    token_ids_T: integers, tokens of the vocabulary; a layer with a table of experts by token id needs them, and raises
+    ShapeError where they are missing or not one a token, ConfigError where the table has no such token.
     """
     assert weights.facts.owned == tuple(range(config.model.num_experts)) and weights.facts.tp_size == 1
     x = x_TH.to(device="cpu", dtype=torch.float64)
     scores_TE = _scores(x_TH.cpu(), weights, config.router)
     biased_TE = scores_TE if weights.bias_E is None else scores_TE + weights.bias_E.cpu().float().numpy()
-    chosen_TK = _best(_kept(biased_TE, config.router), config.router.top_k) if ids_TK is None else ids_TK
+    chosen_TK = _chosen(biased_TE, config.router, weights.table_XK, token_ids_T) if ids_TK is None else ids_TK
     weights_TK = _weights(scores_TE, chosen_TK, config.router)
     y_TH = torch.zeros_like(x)
     hit = np.unique(chosen_TK[chosen_TK >= 0]).tolist()
@@ -66,6 +70,25 @@ def dense_layer(
     if weights.shared is not None:
         y_TH += _mlp(x, weights.shared, config.model)
     return DenseResult(y_TH, biased_TE, chosen_TK, weights_TK)
+
+
+def _chosen(
+    biased_TE: Array, router: RouterConfig, table_XK: Tensor | None, token_ids_T: Tensor | None
+) -> NDArray[np.int64]:
+    """What the table says of each token where the layer has one, else the best of the scores."""
+    if table_XK is None:
+        return _best(_kept(biased_TE, router), router.top_k)
+    if token_ids_T is None or tuple(token_ids_T.shape) != (len(biased_TE),):
+        got = "none" if token_ids_T is None else list(token_ids_T.shape)
+        raise ShapeError(
+            f"a layer that chooses experts by token id is verified with token_ids_T, one id of each of its "
+            f"{len(biased_TE)} tokens; got {got}"
+        )
+    table, ids = table_XK.cpu().numpy(), token_ids_T.cpu().numpy()
+    beyond = [int(token) for token in ids if not 0 <= token < len(table)]
+    if beyond:
+        raise ConfigError(f"token_ids_T holds {beyond[:5]}, the table of experts has tokens [0, {len(table)})")
+    return np.array([table[token] for token in ids], dtype=np.int64).reshape(len(ids), table.shape[1])
 
 
 def _scores(x_TH: Tensor, weights: LayerWeights, router: RouterConfig) -> Array:

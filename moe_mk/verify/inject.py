@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.registry import did_you_mean
+from moe_mk.router.hashed import HashRouter
 from moe_mk.router.router import Router
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
 
+R = TypeVar("R", Router, HashRouter)
 Fault = Literal["swap-halves", "drop-scale", "double-scale"]
 
 
@@ -38,7 +40,7 @@ def faulty_weights(weights: LayerWeights, fault: str) -> LayerWeights:
     return replace(weights, experts=MappedExpertWeights(slots, weights.experts.scheme))
 
 
-def faulty_router(router: Router, fault: str) -> Router:
+def faulty_router(router: R, fault: str) -> R:
     """The same router, or with double-scale one whose weights are scaled a second time (by 2 where the factor is 1)."""
     if fault != "double-scale":
         return router

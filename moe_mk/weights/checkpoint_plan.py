@@ -21,7 +21,8 @@ VERSION = 1
 
 def recipe_of(shape: CheckpointShape, seed: int) -> str:
     """Shape, seed and version of the generator as one line of JSON."""
-    return json.dumps({"version": VERSION, "seed": seed, **asdict(shape)}, sort_keys=True)
+    stated = {key: value for key, value in asdict(shape).items() if value is not None}
+    return json.dumps({"version": VERSION, "seed": seed, **stated}, sort_keys=True)
 
 
 def planned_tensors(shape: CheckpointShape) -> list[Planned]:

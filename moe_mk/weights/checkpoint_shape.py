@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant import BF16, Fp8Block, QuantScheme, weight_scheme
@@ -15,10 +17,18 @@ FORMATS = (
     "fp8", "bf16", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",
 )  # fmt: skip
 
+SWIGLU_LIMIT = 10.0
+"""Of DeepSeek-V4."""
+HASHED: Mapping[str, Any] = {"num_groups": 1, "top_k_groups": 1, "top_k": 6, "routed_scaling_factor": 1.5}
+"""What DeepSeek-V4's layers have in place of DeepSeek-V3's numbers; to be given with `hash_vocabulary`."""
+
 
 @dataclass(frozen=True)
 class CheckpointShape:
     """MoE layers in the official DeepSeek-V3 layout; the defaults are one full layer of that model.
+
+    hash_vocabulary: tokens of the vocabulary, of layers that choose experts by token id as DeepSeek-V4's first ones do:
+    a table in place of the bias, and that model's config.json. They have no groups; None is DeepSeek-V3.
 
     quant: "fp8" (e4m3, one scale a block), "bf16", or another type of `FORMATS`.
     power_of_two_scales: f32 scales that are powers of two, as newer official checkpoints have ("scale_fmt": "ue8m0").
@@ -37,6 +47,7 @@ class CheckpointShape:
     quant: str = "fp8"
     block: tuple[int, int] = (128, 128)
     power_of_two_scales: bool = False
+    hash_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -51,6 +62,10 @@ class CheckpointShape:
             wrong.append(f"quant={self.quant!r} must be one of {', '.join(FORMATS)}")
         if len(self.block) != 2 or min(self.block) < 1:
             wrong.append(f"block={self.block} must be two positive numbers")
+        if self.hash_vocabulary is not None and self.hash_vocabulary < 1:
+            wrong.append(f"hash_vocabulary={self.hash_vocabulary} must be at least 1")
+        if self.hash_vocabulary is not None and self.num_groups != 1:
+            wrong.append(f"num_groups={self.num_groups} has no part in a choice by token id; use num_groups=1")
         wrong += [] if wrong else self._routing_problems()
         if wrong:
             raise ConfigError("; ".join(wrong))
@@ -80,33 +95,48 @@ class CheckpointShape:
             scheme,
             num_shared_experts=self.num_shared_experts,
             shared_intermediate_size=self.num_shared_experts * self.intermediate_size,
-            has_gate_bias=True,
+            has_gate_bias=self.hash_vocabulary is None,
+            table=None if self.hash_vocabulary is None else (self.hash_vocabulary, self.top_k),
         )
 
     def hf_config(self) -> dict[str, object]:
-        """The keys of a DeepSeek-V3 config.json that concern the MoE layers."""
+        """The keys of a DeepSeek-V3 config.json, or of a DeepSeek-V4 one, that concern the MoE layers."""
         quant = "fp8_block" if self.quant == "fp8" else self.quant
         quantization = quantization_config(quant, self.block, ue8m0=self.power_of_two_scales)
         return {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
+            **(self._v3_keys() if self.hash_vocabulary is None else self._v4_keys()),
             "hidden_size": self.hidden_size,
             "moe_intermediate_size": self.intermediate_size,
             "n_routed_experts": self.num_experts,
             "num_experts_per_tok": self.top_k,
-            "n_group": self.num_groups,
-            "topk_group": self.top_k_groups,
             "n_shared_experts": self.num_shared_experts,
             "norm_topk_prob": True,
             "routed_scaling_factor": self.routed_scaling_factor,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "first_k_dense_replace": min(self.layers),
-            "moe_layer_freq": 1,
             "num_hidden_layers": max(self.layers) + 1,
             "hidden_act": "silu",
             "torch_dtype": "bfloat16",
             **({"quantization_config": quantization} if quantization else {}),
+        }
+
+    def _v3_keys(self) -> dict[str, object]:
+        return {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "n_group": self.num_groups,
+            "topk_group": self.top_k_groups,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "first_k_dense_replace": min(self.layers),
+            "moe_layer_freq": 1,
+        }
+
+    def _v4_keys(self) -> dict[str, object]:
+        return {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "model_type": "deepseek_v4",
+            "vocab_size": self.hash_vocabulary,
+            "scoring_func": "sqrtsoftplus",
+            "swiglu_limit": SWIGLU_LIMIT,
         }
 
     def _routing_problems(self) -> list[str]:

@@ -24,6 +24,7 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.quant import WHOLE, BlockedScheme
 from moe_mk.weights.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
 from moe_mk.weights.checkpoint_shape import CheckpointShape
+from moe_mk.weights.random_table import table_strips
 from moe_mk.weights.safetensors_header import read_header
 from moe_mk.weights.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.weights.scan import Progress
@@ -117,7 +118,9 @@ def _write_shard(
 def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: CheckpointShape, seed: int) -> int:
     weight, scheme = group[0], shape.scheme
     random = np.random.Generator(np.random.SFC64(_seed_of(seed, weight.name)))
-    if len(group) == 1:
+    if weight.name.endswith(shape.convention.table):
+        _write_strips(file, weight, table_strips(random, weight.shape, shape.num_experts))
+    elif len(group) == 1:
         _write_strips(file, weight, _strips(random, weight.name, weight.shape, 1))
     else:
         assert isinstance(scheme, BlockedScheme)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_mk.cli.inputs import RunSettings, dtype_of, hidden_states, read_hidden_states, token_counts, tokens_of
+from moe_mk.cli.inputs import RunSettings, batch_of, dtype_of, hidden_states, token_counts, tokens_of
+from moe_mk.cli.rows import read_hidden_states
 from moe_mk.config.shipped import load_config
 from moe_mk.errors import ConfigError, ShapeError
 
@@ -106,3 +107,22 @@ def test_a_dtype_has_a_name() -> None:
     assert dtype_of("float16") is torch.float16
     with pytest.raises(ConfigError, match="--dtype 'bfloat' is unknown; did you mean 'bfloat16'"):
         dtype_of("bfloat")
+
+
+def test_token_ids_are_drawn_of_the_vocabulary_for_layers_that_choose_by_them() -> None:
+    config = CONFIG.with_(hash_vocabulary=7, has_correction_bias=False)
+    asked = RunSettings(Path("nowhere"), 3, config)
+    one, other = (batch_of(asked, (50, 50), batch).token_ids_T for batch in (0, 1))
+    assert one is not None and other is not None and not torch.equal(one, other)
+    assert set(one.tolist()) == set(range(7)) and one.shape == (50,)
+    first = batch_of(asked, (50, 50), 0).first
+    assert first.token_ids_T is not None and first.token_ids_T.tolist() == one[:1].tolist()
+    assert len(first.x_TH) == 1
+    assert batch_of(settings(), (3,), 0).token_ids_T is None
+
+
+def test_token_ids_of_a_file_are_shared_out_as_its_rows_are(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(5, dtype=np.int32))
+    given = settings(token_ids=tmp_path / "ids.npy")
+    shares = [batch_of(given, (2, 0, 3), batch).token_ids_T for batch in range(3)]
+    assert [share.tolist() for share in shares if share is not None] == [[0, 1], [], [2, 3, 4]]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -173,8 +174,50 @@ def test_a_rank_that_hangs_after_another_spoke_is_given_little_time(monkeypatch:
     monkeypatch.setattr("moe_mk.cli.processes.GRACE_S", 0.05)
     ranks = [rank_that(0, 1, b"joined", b"1\nrank 0, phase 'x': late"), rank_that(1, 0, b"joined", ends=False)]
     _watch(ranks, timeout_s=600.0)
-    with pytest.raises(RanksFailed, match="^rank 0, phase 'x': late$"):
+    with pytest.raises(
+        RanksFailed, match="^rank 0, phase 'x': late\nrank 1 was still at work when the others had ended"
+    ):
         _verdict(ranks)
+
+
+def test_a_rank_that_outlasts_the_first_one_is_ended_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_mk.cli.processes.GRACE_S", 0.05)
+    ranks = [rank_that(0, 0, b"joined", b"0\n"), rank_that(1, 0, b"joined", ends=False)]
+    _watch(ranks, timeout_s=0.05)
+    with pytest.raises(RanksFailed, match="^rank 1 was still at work when the others had ended") as caught:
+        _verdict(ranks)
+    assert caught.value.code == 1
+
+
+def test_the_first_rank_may_take_its_time_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_mk.cli.processes.GRACE_S", 0.01)
+    first = rank_that(0, 0, b"joined", ends=False)
+    end = threading.Timer(0.3, lambda: (OPEN[-1].send_bytes(b"0\n"), OPEN[-1].close()))
+    end.start()
+    ranks = [first, rank_that(1, 0, b"joined", b"0\n")]
+    _watch(ranks, timeout_s=0.01)
+    end.join()
+    assert _verdict(ranks) == 0
+
+
+def late_on_rank_1(folder: Path, place: Place) -> int:
+    team = team_of(place, 2.0, "layer 3")
+    land(team.gather_count(1, "first"))
+    if place.rank == 1:
+        time.sleep(600)
+    land(team.gather_count(2, "dispatch"))
+    return 0
+
+
+def test_a_rank_that_sleeps_ends_the_run_within_the_timeout_with_rank_and_phase(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(late_on_rank_1, tmp_path, TWO, "gloo", 2.0)
+    told, late = str(caught.value).split("\n", 1)
+    assert told.startswith("rank 0, phase 'dispatch', layer 'layer 3': a peer of 2 is dead or later than 2 s")
+    assert late == "rank 1 was still at work when the others had ended, and was ended"
+    assert caught.value.code == 1
+    assert time.monotonic() - started < 60, "2 s late, 2 s of grace; the rest is starting Python twice"
 
 
 def test_the_same_failure_of_many_is_told_once() -> None:

@@ -27,8 +27,24 @@ def test_sizes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("ranks, expected", [(1, 1.0), (2, 1.993), (4, 3.614), (8, 5.295), (32, 7.267), (256, 8.0)])
-def test_ranks_that_a_token_visits_in_deepseek_v3(ranks: int, expected: float) -> None:
-    assert problem(ep=ranks).ranks_per_token == pytest.approx(expected, abs=5e-4)
+def test_ranks_that_a_token_visits_with_deepseek_v3s_experts_and_no_groups(ranks: int, expected: float) -> None:
+    asked = problem(ep=ranks, num_expert_group=1, topk_group=1)
+    assert asked.ranks_per_token == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("ranks,on_ranks,on_nodes", [(8, 3.983, 1.0), (32, 6.820, 3.133), (64, 7.471, 3.983)])
+def test_four_kept_groups_of_eight_limit_ranks_and_nodes(ranks: int, on_ranks: float, on_nodes: float) -> None:
+    asked = problem(ep=ranks)
+    assert asked.ranks_per_token == pytest.approx(on_ranks, abs=5e-4)
+    assert asked.nodes_per_token == pytest.approx(on_nodes, abs=5e-4)
+
+
+def test_only_groups_that_lie_together_limit_what_a_token_visits() -> None:
+    free = problem(ep=64, num_expert_group=1, topk_group=1).nodes_per_token
+    assert free == pytest.approx(5.295, abs=5e-4)
+    assert problem(ep=64, placement="round_robin").nodes_per_token == free
+    assert problem(ep=2, tp=8, ranks_per_node=4).nodes == 4, "more nodes than EP ranks: a rank lies on two"
+    assert problem(ep=2, tp=8, ranks_per_node=4).nodes_per_token == problem(ep=2).ranks_per_token
 
 
 def test_ranks_that_a_token_visits_by_counting() -> None:

@@ -79,7 +79,7 @@ def test_a_forward_is_that_of_the_same_layer_routed_by_hand(checkpoint: Path, ex
     layer = layer_of(checkpoint, experts=experts)
     given = layer_of(checkpoint, experts=experts)
     assert given.weights.table_XK is not None
-    given._by_id, router = None, HashRouter(given.weights.table_XK, routed_scaling_factor=1.5)
+    given.hash_router, router = None, HashRouter(given.weights.table_XK, routed_scaling_factor=1.5)
     given.router = router.of(IDS)  # type: ignore[assignment]
     y = layer(tokens(), token_ids_T=IDS)
     assert torch.equal(y, given(tokens())) and torch.equal(y, layer(tokens(), IDS.int()))
@@ -164,5 +164,8 @@ def test_settings_that_do_not_go_with_a_table_are_refused(checkpoint: Path) -> N
         config.with_(hash_vocabulary=11)
     with pytest.raises(ConfigError, match="token ids read on the host"):
         config.with_(hash_vocabulary=11, has_correction_bias=False, graphs=True)
-    with pytest.raises(UnsupportedError, match="reference_monolithic routes inside, by scores alone"):
+    with pytest.raises(
+        UnsupportedError,
+        match="(?s)reference_monolithic.*routes inside, by scores alone; this layer chooses experts by token id",
+    ):
         layer_of(checkpoint, experts="reference_monolithic")

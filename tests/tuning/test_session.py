@@ -19,8 +19,9 @@ from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.quant.plain import FP32
 from moe_mk.testing.experts import random_experts
-from moe_mk.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
+from moe_mk.tuning import TuneCase, TuneResult, judge, load_measured, session, space_of, tune
 from moe_mk.tuning.space import thread_counts
+from moe_mk.tuning.stopwatch import Stopwatch
 from moe_mk.weights.expert_weights import ExpertWeights
 
 CASE = TuneCase("reference", 32, 16, 4, 2, FP32, FP32, FP32)
@@ -31,7 +32,7 @@ runner = CliRunner()
 @pytest.fixture(autouse=True)
 def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """More threads than cores make a run slow on a busy machine; what is tested is not the time."""
-    monkeypatch.setattr(session, "REPEATS", 1)
+    monkeypatch.setattr(judge, "ROUNDS", 1)
 
 
 def stack(case: TuneCase, device: torch.device) -> ExpertWeights:
@@ -94,7 +95,7 @@ def test_a_spent_budget_leaves_a_file_and_says_that_more_is_to_do(
 ) -> None:
     path, clock = tmp_path / "case.json", iter(float(second) for second in range(10_000))
     monkeypatch.setattr(session, "now", lambda: next(clock))
-    result = run(path, budget=8.0)
+    result = run(path, budget=3.0)
     assert not result.complete and 0 < result.measured < 6
     assert json.loads(path.with_suffix(".meta.json").read_text())["complete"] is False
     monkeypatch.undo()
@@ -115,13 +116,72 @@ def test_a_backend_declares_its_own_space(tmp_path: Path, monkeypatch: pytest.Mo
     Declares.made.clear()
     result = run(tmp_path / "case.json", case=replace(CASE, experts="declares"))
     assert result.complete and result.measured == 3
-    assert Declares.made == ["narrow", "narrow", "wide"]
-    assert {point.parameters["tile"] for point in result.points} <= {"narrow", "wide"}
+    # One token: narrow beside itself. Eight: the same, then wide beside narrow. One round decides nothing.
+    assert Declares.made == ["narrow"] * 5 + ["wide"]
+    assert {point.parameters["tile"] for point in result.points} == {"narrow"}
 
 
-def test_the_faster_candidate_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_microseconds", lambda e, w, t, candidate, s: 10.0 / candidate["threads"])
-    assert {point.parameters["threads"] for point in run(tmp_path / "case.json").points} == {3}
+def timed(monkeypatch: pytest.MonkeyPatch, micros: Mapping[int, float]) -> list[int]:
+    """Runs take what is said of their threads, nine rounds a candidate; returns what was run."""
+    ran: list[int] = []
+
+    def microseconds(self: Stopwatch, tuned: FusedExperts, parameters: Mapping[str, int]) -> float:
+        ran.append(parameters["threads"])
+        return micros[parameters["threads"]]
+
+    monkeypatch.setattr(judge, "ROUNDS", 9)
+    monkeypatch.setattr(Stopwatch, "microseconds", microseconds)
+    return ran
+
+
+def test_a_faster_candidate_replaces_the_built_in_one_and_the_file_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = timed(monkeypatch, {1: 8.0, 2: 9.0, 3: 10.0})
+    result = run(tmp_path / "case.json", tokens=(4,))
+    assert [(point.parameters["threads"], point.microseconds) for point in result.points] == [(1, 8.0)]
+    # A warm-up of both before 9 rounds: 3 beside 3, 1 beside 3, 2 beside 3, and 1 beside 3 once more.
+    assert len(ran) == 4 * 20 and [ran.count(threads) for threads in (1, 2, 3)] == [20, 10, 50]
+    meta = json.loads((tmp_path / "case.meta.json").read_text())
+    assert "alternating rounds" in meta["rule"] and meta["by"] == "a test"
+    (told,) = meta["judged"]
+    assert told["replaced"] and told["best"]["parameters"] == {"threads": 1}
+    assert told["best"]["ratio"] == told["best"]["again"] == {"median": 0.8, "low": 0.8, "high": 0.8}
+    assert told["built_in"] == {"parameters": {"threads": 3}, "beside_itself": {"median": 1.0, "low": 1.0, "high": 1.0}}
+
+
+def test_a_gain_within_the_margin_keeps_what_is_built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = timed(monkeypatch, {1: 9.9, 2: 30.0, 3: 10.0})
+    (point,) = run(tmp_path / "case.json", tokens=(4,)).points
+    assert (point.parameters, point.microseconds) == ({"threads": 3}, 10.0)
+    assert ran.count(1) == 1 + 2 and ran.count(2) == 1 + 2, "given up after two rounds without a gain"
+
+
+def test_a_session_killed_before_the_rounds_of_the_best_goes_on_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {1: 8.0, 2: 9.0, 3: 10.0})
+    path, beside = tmp_path / "case.json", Stopwatch.beside
+    calls = iter(range(100))
+
+    def killed(self: Stopwatch, *args: Any, **more: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return beside(self, *args, **more)
+
+    monkeypatch.setattr(Stopwatch, "beside", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(path, tokens=(4,))
+    result = run(path, tokens=(4,))
+    assert (result.complete, result.measured, result.resumed) == (True, 0, 3)
+    assert result.points[0].parameters == {"threads": 1} and not path.with_suffix(".part.jsonl").exists()
+
+
+def test_lines_of_an_older_method_are_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "case.json"
+    line = {"case": CASE.name, "tokens": 1, "parameters": {"threads": 1}, "microseconds": 1.0}
+    path.with_suffix(".part.jsonl").write_text(json.dumps(line) + "\n[]\n3\n")
+    assert run(path, tokens=(1,)).resumed == 0
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:

@@ -1,0 +1,69 @@
+"""The verbs of checkpoints: make-checkpoint, convert, inspect-checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_mk.cli.checkpoints import WriteOrder, inspect, make
+from moe_mk.cli.convert import ConvertOrder, convert
+from moe_mk.cli.exits import speaking
+from moe_mk.cli.screen import Screen
+from moe_mk.weights.checkpoint_shape import FORMATS, HASHED, CheckpointShape
+from moe_mk.weights.convert import TARGETS
+from moe_mk.weights.inspect import inspect_checkpoint
+
+checkpoint_verbs = typer.Typer()
+
+
+@checkpoint_verbs.command("make-checkpoint")
+@speaking
+def make_checkpoint(
+    directory: Annotated[Path, typer.Argument(help="folder to write")],
+    experts: Annotated[int, typer.Option(help="routed experts; 256 is the full layer, 11.3 GB")] = 32,
+    layer: Annotated[int, typer.Option(help="number of the MoE layer")] = 3,
+    hidden: Annotated[int, typer.Option(help="hidden size")] = 7168,
+    intermediate: Annotated[int, typer.Option(help="intermediate size of an expert")] = 2048,
+    quant: Annotated[str, typer.Option(help=f"how experts are stored: {', '.join(FORMATS)}")] = "fp8",
+    ue8m0: Annotated[bool, typer.Option("--ue8m0", help="scales that are powers of two")] = False,
+    hash_vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="a DeepSeek-V4 layer whose table chooses experts by token id: its rows")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="equal seeds give equal bytes")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="write again even if it is complete")] = False,
+) -> int:
+    """Write one MoE layer of DeepSeek-V3, or a hash layer of DeepSeek-V4: deterministic, quantised from normals."""
+    by_id = {} if hash_vocabulary is None else {**HASHED, "hash_vocabulary": hash_vocabulary}
+    shape = CheckpointShape(
+        num_experts=experts,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        layers=(layer,),
+        quant=quant,
+        power_of_two_scales=ue8m0,
+        **by_id,
+    )
+    return make(Screen(), WriteOrder(directory, shape, seed, force))
+
+
+@checkpoint_verbs.command("convert")
+@speaking
+def convert_command(
+    source: Annotated[Path, typer.Argument(help="checkpoint folder to read")],
+    target: Annotated[Path, typer.Argument(help="folder to write; must be empty or not there yet")],
+    to: Annotated[str, typer.Option(help=f"how experts shall be stored: {', '.join(TARGETS)}")],
+) -> int:
+    """Store the experts of a checkpoint in another format, expert by expert, and report what that did to them."""
+    return convert(Screen(), ConvertOrder(source, target, to))
+
+
+@checkpoint_verbs.command("inspect-checkpoint")
+@speaking
+def inspect_checkpoint_command(
+    directory: Annotated[Path, typer.Argument(help="checkpoint folder or file")],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> int:
+    """Say what a checkpoint holds, from its headers alone, and what is wrong with it."""
+    return inspect(Screen(), inspect_checkpoint(directory), as_json=as_json)
