@@ -16,8 +16,8 @@ What a transport may rely on, whatever the heap is made of:
     barrier                                between processes only
 
 A heap whose `is_addressable` is true offers more: `data` and `address` of any peer's window, `reserve` before kernels
-write there themselves, and `flag_address` of an own flag to look at. One that reaches peers by messages says false, and
-has none of these but its own window and flags.
+write there themselves, and `flag_address` of any flag. One that reaches peers by messages says false, and
+has none of these but its own window.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class SymmetricHeap:
         """
         return self._memory.bytes.data_ptr() + self._data_at(peer) + at
 
-    def flag_address(self, flag: int) -> int:
-        """Where a flag of this rank's window lies in this process."""
-        return self._memory.bytes.data_ptr() + self._flag_at(self.rank, flag)
+    def flag_address(self, peer: int, flag: int) -> int:
+        """Where a flag of a peer's window lies in this process, for kernels that raise it or look at it."""
+        return self._memory.bytes.data_ptr() + self._flag_at(peer, flag)
 
     def data(self, peer: int, at: int, num_bytes: int) -> Tensor:
         """Bytes of a peer's window as they lie there, (num_bytes,) uint8. Raises ShapeError beyond its end."""

@@ -36,7 +36,7 @@ LIBRARIES: Mapping[str, Library] = {
         Library(COMPILER, "native CPU kernels", "install a C++ compiler (Debian: apt install g++)"),
         Library("triton", "GPU kernels", "pip install 'moe-mk[cuda]'", ("triton",)),
         Library("deep_ep", "DeepEP transports", "pip install sgl-deep-ep, or build it", ("sgl-deep-ep", "deep_ep")),
-        Library("deep_gemm", "DeepGEMM experts", "build it from its repository", ("sgl-deep-gemm", "deep_gemm")),
+        Library("deep_gemm", "DeepGEMM experts", "pip install sgl-deep-gemm", ("sgl-deep-gemm", "deep_gemm")),
         Library(
             "flashinfer",
             "NVLink transports, CUTLASS experts",

@@ -51,7 +51,11 @@ class TransportTraits(Traits):
     """Whether ranks may own different numbers of experts."""
     blocking: bool = False
     """Whether its calls wait for peers inside a library: ranks of one process then need a thread each."""
-    comm_unit: Literal["", "SMs", "threads"] = ""
+    open_calls: int | None = None
+    """How many calls may be dispatched and not yet home at once; None: as many as one likes."""
+    in_flight: int | None = None
+    """How many operations may be issued and not yet received at once; None: as many as one likes."""
+    comm_unit: Literal["", "SMs", "CUs", "threads"] = ""
     """What `kernel.comm_units` counts; empty: it keeps nothing that can be set."""
 
 
@@ -60,7 +64,7 @@ class Budget:
     """Compute units that a transport keeps for itself while it communicates."""
 
     unit: str
-    """"SMs" or "threads"."""
+    """"SMs", "CUs" (AMD) or "threads"."""
     count: int | None
     """None: its library decides when it runs."""
     source: str

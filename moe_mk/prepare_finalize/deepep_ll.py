@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from moe_mk.external.deepep_limits import LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K
+from moe_mk.external.deepep_limits import LOW_LATENCY_HIDDEN, LOW_LATENCY_IN_FLIGHT, LOW_LATENCY_TOP_K
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportTraits
 from moe_mk.prepare_finalize.low_latency import Dialect, LowLatencyTransport
 from moe_mk.prepare_finalize.row_kernels import DEEPEP
@@ -25,6 +25,7 @@ class DeepEPLowLatency(LowLatencyTransport):
         summary="DeepEP low-latency kernels, expert-batched, no host sync; for decoding over NVLink and RDMA",
         produces=BatchedTokens,
         wants=OutputStage.RAW,
+        in_flight=LOW_LATENCY_IN_FLIGHT,
         # Rows of an expert change places from call to call, and with them the tiles that a GEMM sums in.
         deterministic=False,
     )

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_mk.comm.traffic_model import expected_groups
+from moe_mk.comm.visits import expected_groups
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.deepep_limits import (
     ELASTIC_EXPERTS,
@@ -132,9 +132,9 @@ class ElasticTransport(RowKernels):
         """What the library's formula says of the links in the profile; at run time it asks the links themselves."""
         near, far = problem.device.intra_node_gbs, problem.device.inter_node_gbs
         model, top_k = problem.config.model, problem.config.router.top_k
-        nodes = expected_groups(model.num_experts, top_k, problem.nodes)
-        per_node = problem.ep_ranks_per_node
-        count = elastic_sms(problem.ranks_per_token, nodes, problem.ranks, per_node, near, far)
+        # The formula knows of no routing that is limited to groups.
+        ranks, nodes = (expected_groups(model.num_experts, top_k, each) for each in (problem.ranks, problem.nodes))
+        count = elastic_sms(ranks, nodes, problem.ranks, problem.ep_ranks_per_node, near, far)
         links = f"{near:g} and {far:g} GB/s" if problem.nodes > 1 else f"{near:g} GB/s"
         return Budget(cls.traits.comm_unit, count, f"the library's formula for links of {links}")
 

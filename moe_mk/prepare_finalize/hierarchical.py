@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.traffic import Nodes
-from moe_mk.comm.traffic_model import expected_groups
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight, InFlight
@@ -183,8 +182,7 @@ class Hierarchical(PrepareFinalize):
         Uniform routing: every rank relays as much for others as others do for it.
         """
         tokens, ranks, nodes = problem.num_tokens, problem.ranks, min(problem.nodes, problem.ranks)
-        model, top_k = problem.config.model, problem.config.router.top_k
-        far = tokens * expected_groups(model.num_experts, top_k, nodes) * (nodes - 1) / nodes
+        far = tokens * problem.nodes_per_token * (nodes - 1) / nodes
         per_node = ranks / nodes
         near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
         kernel = problem.config.kernel

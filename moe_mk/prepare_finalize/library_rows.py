@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_mk.comm.traffic_model import expected_groups
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.external.deepep_limits import SCALE_GROUP, up_to
@@ -81,10 +80,7 @@ def one_row_a_rank(problem: Problem, *, collectives: int) -> Volume:
     if nodes == 1:
         remote = tokens * problem.ranks_per_token * (ranks - 1) / ranks
         return Volume(remote, remote, collectives)
-    groups, per_node = (
-        expected_groups(problem.config.model.num_experts, problem.config.router.top_k, nodes),
-        ranks / nodes,
-    )
-    far = tokens * groups * (nodes - 1) / nodes
+    per_node = ranks / nodes
+    far = tokens * problem.nodes_per_token * (nodes - 1) / nodes
     near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
     return Volume(far + near, far + near, collectives, far_rows=far, pipelined=True)

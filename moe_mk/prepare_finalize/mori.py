@@ -18,19 +18,27 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_mk.comm.traffic_model import expected_groups
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import (
+    PREPARE_FINALIZE,
+    Budget,
+    PrepareFinalize,
+    TransportContext,
+    TransportTraits,
+    Volume,
+)
 from moe_mk.prepare_finalize.even_numbers import EvenNumbers
-from moe_mk.prepare_finalize.library_session import Lane, LibrarySession
+from moe_mk.prepare_finalize.library_session import MOST_LANES, Lane, LibrarySession
 from moe_mk.prepare_finalize.row_payloads import expect_room, payloads_of, rows_of
 from moe_mk.quant.plain import BF16, FP32
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 LIBRARY = "mori"
 MOST_TOP_K = 9
+BLOCKS = 80
+"""What the library launches by default."""
 CARRIES = (BF16, FP32)
 
 
@@ -56,7 +64,9 @@ class Mori(PrepareFinalize):
         wants=OutputStage.REDUCED,
         wire=frozenset({"plain", "fp8", "mxfp8"}),
         min_ranks=2,
+        open_calls=MOST_LANES,
         blocking=True,
+        comm_unit="CUs",
         deterministic=False,
     )
 
@@ -82,8 +92,9 @@ class Mori(PrepareFinalize):
             weights_TK = routing.weights_TK.to(torch.float32).contiguous()
             with self._session.call("dispatch"):
                 values_RX, weights_RK, scales_RX, ids_RK, total = lane.buffer.dispatch(
-                    values_TX.view(x_wire.values.dtype), weights_TK, scales[0] if scales else None, home.ids_TK
-                )
+                    values_TX.view(x_wire.values.dtype), weights_TK, scales[0] if scales else None, home.ids_TK,
+                    **self._blocks(),
+                )  # fmt: skip
             yield InFlight("dispatch")
             parts = [values_RX] if scales_RX is None else [values_RX, scales_RX]
             # How many rows there are is known on the device alone: the others are told apart by their number.
@@ -99,11 +110,16 @@ class Mori(PrepareFinalize):
         self._session.expect_open(home.lane, home.call)
         with c.spans.span("combine"):
             with self._session.call("combine"):
-                padded, _ = home.lane.buffer.combine(output.y.contiguous(), None, home.ids_TK)
+                padded, _ = home.lane.buffer.combine(output.y.contiguous(), None, home.ids_TK, **self._blocks())
             yield InFlight("combine")
             y_TH: Tensor = padded[: len(home.ids_TK)].clone()
             home.lane.busy = False
             return y_TH
+
+    def _blocks(self) -> dict[str, int]:
+        """How many blocks a call launches, each on a compute unit of its own; unsaid where kernel.comm_units is not."""
+        units = self.context.comm_units
+        return {} if units is None else {"block_num": units}
 
     def _settings(self) -> dict[str, Any]:
         """Arguments of an operator's config; layers that have all in common share operators."""
@@ -142,9 +158,14 @@ class Mori(PrepareFinalize):
         near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
         if nodes == 1:
             return Volume(near, near, 2)
-        groups = expected_groups(problem.config.model.num_experts, problem.config.router.top_k, nodes)
-        far = tokens * groups * (nodes - 1) / nodes
+        far = tokens * problem.nodes_per_token * (nodes - 1) / nodes
         return Volume(far + near, far + near, 2, far_rows=far, pipelined=True)
+
+    @classmethod
+    def own_budget(cls, problem: Problem) -> Budget:
+        """What the library launches."""
+        del problem
+        return Budget(cls.traits.comm_unit, BLOCKS, "the library's default")
 
     @classmethod
     def max_rows(cls, problem: Problem) -> int:

@@ -66,11 +66,9 @@ class OneSided(PrepareFinalize):
         wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
         min_ranks=2,
         one_node=True,
+        open_calls=Lanes.MOST,
         graph_safe=False,
     )
-
-    _kernels: KernelRows | None
-    """Made when a lane first has kernels."""
 
     def __init__(self, context: TransportContext) -> None:
         """Check that the group can share memory; windows are opened by the first call, and shared with other layers."""
@@ -84,7 +82,7 @@ class OneSided(PrepareFinalize):
         sums = row_bytes(context.dtype, context.hidden_size)
         self._region = RegionShape(context.max_num_tokens, self._size.values, self._size.tail, sums)
         self._lanes = Lanes.of(context.comm, self._region)
-        self._put, self._kernels = PutRows(context, self._size), None
+        self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts, with the ids that are local there."""
@@ -121,8 +119,7 @@ class OneSided(PrepareFinalize):
             if not _is_same(y_RH, home.sums_RH):
                 for rows in (slice(0, own.start), slice(own.stop, None)):
                     home.sums_RH[rows] = y_RH[rows]
-            for peer in lane.peers:
-                lane.show_sums(peer, first_of_W[peer])
+            lane.show_all_sums(first_of_W)
             self._note("combine", home.received_W, self._region.sum_bytes)
             yield InFlight("combine")
             firsts = lane.await_sums()
@@ -133,11 +130,7 @@ class OneSided(PrepareFinalize):
 
     def _way(self, lane: Lane) -> PutRows | KernelRows:
         """How rows go through a lane: by kernels where it has them."""
-        if lane.native is None:
-            return self._put
-        if self._kernels is None:
-            self._kernels = KernelRows(self.context, self._size, lane.native)
-        return self._kernels
+        return self._put if lane.exchange is None else self._kernels
 
     def _outgoing(self, x_TH: Tensor, way: PutRows | KernelRows) -> QuantTensor | Tensor:
         """Tokens in the wire scheme; as they are where they are rounded on the way."""

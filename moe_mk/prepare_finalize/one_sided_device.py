@@ -1,7 +1,8 @@
 """One-sided between GPUs of one host: Triton kernels write tokens into peers' memory, and read the sums from there.
 
 The choice between GPUs that reach each other's memory where no EP library is installed. Compiled for sm_90 and run in
-Triton's interpreter; not yet measured on a GPU.
+Triton's interpreter; not yet measured on a GPU. Processes reach each other's windows by torch's symmetric memory where
+every rank has a GPU of its own, else by CUDA IPC; `reached_by` says which, and why.
 
     dispatch  one launch copies rows [values | scales | ids | weights] to every rank they visit and raises a flag each
     arrival   (W, M) rows, those of each source at the front of its part; the rest says -1
@@ -127,6 +128,11 @@ class OneSidedDevice(PrepareFinalize):
             y_TH = pull_sums(lane.windows, home.slots_WT, status_W, c.hidden_size, c.dtype.dtype)
             lane.busy = False
             return y_TH
+
+    @property
+    def reached_by(self) -> list[str]:
+        """By what way peers reach the windows that are open, and why by no better one."""
+        return [lane.how for lane in self._lanes]
 
     def leave_out(self, active_W: Tensor) -> None:
         """Change who takes part, int32 (W,): 0 for ranks that nothing is sent to and nobody waits for.

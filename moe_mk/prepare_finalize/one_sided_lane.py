@@ -12,7 +12,7 @@ Rows that experts read lie in the window until their call is finalized.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from moe_mk.comm.symmetric import SymmetricHeap
 from moe_mk.comm.symmetric_setup import open_heap
 from moe_mk.errors import CommError
 from moe_mk.kernels.native import exchange
+from moe_mk.kernels.native.exchange import Exchange, WindowPlaces
 from moe_mk.kernels.native.library import Native
 from moe_mk.prepare_finalize.one_sided_window import RegionShape
 from moe_mk.trace.clock import now
@@ -38,13 +39,16 @@ class Lane:
         # Not the communicator itself: it keeps this lane, and a circle of the two would keep its group from ending.
         self.rank, self.size, self.sums_at = comm.rank, comm.size, region.sums_at(comm.size)
         self.peers = [peer for peer in range(comm.size) if peer != comm.rank]
-        self.native = native if self.heap.is_addressable else None
-        """The kernels that write into windows themselves; None: rows are put."""
+        self._sums_RB = self._own_rows(self.sums_at, region.sum_bytes)
+        self._values_RB = self._own_rows(0, region.value_bytes)
         self._taken: dict[Hashable, int] = {}
         ranks = range(comm.size)
         self._out = [region.place(comm.size, owner, comm.rank) for owner in ranks]
         self._in = [region.place(comm.size, comm.rank, source) for source in ranks]
         self._tails = [region.tails_at(comm.size, source) for source in ranks]
+        kernels = native if self.heap.is_addressable else None
+        self.exchange = None if kernels is None else Exchange(kernels, self._places())
+        """Kernels that write into windows themselves; None: rows are put."""
 
     def _open(self, comm: Communicator) -> SymmetricHeap:
         """The windows of all ranks."""
@@ -74,7 +78,7 @@ class Lane:
 
     def await_rows(self) -> dict[int, int]:
         """Wait until every peer has written; returns how many rows each did."""
-        counts = self._await(0, "dispatch")
+        counts = self._await(sums=False)
         for peer, count in counts.items():
             if count > self.region.rows:
                 text = f"epoch {self.epoch}: sent {count} rows into a region of {self.region.rows}"
@@ -94,9 +98,21 @@ class Lane:
 
     def own_sums(self, count: int) -> Tensor:
         """Where this rank's sums of all received rows go, (count, bytes of a sum), with pages of their own."""
-        num_bytes = count * self.region.sum_bytes
-        self.take_pages("sums", self.rank, self.sums_at, num_bytes)
-        return self.heap.data(self.rank, self.sums_at, num_bytes).view(count, self.region.sum_bytes)
+        self.take_pages("sums", self.rank, self.sums_at, count * self.region.sum_bytes)
+        return self._sums_RB[:count]
+
+    def received(self, begin: int, count: int) -> Tensor:
+        """Values of received rows one behind the other, (count, bytes of values), from a byte that a row begins at."""
+        first = begin // self.region.value_bytes
+        return self._values_RB[first : first + count]
+
+    def show_all_sums(self, first_of_W: Sequence[int]) -> None:
+        """Tell every peer that the sums of its rows are there."""
+        if self.exchange is not None:
+            self.exchange.show(self.epoch, first_of_W)
+            return
+        for peer in self.peers:
+            self.show_sums(peer, first_of_W[peer])
 
     def show_sums(self, peer: int, first: int) -> None:
         """Tell a peer that the sums of its rows are there, from number `first` on."""
@@ -104,7 +120,7 @@ class Lane:
 
     def await_sums(self) -> dict[int, int]:
         """Wait until every peer has its sums ready; returns the number of the first one for this rank."""
-        return self._await(self.size, "combine")
+        return self._await(sums=True)
 
     def sums_of(self, peer: int, first: int, count: int) -> Tensor:
         """The sums that a peer has for this rank, as they lie in its window."""
@@ -117,11 +133,46 @@ class Lane:
             self.heap.reserve(owner, at, num_bytes)
             self._taken[what] = num_bytes
 
-    def _await(self, first_flag: int, phase: str) -> dict[int, int]:
-        if self.native is not None and self.heap.is_concurrent:
-            words = [self.heap.flag_address(first_flag + peer) for peer in self.peers]
-            exchange.wait(self.native, words, self.epoch, PATIENCE_US)
+    def make_room(self, counts: Sequence[int]) -> None:
+        """Take the pages of so many rows of this rank at each rank, for kernels."""
+        assert self.exchange is not None
+        region, tails_at = self.region, self.tails_at(self.rank)
+        for rank, count in enumerate(counts):
+            if count > self.exchange.room[rank]:
+                self.heap.reserve(rank, self.out_at(rank, count), count * region.value_bytes)
+                self.heap.reserve(rank, tails_at, count * region.tail_bytes)
+                self.exchange.room[rank] = count
+
+    def _await(self, *, sums: bool) -> dict[int, int]:
+        if self.exchange is not None:
+            patience_us = PATIENCE_US if self.heap.is_concurrent else 0
+            words = self.exchange.arrived(self.epoch, patience_us, sums=sums)
+            if words is not None:
+                return {peer: words[peer] for peer in self.peers}
+        first_flag, phase = (self.size, "combine") if sums else (0, "dispatch")
         return self.heap.wait_until({peer: first_flag + peer for peer in self.peers}, self.epoch, phase)
+
+    def _own_rows(self, at: int, width: int) -> Tensor:
+        """A part of this rank's window that has room for all rows of all ranks, (rows, width)."""
+        rows = self.size * self.region.rows
+        return self.heap.data(self.rank, at, rows * width).view(rows, width)
+
+    def _places(self) -> WindowPlaces:
+        heap, ranks, me = self.heap, range(self.size), self.rank
+        flags_to = [0 if r == me else heap.flag_address(r, first + me) for first in (0, self.size) for r in ranks]
+        flags_from = [0 if r == me else heap.flag_address(me, first + r) for first in (0, self.size) for r in ranks]
+        return WindowPlaces(
+            rank=me,
+            values_to=[heap.address(rank, at) for rank, (at, _) in zip(ranks, self._out, strict=True)],
+            back_to=[back for _, back in self._out],
+            tails_to=[heap.address(rank, self.tails_at(me)) for rank in ranks],
+            flags_to=flags_to,
+            values_from=[heap.address(me, at) for at, _ in self._in],
+            back_from=[back for _, back in self._in],
+            tails_from=[heap.address(me, at) for at in self._tails],
+            flags_from=flags_from,
+            sums=[heap.address(rank, self.sums_at) for rank in ranks],
+        )
 
 
 class Lanes:

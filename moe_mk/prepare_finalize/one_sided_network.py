@@ -36,7 +36,7 @@ from moe_mk.prepare_finalize.base import (
 )
 from moe_mk.prepare_finalize.one_sided import OneSided
 from moe_mk.prepare_finalize.one_sided_lane import Lane, Lanes
-from moe_mk.prepare_finalize.one_sided_rows import PutRows, RowBytes
+from moe_mk.prepare_finalize.one_sided_rows import KernelRows, PutRows, RowBytes
 from moe_mk.prepare_finalize.one_sided_window import RegionShape
 from moe_mk.quant.wire import row_bytes
 from moe_mk.trace.clock import now
@@ -145,7 +145,7 @@ class OneSidedNetwork(OneSided):
         threads = context.comm_units or ProxySettings.threads
         self._region = NetworkRegion(*parts, nodes, context.network, threads)
         self._lanes = NetworkLanes.of(context.comm, self._region)
-        self._put, self._kernels = PutRows(context, self._size), None
+        self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:

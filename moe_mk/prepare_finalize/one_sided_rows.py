@@ -15,10 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.comm.communicator import offsets
-from moe_mk.kernels.native import exchange
-from moe_mk.kernels.native.exchange import Rounding, RowFormat, SortedRows
-from moe_mk.kernels.native.library import Native
+from moe_mk.kernels.native.exchange import Rounding, RowFormat
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.one_sided_lane import Lane
 from moe_mk.prepare_finalize.one_sided_sum import add_up
@@ -29,8 +26,8 @@ from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import as_bytes, from_bytes, row_bytes
 from moe_mk.tokens import Routing
 
-Sent = SortedRows | tuple[Tensor, ...]
-"""The tokens sent to each rank, ascending, as the way they were sent has them."""
+Sent = tuple[Tensor, ...] | None
+"""The tokens sent to each rank, ascending; None: kernels keep them in their lane."""
 Arrived = tuple[Tensor, Tensor, Tensor, Tensor]
 """Values (R, bytes) and scales (R, bytes) uint8, ids (R, K) int32, weights (R, K) f32."""
 GROUP = 128
@@ -124,10 +121,10 @@ class PutRows:
 
 
 class KernelRows:
-    """Written into windows by native kernels, which round FP8 rows on the way."""
+    """Written into windows by native kernels, which round FP8 rows on the way; their lane knows what was sent."""
 
-    def __init__(self, context: TransportContext, size: RowBytes, native: Native) -> None:
-        self._context, self._native, self._size = context, native, size
+    def __init__(self, context: TransportContext, size: RowBytes) -> None:
+        self._size = size
         self._form = RowFormat(size.values, size.scales, size.top_k)
         self._rounding = RowFormat(size.values, size.scales, size.top_k, rounding_of(context))
         tables = context.tables
@@ -140,56 +137,30 @@ class KernelRows:
 
     def send(self, lane: Lane, x_TH: QuantTensor | Tensor, routing: Routing) -> tuple[Sent, list[int]]:
         """Write all rows in one call, the own ones where they are read, then a flag a peer."""
-        ids_TK = routing.ids_TK.to(torch.int32).contiguous()
-        weights_TK = routing.weights_TK.to(torch.float32).contiguous()
-        rows = exchange.sort_rows(self._native, ids_TK, self._tables[0], lane.size)
-        values_to, tails_to = self._places(lane, rows.counts)
+        assert lane.exchange is not None
+        dense = routing.ids_TK.to(torch.int32).contiguous(), routing.weights_TK.to(torch.float32).contiguous()
         form, x = (self._rounding, (x_TH, None)) if isinstance(x_TH, Tensor) else (self._form, self._parts(x_TH))
-        exchange.send_rows(self._native, form, rows, x, (ids_TK, weights_TK), self._tables, values_to, tails_to)
-        for peer in lane.peers:
-            lane.show_rows(peer, rows.counts[peer])
-        return rows, rows.counts
+        while (counts := lane.exchange.dispatch(form, x, dense, self._tables, lane.epoch)) is None:
+            lane.make_room([*lane.exchange.counts])
+        return None, counts
 
     def receive(self, lane: Lane, counts: Sequence[int]) -> Arrived:
         """Take tails apart; values are those of the window, copied to their place where they lie apart."""
-        region, begin = lane.region, lane.region.rows_at(lane.size, lane.rank, counts)
-        starts, heap = offsets(counts), lane.heap
-        values_from = []
-        for source, count in enumerate(counts):
-            at = lane.in_at(source, count)
-            in_place = at == begin + starts[source] * region.value_bytes or not count
-            values_from.append(0 if in_place else heap.address(lane.rank, at))
-        if any(values_from):
-            seam_at, end = region.seam_at(lane.size, lane.rank), begin + starts[-1] * region.value_bytes
+        assert lane.exchange is not None
+        region, total = lane.region, sum(counts)
+        begin = region.rows_at(lane.size, lane.rank, counts)
+        if lane.size > 2:  # others than the two whose rows meet at the seam
+            seam_at, end = region.seam_at(lane.size, lane.rank), begin + total * region.value_bytes
             lane.take_pages("below", lane.rank, begin, seam_at - begin)
             lane.take_pages("above", lane.rank, seam_at, end - seam_at)
-        tails_from = [heap.address(lane.rank, lane.tails_at(source)) for source in range(lane.size)]
-        scales_RB, ids_RK, weights_RK = exchange.receive(
-            self._native, self._form, counts, values_from, tails_from, heap.address(lane.rank, begin)
-        )
-        values = heap.data(lane.rank, begin, starts[-1] * region.value_bytes)
-        return values.view(starts[-1], region.value_bytes), scales_RB, ids_RK, weights_RK
+        apart = lane.exchange.receive(self._form, counts, lane.heap.address(lane.rank, begin))
+        return lane.received(begin, total), *apart
 
     def add_up(self, lane: Lane, sent: Sent, firsts: Mapping[int, int], own_XH: Tensor, num_tokens: int) -> Tensor:
         """Add the sums of every rank where they lie."""
-        assert isinstance(sent, SortedRows) and sent.token_of_WT.shape[1] == num_tokens
-        width = lane.region.sum_bytes
-        rows_of = [
-            lane.heap.address(rank, lane.sums_at + firsts[rank] * width) if rank in firsts else own_XH.data_ptr()
-            for rank in range(lane.size)
-        ]
-        return exchange.add_up(self._native, sent, rows_of, own_XH.shape[1], own_XH.dtype)
-
-    def _places(self, lane: Lane, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Addresses of values and tails at every rank, with pages of their own."""
-        region, values_to, tails_to = lane.region, [], []
-        for rank, count in enumerate(counts):
-            at, tails_at = lane.out_at(rank, count), lane.tails_at(lane.rank)
-            lane.take_pages(("values", rank), rank, at, count * region.value_bytes)
-            lane.take_pages(("tails", rank), rank, tails_at, count * region.tail_bytes)
-            values_to.append(lane.heap.address(rank, at))
-            tails_to.append(lane.heap.address(rank, tails_at))
-        return values_to, tails_to
+        assert sent is None and lane.exchange is not None
+        first_of_W = [firsts.get(rank, 0) for rank in range(lane.size)]
+        return lane.exchange.add_up(first_of_W, own_XH.data_ptr(), num_tokens, own_XH.shape[1], own_XH.dtype)
 
     def _parts(self, x_TH: QuantTensor) -> tuple[Tensor, Tensor | None]:
         values_TX = x_TH.values if x_TH.values.stride(1) == 1 else x_TH.values.contiguous()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm import DistributedCommunicator
 from moe_mk.flight import land
 from moe_mk.kernels.native import exchange
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
@@ -19,14 +17,16 @@ from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
-from tests.prepare_finalize.one_sided_ranks import EXPERTS, HIDDEN, RANKS, TOP_K, context, drawn, there_and_back
-
-
-def world_comm(timeout_s: float = 30.0) -> DistributedCommunicator:
-    group = dist.group.WORLD
-    assert group is not None
-    return DistributedCommunicator(group, timeout_s=timeout_s, layer="layers.3")
-
+from tests.prepare_finalize.one_sided_ranks import (
+    EXPERTS,
+    HIDDEN,
+    RANKS,
+    TOP_K,
+    context,
+    drawn,
+    there_and_back,
+    world_comm,
+)
 
 WIRES = (
     (FP32, FP32),
@@ -51,7 +51,7 @@ def compare_with_all_to_all(rank: int, with_kernels: tuple[int, ...]) -> list[st
             for seed, tokens in enumerate([(3, 0, 7, 1), (0, 0, 0, 0), (9, 9, 9, 9), (0, 5, 0, 0), (130, 1, 33, 2)]):
                 found += differences(made, wire, tokens, drawn(100 * seed + rank, tokens[rank], dtype.dtype), rank)
             (lane,) = made["one_sided"]._lanes._lanes  # type: ignore[attr-defined]
-            if (lane.native is not None) != (rank in with_kernels):
+            if (lane.exchange is not None) != (rank in with_kernels):
                 found.append(f"{wire.name}: rows go by the wrong way")
     return found
 

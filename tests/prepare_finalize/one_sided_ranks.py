@@ -1,18 +1,25 @@
-"""What the tests of the one-sided transport share: a context, tokens drawn at random, experts that scale rows."""
+"""What tests of the one-sided transports share: contexts, tokens drawn at random, experts that scale rows, a death."""
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm import Communicator
-from moe_mk.flight import Flight
+from moe_mk.comm import Communicator, DistributedCommunicator
+from moe_mk.errors import CommError
+from moe_mk.flight import Flight, land
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PrepareFinalize, TransportContext
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant import FP32
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from moe_mk.trace.clock import now
 
 RANKS, EXPERTS, TOP_K, HIDDEN = 4, 8, 3, 256
 CPU = torch.device("cpu")
@@ -24,6 +31,12 @@ def context(
 ) -> TransportContext:  # fmt: skip
     expert_map = ExpertMap.linear(experts, comm.size)
     return TransportContext(comm, expert_map, expert_map.tables(CPU), wire, dtype, hidden, top_k, CPU)
+
+
+def world_comm(timeout_s: float = 30.0) -> DistributedCommunicator:
+    """The processes of a `RankWorld`."""
+    assert dist.group.WORLD is not None
+    return DistributedCommunicator(dist.group.WORLD, timeout_s=timeout_s, layer="layers.3")
 
 
 def there_and_back(transport: PrepareFinalize, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
@@ -45,3 +58,19 @@ def drawn(seed: int, tokens: int, dtype: torch.dtype, hidden: int = HIDDEN) -> t
     ids_TK[torch.rand(ids_TK.shape, generator=draw) < 0.2] = -1
     weights_TK = torch.rand(ids_TK.shape, generator=draw).masked_fill(ids_TK < 0, 0.0)
     return x_TH, Routing(ids_TK, weights_TK)
+
+
+def call_until_one_dies(rank: int, name: str, ranks_per_node: int | None, dying: int) -> str:
+    """Worker of a `RankWorld`: the call in which this rank hears of the death, whether that was soon, and the error."""
+    transport = PREPARE_FINALIZE[name](replace(context(world_comm()), ranks_per_node=ranks_per_node))
+    for call in range(20):
+        flight = there_and_back(transport, *drawn(rank, 8, torch.float32))
+        if rank == dying and call == 10:
+            next(flight)  # its tokens are sent; its sums never will be
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = now()
+        try:
+            land(flight)
+        except CommError as error:
+            return f"{call} {now() - start < 10.0} {error}"
+    return "nobody died"

@@ -17,21 +17,24 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.emulated import deep_ep, uccl
 from moe_mk.external.emulated.deep_ep.base import V1Buffer
+from moe_mk.external.emulated.mori import ops as mori_ops
 from moe_mk.flight import land
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.base import Budget
 from moe_mk.prepare_finalize.deepep_ht import DeepEPHighThroughput
 from moe_mk.prepare_finalize.deepep_v2 import DeepEPElastic
+from moe_mk.prepare_finalize.mori import Mori
 from moe_mk.prepare_finalize.one_sided_network import NetworkLane, OneSidedNetwork
 from moe_mk.quant.plain import BF16
 from tests.layer.build import HIDDEN, layer
+from tests.prepare_finalize import library_ranks
 from tests.prepare_finalize.deepep_ranks import XB, Ranks, asked, ranks_of, told
 from tests.prepare_finalize.test_one_sided_network import context, drawn, there_and_back
 
 pytestmark = pytest.mark.row(50)
 HIGH_THROUGHPUT, ELASTIC = ("deepep_ht", "uccl_ep_ht"), ("deepep_v2", "deepep_v2_grouped")
-COUNTED = {"one_sided_network": "threads", **dict.fromkeys((*HIGH_THROUGHPUT, *ELASTIC), "SMs")}
+COUNTED = {"one_sided_network": "threads", "mori": "CUs", **dict.fromkeys((*HIGH_THROUGHPUT, *ELASTIC), "SMs")}
 
 
 def listened(kind: type, monkeypatch: pytest.MonkeyPatch, argument: str) -> list[tuple[str, Any]]:
@@ -110,6 +113,28 @@ def test_elastic_calls_carry_their_number(monkeypatch: pytest.MonkeyPatch) -> No
     assert there_and_home(ranks) == home
     assert heard == [("dispatch", 7)] * 2 + [("combine", 7)] * 2
     assert all(tokens.handle.handle.num_sms == 7 for tokens in ranks.dispatched(XB))
+
+
+def test_mori_launches_as_many_blocks_in_every_call_and_its_own_number_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard = listened(mori_ops.EpDispatchCombineOp, monkeypatch, "block_num")
+
+    def home(units: int | None) -> list[list[list[float]]]:
+        ranks = library_ranks.Ranks("mori", comm_units=units)
+        tokens = ranks.dispatched()
+        return [y_TH.tolist() for y_TH in ranks.combined([t.x_RH.values for t in tokens], tokens)]
+
+    by_itself = home(None)
+    assert heard == [("dispatch", None)] * 2 + [("combine", None)] * 2, "the library counts by itself"
+    heard.clear()
+    assert home(12) == by_itself
+    assert heard == [("dispatch", 12)] * 2 + [("combine", 12)] * 2
+    default = inspect.signature(mori_ops.EpDispatchCombineConfig).parameters["block_num"].default
+    amd = library_ranks.problem("mi300x")
+    assert Mori.budget(amd) == Budget("CUs", default, "the library's default")
+    held = library_ranks.problem("mi300x", comm_units=12)
+    assert Mori.budget(held) == Budget("CUs", 12, "kernel.comm_units") and not Mori.reasons_against(held)
 
 
 def test_odd_numbers_are_refused_by_name_before_anything_is_made() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -12,17 +10,15 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, ParallelGroups, SingleRank
+from moe_mk.comm import Communicator, LockstepWorld, ParallelGroups, SingleRank
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.comm.traffic import Nodes
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
-from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError
-from moe_mk.flight import Flight, land
-from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
+from moe_mk.flight import land
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.one_sided_network import NetworkLane, NetworkRegion, OneSidedNetwork
 from moe_mk.quant import BF16, FP32
 from moe_mk.quant.fp8_block import FP8_1x128
@@ -30,40 +26,28 @@ from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.runner import run_dual
 from moe_mk.testing.processes import RankError, RankWorld
-from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
-from moe_mk.trace.clock import now
+from moe_mk.tokens import Routing
 from tests.layer.build import HIDDEN as LAYER_HIDDEN
 from tests.layer.build import layer
-
-RANKS, EXPERTS, TOP_K, HIDDEN = 4, 8, 3, 256
-CPU = torch.device("cpu")
+from tests.prepare_finalize import one_sided_ranks
+from tests.prepare_finalize.one_sided_ranks import (
+    EXPERTS,
+    HIDDEN,
+    RANKS,
+    TOP_K,
+    call_until_one_dies,
+    drawn,
+    there_and_back,
+    world_comm,
+)
 
 
 def context(
     comm: Communicator, *, wire: QuantScheme = FP32, dtype: Plain = FP32, experts: int = EXPERTS, hidden: int = HIDDEN,
     top_k: int = TOP_K, tokens: int = 64, per_node: int | None = None,
 ) -> TransportContext:  # fmt: skip
-    place = ExpertMap.linear(experts, comm.size)
-    return TransportContext(
-        comm, place, place.tables(CPU), wire, dtype, hidden, top_k, CPU, max_num_tokens=tokens, ranks_per_node=per_node
-    )
-
-
-def there_and_back(transport: PrepareFinalize, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
-    """Experts that scale a row by the sum of its local weights."""
-    tokens = yield from transport.prepare(x_TH, routing)
-    assert isinstance(tokens, RowTokens)
-    y_RH = tokens.x_RH.dequantize(torch.float32) * tokens.weights_RK.sum(dim=1, keepdim=True)
-    output = ExpertOutput(y_RH.to(transport.context.dtype.dtype), OutputStage.REDUCED)
-    return (yield from transport.finalize(output, tokens))
-
-
-def drawn(seed: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Routing]:
-    draw = torch.Generator("cpu").manual_seed(seed)
-    x_TH = torch.randn((tokens, HIDDEN), generator=draw).to(dtype)
-    ids_TK = torch.rand((tokens, EXPERTS), generator=draw).argsort(dim=1)[:, :TOP_K].to(torch.int32)
-    ids_TK[torch.rand(ids_TK.shape, generator=draw) < 0.2] = -1
-    return x_TH, Routing(ids_TK, torch.rand(ids_TK.shape, generator=draw).masked_fill(ids_TK < 0, 0.0))
+    made = one_sided_ranks.context(comm, wire=wire, dtype=dtype, experts=experts, hidden=hidden, top_k=top_k)
+    return replace(made, max_num_tokens=tokens, ranks_per_node=per_node)
 
 
 @pytest.mark.row(157)
@@ -140,11 +124,6 @@ def world() -> Iterator[RankWorld]:
         yield ranks
 
 
-def world_comm(timeout_s: float = 30.0) -> DistributedCommunicator:
-    assert dist.group.WORLD is not None
-    return DistributedCommunicator(dist.group.WORLD, timeout_s=timeout_s, layer="layers.3")
-
-
 def compare_with_all_to_all(rank: int, per_node: int) -> list[str]:
     """Every wire, with changing token counts, zero and -1 included, alone and in two micro-batches."""
     found = []
@@ -185,25 +164,10 @@ def test_layers_of_the_same_groups_share_windows_and_proxies(world: RankWorld) -
     assert world.call(layers_of_one_model) == [{"equal": True, "lanes": 1, "shared": True}] * RANKS
 
 
-def call_until_one_dies(rank: int, dying: int) -> str:
-    transport = OneSidedNetwork(context(world_comm(), per_node=2))
-    for call in range(20):
-        flight: Flight[Tensor] = there_and_back(transport, *drawn(rank, 8, torch.float32))
-        if rank == dying and call == 10:
-            next(flight)  # its tokens are sent; its sums never will be
-            os.kill(os.getpid(), signal.SIGKILL)
-        start = now()
-        try:
-            land(flight)
-        except CommError as error:
-            return f"{call} {now() - start < 10.0} {error}"
-    return "nobody died"
-
-
 # Last of all: the world does not outlive it.
 def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld) -> None:
     with pytest.raises(RankError, match="1 of 4 ranks failed\nrank 2: the process ended with exit code -9") as caught:
-        world.call(call_until_one_dies, 2)
+        world.call(call_until_one_dies, "one_sided_network", 2, 2)
     for rank in (0, 1, 3):
         text = str(caught.value.results[rank])
         # Its last tokens may be lost with it: then it is missed in the dispatch.

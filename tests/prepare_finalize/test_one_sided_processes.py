@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 
@@ -28,8 +27,17 @@ from moe_mk.tokens import Routing, RowTokens
 from moe_mk.trace.clock import now
 from tests.layer.build import HIDDEN as LAYER_HIDDEN
 from tests.layer.build import layer
-from tests.prepare_finalize.one_sided_compared import compare_with_all_to_all, world_comm
-from tests.prepare_finalize.one_sided_ranks import EXPERTS, RANKS, context, drawn, scaled, there_and_back
+from tests.prepare_finalize.one_sided_compared import compare_with_all_to_all
+from tests.prepare_finalize.one_sided_ranks import (
+    EXPERTS,
+    RANKS,
+    call_until_one_dies,
+    context,
+    drawn,
+    scaled,
+    there_and_back,
+    world_comm,
+)
 
 
 @pytest.fixture(scope="module")
@@ -197,27 +205,11 @@ def test_a_late_peer_ends_the_call_with_rank_phase_epoch_and_peer(world: RankWor
         assert "within 0.5 s [kernel.timeout_s]" in texts[rank]
 
 
-def call_until_one_dies(rank: int, dying: int) -> str:
-    transport = OneSided(context(world_comm(timeout_s=30.0)))
-    for call in range(20):
-        x_TH, routing = drawn(rank, 8, torch.float32)
-        flight: Flight[Tensor] = there_and_back(transport, x_TH, routing)
-        if rank == dying and call == 10:
-            next(flight)  # its tokens are sent; its sums never will be
-            os.kill(os.getpid(), signal.SIGKILL)
-        start = now()
-        try:
-            land(flight)
-        except CommError as error:
-            return f"{call} {now() - start < 10.0} {error}"
-    return "nobody died"
-
-
 # Last of all: the world does not outlive it.
 @pytest.mark.row(55)
 def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld) -> None:
     with pytest.raises(RankError, match="1 of 4 ranks failed\nrank 2: the process ended with exit code -9") as caught:
-        world.call(call_until_one_dies, 2)
+        world.call(call_until_one_dies, "one_sided", None, 2)
     for rank in (0, 1, 3):
         text = str(caught.value.results[rank])
         assert text.startswith(f"10 True rank {rank}, phase 'combine', layer 'layers.3', peer 2: epoch 11: its process")

@@ -1,4 +1,5 @@
 // Rows to the windows of peers, rows out of a window, sums of rows, and a short wait (exchange.h says how they lie).
+// One call of a Python layer makes five of these, so that what is not bytes stays small beside them.
 // A row is read once and written once for each rank it visits; rounding is done on the way, once a token.
 #include "exchange.h"
 
@@ -87,17 +88,35 @@ void write_tail(const MoeMkSend& c, int64_t token, int rank, uint8_t* to) {
   }
 }
 
-void send_tokens(const MoeMkSend& c, const RowOps& ops, int64_t begin, int64_t end) {
-  Visits visits(c.token_of, c.counts, c.num_ranks, c.num_tokens, begin);
+// Fills token_of and counts. False: an id is no expert.
+bool sort_tokens(const MoeMkSend& c, int num_ranks) {
+  std::vector<int64_t> seen(size_t(num_ranks), -1);
+  std::fill(c.counts, c.counts + num_ranks, 0);
+  for (int64_t token = 0; token < c.num_tokens; ++token)
+    for (int k = 0; k < c.top_k; ++k) {
+      const int32_t id = c.ids[token * c.top_k + k];
+      if (id < 0) continue;
+      if (id >= c.num_experts) return false;
+      const int32_t rank = c.rank_of[id];
+      if (seen[size_t(rank)] == token) continue;
+      seen[size_t(rank)] = token;
+      c.token_of[rank * c.num_tokens + c.counts[rank]++] = int32_t(token);
+    }
+  return true;
+}
+
+// NOTE: rounding goes to the first rank a token visits, the others get a copy of that.
+void send_tokens(const MoeMkWindows& w, const MoeMkSend& c, const RowOps& ops, int64_t begin, int64_t end) {
+  Visits visits(c.token_of, c.counts, w.num_ranks, c.num_tokens, begin);
   const int64_t tail_bytes = c.scale_bytes + 8 * c.top_k;
   for (int64_t token = begin; token < end; ++token) {
     const uint8_t* values = c.quantize == kAsTheyAre ? c.x + token * c.x_stride : nullptr;
     const uint8_t* scales = c.scales == nullptr ? nullptr : c.scales + token * c.scale_bytes;
-    for (int rank = 0; rank < c.num_ranks; ++rank) {
+    for (int rank = 0; rank < w.num_ranks; ++rank) {
       const int64_t row = visits.row(rank, token);
-      if (row < 0 || c.values_to[rank] == nullptr) continue;
-      uint8_t* to = c.values_to[rank] + row * c.value_bytes;
-      uint8_t* tail = c.tails_to[rank] + row * tail_bytes;
+      if (row < 0) continue;
+      uint8_t* to = w.values_to[rank] - c.counts[rank] * w.back_to[rank] + row * c.value_bytes;
+      uint8_t* tail = w.tails_to[rank] + row * tail_bytes;
       if (values == nullptr) {
         ops.quantize(c.x + token * c.x_stride, c.columns, c.row_type, c.quantize == kToUe8m0, to, tail);
         values = to;
@@ -111,12 +130,18 @@ void send_tokens(const MoeMkSend& c, const RowOps& ops, int64_t begin, int64_t e
   }
 }
 
-void receive_from(const MoeMkReceive& c, int source, int64_t first) {
+// Everything written before is seen by whoever sees the flag.
+void raise_flag(uint64_t* flag, uint32_t epoch, int64_t count) {
+  if (flag != nullptr) __atomic_store_n(flag, uint64_t(epoch) << 32 | uint64_t(count), __ATOMIC_RELEASE);
+}
+
+void receive_from(const MoeMkWindows& w, const MoeMkReceive& c, int source, int64_t first) {
   const int64_t count = c.counts[source], ids_bytes = 4 * c.top_k, tail_bytes = c.scale_bytes + 2 * ids_bytes;
-  if (c.values_from[source] != nullptr)
-    std::memcpy(c.values + first * c.value_bytes, c.values_from[source], size_t(count * c.value_bytes));
+  const uint8_t* from = w.values_from[source] - count * w.back_from[source];
+  uint8_t* to = c.values + first * c.value_bytes;
+  if (from != to) std::memcpy(to, from, size_t(count * c.value_bytes));
   for (int64_t row = 0; row < count; ++row) {
-    const uint8_t* tail = c.tails_from[source] + row * tail_bytes;
+    const uint8_t* tail = w.tails_from[source] + row * tail_bytes;
     std::memcpy(c.scales + (first + row) * c.scale_bytes, tail, size_t(c.scale_bytes));
     std::memcpy(c.ids + (first + row) * ids_bytes, tail + c.scale_bytes, size_t(ids_bytes));
     std::memcpy(c.weights + (first + row) * ids_bytes, tail + c.scale_bytes + ids_bytes, size_t(ids_bytes));
@@ -141,62 +166,70 @@ void relax(int64_t turn) {
 
 using namespace moe_mk;
 
-int32_t moe_mk_exchange_sort(const int32_t* ids, int64_t num_tokens, int32_t top_k, const int32_t* rank_of,
-                             int32_t num_experts, int32_t num_ranks, int32_t* token_of, int64_t* counts) {
-  std::vector<int64_t> seen(size_t(num_ranks), -1);
-  std::fill(counts, counts + num_ranks, 0);
-  for (int64_t token = 0; token < num_tokens; ++token)
-    for (int k = 0; k < top_k; ++k) {
-      const int32_t id = ids[token * top_k + k];
-      if (id < 0) continue;
-      if (id >= num_experts) return kBadId;
-      const int32_t rank = rank_of[id];
-      if (seen[size_t(rank)] == token) continue;
-      seen[size_t(rank)] = token;
-      token_of[rank * num_tokens + counts[rank]++] = int32_t(token);
-    }
-  return kOk;
-}
-
-int32_t moe_mk_exchange_send(const MoeMkSend* call) {
+int32_t moe_mk_exchange_dispatch(const MoeMkWindows* windows, MoeMkSend* call) {
   const RowOps* ops = row_ops_of(call->isa);
   if (ops == nullptr) return kNoIsa;
+  if (!sort_tokens(*call, windows->num_ranks)) return kBadId;
+  call->sent = 1;
+  for (int rank = 0; rank < windows->num_ranks; ++rank) call->sent &= call->counts[rank] <= windows->room_to[rank];
+  if (!call->sent) return kOk;
   each_piece(call->num_tokens, call->threads,
-             [&](int64_t begin, int64_t end) { send_tokens(*call, *ops, begin, end); });
+             [&](int64_t begin, int64_t end) { send_tokens(*windows, *call, *ops, begin, end); });
+  for (int rank = 0; rank < windows->num_ranks; ++rank)
+    raise_flag(windows->flags_to[rank], call->epoch, call->counts[rank]);
   return kOk;
 }
 
-int32_t moe_mk_exchange_receive(const MoeMkReceive* call) {
+int32_t moe_mk_exchange_receive(const MoeMkWindows* windows, const MoeMkReceive* call) {
   int64_t first = 0;
-  for (int source = 0; source < call->num_ranks; first += call->counts[source++]) receive_from(*call, source, first);
+  for (int source = 0; source < windows->num_ranks; first += call->counts[source++])
+    receive_from(*windows, *call, source, first);
   return kOk;
 }
 
-int32_t moe_mk_exchange_add_up(const MoeMkAddUp* call) {
+void moe_mk_exchange_show(const MoeMkWindows* windows, uint32_t epoch, const int64_t* firsts) {
+  for (int rank = 0; rank < windows->num_ranks; ++rank)
+    raise_flag(windows->flags_to[windows->num_ranks + rank], epoch, firsts[rank]);
+}
+
+int32_t moe_mk_exchange_add_up(const MoeMkWindows* windows, const MoeMkAddUp* call) {
   const RowOps* ops = row_ops_of(call->isa);
   if (ops == nullptr) return kNoIsa;
   const int64_t row_bytes = call->columns * (call->row_type == kRowsF32 ? 4 : 2);
+  const int num_ranks = windows->num_ranks;
   each_piece(call->num_tokens, call->threads, [&](int64_t begin, int64_t end) {
-    Visits visits(call->token_of, call->counts, call->num_ranks, call->num_tokens, begin);
-    std::vector<const uint8_t*> rows(size_t(call->num_ranks));
+    Visits visits(call->token_of, call->counts, num_ranks, call->num_tokens, begin);
+    std::vector<const uint8_t*> rows(static_cast<size_t>(num_ranks));
     for (int64_t token = begin; token < end; ++token) {
       int found = 0;
-      for (int rank = 0; rank < call->num_ranks; ++rank)
-        if (const int64_t row = visits.row(rank, token); row >= 0)
-          rows[size_t(found++)] = call->rows_of[rank] + row * row_bytes;
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        const int64_t row = visits.row(rank, token);
+        if (row < 0) continue;
+        const uint8_t* mine = windows->sums[rank] + call->firsts[rank] * row_bytes;
+        rows[size_t(found++)] = (rank == windows->rank ? call->own : mine) + row * row_bytes;
+      }
       ops->add_up(rows.data(), found, call->columns, call->row_type, call->out + token * row_bytes);
     }
   });
   return kOk;
 }
 
-int32_t moe_mk_exchange_wait(const uint64_t* const* words, int32_t num_words, uint32_t epoch, int64_t microseconds,
-                             int32_t* behind) {
+int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uint32_t epoch, int64_t microseconds,
+                              int64_t* counts) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(microseconds);
+  const uint64_t* const* flags = windows->flags_from + (for_sums ? windows->num_ranks : 0);
   for (int64_t turn = 0;; ++turn) {
-    *behind = 0;
-    for (int32_t i = 0; i < num_words; ++i) *behind += is_behind(__atomic_load_n(words[i], __ATOMIC_ACQUIRE), epoch);
-    if (*behind == 0 || (turn % 64 == 63 && std::chrono::steady_clock::now() >= until)) return kOk;
+    int32_t behind = 0;
+    for (int rank = 0; rank < windows->num_ranks; ++rank) {
+      if (flags[rank] == nullptr) continue;
+      const uint64_t word = __atomic_load_n(flags[rank], __ATOMIC_ACQUIRE);
+      if (is_behind(word, epoch)) {
+        ++behind;
+      } else {
+        counts[rank] = int64_t(word & 0xffffffffu);
+      }
+    }
+    if (behind == 0 || (turn % 64 == 63 && std::chrono::steady_clock::now() >= until)) return behind;
     relax(turn);
   }
 }

@@ -1,6 +1,10 @@
-// Rows on their way to other ranks and sums on their way home: the C ABI, mirrored in native/exchange.py, and the table
+// Rows on their way to other ranks and sums on their way home: the C ABI, mirrored in native/exchange_abi.py, and the table
 // of functions that each instruction set has of its own. Windows of peers are plain addresses here: nothing waits for
-// anybody except moe_mk_exchange_wait, and that not for long.
+// anybody except moe_mk_exchange_await, and that not for long.
+//
+//   rows, then a release-store of their flag ... an acquire-load of the flag, then the rows
+//
+// so that whoever sees a flag sees what was written before it, on processors that reorder stores too.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,6 +17,22 @@ extern "C" {
 enum RowType : int32_t { kRowsBf16 = 0, kRowsF16 = 1, kRowsF32 = 2 };
 enum Quantize : int32_t { kAsTheyAre = 0, kToFp8 = 1, kToUe8m0 = 2 };  // per token and 128 columns
 
+// The windows of all ranks as one of them sees them, by rank. Made once, kept as long as they are mapped. A flag is
+// epoch << 32 | count.
+struct MoeMkWindows {
+  uint8_t* const* values_to;         // [W] where values of mine go ...
+  const int64_t* back_to;            // [W] ... less this for every row of mine
+  uint8_t* const* tails_to;          // [W]
+  const int64_t* room_to;            // [W] rows of mine that there are pages for
+  uint64_t* const* flags_to;         // [2 W] that I store: for rows, then for sums. Mine: null
+  const uint8_t* const* values_from; // [W] where a source writes values in my window ...
+  const int64_t* back_from;          // [W] ... less this for every row of it
+  const uint8_t* const* tails_from;  // [W]
+  const uint64_t* const* flags_from; // [2 W] that peers store in my window. Mine: null
+  const uint8_t* const* sums;        // [W] where the sums of each rank begin
+  int32_t rank, num_ranks;
+};
+
 // One call's rows to every rank. A row at its destination: values [value_bytes] in one place, its tail
 // [scale_bytes | K slots, int32 | K weights, f32] in another; the i-th row for a rank is token_of[rank][i].
 struct MoeMkSend {
@@ -22,47 +42,48 @@ struct MoeMkSend {
   const float* weights;      // [T][K]
   const int32_t* rank_of;    // [P]
   const int32_t* slot_of;    // [P]
-  const int32_t* token_of;   // [W][T], as moe_mk_exchange_sort left it
-  const int64_t* counts;     // [W]
-  uint8_t* const* values_to; // [W]; null: nothing is written for this rank
-  uint8_t* const* tails_to;  // [W]
+  int32_t* token_of;         // out [W][T]: the tokens of each rank, ascending, each once
+  int64_t* counts;           // out [W]
   int64_t num_tokens, x_stride, value_bytes, scale_bytes;
-  int32_t top_k, num_ranks, columns, row_type, quantize, threads, isa;
+  int32_t top_k, num_experts, columns, row_type, quantize, threads, isa;
+  uint32_t epoch;
+  int32_t sent;              // out: 0 where some rank would get more rows than there are pages for
 };
 
 // What has arrived: tails are taken apart, rows that lie elsewhere are put in order. [R] in the order of sources.
 struct MoeMkReceive {
-  const uint8_t* const* values_from;  // [W]; null: they lie where they belong
-  const uint8_t* const* tails_from;   // [W]
-  const int64_t* counts;              // [W]
-  uint8_t* values;                    // [R][value_bytes]
-  uint8_t* scales;                    // [R][scale_bytes]
-  uint8_t* ids;                       // [R][K] int32
-  uint8_t* weights;                   // [R][K] f32
+  const int64_t* counts;     // [W]
+  uint8_t* values;           // [R][value_bytes]
+  uint8_t* scales;           // [R][scale_bytes]
+  uint8_t* ids;              // [R][K] int32
+  uint8_t* weights;          // [R][K] f32
   int64_t value_bytes, scale_bytes;
-  int32_t top_k, num_ranks, threads;
+  int32_t top_k;
 };
 
 // out[t] = the rows of token t of all ranks, added in rank order from zero in f32, rounded once.
 struct MoeMkAddUp {
-  const uint8_t* const* rows_of;  // [W], each [counts][row_bytes]
-  const int32_t* token_of;        // [W][T]
-  const int64_t* counts;          // [W]
-  uint8_t* out;                   // [T][row_bytes]
+  const int32_t* token_of;   // [W][T], as they were sent
+  const int64_t* counts;     // [W]
+  const int64_t* firsts;     // [W] which sum of each rank is the first of mine
+  const uint8_t* own;        // mine from the first on
+  uint8_t* out;              // [T][row_bytes]
   int64_t num_tokens, columns;
-  int32_t num_ranks, row_type, threads, isa;
+  int32_t row_type, threads, isa;
 };
 
-// Fills token_of [W][T] and counts [W]: the tokens of each rank, ascending, each once. kBadId: an id of no expert.
-int32_t moe_mk_exchange_sort(const int32_t* ids, int64_t num_tokens, int32_t top_k, const int32_t* rank_of,
-                             int32_t num_experts, int32_t num_ranks, int32_t* token_of, int64_t* counts);
-int32_t moe_mk_exchange_send(const MoeMkSend* call);
-int32_t moe_mk_exchange_receive(const MoeMkReceive* call);
-int32_t moe_mk_exchange_add_up(const MoeMkAddUp* call);
-// Looks at words until the high half of each has come to `epoch` (modulo 2^32, half of all count as earlier) or so many
-// microseconds are over, offering the core to others meanwhile. *behind: how many have not come.
-int32_t moe_mk_exchange_wait(const uint64_t* const* words, int32_t num_words, uint32_t epoch, int64_t microseconds,
-                             int32_t* behind);
+// Sorts tokens by the ranks they visit, writes all rows, then a flag a peer. Nothing is written where there is no room,
+// and with an id of no expert (kBadId).
+int32_t moe_mk_exchange_dispatch(const MoeMkWindows* windows, MoeMkSend* call);
+int32_t moe_mk_exchange_receive(const MoeMkWindows* windows, const MoeMkReceive* call);
+// Tells each peer which sum of mine is the first of its own.
+void moe_mk_exchange_show(const MoeMkWindows* windows, uint32_t epoch, const int64_t* firsts);
+int32_t moe_mk_exchange_add_up(const MoeMkWindows* windows, const MoeMkAddUp* call);
+// Looks at the flags of all peers, for rows or for sums, until each has come to `epoch` (modulo 2^32, half of all count as
+// earlier) or so many microseconds are over, offering the core to others meanwhile. counts [W]: those of peers whose
+// flags have come, others are left. Returns how many have not.
+int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uint32_t epoch, int64_t microseconds,
+                              int64_t* counts);
 }
 #pragma GCC visibility pop
 

@@ -1,12 +1,13 @@
 // The row operations of exchange.cpp for AVX-512. Rounding bf16 rows to e4m3 has a way of its own, a group of 128 at a
-// time, because division and 32-bit lanes would take longer than moving the bytes:
-//   f32 scales   x * fl(448 / amax) is within 4 units in the last place of fl(x / fl(amax / 448)), so both round to the
-//                same code unless the product lies that close to the middle of two codes
-//   UE8M0        dividing by a power of two subtracts from the exponent, on 16-bit integers
-// A group with such a product, with a NaN, or with a number below the smallest normal code is divided as elsewhere.
+// time, because division and 32-bit lanes would take longer than moving the bytes. A bf16 has seven bits of mantissa, and
+// scaling by powers of two is exact: so the code of a quotient depends on two mantissas through a table, on exponents by
+// a difference alone,
+//   code(x, amax) = 8 (exponent of x - exponent of amax) + table[mantissa of amax][mantissa of x]
+// where the table is made by the division and the rounding of everybody else. With a power of two for a scale its mantissa
+// is zero. A group with a NaN, an infinity or a number below the smallest normal code is divided as elsewhere.
 #include <immintrin.h>
 
-#include <type_traits>
+#include <array>
 
 #include "exchange_ops.h"
 
@@ -14,7 +15,7 @@ namespace moe_mk {
 namespace {
 
 constexpr int kLoads = kActivationBlock / 32;
-constexpr int kRebase = 120 << 7;  // bf16 bits of 2^-7: exponents of e4m3 begin there
+constexpr int kMantissas = 128;
 
 inline __m512i all16(int value) { return _mm512_set1_epi16(short(value)); }
 
@@ -37,80 +38,91 @@ struct Group {
   }
 };
 
-// Rounds 32 numbers divided by the scale; leaves 16-bit lanes [sign | exponent | 3 bits of mantissa | anything: 4].
-// A lane of *from_middle becomes zero where a product was too close to the middle of two codes.
-struct ByInverse {
-  __m512 inverse;
-  ByInverse(float, float amax) : inverse(_mm512_set1_ps(448.0f / amax)) {}
+// What to add to [low 5 bits of the exponent | high 3 of the mantissa] of a bf16 for the code of its quotient, modulo 256,
+// but for 8 times the exponent of the divisor; by the seven bits of its mantissa.
+struct alignas(64) Codes {
+  uint8_t add[kMantissas];
 
-  // NOTE: middles count as doubtful, so that adding half a unit rounds all others right.
-  __m512i operator()(__m512i bits, __m512i, __m512i* from_middle) const {
-    const __m512i high = _mm512_set1_epi32(int(0xffff0000u)), half = _mm512_set1_epi32(0x80000);
-    const __m512 even = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), inverse);
-    const __m512 odd = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(bits, high)), inverse);
-    const __m512i low = _mm512_add_epi32(_mm512_castps_si512(even), half);
-    const __m512i up = _mm512_add_epi32(_mm512_castps_si512(odd), half);
-    const __m512i near = _mm512_set1_epi32(8), beyond = _mm512_set1_epi32(0xffff0);
-    *from_middle = _mm512_min_epu32(*from_middle, _mm512_and_si512(_mm512_add_epi32(low, near), beyond));
-    *from_middle = _mm512_min_epu32(*from_middle, _mm512_and_si512(_mm512_add_epi32(up, near), beyond));
-    return _mm512_or_si512(_mm512_srli_epi32(low, 16), _mm512_and_si512(up, high));
-  }
-};
-struct ByExponent {
-  __m512i less;
-  ByExponent(float scale, float) : less(all16(int((bits<uint32_t>(scale) >> 23) - 127) << 7)) {}
-
-  __m512i operator()(__m512i bits, __m512i magnitude, __m512i*) const {
-    const __m512i quotient = _mm512_sub_epi16(magnitude, less);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(quotient, 4), all16(1));
-    const __m512i rounded = _mm512_add_epi16(_mm512_add_epi16(quotient, all16(7)), odd);
-    return _mm512_or_si512(rounded, _mm512_andnot_si512(all16(0x7fff), bits));
+  __m512i of(__m512i mantissa) const {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(add), mantissa, _mm512_load_si512(add + 64));
   }
 };
 
-// 16-bit lanes as above to codes in 16-bit lanes; zeros of `magnitude` become zeros.
-inline __m512i code_of(__m512i rounded, __m512i bits, __m512i magnitude) {
-  const __m512i rebased = _mm512_sub_epi16(_mm512_and_si512(rounded, all16(0x7fff)), all16(kRebase));
-  const __m512i code = _mm512_maskz_srli_epi16(_mm512_test_epi16_mask(magnitude, magnitude), rebased, 4);
-  return _mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi16(bits, 8), all16(0x80)));
+// Quotients by `divisor` must be normal codes; `exponent` is added to theirs.
+inline Codes codes_for(float divisor, int exponent) {
+  Codes codes;
+  for (int x = 0; x < kMantissas; ++x) {
+    const float quotient = bits<float>(0x3f800000u | uint32_t(x) << 16) / divisor;
+    codes.add[x] = uint8_t(code_of_number(quotient) + 8 * exponent - (x >> 4));
+  }
+  return codes;
 }
 
-template <typename Divide>
-inline bool encode_group(const Group& group, float scale, float amax, uint8_t* codes) {
-  const Divide divide(scale, amax);
-  // The first bf16 whose quotient is a normal code for certain; magnitudes from 1 to below it are not.
-  const int normal = int(bits<uint32_t>(scale * (0x1p-6f * 1.000001f)) >> 16) + 1;
-  __m512i from_middle = all16(-1), least = all16(-1), made[kLoads];
-  for (int i = 0; i < kLoads; ++i) {
+const Codes* codes_by_amax() {
+  static const std::array<Codes, kMantissas> table = [] {
+    std::array<Codes, kMantissas> made;
+    for (int a = 0; a < kMantissas; ++a)  // 16 times the scale of an amax from 1 to 2: exact
+      made[size_t(a)] = codes_for(16.0f * (bits<float>(0x3f800000u | uint32_t(a) << 16) / 448.0f), 4);
+    return made;
+  }();
+  return table.data();
+}
+
+const Codes& codes_of_powers() {
+  static const Codes table = codes_for(1.0f, 0);
+  return table;
+}
+
+// 64 codes; zeros keep their sign. `base` is 8 times the exponent of the divisor in every byte.
+inline __m512i encode_64(const Group& group, int first, const Codes& codes, __m512i base) {
+  const __m512i shifts = _mm512_set1_epi64(0x3020100034241404);  // of 4 words: bits 4 to 11 of each, then bits 0 to 7
+  const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i low = _mm512_multishift_epi64_epi8(shifts, group.bits[first]);
+  const __m512i high = _mm512_multishift_epi64_epi8(shifts, group.bits[first + 1]);
+  const __m512i upper = _mm512_permutex2var_epi32(low, evens, high);
+  const __m512i mantissa = _mm512_permutex2var_epi32(low, _mm512_add_epi32(evens, _mm512_set1_epi32(1)), high);
+  const __mmask64 numbers = _mm512_kunpackd(_mm512_test_epi16_mask(group.magnitude[first + 1], group.magnitude[first + 1]),
+                                            _mm512_test_epi16_mask(group.magnitude[first], group.magnitude[first]));
+  const __mmask64 negative =
+      _mm512_kunpackd(_mm512_movepi16_mask(group.bits[first + 1]), _mm512_movepi16_mask(group.bits[first]));
+  const __m512i code = _mm512_maskz_add_epi8(numbers, _mm512_sub_epi8(upper, base), codes.of(mantissa));
+  return _mm512_mask_add_epi8(code, negative, code, _mm512_set1_epi8(char(0x80)));
+}
+
+// Whether all numbers but zeros have normal codes for certain.
+inline bool all_normal(const Group& group, float scale) {
+  const int normal = int(bits<uint32_t>(scale * (0x1p-6f * 1.000001f)) >> 16) + 1;  // the first bf16 that has
+  __m512i least = all16(-1);
+  for (int i = 0; i < kLoads; ++i)
     least = _mm512_min_epu16(least, _mm512_sub_epi16(group.magnitude[i], all16(1)));  // zeros are the largest
-    made[i] = code_of(divide(group.bits[i], group.magnitude[i], &from_middle), group.bits[i], group.magnitude[i]);
-  }
-  for (int i = 0; i < kLoads; i += 2) {
-    const __m512i both = _mm512_packus_epi16(made[i], made[i + 1]);  // by 128-bit lanes
-    _mm512_storeu_si512(codes + i * 32, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both));
-  }
-  const uint32_t small = _mm512_cmplt_epu16_mask(least, all16(normal - 1));
-  return (small | _mm512_testn_epi32_mask(from_middle, from_middle)) == 0;
+  return _mm512_cmplt_epu16_mask(least, all16(normal - 1)) == 0;
 }
 
 template <bool kUe8m0>
-inline float quantize_128(const uint8_t* x, uint8_t* codes) {
+inline float quantize_128(const uint8_t* x, uint8_t* values, const Codes* by_amax, const Codes& of_powers) {
   const Group group(x);
   const float amax = bits<float>(group.most << 16);
   if (group.most < 0x7f80u && amax >= 1e-10f) {
     const float scale = kUe8m0 ? power_of_two_above(amax / 448.0f) : amax / 448.0f;
-    using Divide = std::conditional_t<kUe8m0, ByExponent, ByInverse>;
-    if (__builtin_expect(encode_group<Divide>(group, scale, amax, codes), 1)) return scale;
+    const Codes& codes = kUe8m0 ? of_powers : by_amax[group.most % kMantissas];
+    const uint32_t exponent = kUe8m0 ? bits<uint32_t>(scale) >> 23 : group.most / kMantissas;
+    const __m512i base = _mm512_set1_epi8(char(8 * exponent));
+    if (__builtin_expect(all_normal(group, scale), 1)) {
+      _mm512_storeu_si512(values, encode_64(group, 0, codes, base));
+      _mm512_storeu_si512(values + 64, encode_64(group, 2, codes, base));
+      return scale;
+    }
   }
-  return quantize_group_of<kRowsBf16>(x, kActivationBlock, kUe8m0, codes);
+  return quantize_group_of<kRowsBf16>(x, kActivationBlock, kUe8m0, values);
 }
 
 template <bool kUe8m0>
 void quantize_bf16(const uint8_t* x, int64_t columns, uint8_t* values, uint8_t* scales) {
+  const Codes *by_amax = codes_by_amax(), &of_powers = codes_of_powers();
   for (int64_t first = 0; first < columns; first += kActivationBlock) {
     const bool whole = first + kActivationBlock <= columns;
     const float scale =
-        whole ? quantize_128<kUe8m0>(x + first * 2, values + first)
+        whole ? quantize_128<kUe8m0>(x + first * 2, values + first, by_amax, of_powers)
               : quantize_group_of<kRowsBf16>(x + first * 2, int(columns - first), kUe8m0, values + first);
     put_scale(scale, kUe8m0, scales + first / kActivationBlock * (kUe8m0 ? 1 : 4));
   }

@@ -127,12 +127,6 @@ inline void add_up(const uint8_t* const* rows, int n, int64_t columns, int row_t
   }
 }
 
-// The smallest power of two that is not below a positive normal f32.
-inline float power_of_two_above(float scale) {
-  const uint32_t u = bits<uint32_t>(scale);
-  return bits<float>((u + 0x7fffffu) & 0xff800000u);
-}
-
 inline void put_scale(float scale, bool ue8m0, uint8_t* to) {
   if (ue8m0) {
     *to = uint8_t(bits<uint32_t>(scale) >> 23);
@@ -157,10 +151,7 @@ inline __attribute__((always_inline)) float quantize_group(const float* x, int c
     const int32_t magnitude = bits<int32_t>(x[i]) & 0x7fffffff;
     most = magnitude > most ? magnitude : most;
   }
-  if (most >= 0x7f800000) {  // quantize.h knows what infinities and NaNs become
-    const float scale = quantize(x, count, codes);
-    return ue8m0 && scale == scale ? power_of_two_above(scale) : scale;
-  }
+  if (most >= 0x7f800000) return quantize(x, count, ue8m0, codes);  // it knows what infinities and NaNs become
   const float amax = bits<float>(most), exact = (amax > 1e-10f ? amax : 1e-10f) / 448.0f;
   const float scale = ue8m0 ? power_of_two_above(exact) : exact;
   for (int i = 0; i < count; ++i) codes[i] = code_of_number(x[i] / scale);

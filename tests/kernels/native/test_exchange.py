@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,76 +13,88 @@ from moe_mk.kernels.native import Isa, Native
 from moe_mk.kernels.native.exchange import (
     BYTES_FOR_THREADS,
     ROW_TYPES,
+    Exchange,
     Rounding,
     RowFormat,
-    SortedRows,
-    add_up,
-    receive,
-    send_rows,
-    sort_rows,
-    wait,
+    WindowPlaces,
 )
 from moe_mk.kernels.reference.quantize_rows import quantize_rows
+from tests.kernels.native.exchange_windows import RANK_OF_P, SLOT_OF_P, UNTOUCHED, int32, summed, visits, windows
 
 IsaHere = tuple[Native, Isa]
-RANK_OF_P = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)
-SLOT_OF_P = torch.tensor([0, 1, 0, 1, 0, 1], dtype=torch.int32)
-
-
-def int32(rows: list[list[int]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32)
-
-
-def test_tokens_are_sorted_by_the_ranks_they_visit(native: Native) -> None:
-    # Experts 0 1 | 2 3 | 4 5 on three ranks. Token 0 visits 0 twice, token 1 nobody, token 2 ranks 2 and 0.
-    rows = sort_rows(native, int32([[0, 1], [-1, -1], [5, 0]]), RANK_OF_P, 3)
-    assert rows.counts == [2, 0, 1] == rows.counts_W.tolist()
-    assert rows.token_of_WT[0, :2].tolist() == [0, 2] and rows.token_of_WT[2, :1].tolist() == [2]
-    assert sort_rows(native, torch.empty((0, 2), dtype=torch.int32), RANK_OF_P, 3).counts == [0, 0, 0]
-    with pytest.raises(ShapeError, match="an id is neither -1 nor"):
-        sort_rows(native, int32([[6, 0]]), RANK_OF_P, 3)
 
 
 def sent(
     native: Native, x: tuple[Tensor, Tensor | None], form: RowFormat, ids_TK: Tensor, ranks: int, isa: Isa | None = None
-) -> tuple[SortedRows, list[Tensor], list[Tensor]]:
-    """Rows and tails as they lie at each rank."""
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Tokens, values and tails as they lie at each rank."""
     weights_TK = torch.arange(ids_TK.numel(), dtype=torch.float32).view(ids_TK.shape) + 0.5
-    rows = sort_rows(native, ids_TK, RANK_OF_P, ranks)
-    tail_bytes = form.scale_bytes + 8 * form.top_k
-    values, tails = (
-        [torch.full((count + 1, width), 0xAA, dtype=torch.uint8) for count in rows.counts]
-        for width in (form.value_bytes, tail_bytes)
-    )
-    to = [part.data_ptr() for part in values], [part.data_ptr() for part in tails]
-    send_rows(native, form, rows, x, (ids_TK, weights_TK), (RANK_OF_P, SLOT_OF_P), *to, isa=isa)
-    assert all(bool((part[-1] == 0xAA).all()) for part in (*values, *tails)), "nothing is written behind the rows"
-    return rows, [part[:-1] for part in values], [part[:-1] for part in tails]
+    made = windows(native, ranks, form, len(ids_TK), isa=isa)
+    counts = made.exchange.dispatch(form, x, (ids_TK, weights_TK), (RANK_OF_P, SLOT_OF_P), 1)
+    visits_WT = visits(ids_TK, ranks)
+    assert counts == visits_WT.sum(dim=1).tolist()
+    for part, count in zip((*made.values, *made.tails), (*counts, *counts), strict=True):
+        assert bool((part[count:] == UNTOUCHED).all()), "nothing is written behind the rows"
+    rows = [[part[:count] for part, count in zip(parts, counts, strict=True)] for parts in (made.values, made.tails)]
+    return [visits_T.nonzero().flatten() for visits_T in visits_WT], *rows
 
 
-def test_rows_and_tails_by_hand(native: Native) -> None:
+def test_rows_tails_and_flags_by_hand(native: Native) -> None:
+    # Experts 0 1 | 2 3 | 4 5 on three ranks. Token 0 visits rank 0 twice, token 1 nobody, token 2 ranks 2 and 0.
     x_TX = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.uint8)
     scales_TX = torch.tensor([[10], [11], [12]], dtype=torch.uint8)
-    _, values, tails = sent(native, (x_TX, scales_TX), RowFormat(3, 1, 2), int32([[0, 1], [-1, -1], [5, 0]]), 3)
-    assert [part.tolist() for part in values] == [[[1, 2, 3], [7, 8, 9]], [], [[7, 8, 9]]]
-    scales_RB, ids_RK, weights_RK = receive(
-        native, RowFormat(3, 1, 2), [2, 0, 1], [0, 0, 0], [part.data_ptr() for part in tails], 0
-    )
+    form, ids_TK = RowFormat(3, 1, 2), int32([[0, 1], [-1, -1], [5, 0]])
+    routing = ids_TK, torch.tensor([[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]])
+    made = windows(native, 3, form, 3)
+    assert made.exchange.dispatch(form, (x_TX, scales_TX), routing, (RANK_OF_P, SLOT_OF_P), 7) == [2, 0, 1]
+    rows = [made.values[0][:2], made.values[1][:0], made.values[2][:1]]
+    assert [part.tolist() for part in rows] == [[[1, 2, 3], [7, 8, 9]], [], [[7, 8, 9]]]
+    # A flag is epoch << 32 | rows, for the two peers of rank 2; those for sums are still down.
+    assert made.flags_to.tolist() == [[7 << 32 | 2, 7 << 32 | 0, 0], [0, 0, 0]]
+    scales_RB, ids_RK, weights_RK = made.exchange.receive(form, [2, 0, 1], made.values[0].data_ptr())
     assert scales_RB.tolist() == [[10], [12], [12]]
     # Token 0 has slots 0 and 1 at rank 0; token 2 has slot 1 at rank 2 (its first choice), slot 0 at rank 0.
     assert ids_RK.tolist() == [[0, 1], [-1, 0], [1, -1]]
     assert weights_RK.tolist() == [[0.5, 1.5], [0.0, 5.5], [4.5, 0.0]]
+    made.exchange.show(8, [5, 6, 0])
+    assert made.flags_to[1].tolist() == [8 << 32 | 5, 8 << 32 | 6, 0]
+
+
+def test_no_tokens_raise_flags_all_the_same(native: Native) -> None:
+    form, nothing = RowFormat(3, 0, 2), torch.empty((0, 2), dtype=torch.int32)
+    made = windows(native, 3, form, 1)
+    x_TX = torch.empty((0, 3), dtype=torch.uint8)
+    assert made.exchange.dispatch(form, (x_TX, None), (nothing, nothing.float()), (RANK_OF_P, SLOT_OF_P), 1) == [0] * 3
+    assert made.flags_to[0].tolist() == [1 << 32, 1 << 32, 0]
+    assert made.exchange.add_up([0, 0, 0], 0, 0, 2, torch.float32).shape == (0, 2)
+
+
+def test_nothing_is_written_where_there_is_no_room_or_no_such_expert(native: Native) -> None:
+    form, x_TX = RowFormat(3, 0, 1), torch.ones((2, 3), dtype=torch.uint8)
+    made = windows(native, 3, form, 2)
+    made.exchange.room[1] = 1
+    for ids_TK, error in ((int32([[2], [3]]), False), (int32([[0], [6]]), True)):
+        call = form, (x_TX, None), (ids_TK, torch.ones((2, 1))), (RANK_OF_P, SLOT_OF_P), 1
+        if error:
+            with pytest.raises(ShapeError, match="an id is neither -1 nor"):
+                made.exchange.dispatch(*call)
+        else:
+            assert made.exchange.dispatch(*call) is None and list(made.exchange.counts) == [0, 2, 0]
+        assert all(bool((part == UNTOUCHED).all()) for part in (*made.values, *made.tails))
+        assert not made.flags_to.any()
 
 
 def test_rows_that_lie_apart_are_put_in_order(native: Native) -> None:
-    first, second = (torch.full((count, 4), number, dtype=torch.uint8) for count, number in ((2, 1), (1, 2)))
-    window, tails = torch.zeros((3, 4), dtype=torch.uint8), torch.zeros((3, 8), dtype=torch.uint8)
-    window[2] = 9  # there already: no address, no copy
-    places = [first.data_ptr(), 0]
-    receive(native, RowFormat(4, 0, 1), [2, 1], places, [tails.data_ptr()] * 2, window.data_ptr())
-    assert window.tolist() == [[1] * 4, [1] * 4, [9] * 4]
-    receive(native, RowFormat(4, 0, 1), [0, 1], [0, second.data_ptr()], [tails.data_ptr()] * 2, window[2:].data_ptr())
+    # Values of rank 0 (two rows) and of rank 1 (one row) lie apart; in a second call those of rank 1 are there already.
+    form = RowFormat(4, 0, 1)
+    made = windows(native, 2, form, 2)
+    made.values[0][:2], made.values[1][0] = 1, 2
+    window = torch.zeros((3, 4), dtype=torch.uint8)
+    made.exchange.receive(form, [2, 1], window.data_ptr())
     assert window.tolist() == [[1] * 4, [1] * 4, [2] * 4]
+    made.values[1][0] = 9
+    made.exchange.receive(form, [0, 1], made.values[1].data_ptr())
+    assert made.values[1][0].tolist() == [9] * 4 and window.tolist()[2] == [2] * 4
 
 
 @pytest.mark.parametrize("dtype", ROW_TYPES)
@@ -99,11 +113,11 @@ def test_rows_rounded_on_the_way_have_the_bits_of_the_reference(
     rounding, width = (Rounding.FP8_UE8M0, 1) if ue8m0 else (Rounding.FP8, 4)
     form = RowFormat(hidden, groups * width, 1, rounding)
     ids_TK = torch.arange(24, dtype=torch.int32)[:, None] % 4
-    rows, values, tails = sent(native, (x_TH, None), form, ids_TK, 2, isa)
+    tokens_of_W, values, tails = sent(native, (x_TH, None), form, ids_TK, 2, isa)
     codes, scales = quantize_rows(x_TH, 128, power_of_two=ue8m0)
     expected = scales.to(torch.float8_e8m0fnu) if ue8m0 else scales
     for rank in range(2):
-        tokens = rows.token_of_WT[rank, : rows.counts[rank]].long()
+        tokens = tokens_of_W[rank]
         assert torch.equal(values[rank], codes.view(torch.uint8)[tokens])
         assert torch.equal(tails[rank][:, : groups * width], expected.view(torch.uint8).view(24, -1)[tokens])
 
@@ -134,36 +148,6 @@ def test_a_group_with_a_nan_becomes_nan(isa_here: IsaHere) -> None:
     assert tails[0][0, :8].clone().view(torch.float32).isnan().tolist() == [False, True]
 
 
-@pytest.mark.parametrize("dtype", ROW_TYPES)
-@pytest.mark.parametrize("hidden,ranks", [(200, 1), (96, 2), (1000, 3), (7168, 5)])
-def test_sums_have_the_bits_of_adding_rank_after_rank(
-    isa_here: IsaHere, dtype: torch.dtype, hidden: int, ranks: int, generator: torch.Generator
-) -> None:
-    native, isa = isa_here
-    rank_of_P = torch.arange(ranks, dtype=torch.int32)
-    scores = torch.rand((40, ranks), generator=generator)
-    ids_TK = torch.where(scores < 0.7, torch.arange(ranks), -1).to(torch.int32)
-    rows = sort_rows(native, ids_TK, rank_of_P, ranks)
-    parts = [torch.randn((count, hidden), generator=generator).to(dtype) for count in rows.counts]
-    total = torch.zeros((40, hidden))
-    for rank, part in enumerate(parts):
-        total[rows.token_of_WT[rank, : rows.counts[rank]].long()] += part.float()
-    got = add_up(native, rows, [part.data_ptr() for part in parts], hidden, dtype, isa=isa)
-    assert torch.equal(got, total.to(dtype))
-
-
-def test_f16_sums_keep_small_large_and_infinite_numbers(isa_here: IsaHere) -> None:
-    native, isa = isa_here
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    numbers = every[~every.isnan()].view(1, -1)
-    other = numbers.roll(12345, dims=1).contiguous()
-    rows = sort_rows(native, int32([[0, 1]]), torch.arange(2, dtype=torch.int32), 2)
-    got = add_up(native, rows, [numbers.data_ptr(), other.data_ptr()], numbers.shape[1], torch.float16, isa=isa)
-    expected = (numbers.float() + other.float()).half()
-    assert torch.equal(got.isnan(), expected.isnan())
-    assert torch.equal(got.nan_to_num(0.0), expected.nan_to_num(0.0))
-
-
 def test_threads_change_nothing(native: Native, generator: torch.Generator) -> None:
     x_TH = torch.randn((300, 7168), generator=generator).bfloat16()
     assert x_TH.nbytes > BYTES_FOR_THREADS
@@ -173,21 +157,68 @@ def test_threads_change_nothing(native: Native, generator: torch.Generator) -> N
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            rows, values, tails = sent(native, (x_TH, None), RowFormat(7168, 224, 2, Rounding.FP8), ids_TK, 3)
-            y = [torch.randn((count, 7168), generator=generator.manual_seed(5)).bfloat16() for count in rows.counts]
-            made.append([*values, *tails, add_up(native, rows, [e.data_ptr() for e in y], 7168, torch.bfloat16)])
+            tokens_of_W, values, tails = sent(native, (x_TH, None), RowFormat(7168, 224, 2, Rounding.FP8), ids_TK, 3)
+            draw = generator.manual_seed(5)
+            y = [torch.randn((len(tokens), 7168), generator=draw).bfloat16() for tokens in tokens_of_W]
+            made.append([*values, *tails, summed(native, ids_TK, y, RANK_OF_P)])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 
 
 def test_waiting_ends_with_the_epoch_or_with_the_time(native: Native) -> None:
-    words = torch.tensor([3 << 32 | 7, 4 << 32], dtype=torch.int64)
-    addresses = [words[i:].data_ptr() for i in range(2)]
-    assert wait(native, addresses, 3, 10**9), "a fast peer is not missed"
-    assert not wait(native, addresses, 4, 100)
-    words[0] = -(1 << 32)  # epoch 2^32 - 1: behind what comes after it
-    assert not wait(native, addresses[:1], 1 << 32, 100) and wait(native, addresses[:1], (1 << 32) - 1, 0)
+    made = windows(native, 3, RowFormat(1, 0, 1), 1)
+    made.flags_from[0, :2] = torch.tensor([3 << 32 | 7, 4 << 32])
+    assert made.exchange.arrived(3, 10**9, sums=False) == [7, 0, 0], "a fast peer is not missed"
+    assert made.exchange.arrived(4, 100, sums=False) is None
+    assert made.exchange.arrived(1, 100, sums=True) is None
+    made.flags_from[1, :2] = torch.tensor([-(1 << 32) + 5, -(1 << 32)])  # epoch 2^32 - 1: behind what comes after it
+    assert made.exchange.arrived(1 << 32, 100, sums=True) is None
+    assert made.exchange.arrived((1 << 32) - 1, 0, sums=True) == [5, 0, 0]
+
+
+def test_a_flag_is_raised_after_all_rows_and_tails_are_written(native: Native) -> None:
+    # Flags that lie where the last row, or its tail, is written: whatever comes later is what is found there.
+    form, x_TX = RowFormat(8, 0, 1), torch.full((2, 8), 3, dtype=torch.uint8)
+    routing = int32([[0], [0]]), torch.ones((2, 1))
+    for of in ("values", "tails"):
+        made = windows(native, 2, form, 2)
+        last = getattr(made, of)[0][1]
+        parts = [[part.data_ptr() for part in rows] for rows in (made.values, made.tails, made.sums)]
+        values, tails, sums = parts
+        flags, none = [last.data_ptr(), 0, 0, 0], [0, 0]
+        places = WindowPlaces(1, values, none, tails, flags, values, none, tails, [0] * 4, sums)
+        exchange = Exchange(native, places)
+        exchange.room[:] = [2, 2]
+        assert exchange.dispatch(form, (x_TX, None), routing, (RANK_OF_P, SLOT_OF_P), 9) == [2, 0]
+        assert last.view(torch.int64).tolist() == [9 << 32 | 2], of
+
+
+def test_what_was_written_before_a_flag_is_there_when_it_is_seen(native: Native) -> None:
+    # Two threads as two ranks: one sends call after call, the other looks at rows as soon as their flag has come.
+    form, calls = RowFormat(4096, 0, 1), 300
+    made, done, nowhere = windows(native, 2, form, 4), torch.zeros(1, dtype=torch.int64), [0, 0]
+    flags = [made.flags_to[0].data_ptr(), 0, 0, 0]
+    places = WindowPlaces(1, nowhere, nowhere, nowhere, [0] * 4, nowhere, nowhere, nowhere, flags, nowhere)
+    reader, wrong = Exchange(native, places), []
+
+    def read() -> None:
+        for epoch in range(1, calls):
+            while reader.arrived(epoch, 1000, sums=False) is None:
+                pass
+            wrong.append(bool((made.values[0][:4] != epoch % 256).any()))
+            done[0] = epoch
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    routing, tables = (torch.zeros((4, 1), dtype=torch.int32), torch.ones((4, 1))), (RANK_OF_P, SLOT_OF_P)
+    for epoch in range(1, calls):
+        x_TX = torch.full((4, 4096), epoch % 256, dtype=torch.uint8)
+        assert made.exchange.dispatch(form, (x_TX, None), routing, tables, epoch) == [4, 0]
+        while int(done[0]) < epoch:
+            thread.join(0.0)
+    thread.join()
+    assert wrong == [False] * (calls - 1)
 
 
 @pytest.mark.parametrize(

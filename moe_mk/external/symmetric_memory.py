@@ -1,0 +1,70 @@
+"""Torch's symmetric memory: GPUs of one host map each other's windows, and every rank has the addresses of all.
+
+Read at torch 2.13, `torch.distributed._symmetric_memory`: `empty` takes memory that can be mapped, `rendezvous` meets
+the ranks of a group, and its handle has `buffer_ptrs`: where the allocation of each rank lies in this process. Flags
+stay in windows of our own: torch's signal pads must be zero between its own barriers. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+MODULE = "torch.distributed._symmetric_memory"
+BACKEND = "CUDA"
+"""Of torch's three the one whose addresses kernels may use without a library beside them."""
+
+
+class SymmetricMemory(Protocol):
+    """What is used of torch's module."""
+
+    def empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        """Memory of this rank that others can map."""
+
+    def rendezvous(self, tensor: Tensor, group: Any) -> Any:
+        """A handle on that of all ranks, together with all of them."""
+
+    def get_backend(self, device: Any) -> str | None:
+        """Which of its backends serves a device."""
+
+
+def library() -> SymmetricMemory | None:
+    """Torch's module; None in a torch that has none."""
+    try:
+        return cast(SymmetricMemory, importlib.import_module(MODULE))
+    except ImportError:
+        return None
+
+
+def window_of(num_bytes: int, device: torch.device, torch_memory: SymmetricMemory | None) -> tuple[Tensor | None, str]:
+    """A window of zeros that peers can map, (num_bytes,) uint8; or None, and why there is none."""
+    if torch_memory is None:
+        return None, f"this torch has no {MODULE}"
+    try:
+        backend = torch_memory.get_backend(device)
+        if backend != BACKEND:
+            return None, f"it is served by {backend or 'nothing'} here, not by {BACKEND}"
+        return torch_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_(), ""
+    except (RuntimeError, NotImplementedError) as problem:
+        return None, (str(problem).splitlines() or [type(problem).__name__])[0]
+
+
+def addresses_of(
+    window: Tensor, group: object, torch_memory: SymmetricMemory, exchange: Callable[[str], list[str]]
+) -> tuple[list[int], object]:
+    """Where the window of each rank lies in this process, and what must be held as long as they are used.
+
+    Every rank calls this with its own window; `exchange` tells all what each says. Raises RuntimeError where a peer
+    cannot be mapped, or where the addresses are not those of these windows.
+    """
+    handle = torch_memory.rendezvous(window, group)
+    offsets = map(int, exchange(str(handle.offset)))  # windows begin somewhere in an allocation, each in its own
+    addresses = [int(base) + offset for base, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
+    if addresses[handle.rank] != window.data_ptr():
+        text = f"its window at {window.data_ptr():#x} is said to lie at {addresses[handle.rank]:#x}"
+        raise RuntimeError(f"symmetric memory of rank {handle.rank}: {text}")
+    return addresses, handle
