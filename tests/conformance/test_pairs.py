@@ -14,6 +14,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.flight import Flight
 from moe_mk.oracle import Decision, Parts, assemble
 from moe_mk.oracle.decide import INSIDE
+from moe_mk.oracle.verdict import Verdict
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant import BF16
@@ -52,8 +53,9 @@ class Pair:
         return oracle.select(self.problem(prepare_finalize=self.transport, experts=self.experts))
 
 
-WITH_LIBRARIES = (1, 8)
-"""FORMATS that emulated libraries are tried in: a bf16 layer with plain experts, and one with FP8 activations."""
+IN_TWO = (1, 8)
+"""FORMATS that emulated libraries and slowly meeting proxies are tried in: a bf16 one with plain experts, and one with
+FP8 activations."""
 
 
 def accepted_pairs() -> list[Pair]:
@@ -64,9 +66,13 @@ def accepted_pairs() -> list[Pair]:
         for ranks, tokens in ((1, "sharded"), (4, "sharded"), (4, "replicated"), *pair_of_ranks):
             decision = oracle.select(form.problem(ep=ranks, tokens=tokens, allow_emulated=True))
             # Two formats are enough for a library's adapter, bf16 rows and FP8 rows: others are the experts' concern.
-            able = [v for v in decision.verdicts if not v.reasons and (number in WITH_LIBRARIES or not v.emulated)]
+            able = [v for v in decision.verdicts if not v.reasons and (number in IN_TWO or not _few(v))]
             found += [Pair(form, ranks, tokens, verdict.prepare_finalize, verdict.experts) for verdict in able]
     return found
+
+
+def _few(verdict: Verdict) -> bool:
+    return verdict.emulated or verdict.prepare_finalize == "one_sided_network"
 
 
 def stored_otherwise() -> list[Pair]:

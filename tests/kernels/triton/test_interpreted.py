@@ -40,7 +40,7 @@ def test_experts_equal_the_reference() -> None:
 @pytest.mark.row(84)
 @pytest.mark.timeout(240)
 def test_every_type_of_weights_equals_the_reference() -> None:
-    assert re.search(r"\b53 passed", run_interpreted("interpreted_weight_types.py", seconds=230))
+    assert re.search(r"\b43 passed", run_interpreted("interpreted_weight_types.py", seconds=230))
 
 
 def test_biases_and_clamps_equal_the_reference() -> None:
