@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ def test_ranks_end_with_the_one_that_started_them(tmp_path: Path, by: signal.Sig
         stderr=subprocess.PIPE,
         env=environment,
         start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
     )
     try:
         wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))

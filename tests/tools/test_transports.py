@@ -34,7 +34,8 @@ def test_every_built_in_transport_has_its_lines() -> None:
     assert {"all_to_all", "deepep_ll", "hierarchical", "mori", "nvlink_one_sided"} <= set(names)
     for lines in (list(table_of(built_in())), list(plan_of(built_in()))):
         assert [line.split("`")[1] for line in lines[2:]] == names
-    assert all(f"**`{name}`**" in render() for name in names)
+    page = render()
+    assert all(f"**`{name}`**" in page for name in names)
 
 
 def test_a_plugin_of_somebody_else_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.sm90
 
 DECODED_FORMS = ("w_fp8", "w_int8_block", "w_fp8_row", "w_int8", "w_mxfp8", "w_mxfp4", "w_nvfp4")
 FORM_TILES = dict.fromkeys(("int8", "int8_block", "fp8_row"), BUILT_IN) | dict.fromkeys(DECODED_FORMS, DECODED)
+LIKE_OTHERS = ("w_int8_block", "w_fp8_row", "w_int8")
+"""Forms whose codes and whose scales are those of other forms."""
 UNITS = {"int8": "IGMMA", "int8_block": "IGMMA", "fp8_row": "QGMMA"}
 """Of the matrix unit where both sides are codes; decoded weights are multiplied in 16 bits."""
 
@@ -31,7 +33,7 @@ def check_form(form: str, built: Compiled, *, swap: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[pytest.mark.slow] * (form == "w_int8_block")) for form in FORM_TILES]
+    "form", [pytest.param(form, marks=[pytest.mark.slow] * (form in LIKE_OTHERS)) for form in FORM_TILES]
 )
 def test_every_type_of_weights_is_decoded_on_the_way_to_the_matrix_unit(form: str) -> None:
     decode, prefill = FORM_TILES[form][0][1], FORM_TILES[form][-1][1]
