@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
 from moe_mk.placement.balance.topology import Sites, Topology
@@ -77,9 +76,17 @@ def _by_kind(overlap: Doubles, sites: Sites, gpus: Ints) -> Ints:
     answer = np.empty(len(gpus), np.int64)
     for each in range(int(kind.max()) + 1):
         same = np.flatnonzero(kind == each)
-        mine, theirs = linear_sum_assignment(-overlap[np.ix_(gpus[same], gpus[same])])
+        mine, theirs = _matched(overlap[np.ix_(gpus[same], gpus[same])])
         answer[same[mine]] = gpus[same[theirs]]
     return answer
+
+
+def _matched(worth: Doubles) -> tuple[Ints, Ints]:
+    """Rows and columns of the assignment that is worth most."""
+    from scipy.optimize import linear_sum_assignment  # half a second, which only who plans moves shall wait
+
+    rows, columns = linear_sum_assignment(-worth)
+    return rows, columns
 
 
 def _by_nodes(overlap: Doubles, sites: Sites) -> Ints:
@@ -98,7 +105,7 @@ def _by_nodes(overlap: Doubles, sites: Sites) -> Ints:
             inside[one, two] = theirs[np.searchsorted(mine, local)]
             worth[one, two] = overlap[mine, inside[one, two]].sum()
     answer = np.empty(sites.num_gpus, np.int64)
-    for one, two in zip(*linear_sum_assignment(-worth), strict=True):
+    for one, two in zip(*_matched(worth), strict=True):
         answer[members[one]] = inside[int(one), int(two)]
     return answer
 
