@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_mk.placement.balance.moves import assignment_solver
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan, resplit
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.load import LoadHistory
@@ -33,6 +34,7 @@ class PlacementPlanner:
         self.reason = ""
         """Why the last plan was not announced; empty after one was."""
         self._planner = planner or self._plan
+        assignment_solver()  # imported now, not on the thread beside the first steps
         self._thread: OffThread[Notice | str] = OffThread(
             "moe_mk planner", limit_s=settings.plan_limit_s, inline=settings.inline
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -76,17 +78,18 @@ def _by_kind(overlap: Doubles, sites: Sites, gpus: Ints) -> Ints:
     answer = np.empty(len(gpus), np.int64)
     for each in range(int(kind.max()) + 1):
         same = np.flatnonzero(kind == each)
-        mine, theirs = _matched(overlap[np.ix_(gpus[same], gpus[same])])
+        mine, theirs = assignment_solver()(-overlap[np.ix_(gpus[same], gpus[same])])
         answer[same[mine]] = gpus[same[theirs]]
     return answer
 
 
-def _matched(worth: Doubles) -> tuple[Ints, Ints]:
-    """Rows and columns of the assignment that is worth most."""
-    from scipy.optimize import linear_sum_assignment  # half a second, which only who plans moves shall wait
+@cache
+def assignment_solver() -> Callable[[Doubles], tuple[Ints, Ints]]:
+    """scipy's assignment of least cost: half a second of import, so call it early where a first plan must be quick."""
+    from scipy.optimize import linear_sum_assignment
 
-    rows, columns = linear_sum_assignment(-worth)
-    return rows, columns
+    solver: Callable[[Doubles], tuple[Ints, Ints]] = linear_sum_assignment
+    return solver
 
 
 def _by_nodes(overlap: Doubles, sites: Sites) -> Ints:
@@ -105,7 +108,7 @@ def _by_nodes(overlap: Doubles, sites: Sites) -> Ints:
             inside[one, two] = theirs[np.searchsorted(mine, local)]
             worth[one, two] = overlap[mine, inside[one, two]].sum()
     answer = np.empty(sites.num_gpus, np.int64)
-    for one, two in zip(*_matched(worth), strict=True):
+    for one, two in zip(*assignment_solver()(-worth), strict=True):
         answer[members[one]] = inside[int(one), int(two)]
     return answer
 
