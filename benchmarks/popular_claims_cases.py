@@ -27,10 +27,7 @@ Seconds = dict[str, list[float]]
 
 def experts(size: Size, backend: str) -> Seconds:
     """A loop over experts that picks rows by mask, as reference models do, and one call of an experts backend."""
-    layer = layer_of(size, experts=backend)
-    x_TH = batch(size)
-    routing = layer.route(x_TH)
-    w13, w2 = stacks(layer)
+    layer, x_TH, routing, (w13, w2) = _routed(size, backend)
     with torch.no_grad():
         return in_turn(
             {
@@ -43,10 +40,7 @@ def experts(size: Size, backend: str) -> Seconds:
 
 def reorder(size: Size, backend: str) -> Seconds:
     """The same products with rows picked expert by expert, and with rows sorted by expert once."""
-    layer = layer_of(size, experts=backend)
-    x_TH = batch(size)
-    routing = layer.route(x_TH)
-    w13, w2 = stacks(layer)
+    _, x_TH, routing, (w13, w2) = _routed(size, backend)
     with torch.no_grad():
         return in_turn(
             {"before": partial(by_mask, x_TH, routing, w13, w2), "after": partial(by_order, x_TH, routing, w13, w2)},
@@ -136,6 +130,12 @@ def uniform(size: Size, rank: int) -> Routing:
     scores_TE = torch.rand((size.tokens, size.experts), generator=draw, dtype=torch.float32, device="cpu")
     weights_TK = torch.full((size.tokens, size.top_k), 1.0 / size.top_k, dtype=torch.float32, device="cpu")
     return Routing(scores_TE.topk(size.top_k).indices.to(torch.int32), weights_TK)
+
+
+def _routed(size: Size, backend: str) -> tuple[MoELayer, Tensor, Routing, tuple[list[Tensor], list[Tensor]]]:
+    """A layer, tokens, where they go, and its matrices."""
+    layer, x_TH = layer_of(size, experts=backend), batch(size)
+    return layer, x_TH, layer.route(x_TH), stacks(layer)
 
 
 def stacks(layer: MoELayer) -> tuple[list[Tensor], list[Tensor]]:

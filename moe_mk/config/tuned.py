@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,20 +70,37 @@ class Measured:
 
     def at(self, tokens: int) -> TunedPoint | None:
         """The measured point nearest on a logarithmic scale; None outside the tuned range."""
-        if not self.points or not self.points[0].tokens <= tokens <= self.points[-1].tokens:
-            return None
-        return min(self.points, key=lambda point: abs(math.log(point.tokens / tokens)))
+        found = nearest([point.tokens for point in self.points], tokens)
+        return None if found is None else self.points[found]
 
     def microseconds(self, tokens: int) -> float | None:
         """A straight line between neighbouring points on logarithmic scales; None outside the tuned range."""
-        if self.at(tokens) is None:
-            return None
-        upper = next(i for i, point in enumerate(self.points) if point.tokens >= tokens)
-        high, low = self.points[upper], self.points[max(upper - 1, 0)]
-        if high.tokens in (tokens, low.tokens):
-            return high.microseconds
-        share = math.log(tokens / low.tokens) / math.log(high.tokens / low.tokens)
-        return float(low.microseconds * (high.microseconds / low.microseconds) ** share)
+        return between([(point.tokens, point.microseconds) for point in self.points], tokens)
+
+
+def nearest(places: Sequence[float], at: float) -> int | None:
+    """Which place is nearest on a logarithmic scale, the first of equals; None outside. places: positive, ascending."""
+    if not places or not places[0] <= at <= places[-1]:
+        return None
+    return min(range(len(places)), key=lambda index: abs(math.log(places[index] / at)))
+
+
+def between(points: Sequence[tuple[float, float]], at: float) -> float | None:
+    """The height of a line of (place, height) on logarithmic scales; None outside. points: positive, ascending."""
+    if not points or not points[0][0] <= at <= points[-1][0]:
+        return None
+    upper = bisect_left(points, at, key=lambda point: point[0])
+    (high_at, high), (low_at, low) = points[upper], points[max(upper - 1, 0)]
+    if high_at in (at, low_at):
+        return high
+    share = math.log(at / low_at) / math.log(high_at / low_at)
+    return float(low * (high / low) ** share)
+
+
+def top_k_in(name: str, pattern: str) -> int | None:
+    """The number that stands in a name where `case_name` left a * in a pattern; None if it is no name of that case."""
+    found = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+    return int(found[1]) if found else None
 
 
 def tuned_path(device: str, experts: str, case: str, folder: Path | None = None) -> Path:

@@ -187,11 +187,14 @@ class CpuNativeExperts(FusedExperts):
         return ExpertOutput(y, OutputStage.RAW)
 
     def _mode(self, tokens: Tokens, weights: PackedExpertWeights) -> ExpertsMode:
-        """How to compute, with the parameters for this number of rows, known from shapes alone: dropped ones count."""
-        rows, choices = _rows_and_choices(tokens)
+        """How to compute, with the parameters for this number of rows; dropped assignments count too."""
         if self.tuned is None:
+            choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
             self.tuned = load_tuned(self.context, weights.scheme, choices)
-        if not self.tuned.points or rows == 0:
+        if not self.tuned.points:
+            return self.mode
+        rows, choices = _rows_and_choices(tokens)
+        if rows == 0:
             return self.mode
         return replace(self.mode, tuning=self.tuned.at(rows * choices / self.context.num_slots))
 

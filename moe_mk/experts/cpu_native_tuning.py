@@ -8,7 +8,6 @@ chosen, every bit of a result is the same.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -23,6 +22,8 @@ from moe_mk.config.tuned import (
     TunedPoint,
     case_name,
     load_measured,
+    nearest,
+    top_k_in,
     tune_command,
     tuned_path,
 )
@@ -62,9 +63,8 @@ class Tuned:
 
     def at(self, rows_an_expert: float) -> Tuning:
         """The point nearest on a logarithmic scale inside the measured range, the built-in parameters outside."""
-        if not self.points or not self.points[0][0] <= rows_an_expert <= self.points[-1][0]:
-            return Tuning()
-        return min(self.points, key=lambda point: abs(math.log(point[0] / rows_an_expert)))[1]
+        found = nearest([place for place, _ in self.points], rows_an_expert)
+        return Tuning() if found is None else self.points[found][1]
 
 
 def only(tuning: Tuning) -> Tuned:
@@ -99,12 +99,13 @@ def load_tuned(context: ExpertsContext, weights: QuantScheme, top_k: int, folder
     shape = (context.hidden_size, context.intermediate_size, context.num_slots)
     mine = tuned_path(device, "cpu_native", case_name((*shape, top_k), weights, context.compute), folder)
     command = tune_command("cpu_native", (*shape, top_k), weights, context.compute)
+    pattern = f"{case_name((*shape, '*'), weights, context.compute)}.json"
     points: list[tuple[float, Tuning]] = []
-    for file in sorted(mine.parent.glob(f"{case_name((*shape, '*'), weights, context.compute)}.json")):
-        choices = int(
-            file.name.removeprefix(case_name((*shape, "*"), weights, context.compute).split("*")[0]).split("_")[0]
-        )
-        points += [_point(point, choices / context.num_slots, file) for point in load_measured(file, command).points]
+    for file in sorted(mine.parent.glob(pattern)):
+        choices = top_k_in(file.name, pattern)
+        if choices is not None:
+            share = choices / context.num_slots
+            points += [_point(point, share, file) for point in load_measured(file, command).points]
     if not points and _can_be_asked_for(weights, context.compute):
         _say_missing(mine, command)
     return Tuned(tuple(sorted(points, key=lambda point: point[0])))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.config.shipped import config_folder
+from moe_mk.config.tuned import between, nearest, top_k_in
 from moe_mk.errors import ConfigError
 from moe_mk.kernels.triton.tile import Tile
 
@@ -70,10 +71,8 @@ class Case:
 
     def choices_of(self, file: Path) -> int | None:
         """The top_k of a session's file of this case; None for other files, those without a top_k among them."""
-        shape, rest = self.file_name.split("_L", 1)
-        slots, formats = rest.split("_", 1)
-        found = re.fullmatch(rf"{re.escape(f'{shape}_L{slots}')}_K(\d+)_{re.escape(formats)}", file.name)
-        return int(found[1]) if found else None
+        shape = f"H{self.hidden_size}_I{self.intermediate_size}_L{self.num_slots}"
+        return top_k_in(file.name, f"{shape}_K*_{self.weights}_{self.compute}.json")
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,8 @@ class Tuned:
 
     def point(self, rows_an_expert: float) -> Point | None:
         """The measured point nearest on a logarithmic scale; None outside the measured range."""
-        if not self.points or not self.points[0].rows_an_expert <= rows_an_expert <= self.points[-1].rows_an_expert:
-            return None
-        return min(self.points, key=lambda point: abs(math.log(point.rows_an_expert / rows_an_expert)))
+        found = nearest([point.rows_an_expert for point in self.points], rows_an_expert)
+        return None if found is None else self.points[found]
 
     def tile(self, rows_an_expert: float) -> Tile:
         """The measured tile inside the tuned range, the built-in one outside."""
@@ -109,14 +107,7 @@ class Tuned:
 
     def microseconds(self, rows_an_expert: float) -> float | None:
         """Measured time, a straight line between neighbouring points on logarithmic scales; None outside the range."""
-        if self.point(rows_an_expert) is None:
-            return None
-        upper = next(i for i, point in enumerate(self.points) if point.rows_an_expert >= rows_an_expert)
-        high, low = self.points[upper], self.points[max(upper - 1, 0)]
-        if high.rows_an_expert == low.rows_an_expert:
-            return high.microseconds
-        share = math.log(rows_an_expert / low.rows_an_expert) / math.log(high.rows_an_expert / low.rows_an_expert)
-        return float(low.microseconds * (high.microseconds / low.microseconds) ** share)
+        return between([(point.rows_an_expert, point.microseconds) for point in self.points], rows_an_expert)
 
 
 def sensible(tile: Tile, rows_an_expert: float) -> bool:

@@ -1,0 +1,38 @@
+"""Places between measured points, and what stands in the names of tuned files."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_mk.config.tuned import between, case_name, nearest, top_k_in
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
+
+
+@pytest.mark.parametrize(("at", "index"), [(1, 0), (3, 0), (5, 1), (16, 1), (0.5, None), (17, None)])
+def test_the_nearest_place_is_so_on_a_logarithmic_scale(at: float, index: int | None) -> None:
+    # Between 1 and 16 the middle is 4, not 8.5.
+    assert nearest([1, 16], at) == index
+
+
+def test_of_two_places_as_near_it_is_the_first() -> None:
+    assert nearest([2, 8], 4) == 0
+
+
+def test_heights_follow_a_straight_line_on_logarithmic_scales() -> None:
+    # From (1, 10) to (16, 160) the line is 10 x; behind it, the height stays.
+    points = [(1.0, 10.0), (16.0, 160.0), (64.0, 160.0)]
+    assert between(points, 4.0) == pytest.approx(40.0) and between(points, 32.0) == pytest.approx(160.0)
+    assert [between(points, place) for place, _ in points] == [height for _, height in points]
+    assert between(points, 0.9) is None and between(points, 65.0) is None
+
+
+def test_one_point_serves_itself_alone_and_none_serves_nobody() -> None:
+    assert nearest([8], 8) == 0 and between([(8.0, 3.0)], 8.0) == 3.0 and nearest([8], 9) is None
+    assert nearest([], 1) is None and between([], 1.0) is None
+
+
+def test_a_name_gives_back_its_top_k_and_others_give_none() -> None:
+    pattern = case_name((256, 128, 8, "*"), FP8_128x128, FP8_1x128)
+    assert top_k_in(case_name((256, 128, 8, 12), FP8_128x128, FP8_1x128), pattern) == 12
+    assert top_k_in(case_name((256, 128, 80, 12), FP8_128x128, FP8_1x128), pattern) is None
+    assert top_k_in(pattern, pattern) is None and top_k_in(pattern.replace("*", "2x"), pattern) is None
