@@ -55,34 +55,46 @@ def nearest_slots(offsets: Small, slots: Small, gpu_P: Ints, node_W: Ints, ranks
     count = np.diff(offsets.astype(np.int64), axis=1)
     nearest = np.empty((layers, len(ranks), num_experts), slots.dtype)
     nearest[:] = np.where(count > 0, first, -1)[:, None]
+    sharing = _neighbours(node_W, ranks)
     for copies in np.unique(count[count > 1]):
         layer, expert = np.nonzero(count == copies)
         choices = slots[layer[:, None], begin[layer, expert][:, None] + np.arange(copies)]  # [pairs, copies]
-        gpu = gpu_P[choices]
-        chosen = _turn_of_nearest(
-            gpu.astype(np.int32), node_W.astype(np.int32), ranks.astype(np.int32), expert.astype(np.int32)
-        )
-        nearest[layer, :, expert] = np.take_along_axis(choices, chosen, 1)
+        # In the order of rank 0's turns, so that the same columns are a rank's turn for every expert.
+        choices = np.take_along_axis(choices, (np.arange(copies) + expert[:, None]) % copies, 1)
+        nearest[layer, :, expert] = _nearest_of(choices, gpu_P, node_W, ranks, sharing)
     return nearest
 
 
-def _turn_of_nearest(
-    gpu: NDArray[np.int32], node_W: NDArray[np.int32], ranks: NDArray[np.int32], expert: NDArray[np.int32]
-) -> NDArray[np.int64]:
-    """Which of the copies [pairs, ranks] each rank takes: the nearest; among equals by turns."""
-    copies = gpu.shape[1]
-    turn = (ranks + expert[:, None]) % copies
+def _neighbours(node_W: Ints, ranks: Ints) -> Ints:
+    """Places in `ranks` of the ranks of each node, [nodes, most of one node], len(ranks) where there are fewer."""
+    node = node_W[ranks]
+    order = np.argsort(node, kind="stable")
+    count = np.bincount(node, minlength=int(node_W.max()) + 1)
+    column = np.arange(int(count.max()))
+    place = np.minimum((np.cumsum(count) - count)[:, None] + column, len(ranks) - 1)
+    padded: Ints = np.where(column < count[:, None], order[place], len(ranks))
+    return padded
+
+
+def _nearest_of(choices: Small, gpu_P: Ints, node_W: Ints, ranks: Ints, sharing: Ints) -> Small:
+    """Of an expert's slots [pairs, copies] the one each rank takes, [pairs, ranks]: the nearest; among equals by turns.
+
+    Far from all copies a rank takes the one whose turn it is; only ranks that share a node with a copy compare.
+    """
+    pairs, copies = choices.shape
+    turn, rank = np.append(ranks % copies, 0), np.append(ranks, -1)  # the last one pads `sharing`
+    taken: Small = np.take(choices, turn, axis=1)
     # Distance first, then the place in the queue that starts at this rank's turn: one number per copy, least wins.
-    best = np.full(turn.shape, 3 * copies, np.int32)
-    chosen = np.zeros(turn.shape, np.int64)
+    best = np.full(taken.shape, 2 * copies, np.int32)
+    row, gpu = np.arange(pairs)[:, None], gpu_P[choices]
     for copy in range(copies):
-        here = gpu[:, copy : copy + 1]
-        distance = np.where(here == ranks, 0, np.where(node_W[here] == node_W[ranks], copies, 2 * copies))
-        score = distance + (copy - turn) % copies
-        closer = score < best
-        chosen[closer] = copy
-        np.minimum(best, score, out=best, casting="same_kind")
-    return chosen
+        here = gpu[:, copy, None]
+        near = sharing[node_W[here[:, 0]]]  # [pairs, ranks of its node]
+        score = np.where(rank[near] == here, 0, copies) + (copy - turn[near]) % copies
+        closer = score < best[row, near]
+        at, place = np.nonzero(closer)[0], near[closer]
+        taken[at, place], best[at, place] = choices[at, copy], score[closer]
+    return taken[:, :-1]
 
 
 def lost_with_gpu(phy2log: Ints, load: Doubles, gpu_P: Ints, num_gpus: int) -> Doubles:
