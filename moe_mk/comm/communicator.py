@@ -36,6 +36,17 @@ class Communicator(ABC):
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
         """Send the first send[0] rows to rank 0, the next to rank 1, ...; return theirs in rank order."""
 
+    def all_to_others(
+        self, received: Tensor, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str
+    ) -> Flight[None]:
+        """`all_to_all` into rows that are there, without those that stay here: its caller copies them.
+
+        send and receive are those of `all_to_all`; received and rows are dense and hold what is from and for others
+        alone. What stays is counted as traffic with itself, as if it had come this way.
+        """
+        self._count_stayed(phase, rows, send[self.rank])
+        received.copy_((yield from self.all_to_all(rows, self._to_others(send), self._to_others(receive), phase)))
+
     @abstractmethod
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
         """Give my rows to everybody; return everybody's in rank order. counts[r] is what rank r brings."""
@@ -76,6 +87,12 @@ class Communicator(ABC):
     def _count_sent(self, phase: str, rows: Tensor, send: Sequence[int]) -> None:
         row = rows.element_size() * prod(rows.shape[1:])
         self.traffic.sent(phase, [row * count for count in send], self.rank)
+
+    def _count_stayed(self, phase: str, rows: Tensor, count: int) -> None:
+        self.traffic.stayed(phase, count * rows.element_size() * prod(rows.shape[1:]), self.rank)
+
+    def _to_others(self, counts: Sequence[int]) -> list[int]:
+        return [0 if peer == self.rank else count for peer, count in enumerate(counts)]
 
     def _count_reduced(self, phase: str, x: Tensor) -> None:
         """A ring all-reduce sends 2 (W - 1) / W of the tensor to the next rank, in the dtype that sums run in."""

@@ -47,11 +47,19 @@ class DistributedCommunicator(Communicator):
         self._count_sent(phase, rows, send)
         staged = self._stage(rows)
         received = torch.empty((sum(receive), *rows.shape[1:]), dtype=rows.dtype, device=staged.device)
-        splits = list(receive), list(send)
-        yield from self._fly(
-            lambda: dist.all_to_all_single(received, staged, *splits, group=self.group, async_op=True), staged, phase
-        )
+        yield from self._exchange(received, staged, send, receive, phase)
         return received.to(rows.device)
+
+    def all_to_others(
+        self, received: Tensor, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str
+    ) -> Flight[None]:
+        """`all_to_all_single` straight into `received`."""
+        self._count_sent(phase, rows, send)
+        staged = self._stage(rows)
+        landing = received if received.device == staged.device else torch.empty_like(received, device=staged.device)
+        yield from self._exchange(landing, staged, self._to_others(send), self._to_others(receive), phase)
+        if landing is not received:
+            received.copy_(landing)
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
         """All-gather into one tensor, padded to the longest rank."""
@@ -82,6 +90,14 @@ class DistributedCommunicator(Communicator):
 
     def _stage(self, x: Tensor) -> Tensor:
         return x.contiguous().to(carrier(x.device, self._backends))
+
+    def _exchange(
+        self, received: Tensor, staged: Tensor, send: Sequence[int], receive: Sequence[int], phase: str
+    ) -> Flight[None]:
+        splits = list(receive), list(send)
+        yield from self._fly(
+            lambda: dist.all_to_all_single(received, staged, *splits, group=self.group, async_op=True), staged, phase
+        )
 
     def _fly(self, post: Callable[[], dist.Work], staged: Tensor, phase: str) -> Flight[None]:
         try:

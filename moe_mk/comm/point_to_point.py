@@ -58,6 +58,9 @@ class PointToPoint(Communicator):
         """The group's own."""
         return self.inner.library_group()
 
+    def _count_stayed(self, phase: str, rows: Tensor, count: int) -> None:
+        """Nothing: messages alone are counted."""
+
     def _others(self) -> Iterator[tuple[int, int]]:
         """(to, from) of each round."""
         for step in range(1, self.size):

@@ -81,6 +81,10 @@ class Traffic:
         self.bytes_by_phase[phase] += num_bytes if peer != rank else 0
         self.calls_by_phase[phase] += 1
 
+    def stayed(self, phase: str, num_bytes: int, rank: int) -> None:
+        """Note rows that a rank keeps: a part of some operation that is counted with its peers, or of none."""
+        self.bytes_by_peer[phase][rank] += num_bytes
+
     def by_link(self, nodes: Nodes, rank: int, phases: Collection[str] | None = None) -> dict[str, int]:
         """Bytes over each kind of link, of all phases or of some."""
         total = dict.fromkeys(LINKS, 0)

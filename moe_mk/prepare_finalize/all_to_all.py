@@ -17,9 +17,10 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem
 from moe_mk.flight import Flight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
-from moe_mk.prepare_finalize.packing import pack, unpack
-from moe_mk.quant.tensor import QuantTensor
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.packing import Rows, opened, put, tails
+from moe_mk.prepare_finalize.row_exchange import RowExchange, Write
+from moe_mk.quant.wire import as_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 
@@ -47,6 +48,10 @@ class AllToAll(PrepareFinalize):
         graph_safe=False,
     )
 
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self._exchange = RowExchange(context.comm, context.device)
+
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts, with the ids that are local there."""
         c = self.context
@@ -59,23 +64,25 @@ class AllToAll(PrepareFinalize):
             sent = torch.bincount(peer_X, minlength=c.comm.size).tolist()
             # Counts first: peers must size their buffers before rows arrive.
             received = yield from self.announce(sent)
-            rows_XB = self._rows(peer_X, token_X, rank_TK, x_wire, routing)
-            arrived_RB = yield from c.comm.all_to_all(rows_XB, sent, received, "dispatch")
-            x_RH, slots_RK, weights_RK = unpack(arrived_RB, c.wire, c.hidden_size, c.top_k)
+            values_TB = as_bytes(x_wire.values)
+            tails_XB = self._tails(peer_X, token_X, rank_TK, x_wire.scales, routing)
+            widths = values_TB.shape[1], tails_XB.shape[1]
+            rows = yield from self._exchange.out(
+                _writer(values_TB, token_X, tails_XB), widths, sent, received, "dispatch"
+            )
+            x_RH, slots_RK, weights_RK = opened(rows, c.wire, c.top_k)
         home = WayHome(token_X, sent, received, x_TH.shape[0])
         return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle=home)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back the way the rows came, and add them up per token."""
-        home, comm = tokens.handle, self.context.comm
+        home, exchange = tokens.handle, self._exchange
         assert isinstance(home, WayHome)
         with self.context.spans.span("combine"):
-            back_XH = yield from comm.all_to_all(output.y, home.received, home.sent, "combine")
-            total_TH = torch.zeros((home.num_tokens, back_XH.shape[1]), dtype=torch.float32, device=back_XH.device)
-            sent = list(home.sent)
-            for token_X, part_XH in zip(torch.split(home.token_X, sent), torch.split(back_XH, sent), strict=True):
-                total_TH[token_X] += part_XH  # a token is at most once in each part, so nothing is lost
-            return total_TH.to(output.y.dtype)
+            back = yield from exchange.home(output.y, home.token_X, home.sent, home.received, "combine")
+            y_TH = exchange.summed([back.parts], (home.num_tokens, output.y.shape[1]), output.y.dtype)
+            exchange.scratch.give(back.memory)
+            return y_TH
 
     def announce(self, sent: Sequence[int]) -> Flight[list[int]]:
         """Tell each rank how many rows it will get; return how many each will send."""
@@ -88,13 +95,16 @@ class AllToAll(PrepareFinalize):
         peer_X, token_X = torch.nonzero(wanted_WT, as_tuple=True)
         return peer_X, token_X
 
-    def _rows(self, peer_X: Tensor, token_X: Tensor, rank_TK: Tensor, x_TH: QuantTensor, routing: Routing) -> Tensor:
-        """The packed bytes of each row: assignments that go elsewhere become -1 and weigh nothing there."""
+    def _tails(
+        self, peer_X: Tensor, token_X: Tensor, rank_TK: Tensor, scales_TX: Tensor | None, routing: Routing
+    ) -> Tensor:
+        """What follows the values of each row: assignments that go elsewhere become -1 and weigh nothing there."""
         physical_XK = routing.ids_TK[token_X]
         there_XK = rank_TK[token_X] == peer_X[:, None]
         slots_XK = torch.where(there_XK, self.context.tables.slot_of_P[physical_XK.clamp_min(0).long()], -1)
         weights_XK = torch.where(there_XK, routing.weights_TK[token_X], 0.0)
-        return pack(x_TH[token_X], slots_XK.to(torch.int32), weights_XK.to(torch.float32))
+        scales_XX = None if scales_TX is None else scales_TX[token_X]
+        return tails(scales_XX, slots_XK.to(torch.int32), weights_XK.to(torch.float32))
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
@@ -106,3 +116,11 @@ class AllToAll(PrepareFinalize):
     def max_rows(cls, problem: Problem) -> int:
         """All tokens of all ranks may want an expert of this one."""
         return problem.num_tokens * problem.ranks
+
+
+def _writer(values_TB: Tensor, token_X: Tensor, tails_XB: Tensor) -> Write:
+    def write(to: Rows, span: slice) -> None:
+        put(to.values, values_TB, token_X[span])
+        put(to.tails, tails_XB[span])
+
+    return write

@@ -20,20 +20,25 @@ internode kernels and of its hybrid mode; here it runs over any communicator, wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from moe_mk.comm.traffic import Nodes
+from moe_mk.comm.traffic_model import COUNT_BYTES
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
-from moe_mk.prepare_finalize.hierarchical_legs import Leg, WayHome, added, joined
-from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES, pack, packed_row_bytes, unpack
-from moe_mk.quant.wire import from_bytes
+from moe_mk.prepare_finalize.hierarchical_legs import Held, Leg, WayHome, handed_on, joined, wanted
+from moe_mk.prepare_finalize.packing import Rows, apart, opened, packed_row_bytes, side_by_side
+from moe_mk.prepare_finalize.row_exchange import RowExchange, SumsHome
+from moe_mk.prepare_finalize.row_sums import Part
+from moe_mk.prepare_finalize.scratch import Borrowed
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+
+X = TypeVar("X")
 
 
 @PREPARE_FINALIZE.register("hierarchical")
@@ -58,68 +63,115 @@ class Hierarchical(PrepareFinalize):
         self.nodes, self._node, place = nodes, nodes.node_of_W[rank], nodes.local_index(rank)
         self._relays = [nodes.members(node)[place] for node in range(nodes.num_nodes)]
         """Of each node the rank of this rank's place; this rank itself in its own."""
-        self._relay_of = {node: relay for node, relay in enumerate(self._relays) if node != self._node}
         self._members = list(nodes.members(self._node))
+        self._alone = len(self._members) == 1
+        """Whether nodes are single ranks, so that nothing is relayed."""
+        self._relay_of = {node: relay for node, relay in enumerate(self._relays) if self._alone or node != self._node}
         node_of_W = torch.tensor(nodes.node_of_W, dtype=torch.int64, device=context.device)
         self._node_of_P = node_of_W[context.tables.rank_of_P.long()]
+        self._exchange = RowExchange(context.comm, context.device)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the relays of its nodes, and what lies here on to the ranks of its experts."""
         c = self.context
-        rows_TB = pack(self.encode(x_TH), routing.ids_TK.to(torch.int32), routing.weights_TK.to(torch.float32))
+        x_wire = self.encode(x_TH)
+        rows = apart(x_wire, routing.ids_TK.to(torch.int32), routing.weights_TK.to(torch.float32))
         with c.spans.span("dispatch"):
             node_TK = torch.where(routing.ids_TK >= 0, self._node_of_P[routing.ids_TK.clamp_min(0).long()], -1)
-            pieces = [rows_TB[cut] for cut in self._cuts(x_TH.shape[0])]
-            lists = [self._wanted(node_TK[cut], self._relay_of) for cut in self._cuts(x_TH.shape[0])]
+            cuts = self._cuts(x_TH.shape[0])
+            pieces = [rows[cut] for cut in cuts]
+            lists = [wanted(node_TK[cut], self._relay_of) for cut in cuts]
             legs = yield from self._told(lists, self._relays, pieces, "dispatch counts")
-            ways, arrived = [], []
-            crossing = self._begin(pieces[0][legs[0].row_X], legs[0].sent, legs[0].received, "dispatch")
-            yield InFlight("dispatch")
-            for number, (piece_TB, between) in enumerate(zip(pieces, legs, strict=True)):
-                landed_XB = yield from crossing
-                if number + 1 < len(pieces):
-                    after = legs[number + 1]
-                    crossing = self._begin(pieces[number + 1][after.row_X], after.sent, after.received, "dispatch")
-                held_XB = self._in_node_order(piece_TB, landed_XB, between)
-                lists = [self._wanted(self._rank_of(held_XB), {rank: rank for rank in self._members})]
-                (within,) = yield from self._told(lists, self._members, [held_XB], "relay counts")
-                rows_XB = held_XB[within.row_X]
-                arrived.append((yield from c.comm.all_to_all(rows_XB, within.sent, within.received, "relay")))
-                ways.append(WayHome(between, within))
-            x_RH, physical_RK, weights_RK = unpack(joined(arrived), c.wire, c.hidden_size, c.top_k)
+            ways, arrived = yield from (self._straight if self._alone else self._relayed)(pieces, legs)
+            x_RH, physical_RK, weights_RK = opened(joined(arrived), c.wire, c.top_k)
             return self.local_rows(x_RH, physical_RK, weights_RK, handle=tuple(ways))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Return sums to the relays, add up those of this node, send them home, and add up the nodes."""
-        comm, ways, dtype = self.context.comm, tokens.handle, output.y.dtype
+        ways = tokens.handle
         assert isinstance(ways, tuple)
         with self.context.spans.span("combine"):
             parts = torch.split(output.y, [sum(home.within.received) for home in ways])
             crossing: Flight[Tensor] | None = None
             totals: list[Tensor] = []
             for home, part_RH in zip(ways, parts, strict=True):
-                back_XH = yield from comm.all_to_all(part_RH, home.within.received, home.within.sent, "gather")
+                if self._alone:
+                    totals.append((yield from self._straight_home(part_RH, home)))
+                    continue
+                within = home.within
+                back = yield from self._exchange.home(part_RH, within.row_X, within.sent, within.received, "gather")
                 if crossing is not None:
                     totals.append((yield from crossing))
-                crossing = self._home(added(back_XH, home.within), home.between, dtype)
-                next(crossing)
-            assert crossing is not None
-            yield InFlight("combine")
-            return joined([*totals, (yield from crossing)])
+                crossing = _begun(self._home(back, home.between, output.y))
+            if crossing is not None:
+                yield InFlight("combine")
+                totals.append((yield from crossing))
+            return totals[0] if len(totals) == 1 else torch.cat(totals)
 
-    def _home(self, partial_XH: Tensor, between: Leg, dtype: torch.dtype) -> Flight[Tensor]:
-        """Send the sums of foreign tokens home, and add up the nodes of this rank's own."""
+    def _relayed(self, pieces: Sequence[Rows], legs: Sequence[Leg]) -> Flight[tuple[list[WayHome], list[Rows]]]:
+        """Both levels: while a piece crosses, the one before it is handed on."""
+        ways, arrived = [], []
+        crossing = _begun(self._cross(pieces[0], legs[0]))
+        yield InFlight("dispatch")
+        for number, (piece, between) in enumerate(zip(pieces, legs, strict=True)):
+            landed = yield from crossing
+            if number + 1 < len(pieces):
+                crossing = _begun(self._cross(pieces[number + 1], legs[number + 1]))
+            held = Held.by_node(
+                piece, side_by_side(landed.rows, piece.values.shape[1]), between, self.context.comm.rank
+            )
+            lists = [wanted(self._rank_of(held), {rank: rank for rank in self._members})]
+            (within,) = yield from self._told(lists, self._members, [held], "relay counts")
+            write = held.writer(within.row_X, within.sent)
+            arrived.append((yield from self._exchange.out(write, piece.widths, within.sent, within.received, "relay")))
+            self._exchange.scratch.give(landed)
+            ways.append(WayHome(between, within))
+        return ways, arrived
+
+    def _straight(self, pieces: Sequence[Rows], legs: Sequence[Leg]) -> Flight[tuple[list[WayHome], list[Rows]]]:
+        """Nodes of one rank: what has crossed is where it should be. Counted as if it were relayed to this rank."""
+        ways, arrived, comm = [], [], self.context.comm
+        for piece, leg in zip(pieces, legs, strict=True):
+            write = Held((piece,)).writer(leg.row_X, leg.sent)
+            rows = yield from self._exchange.out(write, piece.widths, leg.sent, leg.received, "dispatch", "relay")
+            comm.traffic.stayed("relay counts", COUNT_BYTES, comm.rank)
+            arrived.append(rows)
+            ways.append(WayHome(leg, leg))
+        return ways, arrived
+
+    def _straight_home(self, y_RH: Tensor, way: WayHome) -> Flight[Tensor]:
+        """Back from nodes of one rank, which are added in their order."""
+        leg, exchange = way.between, self._exchange
+        back = yield from exchange.home(y_RH, leg.row_X, leg.sent, leg.received, "combine", "gather")
+        y_TH = exchange.summed([back.parts], (leg.held, y_RH.shape[1]), y_RH.dtype)
+        exchange.scratch.give(back.memory)
+        return y_TH
+
+    def _cross(self, piece: Rows, leg: Leg) -> Flight[Borrowed]:
+        """Send rows to the relays of their nodes: the packed rows of others that this rank relays, by source."""
+        exchange, row_bytes = self._exchange, sum(piece.widths)
+        going, landed = (exchange.take((sum(counts), row_bytes), torch.uint8) for counts in (leg.sent, leg.received))
+        side_by_side(going.rows, piece.values.shape[1]).put(piece, leg.row_X)
+        yield from self.context.comm.all_to_others(landed.rows, going.rows, leg.sent, leg.received, "dispatch")
+        exchange.scratch.give(going)
+        return landed
+
+    def _home(self, gathered: SumsHome, between: Leg, like_RH: Tensor) -> Flight[Tensor]:
+        """Send the sums of foreign tokens home, and add up the nodes of this rank's own, in the dtype of `like_RH`."""
+        (hidden, dtype), exchange = (like_RH.shape[1], like_RH.dtype), self._exchange
         before = sum(between.received[: self.context.comm.rank])  # rows of earlier nodes lie before this rank's tokens
-        own = slice(before, before + between.held)
-        foreign_XH = torch.cat((partial_XH[: own.start], partial_XH[own.stop :])).to(dtype)
-        parts_XH = yield from self.context.comm.all_to_all(foreign_XH, between.received, between.sent, "combine")
-        return self._sum_of_nodes(partial_XH[own], parts_XH, between).to(dtype)
+        going, coming = (exchange.take((sum(counts), hidden), dtype) for counts in (between.received, between.sent))
+        own = handed_on(gathered.parts, slice(before, before + between.held), going.rows, exchange.native)
+        yield from self.context.comm.all_to_others(coming.rows, going.rows, between.received, between.sent, "combine")
+        y_TH = exchange.summed(self._by_node(own, coming.rows, between), (between.held, hidden), dtype)
+        exchange.scratch.give(going, coming, gathered.memory)
+        return y_TH
 
-    def _begin(self, rows_XB: Tensor, sent: Sequence[int], received: Sequence[int], phase: str) -> Flight[Tensor]:
-        """A flight that is in the air already; its first hop is left to whatever flies meanwhile."""
-        flight = self.context.comm.all_to_all(rows_XB, sent, received, phase)
-        next(flight)
-        return flight
+    def _by_node(self, own: list[Part], parts_XH: Tensor, between: Leg) -> list[list[Part]]:
+        """What adds up to this rank's tokens, in node order: its own node's sum is never rounded on the way."""
+        sizes = [between.sent[relay] for node, relay in enumerate(self._relays) if node != self._node]
+        parts = map(Part, torch.split(parts_XH, sizes), torch.split(between.row_X, sizes))
+        return [own if node == self._node else [next(parts)] for node in range(self.nodes.num_nodes)]
 
     def _cuts(self, num_tokens: int) -> list[slice]:
         """Equally many pieces for any number of tokens, the last ones perhaps empty."""
@@ -127,53 +179,25 @@ class Hierarchical(PrepareFinalize):
         ends = range(step, self.context.max_num_tokens, step)
         return [slice(end - step, end) for end in ends] + [slice(ends[-1] if ends else 0, num_tokens)]
 
-    def _wanted(self, place_XK: Tensor, peer_of: dict[int, int]) -> dict[int, Tensor]:
-        """For each peer the rows that name its place, the key of `peer_of`."""
-        return {peer: torch.nonzero((place_XK == place).any(dim=1)).flatten() for place, peer in peer_of.items()}
-
     def _told(
-        self, lists: Sequence[dict[int, Tensor]], talks_to: Sequence[int], held: Sequence[Tensor], phase: str
+        self, lists: Sequence[dict[int, Tensor]], talks_to: Sequence[int], held: Sequence[Rows | Held], phase: str
     ) -> Flight[list[Leg]]:
         """Legs of several exchanges, once peers have told how many rows come; only `talks_to` are spoken to."""
-        comm, none = self.context.comm, torch.empty(0, dtype=torch.int64, device=held[0].device)
-        sent_XW = [[len(row_of.get(peer, none)) for peer in range(comm.size)] for row_of in lists]
+        comm = self.context.comm
+        sent_XW = [[len(row_of[peer]) if peer in row_of else 0 for peer in range(comm.size)] for row_of in lists]
         ones = [int(peer in talks_to) for peer in range(comm.size)]
         mine = torch.tensor([[sent[peer] for sent in sent_XW] for peer in talks_to], dtype=torch.int64, device="cpu")
         # Counts first: peers must size their buffers before rows arrive.
         theirs = yield from comm.all_to_all(mine, ones, ones, phase)
         told_by = dict(zip(talks_to, theirs.tolist(), strict=True))
         received_XW = [[told_by[p][n] if p in told_by else 0 for p in range(comm.size)] for n in range(len(lists))]
-        return [
-            Leg(torch.cat([row_of[peer] for peer in sorted(row_of)] or [none]), tuple(sent), tuple(received), len(rows))
-            for row_of, sent, received, rows in zip(lists, sent_XW, received_XW, held, strict=True)
-        ]
+        none = torch.empty(0, dtype=torch.int64, device=self.context.device)
+        return [Leg.of(*each, none) for each in zip(lists, sent_XW, received_XW, map(len, held), strict=True)]
 
-    def _in_node_order(self, own_TB: Tensor, arrived_XB: Tensor, between: Leg) -> Tensor:
-        """Rows that this rank relays: by node they come from, its own tokens at the place of its node."""
-        before = sum(between.received[: self.context.comm.rank])
-        return torch.cat((arrived_XB[:before], own_TB, arrived_XB[before:]))
-
-    def _rank_of(self, rows_XB: Tensor) -> Tensor:
-        """(X, K): the rank of each assignment of packed rows, -1 for nowhere."""
-        ids_at = rows_XB.shape[1] - self.context.top_k * (ID_BYTES + WEIGHT_BYTES)
-        ids_XK = from_bytes(rows_XB[:, ids_at : ids_at + self.context.top_k * ID_BYTES], torch.int32)
+    def _rank_of(self, held: Held) -> Tensor:
+        """(X, K): the rank of each assignment of held rows, -1 for nowhere."""
+        ids_XK = held.ids(self.context.top_k)
         return torch.where(ids_XK >= 0, self.context.tables.rank_of_P[ids_XK.clamp_min(0).long()], -1)
-
-    def _sum_of_nodes(self, own_TH: Tensor, parts_XH: Tensor, between: Leg) -> Tensor:
-        """Add the partial sums of nodes to their tokens in node order, in f32; this node's own was never rounded."""
-        total_TH = torch.zeros((between.held, own_TH.shape[1]), dtype=torch.float32, device=own_TH.device)
-        sizes = [between.sent[relay] for relay in self._others(self._relays)]
-        parts = zip(torch.split(between.row_X, sizes), torch.split(parts_XH, sizes), strict=True)
-        for node in range(self.nodes.num_nodes):
-            if node == self._node:
-                total_TH += own_TH
-            else:
-                token_X, part_XH = next(parts)
-                total_TH[token_X] += part_XH  # a token is at most once in each part, so nothing is lost
-        return total_TH
-
-    def _others(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if rank != self.context.comm.rank]
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
@@ -210,6 +234,12 @@ class Hierarchical(PrepareFinalize):
         elif problem.nodes > 1:
             reasons += _reasons_of_sizes(Nodes.of(problem.ranks, problem.ep_ranks_per_node))
         return reasons
+
+
+def _begun(flight: Flight[X]) -> Flight[X]:
+    """A flight that is in the air already; its first hop is left to whatever flies meanwhile."""
+    next(flight)
+    return flight
 
 
 def _reasons_of_sizes(nodes: Nodes) -> list[Reason]:

@@ -5,14 +5,63 @@ One collective carries everything, because ids and weights of a row are needed w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from moe_mk.quant.blocked import BlockedScheme
+from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, decode_rows, encode_rows, from_bytes, row_bytes
 
+SMALL_BYTES = 1 << 20
+"""What is less is copied in less time than an operation takes to begin."""
 ID_BYTES = 4
 WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows in two parts, uint8: what is long, and all that is short. Views of packed bytes will do."""
+
+    values: Tensor
+    """(R, V)"""
+    tails: Tensor
+    """(R, X): [scales | ids | weights]."""
+    packed: Tensor | None = None
+    """(R, V + X): both, where they lie side by side."""
+
+    def __len__(self) -> int:
+        """R."""
+        return self.values.shape[0]
+
+    def __getitem__(self, span: slice) -> Rows:
+        """Some of the rows."""
+        return Rows(self.values[span], self.tails[span], None if self.packed is None else self.packed[span])
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Bytes of the parts of one row."""
+        return self.values.shape[1], self.tails.shape[1]
+
+    def put(self, rows: Rows, row_X: Tensor | None = None) -> None:
+        """Write all rows of another, or those of these numbers."""
+        if self.packed is not None and rows.packed is not None:
+            put(self.packed, rows.packed, row_X)
+        else:
+            put(self.values, rows.values, row_X)
+            put(self.tails, rows.tails, row_X)
+
+
+def put(to_XB: Tensor, rows_RB: Tensor, row_X: Tensor | None = None) -> None:
+    """Write all rows, or those of these numbers, in one pass on the host."""
+    if row_X is None:
+        to_XB.copy_(rows_RB)
+    elif to_XB.device.type == "cpu" and rows_RB.shape[0]:
+        torch.index_select(rows_RB, 0, row_X, out=to_XB)
+    else:
+        to_XB.copy_(rows_RB[row_X])
 
 
 def packed_row_bytes(wire: QuantScheme, hidden_size: int, top_k: int) -> int:
@@ -32,3 +81,34 @@ def unpack(bytes_RB: Tensor, wire: QuantScheme, hidden_size: int, top_k: int) ->
     x_RH = decode_rows(bytes_RB[:, :ids_at], wire, hidden_size)
     ids_RK = from_bytes(bytes_RB[:, ids_at:weights_at], torch.int32)
     return x_RH, ids_RK, from_bytes(bytes_RB[:, weights_at:], torch.float32)
+
+
+def apart(x_RH: QuantTensor, ids_RK: Tensor, weights_RK: Tensor) -> Rows:
+    """The bytes that `pack` would put side by side; many values are those of x itself, few are packed."""
+    values_RB, tails_RX = as_bytes(x_RH.values), tails(x_RH.scales, ids_RK, weights_RK)
+    if values_RB.numel() < SMALL_BYTES:
+        return side_by_side(torch.cat((values_RB, tails_RX), dim=1), values_RB.shape[1])
+    return Rows(values_RB, tails_RX)
+
+
+def tails(scales_RX: Tensor | None, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
+    """(R, X) uint8: scales where there are any, ids (int32) and weights (f32)."""
+    return torch.cat([as_bytes(part) for part in (scales_RX, ids_RK, weights_RK) if part is not None], dim=1)
+
+
+def side_by_side(bytes_RB: Tensor, value_bytes: int) -> Rows:
+    """The two parts of packed rows: views."""
+    return Rows(bytes_RB[:, :value_bytes], bytes_RB[:, value_bytes:], bytes_RB)
+
+
+def opened(rows: Rows, wire: QuantScheme, top_k: int) -> tuple[QuantTensor, Tensor, Tensor]:
+    """Rows, ids (int32) and weights (f32); values are copied unless they lie by themselves."""
+    ids_at, weights_at = rows.tails.shape[1] - top_k * (ID_BYTES + WEIGHT_BYTES), -top_k * WEIGHT_BYTES
+    ids_RK = from_bytes(rows.tails[:, ids_at:weights_at], torch.int32)
+    weights_RK = from_bytes(rows.tails[:, weights_at:], torch.float32)
+    values = rows.values.contiguous()
+    if isinstance(wire, Plain):
+        return QuantTensor(values.view(wire.dtype), None, wire), ids_RK, weights_RK
+    assert isinstance(wire, BlockedScheme)
+    scales = None if wire.is_static else from_bytes(rows.tails[:, :ids_at], wire.scale_dtype)
+    return QuantTensor(values.view(wire.element.dtype), scales, wire), ids_RK, weights_RK

@@ -52,6 +52,16 @@ def expected_all_to_all(rank: int, dtype: torch.dtype) -> list[list[int]]:
     return [[int(value) for value in row] for part in parts for row in part.tolist()]
 
 
+def others_alone(comm: Communicator, dtype: torch.dtype) -> Flight[Tensor]:
+    """Rows of others into rows that are there; what stays on a rank is not among those that are sent."""
+    rows, before = rows_of(comm.rank, sum(SEND[comm.rank]), dtype), sum(SEND[comm.rank][: comm.rank])
+    rows = torch.cat((rows[:before], rows[before + SEND[comm.rank][comm.rank] :]))
+    receive = [SEND[peer][comm.rank] for peer in range(RANKS)]
+    received = torch.full((sum(receive) - receive[comm.rank], 3), 99, dtype=dtype)
+    yield from comm.all_to_others(received, rows, SEND[comm.rank], receive, "others")
+    return received
+
+
 def every_collective(comm: Communicator) -> Flight[dict[str, Tensor]]:
     """All collectives in all dtypes; the sums are of small integers and so exact in any order."""
     receive = [SEND[peer][comm.rank] for peer in range(RANKS)]
@@ -68,6 +78,8 @@ def every_collective(comm: Communicator) -> Flight[dict[str, Tensor]]:
         results[f"left as it was {dtype}"] = partial
     results["counts"] = torch.tensor((yield from comm.exchange_counts(SEND[comm.rank], "counts")))
     results["gathered"] = torch.tensor((yield from comm.gather_count(10 * comm.rank, "counts")))
+    for dtype in DTYPES:
+        results[f"others {dtype}"] = yield from others_alone(comm, dtype)
     empty = torch.empty((0, 3), dtype=torch.float32)
     results["nothing"] = yield from comm.all_to_all(empty, [0] * RANKS, [0] * RANKS, "idle")
     results["none"] = yield from comm.all_gather(empty, [0] * RANKS, "idle")
@@ -94,6 +106,16 @@ def test_uneven_all_to_all_brings_rows_in_rank_order(
     for rank, (results, _) in enumerate(over_gloo):
         received = results[f"all_to_all {dtype}"]
         assert received.dtype == dtype and received.tolist() == expected_all_to_all(rank, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_others_land_where_they_are_wanted_and_what_stays_is_counted(
+    over_gloo: list[tuple[dict[str, Tensor], dict[str, int]]], dtype: torch.dtype
+) -> None:
+    for rank, (results, sent) in enumerate(over_gloo):
+        wanted = [row for row in expected_all_to_all(rank, dtype) if row[0] != rank]
+        assert results[f"others {dtype}"].tolist() == wanted
+        assert sent["others"] == sent["dispatch"], "as by an all-to-all"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -47,6 +47,22 @@ def test_it_is_the_collective_in_lockstep(ranks: int) -> None:
         assert comm.traffic.bytes_by_phase["dispatch"] == sent * 3 * sum(dtype.itemsize for dtype in DTYPES)
 
 
+def test_what_stays_on_a_rank_is_no_message() -> None:
+    # Rank 0 keeps 2 rows and sends 1 to rank 1, which keeps none and sends 2.
+    send = [[2, 1], [2, 0]]
+
+    def others(comm: Communicator) -> Flight[Tensor]:
+        receive = [send[peer][comm.rank] for peer in range(2)]
+        received = torch.empty((receive[1 - comm.rank], 3), dtype=torch.int64)
+        rows = rows_of(comm.rank, send[comm.rank][1 - comm.rank], torch.int64)
+        yield from comm.all_to_others(received, rows, send[comm.rank], receive, "dispatch")
+        return received
+
+    comms = [PointToPoint(comm) for comm in LockstepWorld(2).communicators()]
+    assert [got[:, :2].tolist() for got in interleave([others(comm) for comm in comms])] == [[[1, 0], [1, 1]], [[0, 0]]]
+    assert [comm.traffic.bytes_by_peer["dispatch"][comm.rank] for comm in comms] == [0, 0]
+
+
 def test_everything_else_is_the_groups_own() -> None:
     assert land(PointToPoint(SingleRank()).exchange_counts([3], "counts")) == [3]
 

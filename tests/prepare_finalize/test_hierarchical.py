@@ -120,7 +120,7 @@ def flow_of(name: str, case: RoutingCase, size: RowBytes, nodes: Nodes) -> Flow:
 
 
 @pytest.mark.row(37, 39, 44)
-@pytest.mark.parametrize("ranks,per_node", [(4, 2), (8, 4)])
+@pytest.mark.parametrize("ranks,per_node", [(4, 2), (8, 4), (4, 1)])
 def test_output_is_that_of_the_flat_way_and_bytes_are_those_of_the_model(ranks: int, per_node: int) -> None:
     nodes, size = Nodes.of(ranks, per_node), RowBytes(packed_row_bytes(FP32, HIDDEN, TOP_K), row_bytes(FP32, HIDDEN))
     crossed = dict.fromkeys(COMPARED, 0)
@@ -141,7 +141,8 @@ def test_output_is_that_of_the_flat_way_and_bytes_are_those_of_the_model(ranks: 
                 crossed[name] += comm.traffic.by_link(nodes, rank, ["dispatch", "combine"])["inter_node"]
         for name in COMPARED[1:]:
             assert all(torch.equal(a, b) for a, b in zip(home[name], home["all_to_all"], strict=True)), case.name
-    assert 0 < crossed["hierarchical"] < crossed["all_to_all"] < crossed["all_gather"]
+    assert 0 < crossed["hierarchical"] <= crossed["all_to_all"] < crossed["all_gather"]
+    assert (crossed["hierarchical"] == crossed["all_to_all"]) is (per_node == 1), "a node of one rank saves nothing"
 
 
 def test_nodes_are_added_in_their_order_and_rounded_once_on_the_way() -> None:
