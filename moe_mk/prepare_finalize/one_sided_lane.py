@@ -12,7 +12,8 @@ Rows that experts read lie in the window until their call is finalized.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from moe_mk.errors import CommError
 from moe_mk.kernels.native import exchange
 from moe_mk.kernels.native.exchange import Exchange, WindowPlaces
 from moe_mk.kernels.native.library import Native
-from moe_mk.prepare_finalize.one_sided_window import RegionShape
+from moe_mk.prepare_finalize.one_sided_window import RegionShape, lower_of_pair
 from moe_mk.trace.clock import now
 
 PATIENCE_US = 1000
@@ -39,8 +40,12 @@ class Lane:
         # Not the communicator itself: it keeps this lane, and a circle of the two would keep its group from ending.
         self.rank, self.size, self.sums_at = comm.rank, comm.size, region.sums_at(comm.size)
         self.peers = [peer for peer in range(comm.size) if peer != comm.rank]
-        self._sums_RB = self._own_rows(self.sums_at, region.sum_bytes)
-        self._values_RB = self._own_rows(0, region.value_bytes)
+        self.sums_RB = self._own_rows(self.sums_at, region.sum_bytes)
+        self.values_RB = self._own_rows(0, region.value_bytes)
+        """As many as the own window has room for, with and without pages."""
+        self.left = lower_of_pair(comm.size, comm.rank)
+        self.seam_row = region.seam_at(comm.size, comm.rank) // region.value_bytes
+        """The rows up to those of rank `left` end there, the others begin there."""
         self._taken: dict[Hashable, int] = {}
         ranks = range(comm.size)
         self._out = [region.place(comm.size, owner, comm.rank) for owner in ranks]
@@ -49,6 +54,7 @@ class Lane:
         kernels = native if self.heap.is_addressable else None
         self.exchange = None if kernels is None else Exchange(kernels, self._places())
         """Kernels that write into windows themselves; None: rows are put."""
+        self.patience_us = PATIENCE_US if self.exchange is not None and self.heap.is_concurrent else 0
 
     def _open(self, comm: Communicator) -> SymmetricHeap:
         """The windows of all ranks."""
@@ -79,11 +85,15 @@ class Lane:
     def await_rows(self) -> dict[int, int]:
         """Wait until every peer has written; returns how many rows each did."""
         counts = self._await(sums=False)
-        for peer, count in counts.items():
-            if count > self.region.rows:
-                text = f"epoch {self.epoch}: sent {count} rows into a region of {self.region.rows}"
-                raise CommError(text, rank=self.rank, phase="dispatch", peer=peer)
+        if any(count > self.region.rows for count in counts.values()):
+            self.refuse(counts)
         return counts
+
+    def refuse(self, counts: Mapping[int, int]) -> NoReturn:
+        """Raise CommError for the first peer that says it sent more rows than there is room for."""
+        peer = next(peer for peer in self.peers if counts[peer] > self.region.rows)
+        text = f"epoch {self.epoch}: sent {counts[peer]} rows into a region of {self.region.rows}"
+        raise CommError(text, rank=self.rank, phase="dispatch", peer=peer)
 
     def own_values(self, at: int, count: int) -> Tensor:
         """Values in this rank's window, (count, bytes of values), with pages of their own."""
@@ -98,21 +108,8 @@ class Lane:
 
     def own_sums(self, count: int) -> Tensor:
         """Where this rank's sums of all received rows go, (count, bytes of a sum), with pages of their own."""
-        self.take_pages("sums", self.rank, self.sums_at, count * self.region.sum_bytes)
-        return self._sums_RB[:count]
-
-    def received(self, begin: int, count: int) -> Tensor:
-        """Values of received rows one behind the other, (count, bytes of values), from a byte that a row begins at."""
-        first = begin // self.region.value_bytes
-        return self._values_RB[first : first + count]
-
-    def show_all_sums(self, first_of_W: Sequence[int]) -> None:
-        """Tell every peer that the sums of its rows are there."""
-        if self.exchange is not None:
-            self.exchange.show(self.epoch, first_of_W)
-            return
-        for peer in self.peers:
-            self.show_sums(peer, first_of_W[peer])
+        self.take_pages_of_sums(count)
+        return self.sums_RB[:count]
 
     def show_sums(self, peer: int, first: int) -> None:
         """Tell a peer that the sums of its rows are there, from number `first` on."""
@@ -133,6 +130,16 @@ class Lane:
             self.heap.reserve(owner, at, num_bytes)
             self._taken[what] = num_bytes
 
+    def take_pages_of_sums(self, count: int) -> None:
+        """Reserve the room of so many sums in this rank's window."""
+        self.take_pages("sums", self.rank, self.sums_at, count * self.region.sum_bytes)
+
+    def take_pages_around_seam(self, first: int, end: int) -> None:
+        """Reserve the rows from one number to before another in this rank's window."""
+        width, seam = self.region.value_bytes, self.seam_row
+        self.take_pages("below", self.rank, first * width, (seam - first) * width)
+        self.take_pages("above", self.rank, seam * width, (end - seam) * width)
+
     def make_room(self, counts: Sequence[int]) -> None:
         """Take the pages of so many rows of this rank at each rank, for kernels."""
         assert self.exchange is not None
@@ -144,11 +151,6 @@ class Lane:
                 self.exchange.room[rank] = count
 
     def _await(self, *, sums: bool) -> dict[int, int]:
-        if self.exchange is not None:
-            patience_us = PATIENCE_US if self.heap.is_concurrent else 0
-            words = self.exchange.arrived(self.epoch, patience_us, sums=sums)
-            if words is not None:
-                return {peer: words[peer] for peer in self.peers}
         first_flag, phase = (self.size, "combine") if sums else (0, "dispatch")
         return self.heap.wait_until({peer: first_flag + peer for peer in self.peers}, self.epoch, phase)
 
@@ -205,7 +207,11 @@ class Lanes:
         if self._failure:
             text = f"an earlier call failed, so ranks no longer agree on a call: build the layer anew ({self._failure})"
             raise CommError(text, rank=comm.rank, phase="dispatch", layer=comm.layer)
-        lane = next((lane for lane in self._lanes if not lane.busy), None) or self._new(comm)
+        for lane in self._lanes:
+            if not lane.busy:
+                break
+        else:
+            lane = self._new(comm)
         lane.serve(comm.layer)
         return lane
 

@@ -35,8 +35,9 @@ from moe_mk.prepare_finalize.base import (
     Volume,
 )
 from moe_mk.prepare_finalize.one_sided import OneSided
+from moe_mk.prepare_finalize.one_sided_kernels import KernelRows
 from moe_mk.prepare_finalize.one_sided_lane import Lane, Lanes
-from moe_mk.prepare_finalize.one_sided_rows import KernelRows, PutRows, RowBytes
+from moe_mk.prepare_finalize.one_sided_rows import PutRows, RowBytes
 from moe_mk.prepare_finalize.one_sided_window import RegionShape
 from moe_mk.quant.wire import row_bytes
 from moe_mk.trace.clock import now

@@ -1,36 +1,55 @@
-"""Rows into the windows of peers and sums out of them: by kernels that write there themselves, or put with torch.
+"""Rows into the windows of peers and sums out of them, put and read with torch operations.
 
-Both lay rows out alike, bit for bit, so that ranks of one group may differ. What they need of a transport:
+`one_sided_kernels` does the same with kernels that write there themselves. Both lay rows out alike, bit for bit, so
+that ranks of one group may differ. The steps of a call in either:
 
     send      write values [Q] and tails [scales | ids | weights] of each token to each rank it visits, then a flag
+    arrived   wait for the flags of all peers
     receive   the rows of all sources one behind the other, as they lie in the own window
-    add_up    the sums of each rank to their tokens, rank after rank from zero in f32, rounded once
+    add_up    wait for the sums of all peers, then add those of each rank to their tokens, rank after rank from zero in
+              f32, rounded once
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native.exchange import Rounding, RowFormat
+from moe_mk.comm.communicator import offsets
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.one_sided_lane import Lane
 from moe_mk.prepare_finalize.one_sided_sum import add_up
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
 from moe_mk.quant.blocked import BlockedScheme
-from moe_mk.quant.fp8_block import Fp8Block
-from moe_mk.quant.tensor import QuantTensor
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, from_bytes, row_bytes
 from moe_mk.tokens import Routing
 
 Sent = tuple[Tensor, ...] | None
 """The tokens sent to each rank, ascending; None: kernels keep them in their lane."""
-Arrived = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Values (R, bytes) and scales (R, bytes) uint8, ids (R, K) int32, weights (R, K) f32."""
-GROUP = 128
+Encode = Callable[[Tensor], QuantTensor]
+"""Brings tokens into the wire scheme."""
+Arrived = tuple[QuantTensor, Tensor, Tensor, Tensor]
+"""Rows, ids (R, K) int32, weights (R, K) f32, and where the sums of the rows go."""
+
+
+class WayHome(NamedTuple):
+    """How the sums of one dispatch find back."""
+
+    lane: Lane
+    epoch: int
+    sent: Sent
+    """The tokens sent to each rank, ascending."""
+    sent_W: list[int]
+    received_W: list[int]
+    num_tokens: int
+    sums_RH: Tensor
+    """This rank's sums as peers read them."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +76,35 @@ class RowBytes:
         return self.scales + self.top_k * (ID_BYTES + WEIGHT_BYTES)
 
 
+@dataclass(frozen=True)
+class WireTypes:
+    """What the tensors of a wire scheme hold."""
+
+    values: torch.dtype
+    scales: torch.dtype | None
+
+    @classmethod
+    def of(cls, wire: QuantScheme) -> WireTypes:
+        """None for scales that do not travel."""
+        if isinstance(wire, Plain):
+            return cls(wire.dtype, None)
+        assert isinstance(wire, BlockedScheme)
+        return cls(wire.element.dtype, None if wire.is_static else wire.scale_dtype)
+
+
 class PutRows:
     """Gathered and put with torch operations; for every heap."""
 
     def __init__(self, context: TransportContext, size: RowBytes) -> None:
-        self._context, self._size = context, size
+        self._context, self._size, self._types = context, size, WireTypes.of(context.wire)
 
-    def send(self, lane: Lane, x_TH: QuantTensor | Tensor, routing: Routing) -> tuple[Sent, list[int]]:
+    def send(self, lane: Lane, x_TH: Tensor, routing: Routing, encode: Encode) -> tuple[Sent, list[int]]:
         """Put values and tails at every peer, and the own rows where they are read. Returns counts by rank, too."""
-        assert isinstance(x_TH, QuantTensor), "only kernels round on the way"
-        values_TB = as_bytes(x_TH.values)
-        token_of_W, tail_of_W = self._sorted_by_rank(x_TH, routing)
+        wire = self._context.wire
+        as_it_is = isinstance(wire, Plain) and x_TH.dtype == wire.dtype
+        x = QuantTensor(x_TH, None, wire) if as_it_is else encode(x_TH)
+        values_TB = as_bytes(x.values)
+        token_of_W, tail_of_W = self._sorted_by_rank(x, routing)
         counts = list(map(len, token_of_W))
         for rank, token_X in enumerate(token_of_W):
             at = lane.out_at(rank, len(token_X))
@@ -82,26 +119,45 @@ class PutRows:
             lane.show_rows(rank, len(token_X))
         return token_of_W, counts
 
-    def receive(self, lane: Lane, counts: Sequence[int]) -> Arrived:
+    def arrived(self, lane: Lane, sent_W: list[int]) -> list[int]:
+        """Rows received from each rank."""
+        counts = lane.await_rows() | {lane.rank: sent_W[lane.rank]}
+        return [counts[rank] for rank in range(lane.size)]
+
+    def receive(self, lane: Lane, received_W: list[int]) -> Arrived:
         """Copy what lies apart to its place; values are those of the window."""
-        values_RB = lane.own_values(lane.region.rows_at(lane.size, lane.rank, counts), sum(counts))
-        for source, rows_XB in enumerate(torch.split(values_RB, list(counts))):
-            there_XB = lane.own_values(lane.in_at(source, counts[source]), counts[source])
+        total = sum(received_W)
+        values_RB = lane.own_values(lane.region.rows_at(lane.size, lane.rank, received_W), total)
+        for source, rows_XB in enumerate(torch.split(values_RB, received_W)):
+            there_XB = lane.own_values(lane.in_at(source, received_W[source]), received_W[source])
             if there_XB.data_ptr() != rows_XB.data_ptr():
                 rows_XB.copy_(there_XB)
-        tails_RB = torch.cat([lane.own_tails(source, count) for source, count in enumerate(counts)])
+        tails_RB = torch.cat([lane.own_tails(source, count) for source, count in enumerate(received_W)])
         ids_at, weights_at = self._size.scales, self._size.scales + self._size.top_k * ID_BYTES
         ids_RK = from_bytes(tails_RB[:, ids_at:weights_at], torch.int32)
-        return values_RB, tails_RB[:, :ids_at], ids_RK, from_bytes(tails_RB[:, weights_at:], torch.float32)
+        weights_RK = from_bytes(tails_RB[:, weights_at:], torch.float32)
+        scales = self._types.scales
+        scales_RX = None if scales is None else from_bytes(tails_RB[:, :ids_at], scales)
+        x_RH = QuantTensor(values_RB.view(self._types.values), scales_RX, self._context.wire)
+        return x_RH, ids_RK, weights_RK, lane.own_sums(total).view(self._context.dtype.dtype)
 
-    def add_up(self, lane: Lane, sent: Sent, firsts: Mapping[int, int], own_XH: Tensor, num_tokens: int) -> Tensor:
-        """Read the sums of every rank where they lie. firsts: the number of the first one, by peer."""
-        assert isinstance(sent, tuple)
+    def show(self, home: WayHome) -> None:
+        """Tell every peer that the sums of its rows are there."""
+        first_of_W = offsets(home.received_W)
+        for peer in home.lane.peers:
+            home.lane.show_sums(peer, first_of_W[peer])
+
+    def add_up(self, home: WayHome, y_RH: Tensor, own: slice) -> Tensor:
+        """Read the sums of every rank where they lie, the own ones among y_RH."""
+        lane, sent = home.lane, home.sent
+        assert sent is not None
+        firsts = lane.await_sums()
+        own_XH = y_RH[own].to(self._context.dtype.dtype).contiguous()
         parts = [
             lane.sums_of(rank, firsts[rank], len(token_X)).view(own_XH.dtype) if rank in firsts else own_XH
             for rank, token_X in enumerate(sent)
         ]
-        return add_up(parts, sent, num_tokens)
+        return add_up(parts, sent, home.num_tokens)
 
     def _sorted_by_rank(self, x_TH: QuantTensor, routing: Routing) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """For each rank its tokens, ascending, and the tails of their rows. Assignments elsewhere become -1 there."""
@@ -118,59 +174,3 @@ class PutRows:
         tails_XB = torch.cat((*scales, as_bytes(slots_XK), as_bytes(weights_XK)), dim=1)
         sizes = torch.bincount(peer_X, minlength=c.comm.size).tolist()
         return torch.split(token_X, sizes), torch.split(tails_XB, sizes)
-
-
-class KernelRows:
-    """Written into windows by native kernels, which round FP8 rows on the way; their lane knows what was sent."""
-
-    def __init__(self, context: TransportContext, size: RowBytes) -> None:
-        self._size = size
-        self._form = RowFormat(size.values, size.scales, size.top_k)
-        self._rounding = RowFormat(size.values, size.scales, size.top_k, rounding_of(context))
-        tables = context.tables
-        self._tables = tables.rank_of_P.to(torch.int32).contiguous(), tables.slot_of_P.to(torch.int32).contiguous()
-
-    @property
-    def rounds(self) -> bool:
-        """Whether `send` takes rows as they are and brings them into the wire scheme."""
-        return self._rounding.rounding is not Rounding.NONE
-
-    def send(self, lane: Lane, x_TH: QuantTensor | Tensor, routing: Routing) -> tuple[Sent, list[int]]:
-        """Write all rows in one call, the own ones where they are read, then a flag a peer."""
-        assert lane.exchange is not None
-        dense = routing.ids_TK.to(torch.int32).contiguous(), routing.weights_TK.to(torch.float32).contiguous()
-        form, x = (self._rounding, (x_TH, None)) if isinstance(x_TH, Tensor) else (self._form, self._parts(x_TH))
-        while (counts := lane.exchange.dispatch(form, x, dense, self._tables, lane.epoch)) is None:
-            lane.make_room([*lane.exchange.counts])
-        return None, counts
-
-    def receive(self, lane: Lane, counts: Sequence[int]) -> Arrived:
-        """Take tails apart; values are those of the window, copied to their place where they lie apart."""
-        assert lane.exchange is not None
-        region, total = lane.region, sum(counts)
-        begin = region.rows_at(lane.size, lane.rank, counts)
-        if lane.size > 2:  # others than the two whose rows meet at the seam
-            seam_at, end = region.seam_at(lane.size, lane.rank), begin + total * region.value_bytes
-            lane.take_pages("below", lane.rank, begin, seam_at - begin)
-            lane.take_pages("above", lane.rank, seam_at, end - seam_at)
-        apart = lane.exchange.receive(self._form, counts, lane.heap.address(lane.rank, begin))
-        return lane.received(begin, total), *apart
-
-    def add_up(self, lane: Lane, sent: Sent, firsts: Mapping[int, int], own_XH: Tensor, num_tokens: int) -> Tensor:
-        """Add the sums of every rank where they lie."""
-        assert sent is None and lane.exchange is not None
-        first_of_W = [firsts.get(rank, 0) for rank in range(lane.size)]
-        return lane.exchange.add_up(first_of_W, own_XH.data_ptr(), num_tokens, own_XH.shape[1], own_XH.dtype)
-
-    def _parts(self, x_TH: QuantTensor) -> tuple[Tensor, Tensor | None]:
-        values_TX = x_TH.values if x_TH.values.stride(1) == 1 else x_TH.values.contiguous()
-        scales_TX = None if x_TH.scales is None or not self._size.scales else x_TH.scales.contiguous()
-        return values_TX, scales_TX
-
-
-def rounding_of(context: TransportContext) -> Rounding:
-    """What the kernels can make of rows on their way: FP8 by groups of 128 of a token."""
-    wire = context.wire
-    if not isinstance(wire, Fp8Block) or wire.block != (1, GROUP):
-        return Rounding.NONE
-    return Rounding.FP8_UE8M0 if wire.ue8m0 else Rounding.FP8

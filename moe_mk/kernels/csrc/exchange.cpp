@@ -187,9 +187,10 @@ int32_t moe_mk_exchange_receive(const MoeMkWindows* windows, const MoeMkReceive*
   return kOk;
 }
 
-void moe_mk_exchange_show(const MoeMkWindows* windows, uint32_t epoch, const int64_t* firsts) {
-  for (int rank = 0; rank < windows->num_ranks; ++rank)
-    raise_flag(windows->flags_to[windows->num_ranks + rank], epoch, firsts[rank]);
+void moe_mk_exchange_show(const MoeMkWindows* windows, uint32_t epoch, const int64_t* counts) {
+  int64_t first = 0;
+  for (int rank = 0; rank < windows->num_ranks; first += counts[rank++])
+    raise_flag(windows->flags_to[windows->num_ranks + rank], epoch, first);
 }
 
 int32_t moe_mk_exchange_add_up(const MoeMkWindows* windows, const MoeMkAddUp* call) {
@@ -232,4 +233,9 @@ int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uin
     if (behind == 0 || (turn % 64 == 63 && std::chrono::steady_clock::now() >= until)) return behind;
     relax(turn);
   }
+}
+
+int32_t moe_mk_exchange_collect(const MoeMkWindows* windows, MoeMkAddUp* call) {
+  call->behind = moe_mk_exchange_await(windows, 1, call->epoch, call->microseconds, call->firsts);
+  return call->behind == 0 ? moe_mk_exchange_add_up(windows, call) : int32_t(kOk);
 }

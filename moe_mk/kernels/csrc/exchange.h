@@ -65,20 +65,25 @@ struct MoeMkReceive {
 struct MoeMkAddUp {
   const int32_t* token_of;   // [W][T], as they were sent
   const int64_t* counts;     // [W]
-  const int64_t* firsts;     // [W] which sum of each rank is the first of mine
+  int64_t* firsts;           // [W] which sum of each rank is the first of mine
   const uint8_t* own;        // mine from the first on
   uint8_t* out;              // [T][row_bytes]
   int64_t num_tokens, columns;
   int32_t row_type, threads, isa;
+  uint32_t epoch;            // for moe_mk_exchange_collect alone, as what follows
+  int64_t microseconds;
+  int32_t behind;            // out: peers that have not come in time
 };
 
 // Sorts tokens by the ranks they visit, writes all rows, then a flag a peer. Nothing is written where there is no room,
 // and with an id of no expert (kBadId).
 int32_t moe_mk_exchange_dispatch(const MoeMkWindows* windows, MoeMkSend* call);
 int32_t moe_mk_exchange_receive(const MoeMkWindows* windows, const MoeMkReceive* call);
-// Tells each peer which sum of mine is the first of its own.
-void moe_mk_exchange_show(const MoeMkWindows* windows, uint32_t epoch, const int64_t* firsts);
+// Tells each peer which sum of mine is the first of its own; counts [W]: rows received from each rank.
+void moe_mk_exchange_show(const MoeMkWindows* windows, uint32_t epoch, const int64_t* counts);
 int32_t moe_mk_exchange_add_up(const MoeMkWindows* windows, const MoeMkAddUp* call);
+// Awaits the sums of all peers, which say their firsts, and adds up. Nothing is added where one is behind.
+int32_t moe_mk_exchange_collect(const MoeMkWindows* windows, MoeMkAddUp* call);
 // Looks at the flags of all peers, for rows or for sums, until each has come to `epoch` (modulo 2^32, half of all count as
 // earlier) or so many microseconds are over, offering the core to others meanwhile. counts [W]: those of peers whose
 // flags have come, others are left. Returns how many have not.

@@ -46,6 +46,9 @@ class CAddUp(ctypes.Structure):
         *((name, c_void_p) for name in ("token_of", "counts", "firsts", "own", "out")),
         *((name, c_int64) for name in ("num_tokens", "columns")),
         *((name, c_int32) for name in ("row_type", "threads", "isa")),
+        ("epoch", c_uint32),
+        ("microseconds", c_int64),
+        ("behind", c_int32),
     )
 
 
@@ -54,5 +57,6 @@ SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "exchange_receive": (c_int32, (POINTER(CWindows), POINTER(CReceive))),
     "exchange_show": (None, (POINTER(CWindows), c_uint32, c_void_p)),
     "exchange_add_up": (c_int32, (POINTER(CWindows), POINTER(CAddUp))),
+    "exchange_collect": (c_int32, (POINTER(CWindows), POINTER(CAddUp))),
     "exchange_await": (c_int32, (POINTER(CWindows), c_int32, c_uint32, c_int64, c_void_p)),
 }

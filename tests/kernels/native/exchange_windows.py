@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_mk.kernels.native import Isa, Native
 from moe_mk.kernels.native.exchange import Exchange, RowFormat, WindowPlaces
+from moe_mk.kernels.native.exchange_calls import ExchangeCalls
 
 RANK_OF_P = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)
 SLOT_OF_P = torch.tensor([0, 1, 0, 1, 0, 1], dtype=torch.int32)
@@ -29,6 +30,10 @@ class Windows:
     sums: list[Tensor]
     flags_to: Tensor
     flags_from: Tensor
+
+    def calls(self, form: RowFormat) -> ExchangeCalls:
+        """Of a layer with six experts on three ranks."""
+        return ExchangeCalls(self.exchange, form, (RANK_OF_P, SLOT_OF_P), 2, torch.float32)
 
 
 def windows(
@@ -68,9 +73,13 @@ def summed(native: Native, ids_TK: Tensor, parts: list[Tensor], rank_of_P: Tenso
     form = RowFormat(1, 0, ids_TK.shape[1])
     made = windows(native, ranks, form, len(ids_TK) + 1, sum_bytes=hidden * dtype.itemsize, isa=isa)
     routing, x_TX = (ids_TK, torch.ones(ids_TK.shape)), torch.zeros((len(ids_TK), 1), dtype=torch.uint8)
-    counts = made.exchange.dispatch(form, (x_TX, None), routing, (rank_of_P, torch.zeros_like(rank_of_P)), 1)
-    assert counts == [len(part) for part in parts]
+    calls = ExchangeCalls(made.exchange, form, (rank_of_P, torch.zeros_like(rank_of_P)), hidden, dtype)
+    assert calls.dispatch((x_TX, None), routing, 3) == [len(part) for part in parts]
     for part, sums in zip(parts[:-1], made.sums, strict=False):
         sums[1 : 1 + len(part)] = part.view(torch.uint8)
-    firsts = [1] * (ranks - 1) + [77]
-    return made.exchange.add_up(firsts, parts[-1].data_ptr(), len(ids_TK), hidden, dtype)
+    made.flags_from[1, : ranks - 1] = 3 << 32 | 1  # the first sum for the last rank is number 1 everywhere
+    return calls.collect(parts[-1].data_ptr(), 3, 0, nobody_waits)
+
+
+def nobody_waits() -> None:
+    raise AssertionError("all flags have come")

@@ -18,8 +18,18 @@ from moe_mk.kernels.native.exchange import (
     RowFormat,
     WindowPlaces,
 )
+from moe_mk.kernels.native.exchange_calls import ExchangeCalls
 from moe_mk.kernels.reference.quantize_rows import quantize_rows
-from tests.kernels.native.exchange_windows import RANK_OF_P, SLOT_OF_P, UNTOUCHED, int32, summed, visits, windows
+from tests.kernels.native.exchange_windows import (
+    RANK_OF_P,
+    SLOT_OF_P,
+    UNTOUCHED,
+    int32,
+    nobody_waits,
+    summed,
+    visits,
+    windows,
+)
 
 IsaHere = tuple[Native, Isa]
 
@@ -30,7 +40,8 @@ def sent(
     """Tokens, values and tails as they lie at each rank."""
     weights_TK = torch.arange(ids_TK.numel(), dtype=torch.float32).view(ids_TK.shape) + 0.5
     made = windows(native, ranks, form, len(ids_TK), isa=isa)
-    counts = made.exchange.dispatch(form, x, (ids_TK, weights_TK), (RANK_OF_P, SLOT_OF_P), 1)
+    rounding = form.rounding is not Rounding.NONE
+    counts = made.calls(form).dispatch(x, (ids_TK, weights_TK), 1, rounding=rounding)
     visits_WT = visits(ids_TK, ranks)
     assert counts == visits_WT.sum(dim=1).tolist()
     for part, count in zip((*made.values, *made.tails), (*counts, *counts), strict=True):
@@ -46,27 +57,35 @@ def test_rows_tails_and_flags_by_hand(native: Native) -> None:
     form, ids_TK = RowFormat(3, 1, 2), int32([[0, 1], [-1, -1], [5, 0]])
     routing = ids_TK, torch.tensor([[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]])
     made = windows(native, 3, form, 3)
-    assert made.exchange.dispatch(form, (x_TX, scales_TX), routing, (RANK_OF_P, SLOT_OF_P), 7) == [2, 0, 1]
+    calls = made.calls(form)
+    assert calls.dispatch((x_TX, scales_TX), routing, 7) == [2, 0, 1]
     rows = [made.values[0][:2], made.values[1][:0], made.values[2][:1]]
     assert [part.tolist() for part in rows] == [[[1, 2, 3], [7, 8, 9]], [], [[7, 8, 9]]]
     # A flag is epoch << 32 | rows, for the two peers of rank 2; those for sums are still down.
     assert made.flags_to.tolist() == [[7 << 32 | 2, 7 << 32 | 0, 0], [0, 0, 0]]
-    scales_RB, ids_RK, weights_RK = made.exchange.receive(form, [2, 0, 1], made.values[0].data_ptr())
-    assert scales_RB.tolist() == [[10], [12], [12]]
+    made.flags_from[0, :2] = torch.tensor([7 << 32 | 2, 7 << 32])
+    assert made.exchange.arrived(7, 0) == [2, 0, 1]
+    scales_RB, ids_RK, weights_RK = calls.receive(3, made.values[0].data_ptr())
+    assert scales_RB is not None and scales_RB.tolist() == [[10], [12], [12]]
     # Token 0 has slots 0 and 1 at rank 0; token 2 has slot 1 at rank 2 (its first choice), slot 0 at rank 0.
     assert ids_RK.tolist() == [[0, 1], [-1, 0], [1, -1]]
     assert weights_RK.tolist() == [[0.5, 1.5], [0.0, 5.5], [4.5, 0.0]]
-    made.exchange.show(8, [5, 6, 0])
-    assert made.flags_to[1].tolist() == [8 << 32 | 5, 8 << 32 | 6, 0]
+    made.exchange.show(8)  # sums of rank 0 are numbers 0 and 1, then comes rank 1 with none
+    assert made.flags_to[1].tolist() == [8 << 32 | 0, 8 << 32 | 2, 0]
 
 
 def test_no_tokens_raise_flags_all_the_same(native: Native) -> None:
     form, nothing = RowFormat(3, 0, 2), torch.empty((0, 2), dtype=torch.int32)
     made = windows(native, 3, form, 1)
     x_TX = torch.empty((0, 3), dtype=torch.uint8)
-    assert made.exchange.dispatch(form, (x_TX, None), (nothing, nothing.float()), (RANK_OF_P, SLOT_OF_P), 1) == [0] * 3
+    calls = made.calls(form)
+    assert calls.dispatch((x_TX, None), (nothing, nothing.float()), 1) == [0] * 3
     assert made.flags_to[0].tolist() == [1 << 32, 1 << 32, 0]
-    assert made.exchange.add_up([0, 0, 0], 0, 0, 2, torch.float32).shape == (0, 2)
+    made.flags_from[:, :2] = 1 << 32
+    assert made.exchange.arrived(1, 0) == [0] * 3
+    scales_RB, ids_RK, weights_RK = calls.receive(0, 0)
+    assert scales_RB is None and ids_RK.shape == weights_RK.shape == (0, 2)
+    assert calls.collect(0, 1, 0, nobody_waits).shape == (0, 2)
 
 
 def test_nothing_is_written_where_there_is_no_room_or_no_such_expert(native: Native) -> None:
@@ -74,12 +93,12 @@ def test_nothing_is_written_where_there_is_no_room_or_no_such_expert(native: Nat
     made = windows(native, 3, form, 2)
     made.exchange.room[1] = 1
     for ids_TK, error in ((int32([[2], [3]]), False), (int32([[0], [6]]), True)):
-        call = form, (x_TX, None), (ids_TK, torch.ones((2, 1))), (RANK_OF_P, SLOT_OF_P), 1
+        call = (x_TX, None), (ids_TK, torch.ones((2, 1))), 1
         if error:
             with pytest.raises(ShapeError, match="an id is neither -1 nor"):
-                made.exchange.dispatch(*call)
+                made.calls(form).dispatch(*call)
         else:
-            assert made.exchange.dispatch(*call) is None and list(made.exchange.counts) == [0, 2, 0]
+            assert made.calls(form).dispatch(*call) is None and list(made.exchange.counts) == [0, 2, 0]
         assert all(bool((part == UNTOUCHED).all()) for part in (*made.values, *made.tails))
         assert not made.flags_to.any()
 
@@ -90,10 +109,12 @@ def test_rows_that_lie_apart_are_put_in_order(native: Native) -> None:
     made = windows(native, 2, form, 2)
     made.values[0][:2], made.values[1][0] = 1, 2
     window = torch.zeros((3, 4), dtype=torch.uint8)
-    made.exchange.receive(form, [2, 1], window.data_ptr())
+    made.exchange.received[:] = [2, 1]
+    made.calls(form).receive(3, window.data_ptr())
     assert window.tolist() == [[1] * 4, [1] * 4, [2] * 4]
     made.values[1][0] = 9
-    made.exchange.receive(form, [0, 1], made.values[1].data_ptr())
+    made.exchange.received[:] = [0, 1]
+    made.calls(form).receive(1, made.values[1].data_ptr())
     assert made.values[1][0].tolist() == [9] * 4 and window.tolist()[2] == [2] * 4
 
 
@@ -168,13 +189,13 @@ def test_threads_change_nothing(native: Native, generator: torch.Generator) -> N
 
 def test_waiting_ends_with_the_epoch_or_with_the_time(native: Native) -> None:
     made = windows(native, 3, RowFormat(1, 0, 1), 1)
+    made.exchange.counts[2] = 5  # what this rank keeps
     made.flags_from[0, :2] = torch.tensor([3 << 32 | 7, 4 << 32])
-    assert made.exchange.arrived(3, 10**9, sums=False) == [7, 0, 0], "a fast peer is not missed"
-    assert made.exchange.arrived(4, 100, sums=False) is None
-    assert made.exchange.arrived(1, 100, sums=True) is None
-    made.flags_from[1, :2] = torch.tensor([-(1 << 32) + 5, -(1 << 32)])  # epoch 2^32 - 1: behind what comes after it
-    assert made.exchange.arrived(1 << 32, 100, sums=True) is None
-    assert made.exchange.arrived((1 << 32) - 1, 0, sums=True) == [5, 0, 0]
+    assert made.exchange.arrived(3, 10**9) == [7, 0, 5], "a fast peer is not missed"
+    assert made.exchange.arrived(4, 100) is None
+    made.flags_from[0, :2] = torch.tensor([-(1 << 32) + 6, -(1 << 32)])  # epoch 2^32 - 1: behind what comes after it
+    assert made.exchange.arrived(1 << 32, 100) is None
+    assert made.exchange.arrived((1 << 32) - 1, 0) == [6, 0, 5]
 
 
 def test_a_flag_is_raised_after_all_rows_and_tails_are_written(native: Native) -> None:
@@ -190,7 +211,8 @@ def test_a_flag_is_raised_after_all_rows_and_tails_are_written(native: Native) -
         places = WindowPlaces(1, values, none, tails, flags, values, none, tails, [0] * 4, sums)
         exchange = Exchange(native, places)
         exchange.room[:] = [2, 2]
-        assert exchange.dispatch(form, (x_TX, None), routing, (RANK_OF_P, SLOT_OF_P), 9) == [2, 0]
+        calls = ExchangeCalls(exchange, form, (RANK_OF_P, SLOT_OF_P), 2, torch.float32)
+        assert calls.dispatch((x_TX, None), routing, 9) == [2, 0]
         assert last.view(torch.int64).tolist() == [9 << 32 | 2], of
 
 
@@ -204,32 +226,18 @@ def test_what_was_written_before_a_flag_is_there_when_it_is_seen(native: Native)
 
     def read() -> None:
         for epoch in range(1, calls):
-            while reader.arrived(epoch, 1000, sums=False) is None:
+            while reader.arrived(epoch, 1000) is None:
                 pass
             wrong.append(bool((made.values[0][:4] != epoch % 256).any()))
             done[0] = epoch
 
     thread = threading.Thread(target=read)
     thread.start()
-    routing, tables = (torch.zeros((4, 1), dtype=torch.int32), torch.ones((4, 1))), (RANK_OF_P, SLOT_OF_P)
+    routing, calls_of = (torch.zeros((4, 1), dtype=torch.int32), torch.ones((4, 1))), made.calls(form)
     for epoch in range(1, calls):
         x_TX = torch.full((4, 4096), epoch % 256, dtype=torch.uint8)
-        assert made.exchange.dispatch(form, (x_TX, None), routing, tables, epoch) == [4, 0]
+        assert calls_of.dispatch((x_TX, None), routing, epoch) == [4, 0]
         while int(done[0]) < epoch:
             thread.join(0.0)
     thread.join()
     assert wrong == [False] * (calls - 1)
-
-
-@pytest.mark.parametrize(
-    "x,form,complaint",
-    [
-        (torch.zeros((1, 8)), RowFormat(8, 0, 1), r"rows have 32 \+ 0 bytes, expected 8 \+ 0"),
-        (torch.zeros((1, 8), dtype=torch.float64), RowFormat(8, 4, 1, Rounding.FP8), r"float64, expected \(T, 8\)"),
-        (torch.zeros((1, 256)), RowFormat(256, 4, 1, Rounding.FP8), r"4 bytes of scales, 2 groups of 128"),
-        (torch.zeros((8, 2)).T, RowFormat(32, 0, 1), r"values must lie close within a row"),
-    ],
-)
-def test_rows_of_another_shape_are_refused(native: Native, x: Tensor, form: RowFormat, complaint: str) -> None:
-    with pytest.raises(ShapeError, match=complaint):
-        sent(native, (x, None), form, torch.zeros((len(x), 1), dtype=torch.int32), 1)
