@@ -16,9 +16,12 @@ from functools import wraps
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
+from moe_mk.kernels.native import Gating
+from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.kinds import KINDS, PLAIN_KINDS
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
@@ -89,6 +92,10 @@ class ExpertsContext:
     swiglu_limit: float | None = None
     """Where the clamped activations clamp."""
     swiglu_alpha: float = 1.0
+    weights: QuantScheme | None = None
+    """Said to `tuning_space` alone, before there are weights: of which type they will be."""
+    top_k: int | None = None
+    """Likewise: experts of a token."""
 
 
 class FusedExperts(ABC):
@@ -124,6 +131,13 @@ class FusedExperts(ABC):
         """
         return None
 
+    def with_gate(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> Whole | None:
+        """A call that routes, counts and multiplies at once, with the bits of the parts one by one; None: cannot.
+
+        weights: as `beside` or `relayout` gave them. Only asked for where the rows are this rank's own tokens in bf16.
+        """
+        return None
+
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Every reason why this backend cannot serve the problem; empty if it can."""
@@ -141,6 +155,8 @@ class FusedExperts(ABC):
 
 
 Run = Callable[[FusedExperts, Tokens, Weights], ExpertOutput]
+Whole = Callable[[Tensor, Tensor], Tensor]
+"""(T, H) and the load of the logical experts, int64 [E], which it adds to; to (T, H)."""
 
 
 def _noted(run: Run) -> Run:

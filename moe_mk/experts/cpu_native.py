@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts, Whole
 from moe_mk.experts.cpu_native_tuning import Tuned, candidates, load_tuned, only, tuning_of
 from moe_mk.experts.cpu_native_weights import (
     BLOCK,
@@ -25,9 +25,11 @@ from moe_mk.experts.cpu_native_weights import (
     pack_matrix,
     storage_of,
 )
+from moe_mk.experts.cpu_native_whole import WholePass
 from moe_mk.kernels.native import (
     Activation,
     ExpertsMode,
+    Gating,
     Rounding,
     allocate,
     experts_batched,
@@ -36,6 +38,7 @@ from moe_mk.kernels.native import (
     touch_slot,
 )
 from moe_mk.kernels.native.pages import release_pages
+from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -163,6 +166,12 @@ class CpuNativeExperts(FusedExperts):
             return None
         return replace(weights, shared=shared) if shared.gated == weights.gated else None
 
+    def with_gate(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> Whole | None:
+        """One native call: between its parts an interpreter would take longer than the router."""
+        if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
+            return None
+        return WholePass.of(self.native, self._mode_of_rows, weights, gating, tables, rank)
+
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Multiply in the layout the tokens have."""
         assert isinstance(weights, PackedExpertWeights)
@@ -188,13 +197,21 @@ class CpuNativeExperts(FusedExperts):
 
     def _mode(self, tokens: Tokens, weights: PackedExpertWeights) -> ExpertsMode:
         """How to compute, with the parameters for this number of rows; dropped assignments count too."""
+        choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
+        tuned = self._tuned(weights.scheme, choices)
+        return self._at(*_rows_and_choices(tokens)) if tuned.points else self.mode
+
+    def _mode_of_rows(self, scheme: QuantScheme, rows: int, choices: int) -> ExpertsMode:
+        """The same, of so many rows that visit so many experts each."""
+        return self._at(rows, choices) if self._tuned(scheme, choices).points else self.mode
+
+    def _tuned(self, scheme: QuantScheme, choices: int) -> Tuned:
         if self.tuned is None:
-            choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
-            self.tuned = load_tuned(self.context, weights.scheme, choices)
-        if not self.tuned.points:
-            return self.mode
-        rows, choices = _rows_and_choices(tokens)
-        if rows == 0:
+            self.tuned = load_tuned(self.context, scheme, choices)
+        return self.tuned
+
+    def _at(self, rows: int, choices: int) -> ExpertsMode:
+        if rows == 0 or self.tuned is None:
             return self.mode
         return replace(self.mode, tuning=self.tuned.at(rows * choices / self.context.num_slots))
 

@@ -17,8 +17,6 @@ import torch
 import torch.distributed.nn
 from torch import Tensor
 
-from moe_mk.runner.overlap import run_alone
-
 if TYPE_CHECKING:
     from moe_mk.layer.moe_layer import MoELayer
 
@@ -36,7 +34,7 @@ def number_of_new(layer: MoELayer) -> int:
 @torch.library.custom_op("moe_mk::moe_layer", mutates_args=("expert_load_E",))
 def moe_layer(hidden_states: Tensor, expert_load_E: Tensor, layer: int, token_ids_T: Tensor | None = None) -> Tensor:
     """Run a layer on (T, H); adds the chosen experts to expert_load_E. token_ids_T: where they choose the experts."""
-    return run_alone(_layers[layer].steps(hidden_states, expert_load_E, token_ids_T))
+    return _layers[layer].run(hidden_states, expert_load_E, token_ids_T)
 
 
 @moe_layer.register_fake

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_mk.kernels.native import Gating
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import choose_gate_tier, gate_logits
 from moe_mk.router.hashed import HashedTokens
-from moe_mk.router.native import route_natively, routes_natively
+from moe_mk.router.native import mode_of, route_natively, routes_natively
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
 
@@ -51,6 +52,12 @@ class Gate:
             return route_natively(x_TH, self.weight_EH, self.bias_E, router)
         logits_TE = self(x_TH)
         return router(logits_TE, self.bias_E), logits_TE
+
+    def gating(self, router: Router) -> Gating | None:
+        """What a backend needs to route in its own call; None where `route` would not do so natively."""
+        if not self._native or self.logit_bias_E is not None or self.weight_EH is None or not routes_natively(router):
+            return None
+        return Gating(self.weight_EH, self.bias_E, mode_of(router))
 
     @property
     def _native(self) -> bool:

@@ -166,7 +166,7 @@ class MoELayer(RunningLayer):
             self._shared.load(weights.shared, file_backed=weights.experts.file_backed)
         self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
         self.hash_router = hash_router_of(self.config, weights.table_XK, self.device)
-        self._half = replace(self._half, weights=weights, laid_out=laid_out)
+        self._whole, self._half = None, replace(self._half, weights=weights, laid_out=laid_out)
 
     # Copies.
 

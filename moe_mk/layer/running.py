@@ -26,6 +26,7 @@ from moe_mk.layer.hashed import router_of_batch
 from moe_mk.layer.placed import PlacedLayer
 from moe_mk.layer.placing import Half
 from moe_mk.layer.shared import SharedExperts
+from moe_mk.layer.whole import WholeForward, unwatched, whole_of
 from moe_mk.router.hashed import HashedTokens, HashRouter
 from moe_mk.router.router import Router
 from moe_mk.runner.naive import MonolithicKernel
@@ -48,6 +49,7 @@ class RunningLayer(PlacedLayer):
     _gate: Gate
     _shared: SharedExperts | None
     _number: int
+    _whole: WholeForward | None = None
 
     def forward(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """Run the layer: (T, H) to (T, H), shared experts included. T may be zero and differ between ranks.
@@ -56,11 +58,36 @@ class RunningLayer(PlacedLayer):
         """
         hidden_states = self._checked(hidden_states)
         self._router_of(hidden_states, token_ids_T)
-        if torch.compiler.is_compiling() or type(hidden_states) is not Tensor:
+        if not unwatched(hidden_states):
             out: Tensor = moe_layer(hidden_states, self.expert_load, self._number, token_ids_T)
             return out
-        with torch.no_grad():  # nobody looks on: the operator would cost a tenth of a millisecond
-            return run_alone(self.steps(hidden_states, token_ids_T=token_ids_T))
+        load_E = self._buffers["expert_load"]  # a module finds a buffer by its name only after a long search
+        assert load_E is not None
+        return self.run(hidden_states, load_E, token_ids_T)
+
+    def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
+        """The forward on tokens that were checked, past torch's operator: it would cost a tenth of a millisecond."""
+        if self.spans.recorder is None and self.on_routing is None and self.hash_router is None:
+            whole = self._whole_forward()
+            if whole.call is not None:
+                return whole.run(whole.call, x_TH, expert_load_E, self.spans.ledger)
+        with torch.no_grad():
+            return run_alone(self.steps(x_TH, expert_load_E, token_ids_T))
+
+    def _whole_forward(self) -> WholeForward:
+        """What was prepared, anew if anything it was made from has been exchanged."""
+        half, gate, shared = self._half, self._gate, self._shared
+        parts = (half, self.router, gate.weight_EH, gate.bias_E, gate.logit_bias_E, shared and shared.weights)
+        whole = self._whole
+        if whole is None or not whole.made_of(parts):
+            together = half.laid_out if shared is None else self._with_shared(half)
+            whole = self._whole = whole_of(half, together, gate, self.router, parts)
+        return whole
+
+    def flip(self, half: Half) -> Half:
+        """Serve from a staged half from the next forward on; returns what served. All ranks flip at one step."""
+        self._whole = None  # it would keep the weights that served
+        return super().flip(half)
 
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).
@@ -156,7 +183,8 @@ class RunningLayer(PlacedLayer):
 
     def _checked(self, hidden_states: Tensor) -> Tensor:
         """The tokens, if the layer can run on them, row by row: a GEMM rounds other strides in another way."""
-        _ = self.weights
+        if self._half.weights is None:
+            _ = self.weights
         model, kernel = self.config.model, self.config.kernel
         check_hidden_states(hidden_states, self.dtype, self.device, model.hidden_size, kernel.max_num_tokens)
-        return hidden_states.contiguous()
+        return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()

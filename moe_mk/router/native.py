@@ -39,10 +39,17 @@ def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router:
     Raises ShapeError for tensors, ConfigError for groups that do not fit, UnsupportedError without a C++ compiler and
     for scores that the kernel does not compute.
     """
+    mode, threads = mode_of(router), torch.get_num_threads()
+    ids_TK, weights_TK, logits_TE = route(loaded(), x_TH, gate_EH, bias_E, mode, threads=threads)
+    return Routing(ids_TK, weights_TK), logits_TE
+
+
+def mode_of(router: Router) -> RouteMode:
+    """A router's settings as the kernel takes them. Raises UnsupportedError for scores that it does not compute."""
     if not scored_natively(router.scoring_func):
         told = f"scores are {router.scoring_func}, the native kernel computes {' and '.join(SCORED)}"
         raise UnsupportedError("the native router cannot run", [f"{told}; route with the router itself"])
-    mode = RouteMode(
+    return RouteMode(
         top_k=router.top_k,
         scoring=SCORED[router.scoring_func],
         num_groups=router.num_expert_group,
@@ -50,5 +57,3 @@ def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router:
         renormalize=router.renormalize,
         scale=router.routed_scaling_factor,
     )
-    ids_TK, weights_TK, logits_TE = route(loaded(), x_TH, gate_EH, bias_E, mode, threads=torch.get_num_threads())
-    return Routing(ids_TK, weights_TK), logits_TE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,21 @@ class Ledger:
     """Entries by (stage, class). Sizes of tensors only: nothing waits for a device."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[str, type], Entry] = {}
+        self._sums: dict[tuple[str, type], list[int]] = {}
+
+    @property
+    def entries(self) -> Mapping[tuple[str, type], Entry]:
+        """What has run, in the order in which it first did."""
+        return {key: Entry(*sums) for key, sums in self._sums.items()}
 
     def ran(self, stage: str, who: type, num_bytes: int) -> None:
         """Note that an object of a class has done a stage."""
-        held = self.entries.get((stage, who), Entry())
-        self.entries[stage, who] = replace(held, calls=held.calls + 1, num_bytes=held.num_bytes + num_bytes)
+        sums = self._sums.get((stage, who))
+        if sums is None:
+            sums = self._sums[stage, who] = [0, 0]
+        sums[0] += 1
+        sums[1] += num_bytes
 
     def clear(self) -> None:
         """Begin anew."""
-        self.entries.clear()
+        self._sums.clear()

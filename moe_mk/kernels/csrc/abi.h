@@ -63,6 +63,17 @@ struct MoeMkRoute {
   int32_t threads, isa;
 };
 
+// A layer whose tokens stay where they are: gate, choice, and the experts of this rank. What differs from call to call
+// (x, ids, weights, logits, out, sizes of the batch, threads) is set by moe_mk_layer.
+struct MoeMkLayer {
+  MoeMkRoute route;
+  MoeMkExperts experts;
+  const int32_t* physical_of;  // [E] the one physical expert of each; -1: nobody holds it
+  const int32_t* rank_of;      // [P]
+  const int32_t* slot_of;      // [P]
+  int32_t num_physical, rank;
+};
+
 int32_t moe_mk_abi_version(void);
 int32_t moe_mk_isa_supported(int32_t isa);
 // row_stride in bytes; of four-bit formats num_inputs is even.
@@ -72,6 +83,8 @@ int32_t moe_mk_unpack(const void* packed, void* first, void* second, int64_t row
                       int64_t num_inputs, int32_t format, int32_t threads);
 int32_t moe_mk_experts(const MoeMkExperts* call);
 int32_t moe_mk_route(const MoeMkRoute* call);
+// x [T][H] and out [T][H] bf16, dense. load [E]: how often each expert was chosen is added to it.
+int32_t moe_mk_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens, int64_t* load, void* out, int32_t threads);
 // ue8m0: scales are powers of two, as f32 all the same.
 int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, int64_t x_stride, int32_t x_is_f32,
                         int32_t ue8m0, uint8_t* values, float* scales, int32_t threads, int32_t isa);

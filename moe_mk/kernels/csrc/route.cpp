@@ -17,17 +17,29 @@
 namespace moe_mk {
 namespace {
 
-constexpr int kTokens = 16, kExperts = 32;  // one task of dot products
+constexpr int kTokens = 16, kExperts = 32;  // most of one task of dot products
+constexpr int kFewest = 16;                 // fewer are read sooner than another thread wakes up
+constexpr int kTasksEach = 4;
+constexpr int64_t kScoresEach = 2048;       // likewise, of scores to choose from
+
+// Experts a task: fewer where the threads would not have enough tasks to share them evenly.
+int experts_per_task(const MoeMkRoute& c, int64_t token_blocks) {
+  int size = kExperts;
+  while (size > kFewest && token_blocks * ((c.num_experts + size - 1) / size) < int64_t(kTasksEach) * c.threads) size /= 2;
+  return size;
+}
 
 void gate_logits(const MoeMkRoute& c, const Kernels& kernels, Lease& team) {
-  const int64_t token_blocks = (c.num_tokens + kTokens - 1) / kTokens, expert_blocks = (c.num_experts + kExperts - 1) / kExperts;
+  const int64_t token_blocks = (c.num_tokens + kTokens - 1) / kTokens;
+  const int size = experts_per_task(c, token_blocks);
+  const int64_t expert_blocks = (c.num_experts + size - 1) / size;
   const size_t element = c.gate_f32 ? 4 : 2;
   std::atomic<int64_t> next{0};
   team->run(int(std::min<int64_t>(c.threads, token_blocks * expert_blocks)), [&](int) {
     for (int64_t task; (task = next.fetch_add(1)) < token_blocks * expert_blocks;) {
-      const int64_t t0 = task / expert_blocks * kTokens, e0 = task % expert_blocks * kExperts;
+      const int64_t t0 = task / expert_blocks * kTokens, e0 = task % expert_blocks * size;
       const int tokens = int(std::min<int64_t>(kTokens, c.num_tokens - t0));
-      const int experts = int(std::min<int64_t>(kExperts, c.num_experts - e0));
+      const int experts = int(std::min<int64_t>(size, c.num_experts - e0));
       const uint16_t* x[kTokens];
       const void* gate[kExperts];
       for (int t = 0; t < tokens; ++t) x[t] = static_cast<const uint16_t*>(c.x) + (t0 + t) * c.x_stride;
@@ -117,6 +129,17 @@ void choose(const MoeMkRoute& c, int64_t token, Desk& d) {
   for (int k = 0; k < c.top_k; ++k) weights[k] *= factor;
 }
 
+// Every token's choice, tokens shared out among the threads.
+void choose_all(const MoeMkRoute& c, Lease& team) {
+  const int64_t worth = std::max<int64_t>(1, c.num_tokens * c.num_experts / kScoresEach);
+  const int members = int(std::min<int64_t>({c.threads, c.num_tokens, worth}));
+  std::vector<Desk> desks(static_cast<size_t>(members), Desk(c));
+  std::atomic<int64_t> next{0};
+  team->run(members, [&](int member) {
+    for (int64_t token; (token = next.fetch_add(1)) < c.num_tokens;) choose(c, token, desks[static_cast<size_t>(member)]);
+  });
+}
+
 }  // namespace
 }  // namespace moe_mk
 
@@ -132,8 +155,7 @@ int32_t moe_mk_route(const MoeMkRoute* call) try {
   if (c.num_tokens <= 0) return kOk;
   Lease team;
   gate_logits(c, *kernels, team);
-  Desk desk(c);
-  for (int64_t token = 0; token < c.num_tokens; ++token) choose(c, token, desk);
+  choose_all(c, team);
   return kOk;
 } catch (const std::bad_alloc&) {
   return kNoMemory;

@@ -1,4 +1,6 @@
 // Threads: created on demand, kept by their team, asleep on a condition variable between runs after a short spin.
+// A run is over when its work is, not when everybody has come: a thread that wakes up after the caller has found nothing
+// left to do is not waited for, and stays awake for the next run (a busy machine, or a virtual one, wakes it late).
 // Memory: each arena only grows; arenas of 1 MiB and more ask for 2 MiB pages.
 #include "team.h"
 
@@ -70,18 +72,18 @@ class ThreadTeam final : public Team {
       std::lock_guard<std::mutex> hold(mutex_);
       body_ = &body;
       threads_ = threads;
-      running_.store(threads - 1, std::memory_order_relaxed);
-      epoch_.fetch_add(1, std::memory_order_release);
+      state_.store((run_of(state_.load(std::memory_order_relaxed)) + 1) << kRunBit | kOpen, std::memory_order_release);
     }
     wake_.notify_all();
     body(0);
-    for (int spin = 0; running_.load(std::memory_order_acquire) != 0; ++spin) {
+    state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    for (int spin = 0; anybody_inside(); ++spin) {
       if (spin < kSpins) {
         MOE_MK_PAUSE();
         continue;
       }
       std::unique_lock<std::mutex> hold(mutex_);
-      done_.wait(hold, [this] { return running_.load(std::memory_order_acquire) == 0; });
+      done_.wait(hold, [this] { return !anybody_inside(); });
     }
   }
 
@@ -94,7 +96,7 @@ class ThreadTeam final : public Team {
     try {
       while (workers_ + 1 < threads) {
         const int member = workers_ + 1;
-        const uint64_t seen = epoch_.load();
+        const uint64_t seen = run_of(state_.load());
         std::thread([this, member, seen] { work(member, seen); }).detach();
         workers_ = member;
       }
@@ -109,30 +111,47 @@ class ThreadTeam final : public Team {
   }
 
  private:
+  // One word says which run this is, whether a worker may still join it, and how many are inside.
+  static constexpr int kRunBit = 32;
+  static constexpr uint64_t kOpen = uint64_t(1) << 31, kInside = kOpen - 1;
+
+  static uint64_t run_of(uint64_t state) { return state >> kRunBit; }
+  bool anybody_inside() const { return (state_.load(std::memory_order_acquire) & kInside) != 0; }
+
   [[noreturn]] void work(int member, uint64_t seen) {
     for (;;) {
-      const std::function<void(int)>* body = wait_for_work(member, &seen);
-      if (body == nullptr) continue;
-      (*body)(member);
-      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        std::lock_guard<std::mutex> hold(mutex_);
-        done_.notify_one();
-      }
+      wait_for_another(seen);
+      if (!join(&seen)) continue;
+      if (member < threads_) (*body_)(member);
+      leave();
     }
   }
-  const std::function<void(int)>* wait_for_work(int member, uint64_t* seen) {
-    for (int spin = 0; spin < kSpins && epoch_.load(std::memory_order_acquire) == *seen; ++spin) MOE_MK_PAUSE();
+  void wait_for_another(uint64_t seen) {
+    for (int spin = 0; spin < kSpins; ++spin) {
+      if (run_of(state_.load(std::memory_order_acquire)) != seen) return;
+      MOE_MK_PAUSE();
+    }
     std::unique_lock<std::mutex> hold(mutex_);
-    wake_.wait(hold, [this, seen] { return epoch_.load(std::memory_order_relaxed) != *seen; });
-    *seen = epoch_.load(std::memory_order_relaxed);
-    return member < threads_ ? body_ : nullptr;
+    wake_.wait(hold, [this, seen] { return run_of(state_.load(std::memory_order_relaxed)) != seen; });
+  }
+  // false: it is over. body_ and threads_ stay what they are while anybody is inside.
+  bool join(uint64_t* seen) {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    while ((state & kOpen) != 0 && !state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
+    }
+    *seen = run_of(state);
+    return (state & kOpen) != 0;
+  }
+  void leave() {
+    if (((state_.fetch_sub(1, std::memory_order_acq_rel) - 1) & (kOpen | kInside)) != 0) return;
+    std::lock_guard<std::mutex> hold(mutex_);
+    done_.notify_one();
   }
 
   std::vector<Arenas*> arenas_{new Arenas};
   int workers_ = 0, threads_ = 0;
   const std::function<void(int)>* body_ = nullptr;
-  std::atomic<uint64_t> epoch_{0};
-  std::atomic<int> running_{0};
+  std::atomic<uint64_t> state_{0};
   std::mutex mutex_;
   std::condition_variable wake_, done_;
 };

@@ -11,7 +11,8 @@ namespace moe_mk {
 
 class Team {
  public:
-  // Runs body(member) for member in [0, threads); the caller is member 0. Returns when all are done.
+  // Runs body(member) for members in [0, threads); the caller is member 0. Returns when all who began are done: body
+  // takes work off a common list, since a member who comes too late for any of it never begins.
   virtual void run(int threads, const std::function<void(int)>& body) = 0;
   // Memory of one member, at least `bytes`, 64-byte aligned, contents undefined. null: no memory.
   virtual uint8_t* arena(int member, int which, size_t bytes) = 0;

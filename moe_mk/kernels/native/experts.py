@@ -47,17 +47,27 @@ def experts_rows(
     x_RH, ids_RK = _dense_rows(x_RH), ids_RK.contiguous()
     weights_RK = None if weights_RK is None else weights_RK.contiguous()
     x_scales_RX = None if x_scales_RX is None else _dense_rows(x_scales_RX)
-    call = CExperts(
-        x=x_RH.data_ptr(),
-        x_scales=_pointer(x_scales_RX),
-        ids=ids_RK.data_ptr(),
-        weights=_pointer(weights_RK),
-        out=out_RH.data_ptr(),
-        num_rows=x_RH.shape[0],
-        x_stride=x_RH.stride(0),
-        x_scale_stride=0 if x_scales_RX is None else x_scales_RX.stride(0),
-        out_stride=out_RH.stride(0),
-        top_k=ids_RK.shape[1],
+    call = experts_block(native, w13, w2, shared, mode, isa)
+    call.x, call.x_scales, call.ids = x_RH.data_ptr(), _pointer(x_scales_RX), ids_RK.data_ptr()
+    call.weights, call.out = _pointer(weights_RK), out_RH.data_ptr()
+    call.num_rows, call.top_k, call.threads = x_RH.shape[0], ids_RK.shape[1], threads
+    call.x_stride, call.out_stride = x_RH.stride(0), out_RH.stride(0)
+    call.x_scale_stride = 0 if x_scales_RX is None else x_scales_RX.stride(0)
+    call.out_f32 = out_RH.dtype == torch.float32
+    native.call("experts", ctypes.byref(call))
+    return out_RH
+
+
+def experts_block(
+    native: Native,
+    w13: PackedMatrix,
+    w2: PackedMatrix,
+    shared: tuple[PackedMatrix, PackedMatrix] | None,
+    mode: ExpertsMode,
+    isa: Isa | None = None,
+) -> CExperts:
+    """The arguments of a call that do not depend on its rows."""
+    block = CExperts(
         num_slots=w13.num_slots,
         w13=_matrix(w13),
         w2=_matrix(w2),
@@ -67,15 +77,12 @@ def experts_rows(
         limit=mode.limit,
         quantize=mode.quantize,
         batch_invariant=mode.batch_invariant,
-        out_f32=out_RH.dtype == torch.float32,
-        threads=threads,
         isa=int(native.isa_or_best(isa)),
         **vars(mode.tuning),
     )
     if shared is not None:
-        call.shared_w13, call.shared_w2 = _matrix(shared[0]), _matrix(shared[1])
-    native.call("experts", ctypes.byref(call))
-    return out_RH
+        block.shared_w13, block.shared_w2 = _matrix(shared[0]), _matrix(shared[1])
+    return block
 
 
 def experts_grouped(

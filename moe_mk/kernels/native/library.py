@@ -18,7 +18,7 @@ from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, b
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 
 class Isa(IntEnum):
@@ -79,6 +79,17 @@ class CRoute(ctypes.Structure):
     )
 
 
+class CLayer(ctypes.Structure):
+    """`MoeMkLayer` of csrc/abi.h."""
+
+    _fields_ = (
+        ("route", CRoute),
+        ("experts", CExperts),
+        *((name, c_void_p) for name in ("physical_of", "rank_of", "slot_of")),
+        *((name, c_int32) for name in ("num_physical", "rank")),
+    )
+
+
 _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "abi_version": (c_int32, ()),
     "isa_supported": (c_int32, (c_int32,)),
@@ -89,6 +100,7 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "unpack": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32)),
     "experts": (c_int32, (POINTER(CExperts),)),
     "route": (c_int32, (POINTER(CRoute),)),
+    "layer": (c_int32, (POINTER(CLayer), c_void_p, c_int64, c_void_p, c_void_p, c_int32)),
     "quantize": (
         c_int32,
         (c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_int32),

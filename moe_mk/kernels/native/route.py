@@ -51,27 +51,33 @@ def route(
     Ties go to the lower index. A token with a NaN among its biased scores goes nowhere, ids -1 and weights 0; a choice
     whose biased score is -inf goes nowhere, as in router.grouped_topk.
     """
-    tokens, hidden = x_TH.shape
+    tokens = x_TH.shape[0]
     num_experts = gate_EH.shape[0]
-    _check(x_TH, gate_EH, bias_E, mode)
+    check_gate(x_TH, gate_EH, bias_E, mode)
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     gate_EH = gate_EH if gate_EH.stride(1) == 1 else gate_EH.contiguous()
     bias_E = None if bias_E is None else bias_E.contiguous()
     ids_TK = torch.empty(tokens, mode.top_k, dtype=torch.int32, device="cpu")
     weights_TK = torch.empty(tokens, mode.top_k, dtype=torch.float32, device="cpu")
     logits_TE = torch.empty(tokens, num_experts, dtype=torch.float32, device="cpu")
-    call = CRoute(
-        x=x_TH.data_ptr(),
+    call = route_block(native, gate_EH, bias_E, mode, isa)
+    call.x, call.num_tokens, call.x_stride = x_TH.data_ptr(), tokens, x_TH.stride(0)
+    call.ids, call.weights, call.logits = ids_TK.data_ptr(), weights_TK.data_ptr(), logits_TE.data_ptr()
+    call.threads = threads
+    native.call("route", ctypes.byref(call))
+    return ids_TK, weights_TK, logits_TE
+
+
+def route_block(
+    native: Native, gate_EH: torch.Tensor, bias_E: torch.Tensor | None, mode: RouteMode, isa: Isa | None = None
+) -> CRoute:
+    """The arguments of a call that do not depend on its tokens. The gate has dense rows, the bias is dense."""
+    return CRoute(
         gate=gate_EH.data_ptr(),
         bias=None if bias_E is None else bias_E.data_ptr(),
-        ids=ids_TK.data_ptr(),
-        weights=weights_TK.data_ptr(),
-        logits=logits_TE.data_ptr(),
-        num_tokens=tokens,
-        x_stride=x_TH.stride(0),
         gate_stride=gate_EH.stride(0),
-        hidden=hidden,
-        num_experts=num_experts,
+        hidden=gate_EH.shape[1],
+        num_experts=gate_EH.shape[0],
         top_k=mode.top_k,
         num_groups=mode.num_groups,
         top_groups=mode.top_groups,
@@ -79,14 +85,12 @@ def route(
         renormalize=mode.renormalize,
         gate_f32=gate_EH.dtype == torch.float32,
         scale=mode.scale,
-        threads=threads,
         isa=int(native.isa_or_best(isa)),
     )
-    native.call("route", ctypes.byref(call))
-    return ids_TK, weights_TK, logits_TE
 
 
-def _check(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, mode: RouteMode) -> None:
+def check_gate(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, mode: RouteMode) -> None:
+    """Raise ShapeError with everything wrong with the tensors, ConfigError for groups and choices that do not fit."""
     wrong = []
     if x.dtype != torch.bfloat16:
         wrong.append(f"x is {x.dtype}, expected bfloat16")

@@ -17,7 +17,7 @@ from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Isa, Native, compile_and_open
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
-from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
+from moe_mk.kernels.native.toolchain import Compiler, find_compiler, prebuilt_here, units
 
 # Two instruction sets may round h and the output to neighbouring bf16; AMX also rounds code * scale to bf16.
 _TOLERANCE = 8e-3
@@ -51,20 +51,25 @@ def loaded(cache_dir: Path | None = None) -> Native:
 
 def reasons_against(cache_dir: Path | None = None, which: Callable[[str], str | None] = shutil.which) -> list[str]:
     """List why load() would fail here, without compiling; empty: it should not."""
-    if prebuilt(units()) is not None or find_compiler(which) is not None:
+    if prebuilt_here() is not None or find_compiler(which) is not None:
         return []
     return [NO_COMPILER]
 
 
 def is_compiled(cache_dir: Path | None = None, which: Callable[[str], str | None] = shutil.which) -> bool:
     """Say whether load() would find the library in the wheel or in the cache instead of compiling it."""
-    if prebuilt(units()) is not None:
+    if prebuilt_here() is not None:
         return True
     compiler = find_compiler(which)
     if compiler is None:
         return False
-    recipe = Recipe(compiler, units())
-    return is_ours((cache_dir or default_cache_dir()) / f"moe_mk-{recipe.key()}.so")
+    return is_ours((cache_dir or default_cache_dir()) / f"moe_mk-{_key_with(compiler)}.so")
+
+
+@cache
+def _key_with(compiler: Compiler) -> str:
+    """The name of this machine's library, hashed once: whoever exchanges rows asks for it with every new window."""
+    return Recipe(compiler, units()).key()
 
 
 def checked(native: Native) -> Native:

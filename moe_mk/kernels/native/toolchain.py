@@ -10,6 +10,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
@@ -48,6 +49,7 @@ PLAIN_UNITS = (
     "quantize.cpp",
     "route.cpp",
     "team.cpp",
+    "whole.cpp",
 )
 
 
@@ -74,11 +76,18 @@ def find_compiler(which: Callable[[str], str | None], names: Sequence[str] = COM
         if path is None:
             continue
         try:
-            answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
+            state = Path(path).stat()
+            return _asked(path, (state.st_ino, state.st_size, state.st_mtime_ns))
         except (OSError, subprocess.SubprocessError):
             continue  # a broken wrapper is no compiler; the next name may be one
-        return Compiler(path, answer.stdout.splitlines()[0] if answer.stdout else path)
     return None
+
+
+@cache
+def _asked(path: str, state: tuple[int, ...]) -> Compiler:
+    """Ask a compiler for its version, once per file and its `state`: whoever describes this machine asks for one."""
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    return Compiler(path, answer.stdout.splitlines()[0] if answer.stdout else path)
 
 
 def units(machine: str | None = None, *, emulate_amx: bool = False, extra: Sequence[str] = ()) -> tuple[Unit, ...]:
@@ -119,6 +128,12 @@ def prebuilt(units: Sequence[Unit], folder: Path = PREBUILT) -> Path | None:
     """The library that came with the wheel, if it was compiled from exactly these sources and flags."""
     library = folder / prebuilt_name(units)
     return library if library.is_file() else None
+
+
+@cache
+def prebuilt_here() -> Path | None:
+    """The wheel's library for this machine, looked for once: a wheel does not change under a process."""
+    return prebuilt(units())
 
 
 def prebuilt_name(units: Sequence[Unit]) -> str:

@@ -142,6 +142,16 @@ def test_a_broken_compiler_is_passed_over() -> None:
     assert found is not None and found.path == answers["g++"]
 
 
+def test_a_compiler_is_asked_once_until_its_file_is_another(tmp_path: Path) -> None:
+    compiler, asked = tmp_path / "c++", tmp_path / "asked"
+    compiler.write_text(f"#!/bin/sh\necho x >> {asked}\necho first\n")
+    compiler.chmod(0o700)
+    seen = [find_compiler(lambda name: str(compiler)) for _ in range(3)]
+    assert seen == [Compiler(str(compiler), "first")] * 3 and asked.read_text() == "x\n"
+    compiler.write_text("#!/bin/sh\necho the second\n")
+    assert find_compiler(lambda name: str(compiler)) == Compiler(str(compiler), "the second")
+
+
 def test_other_processors_compile_the_portable_kernels_only() -> None:
     names = {unit.source.name for unit in units("aarch64")}
     assert "isa_scalar.cpp" in names and "isa_avx2.cpp" not in names

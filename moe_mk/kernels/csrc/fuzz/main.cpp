@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
@@ -189,6 +190,41 @@ void routing(int seed) {
   }
 }
 
+// A layer in one call: its router, then experts of which some lie elsewhere or nowhere.
+void whole(int seed) {
+  const Shape s = {pick(1, 4), pick(1, 100), pick(1, 100), pick(0, 20), 1, kBf16, 32, pick(0, 1), 0, 0};
+  const Packed w13(s.slots, s.inter, s.hidden, s, s.gated != 0, seed), w2(s.slots, s.hidden, s.inter, s, false, seed);
+  const int experts = s.slots + pick(0, 3), top_k = pick(1, experts);
+  std::vector<uint16_t> x(size_t(s.rows) * s.hidden), out(x.size()), first;
+  std::vector<float> gate(size_t(experts) * s.hidden);
+  for (uint16_t& value : x) value = to_bf16(normal());
+  for (float& value : gate) value = normal();
+  std::vector<int32_t> physical(experts), rank(experts), slot(experts);
+  for (int e = 0; e < experts; ++e) {
+    physical[e] = pick(0, 9) ? experts - 1 - e : -1;
+    rank[e] = e / s.slots;
+    slot[e] = e % s.slots;
+  }
+  MoeMkLayer layer = {};
+  layer.route = {nullptr, gate.data(), nullptr, nullptr, nullptr, nullptr, 0, 0, s.hidden, s.hidden, experts, top_k, 1, 1,
+                 pick(0, 1), 1, 1, 1.0f, 1, kScalar};
+  layer.experts.w13 = w13.matrix;
+  layer.experts.w2 = w2.matrix;
+  layer.experts.gated = s.gated;
+  layer.experts.num_slots = s.slots;
+  layer.physical_of = physical.data();
+  layer.rank_of = rank.data();
+  layer.slot_of = slot.data();
+  layer.num_physical = experts;
+  for (int threads = 1; threads <= 3; ++threads) {
+    std::vector<int64_t> load(experts);
+    if (moe_mk_layer(&layer, x.data(), s.rows, load.data(), out.data(), threads) != kOk) fail("layer", seed);
+    if (std::accumulate(load.begin(), load.end(), int64_t(0)) != int64_t(s.rows) * top_k) fail("choices are counted", seed);
+    if (threads == 1) first = out;
+    if (out != first) fail("a layer has the same bits for any number of threads", seed);
+  }
+}
+
 void quantising(int seed) {
   const int rows = pick(0, 20), columns = pick(1, 400), stride = columns + pick(0, 3);
   const bool f32 = pick(0, 1) != 0, ue8m0 = pick(0, 1) != 0;
@@ -218,6 +254,7 @@ int main(int argc, char** argv) {
     random_engine.seed(unsigned(seed));
     layer(seed);
     routing(seed);
+    whole(seed);
     quantising(seed);
   }
   // Four calls at once, each with threads of its own, then everything given back.

@@ -1,0 +1,155 @@
+"""A forward in one native call: when it is taken, and that nobody can tell but by the clock."""
+
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import DeepseekV3MoE, MoELayer
+from moe_mk.errors import ShapeError
+from moe_mk.flight import land
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.runner.overlap import run_dual
+from moe_mk.testing.virtual import run_together, virtual_groups
+from moe_mk.tokens import Routing
+from moe_mk.trace.recorder import Recorder
+from moe_mk.weights import CheckpointShape, write_checkpoint
+
+pytestmark = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
+)
+EXPERTS, HIDDEN = 16, 256
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole")
+    sizes = CheckpointShape(
+        num_experts=EXPERTS,
+        top_k=4,
+        num_groups=4,
+        top_k_groups=2,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        quant="fp8",
+    )
+    write_checkpoint(path, sizes)
+    return path
+
+
+def built(path: Path, **settings: object) -> MoELayer:
+    chosen = {"experts": "cpu_native", "activations": "plain", "max_num_tokens": 64} | settings
+    return DeepseekV3MoE.from_checkpoint(path, 3, **chosen)
+
+
+@pytest.fixture
+def layer(checkpoint: Path) -> MoELayer:
+    return built(checkpoint)
+
+
+def tokens(count: int, seed: int = 3) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def whole(layer: MoELayer) -> bool:
+    return layer._whole_forward().call is not None
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 64])
+def test_it_leaves_what_the_stages_leave(layer: MoELayer, count: int) -> None:
+    x_TH = tokens(count)
+    y_TH, load_E, report = layer(x_TH), layer.expert_load.clone(), layer.report()
+    layer.reset_expert_load()
+    layer.reset_report()
+    assert whole(layer) and torch.equal(land(layer.steps(x_TH)), y_TH)
+    assert torch.equal(layer.expert_load, load_E) and int(load_E.sum()) == 4 * count
+    assert layer.report() == report and not report.departures and report.num_calls == 1
+
+
+@pytest.mark.parametrize("settings", [{"batch_invariant": True}, {"activations": "checkpoint"}])
+def test_settings_of_the_experts_are_heeded(checkpoint: Path, settings: dict[str, object]) -> None:
+    layer = built(checkpoint, **settings)
+    assert whole(layer) and torch.equal(layer(tokens(9)), land(layer.steps(tokens(9))))
+
+
+def test_who_listens_hears_every_stage_and_every_routing(layer: MoELayer) -> None:
+    x_TH, heard = tokens(6), list[Routing]()
+    wanted_TH = layer(x_TH)
+    layer.spans.recorder = Recorder()
+    assert torch.equal(layer(x_TH), wanted_TH)
+    assert {span.stage for span in layer.spans.recorder.spans} >= {"route", "permute", "experts", "reduce"}
+    layer.spans.recorder, layer.on_routing = None, heard.append
+    assert torch.equal(layer(x_TH), wanted_TH)
+    assert torch.equal(heard[0].ids_TK, layer.route(x_TH).ids_TK)
+
+
+def test_another_router_gate_or_placement_serves_from_the_next_forward_on(layer: MoELayer) -> None:
+    x_TH = tokens(7)
+    first_TH = layer(x_TH)
+    layer.router = replace(layer.router, routed_scaling_factor=1.0)
+    assert not torch.equal(layer(x_TH), first_TH) and torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+    gate_EH = layer._gate.weight_EH
+    assert gate_EH is not None
+    layer._gate.load(gate_EH.flip(0).contiguous(), layer._gate.bias_E)
+    assert torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+    before_TH = layer(x_TH)
+    layer.set_placement(ExpertMap.from_physical(list(reversed(range(EXPERTS))), 1, EXPERTS))
+    assert whole(layer) and torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+    # Sums go through experts in the order of their slots, so another placement rounds otherwise, and no more.
+    torch.testing.assert_close(layer(x_TH).float(), before_TH.float(), rtol=2**-6, atol=2**-6 * before_TH.abs().max())
+
+
+def test_stages_run_one_by_one_where_something_lies_between_them(checkpoint: Path, layer: MoELayer) -> None:
+    assert not whole(built(checkpoint, experts="torch_cpu"))
+    assert not whole(built(checkpoint, fused_router=False))
+    assert not whole(built(checkpoint, tiles=2))
+    layer.router = replace(layer.router, simulate="balanced")
+    assert not whole(layer)
+    layers = [DeepseekV3MoE(layer.config, groups=g).load_from_safetensors(checkpoint, 3) for g in virtual_groups(2, 1)]
+    assert not any(whole(rank) for rank in layers)
+    wanted_TH = built(checkpoint)(tokens(6))
+    for y_TH in run_together(layers, [tokens(6), tokens(6)]):
+        torch.testing.assert_close(y_TH.float(), wanted_TH.float(), rtol=2**-6, atol=0.05)
+
+
+def test_experts_with_replicas_are_chosen_among_first(layer: MoELayer) -> None:
+    gating, twice = layer._gate.gating(layer.router), ExpertMap(((0, 1), (1, 2)), 3)
+    assert gating is not None and isinstance(layer.kernel, FusedMoEKernel)
+    with_gate, tables = layer.kernel.experts.with_gate, twice.tables(layer.device)
+    assert not tables.one_to_one and with_gate(layer._half.laid_out, gating, tables, 0) is None
+    assert with_gate(layer._half.laid_out, gating, layer._half.tables, 0) is not None
+
+
+def test_what_is_refused_counts_for_nobody(layer: MoELayer) -> None:
+    for wrong in (tokens(65), tokens(2).float(), tokens(2)[:, :128], tokens(2)[0]):
+        with pytest.raises(ShapeError, match="hidden_states"):
+            layer(wrong)
+    assert not layer.expert_load.any() and not layer.report().stages
+    strided_TH = torch.cat((tokens(3), tokens(3)), 1)[:, HIDDEN:]
+    assert torch.equal(layer(strided_TH), layer(tokens(3)))
+
+
+def test_two_micro_batches_and_two_threads_at_once(layer: MoELayer) -> None:
+    halves = tokens(4), tokens(9, seed=5)
+    alone = [layer(x_TH) for x_TH in halves]
+    for got, wanted in zip(run_dual([layer.steps(x_TH) for x_TH in halves]), alone, strict=True):
+        assert torch.equal(got, wanted)
+    layer.reset_expert_load()
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            if not torch.equal(layer(halves[i]), alone[i]):
+                wrong.append(i)
+
+    callers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == [] and int(layer.expert_load.sum()) == 20 * 4 * 13
