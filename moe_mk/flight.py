@@ -9,9 +9,10 @@ House law: every rank makes the same number of hops per call, with zero tokens t
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -35,15 +36,29 @@ def land(flight: Flight[T]) -> T:
             return cast(T, landed.value)
 
 
+def give_up(flights: Iterable[Flight[Any]]) -> None:
+    """End flights that will not land, so that what they hold is free. Says nothing of what fails on the way."""
+    for flight in flights:
+        with suppress(Exception):  # whoever gives up has a failure of its own to tell
+            flight.close()
+
+
 def interleave(flights: Sequence[Flight[T]]) -> list[T]:
-    """Advance every flight by one hop in turn until all have landed."""
+    """Advance every flight by one hop in turn until all have landed.
+
+    One that fails ends the others too, so that what they hold is free for the next call, whoever keeps them.
+    """
     results: dict[int, T] = {}
     flying = dict(enumerate(flights))
-    while flying:
-        for index, flight in list(flying.items()):
-            try:
-                next(flight)
-            except StopIteration as landed:
-                results[index] = cast(T, landed.value)
-                del flying[index]
+    try:
+        while flying:
+            for index, flight in list(flying.items()):
+                try:
+                    next(flight)
+                except StopIteration as landed:
+                    results[index] = cast(T, landed.value)
+                    del flying[index]
+    except BaseException:
+        give_up(flying.values())
+        raise
     return [results[index] for index in range(len(flights))]

@@ -48,3 +48,24 @@ def test_an_error_in_the_air_reaches_the_caller(alone: bool) -> None:
 
     with pytest.raises(ValueError, match="lost"):
         land(crash()) if alone else interleave([flight("a", 5, []), crash()])
+
+
+def test_a_flight_that_fails_ends_the_others_whoever_keeps_them() -> None:
+    held = {"a", "b"}
+
+    def holding(name: str) -> Generator[InFlight, None, str]:
+        try:
+            yield InFlight("dispatch")
+            yield InFlight("combine")
+            return name
+        finally:
+            held.discard(name)
+
+    def crash() -> Generator[InFlight, None, str]:
+        yield InFlight("dispatch")
+        raise ValueError("lost")
+
+    flights = [holding("a"), crash(), holding("b")]
+    with pytest.raises(ValueError, match="lost"):
+        interleave(flights)
+    assert not held

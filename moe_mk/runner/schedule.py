@@ -19,7 +19,7 @@ from typing import Generic, TypeVar, cast
 
 from torch import Tensor
 
-from moe_mk.flight import Flight, InFlight
+from moe_mk.flight import Flight, InFlight, give_up
 from moe_mk.prepare_finalize.base import PrepareFinalize
 from moe_mk.tokens import ExpertOutput, Routing, Tokens
 
@@ -47,6 +47,11 @@ class Issued(Generic[X]):
             self._hop = next(flight)
         except StopIteration as landed:
             self._result.append(cast(X, landed.value))
+
+    @property
+    def flight(self) -> Flight[X]:
+        """The flight itself, for whoever gives it up."""
+        return self._flight
 
     def receive(self) -> Flight[X]:
         """The rest of the flight."""
@@ -77,22 +82,26 @@ def staggered(
         batch = batches[number]
         return Issued(f"D{number}", transport.prepare(batch.x_TH, batch.routing), note)
 
-    if batches:
-        coming.append(dispatch(0))
-    for number in range(len(batches)):
-        tokens = yield from coming.pop().receive()
-        if number < last:
-            if going:  # a third journey would need a third buffer
+    try:
+        if batches:
+            coming.append(dispatch(0))
+        for number in range(len(batches)):
+            tokens = yield from coming.pop().receive()
+            if number < last:
+                if going:  # a third journey would need a third buffer
+                    home.append((yield from going.pop().receive()))
+                coming.append(dispatch(number + 1))
+            note(f"M{number}")
+            combine = Issued(f"C{number}", transport.finalize(multiply(tokens), tokens), note)
+            if going:
                 home.append((yield from going.pop().receive()))
-            coming.append(dispatch(number + 1))
-        note(f"M{number}")
-        combine = Issued(f"C{number}", transport.finalize(multiply(tokens), tokens), note)
+            going.append(combine)
         if going:
             home.append((yield from going.pop().receive()))
-        going.append(combine)
-    if going:
-        home.append((yield from going.pop().receive()))
-    return home
+        return home
+    finally:
+        give_up(issued.flight for issued in coming)
+        give_up(issued.flight for issued in going)
 
 
 def finishes_async(*, asked_async: bool, overlaps_batches: bool) -> bool:

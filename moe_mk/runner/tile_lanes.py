@@ -110,6 +110,7 @@ def on_lanes(work: TileWork, plan: TilePlan, record: TileRecord, queues: Queues 
         raise
     finally:
         threads.shutdown()
+        work.give_up()
         crew.meet()
     if crew.failure is not None:
         raise crew.failure

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_mk.flight import Flight
+from moe_mk.flight import Flight, give_up
 from moe_mk.prepare_finalize.base import PrepareFinalize
 from moe_mk.runner.schedule import Issued, MicroBatch
 from moe_mk.runner.tile_plan import Step, TilePlan, deepest
@@ -76,6 +76,10 @@ class TileWork:
             elif step.kind == "C":
                 self._home[step.tile] = arrived
 
+    def give_up(self) -> None:
+        """End the journeys that were issued and not received, of which a whole call leaves none."""
+        give_up(issued.flight for issued in self._flying.values())
+
     def outputs(self) -> list[Tensor]:
         """(t, H) of each tile, once every step was taken."""
         return [self._home[tile] for tile in range(len(self.tiles))]
@@ -94,8 +98,11 @@ class TileWork:
 
 def in_turns(work: TileWork, plan: TilePlan, record: TileRecord) -> Flight[list[Tensor]]:
     """Take the plan's steps in its order, in this thread; a flight like any other."""
-    for step in plan.order:
-        record.note(step, "begins")
-        yield from work.perform(step)
-        record.note(step, "ends")
+    try:
+        for step in plan.order:
+            record.note(step, "begins")
+            yield from work.perform(step)
+            record.note(step, "ends")
+    finally:
+        work.give_up()
     return work.outputs()

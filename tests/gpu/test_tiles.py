@@ -1,12 +1,16 @@
-"""Tiles on a GPU: a stream that carries beside one that multiplies, and the bits of a run in turns."""
+"""A stream that carries beside one that multiplies, on a GPU: the bits of tiles in turns, of batches in turn."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.external.device import Queues
+from moe_mk.flight import land
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.runner import run_on_two_streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
 CUDA = torch.device("cuda")
@@ -25,8 +29,7 @@ def test_marks_order_streams() -> None:
     assert bool((copied == 20.0).all())
 
 
-@pytest.mark.row(42)
-def test_a_carrying_stream_gives_the_bits_of_turns() -> None:
+def config_and_tensors() -> tuple[MoEConfig, dict[str, Tensor]]:
     model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 8, "quant": {"weights": "bf16"}}
     config = MoEConfig.parse({"model": model, "router": {"top_k": 2}}, "a test")
     shapes = {"gate_proj": (128, 256), "up_proj": (128, 256), "down_proj": (256, 128)}
@@ -35,8 +38,33 @@ def test_a_carrying_stream_gives_the_bits_of_turns() -> None:
     for expert in range(8):
         for name, shape in shapes.items():
             tensors[f"experts.{expert}.{name}.weight"] = (torch.randn(shape, generator=draw) / 16).to(torch.bfloat16)
-    x_TH = torch.randn((512, 256), generator=draw).to(CUDA, torch.bfloat16)
+    return config, tensors
+
+
+def rows(count: int, seed: int) -> Tensor:
+    return torch.randn((count, 256), generator=torch.Generator().manual_seed(seed)).to(CUDA, torch.bfloat16)
+
+
+@pytest.mark.row(42)
+def test_a_carrying_stream_gives_the_bits_of_turns() -> None:
+    (config, tensors), x_TH = config_and_tensors(), rows(512, 1)
     asked = [config.with_(tiles=4, tile_carrier=who) for who in ("turns", "thread")]
     by_turns, by_thread = (MoELayer(one, device=CUDA).load_weights(tensors) for one in asked)
     for _ in range(5):
         assert torch.equal(by_turns(x_TH), by_thread(x_TH))
+
+
+@pytest.mark.row(49)
+def test_two_streams_give_the_bits_of_one_batch_after_the_other() -> None:
+    config, tensors = config_and_tensors()
+    layer = MoELayer(config, device=CUDA).load_weights(tensors)
+    kernel, queues = layer.kernel, Queues(CUDA)
+    assert isinstance(kernel, FusedMoEKernel)
+    weights = kernel.experts.relayout(layer.weights.experts)
+    for call in range(5):
+        batches = [(x_TH := rows(512, 4 * call + number), layer.route(x_TH)) for number in range(4)]
+        serial = [land(kernel.steps(x_TH, routing, weights)) for x_TH, routing in batches]
+        outputs = run_on_two_streams(
+            kernel.prepare_finalize, lambda tokens: kernel.multiply(tokens, weights), batches, queues
+        )
+        assert all(torch.equal(y_TH, one_TH) for y_TH, one_TH in zip(outputs, serial, strict=True))

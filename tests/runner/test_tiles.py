@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, land
+from moe_mk.flight import Flight, InFlight, land
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, in_turns, plan_for, tile_sizes
+from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, in_turns, plan_for, staggered, tile_sizes
+from moe_mk.runner.tile_lanes import on_lanes
 from moe_mk.testing.bits import equal_bits
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.transports import NO_WEIGHTS
-from moe_mk.tokens import Routing
+from moe_mk.tokens import Routing, Tokens
 from tests.conformance.formats import FORMATS
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Ranks, Rendezvous, both_ways, in_tiles, no_thread_is_left
 
@@ -155,6 +157,52 @@ def test_experts_that_fail_end_the_call_and_its_threads() -> None:
         with pytest.raises(ValueError, match="no second tile"):
             made.forward([kernel])
         assert no_thread_is_left()
+
+
+class Holding:
+    """A transport that knows which of its journeys are under way."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport, self.traits, self.held = transport, transport.traits, set[int]()
+
+    def prepare(self, *given: Any) -> Flight[Any]:
+        return self.watched(self.transport.prepare(*given))
+
+    def finalize(self, *given: Any) -> Flight[Any]:
+        return self.watched(self.transport.finalize(*given))
+
+    def watched(self, flight: Flight[Any]) -> Flight[Any]:
+        try:
+            self.held.add(id(flight))
+            yield InFlight("travel")
+            return (yield from flight)
+        finally:
+            self.held.discard(id(flight))
+
+
+@pytest.mark.parametrize("executor", ["turns", "thread", "staggered"])
+def test_a_call_that_fails_leaves_no_journey_under_way_whoever_keeps_its_error(executor: str) -> None:
+    made = Ranks("no_ep", hostile_routings(1)[0], threads=False)
+    kernel, batch = made.kernels[0], MicroBatch(made.tokens()[0], made.case.routings[0])
+    transport, seen = Holding(kernel.prepare_finalize), list[int]()
+
+    def multiply(tokens: Tokens) -> Any:
+        seen.append(len(transport.held))
+        if len(seen) == 2:
+            raise ValueError("no second tile")
+        return kernel.multiply(tokens, NO_WEIGHTS)
+
+    tiles, plan = cut(batch, 4), TilePlan(4, 3)
+    work = TileWork(transport, multiply, tiles)  # type: ignore[arg-type]
+    flights: dict[str, Callable[[], Flight[Any]]] = {
+        "turns": lambda: in_turns(work, plan, TileRecord()),
+        "thread": lambda: on_lanes(work, plan, TileRecord()),
+        "staggered": lambda: staggered(transport, multiply, tiles),  # type: ignore[arg-type]
+    }
+    with pytest.raises(ValueError, match="no second tile") as told:
+        land(flights[executor]())
+    assert transport.held == set() and told.value.__traceback__ is not None
+    assert executor == "thread" or max(seen) > 0, "something was under way"
 
 
 @pytest.mark.row(42)
