@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.quant.fp8_whole import Fp8Static
+from moe_mk.quant.plain import Plain
 
 Arch = tuple[int, int]
 
@@ -29,8 +30,11 @@ class Served:
 
 
 def reasons_of_served(problem: Problem, served: Served) -> Iterator[Reason]:
-    """Of architecture, activations and sizes, in this order."""
+    """Of architecture, plain weights, activations and sizes, in this order."""
     yield from _arch_reasons(problem, served)
+    if isinstance(problem.weights, Plain) and problem.weights != problem.dtype:
+        text = f"reads plain weights in the layer's {problem.dtype.name} alone, the experts are {problem.weights.name}"
+        yield Reason("weights", text)
     yield from _activation_reasons(problem, served)
     for name, size in (("hidden", problem.config.model.hidden_size), ("intermediate", problem.intermediate)):
         if size % served.multiple:

@@ -7,7 +7,8 @@ of its relative error (`QuantScheme.relative_rms`). What enters gate and up ente
     e^2 = 4 x^2 + x^2     activations before both GEMMs, in the compute scheme
         + 4 w^2 + w^2     weights decoded to the layer's dtype, where the experts compute in it
         + 4 d^2 + 4 d^2   in the layer's dtype: gate and up; hidden, output, what travels home, sum
-        + 4 a^2 + a^2     f32 sums over H terms, at worst one after the other: a^2 = f^2 H / 2, f of one rounding
+        + 4 a^2 + b^2     f32 sums over H terms, then over I, at worst one after the other: a^2 = f^2 H / 2,
+                          b^2 = f^2 I / 2, f of one rounding, I of the widest experts
         + 4 q^2           tokens that travel in a scheme in which the experts do not compute
         + 4 r^2 + r^2     weights requantised at load, where they are held in another scheme than the stored one
 
@@ -69,18 +70,25 @@ class Verification:
 def error_of(decision: Decision) -> float:
     """The root mean square relative error e that the number formats of a decision lead one to expect."""
     problem, compute, wire = decision.problem, decision.compute, decision.wire
-    experts = experts_error(problem.dtype, compute, problem.weights, problem.config.model.hidden_size)
+    model = problem.config.model
+    widest = max(model.moe_intermediate_size, model.shared_size)
+    experts = experts_error(problem.dtype, compute, problem.weights, model.hidden_size, widest)
     q = wire.relative_rms if wire.block is not None and wire != compute else 0.0
     r = 0.0 if decision.effect is None else decision.effect.rounding
     return math.sqrt(experts**2 + 4 * q**2 + 5 * r**2)
 
 
-def experts_error(dtype: Plain, compute: QuantScheme, weights: QuantScheme, hidden_size: int) -> float:
-    """The same for w13 -> act -> w2 and its way home, without what the way out may round."""
+def experts_error(
+    dtype: Plain, compute: QuantScheme, weights: QuantScheme, hidden_size: int, intermediate_size: int | None = None
+) -> float:
+    """The same for w13 -> act -> w2 and its way home, without what the way out may round.
+
+    intermediate_size: None is the hidden size.
+    """
     d, x = dtype.relative_rms, compute.relative_rms
     w = d if weights.block is not None and compute == dtype else 0.0
-    a = FP32.relative_rms * math.sqrt(hidden_size / 2)
-    return math.sqrt(5 * x**2 + 5 * w**2 + 8 * d**2 + 5 * a**2)
+    a, b = (FP32.relative_rms * math.sqrt(n / 2) for n in (hidden_size, intermediate_size or hidden_size))
+    return math.sqrt(5 * x**2 + 5 * w**2 + 8 * d**2 + 4 * a**2 + b**2)
 
 
 class Answer(NamedTuple):

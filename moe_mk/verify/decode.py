@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.tensor import QuantTensor
 
 F32 = NDArray[np.float32]
@@ -45,11 +46,12 @@ def _both_scales(q: QuantTensor) -> F32:
 
 
 def _over_blocks(scales: F32, q: QuantTensor) -> F32:
-    """Each scale repeated over its block; one of a whole side is spread over what there is."""
+    """Each scale repeated over its block, the last of which may be cut off; one of a whole side over what there is."""
     assert q.scheme.block is not None
     out = scales
     for axis in (0, 1):
-        length = q.shape[axis]
-        side = min(q.scheme.block[axis], -(-length // scales.shape[axis])) if scales.shape[axis] else 1
+        length, side = q.shape[axis], q.scheme.block[axis]
+        if side >= WHOLE:  # the matrix, or as many equal parts of it as there are scales
+            side = -(-length // max(scales.shape[axis], 1))
         out = np.repeat(out, side, axis=axis)[:length] if axis == 0 else np.repeat(out, side, axis=axis)[:, :length]
     return out

@@ -153,6 +153,15 @@ def test_sizes_that_no_kernel_has_are_refused() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["flashinfer_cutlass", "flashinfer_trtllm"])
+@pytest.mark.parametrize("weights", ["fp16", "fp32"])
+def test_plain_weights_of_another_dtype_than_the_layer_are_refused(name: str, weights: str) -> None:
+    # Their bits would be read as bf16.
+    found = EXPERTS[name].reasons_against(problem("b200", weights=weights))
+    assert [str(r) for r in found] == [f"reads plain weights in the layer's bf16 alone, the experts are {weights}"]
+    assert EXPERTS[name].reasons_against(problem("b200", weights="bf16")) == []
+
+
 def test_the_emulation_serves_only_where_it_is_allowed() -> None:
     def of(asked: Problem) -> dict[str, Any]:
         return {v.experts: v for v in oracle.select(asked).verdicts if v.prepare_finalize == "no_ep"}

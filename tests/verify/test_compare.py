@@ -11,8 +11,9 @@ import torch
 
 from moe_mk.layer import DeepseekV3MoE
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.quant.plain import FP32
 from moe_mk.verify import error_of
-from moe_mk.verify.compare import ALL_TOKENS, ONE_TOKEN
+from moe_mk.verify.compare import ALL_TOKENS, ONE_TOKEN, experts_error
 from tests.verify.conftest import Bench, Case, groups_of, inputs
 
 
@@ -79,6 +80,13 @@ def test_the_expected_error_by_hand(bench: Callable[[Case], Bench]) -> None:
     # The same wire below experts that compute in it costs nothing: their 5 x^2 is the rounding.
     own = with_(wired, activations="checkpoint")
     assert error_of(bench(own).first.decision) == pytest.approx(math.sqrt(5 * q**2 + 8 * d**2), rel=1e-6)
+
+
+def test_sums_of_the_second_product_have_as_many_terms_as_experts_are_wide() -> None:
+    # f32 alone, H = 8, I = 512: x = d = f, a^2 = 4 f^2, b^2 = 256 f^2.
+    f = 2.0**-23 / math.sqrt(24)
+    assert experts_error(FP32, FP32, FP32, 8, 512) == pytest.approx(f * math.sqrt(5 + 8 + 4 * 4 + 256), rel=1e-9)
+    assert experts_error(FP32, FP32, FP32, 8) == experts_error(FP32, FP32, FP32, 8, 8)
 
 
 def test_limits_are_multiples_of_the_expected_error(bench: Callable[[Case], Bench]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.fp8_whole import FP8_TENSOR
 from moe_mk.quant.plain import FP32
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.verify import decode, dense
@@ -111,6 +112,20 @@ def test_scales_belong_to_blocks() -> None:
     values = torch.ones(3, 3).to(torch.float8_e4m3fn)
     q = QuantTensor(values, torch.tensor([[2.0, 3.0], [5.0, 7.0]]), Fp8Block("fp8_2x2", 2, 2))
     assert decode.decoded(q).tolist() == [[2, 2, 3], [2, 2, 3], [5, 5, 7]]
+
+
+@pytest.mark.parametrize("length", [5, 6, 7, 8])
+def test_a_block_that_is_cut_off_leaves_the_others_whole(length: int) -> None:
+    # Blocks of 4: the second has one column of 5, or two, or three. Not two blocks of equal parts.
+    values, scales = torch.ones(1, length).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]])
+    q = QuantTensor(values, scales, Fp8Block("fp8_1x4", 1, 4))
+    assert decode.decoded(q).tolist() == [[2.0] * 4 + [3.0] * (length - 4)]
+
+
+def test_one_scale_of_a_whole_side_holds_for_its_equal_parts() -> None:
+    # Two matrices of three rows above each other, gate over up, a scale each.
+    values, scales = torch.ones(6, 2).to(torch.float8_e4m3fn), torch.tensor([[2.0], [3.0]])
+    assert decode.decoded(QuantTensor(values, scales, FP8_TENSOR)).tolist() == [[2, 2]] * 3 + [[3, 3]] * 3
 
 
 def test_no_tokens_give_no_rows() -> None:
