@@ -11,6 +11,8 @@ GEMM-local m, n, k stay lower case inside `kernels/`.
 
 from __future__ import annotations
 
+from math import isqrt
+
 import torch
 
 from moe_mk.errors import ShapeError
@@ -48,6 +50,12 @@ def expect(
         wrong.append(f"lies on {tensor.device}, expected {device}; move it with .to({str(device)!r})")
     if wrong:
         raise ShapeError(f"{name} " + "; ".join(wrong))
+
+
+def divisors_of(number: int) -> list[int]:
+    """What divides a positive number, ascending; O(sqrt(number))."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:

@@ -80,8 +80,10 @@ def _tell(screen: Screen, certificate: Certificate, out: Path, differing: list[s
 def _read(file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
-        _ = [(one["check"], one["digest"]) for one in read["coverage"]], read["contract"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+        words, _ = [one[name] for one in read["coverage"] for name in ("check", "digest")], read["contract"]
+        if not all(isinstance(word, str) for word in words):
+            raise TypeError("checks and digests must be texts")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         raise ConfigError(f"--against {file} is no certificate: {problem}") from problem
     return dict(read)
 

@@ -72,6 +72,14 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def expect_checkpoint(path: Path) -> None:
+    """Raise ConfigError, with the way to write one, if there is no such checkpoint."""
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist; name a checkpoint folder, or write one: moe-mk make-checkpoint {path}"
+        )
+
+
 def tokens_of(text: str) -> tuple[int, ...]:
     """Parse "64" or "0,0,7,1"; raises ConfigError for anything else."""
     try:

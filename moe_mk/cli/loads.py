@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_mk.errors import ConfigError
-from moe_mk.trace.foreign import read_pt
+from moe_mk.trace.foreign import read_npy, read_pt
 from moe_mk.trace.importers import import_trace
 from moe_mk.trace.routing import Phase, RoutingTrace, TraceError
 
@@ -67,7 +67,7 @@ def read_loads(file: Path) -> NDArray[np.float64]:
         raise ConfigError(f"--loads {file} ends in {file.suffix!r}, known are {', '.join(readers)}")
     try:
         loads = np.asarray(readers[file.suffix](file), np.float64)
-    except (OSError, ValueError, TypeError, SafetensorError) as problem:
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError, SafetensorError) as problem:
         raise ConfigError(f"--loads {file} cannot be read: {problem}") from problem
     if not 1 <= loads.ndim <= 3 or loads.size == 0:
         raise ConfigError(f"--loads {file} has shape {loads.shape}, expected [[windows,] layers,] experts")
@@ -82,7 +82,7 @@ def _from_json(file: Path) -> object:
 
 
 def _from_npy(file: Path) -> object:
-    return np.load(file, allow_pickle=False)
+    return read_npy(file)
 
 
 def _from_safetensors(file: Path) -> object:

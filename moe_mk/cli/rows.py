@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.shapes import expect
+from moe_mk.trace.foreign import read_npy
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -42,7 +42,7 @@ def _read(option: str, file: Path, name: str) -> Tensor:
 
 
 def _read_npy(file: Path) -> Tensor:
-    return torch.from_numpy(np.load(file, allow_pickle=False))
+    return torch.from_numpy(read_npy(file))
 
 
 def _read_safetensors(option: str, file: Path, name: str) -> Tensor:

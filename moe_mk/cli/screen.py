@@ -24,7 +24,9 @@ class Screen:
             self.console.width = FILE_WIDTH
 
     def fact(self, label: str, text: str | Text, width: int = LABEL) -> None:
-        """One labelled line."""
+        """One labelled line. What is no text, as in names of files, is written as its code."""
+        if isinstance(text, str):
+            text = text.encode("utf-8", "backslashreplace").decode("utf-8")
         self.console.print(Text.assemble((f"{label:<{width}}", "bold cyan"), text))
 
     def facts(self, pairs: Iterable[tuple[str, str]]) -> None:

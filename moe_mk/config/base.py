@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
 
+SHOWN = 1000
+"""Characters of a wrong value in a message."""
+
 
 class Settings(BaseModel):
     """A frozen group of settings."""
@@ -22,6 +26,8 @@ class Settings(BaseModel):
     @classmethod
     def parse(cls, data: Mapping[str, Any], where: str) -> Self:
         """Build from plain data; raises ConfigError that lists every problem with its key."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"{where} holds a {type(data).__name__}, expected a mapping of settings")
         try:
             return cls.model_validate(dict(data))
         except ValidationError as problem:
@@ -34,13 +40,17 @@ class Settings(BaseModel):
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file that holds one mapping; raises ConfigError otherwise."""
+    """Read a YAML or JSON file that holds one mapping; raises ConfigError otherwise.
+
+    Beside their own errors, the readers raise ValueError for a number of thousands of digits and for a day that is in
+    no calendar, and RecursionError for thousands of brackets inside each other.
+    """
     if not path.is_file():
         raise ConfigError(f"{path} is not a file")
     try:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as problem:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
         raise ConfigError(f"{path} cannot be read: {problem}") from problem
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a {type(data).__name__}, expected a mapping of settings")
@@ -52,7 +62,19 @@ def _explain(cls: type[BaseModel], error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{did_you_mean(str(error['loc'][-1]), _known_keys(cls, error['loc'][:-1]))}"
     message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{key}: {message}, got {error['input']!r}" if key else message
+    return f"{key}: {message}, got {_shown(error['input'])}" if key else message
+
+
+def _shown(value: object) -> str:
+    """A value as a message shows it: short, even where a few lines of YAML stand for billions of values."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 3, 200, 200
+    short.maxdict = short.maxlist = short.maxtuple = 24
+    try:
+        text = short.repr(value)
+    except ValueError:  # a number of thousands of digits
+        text = f"a {type(value).__name__} that is too long to show"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _known_keys(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

@@ -26,8 +26,8 @@ FAMILIES = (*DEEPSEEK_LIKE, *DEEPSEEK_V4, *SOFTMAX_GROUPED, *PLAIN_SOFTMAX, *GPT
 def settings_from_hf(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Translate a parsed `config.json`; raises ConfigError naming what is missing or unknown."""
     family = str(hf.get("model_type", ""))
-    if family == "kimi_k25" and "text_config" in hf:
-        return settings_from_hf(hf["text_config"], where)
+    if family == "kimi_k25" and isinstance(text := hf.get("text_config"), Mapping) and "text_config" not in text:
+        return settings_from_hf(text, where)
     if family not in FAMILIES:
         raise ConfigError(f"{where}: no MoE layer is known for model_type {family!r}{did_you_mean(family, FAMILIES)}")
     return {"model": _model(hf, family, where), "router": _router(hf, family, where)}

@@ -51,7 +51,7 @@ def _modelopt(quant: Said) -> tuple[dict[str, Any], list[str]]:
     inner = quant.get("quantization")
     algorithm = quant.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
     known = {"NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8": "fp8_tensor"}
-    if algorithm not in known:
+    if not isinstance(algorithm, str) or algorithm not in known:
         return {}, [f"quant_algo is {algorithm!r}"]
     return {"weights": known[algorithm]}, []
 
@@ -61,7 +61,9 @@ def _compressed_tensors(quant: Said) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(groups, Mapping) or len(groups) != 1:
         return {}, [f"config_groups has {len(groups) if isinstance(groups, Mapping) else 'no'} groups, one is expected"]
     (group,) = groups.values()
-    weights, tokens = group.get("weights") or {}, group.get("input_activations")
+    weights, tokens = (_inside(group, key) for key in ("weights", "input_activations"))
+    if not isinstance(weights, Mapping) or not (tokens is None or isinstance(tokens, Mapping)):
+        return {}, [f"the group of config_groups has weights {weights!r} and input_activations {tokens!r}"]
     problems = [
         f"weights.{key} is {weights.get(key)!r}"
         for key, allowed in (("num_bits", (8,)), ("type", ("int", "float")), ("symmetric", (True, None)))
@@ -72,7 +74,7 @@ def _compressed_tensors(quant: Said) -> tuple[dict[str, Any], list[str]]:
     if kind == "fp8":
         names["tensor"] = "fp8_tensor"
     strategy = weights.get("strategy")
-    if strategy not in names:
+    if not isinstance(strategy, str) or strategy not in names:
         problems.append(f"weights.strategy is {strategy!r}, not one of {', '.join(names)}")
         return {}, problems
     settings: dict[str, Any] = {"weights": names[strategy]}
@@ -83,6 +85,10 @@ def _compressed_tensors(quant: Said) -> tuple[dict[str, Any], list[str]]:
     elif tokens.get("num_bits") != 8 or tokens.get("type") != weights.get("type"):
         problems.append(f"input_activations are {tokens.get('num_bits')}-bit {tokens.get('type')!r}")
     return settings, problems
+
+
+def _inside(group: object, key: str) -> object:
+    return group.get(key) if isinstance(group, Mapping) else group
 
 
 _READERS: Mapping[str, Callable[[Said], tuple[dict[str, Any], list[str]]]] = {

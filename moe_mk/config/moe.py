@@ -12,8 +12,12 @@ from moe_mk.config.base import Settings, read_mapping
 from moe_mk.config.hf import settings_from_hf
 from moe_mk.config.overrides import place_overrides
 from moe_mk.config.quant import QuantConfig
+from moe_mk.shapes import divisors_of
 
-Positive = Field(ge=1)
+Size = Field(ge=1, le=2**31 - 1)
+"""What kernels count in 32 bits."""
+Experts = Field(ge=1, le=2**16)
+"""Every rank keeps tables of all of them."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_limit", "swiglu_oai"]
 
 
@@ -21,11 +25,11 @@ class ModelConfig(Settings):
     """The shape of one MoE layer."""
 
     name: str = "custom"
-    hidden_size: int = Positive
-    moe_intermediate_size: int = Positive
-    num_experts: int = Positive
-    num_shared_experts: int = Field(default=0, ge=0)
-    shared_intermediate_size: int | None = Field(default=None, ge=1)
+    hidden_size: int = Size
+    moe_intermediate_size: int = Size
+    num_experts: int = Experts
+    num_shared_experts: int = Field(default=0, ge=0, le=2**16)
+    shared_intermediate_size: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Intermediate size of all shared experts together; None is num_shared_experts times moe_intermediate_size."""
     activation: Activation = "silu"
     swiglu_limit: float | None = Field(default=None, gt=0)
@@ -54,6 +58,18 @@ class ModelConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _bytes_are_whole(self) -> Self:
+        per_byte = self.quant.weight_scheme.per_byte
+        sizes = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.moe_intermediate_size}
+        sizes["the shared experts' size"] = self.shared_size
+        if odd := [f"{name}={size}" for name, size in sizes.items() if size % per_byte]:
+            raise ValueError(
+                f"{self.quant.weights} weights hold {per_byte} values a byte, which do not divide {', '.join(odd)}; "
+                "use even sizes or another type"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _shared_agree(self) -> Self:
         if self.shared_intermediate_size and not self.num_shared_experts:
             raise ValueError(
@@ -66,7 +82,7 @@ class ModelConfig(Settings):
 class RouterConfig(Settings):
     """How tokens choose experts."""
 
-    top_k: int = Positive
+    top_k: int = Experts
     scoring_func: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "softmax"
     """What logits become before experts are chosen; sqrtsoftplus is DeepSeek-V4's, the root of ln(1 + exp(x))."""
     num_expert_group: int = Field(default=1, ge=1)
@@ -77,7 +93,7 @@ class RouterConfig(Settings):
     """Whether a bias is added to the logits, so that it takes part in the choice and in the weights."""
     renormalize: bool = True
     routed_scaling_factor: float = Field(default=1.0, gt=0)
-    hash_vocabulary: int | None = Field(default=None, ge=1)
+    hash_vocabulary: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Tokens of the vocabulary, of a layer whose experts a table fixes by token id (DeepSeek-V4's first layers); None:
     experts are chosen by scores."""
     router_dtype: Literal["float32", "model"] = "float32"
@@ -113,7 +129,7 @@ class KernelConfig(Settings):
     """Whether weights of a type that only the reference reads may be requantised at load; a Decision then says so."""
     fused_router: bool = True
     """Whether gate and choice of experts may be one native call beside native experts; false: torch, op by op."""
-    max_num_tokens: int = Field(default=8192, ge=1)
+    max_num_tokens: int = Field(default=8192, ge=1, le=2**31 - 1)
     """The most tokens one rank may bring to one call; buffers are sized by it."""
     relay_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a rank that cross between nodes and are relayed there at a time; None: all of a call at once."""
@@ -162,8 +178,7 @@ class MoEConfig(Settings):
                 f"keep at most {r.num_expert_group} groups"
             )
         if experts % r.num_expert_group:
-            divisors = [g for g in range(1, experts + 1) if experts % g == 0]
-            nearest = min(divisors, key=lambda g: abs(g - r.num_expert_group))
+            nearest = min(divisors_of(experts), key=lambda g: abs(g - r.num_expert_group))
             problems.append(
                 f"model.num_experts={experts} does not divide into router.num_expert_group={r.num_expert_group} "
                 f"groups; use {nearest} groups"
@@ -224,8 +239,9 @@ class MoEConfig(Settings):
         widths = [width for width in (self.model.moe_intermediate_size, self.model.shared_size) if width]
         sides = self.model.quant.edges
         common = gcd(*widths)
-        divisors = [tp for tp in range(1, common + 1) if common % tp == 0]
-        return [tp for tp in divisors if tp == 1 or all(w // tp % side == 0 for w in widths for side in sides)]
+        return [
+            tp for tp in divisors_of(common) if tp == 1 or all(w // tp % side == 0 for w in widths for side in sides)
+        ]
 
     @classmethod
     def from_hf(cls, path: str | Path, **overrides: Any) -> Self:

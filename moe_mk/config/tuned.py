@@ -26,6 +26,7 @@ from moe_mk.quant.tensor import QuantScheme
 
 LOGGER = logging.getLogger(__name__)
 
+MOST_TOKENS = 2**31 - 1
 Value = int | bool | str
 Candidate = Mapping[str, Value]
 WEIGHTS: Mapping[str, QuantScheme] = {
@@ -120,15 +121,15 @@ def load_measured(path: Path, command: str) -> Measured:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))["points"]
         return Measured(_points(given))
-    except (OSError, KeyError, TypeError, ValueError) as problem:
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as problem:
         raise ConfigError(f"{path} holds no tuned points: {type(problem).__name__}: {problem}; run {command}") from None
 
 
 def _points(given: Any) -> tuple[TunedPoint, ...]:
     points = [TunedPoint(int(p["tokens"]), dict(p["parameters"]), float(p["microseconds"])) for p in given]
     for point in points:
-        if point.tokens < 1 or not point.microseconds > 0:
-            raise ValueError(f"tokens and microseconds must be positive: {point}")
+        if not 1 <= point.tokens <= MOST_TOKENS or not 0 < point.microseconds < math.inf:
+            raise ValueError(f"tokens and microseconds must be positive, tokens no more than {MOST_TOKENS}")
     if len({point.tokens for point in points}) != len(points):
         raise ValueError("two points have the same number of tokens")
     return tuple(sorted(points, key=lambda point: point.tokens))

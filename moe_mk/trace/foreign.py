@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.trace.routing_forward import TracedForward, TraceError
+
+UNPACKING = (zipfile.BadZipFile, zlib.error)
+MOST_DEFLATED = 1032
+"""Bytes that deflate can make of one."""
 
 
 def read_pt(file: Path) -> object:
@@ -24,11 +34,43 @@ def read_pt(file: Path) -> object:
 def read_arrays(file: Path) -> dict[str, Tensor]:
     """Arrays of a .npz file by name, or the one of a .npy file under the empty name; raises TraceError."""
     try:
-        content = np.load(file, allow_pickle=False)
-        arrays = {"": content} if isinstance(content, np.ndarray) else {name: content[name] for name in content.files}
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as members:
+                arrays = {info.filename.removesuffix(".npy"): _member(members, info) for info in members.infolist()}
+        else:
+            arrays = {"": read_npy(file)}
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as problem:
+    except (OSError, ValueError, TypeError, EOFError, RuntimeError, NotImplementedError, *UNPACKING) as problem:
         raise TraceError(f"{file} cannot be read as arrays of numbers: {problem}") from problem
+
+
+def read_npy(file: Path) -> NDArray[Any]:
+    """The array of a .npy file. Raises OSError or ValueError, before anything is allocated for it, where its header
+    says more than the file holds.
+    """
+    with file.open("rb") as stream:
+        return _array(stream, file.stat().st_size)
+
+
+def _member(members: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
+    if info.file_size > info.compress_size * MOST_DEFLATED + 1024:
+        raise ValueError(f"{info.filename} has {info.file_size} bytes in {info.compress_size}, which nothing packs so")
+    with members.open(info) as stream:
+        return _array(stream, info.file_size)
+
+
+def _array(stream: IO[bytes], num_bytes: int) -> NDArray[Any]:
+    """One array, if its header fits the bytes behind it. Source: the format description of numpy.lib.format."""
+    try:
+        version = npy.read_magic(stream)
+        header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = header(stream)
+    except (tokenize.TokenError, SyntaxError, RecursionError, MemoryError) as problem:
+        raise ValueError(f"its header is damaged ({problem})") from problem
+    if any(side < 0 for side in shape) or math.prod(shape) * dtype.itemsize > num_bytes - stream.tell():
+        raise ValueError(f"its header says {shape} of {dtype}, which are more than its {num_bytes} bytes")
+    stream.seek(0)
+    return np.lib.format.read_array(stream, allow_pickle=False)
 
 
 def resized(forward: TracedForward, top_k: int) -> TracedForward:

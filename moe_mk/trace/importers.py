@@ -130,7 +130,28 @@ def _recording(file: Path) -> tuple[list[dict[str, Any]], Tensor]:
         missing = sorted(needed - set(record)) if isinstance(record, dict) else sorted(needed)
         if missing:
             raise TraceError(f"{file}: record {number} lacks {missing}; record in mode per_token")
+        if wrong := _of_another_kind(record):
+            raise TraceError(f"{file}: record {number} has {', '.join(wrong)} of another kind than SGLang writes")
+    if physical.is_floating_point() or physical.is_complex() or not physical.numel():
+        raise TraceError(f"{file} maps to experts with {physical.dtype} of shape {tuple(physical.shape)}")
     return records, physical.long()
+
+
+def _of_another_kind(record: Mapping[str, Any]) -> list[str]:
+    """The entries of a record that are not what the recorder writes."""
+    numbers = [name for name in ("rank", "forward_pass_id", "forward_mode") if not _is_number(record[name])]
+    ids, tokens = record["topk_ids_of_layer"], record.get("input_ids")
+    integer = isinstance(ids, Tensor) and not ids.is_floating_point() and not ids.is_complex()
+    listed = tokens.dim() == 1 if isinstance(tokens, Tensor) else isinstance(tokens, list | tuple | None)
+    if listed and isinstance(tokens, list | tuple):
+        listed = all(_is_number(token) for token in tokens)
+    return numbers + ["topk_ids_of_layer"] * (not integer) + ["input_ids"] * (not listed)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
+    return isinstance(value, int) and -(2**63) <= value < 2**63
 
 
 def _forwards_of(record: Mapping[str, Any], physical: Tensor, rank: int) -> list[TracedForward]:

@@ -25,7 +25,7 @@ from moe_mk.errors import ShapeError
 from moe_mk.placement.balance.topology import Topology
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.placement.traffic import Choice, NodesPerToken, Slotted, expected_nodes, node_chances, slots_of_map
-from moe_mk.trace.routing_checks import COLUMNS, problems_of
+from moe_mk.trace.routing_checks import COLUMNS, problems_of, problems_of_rows
 from moe_mk.trace.routing_file import chunks_of, load, save
 from moe_mk.trace.routing_forward import PHASES, Phase, ReplayRouter, TracedForward, TraceError, TraceFacts, number_of
 from moe_mk.trace.routing_pack import (
@@ -252,6 +252,8 @@ def _read(file: Path) -> RoutingTrace:
         raise TraceError(f"trace {file} lacks {missing or 'no tensor'}; its header differs in {unknown or 'nothing'}")
     facts = TraceFacts(**header)  # type: ignore[arg-type]
     columns = {name: tensors[name].to(torch.int64) for name in COLUMNS if name != "phase_X"}
+    if wrong := [*facts.problems(), *problems_of_rows(tensors)]:
+        raise TraceError(f"trace {file}: " + "; ".join(wrong))
     token_ids_R = None
     if "token_ids" in tensors and "token_start_X" in tensors:
         token_ids_R = unpack_token_ids(tensors["token_ids"], tensors["token_start_X"], columns["tokens_X"])
@@ -282,7 +284,10 @@ def _mapped(trace: RoutingTrace, change: Callable[[str, Tensor], Tensor]) -> Rou
 
 
 def _column(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    try:
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    except (ValueError, RuntimeError, OverflowError, TypeError) as problem:
+        raise TraceError(f"steps, layers and ranks must be numbers of 64 bits: {problem}") from problem
 
 
 def _all_or_none(what: str, parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:

@@ -53,7 +53,10 @@ def load(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     text = metadata.get("header", "")
     if digest(text, tensors) != metadata.get("digest"):
         raise TraceError(f"trace {path} is damaged: its content does not have the digest it was written with")
-    header = json.loads(text)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise TraceError(f"trace {path} has a header that is not JSON: {problem}") from problem
     if not isinstance(header, dict):
         raise TraceError(f"trace {path} has a header of {type(header).__name__}, expected names with values")
     return header, tensors
@@ -90,5 +93,5 @@ def _check_kind(path: Path, metadata: Mapping[str, str]) -> None:
             "moe_mk.trace.importers reads those of other programs"
         )
     version = metadata.get("version", "")
-    if not version.isdecimal() or int(version) > VERSION:
-        raise TraceError(f"trace {path} has version {version!r}, this library reads up to {VERSION}; update it")
+    if not version.isdecimal() or len(version) > 9 or int(version) > VERSION:
+        raise TraceError(f"trace {path} has version {version[:20]!r}, this library reads up to {VERSION}; update it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 import torch
@@ -15,6 +16,8 @@ from moe_mk.tokens import Routing
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+MOST = 2**16
+"""Experts, and ranks, that a trace may speak of: tables of them are made before a single token is looked at."""
 
 
 class TraceError(MoEMKError, ValueError):
@@ -44,10 +47,17 @@ class TraceFacts:
 
     def problems(self) -> list[str]:
         """Why no trace can have these."""
-        least = {"num_experts": 1, "top_k": 1, "num_groups": 1, "num_ranks": 1}
+        numbers = {name: getattr(self, name) for name in ("num_experts", "top_k", "num_groups", "num_ranks")}
         wrong = [
-            f"{name}={getattr(self, name)} is below {low}" for name, low in least.items() if getattr(self, name) < low
+            f"{name} is a {type(value).__name__}, expected a whole number"
+            for name, value in numbers.items()
+            if not isinstance(value, Integral) or isinstance(value, bool)
         ]
+        wrong += [] if isinstance(self.model, str) else [f"model is a {type(self.model).__name__}, expected a text"]
+        if wrong:
+            return wrong
+        wrong = [f"{name}={value} is below 1" for name, value in numbers.items() if value < 1]
+        wrong += [f"{name} is above {MOST}" for name, value in numbers.items() if value > MOST]
         if not wrong and self.top_k > self.num_experts:
             wrong.append(f"top_k={self.top_k} is above num_experts={self.num_experts}")
         if not wrong and self.num_experts % self.num_groups:

@@ -78,7 +78,9 @@ def unpack_token_ids(pool: Tensor, start_X: Tensor, tokens_X: Tensor) -> Tensor:
     """Token ids row by row; raises TraceError where a stretch leaves the pool."""
     if len(start_X) != len(tokens_X):
         raise TraceError(f"{len(start_X)} starts of token ids for {len(tokens_X)} forwards")
-    if len(start_X) and (int(start_X.min()) < 0 or int((start_X + tokens_X).max()) > len(pool)):
-        raise TraceError(f"token ids end at {int((start_X + tokens_X).max())}, there are {len(pool)}")
+    if len(start_X):
+        least, most, end = int(start_X.min()), int(start_X.max()), int((start_X + tokens_X).max())
+        if least < 0 or max(most, end) > len(pool):  # a start near 2^63 makes an end below zero
+            raise TraceError(f"token ids end at {end} and start at {least} to {most}, there are {len(pool)}")
     parts = [pool[start : start + size] for start, size in zip(start_X.tolist(), tokens_X.tolist(), strict=True)]
     return torch.cat([pool[:0], *parts]).to(torch.int64)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_mk.config.tuned import MOST_TOKENS
 from moe_mk.errors import ConfigError
 
 NAME = re.compile(
@@ -57,9 +58,9 @@ def read_vllm(path: str | Path) -> VllmTuned:
         data = dict(json.loads(path.read_text(encoding="utf-8")))
         version = data.pop(VERSION, None)
         sizes = {int(tokens): dict(parameters) for tokens, parameters in data.items()}
-        if not sizes or min(sizes) < 1:
-            raise ValueError("it has no sizes, or one that is not positive")
-    except (OSError, TypeError, ValueError) as problem:
+        if not sizes or min(sizes) < 1 or max(sizes) > MOST_TOKENS:
+            raise ValueError(f"it has no sizes, or one that is not positive or above {MOST_TOKENS}")
+    except (OSError, TypeError, ValueError, RecursionError) as problem:
         raise ConfigError(f"{path} holds no tuned parameters of vLLM: {problem}") from None
     block = (int(named["rows"]), int(named["columns"])) if named["rows"] else None
     return VllmTuned(

@@ -11,7 +11,7 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.quant import WHOLE, BlockedScheme
 from moe_mk.weights.completeness import entry_problems, name_problems, some
 from moe_mk.weights.layer_reader import LayerReader
-from moe_mk.weights.layer_spec import LayerSpec, expected_tensors
+from moe_mk.weights.layer_spec import LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.layer_weights import LayerWeights
 from moe_mk.weights.names import Convention, block_prefixes, layer_of, recognise
 from moe_mk.weights.scan import Progress
@@ -44,6 +44,7 @@ def load_layer(
     convention = recognise(local)
     _expect_order(spec, convention)
     title = f"layer {layer} of {source.where} ({convention.name} names under {prefix!r})"
+    _raise_if(f"{title} cannot be loaded", unnamed_parts(spec, convention))
     expected = expected_tensors(spec, convention)
     problems = name_problems(local, expected, convention)
     needed, present = {*owned, None}, set(local)

@@ -32,7 +32,7 @@ from moe_mk.weights.names import CONVENTIONS, OFFICIAL, SCALED, Convention, Part
 from moe_mk.weights.requantise import slot_held_as
 from moe_mk.weights.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.weights.scan import Progress
-from moe_mk.weights.source import INDEX, SafetensorsSource
+from moe_mk.weights.source import INDEX, SafetensorsSource, is_inside
 
 SHARD_BYTES = 4 << 30
 PIECE_BYTES = 64 << 20
@@ -250,11 +250,15 @@ def _shards(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planned]]
 
 
 def _write_config(source: Path, home: Path, to: str) -> None:
-    """config.json with the new type, and every other small file beside the weights as it is."""
+    """config.json with the new type, and every other small file beside the weights as it is.
+
+    A link that leaves the folder is left out: what it shows is no part of the checkpoint.
+    """
     if not source.is_dir():
         return
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json", REPORT):
+        own = file.is_file() and is_inside(source, file.name)
+        if own and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json", REPORT):
             shutil.copy2(file, home / file.name)
     if not (source / "config.json").is_file():
         return

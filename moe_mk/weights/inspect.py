@@ -26,7 +26,7 @@ from moe_mk.quant import (
 from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
 from moe_mk.weights.completeness import entry_problems, name_problems
-from moe_mk.weights.layer_spec import FLOATS, LayerSpec, expected_tensors
+from moe_mk.weights.layer_spec import FLOATS, LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, recognise
 from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import SafetensorsSource
@@ -135,7 +135,7 @@ def _config(path: Path) -> tuple[dict[str, object], list[str]]:
         config = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}, []
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         return {}, [f"config.json cannot be read: {problem}"]
     return (config, []) if isinstance(config, dict) else ({}, ["config.json is not a JSON object"])
 
@@ -210,13 +210,15 @@ def _guess(
     width = shared.shape[1] * scheme.per_byte if shared is not None and len(shared.shape) == 2 else 0
     biased = Part(Role.EXPERT, "down", extra="bias") in parts
     try:
-        return LayerSpec(
+        spec = LayerSpec(
             num_experts, shape[-2], shape[-1] * scheme.per_byte, scheme, int(width > 0), width,
             Part(Role.BIAS) in parts, has_expert_bias=biased, has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
             table=_table_of(parts),
-        ), ""  # fmt: skip
+        )  # fmt: skip
     except ConfigError as problem:
         return None, str(problem)
+    nameless = "; ".join(unnamed_parts(spec, convention))
+    return (None, nameless) if nameless else (spec, "")
 
 
 def _table_of(parts: dict[Part, TensorEntry]) -> tuple[int, int] | None:

@@ -9,10 +9,13 @@ import torch
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant import WHOLE, BlockedScheme, Plain, QuantScheme
+from moe_mk.shapes import divisors_of
 from moe_mk.weights.names import Convention, Part, Role
 
 ORDERS = ("gate_up", "up_gate", "interleaved")
 """interleaved: a row of the gate, the same row of up, the next of the gate."""
+MOST_EXPERTS = 2**16
+"""What a header may say before anybody believes it: every expert is asked for by name."""
 INTEGERS = (torch.int64, torch.int32)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 VALUE_DTYPES = {
@@ -51,6 +54,8 @@ class LayerSpec:
             for name in ("num_experts", "hidden_size", "intermediate_size")
             if getattr(self, name) < 1
         ]
+        if self.num_experts > MOST_EXPERTS:
+            wrong.append(f"num_experts={self.num_experts} exceeds {MOST_EXPERTS}")
         if (self.num_shared_experts > 0) != (self.shared_intermediate_size > 0):
             wrong.append(
                 f"num_shared_experts={self.num_shared_experts} and shared_intermediate_size="
@@ -98,7 +103,7 @@ class LayerSpec:
     def legal_tp_sizes(self) -> list[int]:
         """The tensor-parallel sizes that cut routed and shared experts into equal shares, at block edges."""
         common = gcd(self.intermediate_size, self.shared_intermediate_size)
-        return [n for n in range(1, common + 1) if n == 1 or (common % n == 0 and self._cuts_at_edges(n))]
+        return [n for n in divisors_of(common) if n == 1 or self._cuts_at_edges(n)]
 
     def _cuts_at_edges(self, tp_size: int) -> bool:
         widths = [width for width in (self.intermediate_size, self.shared_intermediate_size) if width]
@@ -131,6 +136,18 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
     experts = of.fused() if convention.fused else [e for i in range(spec.num_experts) for e in of.mlp(Role.EXPERT, i)]
     shared = of.mlp(Role.SHARED, None) if spec.num_shared_experts else []
     return {convention.spell(each.part): each for each in (*router, *experts, *shared)}
+
+
+def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
+    """What the layer has and the convention has no name for: nothing of it could be found, or missed."""
+    scheme = spec.scheme
+    above = isinstance(scheme, BlockedScheme) and scheme.has_global_scale
+    asked = {
+        f"global scales of {scheme.name}": above and not convention.holds(Role.EXPERT, "global"),
+        "biases of experts (model.expert_bias)": spec.has_expert_bias and not convention.holds(Role.EXPERT, "bias"),
+        "a bias of the logits (router.has_logit_bias)": spec.has_logit_bias and not convention.logit_bias,
+    }
+    return [f"{convention.name} names have none for {what}" for what, wanting in asked.items() if wanting]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 
 _PREFIX = re.compile(r"^((?:.*?\.)??)experts\.")
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.)")
+_NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
 
 
 class Role(Enum):
@@ -183,7 +183,7 @@ def _patterns(name: str) -> list[tuple[re.Pattern[str], Part, Mapping[str, str]]
 
 
 def _compile(template: str, words: Mapping[str, str]) -> re.Pattern[str]:
-    pattern = re.escape(template).replace(r"\{e\}", r"(?P<e>\d+)")
+    pattern = re.escape(template).replace(r"\{e\}", r"(?P<e>\d{1,9})")
     return re.compile(pattern.replace(r"\{p\}", f"(?P<p>{'|'.join(words)})"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import torch
 from moe_mk.errors import WeightError
 
 MAX_HEADER_BYTES = 100_000_000
+LARGEST = 2**62
+"""Above every size and offset that a file can have."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -53,7 +56,27 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read a header; WeightError says what is wrong with the file as a whole."""
+    text, num_bytes = _text_of(path)
+    length = len(text)
     try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise _damaged(path, f"its header is not JSON ({problem})") from problem
+    if not isinstance(raw, dict):
+        raise _damaged(path, "its header is not a JSON object")
+    metadata = raw.pop("__metadata__", {})
+    if broken := [name for name in raw if not is_text(name)]:
+        raise _damaged(path, f"{len(broken)} names of tensors are no text, the first is {broken[0]!r}")
+    tensors = {name: _entry(path, name, said, 8 + length, num_bytes) for name, said in raw.items()}
+    _expect_no_gaps(path, tensors.values(), 8 + length, num_bytes)
+    return Header(tensors, metadata if isinstance(metadata, dict) else {}, num_bytes)
+
+
+def _text_of(path: Path) -> tuple[bytes, int]:
+    """The bytes of the header, and how many the file has."""
+    try:
+        if not path.is_file():  # a pipe would let its reader wait for ever
+            raise WeightError(f"{path.name} is no regular file")
         num_bytes = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -61,25 +84,37 @@ def read_header(path: Path) -> Header:
                 raise WeightError(
                     f"{path.name} is truncated or no safetensors file: {num_bytes} bytes, header of {length} announced"
                 )
-            raw = json.loads(file.read(length))
+            return file.read(length), num_bytes
     except OSError as problem:
         raise WeightError(f"{path.name} cannot be read: {problem.strerror}") from problem
-    except ValueError as problem:
-        raise _damaged(path, f"its header is not JSON ({problem})") from problem
-    if not isinstance(raw, dict):
-        raise _damaged(path, "its header is not a JSON object")
-    metadata = raw.pop("__metadata__", {})
-    tensors = {name: _entry(path, name, said, 8 + length, num_bytes) for name, said in raw.items()}
-    return Header(tensors, metadata if isinstance(metadata, dict) else {}, num_bytes)
+
+
+def is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8: JSON has a spelling for halves of characters too."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _expect_no_gaps(path: Path, tensors: Iterable[TensorEntry], origin: int, file_bytes: int) -> None:
+    """Every byte behind the header belongs to one tensor, as the format has it; what is cut off is told by tensor."""
+    end, before = origin, "the header"
+    for entry in sorted(tensors, key=lambda entry: (entry.start, entry.num_bytes)):
+        if entry.start != end:
+            what = "shares bytes with" if entry.start < end else f"lies {entry.start - end} bytes behind"
+            raise _damaged(path, f"{entry.name} {what} {before}")
+        end, before = entry.start + entry.num_bytes, entry.name
+    if end < file_bytes:
+        raise _damaged(path, f"{file_bytes - end} bytes behind {before} belong to no tensor")
 
 
 def _entry(path: Path, name: str, said: object, origin: int, file_bytes: int) -> TensorEntry:
     try:
-        assert isinstance(said, dict)
-        dtype_name, shape = str(said["dtype"]), tuple(int(size) for size in said["shape"])
-        start, end = (int(offset) for offset in said["data_offsets"])
-    except (AssertionError, KeyError, TypeError, ValueError) as problem:
-        raise _damaged(path, f"the entry of {name} is {said!r}") from problem
+        dtype_name, shape, (start, end) = _said(said)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise _damaged(path, f"the entry of {name} is {str(said)[:200]}") from problem
     dtype = DTYPES.get(dtype_name)
     wanted = end - start if dtype is None else math.prod(shape) * dtype.itemsize
     if start < 0 or end - start != wanted or any(size < 0 for size in shape):
@@ -88,6 +123,19 @@ def _entry(path: Path, name: str, said: object, origin: int, file_bytes: int) ->
         )
     missing = min(end - start, max(0, origin + end - file_bytes))
     return TensorEntry(name, dtype, dtype_name, shape, end - start, origin + start, missing)
+
+
+def _said(said: object) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Dtype, shape and range of an entry; raises KeyError, TypeError or ValueError for anything else."""
+    if not isinstance(said, dict):
+        raise TypeError(type(said))
+    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    numbers = [*shape, *offsets]
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        raise TypeError(type(shape))
+    if not all(type(number) is int and number < LARGEST for number in numbers):
+        raise ValueError(numbers)
+    return dtype, tuple(shape), tuple(offsets)
 
 
 def _damaged(path: Path, why: str) -> WeightError:

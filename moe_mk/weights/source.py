@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_mk.errors import WeightError
-from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, read_header
+from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, is_text, read_header
 
 INDEX = "model.safetensors.index.json"
 
@@ -78,8 +78,8 @@ class MappingSource(TensorSource):
 class SafetensorsSource(TensorSource):
     """A checkpoint directory with an index, a directory of safetensors files without one, or a single file.
 
-    Only headers are read here. Shards named by the index must lie inside the directory; symbolic links may leave it
-    only within a Hugging Face cache (snapshots/ -> blobs/).
+    Only headers are read here. Shards must lie inside the directory, those that an index names and those that are just
+    there; symbolic links may leave it only within a Hugging Face cache (snapshots/ -> blobs/).
     """
 
     file_backed = True
@@ -137,8 +137,8 @@ class SafetensorsSource(TensorSource):
     def header(self, file: Path) -> Header:
         """The header of one file, read once."""
         if file not in self._headers:
-            if not file.exists():
-                raise WeightError(f"{file.name} is named by the index but does not exist")
+            if not _exists(file):
+                raise WeightError(f"{file.name[:100]} is named by the index but does not exist")
             self._headers[file] = read_header(file)
         return self._headers[file]
 
@@ -155,6 +155,7 @@ class SafetensorsSource(TensorSource):
         return self._files_of_headers(files)
 
     def _files_of_headers(self, files: list[Path]) -> dict[str, Path]:
+        self._expect_inside({file.name for file in files}, "the folder")
         file_of: dict[str, Path] = {}
         twice: list[str] = []
         for file in files:
@@ -172,29 +173,42 @@ class SafetensorsSource(TensorSource):
             index = json.loads((self.path / INDEX).read_bytes())
             weight_map = index["weight_map"]
             shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as problem:
             raise WeightError(
                 f"{self.path / INDEX} is not an index with a weight_map ({type(problem).__name__}: {problem})"
             ) from problem
-        self._expect_inside(set(shard_of.values()))
+        if broken := [name for name in shard_of if not is_text(name)]:
+            raise WeightError(f"{self.path / INDEX} has {len(broken)} names that are no text: {broken[0]!r}")
+        self._expect_inside(set(shard_of.values()), str(self.path / INDEX))
         return {name: self.path / shard for name, shard in shard_of.items()}
 
-    def _expect_inside(self, shards: set[str]) -> None:
-        home = self.path.resolve()
-        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-        outside = sorted(s for s in shards if not _is_inside(home, s, blobs))
+    def _expect_inside(self, shards: set[str], where: str) -> None:
+        outside = sorted(s for s in shards if not is_inside(self.path, s))
         if outside:
             raise WeightError(
-                f"{self.path / INDEX} names {len(outside)} files that are not inside the directory: "
+                f"{where} names {len(outside)} files that are not inside the directory: "
                 f"{', '.join(map(repr, outside[:5]))}; put the files themselves into {self.path}"
             )
 
 
-def _is_inside(home: Path, shard: str, blobs: Path) -> bool:
-    if not shard or "\0" in shard or Path(shard).is_absolute() or ".." in Path(shard).parts:
+def is_inside(folder: Path, name: str) -> bool:
+    """Whether a file named in a folder lies in it, links resolved, or among the blobs of its Hugging Face cache."""
+    if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         return False
-    real = (home / shard).resolve()
+    home = folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    try:
+        real = (home / name).resolve()
+    except (OSError, RuntimeError, ValueError):  # links in a circle, and names that no system can have
+        return False
     return real.is_relative_to(home) or real.is_relative_to(blobs)
+
+
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _is_cached(fd: int, offset: int) -> bool:

@@ -31,3 +31,8 @@ def test_a_quiet_screen_says_nothing(capsys: pytest.CaptureFixture[str]) -> None
 )
 def test_amounts_for_a_person(number: float, text: str) -> None:
     assert amount(number) == text
+
+
+def test_names_of_files_that_are_no_text_are_written_as_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    Screen().fact("written", "caf\udce9")
+    assert capsys.readouterr().out.split() == ["written", "caf\\udce9"]

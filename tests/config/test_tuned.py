@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from moe_mk.config.tuned import between, case_name, nearest, top_k_in
+from moe_mk.config.tuned import between, case_name, load_measured, nearest, top_k_in
+from moe_mk.errors import ConfigError
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
 
 
@@ -36,3 +39,20 @@ def test_a_name_gives_back_its_top_k_and_others_give_none() -> None:
     assert top_k_in(case_name((256, 128, 8, 12), FP8_128x128, FP8_1x128), pattern) == 12
     assert top_k_in(case_name((256, 128, 80, 12), FP8_128x128, FP8_1x128), pattern) is None
     assert top_k_in(pattern, pattern) is None and top_k_in(pattern.replace("*", "2x"), pattern) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"points": [{"tokens": 1e400, "parameters": {}, "microseconds": 1}]}',
+        '{"points": [{"tokens": 1, "parameters": {}, "microseconds": 1e400}]}',
+        f'{{"points": [{{"tokens": 1{"0" * 400}, "parameters": {{}}, "microseconds": 1}}]}}',
+        '{"points": {"a": 1}}',
+    ],
+    ids=["brackets", "endless tokens", "an endless time", "tokens of 400 digits", "no list"],
+)
+def test_a_file_without_points_that_can_be_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "case.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"case.json holds no tuned points: .*; run the command"):
+        load_measured(tmp_path / "case.json", "the command")

@@ -250,8 +250,11 @@ def test_the_command_writes_a_certificate_and_compares_it(tmp_path: Path) -> Non
     first.write_text(json.dumps(facts))
     done = runner.invoke(app, ["certify", "no_ep", "--out", str(second), "--against", str(first)])
     assert done.exit_code == 1 and "other bits" in done.stdout and "0000000000000000 there" in done.stdout
-    first.write_text("{}")
-    assert runner.invoke(app, ["certify", "no_ep", "--against", str(first)]).exit_code == 2
+    other_kind = '{"contract": 2, "coverage": [{"check": [1], "digest": 2}]}'
+    for text in ("{}", other_kind, "[" * 100_000):
+        first.write_text(text)
+        done = runner.invoke(app, ["certify", "no_ep", "--against", str(first)])
+        assert done.exit_code == 2 and "is no certificate" in done.output
 
 
 def test_the_command_fails_with_the_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from moe_mk.weights import CheckpointShape, write_checkpoint
-
-PREFIX = "model.layers.3.mlp."
-StateDict = dict[str, Tensor]
+from tests.weights.one_layer import PREFIX, StateDict
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,141 @@
+"""Settings that nobody means well with: every one is a ConfigError, at once, in a message of bearable length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_mk import MoEConfig
+from moe_mk.config.base import SHOWN, read_mapping
+from moe_mk.config.hf import settings_from_hf
+from moe_mk.config.hf_quant import quant_from_hf
+from moe_mk.errors import ConfigError
+from moe_mk.quant.plain import BF16
+from moe_mk.shapes import divisors_of
+from moe_mk.weights import LayerSpec
+from moe_mk.weights.layer_spec import MOST_EXPERTS
+
+LAUGHS = "\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x]"] + [
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)
+])  # fmt: skip
+"""Twelve lines that stand for 9^12 texts."""
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    model = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
+    data: dict[str, Any] = {"model": model, "router": {"top_k": 2}, "kernel": {}, "parallel": {}}
+    for key, value in changes.items():
+        group, name = key.split("__")
+        data[group][name] = value
+    return data
+
+
+@pytest.mark.parametrize("data", [None, 7, "x", [1], ["ab"]])
+def test_settings_that_are_no_mapping_are_refused(data: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^here holds a {type(data).__name__}, expected a mapping of settings"):
+        MoEConfig.parse(data, "here")
+
+
+@pytest.mark.parametrize(
+    "name,text",
+    [
+        ("a.json", '{"a": ' + "1" * 5000 + "}"),
+        ("a.yaml", "a: " + "1" * 5000),
+        ("a.yaml", "a: 2024-99-99"),
+        ("a.json", '{"a": ' + "[" * 100_000),
+        ("a.yaml", "a: " + "[" * 400),
+    ],
+    ids=["digits in JSON", "digits in YAML", "a day in no calendar", "brackets in JSON", "brackets in YAML"],
+)
+def test_files_at_which_the_readers_themselves_give_up_are_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"cannot be read: "):
+        read_mapping(tmp_path / name)
+
+
+def test_a_few_lines_that_stand_for_billions_are_shown_in_short(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"{LAUGHS}\nmodel: {{hidden_size: *a11}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"model.hidden_size: .*got \[\[\[") as told:
+        MoEConfig.load(file)
+    assert len(str(told.value)) < 10 * SHOWN
+
+
+def test_a_number_too_long_to_be_written_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.hidden_size: .*got a int that is too long to show"):
+        MoEConfig.parse(config(model__hidden_size=10**9999), "here")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model__hidden_size": 2**31},
+        {"model__moe_intermediate_size": 10**18},
+        {"model__num_experts": 10**12},
+        {"model__num_shared_experts": 10**12},
+        {"router__hash_vocabulary": 2**62},
+        {"kernel__max_num_tokens": 2**31},
+    ],
+    ids=str,
+)
+def test_sizes_beyond_every_machine_are_refused_without_counting_up_to_them(change: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"less than or equal to"):
+        MoEConfig.parse(config(**change), "here")
+
+
+def test_the_largest_size_is_divided_as_fast_as_a_small_one() -> None:
+    assert divisors_of(2**31 - 1) == [1, 2**31 - 1]
+    assert divisors_of(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    with pytest.raises(ConfigError, match=r"parallel.tp=2 does not divide .*possible: 1, 2147483647"):
+        MoEConfig.parse(config(model__moe_intermediate_size=2**31 - 1, parallel__tp=2), "here")
+
+
+def test_more_experts_than_anybody_asks_for_by_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match=rf"num_experts={MOST_EXPERTS + 1} exceeds {MOST_EXPERTS}"):
+        LayerSpec(MOST_EXPERTS + 1, 64, 32, BF16)
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("size", ["hidden_size", "moe_intermediate_size"])
+def test_two_values_a_byte_need_even_sizes(weights: str, size: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{weights} weights hold 2 values a byte, which do not divide {size}=257"):
+        MoEConfig.parse(config(**{f"model__{size}": 257}, model__quant={"weights": weights}), "here")
+
+
+@pytest.mark.parametrize(
+    "quant,problem",
+    [
+        ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, r"quant_algo is \['NVFP4'\]"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": 3}}, r"has weights 3 and input_activations 3"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": [8]}}}, r"has weights \[8\]"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {}, "input_activations": "x"}}},
+            r"input_activations 'x'",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"strategy": ["channel"]}}}},
+            r"weights.strategy is \['channel'\]",
+        ),
+    ],
+)
+def test_a_quantisation_of_other_kinds_of_values_is_named(quant: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        quant_from_hf(quant, "here")
+
+
+@pytest.mark.parametrize("text", [3, None, ["x"], {"model_type": "kimi_k25", "text_config": {}}], ids=str)
+def test_a_text_model_inside_that_is_none_is_refused(text: object) -> None:
+    with pytest.raises(ConfigError, match=r"no MoE layer is known for model_type 'kimi_k25'"):
+        settings_from_hf({"model_type": "kimi_k25", "text_config": text}, "here")
+
+
+def test_text_models_inside_each_other_are_not_followed_down(tmp_path: Path) -> None:
+    nested: dict[str, Any] = {"model_type": "kimi_k25"}
+    for _ in range(900):
+        nested = {"model_type": "kimi_k25", "text_config": nested}
+    (tmp_path / "config.json").write_text(json.dumps(nested), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no MoE layer is known for model_type 'kimi_k25'"):
+        MoEConfig.from_hf(tmp_path)

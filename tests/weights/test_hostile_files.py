@@ -1,0 +1,143 @@
+"""Checkpoints that nobody means well with: refused in words, fast, and nothing outside the folder is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_mk.errors import WeightError
+from moe_mk.quant.nvfp4 import NVFP4
+from moe_mk.weights import (
+    CheckpointShape,
+    LayerSpec,
+    MappingSource,
+    SafetensorsSource,
+    inspect_checkpoint,
+    load_layer,
+    write_checkpoint,
+)
+from moe_mk.weights.convert import convert_checkpoint
+from moe_mk.weights.names import CONVENTIONS, block_prefixes, layer_of
+from moe_mk.weights.safetensors_header import read_header
+from moe_mk.weights.source import INDEX, is_inside
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def file_of(path: Path, header: dict[str, Any] | str, data: int = 8) -> Path:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    "header,words",
+    [
+        ("[" * 100_000, "its header is not JSON"),
+        ('{"a": ' + "1" * 5000 + "}", "its header is not JSON"),
+        ({"a": F32 | {"shape": [float("inf")]}}, "the entry of a is"),
+        ({"a": F32 | {"data_offsets": [0, float("inf")]}}, "the entry of a is"),
+        ({"a": F32 | {"shape": [10**4000, 10**4000]}}, "the entry of a is"),
+        ({"a": F32 | {"shape": "2"}}, "the entry of a is"),
+        ({"a": F32 | {"shape": [True]}}, "the entry of a is"),
+        ({"a": F32 | {"shape": [2.5]}}, "the entry of a is"),
+        ({"a": F32 | {"dtype": []}}, "the entry of a is"),
+        ({"a": F32 | {"data_offsets": ["0", "8"]}}, "the entry of a is"),
+        ({"\ud800": F32}, "1 names of tensors are no text"),
+        ({"a": F32, "b": F32}, "b shares bytes with a"),
+        ({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, "b shares bytes with a"),
+        ({"a": F32 | {"data_offsets": [8, 16]}}, "a lies 8 bytes behind the header"),
+        ({"a": F32 | {"shape": [1], "data_offsets": [0, 4]}}, "4 bytes behind a belong to no tensor"),
+    ],
+    ids=str,
+)
+def test_a_header_that_cannot_be_is_told(tmp_path: Path, header: dict[str, Any] | str, words: str) -> None:
+    with pytest.raises(WeightError, match=rf"x.safetensors is damaged: {words}"):
+        read_header(file_of(tmp_path / "x.safetensors", header))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
+def test_a_pipe_is_no_shard_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(WeightError, match=r"x.safetensors is no regular file"):
+        SafetensorsSource(tmp_path)
+
+
+def test_without_an_index_a_link_cannot_lead_outside_either(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4)}, tmp_path / "secret.safetensors")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "one.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    with pytest.raises(WeightError, match=r"not inside the directory: 'one.safetensors'"):
+        SafetensorsSource(tmp_path / "model")
+
+
+@pytest.mark.parametrize("shard", ["loop.safetensors", "\ud800", "a\0b"])
+def test_shards_that_no_system_can_have_are_refused(tmp_path: Path, shard: str) -> None:
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(WeightError, match=r"names 1 files that are not inside the directory"):
+        SafetensorsSource(tmp_path)
+    assert not is_inside(tmp_path, shard)
+
+
+def test_a_shard_with_a_name_of_thousands_of_letters_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(WeightError, match=r"is named by the index but does not exist"):
+        SafetensorsSource(tmp_path).entry("a")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, '{"weight_map": {"\\ud800": "a"}}'], ids=len)
+def test_an_index_beyond_its_reader_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(WeightError, match=r"is not an index with a weight_map|has 1 names that are no text"):
+        SafetensorsSource(tmp_path)
+
+
+def test_numbers_in_names_may_have_any_length() -> None:
+    nines = "9" * 5000
+    assert layer_of(f"model.layers.{nines}.mlp.") is None
+    assert block_prefixes([f"model.layers.{nines}.mlp.experts.0.up_proj.weight"]) == [f"model.layers.{nines}.mlp."]
+    assert all(c.parse(f"experts.{nines}.up_proj.weight") is None for c in CONVENTIONS.values())
+
+
+@pytest.mark.parametrize("router", [True, False])
+def test_billions_of_experts_in_a_header_are_not_listed_one_by_one(tmp_path: Path, router: bool) -> None:
+    # The header of the gate says 10^9 experts, or the name of the only expert does; the file holds neither.
+    down = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}
+    entries = {f"model.layers.0.mlp.experts.{0 if router else 10**8}.down_proj.weight": down}
+    if router:
+        gate = {"dtype": "BF16", "shape": [10**9, 2], "data_offsets": [8, 8 + 4 * 10**9]}
+        entries["model.layers.0.mlp.gate.weight"] = gate
+    file_of(tmp_path / "x.safetensors", entries)
+    (layer,) = inspect_checkpoint(tmp_path).layers
+    assert any(f"num_experts={10**9 if router else 10**8 + 1} exceeds" in problem for problem in layer.problems)
+
+
+def test_what_names_have_no_word_for_is_told(
+    renamed: Callable[[str], dict[str, Tensor]], tiny: CheckpointShape
+) -> None:
+    asked = replace(tiny.layer_spec(), has_expert_bias=True, has_logit_bias=True)
+    with pytest.raises(WeightError, match=r"mixtral names have none for biases of experts .*\n.*a bias of the logits"):
+        load_layer(MappingSource(renamed("mixtral")), 3, asked, owned=[0])
+    nvfp4 = LayerSpec(4, 64, 32, NVFP4, has_gate_bias=True)
+    with pytest.raises(WeightError, match=r"official names have none for global scales of nvfp4"):
+        load_layer(MappingSource(renamed("official")), 3, nvfp4, owned=[0])
+
+
+def test_a_conversion_copies_nothing_from_outside(tmp_path: Path) -> None:
+    shape = CheckpointShape(2, 32, 32, layers=(0,), top_k=1, num_groups=1, top_k_groups=1, quant="bf16")
+    write_checkpoint(tmp_path / "from", shape, threads=1)
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "from" / "tokenizer.json").symlink_to(tmp_path / "secret.txt")
+    (tmp_path / "from" / "own.json").write_text("{}")
+    convert_checkpoint(tmp_path / "from", tmp_path / "to", "fp8")
+    assert (tmp_path / "to" / "own.json").exists() and not (tmp_path / "to" / "tokenizer.json").exists()
