@@ -1,29 +1,19 @@
-"""The verbs of `moe-mk`. Each is a thin door: it reads options, calls the library, and speaks."""
+"""The verbs of `moe-mk`. Each is a thin door: it reads options, calls the library, and speaks.
+
+A verb imports what it needs when it is called. Help, completion and mistakes in a command so answer at once.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moe_mk.cli.checkpoint_verbs import checkpoint_verbs
-from moe_mk.cli.doctor import examine
 from moe_mk.cli.exits import speaking
-from moe_mk.cli.explain import Question, explain_config
-from moe_mk.cli.inputs import RunSettings, dtype_of, tokens_of
-from moe_mk.cli.job import run_rank
-from moe_mk.cli.place import PlaceOrder, place
-from moe_mk.cli.plan import plan_run
-from moe_mk.cli.predict import predictions
-from moe_mk.cli.processes import run_ranks
-from moe_mk.cli.screen import Screen
-from moe_mk.cli.show import show_plan
+from moe_mk.cli.predictions import predictions
 from moe_mk.cli.workbench import workbench
-from moe_mk.cli.world import world_of
-from moe_mk.config.moe import MoEConfig
-from moe_mk.external.device import collective_backend
 
 app = typer.Typer(
     name="moe-mk",
@@ -40,6 +30,23 @@ PrepareFinalize = Annotated[str, typer.Option("--prepare-finalize", help="pin th
 Experts = Annotated[str, typer.Option("--experts-backend", help="pin the experts")]
 AllowEmulated = Annotated[bool, typer.Option("--allow-emulated", help="let emulated libraries be chosen")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from moe_mk.cli.version import own_version
+
+        typer.echo(f"moe-mk {own_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_verb(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version and exit.")
+    ] = False,
+) -> None:
+    """What stands before a verb; `app` says what the command is for."""
 
 
 @app.command()
@@ -81,7 +88,18 @@ def run(
     record_trace: Annotated[Path | None, typer.Option(help="write what was routed, for place --trace")] = None,
 ) -> int:
     """Run one MoE layer of a checkpoint over N ranks: planned, explained, timed and verified."""
+    from moe_mk.cli.inputs import RunSettings, dtype_of, expect_checkpoint, tokens_of
+    from moe_mk.cli.job import run_rank
+    from moe_mk.cli.plan import plan_run
+    from moe_mk.cli.processes import run_ranks
+    from moe_mk.cli.screen import Screen
+    from moe_mk.cli.show import show_plan
+    from moe_mk.cli.world import world_of
+    from moe_mk.config.moe import MoEConfig
+    from moe_mk.external.device import collective_backend
+
     dtype_of(dtype)
+    expect_checkpoint(checkpoint)
     world = world_of(ranks, tp)
     config = MoEConfig.from_hf(
         checkpoint,
@@ -141,6 +159,9 @@ def explain(
     as_json: AsJson = False,
 ) -> int:
     """Explain which transport and experts would serve, and why not the others, on any device, here or not."""
+    from moe_mk.cli.explain import Question, explain_config
+    from moe_mk.cli.screen import Screen
+
     overrides = {
         "ep": ranks,
         "tp": tp,
@@ -186,6 +207,9 @@ def place_command(
     as_json: AsJson = False,
 ) -> int:
     """Say where experts should lie for a recorded load: balance, moves and memory, policy beside policy."""
+    from moe_mk.cli.place import PlaceOrder, place
+    from moe_mk.cli.screen import Screen
+
     order = PlaceOrder(
         loads, gpus, nodes, slots, groups, policy, speeds, preset, min_copies, expert_bytes, plot, trace, phase, experts
     )
@@ -196,6 +220,9 @@ def place_command(
 @speaking
 def doctor(as_json: AsJson = False) -> int:
     """Say what is installed, what works here, and why the rest does not."""
+    from moe_mk.cli.doctor import examine
+    from moe_mk.cli.screen import Screen
+
     return examine(Screen(), as_json=as_json)
 
 
@@ -203,6 +230,10 @@ def doctor(as_json: AsJson = False) -> int:
 @speaking
 def schema() -> int:
     """Print the JSON schema of a configuration file."""
+    import json
+
+    from moe_mk.config.moe import MoEConfig
+
     typer.echo(json.dumps(MoEConfig.model_json_schema(), indent=2))
     return 0
 

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ import typer
 from rich.table import Table
 
 from moe_mk.cli.exits import OK
-from moe_mk.cli.inputs import DTYPES, Batch, dtype_of, tokens_of
+from moe_mk.cli.inputs import DTYPES, Batch, dtype_of, expect_checkpoint, tokens_of
 from moe_mk.cli.measure import SHOWN, time_stages
 from moe_mk.cli.processes import run_ranks
 from moe_mk.cli.screen import Screen
+from moe_mk.cli.version import own_version
 from moe_mk.cli.world import Place, World, groups_of, team_of, together
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
@@ -54,6 +54,8 @@ class BenchOrder:
 def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> int:
     """Measure on every rank, tell on one. Raises what building the layer raises."""
     dtype_of(order.dtype)
+    if order.checkpoint is not None:
+        expect_checkpoint(order.checkpoint)
     if order.plot is not None:
         find("matplotlib")
     if order.checkpoint is None and world.launched is not None:
@@ -121,7 +123,7 @@ def _facts(
     return {
         "what": "moe-mk bench",
         "environment": {
-            "moe_mk": version("moe-mk"),
+            "moe_mk": own_version(),
             "torch": torch.__version__,
             "device": device,
             "threads": order.threads,
@@ -152,15 +154,29 @@ def _report(screen: Screen, order: BenchOrder, facts: dict[str, Any], *, as_json
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    e, shape = facts["environment"], facts["layer"]
-    sizes = f"{shape['num_experts']} experts, hidden {shape['hidden_size']}, inner {shape['moe_intermediate_size']}"
-    screen.fact("layer", f"{sizes}, top-{shape['top_k']}, {shape['dtype']}")
-    screen.fact("pair", f"{facts['pair']}: {facts['because']}; it is what ran")
-    screen.fact("where", f"{e['ranks']} ranks, {e['device']}, {e['threads']} threads a rank, torch {e['torch']}")
+    screen.facts(bench_head(facts))
     screen.console.print(bench_table(facts))
     for option, file in (("json", order.out), ("plot", order.plot)):
         if file is not None:
             screen.fact(option, str(file))
+
+
+def bench_head(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was measured, and where."""
+    e, shape = facts["environment"], facts["layer"]
+    sizes = f"{shape['num_experts']} experts, hidden {shape['hidden_size']}"
+    inner = f"intermediate {shape['moe_intermediate_size']}, top-{shape['top_k']}, {shape['dtype']}"
+    ran = "it is what ran" if facts["ran_as_decided"] else "SOMETHING ELSE RAN"
+    ranks, threads = _several(e["ranks"], "rank"), _several(e["threads"], "thread")
+    return [
+        ("layer", f"{sizes}, {inner}"),
+        ("pair", f"{facts['pair']}: {facts['because']}; {ran}"),
+        ("where", f"{ranks}, {e['device']}, {threads} a rank, torch {e['torch']}"),
+    ]
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def bench_table(facts: Mapping[str, Any]) -> Table:

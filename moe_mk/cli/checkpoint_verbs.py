@@ -7,13 +7,8 @@ from typing import Annotated
 
 import typer
 
-from moe_mk.cli.checkpoints import WriteOrder, inspect, make
-from moe_mk.cli.convert import ConvertOrder, convert
 from moe_mk.cli.exits import speaking
-from moe_mk.cli.screen import Screen
-from moe_mk.weights.checkpoint_shape import FORMATS, HASHED, CheckpointShape
-from moe_mk.weights.convert import TARGETS
-from moe_mk.weights.inspect import inspect_checkpoint
+from moe_mk.cli.words import FORMATS, TARGETS
 
 checkpoint_verbs = typer.Typer()
 
@@ -26,7 +21,7 @@ def make_checkpoint(
     layer: Annotated[int, typer.Option(help="number of the MoE layer")] = 3,
     hidden: Annotated[int, typer.Option(help="hidden size")] = 7168,
     intermediate: Annotated[int, typer.Option(help="intermediate size of an expert")] = 2048,
-    quant: Annotated[str, typer.Option(help=f"how experts are stored: {', '.join(FORMATS)}")] = "fp8",
+    quant: Annotated[str, typer.Option(help=f"how experts are stored: {FORMATS}")] = "fp8",
     ue8m0: Annotated[bool, typer.Option("--ue8m0", help="scales that are powers of two")] = False,
     hash_vocabulary: Annotated[
         int | None, typer.Option(min=1, help="a DeepSeek-V4 layer whose table chooses experts by token id: its rows")
@@ -35,6 +30,10 @@ def make_checkpoint(
     force: Annotated[bool, typer.Option("--force", help="write again even if it is complete")] = False,
 ) -> int:
     """Write one MoE layer of DeepSeek-V3, or a hash layer of DeepSeek-V4: deterministic, quantised from normals."""
+    from moe_mk.cli.checkpoints import WriteOrder, make
+    from moe_mk.cli.screen import Screen
+    from moe_mk.weights.checkpoint_shape import HASHED, CheckpointShape
+
     by_id = {} if hash_vocabulary is None else {**HASHED, "hash_vocabulary": hash_vocabulary}
     shape = CheckpointShape(
         num_experts=experts,
@@ -53,9 +52,12 @@ def make_checkpoint(
 def convert_command(
     source: Annotated[Path, typer.Argument(help="checkpoint folder to read")],
     target: Annotated[Path, typer.Argument(help="folder to write; must be empty or not there yet")],
-    to: Annotated[str, typer.Option(help=f"how experts shall be stored: {', '.join(TARGETS)}")],
+    to: Annotated[str, typer.Option(help=f"how experts shall be stored: {TARGETS}")],
 ) -> int:
     """Store the experts of a checkpoint in another format, expert by expert, and report what that did to them."""
+    from moe_mk.cli.convert import ConvertOrder, convert
+    from moe_mk.cli.screen import Screen
+
     return convert(Screen(), ConvertOrder(source, target, to))
 
 
@@ -66,4 +68,8 @@ def inspect_checkpoint_command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     """Say what a checkpoint holds, from its headers alone, and what is wrong with it."""
+    from moe_mk.cli.checkpoints import inspect
+    from moe_mk.cli.screen import Screen
+    from moe_mk.weights.inspect import inspect_checkpoint
+
     return inspect(Screen(), inspect_checkpoint(directory), as_json=as_json)

@@ -36,7 +36,8 @@ def examine(screen: Screen, *, as_json: bool) -> int:
         (name, library["version"] or f"not installed: {library['install']}")
         for name, library in facts["libraries"].items()
     ]
-    screen.facts([*facts["versions"].items(), *facts["devices"].items(), *libraries])
+    judged = ("backends", "judged for DeepSeek-V3 on the best device here, on as few ranks as each of them takes")
+    screen.facts([*facts["versions"].items(), *facts["devices"].items(), *libraries, judged])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("kind", "backend", "here", "what"):
         table.add_column(column, no_wrap=column != "what", overflow="fold")

@@ -79,14 +79,31 @@ def show(screen: Screen, decision: Decision) -> None:
     graphs = "can be captured in a CUDA graph" if decision.graph_safe else "cannot be captured in a CUDA graph"
     screen.fact("", f"wire {decision.wire.name}, experts compute {decision.compute.name}, {graphs}")
     screen.fact("bytes", f"{decided['dispatch']:,} out, {decided['combine']:,} home, a rank and call")
-    most = f"buffers of at most {amount(decided['buffers'])} for {p.config.kernel.max_num_tokens} tokens a rank"
-    screen.fact("memory", f"{amount(decided['weights'])} of experts, {most}")
+    for label, line in zip(("memory", "", ""), memory_lines(decision), strict=False):
+        screen.fact(label, line)
     if line := _budget_line(decision):
         screen.fact("budget", line)
     screen.fact("gate", decision.gate.tier)
     for tier, reasons in decision.gate.reasons.items():
         screen.fact("", f"not {tier}: {'; '.join(reasons)}")
     screen.console.print(verdict_table(decision.verdicts))
+
+
+def memory_lines(decision: Decision) -> list[str]:
+    """What is held and by whom, what a smaller kernel.max_num_tokens makes of it, and which one there is room for."""
+    p, pair, held = decision.problem, decision.chosen, decision.buffers
+    limit, fits, device = p.config.kernel.max_num_tokens, decision.tokens_that_fit, p.device
+    most = f"buffers of at most {amount(held.total)} for {limit} tokens a rank [kernel.max_num_tokens]"
+    parts = {"rows": held.rows, pair.experts: held.workspace, pair.prepare_finalize: held.transport}
+    by = ", ".join(f"{who} {amount(num_bytes)}" for who, num_bytes in parts.items() if num_bytes)
+    least = "" if p.num_tokens == limit else f"; {amount(decision.least_buffers.total)} with a limit of {p.num_tokens}"
+    lines = [
+        f"{amount(decision.weights_bytes)} of experts, {most}",
+        f"worst routing, all tokens of all ranks come here: {by}{least}",
+    ]
+    if fits < limit:
+        lines.append(f"more than the {device.memory_gib:.0f} GiB of {device.name}, which hold a limit of {fits}")
+    return lines
 
 
 def _budget_line(decision: Decision) -> str:

@@ -4,47 +4,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import typer
 from rich.table import Table
 
-from moe_mk.cli.exits import OK, speaking
+from moe_mk.cli.exits import OK
 from moe_mk.cli.screen import Screen, amount
 from moe_mk.errors import ConfigError
 from moe_mk.plan.exchange import Exchange
-from moe_mk.plan.layouts import Strategy, layout
+from moe_mk.plan.layouts import layout
 from moe_mk.plan.links import Direction, Mode, link_profile, shipped_links
 from moe_mk.plan.predict import exchange_of, predict
 from moe_mk.plan.two_level import Relay
 from moe_mk.plan.volumes import Volumes, break_even_ranks
 from moe_mk.registry import did_you_mean
 
-predictions = typer.Typer(help="Predict bytes and times of an exchange on any fabric.", no_args_is_help=True)
-
-Links = Annotated[str, typer.Option(help="a shipped link profile by name, or a file of one")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-TopK = Annotated[int, typer.Option(min=1, help="experts a token")]
-Hidden = Annotated[int, typer.Option(min=1, help="hidden size")]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 
-@predictions.command("exchange")
-@speaking
-def exchange_command(
-    links: Links = "h800_cx7",
-    ranks: Annotated[int, typer.Option(min=1, help="ranks that share out the experts")] = 32,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens a rank")] = 4096,
-    mode: Annotated[str, typer.Option(help="throughput or latency kernels")] = "throughput",
-    experts: Annotated[int, typer.Option(min=1, help="routed experts")] = 256,
-    top_k: TopK = 8,
-    hidden: Hidden = 7168,
-    nodes_kept: Annotated[int | None, typer.Option(min=1, help="nodes that routing keeps a token on")] = None,
-    as_json: AsJson = False,
-) -> int:
-    """Predict dispatch and combine of one layer: bytes, bytes that cross nodes, time and what that stands on."""
-    profile, kind = link_profile(links), _mode(mode)
-    exchange = Exchange(tokens, ranks, profile.ranks_per_node, hidden, top_k, experts, nodes_kept)
+@dataclass(frozen=True)
+class ExchangeOrder:
+    """What `moe-mk plan exchange` was asked."""
+
+    links: str
+    """A shipped link profile, or a file of one."""
+    ranks: int
+    tokens: int
+    """Of each rank."""
+    mode: str
+    experts: int
+    top_k: int
+    hidden: int
+    nodes_kept: int | None = None
+    """Nodes that routing keeps a token on; None is any."""
+
+
+def predict_exchange(screen: Screen, order: ExchangeOrder, *, as_json: bool) -> int:
+    """Bytes and times of both ways. Raises ConfigError for unknown links and modes."""
+    profile, kind = link_profile(order.links), _mode(order.mode)
+    exchange = Exchange(
+        order.tokens, order.ranks, profile.ranks_per_node, order.hidden, order.top_k, order.experts, order.nodes_kept
+    )
     found = {direction: predict(profile, exchange, kind, direction) for direction in DIRECTIONS}
     if as_json:
         both = {
@@ -54,55 +56,38 @@ def exchange_command(
             }
             for name, p in found.items()
         }  # fmt: skip
-        typer.echo(
-            json.dumps({"links": profile.name, "ranks": ranks, "tokens": tokens, "mode": kind, **both}, indent=2)
-        )
+        asked = {"links": profile.name, "ranks": order.ranks, "tokens": order.tokens, "mode": kind}
+        typer.echo(json.dumps(asked | both, indent=2))
         return OK
-    screen = Screen()
-    screen.fact("fabric", f"{profile.about}: {ranks} ranks on {exchange.nodes} nodes, {tokens} tokens each")
+    screen.fact("fabric", f"{profile.about}: {order.ranks} ranks on {exchange.nodes} nodes, {order.tokens} tokens each")
     for name, p in found.items():
         sent = f"{amount(p.num_bytes)} ({amount(p.remote_bytes)} to other nodes)"
         screen.fact(name, f"{p.us:.0f} us, {sent}, {p.logical_gbs:.0f} GB/s; {p.basis}")
     return OK
 
 
-@predictions.command("tables")
-@speaking
-def tables_command(
-    links: Annotated[str | None, typer.Option(help="one link profile; all shipped ones if not given")] = None,
-    as_json: AsJson = False,
-) -> int:
-    """Set every published row of the fabrics beside the prediction."""
+def show_tables(screen: Screen, links: str | None, *, as_json: bool) -> int:
+    """Published rows beside predictions. links: one profile; None is every shipped one."""
     rows = [row for name in ([links] if links else shipped_links()) for row in published_rows(name)]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return OK
     table = Table(box=None, pad_edge=False)
-    for head in ("fabric", "kernels", "ranks", "", "MB", "published us", "GB/s", "implied MB", "line us", "error"):
-        table.add_column(head, justify="left" if head in ("fabric", "kernels", "") else "right")
+    numbers = ("MB", "published us", "GB/s", "implied MB", "predicted us", "error")
+    for head in ("fabric", "kernels", "ranks", "direction", *numbers):
+        table.add_column(head, justify="left" if head in ("fabric", "kernels", "direction") else "right")
     for row in rows:
         table.add_row(
             row["links"], row["mode"], str(row["ranks"]), row["direction"], f"{row['bytes'] / 1e6:.1f}",
             _told(row["published_us"]), _told(row["published_gbs"]), _told(row["implied_mb"], 1),
             _told(row["line_us"]), "-" if row["error"] is None else f"{100 * row['error']:+.1f} %",
         )  # fmt: skip
-    Screen().console.print(table)
+    screen.console.print(table)
     return OK
 
 
-@predictions.command("relay")
-@speaking
-def relay_command(
-    links: Links = "ascend_910",
-    nodes: Annotated[int, typer.Option(min=1, help="nodes")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens a rank")] = 16,
-    nodes_kept: Annotated[int | None, typer.Option(min=1, help="nodes a token visits; uniform if not given")] = None,
-    top_k: TopK = 8,
-    hidden: Hidden = 7168,
-    as_json: AsJson = False,
-) -> int:
-    """Compare a full mesh with a relay in two levels, by bytes."""
-    relay = Relay(link_profile(links), tokens, nodes, hidden, top_k, nodes_kept=nodes_kept)
+def compare_relay(screen: Screen, relay: Relay, *, as_json: bool) -> int:
+    """A full mesh beside a relay in two levels."""
     between, inside = relay.legs_us
     said = {
         "mesh_us": relay.mesh_us, "between_us": between, "inside_us": inside, "relayed_us": relay.relayed_us,
@@ -111,7 +96,6 @@ def relay_command(
     if as_json:
         typer.echo(json.dumps(said, indent=2))
         return OK
-    screen = Screen()
     screen.fact("mesh", f"{relay.mesh_us:.1f} us for {amount(relay.mesh_bytes)}")
     screen.fact("relay", f"{between:.1f} us between nodes + {inside:.1f} us inside = {relay.relayed_us:.1f} us")
     screen.fact("pipelined", f"between {relay.pipelined_us:.1f} and {relay.relayed_us:.1f} us")
@@ -119,32 +103,17 @@ def relay_command(
     return OK
 
 
-@predictions.command("volumes")
-@speaking
-def volumes_command(
-    tokens: Annotated[int, typer.Option(min=1, help="tokens of the instance")] = 4096,
-    hidden: Hidden = 7168,
-    top_k: TopK = 8,
-    ranks: Annotated[int, typer.Option(min=1, help="ranks")] = 32,
-) -> int:
-    """Compare what tensor and expert parallelism send and hold on a rank."""
-    v, screen = Volumes(tokens, hidden, top_k, ranks), Screen()
+def compare_volumes(screen: Screen, v: Volumes) -> int:
+    """Tensor beside expert parallelism."""
     screen.fact("tensor", f"{v.tp_elements:,} values a rank, {v.tp_resident_tokens:,} tokens held")
     screen.fact("expert", f"{round(v.ep_elements):,} values a rank, {v.ep_resident_tokens:,} tokens held")
-    screen.fact(
-        "ratio", f"{float(v.ep_over_tp):.4g}; expert parallelism sends less beyond {break_even_ranks(top_k)} ranks"
-    )
+    beyond = f"expert parallelism sends less beyond {break_even_ranks(v.top_k)} ranks"
+    screen.fact("ratio", f"{float(v.ep_over_tp):.4g}; {beyond}")
     return OK
 
 
-@predictions.command("layout")
-@speaking
-def layout_command(
-    strategy: Annotated[str, typer.Argument(help=f"one of {', '.join(get_args(Strategy))}")],
-    devices: Annotated[int, typer.Option(min=1, help="devices")] = 16,
-) -> int:
-    """Say who owns which weights and which part of the batch."""
-    screen = Screen()
+def show_layout(screen: Screen, strategy: str, devices: int) -> int:
+    """Who owns what. Raises ConfigError for an unknown strategy."""
     for line in layout(strategy, devices).lines():
         screen.console.print(line)
     return OK

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from moe_mk.cli.measure import StageTimes
 from moe_mk.cli.picture import save_load_plot
 from moe_mk.cli.plan import RunPlan
+from moe_mk.cli.version import own_version
 from moe_mk.errors import ConfigError
 
 
@@ -96,9 +96,5 @@ class Report:
 
 def versions() -> dict[str, str]:
     """What ran."""
-    try:
-        own = version("moe-mk")
-    except PackageNotFoundError:
-        own = "not installed"
     here = {"python": platform.python_version(), "torch": str(torch.__version__), "platform": platform.platform()}
-    return {"moe_mk": own, **here}
+    return {"moe_mk": own_version(), **here}

@@ -151,15 +151,16 @@ def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
 
 
 def stage_table(prefill: StageTimes | None, decode: StageTimes | None) -> Table:
-    """Milliseconds of each stage; shared experts run while tokens are in flight."""
+    """Milliseconds of each stage; where batches are several, shared experts run while tokens are in flight."""
     title = "milliseconds of each stage: median of the forwards, slowest rank"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("stage")
     named = [(name, times) for name, times in (("prefill", prefill), ("decode", decode)) if times is not None]
     for name, times in named:
         table.add_column(f"{name} {'+'.join(map(str, times.tokens))} tok", justify="right")
+    travel = any(len(times.tokens) > 1 for _, times in named)
     for stage in named[0][1].stages if named else ():
-        label = "shared, while tokens travel" if stage == "shared" else stage
+        label = "shared, while tokens travel" if stage == "shared" and travel else stage
         table.add_row(label, *(f"{times.stages[stage]:.2f}" for _, times in named))
     table.add_row("forward", *(f"{times.total:.2f}" for _, times in named), style="bold")
     return table

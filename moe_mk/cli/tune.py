@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,9 +14,10 @@ from moe_mk.cli import environment
 from moe_mk.cli.exits import OK
 from moe_mk.cli.inputs import dtype_of
 from moe_mk.cli.screen import Screen
+from moe_mk.cli.version import own_version
 from moe_mk.config.tuned import ACTIVATIONS, WEIGHTS, tune_command
 from moe_mk.errors import ConfigError
-from moe_mk.experts.base import EXPERTS, ExpertsContext
+from moe_mk.experts.base import EXPERTS
 from moe_mk.external.device import describe, usable_device
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.plain import plain
@@ -58,7 +58,7 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
             json.dumps({"case": case.name, "path": str(path), "candidates": _tried(case, order, device)}, indent=2)
         )
         return OK
-    meta = {"moe_mk": version("moe-mk"), "torch": torch.__version__, "device": where}
+    meta = {"moe_mk": own_version(), "torch": torch.__version__, "device": where}
     with screen.progress("tune", in_bytes=False) as advance:
         result = tune(
             case,
@@ -105,10 +105,7 @@ def command_of(case: TuneCase) -> str:
 
 def _tried(case: TuneCase, order: TuneOrder, device: torch.device) -> dict[str, int]:
     """How many candidates every number of tokens has; nothing is built or measured."""
-    context = ExpertsContext(
-        case.dtype, case.compute, "silu", case.num_slots, case.hidden_size, case.intermediate_size, device
-    )
-    backend, cores = EXPERTS[case.experts], environment.usable_cores()
+    context, backend, cores = case.context(device), EXPERTS[case.experts], environment.usable_cores()
     return {str(count): len(space_of(backend, context, count, cores).candidates) for count in order.tokens}
 
 

@@ -7,15 +7,8 @@ from typing import Annotated
 
 import typer
 
-from moe_mk.cli.bench import BenchOrder, bench, sizes_of
-from moe_mk.cli.bisect import BisectOrder, bisect_backends
-from moe_mk.cli.certify import CertifyOrder, certify_backend
-from moe_mk.cli.demo import DemoOrder, demo_hf
 from moe_mk.cli.exits import speaking
-from moe_mk.cli.screen import Screen
-from moe_mk.cli.tune import TuneOrder, tune_backend
-from moe_mk.cli.world import world_of
-from moe_mk.weights.checkpoint_shape import FORMATS, CheckpointShape
+from moe_mk.cli.words import FORMATS
 
 workbench = typer.Typer()
 
@@ -37,6 +30,9 @@ def certify_command(
     as_json: AsJson = False,
 ) -> int:
     """Certify a backend: every check its traits call for, hostile cases included, one JSON certificate."""
+    from moe_mk.cli.certify import CertifyOrder, certify_backend
+    from moe_mk.cli.screen import Screen
+
     order = CertifyOrder(name, out, tuple(modules or ()), against, processes)
     return certify_backend(Screen(), order, as_json=as_json)
 
@@ -49,7 +45,7 @@ def bench_command(
     experts: Annotated[int, typer.Option(help="routed experts of the random layer")] = 32,
     hidden: Annotated[int, typer.Option(help="hidden size of the random layer")] = 1024,
     intermediate: Annotated[int, typer.Option(help="intermediate size of the random layer")] = 512,
-    quant: Annotated[str, typer.Option(help=f"of the random layer: {', '.join(FORMATS)}")] = "fp8",
+    quant: Annotated[str, typer.Option(help=f"of the random layer: {FORMATS}")] = "fp8",
     ranks: Annotated[int | None, typer.Option(min=1, help="processes to start; torchrun's, or 1, if not given")] = None,
     tp: Annotated[int, typer.Option(min=1, help="ranks that share the slices of an expert")] = 1,
     tokens: Annotated[str, typer.Option(help="batch sizes of a rank, by comma")] = "1,16,64",
@@ -65,6 +61,11 @@ def bench_command(
     as_json: AsJson = False,
 ) -> int:
     """Measure every stage of a layer over several batch sizes, for the decided pair or a pinned one."""
+    from moe_mk.cli.bench import BenchOrder, bench, sizes_of
+    from moe_mk.cli.screen import Screen
+    from moe_mk.cli.world import world_of
+    from moe_mk.weights.checkpoint_shape import CheckpointShape
+
     world = world_of(ranks, tp)
     shape = CheckpointShape(
         num_experts=experts, hidden_size=hidden, intermediate_size=intermediate, layers=(layer,), quant=quant
@@ -98,6 +99,10 @@ def tune_command(
 
     A killed session goes on where it was.
     """
+    from moe_mk.cli.bench import sizes_of
+    from moe_mk.cli.screen import Screen
+    from moe_mk.cli.tune import TuneOrder, tune_backend
+
     order = TuneOrder(
         experts, hidden, intermediate, slots, top_k, sizes_of(tokens), weights, activations, dtype, device, budget,
         tuned_dir, dry_run,
@@ -124,6 +129,9 @@ def bisect_command(
     as_json: AsJson = False,
 ) -> int:
     """Find the first stage in which two backends differ on one input: token, expert, block, error."""
+    from moe_mk.cli.bisect import BisectOrder, bisect_backends
+    from moe_mk.cli.screen import Screen
+
     order = BisectOrder(
         one, other, ranks, tokens, experts, top_k, hidden, intermediate, weights, activations, dtype, seed, exact
     )
@@ -142,4 +150,7 @@ def demo_command(
     as_json: AsJson = False,
 ) -> int:
     """Show a host running on this library: a tiny random FP8 DeepSeek-V3 is written, loaded and generates."""
+    from moe_mk.cli.demo import DemoOrder, demo_hf
+    from moe_mk.cli.screen import Screen
+
     return demo_hf(Screen(), DemoOrder(host, tokens, experts_backend, dtype, keep, seed), as_json=as_json)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import runs_emulated
@@ -15,6 +13,7 @@ from moe_mk.external.library import COMPILER
 from moe_mk.oracle import cost
 from moe_mk.oracle.base import Oracle
 from moe_mk.oracle.fallback import Form, PassedOver, effect_of
+from moe_mk.oracle.memory import Buffers, Workspace, buffers_of, limited_to, most_tokens, room_of, weights_bytes
 from moe_mk.oracle.refusals import told_once
 from moe_mk.oracle.rules import reasons_against_pair, wire_reasons
 from moe_mk.oracle.verdict import Decision, Verdict
@@ -22,7 +21,6 @@ from moe_mk.prepare_finalize.all_gather import AllGather
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, Volume
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.quant.wire import row_bytes
 from moe_mk.router.gate import choose_gate_tier
 
 INSIDE = "inside"
@@ -40,11 +38,15 @@ class Candidate:
     reasons: tuple[Reason, ...]
     wire: QuantScheme
     compute: QuantScheme
-    workspace: Callable[[int], int]
+    workspace: Workspace
 
     def volume(self, problem: Problem) -> Volume:
         """Rows on the wire."""
         return self.carrier.volume(problem)
+
+    def buffers(self, problem: Problem) -> Buffers:
+        """What it holds beside the weights in calls of the problem's tokens."""
+        return buffers_of(self.carrier, self.wire, self.workspace, problem)
 
 
 def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
@@ -132,15 +134,15 @@ def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
             compute = oracle.compute_scheme(problem, experts.traits)
             wire = oracle.wire_scheme(problem, transport.traits, compute)
             reasons = tuple(reasons_against_pair(transport, experts, problem))
-            workspace = partial(experts.workspace_bytes, problem)
+            workspace = experts.workspace_bytes
             pairs.append(Candidate(name, experts_name, experts.traits, transport, reasons, wire, compute, workspace))
     for experts_name, whole in MONOLITHIC.items():
         carrier = NoEP if problem.ranks == 1 else AllGather
         against = [*carrier.reasons_against(problem), *whole.reasons_against(problem)]
         reasons = (*against, *wire_reasons(frozenset({"plain"}), problem), *_tile_reasons(problem))
         compute = oracle.compute_scheme(problem, whole.traits)
-        workspace = partial(whole.workspace_bytes, problem)
-        pairs.append(Candidate(INSIDE, experts_name, whole.traits, carrier, reasons, problem.dtype, compute, workspace))
+        plain, workspace = problem.dtype, whole.workspace_bytes
+        pairs.append(Candidate(INSIDE, experts_name, whole.traits, carrier, reasons, plain, compute, workspace))
     return [_with_memory(candidate, problem) for candidate in pairs]
 
 
@@ -164,12 +166,12 @@ def _verdict(candidate: Candidate, problem: Problem) -> Verdict:
 
 
 def _with_memory(candidate: Candidate, problem: Problem) -> Candidate:
-    need = _weights_bytes(problem) + _buffer_bytes(candidate, problem, problem.num_tokens)
-    have = round(problem.device.memory_gib * 2**30)
+    need, have = weights_bytes(problem) + candidate.buffers(problem).total, room_of(problem)
     if need <= have:
         return candidate
     sizes = f"{need / 2**30:.1f} GiB of weights and buffers exceed the device's {have / 2**30:.0f} GiB"
-    fix = "use more ranks, fewer tokens a call or a smaller kernel.max_num_tokens"
+    fewer = "use fewer tokens a call, or a smaller kernel.max_num_tokens"
+    fix = "use more ranks" if weights_bytes(problem) > have else fewer  # of which more send more rows here
     return replace(candidate, reasons=(*candidate.reasons, Reason("memory", sizes, fix)))
 
 
@@ -189,8 +191,10 @@ def _decision(
         compute=candidate.compute,
         dispatch_bytes=cost.dispatch_bytes(problem, volume, candidate.wire),
         combine_bytes=cost.combine_bytes(problem, volume),
-        weights_bytes=_weights_bytes(problem),
-        buffer_bytes=_buffer_bytes(candidate, problem, config.kernel.max_num_tokens),
+        weights_bytes=weights_bytes(problem),
+        buffers=candidate.buffers(limited_to(problem, config.kernel.max_num_tokens)),
+        least_buffers=candidate.buffers(limited_to(problem, problem.num_tokens)),
+        tokens_that_fit=most_tokens(problem, candidate.buffers),
         graph_safe=candidate.traits.graph_safe and candidate.carrier.traits.graph_safe,
         deterministic=candidate.traits.deterministic and candidate.carrier.traits.deterministic,
         budget=candidate.carrier.budget(problem),
@@ -212,18 +216,6 @@ def _gate_kernels(candidate: Candidate, problem: Problem) -> frozenset[str]:
     scored = config.router.scoring_func in ("sigmoid", "softmax")
     native = candidate.traits.library == COMPILER and config.kernel.fused_router and scored
     return frozenset({"native"} if native else ())
-
-
-def _weights_bytes(problem: Problem) -> int:
-    return problem.slots * cost.expert_bytes(problem)
-
-
-def _buffer_bytes(candidate: Candidate, problem: Problem, num_tokens: int) -> int:
-    """Received rows as bytes and as tensors, their outputs in f32 and in the dtype, and the experts' workspace."""
-    rows, hidden = candidate.carrier.max_rows(replace(problem, num_tokens=num_tokens)), problem.config.model.hidden_size
-    per_row = 2 * row_bytes(candidate.wire, hidden) + hidden * (4 + problem.dtype.dtype.itemsize)
-    kept = candidate.carrier.buffer_bytes(problem)
-    return rows * per_row + candidate.workspace(rows) + kept
 
 
 def _check_pins(problem: Problem) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.oracle.fallback import Effect, PassedOver
+from moe_mk.oracle.memory import Buffers
 from moe_mk.oracle.refusals import told_once
 from moe_mk.prepare_finalize.base import Budget
 from moe_mk.quant.tensor import QuantScheme
@@ -75,8 +76,12 @@ class Decision:
     combine_bytes: int
     weights_bytes: int
     """Bytes of this layer's experts on the fullest rank."""
-    buffer_bytes: int
-    """The most bytes one call holds for received rows, their outputs and the experts' workspace: worst routing."""
+    buffers: Buffers
+    """What calls of kernel.max_num_tokens tokens a rank hold beside the weights."""
+    least_buffers: Buffers
+    """The same with kernel.max_num_tokens as low as the problem's tokens a rank."""
+    tokens_that_fit: int
+    """The most kernel.max_num_tokens, up to the one that is set, whose buffers fit the device beside the weights."""
     graph_safe: bool
     deterministic: bool
     gate: GateChoice
@@ -92,6 +97,11 @@ class Decision:
     def chosen(self) -> Verdict:
         """The winner."""
         return self.verdicts[0]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most bytes one call holds for received rows, their outputs and the experts' workspace: worst routing."""
+        return self.buffers.total
 
     def notes(self) -> Mapping[str, str]:
         """What every rank of a group must agree on, by name."""
@@ -128,7 +138,10 @@ class Decision:
                 "combine": self.combine_bytes,
                 "weights": self.weights_bytes,
                 "buffers": self.buffer_bytes,
+                "buffers_by": asdict(self.buffers),
+                "least_buffers": self.least_buffers.total,
             },
+            "tokens_that_fit": self.tokens_that_fit,
             "budget": None if self.budget is None else asdict(self.budget),
             "graph_safe": self.graph_safe,
             "deterministic": self.deterministic,

@@ -55,6 +55,11 @@ class TuneCase:
         """Hidden size, intermediate size, slots, top_k."""
         return self.hidden_size, self.intermediate_size, self.num_slots, self.top_k
 
+    def context(self, device: torch.device) -> ExpertsContext:
+        """What the backend is built from, and asked for its space with."""
+        sizes = (self.num_slots, self.hidden_size, self.intermediate_size)
+        return ExpertsContext(self.dtype, self.compute, "silu", *sizes, device, weights=self.weights, top_k=self.top_k)
+
 
 @dataclass(frozen=True)
 class TuneResult:
@@ -88,9 +93,7 @@ def tune(
     """
     if not tokens or min(tokens) < 1 or budget_s <= 0:
         raise ConfigError(f"tokens {list(tokens)} must be positive and the budget of {budget_s:g} s as well")
-    context = ExpertsContext(
-        case.dtype, case.compute, "silu", case.num_slots, case.hidden_size, case.intermediate_size, device
-    )
+    context = case.context(device)
     spaces = {count: space_of(EXPERTS[case.experts], context, count, cores) for count in tokens}
     session = _Session(case, context, spaces, Parts(path.with_suffix(".part.jsonl"), case.name), stack, on_measured)
     resumed = session.done

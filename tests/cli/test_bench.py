@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_mk.cli import app
-from moe_mk.cli.bench import save_bench_plot, sizes_of
+from moe_mk.cli.bench import bench_head, save_bench_plot, sizes_of
 from moe_mk.cli.measure import SHOWN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +38,18 @@ def test_a_pinned_pair_is_measured_stage_by_stage(tmp_path: Path) -> None:
     for result in facts["results"]:
         assert set(result["stages_ms"]) == set(SHOWN)
         assert 0 < result["stages_ms"]["experts"] <= result["total_ms"]
+
+
+def test_what_was_measured_is_told_as_it_is() -> None:
+    layer = {"num_experts": 16, "hidden_size": 64, "moe_intermediate_size": 32, "top_k": 8, "dtype": "bfloat16"}
+    where = {"ranks": 1, "device": "a CPU", "threads": 2, "torch": "2.13"}
+    facts = {"layer": layer, "environment": where, "pair": "a + b", "because": "pinned", "ran_as_decided": True}
+    head = dict(bench_head(facts))
+    assert head["layer"] == "16 experts, hidden 64, intermediate 32, top-8, bfloat16"
+    assert head["pair"] == "a + b: pinned; it is what ran" and head["where"].startswith(
+        "1 rank, a CPU, 2 threads a rank"
+    )
+    assert "SOMETHING ELSE RAN" in dict(bench_head(facts | {"ran_as_decided": False}))["pair"]
 
 
 def test_a_pin_that_cannot_serve_ends_with_its_reasons() -> None:

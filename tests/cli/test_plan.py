@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,19 @@ from moe_mk.config.moe import MoEConfig
 from tests.cli.conftest import Invoke
 
 
+def test_a_checkpoint_that_is_not_there_is_named_with_the_way_to_write_it(invoke: Invoke, tmp_path: Path) -> None:
+    for verb in ("run", "bench"):
+        refused = invoke(verb, tmp_path / "ds3")
+        assert refused.exit_code == 2 and refused.stdout == ""
+        assert f"{tmp_path}/ds3 does not exist" in refused.stderr and "moe-mk make-checkpoint" in refused.stderr
+
+
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_ranks(*_: object) -> int:
         raise AssertionError("a rank was started")
 
-    # By name, because the package gives its own attribute `app` to the command.
-    monkeypatch.setattr(sys.modules["moe_mk.cli.app"], "run_ranks", run_ranks)
+    monkeypatch.setattr("moe_mk.cli.processes.run_ranks", run_ranks)  # a verb imports it when it is called
 
 
 USAGE = [

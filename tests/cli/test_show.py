@@ -55,6 +55,8 @@ def test_a_table_has_a_column_for_each_kind_of_batch(capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "prefill 64+0 tok" in out and "decode 1+0 tok" in out
     assert re.search(r"shared, while tokens travel +2\.00 +2\.00", out) and re.search(r"forward +3\.25 +3\.50", out)
+    Console(width=140).print(stage_table(StageTimes(stages, 3.25, (64,)), None))
+    assert re.search(r"shared +2\.00\n", re.sub(" +\n", "\n", capsys.readouterr().out)), "nothing travels on one rank"
 
 
 def test_what_a_library_sends_by_itself_is_not_called_nothing() -> None:

@@ -182,9 +182,11 @@ def test_memory_is_refused_with_both_numbers_and_the_way_out() -> None:
     # 256 experts of 3 * 7168 * 2048 B and scales are 10.5 GiB; an H100 has 80.
     asked = problem(device="h100", num_tokens=8192, ep=144, max_num_tokens=8192)
     with pytest.raises(
-        UnsupportedError, match=r"GiB of weights and buffers exceed the device's 80 GiB \[use more ranks"
+        UnsupportedError, match=r"GiB of weights and buffers exceed the device's 80 GiB \[use fewer tokens a call, or"
     ):
         oracle.select(asked)
+    with pytest.raises(UnsupportedError, match=r"exceed the device's 80 GiB \[use more ranks\]"):
+        oracle.select(problem("kimi_k2", device="h100", num_tokens=1, max_num_tokens=1, placement=[*range(384)] * 10))
     small = problem(device="h100", num_tokens=128)
     assert expert_bytes(small) == 3 * (7168 * 2048 + 56 * 16 * 4)
     assert oracle.select(small).weights_bytes == 256 * expert_bytes(small)

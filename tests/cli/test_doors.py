@@ -1,0 +1,104 @@
+"""The door opens at once: help, version, completion and mistakes import no torch; a verb finds what it imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import typer
+
+from moe_mk.cli import app, words
+from moe_mk.plan.layouts import Strategy
+from moe_mk.weights.checkpoint_shape import FORMATS
+from moe_mk.weights.convert import TARGETS
+from tests.cli.conftest import Invoke
+
+DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
+VERBS = {
+    *"run explain place doctor schema make-checkpoint convert inspect-checkpoint".split(),
+    *"certify bench tune bisect demo".split(),
+    *(f"plan {verb}" for verb in "exchange tables relay volumes layout".split()),
+}
+SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")
+AT_ONCE = """
+import sys
+from typer.testing import CliRunner
+from moe_mk.cli import app
+
+quiet = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+for words in sys.stdin.read().splitlines():
+    *command, expected = words.split()
+    env = {}
+    if command[:1] == ["complete"]:
+        words, command = "moe-mk " + " ".join(command[1:]), []
+        env = quiet | {"_MOE_MK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = CliRunner().invoke(app, command, prog_name="moe-mk", env=env)
+    assert str(done.exit_code) == expected and done.output, (command, done.output)
+    print(*[name for name in sys.argv[1].split(",") if name in sys.modules], end="")
+"""
+
+
+def verbs(command: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every verb below a command."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield path
+        return
+    for name, inner in below.items():
+        yield from verbs(inner, (*path, name))
+
+
+def imports(tree: ast.AST) -> set[tuple[str, str]]:
+    """Module and name of everything that is imported by `from`."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {(str(node.module), alias.name) for node in found for alias in node.names}
+
+
+def source(name: str) -> ast.Module:
+    return ast.parse(Path(str(sys.modules[f"moe_mk.cli.{name}"].__file__)).read_text(encoding="utf-8"))
+
+
+def test_every_verb_is_there() -> None:
+    assert {" ".join(path) for path in verbs(typer.main.get_command(app))} == VERBS
+
+
+def test_what_needs_no_layer_imports_no_torch() -> None:
+    helps = [f"{verb} --help 0" for verb in ("", "plan", *sorted(VERBS))]
+    mistakes = ["run 2", "run x --nothing 2", "explain --ranks many 2", "rnu 2", "plan nothing 2", "demo 2"]
+    completions = ["complete ma 0", "complete explain --nod 0", "complete plan ex 0"]
+    lines = [*helps, "--version 0", *mistakes, *completions]
+    command = [sys.executable, "-c", AT_ONCE, ",".join(SLOW)]
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_verb_finds_what_it_imports(door: str) -> None:
+    functions = [node for node in source(door).body if isinstance(node, ast.FunctionDef)]
+    needed = {pair for function in functions for pair in imports(function)}
+    assert needed, door
+    for module, name in needed:
+        assert hasattr(import_module(module), name), f"{door}: from {module} import {name}"
+
+
+def test_help_lists_the_words_that_the_library_takes() -> None:
+    assert words.FORMATS.split(", ") == list(FORMATS)
+    assert words.TARGETS.split(", ") == list(TARGETS)
+    assert words.STRATEGIES.split(", ") == list(get_args(Strategy))
+
+
+def test_the_version_is_the_installed_one(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("--version").stdout == f"moe-mk {metadata.version('moe-mk')}\n"
+
+    def nothing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("moe_mk.cli.version.version", nothing)
+    assert invoke("--version").stdout == "moe-mk not installed\n"

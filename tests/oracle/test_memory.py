@@ -1,0 +1,93 @@
+"""What a pair holds beside the weights, part by part, and the most tokens that a device has room for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_mk import Problem, oracle
+from moe_mk.cli.explain import memory_lines
+from moe_mk.config import device_profile, load_config
+from moe_mk.experts import EXPERTS
+from moe_mk.oracle.memory import Buffers, buffers_of, limited_to, most_tokens, room_of, weights_bytes
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.plain import BF16
+
+TRITON = frozenset({"triton"})
+
+
+def problem(ep: int, num_tokens: int = 128, **settings: Any) -> Problem:
+    return Problem(
+        load_config("deepseek_v3").with_(ep=ep, **settings), device_profile("h200"), BF16, num_tokens, TRITON
+    )
+
+
+def test_buffers_are_counted_by_hand() -> None:
+    # 4 ranks of 8 tokens: 32 rows. A row on the wire has 7168 codes and 56 scales of 4 bytes, 7392 bytes, and is there
+    # as bytes and as tensors; its output is 7168 values in f32 and in bf16.
+    asked = problem(4, num_tokens=8, experts="triton", prepare_finalize="all_to_all")
+    carrier, workspace = PREPARE_FINALIZE["all_to_all"], EXPERTS["triton"].workspace_bytes
+    held = buffers_of(carrier, FP8_1x128, workspace, asked)
+    assert held.rows == 32 * (2 * 7392 + 7168 * (4 + 2))
+    assert (held.workspace, held.transport) == (workspace(asked, 32), 0)
+    assert held.total == held.rows + held.workspace
+
+
+def test_a_decision_counts_all_of_it_for_the_limit_and_for_the_tokens_asked_for() -> None:
+    decision = oracle.select(problem(32, experts="triton", prepare_finalize="hierarchical"))
+    assert decision.problem.config.kernel.max_num_tokens == 8192 == 64 * 128
+    # Rows, workspace, and what the transport relays all grow with the limit, and so does their sum.
+    assert decision.buffers.total == 64 * decision.least_buffers.total == decision.buffer_bytes
+    assert decision.buffers.transport == 64 * decision.least_buffers.transport > 0
+    said = decision.as_dict()
+    by = {
+        "rows": decision.buffers.rows,
+        "workspace": decision.buffers.workspace,
+        "transport": decision.buffers.transport,
+    }
+    assert said["bytes"]["buffers_by"] == by and said["bytes"]["buffers"] == sum(by.values())
+    assert said["bytes"]["least_buffers"] == decision.least_buffers.total and said["tokens_that_fit"] == 8192
+
+
+def test_the_most_tokens_just_fit() -> None:
+    pins = {"prepare_finalize": "all_to_all", "experts": "triton"}
+    asked = problem(144, **pins)
+    decision = oracle.select(asked)
+    most = decision.tokens_that_fit
+    assert asked.num_tokens < most < asked.config.kernel.max_num_tokens
+
+    def need(limit: int) -> int:
+        limited = oracle.select(problem(144, num_tokens=1, max_num_tokens=limit, **pins))
+        return weights_bytes(asked) + limited.buffers.total
+
+    assert need(most) <= room_of(asked) < need(most + 1)
+    assert room_of(asked) == 139 * 2**30
+
+
+@pytest.mark.parametrize("room,expected", [(0, 1), (10, 1), (999, 99), (1000, 100), (5000, 100)])
+def test_the_search_keeps_to_its_ends(room: int, expected: int) -> None:
+    asked = problem(32, num_tokens=1, max_num_tokens=100)
+    free = room_of(asked) - weights_bytes(asked)
+    # Each token takes ten bytes; what lies below is as large as leaves `room`.
+    held = most_tokens(asked, lambda given: Buffers(free - room, 10 * given.num_tokens, 0))
+    assert held == expected
+
+
+def test_a_lower_limit_changes_nothing_else() -> None:
+    asked = problem(32, relay_tokens=64, timeout_s=7.0)
+    limited = limited_to(asked, 16)
+    assert (limited.num_tokens, limited.config.kernel.max_num_tokens) == (16, 16)
+    assert limited.config.kernel.timeout_s == 7.0 and limited.device is asked.device
+    assert (asked.num_tokens, asked.config.kernel.max_num_tokens) == (128, 8192)
+
+
+def test_an_explanation_says_who_holds_it_and_what_makes_it_less() -> None:
+    pins = {"prepare_finalize": "all_to_all", "experts": "triton"}
+    total, parts, room = memory_lines(oracle.select(problem(144, **pins)))
+    assert "for 8192 tokens a rank [kernel.max_num_tokens]" in total
+    assert "worst routing" in parts and "triton 202 GB" in parts and parts.endswith("GB with a limit of 128")
+    assert room.startswith("more than the 139 GiB of h200, which hold a limit of ")
+    enough = memory_lines(oracle.select(problem(32, max_num_tokens=128, **pins)))
+    assert len(enough) == 2 and "with a limit" not in enough[1]
