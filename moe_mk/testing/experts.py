@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -56,29 +57,41 @@ def check_experts(
         random_experts(weights, num_slots, hidden_size, intermediate_size, where, seed, gated=activation not in UNGATED)
         for seed in (11, 12)
     ]
-    stack = stacks[0]
-    error, ran = experts_error(dtype, compute, weights, hidden_size), 0
+    pair = _Pair(backend, reference, experts_error(dtype, compute, weights, hidden_size))
+    stack, ran = stacks[0], 0
     cases = hostile_routings(1, num_experts=num_slots, top_k=min(3, num_slots), device=where)
     cases = [case for case in cases if activation == "silu" or case.name in OF_ACTIVATIONS]
     for given in (stack, as_mapped(stack)):
         if given.layout not in backend.traits.layouts:
             continue
         before, own = bits_of(stack), backend.relayout(given)
-        for case in cases:
-            for travelled in {dtype, compute}:
-                rows = _rows(case, travelled, dtype, hidden_size, num_slots)
-                expected = weight_and_reduce(reference.run(rows, stack), rows, OutputStage.REDUCED).y
-                for layout in backend.traits.consumes:
-                    what = f"{name}, {weights.name} {given.layout}, {dtype.name}, {travelled.name} rows, {case.name}"
-                    what += f", {LAYOUT_NAMES[layout]}"
-                    _check_run(backend, own, permute(rows, (layout,)), expected, error, what)
-                    ran += 1
+        for case, travelled in product(cases, {dtype, compute}):
+            what = f"{name}, {weights.name} {given.layout}, {dtype.name}, {travelled.name} rows, {case.name}"
+            ran += pair.check(_rows(case, travelled, dtype, hidden_size, num_slots), stack, own, what)
         require(bits_of(stack) == before, f"{name}: {given.layout} weights were changed")
     require(ran > 0, f"{name} reads neither {CANONICAL} nor mapped weights")
     if CANONICAL in backend.traits.layouts:
         rows = _rows(cases[0], dtype, dtype, hidden_size, num_slots)
-        check_calls_of_experts(backend, reference, stacks, rows, error, f"{name}, {weights.name}, {dtype.name}")
+        check_calls_of_experts(backend, reference, stacks, rows, pair.error, f"{name}, {weights.name}, {dtype.name}")
     return ran
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A backend and the reference it is compared with, up to an error."""
+
+    backend: FusedExperts
+    reference: FusedExperts
+    error: float
+
+    def check(self, rows: RowTokens, stack: ExpertWeights, own: Weights, what: str) -> int:
+        """The same rows in every layout that the backend reads; returns in how many. own: the stack as it reads it."""
+        expected = weight_and_reduce(self.reference.run(rows, stack), rows, OutputStage.REDUCED).y
+        layouts = self.backend.traits.consumes
+        for layout in layouts:
+            given = permute(rows, (layout,))
+            _check_run(self.backend, own, given, expected, self.error, f"{what}, {LAYOUT_NAMES[layout]}")
+        return len(layouts)
 
 
 def check_invariance(

@@ -24,6 +24,8 @@ from moe_mk.trace.clock import now
 
 R = TypeVar("R")
 
+PRELOADED = ("torch.distributed", "numpy", "pydantic", "safetensors.torch", "yaml")
+"""What is imported once for all worlds of a process. This package is not: only ranks know the path it is found on."""
 START_S = 120.0
 """How long processes may take to import torch and meet."""
 GRACE_S = 20.0
@@ -40,8 +42,10 @@ class RankError(MoEMKError):
 
 
 class RankWorld:
-    """`world_size` spawned processes in one default gloo group, alive until `close`.
+    """`world_size` processes in one default gloo group, alive until `close`.
 
+    They are forks of a server that has imported torch and nothing of ours, so that they share nothing with the caller
+    but its environment at the time of the first world.
     Functions are called by their import path, so they must stand at the top of a module. Results come back as
     `torch.save` writes them and are read with `weights_only`: tensors, numbers, texts, lists, tuples and dicts.
     A rank that died makes the next call start a new world.
@@ -137,9 +141,10 @@ class _Rank:
     """One process and our end of its pipe."""
 
     def __init__(self, rank: int, world_size: int, meeting: str) -> None:
-        spawn = get_context("spawn")
-        self.connection, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_serve, args=(rank, world_size, meeting, theirs), daemon=True)
+        forks = get_context("forkserver")
+        forks.set_forkserver_preload(list(PRELOADED))
+        self.connection, theirs = forks.Pipe()
+        self.process = forks.Process(target=_serve, args=(rank, world_size, meeting, theirs), daemon=True)
         self.process.start()
         theirs.close()
 

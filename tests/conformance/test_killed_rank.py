@@ -152,7 +152,7 @@ def test_survivors_get_commerror_that_names_rank_and_phase_in_time(
     for rank, outcomes in survivors.items():
         named, phase, text, seconds = outcomes[name]
         assert named == rank and phase and f"rank {rank}, phase '{phase}" in text, text
-        assert seconds < TIMEOUT_S + 4.0, f"{name}: rank {rank} waited {seconds:.1f} s"
+        assert seconds < OPEN_S / 2, f"{name}: rank {rank} waited {seconds:.1f} s, far beyond {TIMEOUT_S:g} s"
         assert name != "one_sided" or f"peer {VICTIM}" in text, "flags of each peer tell which one is dead"
 
 

@@ -18,8 +18,8 @@ WIRES: dict[str, list[QuantScheme]] = {
     "mxfp8": [MXFP8],
     "nvfp4": [NVFP4_TOKENS],
 }
-SLOW = {"one_sided_network": (BF16, FP8_1x128)}
-"""Transports whose ranks take seconds to meet, and the schemes that they meet 4 ranks; with 2 it is all."""
+IN_FOUR = (BF16, FP8_1x128)
+"""Schemes in which ranks that are threads are four; two of them carry every scheme."""
 CASES = [
     pytest.param(name, ranks, wire, id=f"{name}-{ranks}-{wire.name}")
     for name, transport in PREPARE_FINALIZE.items()
@@ -27,7 +27,7 @@ CASES = [
     if transport.traits.min_ranks <= ranks <= (transport.traits.max_ranks or ranks)
     for family in sorted(transport.traits.wire)
     for wire in WIRES[family]
-    if ranks < 4 or wire in SLOW.get(name, WIRES[family])
+    if ranks < 4 or wire in IN_FOUR or not transport.traits.blocking
 ]
 
 

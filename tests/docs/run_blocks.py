@@ -1,14 +1,19 @@
-"""Run the python blocks of one Markdown file in order, in one namespace, and compare what they print.
+"""Run the python blocks of each Markdown file in order, in one namespace, and compare what they print.
 
-python run_blocks.py FILE
+python run_blocks.py FILE ...
 
+Each file has a process of its own, forked from one that has imported torch and moe_mk, which takes longer than most
+pages do. What goes wrong is told on standard error, and by file name as JSON on standard output.
 A block whose fence says `python` is run. A block right after it whose fence says `text output` is what it must print.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import json
+import os
 import re
 import sys
 import traceback
@@ -55,6 +60,27 @@ def run(file: Path) -> list[str]:
     return []
 
 
+def run_apart(file: Path) -> str:
+    """What goes wrong with a file in a fork of this process, or nothing."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(theirs, "\n".join(run(file)).encode()[-60_000:])  # a pipe holds 64 KiB that nobody has read yet
+        except BaseException:  # pages may exit too
+            os.write(theirs, traceback.format_exc().encode()[-60_000:])
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    os.close(theirs)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(ours, "rb") as said:
+        problem = said.read().decode(errors="replace")
+    return problem or (f"{file.name}: its process ended with status {status}" if status else "")
+
+
 if __name__ == "__main__":
-    problems = run(Path(sys.argv[1]))
-    sys.exit("\n".join(problems) if problems else 0)
+    importlib.import_module("moe_mk.layer")
+    problems = {name: run_apart(Path(name)) for name in sys.argv[1:]}
+    print(json.dumps(problems))
+    sys.exit("\n".join(filter(None, problems.values())) or 0)

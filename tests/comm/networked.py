@@ -1,0 +1,20 @@
+"""A heap of a rank over the network, and the rows that tests send through it."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_mk.comm import Communicator
+from moe_mk.comm.symmetric_network import NetworkHeap
+from moe_mk.comm.symmetric_network_setup import Network, open_network_heap
+from moe_mk.comm.traffic import Nodes
+from moe_mk.trace.clock import now
+
+X = torch.arange(12, dtype=torch.uint8).view(4, 3)
+
+
+def opened(
+    comm: Communicator, data_bytes: int = 1 << 16, per_node: int | None = None, **network: object
+) -> NetworkHeap:
+    nodes = Nodes.of(comm.size, per_node)
+    return open_network_heap(comm, 4, data_bytes, now, Network(nodes, **network), num_counters=2)  # type: ignore[arg-type]

@@ -1,0 +1,54 @@
+"""Files of shared memory: whose they are, what is mapped, and what happens when there is no room."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_mk.comm.symmetric import SymmetricHeap, WindowShape
+from moe_mk.comm.symmetric_memory import FOLDER, attach, create, unlink
+from moe_mk.comm.symmetric_words import words_of
+from moe_mk.errors import CommError
+
+
+def test_a_file_is_its_owners_alone_and_outlives_its_name() -> None:
+    name, mine = create(8192)
+    found = (FOLDER / name).stat()
+    assert stat.S_IMODE(found.st_mode) == 0o600 and found.st_size == 8192 and found.st_blocks == 0
+    theirs = attach(name, 8192)
+    unlink(name)
+    assert not (FOLDER / name).exists()
+    mine.reserve(4096, 100)
+    mine.bytes[4097] = 5
+    assert theirs.bytes[4097] == 5 and theirs.bytes[:4096].sum() == 0
+
+
+def test_foreign_files_are_not_mapped(tmp_path: Path) -> None:
+    name, _ = create(4096, tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    with pytest.raises(OSError, match="4096 bytes, expected 8192"):
+        attach(name, 8192, tmp_path)
+    with pytest.raises(OSError, match="symbolic link"):
+        attach("link", 4096, tmp_path)
+    (tmp_path / name).chmod(0o644)
+    with pytest.raises(PermissionError, match=r"mode 0o644, expected our own with 0o600"):
+        attach(name, 4096, tmp_path)
+
+
+def test_full_memory_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = WindowShape(2, 2, 1 << 20)
+    name, memory = create(shape.total_bytes)
+    unlink(name)
+
+    def full(descriptor: int, start: int, count: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    heap = SymmetricHeap(memory, words_of(memory.bytes), shape, 0, lambda phase, epoch, layer: pytest.fail("no wait"))
+    heap.put(1, 0, torch.ones((2, 8), dtype=torch.uint8))
+    monkeypatch.setattr("os.posix_fallocate", full)
+    heap.put(1, 0, torch.ones((2, 8), dtype=torch.uint8))  # what was taken before is taken
+    with pytest.raises(CommError, match=r"no room for 24 bytes more, \d+ are free: No space.*kernel.max_num_tokens"):
+        heap.put(1, 0, torch.ones((3, 8), dtype=torch.uint8))
