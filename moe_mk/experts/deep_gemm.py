@@ -17,7 +17,7 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import LibraryMissing
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.deep_gemm_layout import padded_places, scales_of, stacked, widened
-from moe_mk.external.library import load
+from moe_mk.external.library import installed_version, load
 from moe_mk.kernels.reference.activation import CLAMPED, activation
 from moe_mk.kernels.reference.quantize_rows import quantize_rows
 from moe_mk.quant.fp8_block import Fp8Block
@@ -65,6 +65,8 @@ class DeepGemmExperts(FusedExperts):
         super().__init__(context)
         self.library: Any = load("deep_gemm", allow_emulated=context.device.type == "cpu")
         _expect_recent(self.library)
+        self.fused = context.device.type == "cuda" and installed_version("triton") is not None
+        """Whether activation and quantisation are one kernel."""
         self.group = int(getattr(context.compute, "columns", BLOCK))
         self.power_of_two = context.compute.family == "mxfp8" or bool(getattr(context.compute, "ue8m0", False))
 
@@ -162,14 +164,15 @@ class DeepGemmExperts(FusedExperts):
         return multiply((hidden.view(slots, room, -1), made), weights.w2)[:, :given]
 
     def _between(self, wide: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
-        """Activation and quantisation of hidden rows: one kernel on a GPU, the reference elsewhere."""
+        """Activation and quantisation of hidden rows: one kernel where Triton has a GPU, the reference elsewhere."""
         context, name = self.context, self.context.activation
-        if wide.is_cuda and gated and name not in CLAMPED:
+        alpha, limit = context.swiglu_alpha, context.swiglu_limit
+        if self.fused and gated:
             from moe_mk.kernels.triton.activation_quantize import activation_quantize
 
-            return activation_quantize(wide, name, self.group, power_of_two=self.power_of_two)
+            return activation_quantize(wide, name, self.group, power_of_two=self.power_of_two, alpha=alpha, limit=limit)
         gate, up = wide.float().chunk(2, dim=1) if gated else (None, wide.float())
-        hidden = activation(name, gate, up, alpha=context.swiglu_alpha, limit=context.swiglu_limit)
+        hidden = activation(name, gate, up, alpha=alpha, limit=limit)
         return quantize_rows(hidden, self.group, power_of_two=self.power_of_two)
 
     def _rounded(self, x: QuantTensor) -> tuple[Tensor, Tensor]:

@@ -114,14 +114,17 @@ class TritonExperts(FusedExperts):
 
     @classmethod
     def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
-        """Tiles worth trying for so many tokens, each of up to eight choices; by hand only where FP8 is multiplied.
+        """Tiles worth trying for so many tokens; by hand only where FP8 is multiplied. The first one serves untuned.
 
-        The first one is what serves untuned.
+        Where the context does not say, a token has up to eight choices, and weights are multiplied as they are.
         """
-        an_expert = rows * min(CHOICES, context.num_slots) / context.num_slots
+        if context.batch_invariant:
+            return [asdict(INVARIANT)]
+        an_expert = max(rows * min(context.top_k or CHOICES, context.num_slots) / context.num_slots, FEWEST)
+        untuned = Tuned(built_in=_built_in(context.weights, context.compute)).tile(an_expert)
         engines = ("triton", "gluon") if context.compute.block == (1, BLOCK) else ("triton",)
         able = (tile for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert))
-        return [asdict(tile) for tile in dict.fromkeys((Tuned().tile(an_expert), *able))]
+        return [asdict(tile) for tile in dict.fromkeys((untuned, *able))]
 
     def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> TritonExperts:
         """These experts with one tile for every call. Raises ConfigError for a tile that no kernel has."""
@@ -206,8 +209,7 @@ class TritonExperts(FusedExperts):
         if self.tuned is None:
             c = self.context
             case = Case(c.hidden_size, c.intermediate_size, c.num_slots, weights.name, c.compute.name)
-            built_in = DECODED if form_of(weights, c.compute).name.startswith("w_") else BUILT_IN
-            self.tuned = load_tuned(profile_here(c.device).name, case, built_in=built_in)
+            self.tuned = load_tuned(profile_here(c.device).name, case, built_in=_built_in(weights, c.compute))
         return self.tuned
 
     def _tile(self, tuned: Tuned, rows_an_expert: float) -> Tile:
@@ -225,6 +227,12 @@ class TritonExperts(FusedExperts):
             rows = (*x.values.shape[:-1], 1)
             return x.values, torch.full(rows, x.scheme.scale, dtype=torch.float32, device=x.values.device)
         return x.values, x.scales
+
+
+def _built_in(weights: QuantScheme | None, compute: QuantScheme) -> tuple[tuple[float, Tile], ...]:
+    """The table of a type of weights: decoded in registers, or multiplied as they are."""
+    decoded = weights is not None and form_of(weights, compute).name.startswith("w_")
+    return DECODED if decoded else BUILT_IN
 
 
 def _fixed(compute: QuantScheme) -> tuple[float, float] | None:

@@ -170,7 +170,7 @@ def _read(file: Path, choices: int | None, case: Case) -> tuple[Point, ...]:
             {"rows_an_expert": p["tokens"] * share, "tile": p["parameters"], "microseconds": p["microseconds"]}
             for p in given
         )
-    except (KeyError, TypeError, ValueError) as problem:
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as problem:
         raise ConfigError(
             f"{file} holds no tuned tiles: {type(problem).__name__}: {problem}; run moe-mk tune triton"
         ) from None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.shipped import device_profile, shipped_devices
@@ -125,6 +126,15 @@ class Queues:
         """Let what this thread queues from here on wait for a mark, on the device alone."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def read_here(self, tensor: Tensor) -> Tensor:
+        """A tensor of another lane that outlives the lanes: its memory is not used anew before this stream is through.
+
+        Wait for its mark first; the memory of a tensor belongs to the stream on which it was made.
+        """
+        if self.run_later:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+        return tensor
 
 
 def capturing(device: torch.device) -> bool:

@@ -17,6 +17,8 @@ from moe_mk.experts.deep_gemm import DeepGemmExperts
 from moe_mk.experts.deep_gemm_layout import padded_places
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.external.emulated import deep_gemm
+from moe_mk.kernels.reference.activation import activation as reference_activation
+from moe_mk.kernels.reference.quantize_rows import quantize_rows
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.microscaling import MXFP4, MXFP8
@@ -91,6 +93,28 @@ def test_clamps_are_the_references(activation: str) -> None:
     exact = ReferenceExperts(replace(mine.context, dtype=FP32))
     got, expected = mine.run(tokens, mine.relayout(stack)).y.float(), exact.run(tokens, stack).y.float()
     assert float((got - expected).norm() / expected.norm()) < 2 * experts_error(BF16, MXFP8, MXFP4, 256)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_limit", "swiglu_oai"])
+def test_hidden_rows_are_one_kernel_where_triton_has_a_gpu(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = pytest.importorskip("moe_mk.kernels.triton.activation_quantize", reason="triton is not installed")
+    signature, asked = inspect.signature(kernel.activation_quantize), []
+
+    def in_its_place(*given: Any, **options: Any) -> Any:
+        said = dict(signature.bind(*given, **options).arguments)
+        asked.append(said)
+        gate, up = said["gate_up"].float().chunk(2, dim=1)
+        hidden = reference_activation(said["name"], gate, up, alpha=said["alpha"], limit=said["limit"])
+        return quantize_rows(hidden, said["group"], power_of_two=said["power_of_two"])
+
+    monkeypatch.setattr(kernel, "activation_quantize", in_its_place)
+    mine = backend(FP8_1x128, activation, swiglu_limit=0.5, swiglu_alpha=1.702)
+    own, tokens = mine.relayout(random_experts(FP8_128x128, 2, 256, 128, CPU)), grouped(FP8_1x128)
+    elsewhere = mine.run(tokens, own).y
+    assert not asked, "a CPU has no such kernel"
+    mine.fused = True
+    assert torch.equal(mine.run(tokens, own).y, elsewhere)
+    assert [(said["alpha"], said["limit"]) for said in asked] == [(1.702, 0.5)]
 
 
 def problem(*, emulated: bool, device: str = "cpu", hidden: int = 256) -> Problem:

@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,10 +26,16 @@ from moe_mk.experts.triton_tuning import (
     tile_of,
     tuned_file,
 )
+from moe_mk.experts.triton_workspace import Workspace
 from moe_mk.kernels.triton.tile import Tile
-from moe_mk.quant import BF16, FP8_1x128
+from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantScheme
+from moe_mk.quant.microscaling import MXFP4
+from moe_mk.testing.experts import random_experts
+from moe_mk.tokens import RowTokens
 from moe_mk.tuning import TunedPoint, save_measured, tuned_path
+from moe_mk.tuning.session import TuneCase
 
+CPU = torch.device("cpu")
 CASE = Case(7168, 2048, 256, "fp8_128x128", "fp8_1x128")
 SMALL, LARGE = Tile(8, True, 4, 6, "gluon"), Tile(128, False, 4, 4, "gluon")
 TUNED = Tuned((Point(1.0, SMALL, 100.0), Point(16.0, LARGE, 400.0)))
@@ -113,6 +120,44 @@ def test_what_is_tried_fits_and_suits_the_rows() -> None:
     plain = TritonExperts.tuning_space(replace(context, compute=BF16), 1)
     assert {tile["engine"] for tile in plain} == {"triton"}
     assert all(tile_of(tile) in CANDIDATES for tile in (*few, *many, *plain))
+
+
+class Launched(Exception):
+    """A tile that a kernel was asked for; nothing runs here."""
+
+
+CALLS = [(1, 2), (16, 8), (64, 2), (64, 8), (256, 4), (1024, 6)]
+"""Tokens and experts of a token, of eight: from a quarter of a row an expert to 768."""
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("stored,compute", [(FP8_128x128, FP8_1x128), (FP8_128x128, BF16), (MXFP4, BF16), (BF16, BF16)])
+def test_the_first_one_tried_is_what_the_kernels_get_untuned(
+    stored: QuantScheme, compute: QuantScheme, invariant: bool
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    contexts = {
+        call: replace(
+            TuneCase("triton", 128, 128, 8, call[1], BF16, compute, stored).context(CPU), batch_invariant=invariant
+        )
+        for call in CALLS
+    }
+    experts = TritonExperts(contexts[CALLS[0]], Workspace())
+    experts.kernels = SimpleNamespace(Experts=experts.kernels.Experts, experts_rows=launched)
+    weights = experts.relayout(random_experts(stored, 8, 128, 128, CPU))
+    for (tokens, top_k), context in contexts.items():
+        x_RH = BF16.quantize(torch.zeros((tokens, 128), dtype=torch.bfloat16))
+        ids_RK = torch.arange(top_k, dtype=torch.int32).expand(tokens, top_k)
+        with pytest.raises(Launched) as caught:
+            experts.run(RowTokens(x_RH, ids_RK, torch.ones((tokens, top_k)), 8), weights)
+        tried = [tile_of(tile) for tile in TritonExperts.tuning_space(context, tokens)]
+        assert tried[0] == caught.value.args[0] and len(set(tried)) == len(tried)
+
+
+def launched(
+    x: object, ids: object, share: object, experts: object, tile: Tile, *rest: object, **named: object
+) -> None:
+    raise Launched(tile)
 
 
 @pytest.mark.parametrize(

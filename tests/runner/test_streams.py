@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import CommError
+from moe_mk.external.device import Queues
 from moe_mk.flight import Flight, land
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner import run_on_two_streams
@@ -109,3 +114,125 @@ def test_autograd_is_switched_in_the_thread_that_carries_as_in_this_one() -> Non
         with torch.set_grad_enabled(enabled):
             on_two_streams(kernel, [batch(1)])
     assert seen == [True, False]
+
+
+class Ordered(Queues):
+    """Queues of a device that is not here: of every stream, how many steps of each stream are known to have ended.
+
+    A thread's stream is that of the lane it is in, else "caller". A step is what `step` counts.
+    """
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__(torch.device("cpu"))
+        self.broken, self.read, self.alive = broken, list[int](), list[weakref.ref[Tensor]]()
+        self.before: dict[str, Counter[str]] = {"caller": Counter(), "carry": Counter()}
+        self._here = threading.local()
+
+    @property
+    def run_later(self) -> bool:
+        return True
+
+    @property
+    def stream(self) -> str:
+        return getattr(self._here, "name", "caller")
+
+    @contextmanager
+    def lane(self, name: str) -> Iterator[None]:
+        if self.broken:
+            raise RuntimeError("no more streams")
+        self._here.name = name
+        yield
+        self._here.name = "caller"
+
+    def step(self, needs: dict[str, int]) -> None:
+        """Queue a step that needs so many steps of each stream to have ended."""
+        known = self.before[self.stream]
+        assert all(known[stream] >= steps for stream, steps in needs.items()), (self.stream, needs, known)
+        known[self.stream] += 1
+
+    def mark(self) -> Any:
+        return Counter(self.before[self.stream])
+
+    def after(self, mark: Any) -> None:
+        self.before[self.stream] |= mark or Counter()
+
+    def read_here(self, tensor: Tensor) -> Tensor:
+        self.read.append(tensor.data_ptr())
+        return tensor
+
+
+class OnADevice(Watched):
+    """A transport whose journeys are steps: a dispatch needs the caller's own, a combine what its experts made."""
+
+    def __init__(self, transport: Any, queues: Ordered, batches: int) -> None:
+        super().__init__(transport, batches)
+        self.queues, self.batches = queues, batches
+
+    def prepare(self, *given: Any) -> Flight[Any]:
+        self.queues.step({"caller": 1})
+        return (yield from super().prepare(*given))
+
+    def finalize(self, output: Any, tokens: Any) -> Flight[Any]:
+        self.queues.step({"caller": 2 + self.journeys.count("C"), "carry": self.batches})
+        return (yield from super().finalize(output, tokens))
+
+
+@pytest.mark.row(49)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_each_thread_has_a_stream_and_waits_for_what_the_other_hands_over(count: int) -> None:
+    model, queues = Model("all_to_all", layers=1, ranks=1), Ordered()
+    kernel = model.layers[0][0]
+    transport = OnADevice(kernel.prepare_finalize, queues, count)
+    given = [batch(number) for number in range(count)]
+
+    def multiply(tokens: Any) -> Any:
+        done = queues.before["caller"]["caller"] - 1
+        queues.step({"carry": done + 1})
+        assert all(output() is not None for output in queues.alive), "memory that the carrying stream still reads"
+        output = kernel.multiply(tokens, NO_WEIGHTS)
+        queues.alive.append(weakref.ref(output.y))
+        return output
+
+    queues.step({})  # the caller writes the inputs
+    outputs = run_on_two_streams(transport, multiply, given, queues)
+    for y_TH, own in zip(outputs, given, strict=True):
+        expect_exact(y_TH, own)
+    assert queues.before["carry"] == {"caller": 1 + count, "carry": 2 * count}
+    queues.step({"carry": 2 * count})  # the caller reads the outputs, which were made on another stream
+    assert queues.read == [y_TH.data_ptr() for y_TH in outputs] and not queues.broken
+    del outputs
+    assert not any(output() is not None for output in queues.alive), "nothing is kept beyond the call"
+
+
+def test_a_journey_that_fails_is_waited_for_before_its_memory_is_free() -> None:
+    model, queues = Model("all_to_all", layers=1, ranks=1), Ordered()
+    kernel = model.layers[0][0]
+
+    class Failing(OnADevice):
+        def finalize(self, output: Any, tokens: Any) -> Flight[Any]:
+            yield from super().finalize(output, tokens)
+            raise RuntimeError("the second half is lost")
+
+    queues.step({})
+    transport = Failing(kernel.prepare_finalize, queues, 1)
+    multiplied: list[None] = []
+
+    def multiply(tokens: Any) -> Any:
+        multiplied.append(queues.step({"carry": 1}))
+        return kernel.multiply(tokens, NO_WEIGHTS)
+
+    with pytest.raises(RuntimeError, match="second half is lost"):
+        run_on_two_streams(transport, multiply, [batch(1)], queues)
+    assert len(multiplied) == 1 and queues.before["caller"]["carry"] == 2
+
+
+def test_a_device_without_another_stream_is_an_error_and_not_a_hang() -> None:
+    kernel = Model("all_to_all", layers=1, ranks=1).layers[0][0]
+    with pytest.raises(RuntimeError, match="no more streams"):
+        run_on_two_streams(kernel.prepare_finalize, lambda tokens: None, [batch(1)], Ordered(broken=True))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("carrier")]
+
+
+def test_no_batches_need_no_thread() -> None:
+    kernel = Model("all_to_all", layers=1, ranks=1).layers[0][0]
+    assert on_two_streams(kernel, []) == []

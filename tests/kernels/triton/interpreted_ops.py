@@ -78,12 +78,20 @@ def test_scales_may_lie_column_by_column() -> None:
     assert quantize_rows(x[:0], 128)[1].shape == (0, 2)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu2"])
-def test_activation_and_quantisation_in_one_pass(name: str) -> None:
+ACTIVATIONS: list[tuple[str, float, float | None]] = [
+    *((name, 1.0, 0.5) for name in ("silu", "gelu", "gelu_tanh", "relu2")),  # take no notice of a limit
+    ("swiglu_limit", 1.0, 0.7), ("swiglu_limit", 1.0, None), ("swiglu_oai", 1.702, 0.9), ("swiglu_oai", 0.5, None),
+]  # fmt: skip
+"""Names, slopes and limits, which many of the values are beyond."""
+
+
+@pytest.mark.parametrize("name,alpha,limit", ACTIVATIONS)
+def test_activation_and_quantisation_in_one_pass(name: str, alpha: float, limit: float | None) -> None:
     gate_up = torch.randn(3, 2 * 136).bfloat16()
-    values, scales = activation_quantize(gate_up, name, 128)
+    values, scales = activation_quantize(gate_up, name, 128, alpha=alpha, limit=limit)
     gate, up = gate_up.float().chunk(2, dim=1)
-    expected, expected_scales = reference_quantize_rows.quantize_rows(activation(name, gate, up), 128)
+    hidden = activation(name, gate, up, alpha=alpha, limit=limit)
+    expected, expected_scales = reference_quantize_rows.quantize_rows(hidden, 128)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0.0)
     # The activation itself may differ in its last bit, which moves a value to the next code at most.
     assert int((bits(values).int() - bits(expected).int()).abs().max()) <= 1

@@ -150,7 +150,7 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (
         "activation_quantize", "_activation_quantize",
         {"gate_up_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
-        {"GROUP": 128, "GROUPS": 8, "ACTIVATION": "silu", "POWER_OF_TWO": True},
+        {"GROUP": 128, "GROUPS": 8, "ACTIVATION": "swiglu_oai", "POWER_OF_TWO": True, "ALPHA": 1.702, "LIMIT": 7.0},
     ),
 ]  # fmt: skip
 
