@@ -14,6 +14,11 @@ HF := .venv-hf-oldest
 HF_NEEDS := tests/integrations/hf/oldest.txt
 HF_INSTALLED := $(HF)/.installed-$(shell cat $(HF_NEEDS) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
+OLDEST := .venv-oldest
+OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+OLDEST_INSTALLED := $(OLDEST)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+TESTS := tests
+
 ENGINES := .venv-engines
 ENGINES_NEED := tests/integrations/engines/needs.txt
 ENGINES_INSTALLED := $(ENGINES)/.installed-$(shell cat $(ENGINES_NEED) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
@@ -23,7 +28,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test hf engines stress multihost lint format features certify docs sanitize gpu clean
+.PHONY: help venv run test oldest hf engines stress multihost lint format features certify docs sanitize gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +53,18 @@ $(CHECKPOINT)/model.safetensors.index.json: | $(INSTALLED)
 test: venv  ## every test that needs neither a GPU nor minutes
 	@echo "pytest    not gpu, not slow"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile
+
+oldest: $(OLDEST_INSTALLED)  ## `make test` with the oldest torch that is supported, where it installs; TESTS says which
+	@echo "pytest    $$($(OLDEST)/bin/python -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)')"
+	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile $(TESTS)
+
+# torch 2.11 asks for an older setuptools than constraints.txt has.
+$(OLDEST_INSTALLED):
+	@echo "venv      $(OLDEST)"
+	@rm -rf $(OLDEST) && $(PYTHON) -m venv $(OLDEST)
+	@sed '/^torch==/d; /^setuptools==/d' constraints.txt > $(OLDEST)/constraints.txt
+	@$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(OLDEST)/constraints.txt 'torch==$(OLDEST_TORCH).*' -e '.[dev]'
+	@touch $@
 
 hf: $(HF_INSTALLED)  ## the tests of transformers on the oldest version that is supported; `make test` has the newest
 	@echo "pytest    $$($(HF)/bin/python -c 'import transformers; print("transformers", transformers.__version__)')"
