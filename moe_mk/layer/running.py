@@ -133,6 +133,7 @@ class RunningLayer(PlacedLayer):
         self, x_TH: Tensor, expert_load_E: Tensor | None = None, token_ids_T: Tensor | None = None
     ) -> Flight[Tensor]:
         """The forward as a flight: for several ranks in one process, or several micro-batches at once."""
+        _ = self.weights
         load_E = self.expert_load if expert_load_E is None else expert_load_E
         router = self._router_of(x_TH, token_ids_T)
         half = self._half

@@ -20,6 +20,7 @@ from moe_mk.flight import Flight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.packing import Rows, opened, put, tails
 from moe_mk.prepare_finalize.row_exchange import RowExchange, Write
+from moe_mk.prepare_finalize.scratch import kept_bytes
 from moe_mk.quant.wire import as_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
@@ -116,6 +117,11 @@ class AllToAll(PrepareFinalize):
     def max_rows(cls, problem: Problem) -> int:
         """All tokens of all ranks may want an expert of this one."""
         return problem.num_tokens * problem.ranks
+
+    @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """Host memory in which rows are packed, kept for the next call."""
+        return kept_bytes(problem)
 
 
 def _writer(values_TB: Tensor, token_X: Tensor, tails_XB: Tensor) -> Write:

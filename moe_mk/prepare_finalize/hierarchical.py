@@ -35,7 +35,7 @@ from moe_mk.prepare_finalize.hierarchical_legs import Held, Leg, WayHome, handed
 from moe_mk.prepare_finalize.packing import Rows, apart, opened, packed_row_bytes, side_by_side
 from moe_mk.prepare_finalize.row_exchange import RowExchange, SumsHome
 from moe_mk.prepare_finalize.row_sums import Part
-from moe_mk.prepare_finalize.scratch import Borrowed
+from moe_mk.prepare_finalize.scratch import Borrowed, kept_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 X = TypeVar("X")
@@ -211,7 +211,8 @@ class Hierarchical(PrepareFinalize):
         near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
         kernel = problem.config.kernel
         pieces = -(-kernel.max_num_tokens // (kernel.relay_tokens or kernel.max_num_tokens))
-        return Volume(far + near, far + near, 1 + 5 * pieces, far_rows=far, pipelined=pieces > 1)
+        a_piece = 5 if per_node > 1 else 2  # nodes of one rank relay nothing
+        return Volume(far + near, far + near, 1 + a_piece * pieces, far_rows=far, pipelined=pieces > 1)
 
     @classmethod
     def max_rows(cls, problem: Problem) -> int:
@@ -222,7 +223,8 @@ class Hierarchical(PrepareFinalize):
     def buffer_bytes(cls, problem: Problem) -> int:
         """Rows that a rank relays, worst routing: a token of every rank of its place, packed, and their sums in f32."""
         row = packed_row_bytes(problem.dtype, problem.config.model.hidden_size, problem.config.router.top_k)
-        return problem.nodes * problem.num_tokens * (2 * row + 4 * problem.config.model.hidden_size)
+        relayed = problem.nodes * problem.num_tokens * (2 * row + 4 * problem.config.model.hidden_size)
+        return relayed + kept_bytes(problem)
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.config.problem import Problem
 from moe_mk.kernels.native.library import Native
-from moe_mk.prepare_finalize.packing import SMALL_BYTES
+from moe_mk.prepare_finalize.packing import SMALL_BYTES, packed_row_bytes
 
 KEPT_BYTES = 128 << 20
 """What is kept of one group at most, between calls."""
@@ -73,6 +74,16 @@ class Scratch:
             self.free.pop()  # the new one takes its place
         with torch.inference_mode(False):  # else nobody could write to it outside of that mode
             return torch.empty(-(-wanted // SMALL_BYTES) * SMALL_BYTES, dtype=torch.uint8, device="cpu")
+
+
+def kept_bytes(problem: Problem) -> int:
+    """The most that a transport over it keeps between calls: what all tokens of a rank take, packed, or the limit."""
+    model, kernel = problem.config.model, problem.config.kernel
+    if problem.device.kind != "cpu" or problem.ranks == 1:
+        return 0
+    top_k = problem.config.router.top_k
+    copies = min(problem.ranks, top_k) * kernel.max_num_tokens
+    return min(KEPT_BYTES, 2 * copies * packed_row_bytes(problem.dtype, model.hidden_size, top_k))
 
 
 def new_rows(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, native: Native | None) -> Tensor:

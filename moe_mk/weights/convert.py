@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -53,7 +55,8 @@ def convert_checkpoint(
     """Write a checkpoint with its experts in another type; the source is never touched.
 
     to: one of TARGETS; "fp8" is blocks of 128 x 128 with f32 scales. The folder `target` must not hold anything. It is
-    written beside and moved at the end, so that an interrupted run leaves nothing that looks whole.
+    written beside, in a new folder `target.*.partial`, and moved at the end, so that nothing that is broken off looks
+    whole; that folder is left behind only where a run is killed.
     Raises ConfigError for an unknown type or a target in use, WeightError for a source that is not sound.
     """
     if to not in TARGETS:
@@ -64,17 +67,27 @@ def convert_checkpoint(
         raise WeightError(f"{source} cannot be converted:" + "".join(f"\n  - {line}" for line in problems))
     if home.exists() and (not home.is_dir() or any(home.iterdir())):
         raise ConfigError(f"{home} is in use; choose a folder that is empty or not there yet")
-    partial = home.with_name(home.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     report = ConversionReport(to, facts.num_bytes)
-    _Conversion(SafetensorsSource(source), facts.layers, to, report, on_progress).write(partial, shard_bytes)
-    _write_config(Path(source), partial, to)
-    (partial / REPORT).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
-    if home.exists():
-        home.rmdir()
-    os.replace(partial, home)
+    with _beside(home) as partial:
+        _Conversion(SafetensorsSource(source), facts.layers, to, report, on_progress).write(partial, shard_bytes)
+        _write_config(Path(source), partial, to)
+        (partial / REPORT).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     return report
+
+
+@contextmanager
+def _beside(home: Path) -> Iterator[Path]:
+    """A new folder that becomes `home`, or goes if it cannot be finished."""
+    partial = home.with_name(f"{home.name}.{uuid4().hex[:8]}.partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if home.exists():
+            home.rmdir()
+        os.replace(partial, home)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightError
+from moe_mk.flight import land
 from moe_mk.testing.virtual import virtual_groups
 from tests.layer.build import HIDDEN, config, layer
 
@@ -49,10 +50,11 @@ def test_gradients_are_refused_and_not_dropped(made: MoELayer) -> None:
 
 def test_a_layer_without_weights_says_how_to_load_them() -> None:
     empty = MoELayer(config(8, 2), dtype=torch.float32, name="layer 5")
-    with pytest.raises(
-        WeightError, match=r"layer 'layer 5' has no weights yet; call load_from_safetensors\(path, layer"
-    ):
+    message = r"layer 'layer 5' has no weights yet; call load_from_safetensors\(path, layer"
+    with pytest.raises(WeightError, match=message):
         empty(torch.zeros(3, HIDDEN))
+    with pytest.raises(WeightError, match=message):
+        land(empty.steps(torch.zeros(3, HIDDEN)))
 
 
 def routed(made: MoELayer, ids: list[list[int]], **changes: Any) -> Tensor:

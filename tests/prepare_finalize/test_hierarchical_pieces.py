@@ -178,4 +178,6 @@ def test_the_plan_knows_a_pipeline() -> None:
     whole = Hierarchical.volume(asked)
     pieces = Hierarchical.volume(replace(asked, config=config.with_(relay_tokens=32)))
     assert (whole.collectives, whole.pipelined) == (6, False)
+    alone = Hierarchical.volume(replace(asked, config=config.with_(ranks_per_node=1)))
+    assert alone.collectives == 3, "nodes of one rank relay nothing: counts, rows out, sums home"
     assert (pieces.collectives, pieces.pipelined) == (1 + 4 * 5, True) and pieces.far_rows == whole.far_rows

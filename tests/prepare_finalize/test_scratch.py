@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moe_mk.comm import LockstepWorld
+from moe_mk.config import device_profile, load_config
+from moe_mk.config.problem import Problem
 from moe_mk.prepare_finalize.packing import SMALL_BYTES
-from moe_mk.prepare_finalize.scratch import KEPT_BYTES, Borrowed, Scratch
+from moe_mk.prepare_finalize.scratch import KEPT_BYTES, Borrowed, Scratch, kept_bytes
+from moe_mk.quant import BF16
 
 CPU = torch.device("cpu")
 
@@ -68,3 +73,12 @@ def test_memory_made_in_inference_mode_can_be_written_outside_of_it() -> None:
 def test_layers_of_a_rank_share_it_and_ranks_do_not() -> None:
     first, second = LockstepWorld(2).communicators()
     assert Scratch.of(first) is Scratch.of(first) is not Scratch.of(second)
+
+
+def test_plans_know_what_is_kept_at_most() -> None:
+    config = load_config("deepseek_v3").with_(ep=4, max_num_tokens=16)
+    asked = Problem(config, device_profile("cpu"), BF16, 16)
+    # 16 tokens to each of 4 ranks, there and as they come: 7,168 bf16 values, 8 ids of 4 B and 8 weights of 4 B.
+    assert kept_bytes(asked) == 2 * 16 * 4 * (7168 * 2 + 8 * 4 + 8 * 4)
+    large = replace(asked, config=config.with_(max_num_tokens=8192))
+    assert kept_bytes(large) == KEPT_BYTES and kept_bytes(replace(large, device=device_profile("h200"))) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +105,13 @@ def test_a_damaged_expert_is_named_and_leaves_nothing(written: Callable[[str], P
     save_file(state, source / "model.safetensors")
     with pytest.raises(WeightError, match=r"(?s)layer 1, expert 2 is damaged.*1 scales are not finite and positive"):
         convert_checkpoint(source, tmp_path / "out", "fp8")
-    assert not (tmp_path / "out").exists(), "nothing that looks whole"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"], "nothing that looks whole, nothing to clear away"
+
+
+def test_a_folder_that_looks_left_behind_stays(written: Callable[[str], Path], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(written("bf16"), tmp_path / "model.partial"))
+    convert_checkpoint(source, tmp_path / "model", "int8")
+    assert {entry.name for entry in tmp_path.iterdir()} >= {"model", "model.partial"} and any(source.iterdir())
 
 
 def test_an_incomplete_source_is_refused_before_any_work(written: Callable[[str], Path], tmp_path: Path) -> None:
