@@ -8,7 +8,7 @@ peer how many groups arrived, and sends the rest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from moe_mk.comm.proxy.coalesce import Message, Taken, messages_of
@@ -101,6 +101,13 @@ class Channel:
     def is_idle(self) -> bool:
         """Whether everything committed is done."""
         return not self.taken and self.ring.head == self._tail
+
+    def awaits(self, gone: Set[int]) -> bool:
+        """Whether a peer that is not gone has something to confirm, or is yet to be sent something. From any thread."""
+        if any(each.command.peer not in gone and not self._is_done(each) for each in list(self.taken)):
+            return True
+        held_up = any(message.peer in gone for message in list(self.backlog)[:1])
+        return not held_up and self.ring.head > self._tail + len(self.taken)
 
     @property
     def has_news(self) -> bool:

@@ -147,9 +147,12 @@ class Proxy:
         self.connect(self._peers)
 
     def close(self, patience_s: float) -> None:
-        """Wait a while until all is confirmed, then end."""
+        """Wait a while until all is confirmed by the peers that are still there, then end."""
         until = self._clock() + patience_s
-        while self._can_finish() and not self.is_idle and self._clock() < until:
+        while self._can_work() and self._clock() < until:
+            gone = set(self.lost) | self.left
+            if not any(channel.awaits(gone) for channel in self.channels):
+                break
             self.window.arrived.clear()
             self.window.arrived.wait(0.01)
         for worker in self._workers:
@@ -158,13 +161,8 @@ class Proxy:
         # Nothing is left that refers to this proxy: its memory goes when its owner does.
         self._workers, self._exchanges = [], []
 
-    def _can_finish(self) -> bool:
-        unfinished = {t.command.peer for channel in self.channels for t in list(channel.taken)}
-        return (
-            not self.fault
-            and all(w.is_alive for w in self._workers)
-            and not unfinished & (self.lost.keys() | self.left)
-        )
+    def _can_work(self) -> bool:
+        return not self.fault and all(worker.is_alive for worker in self._workers)
 
     def _ring(self) -> CommandRing:
         capacity = self.settings.ring_capacity

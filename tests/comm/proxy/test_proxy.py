@@ -217,6 +217,18 @@ def test_what_is_committed_is_delivered_before_the_end() -> None:
         assert [flag_of(one, flag) for flag in range(FLAGS)] == [32 + flag for flag in range(FLAGS)]
 
 
+def test_a_peer_that_is_gone_keeps_nobody_else_from_what_is_theirs() -> None:
+    with proxies(3, ProxySettings(channels=2)) as (zero, one, two):
+        one.close(5.0)
+        wait_for(lambda: zero.left == {1})
+        commit(zero, store(1, 0, 7))  # never confirmed
+        wait_for(lambda: zero.channels[0].backlog)
+        commit(zero, *(store(2, 0, n) for n in range(1, 301)), channel=1)
+        began = now()
+        zero.close(20.0)
+        assert flag_of(two, 0) == 300 and now() - began < 15.0, "and nobody waits for the one that is gone"
+
+
 def test_a_command_that_names_memory_outside_ends_the_thread_with_a_fault() -> None:
     with proxies(2, ProxySettings(channels=1)) as (zero, _):
         commit(zero, put(1, (1 << 20) - 5, 0, 10))
