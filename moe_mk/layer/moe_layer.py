@@ -93,10 +93,9 @@ class MoELayer(RunningLayer):
         self._gate = Gate(self.decision, self.dtype, self.device)
         self.hash_router = None
         self._number = number_of_new(self)
-        num_experts = self.config.model.num_experts
-        self.register_buffer(
-            "expert_load", torch.zeros(num_experts, dtype=torch.int64, device=self.device), persistent=False
-        )
+        with torch.inference_mode(False):  # else nobody could count or reset outside of that mode
+            load_E = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=self.device)
+        self.register_buffer("expert_load", load_E, persistent=False)
 
     # What a user asks before and after loading.
 

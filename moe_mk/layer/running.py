@@ -69,7 +69,7 @@ class RunningLayer(PlacedLayer):
         """The forward on tokens that were checked, past torch's operator: it would cost a tenth of a millisecond."""
         if self.spans.recorder is None and self.on_routing is None and self.hash_router is None:
             whole = self._whole_forward()
-            if whole.call is not None:
+            if whole.call is not None and whole.takes(x_TH, expert_load_E):
                 return whole.run(whole.call, x_TH, expert_load_E, self.spans.ledger)
         with torch.no_grad():
             return run_alone(self.steps(x_TH, expert_load_E, token_ids_T))
@@ -79,7 +79,7 @@ class RunningLayer(PlacedLayer):
         half, gate, shared = self._half, self._gate, self._shared
         parts = (half, self.router, gate.weight_EH, gate.bias_E, gate.logit_bias_E, shared and shared.weights)
         whole = self._whole
-        if whole is None or not whole.made_of(parts):
+        if whole is None or not whole.made_of(parts, gate):
             together = half.laid_out if shared is None else self._with_shared(half)
             whole = self._whole = whole_of(half, together, gate, self.router, parts)
         return whole

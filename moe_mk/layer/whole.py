@@ -32,10 +32,18 @@ class WholeForward:
     made_from: tuple[object, ...]
     call: Whole | None
     kernel: Any
+    load_shape: torch.Size
+    gate_at: tuple[int, int]
 
-    def made_of(self, parts: tuple[object, ...]) -> bool:
-        """Whether these are the very parts it was prepared from."""
-        return all(map(is_, self.made_from, parts))
+    def made_of(self, parts: tuple[object, ...], gate: Gate) -> bool:
+        """Whether these are the very parts it was prepared from, and the gate's memory is where it was."""
+        return all(map(is_, self.made_from, parts)) and self.gate_at == _addresses(gate)
+
+    def takes(self, x_TH: Tensor, load_E: Tensor) -> bool:
+        """Whether the call may read and count where these point to; stages heed strides, and refuse what is wrong."""
+        dense = x_TH.is_contiguous() and load_E.is_contiguous()
+        counter = type(load_E) is Tensor and load_E.dtype is torch.int64 and load_E.is_cpu
+        return dense and counter and load_E.shape == self.load_shape
 
     def run(self, call: Whole, x_TH: Tensor, load_E: Tensor, ledger: Ledger) -> Tensor:
         """One forward, noted as its stages would be."""
@@ -55,7 +63,8 @@ def whole_of(half: Half, together: Any, gate: Gate, router: Router, made_from: t
         gating = gate.gating(router)
         if gating is not None:
             call = kernel.experts.with_gate(together, gating, half.tables, half.grid.ep.rank)
-    return WholeForward(made_from, call, kernel)
+    load_shape = torch.Size((half.expert_map.num_experts,))
+    return WholeForward(made_from, call, kernel, load_shape, _addresses(gate))
 
 
 def _nothing_between(half: Half, kernel: FusedMoEKernel) -> bool:
@@ -66,6 +75,15 @@ def _nothing_between(half: Half, kernel: FusedMoEKernel) -> bool:
     return alone and as_they_are and kernel.experts.traits.consumes[0] is RowTokens
 
 
+def _addresses(gate: Gate) -> tuple[int, int]:
+    """Where the gate's numbers lie: a tensor stays the same when its memory is replaced, or shared with processes."""
+    weight_EH, bias_E = gate.weight_EH, gate.bias_E
+    return 0 if weight_EH is None else weight_EH.data_ptr(), 0 if bias_E is None else bias_E.data_ptr()
+
+
 def unwatched(x_TH: Tensor) -> bool:
-    """Whether this is a plain tensor outside a compiler, so that no operator is needed around the forward."""
-    return type(x_TH) is Tensor and not torch.compiler.is_compiling()
+    """Whether this is a plain tensor that nobody traces or transforms: else the forward has to be an operator."""
+    if type(x_TH) is not Tensor or torch.compiler.is_compiling():
+        return False
+    followed = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
+    return not followed and torch._C._functorch.peek_interpreter_stack() is None

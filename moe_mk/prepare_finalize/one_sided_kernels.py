@@ -105,7 +105,8 @@ class KernelRows:
     def _first_call(self, lane: Lane) -> _LaneCalls:
         assert lane.exchange is not None
         calls = ExchangeCalls(lane.exchange, self._form, self._tables, self._hidden, self._dtype)
-        values_RX, sums_RH = lane.values_RB.view(self._types.values), lane.sums_RB.view(self._dtype)
+        with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
+            values_RX, sums_RH = lane.values_RB.view(self._types.values), lane.sums_RB.view(self._dtype)
         made = _LaneCalls(calls, values_RX, sums_RH, values_RX.data_ptr(), sums_RH.data_ptr())
         self._of_lane[lane] = made
         return made

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
@@ -223,7 +224,8 @@ class Lanes:
         if len(self._lanes) == self.MOST:
             text = f"{self.MOST} calls were prepared and not finalized; finalize each before the next"
             raise CommError(text, rank=comm.rank, phase="dispatch", layer=comm.layer)
-        self._lanes.append(self._lane(comm))
+        with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
+            self._lanes.append(self._lane(comm))
         return self._lanes[-1]
 
     def _lane(self, comm: Communicator) -> Lane:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_mk import DeepseekV3MoE, MoELayer
 from moe_mk.errors import ShapeError
@@ -153,3 +155,53 @@ def test_two_micro_batches_and_two_threads_at_once(layer: MoELayer) -> None:
     for caller in callers:
         caller.join()
     assert wrong == [] and int(layer.expert_load.sum()) == 20 * 4 * 13
+
+
+def test_a_counter_that_no_pointer_may_write_to_is_counted_or_refused_by_the_stages(layer: MoELayer) -> None:
+    x_TH = tokens(8)
+    wanted_TH, load_E = layer(x_TH), layer.expert_load.clone()
+    layer.expert_load = torch.zeros(EXPERTS, 3, dtype=torch.int64, device="cpu")[:, 1]
+    assert torch.equal(layer(x_TH), wanted_TH) and torch.equal(layer.expert_load, load_E)
+    for wrong in (torch.zeros(EXPERTS, dtype=torch.int32, device="cpu"), load_E[:2], load_E[:1].expand(EXPERTS)):
+        layer.expert_load = wrong
+        before = wrong.clone()
+        with pytest.raises((RuntimeError, IndexError), match=r"index_add_|out of range|memory location"):
+            layer(x_TH)
+        assert torch.equal(wrong, before)
+    layer.expert_load = torch.zeros_like(load_E)
+    assert torch.equal(layer(x_TH), wanted_TH) and torch.equal(layer.expert_load, load_E)
+
+
+def test_a_gate_whose_memory_moves_is_read_where_it_lies_then(layer: MoELayer) -> None:
+    x_TH, gate = tokens(8), layer._gate
+    wanted_TH = layer(x_TH)
+    assert whole(layer) and gate.weight_EH is not None and gate.bias_E is not None
+    for each in (gate.weight_EH, gate.bias_E):
+        before = each.data_ptr()
+        each.share_memory_()
+        assert each.data_ptr() != before and torch.equal(layer(x_TH), wanted_TH)
+    gate.weight_EH.data = gate.weight_EH.flip(0).contiguous()
+    assert whole(layer) and torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+    gate.bias_E.zero_()
+    assert whole(layer) and torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+
+
+def test_who_traces_or_transforms_sees_an_operator(layer: MoELayer) -> None:
+    traced = make_fx(lambda x_TH: layer(x_TH))(tokens(5))
+    assert torch.equal(traced(tokens(5, seed=9)), layer(tokens(5, seed=9)))
+    with FlopCounterMode(display=False):
+        assert torch.equal(layer(tokens(5)), traced(tokens(5)))
+    # Tensors of a transform have no memory to point to.
+    with pytest.raises(RuntimeError, match="moe_mk::moe_layer"):
+        torch.func.functionalize(layer)(tokens(5))
+    with pytest.raises(RuntimeError, match="moe_mk::moe_layer"):
+        torch.func.vmap(layer)(torch.stack((tokens(5), tokens(5))))
+
+
+def test_a_layer_built_in_inference_mode_counts_outside_of_it(checkpoint: Path, layer: MoELayer) -> None:
+    with torch.inference_mode():
+        inside = built(checkpoint)
+        wanted_TH = inside(tokens(5))
+    inside.reset_expert_load()
+    assert torch.equal(land(inside.steps(tokens(5))), wanted_TH) and torch.equal(inside(tokens(5)), layer(tokens(5)))
+    assert torch.equal(inside.expert_load, 2 * layer.expert_load)

@@ -19,7 +19,7 @@ from moe_mk.prepare_finalize.one_sided_lane import Lanes
 from moe_mk.prepare_finalize.one_sided_window import RegionShape
 from moe_mk.quant import BF16
 from moe_mk.runner import prepare_async
-from moe_mk.tokens import Routing, RowTokens
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.prepare_finalize.one_sided_ranks import HIDDEN, context, drawn, scaled, there_and_back
 
 
@@ -116,6 +116,23 @@ def test_a_repeated_call_takes_no_new_memory() -> None:
         interleave([there_and_back(transport, *drawn(1, 4, torch.float32)) for transport in made])
     assert [len(transport._lanes._lanes) for transport in made] == [1, 1]
     assert made[0]._lanes._lanes[0].epoch == 3
+
+
+def test_windows_opened_in_inference_mode_are_written_outside_of_it() -> None:
+    made = [OneSided(context(comm)) for comm in LockstepWorld(2).communicators()]
+    batches = [drawn(rank, 5, torch.float32) for rank in range(2)]
+    with torch.inference_mode():
+        inside = interleave([there_and_back(m, *batch) for m, batch in zip(made, batches, strict=True)])
+    tokens = interleave([m.prepare(*batch) for m, batch in zip(made, batches, strict=True)])
+    for each in tokens:
+        assert isinstance(each, RowTokens) and each.out_RH is not None
+        each.out_RH.copy_(scaled(each, torch.float32).y)
+    flights = [
+        m.finalize(ExpertOutput(each.out_RH, OutputStage.REDUCED), each)
+        for m, each in zip(made, tokens, strict=True)
+        if isinstance(each, RowTokens) and each.out_RH is not None
+    ]
+    assert all(torch.equal(y_TH, again_TH) for y_TH, again_TH in zip(inside, interleave(flights), strict=True))
 
 
 def test_rows_stay_until_their_call_is_finalized_whatever_other_calls_do() -> None:
