@@ -17,6 +17,7 @@ from rich.table import Table
 from moe_mk.cli.exits import OK
 from moe_mk.cli.inputs import DTYPES, Batch, dtype_of, expect_checkpoint, tokens_of
 from moe_mk.cli.measure import SHOWN, time_stages
+from moe_mk.cli.outputs import expect_outputs, format_of, save_picture
 from moe_mk.cli.processes import run_ranks
 from moe_mk.cli.screen import Screen
 from moe_mk.cli.version import own_version
@@ -54,10 +55,11 @@ class BenchOrder:
 def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> int:
     """Measure on every rank, tell on one. Raises what building the layer raises."""
     dtype_of(order.dtype)
+    expect_outputs({"--out": order.out, "--plot": order.plot})
     if order.checkpoint is not None:
         expect_checkpoint(order.checkpoint)
     if order.plot is not None:
-        find("matplotlib")
+        format_of(order.plot)
     if order.checkpoint is None and world.launched is not None:
         raise ConfigError("a launcher's ranks must share a checkpoint; write one with moe-mk make-checkpoint")
     place = nullcontext(order.checkpoint) if order.checkpoint else tempfile.TemporaryDirectory(prefix="moe-mk-")
@@ -208,7 +210,7 @@ def save_bench_plot(facts: Mapping[str, Any], file: Path) -> None:
     axes.set_ylabel("ms")
     axes.set_title(f"{facts['pair']}, {facts['environment']['ranks']} ranks")
     axes.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    save_picture(figure, file)
 
 
 def sizes_of(text: str) -> tuple[int, ...]:

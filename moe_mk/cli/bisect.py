@@ -9,7 +9,7 @@ import torch
 import typer
 
 from moe_mk.cli.exits import MISMATCH, OK
-from moe_mk.cli.inputs import dtype_of
+from moe_mk.cli.inputs import draws, dtype_of
 from moe_mk.cli.screen import Screen
 from moe_mk.errors import ConfigError
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
@@ -65,7 +65,7 @@ def scene_of(order: BisectOrder) -> Scene:
             f"--experts {order.experts} must divide over --ranks {order.ranks} and be at least --top-k {order.top_k}"
         )
     dtype, cpu = plain(dtype_of(order.dtype)), torch.device("cpu")
-    draw = torch.Generator("cpu").manual_seed(order.seed)
+    draw = draws(order.seed)
     x_TH = torch.randn((order.tokens, order.hidden), generator=draw, dtype=torch.float32, device="cpu")
     scores_TE = torch.rand((order.tokens, order.experts), generator=draw, dtype=torch.float32, device="cpu")
     weights_TK, ids_TK = scores_TE.topk(order.top_k, dim=1)

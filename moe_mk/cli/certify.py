@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_mk.cli.exits import MISMATCH, OK
+from moe_mk.cli.outputs import expect_outputs
 from moe_mk.cli.screen import Screen
 from moe_mk.errors import ConfigError
 from moe_mk.testing.certificate import Certificate
@@ -35,15 +36,16 @@ class CertifyOrder:
 
 def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> int:
     """Certify, write, tell. Raises ConfigError for unknown names and modules."""
+    out = order.out or Path(f"{order.name}.certificate.json")
     for module in order.modules:
         try:
             importlib.import_module(module)
-        except ImportError as problem:
+        except (ImportError, ValueError, TypeError) as problem:
             raise ConfigError(f"--import {module}: {problem}") from problem
     theirs = None if order.against is None else _read(order.against)
+    expect_outputs({"--out": order.out})
     with screen.progress("certify", in_bytes=False) as advance:
         certificate = certify(order.name, processes=order.processes, on_check=advance)
-    out = order.out or Path(f"{order.name}.certificate.json")
     facts = certificate.as_dict()
     differing = [] if theirs is None else _differing(facts, theirs)
     out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

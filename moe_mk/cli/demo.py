@@ -13,7 +13,7 @@ import torch
 import typer
 
 from moe_mk.cli.exits import MISMATCH, OK
-from moe_mk.cli.inputs import dtype_of
+from moe_mk.cli.inputs import draws, dtype_of
 from moe_mk.cli.screen import Screen
 from moe_mk.errors import ConfigError
 from moe_mk.external.library import find
@@ -66,10 +66,10 @@ def _shown(order: DemoOrder) -> dict[str, Any]:
     register(experts=order.experts, activations="checkpoint")
     place = nullcontext(str(order.keep)) if order.keep else tempfile.TemporaryDirectory(prefix="moe-mk-")
     with place as folder, cpu_fp8():
-        write_fp8_checkpoint(folder, order.seed)
+        write_fp8_checkpoint(folder, order.seed % 2**64)
         load = transformers.AutoModelForCausalLM.from_pretrained
         model = load(folder, experts_implementation="moe_mk", dtype=dtype_of(order.dtype))
-        draw = torch.Generator("cpu").manual_seed(order.seed)
+        draw = draws(order.seed)
         ids = torch.randint(1, 90, (PROMPTS, PROMPT_LENGTH), generator=draw, dtype=torch.int64, device="cpu")
         report = explain(model).as_dict()
         stored = sorted({str(p.dtype) for name, p in model.named_parameters() if name.endswith("experts.down_proj")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -11,11 +12,18 @@ from typing import NoReturn, ParamSpec
 import typer
 
 from moe_mk.cli import environment
-from moe_mk.errors import CommError, MoEMKError, UnsupportedError
+from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
 
 OK, MISMATCH, USAGE, UNSUPPORTED = 0, 1, 2, 3
 INTERRUPTED = 130
 """What shells expect of a process that Ctrl-C ended."""
+OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "out of memory",
+    "Storage size calculation overflowed",
+    "multiplication overflow",
+)
+"""How torch says that a tensor is too large."""
 
 P = ParamSpec("P")
 
@@ -35,6 +43,18 @@ def exit_code_of(problem: MoEMKError) -> int:
     if isinstance(problem, UnsupportedError):
         return UNSUPPORTED
     return MISMATCH if isinstance(problem, CommError) else USAGE
+
+
+def named(problem: Exception) -> MoEMKError | None:
+    """What the system refused, a file or memory, as an error to tell; None for a defect or a closed pipe."""
+    if isinstance(problem, OSError) and problem.errno not in (None, errno.EPIPE):
+        file = problem.filename2 or problem.filename
+        where = "" if file is None else f"{os.fsdecode(file) if isinstance(file, bytes) else file}: "
+        return ConfigError(f"{where}{problem.strerror}; name another file or folder")
+    words = str(problem)
+    if isinstance(problem, MemoryError) or any(sign in words for sign in OUT_OF_MEMORY):
+        return ConfigError(f"this does not fit into memory; use smaller sizes ({words[-200:] or 'MemoryError'})")
+    return None
 
 
 def tell(problem: MoEMKError) -> int:
@@ -68,6 +88,11 @@ def speaking(command: Callable[P, int | None]) -> Callable[P, None]:
             code = command(*args, **kwargs)
         except MoEMKError as problem:
             code = tell(problem)
+        except (OSError, MemoryError, RuntimeError) as problem:
+            told = named(problem)
+            if told is None:
+                raise
+            code = tell(told)
         except KeyboardInterrupt:
             code = INTERRUPTED
         raise typer.Exit(code or OK)

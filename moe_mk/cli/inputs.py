@@ -72,6 +72,11 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def draws(seed: int) -> torch.Generator:
+    """What draws numbers on the CPU. seed: any integer, taken modulo 2^64."""
+    return torch.Generator(device="cpu").manual_seed(seed % 2**64)
+
+
 def expect_checkpoint(path: Path) -> None:
     """Raise ConfigError, with the way to write one, if there is no such checkpoint."""
     if not path.exists():
@@ -118,7 +123,7 @@ def hidden_states(settings: RunSettings, counts: tuple[int, ...], batch: int) ->
     if settings.hidden_states is not None:
         rows, start = read_hidden_states(settings.hidden_states, hidden_size), sum(counts[:batch])
         return rows[start : start + counts[batch]].to(dtype)
-    generator = torch.Generator(device="cpu").manual_seed(settings.seed * 1_000_003 + batch)
+    generator = draws(settings.seed * 1_000_003 + batch)
     x_TH = torch.randn((counts[batch], hidden_size), generator=generator, dtype=torch.float32, device="cpu")
     return (x_TH / x_TH.square().mean(dim=1, keepdim=True).sqrt()).to(dtype)
 
@@ -131,7 +136,7 @@ def token_ids(settings: RunSettings, counts: tuple[int, ...], batch: int) -> Ten
         return ids[start : start + counts[batch]]
     if vocabulary is None:
         return None
-    draw = torch.Generator(device="cpu").manual_seed(settings.seed * 1_000_003 + batch)
+    draw = draws(settings.seed * 1_000_003 + batch)
     return torch.randint(vocabulary, (counts[batch],), generator=draw, dtype=torch.int64, device="cpu")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_mk.cli.outputs import save_picture
 from moe_mk.external.library import find
 
 
@@ -23,4 +24,4 @@ def save_load_plot(load_E: Sequence[int], experts_of_rank: Sequence[Sequence[int
     axes.set_ylabel("tokens")
     axes.set_title(f"expert load, max/mean {max(load_E, default=0) / max(mean, 1e-9):.2f}")
     axes.legend(ncols=4, fontsize="small")
-    figure.savefig(file, dpi=120)
+    save_picture(figure, file)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from moe_mk.cli.exits import OK
 from moe_mk.cli.loads import Recording, read_recording
+from moe_mk.cli.outputs import expect_outputs, format_of
 from moe_mk.cli.place_compare import Offer, Placing, mark_best, offer_of, show
 from moe_mk.cli.place_picture import save_placement_plot
 from moe_mk.cli.screen import Screen
@@ -55,6 +56,9 @@ class PlaceOrder:
 
 def place(screen: Screen, order: PlaceOrder, *, as_json: bool) -> int:
     """Plan, compare and show. Raises ConfigError or TraceError for what cannot be read or placed."""
+    expect_outputs({"--plot": order.plot})
+    if order.plot is not None:
+        format_of(order.plot)
     recording = read_recording(order.loads, order.trace, order.phase, order.experts, order.groups)
     topology, expert_bytes = topology_of(order, recording.loads_NXE.shape[-1])
     chosen, others = policies_of(order.policy)

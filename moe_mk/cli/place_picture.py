@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_mk.cli.outputs import save_picture
 from moe_mk.cli.place_compare import Offer
 from moe_mk.external.library import find
 from moe_mk.placement.eplb import Topology
@@ -54,7 +55,7 @@ def save_placement_plot(
     line.set_xlabel("layer")
     line.set_ylabel("busiest GPU")
     line.legend()
-    figure.savefig(file, dpi=120)
+    save_picture(figure, file)
 
 
 def _draw_trade(axes: Any, offers: Sequence[Offer]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from moe_mk.cli.inputs import DTYPES, RunSettings, check_token_ids, token_counts
+from moe_mk.cli.outputs import expect_outputs, format_of
 from moe_mk.cli.world import World
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.device import profile_here, usable_device
-from moe_mk.external.library import emulated, find, installed
+from moe_mk.external.library import emulated, installed
 from moe_mk.layer.report import MemoryReport, memory_report
 from moe_mk.layer.settings import expert_map_of
 from moe_mk.layer.stated import stated
@@ -105,9 +105,6 @@ def _check_outputs(settings: RunSettings) -> None:
     """Raise ConfigError for files that could not be written at the end, LibraryMissing without matplotlib."""
     files = {"--json": settings.json, "--plot": settings.plot, "--trace": settings.trace}
     files["--record-trace"] = settings.record_trace
-    for option, file in files.items():
-        if file is not None and (file.is_dir() or not Path(file).absolute().parent.is_dir()):
-            what = "is a folder" if file.is_dir() else "lies in a folder that does not exist"
-            raise ConfigError(f"{option} {file} {what}; name a file in a folder that is there")
+    expect_outputs(files)
     if settings.plot is not None:
-        find("matplotlib.figure")
+        format_of(settings.plot)

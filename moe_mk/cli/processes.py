@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 from moe_mk.cli import environment
-from moe_mk.cli.exits import MISMATCH, OK, RanksFailed, exit_code_of, leave_at_once, tell
+from moe_mk.cli.exits import MISMATCH, OK, RanksFailed, exit_code_of, leave_at_once, named, tell
 from moe_mk.cli.world import Job, Place, World, join, run_and_leave
 from moe_mk.errors import MoEMKError
 from moe_mk.trace.clock import now
@@ -179,9 +179,12 @@ def _main_of_rank(task: Task[S], pipe: Connection) -> NoReturn:
         code, words = run_and_leave(task.job, task.settings, task.place), ""
     except MoEMKError as problem:
         code, words = exit_code_of(problem), str(problem)
-    except Exception:
-        traceback.print_exc()
-        leave_at_once(MISMATCH)
+    except Exception as problem:
+        told = named(problem)
+        if told is None:
+            traceback.print_exc()
+            leave_at_once(MISMATCH)
+        code, words = exit_code_of(told), str(told)
     pipe.send_bytes(f"{code}\n{words}".encode())
     leave_at_once(code)
 

@@ -16,9 +16,9 @@ from moe_mk.cli.inputs import dtype_of
 from moe_mk.cli.screen import Screen
 from moe_mk.cli.version import own_version
 from moe_mk.config.tuned import ACTIVATIONS, WEIGHTS, tune_command
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS
-from moe_mk.external.device import describe, usable_device
+from moe_mk.external.device import describe, parsed_device, usable_device
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
@@ -50,7 +50,9 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
     """Measure and tell where it lies; a session that the budget ended says so and how to go on."""
     case = case_of(order)
     # A dry run asks about devices that are elsewhere, too.
-    device = torch.device(order.device) if order.dry_run else usable_device(order.device)
+    device = parsed_device(order.device) if order.dry_run else usable_device(order.device)
+    if not order.dry_run:
+        _expect_home(order.experts, device)
     where = "device" if order.dry_run and device.type != "cpu" else describe(device)
     path = tuned_path(where.split(",")[0], order.experts, case.name, order.folder)
     if order.dry_run:
@@ -81,6 +83,16 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
     if not result.complete:
         screen.fact("budget", f"{order.budget_s:g} s were not enough; the same command goes on from here")
     return OK
+
+
+def _expect_home(experts: str, device: torch.device) -> None:
+    """Raise UnsupportedError where a backend cannot run at all."""
+    kinds = EXPERTS[experts].traits.kinds
+    if device.type not in {"cuda" if kind == "rocm" else kind for kind in kinds}:
+        raise UnsupportedError(
+            f"experts {experts!r} run on {' or '.join(sorted(kinds))}, this device is {device}",
+            ["--device cuda, on a machine with such a GPU", "--dry-run says what would be tried"],
+        )
 
 
 def case_of(order: TuneOrder) -> TuneCase:

@@ -11,6 +11,8 @@ from moe_mk.cli.exits import speaking
 from moe_mk.cli.words import FORMATS
 
 workbench = typer.Typer()
+LARGEST = 2**31 - 1
+"""Sizes above do not fit into the integers that are sent."""
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
 PrepareFinalize = Annotated[str, typer.Option("--prepare-finalize", help="pin the transport")]
@@ -115,12 +117,12 @@ def tune_command(
 def bisect_command(
     one: Annotated[str, typer.Argument(help="transport+experts, or one of the two")],
     other: Annotated[str, typer.Argument(help="likewise")],
-    ranks: Annotated[int, typer.Option(min=1, help="virtual ranks")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="of all ranks together")] = 16,
-    experts: Annotated[int, typer.Option(min=1, help="routed experts")] = 8,
-    top_k: Annotated[int, typer.Option(min=1, help="experts a token")] = 2,
-    hidden: Annotated[int, typer.Option(min=1, help="hidden size")] = 256,
-    intermediate: Annotated[int, typer.Option(min=1, help="intermediate size of an expert")] = 128,
+    ranks: Annotated[int, typer.Option(min=1, max=LARGEST, help="virtual ranks")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="of all ranks together")] = 16,
+    experts: Annotated[int, typer.Option(min=1, max=LARGEST, help="routed experts")] = 8,
+    top_k: Annotated[int, typer.Option(min=1, max=LARGEST, help="experts a token")] = 2,
+    hidden: Annotated[int, typer.Option(min=1, max=LARGEST, help="hidden size")] = 256,
+    intermediate: Annotated[int, typer.Option(min=1, max=LARGEST, help="intermediate size of an expert")] = 128,
     weights: Annotated[str, typer.Option(help="plain or fp8")] = "plain",
     activations: Annotated[str, typer.Option(help="plain or fp8")] = "plain",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",

@@ -19,6 +19,7 @@ from moe_mk.comm.groups import ParallelGroups, communicator
 from moe_mk.errors import CommError, ConfigError, MoEMKError
 from moe_mk.flight import land
 
+MOST_RANKS = 1 << 16
 S = TypeVar("S")
 T = TypeVar("T")
 Job = Callable[[S, "Place"], int]
@@ -88,6 +89,8 @@ def world_of(ranks: int | None, tp: int) -> World:
     if launched and ranks not in (None, launched.world_size):
         raise ConfigError(f"--ranks {ranks}, but torchrun started {launched.world_size} ranks; drop --ranks")
     size = launched.world_size if launched else ranks or 1
+    if size > MOST_RANKS:
+        raise ConfigError(f"--ranks {size} exceeds {MOST_RANKS}, the most processes that are started; use fewer")
     if size % tp:
         raise ConfigError(f"--tp {tp} does not divide {size} ranks; use a divisor of {size}")
     return World(size, tp, launched)

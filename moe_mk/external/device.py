@@ -22,7 +22,7 @@ def usable_device(device: torch.device | str) -> torch.device:
 
     Raises UnsupportedError if it is not there, ConfigError for what is not the name of a device.
     """
-    wanted = _parsed(device)
+    wanted = parsed_device(device)
     if wanted.type == "cpu":
         return wanted
     if wanted.type != "cuda":
@@ -40,7 +40,7 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 def device_of_rank(device: str, rank: int) -> torch.device:
     """The device of one local rank: ranks take turns on the GPUs that are there."""
-    wanted = _parsed(device)
+    wanted = parsed_device(device)
     if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
         wanted = torch.device("cuda", rank % torch.cuda.device_count())
     return usable_device(wanted)
@@ -48,7 +48,7 @@ def device_of_rank(device: str, rank: int) -> torch.device:
 
 def collective_backend(device: str, ranks: int) -> str:
     """NCCL where every rank has a GPU of its own, else gloo: NCCL refuses two ranks on one device."""
-    return "nccl" if _parsed(device).type == "cuda" and ranks <= torch.cuda.device_count() else "gloo"
+    return "nccl" if parsed_device(device).type == "cuda" and ranks <= torch.cuda.device_count() else "gloo"
 
 
 def profile_here(device: torch.device) -> DeviceProfile:
@@ -148,7 +148,8 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _parsed(device: torch.device | str) -> torch.device:
+def parsed_device(device: torch.device | str) -> torch.device:
+    """The device of a name, here or not; raises ConfigError for what is not one."""
     try:
         return torch.device(device)
     except RuntimeError as problem:

@@ -91,7 +91,7 @@ def tune(
     stack: makes the experts to measure with. Raises ConfigError for no tokens or no budget, UnsupportedError for a
     backend without anything to tune.
     """
-    if not tokens or min(tokens) < 1 or budget_s <= 0:
+    if not tokens or min(tokens) < 1 or not budget_s > 0:
         raise ConfigError(f"tokens {list(tokens)} must be positive and the budget of {budget_s:g} s as well")
     context = case.context(device)
     spaces = {count: space_of(EXPERTS[case.experts], context, count, cores) for count in tokens}

@@ -78,6 +78,7 @@ def convert_checkpoint(
 @contextmanager
 def _beside(home: Path) -> Iterator[Path]:
     """A new folder that becomes `home`, or goes if it cannot be finished."""
+    home = Path(os.path.realpath(home))  # "." has no name to write beside, and a link stays one
     partial = home.with_name(f"{home.name}.{uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
     try:

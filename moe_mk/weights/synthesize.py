@@ -58,9 +58,9 @@ def write_checkpoint(
     total = sum(t.num_bytes for shard in shards for t in shard)
     recipe = recipe_of(shape, seed)
     _expect_own(home)
+    _expect_room(home, total)
     home.mkdir(parents=True, exist_ok=True)
     _remove(home)
-    _expect_room(home, total)
     partial = home / PARTIAL
     partial.mkdir()
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -207,7 +207,9 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _expect_room(home: Path, total: int) -> None:
-    free = shutil.disk_usage(home).free
+    """Raise ConfigError, before anything is made or removed, if the files would not fit in place of earlier ones."""
+    there = next(folder for folder in (home.absolute(), *home.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free + sum(file.lstat().st_size for file in home.glob("*.safetensors"))
     if free < total + (64 << 20):
         raise ConfigError(
             f"the checkpoint needs {total / 1e9:.2f} GB and 64 MiB to spare, {home} has {free / 1e9:.2f} GB free; "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
-from moe_mk.placement.balance.arrays import Floats, Ints
+from moe_mk.placement.balance.arrays import Floats, Ints, tensor_of
 from moe_mk.placement.balance.greedy import pack, replicate
 from moe_mk.placement.balance.topology import check_divisions
 
@@ -136,18 +136,25 @@ def groups_to_nodes(load: NDArray[np.float32], groups: int, nodes: int) -> Ints 
 
 
 def _as_load(weight: Tensor | NDArray[np.generic]) -> NDArray[np.float32]:
-    tensor = weight if isinstance(weight, Tensor) else torch.from_numpy(np.asarray(weight))
+    tensor = tensor_of(weight).detach().float()
     _check_matrix(tensor)
-    load: NDArray[np.float32] = tensor.detach().float().cpu().contiguous().numpy()
+    load: NDArray[np.float32] = tensor.cpu().contiguous().numpy()
     return load
 
 
 def _check_matrix(weight: Tensor) -> None:
-    """Raise ShapeError unless weight is [rows, items], finite and not negative: packing orders loads by their bits."""
+    """Raise ShapeError unless weight is [rows, items], not negative and finite, sums of rows too.
+
+    Packing orders loads by their bits, and marks a full pack by infinity.
+    """
     if weight.dim() != 2 or weight.numel() == 0:
         raise ShapeError(
             f"weight has shape {tuple(weight.shape)}, expected [layers, experts] with at least one of each"
         )
-    low, high = weight.min().item(), weight.max().item()
+    values = weight.detach().double()
+    low, high, most = (x.item() for x in (values.min(), values.max(), values.sum(1).max()))
     if not (low >= 0 and high < float("inf")):
         raise ShapeError(f"weight has values from {low} to {high}, expected finite loads of at least 0")
+    limit = torch.finfo(torch.float64 if weight.dtype == torch.float64 else torch.float32).max
+    if not most <= limit:
+        raise ShapeError(f"weight has a row that adds up to {most}, beyond {limit:.3g}; scale the loads down")

@@ -6,13 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.placement.balance import policies as _built_in  # noqa: F401 (they register when imported)
-from moe_mk.placement.balance.arrays import Doubles, Ints
+from moe_mk.placement.balance.arrays import Doubles, Ints, tensor_of
 from moe_mk.placement.balance.ask import Ask, Split, balance, best_balance, split_shares
 from moe_mk.placement.balance.change import Budget, changed
 from moe_mk.placement.balance.maps import Small, csr_maps, dense_of_csr, lost_with_gpu, nearest_slots
@@ -166,7 +165,9 @@ def resplit(placement: PlacementPlan | Load, load: Load, topology: Topology | No
 
 
 def _checked_load(load: Load, seed: int | None) -> Doubles:
-    tensor = load if isinstance(load, Tensor) else torch.from_numpy(np.asarray(load))
+    if seed is not None and seed < 0:
+        raise ConfigError(f"seed={seed} must be at least 0")
+    tensor = tensor_of(load)
     if tensor.dim() not in (2, 3) or tensor.numel() == 0:
         raise ShapeError(
             f"load has shape {tuple(tensor.shape)}, expected [layers, experts] or [steps, layers, experts]"

@@ -1,0 +1,110 @@
+"""Arguments that cannot be meant end in a message and a code, before any work, and take nothing away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moe_mk.cli.exits import named
+from moe_mk.errors import ConfigError
+from moe_mk.weights import CheckpointShape, is_complete, write_checkpoint
+from moe_mk.weights.convert import convert_checkpoint
+from tests.cli.conftest import Invoke
+
+SMALL = ("--hidden", 128, "--intermediate", 128)
+SHAPE = CheckpointShape(
+    num_experts=4, hidden_size=128, intermediate_size=128, num_groups=1, top_k_groups=1, top_k=2, layers=(3,)
+)
+HUGE = 10**23
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "ck é", SHAPE)
+    return tmp_path / "ck é"
+
+
+def test_a_checkpoint_below_a_file_is_a_message(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    done = invoke("make-checkpoint", tmp_path / "file" / "x", "--experts", 16, *SMALL)
+    assert done.exit_code == 2 and "moe-mk: " in done.stderr and "Not a directory" in done.stderr
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoint_and_makes_no_folder(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(small)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    for folder in (small, small.parent / "new" / "er"):
+        with pytest.raises(ConfigError, match="has 0.00 GB free"):
+            write_checkpoint(folder, SHAPE, seed=1)
+    assert is_complete(small, SHAPE) and not (small.parent / "new").exists()
+
+
+def test_a_conversion_goes_through_a_link_and_into_the_working_folder(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "away")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for target, home in ((tmp_path / "link", "away"), (Path("."), "here")):
+        convert_checkpoint(small, target, "bf16")
+        assert (tmp_path / home / "conversion.json").is_file()
+    assert (tmp_path / "link").is_symlink() and not list(tmp_path.glob("*.partial"))
+
+
+def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
+    for seed in (HUGE, -HUGE):
+        assert invoke("bisect", "reference", "reference", "--tokens", 2, *SMALL, "--seed", seed).exit_code == 0
+        assert invoke("run", small, "--tokens", 1, "--repeats", 1, "--seed", seed).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("bisect", "reference", "reference", "--hidden", HUGE), "2147483647"),
+        (("bisect", "reference", "reference", "--hidden", 2**31 - 1, "--tokens", 2**31 - 1), "fit into memory"),
+        (("certify", "reference", "--import", ""), "--import : Empty module name"),
+        (("certify", "reference", "--import", "."), "--import .: "),
+        (("certify", "reference", "--out", "nowhere/x"), "--out nowhere/x lies in a folder that does not exist"),
+        (("bench", "--out", "/"), "--out / is a folder"),
+        (("tune", "torch_cpu", "--device", "cpu:-1", "--dry-run"), "'cpu:-1' is not a device"),
+        (("tune", "torch_cpu", "--tuned-dir", "nowhere", "--budget", "nan"), "the budget of nan s"),
+    ],
+)
+def test_what_cannot_be_meant_is_told(invoke: Invoke, words: tuple[object, ...], said: str) -> None:
+    done = invoke(*words)
+    assert done.exit_code == 2 and said in " ".join(done.stderr.split())
+
+
+def test_experts_of_another_device_are_not_tuned_here(invoke: Invoke, tmp_path: Path) -> None:
+    done = invoke("tune", "triton", *SMALL, "--slots", 4, "--tuned-dir", tmp_path)
+    assert done.exit_code == 3 and "experts 'triton' run on cuda, this device is cpu" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_more_ranks_than_a_machine_starts_are_refused(invoke: Invoke, small: Path) -> None:
+    done = invoke("run", small, "--ranks", 10**14)
+    assert done.exit_code == 2 and "exceeds 65536" in done.stderr
+
+
+def test_a_picture_lies_where_it_was_asked_for(invoke: Invoke, small: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bench = ("bench", small, "--tokens", 1, "--repeats", 1, "--plot")
+    done = invoke(*bench, tmp_path / "stages.xyz")
+    assert done.exit_code == 2 and "name it stages.png" in done.stderr
+    assert invoke(*bench, tmp_path / "stages").exit_code == 0
+    assert (tmp_path / "stages").is_file() and not (tmp_path / "stages.png").exists()
+
+
+def test_a_defect_and_a_closed_pipe_are_no_refusal() -> None:
+    full = named(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"))
+    assert str(full).startswith("/x: No space left on device")
+    assert isinstance(named(MemoryError()), ConfigError)
+    for problem in (RuntimeError("shape"), BrokenPipeError(errno.EPIPE, "gone"), TimeoutError("late")):
+        assert named(problem) is None
