@@ -11,6 +11,8 @@ from moe_mk.comm.symmetric_wait import PULSE_S, Clock, Waiting
 
 PROBE_S = 0.2
 """How long one look at a lost peer may take."""
+GRACE_S = 0.5
+"""How long a peer that has left may have done so because of one that has not been seen to end yet."""
 
 
 @dataclass
@@ -57,6 +59,7 @@ class WaitingForHosts(Waiting):
         self._near, self._near_dead, self._far, self._proxy = near, near_dead, far, proxy
         self._timeout_s, self._clock, self._began, self._verdict = timeout_s, clock, clock(), ""
         self._dead: int | None = None
+        self._left_at: float | None = None
 
     def pause(self, peer: int) -> None:
         """Raise only after one more look at what is waited for."""
@@ -83,5 +86,14 @@ class WaitingForHosts(Waiting):
             # Whoever is awaited may have met it first and given up: the one that died is named.
             self._dead, self._verdict = dead, f"its proxy has ended: {self._proxy.lost.get(dead, 'no link')}"
         elif peer in self._proxy.left:
-            self._dead = self._near_dead()
-            self._verdict = "has closed its windows" if self._dead is None else "its process has ended"
+            self._look_who_made_it_leave()
+
+    def _look_who_made_it_leave(self) -> None:
+        """A process that is killed loses its connections a moment before it counts as ended."""
+        now = self._clock()
+        self._left_at = now if self._left_at is None else self._left_at
+        self._dead = self._near_dead()
+        if self._dead is not None:
+            self._verdict = "its process has ended"
+        elif now - self._left_at > GRACE_S:
+            self._verdict = "has closed its windows"

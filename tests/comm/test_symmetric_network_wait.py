@@ -1,0 +1,50 @@
+"""Who is named when a peer of another host leaves while it is awaited."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+from moe_mk.comm.symmetric_network_wait import GRACE_S, WaitingForHosts
+from moe_mk.errors import CommError
+
+
+def waiting(near_dead: Callable[[], int | None], clock: Iterator[float]) -> WaitingForHosts:
+    """Rank 3 awaits rank 0 of another host, which has said goodbye; rank 2 is on this host."""
+    window = SimpleNamespace(arrived=threading.Event())
+    proxy: Any = SimpleNamespace(lost={}, fault=None, left={0}, window=window)
+    near: Any = None
+    return WaitingForHosts(
+        3, "combine", 7, "layers.3", near=near, near_dead=near_dead, far=frozenset({0, 1}), proxy=proxy,
+        timeout_s=30.0, clock=lambda: next(clock),
+    )  # fmt: skip
+
+
+def pauses_until_raised(wait: WaitingForHosts, most: int = 50) -> tuple[int, str]:
+    for number in range(most):
+        try:
+            wait.pause(0)
+        except CommError as problem:
+            return number, str(problem)
+    raise AssertionError(f"{most} pauses and no error")
+
+
+def test_a_process_that_is_still_ending_is_named_and_not_who_left_because_of_it() -> None:
+    seen = iter([None, None, 2])  # connections are gone before the process counts as ended
+    pauses, text = pauses_until_raised(waiting(lambda: next(seen), count(0.0, 0.01)))
+    assert pauses == 3 and "peer 2: epoch 7: its process has ended" in text
+
+
+def test_a_peer_that_left_of_its_own_is_named_after_a_moment() -> None:
+    clock = count(0.0, GRACE_S / 4)
+    _, text = pauses_until_raised(waiting(lambda: None, clock))
+    assert "rank 3, phase 'combine', layer 'layers.3', peer 0: epoch 7: has closed its windows" in text
+    assert GRACE_S < next(clock) < 30.0
+
+
+def test_one_that_stays_silent_is_late_whatever_the_grace() -> None:
+    pauses, text = pauses_until_raised(waiting(lambda: None, count(0.0, 31.0)))
+    assert pauses == 1 and "peer 0: epoch 7: sent nothing within 30 s" in text
