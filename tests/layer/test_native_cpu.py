@@ -1,35 +1,22 @@
 """The layer on native CPU kernels: one call routes, one call multiplies routed and shared experts, and it says so."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer
+from moe_mk import DeepseekV3MoE, MoEConfig
 from moe_mk.testing.virtual import virtual_groups
 from moe_mk.tokens import Routing
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from tests.layer.native import NEEDS_COMPILER, built, written
 
-pytestmark = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
-)
+pytestmark = NEEDS_COMPILER
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("native")
-    shape = CheckpointShape(
-        num_experts=16, top_k=4, num_groups=4, top_k_groups=2, hidden_size=256, intermediate_size=128, quant="fp8"
-    )
-    write_checkpoint(path, shape)
-    return path
-
-
-def built(path: Path, **settings: object) -> MoELayer:
-    chosen = {"experts": "cpu_native", "activations": "plain", "max_num_tokens": 64} | settings
-    return DeepseekV3MoE.from_checkpoint(path, 3, **chosen)
+    return written(tmp_path_factory.mktemp("native"))
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A forward in one native call: when it is taken, and that nobody can tell but by the clock."""
 
-import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,33 +19,14 @@ from moe_mk.runner.overlap import run_dual
 from moe_mk.testing.virtual import run_together, virtual_groups
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder
-from moe_mk.weights import CheckpointShape, write_checkpoint
+from tests.layer.native import EXPERTS, HIDDEN, NEEDS_COMPILER, built, written
 
-pytestmark = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
-)
-EXPERTS, HIDDEN = 16, 256
+pytestmark = NEEDS_COMPILER
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("whole")
-    sizes = CheckpointShape(
-        num_experts=EXPERTS,
-        top_k=4,
-        num_groups=4,
-        top_k_groups=2,
-        hidden_size=HIDDEN,
-        intermediate_size=128,
-        quant="fp8",
-    )
-    write_checkpoint(path, sizes)
-    return path
-
-
-def built(path: Path, **settings: object) -> MoELayer:
-    chosen = {"experts": "cpu_native", "activations": "plain", "max_num_tokens": 64} | settings
-    return DeepseekV3MoE.from_checkpoint(path, 3, **chosen)
+    return written(tmp_path_factory.mktemp("native"))
 
 
 @pytest.fixture
@@ -149,11 +129,8 @@ def test_two_micro_batches_and_two_threads_at_once(layer: MoELayer) -> None:
             if not torch.equal(layer(halves[i]), alone[i]):
                 wrong.append(i)
 
-    callers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    with ThreadPoolExecutor(2) as callers:
+        list(callers.map(work, range(2)))  # raises what they raise
     assert wrong == [] and int(layer.expert_load.sum()) == 20 * 4 * 13
 
 

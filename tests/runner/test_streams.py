@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +13,13 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import CommError
-from moe_mk.external.device import Queues
 from moe_mk.flight import Flight, land
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner import run_on_two_streams
 from moe_mk.testing.transports import NO_WEIGHTS
 from moe_mk.tokens import Routing
 from tests.prepare_finalize.library_layers import Model, batch, expect_exact, flight_of
+from tests.runner.named_lanes import NamedLanes
 
 
 def on_two_streams(kernel: FusedMoEKernel, given: list[tuple[Tensor, Routing]]) -> list[Tensor]:
@@ -116,33 +114,13 @@ def test_autograd_is_switched_in_the_thread_that_carries_as_in_this_one() -> Non
     assert seen == [True, False]
 
 
-class Ordered(Queues):
-    """Queues of a device that is not here: of every stream, how many steps of each stream are known to have ended.
-
-    A thread's stream is that of the lane it is in, else "caller". A step is what `step` counts.
-    """
+class Ordered(NamedLanes):
+    """Of every stream, how many steps of each stream are known to have ended. A step is what `step` counts."""
 
     def __init__(self, *, broken: bool = False) -> None:
-        super().__init__(torch.device("cpu"))
-        self.broken, self.read, self.alive = broken, list[int](), list[weakref.ref[Tensor]]()
+        super().__init__(broken=broken)
+        self.read, self.alive = list[int](), list[weakref.ref[Tensor]]()
         self.before: dict[str, Counter[str]] = {"caller": Counter(), "carry": Counter()}
-        self._here = threading.local()
-
-    @property
-    def run_later(self) -> bool:
-        return True
-
-    @property
-    def stream(self) -> str:
-        return getattr(self._here, "name", "caller")
-
-    @contextmanager
-    def lane(self, name: str) -> Iterator[None]:
-        if self.broken:
-            raise RuntimeError("no more streams")
-        self._here.name = name
-        yield
-        self._here.name = "caller"
 
     def step(self, needs: dict[str, int]) -> None:
         """Queue a step that needs so many steps of each stream to have ended."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,32 +13,17 @@ from moe_mk.flight import land
 from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, on_lanes, plan_for
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.transports import NO_WEIGHTS
+from tests.runner.named_lanes import NamedLanes
 from tests.runner.tile_ranks import Ranks, no_thread_is_left
 
 
-class Listed(Queues):
-    """Queues that say what they would do on a device: marks are numbers, and threads are told apart by their lane."""
+class Listed(NamedLanes):
+    """Queues that say what they would do on a device: marks are numbers."""
 
     def __init__(self, *, broken: bool = False) -> None:
-        super().__init__(torch.device("cpu"))
-        self.broken, self.marks = broken, 0
+        super().__init__(broken=broken)
+        self.marks, self._lock = 0, threading.Lock()
         self.waits: dict[str, list[int]] = {}
-        self._here, self._lock = threading.local(), threading.Lock()
-
-    @property
-    def run_later(self) -> bool:
-        return True
-
-    @property
-    def _name(self) -> str:
-        return getattr(self._here, "name", "caller")
-
-    @contextmanager
-    def lane(self, name: str) -> Iterator[None]:
-        if self.broken:
-            raise RuntimeError("no more streams")
-        self._here.name = name
-        yield
 
     def mark(self) -> Any:
         with self._lock:
@@ -48,7 +31,7 @@ class Listed(Queues):
             return self.marks
 
     def after(self, mark: Any) -> None:
-        self.waits.setdefault(self._name, []).append(mark)
+        self.waits.setdefault(self.stream, []).append(mark)
 
 
 def work_of(tiles: int) -> tuple[TileWork, TilePlan, Any]:

@@ -1,7 +1,7 @@
 """Calls of the fused experts: the same bits in any company, layout and thread, what is never read, and refusals."""
 
 import multiprocessing
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -135,11 +135,8 @@ def test_two_calls_at_once_do_not_disturb_each_other(native: Native) -> None:
             if not torch.equal(experts_rows(native, *inputs[i], w13, w2, threads=2), alone[i]):
                 wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as callers:
+        list(callers.map(work, range(4)))  # raises what they raise
     assert wrong == []
 
 

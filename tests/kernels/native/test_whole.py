@@ -1,7 +1,7 @@
 """A layer in one native call against its parts one after the other: the same bits, and the load counted."""
 
 import multiprocessing
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -136,11 +136,8 @@ def test_calls_at_once_count_every_choice(native: Native) -> None:
             if not torch.equal(whole(inputs[i], counted_E, 2), alone[i]):
                 wrong.append(i)
 
-    callers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    with ThreadPoolExecutor(4) as callers:
+        list(callers.map(work, range(4)))  # raises what they raise
     assert wrong == [] and int(counted_E.sum()) == 25 * 3 * sum(map(len, inputs))
 
 

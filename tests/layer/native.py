@@ -1,0 +1,32 @@
+"""A small FP8 layer on the native kernels."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moe_mk import DeepseekV3MoE, MoELayer
+from moe_mk.weights import CheckpointShape, write_checkpoint
+
+EXPERTS, HIDDEN, TOP_K = 16, 256, 4
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
+)
+SHAPE = CheckpointShape(
+    num_experts=EXPERTS, top_k=TOP_K, num_groups=4, top_k_groups=2, hidden_size=HIDDEN, intermediate_size=128,
+    quant="fp8",
+)  # fmt: skip
+
+
+def written(path: Path) -> Path:
+    """Layer 3 of one, in a folder."""
+    write_checkpoint(path, SHAPE)
+    return path
+
+
+def built(path: Path, **settings: object) -> MoELayer:
+    """The layer with bf16 tokens, changed by the settings."""
+    chosen = {"experts": "cpu_native", "activations": "plain", "max_num_tokens": 64} | settings
+    return DeepseekV3MoE.from_checkpoint(path, 3, **chosen)
