@@ -3,14 +3,20 @@
 The file is made exclusively, for its owner alone, under a name nobody can guess, and loses that name as soon as every
 rank has mapped it: what is left disappears with the last process, however that one ends. Pages are taken when they are
 first written, so a window may be planned for the largest call and costs what the calls need.
+
+A process that is killed before its file has lost the name leaves the file behind. Its maker therefore holds a lock
+(`flock`) on it, which the kernel releases when the process ends, and `create` removes the files of its own user that
+nobody holds. A lock needs no process numbers: it holds across pid namespaces, and a reused number does not matter.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,6 +24,8 @@ from torch import Tensor
 
 FOLDER = Path("/dev/shm")
 OURS_ALONE = 0o600
+PREFIX = "moe-mk-window-"
+"""Every file of such a name has been locked by its maker from the start."""
 
 
 class Memory:
@@ -60,10 +68,9 @@ class SharedMemory(Memory):
 
 
 def create(num_bytes: int, folder: Path = FOLDER) -> tuple[str, SharedMemory]:
-    """Make a new file of zeros; returns its name. Raises OSError."""
-    name = f"moe-mk-{secrets.token_hex(16)}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / name, flags, OURS_ALONE)
+    """Make a new file of zeros; returns its name. Removes files of processes that were killed. Raises OSError."""
+    remove_abandoned(folder)
+    name, descriptor = _locked_file(folder)
     try:
         os.fchmod(descriptor, OURS_ALONE)  # whatever the umask says
         os.ftruncate(descriptor, num_bytes)
@@ -72,6 +79,38 @@ def create(num_bytes: int, folder: Path = FOLDER) -> tuple[str, SharedMemory]:
         os.close(descriptor)
         unlink(name, folder)
         raise
+
+
+def _locked_file(folder: Path) -> tuple[str, int]:
+    """A new file that this process holds; another one where somebody swept between its making and its lock."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        name = f"{PREFIX}{secrets.token_hex(16)}"
+        descriptor = os.open(folder / name, flags, OURS_ALONE)
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return name, descriptor
+        os.close(descriptor)
+
+
+def remove_abandoned(folder: Path = FOLDER) -> list[str]:
+    """Remove the files of this user whose makers have ended; returns their names. What cannot be opened stays."""
+    return [name for name in os.listdir(folder) if name.startswith(PREFIX) and _removed(folder, name)]
+
+
+def _removed(folder: Path, name: str) -> bool:
+    with suppress(OSError):  # BlockingIOError: its maker holds it; FileNotFoundError: somebody was faster
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(folder / name)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def attach(name: str, num_bytes: int, folder: Path = FOLDER) -> SharedMemory:
@@ -93,8 +132,9 @@ def attach(name: str, num_bytes: int, folder: Path = FOLDER) -> SharedMemory:
 
 
 def unlink(name: str, folder: Path = FOLDER) -> None:
-    """Take the name away; mappings stay."""
-    (folder / name).unlink(missing_ok=True)
+    """Take the name away; mappings stay. Of another name than `create` gives nothing is removed."""
+    if name.startswith(PREFIX) and "/" not in name:
+        (folder / name).unlink(missing_ok=True)
 
 
 def free_bytes(folder: Path = FOLDER) -> int:

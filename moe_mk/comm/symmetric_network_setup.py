@@ -115,7 +115,8 @@ class _Opening:
                 }
             )  # fmt: skip
             self._check_sizes([int(note["bytes"]) for note in notes])
-            attaching = self._tried(lambda: self._attach(notes[self.near[0]]["name"]))[1]
+            self._name = str(notes[self.near[0]]["name"])
+            attaching = self._tried(lambda: self._attach(self._name))[1]
             self._told({"problem": attaching})
             assert self._memory is not None and listening is not None
             words = words_of(self._memory.bytes)
@@ -133,7 +134,7 @@ class _Opening:
             raise
         finally:
             if self._name:
-                unlink(self._name)  # everybody has mapped it, or never will
+                unlink(self._name)  # everybody has mapped it, or never will; whoever is left removes it
 
     def _make_memory(self) -> None:
         """The first rank of a host makes its file; a rank alone needs none."""

@@ -93,15 +93,15 @@ def _heap_of_processes(comm: DistributedCommunicator, shape: WindowShape, clock:
             name, memory, problem = _tried(lambda: _created(shape))
         mine = {"name": name, "bytes": shape.total_bytes, "process": vars(Process.this()), "problem": problem}
         notes = _exchange(comm, mine)
+        name = str(notes[0]["name"])
         _check_sizes(comm, [int(note["bytes"]) for note in notes])
         _raise_problems(comm, notes)
         if comm.rank:
-            first = notes[0]["name"]
-            _, memory, problem = _tried(lambda: (first, attach(first, shape.total_bytes)))
+            _, memory, problem = _tried(lambda: (name, attach(name, shape.total_bytes)))
         _raise_problems(comm, _exchange(comm, {"problem": problem}))
     finally:
         if name:
-            unlink(name)  # everybody has mapped it, or never will
+            unlink(name)  # everybody has mapped it, or never will; whoever is left removes it
     assert memory is not None
     peers = [Process(**note["process"]) for note in notes]
     rank, timeout_s = comm.rank, comm.timeout_s  # numbers, so that the heap keeps no group alive
