@@ -16,8 +16,11 @@ import mmap
 import os
 import secrets
 import stat
+from bisect import bisect_left, bisect_right
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -46,6 +49,27 @@ class Memory:
         """Take the pages of a range before it is written; nothing to do here."""
 
 
+@dataclass(frozen=True)
+class PageRanges:
+    """Disjoint ranges of pages, ascending, none adjacent to the next: their number depends on gaps, not on calls."""
+
+    firsts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    def covers(self, first: int, end: int) -> bool:
+        """Whether all pages from `first` to before `end` are among them."""
+        place = bisect_right(self.firsts, first) - 1
+        return place >= 0 and end <= self.ends[place]
+
+    def with_range(self, first: int, end: int) -> PageRanges:
+        """These and one more, merged with every range that it overlaps or touches."""
+        low, high = bisect_left(self.ends, first), bisect_right(self.firsts, end)
+        if low < high:
+            first, end = min(first, self.firsts[low]), max(end, self.ends[high - 1])
+        firsts = (*self.firsts[:low], first, *self.firsts[high:])
+        return PageRanges(firsts, (*self.ends[:low], end, *self.ends[high:]))
+
+
 class SharedMemory(Memory):
     """Bytes of a file in memory that other processes map too."""
 
@@ -54,13 +78,20 @@ class SharedMemory(Memory):
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.bytes = _view(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED))
         self._descriptor = descriptor  # ours to close from here on
-        self._reserved: dict[int, int] = {}
+        self._taken, self._taking = PageRanges(), Lock()
 
     def reserve(self, start: int, num_bytes: int) -> None:
-        """Take pages, or raise OSError where /dev/shm is full: writing there would end the process by a signal."""
-        if num_bytes > self._reserved.get(start, 0):
-            os.posix_fallocate(self._descriptor, start, num_bytes)
-            self._reserved[start] = num_bytes
+        """Take pages, or raise OSError where /dev/shm is full: writing there would end the process by a signal.
+
+        From any thread. A range whose pages were taken before costs a lookup and no system call.
+        """
+        first, end = start // mmap.PAGESIZE, -(-(start + num_bytes) // mmap.PAGESIZE)
+        if num_bytes < 1 or self._taken.covers(first, end):
+            return
+        with self._taking:
+            begin = first * mmap.PAGESIZE
+            os.posix_fallocate(self._descriptor, begin, min(end * mmap.PAGESIZE, self.num_bytes) - begin)
+            self._taken = self._taken.with_range(first, end)
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):

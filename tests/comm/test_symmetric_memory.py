@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
 import stat
+from itertools import pairwise
+from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,30 @@ def test_full_memory_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch) 
     heap = SymmetricHeap(memory, words_of(memory.bytes), shape, 0, lambda phase, epoch, layer: pytest.fail("no wait"))
     heap.put(1, 0, torch.ones((2, 8), dtype=torch.uint8))
     monkeypatch.setattr("os.posix_fallocate", full)
-    heap.put(1, 0, torch.ones((2, 8), dtype=torch.uint8))  # what was taken before is taken
-    with pytest.raises(CommError, match=r"no room for 24 bytes more, \d+ are free: No space.*kernel.max_num_tokens"):
-        heap.put(1, 0, torch.ones((3, 8), dtype=torch.uint8))
+    heap.put(1, 0, torch.ones((3, 8), dtype=torch.uint8))  # of the same page, which is taken
+    with pytest.raises(CommError, match=r"no room for 4104 bytes more, \d+ are free: No space.*kernel.max_num_tokens"):
+        heap.put(1, 0, torch.ones((513, 8), dtype=torch.uint8))
+
+
+def test_reserved_ranges_merge_and_do_not_grow_with_the_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, draw, calls = 500, random.Random(0), [0]
+    name, memory = create(pages * PAGESIZE + 10)
+    unlink(name)
+    take = os.posix_fallocate
+
+    def counted(descriptor: int, start: int, count: int) -> None:
+        calls[0] += 1
+        take(descriptor, start, count)
+
+    monkeypatch.setattr("os.posix_fallocate", counted)
+    taken: set[int] = set()
+    for _ in range(20_000):  # a ring of rows on their way out begins at another byte in every call
+        start, size = draw.randrange(pages * PAGESIZE), draw.choice((0, 1, 100, 5000))
+        size = min(size, memory.num_bytes - start)
+        memory.reserve(start, size)
+        taken |= set(range(start // PAGESIZE, -(-(start + size) // PAGESIZE))) if size else set()
+        ranges = list(zip(memory._taken.firsts, memory._taken.ends, strict=True))
+        assert all(one[1] < other[0] for one, other in pairwise(ranges)), "ranges overlap or touch"
+    assert {page for first, end in ranges for page in range(first, end)} == taken == set(range(pages + 1))
+    assert ranges == [(0, pages + 1)] and calls[0] <= pages + 1
+    assert os.fstat(memory._descriptor).st_size == memory.num_bytes, "the last page ends behind the file"

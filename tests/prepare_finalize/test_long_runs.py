@@ -1,0 +1,107 @@
+"""What a transport keeps does not grow with the number of its calls: containers, and memory of the process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from moe_mk.comm import Communicator
+from moe_mk.comm.threads import ThreadWorld
+from moe_mk.flight import interleave, land
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
+from moe_mk.testing.processes import run_ranks
+from moe_mk.testing.virtual import world_of
+from moe_mk.tokens import Routing
+from tests.prepare_finalize.growth import anonymous_bytes, containers_of, grown, touch_staging
+from tests.prepare_finalize.one_sided_ranks import context, drawn, there_and_back, world_comm
+
+HIDDEN, MOST_TOKENS, BATCHES = 32, 12, 61
+MOST_GROWTH, MOST_BYTES = 40, 1 << 20
+"""What a container may be longer by, as queues are fuller at one time than at another; and bytes of a whole process."""
+LONG = 20_000
+QUICK = {"all_to_all": 2000, "all_gather": 2000, "one_sided": 2000, "hierarchical": 300, "one_sided_network": 300}
+"""Calls that take a second or two."""
+
+
+def made(name: str, comm: Communicator) -> PrepareFinalize:
+    """One rank of a transport; two ranks make a host where it knows of hosts."""
+    per_node = 2 if name in ("hierarchical", "one_sided_network") else None
+    asked = replace(context(comm, hidden=HIDDEN), max_num_tokens=MOST_TOKENS, ranks_per_node=per_node)
+    return PREPARE_FINALIZE[name](asked)
+
+
+def grows(calls: int, call: Callable[[int], object], transports: list[PrepareFinalize]) -> str:
+    """Which container has grown since a tenth of the calls was made, and by how much the process; empty if none has."""
+    for number in range(calls // 10):
+        call(number)
+    for transport in transports:
+        touch_staging(transport)
+    before, bytes_before = [containers_of(each) for each in transports], held()
+    for number in range(calls // 10, calls):
+        call(number)
+    bytes_after, after = held(), [containers_of(each) for each in transports]
+    longer = [
+        f"{path}: {one} -> {other}"
+        for earlier, later in zip(before, after, strict=True)
+        for path, (one, other) in grown(earlier, later).items()
+        if other > one + MOST_GROWTH
+    ]
+    if bytes_after - bytes_before > MOST_BYTES:
+        longer.append(f"the process holds {bytes_after - bytes_before} bytes more")
+    return "; ".join(longer)
+
+
+def held() -> int:
+    gc.collect()
+    return anonymous_bytes()
+
+
+def batches(rank: int) -> list[tuple[torch.Tensor, Routing]]:
+    """More batches than one, of other sizes, so that rows lie elsewhere in every call."""
+    sizes = [(7 * n + 5 * rank) % (MOST_TOKENS + 1) for n in range(BATCHES)]
+    return [drawn(1000 * rank + n, size, torch.float32, HIDDEN) for n, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    "name,calls", [*QUICK.items(), *(pytest.param(name, LONG, marks=pytest.mark.slow) for name in QUICK)]
+)
+def test_ranks_of_one_process_keep_no_more_after_many_calls(name: str, calls: int) -> None:
+    world = world_of(PREPARE_FINALIZE[name].traits, 4 if name == "hierarchical" else 2)
+    ranks = [made(name, comm) for comm in world.communicators()]
+    batches_of = [batches(rank) for rank in range(world.size)]
+
+    def call(number: int, rank: int | None = None) -> object:
+        own = [rank] if rank is not None else list(range(world.size))
+        return interleave([there_and_back(ranks[r], *batches_of[r][number % BATCHES]) for r in own])
+
+    if not isinstance(world, ThreadWorld):
+        assert grows(calls, call, ranks) == ""
+        return
+    jobs = [partial(grows, calls, partial(call, rank=rank), [ranks[rank]]) for rank in range(world.size)]
+    assert world.together(jobs) == [""] * world.size
+
+
+def grows_on_processes(rank: int, names: tuple[str, ...], calls: int) -> dict[str, str]:
+    """Worker of a `RankWorld`."""
+    found, own = {}, batches(rank)
+    for name in names:
+        transport = made(name, world_comm(timeout_s=60.0))
+
+        def call(number: int, transport: PrepareFinalize = transport) -> object:
+            return land(there_and_back(transport, *own[number % BATCHES]))
+
+        found[name] = grows(calls, call, [transport])
+    return found
+
+
+@pytest.mark.parametrize("calls", [300, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_processes_that_share_memory_keep_no_more_after_many_calls(calls: int) -> None:
+    """Two ranks on one host and one on another: rows go through shared windows and over sockets."""
+    names = ("one_sided", "one_sided_network")
+    for found in run_ranks(grows_on_processes, 3, names, calls, timeout_s=3600.0):
+        assert found == dict.fromkeys(names, "")
