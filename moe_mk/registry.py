@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from moe_mk.errors import ConfigError, PluginWarning
@@ -37,6 +37,7 @@ class Registry(Generic[T]):
         self.broken: dict[str, str] = {}
         self._entries: dict[str, T] = {}
         self._origin: dict[str, str] = {}
+        self._tried: set[tuple[str, str]] = set()
         self._discovered = not group
 
     def register(self, name: str, origin: str = "") -> Callable[[T], T]:
@@ -46,7 +47,10 @@ class Registry(Generic[T]):
             where = origin or entry.__module__
             if name in self._entries:
                 raise ConfigError(f"{self.kind} {name!r} is registered twice: by {self._origin[name]} and by {where}")
-            problems = contract_problems(entry, self.base)
+            try:
+                problems = contract_problems(entry, self.base)
+            except Exception as problem:  # of a metaclass, a descriptor or __repr__
+                problems = [f"its attributes cannot be read: {_in_words(problem)}"]
             if problems:
                 raise ConfigError(
                     f"{self.kind} {name!r} of {where} breaks the contract of {self.base.__name__}: "
@@ -85,18 +89,41 @@ class Registry(Generic[T]):
     def _discover(self) -> None:
         if self._discovered:
             return
-        self._discovered = True
-        for point in entry_points(group=self.group):
-            origin = f"{point.dist.name if point.dist else '?'} ({point.value})"
-            try:
-                self.register(point.name, origin)(point.load())
-            except Exception as problem:  # a foreign wheel may fail in any way, and must not take the host down
-                self.broken[point.name] = f"{type(problem).__name__}: {problem}"
-                warnings.warn(
-                    f"{self.kind} plugin {point.name!r} of {origin} skipped: {self.broken[point.name]}",
-                    PluginWarning,
-                    stacklevel=3,
-                )
+        self._discovered = True  # first: a plugin may look into the registry while it is imported
+        try:
+            for point in entry_points(group=self.group):
+                self._load(point)
+        except BaseException:  # interrupted, or warnings are errors: the rest is loaded at the next look-up
+            self._discovered = False
+            raise
+
+    def _load(self, point: EntryPoint) -> None:
+        """Register what an entry point names, once, or keep the reason why not; only KeyboardInterrupt passes."""
+        origin = f"{point.dist.name if point.dist else '?'} ({point.value})"
+        if (point.name, origin) in self._tried:
+            return
+        try:
+            self.register(point.name, origin)(point.load())
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:  # a foreign wheel may fail in any way, SystemExit too: the host goes on
+            self._tried.add((point.name, origin))
+            self.broken[point.name] = _in_words(problem)
+            warnings.warn(
+                f"{self.kind} plugin {point.name!r} of {origin} skipped: {self.broken[point.name]}",
+                PluginWarning,
+                stacklevel=4,
+            )
+        else:
+            self._tried.add((point.name, origin))
+
+
+def _in_words(problem: BaseException) -> str:
+    """An exception with its type; without its text where the text itself raises."""
+    try:
+        return f"{type(problem).__name__}: {problem}"
+    except Exception as another:
+        return f"{type(problem).__name__} (its text raises {type(another).__name__})"
 
 
 def contract_problems(entry: type, base: type) -> list[str]:

@@ -185,6 +185,89 @@ def test_a_broken_wheel_is_skipped_and_told_by_name(monkeypatch: pytest.MonkeyPa
     assert "broken" not in known
 
 
+class Trap(type(Good)):  # type: ignore[misc]
+    """Of a class whose attributes raise when they are looked at."""
+
+    problem: BaseException = RuntimeError("no driver")
+
+    @property
+    def traits(cls) -> str:
+        raise cls.problem
+
+
+class Trapped(Good, metaclass=Trap):
+    pass
+
+
+class Unspeakable(BaseException):
+    """Neither an Exception nor an interrupt, with a text that cannot be made."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raising(problem: BaseException) -> Callable[[], object]:
+    def load() -> object:
+        raise problem
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "load, reason",
+    [
+        (raising(SystemExit(3)), "SystemExit: 3"),
+        (raising(Unspeakable()), r"Unspeakable \(its text raises RuntimeError\)"),
+        (raising(GeneratorExit()), "GeneratorExit: "),
+        (raising(RecursionError("too deep")), "RecursionError: too deep"),
+        (lambda: Trapped, r"breaks the contract of Base: its attributes cannot be read: RuntimeError: no driver"),
+    ],
+)
+def test_a_wheel_that_ends_its_process_is_skipped_too(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[], object], reason: str
+) -> None:
+    known = discovering(monkeypatch, FakeEntryPoint("broken", load), FakeEntryPoint("mine", lambda: Good))
+    with pytest.warns(PluginWarning, match=rf"transport plugin 'broken' of my-wheel \(.*\) skipped: .*{reason}"):
+        assert list(known) == ["all_gather", "mine"]
+    assert list(known.broken) == ["broken"]
+
+
+def test_attributes_that_end_the_process_are_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trap, "problem", SystemExit("bye"))
+    known = discovering(monkeypatch, FakeEntryPoint("broken", lambda: Trapped))
+    with pytest.warns(PluginWarning, match="skipped: SystemExit: bye"):
+        assert list(known) == ["all_gather"]
+
+
+def test_an_interrupt_passes_and_the_rest_is_loaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+
+    def interrupted() -> object:
+        loads.append("second")
+        if len(loads) == 1:
+            raise KeyboardInterrupt
+        return Good
+
+    points = [FakeEntryPoint("first", lambda: Good), FakeEntryPoint("second", interrupted)]
+    known = discovering(monkeypatch, *points, FakeEntryPoint("third", fail))
+    with pytest.raises(KeyboardInterrupt):
+        list(known)
+    assert known.broken == {}
+    monkeypatch.setattr("moe_mk.registry.entry_points", lambda group: tuple(points))
+    assert list(known) == ["all_gather", "first", "second"]
+
+
+def test_warnings_that_are_errors_do_not_lose_the_other_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = (FakeEntryPoint("broken", fail), FakeEntryPoint("mine", lambda: Good))
+    monkeypatch.setattr("moe_mk.registry.entry_points", lambda group: points)
+    known: Registry[type[Base]] = Registry("transport", Base, group="moe_mk.transports")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PluginWarning)
+        with pytest.raises(PluginWarning, match="'broken'"):
+            list(known)
+        assert list(known) == ["mine"]
+
+
 @pytest.mark.parametrize(
     "name, load, reason",
     [
