@@ -42,7 +42,7 @@ class KernelRows:
 
     def __init__(self, context: TransportContext, size: RowBytes) -> None:
         self._size, self._wire, self._dtype = size, context.wire, context.dtype.dtype
-        self._types, self._hidden = WireTypes.of(context.wire), context.hidden_size
+        self._types, self._hidden, self._slots = WireTypes.of(context.wire), context.hidden_size, context.num_slots
         scale_dtype = self._types.scales or torch.uint8
         self._form = RowFormat(size.values, size.scales, size.top_k, rounding_of(context), scale_dtype)
         self._plain = context.wire.dtype if isinstance(context.wire, Plain) else None
@@ -67,13 +67,7 @@ class KernelRows:
         exchange = lane.exchange
         assert exchange is not None
         received_W = exchange.arrived(lane.epoch, lane.patience_us)
-        if received_W is None:
-            lane.await_rows()
-            received_W = exchange.arrived(lane.epoch, 0)
-            assert received_W is not None
-        if max(received_W) > lane.region.rows:
-            lane.refuse(dict(enumerate(received_W)))
-        return received_W
+        return exchange.received_from(lane.await_rows()) if received_W is None else received_W
 
     def receive(self, lane: Lane, received_W: list[int]) -> Arrived:
         """Take tails apart; values are those of the window, copied to their place where they lie apart."""
@@ -104,7 +98,7 @@ class KernelRows:
 
     def _first_call(self, lane: Lane) -> _LaneCalls:
         assert lane.exchange is not None
-        calls = ExchangeCalls(lane.exchange, self._form, self._tables, self._hidden, self._dtype)
+        calls = ExchangeCalls(lane.exchange, self._form, self._tables, self._slots, self._hidden, self._dtype)
         with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
             values_RX, sums_RH = lane.values_RB.view(self._types.values), lane.sums_RB.view(self._dtype)
         made = _LaneCalls(calls, values_RX, sums_RH, values_RX.data_ptr(), sums_RH.data_ptr())

@@ -12,7 +12,7 @@ Rows that experts read lie in the window until their call is finalized.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NoReturn
 
 import torch
@@ -23,7 +23,7 @@ from moe_mk.comm.symmetric import SymmetricHeap
 from moe_mk.comm.symmetric_setup import open_heap
 from moe_mk.errors import CommError
 from moe_mk.kernels.native import exchange
-from moe_mk.kernels.native.exchange import Exchange, WindowPlaces
+from moe_mk.kernels.native.exchange import Exchange, FaultKind, PeerFault, WindowPlaces
 from moe_mk.kernels.native.library import Native
 from moe_mk.prepare_finalize.one_sided_window import RegionShape, lower_of_pair
 from moe_mk.trace.clock import now
@@ -64,6 +64,8 @@ class Lane:
     def serve(self, layer: str) -> None:
         """Begin the next call."""
         self.busy, self.epoch, self.heap.layer = True, self.epoch + 1, layer
+        if self.exchange is not None:
+            self.exchange.layer = layer
 
     def out_at(self, owner: int, count: int) -> int:
         """Where this rank writes the values of its rows in an owner's window."""
@@ -84,17 +86,25 @@ class Lane:
         self.heap.signal(peer, self.rank, self.epoch, count)
 
     def await_rows(self) -> dict[int, int]:
-        """Wait until every peer has written; returns how many rows each did."""
-        counts = self._await(sums=False)
-        if any(count > self.region.rows for count in counts.values()):
-            self.refuse(counts)
-        return counts
+        """Wait until every peer has written; returns how many rows each did.
 
-    def refuse(self, counts: Mapping[int, int]) -> NoReturn:
-        """Raise CommError for the first peer that says it sent more rows than there is room for."""
-        peer = next(peer for peer in self.peers if counts[peer] > self.region.rows)
-        text = f"epoch {self.epoch}: sent {counts[peer]} rows into a region of {self.region.rows}"
-        raise CommError(text, rank=self.rank, phase="dispatch", peer=peer)
+        Raises CommError for more rows than there is room for.
+        """
+        return self._await(FaultKind.TOO_MANY_ROWS, first_flag=0, phase="dispatch", limit=self.region.rows)
+
+    def check_slots(self, ids_RK: Tensor, received_W: Sequence[int], num_slots: int) -> None:
+        """Raise CommError for the first received row of a slot that this rank does not have; -1 is none."""
+        out_RK = (ids_RK < -1) | (ids_RK >= num_slots)
+        if not out_RK.any():
+            return
+        row, k = torch.nonzero(out_RK)[0].tolist()
+        source, value = 0, int(ids_RK[row, k])
+        while row >= received_W[source]:
+            row, source = row - received_W[source], source + 1
+        self._refuse(PeerFault(FaultKind.NO_SUCH_SLOT, source, value, num_slots, row))
+
+    def _refuse(self, fault: PeerFault) -> NoReturn:
+        raise fault.error(self.rank, self.epoch, self.heap.layer)
 
     def own_values(self, at: int, count: int) -> Tensor:
         """Values in this rank's window, (count, bytes of values), with pages of their own."""
@@ -117,8 +127,12 @@ class Lane:
         self.heap.signal(peer, self.size + self.rank, self.epoch, first)
 
     def await_sums(self) -> dict[int, int]:
-        """Wait until every peer has its sums ready; returns the number of the first one for this rank."""
-        return self._await(sums=True)
+        """Wait until every peer has its sums ready; returns the number of the first one for this rank.
+
+        Raises CommError for a number beyond the sums that ranks before this one can have there.
+        """
+        limit = self.rank * self.region.rows
+        return self._await(FaultKind.SUMS_BEYOND, first_flag=self.size, phase="combine", limit=limit)
 
     def sums_of(self, peer: int, first: int, count: int) -> Tensor:
         """The sums that a peer has for this rank, as they lie in its window."""
@@ -151,9 +165,12 @@ class Lane:
                 self.heap.reserve(rank, tails_at, count * region.tail_bytes)
                 self.exchange.room[rank] = count
 
-    def _await(self, *, sums: bool) -> dict[int, int]:
-        first_flag, phase = (self.size, "combine") if sums else (0, "dispatch")
-        return self.heap.wait_until({peer: first_flag + peer for peer in self.peers}, self.epoch, phase)
+    def _await(self, kind: FaultKind, *, first_flag: int, phase: str, limit: int) -> dict[int, int]:
+        found = self.heap.wait_until({peer: first_flag + peer for peer in self.peers}, self.epoch, phase)
+        for peer, value in found.items():
+            if value > limit:
+                self._refuse(PeerFault(kind, peer, value, limit))
+        return found
 
     def _own_rows(self, at: int, width: int) -> Tensor:
         """A part of this rank's window that has room for all rows of all ranks, (rows, width)."""
@@ -175,6 +192,7 @@ class Lane:
             tails_from=[heap.address(me, at) for at in self._tails],
             flags_from=flags_from,
             sums=[heap.address(rank, self.sums_at) for rank in ranks],
+            most_rows=self.region.rows,
         )
 
 

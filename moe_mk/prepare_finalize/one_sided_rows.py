@@ -134,7 +134,8 @@ class PutRows:
                 rows_XB.copy_(there_XB)
         tails_RB = torch.cat([lane.own_tails(source, count) for source, count in enumerate(received_W)])
         ids_at, weights_at = self._size.scales, self._size.scales + self._size.top_k * ID_BYTES
-        ids_RK = from_bytes(tails_RB[:, ids_at:weights_at], torch.int32)
+        ids_RK = from_bytes(tails_RB[:, ids_at:weights_at], torch.int32)  # of a copy: peers cannot change it any more
+        lane.check_slots(ids_RK, received_W, self._context.num_slots)
         weights_RK = from_bytes(tails_RB[:, weights_at:], torch.float32)
         scales = self._types.scales
         scales_RX = None if scales is None else from_bytes(tails_RB[:, :ids_at], scales)

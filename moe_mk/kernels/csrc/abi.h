@@ -6,7 +6,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum Status : int32_t { kOk = 0, kBadId = 1, kBadShape = 2, kNoMemory = 3, kNoIsa = 4 };
+enum Status : int32_t { kOk = 0, kBadId = 1, kBadShape = 2, kNoMemory = 3, kNoIsa = 4, kLate = 5, kPeerFault = 6 };
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512Bf16 = 2, kAmxBf16 = 3, kNumIsas = 4 };
 enum Format : int32_t { kFp8 = 0, kBf16 = 1, kInt8 = 2, kMxFp8 = 3, kMxFp4 = 4, kNvFp4 = 5, kNumFormats = 6 };
 enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2, kUe8m0Rows = 3 };

@@ -88,21 +88,22 @@ void write_tail(const MoeMkSend& c, int64_t token, int rank, uint8_t* to) {
   }
 }
 
-// Fills token_of and counts. False: an id is no expert.
-bool sort_tokens(const MoeMkSend& c, int num_ranks) {
+// Fills token_of and counts. kBadId: an id is no expert. kBadShape: an expert lies on a rank that is not there.
+Status sort_tokens(const MoeMkSend& c, int num_ranks) {
   std::vector<int64_t> seen(size_t(num_ranks), -1);
   std::fill(c.counts, c.counts + num_ranks, 0);
   for (int64_t token = 0; token < c.num_tokens; ++token)
     for (int k = 0; k < c.top_k; ++k) {
       const int32_t id = c.ids[token * c.top_k + k];
       if (id < 0) continue;
-      if (id >= c.num_experts) return false;
+      if (id >= c.num_experts) return kBadId;
       const int32_t rank = c.rank_of[id];
+      if (rank < 0 || rank >= num_ranks) return kBadShape;
       if (seen[size_t(rank)] == token) continue;
       seen[size_t(rank)] = token;
       c.token_of[rank * c.num_tokens + c.counts[rank]++] = int32_t(token);
     }
-  return true;
+  return kOk;
 }
 
 // NOTE: rounding goes to the first rank a token visits, the others get a copy of that.
@@ -135,7 +136,23 @@ void raise_flag(uint64_t* flag, uint32_t epoch, int64_t count) {
   if (flag != nullptr) __atomic_store_n(flag, uint64_t(epoch) << 32 | uint64_t(count), __ATOMIC_RELEASE);
 }
 
-void receive_from(const MoeMkWindows& w, const MoeMkReceive& c, int source, int64_t first) {
+Status peer_fault(const MoeMkWindows& w, FaultKind kind, int peer, int64_t value, int64_t limit, int64_t row = 0) {
+  *w.fault = {kind, peer, value, limit, row};
+  return kPeerFault;
+}
+
+// Checks the copy: what a peer stores to its window after the barrier changes nothing here.
+Status check_slots(const MoeMkWindows& w, const MoeMkReceive& c, int source, int64_t row, const uint8_t* ids) {
+  asm volatile("" ::: "memory");
+  for (int k = 0; k < c.top_k; ++k) {
+    int32_t slot;
+    std::memcpy(&slot, ids + 4 * k, 4);
+    if (slot < -1 || slot >= c.num_slots) return peer_fault(w, kNoSuchSlot, source, slot, c.num_slots, row);
+  }
+  return kOk;
+}
+
+Status receive_from(const MoeMkWindows& w, const MoeMkReceive& c, int source, int64_t first) {
   const int64_t count = c.counts[source], ids_bytes = 4 * c.top_k, tail_bytes = c.scale_bytes + 2 * ids_bytes;
   const uint8_t* from = w.values_from[source] - count * w.back_from[source];
   uint8_t* to = c.values + first * c.value_bytes;
@@ -145,7 +162,9 @@ void receive_from(const MoeMkWindows& w, const MoeMkReceive& c, int source, int6
     std::memcpy(c.scales + (first + row) * c.scale_bytes, tail, size_t(c.scale_bytes));
     std::memcpy(c.ids + (first + row) * ids_bytes, tail + c.scale_bytes, size_t(ids_bytes));
     std::memcpy(c.weights + (first + row) * ids_bytes, tail + c.scale_bytes + ids_bytes, size_t(ids_bytes));
+    if (Status status = check_slots(w, c, source, row, c.ids + (first + row) * ids_bytes); status != kOk) return status;
   }
+  return kOk;
 }
 
 bool is_behind(uint64_t word, uint32_t epoch) { return uint32_t(word >> 32) - epoch >= uint32_t(1) << 31; }
@@ -169,7 +188,7 @@ using namespace moe_mk;
 int32_t moe_mk_exchange_dispatch(const MoeMkWindows* windows, MoeMkSend* call) {
   const RowOps* ops = row_ops_of(call->isa);
   if (ops == nullptr) return kNoIsa;
-  if (!sort_tokens(*call, windows->num_ranks)) return kBadId;
+  if (const Status sorted = sort_tokens(*call, windows->num_ranks); sorted != kOk) return sorted;
   call->sent = 1;
   for (int rank = 0; rank < windows->num_ranks; ++rank) call->sent &= call->counts[rank] <= windows->room_to[rank];
   if (!call->sent) return kOk;
@@ -183,7 +202,7 @@ int32_t moe_mk_exchange_dispatch(const MoeMkWindows* windows, MoeMkSend* call) {
 int32_t moe_mk_exchange_receive(const MoeMkWindows* windows, const MoeMkReceive* call) {
   int64_t first = 0;
   for (int source = 0; source < windows->num_ranks; first += call->counts[source++])
-    receive_from(*windows, *call, source, first);
+    if (const Status status = receive_from(*windows, *call, source, first); status != kOk) return status;
   return kOk;
 }
 
@@ -219,23 +238,27 @@ int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uin
                               int64_t* counts) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(microseconds);
   const uint64_t* const* flags = windows->flags_from + (for_sums ? windows->num_ranks : 0);
+  const int64_t limit = windows->most_rows * (for_sums ? windows->rank : 1);  // sums of the ranks before this one
   for (int64_t turn = 0;; ++turn) {
-    int32_t behind = 0;
+    bool late = false;
     for (int rank = 0; rank < windows->num_ranks; ++rank) {
       if (flags[rank] == nullptr) continue;
       const uint64_t word = __atomic_load_n(flags[rank], __ATOMIC_ACQUIRE);
       if (is_behind(word, epoch)) {
-        ++behind;
-      } else {
-        counts[rank] = int64_t(word & 0xffffffffu);
+        late = true;
+        continue;
       }
+      const int64_t value = int64_t(word & 0xffffffffu);
+      if (value > limit) return peer_fault(*windows, for_sums ? kSumsBeyond : kTooManyRows, rank, value, limit);
+      counts[rank] = value;
     }
-    if (behind == 0 || (turn % 64 == 63 && std::chrono::steady_clock::now() >= until)) return behind;
+    if (!late) return kOk;
+    if (turn % 64 == 63 && std::chrono::steady_clock::now() >= until) return kLate;
     relax(turn);
   }
 }
 
 int32_t moe_mk_exchange_collect(const MoeMkWindows* windows, MoeMkAddUp* call) {
-  call->behind = moe_mk_exchange_await(windows, 1, call->epoch, call->microseconds, call->firsts);
-  return call->behind == 0 ? moe_mk_exchange_add_up(windows, call) : int32_t(kOk);
+  const int32_t awaited = moe_mk_exchange_await(windows, 1, call->epoch, call->microseconds, call->firsts);
+  return awaited == kOk ? moe_mk_exchange_add_up(windows, call) : awaited;
 }

@@ -16,6 +16,17 @@ extern "C" {
 
 enum RowType : int32_t { kRowsBf16 = 0, kRowsF16 = 1, kRowsF32 = 2 };
 enum Quantize : int32_t { kAsTheyAre = 0, kToFp8 = 1, kToUe8m0 = 2 };  // per token and 128 columns
+enum FaultKind : int32_t { kTooManyRows = 1, kSumsBeyond = 2, kNoSuchSlot = 3 };
+
+// Peers may store to shared memory at any time. Every word of theirs that becomes a size, an offset or an index is
+// loaded once into private memory, checked there, and used from there. A word outside of its limits ends the call with
+// kPeerFault and is described here. Scales, weights and values are data: any bits are accepted.
+struct MoeMkFault {
+  int32_t kind;              // FaultKind
+  int32_t peer;              // the rank that stored the word
+  int64_t value, limit;      // kTooManyRows: 0 <= value <= limit. kSumsBeyond: the same. kNoSuchSlot: -1 <= value < limit
+  int64_t row;               // kNoSuchSlot: the number of the row among those of the peer
+};
 
 // The windows of all ranks as one of them sees them, by rank. Made once, kept as long as they are mapped. A flag is
 // epoch << 32 | count.
@@ -30,6 +41,8 @@ struct MoeMkWindows {
   const uint8_t* const* tails_from;  // [W]
   const uint64_t* const* flags_from; // [2 W] that peers store in my window. Mine: null
   const uint8_t* const* sums;        // [W] where the sums of each rank begin
+  MoeMkFault* fault;                 // out: filled in by a call that returns kPeerFault
+  int64_t most_rows;                 // that a rank may send to another in one call
   int32_t rank, num_ranks;
 };
 
@@ -59,34 +72,36 @@ struct MoeMkReceive {
   uint8_t* weights;          // [R][K] f32
   int64_t value_bytes, scale_bytes;
   int32_t top_k;
+  int32_t num_slots;         // of this rank: received slots are -1 or below this
 };
 
 // out[t] = the rows of token t of all ranks, added in rank order from zero in f32, rounded once.
 struct MoeMkAddUp {
   const int32_t* token_of;   // [W][T], as they were sent
   const int64_t* counts;     // [W]
-  int64_t* firsts;           // [W] which sum of each rank is the first of mine
+  int64_t* firsts;           // [W] which sum of each rank is the first of mine; not checked by moe_mk_exchange_add_up
   const uint8_t* own;        // mine from the first on
   uint8_t* out;              // [T][row_bytes]
   int64_t num_tokens, columns;
   int32_t row_type, threads, isa;
   uint32_t epoch;            // for moe_mk_exchange_collect alone, as what follows
   int64_t microseconds;
-  int32_t behind;            // out: peers that have not come in time
 };
 
 // Sorts tokens by the ranks they visit, writes all rows, then a flag a peer. Nothing is written where there is no room,
-// and with an id of no expert (kBadId).
+// with an id of no expert (kBadId), and with an expert on a rank that is not there (kBadShape).
 int32_t moe_mk_exchange_dispatch(const MoeMkWindows* windows, MoeMkSend* call);
+// Copies what has arrived. counts are those that moe_mk_exchange_await has checked. kPeerFault: a slot is out of range.
 int32_t moe_mk_exchange_receive(const MoeMkWindows* windows, const MoeMkReceive* call);
 // Tells each peer which sum of mine is the first of its own; counts [W]: rows received from each rank.
 void moe_mk_exchange_show(const MoeMkWindows* windows, uint32_t epoch, const int64_t* counts);
 int32_t moe_mk_exchange_add_up(const MoeMkWindows* windows, const MoeMkAddUp* call);
-// Awaits the sums of all peers, which say their firsts, and adds up. Nothing is added where one is behind.
+// moe_mk_exchange_await for sums into firsts, then moe_mk_exchange_add_up; nothing is added unless all have come.
 int32_t moe_mk_exchange_collect(const MoeMkWindows* windows, MoeMkAddUp* call);
 // Looks at the flags of all peers, for rows or for sums, until each has come to `epoch` (modulo 2^32, half of all count as
 // earlier) or so many microseconds are over, offering the core to others meanwhile. counts [W]: those of peers whose
-// flags have come, others are left. Returns how many have not.
+// flags have come, others are left. kLate: some have not. kPeerFault: a count is above most_rows, or the first sum for
+// this rank above the most_rows of each rank before it.
 int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uint32_t epoch, int64_t microseconds,
                               int64_t* counts);
 }

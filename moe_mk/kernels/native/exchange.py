@@ -16,15 +16,16 @@ An `Exchange` is what a set of windows can do for whoever uses it; what one laye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Array, addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
-from moe_mk.kernels.native.exchange_abi import CWindows
-from moe_mk.kernels.native.library import Isa, Native
+from moe_mk.errors import CommError
+from moe_mk.kernels.native.exchange_abi import CFault, CWindows
+from moe_mk.kernels.native.library import Isa, Native, Status
 from moe_mk.kernels.native.selfcheck import is_compiled, loaded
 
 ROW_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -42,6 +43,45 @@ class Rounding(IntEnum):
     """e4m3 with an f32 scale for every 128 of a row."""
     FP8_UE8M0 = 2
     """The same with powers of two, a byte each."""
+
+
+class FaultKind(IntEnum):
+    """`FaultKind` of csrc/exchange.h: which word of a peer is outside of its limits."""
+
+    TOO_MANY_ROWS = 1
+    """The count of a dispatch flag."""
+    SUMS_BEYOND = 2
+    """The offset of a combine flag."""
+    NO_SUCH_SLOT = 3
+    """A slot in the tail of a received row."""
+
+
+_FAULTS = {
+    FaultKind.TOO_MANY_ROWS: ("dispatch", "sent {value} rows into a region of {limit}"),
+    FaultKind.SUMS_BEYOND: (
+        "combine", "its sums for this rank begin at row {value}, at most {limit} rows of other ranks precede them"
+    ),
+    FaultKind.NO_SUCH_SLOT: (
+        "dispatch", "row {row} is for slot {value}, out of range (0 <= slot < {limit}, or -1 for no expert here)"
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PeerFault:
+    """A word that a peer wrote and that cannot be used as a size, an offset or an index: `MoeMkFault`."""
+
+    kind: FaultKind
+    peer: int
+    value: int
+    limit: int
+    row: int = 0
+
+    def error(self, rank: int, epoch: int, layer: str) -> CommError:
+        """The error that names peer, phase, value and limit, the same for native kernels and torch."""
+        phase, text = _FAULTS[self.kind]
+        filled = text.format(value=self.value, limit=self.limit, row=self.row)
+        return CommError(f"epoch {epoch}: {filled}", rank=rank, phase=phase, layer=layer, peer=self.peer)
 
 
 @dataclass(frozen=True)
@@ -70,6 +110,8 @@ class WindowPlaces:
     tails_from: Sequence[int]
     flags_from: Sequence[int]
     sums: Sequence[int]
+    most_rows: int
+    """That a rank may send to another in one call: words of peers are checked against it."""
 
 
 def ready() -> Native | None:
@@ -94,7 +136,10 @@ class Exchange:
             _addresses(places.flags_to), _addresses(places.values_from), numbers(*places.back_from),
             _addresses(places.tails_from), _addresses(places.flags_from), _addresses(places.sums),
         ]  # fmt: skip
-        self.windows = byref(CWindows(*(addressof(each) for each in self._held), places.rank, ranks))
+        self._fault, self.layer, self.epoch = CFault(), "", 0
+        """layer: that is served now; epoch: of the call under way. For errors."""
+        addresses = (addressof(each) for each in (*self._held, self._fault))
+        self.windows = byref(CWindows(*addresses, places.most_rows, places.rank, ranks))
         self._token_of, self._tokens = torch.empty(0, dtype=torch.int32, device="cpu"), 0
         self._received_at, self._functions = addressof(self.received), native.functions
 
@@ -108,12 +153,31 @@ class Exchange:
     def arrived(self, epoch: int, microseconds: int) -> list[int] | None:
         """Rows received from each rank, once all flags for rows have come; what goes to itself is known by `dispatch`.
 
-        None: not all have come in time.
+        None: not all have come in time. Raises CommError for a count beyond the window.
         """
-        self.received[self.rank] = self.counts[self.rank]
-        waiting = self._functions["exchange_await"]
-        behind = waiting(self.windows, 0, epoch % EPOCHS, microseconds, self._received_at)
-        return None if behind else self.received[:]
+        self.received[self.rank], self.epoch = self.counts[self.rank], epoch
+        come = self.call("exchange_await", 0, epoch % EPOCHS, microseconds, self._received_at)
+        return self.received[:] if come else None
+
+    def received_from(self, counts: Mapping[int, int]) -> list[int]:
+        """Rows received from each rank, given those of all peers after a wait by other means that has checked them."""
+        for peer, count in counts.items():
+            self.received[peer] = count
+        return self.received[:]
+
+    def call(self, name: str, *arguments: object) -> bool:
+        """Call a kernel on these windows; False: peers are late. Raises CommError for a peer's word out of limits."""
+        status = self._functions[name](self.windows, *arguments)
+        if status == Status.OK:
+            return True
+        if status == Status.LATE:
+            return False
+        if status == Status.PEER_FAULT:
+            found = self._fault
+            fault = PeerFault(FaultKind(found.kind), found.peer, found.value, found.limit, found.row)
+            raise fault.error(self.rank, self.epoch, self.layer)
+        self.native.check(name, status)
+        return False
 
     def show(self, epoch: int) -> None:
         """Tell each rank the number of the first of its sums here: they lie in the order of the rows received."""

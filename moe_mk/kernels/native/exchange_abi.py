@@ -7,12 +7,23 @@ from collections.abc import Mapping
 from ctypes import POINTER, c_int32, c_int64, c_uint32, c_void_p
 
 
+class CFault(ctypes.Structure):
+    """`MoeMkFault` of csrc/exchange.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "peer")),
+        *((name, c_int64) for name in ("value", "limit", "row")),
+    )
+
+
 class CWindows(ctypes.Structure):
     """`MoeMkWindows` of csrc/exchange.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("values_to", "back_to", "tails_to", "room_to", "flags_to")),
         *((name, c_void_p) for name in ("values_from", "back_from", "tails_from", "flags_from", "sums")),
+        ("fault", c_void_p),
+        ("most_rows", c_int64),
         *((name, c_int32) for name in ("rank", "num_ranks")),
     )
 
@@ -35,7 +46,7 @@ class CReceive(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("counts", "values", "scales", "ids", "weights")),
         *((name, c_int64) for name in ("value_bytes", "scale_bytes")),
-        ("top_k", c_int32),
+        *((name, c_int32) for name in ("top_k", "num_slots")),
     )
 
 
@@ -48,7 +59,6 @@ class CAddUp(ctypes.Structure):
         *((name, c_int32) for name in ("row_type", "threads", "isa")),
         ("epoch", c_uint32),
         ("microseconds", c_int64),
-        ("behind", c_int32),
     )
 
 

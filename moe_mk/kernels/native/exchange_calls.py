@@ -6,7 +6,7 @@ left here: addresses and sizes into structures that are there, one kernel, tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import addressof, byref, c_int64
 
 import torch
@@ -25,12 +25,21 @@ Apart = tuple[Tensor | None, Tensor, Tensor]
 
 
 class ExchangeCalls:
-    """The calls of one layer over one exchange. tables: rank_of_P and slot_of_P (int32). dtype: that of sums."""
+    """The calls of one layer over one exchange.
+
+    tables: rank_of_P and slot_of_P (int32). slots: those of this rank. dtype: that of sums.
+    """
 
     def __init__(
-        self, exchange: Exchange, form: RowFormat, tables: tuple[Tensor, Tensor], hidden: int, dtype: torch.dtype
+        self,
+        exchange: Exchange,
+        form: RowFormat,
+        tables: tuple[Tensor, Tensor],
+        slots: int,
+        hidden: int,
+        dtype: torch.dtype,
     ) -> None:
-        self._exchange, self._form, self._tables, self._call = exchange, form, tables, exchange.native.call
+        self._exchange, self._form, self._tables, self._call = exchange, form, tables, exchange.call
         sizes = {"value_bytes": form.value_bytes, "scale_bytes": form.scale_bytes, "top_k": form.top_k}
         rank_of_P, slot_of_P = tables
         counts, isa = addressof(exchange.counts), exchange.isa
@@ -38,7 +47,7 @@ class ExchangeCalls:
             rank_of=rank_of_P.data_ptr(), slot_of=slot_of_P.data_ptr(), num_experts=len(rank_of_P), counts=counts,
             isa=isa, **sizes,
         )  # fmt: skip
-        self._receive = CReceive(counts=addressof(exchange.received), **sizes)
+        self._receive = CReceive(counts=addressof(exchange.received), num_slots=slots, **sizes)
         self._firsts = (c_int64 * len(exchange.counts))()
         self._add_up = CAddUp(
             counts=counts, firsts=addressof(self._firsts), columns=hidden, row_type=ROW_TYPES[dtype], isa=isa
@@ -71,13 +80,14 @@ class ExchangeCalls:
         call.ids, call.weights = ids_TK.data_ptr(), weights_TK.data_ptr()
         call.token_of, call.epoch = self._exchange.token_of(tokens), epoch % EPOCHS
         call.threads = _threads(tokens * self._form.value_bytes)
-        self._call("exchange_dispatch", self._exchange.windows, self._send_at)
+        self._call("exchange_dispatch", self._send_at)
         return self._exchange.counts[:] if call.sent else None
 
     def receive(self, total: int, values_to: int) -> Apart:
         """Take the tails of all rows that have arrived apart, in rank order.
 
-        values_to: where values belong, one behind the other; those that lie elsewhere are copied there.
+        values_to: where values belong, one behind the other; those that lie elsewhere are copied there. Raises
+        CommError for a row whose slot is none of this rank.
         """
         form, call, scales_RX = self._form, self._receive, None
         ids_RK = torch.empty((total, form.top_k), dtype=torch.int32, device=CPU)
@@ -86,24 +96,25 @@ class ExchangeCalls:
             scales_RX = torch.empty((total, self._scale_columns), dtype=form.scale_dtype, device=CPU)
             call.scales = scales_RX.data_ptr()
         call.values, call.ids, call.weights = values_to, ids_RK.data_ptr(), weights_RK.data_ptr()
-        self._call("exchange_receive", self._exchange.windows, self._receive_at)
+        self._call("exchange_receive", self._receive_at)
         return scales_RX, ids_RK, weights_RK
 
-    def collect(self, own: int, epoch: int, microseconds: int, wait: Callable[[], object]) -> Tensor:
+    def collect(self, own: int, epoch: int, microseconds: int, wait: Callable[[], Mapping[int, int]]) -> Tensor:
         """Add the sums of all ranks to the tokens of the last dispatch: (T, H); zero where no rank has any.
 
         own: the address of the first sum of this rank for itself. Peers that are not ready within so many microseconds
-        are waited for by `wait`.
+        are waited for by `wait`, which returns for each of them the number of the first sum for this rank, checked.
+        Raises CommError for a number beyond the sums of a peer.
         """
         tokens, call, exchange = self._send.num_tokens, self._add_up, self._exchange
         y_TH = torch.empty((tokens, self._hidden), dtype=self._dtype, device=CPU)
         call.token_of, call.own, call.out, call.num_tokens = self._send.token_of, own, y_TH.data_ptr(), tokens
         call.epoch, call.microseconds, call.threads = epoch % EPOCHS, microseconds, _threads(tokens * self._row_bytes)
-        self._call("exchange_collect", exchange.windows, self._add_up_at)
-        if call.behind:
-            wait()
-            self._call("exchange_collect", exchange.windows, self._add_up_at)
-            assert not call.behind
+        exchange.epoch = epoch
+        if not self._call("exchange_collect", self._add_up_at):
+            for peer, first in wait().items():  # loaded once there, and not again by the kernel
+                self._firsts[peer] = first
+            self._call("exchange_add_up", self._add_up_at)
         return y_TH
 
     def _check(self, values_TX: Tensor, scales_TX: Tensor | None, form_of_x: FormOfRows) -> None:

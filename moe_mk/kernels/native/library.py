@@ -18,7 +18,7 @@ from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, b
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 
 class Isa(IntEnum):
@@ -38,6 +38,8 @@ class Status(IntEnum):
     BAD_SHAPE = 2
     NO_MEMORY = 3
     NO_ISA = 4
+    LATE = 5
+    PEER_FAULT = 6
 
 
 class CMatrix(ctypes.Structure):
@@ -142,7 +144,10 @@ class Native:
 
     def call(self, name: str, *arguments: object) -> None:
         """Call one kernel and turn its status into a typed error."""
-        status = self.functions[name](*arguments)
+        self.check(name, self.functions[name](*arguments))
+
+    def check(self, name: str, status: int) -> None:
+        """Raise the typed error of a status that is not OK."""
         if status == Status.OK:
             return
         if status == Status.NO_MEMORY:

@@ -33,7 +33,7 @@ class Windows:
 
     def calls(self, form: RowFormat) -> ExchangeCalls:
         """Of a layer with six experts on three ranks."""
-        return ExchangeCalls(self.exchange, form, (RANK_OF_P, SLOT_OF_P), 2, torch.float32)
+        return ExchangeCalls(self.exchange, form, (RANK_OF_P, SLOT_OF_P), 2, 2, torch.float32)
 
 
 def windows(
@@ -54,7 +54,17 @@ def windows(
     data, none = [part.data_ptr() for part in values], [0] * ranks
     tails_at = [part.data_ptr() for part in tails]
     places = WindowPlaces(
-        ranks - 1, data, none, tails_at, flags(to), data, none, tails_at, flags(back), [s.data_ptr() for s in sums]
+        ranks - 1,
+        data,
+        none,
+        tails_at,
+        flags(to),
+        data,
+        none,
+        tails_at,
+        flags(back),
+        [s.data_ptr() for s in sums],
+        rows,
     )
     made = Windows(Exchange(native, places, isa=isa), values, tails, sums, to, back)
     made.exchange.room[:] = [rows] * ranks
@@ -73,7 +83,7 @@ def summed(native: Native, ids_TK: Tensor, parts: list[Tensor], rank_of_P: Tenso
     form = RowFormat(1, 0, ids_TK.shape[1])
     made = windows(native, ranks, form, len(ids_TK) + 1, sum_bytes=hidden * dtype.itemsize, isa=isa)
     routing, x_TX = (ids_TK, torch.ones(ids_TK.shape)), torch.zeros((len(ids_TK), 1), dtype=torch.uint8)
-    calls = ExchangeCalls(made.exchange, form, (rank_of_P, torch.zeros_like(rank_of_P)), hidden, dtype)
+    calls = ExchangeCalls(made.exchange, form, (rank_of_P, torch.zeros_like(rank_of_P)), 1, hidden, dtype)
     assert calls.dispatch((x_TX, None), routing, 3) == [len(part) for part in parts]
     for part, sums in zip(parts[:-1], made.sums, strict=False):
         sums[1 : 1 + len(part)] = part.view(torch.uint8)
@@ -81,5 +91,5 @@ def summed(native: Native, ids_TK: Tensor, parts: list[Tensor], rank_of_P: Tenso
     return calls.collect(parts[-1].data_ptr(), 3, 0, nobody_waits)
 
 
-def nobody_waits() -> None:
+def nobody_waits() -> dict[int, int]:
     raise AssertionError("all flags have come")

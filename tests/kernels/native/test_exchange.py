@@ -108,6 +108,8 @@ def test_rows_that_lie_apart_are_put_in_order(native: Native) -> None:
     form = RowFormat(4, 0, 1)
     made = windows(native, 2, form, 2)
     made.values[0][:2], made.values[1][0] = 1, 2
+    for tails in made.tails:
+        tails.fill_(0xFF)  # slots of -1
     window = torch.zeros((3, 4), dtype=torch.uint8)
     made.exchange.received[:] = [2, 1]
     made.calls(form).receive(3, window.data_ptr())
@@ -188,7 +190,7 @@ def test_threads_change_nothing(native: Native, generator: torch.Generator) -> N
 
 
 def test_waiting_ends_with_the_epoch_or_with_the_time(native: Native) -> None:
-    made = windows(native, 3, RowFormat(1, 0, 1), 1)
+    made = windows(native, 3, RowFormat(1, 0, 1), 7)
     made.exchange.counts[2] = 5  # what this rank keeps
     made.flags_from[0, :2] = torch.tensor([3 << 32 | 7, 4 << 32])
     assert made.exchange.arrived(3, 10**9) == [7, 0, 5], "a fast peer is not missed"
@@ -208,10 +210,10 @@ def test_a_flag_is_raised_after_all_rows_and_tails_are_written(native: Native) -
         parts = [[part.data_ptr() for part in rows] for rows in (made.values, made.tails, made.sums)]
         values, tails, sums = parts
         flags, none = [last.data_ptr(), 0, 0, 0], [0, 0]
-        places = WindowPlaces(1, values, none, tails, flags, values, none, tails, [0] * 4, sums)
+        places = WindowPlaces(1, values, none, tails, flags, values, none, tails, [0] * 4, sums, 2)
         exchange = Exchange(native, places)
         exchange.room[:] = [2, 2]
-        calls = ExchangeCalls(exchange, form, (RANK_OF_P, SLOT_OF_P), 2, torch.float32)
+        calls = ExchangeCalls(exchange, form, (RANK_OF_P, SLOT_OF_P), 2, 2, torch.float32)
         assert calls.dispatch((x_TX, None), routing, 9) == [2, 0]
         assert last.view(torch.int64).tolist() == [9 << 32 | 2], of
 
@@ -221,7 +223,7 @@ def test_what_was_written_before_a_flag_is_there_when_it_is_seen(native: Native)
     form, calls = RowFormat(4096, 0, 1), 300
     made, done, nowhere = windows(native, 2, form, 4), torch.zeros(1, dtype=torch.int64), [0, 0]
     flags = [made.flags_to[0].data_ptr(), 0, 0, 0]
-    places = WindowPlaces(1, nowhere, nowhere, nowhere, [0] * 4, nowhere, nowhere, nowhere, flags, nowhere)
+    places = WindowPlaces(1, nowhere, nowhere, nowhere, [0] * 4, nowhere, nowhere, nowhere, flags, nowhere, 4)
     reader, wrong = Exchange(native, places), []
 
     def read() -> None:

@@ -42,7 +42,7 @@ def test_layers_that_take_turns_over_one_exchange_keep_their_own_tokens(native: 
     # Two layers with other tables: expert 0 is at home on rank 1 for the second. The sums of each find its own tokens.
     form, x_TX = RowFormat(1, 0, 1), torch.zeros((3, 1), dtype=torch.uint8)
     made = windows(native, 2, form, 3, sum_bytes=8)
-    swapped = ExchangeCalls(made.exchange, form, (1 - RANK_OF_P.clamp_max(1), SLOT_OF_P), 2, torch.float32)
+    swapped = ExchangeCalls(made.exchange, form, (1 - RANK_OF_P.clamp_max(1), SLOT_OF_P), 2, 2, torch.float32)
     sums_XH = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     made.sums[0][:3] = sums_XH.view(torch.uint8)
     routing = int32([[0], [2], [0]]), torch.ones((3, 1))
@@ -62,10 +62,11 @@ def test_sums_that_are_not_there_in_time_are_waited_for_elsewhere(native: Native
     assert calls.dispatch((x_TX, None), (int32([[0]]), torch.ones((1, 1))), 4) == [1, 0]
     made.flags_from[1, 0] = 3 << 32 | 1  # of the call before
 
-    def wait() -> None:
+    def wait() -> dict[int, int]:
         waited.append(made.flags_from[1, 0].item() >> 32)
         made.sums[0][1] = torch.tensor([2.0, 3.0]).view(torch.uint8)
-        made.flags_from[1, 0] = 4 << 32 | 1
+        made.flags_from[1, 0] = 4 << 32 | 7  # changed after it was looked at: what was returned counts
+        return {0: 1}
 
     assert calls.collect(0, 4, 10, wait).tolist() == [[2.0, 3.0]] and waited == [3]
 

@@ -1,0 +1,149 @@
+"""Words that a peer must not write, in the windows of two ranks of one process: CommError by kernels and by torch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_mk.comm import LockstepWorld
+from moe_mk.errors import CommError
+from moe_mk.flight import interleave, land
+from moe_mk.kernels.native import exchange, loaded, reasons_against
+from moe_mk.prepare_finalize.one_sided import OneSided
+from moe_mk.prepare_finalize.one_sided_lane import Lane
+from moe_mk.quant import FP32
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.tokens import RowTokens
+from tests.prepare_finalize.one_sided_compared import WIRES
+from tests.prepare_finalize.one_sided_ranks import EXPERTS, TOP_K, context, drawn, scaled
+
+ROOM, SLOTS, TOKENS = 6, EXPERTS // 2, 4
+INT_MAX, INT_MIN = 0x7FFFFFFF, -0x80000000
+NAMES = [wire.name for wire, _ in WIRES]
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How rows are written and read on both ranks."""
+    if request.param == "torch":
+        monkeypatch.setattr(exchange, "ready", lambda: None)
+    elif reasons := reasons_against():
+        pytest.skip("; ".join(reasons))
+    else:
+        loaded()
+    return str(request.param)
+
+
+def two_ranks(wire: QuantScheme = FP32, dtype: Plain = FP32) -> list[OneSided]:
+    made = []
+    for comm in LockstepWorld(2).communicators():
+        comm.layer = "layers.3"
+        made.append(OneSided(replace(context(comm, wire=wire, dtype=dtype), max_num_tokens=ROOM)))
+    return made
+
+
+def lane_of(transport: OneSided, way: str) -> Lane:
+    (lane,) = transport._lanes._lanes
+    assert (lane.exchange is not None) == (way == "kernels")
+    return lane
+
+
+def unsigned(value: int) -> int:
+    """The count field of a flag that a peer fills with an int32."""
+    return value & 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("value", [ROOM + 1, INT_MAX, -1, INT_MIN])
+def test_a_count_beyond_the_region_of_its_source_is_refused(way: str, value: int) -> None:
+    made = two_ranks()
+    flights = [t.prepare(*drawn(rank, TOKENS, torch.float32)) for rank, t in enumerate(made)]
+    for flight in flights:
+        next(flight)
+    lane = lane_of(made[1], way)
+    lane.heap.signal(0, 1, lane.epoch, unsigned(value))
+    text = f"epoch 1: sent {unsigned(value)} rows into a region of {ROOM}"
+    with pytest.raises(CommError) as caught:
+        land(flights[0])
+    assert str(caught.value) == f"rank 0, phase 'dispatch', layer 'layers.3', peer 1: {text}"
+
+
+def test_a_full_region_is_no_error(way: str) -> None:
+    made = two_ranks()
+    flights = [t.prepare(*drawn(rank, TOKENS, torch.float32)) for rank, t in enumerate(made)]
+    for flight in flights:
+        next(flight)
+    lane = lane_of(made[1], way)
+    lane.heap.signal(0, 1, lane.epoch, ROOM)
+    tokens = land(flights[0])
+    assert isinstance(tokens, RowTokens) and tokens.x_RH.values.shape[0] >= ROOM
+
+
+@pytest.mark.parametrize("receiver", [0, 1])
+@pytest.mark.parametrize("offset", [1, INT_MAX, -1, INT_MIN])
+def test_an_offset_beyond_the_sums_of_a_peer_is_refused(way: str, receiver: int, offset: int) -> None:
+    # Before the sums for rank r lie those for the ranks before it, ROOM for each at most.
+    made, limit, peer = two_ranks(), receiver * ROOM, 1 - receiver
+    value = limit + 1 if offset == 1 else unsigned(offset)
+    batches = [drawn(rank, TOKENS, torch.float32) for rank in range(2)]
+    tokens = interleave([t.prepare(*batch) for t, batch in zip(made, batches, strict=True)])
+    flights = [t.finalize(scaled(each, torch.float32), each) for t, each in zip(made, tokens, strict=True)]  # type: ignore[arg-type]
+    for flight in flights:
+        next(flight)
+    lane = lane_of(made[peer], way)
+    lane.heap.signal(receiver, 2 + peer, lane.epoch, value)
+    text = f"epoch 1: its sums for this rank begin at row {value}, at most {limit} rows of other ranks precede them"
+    with pytest.raises(CommError) as caught:
+        land(flights[receiver])
+    assert str(caught.value) == f"rank {receiver}, phase 'combine', layer 'layers.3', peer {peer}: {text}"
+    with pytest.raises(CommError, match="an earlier call failed"):
+        land(made[receiver].prepare(*batches[receiver]))
+
+
+def test_the_largest_offset_reads_inside_the_window(way: str) -> None:
+    made = two_ranks()
+    batches = [drawn(rank, TOKENS, torch.float32) for rank in range(2)]
+    tokens = interleave([t.prepare(*batch) for t, batch in zip(made, batches, strict=True)])
+    flights = [t.finalize(scaled(each, torch.float32), each) for t, each in zip(made, tokens, strict=True)]  # type: ignore[arg-type]
+    for flight in flights:
+        next(flight)
+    lane = lane_of(made[0], way)
+    lane.heap.signal(1, 2, lane.epoch, ROOM)
+    assert land(flights[1]).shape == batches[1][0].shape
+
+
+@pytest.mark.parametrize("wire,dtype", WIRES, ids=NAMES)
+def test_a_slot_that_this_rank_does_not_have_is_refused(way: str, wire: QuantScheme, dtype: Plain) -> None:
+    draw = random.Random(0)
+    for value in (SLOTS, INT_MAX, -2, INT_MIN, *(draw.randrange(SLOTS, INT_MAX) for _ in range(3))):
+        made = two_ranks(wire, dtype)
+        flights = [t.prepare(*drawn(rank, TOKENS, dtype.dtype)) for rank, t in enumerate(made)]
+        for flight in flights:
+            next(flight)
+        lane, size = lane_of(made[1], way), made[1]._size
+        row, k = draw.randrange(lane.heap._words.load(lane.heap._flag_at(0, 1)) & 0xFFFFFFFF), draw.randrange(TOP_K)
+        at = lane.tails_at(1) + row * size.tail + size.scales + 4 * k
+        lane.heap.data(0, at, 4).copy_(torch.tensor([value], dtype=torch.int32).view(torch.uint8))
+        text = f"epoch 1: row {row} is for slot {value}, out of range (0 <= slot < {SLOTS}, or -1 for no expert here)"
+        with pytest.raises(CommError) as caught:
+            land(flights[0])
+        assert str(caught.value) == f"rank 0, phase 'dispatch', layer 'layers.3', peer 1: {text}"
+
+
+@pytest.mark.parametrize("wire,dtype", WIRES, ids=NAMES)
+def test_scales_weights_and_values_are_data_whatever_their_bits(way: str, wire: QuantScheme, dtype: Plain) -> None:
+    made = two_ranks(wire, dtype)
+    flights = [t.prepare(*drawn(rank, TOKENS, dtype.dtype)) for rank, t in enumerate(made)]
+    for flight in flights:
+        next(flight)
+    lane, size = lane_of(made[1], way), made[1]._size
+    count = lane.heap._words.load(lane.heap._flag_at(0, 1)) & 0xFFFFFFFF
+    tails = lane.heap.data(0, lane.tails_at(1), count * size.tail).view(count, size.tail)
+    tails[:, : size.scales] = tails[:, size.scales + 4 * TOP_K :] = 0xFF
+    lane.heap.data(0, lane.out_at(0, count), count * size.values).fill_(0xFF)
+    tokens = land(flights[0])
+    assert isinstance(tokens, RowTokens)
+    assert bool(tokens.weights_RK[-count:].isnan().all()) and tokens.ids_RK.amin() >= -1
