@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         CommError,
         ConfigError,
         LibraryMissing,
+        LostExpertError,
         MoEMKError,
         ShapeError,
         UnsupportedError,
@@ -34,7 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommError", "ConfigError", "Decision", "DeepseekV3MoE", "DeviceProfile", "ExpertMap", "LibraryMissing",
-    "MemoryReport", "MoEConfig", "MoELayer", "MoEMKError", "ParallelGroups", "Problem", "ShapeError",
+    "LostExpertError", "MemoryReport", "MoEConfig", "MoELayer", "MoEMKError", "ParallelGroups", "Problem", "ShapeError",
     "UnsupportedError", "WeightError", "__version__", "errors", "oracle", "router",
 ]  # fmt: skip
 
@@ -46,7 +47,8 @@ _HOMES = {
     "comm.groups": ("ParallelGroups",),
     "config": ("DeviceProfile", "MoEConfig"),
     "errors": (
-        "CommError", "ConfigError", "LibraryMissing", "MoEMKError", "ShapeError", "UnsupportedError", "WeightError",
+        "CommError", "ConfigError", "LibraryMissing", "LostExpertError", "MoEMKError", "ShapeError",
+        "UnsupportedError", "WeightError",
     ),
     "layer": ("DeepseekV3MoE", "MemoryReport", "MoELayer"),
     "oracle": ("Decision", "Problem"),

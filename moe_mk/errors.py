@@ -53,6 +53,21 @@ class CommError(MoEMKError, RuntimeError):
         return _comm_error, (self.detail, self.rank, self.phase, self.layer, self.peer)
 
 
+class LostExpertError(MoEMKError, RuntimeError):
+    """Experts have no live copy since their rank was lost, and the layer may not serve without them."""
+
+    def __init__(self, message: str, *, layer: str, experts: Sequence[int]) -> None:
+        self.layer, self.experts, self.detail = layer, tuple(experts), message
+        super().__init__(f"layer {layer!r}: {message}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _lost_expert_error, (self.detail, self.layer, self.experts)
+
+
+def _lost_expert_error(message: str, layer: str, experts: tuple[int, ...]) -> LostExpertError:
+    return LostExpertError(message, layer=layer, experts=experts)
+
+
 def _comm_error(message: str, rank: int, phase: str, layer: str, peer: int | None) -> CommError:
     return CommError(message, rank=rank, phase=phase, layer=layer, peer=peer)
 

@@ -10,6 +10,7 @@ from moe_mk.errors import (
     ConfigError,
     FallbackWarning,
     LibraryMissing,
+    LostExpertError,
     MoEMKError,
     MoEMKWarning,
     PluginWarning,
@@ -25,6 +26,7 @@ ERRORS = [
     UnsupportedError("nothing serves", ["first reason", "second reason"]),
     UnsupportedError("nothing serves"),
     LibraryMissing("deep_ep cannot be imported", ["No module named 'deep_ep'", "pip install it"]),
+    LostExpertError("experts 1, 2 have no live copy", layer="layers.3", experts=[1, 2]),
     CommError("is dead", rank=3, phase="dispatch", layer="layers.3", peer=1),
     CommError("is dead", rank=0, phase="combine"),
 ]

@@ -113,6 +113,10 @@ class ParallelConfig(Settings):
     """Ranks of one host; None is what the device profile says."""
     placement: Literal["linear", "round_robin"] | tuple[int, ...] = "linear"
     """A tuple is the logical expert of each physical one, rank by rank; replicas allowed."""
+    on_lost_expert: Literal["raise", "drop", "renormalise"] = "raise"
+    """What calls do while an expert has no live copy, because its rank was lost. raise: every call raises
+    LostExpertError on every rank. drop: its assignments go nowhere. renormalise: as drop, and the other weights of the
+    token are scaled so that their sum stays what it was."""
 
 
 class KernelConfig(Settings):

@@ -43,6 +43,12 @@ class RunReport:
     """Bytes this rank put on the wire, by phase, since the layer was built."""
     num_calls: int
     """Forwards of the routed experts; a batch in two parts counts twice."""
+    lost_experts: tuple[int, ...] = ()
+    """Experts without a live copy, now."""
+    on_lost_expert: str = "raise"
+    """What calls do about them."""
+    dropped_assignments: int = 0
+    """Assignments of this rank's tokens to lost experts that were left out."""
 
     @property
     def departures(self) -> tuple[str, ...]:
@@ -66,6 +72,9 @@ class RunReport:
             "stages": stages,
             "sent": dict(self.sent),
             "departures": list(self.departures),
+            "lost_experts": list(self.lost_experts),
+            "on_lost_expert": self.on_lost_expert,
+            "dropped_assignments": self.dropped_assignments,
         }
 
     def __str__(self) -> str:
@@ -75,6 +84,9 @@ class RunReport:
             mark = " " if run.as_planned else "!"
             who = run.executed if run.as_planned else f"{run.executed}, not {run.planned}"
             lines.append(f"{mark} {run.stage:<10}{who:<28}{run.calls:>6} times {run.num_bytes:>14,} B")
+        if self.lost_experts or self.dropped_assignments:
+            lost = f"{len(self.lost_experts)} lost experts, on_lost_expert = {self.on_lost_expert}"
+            lines.append(f"! {lost}, {self.dropped_assignments:,} assignments left out")
         lines += [f"  sent {phase:<22}{count:>28,} B" for phase, count in self.sent.items()]
         return "\n".join(lines)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import WeightError
+from moe_mk.errors import FallbackWarning, WeightError
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.attestation import RunReport, run_report
-from moe_mk.layer.placing import Half, build_half, check_sizes, with_experts
+from moe_mk.layer.placing import Half, build_half, check_sizes, shown, with_experts
 from moe_mk.layer.settings import layer_spec_of
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
@@ -35,6 +37,8 @@ class PlacedLayer(nn.Module):
     _half: Half
     _source: tuple[TensorSource, int] | None = None
     """Where the weights were read, and the number of the layer there."""
+    _dropped: Tensor | None = None
+    """int64 scalar on the device: assignments to lost experts that were left out."""
 
     @property
     def weights(self) -> LayerWeights:
@@ -73,14 +77,33 @@ class PlacedLayer(nn.Module):
         """The ranks whose expert loads are added up."""
         return self._half.grid.dp
 
+    @property
+    def on_lost_expert(self) -> str:
+        """What calls do about experts without a live copy: `parallel.on_lost_expert`."""
+        return self.config.parallel.on_lost_expert
+
+    @property
+    def dropped_assignments(self) -> int:
+        """Assignments of this rank's tokens to lost experts, left out since the last reset; asks the device."""
+        return 0 if self._dropped is None else int(self._dropped)
+
     def report(self) -> RunReport:
         """What really ran at each stage since the last reset, on how many bytes, beside what was decided."""
         sent = self.ep.traffic.bytes_by_phase + self.tp.traffic.bytes_by_phase
-        return run_report(self.decision, self.spans.ledger, sent)
+        report = run_report(self.decision, self.spans.ledger, sent)
+        lost = tuple(sorted(self.expert_map.lost))
+        return replace(
+            report,
+            lost_experts=lost,
+            on_lost_expert=self.on_lost_expert,
+            dropped_assignments=self.dropped_assignments,
+        )
 
     def reset_report(self) -> None:
         """Forget what ran."""
         self.spans.ledger.clear()
+        if self._dropped is not None:
+            self._dropped.zero_()
 
     def export_slot(self, slot: int) -> SlotWeights:
         """The weights of one of this rank's slots as the checkpoint holds them, as views."""
@@ -112,6 +135,17 @@ class PlacedLayer(nn.Module):
     def flip(self, half: Half) -> Half:
         """Serve from a staged half from the next forward on; returns what served. All ranks flip at one step."""
         old, self._half = self._half, half
+        lost = half.lost
+        if lost is not None and self._dropped is None:
+            with torch.inference_mode(False):
+                self._dropped = torch.zeros((), dtype=torch.int64, device=self.device)
+        if lost is not None and lost.policy != "raise" and half.expert_map.lost != old.expert_map.lost:
+            warnings.warn(
+                f"layer {self.name!r}: {shown(lost.experts)} no live copy; parallel.on_lost_expert = {lost.policy}, so "
+                "that outputs are served without their part until they are repaired",
+                FallbackWarning,
+                stacklevel=2,
+            )
         return old
 
     def set_placement(self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None) -> None:

@@ -6,14 +6,15 @@ A forward takes its half when it starts and keeps it to the end, so nothing it r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, LostExpertError, UnsupportedError
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.tiled import tiled
@@ -21,9 +22,56 @@ from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.runner.naive import MonolithicKernel
+from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
+
+
+@dataclass(frozen=True)
+class LostExperts:
+    """What calls do while some experts have no live copy: `parallel.on_lost_expert` over one placement."""
+
+    layer: str
+    policy: str
+    experts: tuple[int, ...]
+    lost_E: Tensor
+    """bool, on the device of the layer."""
+
+    def check(self) -> None:
+        """Raise LostExpertError where calls must not be served; every rank has the same placement, so all raise."""
+        if self.policy == "raise":
+            raise LostExpertError(
+                f"{shown(self.experts)} no live copy and parallel.on_lost_expert = raise; call "
+                "RebalanceManager.rank_lost() on every rank to read them from the checkpoint again, or set "
+                "on_lost_expert to drop or renormalise",
+                layer=self.layer,
+                experts=self.experts,
+            )
+
+    def leave_out(self, routing: Routing, dropped: Tensor) -> Routing:
+        """Take lost experts out of a logical routing; `renormalise` keeps the sum of each token's weights.
+
+        dropped: int64 scalar on the device, grows by the number of assignments taken out.
+        """
+        ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
+        asked_TK = ids_TK >= 0
+        lost_TK = asked_TK & self.lost_E[ids_TK.clamp_min(0).long()]
+        dropped += lost_TK.sum()
+        if self.policy == "renormalise":
+            kept_T1 = weights_TK.masked_fill(~asked_TK | lost_TK, 0.0).sum(1, keepdim=True)
+            asked_T1 = weights_TK.masked_fill(~asked_TK, 0.0).sum(1, keepdim=True)
+            scales = lost_TK.any(1, keepdim=True) & (kept_T1 != 0)
+            # A factor of exactly 1 leaves the weights of every other token as they are, to the bit.
+            factor_T1 = torch.where(scales, asked_T1 / kept_T1.masked_fill(~scales, 1.0), 1.0)
+            weights_TK = weights_TK * factor_T1
+        return Routing(ids_TK.masked_fill(lost_TK, -1), weights_TK, routing.losses)
+
+
+def shown(experts: Sequence[int], most: int = 16) -> str:
+    """The start of a sentence about some experts."""
+    listed = ", ".join(map(str, experts[:most])) + (f" and {len(experts) - most} more" if len(experts) > most else "")
+    return f"expert {listed} has" if len(experts) == 1 else f"experts {listed} have"
 
 
 @dataclass(frozen=True)
@@ -39,6 +87,8 @@ class Half:
     """The experts in the layout of the backend."""
     epoch: int
     """How many placements this layer has had before."""
+    lost: LostExperts | None = None
+    """Experts without a live copy and what calls do about them; None while every expert has one."""
 
     @property
     def is_partial(self) -> bool:
@@ -60,7 +110,19 @@ def build_half(
     same_tokens = isinstance(kernel, MonolithicKernel) or kernel.prepare_finalize.traits.partial
     per_node = -(-grid.ep.size // decision.problem.nodes)
     tables = expert_map.tables(device, None if same_tokens else grid.ep.rank, per_node)
-    return Half(expert_map, tables, kernel, grid, None, None, epoch)
+    lost = None
+    if expert_map.lost:
+        lost_E = torch.zeros(expert_map.num_experts, dtype=torch.bool, device=device)
+        lost_E[sorted(expert_map.lost)] = True
+        policy = decision.problem.config.parallel.on_lost_expert
+        if policy == "renormalise" and isinstance(kernel, MonolithicKernel):
+            chosen = decision.chosen.experts
+            raise UnsupportedError(
+                f"layer {grid.name!r}: parallel.on_lost_expert = renormalise with {chosen}, which routes inside",
+                ["set on_lost_expert to drop or raise, or pin kernel.experts to another backend"],
+            )
+        lost = LostExperts(grid.name, policy, tuple(sorted(expert_map.lost)), lost_E)
+    return Half(expert_map, tables, kernel, grid, None, None, epoch, lost)
 
 
 def with_experts(half: Half, old: Half, arrived: Mapping[int, SlotWeights]) -> Half:

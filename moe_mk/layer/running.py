@@ -107,6 +107,8 @@ class RunningLayer(PlacedLayer):
     def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         half = self._half
         yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes})
+        if half.lost is not None:
+            half.lost.check()
         assert not isinstance(half.kernel, MonolithicKernel)
         self._record(routing, self.expert_load)
         physical = self._physical(routing, half)
@@ -138,6 +140,8 @@ class RunningLayer(PlacedLayer):
         router = self._router_of(x_TH, token_ids_T)
         half = self._half
         yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes})
+        if half.lost is not None:
+            half.lost.check()
         together = self._with_shared(half)
         with self.spans.span("route"):
             routing, logits_TE = self._gate.route(x_TH, router)
@@ -176,6 +180,9 @@ class RunningLayer(PlacedLayer):
 
     def _physical(self, routing: Routing, half: Half) -> Routing:
         """Choose replicas. Ranks with the same tokens must choose the same ones, others should not all choose one."""
+        if half.lost is not None:
+            assert self._dropped is not None
+            routing = half.lost.leave_out(routing, self._dropped)
         salt = 0 if half.is_partial else half.grid.ep.rank
         return Routing(half.tables.to_physical(routing.ids_TK, salt), routing.weights_TK, routing.losses)
 

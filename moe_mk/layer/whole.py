@@ -72,7 +72,7 @@ def _nothing_between(half: Half, kernel: FusedMoEKernel) -> bool:
     transport = kernel.prepare_finalize
     alone = half.grid.ep.size == 1 and half.grid.tp.size == 1
     as_they_are = type(transport) is NoEP and transport.context.wire == BF16
-    return alone and as_they_are and kernel.experts.traits.consumes[0] is RowTokens
+    return alone and half.lost is None and as_they_are and kernel.experts.traits.consumes[0] is RowTokens
 
 
 def _addresses(gate: Gate) -> tuple[int, int]:

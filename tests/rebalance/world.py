@@ -70,7 +70,9 @@ def expected(rank: int, layer: int, hot: Sequence[int]) -> Tensor:
 def config(**settings: object) -> MoEConfig:
     model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "activation": "relu2"}
     data = {"model": {**model, "quant": {"weights": "fp32"}}, "router": {"top_k": 2, "renormalize": False}}
-    return MoEConfig.parse(data, "a test").with_(**({"placement": PLACEMENT, "experts": "torch_cpu"} | settings))
+    return MoEConfig.parse(data, "a test").with_(
+        **({"placement": PLACEMENT, "experts": "torch_cpu", "on_lost_expert": "drop"} | settings)
+    )
 
 
 def layers_of(comm: Communicator, tp: Communicator | None = None, **settings: object) -> list[MoELayer]:
