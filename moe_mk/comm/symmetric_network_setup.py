@@ -181,6 +181,7 @@ class _Opening:
             num_counters=self.num_counters,
             arrived=Event(),
             reserve=lambda start, num_bytes: memory.reserve(data_at + start, num_bytes),
+            counter_flags=range(first_counter, shape.num_flags),
         )
 
     def _heap(self, proxy: Proxy, memory: Memory, words: Words, peers: list[Process]) -> NetworkHeap:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from moe_mk.comm.proxy.coalesce import Message, Taken, messages_of
-from moe_mk.comm.proxy.command import Op, TransferCommand
-from moe_mk.comm.proxy.frames import Frame
+from moe_mk.comm.proxy.command import FIELD_BITS, MOST_BYTES, Op, TransferCommand
+from moe_mk.comm.proxy.frames import Frame, FrameError
 from moe_mk.comm.proxy.link import Link
 from moe_mk.comm.proxy.ring import CommandRing
-from moe_mk.comm.proxy.sequence import WINDOW, Kind, Reorder
+from moe_mk.comm.proxy.sequence import TURN, WINDOW, Kind, Reorder
 
 MOST_OPEN_PARTS = 256
 """A group is closed after so many parts, so that they are confirmed."""
@@ -51,6 +51,8 @@ class Stream:
     """Whether the peer waits for that number."""
     has_left: bool = False
     """Whether the peer has ended on purpose."""
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Gets that the peer has not answered, by the number of their group: where the bytes go, and how many."""
 
     def may_post(self, size: int, most_bytes: int) -> bool:
         """Whether one more message may be in flight."""
@@ -65,25 +67,49 @@ class Stream:
         number, part = self.number, self.parts
         self.parts = 0 if closes else part + payload
         self.number += closes
+        if message.kind is Kind.GET:
+            self.asked[number] = (message.value >> FIELD_BITS["size"], message.value & MOST_BYTES)
         return Frame(
             message.kind, number, part, part + payload if closes else 0, message.size, message.at, message.flag,
             message.value, message.serial + 1,
         )  # fmt: skip
 
     def confirm(self, applied: int) -> Iterator[Flying]:
-        """The peer has applied so many groups; yields the messages that this confirms."""
+        """The peer has applied so many groups; yields the messages that this confirms. Raises FrameError."""
+        self._check_applied(applied)
+        if unanswered := [number for number in self.asked if number < applied]:
+            raise FrameError(f"it confirms {applied} groups and has not answered the get of group {unanswered[0]}")
         self.confirmed = max(self.confirmed, applied)
         while self.flying and self.flying[0].number < self.confirmed:
             done = self.flying.popleft()
             self.in_flight_bytes -= done.message.size
             yield done
 
+    def answered(self, frame: Frame) -> tuple[int, int]:
+        """Where a reply goes and how long it is. Raises FrameError for one that nobody asked for, or of other bytes."""
+        number = self.confirmed + (frame.number - self.confirmed) % TURN
+        wanted = self.asked.get(number)
+        if wanted is None:
+            raise FrameError(f"a reply of {frame.size} bytes to group {frame.number}, in which no get awaits one")
+        if wanted != (frame.at, frame.size):
+            text = f"a reply of {frame.size} bytes for place {frame.at}, asked were {wanted[1]} bytes for {wanted[0]}"
+            raise FrameError(text)
+        return self.asked.pop(number)
+
     def begin_anew(self, link: Link, applied: int) -> None:
-        """Go on over another link behind what the peer has applied."""
+        """Go on over another link behind what the peer has applied. Raises FrameError if that cannot be."""
+        self._check_applied(applied)
+        if applied < self.confirmed:
+            raise FrameError(f"it has applied {applied} groups after it confirmed {self.confirmed}")
         self.link, self.number, self.parts, self.confirmed = link, applied, 0, applied
         self.in_flight_bytes, self.told, self.has_left = 0, self.inbox.applied, False
         self.flying.clear()
+        self.asked.clear()
         self.inbox.forget_parts()
+
+    def _check_applied(self, applied: int) -> None:
+        if applied > self.number:
+            raise FrameError(f"it has applied {applied} groups of {self.number} that were sent")
 
 
 class Channel:
@@ -140,7 +166,7 @@ class Channel:
         """
         own = [each for each in self.taken if each.command.peer == peer]
         gets = [each for each in own if each.command.op is Op.GET and not self._is_done(each)]
-        self.streams[peer].begin_anew(link, applied)
+        self.streams[peer].begin_anew(link, applied)  # the first change of state, after all checks
         self.backlog = deque(message for message in self.backlog if message.peer != peer)
         again = [each for each in own if not self._is_done(each) or each in gets]
         for each in again:

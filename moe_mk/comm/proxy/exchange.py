@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from moe_mk.comm.proxy.channel import MOST_OPEN_PARTS, Channel, Flying, Stream
 from moe_mk.comm.proxy.coalesce import Message
+from moe_mk.comm.proxy.command import MOST_BYTES
 from moe_mk.comm.proxy.events import OnStep, Step
-from moe_mk.comm.proxy.frames import Frame
+from moe_mk.comm.proxy.frames import Frame, FrameError
 from moe_mk.comm.proxy.link import NOTHING, Link
-from moe_mk.comm.proxy.sequence import WINDOW, Kind
+from moe_mk.comm.proxy.sequence import WINDOW, GroupError, Kind
 from moe_mk.comm.proxy.watch import Watch
 from moe_mk.comm.proxy.window import OwnWindow
 
@@ -22,6 +23,20 @@ AT_ONCE = 64
 CONFIRMED_TOGETHER = WINDOW // 2
 """So many groups are confirmed at once, or fewer when nothing else is to do: nobody waits for it in between."""
 _OUT_OF_GROUPS = (Kind.ACK, Kind.REPLY, Kind.BYE)
+_WITHOUT_PAYLOAD = (Kind.FENCE, Kind.GET, Kind.ACK, Kind.BYE)
+
+
+def _check_form(frame: Frame) -> None:
+    """Raise FrameError for a payload where none belongs, or for parts that the sender never makes."""
+    most = 0 if frame.kind in _WITHOUT_PAYLOAD else MOST_BYTES
+    if frame.size > most or (frame.kind is Kind.PAYLOAD and not frame.size):
+        raise FrameError(f"a {frame.kind.name} message of {frame.size} bytes; it may have at most {most}")
+    if frame.kind in _OUT_OF_GROUPS:
+        return
+    covered = 0 if frame.kind is Kind.PAYLOAD else frame.part + (frame.size > 0)
+    if frame.covers != covered or frame.part + (frame.size > 0) > MOST_OPEN_PARTS:
+        text = f"a {frame.kind.name} message as part {frame.part} that covers {frame.covers} parts"
+        raise FrameError(f"{text}; a group has at most {MOST_OPEN_PARTS}")
 
 
 def no_step(step: Step, key: tuple[int, int]) -> None:
@@ -79,9 +94,12 @@ class Exchange:
         link, worked = stream.link, False
         if link is None:
             return False
-        for frame in link.progress(lambda frame: self._landing(stream, frame)):
-            self._arrived(peer, stream, link, frame)
-            worked = True
+        try:
+            for frame in link.progress(lambda frame: self._landing(stream, frame)):
+                self._arrived(peer, stream, link, frame)
+                worked = True
+        except (FrameError, GroupError) as problem:
+            raise FrameError(str(problem), peer) from problem
         if stream.is_asked or stream.inbox.applied - stream.told >= CONFIRMED_TOGETHER:
             self._confirm(stream)
         return worked
@@ -114,11 +132,16 @@ class Exchange:
         watch.most_in_flight[peer] = max(watch.most_in_flight[peer], stream.in_flight_bytes)
 
     def _landing(self, stream: Stream, frame: Frame) -> memoryview:
-        """Where a payload goes; what was applied before lands beside the window, not in it."""
+        """Where a payload goes; what was applied before lands beside the window, not in it. Raises FrameError."""
+        _check_form(frame)
+        self.window.check(frame)
         if frame.kind is Kind.REPLY:
-            return self.window.reply(frame)
+            return self.window.own(*stream.answered(frame))
+        if not frame.size:
+            return NOTHING
+        is_new = stream.inbox.is_new(frame.number)
         place = self.window.incoming(frame)
-        return place if stream.inbox.is_new(frame.number) else memoryview(bytearray(frame.size))
+        return place if is_new else memoryview(bytearray(frame.size))
 
     def _arrived(self, peer: int, stream: Stream, link: Link, frame: Frame) -> None:
         if frame.kind is Kind.ACK:
@@ -144,7 +167,7 @@ class Exchange:
         elif control.kind is Kind.GET:
             self.channel.streams[peer].is_asked = True
             asked = self.window.asked(control)
-            link.post(Frame(Kind.REPLY, size=asked.nbytes, at=control.value >> 24), asked)
+            link.post(Frame(Kind.REPLY, control.number, size=asked.nbytes, at=control.value >> 24), asked)
         self.window.arrived.set()
 
     def _confirmed(self, peer: int, stream: Stream, applied: int) -> None:

@@ -16,7 +16,18 @@ HEADER_BYTES = _LAYOUT.size
 
 
 class LinkError(MoEMKError, RuntimeError):
-    """A link that has ended, or on which something came that is no message of ours."""
+    """A link that cannot be used: it has ended, nobody answered, or a frame was refused."""
+
+
+class FrameError(LinkError):
+    """A frame that is refused before anything of it is written or allocated.
+
+    peer: the rank that sent it; None where a frame is checked without knowing its link.
+    """
+
+    def __init__(self, text: str, peer: int | None = None) -> None:
+        self.text, self.peer = text, peer
+        super().__init__(text if peer is None else f"rank {peer} sent a frame that is refused: {text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +55,10 @@ class Frame:
 
     @classmethod
     def unpack(cls, header: bytes | bytearray) -> Frame:
-        """Raises LinkError for bytes that are no header."""
+        """Raises FrameError for bytes that are no header."""
         immediate, size, at, value, part, covers, serial = _LAYOUT.unpack(header)
         try:
             known = Immediate.unpack(immediate)
         except ValueError as problem:
-            raise LinkError(f"no message begins with {bytes(header[:4]).hex()}: {problem}") from problem
+            raise FrameError(f"no message begins with {bytes(header[:4]).hex()}: {problem}") from problem
         return cls(known.kind, known.number, part, covers, size, at, known.flag, value, serial)

@@ -20,7 +20,10 @@ from moe_mk.comm.proxy.frames import HEADER_BYTES, Frame, LinkError
 from moe_mk.comm.symmetric_words import words_of
 
 Land = Callable[[Frame], memoryview]
-"""Where the payload of a message goes, as many bytes as it says. Raises LinkError where it may go nowhere."""
+"""Called with each message before its payload is read: where that goes, as many bytes as it says.
+
+Raises LinkError where a message is refused.
+"""
 OnSent = Callable[[Frame, str], None]
 """Told what becomes of a posted message: "work_read", "data_read", "data_sent"."""
 NOTHING = memoryview(b"")
@@ -86,6 +89,11 @@ class PipeLink(Link):
     """Messages that one call may send together."""
     TURN_BYTES = 4 << 20
     """After so much received, others have their turn."""
+    MOST_QUEUED = 1 << 13
+    """Messages that wait to be sent: more than 16 unconfirmed groups of 256 parts, their replies and confirmations.
+
+    More gather only where a peer asks and does not read the answers.
+    """
 
     def __init__(self, pipe: Pipe, on_sent: OnSent | None = None) -> None:
         self._pipe, self._on_sent = pipe, on_sent
@@ -115,6 +123,9 @@ class PipeLink(Link):
         self._send()
         received = 0
         while received < self.TURN_BYTES:
+            if len(self._queue) > self.MOST_QUEUED:
+                text = f"{len(self._queue)} messages wait to be sent: the peer asks and does not read the answers"
+                raise LinkError(text)
             frame = self._receive(land)
             if frame is None:
                 return
@@ -160,7 +171,7 @@ class PipeLink(Link):
             self._have += got
             if self._have == HEADER_BYTES:
                 frame = Frame.unpack(self._header)
-                self._into = land(frame) if frame.size else NOTHING
+                self._into = land(frame)
                 self._frame, self._have = frame, 0
         while self._into.nbytes:
             got = self._pipe.receive(self._into)

@@ -29,7 +29,11 @@ MOST_PARTS = (1 << 16) - 1
 C = TypeVar("C")
 
 
-class WindowOverflow(MoEMKError, RuntimeError):
+class GroupError(MoEMKError, RuntimeError):
+    """A message whose group or part cannot be."""
+
+
+class WindowOverflow(GroupError):
     """A message of a group that is further ahead than the window reaches."""
 
 
@@ -106,15 +110,26 @@ class Reorder(Generic[C]):
         )
 
     def part(self, number: int, part: int) -> None:
-        """A part of a group has landed; a second time counts for nothing."""
+        """A part of a group has landed; a second time counts for nothing. Raises GroupError behind the last part."""
         if self.is_new(number):
-            self._places[number % WINDOW].parts |= 1 << part
+            place = self._places[number % WINDOW]
+            place.parts |= 1 << part
+            self._check_parts(number, place)
 
     def control(self, number: int, covers: int, control: C) -> None:
-        """The message that closes a group has come. covers: how many parts the group has."""
+        """The message that closes a group has come. covers: how many parts the group has.
+
+        Raises GroupError where a part behind the last one has come: such a group would never be complete.
+        """
         if self.is_new(number):
             place = self._places[number % WINDOW]
             place.covers, place.control = covers, control
+            self._check_parts(number, place)
+
+    def _check_parts(self, number: int, place: _Place[C]) -> None:
+        if place.control is not None and place.parts >> place.covers:
+            last = place.parts.bit_length() - 1
+            raise GroupError(f"part {last} of group {number}, which has {place.covers} parts")
 
     def ready(self) -> list[C]:
         """What can be applied now, in order; it counts as applied from here on."""

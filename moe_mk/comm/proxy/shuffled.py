@@ -47,8 +47,9 @@ class ShuffledLink(Link):
             frame, payload = messages[number]
             if self._draw.random() >= self._twice:
                 messages.pop(number)
+            place = land(frame)
             if frame.size:
-                land(frame)[:] = payload
+                place[:] = payload
             self.order.append(frame)
             yield frame
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from threading import Event
 
 from moe_mk.comm.proxy.atomics import Counters
-from moe_mk.comm.proxy.frames import Frame, LinkError
+from moe_mk.comm.proxy.command import MOST_BYTES
+from moe_mk.comm.proxy.frames import Frame, FrameError, LinkError
+from moe_mk.comm.proxy.sequence import Kind
 from moe_mk.comm.symmetric_words import Words
 
 
@@ -28,9 +30,21 @@ class OwnWindow:
     """Set whenever a flag or counter has changed, or a peer was lost."""
     reserve: Callable[[int, int], None] = lambda start, num_bytes: None
     """Take the pages of a range of the registered memory before it is written. Raises OSError where there are none."""
+    counter_flags: range = range(0)
+    """Flags that are words of counters: peers add to them and never store."""
+
+    def check(self, frame: Frame) -> None:
+        """Raise FrameError for a flag, a counter or bytes that a peer may not name."""
+        if frame.kind is Kind.STORE and (frame.flag >= self.num_flags or frame.flag in self.counter_flags):
+            what = "a word of a counter" if frame.flag < self.num_flags else f"none of {self.num_flags}"
+            raise FrameError(f"flag {frame.flag} is {what}")
+        if frame.kind is Kind.ADD and frame.flag >= self.num_counters:
+            raise FrameError(f"counter {frame.flag} is none of {self.num_counters}")
+        if frame.kind is Kind.GET:
+            self.asked(frame)
 
     def incoming(self, frame: Frame) -> memoryview:
-        """Where a peer's payload goes. Raises LinkError beyond the data of the window, or where memory has run out."""
+        """Where a peer's payload goes. Raises FrameError beyond the data of the window, LinkError without memory."""
         place = self._data(frame.at, frame.size)
         try:
             self.reserve(frame.at, frame.size)
@@ -39,12 +53,8 @@ class OwnWindow:
         return place
 
     def asked(self, frame: Frame) -> memoryview:
-        """What a peer's get asks for: `at`, and the lower 24 bits of `value`."""
-        return self._data(frame.at, frame.value & 0xFFFFFF)
-
-    def reply(self, frame: Frame) -> memoryview:
-        """Where the bytes of an own get go."""
-        return self.own(frame.at, frame.size)
+        """What a peer's get asks for: `at`, and the lower 24 bits of `value`. Raises FrameError beyond the data."""
+        return self._data(frame.at, frame.value & MOST_BYTES)
 
     def own(self, source: int, size: int) -> memoryview:
         """Bytes that a command names. Raises LinkError beyond the registered memory."""
@@ -53,18 +63,14 @@ class OwnWindow:
         return self.registered[source : source + size]
 
     def store(self, flag: int, word: int) -> None:
-        """Store a flag. Raises LinkError for a flag that is none."""
-        if flag >= self.num_flags:
-            raise LinkError(f"flag {flag} is none of {self.num_flags}")
+        """Store a flag, which `check` has passed."""
         self.words.store(self.flag_at(flag), word)
 
     def add(self, source: int, counter: int, value: int) -> None:
-        """Add to a counter. Raises LinkError for a counter that is none."""
-        if counter >= self.num_counters:
-            raise LinkError(f"counter {counter} is none of {self.num_counters}")
+        """Add to a counter, which `check` has passed."""
         self.counters.add(source, counter, value)
 
     def _data(self, at: int, size: int) -> memoryview:
         if at + size > self.data_bytes:
-            raise LinkError(f"bytes {at} to {at + size} lie outside of a window of {self.data_bytes}")
+            raise FrameError(f"bytes {at} to {at + size} lie outside of a window of {self.data_bytes}")
         return self.registered[at : at + size]

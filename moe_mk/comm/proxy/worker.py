@@ -13,7 +13,6 @@ from moe_mk.comm.proxy.events import Step
 from moe_mk.comm.proxy.exchange import Exchange
 from moe_mk.comm.proxy.frames import Frame, LinkError
 from moe_mk.comm.proxy.link import Link, Pipe, PipeLink
-from moe_mk.comm.proxy.sequence import WindowOverflow
 
 LONGEST_SLEEP_S = 0.05
 """After so long the record is read although no bell was heard."""
@@ -123,7 +122,7 @@ class Worker:
     def _move(self, exchange: Exchange, peer: int) -> bool:
         try:
             return exchange.arrive(peer)
-        except (LinkError, WindowOverflow) as problem:
+        except LinkError as problem:
             self._drop(exchange, peer)
             self._lost(peer, exchange.channel.number, str(problem))
             return True
@@ -169,12 +168,11 @@ class Worker:
         exchange = self._exchanges[channel]
         self._drop(exchange, peer)
         try:
-            groups = applied()
+            exchange.channel.begin_anew(peer, self._link(exchange, pipe), applied())
         except LinkError as problem:
             pipe.close()
             self._lost(peer, exchange.channel.number, str(problem))
             return
-        exchange.channel.begin_anew(peer, self._link(exchange, pipe), groups)
         self._links[pipe.fileno()] = (exchange, peer)
         self._epoll.register(pipe.fileno(), select.EPOLLIN)
         self._lost(peer, channel, "")

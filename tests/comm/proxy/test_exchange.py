@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from moe_mk.comm.proxy.command import Op, TransferCommand
-from moe_mk.comm.proxy.frames import Frame, LinkError
-from moe_mk.comm.proxy.sequence import WINDOW, Kind, WindowOverflow
+from moe_mk.comm.proxy.frames import Frame, FrameError, LinkError
+from moe_mk.comm.proxy.link import Link, PipeLink
+from moe_mk.comm.proxy.sequence import WINDOW, Kind
 from moe_mk.comm.proxy.shuffled import ShuffledLink
-from tests.comm.proxy.ends import FLAG_BYTES, FLAGS, KINDS, End, add, an_end, joined, put, run, store
+from tests.comm.proxy.ends import FLAG_BYTES, FLAGS, KINDS, End, add, an_end, joined, links, put, run, store
 
 
 def turns(*ends: End) -> None:
@@ -184,31 +186,131 @@ def test_a_sender_that_does_not_wait_is_found_out() -> None:
     link = zero.exchange.channel.streams[1].link
     assert link is not None
     link.post(Frame(Kind.STORE, WINDOW, value=5))
-    with pytest.raises(WindowOverflow, match="16 ahead"):
+    with pytest.raises(FrameError, match="16 ahead"):
         turns(one)
     assert one.flag(0) == 0
+
+
+WINDOW_BYTES = 1 << 16
 
 
 @pytest.mark.parametrize(
     "frame,text",
     [
-        (Frame(Kind.PAYLOAD, size=10, at=(1 << 16) - 9), "bytes 65527 to 65537 lie outside of a window of 65536"),
+        (Frame(Kind.PAYLOAD, size=10, at=WINDOW_BYTES - 9), "bytes 65527 to 65537 lie outside of a window of 65536"),
         (Frame(Kind.PAYLOAD, size=1, at=1 << 63), "lie outside of a window"),
+        (Frame(Kind.PAYLOAD, size=1 << 24), "a PAYLOAD message of 16777216 bytes; it may have at most 16777215"),
+        (Frame(Kind.PAYLOAD), "a PAYLOAD message of 0 bytes"),
+        (Frame(Kind.PAYLOAD, part=256, size=1), "as part 256 that covers 0 parts; a group has at most 256"),
+        (Frame(Kind.PAYLOAD, covers=1, size=1), "as part 0 that covers 1 parts"),
+        (Frame(Kind.PAYLOAD, number=WINDOW, size=9), "group 16 is 16 ahead"),
+        (Frame(Kind.FENCE, covers=1, size=8), "a FENCE message of 8 bytes; it may have at most 0"),
+        (Frame(Kind.FENCE, part=1, covers=9), "as part 1 that covers 9 parts"),
+        (Frame(Kind.FENCE, part=65535, covers=65535), "a group has at most 256"),
         (Frame(Kind.STORE, flag=FLAGS), f"flag {FLAGS} is none of {FLAGS}"),
+        (Frame(Kind.STORE, covers=1, size=8, flag=4095), f"flag 4095 is none of {FLAGS}"),
+        (Frame(Kind.STORE, flag=5), "flag 5 is a word of a counter"),
         (Frame(Kind.ADD, flag=2), "counter 2 is none of 2"),
-        (Frame(Kind.GET, at=0, value=(1 << 16) + 1), "lie outside of a window"),
-        (Frame(Kind.REPLY, size=2, at=(1 << 16) - 1), "lie outside of 65536 registered"),
+        (Frame(Kind.GET, at=0, value=WINDOW_BYTES + 1), "lie outside of a window"),
+        (Frame(Kind.GET, covers=1, size=8), "a GET message of 8 bytes"),
+        (Frame(Kind.REPLY, size=2, at=7), "a reply of 2 bytes to group 0, in which no get awaits one"),
+        (Frame(Kind.REPLY), "a reply of 0 bytes to group 0, in which no get awaits one"),
+        (Frame(Kind.ACK, value=1), "it has applied 1 groups of 0 that were sent"),
+        (Frame(Kind.ACK, size=8), "an? ACK message of 8 bytes"),
+        (Frame(Kind.BYE, size=8), "a BYE message of 8 bytes"),
     ],
 )
-def test_what_a_peer_may_not_touch_is_refused(frame: Frame, text: str) -> None:
+def test_what_a_peer_may_not_send_is_refused_by_name_and_written_nowhere(frame: Frame, text: str) -> None:
+    zero, one = joined()
+    one.exchange.window = one.window = replace(one.window, counter_flags=range(5, 6))
+    link = zero.exchange.channel.streams[1].link
+    assert link is not None
+    link.post(frame, memoryview(b"\1" * frame.size))
+    before = bytes(one.window.registered)
+    with pytest.raises(FrameError, match=f"^rank 0 sent a frame that is refused: .*{text}") as refused:
+        turns(zero, one)
+    assert refused.value.peer == 0
+    assert bytes(one.window.registered) == before and not any(one.flag(flag) for flag in range(FLAGS))
+    assert not any(one.window.counters.value(counter) for counter in range(2))
+
+
+def test_a_group_with_parts_behind_its_last_one_is_refused() -> None:
+    """It would never be complete, and everything behind it would wait until the deadline."""
     zero, one = joined()
     link = zero.exchange.channel.streams[1].link
     assert link is not None
-    link.post(frame, memoryview(bytes(frame.size)))
-    before = bytes(one.window.registered)
-    with pytest.raises(LinkError, match=text):
+    link.post(Frame(Kind.PAYLOAD, part=3, size=1), memoryview(b"x"))
+    link.post(Frame(Kind.FENCE, part=1, covers=1))
+    with pytest.raises(FrameError, match="rank 0 .* part 3 of group 0, which has 1 parts"):
         turns(zero, one)
-    assert bytes(one.window.registered) == before
+
+
+def asked_for_100_bytes() -> tuple[End, Link]:
+    """Rank 0, which has asked rank 1 for bytes 500 to 600 and wants them at 40000; and rank 1's end of the link."""
+    zero, one = joined()
+    zero.commit(TransferCommand(Op.GET, 1, 100, 40_000, 500))
+    zero.turn()
+    link = one.exchange.channel.streams[0].link
+    assert link is not None
+    return zero, link
+
+
+@pytest.mark.parametrize(
+    "frame,text",
+    [
+        (Frame(Kind.REPLY, size=99, at=40_000), "a reply of 99 bytes for place 40000, asked were 100 bytes for 40000"),
+        (Frame(Kind.REPLY, size=101, at=40_000), "a reply of 101 bytes for place 40000"),
+        (Frame(Kind.REPLY, size=100, at=39_999), "a reply of 100 bytes for place 39999"),
+        (Frame(Kind.REPLY, 1, size=100, at=40_000), "to group 1, in which no get awaits one"),
+        (Frame(Kind.ACK, value=1), "it confirms 1 groups and has not answered the get of group 0"),
+    ],
+)
+def test_an_answer_other_than_the_one_that_was_asked_for_is_refused(frame: Frame, text: str) -> None:
+    zero, link = asked_for_100_bytes()
+    link.post(frame, memoryview(b"\1" * frame.size))
+    list(link.progress(lambda frame: memoryview(bytearray(frame.size))))
+    with pytest.raises(FrameError, match=f"rank 1 .* {text}"):
+        turns(zero)
+    assert not any(zero.window.registered) and not zero.is_done
+
+
+def test_a_second_reply_is_refused_and_does_not_change_what_the_first_one_brought() -> None:
+    zero, link = asked_for_100_bytes()
+    reply = Frame(Kind.REPLY, size=100, at=40_000)
+    link.post(reply, memoryview(b"\1" * 100))
+    link.post(reply, memoryview(b"\2" * 100))
+    list(link.progress(lambda frame: memoryview(bytearray(frame.size))))
+    with pytest.raises(FrameError, match="in which no get awaits one"):
+        turns(zero)
+    assert bytes(zero.window.registered[40_000:40_100]) == b"\1" * 100
+
+
+def test_a_peer_that_asks_and_does_not_read_is_cut_off() -> None:
+    zero, one = joined()
+    link = zero.exchange.channel.streams[1].link
+    assert link is not None
+    answers = one.exchange.channel.streams[0].link
+    assert isinstance(answers, PipeLink)
+    for number in range(2 * PipeLink.MOST_QUEUED):
+        link.post(Frame(Kind.GET, number, value=WINDOW_BYTES))
+
+    def ask_on() -> None:
+        for _ in range(4 * PipeLink.MOST_QUEUED):
+            link._send()  # type: ignore[attr-defined]
+            one.turn()
+
+    with pytest.raises(LinkError, match=r"messages wait to be sent: the peer asks and does not read the answers"):
+        ask_on()
+    assert answers.posted < 1.1 * PipeLink.MOST_QUEUED
+
+
+@pytest.mark.parametrize("applied", [3, 0])
+def test_a_peer_that_miscounts_what_it_has_applied_gets_no_new_link(applied: int) -> None:
+    zero, one = joined()
+    zero.commit(store(1, 0, 1), store(1, 0, 2))
+    run(zero, one)
+    with pytest.raises(FrameError, match=f"it has applied {applied} groups (of 2 that were sent|after it confirmed 2)"):
+        zero.exchange.channel.begin_anew(1, links("shuffled")[0], applied)
 
 
 def test_an_end_without_peers_or_commands_is_done() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
 
-from moe_mk.comm.proxy.frames import LinkError
-from moe_mk.comm.proxy.proxy import ProxySettings
+from moe_mk.comm.proxy.command import Op, TransferCommand
+from moe_mk.comm.proxy.frames import HEADER_BYTES, Frame, LinkError
+from moe_mk.comm.proxy.proxy import Proxy, ProxySettings
+from moe_mk.comm.proxy.sequence import Kind
 from moe_mk.comm.proxy.tcp import (
     HELLO_BYTES,
     LOOPBACK,
@@ -24,7 +27,8 @@ from moe_mk.comm.proxy.tcp import (
     welcome,
 )
 from moe_mk.errors import ConfigError
-from tests.comm.proxy.ends import store
+from moe_mk.trace.clock import now
+from tests.comm.proxy.ends import own_window, store
 from tests.comm.proxy.proxies import flag_of, proxies, wait_for
 
 
@@ -85,6 +89,52 @@ def test_an_impostor_that_answers_is_not_believed(answer: bytes | None, text: st
         with pytest.raises(LinkError, match=text):
             call(address, Hello(address.token, 0, 0, 0), b"o" * TOKEN_BYTES, 0.3)
         thread.join()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_reply_nobody_asked_for_ends_the_link_and_names_the_member(asked: bool) -> None:
+    """A member speaks to rank 0 over a socket of its own."""
+    with alone() as zero, as_member(zero) as member:
+        if asked:
+            assert zero.commit(0, TransferCommand(Op.GET, 1, 8, 100, 0))
+            get = Frame.unpack(member.recv(HEADER_BYTES, socket.MSG_WAITALL))
+            assert get.kind is Kind.GET
+            member.sendall(Frame(Kind.REPLY, get.number, size=8, at=100).pack() + b"answered")
+        member.sendall(Frame(Kind.REPLY, 0, size=8, at=100).pack() + b"unasked!")
+        wait_for(lambda: 1 in zero.lost)
+        assert zero.lost[1].startswith("rank 1 sent a frame that is refused: a reply of 8 bytes to group 0, in which")
+        assert bytes(zero.window.registered[100:108]) == (b"answered" if asked else b"\0" * 8)
+        assert ended(member) and zero.fault is None
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[Proxy]:
+    """A proxy of rank 0 with one channel, which waits for rank 1."""
+    zero = Proxy(0, [1], own_window(1 << 16), listen(LOOPBACK), now, ProxySettings(channels=1))
+    zero.start({1: Address("127.0.0.1", 9, b"o" * TOKEN_BYTES)})
+    try:
+        yield zero
+    finally:
+        zero.close(0.0)
+
+
+@contextlib.contextmanager
+def as_member(zero: Proxy) -> Iterator[socket.socket]:
+    """A socket that has joined as rank 1."""
+    with socket.create_connection((zero.address.host, zero.address.port), timeout=20.0) as member:
+        member.sendall(Hello(zero.address.token, 1, 0, 0).pack())
+        assert member.recv(WELCOME_BYTES, socket.MSG_WAITALL) == welcome(b"o" * TOKEN_BYTES, 0)
+        yield member
+
+
+def ended(connected: socket.socket) -> bool:
+    """Whether the other side closes; reads what comes before."""
+    try:
+        while connected.recv(1 << 16):
+            continue
+    except ConnectionResetError:
+        return True
+    return True
 
 
 def test_a_rank_listens_on_one_address_of_the_network_it_is_given() -> None:
