@@ -25,7 +25,10 @@ STATIC = ("-static-libstdc++", "-static-libgcc")
 
 
 class KernelsHook(BuildHookInterface[Any]):
-    """Adds `moe_mk/kernels/native/prebuilt/<name>.so`, named after the digest of its sources and flags."""
+    """Adds `moe_mk/kernels/native/prebuilt/<name>.so`, named after the digest of its sources and flags.
+
+    Its SHA-256 is recorded beside it: a library that is damaged later is not loaded.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile; leave the wheel pure when there is no compiler."""
@@ -41,7 +44,8 @@ class KernelsHook(BuildHookInterface[Any]):
         library = Path(self.folder.name) / toolchain.prebuilt_name(units)
         self.app.display_info(f"compiling {len(units)} CPU kernel sources with {compiler.version}")
         compile_units(compiler.path, units, (*toolchain.LINK_FLAGS, *STATIC), library)
-        build_data["force_include"][str(library)] = (NATIVE / "prebuilt" / library.name).as_posix()
+        for file in (library, toolchain.record_digest(library)):
+            build_data["force_include"][str(file)] = (NATIVE / "prebuilt" / file.name).as_posix()
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 

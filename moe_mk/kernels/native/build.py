@@ -1,27 +1,30 @@
 """Compile the C++ kernels on first use and keep the result in the user's cache directory.
 
 The cache belongs to the user alone (mode 0700, refused when somebody else owns it): whoever can write there can run
-code here. A library is built beside its place and renamed into it; a lock file lets one process build while the
-others wait.
+code here. A library is built beside its place and renamed into it, with a file that records its SHA-256; a library
+whose bytes differ from that record is compiled again. A lock file lets one process build while the others wait.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native.toolchain import LINK_FLAGS, Compiler, Unit, digest
+from moe_mk.kernels.native.toolchain import LINK_FLAGS, Compiler, Unit, damage, digest, digest_file, record_digest
 
 Progress = Callable[[str], None]
 OnUnit = Callable[[int, int], None]
@@ -31,6 +34,11 @@ NO_COMPILER = (
     "no C++ compiler was found (looked for c++, g++, clang++); install one (Debian: apt install g++); without one "
     "torch_cpu serves, which decodes FP8 experts block by block at every call, several times slower"
 )
+
+LOCK_TIMEOUT_S = 900.0
+"""How long a process waits for another one that compiles: minutes on a loaded machine."""
+POLL_S, GONE_POLLS = 0.05, 20
+"""Between two attempts to take the lock, and how many find its holder ended before the lock is taken over."""
 
 
 @dataclass(frozen=True)
@@ -81,49 +89,207 @@ def own_directory(path: Path) -> Path:
             ["code from it would run as you; pass a cache_dir of your own"],
         )
     if stat.S_IMODE(state.st_mode) & 0o077:
-        path.chmod(0o700)
+        try:
+            path.chmod(0o700)
+        except OSError as error:
+            if state.st_mode & 0o022:
+                raise UnsupportedError(
+                    f"the kernel cache {path} can be written by other users and its mode cannot be changed",
+                    [f"{error}; code from it would run as you; pass a cache_dir of your own"],
+                ) from error
     return path
 
 
-@contextmanager
-def only_one(lock: Path) -> Iterator[None]:
-    """Let one process at a time through; the system frees the lock when its holder dies."""
-    handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+@dataclass(frozen=True)
+class _Holder:
+    """The process that a lock file names."""
+
+    pid: int
+    host: str
+    started: str
+    """Clock ticks after boot, so that a later process with the same pid is not taken for it; "" where unknown."""
+    namespace: int
+    """Inode of its pid namespace; 0 where unknown."""
+
+    @classmethod
+    def this(cls) -> _Holder:
+        """The calling process."""
+        namespace = Path("/proc/self/ns/pid")
+        inode = namespace.stat().st_ino if namespace.exists() else 0
+        return cls(os.getpid(), platform.node(), _state_and_start(os.getpid())[1], inode)
+
+    @classmethod
+    def recorded(cls, handle: int) -> _Holder | None:
+        """The holder that a lock file names; None while it names none."""
+        try:
+            return cls(**json.loads(os.pread(handle, 4096, 0)))
+        except (ValueError, TypeError):
+            return None
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, reaped or not; False where it cannot be seen from here."""
+        this = _Holder.this()
+        if (self.host, self.namespace) != (this.host, this.namespace):
+            return False
+        state, started = _state_and_start(self.pid)
+        return state in ("", "Z", "X") or started != self.started
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """State letter and start time of a process; the letter is "" if there is none of this number."""
+    if Path("/proc/self/stat").exists():
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            return "", ""
+        fields = text.rpartition(")")[2].split()  # the name before them may hold spaces and brackets
+        return fields[0], fields[19]
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "", ""
+    except PermissionError:
+        pass  # it exists, and belongs to another user
+    return "R", ""
+
+
+@contextmanager
+def only_one(lock: Path, timeout_s: float = LOCK_TIMEOUT_S, progress: Progress | None = None) -> Iterator[None]:
+    """Let one process or thread at a time through; the system frees the lock when its holder ends.
+
+    A child that the holder forked keeps the lock although the holder has ended; such a lock is taken over.
+    Raises UnsupportedError that names the holder when the lock is not free within timeout_s, or where the file cannot
+    be written.
+    """
+    handle, owner = _locked(lock, timeout_s, progress), os.getpid()
+    try:
         yield
     finally:
+        if os.getpid() == owner:  # a forked child that unwinds this frame leaves its parent's lock alone
+            os.ftruncate(handle, 0)
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing does not free it while a forked child has it open
         os.close(handle)
 
 
-def is_ours(library: Path) -> bool:
-    """Say whether a cached library exists, is a plain file of ours, and is writable by nobody else."""
+def _locked(lock: Path, timeout_s: float, progress: Progress | None) -> int:
+    """Take the lock; returns its descriptor. The clock is not asked: the time slept counts, so it may wait longer."""
+    waited, gone_polls, last = 0.0, 0, None
+    while True:
+        with _writing(lock.parent):
+            handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            with _writing(lock.parent):
+                if _try_lock(lock, handle):
+                    return handle
+            holder, since = _Holder.recorded(handle), os.fstat(handle).st_mtime
+            if progress is not None and not waited:
+                progress(f"waiting for the CPU kernels: the lock {lock} is {_held_by(holder, since)}")
+            is_gone = holder is not None and holder.is_gone()
+            gone_polls = gone_polls + 1 if is_gone and holder == last else 0
+            if gone_polls >= GONE_POLLS and _is_at(lock, handle):
+                lock.unlink()  # whoever takes the lock makes a new file; the old one frees itself with its last user
+            last = holder
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+        if waited >= timeout_s:
+            raise UnsupportedError(
+                f"the lock of the kernel cache was not free within {timeout_s:g} s: {lock}",
+                [
+                    _held_by(holder, since),
+                    "let that process finish its compilation, or end it, and start again; delete the lock file if "
+                    "that process is not compiling; or pass another cache_dir",
+                ],
+            )
+        time.sleep(POLL_S)
+        waited += POLL_S
+
+
+def _try_lock(lock: Path, handle: int) -> bool:
+    """Lock the file and record this process in it; False if another one has it, or has replaced it meanwhile."""
     try:
-        state = library.lstat()
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if not _is_at(lock, handle):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        return False
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(asdict(_Holder.this())).encode(), 0)
+    return True
+
+
+def _is_at(lock: Path, handle: int) -> bool:
+    """Whether an open lock file is the one that its path leads to."""
+    try:
+        return os.path.samestat(lock.lstat(), os.fstat(handle))
     except FileNotFoundError:
         return False
-    return stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o022
 
 
-def build(recipe: Recipe, cache_dir: Path, progress: Progress | None = None, on_unit: OnUnit | None = None) -> Path:
-    """Return the compiled library, building it if this recipe is not in the cache yet.
+def _held_by(holder: _Holder | None, since: float) -> str:
+    """The holder of a lock in words; since: when it was taken, seconds since 1970."""
+    taken = datetime.fromtimestamp(since, UTC).isoformat(timespec="seconds")
+    if holder is None:
+        return f"held by a process that it does not name, since {taken} (`fuser` lists it)"
+    return f"held by process {holder.pid} on host {holder.host} since {taken}"
 
-    Safe when any number of processes start at once: one builds, the others wait and find it.
-    Raises UnsupportedError with the compiler's own words when it fails.
+
+def reason_against(library: Path) -> str:
+    """Why a cached library may not be loaded; empty if it is ours, writable by nobody else, and as it was linked."""
+    for path in (library, digest_file(library)):
+        try:
+            state = path.lstat()
+        except OSError as problem:
+            return f"{path.name}: {problem.strerror or problem}"
+        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
+            mode = f"mode {stat.filemode(state.st_mode)}"
+            return f"{path.name} is no file that this user alone can write: user {state.st_uid}, {mode}"
+    return damage(library)
+
+
+def build(
+    recipe: Recipe,
+    cache_dir: Path,
+    progress: Progress | None = None,
+    on_unit: OnUnit | None = None,
+    lock_timeout_s: float = LOCK_TIMEOUT_S,
+) -> Path:
+    """Return the compiled library, building it if this recipe is not in the cache yet, or damaged there.
+
+    Safe when any number of processes start at once: one builds, the others wait for it, lock_timeout_s at most.
+    Raises UnsupportedError with the compiler's own words when it fails, with the holder of a lock that is not freed,
+    or when the cache is not ours or cannot be written.
     """
     library = own_directory(cache_dir) / f"moe_mk-{recipe.key()}.so"
-    if is_ours(library):
+    if not reason_against(library):
         return library
-    with only_one(library.with_suffix(".lock")):
-        if not is_ours(library):
+    with only_one(library.with_suffix(".lock"), lock_timeout_s, progress):
+        if reason := reason_against(library):
+            if progress is not None and library.exists():
+                progress(f"compiling again, because the cached CPU kernels cannot be used: {reason}")
             _compile(recipe, library, progress, on_unit)
     return library
+
+
+@contextmanager
+def _writing(cache_dir: Path) -> Iterator[None]:
+    """Turn what the file system refuses into an error that names the cache."""
+    try:
+        yield
+    except OSError as error:
+        raise UnsupportedError(
+            f"the kernel cache {cache_dir} cannot be written", [f"{error}; pass another cache_dir"]
+        ) from error
 
 
 def _compile(recipe: Recipe, library: Path, progress: Progress | None, on_unit: OnUnit | None) -> None:
     if progress is not None:
         progress(f"compiling {len(recipe.units)} CPU kernel sources with {recipe.compiler.version}")
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
+    with _writing(library.parent):
+        made = tempfile.TemporaryDirectory(dir=library.parent, prefix="build-")
+    with made as folder:
         objects = [Path(folder) / f"{unit.source.stem}.o" for unit in recipe.units]
         compiler = recipe.compiler.path
         _run(
@@ -135,10 +301,23 @@ def _compile(recipe: Recipe, library: Path, progress: Progress | None, on_unit: 
         )
         linked = Path(folder) / library.name
         _run([[compiler, *recipe.link_flags, "-o", str(linked), *map(str, objects)]])
-        linked.chmod(0o700)
-        linked.replace(library)
+        with _writing(library.parent):
+            linked.chmod(0o700)
+            recorded = record_digest(linked)
+            linked.replace(library)
+            recorded.replace(digest_file(library))
+            _write_through(library.parent)
     if progress is not None:
         progress(f"compiled CPU kernels -> {library}")
+
+
+def _write_through(folder: Path) -> None:
+    """Write a folder's names to the disk: a renamed file has both its name and its bytes after a power failure."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> None:

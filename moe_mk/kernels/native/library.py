@@ -16,7 +16,7 @@ from pathlib import Path
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, build, default_cache_dir
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
-from moe_mk.kernels.native.toolchain import find_compiler, prebuilt, units
+from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
 ABI_VERSION = 7
 
@@ -195,28 +195,34 @@ def compile_and_open(
     Raises UnsupportedError when there is no compiler, it fails, or the cache is not ours.
     """
     listed = units(emulate_amx=emulate_amx)
-    functions, path = _open_prebuilt(prebuilt(listed), progress)
+    functions, path, refused = _open_prebuilt(prebuilt(listed), progress)
     if functions is None:
         compiler = find_compiler(which)
         if compiler is None:
-            raise UnsupportedError("the native CPU kernels cannot be built", [NO_COMPILER])
+            raise UnsupportedError("the native CPU kernels cannot be built", [NO_COMPILER, *refused])
         path = build(Recipe(compiler, listed), cache_dir or default_cache_dir(), progress, on_unit)
         functions = open_library(path)
     isas = tuple(isa for isa in Isa if functions["isa_supported"](int(isa)))
-    refused = {isa: "this processor or its operating system does not offer it" for isa in Isa if isa not in isas}
-    return Native(path, functions, isas, refused)
+    absent = {isa: "this processor or its operating system does not offer it" for isa in Isa if isa not in isas}
+    return Native(path, functions, isas, absent)
 
 
-def _open_prebuilt(path: Path | None, progress: Progress | None) -> tuple[dict[str, Callable[..., int]] | None, Path]:
-    """The wheel's library; None where there is none for these sources, or this system's C library is too old for it."""
+def _open_prebuilt(
+    path: Path | None, progress: Progress | None
+) -> tuple[dict[str, Callable[..., int]] | None, Path, list[str]]:
+    """The wheel's library and its path; None and why not where it is damaged or this system cannot load it."""
     if path is None:
-        return None, Path()
-    try:
-        return open_library(path), path
-    except UnsupportedError as error:
-        if progress is not None:
-            progress(f"compiling, because the kernels of the wheel do not load here: {error.reasons[0]}")
-        return None, Path()
+        return None, Path(), []
+    if problem := damage(path):
+        refused = f"the compiled kernels {path} of the wheel are damaged: {problem}; reinstall moe-mk"
+    else:
+        try:
+            return open_library(path), path, []
+        except UnsupportedError as error:
+            refused = f"the kernels of the wheel do not load here: {'; '.join(error.reasons) or error.what}"
+    if progress is not None:
+        progress(f"compiling, because {refused}")
+    return None, Path(), [refused]
 
 
 def scratch_bytes(native: Native) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from moe_mk.errors import MoEMKError
-from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, default_cache_dir, is_ours
+from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, default_cache_dir, reason_against
 from moe_mk.kernels.native.experts import experts_rows
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import Format, MatrixLayout
@@ -57,13 +57,13 @@ def reasons_against(cache_dir: Path | None = None, which: Callable[[str], str | 
 
 
 def is_compiled(cache_dir: Path | None = None, which: Callable[[str], str | None] = shutil.which) -> bool:
-    """Say whether load() would find the library in the wheel or in the cache instead of compiling it."""
+    """Whether load() would find the library undamaged in the wheel or in the cache instead of compiling it."""
     if prebuilt_here() is not None:
         return True
     compiler = find_compiler(which)
     if compiler is None:
         return False
-    return is_ours((cache_dir or default_cache_dir()) / f"moe_mk-{_key_with(compiler)}.so")
+    return not reason_against((cache_dir or default_cache_dir()) / f"moe_mk-{_key_with(compiler)}.so")
 
 
 @cache

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native import Native, compile_and_open, library
+from moe_mk.kernels.native import Native, compile_and_open, library, toolchain
 from moe_mk.kernels.native.library import open_library
-from moe_mk.kernels.native.toolchain import Unit, digest, prebuilt, prebuilt_name, units
+from moe_mk.kernels.native.toolchain import Unit, digest, prebuilt, prebuilt_here, prebuilt_name, record_digest, units
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,10 +46,28 @@ def test_a_library_that_does_not_load_here_is_passed_over_with_a_word(
     broken.write_bytes(b"for another system")
     with pytest.raises(UnsupportedError, match="cannot be loaded"):
         open_library(broken)
+    record_digest(broken)
     monkeypatch.setattr(library, "prebuilt", lambda listed: broken)
-    with pytest.raises(UnsupportedError, match=r"no C\+\+ compiler was found"):
+    with pytest.raises(UnsupportedError, match=r"no C\+\+ compiler was found(.|\n)*do not load here: .*broken.so"):
         compile_and_open(which=lambda name: None, progress=said.append)
     assert said[0].startswith("compiling, because the kernels of the wheel do not load here: ")
+
+
+def test_a_damaged_library_of_the_wheel_is_not_opened(
+    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, of_wheel = native.path.read_bytes(), tmp_path / "of_the_wheel.so"
+    of_wheel.write_bytes(content)
+    record_digest(of_wheel)
+    for module in (library, toolchain):
+        monkeypatch.setattr(module, "prebuilt", lambda listed: of_wheel)
+    looked_for_anew = prebuilt_here.__wrapped__
+    assert looked_for_anew() == of_wheel == compile_and_open(which=lambda name: None).path
+    of_wheel.unlink()  # this process has mapped the old file
+    of_wheel.write_bytes(content[: len(content) // 2])
+    assert looked_for_anew() is None
+    with pytest.raises(UnsupportedError, match=r"no C\+\+ compiler(.|\n)*wheel are damaged: its SHA-256.*reinstall"):
+        compile_and_open(which=lambda name: None)
 
 
 AFTER_INSTALL = """
