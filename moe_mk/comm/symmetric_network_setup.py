@@ -21,7 +21,7 @@ from moe_mk.comm.proxy.command import FIELD_BITS
 from moe_mk.comm.proxy.events import OnStep
 from moe_mk.comm.proxy.exchange import no_step
 from moe_mk.comm.proxy.frames import LinkError
-from moe_mk.comm.proxy.proxy import Proxy, ProxySettings
+from moe_mk.comm.proxy.proxy import RESUME_S, Proxy, ProxySettings
 from moe_mk.comm.proxy.tcp import LOOPBACK, Address, listen
 from moe_mk.comm.proxy.window import OwnWindow
 from moe_mk.comm.symmetric import FLAG_BYTES, StartWaiting, WindowShape, aligned
@@ -122,7 +122,7 @@ class _Opening:
             words = words_of(self._memory.bytes)
             proxy = Proxy(
                 self.comm.rank, sorted(self.far), self._own_window(self._memory, words), listening, self.clock,
-                self.network.proxy, self.network.on_step,
+                self.network.proxy, self.network.on_step, min(RESUME_S, self.timeout_s / 2),
             )  # fmt: skip
             self._connect(proxy, notes)
             return self._heap(proxy, self._memory, words, [Process(**note["process"]) for note in notes])
@@ -157,13 +157,17 @@ class _Opening:
             for rank, note in enumerate(notes)
         }
         proxy.start({rank: addresses[rank] for rank in self.far})
-        problem = self._tried(lambda: proxy.connect([peer for peer in sorted(self.far) if peer < self.comm.rank]))[1]
         until = self.clock() + self.timeout_s
-        while not problem and proxy.missing and self.clock() < until:
+        problem = self._tried(lambda: proxy.connect(self.timeout_s))[1]
+        while not problem and proxy.missing and not proxy.lost and self.clock() < until:
             proxy.window.arrived.clear()
             proxy.window.arrived.wait(0.01)
-        if proxy.missing and not problem:
-            problem = f"ranks {proxy.missing} have not called within {self.timeout_s:g} s [kernel.timeout_s]"
+        if not problem and proxy.lost:
+            problem = "; ".join(proxy.lost.values())[: NOTE_BYTES // 3]
+        elif not problem and proxy.missing:
+            problem = f"ranks {proxy.missing[:9]} have not called within {self.timeout_s:g} s [kernel.timeout_s]"
+            if proxy.trouble:
+                problem += f"; this rank cannot take their calls: {proxy.trouble} [ulimit -n]"
         self._told({"problem": problem})
 
     def _own_window(self, memory: Memory, words: Words) -> OwnWindow:

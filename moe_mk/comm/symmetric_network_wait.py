@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from moe_mk.comm.proxy.proxy import Proxy
 from moe_mk.comm.symmetric_wait import PULSE_S, Clock, Waiting
 
-PROBE_S = 0.2
-"""How long one look at a lost peer may take."""
 GRACE_S = 0.5
 """How long a peer that has left may have done so because of one that has not been seen to end yet."""
 
@@ -75,20 +73,20 @@ class WaitingForHosts(Waiting):
                 self._look(peer)
 
     def _look(self, peer: int) -> None:
-        lost = self._proxy.lost.get(peer, "")
-        if self._clock() - self._began > self._timeout_s:
-            why = f"; {lost}" if lost else ""
-            text = f"sent nothing within {self._timeout_s:g} s [kernel.timeout_s]; it is dead, stuck or late"
-            self._verdict = text + why
-        elif self._proxy.fault is not None:
+        lost = self._proxy.lost
+        if self._proxy.fault is not None:
             self._verdict = f"the proxy of this rank has failed: {self._proxy.fault}"
-        elif self._proxy.lost and (dead := self._proxy.dead_peer(PROBE_S)) is not None:
-            # Whoever is awaited may have met it first and given up: the one that died is named.
-            self._dead, self._verdict = dead, f"its proxy has ended: {self._proxy.lost.get(dead, 'no link')}"
-        elif peer in self._proxy.left:
-            self._look_who_made_it_leave()
+        elif lost:
+            # Whoever is awaited may have met it first and given up: the one that was lost is named.
+            self._dead = next(iter(lost))
+            self._verdict = lost[self._dead]
+        elif self._clock() - self._began > self._timeout_s:
+            text = f"sent nothing within {self._timeout_s:g} s [kernel.timeout_s]; it is dead, stuck or late"
+            self._verdict = "; ".join(filter(None, (text, self._proxy.resuming())))
+        elif peer in self._proxy.left and not self._proxy.resuming():
+            self._look_who_made_it_leave(self._proxy.left[peer])
 
-    def _look_who_made_it_leave(self) -> None:
+    def _look_who_made_it_leave(self, ended: str) -> None:
         """A process that is killed loses its connections a moment before it counts as ended."""
         now = self._clock()
         self._left_at = now if self._left_at is None else self._left_at
@@ -96,4 +94,4 @@ class WaitingForHosts(Waiting):
         if self._dead is not None:
             self._verdict = "its process has ended"
         elif now - self._left_at > GRACE_S:
-            self._verdict = "has closed its windows"
+            self._verdict = "has closed its windows" + (f" after {ended}" if ended else "")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 import torch
 
-from moe_mk.comm import Communicator, LockstepWorld, SingleRank
+from moe_mk.comm import Communicator, LockstepWorld, SingleRank, symmetric_network_setup
 from moe_mk.comm.proxy.proxy import ProxySettings
+from moe_mk.comm.proxy.tcp import Address, listen
 from moe_mk.comm.symmetric_network import CHUNK_BYTES, NetworkHeap
 from moe_mk.comm.symmetric_network_setup import reasons_against_network
 from moe_mk.comm.symmetric_network_wait import Staging
@@ -185,3 +190,25 @@ def test_staging_is_taken_and_freed_in_order() -> None:
     assert staging.take(70) == 1000
     staging.used(0, 2)
     assert staging.take(40) is None and staging.take(30) == 1070
+
+
+def test_a_rank_without_descriptors_says_so_when_its_peers_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(socket.socket):
+        def accept(self) -> NoReturn:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def listen_in_vain(network: str) -> tuple[socket.socket, Address]:
+        listener, address = listen(network)
+        return Full(fileno=listener.detach()), address
+
+    monkeypatch.setattr(symmetric_network_setup, "listen", listen_in_vain)
+    world = ThreadWorld(2, timeout_s=1.5)
+
+    def job(comm: Communicator) -> str:
+        with pytest.raises(CommError) as told:
+            opened(comm)
+        return str(told.value)
+
+    for text in world.together([lambda c=c: job(c) for c in world.communicators()]):  # type: ignore[misc]
+        assert "rank 0: ranks [1] have not called within 1.5 s [kernel.timeout_s]; this rank cannot take" in text
+        assert "their calls: Too many open files [ulimit -n]" in text

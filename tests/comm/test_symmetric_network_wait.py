@@ -12,10 +12,10 @@ from moe_mk.comm.symmetric_network_wait import GRACE_S, WaitingForHosts
 from moe_mk.errors import CommError
 
 
-def waiting(near_dead: Callable[[], int | None], clock: Iterator[float]) -> WaitingForHosts:
+def waiting(near_dead: Callable[[], int | None], clock: Iterator[float], ended: str = "") -> WaitingForHosts:
     """Rank 3 awaits rank 0 of another host, which has said goodbye; rank 2 is on this host."""
     window = SimpleNamespace(arrived=threading.Event())
-    proxy: Any = SimpleNamespace(lost={}, fault=None, left={0}, window=window)
+    proxy: Any = SimpleNamespace(lost={}, fault=None, left={0: ended}, window=window, resuming=lambda: "")
     near: Any = None
     return WaitingForHosts(
         3, "combine", 7, "layers.3", near=near, near_dead=near_dead, far=frozenset({0, 1}), proxy=proxy,
@@ -40,8 +40,9 @@ def test_a_process_that_is_still_ending_is_named_and_not_who_left_because_of_it(
 
 def test_a_peer_that_left_of_its_own_is_named_after_a_moment() -> None:
     clock = count(0.0, GRACE_S / 4)
-    _, text = pauses_until_raised(waiting(lambda: None, clock))
-    assert "rank 3, phase 'combine', layer 'layers.3', peer 0: epoch 7: has closed its windows" in text
+    _, text = pauses_until_raised(waiting(lambda: None, clock, "link 1 has ended"))
+    start = "rank 3, phase 'combine', layer 'layers.3', peer 0: epoch 7: has closed its windows after link 1 has ended"
+    assert text == start
     assert GRACE_S < next(clock) < 30.0
 
 

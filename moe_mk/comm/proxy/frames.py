@@ -19,6 +19,10 @@ class LinkError(MoEMKError, RuntimeError):
     """A link that cannot be used: it has ended, nobody answered, or a frame was refused."""
 
 
+class LinkEnded(LinkError):
+    """The bytes have stopped: the connection was closed or reset. The same peer may be called again."""
+
+
 class FrameError(LinkError):
     """A frame that is refused before anything of it is written or allocated.
 

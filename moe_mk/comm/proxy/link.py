@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_mk.comm.proxy.frames import HEADER_BYTES, Frame, LinkError
+from moe_mk.comm.proxy.frames import HEADER_BYTES, Frame, LinkEnded, LinkError
 from moe_mk.comm.symmetric_words import words_of
 
 Land = Callable[[Frame], memoryview]
@@ -120,17 +120,22 @@ class PipeLink(Link):
         self._pipe.close()
 
     def progress(self, land: Land) -> Iterator[Frame]:
-        self._send()
-        received = 0
+        ended, received = None, 0
+        try:
+            self._send()
+        except LinkEnded as problem:
+            ended = problem  # what came before the end is still there to be read: a goodbye among it
         while received < self.TURN_BYTES:
             if len(self._queue) > self.MOST_QUEUED:
                 text = f"{len(self._queue)} messages wait to be sent: the peer asks and does not read the answers"
                 raise LinkError(text)
             frame = self._receive(land)
             if frame is None:
-                return
+                break
             received += HEADER_BYTES + frame.size
             yield frame
+        if ended is not None and frame is None:
+            raise ended
 
     def _send(self) -> None:
         while self._queue:

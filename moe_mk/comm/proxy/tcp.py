@@ -7,6 +7,7 @@ strangers are closed. Tokens travel in the clear, so they keep out who cannot li
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hmac
 import ipaddress
@@ -16,7 +17,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_mk.comm.proxy.frames import LinkError
+from moe_mk.comm.proxy.frames import LinkEnded, LinkError
 from moe_mk.comm.proxy.link import Pipe
 from moe_mk.errors import ConfigError
 
@@ -24,6 +25,8 @@ LOOPBACK = "127.0.0.0/8"
 MAGIC = b"moe-mk proxy 1\0\0"
 TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<16s{TOKEN_BYTES}sHHIQ")
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 15}
+"""A side that was not told of the end of a connection finds out after 2 s; 30 s without any answer end one."""
 _WELCOME = struct.Struct(f"<16s{TOKEN_BYTES}sQ")
 HELLO_BYTES, WELCOME_BYTES = _HELLO.size, _WELCOME.size
 _ASK_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
@@ -35,6 +38,9 @@ class TcpPipe(Pipe):
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, number in _KEEPALIVE.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, number)
         self._socket = connected
 
     def send(self, parts: list[memoryview]) -> int:
@@ -43,7 +49,7 @@ class TcpPipe(Pipe):
         except BlockingIOError:
             return 0
         except OSError as problem:
-            raise LinkError(f"sending failed: {problem.strerror or problem}") from problem
+            raise LinkEnded(f"sending failed: {problem.strerror or problem}") from problem
 
     def receive(self, into: memoryview) -> int:
         try:
@@ -51,9 +57,9 @@ class TcpPipe(Pipe):
         except BlockingIOError:
             return 0
         except OSError as problem:
-            raise LinkError(f"receiving failed: {problem.strerror or problem}") from problem
+            raise LinkEnded(f"receiving failed: {problem.strerror or problem}") from problem
         if not got:
-            raise LinkError("the connection was closed")
+            raise LinkEnded("the connection was closed")
         return got
 
     def close(self) -> None:
@@ -71,37 +77,32 @@ class Address:
     port: int
     token: bytes
 
-    def is_reachable(self, patience_s: float) -> bool | None:
-        """Whether anybody listens there still; None if nothing can be told in that time."""
-        try:
-            socket.create_connection((self.host, self.port), timeout=patience_s).close()
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return None
-        return True
-
 
 @dataclass(frozen=True)
 class Hello:
-    """What a caller says: who it is, which channel this is, and how many groups of the other side it has applied."""
+    """What a caller says: who it is, which channel this is, and how many groups of the other side it has applied.
+
+    attempt: how often it has called for this channel, from 1. A call that it has given up may be heard after a later
+    one; what that says was applied is out of date, and it is refused.
+    """
 
     token: bytes
     rank: int
     channel: int
+    attempt: int
     applied: int
 
     def pack(self) -> bytes:
         """HELLO_BYTES."""
-        return _HELLO.pack(MAGIC, self.token, self.rank, self.channel, 0, self.applied)
+        return _HELLO.pack(MAGIC, self.token, self.rank, self.channel, self.attempt, self.applied)
 
     @classmethod
     def unpack(cls, data: bytes, token: bytes) -> Hello:
         """Raises LinkError for a stranger."""
-        magic, theirs, rank, channel, _, applied = _HELLO.unpack(data)
+        magic, theirs, rank, channel, attempt, applied = _HELLO.unpack(data)
         if magic != MAGIC or not hmac.compare_digest(theirs, token):
             raise LinkError("a stranger has called")
-        return cls(theirs, rank, channel, applied)
+        return cls(theirs, rank, channel, attempt, applied)
 
 
 def welcome(token: bytes, applied: int) -> bytes:
@@ -109,46 +110,62 @@ def welcome(token: bytes, applied: int) -> bytes:
     return _WELCOME.pack(MAGIC, token, applied)
 
 
-def call(address: Address, hello: Hello, own_token: bytes, timeout_s: float) -> tuple[TcpPipe, int]:
+def call(
+    address: Address, hello: Hello, own_token: bytes, timeout_s: float, clock: Callable[[], float]
+) -> tuple[TcpPipe, int]:
     """Connect to a listening rank; the groups of ours that it has applied come with the pipe.
 
-    Raises LinkError where nobody answers in time or another answers.
+    timeout_s: for all of it. Raises LinkError where nobody listens or another answers, LinkEnded where it is worth
+    another attempt: no answer in time, a connection that was closed, no descriptor left in this process.
     """
-    where = f"{address.host}:{address.port}"
+    where, until = f"{address.host}:{address.port}", clock() + timeout_s
     try:
         connected = socket.create_connection((address.host, address.port), timeout=timeout_s)
     except OSError as problem:
         text = f"nobody answers at {where}: {problem.strerror or problem} [kernel.network names the addresses to use]"
-        raise LinkError(text) from problem
+        again = isinstance(problem, TimeoutError) or problem.errno in (errno.EMFILE, errno.ENFILE)
+        raise (LinkEnded if again else LinkError)(text) from problem
     try:
         connected.sendall(hello.pack())
         answer = b""
         while len(answer) < WELCOME_BYTES:
+            connected.settimeout(max(until - clock(), 0.001))
             piece = connected.recv(WELCOME_BYTES - len(answer))
             if not piece:
-                raise LinkError(f"{where} has hung up before it answered")
+                raise LinkEnded(f"{where} has hung up before it answered")
             answer += piece
         magic, token, applied = _WELCOME.unpack(answer)
         if magic != MAGIC or not hmac.compare_digest(token, own_token):
             raise LinkError(f"{where} is not the rank that was called")
         return TcpPipe(connected), applied
-    except (OSError, LinkError) as problem:
+    except LinkError:
         connected.close()
-        raise LinkError(str(problem)) from problem
+        raise
+    except OSError as problem:
+        connected.close()
+        raise LinkEnded(f"{where} has not answered: {problem.strerror or problem}") from problem
 
 
 def listen(network: str) -> tuple[socket.socket, Address]:
     """Listen on this host's address in a network, and on no other, at a port the system chooses."""
+    listener = listen_at(address_in(network), 0)
+    host, port = listener.getsockname()
+    return listener, Address(host, port, secrets.token_bytes(TOKEN_BYTES))
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket that listens there and does not block; 0 is a port the system chooses. Raises OSError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.bind((address_in(network), 0))
+        # Connections that were accepted at a port do not keep it from being listened at once more.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
         listener.listen(1024)
         listener.setblocking(False)
     except BaseException:
         listener.close()
         raise
-    host, port = listener.getsockname()
-    return listener, Address(host, port, secrets.token_bytes(TOKEN_BYTES))
+    return listener
 
 
 def network_of(network: str) -> ipaddress.IPv4Network:

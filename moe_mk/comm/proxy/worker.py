@@ -24,16 +24,12 @@ _STEPS = {"work_read": Step.WORK_READ, "data_read": Step.DATA_READ, "data_sent":
 
 Adopt = tuple[int, int, Pipe, Callable[[], int]]
 """Channel, peer, the pipe, and what gives the groups the peer has applied once its old link is closed."""
-Lost = Callable[[int, int, str], None]
-"""Told the peer, the channel and what ended the link; nothing ended one that has begun."""
-
-
-class Stopped(BaseException):
-    """Ends a worker at once, wherever it is, as a crash does. For tests that kill one at a chosen step."""
+Lost = Callable[[int, int, LinkError | None], None]
+"""Called with the peer, the channel and what ended the link; None: one has begun."""
 
 
 class Worker:
-    """One thread of a proxy. What it knows of commands and peers lies in its exchanges, which outlive it."""
+    """One thread of a proxy. All it knows of commands and peers lies in its exchanges."""
 
     def __init__(self, exchanges: list[Exchange], lost: Lost, failed: Callable[[BaseException], None]) -> None:
         self._exchanges = {exchange.channel.number: exchange for exchange in exchanges}
@@ -55,7 +51,7 @@ class Worker:
         """Begin to work."""
         self._epoll.register(self.doorbell.fileno(), select.EPOLLIN)
         if self._door:
-            self._epoll.register(self._door.listener.fileno(), select.EPOLLIN)
+            self._epoll.register(self._door.fileno(), select.EPOLLIN)
         self._thread.start()
 
     def adopt(self, channel: int, peer: int, pipe: Pipe, applied: Callable[[], int]) -> None:
@@ -71,7 +67,7 @@ class Worker:
         self.stop()
 
     def stop(self) -> None:
-        """End the thread where it stands; what is in the air is lost, what is committed is not."""
+        """End the thread where it stands."""
         self._stop.set()
         self.doorbell.ring()
         self._thread.join()
@@ -87,18 +83,20 @@ class Worker:
                 self._turn()
             if self._leaving.is_set():
                 self._go()
-        except Stopped:
-            pass
         except BaseException as problem:  # told to whoever waits
             self._failed(problem)
         finally:
             for exchange, peer in list(self._links.values()):
                 self._drop(exchange, peer)
+            for _, _, pipe, _ in self._adoptions:
+                pipe.close()
             self._epoll.close()
 
     def _turn(self) -> None:
         while self._adoptions:
             self._take_in(*self._adoptions.popleft())
+        if self._door:
+            self._door.tend()
         worked = False
         for exchange in self._exchanges.values():
             worked |= exchange.send()
@@ -124,7 +122,7 @@ class Worker:
             return exchange.arrive(peer)
         except LinkError as problem:
             self._drop(exchange, peer)
-            self._lost(peer, exchange.channel.number, str(problem))
+            self._lost(peer, exchange.channel.number, problem)
             return True
 
     def _wait(self, seconds: float) -> None:
@@ -144,8 +142,7 @@ class Worker:
             for exchange, peer in list(self._links.values()):
                 self._move(exchange, peer)
             self._watch_writers()
-            busy = self._door is not None and self._door.is_busy
-            events = self._epoll.poll(LINGER_S if busy else LONGEST_SLEEP_S)
+            events = self._epoll.poll(LONGEST_SLEEP_S)
         self.doorbell.is_awaited = False
         self._heard(events)
 
@@ -153,7 +150,7 @@ class Worker:
         descriptors = {descriptor for descriptor, _ in events}
         if self.doorbell.fileno() in descriptors:
             self.doorbell.hear()
-        if self._door and (self._door.is_busy or self._door.listener.fileno() in descriptors):
+        if self._door and self._door.fileno() in descriptors:
             self._door.answer()
 
     def _watch_writers(self) -> None:
@@ -171,11 +168,11 @@ class Worker:
             exchange.channel.begin_anew(peer, self._link(exchange, pipe), applied())
         except LinkError as problem:
             pipe.close()
-            self._lost(peer, exchange.channel.number, str(problem))
+            self._lost(peer, exchange.channel.number, problem)
             return
         self._links[pipe.fileno()] = (exchange, peer)
         self._epoll.register(pipe.fileno(), select.EPOLLIN)
-        self._lost(peer, channel, "")
+        self._lost(peer, channel, None)
 
     def _link(self, exchange: Exchange, pipe: Pipe) -> Link:
         def on_sent(frame: Frame, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 
@@ -343,3 +344,66 @@ def test_one_sided_and_two_sided_give_the_same_bytes() -> None:
     receiver.commit(TransferCommand(Op.GET, 0, 5000, 0, receiver.flag(0)))
     run(receiver, sender)
     assert receiver.window.registered[:5000] == theirs.window.registered[:5000] == sender.window.registered[300:5300]
+
+
+def resume(zero: End, one: End, draw: random.Random) -> None:
+    """What two proxies do with a link that has ended: both drop it, then tell each other what they have applied.
+
+    The answer of the one that is called may be lost: it has gone on then, and is called once more.
+    """
+    for end, peer in ((zero, 1), (one, 0)):
+        old = end.exchange.channel.streams[peer].link
+        assert old is not None
+        old.close()
+    while True:
+        caller, called = links("tcp")
+        by_one = one.exchange.channel.streams[0].inbox.applied
+        by_zero = zero.exchange.channel.streams[1].inbox.applied
+        zero.exchange.channel.begin_anew(1, called, by_one)
+        for _ in range(draw.randint(0, 3)):
+            with contextlib.suppress(LinkError):
+                zero.turn()
+        if draw.random() < 0.7:
+            one.exchange.channel.begin_anew(0, caller, by_zero)
+            return
+        caller.close(), called.close()
+
+
+@pytest.mark.row(148)
+@pytest.mark.parametrize("seed", range(40))
+def test_whenever_a_link_ends_each_group_is_applied_once_and_in_order(seed: int) -> None:
+    """Both ranks put, add, store and get; the link ends after any number of turns, with anything under way."""
+    draw = random.Random(seed)
+    zero, one = joined(most_bytes=draw.choice((300, 1 << 20)))
+    fill(zero, seed), fill(one, seed + 1)
+    sums, gets, words = [0, 0], [], [0, 0]
+    expected = [bytearray(zero.window.registered[:8000]), bytearray(one.window.registered[:8000])]
+    for number in range(1, 400):
+        me = draw.randrange(2)
+        end, peer = (zero, one)[me], 1 - me
+        kind = draw.random()
+        if kind < 0.4:
+            source, at, size = draw.randrange(9000, 30_000), draw.randrange(7000), draw.randrange(1, 900)
+            end.commit(put(peer, source, at, size))
+            expected[peer][at : at + size] = end.window.registered[source : source + size]
+        elif kind < 0.7:
+            end.commit(add(peer, 1, number))
+            sums[peer] += number
+        elif kind < 0.9:
+            end.commit(store(peer, 3, number))
+            words[peer] = number
+        elif kind < 0.93:
+            to = 40_000 + 60 * len(gets)
+            end.commit(TransferCommand(Op.GET, peer, 60, to, 30_100))
+            gets.append((end, to, bytes((zero, one)[peer].window.registered[30_100:30_160])))
+        for end in draw.sample((zero, one), draw.randint(0, 2)):
+            end.turn()
+        if draw.random() < 0.1:
+            draw.choice((zero, one)).exchange.close_groups()
+        if draw.random() < 0.1:
+            resume(zero, one, draw)
+    run(zero, one)
+    assert [end.window.counters.value(1) for end in (zero, one)] == sums
+    assert [end.flag(3) for end in (zero, one)] == words
+    assert [bytes(end.window.registered[:8000]) for end in (zero, one)] == [bytes(each) for each in expected]
+    assert all(bytes(end.window.registered[to : to + 60]) == brought for end, to, brought in gets) and gets
