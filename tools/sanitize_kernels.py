@@ -1,7 +1,8 @@
-"""Run the native CPU kernels over random layers under AddressSanitizer and UndefinedBehaviourSanitizer.
+"""Run the native CPU kernels over random layers and exchanges under AddressSanitizer and UndefinedBehaviourSanitizer.
 
-Builds moe_mk/kernels/csrc with a driver (csrc/fuzz/main.cpp) into a temporary folder, once with this machine's
-instruction sets and once with AMX imitated in software, and runs both. Exit status 0: clean.
+Builds moe_mk/kernels/csrc with a driver (csrc/fuzz) into a temporary folder, once with this machine's instruction sets
+and once with AMX imitated in software, and runs both. The exchange of rows runs against peers that store any counts,
+offsets, epochs and slots, before a call and while it runs. Exit status 0: clean.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SANITIZE = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build and run; print what is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=150, help="random layers, routings and quantisations")
+    parser.add_argument("--rounds", type=int, default=150, help="random layers, routings, quantisations and exchanges")
     parser.add_argument("--seed", type=int, default=0, help="the first round's seed")
     options = parser.parse_args(arguments)
     compiler = find_compiler(shutil.which)
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build(compiler: Compiler, folder: Path, *, emulate_amx: bool) -> Path:
     """Compile every source and the driver with the sanitizers on; return the program."""
     listed = list(units(emulate_amx=emulate_amx, extra=SANITIZE))
-    listed.append(Unit(SOURCES / "fuzz" / "main.cpp", ("-std=c++17", "-pthread", *SANITIZE)))
+    listed += [
+        Unit(SOURCES / "fuzz" / name, ("-std=c++17", "-pthread", *SANITIZE)) for name in ("main.cpp", "peers.cpp")
+    ]
     objects = [folder / f"{unit.source.stem}.o" for unit in listed]
     for unit, target in zip(listed, objects, strict=True):
         subprocess.run([compiler.path, *unit.flags, "-c", str(unit.source), "-o", str(target)], check=True)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_mk.comm import LockstepWorld
 from moe_mk.errors import CommError
-from moe_mk.flight import interleave, land
+from moe_mk.flight import Flight, interleave, land
 from moe_mk.kernels.native import exchange, loaded, reasons_against
 from moe_mk.prepare_finalize.one_sided import OneSided
 from moe_mk.prepare_finalize.one_sided_lane import Lane
 from moe_mk.quant import FP32
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.tokens import RowTokens
+from moe_mk.tokens import Routing, RowTokens
 from tests.prepare_finalize.one_sided_compared import WIRES
 from tests.prepare_finalize.one_sided_ranks import EXPERTS, TOP_K, context, drawn, scaled
 
@@ -147,3 +153,75 @@ def test_scales_weights_and_values_are_data_whatever_their_bits(way: str, wire: 
     tokens = land(flights[0])
     assert isinstance(tokens, RowTokens)
     assert bool(tokens.weights_RK[-count:].isnan().all()) and tokens.ids_RK.amin() >= -1
+
+
+@contextmanager
+def rewriting(lane: Lane, flag: int, honest: int, hostile: int, slot_at: int) -> Iterator[None]:
+    """A peer that stores its flag at rank 0 over and over, and a slot in the tail of a row, honest and hostile."""
+    slot, done = lane.heap.data(0, slot_at, 4).numpy().view("int32"), threading.Event()
+    good = int(slot[0])
+
+    def store() -> None:
+        while not done.is_set():
+            for count, number in ((hostile, INT_MAX), (honest, good)):
+                lane.heap.signal(0, flag, lane.epoch, count)
+                slot[0] = number
+
+    thread, before = threading.Thread(target=store), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("wire,dtype", WIRES, ids=NAMES)
+def test_words_that_change_during_a_call_give_the_right_rows_or_an_error(
+    way: str, wire: QuantScheme, dtype: Plain
+) -> None:
+    batches = [drawn(rank, TOKENS, dtype.dtype) for rank in range(2)]
+    honest = two_ranks(wire, dtype)
+    (rows, _), (y_TH, _) = both_halves(honest, batches)
+    outcomes = []
+    for _ in range(12):
+        made = two_ranks(wire, dtype)
+        flights = [t.prepare(*batch) for t, batch in zip(made, batches, strict=True)]
+        for flight in flights:
+            next(flight)
+        lane = lane_of(made[1], way)
+        tails, count = lane.tails_at(1), lane.heap._words.load(lane.heap._flag_at(0, 1)) & 0xFFFFFFFF
+        with rewriting(lane, 1, count, ROOM + 1, tails + made[1]._size.scales):
+            outcomes.append(outcome_of(flights[0]))
+        found = outcomes[-1]
+        if isinstance(found, CommError):
+            continue
+        assert isinstance(found, RowTokens) and torch.equal(found.ids_RK, rows.ids_RK)
+        assert torch.equal(found.x_RH.values.view(torch.uint8), rows.x_RH.values.view(torch.uint8))
+        other = land(flights[1])
+        finals = [t.finalize(scaled(x, dtype.dtype), x) for t, x in zip(made, (found, other), strict=True)]  # type: ignore[arg-type]
+        for flight in finals:
+            next(flight)
+        with rewriting(lane, 2 + 1, 0, 1, tails + made[1]._size.scales):
+            outcomes.append(outcome_of(finals[0]))
+        assert isinstance(outcomes[-1], CommError) or torch.equal(outcomes[-1], y_TH)  # type: ignore[arg-type]
+    assert {type(found) for found in outcomes} <= {CommError, RowTokens, torch.Tensor}
+
+
+def both_halves(made: list[OneSided], batches: list[tuple[Tensor, Routing]]) -> tuple[list[RowTokens], list[Tensor]]:
+    """What ranks receive, copied, and what comes home to them."""
+    tokens = interleave([t.prepare(*batch) for t, batch in zip(made, batches, strict=True)])
+    rows = [each for each in tokens if isinstance(each, RowTokens)]
+    kept = [replace(each, x_RH=replace(each.x_RH, values=each.x_RH.values.clone())) for each in rows]
+    dtype = made[0].context.dtype.dtype
+    home = [t.finalize(scaled(each, dtype), each) for t, each in zip(made, rows, strict=True)]
+    return kept, interleave(home)
+
+
+def outcome_of(flight: Flight[Any]) -> object:
+    try:
+        return land(flight)
+    except CommError as error:
+        return error

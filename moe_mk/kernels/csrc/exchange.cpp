@@ -159,7 +159,7 @@ Status receive_from(const MoeMkWindows& w, const MoeMkReceive& c, int source, in
   if (from != to) std::memcpy(to, from, size_t(count * c.value_bytes));
   for (int64_t row = 0; row < count; ++row) {
     const uint8_t* tail = w.tails_from[source] + row * tail_bytes;
-    std::memcpy(c.scales + (first + row) * c.scale_bytes, tail, size_t(c.scale_bytes));
+    if (c.scale_bytes != 0) std::memcpy(c.scales + (first + row) * c.scale_bytes, tail, size_t(c.scale_bytes));
     std::memcpy(c.ids + (first + row) * ids_bytes, tail + c.scale_bytes, size_t(ids_bytes));
     std::memcpy(c.weights + (first + row) * ids_bytes, tail + c.scale_bytes + ids_bytes, size_t(ids_bytes));
     if (Status status = check_slots(w, c, source, row, c.ids + (first + row) * ids_bytes); status != kOk) return status;

@@ -1,4 +1,4 @@
-// Random layers through every kernel of the ABI, for the sanitizers: tools/sanitize_kernels.py builds and runs it.
+// Random layers and exchanges through every kernel of the ABI, for the sanitizers: tools/sanitize_kernels.py builds and runs it.
 // Every buffer is its own heap block of exactly the size the ABI asks for, so that one byte beyond is caught.
 // Also checks what needs no reference: unpack(pack(w)) = w, bits independent of threads, instruction sets agree.
 #include <cmath>
@@ -14,6 +14,10 @@
 #include "../formats.h"
 
 using namespace moe_mk;
+
+namespace moe_mk::fuzz {
+void exchange(int seed);  // peers.cpp
+}
 
 namespace {
 
@@ -256,6 +260,7 @@ int main(int argc, char** argv) {
     routing(seed);
     whole(seed);
     quantising(seed);
+    fuzz::exchange(seed);
   }
   // Four calls at once, each with threads of its own, then everything given back.
   std::vector<std::thread> callers;
