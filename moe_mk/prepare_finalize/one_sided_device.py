@@ -147,9 +147,7 @@ class OneSidedDevice(PrepareFinalize):
         c, windows = self.context, lane.windows
         rows_RB = windows.rows(lane.own).view(-1, windows.row_bytes)[:, : self._packed]
         x_RH, physical_RK, weights_RK = unpack(rows_RB, c.wire, c.hidden_size, c.top_k)
-        place_X = torch.arange(windows.max_rows, dtype=torch.int32, device=lane.device)
-        filled_R = (place_X < counts_W[:, None]).flatten()
-        physical_RK = torch.where(filled_R[:, None], physical_RK, -1)
+        physical_RK = lane.checked(counts_W, physical_RK, c.tables.rank_of_P.shape[0])
         sums_RH = windows.sums(lane.own).view(-1, windows.sum_bytes).view(c.dtype.dtype)
         rows = self.local_rows(x_RH, physical_RK, weights_RK, WayHome(lane, slots_WT, sums_RH))
         return RowTokens(rows.x_RH, rows.ids_RK, rows.weights_RK, rows.num_slots, rows.handle, sums_RH)

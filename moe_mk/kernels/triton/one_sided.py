@@ -115,6 +115,8 @@ def await_flags(
 ) -> tuple[Tensor, Tensor]:
     """Wait for the flags of all ranks. Returns counts (int32) and ON_TIME or LATE of each; a late one counts nothing.
 
+    Counts are what peers stored, up to 2^31 - 1: whoever uses one as a size compares it with `max_rows` first.
+
     sums: wait for what `show` raises, else for what `send_rows` does. active_W: int32, 0 for ranks that nobody waits
     for; read at every launch. Never traps: who was late is read when it suits.
     """
@@ -190,7 +192,7 @@ def _await_flags(
         word = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         looked += 1
     late = (word >> 32) < call
-    tl.store(counts_ptr + source, tl.where(late, 0, word & 0x7FFFFFFF).to(tl.int32))
+    tl.store(counts_ptr + source, tl.where(late, 0, tl.minimum(word & 0xFFFFFFFF, 0x7FFFFFFF)).to(tl.int32))
     tl.store(status_ptr + source, late.to(tl.int32))
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
-from moe_mk.flight import interleave, land
+from moe_mk.flight import Flight, interleave, land
+from moe_mk.kernels.triton.one_sided import FLAG_BYTES
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.one_sided_device import OneSidedDevice
 from moe_mk.quant import BF16, FP32
@@ -22,7 +23,7 @@ from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.processes import RankWorld
-from moe_mk.tokens import Routing, RowTokens
+from moe_mk.tokens import Routing, RowTokens, Tokens
 from tests.prepare_finalize.one_sided_ranks import EXPERTS, TOP_K, context, scaled, there_and_back
 
 HIDDEN, TOKENS = 128, 4
@@ -95,6 +96,47 @@ def test_a_rank_that_stays_away_is_named_by_the_next_call_and_may_be_left_out() 
     lane._late_2W.zero_()
     for _ in range(2):
         assert torch.equal(land(there_and_back(fresh, *batch)), alone), "experts of rank 0 alone, and no complaint"
+
+
+@pytest.mark.parametrize("value", [TOKENS + 1, 0x7FFFFFFF, -1, -0x80000000])
+def test_a_count_beyond_the_window_leaves_its_rows_out_and_is_named_by_the_next_call(value: int) -> None:
+    made, flights = sent()
+    (lane,) = made[0]._lanes
+    lane.own[FLAG_BYTES : FLAG_BYTES + 4].copy_(torch.tensor([value], dtype=torch.int64).view(torch.uint8)[:4])
+    tokens = land(flights[0])
+    assert isinstance(tokens, RowTokens) and bool((tokens.ids_RK[TOKENS:] == -1).all())
+    assert bool((tokens.ids_RK[:TOKENS] >= 0).any()), "rows of this rank are there"
+    lane.busy = False
+    count = min(value % (1 << 32), 0x7FFFFFFF)
+    text = rf"rank 0, phase 'dispatch', peer 1: epoch 1: sent {count} rows into a region of {TOKENS}"
+    with pytest.raises(CommError, match=text):
+        land(made[0].prepare(*drawn(0, 2)))
+
+
+@pytest.mark.parametrize("value", [EXPERTS, 0x7FFFFFFF, -2, -0x80000000])
+def test_an_id_of_no_expert_goes_nowhere_and_is_named_by_the_next_call(value: int) -> None:
+    made, flights = sent()
+    (lane,) = made[0]._lanes
+    ids_at = 4 * HIDDEN + 4
+    row = lane.windows.rows(lane.own)[1, 2]
+    row[ids_at : ids_at + 4].copy_(torch.tensor([value], dtype=torch.int32).view(torch.uint8))
+    tokens = land(flights[0])
+    assert isinstance(tokens, RowTokens) and int(tokens.ids_RK[TOKENS + 2, 1]) == -1
+    assert int(tokens.ids_RK.amin()) == -1 and int(tokens.ids_RK.amax()) < EXPERTS // 2
+    lane.busy = False
+    text = rf"rank 0, phase 'dispatch', peer 1: epoch 1: a row is for expert {value}, out of range \(0 <= expert < 8"
+    with pytest.raises(CommError, match=text):
+        land(made[0].prepare(*drawn(0, 2)))
+
+
+def sent() -> tuple[list[Hasty], list[Flight[Tokens]]]:
+    """Two ranks that have sent every token to expert 0 of each; nobody has looked yet."""
+    made = [Hasty(small(comm)) for comm in LockstepWorld(2).communicators()]
+    routing = Routing(torch.tensor([[0, 4, -1]] * TOKENS, dtype=torch.int32), torch.ones((TOKENS, TOP_K)))
+    flights = [each.prepare(torch.ones((TOKENS, HIDDEN)), routing) for each in made]
+    for flight in flights:
+        next(flight)
+    return made, flights
 
 
 def test_what_cannot_be_served_is_refused() -> None:
