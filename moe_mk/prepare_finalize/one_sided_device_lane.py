@@ -85,9 +85,9 @@ class DeviceLane:
         self._num_experts, max_rows = num_experts, self.windows.max_rows
         too_many_W = counts_W > max_rows
         self._note(0, too_many_W, counts_W)
-        place_M = torch.arange(max_rows, dtype=torch.int32, device=self.device)
-        filled_WM = place_M < counts_W.masked_fill(too_many_W, 0)[:, None]
-        ids_WX = torch.where(filled_WM.flatten()[:, None], ids_RK, -1).view(self.size, -1)
+        place_X = torch.arange(max_rows, dtype=torch.int32, device=self.device)
+        filled_WX = place_X < counts_W.masked_fill(too_many_W, 0)[:, None]
+        ids_WX = torch.where(filled_WX.flatten()[:, None], ids_RK, -1).view(self.size, -1)
         out_WX = (ids_WX < -1) | (ids_WX >= num_experts)
         first_W1 = out_WX.to(torch.int32).argmax(dim=1, keepdim=True)
         self._note(2, out_WX.any(dim=1), ids_WX.gather(1, first_W1)[:, 0])
