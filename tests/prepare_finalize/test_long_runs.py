@@ -24,6 +24,8 @@ HIDDEN, MOST_TOKENS, BATCHES = 32, 12, 61
 MOST_GROWTH, MOST_BYTES = 40, 1 << 20
 """What a container may be longer by, as queues are fuller at one time than at another; and bytes of a whole process."""
 LONG = 20_000
+SLOW = (pytest.mark.slow, pytest.mark.timeout(3600))
+"""Two minutes, the limit of every other test, are not enough where other work has the cores."""
 QUICK = {"all_to_all": 2000, "all_gather": 2000, "one_sided": 2000, "hierarchical": 300, "one_sided_network": 300}
 """Calls that take a second or two."""
 
@@ -67,9 +69,7 @@ def batches(rank: int) -> list[tuple[torch.Tensor, Routing]]:
     return [drawn(1000 * rank + n, size, torch.float32, HIDDEN) for n, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize(
-    "name,calls", [*QUICK.items(), *(pytest.param(name, LONG, marks=pytest.mark.slow) for name in QUICK)]
-)
+@pytest.mark.parametrize("name,calls", [*QUICK.items(), *(pytest.param(name, LONG, marks=SLOW) for name in QUICK)])
 def test_ranks_of_one_process_keep_no_more_after_many_calls(name: str, calls: int) -> None:
     world = world_of(PREPARE_FINALIZE[name].traits, 4 if name == "hierarchical" else 2)
     ranks = [made(name, comm) for comm in world.communicators()]
@@ -99,7 +99,7 @@ def grows_on_processes(rank: int, names: tuple[str, ...], calls: int) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("calls", [300, pytest.param(LONG, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [300, pytest.param(LONG, marks=SLOW)])
 def test_processes_that_share_memory_keep_no_more_after_many_calls(calls: int) -> None:
     """Two ranks on one host and one on another: rows go through shared windows and over sockets."""
     names = ("one_sided", "one_sided_network")
