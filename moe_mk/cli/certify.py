@@ -16,6 +16,7 @@ from moe_mk.cli.exits import MISMATCH, OK
 from moe_mk.cli.outputs import expect_outputs
 from moe_mk.cli.screen import Screen
 from moe_mk.errors import ConfigError
+from moe_mk.files import read_json
 from moe_mk.testing.certificate import Certificate
 from moe_mk.testing.certify import certify
 
@@ -81,7 +82,7 @@ def _tell(screen: Screen, certificate: Certificate, out: Path, differing: list[s
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        read = read_json(file)
         words, _ = [one[name] for one in read["coverage"] for name in ("check", "digest")], read["contract"]
         if not all(isinstance(word, str) for word in words):
             raise TypeError("checks and digests must be texts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_mk.errors import ConfigError
+from moe_mk.files import INDEX_BYTES, expect_small_header, read_json
 from moe_mk.trace.foreign import read_npy, read_pt
 from moe_mk.trace.importers import import_trace
 from moe_mk.trace.routing import Phase, RoutingTrace, TraceError
@@ -77,7 +77,7 @@ def read_loads(file: Path) -> NDArray[np.float64]:
 
 
 def _from_json(file: Path) -> object:
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file, INDEX_BYTES)
     return _named(content, file) if isinstance(content, dict) else content
 
 
@@ -86,6 +86,7 @@ def _from_npy(file: Path) -> object:
 
 
 def _from_safetensors(file: Path) -> object:
+    expect_small_header(file)
     with safe_open(str(file), framework="pt", device="cpu") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return _named(tensors, file).to(torch.float64).numpy()  # type: ignore[attr-defined]

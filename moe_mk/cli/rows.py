@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.files import expect_small_header
 from moe_mk.shapes import expect
 from moe_mk.trace.foreign import read_npy
 
@@ -46,6 +47,7 @@ def _read_npy(file: Path) -> Tensor:
 
 
 def _read_safetensors(option: str, file: Path, name: str) -> Tensor:
+    expect_small_header(file)
     with safe_open(str(file), framework="pt", device="cpu") as opened:
         names = list(opened.keys())
         if len(names) != 1 and name not in names:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moe_mk.errors import ConfigError
+from moe_mk.files import read_json, read_yaml
 from moe_mk.registry import did_you_mean
 
 SHOWN = 1000
@@ -40,17 +39,12 @@ class Settings(BaseModel):
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file that holds one mapping; raises ConfigError otherwise.
-
-    Beside their own errors, the readers raise ValueError for a number of thousands of digits and for a day that is in
-    no calendar, and RecursionError for thousands of brackets inside each other.
-    """
+    """Read a YAML or JSON file that holds one mapping; raises ConfigError otherwise. `moe_mk.files` has the limits."""
     if not path.is_file():
         raise ConfigError(f"{path} is not a file")
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
+        data = read_json(path) if path.suffix == ".json" else read_yaml(path)
+    except (OSError, ValueError) as problem:
         raise ConfigError(f"{path} cannot be read: {problem}") from problem
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a {type(data).__name__}, expected a mapping of settings")

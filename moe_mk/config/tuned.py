@@ -6,7 +6,6 @@ the tuned range nothing is extrapolated.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -18,6 +17,7 @@ from typing import Any
 
 from moe_mk.config.shipped import config_folder
 from moe_mk.errors import ConfigError
+from moe_mk.files import read_json
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP4, MXFP8
@@ -119,7 +119,7 @@ def load_measured(path: Path, command: str) -> Measured:
         LOGGER.info("no tuned parameters in %s; built-in ones serve. To measure: %s", path, command)
         return Measured()
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))["points"]
+        given = read_json(path)["points"]
         return Measured(_points(given))
     except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as problem:
         raise ConfigError(f"{path} holds no tuned points: {type(problem).__name__}: {problem}; run {command}") from None

@@ -20,6 +20,7 @@ from typing import Any
 from moe_mk.config.shipped import config_folder
 from moe_mk.config.tuned import between, nearest, top_k_in
 from moe_mk.errors import ConfigError
+from moe_mk.files import read_json
 from moe_mk.kernels.triton.tile import Tile
 
 LOGGER = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ def load_tuned(
 def _read(file: Path, choices: int | None, case: Case) -> tuple[Point, ...]:
     """The points of one file; those of a session count tokens, each of which has `choices` experts."""
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))["points"]
+        given = read_json(file)["points"]
         if choices is None:
             return _points(given)
         share = choices / case.num_slots

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.trace.foreign import num_experts_of, read_arrays, read_pt, resized
+from moe_mk.trace.foreign import num_experts_of, read_arrays, read_pt, resized, signed
 from moe_mk.trace.importers_megatron import from_megatron, from_router_tensors
 from moe_mk.trace.routing import RoutingTrace
 from moe_mk.trace.routing_forward import Phase, TracedForward, TraceError, TraceFacts
@@ -106,7 +106,7 @@ def from_arrays(
         )
     if weights is not None and weights.shape != ids.shape:
         raise TraceError(f"weights have shape {tuple(weights.shape)}, ids have {tuple(ids.shape)}")
-    ids = ids.long()
+    ids = signed(ids)
     shape = (1,) * (4 - ids.dim()) + tuple(ids.shape)
     grid, weighed = ids.reshape(shape), None if weights is None else weights.reshape(shape)
     forwards = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.trace.foreign import num_experts_of, resized
+from moe_mk.files import parse_json, read_lines
+from moe_mk.trace.foreign import num_experts_of, resized, signed
 from moe_mk.trace.routing import RoutingTrace
 from moe_mk.trace.routing_forward import Phase, TracedForward, TraceError, TraceFacts
+from moe_mk.trace.routing_pack import id_dtype
 
 LAYER = re.compile(r"(?:^|[^a-z])layers?[^0-9a-z]?(\d+)(?:\D|$)", re.IGNORECASE)
 KINDS = {
@@ -24,6 +25,8 @@ KINDS = {
     "topk_weights": "weights", "top_scores": "weights", "scores": "weights",
 }  # fmt: skip
 """What the last word of a tensor's name says it is. map and probs are (T, E), ids and weights (T, K)."""
+PIECE = 1 << 20
+"""Entries of a map that are sorted at a time."""
 FIELDS = {"step": int, "layer": int, "rank": int, "topk": int, "top_indices": list}
 """What a line of a routing trace must hold."""
 
@@ -89,14 +92,17 @@ def from_router_tensors(
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     """Every line as a record whose top_indices are a tensor (T, K)."""
-    records = []
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise TraceError(f"{file} cannot be read: {problem}") from problem
-    for number, line in enumerate(lines, 1):
+    records: list[dict[str, Any]] = []
+    lines = enumerate(read_lines(file), 1)
+    while True:
         try:
-            record = json.loads(line)
+            number, line = next(lines)
+        except StopIteration:
+            return records
+        except (OSError, ValueError) as problem:
+            raise TraceError(f"{file} cannot be read: {problem}") from problem
+        try:
+            record = parse_json(line)
             wrong = [name for name, kind in FIELDS.items() if not isinstance(record.get(name), kind)]
             if not wrong:
                 ids = torch.tensor(record["top_indices"], dtype=torch.int64, device="cpu")
@@ -106,7 +112,6 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         if wrong:
             raise TraceError(f"{file}, line {number} lacks {', '.join(wrong)}, or has them in another kind")
         records.append(record)
-    return records
 
 
 def _rows_of(where: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -119,14 +124,23 @@ def _rows_of(where: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | 
             raise TraceError(
                 f"{where}: indices are {ids.dtype} {tuple(ids.shape)}, weights {sizes}; expected two (T, K)"
             )
-        return ids.long(), None if weights is None else weights.to(torch.float32)
+        return signed(ids), None if weights is None else weights.to(torch.float32)
     chosen, probs = found["map"].bool(), found.get("probs")
     if chosen.dim() != 2 or (probs is not None and probs.shape != chosen.shape):
         sizes = None if probs is None else tuple(probs.shape)
         raise TraceError(f"{where}: routing_map has shape {tuple(chosen.shape)}, probs {sizes}; expected two (T, E)")
     top_k = max(int(chosen.sum(1).max()) if len(chosen) else 1, 1)
-    # True before False, and in order among equals: chosen experts first, ascending.
-    order_TK = torch.argsort(chosen.to(torch.uint8), dim=1, descending=True, stable=True)[:, :top_k]
-    there_TK = chosen.gather(1, order_TK)
-    ids_TK = torch.where(there_TK, order_TK, -1)
-    return ids_TK, None if probs is None else probs.to(torch.float32).gather(1, order_TK) * there_TK
+    num_tokens, num_experts = chosen.shape
+    ids_TK = torch.empty((num_tokens, top_k), dtype=id_dtype(num_experts), device="cpu")
+    weights_TK = None if probs is None else torch.empty((num_tokens, top_k), dtype=torch.float32, device="cpu")
+    step = max(PIECE // max(num_experts, 1), 1)  # in pieces: sorting takes ten times as much as a map
+    for start in range(0, num_tokens, step):
+        piece_TE = chosen[start : start + step]
+        # True before False, and in order among equals: chosen experts first, ascending.
+        order_TK = torch.argsort(piece_TE.to(torch.uint8), dim=1, descending=True, stable=True)[:, :top_k]
+        there_TK = piece_TE.gather(1, order_TK)
+        ids_TK[start : start + step] = torch.where(there_TK, order_TK, -1)
+        if probs is not None and weights_TK is not None:
+            part_TE = probs[start : start + step].to(torch.float32)
+            weights_TK[start : start + step] = part_TE.gather(1, order_TK) * there_TK
+    return ids_TK, weights_TK

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_mk.files import expect_small_header, parse_json
 from moe_mk.trace.routing_forward import TraceError
 
 FORMAT, VERSION = "moe_mk routing trace", 1
@@ -44,18 +45,21 @@ def save(path: Path, header: Mapping[str, object], tensors: Mapping[str, Tensor]
 def load(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     """Header and tensors of one file; raises TraceError unless every byte is as it was written."""
     try:
+        expect_small_header(path)
         with safe_open(str(path), framework="pt", device="cpu") as opened:
             metadata = dict(opened.metadata() or {})
             _check_kind(path, metadata)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as problem:
+    except TraceError:
+        raise
+    except (OSError, ValueError, SafetensorError) as problem:
         raise TraceError(f"trace {path} is damaged, or no safetensors file: {problem}") from problem
     text = metadata.get("header", "")
     if digest(text, tensors) != metadata.get("digest"):
         raise TraceError(f"trace {path} is damaged: its content does not have the digest it was written with")
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as problem:
+        header = parse_json(text)
+    except ValueError as problem:
         raise TraceError(f"trace {path} has a header that is not JSON: {problem}") from problem
     if not isinstance(header, dict):
         raise TraceError(f"trace {path} has a header of {type(header).__name__}, expected names with values")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.config.tuned import Candidate
+from moe_mk.files import parse_json, read_lines
 from moe_mk.tuning.judge import Rounds, Trial
 
 
@@ -18,7 +19,7 @@ class Parts:
     def __init__(self, file: Path, case: str) -> None:
         self.file, self.case = file, case
         self._trials: dict[str, Trial] = {}
-        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        for line in read_lines(file) if file.is_file() else []:
             self._take(line)
 
     def __len__(self) -> int:
@@ -40,10 +41,10 @@ class Parts:
         """Forget the file: all of it stands in the tuned one."""
         self.file.unlink(missing_ok=True)
 
-    def _take(self, line: str) -> None:
+    def _take(self, line: bytes) -> None:
         """A line that was cut off, or written by another method, is left out."""
         try:
-            held: Mapping[str, Any] = json.loads(line)
+            held: Mapping[str, Any] = parse_json(line)
             if held["case"] != self.case:
                 return
             rounds = tuple((float(before), float(its)) for before, its in held["rounds"])

@@ -7,7 +7,6 @@ issue 52192).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 from moe_mk.config.tuned import MOST_TOKENS
 from moe_mk.errors import ConfigError
+from moe_mk.files import read_json
 
 NAME = re.compile(
     r"^E=(?P<experts>\d+),N=(?P<inner>\d+),device_name=(?P<device>[^,]+)"
@@ -55,7 +55,7 @@ def read_vllm(path: str | Path) -> VllmTuned:
     if named is None:
         raise ConfigError(f"{path.name} is no name of a tuned file of vLLM: E=..,N=..,device_name=..[,dtype=..].json")
     try:
-        data = dict(json.loads(path.read_text(encoding="utf-8")))
+        data = dict(read_json(path))
         version = data.pop(VERSION, None)
         sizes = {int(tokens): dict(parameters) for tokens, parameters in data.items()}
         if not sizes or min(sizes) < 1 or max(sizes) > MOST_TOKENS:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.files import read_json
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.checkpoint_plan import matrices
@@ -276,7 +277,7 @@ def _write_config(source: Path, home: Path, to: str) -> None:
             shutil.copy2(file, home / file.name)
     if not (source / "config.json").is_file():
         return
-    config = json.loads((source / "config.json").read_bytes())
+    config = read_json(source / "config.json")
     config.pop("quantization_config", None)
     said = quantization_config("fp8_block" if to == "fp8" else to, (128, 128))
     config |= {"quantization_config": said} if said else {"torch_dtype": "bfloat16"}

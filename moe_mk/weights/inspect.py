@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.files import read_json
 from moe_mk.quant import (
     FP8_CHANNEL,
     FP8_TENSOR,
@@ -132,10 +132,10 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
 def _config(path: Path) -> tuple[dict[str, object], list[str]]:
     file = path / "config.json" if path.is_dir() else path.parent / "config.json"
     try:
-        config = json.loads(file.read_bytes())
+        config = read_json(file)
     except FileNotFoundError:
         return {}, []
-    except (OSError, ValueError, RecursionError) as problem:
+    except (OSError, ValueError) as problem:
         return {}, [f"config.json cannot be read: {problem}"]
     return (config, []) if isinstance(config, dict) else ({}, ["config.json is not a JSON object"])
 

@@ -6,7 +6,6 @@ know byte ranges. Source: the format description of github.com/huggingface/safet
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from pathlib import Path
 import torch
 
 from moe_mk.errors import WeightError
+from moe_mk.files import HEADER_BYTES, parse_json
 
-MAX_HEADER_BYTES = 100_000_000
 LARGEST = 2**62
 """Above every size and offset that a file can have."""
 
@@ -59,8 +58,8 @@ def read_header(path: Path) -> Header:
     text, num_bytes = _text_of(path)
     length = len(text)
     try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as problem:
+        raw = parse_json(text)
+    except ValueError as problem:
         raise _damaged(path, f"its header is not JSON ({problem})") from problem
     if not isinstance(raw, dict):
         raise _damaged(path, "its header is not a JSON object")
@@ -80,9 +79,14 @@ def _text_of(path: Path) -> tuple[bytes, int]:
         num_bytes = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if num_bytes < 8 or length > min(MAX_HEADER_BYTES, num_bytes - 8):
+            if num_bytes < 8 or length > num_bytes - 8:
                 raise WeightError(
                     f"{path.name} is truncated or no safetensors file: {num_bytes} bytes, header of {length} announced"
+                )
+            if length > HEADER_BYTES:
+                raise WeightError(
+                    f"{path.name} has a header of {length} bytes, the limit is {HEADER_BYTES}; write the checkpoint as "
+                    "more files (save_pretrained with max_shard_size)"
                 )
             return file.read(length), num_bytes
     except OSError as problem:

@@ -6,7 +6,6 @@ shared with every other process that maps the file.
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_mk.errors import WeightError
+from moe_mk.files import INDEX_BYTES, read_json
 from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, is_text, read_header
 
 INDEX = "model.safetensors.index.json"
@@ -170,10 +170,10 @@ class SafetensorsSource(TensorSource):
 
     def _files_of_index(self) -> dict[str, Path]:
         try:
-            index = json.loads((self.path / INDEX).read_bytes())
+            index = read_json(self.path / INDEX, INDEX_BYTES)
             weight_map = index["weight_map"]
             shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
-        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as problem:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
             raise WeightError(
                 f"{self.path / INDEX} is not an index with a weight_map ({type(problem).__name__}: {problem})"
             ) from problem

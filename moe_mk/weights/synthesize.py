@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.files import INDEX_BYTES, read_json
 from moe_mk.quant import WHOLE, BlockedScheme
 from moe_mk.weights.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
 from moe_mk.weights.checkpoint_shape import CheckpointShape
@@ -89,7 +90,7 @@ def is_complete(directory: str | os.PathLike[str], shape: CheckpointShape, seed:
     """Whether a directory holds the whole checkpoint of this shape and seed, by its index and its file sizes."""
     home = Path(directory)
     try:
-        index = json.loads((home / INDEX).read_bytes())
+        index = read_json(home / INDEX, INDEX_BYTES)
         if index["metadata"].get(RECIPE) != recipe_of(shape, seed) or not (home / "config.json").is_file():
             return False
         source = SafetensorsSource(home)

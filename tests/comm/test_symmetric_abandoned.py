@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
-from moe_mk.comm import DistributedCommunicator, symmetric_memory, symmetric_network_setup, symmetric_setup
+from moe_mk.comm import DistributedCommunicator, symmetric_network_setup, symmetric_setup
 from moe_mk.comm.symmetric_memory import FOLDER, OURS_ALONE, PREFIX, attach, create, remove_abandoned, unlink
 from moe_mk.comm.symmetric_setup import open_heap
 from moe_mk.testing.processes import RankError, RankWorld
@@ -79,7 +79,8 @@ def test_files_of_living_processes_and_foreign_ones_stay(folder: Path, monkeypat
 def test_a_file_that_was_removed_before_it_was_locked_is_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, removed = fcntl.flock, []
+    lock = fcntl.flock
+    removed: list[str] = []
 
     def late(descriptor: int, how: int) -> None:
         if not removed:
@@ -87,7 +88,7 @@ def test_a_file_that_was_removed_before_it_was_locked_is_made_again(
             removed[:] = remove_abandoned(folder)
         lock(descriptor, how)
 
-    monkeypatch.setattr(symmetric_memory.fcntl, "flock", late)
+    monkeypatch.setattr("fcntl.flock", late)
     name, _memory = create(4096, folder)
     assert len(removed) == 1 and removed != [name] and names_in(folder) == [name]
 

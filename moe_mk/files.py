@@ -1,0 +1,124 @@
+"""Bounded readers of files that come from outside: sizes are compared with limits before anything is read.
+
+Text is bounded in bytes and in nesting, YAML also in values, where every use of an alias counts all values behind it.
+A header of safetensors is bounded before a library parses it. What is refused is a ValueError with the size and the
+limit, or an OSError; the caller wraps both in an error of its kind that names the file.
+
+    what                       bytes      files
+    settings, YAML             1 MiB      configurations, link and device profiles; 100 levels, 100,000 values
+    settings, JSON             4 MiB      the same, config.json, tuned files, certificates
+    indices and counts, JSON   64 MiB     model.safetensors.index.json, recorded loads
+    a line of JSON             16 MiB     traces of Megatron-LM, trials of a tuning session
+    header of safetensors      16 MiB     checkpoints, traces, loads, rows
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MIB = 1 << 20
+YAML_BYTES, JSON_BYTES, INDEX_BYTES, LINE_BYTES, HEADER_BYTES = 1 * MIB, 4 * MIB, 64 * MIB, 16 * MIB, 16 * MIB
+MOST_LEVELS = 100
+MOST_VALUES = 100_000
+
+
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """All bytes of a regular file. Raises OSError, and ValueError for one of more than `most_bytes` bytes."""
+    size = _size_of(path)
+    if size > most_bytes:
+        raise ValueError(f"it has {size} bytes, the limit is {most_bytes}")
+    with path.open("rb") as file:
+        return file.read(most_bytes)  # no more than that, even if it grows meanwhile
+
+
+def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
+    """What a JSON file holds. Raises OSError or ValueError."""
+    return parse_json(read_bytes(path, most_bytes))
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds; plain values only. Raises OSError or ValueError."""
+    text = read_bytes(path, YAML_BYTES).decode("utf-8")
+    try:
+        return yaml.load(text, _BoundedLoader)  # a SafeLoader
+    except yaml.YAMLError as problem:
+        raise ValueError(str(problem)) from problem
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file one by one, `LINE_BYTES` each at most. Raises OSError or ValueError."""
+    _size_of(path)
+    with path.open("rb") as file:
+        while line := file.readline(LINE_BYTES + 1):
+            if len(line) > LINE_BYTES:
+                raise ValueError(f"it has a line of more than {LINE_BYTES} bytes, the limit")
+            yield line
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A value of JSON, in UTF-8 where it is bytes; raises ValueError, for values nested too deep as well."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError as problem:
+        raise ValueError("its values are nested too deep") from problem
+
+
+def expect_small_header(path: Path) -> None:
+    """Refuse a safetensors file whose header is above `HEADER_BYTES`, before a library reads it.
+
+    Raises OSError, and ValueError with the size and the limit. Source: the format description of
+    github.com/huggingface/safetensors (8 bytes of length, JSON, data).
+    """
+    _size_of(path)
+    with path.open("rb") as file:
+        announced = int.from_bytes(file.read(8), "little")
+    if announced > HEADER_BYTES:
+        raise ValueError(f"its header has {announced} bytes, the limit is {HEADER_BYTES}")
+
+
+def _size_of(path: Path) -> int:
+    """Raises ValueError for what is no regular file: a pipe keeps its reader waiting, a device never ends."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is no regular file")
+    return found.st_size
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """Counts levels and values while they are composed. The values behind an alias count at every use.
+
+    Aliases cost nothing as long as values are shared, but merge keys (<<) copy what they name: a few lines that name
+    each other can stand for billions of pairs.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._levels = self._values = 0
+        self._values_of: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One value with all that it holds."""
+        is_alias, before = self.check_event(yaml.AliasEvent), self._values
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        self._levels += 1
+        if self._levels > MOST_LEVELS:
+            raise yaml.composer.ComposerError(None, None, f"values are nested above {MOST_LEVELS} levels", mark)
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        if not is_alias:
+            self._values += 1
+            self._values_of[id(node)] = self._values - before
+        elif id(node) not in self._values_of:
+            raise yaml.composer.ComposerError(None, None, "an alias stands inside the value that it names", mark)
+        else:
+            self._values += self._values_of[id(node)]
+        if self._values > MOST_VALUES:
+            text = f"there are more than {MOST_VALUES} values, each alias counted as the values it stands for"
+            raise yaml.composer.ComposerError(None, None, text, mark)
+        return node

@@ -1,0 +1,280 @@
+"""Files that say more than they hold are refused before memory is taken, in an error that names file and limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import resource
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from moe_mk.cli.certify import _read as read_certificate
+from moe_mk.cli.loads import read_loads
+from moe_mk.cli.rows import read_token_ids
+from moe_mk.config.base import read_mapping
+from moe_mk.config.tuned import load_measured
+from moe_mk.errors import MoEMKError
+from moe_mk.files import (
+    HEADER_BYTES,
+    INDEX_BYTES,
+    JSON_BYTES,
+    LINE_BYTES,
+    MIB,
+    MOST_LEVELS,
+    MOST_VALUES,
+    YAML_BYTES,
+    expect_small_header,
+    read_bytes,
+    read_json,
+    read_lines,
+    read_yaml,
+)
+from moe_mk.trace.foreign import read_pt
+from moe_mk.trace.importers import from_router_tensors, import_trace
+from moe_mk.tuning.vllm import read_vllm
+from moe_mk.weights import SafetensorsSource, inspect_checkpoint
+from moe_mk.weights.source import INDEX
+
+HUGE = 5 << 30
+VLLM = "E=8,N=64,device_name=NVIDIA_H200.json"
+ROOM_BYTES = 300 * MIB
+"""What all of these files together may take. One of them stands for 8 GB."""
+
+
+def hollow(file: Path, size: int = HUGE, head: bytes = b"") -> Path:
+    """A file of zeros that takes no room on a disk."""
+    with file.open("wb") as out:
+        out.write(head)
+        out.truncate(size)
+    return file
+
+
+def packed(file: Path, method: int = zipfile.ZIP_DEFLATED, /, **arrays: NDArray[Any]) -> Path:
+    with zipfile.ZipFile(file, "w", method) as members:
+        for name, array in arrays.items():
+            with members.open(f"{name}.npy", "w") as out:
+                np.lib.format.write_array(out, array)
+    return file
+
+
+class Calls:
+    """What pickles into a call."""
+
+    def __init__(self, what: Callable[..., object], *args: object) -> None:
+        self.what, self.args = what, args
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.what, self.args
+
+
+def calling(file: Path, what: Callable[..., object], *args: object) -> Path:
+    """A .pt file whose description makes a call that torch.load allows."""
+    torch.save({"records": []}, file)
+    with zipfile.ZipFile(file) as members:
+        records = {info.filename: members.read(info) for info in members.infolist()}
+    with zipfile.ZipFile(file, "w") as members:
+        for name, held in records.items():
+            text = pickle.dumps({"logical_count": Calls(what, *args)}, 2) if name.endswith("data.pkl") else held
+            members.writestr(name, text)
+    return file
+
+
+def again(file: Path, method: int) -> Path:
+    """A .pt file with its records compressed."""
+    with zipfile.ZipFile(file) as members:
+        records = {info.filename: members.read(info) for info in members.infolist()}
+    with zipfile.ZipFile(file, "w", method) as members:
+        for name, held in records.items():
+            members.writestr(name, held)
+    return file
+
+
+def merging(file: Path) -> Path:
+    """Merge keys copy the pairs that they name: 10 ** 9 pairs in a few lines."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 10)]
+    file.write_text("\n".join(lines))
+    return file
+
+
+def inspect_config(folder: Path) -> None:
+    raise MoEMKError(f"{folder}: " + "; ".join(inspect_checkpoint(folder).problems))
+
+
+def tuned(file: Path) -> object:
+    return load_measured(file, "moe-mk tune")
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "trace": import_trace,
+    "loads": read_loads,
+    "ids": read_token_ids,
+    "weights": SafetensorsSource,
+    "config": inspect_config,
+    "settings": read_mapping,
+    "tuned": tuned,
+    "vllm": read_vllm,
+    "certificate": read_certificate,
+}
+
+
+def hostile_files(folder: Path) -> list[tuple[str, Path, str]]:
+    """Reader, file, and what the error says; nothing where the file is read."""
+    for name in ("index", "config"):
+        (folder / name).mkdir()
+    hollow(folder / "index" / INDEX)
+    save_file({"a": torch.ones(2)}, folder / "config" / "x.safetensors")
+    hollow(folder / "config" / "config.json")
+    zeros = np.zeros((200_000, 1_000), np.bool_)
+    header = hollow(folder / "header.safetensors", head=(HUGE - 8).to_bytes(8, "little"))
+    torch.save({"logical_count": torch.ones(1).expand(2_000_000_000)}, folder / "spread.pt")
+    torch.save({"records": [torch.ones(1 << 16)] * 1000}, folder / "often.pt")
+    torch.save({"logical_count": torch.zeros(1 << 25, dtype=torch.uint8)}, folder / "packed.pt")
+    too_long = f"has {HUGE - 8} bytes, the limit is {HEADER_BYTES}"
+    halves = {f"layer_{n}.topk_ids": zeros[:9000] for n in range(2)}
+    ones = {"layers.1.routing_map": ~zeros[:16_000]}
+    return [
+        ("trace", packed(folder / "zeros.npz", routing_map=zeros), "1 arrays have 200000128 bytes; of .* the limit is"),
+        (
+            "trace",
+            packed(folder / "halves.npz", zipfile.ZIP_DEFLATED, **halves),
+            "2 arrays have 18000256 bytes; of .* the limit is 16777216 ",
+        ),
+        ("trace", packed(folder / "b.npz", zipfile.ZIP_BZIP2, topk_ids=zeros[:9]), "is packed by method 12"),
+        ("trace", packed(folder / "x.npz", zipfile.ZIP_LZMA, topk_ids=zeros[:9]), "is packed by method 14"),
+        ("trace", packed(folder / "map.npz", zipfile.ZIP_DEFLATED, **ones), ""),
+        ("trace", packed(folder / "ids.npz", topk_ids=np.ones((2000, 8000), np.uint8)), "pass num_experts, 2 or more"),
+        ("trace", folder / "spread.pt", "its tensors have 8000000000 bytes or more, the limit"),
+        ("loads", folder / "spread.pt", "its tensors have 8000000000 bytes or more, the limit"),
+        ("trace", folder / "often.pt", r"its tensors have \d+ bytes or more, the limit"),
+        ("loads", again(folder / "packed.pt", zipfile.ZIP_DEFLATED), "records are compressed"),
+        ("loads", calling(folder / "bytes.pt", bytearray, HUGE), r"names \w+ bytearray"),
+        ("loads", calling(folder / "float.pt", torch.FloatTensor, HUGE), "names torch FloatTensor"),
+        ("loads", header, f"its header {too_long}"),
+        ("ids", header, f"its header {too_long}"),
+        ("trace", header, f"its header {too_long}"),
+        ("weights", header, f"header.safetensors has a header of {HUGE - 8} bytes, the limit is {HEADER_BYTES}"),
+        ("weights", folder / "index", f"{HUGE} bytes, the limit is {INDEX_BYTES}"),
+        ("config", folder / "config", f"{HUGE} bytes, the limit is {JSON_BYTES}"),
+        ("settings", hollow(folder / "a.yaml"), f"{HUGE} bytes, the limit is {YAML_BYTES}"),
+        ("settings", hollow(folder / "a.json"), f"{HUGE} bytes, the limit is {JSON_BYTES}"),
+        ("settings", merging(folder / "merge.yaml"), f"more than {MOST_VALUES} values"),
+        ("tuned", folder / "a.json", f"{HUGE} bytes, the limit is {JSON_BYTES}"),
+        ("vllm", hollow(folder / VLLM), f"{HUGE} bytes, the limit is {JSON_BYTES}"),
+        ("certificate", folder / "a.json", f"{HUGE} bytes, the limit is {JSON_BYTES}"),
+        ("loads", folder / "a.json", f"{HUGE} bytes, the limit is {INDEX_BYTES}"),
+        ("trace", hollow(folder / "a.jsonl"), f"a line of more than {LINE_BYTES} bytes"),
+    ]
+
+
+def read_them_all(files: list[list[str]]) -> None:
+    """In a process of its own: what every reader says of its file, and the memory that all so far have taken."""
+    before = peak_bytes()
+    for reader, file in files:
+        try:
+            READERS[reader](Path(file))
+            text = ""
+        except MoEMKError as problem:
+            text = str(problem)
+        print(json.dumps([text, peak_bytes() - before]))
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_no_reader_takes_more_memory_than_the_size_of_a_file_allows(tmp_path: Path) -> None:
+    cases = hostile_files(tmp_path)
+    files = json.dumps([(reader, str(file)) for reader, file, _ in cases])
+    code = "import json, sys; from tests.test_files import read_them_all; read_them_all(json.loads(sys.argv[1]))"
+    command = [sys.executable, "-c", code, files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    for (reader, file, words), (text, took) in zip(cases, results, strict=True):
+        assert re.search(words, text) and bool(words) == bool(text), (reader, file.name, text)
+        assert not words or file.name in text or words.startswith("pass num_experts"), (file.name, text)
+        assert took < ROOM_BYTES, (reader, file.name, took)
+
+
+def test_values_of_yaml_are_counted_at_every_use_of_an_alias(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("a: &a {x: 1, y: [2, 3]}\nb: {<<: *a, y: 4}\nc: [*a, *a]\n")
+    assert read_yaml(file) == {"a": {"x": 1, "y": [2, 3]}, "b": {"x": 1, "y": 4}, "c": [{"x": 1, "y": [2, 3]}] * 2}
+    file.write_text("a: &a [" + "1, " * 999 + "1]\nb: [" + "*a, " * 98 + "*a]\n")
+    with pytest.raises(ValueError, match=f"more than {MOST_VALUES} values, each alias counted"):
+        read_yaml(file)
+    file.write_text("a: &a [1, *a]\n")
+    with pytest.raises(ValueError, match="an alias stands inside the value that it names"):
+        read_yaml(file)
+    file.write_text("[" * MOST_LEVELS + "]" * MOST_LEVELS)
+    assert isinstance(read_yaml(file), list)
+    file.write_text("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1))
+    with pytest.raises(ValueError, match=f"nested above {MOST_LEVELS} levels"):
+        read_yaml(file)
+
+
+def test_limits_hold_to_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_bytes(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(ValueError, match="it has 5 bytes, the limit is 4"):
+        read_bytes(tmp_path / "a", 4)
+    hollow(tmp_path / "header", 100, HEADER_BYTES.to_bytes(8, "little"))
+    expect_small_header(tmp_path / "header")
+    hollow(tmp_path / "header", 100, (HEADER_BYTES + 1).to_bytes(8, "little"))
+    with pytest.raises(ValueError, match=f"its header has {HEADER_BYTES + 1} bytes, the limit is {HEADER_BYTES}"):
+        expect_small_header(tmp_path / "header")
+    (tmp_path / "lines").write_bytes(b"1\n\n2")
+    assert list(read_lines(tmp_path / "lines")) == [b"1\n", b"\n", b"2"]
+    (tmp_path / "deep").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deep"):
+        read_json(tmp_path / "deep")
+
+
+@pytest.mark.parametrize("reader", [read_json, read_yaml, expect_small_header, lambda path: list(read_lines(path))])
+def test_pipes_and_devices_are_not_read(tmp_path: Path, reader: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ValueError, match="it is no regular file"):
+            reader(path)
+
+
+def test_what_recorders_write_is_read_as_before(tmp_path: Path) -> None:
+    held = {
+        "rank": 3, "name": "a", "mean": 2.5, "none": None, "flag": True, "list": [1, (2, 3)], "set": {4},
+        "int": torch.arange(6, dtype=torch.int32).view(2, 3), "part": torch.arange(10)[2:4], "bytes": b"ab",
+        "bf16": torch.ones(2, dtype=torch.bfloat16), "dtype": torch.float16, "size": torch.Size([2, 3]),
+        "parameter": torch.nn.Parameter(torch.ones(2)), "ordered": OrderedDict(x=1), "turned": torch.ones(2, 3).T,
+    }  # fmt: skip
+    torch.save(held, tmp_path / "a.pt")
+    read = read_pt(tmp_path / "a.pt")
+    assert isinstance(read, dict) and list(read) == list(held)
+    for name, value in held.items():
+        assert torch.equal(read[name], value) if isinstance(value, torch.Tensor) else read[name] == value
+
+
+def test_a_map_that_is_sorted_in_pieces_gives_what_it_gave_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    chosen = torch.rand((50, 8), generator=draw) < 0.4
+    tensors = {"layer_1.routing_map": chosen, "layer_1.probs": torch.rand((50, 8), generator=draw)}
+    whole = from_router_tensors(tensors)
+    monkeypatch.setattr("moe_mk.trace.importers_megatron.PIECE", 24)
+    pieces = from_router_tensors(tensors)
+    assert torch.equal(whole.ids_RK, pieces.ids_RK)
+    assert whole.weights_RK is not None and pieces.weights_RK is not None
+    assert torch.equal(whole.weights_RK, pieces.weights_RK)
+    for row, ids in zip(chosen, whole.ids_RK, strict=True):
+        assert [int(e) for e in ids if e >= 0] == row.nonzero().flatten().tolist()
