@@ -36,6 +36,10 @@ class UnsupportedError(MoEMKError, RuntimeError):
         return type(self), (self.what, self.reasons)
 
 
+class RegroupError(UnsupportedError):
+    """Ranks could not go on as another group. Nothing was changed: the same call may be made again."""
+
+
 class LibraryMissing(UnsupportedError, ImportError):
     """An optional library is not installed; the message carries the install line."""
 

@@ -14,6 +14,7 @@ from moe_mk.errors import (
     MoEMKError,
     MoEMKWarning,
     PluginWarning,
+    RegroupError,
     ShapeError,
     UnsupportedError,
     WeightError,
@@ -27,6 +28,7 @@ ERRORS = [
     UnsupportedError("nothing serves"),
     LibraryMissing("deep_ep cannot be imported", ["No module named 'deep_ep'", "pip install it"]),
     LostExpertError("experts 1, 2 have no live copy", layer="layers.3", experts=[1, 2]),
+    RegroupError("4 ranks cannot go on as 3", ["rank 1: no memory"]),
     CommError("is dead", rank=3, phase="dispatch", layer="layers.3", peer=1),
     CommError("is dead", rank=0, phase="combine"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
-from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError
 from moe_mk.experts.base import FusedExperts
 from moe_mk.external.device import profile_here, usable_device
 from moe_mk.external.library import emulated, installed
@@ -22,14 +24,15 @@ from moe_mk.layer.custom_op import number_of_new
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.hashed import hash_router_of
-from moe_mk.layer.placing import build_half
+from moe_mk.layer.placing import Frame, build_half
 from moe_mk.layer.report import MemoryReport, memory_report
 from moe_mk.layer.running import RunningLayer
-from moe_mk.layer.settings import expert_map_of, layer_spec_of, router_of, with_sizes
+from moe_mk.layer.settings import expert_map_of, for_ranks, layer_spec_of, router_of, with_sizes
 from moe_mk.layer.shared import shared_experts
 from moe_mk.oracle import select
 from moe_mk.oracle.assemble import Parts
 from moe_mk.oracle.verdict import Decision
+from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant.plain import plain
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.checkpoint import load_layer
@@ -68,20 +71,21 @@ class MoELayer(RunningLayer):
         grid = Grid(self.groups, config.kernel.timeout_s, name)
         self.config = with_sizes(config, grid.sizes)
         self.spans = Spans()
-        self.decision = self._decide()
+        self._asked = self.config
+        self.decision = self._decide(self.config)
         self.router = router_of(self.config)
         self._half = build_half(self.decision, expert_map_of(self.config), grid, self.device, self.spans)
         self._build()
 
-    def _decide(self) -> Decision:
+    def _decide(self, config: MoEConfig) -> Decision:
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ConfigError(f"dtype {self.dtype} cannot be a layer's; use bfloat16, float16 or float32")
         return select(
             Problem(
-                config=self.config,
+                config=config,
                 device=profile_here(self.device),
                 dtype=plain(self.dtype),
-                num_tokens=self.config.kernel.max_num_tokens,
+                num_tokens=config.kernel.max_num_tokens,
                 installed=installed(),
                 emulated=emulated(),
             )
@@ -96,6 +100,33 @@ class MoELayer(RunningLayer):
         with torch.inference_mode(False):  # else nobody could count or reset outside of that mode
             load_E = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=self.device)
         self.register_buffer("expert_load", load_E, persistent=False)
+
+    def _frame_for(self, expert_map: ExpertMap, ep: Communicator) -> Frame:
+        """Decide anew for another group. A pinned transport that cannot serve it gives way, with a FallbackWarning."""
+        config = for_ranks(self._asked, expert_map)
+        try:
+            decision = self._decide(config)
+        except UnsupportedError:
+            pinned = config.kernel.prepare_finalize
+            if pinned == "auto":
+                raise
+            config = config.with_(prepare_finalize="auto")
+            decision = self._decide(config)
+            text = f"layer {self.name!r}: kernel.prepare_finalize = {pinned} cannot serve a group of {ep.size}; "
+            text += f"{decision.chosen.prepare_finalize} does while the group has that size"
+            warnings.warn(text, FallbackWarning, stacklevel=2)
+        kept = {name: open_ for name, open_ in self.groups.kept.items() if name != "ep"}
+        groups = replace(self.groups, ep=ep, kept=kept)
+        if _same_experts(decision, self.decision):
+            return Frame(config, decision, groups, self._gate, self._shared)
+        gate, shared, weights = Gate(decision, self.dtype, self.device), None, self._half.weights
+        if self._shared is not None:
+            shared = shared_experts(decision, Parts(expert_map, self.device, ep, self.spans))
+            if weights is not None and weights.shared is not None:
+                shared.load(weights.shared)
+        if weights is not None:
+            gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
+        return Frame(config, decision, groups, gate, shared)
 
     # What a user asks before and after loading.
 
@@ -202,6 +233,12 @@ class MoELayer(RunningLayer):
         together = ", shared experts in the same pass" if self._with_shared(self._half) is not None else ""
         gate = self.decision.gate.tier
         return f"{self.decision.chosen.name}, gate {gate}{together}, ep={self.ep.size} tp={self.tp.size}, {self.dtype}"
+
+
+def _same_experts(one: Decision, other: Decision) -> bool:
+    """Whether gate and shared experts of one decision serve for the other."""
+    parts = ((d.chosen.experts, d.compute, d.effect, d.gate) for d in (one, other))
+    return next(parts) == next(parts)
 
 
 def _rebuild(

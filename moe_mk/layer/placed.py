@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import FallbackWarning, WeightError
+from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.attestation import RunReport, run_report
-from moe_mk.layer.placing import Half, build_half, check_sizes, shown, with_experts
+from moe_mk.layer.gate import Gate
+from moe_mk.layer.placing import Frame, Half, build_half, check_sizes, shown, try_out, with_experts
 from moe_mk.layer.settings import layer_spec_of
+from moe_mk.layer.shared import SharedExperts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.naive import MonolithicKernel
@@ -34,7 +38,10 @@ class PlacedLayer(nn.Module):
     config: MoEConfig
     decision: Decision
     spans: Spans
+    groups: ParallelGroups
     _half: Half
+    _gate: Gate
+    _shared: SharedExperts | None
     _source: tuple[TensorSource, int] | None = None
     """Where the weights were read, and the number of the layer there."""
     _dropped: Tensor | None = None
@@ -119,22 +126,56 @@ class PlacedLayer(nn.Module):
             source, layer, layer_spec_of(self.config), owned=[expert], tp_rank=tp.rank, tp_size=tp.size, prefix=prefix
         ).experts.slots[0]
 
+    @property
+    def can_read_experts(self) -> bool:
+        """Whether `read_expert` has where to read from."""
+        return self._source is not None
+
+    def read_from(self, source: TensorSource, layer: int) -> None:
+        """Where `read_expert` reads, for a layer that was given its weights by take(). layer: its number there."""
+        self._source = source, layer
+
     def stage(
-        self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None, *, ep: Communicator | None = None
+        self,
+        expert_map: ExpertMap,
+        arrived: Mapping[int, SlotWeights] | None = None,
+        *,
+        ep: Communicator | None = None,
+        epoch: int | None = None,
     ) -> Half:
         """Build everything for another placement beside what serves; only `flip` makes it serve.
 
-        arrived: weights by slot of this rank for experts it does not hold yet. ep: other ranks, after one has died.
-        Raises ConfigError for a map of other sizes and for experts whose weights are nowhere.
+        arrived: weights by slot of this rank for experts it does not hold yet. ep: another group of ranks, after one
+        was lost or has joined: transport and experts are decided anew for its size. epoch: the number of the placement,
+        the same on all ranks; None counts on. Raises ConfigError for a map of other sizes and for experts whose weights
+        are nowhere, UnsupportedError where nothing serves a group of that size.
         """
         grid = self._half.grid.renewed(ep)
         check_sizes(expert_map, self.expert_map, grid.ep)
-        half = build_half(self.decision, expert_map, grid, self.device, self.spans, self.epoch + 1)
+        frame = None if ep is None else self._frame_for(expert_map, ep)
+        decision = self.decision if frame is None else frame.decision
+        number = self.epoch + 1 if epoch is None else epoch
+        half = replace(build_half(decision, expert_map, grid, self.device, self.spans, number), frame=frame)
         return half if self._half.weights is None else with_experts(half, self._half, arrived or {})
+
+    def try_out(self, half: Half) -> Flight[None]:
+        """Run a staged half once without tokens, on all ranks of its group; raises CommError where that fails."""
+        frame = half.frame
+        gate, decision = (self._gate, self.decision) if frame is None else (frame.gate, frame.decision)
+        yield from try_out(half, decision, gate, self.device)
+
+    def _frame_for(self, expert_map: ExpertMap, ep: Communicator) -> Frame:
+        """What the layer is beside its placement in another group."""
+        raise NotImplementedError
 
     def flip(self, half: Half) -> Half:
         """Serve from a staged half from the next forward on; returns what served. All ranks flip at one step."""
         old, self._half = self._half, half
+        if half.frame is not None:
+            old = replace(old, frame=Frame(self.config, self.decision, self.groups, self._gate, self._shared))
+            self.config, self.decision, self.groups = half.frame.config, half.frame.decision, half.frame.groups
+            self._gate, self._shared = half.frame.gate, half.frame.shared
+            self.spans.ledger.clear()  # what ran before would be compared with what is decided now
         lost = half.lost
         if lost is not None and self._dropped is None:
             with torch.inference_mode(False):

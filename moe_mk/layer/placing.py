@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.groups import ParallelGroups
+from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, LostExpertError, UnsupportedError
+from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
+from moe_mk.layer.shared import SharedExperts
 from moe_mk.layer.tiled import tiled
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.verdict import Decision
@@ -75,6 +80,17 @@ def shown(experts: Sequence[int], most: int = 16) -> str:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What a layer has beside its placement that follows from the size of its group."""
+
+    config: MoEConfig
+    decision: Decision
+    groups: ParallelGroups
+    gate: Gate
+    shared: SharedExperts | None
+
+
+@dataclass(frozen=True)
 class Half:
     """Everything of a layer that depends on its placement."""
 
@@ -89,6 +105,8 @@ class Half:
     """How many placements this layer has had before."""
     lost: LostExperts | None = None
     """Experts without a live copy and what calls do about them; None while every expert has one."""
+    frame: Frame | None = None
+    """What serves with it where the group is another one than before; None: what serves already."""
 
     @property
     def is_partial(self) -> bool:
@@ -144,6 +162,25 @@ def with_experts(half: Half, old: Half, arrived: Mapping[int, SlotWeights]) -> H
     experts = MappedExpertWeights(slots, old.weights.experts.scheme)
     weights = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
     return replace(half, weights=weights, laid_out=half.kernel.experts.relayout(experts))
+
+
+def try_out(half: Half, decision: Decision, gate: Gate, device: torch.device) -> Flight[None]:
+    """Run a half without tokens: ranks compare notes, windows are opened, every peer answers; nothing is recorded.
+
+    Raises CommError where ranks have decided differently or a peer does not answer.
+    """
+    yield from half.grid.agree(lambda: {**decision.notes(), **half.notes})
+    if half.weights is None:
+        return
+    config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype
+    x_TH = torch.empty((0, config.model.hidden_size), dtype=dtype, device=device)
+    kernel = replace(half.kernel, spans=spans)
+    if isinstance(kernel, MonolithicKernel):
+        y_TH = yield from kernel.steps(x_TH, gate(x_TH), gate.bias_E, half.laid_out)
+    else:
+        nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
+        y_TH = yield from kernel.steps(x_TH, Routing(nowhere_TK, nowhere_TK.to(torch.float32)), half.laid_out)
+    yield from half.grid.late_reduce(y_TH, spans, partial_over_ep=half.is_partial)
 
 
 def check_sizes(expert_map: ExpertMap, serving: ExpertMap, comm: Communicator) -> None:

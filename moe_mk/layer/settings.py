@@ -24,6 +24,16 @@ def with_sizes(config: MoEConfig, sizes: Mapping[str, int]) -> MoEConfig:
     return config.with_(**sizes)
 
 
+def for_ranks(config: MoEConfig, expert_map: ExpertMap) -> MoEConfig:
+    """The config of the same layer over the ranks of a map; one that no setting can state is stated as linear."""
+    rows, num_experts, ranks = expert_map.experts_of_rank, expert_map.num_experts, expert_map.num_ranks
+    placement: str | tuple[int, ...] = "linear"
+    even = len({len(row) for row in rows}) == 1 and not expert_map.lost
+    if even and rows != ExpertMap.linear(num_experts, ranks).experts_of_rank:
+        placement = tuple(expert_map.physical_to_global())
+    return config.with_(ep=ranks, placement=placement)
+
+
 def expert_map_of(config: MoEConfig) -> ExpertMap:
     """The placement that the config names."""
     placement, num_experts, ranks = config.parallel.placement, config.model.num_experts, config.parallel.ep

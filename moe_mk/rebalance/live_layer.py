@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.flight import Flight
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.weights.expert_weights import SlotWeights
 
@@ -37,6 +38,18 @@ class LiveLayer(Protocol):
     def tp(self) -> Communicator:
         """The ranks that hold slices of the same experts."""
 
+    @property
+    def on_lost_expert(self) -> str:
+        """raise, drop or renormalise: what calls do while an expert has no live copy."""
+
+    @property
+    def dropped_assignments(self) -> int:
+        """Assignments of this rank's tokens that were left out for that."""
+
+    @property
+    def can_read_experts(self) -> bool:
+        """Whether `read_expert` has where to read from."""
+
     def export_slot(self, slot: int) -> SlotWeights:
         """Weights of one of this rank's slots, as views."""
 
@@ -46,9 +59,17 @@ class LiveLayer(Protocol):
     # What is staged is the layer's own affair: it is handed back to the same layer unread.
 
     def stage(
-        self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None, *, ep: Communicator | None = None
+        self,
+        expert_map: ExpertMap,
+        arrived: Mapping[int, SlotWeights] | None = None,
+        *,
+        ep: Communicator | None = None,
+        epoch: int | None = None,
     ) -> Any:
-        """Build another placement beside what serves; arrived by slot."""
+        """Build another placement beside what serves; arrived by slot. ep: another group of ranks."""
+
+    def try_out(self, half: Any) -> Flight[None]:
+        """Run what was staged once without tokens, on all ranks of its group."""
 
     def flip(self, half: Any) -> Any:
         """Serve what was staged from the next forward on."""
