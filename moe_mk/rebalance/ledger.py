@@ -1,9 +1,12 @@
-"""Which slot of which rank holds what, in the numbers of the whole machine: dead ranks keep theirs and stay empty."""
+"""Which slot of which rank holds what, in the numbers of the whole machine: dead ranks keep theirs and stay empty.
+
+A living rank may have slots that are not allocated yet (-1), after another rank was lost: always its last ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,18 +52,26 @@ class Ledger:
     def map_of(self, slots_P: NDArray[np.int64], share_P: NDArray[np.float32]) -> ExpertMap:
         """The map of one layer over the living ranks."""
         gpu_P = self.topology.gpu_P
-        rows = tuple(tuple(slots_P[gpu_P == rank].tolist()) for rank in self.living)
-        shares = tuple(part for rank in self.living for part in share_P[gpu_P == rank].tolist())
+        rows = tuple(tuple(slots_P[(gpu_P == rank) & (slots_P >= 0)].tolist()) for rank in self.living)
+        shares = tuple(part for rank in self.living for part in share_P[(gpu_P == rank) & (slots_P >= 0)].tolist())
         held = set(slots_P[self.topology.alive_W[gpu_P]].tolist())
         lost = frozenset(range(self.num_experts)) - held
         return ExpertMap(rows, self.num_experts, shares, lost)
 
-    def lose(self, rank: int) -> None:
-        """Empty a rank's slots. rank: in the numbers of the whole machine."""
-        alive = tuple(bool(each) and r != rank for r, each in enumerate(self.topology.alive_W))
-        self.topology = replace(self.topology, alive=alive)
-        gone = self.topology.gpu_P == rank
-        self.phy2log[:, gone], self.share[:, gone] = -1, 0
+    def regrouped(self, topology: Topology, rows_XWL: Sequence[Sequence[Sequence[int]]]) -> Ledger:
+        """The same layers on other machines. rows_XWL: experts of each living rank; copies of one share evenly.
+
+        Slots of a rank beyond its row hold -1: they are not allocated yet, and always its last ones.
+        """
+        phy2log = np.full((len(rows_XWL), topology.num_slots), -1, np.int64)
+        made = Ledger(topology, self.num_experts, phy2log, np.zeros(phy2log.shape, np.float32))
+        for x, rows_WL in enumerate(rows_XWL):
+            for rank, row in zip(made.living, rows_WL, strict=True):
+                first = made.first_slot(rank)
+                phy2log[x, first : first + len(row)] = row
+            copies_E = np.bincount(phy2log[x][phy2log[x] >= 0], minlength=self.num_experts)
+            made.share[x] = np.where(phy2log[x] >= 0, 1.0 / np.maximum(copies_E[np.maximum(phy2log[x], 0)], 1), 0.0)
+        return made
 
     def moves_to(self, phy2log: NDArray[np.int64]) -> Moves:
         """What must travel from what serves now, near sources first, in rounds without two at one rank."""

@@ -13,15 +13,19 @@ Every rank calls `step` equally often. What ranks decide follows from what all o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
+from moe_mk.comm.groups import Group, communicator
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, land
+from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance.hysteresis import Hysteresis
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.live_layer import LiveLayer
@@ -31,8 +35,9 @@ from moe_mk.rebalance.migration import Migration, Vote
 from moe_mk.rebalance.notice import DIGEST, BadNotice, Notice
 from moe_mk.rebalance.peers import Peers
 from moe_mk.rebalance.planner import PlacementPlanner, Planner
+from moe_mk.rebalance.regroup import Regrouping, Rows, Standing, after_join, after_loss, fit, settings_digest
 from moe_mk.rebalance.settings import RebalanceSettings
-from moe_mk.rebalance.status import Journal, RebalanceStatus, State
+from moe_mk.rebalance.status import Journal, RebalanceStatus, RebalanceWarning, State
 
 
 class RebalanceManager:
@@ -68,6 +73,22 @@ class RebalanceManager:
         self._step = self._plan_id = self._flips = 0
         self._predicted_bytes = self._received_bytes = self._read_bytes = 0
         self._reason, self._halted, self._sync_now = "no plan yet", False, False
+        self._home_W: list[int] = self.ledger.topology.slots_W.tolist()
+        """Slots of each rank of the machine as it was set up; more of them are given back when ranks join."""
+        self._warn_of_fatal_ranks()
+
+    def _warn_of_fatal_ranks(self) -> None:
+        fatal = {layer.name: ranks for layer in self.layers if (ranks := _fatal_ranks(layer))}
+        if fatal:
+            name, ranks = next(iter(fatal.items()))
+            more = f" and {len(fatal) - 1} more layers" if len(fatal) > 1 else ""
+            warnings.warn(
+                f"the loss of ranks {ranks} cannot be repaired: they hold the only copy of experts of layer {name!r}"
+                f"{more}, which have nothing to read weights from; call layer.read_from(source, number), or place a "
+                "copy of every expert on a second rank (parallel.placement, min_copies=2)",
+                RebalanceWarning,
+                stacklevel=3,
+            )
 
     @property
     def comm(self) -> Communicator:
@@ -161,46 +182,183 @@ class RebalanceManager:
             self._migration = None
             self.balance = measure_balance(self.history.load(self.settings.phase), self.ledger)
 
-    # A rank dies.
+    # Ranks are lost, and join.
 
-    def rank_lost(self, rank: int, comm: Communicator) -> None:
-        """Go on without a rank. Its shares go to the other replicas at once; a plan to repair the rest follows.
+    def rank_lost(self, ranks: int | Sequence[int], comm: Group | None) -> None:
+        """Go on without some ranks. Every one that is left calls this before its next forward.
 
-        rank: its number in the group that served. comm: the group of those that are left, in the same order. Every one
-        of them calls this before its next forward. Where experts are cut into slices, all ranks with slices of the same
-        experts leave together: a part of an expert serves nobody. Assignments of experts that only the dead rank held
-        go nowhere until those are read again from where the layers were loaded; `status().lost_experts` lists them.
+        ranks: their numbers in the group that served. comm: the group of those that are left, in the same order: a
+        process group, a communicator, or None for one rank. Where experts are cut into slices, all ranks with slices of
+        the same experts leave together: a part of an expert serves nobody.
+
+        Where `parallel.on_lost_expert` is raise, experts without a copy on the ranks that are left are read again from
+        where the layers were loaded before this returns, and slots grow where there are too few. With drop and
+        renormalise the layers serve at once without them, and they are read beside serving, step by step. Transports
+        are decided anew for the new size.
+
+        Raises RegroupError on every rank, with what each rank has against it, if ranks name different losses or any of
+        them cannot go on; CommError if a rank of the new group does not answer. Then nothing has changed, and the same
+        call may be made again. While it runs, every layer's experts need room twice in the layout of their backend.
         """
-        land(self.rank_lost_steps(rank, comm))
+        land(self.rank_lost_steps(ranks, comm))
 
-    def rank_lost_steps(self, rank: int, comm: Communicator) -> Flight[None]:
+    def rank_lost_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
         """`rank_lost` as a flight."""
-        if comm.size != self.comm.size - 1:
-            raise ConfigError(
-                f"without rank {rank}, {self.comm.size - 1} ranks are left; the new group has {comm.size}"
-            )
-        # The death may have come between two ranks' last votes: who has not flipped yet follows those who have.
-        peers = self.peers.renewed(comm)
-        flips = yield from peers.gather(self._flips, "rebalance flips")
-        if max(flips) > self._flips and self._migration is not None:
+        group, living, size = self._view_of(comm), self.ledger.living, self.comm.size
+        lost = sorted({ranks} if isinstance(ranks, int) else set(ranks))
+        members = tuple(member for rank, member in enumerate(living) if rank not in lost)
+        problem = ""
+        if not lost or not all(0 <= rank < size for rank in lost):
+            problem = f"names ranks {lost} of a group of {size}; name at least one, 0 <= rank < {size}"
+        elif self.comm.rank in lost:
+            problem = f"names itself, rank {self.comm.rank}, among the lost ranks {lost}"
+        elif group.size != len(members):
+            problem = f"without ranks {lost}, {len(members)} ranks are left; the new group has {group.size}"
+        repairs = self.layers[0].on_lost_expert == "raise"
+
+        def target(standings: Sequence[Standing], rows: Rows) -> tuple[Topology, Rows]:
+            topology = after_loss(self._machine_of(standings)[0], members, num_experts, self.settings.min_copies)
+            slots = topology.slots_W[list(members)].tolist()
+            return topology, [fit(rows_WL, slots, num_experts, reads=repairs) for rows_WL in rows]
+
+        num_experts = self.ledger.num_experts
+        before = self._gone(living[rank] for rank in lost if 0 <= rank < size)
+        work = yield from self._regroup(group, members, problem, {"call": "rank_lost"}, target)
+        self._commit(work, self._home_W)
+        what = f"ranks {lost} are lost and with them the only copies of {before} experts in {len(self.layers)} layers"
+        left = sum(len(layer.expert_map.lost) for layer in self.layers)
+        policy = f"on_lost_expert = {self.layers[0].on_lost_expert} holds for {left} experts until they are repaired"
+        self.journal.tell(self._step, what, policy if left else f"all experts serve on {self.comm.size} ranks")
+
+    def rank_joined(self, ranks: int | Sequence[int], comm: Group | None) -> None:
+        """Go on with more ranks. Every rank of the new group calls this between two forwards, new processes included.
+
+        ranks: the numbers of the new processes in the new group. comm: that group; those that served keep their order
+        in it. A new process builds its layers for that group, loads them, makes its own manager with equal settings and
+        calls this first. Experts that the new ranks hold are served there as well; slots that grew when others were
+        lost are given back, and a plan to spread the load follows. Raises as `rank_lost` does.
+        """
+        land(self.rank_joined_steps(ranks, comm))
+
+    def rank_joined_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
+        """`rank_joined` as a flight."""
+        group, living = self._view_of(comm), self.ledger.living
+        new = sorted({ranks} if isinstance(ranks, int) else set(ranks))
+        joins, problem, served = group.rank in new, "", iter(living)
+        if not new or not all(0 <= rank < group.size for rank in new):
+            problem = f"names ranks {new} of a group of {group.size}; name at least one, 0 <= rank < {group.size}"
+        elif not joins and group.size != len(living) + len(new):
+            problem = f"{len(living)} ranks serve and {len(new)} join; the new group has {group.size}"
+        members: tuple[int | None, ...] = ()
+        if not joins and not problem:
+            members = tuple(None if rank in new else next(served) for rank in range(group.size))
+        home: list[int] = []
+        repairs, num_experts = self.layers[0].on_lost_expert == "raise", self.ledger.num_experts
+
+        def target(standings: Sequence[Standing], rows: Rows) -> tuple[Topology, Rows]:
+            stated = next(each.members for each in standings if each.member is not None)
+            most = [max(len(rows_WL[rank]) for rows_WL in rows) for rank in new]
+            topology, home[:] = after_join(*self._machine_of(standings), stated, most)
+            living = np.flatnonzero(topology.alive_W).tolist()
+            topology = after_loss(topology, living, num_experts, self.settings.min_copies)
+            slots = topology.slots_W[living].tolist()
+            return topology, [fit(rows_WL, slots, num_experts, reads=repairs) for rows_WL in rows]
+
+        facts = {"call": "rank_joined", "ranks that join": str(new)}
+        work = yield from self._regroup(group, members, problem, facts, target)
+        self._commit(work, home)
+
+    def _regroup(
+        self,
+        group: Communicator,
+        members: tuple[int | None, ...],
+        problem: str,
+        facts: dict[str, str],
+        target: Callable[[Sequence[Standing], Rows], tuple[Topology, Rows]],
+    ) -> Flight[Regrouping]:
+        topology, serves = self.ledger.topology, bool(members) or facts["call"] == "rank_lost"
+        machine = {
+            "gpus": topology.gpus,
+            "nodes": topology.nodes,
+            "slots": topology.slots_W.tolist(),
+            "speeds": topology.speed_W.tolist(),
+            "alive": topology.alive_W.tolist(),
+        }
+        standing = Standing(
+            member=self.ledger.living[self.comm.rank] if serves else None,
+            members=members,
+            problem=problem,
+            must_equal=facts
+            | {
+                "settings": settings_digest(self.settings),
+                "layers": str([layer.name for layer in self.layers]),
+                "experts": str(self.ledger.num_experts),
+                "on_lost_expert": str([layer.on_lost_expert for layer in self.layers]),
+            },
+            step=self._step,
+            flips=self._flips,
+            plan_id=self._plan_id,
+            epochs=[layer.epoch for layer in self.layers],
+            machine={"topology": machine, "home": self._home_W} if serves else None,
+        )
+        peers = self.peers.renewed(group)
+        work = Regrouping(self.layers, peers, self.settings, standing, self._follow, target)
+        yield from work.steps()
+        return work
+
+    def _machine_of(self, standings: Sequence[Standing]) -> tuple[Topology, list[int]]:
+        """The machines that served, as all ranks that served with them state them, and the slots they started with."""
+        stated = [each.machine for each in standings if each.machine is not None]
+        if any(each != stated[0] for each in stated):
+            raise ConfigError(f"ranks come from different groups: {stated}; end the processes and start anew")
+        return Topology(**stated[0]["topology"]), list(stated[0]["home"])
+
+    def _follow(self, flips: int) -> None:
+        """Flip what all ranks have voted for: the loss may have come between two ranks' last votes."""
+        if flips > self._flips and self._migration is not None and self._migration.staged is not None:
             self._migration.flip()
             self._flips += 1
-        self.peers, self._migration, self._load_flight, self._halted = peers, None, None, False
-        self.ledger.lose(self.ledger.living[rank])
-        gone = [self._drop_rank(x, layer, rank) for x, layer in enumerate(self.layers)]
+
+    def _commit(self, work: Regrouping, home_W: list[int]) -> None:
+        """Serve in the new group. Warnings that are errors here are raised when all is done."""
+        assert work.ledger is not None
+        raised: list[Warning] = []
+        for layer, half in zip(self.layers, work.halves, strict=True):
+            try:
+                layer.flip(half)
+            except Warning as warning:
+                raised.append(warning)
+        self.ledger, self.peers, self._home_W = work.ledger, work.peers, home_W
+        self._migration, self._load_flight, self._halted = None, None, False
+        self._step = max(each.step for each in work.standings)
+        self._flips = max(each.flips for each in work.standings) + 1
+        self._plan_id = max(each.plan_id for each in work.standings) + 1
+        self._received_bytes += work.received_bytes
+        self._read_bytes += work.read_bytes
+        self.balance = None
         self._planner.restart()
         self._sync_now = True
-        what = f"rank {rank} is lost and with it the only copies of {sum(map(len, gone))} experts in {len(gone)} layers"
-        self.journal.tell(self._step, what, "its shares went to other replicas; a repair is being planned")
+        if raised:
+            raise raised[0]
 
-    def _drop_rank(self, x: int, layer: LiveLayer, rank: int) -> frozenset[int]:
-        left = layer.expert_map.without_rank(rank)
-        layer.flip(layer.stage(left, ep=self.comm))
-        alive_P = self.ledger.topology.alive_W[self.ledger.topology.gpu_P]
-        self.ledger.share[x, alive_P] = np.asarray(left.shares, np.float32)
-        return left.lost
+    def _gone(self, members: Iterable[int]) -> int:
+        """How many experts of all layers are only on these ranks of the machine."""
+        dead_P = np.isin(self.ledger.topology.gpu_P, list(members))
+        return sum(
+            len(set(row[dead_P & (row >= 0)].tolist()) - set(row[~dead_P].tolist())) for row in self.ledger.phy2log
+        )
+
+    def _view_of(self, group: Group | None) -> Communicator:
+        timeout_s = getattr(self.comm, "timeout_s", DEFAULT_TIMEOUT_S)
+        return communicator(group, timeout_s=timeout_s, layer=f"{len(self.layers)} layers")
 
     # What it is doing.
+
+    def _lost_numbers(self) -> dict[str, float]:
+        """What is lost, for a metrics system; nothing while nothing is and was."""
+        experts = sum(len(layer.expert_map.lost) for layer in self.layers)
+        dropped = sum(layer.dropped_assignments for layer in self.layers)
+        return {"lost.experts": experts, "lost.dropped_assignments": dropped} if experts or dropped else {}
 
     @property
     def state(self) -> State:
@@ -209,10 +367,12 @@ class RebalanceManager:
             return "halted"
         if self._migration is not None:
             return "backing off" if self._step < self._migration.resumes_at else "moving"
-        return "planning" if self._planner.busy else "watching"
+        if self._planner.busy:
+            return "planning"
+        return "degraded" if any(layer.expert_map.lost for layer in self.layers) else "watching"
 
     def status(self) -> RebalanceStatus:
-        """Everything worth knowing, at no cost to other ranks."""
+        """Everything worth knowing, at no cost to other ranks; counters are read from the device."""
         migration = self._migration
         lost = {layer.name: tuple(sorted(layer.expert_map.lost)) for layer in self.layers if layer.expert_map.lost}
         return RebalanceStatus(
@@ -227,10 +387,21 @@ class RebalanceManager:
             read_bytes=self._read_bytes + (migration.read_bytes if migration else 0),
             retries=migration.retries if migration else 0,
             resumes_at=migration.resumes_at if migration and self._step < migration.resumes_at else None,
-            balance=self.balance.as_dict() if self.balance else {},
+            balance=(self.balance.as_dict() if self.balance else {}) | self._lost_numbers(),
             lost_experts=lost,
+            on_lost_expert=self.layers[0].on_lost_expert,
+            dropped_assignments=sum(layer.dropped_assignments for layer in self.layers),
             incidents=tuple(self.journal.incidents),
         )
+
+
+def _fatal_ranks(layer: LiveLayer) -> list[int]:
+    """Ranks that hold the only copy of an expert which cannot be read again."""
+    placed = layer.expert_map
+    if layer.can_read_experts or placed.num_ranks == 1:
+        return []
+    ranks_E = ({placed.rank_of_physical[p] for p in replicas} for replicas in placed.physical_of_logical)
+    return sorted({min(ranks) for ranks in ranks_E if len(ranks) == 1})
 
 
 def _check(layers: Sequence[LiveLayer]) -> None:

@@ -50,6 +50,7 @@ class Notice:
                     twin = (phy2log[:, first] == phy2log[:, second]) & (phy2log[:, first] >= 0)
                     share[twin, first] += share[twin, second]
                     share[twin, second] = 0
+            _unallocated_last(phy2log, share, mine)
         return cls(plan_id, base, phy2log, share, plan.reason)
 
     def encode(self) -> Tensor:
@@ -85,3 +86,10 @@ class Notice:
         phy2log = np.frombuffer(numbers, "<i4", layers * slots).reshape(layers, slots).astype(np.int64)
         share = np.frombuffer(numbers, "<f4", layers * slots, 4 * layers * slots).reshape(layers, slots)
         return cls(head["plan_id"], head["base"], phy2log, share.astype(np.float32), head["reason"], head["full"])
+
+
+def _unallocated_last(phy2log: NDArray[np.int64], share: NDArray[np.float32], slots: NDArray[np.intp]) -> None:
+    """Reorder the slots of one rank in place, so that those without an expert come last."""
+    order = np.argsort(phy2log[:, slots] < 0, axis=1, kind="stable")
+    phy2log[:, slots] = np.take_along_axis(phy2log[:, slots], order, 1)
+    share[:, slots] = np.take_along_axis(share[:, slots], order, 1)

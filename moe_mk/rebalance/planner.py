@@ -134,8 +134,8 @@ class PlacementPlanner:
         return f"nothing gained: step time {before_time:.4f} of ideal, {after_time:.4f} with new shares"
 
     def _plan(self, load_XE: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:
-        s = self.settings
+        s, living = self.settings, int(topology.alive_W.sum())
         return plan(
             load_XE, topology, groups=s.groups, policy=s.policy, old=slots, min_gain=s.min_gain,
-            max_moves=s.max_moves, move_cost=s.move_cost, min_copies=s.min_copies,
+            max_moves=s.max_moves, move_cost=s.move_cost, min_copies=min(s.min_copies, living),
         )  # fmt: skip

@@ -9,7 +9,8 @@ from typing import Literal
 
 from moe_mk.errors import MoEMKWarning
 
-State = Literal["watching", "planning", "moving", "backing off", "halted"]
+State = Literal["watching", "planning", "moving", "backing off", "halted", "degraded"]
+"""degraded: experts have no live copy, and nothing is being done about it."""
 
 
 class RebalanceWarning(MoEMKWarning):
@@ -52,7 +53,10 @@ class RebalanceStatus:
     """The step of the next attempt while it backs off."""
     balance: Mapping[str, float] = field(default_factory=dict)
     lost_experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By layer: experts that no rank holds, whose assignments go nowhere until they are repaired."""
+    """By layer: experts that no rank holds; `on_lost_expert` says what calls do until they are repaired."""
+    on_lost_expert: str = "raise"
+    dropped_assignments: int = 0
+    """Assignments of this rank's tokens to lost experts that were left out, all layers together."""
     incidents: tuple[Incident, ...] = ()
 
     def as_dict(self) -> dict[str, object]:

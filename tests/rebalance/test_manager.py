@@ -199,7 +199,7 @@ def test_a_dead_rank_loses_its_shares_at_once_and_its_experts_are_repaired(dead:
          if {layer.expert_map.rank_of_physical[p] for p in where} == {dead}}
         for layer in ranks[0].layers
     ]  # fmt: skip
-    with pytest.warns(RebalanceWarning, match=f"rank {dead} is lost and with it the only copies of"):
+    with pytest.warns(RebalanceWarning, match=rf"ranks \[{dead}\] are lost and with them the only"):
         left = lose(ranks, dead)
     status = left[0].manager.status()
     assert [set(status.lost_experts.get(f"layer {x}", ())) for x in range(LAYERS)] == alone

@@ -1,0 +1,328 @@
+"""From one group of ranks to another, after a loss or a join: agreed on, staged, tried out, then committed at once.
+
+    agree      every rank states who goes on, and what it holds; a difference ends the attempt on every rank
+    place      all ranks compute the same placement from what all of them hold
+    carry      experts with a living copy travel, the others are read from where the layers were loaded
+    stage      every layer builds its half for the new group: transport decided anew, weights laid out
+    try out    every staged half runs once without tokens, which opens its windows
+    commit     assignments that cannot fail
+
+Each stage ends with a vote. What one rank has against it, every rank hears and raises; what serves is not touched
+before the commit, so that the same call may be made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from moe_mk.errors import ConfigError, RegroupError
+from moe_mk.flight import Flight, InFlight
+from moe_mk.placement.eplb import Topology
+from moe_mk.rebalance.carrier import Carrier, LayerMoves
+from moe_mk.rebalance.ledger import Ledger
+from moe_mk.rebalance.live_layer import LiveLayer
+from moe_mk.rebalance.migration import moves_of
+from moe_mk.rebalance.notice import Notice
+from moe_mk.rebalance.off_thread import OffThread
+from moe_mk.rebalance.peers import Peers
+from moe_mk.rebalance.settings import RebalanceSettings
+from moe_mk.weights.expert_weights import SlotWeights
+
+PHASE = "regroup"
+Rows = list[list[list[int]]]
+"""[layer][rank of the new group]: the experts in the slots of that rank."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one rank stands before the others are heard. Equal on all ranks but for `member`, counts and rows."""
+
+    member: int | None
+    """Its number in the whole machine; None for a process that joins."""
+    members: tuple[int | None, ...]
+    """Who goes on, by rank of the new group; None for who joins."""
+    problem: str
+    """What is wrong with the arguments of the call on this rank."""
+    must_equal: dict[str, str]
+    """By name: what has to be the same on every rank."""
+    step: int
+    flips: int
+    plan_id: int
+    epochs: list[int]
+    machine: dict[str, Any] | None
+    """Topology of the ranks that served; None from who joins."""
+
+    def encode(self) -> str:
+        """As a text on one line."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Standing:
+        """Of one rank, or of several slices, of which the first counts where none of them differs in a check."""
+        each = [cls(**json.loads(line)) for line in text.splitlines()]
+        each = [replace(one, members=tuple(one.members)) for one in each]
+        checked = {json.dumps([one.member, one.members, one.must_equal]) for one in each}
+        problem = "; ".join(one.problem for one in each if one.problem)
+        if len(checked) > 1:
+            problem = problem or "its slices of the same experts state different ranks"
+        return replace(
+            each[0],
+            problem=problem,
+            step=max(one.step for one in each),
+            flips=max(one.flips for one in each),
+            plan_id=max(one.plan_id for one in each),
+            epochs=[max(column) for column in zip(*(one.epochs for one in each), strict=True)],
+        )
+
+
+def disagreements(standings: Sequence[Standing]) -> list[str]:
+    """What keeps these ranks from going on together, in words; the same on every rank, empty if nothing does."""
+    lines = [f"rank {rank}: {each.problem}" for rank, each in enumerate(standings) if each.problem]
+    served = [each for each in standings if each.member is not None]
+    if len({each.members for each in served}) > 1:
+        lines += [
+            f"rank {rank} (rank {each.member} of the machine) goes on with ranks {_named(each.members)}"
+            for rank, each in enumerate(standings)
+            if each.member is not None
+        ]
+    elif not lines and not served:
+        lines = ["every rank joins; one that has served must be among them"]
+    elif not lines:
+        lines = [
+            f"rank {rank} of the new group is {_named([each.member])} of the machine, not {_named([wanted])}"
+            for rank, (each, wanted) in enumerate(zip(standings, served[0].members, strict=False))
+            if each.member != wanted
+        ]
+    for name in standings[0].must_equal:
+        values = [each.must_equal.get(name, "(nothing)") for each in standings]
+        if len(set(values)) > 1:
+            lines += [f"{name} of rank {rank}: {value}" for rank, value in enumerate(values)]
+    return lines
+
+
+def _named(members: Sequence[int | None]) -> str:
+    return "[" + ", ".join("a new one" if member is None else str(member) for member in members) + "]"
+
+
+def slots_for(slots_W: Sequence[int], needed: int) -> list[int]:
+    """Slots of each rank, grown one by one where there are fewest until there are `needed` in all."""
+    grown = list(slots_W)
+    while sum(grown) < needed:
+        grown[grown.index(min(grown))] += 1
+    return grown
+
+
+def fit(rows_WL: Sequence[Sequence[int]], slots_W: Sequence[int], num_experts: int, *, reads: bool) -> list[list[int]]:
+    """Place the experts of one layer on slots with few moves: an expert stays where it is if there is room.
+
+    rows_WL: what each rank holds. slots_W: how many it may hold. reads: whether experts that no rank holds are placed
+    too. Worked example, 4 -> 3 ranks: 0 1 | 2 3 | 4 5 with 3, 3, 2 slots -> 0 1 6 | 2 3 7 | 4 5.
+    """
+    held = {expert for row in rows_WL for expert in row}
+    placed = [list(dict.fromkeys(row)) for row in rows_WL]
+    copies = np.bincount([expert for row in placed for expert in row], minlength=num_experts)
+    for spare_only in (True, False):
+        for row, slots in zip(placed, slots_W, strict=True):
+            # The last ones first: those came last, when other ranks were lost.
+            for at in reversed(range(len(row))):
+                if len(row) > slots and (copies[row[at]] > 1 or not spare_only):
+                    copies[row.pop(at)] -= 1
+    for expert in np.flatnonzero(copies == 0).tolist():
+        if not reads and expert not in held:
+            continue
+        room = [slots - len(row) for row, slots in zip(placed, slots_W, strict=True)]
+        if max(room) > 0:
+            placed[room.index(max(room))].append(expert)
+        else:
+            rank, at = next(
+                (rank, at) for rank, row in enumerate(placed) for at, other in enumerate(row) if copies[other] > 1
+            )
+            copies[placed[rank][at]] -= 1
+            placed[rank][at] = expert
+        copies[expert] += 1
+    return placed
+
+
+@dataclass
+class Regrouping:
+    """One attempt of one rank. `steps` ends with everything staged, or raises and leaves nothing behind."""
+
+    layers: Sequence[LiveLayer]
+    peers: Peers
+    """Those of the new group."""
+    settings: RebalanceSettings
+    standing: Standing
+    follow: Callable[[int], None]
+    """Given the flips of the furthest rank: flips the layers that all ranks had voted for before the loss."""
+    target: Callable[[Sequence[Standing], Rows], tuple[Topology, Rows]]
+    """From what all ranks state and hold: the machines that go on, and what each shall hold."""
+    ledger: Ledger | None = None
+    halves: list[Any] = field(default_factory=list)
+    standings: list[Standing] = field(default_factory=list)
+    read_bytes: int = 0
+    received_bytes: int = 0
+
+    def steps(self) -> Flight[None]:
+        """Agree, place, carry, stage and try out. Raises RegroupError on every rank, CommError if a peer is lost."""
+        kept = self.peers.ep.kept
+        before = dict(kept)
+        try:
+            yield from self._steps()
+        except BaseException:
+            self.halves = []
+            kept.clear()  # windows of this attempt: some ranks may have opened them and others not
+            kept.update(before)
+            raise
+
+    def _steps(self) -> Flight[None]:
+        texts = yield from self.peers.gather_texts(self.standing.encode(), PHASE)
+        self.standings = [Standing.decode(text) for text in texts]
+        if lines := disagreements(self.standings):
+            raise RegroupError("ranks disagree about the group that goes on; nothing was changed", lines)
+        self.follow(max(each.flips for each in self.standings))
+        rows = yield from self._rows()
+        problem: Exception | None = None
+        moves: dict[int, LayerMoves] = {}
+        try:
+            base, notice = self._plan(rows)
+            moves = moves_of(base, notice) if base.topology.alive_W.any() else {}
+        except Exception as error:
+            problem = error
+        yield from self._vote("placing experts", problem)
+        arrived = yield from self._carry(moves)
+        try:
+            self._stage(arrived)
+        except Exception as error:
+            problem = error
+        yield from self._vote("staging", problem)
+        try:
+            for layer, half in zip(self.layers, self.halves, strict=True):
+                yield from layer.try_out(half)
+        except Exception as error:
+            problem = error
+        yield from self._vote("trying out", problem)
+
+    def _rows(self) -> Flight[Rows]:
+        """What every rank holds, layer by layer."""
+        own = [layer.expert_map.local_to_global(layer.ep.rank) for layer in self.layers]
+        texts = yield from self.peers.gather_texts(json.dumps(own), PHASE)
+        of_rank = [json.loads(text.splitlines()[0]) for text in texts]
+        return [[of_rank[rank][x] for rank in range(len(texts))] for x in range(len(self.layers))]
+
+    def _plan(self, rows: Rows) -> tuple[Ledger, Notice]:
+        """The placement in numbers of a machine that has room for old and new rows, and the ledger that will serve."""
+        topology, wanted = self.target(self.standings, rows)
+        num_experts = self.layers[0].expert_map.num_experts
+        slots = topology.slots_W.copy()
+        living = np.flatnonzero(topology.alive_W)
+        for group_rank, rank in enumerate(living):
+            slots[rank] = max(slots[rank], *(len(layer_rows[group_rank]) for layer_rows in rows))
+        wide = replace(topology, slots=tuple(slots.tolist()))
+        nothing = Ledger(
+            wide, num_experts, np.zeros((0, wide.num_slots), np.int64), np.zeros((0, wide.num_slots), np.float32)
+        )
+        base, after = nothing.regrouped(wide, rows), nothing.regrouped(wide, wanted)
+        self.ledger = nothing.regrouped(topology, wanted)
+        plan_id = max(each.plan_id for each in self.standings) + 1
+        return base, Notice(plan_id, 0, after.phy2log, after.share, "another group")
+
+    def _carry(self, moves: dict[int, LayerMoves]) -> Flight[dict[int, dict[int, SlotWeights]]]:
+        """Bring the experts of all layers to their new ranks; returns them by layer and slot."""
+        arrived: dict[int, dict[int, SlotWeights]] = {}
+        for x, each in sorted(moves.items()):
+            reader: OffThread[dict[int, SlotWeights]] = OffThread("expert reader", limit_s=float("inf"), inline=True)
+            problem, carrier = None, None
+            try:
+                carrier = Carrier(self.peers.ep, self.layers[x], each, x, self.settings.bytes_per_step, reader)
+                carrier.waits_for_reading()
+            except Exception as error:
+                problem = error
+            read = carrier.trouble if carrier is not None else ""
+            yield from self._vote("reading experts", problem, read)
+            assert carrier is not None
+            while not carrier.all_sent:
+                carrier.post()
+                yield InFlight(PHASE)
+                yield from carrier.land()
+                yield from self._vote("moving experts", None, carrier.trouble)
+                carrier.accept()
+            arrived[x] = carrier.arrived
+            self.read_bytes += carrier.read_bytes
+            self.received_bytes += carrier.received_bytes
+        return arrived
+
+    def _stage(self, arrived: dict[int, dict[int, SlotWeights]]) -> None:
+        assert self.ledger is not None
+        epochs = [max(column) + 1 for column in zip(*(each.epochs for each in self.standings), strict=True)]
+        for x, layer in enumerate(self.layers):
+            placed = self.ledger.map_of(self.ledger.phy2log[x], self.ledger.share[x])
+            self.halves.append(layer.stage(placed, arrived.get(x), ep=self.peers.ep, epoch=epochs[x]))
+
+    def _vote(self, what: str, problem: Exception | None, trouble: str = "") -> Flight[None]:
+        """Raise RegroupError on every rank if any has something against going on, with what each of them has."""
+        text = trouble if problem is None else f"{type(problem).__name__}: {problem}"
+        texts = yield from self.peers.gather_texts(text, PHASE)
+        if lines := [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]:
+            raise RegroupError(
+                f"{what} failed, so that the group of {self.peers.ep.size} cannot go on yet; nothing was changed, and "
+                "the same call may be made again",
+                lines,
+            ) from problem
+
+
+def settings_digest(settings: RebalanceSettings) -> str:
+    """Equal for equal settings."""
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+
+
+def after_loss(machine: Topology, members: Sequence[int], num_experts: int, copies: int) -> Topology:
+    """The machine with `members` alone alive, and room on them for all experts. copies: as far as ranks allow."""
+    slots = machine.slots_W.tolist()
+    needed = num_experts * min(copies, len(members))
+    for rank, grown in zip(members, slots_for([slots[rank] for rank in members], needed), strict=True):
+        slots[rank] = grown
+    return replace(machine, slots=tuple(slots), alive=tuple(rank in members for rank in range(machine.gpus)))
+
+
+def after_join(
+    machine: Topology, home_W: Sequence[int], members: Sequence[int | None], slots_of_new: Sequence[int]
+) -> tuple[Topology, list[int]]:
+    """The machine with ranks that join, and the slots of each rank as it was set up.
+
+    machine, home_W: before, with the slots each rank was set up with: those that grew after a loss shrink to them.
+    members: by rank of the new group, None for who joins. slots_of_new: what each of those holds, in order.
+    A rank that joins takes the place of a lost one between the same neighbours; where there is none, ranks are numbered
+    anew, which raises ConfigError if they do not divide over the nodes.
+    """
+    new, numbers, last = list(slots_of_new), list(members), -1
+    dead = [rank for rank in range(machine.gpus) if not machine.alive_W[rank]]
+    for at, member in enumerate(members):
+        if member is None:
+            later = next((m for m in members[at:] if m is not None), machine.gpus)
+            numbers[at] = next((rank for rank in dead if last < rank < later), None)
+        if (number := numbers[at]) is not None:
+            last = number
+    home = dict(enumerate(home_W))
+    if any(number is None for number in numbers):
+        if len(members) % machine.nodes:
+            raise ConfigError(
+                f"{len(members)} ranks do not divide over {machine.nodes} nodes, and no lost rank has the place of "
+                f"those that join in {_named(members)}; give the new process the place of a lost rank in the group: "
+                f"lost are {dead}"
+            )
+        speeds = tuple(1.0 if member is None else float(machine.speed_W[member]) for member in members)
+        home = {at: 0 if member is None else home_W[member] for at, member in enumerate(members)}
+        machine = Topology(len(members), machine.nodes, 1, speeds)
+        numbers = list(range(len(members)))
+    living = [number for number in numbers if number is not None]
+    for number, member in zip(living, members, strict=True):
+        if member is None:
+            home[number] = new.pop(0)
+    slots = tuple(home[rank] for rank in range(machine.gpus))
+    return replace(machine, slots=slots, alive=tuple(rank in living for rank in range(machine.gpus))), list(slots)

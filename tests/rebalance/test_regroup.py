@@ -1,0 +1,207 @@
+"""Where experts go when ranks are lost or join, and groups that change with every rank in one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from moe_mk import ConfigError, MoELayer, ParallelGroups
+from moe_mk.comm import LockstepWorld
+from moe_mk.errors import FallbackWarning, RegroupError
+from moe_mk.flight import interleave
+from moe_mk.placement.eplb import Topology
+from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
+from moe_mk.rebalance.regroup import after_join, after_loss, fit, slots_for
+from tests.layer import build
+
+EXPERTS, TOP_K, TOKENS = 8, 2, 9
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RebalanceWarning)
+        yield
+
+
+# What goes where.
+
+
+def test_slots_grow_where_there_are_fewest() -> None:
+    assert slots_for([2, 2, 2], 8) == [3, 3, 2]
+    assert slots_for([2, 4], 8) == [4, 4]
+    assert slots_for([4, 4], 8) == [4, 4]
+    assert slots_for([1], 3) == [3]
+
+
+def test_experts_stay_and_lost_ones_fill_what_has_grown() -> None:
+    assert fit([[0, 1], [2, 3], [4, 5]], [3, 3, 2], 8, reads=True) == [[0, 1, 6], [2, 3, 7], [4, 5]]
+    assert fit([[0, 1], [2, 3], [4, 5]], [3, 3, 2], 8, reads=False) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_spare_copy_gives_way_where_no_slot_is_free() -> None:
+    # 3 is lost; the first spare copy is that of expert 0.
+    assert fit([[0, 1], [0, 2]], [2, 2], 4, reads=True) == [[3, 1], [0, 2]]
+
+
+def test_grown_slots_are_given_back_and_a_sole_copy_moves() -> None:
+    grown = [[0, 1, 6], [2, 3, 7], [4, 5]]
+    assert fit([*grown, [6, 7]], [2] * 4, 8, reads=True) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    # The new rank is the first and holds 0 and 1: expert 7 of the third has to go to where a spare copy was.
+    assert fit([[0, 1], *grown], [2] * 4, 8, reads=True) == [[7, 1], [0, 6], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_expert_is_placed_once_at_least_and_no_rank_holds_too_many(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    experts, ranks = number(1, 20), number(1, 6)
+    rows = [torch.randint(0, experts, (number(1, 6),), generator=draw).tolist() for _ in range(ranks)]
+    slots = slots_for([number(1, 5) for _ in range(ranks)], experts)
+    placed = fit(rows, slots, experts, reads=True)
+    assert {e for row in placed for e in row} == set(range(experts))
+    assert all(len(set(row)) == len(row) <= room for row, room in zip(placed, slots, strict=True))
+    held = {e for row in rows for e in row}
+    assert {e for row in fit(rows, slots, experts, reads=False) for e in row} == held
+
+
+def test_a_lost_rank_leaves_its_number_and_a_new_one_takes_it() -> None:
+    left = after_loss(Topology(4, 2, 2), [0, 1, 3], 8, copies=1)
+    assert left.alive == (True, True, False, True) and left.slots_W.tolist() == [3, 3, 2, 2]
+    back, home = after_join(left, [2, 2, 2, 2], [0, 1, None, 3], [2])
+    assert back.alive == (True,) * 4 and back.slots_W.tolist() == home == [2, 2, 2, 2]
+    both = after_loss(Topology(3, 1, 4), [1, 2], 8, copies=5)  # no more copies than ranks
+    assert both.slots_W.tolist() == [4, 8, 8]
+
+
+def test_ranks_are_numbered_anew_where_no_place_is_free() -> None:
+    left = after_loss(Topology(4, 1, 2, speeds=(1, 2, 3, 4)), [0, 1, 2], 8, copies=1)
+    more, home = after_join(left, [2, 2, 2, 2], [None, 0, 1, 2], [5])
+    assert more.slots_W.tolist() == home == [5, 2, 2, 2] and more.speed_W.tolist() == [1, 1, 2, 3]
+    with pytest.raises(ConfigError, match=r"5 ranks do not divide over 2 nodes.*\[a new one, 0, 1, 2, 3\]"):
+        after_join(Topology(4, 2, 2), [2] * 4, [None, 0, 1, 2, 3], [2])
+
+
+# Groups that change.
+
+
+class Rank:
+    """One process that serves; `home` numbers its tokens."""
+
+    def __init__(self, comm: object, home: int, **changes: object) -> None:
+        chosen: dict[str, object] = {"experts": "torch_cpu"}
+        config = build.config(EXPERTS, TOP_K, **(chosen | changes))
+        self.home = home
+        self.layer = MoELayer(config, dtype=torch.float32, groups=ParallelGroups(ep=comm))  # type: ignore[arg-type]
+        self.layer.load_weights(build.tensors(EXPERTS))
+        self.manager = RebalanceManager([self.layer], RebalanceSettings(sync_every=2, inline=True))
+
+
+def group(size: int, **changes: object) -> list[Rank]:
+    return [Rank(comm, home, **changes) for home, comm in enumerate(LockstepWorld(size).communicators())]
+
+
+def serves_right(ranks: Sequence[Rank], steps: int = 5) -> bool:
+    """Whether all outputs are those of one rank that has everything."""
+    alone, right = build.layer(EXPERTS, TOP_K, experts="torch_cpu"), True
+    for _ in range(steps):
+        x = [torch.randn(TOKENS, build.HIDDEN, generator=torch.Generator().manual_seed(rank.home)) for rank in ranks]
+        outputs = interleave([rank.layer.steps(x_TH) for rank, x_TH in zip(ranks, x, strict=True)])
+        right &= all(torch.allclose(y, alone(x_TH), atol=1e-5) for y, x_TH in zip(outputs, x, strict=True))
+        interleave([rank.manager.steps() for rank in ranks])
+    return right
+
+
+def lose(ranks: list[Rank], *dead: int) -> list[Rank]:
+    left = [rank for at, rank in enumerate(ranks) if at not in dead]
+    comms = LockstepWorld(len(left)).communicators()
+    interleave([rank.manager.rank_lost_steps(dead, comm) for rank, comm in zip(left, comms, strict=True)])
+    return left
+
+
+def join(ranks: list[Rank], at: int, home: int) -> list[Rank]:
+    comms = LockstepWorld(len(ranks) + 1).communicators()
+    all_ranks = [*ranks[:at], Rank(comms[at], home), *ranks[at:]]
+    interleave([rank.manager.rank_joined_steps(at, comm) for rank, comm in zip(all_ranks, comms, strict=True)])
+    return all_ranks
+
+
+@pytest.mark.parametrize("dead", [(0,), (2,), (1, 3), (0, 1, 2)])
+def test_any_ranks_may_be_lost_at_once(dead: tuple[int, ...]) -> None:
+    left = lose(group(4), *dead)
+    assert serves_right(left) and all(rank.layer.expert_map.lost == frozenset() for rank in left)
+    assert left[0].layer.config.parallel.ep == len(left)
+
+
+def test_ranks_are_lost_one_after_the_other_down_to_the_last() -> None:
+    ranks = group(4)
+    for _ in range(3):
+        assert serves_right(ranks)
+        ranks = lose(ranks, 1)
+    assert serves_right(ranks) and ranks[0].layer.decision.chosen.prepare_finalize == "no_ep"
+    assert ranks[0].manager.status().epochs[0] >= 3
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_new_rank_may_have_any_place_in_the_group(at: int) -> None:
+    ranks = join(lose(group(4), 3), at, home=9)
+    assert serves_right(ranks)
+    assert all(len(row) == 2 for row in ranks[0].layer.expert_map.experts_of_rank)
+    assert len({rank.layer.expert_map for rank in ranks}) == 1 and len({rank.manager._step for rank in ranks}) == 1
+
+
+def test_a_group_may_grow_beyond_what_it_was() -> None:
+    ranks = join(group(2), 2, home=5)
+    assert serves_right(ranks, 10) and ranks[0].layer.expert_map.num_ranks == 3
+    assert lose(ranks, 0)[0].layer.expert_map.num_ranks == 2
+
+
+def test_a_pinned_transport_gives_way_and_comes_back() -> None:
+    with pytest.warns(FallbackWarning, match="prepare_finalize = one_sided cannot serve a group of 1; no_ep does"):
+        alone = lose(group(2, prepare_finalize="one_sided"), 1)
+    assert serves_right(alone) and alone[0].layer.decision.chosen.prepare_finalize == "no_ep"
+    comms = LockstepWorld(2).communicators()
+    both = [alone[0], Rank(comms[1], 1, prepare_finalize="one_sided")]
+    interleave([rank.manager.rank_joined_steps(1, comm) for rank, comm in zip(both, comms, strict=True)])
+    assert serves_right(both) and both[0].layer.decision.chosen.prepare_finalize == "one_sided"
+
+
+def test_what_is_flipped_back_serves_as_it_did() -> None:
+    layer, x_TH = build.layer(EXPERTS, TOP_K, num_shared_experts=1), torch.randn(TOKENS, build.HIDDEN)
+    before, config, y_TH = layer._half, layer.config, layer(x_TH)
+    other = layer.stage(layer.expert_map, ep=LockstepWorld(1).communicators()[0])
+    old = layer.flip(other)
+    assert layer.config.parallel.ep == 1 and torch.equal(layer(x_TH), y_TH)
+    layer.flip(old)
+    assert layer._half.weights is before.weights and layer.config is config and torch.equal(layer(x_TH), y_TH)
+
+
+def test_layers_without_a_source_are_warned_of_and_refused_until_they_have_one() -> None:
+    source = build.layer(EXPERTS, TOP_K)
+    ranks = []
+    for home, comm in enumerate(LockstepWorld(2).communicators()):
+        rank = Rank(comm, home)
+        rank.layer._source = None  # as after take()
+        with pytest.warns(RebalanceWarning, match=r"loss of ranks \[0, 1\] cannot be repaired.*read_from"):
+            rank.manager = RebalanceManager([rank.layer], RebalanceSettings(sync_every=2, inline=True))
+        ranks.append(rank)
+    with pytest.raises(RegroupError, match="was given its weights by take"):
+        lose(ranks, 1)
+    assert source._source is not None
+    ranks[0].layer.read_from(*source._source)
+    assert serves_right(lose(ranks, 1))
+
+
+def test_warnings_that_are_errors_do_not_stop_a_commit_half_way() -> None:
+    ranks = group(3, on_lost_expert="drop")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        with pytest.raises(FallbackWarning, match="have no live copy"):
+            lose(ranks, 2)
+    assert all(rank.layer.ep.size == 2 for rank in ranks[:1]) and ranks[0].manager.comm.size == 2

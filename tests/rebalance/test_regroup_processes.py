@@ -1,0 +1,358 @@
+"""Real processes of which one is killed: the others agree, repair every expert, and come back whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_mk import MoELayer, ParallelGroups, WeightError
+from moe_mk.comm import DistributedCommunicator, symmetric_setup
+from moe_mk.errors import CommError, FallbackWarning, RegroupError
+from moe_mk.layer import placed
+from moe_mk.prepare_finalize.all_to_all import AllToAll
+from moe_mk.prepare_finalize.one_sided import OneSided
+from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
+from moe_mk.testing import processes
+from moe_mk.testing.processes import RankError, RankWorld
+from tests.layer import build
+
+Told = dict[str, Any]
+EXPERTS, TOP_K, LAYERS, TOKENS = 8, 3, 2, 20
+TRANSPORTS = {"all_to_all": AllToAll, "one_sided": OneSided}
+TIMEOUT_S, LONG_S = 20.0, 110.0
+
+
+def tokens(rank: int) -> Tensor:
+    return torch.randn(TOKENS, build.HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def reference(layer: MoELayer, x_TH: Tensor) -> Tensor:
+    """Every token on its own, in f64, from the tensors of the checkpoint."""
+    weights = {name: t.double() for name, t in build.tensors(EXPERTS).items()}
+    routing = layer.route(x_TH)
+    y_TH = torch.zeros_like(x_TH, dtype=torch.float64)
+    for t, (ids, parts) in enumerate(zip(routing.ids_TK.tolist(), routing.weights_TK.tolist(), strict=True)):
+        for expert, part in zip(ids, parts, strict=True):
+            y_TH[t] += part * build.mlp(x_TH[t].double(), weights, f"experts.{expert}")
+    return y_TH
+
+
+def settings() -> RebalanceSettings:
+    return RebalanceSettings(sync_every=2, inline=True)
+
+
+def layers_over(comm: Any, transport: str, **changes: object) -> list[MoELayer]:
+    chosen = {"experts": "torch_cpu", "prepare_finalize": transport, "timeout_s": TIMEOUT_S} | changes
+    made = [
+        MoELayer(
+            build.config(EXPERTS, TOP_K, **chosen),
+            dtype=torch.float32,
+            groups=ParallelGroups(ep=comm),
+            name=f"{transport} {x}",
+        )
+        for x in range(LAYERS)
+    ]
+    return [layer.load_weights(build.tensors(EXPERTS)) for layer in made]
+
+
+def over(group: Any) -> DistributedCommunicator:
+    return DistributedCommunicator(group, timeout_s=TIMEOUT_S)
+
+
+def group_of(ranks: list[int]) -> Any:
+    return dist.new_group(ranks, timeout=timedelta(seconds=LONG_S), use_local_synchronization=True)
+
+
+@pytest.fixture(autouse=True)
+def survivors_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is killed at the beginning here: what is tried comes after that, on machines of any speed."""
+    monkeypatch.setattr(processes, "GRACE_S", LONG_S)
+
+
+def fresh(layer: MoELayer, group: Any, transport: str) -> MoELayer:
+    """The same layer built for the group it has now, on the same placement."""
+    comm = over(group)
+    (made, *_) = layers_over(comm, transport if comm.size > 1 else "auto")
+    rows = layer.expert_map.local_to_global(comm.rank)
+    made.set_placement(layer.expert_map, {slot: made.read_expert(expert) for slot, expert in enumerate(rows)})
+    return made
+
+
+def serve(manager: RebalanceManager, rank: int, steps: int) -> None:
+    for _ in range(steps):
+        for layer in manager.layers:
+            assert isinstance(layer, MoELayer)
+            layer(tokens(rank))
+        manager.step()
+
+
+def judged(layers: list[MoELayer], group: Any, transport: str, rank: int) -> Told:
+    """What these layers give, beside the reference and beside layers that were built as they are now."""
+    x_TH, told = tokens(rank), Told(transports=[], maps=[], worst=0.0, equal=True, lost=0)
+    for layer in layers:
+        y_TH, other = layer(x_TH), fresh(layer, group, transport)
+        told["worst"] = max(told["worst"], float((y_TH.double() - reference(layer, x_TH)).abs().max()))
+        told["equal"] &= torch.equal(y_TH, other(x_TH))
+        told["transports"] += [layer.decision.chosen.prepare_finalize, other.decision.chosen.prepare_finalize]
+        told["maps"] += [[list(row) for row in layer.expert_map.experts_of_rank]]
+        told["lost"] += len(layer.expert_map.lost)
+        layer.report().require_as_planned()
+    return told
+
+
+def unreadable(expert: int) -> Any:
+    raise WeightError(f"expert {expert}: the file cannot be read")
+
+
+def no_memory(*_: object) -> Any:
+    raise MemoryError("no room for the experts")
+
+
+def no_transport(*_: object) -> Any:
+    raise RuntimeError("the transport cannot be set up")
+
+
+def no_window(*_: object) -> Any:
+    raise OSError("no space left in /dev/shm")
+
+
+@contextmanager
+def fault(name: str, layers: list[MoELayer], transport: str, rank: int) -> Iterator[None]:
+    """Something that fails on one rank, the lowest that is left."""
+    if rank != 0:
+        yield
+        return
+    patches: dict[str, Callable[[], Any]] = {
+        "reading": lambda: mock.patch.object(layers[-1], "read_expert", unreadable),
+        "memory": lambda: mock.patch.object(placed, "with_experts", no_memory),
+        "transport": lambda: mock.patch.object(placed, "build_half", no_transport),
+        "window": lambda: mock.patch.object(symmetric_setup, "create", no_window),
+    }
+    with patches[name]():
+        yield
+
+
+def with_a_death(number: int, ranks: int) -> Told:
+    """All ranks serve, the last one is killed, the others come back after every fault that can be put in."""
+    torch.set_grad_enabled(False)
+    warnings.simplefilter("ignore", RebalanceWarning)
+    warnings.simplefilter("ignore", FallbackWarning)
+    victim, managers = ranks - 1, {}
+    for transport in TRANSPORTS:
+        managers[transport] = RebalanceManager(layers_over(over(dist.group.WORLD), transport), settings())
+    for manager in managers.values():
+        serve(manager, number, 3)
+    if number == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = Told()
+    for manager in managers.values():
+        with pytest.raises(CommError):
+            serve(manager, number, 2)
+    group = group_of(list(range(victim)))
+    for transport, manager in managers.items():
+        layers = list(manager.layers)
+        before = [(layer.expert_map, layer.epoch, layer.decision, layer._half) for layer in layers]
+        seen = told[transport] = Told(refused=[])
+        faults = ["reading", "memory", "transport"] + ["window"] * (transport == "one_sided" and victim > 1)
+        comm = over(group)
+        for name in faults:
+            with fault(name, layers, transport, number), pytest.raises(RegroupError) as refused:
+                manager.rank_lost(victim, comm)
+            seen["refused"].append(str(refused.value))
+            after = [(layer.expert_map, layer.epoch, layer.decision, layer._half) for layer in layers]
+            seen["untouched"] = all(map(same, before, after)) and len(manager.ledger.living) == ranks
+            assert comm.kept == {}
+        manager.rank_lost(victim, comm)
+        seen |= judged(layers, group, transport, number)
+        serve(manager, number, 6)
+        seen |= {"later": judged(layers, group, transport, number), "state": manager.state}
+        seen["incidents"] = [str(each) for each in manager.status().incidents]
+        seen["read"] = manager.status().read_bytes
+    return told
+
+
+def same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    return all(a is b or a == b for a, b in zip(one[:3], other[:3], strict=True)) and one[3] is other[3]
+
+
+@pytest.mark.parametrize(("ranks", "maps"), [(4, [[0, 1, 6], [2, 3, 7], [4, 5]]), (2, [[0, 1, 2, 3, 4, 5, 6, 7]])])
+@pytest.mark.slow
+def test_survivors_of_a_killed_rank_serve_every_expert_again(ranks: int, maps: list[list[int]]) -> None:
+    with RankWorld(ranks) as world, pytest.raises(RankError) as failed:
+        world.call(with_a_death, ranks, timeout_s=LONG_S)
+    assert list(failed.value.problems) == [ranks - 1], failed.value
+    survivors = list(failed.value.results.values())
+    assert len(survivors) == ranks - 1
+    for told in survivors:
+        assert isinstance(told, dict)
+        for transport in TRANSPORTS:
+            seen = told[transport]
+            wanted = [
+                r"reading experts failed.*rank 0: reading 'TR 1' failed: WeightError: expert \d: the file",
+                "staging failed.*rank 0: MemoryError: no room for the experts",
+                "staging failed.*rank 0: RuntimeError: the transport cannot be set up",
+                "trying out failed.*no space left in /dev/shm",
+            ]
+            for text, pattern in zip(seen["refused"], wanted, strict=False):
+                assert re.search(pattern.replace("TR", transport), text, re.DOTALL), text
+            assert seen["untouched"] and seen["maps"] == [maps] * LAYERS and seen["lost"] == 0
+            assert seen["transports"] == [transport if ranks > 2 else "no_ep"] * 2 * LAYERS
+            assert seen["equal"] and seen["worst"] < 1e-5
+            assert seen["later"]["equal"] and seen["later"]["worst"] < 1e-5 and seen["later"]["lost"] == 0
+            assert "all experts serve" in seen["incidents"][0]
+        assert sum(each["all_to_all"]["read"] for each in survivors) > 0
+
+
+def with_a_new_process(number: int, meeting: str) -> Told:
+    """Ranks 0 to 3 serve, 3 is killed, the others go on, and process 4 takes its place."""
+    torch.set_grad_enabled(False)
+    warnings.simplefilter("ignore", RebalanceWarning)
+    told, managers = Told(), dict[str, RebalanceManager]()
+    if number < 4:
+        first = group_of([0, 1, 2, 3])
+        for transport in TRANSPORTS:
+            managers[transport] = RebalanceManager(layers_over(over(first), transport), settings())
+            serve(managers[transport], number, 3)
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number < 3:
+        for manager in managers.values():
+            with pytest.raises(CommError):
+                serve(manager, number, 2)
+            manager.rank_lost(3, over(group_of([0, 1, 2])))
+            serve(manager, number, 3)
+    # A process that has not made the same groups as the others can meet them only in a new default group.
+    rank = min(number, 3)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=4, timeout=timedelta(seconds=LONG_S))
+    group = dist.group.WORLD
+    for transport in TRANSPORTS:
+        comm = over(group)
+        if number == 4:
+            managers[transport] = RebalanceManager(layers_over(comm, transport), settings())
+        manager = managers[transport]
+        with fault("memory", [], transport, number), pytest.raises(RegroupError) as refused:
+            manager.rank_joined(3, comm)
+        manager.rank_joined(3, comm)
+        layers = list(manager.layers)
+        seen = told[transport] = judged(layers, group, transport, rank)  # type: ignore[arg-type]
+        seen["refused"] = str(refused.value)
+        serve(manager, rank, 8)
+        seen["later"] = judged(layers, group, transport, rank)  # type: ignore[arg-type]
+        seen["status"] = [manager.status().step, manager.status().plan_id, list(manager.status().epochs)]
+    return told
+
+
+@pytest.mark.slow
+def test_a_new_process_takes_the_place_of_a_killed_one(tmp_path: Path) -> None:
+    with RankWorld(5) as world, pytest.raises(RankError) as failed:
+        world.call(with_a_new_process, (tmp_path / "meeting").as_uri(), timeout_s=LONG_S)
+    assert list(failed.value.problems) == [3], failed.value
+    told = list(failed.value.results.values())
+    assert len(told) == 4
+    for transport in TRANSPORTS:
+        for each in told:
+            assert isinstance(each, dict)
+            seen = each[transport]
+            assert "rank 0: MemoryError: no room for the experts" in seen["refused"]
+            assert seen["maps"] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * LAYERS  # slots that had grown are given back
+            assert set(seen["transports"]) == {transport}
+            for when in (seen, seen["later"]):
+                assert when["lost"] == 0 and when["equal"] and when["worst"] < 1e-5
+            assert seen["status"] == told[0][transport]["status"]  # type: ignore[index]
+
+
+def with_disagreement(number: int) -> Told:
+    """Four ranks of which the last one is left out; the others do not name the same."""
+    torch.set_grad_enabled(False)
+    warnings.simplefilter("ignore")
+    manager = RebalanceManager(layers_over(over(dist.group.WORLD), "all_to_all"), settings())
+    if number == 3:
+        return {}
+    group = group_of([0, 1, 2])
+    texts = []
+    for names in ((3, 2, 3), (3, 3, 9), (3, 3, [2, 3])):
+        with pytest.raises(RegroupError) as refused:
+            manager.rank_lost(names[number], over(group))
+        texts.append(str(refused.value))
+    manager.rank_lost([3], over(group))
+    told = judged(list(manager.layers), group, "all_to_all", number)
+    return {"texts": texts, "equal": told["equal"], "worst": told["worst"]}
+
+
+def with_policies(number: int) -> Told:
+    """What the two policies that serve give before the repair, and after it."""
+    torch.set_grad_enabled(False)
+    warnings.simplefilter("ignore")
+    told = Told()
+    managers = {
+        policy: RebalanceManager(layers_over(over(dist.group.WORLD), "all_to_all", on_lost_expert=policy), settings())
+        for policy in ("drop", "renormalise")
+    }
+    if number == 3:
+        return {}
+    group = group_of([0, 1, 2])
+    for policy, manager in managers.items():
+        manager.rank_lost(3, over(group))
+        layer, x_TH = manager.layers[0], tokens(number)
+        assert isinstance(layer, MoELayer)
+        routing, y_TH = layer.route(x_TH), layer(x_TH)
+        missing_TK = routing.ids_TK >= 6
+        weights_TK = routing.weights_TK.double().masked_fill(missing_TK, 0.0)
+        if policy == "renormalise":
+            weights_TK *= (routing.weights_TK.double().sum(1) / weights_TK.sum(1))[:, None]
+        tensors = {name: t.double() for name, t in build.tensors(EXPERTS).items()}
+        wanted_TH = torch.zeros_like(x_TH, dtype=torch.float64)
+        for t, (ids, parts) in enumerate(zip(routing.ids_TK.tolist(), weights_TK.tolist(), strict=True)):
+            for expert, part in zip(ids, parts, strict=True):
+                wanted_TH[t] += part * build.mlp(x_TH[t].double(), tensors, f"experts.{expert}")
+        first = manager.status()
+        seen = told[policy] = {
+            "worst": float((y_TH.double() - wanted_TH).abs().max()),
+            "dropped": first.dropped_assignments == int(missing_TK.sum()) > 0,
+            "lost": [list(each) for each in first.lost_experts.values()],
+            "metric": first.as_dict()["balance"],
+            "state": manager.state,
+        }
+        serve(manager, number, 20)
+        seen["after"] = judged(list(manager.layers), group, "all_to_all", number)  # type: ignore[arg-type]
+    return told
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(4) as ranks:
+        yield ranks
+
+
+def test_ranks_that_name_different_losses_all_hear_of_it(world: RankWorld) -> None:
+    for told in world.call(with_disagreement)[:3]:
+        one, two, three = told["texts"]
+        assert "rank 0 (rank 0 of the machine) goes on with ranks [0, 1, 2]" in one
+        assert "rank 1 (rank 1 of the machine) goes on with ranks [0, 1, 3]" in one
+        assert "rank 2: names ranks [9] of a group of 4" in two
+        assert "rank 2: names itself, rank 2, among the lost ranks [2, 3]" in three
+        assert told["equal"] and told["worst"] < 1e-5
+
+
+def test_policies_that_serve_leave_out_what_is_lost_until_it_is_read(world: RankWorld) -> None:
+    for told in world.call(with_policies)[:3]:
+        for policy in ("drop", "renormalise"):
+            seen = told[policy]
+            assert seen["worst"] < 1e-5 and seen["dropped"] and seen["lost"] == [[6, 7], [6, 7]]
+            assert seen["metric"]["lost.experts"] == 4 and seen["state"] in ("degraded", "planning")
+            after = seen["after"]
+            assert after["lost"] == 0 and after["equal"] and after["worst"] < 1e-5
