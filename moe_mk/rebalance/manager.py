@@ -228,7 +228,7 @@ class RebalanceManager:
         what = f"ranks {lost} are lost and with them the only copies of {before} experts in {len(self.layers)} layers"
         left = sum(len(layer.expert_map.lost) for layer in self.layers)
         policy = f"on_lost_expert = {self.layers[0].on_lost_expert} holds for {left} experts until they are repaired"
-        self.journal.tell(self._step, what, policy if left else f"all experts serve on {self.comm.size} ranks")
+        self.journal.tell(self._step, what, policy if left else f"all experts serve in the group of {self.comm.size}")
 
     def rank_joined(self, ranks: int | Sequence[int], comm: Group | None) -> None:
         """Go on with more ranks. Every rank of the new group calls this between two forwards, new processes included.

@@ -148,6 +148,14 @@ def test_ranks_are_lost_one_after_the_other_down_to_the_last() -> None:
     assert ranks[0].manager.status().epochs[0] >= 3
 
 
+def test_ranks_that_noticed_the_loss_at_different_steps_go_on_at_one() -> None:
+    ranks = group(4)
+    assert serves_right(ranks, 3)
+    ranks[1].manager._step += 1  # its forward went through, and its step() met the loss
+    left = lose(ranks, 3)
+    assert {rank.manager._step for rank in left} == {4} and serves_right(left)
+
+
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_new_rank_may_have_any_place_in_the_group(at: int) -> None:
     ranks = join(lose(group(4), 3), at, home=9)
