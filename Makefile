@@ -28,7 +28,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest hf engines stress multihost lint format features certify docs sanitize gpu clean
+.PHONY: help venv run test oldest hf engines chaos stress multihost lint format features certify docs sanitize gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,14 @@ $(ENGINES_INSTALLED): | $(INSTALLED)
 stress: venv  ## the tests that take minutes
 	@echo "pytest    slow"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow and not gpu"
+	@echo "chaos     1000 worlds; python tools/docs_faults.py build/chaos-1000.json commits the result"
+	@mkdir -p build
+	@OMP_NUM_THREADS=1 $(BIN)/moe-mk chaos --worlds 1000 --out build/chaos-1000.json
+
+chaos: venv  ## 60 worlds of processes with one fault each, over every built-in transport that runs between CPU processes
+	@echo "chaos     60 worlds"
+	@mkdir -p build
+	@OMP_NUM_THREADS=1 $(BIN)/moe-mk chaos --worlds 60 --out build/chaos.json
 
 multihost: venv  ## a layer over two hosts made of network namespaces, and a cut cable
 	@test -d $(SMALL) || $(BIN)/moe-mk make-checkpoint $(SMALL) --hidden 256 --intermediate 128

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from moe_mk.cli.chaos import import_modules
 from moe_mk.cli.exits import MISMATCH, OK
 from moe_mk.cli.outputs import expect_outputs
 from moe_mk.cli.screen import Screen
@@ -33,20 +33,20 @@ class CertifyOrder:
     against: Path | None = None
     """A certificate of somebody else, whose digests must be equal."""
     processes: bool = True
+    faults: bool = False
+    """Whether a transport also runs in worlds with faults."""
 
 
 def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> int:
     """Certify, write, tell. Raises ConfigError for unknown names and modules."""
     out = order.out or Path(f"{order.name}.certificate.json")
-    for module in order.modules:
-        try:
-            importlib.import_module(module)
-        except (ImportError, ValueError, TypeError) as problem:
-            raise ConfigError(f"--import {module}: {problem}") from problem
+    import_modules(order.modules)
     theirs = None if order.against is None else _read(order.against)
     expect_outputs({"--out": order.out})
     with screen.progress("certify", in_bytes=False) as advance:
-        certificate = certify(order.name, processes=order.processes, on_check=advance)
+        certificate = certify(
+            order.name, processes=order.processes, on_check=advance, faults=order.faults, modules=order.modules
+        )
     facts = certificate.as_dict()
     differing = [] if theirs is None else _differing(facts, theirs)
     out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The verbs for who writes, compares and measures backends: certify, bisect, bench, tune, demo."""
+"""The verbs for who writes, compares and measures backends: certify, chaos, bisect, bench, tune, demo."""
 
 from __future__ import annotations
 
@@ -29,14 +29,46 @@ def certify_command(
     modules: Annotated[list[str] | None, typer.Option("--import", help="import this module first")] = None,
     against: Annotated[Path | None, typer.Option(help="a certificate whose digests must be equal")] = None,
     processes: Annotated[bool, typer.Option(help="also run a transport on real processes")] = True,
+    faults: Annotated[bool, typer.Option("--faults", help="also run a transport in worlds with faults")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Certify a backend: every check its traits call for, hostile cases included, one JSON certificate."""
     from moe_mk.cli.certify import CertifyOrder, certify_backend
     from moe_mk.cli.screen import Screen
 
-    order = CertifyOrder(name, out, tuple(modules or ()), against, processes)
+    order = CertifyOrder(name, out, tuple(modules or ()), against, processes, faults)
     return certify_backend(Screen(), order, as_json=as_json)
+
+
+@workbench.command("chaos")
+@speaking
+def chaos_command(
+    config: Annotated[
+        str | None,
+        typer.Argument(help="a model or file whose routing and kernel settings are used; drawn if not given"),
+    ] = None,
+    transport: Annotated[str, typer.Option(help="registered transports by comma, or all built-in ones")] = "all",
+    worlds: Annotated[int, typer.Option(min=1, max=1_000_000, help="how many")] = 60,
+    seed: Annotated[int, typer.Option(help="of all worlds")] = 0,
+    only: Annotated[
+        list[int] | None, typer.Option(min=0, help="run this world alone, and print what each rank saw")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, max=3600.0, help="kernel.timeout_s of worlds with a fault")] = 3.0,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="worlds at a time")] = 2,
+    modules: Annotated[list[str] | None, typer.Option("--import", help="import this module first")] = None,
+    out: Annotated[Path | None, typer.Option(help="the report; default chaos.json here, none with --only")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Run worlds of real processes with one fault each; compare outputs, classify errors, find hangs and aborts.
+
+    The exit code is 1 after a wrong output, a hang, an abort, an error that is late or of no type of this library.
+    """
+    from moe_mk.cli.chaos import ChaosOrder, chaos
+    from moe_mk.cli.screen import Screen
+
+    file = out or (None if only else Path("chaos.json"))
+    order = ChaosOrder(config, transport, worlds, seed, tuple(only or ()), timeout, jobs, tuple(modules or ()), file)
+    return chaos(Screen(), order, as_json=as_json)
 
 
 @workbench.command("bench")

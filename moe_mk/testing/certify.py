@@ -7,14 +7,14 @@ TestOneByOne = backend_conformance("one_by_one")   # a pytest class, one test a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from moe_mk.config.traits import Traits
 from moe_mk.errors import CommError, UnsupportedError
 from moe_mk.external.library import emulated, installed
 from moe_mk.testing.bits import bits_of
 from moe_mk.testing.certificate import Certificate, Failed, Passed, traits_of
-from moe_mk.testing.certify_checks import KINDS, Check, checks_of, kind_of, untried
+from moe_mk.testing.certify_checks import KINDS, Check, checks_of, fault_check, kind_of, untried
 from moe_mk.testing.laws import HOPS, LOADS, RUNS, SIGNATURE, VALUES, Law, law_of
 from moe_mk.testing.limits import NonConforming
 
@@ -24,11 +24,21 @@ OnCheck = Callable[[str, int, int], None]
 """Told (check, done, total)."""
 
 
-def certify(name: str, *, processes: bool = True, on_check: OnCheck | None = None) -> Certificate:
+def certify(
+    name: str,
+    *,
+    processes: bool = True,
+    on_check: OnCheck | None = None,
+    faults: bool = False,
+    modules: Sequence[str] = (),
+) -> Certificate:
     """Run every check on a registered backend and collect all failures, not the first.
 
-    processes: also run a transport on real processes over gloo, which takes seconds. Raises ConfigError for a name that
-    nobody registered, UnsupportedError for a backend that cannot run here at all.
+    processes: also run a transport on real processes over gloo, which takes seconds.
+    faults: also run a transport in worlds of processes with one fault each, which takes a minute or two.
+    modules: what those processes import first, where the transport registers itself and is no plugin of a wheel.
+    Raises ConfigError for a name that nobody registered and for faults in experts, UnsupportedError for a backend that
+    cannot run here at all.
     """
     kind = kind_of(name)
     if name in KINDS[kind].broken:
@@ -38,6 +48,7 @@ def certify(name: str, *, processes: bool = True, on_check: OnCheck | None = Non
     passed: list[Passed] = []
     failed: list[Failed] = []
     checks = checks_of(name, processes=processes)
+    checks += [fault_check(name, modules)] if faults else []
     for done, check in enumerate(checks):
         if on_check is not None:
             on_check(check.name, done, len(checks))

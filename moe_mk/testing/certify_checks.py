@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from moe_mk.testing.calls import check_leaves_nothing
 from moe_mk.testing.certify_limits import SIZES, Format, dtype_of, refusal_of_experts, refusal_of_transport
 from moe_mk.testing.diagnosis import explained
 from moe_mk.testing.experts import check_experts, check_invariance
+from moe_mk.testing.faults import Campaign, run_worlds, transports_of
 from moe_mk.testing.laws import PROCESSES, Law
 from moe_mk.testing.limits import require
 from moe_mk.testing.on_ranks import (
@@ -44,6 +45,8 @@ KINDS: Mapping[str, Registry[Any]] = {"transport": PREPARE_FINALIZE, "experts": 
 RANKS = (1, 2, 4)
 PER_NODE = (None, 2)
 """Ranks of one host: all, or two where a transport needs several hosts."""
+FAULT_WORLDS = 24
+"""Worlds with faults that a transport is tried in."""
 WIRES: Mapping[str, tuple[QuantScheme, ...]] = {
     "plain": (FP32, BF16),
     "fp8": (FP8_1x128, FP8_1x128_UE8M0),
@@ -96,6 +99,22 @@ def checks_of(name: str, *, processes: bool) -> list[Check]:
     if traits.batch_invariant:
         made += [_invariance_check(name, given, sizes) for given, sizes in formats if _invariant(name, given, sizes)]
     return made
+
+
+def fault_check(name: str, modules: Sequence[str] = ()) -> Check:
+    """Worlds of processes with one fault each. Raises ConfigError for experts and for transports of one rank."""
+    if kind_of(name) != "transport":
+        raise ConfigError(f"{name} is an experts backend; faults are tried on transports, certify it without them")
+    campaign = Campaign(transports_of(name), modules=tuple(modules))
+
+    def run() -> int:
+        report = run_worlds(campaign, range(FAULT_WORLDS))
+        bad = [(world.plan, row) for world in report.worlds for row in world.bad]
+        lines = [f"world {plan.number} ({plan.describe()}), rank {row.rank}: {row.outcome}" for plan, row in bad[:3]]
+        require(report.passed, f"{len(bad)} outcomes after faults are wrong: {'; '.join(lines)}")
+        return len(report.worlds)
+
+    return Check(f"{FAULT_WORLDS} worlds with faults, seed {campaign.seed}", run, None, lambda: None)
 
 
 def untried(name: str) -> tuple[str, ...]:

@@ -33,17 +33,19 @@ KEPT = Law("kept", "what is handed over stays as it is through later calls, and 
 NOTHING_LEFT = Law("nothing left", "a call leaves no tensors behind")
 PROCESSES = Law("processes", "processes give the bits that ranks of one process give")
 VALUES = Law("values", "outputs are as near to the reference as the number formats allow")
+FAULTS = Law("faults", "a fault on one rank ends in a typed error in time on the others, never in a wrong output")
 RUNS = Law("runs", "every case runs to its end")
 
 LAWS = (
     LOADS, SIGNATURE, INPUTS, SHAPE, STAGE, WEIGHTING, ORDER, LOST, NOWHERE, PADDING, DETERMINISTIC, INVARIANT,
-    SLOTS, CALLS, KEPT, NOTHING_LEFT, HOPS, PROCESSES, VALUES, RUNS,
+    SLOTS, CALLS, KEPT, NOTHING_LEFT, HOPS, PROCESSES, VALUES, FAULTS, RUNS,
 )  # fmt: skip
 
 WITH_NOWHERE = re.compile(r"(all to one rank|all to one expert|all -1|some -1)\b")
 """Cases in which some ids are -1; every case before them in the kit has none."""
 
 SAID = (
+    (re.compile(r"outcomes after faults"), FAULTS),
     (re.compile(r"breaks the contract|registered twice"), SIGNATURE),
     (re.compile(r"could not be loaded"), LOADS),
     (re.compile(r"input changed|(weights|tokens) were changed"), INPUTS),

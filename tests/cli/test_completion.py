@@ -20,7 +20,7 @@ def test_a_shell_gets_a_script(shell: str) -> None:
     ("words", "offered"),
     [
         ("moe-mk ma", {"make-checkpoint"}),
-        ("moe-mk ", {"run", "explain", "doctor", "schema", "certify", "inspect-checkpoint"}),
+        ("moe-mk ", {"run", "explain", "doctor", "schema", "certify", "chaos", "inspect-checkpoint"}),
         ("moe-mk inspect-checkpoint --js", {"--json"}),
         ("moe-mk explain --nod", {"--nodes"}),
     ],

@@ -22,7 +22,7 @@ from tests.cli.conftest import Invoke
 DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
 VERBS = {
     *"run explain place doctor schema make-checkpoint convert inspect-checkpoint".split(),
-    *"certify bench tune bisect demo".split(),
+    *"certify chaos bench tune bisect demo".split(),
     *(f"plan {verb}" for verb in "exchange tables relay volumes layout".split()),
 }
 SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")

@@ -1,0 +1,91 @@
+"""Write the table of docs/reliability.md from benchmarks/results/faults_cpu.json.
+
+    moe-mk chaos --worlds 1000 --out build/chaos.json
+    python tools/docs_faults.py build/chaos.json
+
+With a report, its summary replaces the committed result first. `--check` writes nothing and fails where the page does
+not show the committed result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_mk.testing.faults import ACCEPTED, OUTCOMES
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULT = "docs/reliability.md", "benchmarks/results/faults_cpu.json"
+BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+SUMMARY = (
+    "what", "command", "seed", "passed", "seconds", "environment", "by_transport", "by_fault", "shared_memory_left",
+    "failed",
+)  # fmt: skip
+"""The keys of a report that are committed: not its worlds, which the command draws again."""
+
+
+def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What is committed of a report."""
+    return {key: report[key] for key in SUMMARY}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Outcomes by transport and by fault, and what they were measured with."""
+    parts = [_lines("transport", result["by_transport"]), _lines("fault", result["by_fault"])]
+    here, worlds = result["environment"], sum(line["worlds"] for line in result["by_transport"])
+    failed = f"{len(result['failed'])} failed" if result["failed"] else "none failed"
+    versions = f"torch {here['torch']}, Python {here['python']}, {here['device']}"
+    return "\n\n".join(
+        [
+            *parts,
+            f"`{result['command']}`: {worlds} worlds in {result['seconds'] / 60:.0f} minutes, {failed}. {versions}.",
+        ]
+    )
+
+
+def _lines(what: str, lines: Sequence[Mapping[str, Any]]) -> str:
+    others = [name for name in OUTCOMES if name not in ACCEPTED]
+    head = [what, "worlds", *(name for name in OUTCOMES if name in ACCEPTED), "anything else", "names the victim"]
+    rows = [[*head, "median", "maximum"], ["---"] * (len(head) + 2)]
+    for line in lines:
+        seen = line["outcomes"]
+        bad = ", ".join(f"{seen[name]} {name}" for name in others if seen[name]) or "0"
+        accepted = [str(seen[name]) for name in OUTCOMES if name in ACCEPTED]
+        named = "/".join(map(str, line["named"])) if line["named"][1] else ""
+        delays = ["" if s is None else f"{s:.3f} s" for s in (line["delay_median_s"], line["delay_max_s"])]
+        rows.append([line["key"], str(line["worlds"]), *accepted, bad, named, *delays])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def with_table(page: str, text: str) -> str:
+    """A page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", nargs="?", type=Path, help="a report of moe-mk chaos, to be committed")
+    parser.add_argument("--check", action="store_true", help=f"exit 1 if the table of {PAGE} is stale")
+    parser.add_argument("--root", type=Path, default=ROOT)
+    options = parser.parse_args(arguments)
+    result, page = options.root / RESULT, options.root / PAGE
+    if options.report is not None and not options.check:
+        report = json.loads(options.report.read_text(encoding="utf-8"))
+        result.write_text(json.dumps(summary_of(report), indent=1) + "\n", encoding="utf-8")
+    old = page.read_text(encoding="utf-8")
+    new = with_table(old, table(json.loads(result.read_text(encoding="utf-8"))))
+    if options.check:
+        print(f"{PAGE} is {'stale; run python tools/docs_faults.py' if new != old else 'up to date'}")
+        return int(new != old)
+    page.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
