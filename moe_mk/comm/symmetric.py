@@ -29,6 +29,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.symmetric_memory import Memory, free_bytes
 from moe_mk.comm.symmetric_wait import Waiting
 from moe_mk.comm.symmetric_words import COUNT_MASK, WORD_BYTES, Words, is_behind, word_of
@@ -72,6 +73,26 @@ class WindowShape:
         return self.ranks * self.window_bytes
 
 
+class _NoWords(Words):
+    """The flags of a heap that is the parent's: each access raises."""
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        self._refuse = refuse
+
+    def store(self, at: int, word: int) -> None:
+        """Raises CommError."""
+        self._refuse()
+
+    def load(self, at: int) -> int:
+        """Raises CommError."""
+        self._refuse()
+        return 0
+
+    def fence(self) -> None:
+        """Raises CommError."""
+        self._refuse()
+
+
 class SymmetricHeap:
     """One rank's hold on the windows of all."""
 
@@ -83,9 +104,20 @@ class SymmetricHeap:
         self.layer = layer
         """Whom it serves now, for errors."""
         self._memory, self._words, self._waiting = memory, words, waiting
-        self._barriers = 0
+        self._barriers, self._is_forked = 0, False
+        if memory.is_shared:
+            in_child(self, SymmetricHeap._leave_to_parent)
         self.traffic = Traffic()
         """What each operation moved: "put" and "signal" to a window, "get" from one, by its rank."""
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: refuse every operation."""
+        self._is_forked, self._words = True, _NoWords(self._check)
+
+    def _check(self) -> None:
+        """Raise CommError in a forked child."""
+        if self._is_forked:
+            raise CommError(FORKED, rank=self.rank, phase="windows", layer=self.layer)
 
     is_addressable = True
     """Whether windows of peers lie in this process's memory."""
@@ -108,6 +140,7 @@ class SymmetricHeap:
 
     def data(self, peer: int, at: int, num_bytes: int) -> Tensor:
         """Bytes of a peer's window as they lie there, (num_bytes,) uint8. Raises ShapeError beyond its end."""
+        self._check()
         if not (0 <= peer < self.size and 0 <= at and at + num_bytes <= self.shape.data_bytes):
             raise ShapeError(
                 f"bytes {at} to {at + num_bytes} of rank {peer} lie outside of {self.size} windows of "
@@ -187,6 +220,7 @@ class SymmetricHeap:
 
     def reserve(self, peer: int, at: int, num_bytes: int) -> None:
         """Take the pages of a range before it is written. Raises CommError where memory has run out."""
+        self._check()
         try:
             self._memory.reserve(self._data_at(peer) + at, num_bytes)
         except OSError as problem:

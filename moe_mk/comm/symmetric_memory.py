@@ -11,6 +11,7 @@ nobody holds. A lock needs no process numbers: it holds across pid namespaces, a
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -25,10 +26,17 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from moe_mk.comm.fork import in_child
+
 FOLDER = Path("/dev/shm")
 OURS_ALONE = 0o600
 PREFIX = "moe-mk-window-"
 """Every file of such a name has been locked by its maker from the start."""
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+"""Of Linux, which the module mmap does not name."""
+_mmap = ctypes.CDLL(None).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
 class Memory:
@@ -71,7 +79,10 @@ class PageRanges:
 
 
 class SharedMemory(Memory):
-    """Bytes of a file in memory that other processes map too."""
+    """Bytes of a file in memory that other processes map too.
+
+    A forked child sees zeros of its own there: it can neither disturb the peers of its parent nor keep the memory.
+    """
 
     is_shared = True
 
@@ -79,6 +90,7 @@ class SharedMemory(Memory):
         self.bytes = _view(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED))
         self._descriptor = descriptor  # ours to close from here on
         self._taken, self._taking = PageRanges(), Lock()
+        in_child(self, SharedMemory._leave_to_parent)
 
     def reserve(self, start: int, num_bytes: int) -> None:
         """Take pages, or raise OSError where /dev/shm is full: writing there would end the process by a signal.
@@ -93,9 +105,27 @@ class SharedMemory(Memory):
             os.posix_fallocate(self._descriptor, begin, min(end * mmap.PAGESIZE, self.num_bytes) - begin)
             self._taken = self._taken.with_range(first, end)
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: give up the file, and put private pages in the place of the shared ones."""
+        ours, nothing = os.fstat(self._descriptor), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # the one of the folder that was listed
+                # The mapping has a descriptor of its own, which it closes at its end: its number must stay taken.
+                if os.path.samestat(os.fstat(descriptor), ours):
+                    os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+        self._close()
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        _mmap(self.bytes.data_ptr(), self.num_bytes, protection, flags | MAP_FIXED | MAP_NORESERVE, -1, 0)
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            self._close()
 
 
 def create(num_bytes: int, folder: Path = FOLDER) -> tuple[str, SharedMemory]:

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moe_mk.comm.fork import in_child
 from moe_mk.comm.proxy.command import Op, TransferCommand
 from moe_mk.comm.proxy.proxy import Proxy
 from moe_mk.comm.symmetric import StartWaiting, SymmetricHeap, WindowShape
@@ -44,6 +45,12 @@ class NetworkHeap(SymmetricHeap):
         self.proxy, self.far, self._staging = proxy, far, staging
         self.close = weakref.finalize(self, proxy.close, CLOSING_S)
         """Ends the threads, once what was committed has been confirmed."""
+        in_child(self, NetworkHeap._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the proxy is the parent's to end."""
+        super()._leave_to_parent()
+        self.close.detach()
 
     def abandon(self) -> None:
         """End the threads at once: a call has failed, and peers are told so rather than served."""
@@ -99,6 +106,7 @@ class NetworkHeap(SymmetricHeap):
 
     def add(self, peer: int, counter: int, value: int) -> None:
         """Add a number to a counter of a peer, seen after everything put to it before."""
+        self._check()
         self.traffic.moved("add", peer, WORD_BYTES, self.rank)
         if peer in self.far:
             self._commit(TransferCommand(Op.ADD, peer, flag=counter, value=value))
@@ -108,6 +116,7 @@ class NetworkHeap(SymmetricHeap):
 
     def counter(self, counter: int) -> int:
         """What all ranks have added to a counter of this one."""
+        self._check()
         return self.proxy.window.counters.value(counter)
 
     def quiet(self) -> None:
@@ -153,6 +162,7 @@ class NetworkHeap(SymmetricHeap):
 
     def _staged(self, peer: int, size: int) -> int:
         """Memory for bytes on their way, waited for where all is taken."""
+        self._check()
         if size > self._staging.num_bytes:
             raise ShapeError(f"a row of {size} bytes exceeds the {self._staging.num_bytes} bytes of staging")
         waiting = self._waiting("put", 0, self.layer)
@@ -163,6 +173,7 @@ class NetworkHeap(SymmetricHeap):
 
     def _commit(self, command: TransferCommand) -> int:
         """Hand a command to the proxy; returns its number in the ring."""
+        self._check()
         channel = self._channel(command.peer)
         place = self.proxy.channels[channel].ring.head
         if not self.proxy.commit(channel, command):

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moe_mk.comm.fork import in_child
 from moe_mk.comm.proxy.frames import LinkError
 from moe_mk.comm.proxy.tcp import HELLO_BYTES, Address, Hello, TcpPipe, listen_at
 
@@ -38,7 +39,7 @@ def _refuse(hello: Hello, pipe: TcpPipe) -> None:
     pipe.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class Door:
     """Takes calls without ever waiting for one. `admit` gets the greeting of a member and the pipe to it.
 
@@ -60,6 +61,13 @@ class Door:
     _is_closed: bool = False
     _pause_s: float = 0.0
     _pause_until_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        in_child(self, Door._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: what is registered there stays so for the parent. Sockets close themselves."""
+        self._events.close()
 
     def fileno(self) -> int:
         """Readable when somebody calls or speaks."""
@@ -110,6 +118,7 @@ class Door:
             connected, _ = self.listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return False
+        in_child(connected, socket.socket.close)
         connected.setblocking(False)
         caller = _Caller(connected, self.clock())
         self._callers.append(caller)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 
+from moe_mk.comm.fork import in_child
+
 
 class Doorbell:
     """Wakes a thread that waits for a file descriptor."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        in_child(self, Doorbell.close)
         self.is_awaited = False
         """Set by the consumer before its last look at the record; nobody rings for one that is awake."""
 
@@ -37,6 +40,12 @@ class Doorbell:
         except BlockingIOError:
             return
 
+    def close(self) -> None:
+        """Give the descriptor back; it can be rung no more."""
+        event, self._event = self._event, -1
+        if event >= 0:
+            os.close(event)
+
     def __del__(self) -> None:
         if hasattr(self, "_event"):
-            os.close(self._event)
+            self.close()

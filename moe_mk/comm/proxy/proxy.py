@@ -24,6 +24,7 @@ from threading import Event, Lock, Thread
 
 import torch
 
+from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.proxy.channel import Channel
 from moe_mk.comm.proxy.command import TransferCommand
 from moe_mk.comm.proxy.door import Door
@@ -111,6 +112,7 @@ class Proxy:
         most = settings.most_in_flight_bytes
         self._exchanges = [Exchange(c, window, self.watch, clock, most, self._noted) for c in self.channels]
         self._workers: list[Worker] = []
+        in_child(self, Proxy._leave_to_parent)
 
     @property
     def address(self) -> Address:
@@ -187,6 +189,10 @@ class Proxy:
         self._door.close()
         # Nothing is left that refers to this proxy: its memory goes when its owner does.
         self._workers, self._exchanges = [], []
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child there are no threads; sockets close themselves."""
+        self.fault, self._workers, self._exchanges = LinkError(FORKED), [], []
 
     def _can_work(self) -> bool:
         return not self.fault and all(worker.is_alive for worker in self._workers)

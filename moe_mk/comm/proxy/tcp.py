@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_mk.comm.fork import in_child
 from moe_mk.comm.proxy.frames import LinkEnded, LinkError
 from moe_mk.comm.proxy.link import Pipe
 from moe_mk.errors import ConfigError
@@ -125,6 +126,7 @@ def call(
         text = f"nobody answers at {where}: {problem.strerror or problem} [kernel.network names the addresses to use]"
         again = isinstance(problem, TimeoutError) or problem.errno in (errno.EMFILE, errno.ENFILE)
         raise (LinkEnded if again else LinkError)(text) from problem
+    in_child(connected, socket.socket.close)
     try:
         connected.sendall(hello.pack())
         answer = b""
@@ -155,7 +157,7 @@ def listen(network: str) -> tuple[socket.socket, Address]:
 
 def listen_at(host: str, port: int) -> socket.socket:
     """A socket that listens there and does not block; 0 is a port the system chooses. Raises OSError."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = in_child(socket.socket(socket.AF_INET, socket.SOCK_STREAM), socket.socket.close)
     try:
         # Connections that were accepted at a port do not keep it from being listened at once more.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from threading import Event, Thread
 
+from moe_mk.comm.fork import in_child
 from moe_mk.comm.proxy.door import Door
 from moe_mk.comm.proxy.doorbell import Doorbell
 from moe_mk.comm.proxy.events import Step
@@ -42,6 +43,7 @@ class Worker:
         self._writing: set[int] = set()
         """Descriptors that are also waited for to take more."""
         self._thread = Thread(target=self._run, name="moe-mk proxy", daemon=True)
+        in_child(self, Worker._leave_to_parent)
 
     def listen(self, door: Door) -> None:
         """Take calls too. Before `start`."""
@@ -71,6 +73,10 @@ class Worker:
         self._stop.set()
         self.doorbell.ring()
         self._thread.join()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: what is registered there stays so for the parent."""
+        self._epoll.close()
 
     @property
     def is_alive(self) -> bool:
