@@ -11,6 +11,9 @@ from collections.abc import Sequence
 class MoEMKError(Exception):
     """The base of all errors raised on purpose by this library."""
 
+    harmless_to_peers: bool = False
+    """Whether no other rank waits for a call that ended in this: raised on all ranks, or before anything was sent."""
+
 
 class ConfigError(MoEMKError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
@@ -45,16 +48,29 @@ class LibraryMissing(UnsupportedError, ImportError):
 
 
 class CommError(MoEMKError, RuntimeError):
-    """A peer is dead, late or disagrees; names rank, phase and, where known, layer and peer."""
+    """A peer is dead, late or disagrees; names rank, phase and, where known, layer and peer.
 
-    def __init__(self, message: str, *, rank: int, phase: str, layer: str = "", peer: int | None = None) -> None:
+    on_all_ranks: every rank of the group raises it at this step, so that none waits and calls may go on.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        phase: str,
+        layer: str = "",
+        peer: int | None = None,
+        on_all_ranks: bool = False,
+    ) -> None:
+        self.harmless_to_peers = on_all_ranks
         self.rank, self.phase, self.layer, self.peer, self.detail = rank, phase, layer, peer, message
         where = f"rank {rank}, phase {phase!r}" + (f", layer {layer!r}" if layer else "")
         who = "" if peer is None else f", peer {peer}"
         super().__init__(f"{where}{who}: {message}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _comm_error, (self.detail, self.rank, self.phase, self.layer, self.peer)
+        return _comm_error, (self.detail, self.rank, self.phase, self.layer, self.peer, self.harmless_to_peers)
 
 
 class LostExpertError(MoEMKError, RuntimeError):
@@ -72,8 +88,10 @@ def _lost_expert_error(message: str, layer: str, experts: tuple[int, ...]) -> Lo
     return LostExpertError(message, layer=layer, experts=experts)
 
 
-def _comm_error(message: str, rank: int, phase: str, layer: str, peer: int | None) -> CommError:
-    return CommError(message, rank=rank, phase=phase, layer=layer, peer=peer)
+def _comm_error(
+    message: str, rank: int, phase: str, layer: str, peer: int | None, on_all_ranks: bool = False
+) -> CommError:
+    return CommError(message, rank=rank, phase=phase, layer=layer, peer=peer, on_all_ranks=on_all_ranks)
 
 
 class MoEMKWarning(UserWarning):

@@ -31,14 +31,16 @@ class FusedMoEKernel:
         """Run the layer's routed experts on the tokens of this rank: (T, H) to (T, H).
 
         routing.ids_TK are physical experts. weights are those of this rank, in the layout of the experts backend.
+        Whatever is raised here ends the call on every rank of the group, see `Communicator.fail`.
         """
-        carrier, ran = type(self.prepare_finalize), self.spans.ledger.ran
-        tokens = yield from self.prepare_finalize.prepare(x_TH, routing)
-        ran("dispatch", carrier, x_TH.nbytes)
-        output = self.multiply(tokens, weights)
-        y_TH = yield from self.prepare_finalize.finalize(output, tokens)
-        ran("combine", carrier, y_TH.nbytes)
-        return y_TH
+        transport, ran = type(self.prepare_finalize), self.spans.ledger.ran
+        with self.prepare_finalize.context.comm.abort_on_error():
+            tokens = yield from self.prepare_finalize.prepare(x_TH, routing)
+            ran("dispatch", transport, x_TH.nbytes)
+            output = self.multiply(tokens, weights)
+            y_TH = yield from self.prepare_finalize.finalize(output, tokens)
+            ran("combine", transport, y_TH.nbytes)
+            return y_TH
 
     def multiply(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """The part between the two journeys: permute, multiply, weigh and sum as far as the transport wants it."""

@@ -10,13 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from math import prod
+from threading import RLock
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from moe_mk.comm.failure import AbortOnError, Exclusive, Failure, GroupResource, GroupStatus
 from moe_mk.comm.traffic import Traffic
-from moe_mk.errors import ConfigError
-from moe_mk.flight import Flight
+from moe_mk.errors import CommError, ConfigError, MoEMKError
+from moe_mk.flight import Flight, InFlight
+
+if TYPE_CHECKING:
+    from _thread import RLock as Lock
 
 
 class Communicator(ABC):
@@ -26,11 +32,101 @@ class Communicator(ABC):
     size: int
     layer: str = ""
     """How errors call the layer that this view belongs to."""
+    layer_number: int = 0
+    """The same on all ranks: messages and flags carry it, so that calls of two layers are never taken for each other.
+    0: not numbered."""
 
-    def __init__(self, kept: dict[Hashable, object] | None = None) -> None:
-        """kept: what transports keep open over the group, by what it is; views that share it share windows."""
+    def __init__(self, kept: dict[Hashable, object] | None = None, status: GroupStatus | None = None) -> None:
+        """kept: what transports keep open over the group, by what it is; views that share it share windows.
+
+        status: of the group, for all its views.
+        """
         self.traffic = Traffic()
         self.kept: dict[Hashable, object] = {} if kept is None else kept
+        self.status = GroupStatus() if status is None else status
+        self.lock: Lock = RLock()
+        """Held by the thread that is in a call over the group, and by none between two steps of a call."""
+
+    def check(self, phase: str) -> None:
+        """Raise CommError if an earlier call over this group failed."""
+        if self.status.failure is not None:
+            self.status.check(self.rank, phase, self.layer)
+
+    def fail(self, error: BaseException) -> None:
+        """End the calls of all ranks over this group: report an exception of this rank to its peers. Never raises.
+
+        Later calls are refused with the first cause, until `recover`. The exception gets a note that says so. Nothing
+        is to be reported of one that all ranks raise.
+        """
+        if self.size == 1 or self.status.failure is not None:
+            return
+        if isinstance(error, MoEMKError) and error.harmless_to_peers:
+            return
+        failure = Failure.of(error, self.rank)
+        self.status.failure = failure
+        self._report(failure)
+        for resource in list(self.status.resources):
+            resource.abort(failure)
+        if failure.here and isinstance(error, Exception):
+            error.add_note(
+                f"rank {self.rank} reported this to its {self.size - 1} peers, whose calls end in CommError; further "
+                "calls over the group are refused until recover() of the layer is called on every rank"
+            )
+
+    def abort_on_error(self) -> AbortOnError:
+        """Report whatever is raised inside to the peers, see `fail`."""
+        return AbortOnError(self.fail)
+
+    def exclusive(self, phase: str) -> Exclusive:
+        """For one thread at a time, from one step of a call to the next. Raises CommError if another is inside."""
+        return Exclusive(self.lock, lambda text: CommError(text, rank=self.rank, phase=phase, layer=self.layer))
+
+    def keep(self, resource: GroupResource) -> None:
+        """Have something aborted and reopened with the group, for as long as somebody else holds it."""
+        self.status.resources.add(resource)
+
+    def recover(self) -> Flight[None]:
+        """Serve again after a failed call. All ranks call it; what earlier calls left in flight is never received.
+
+        Raises CommError where connections are gone with a rank that is dead or was late, and UnsupportedError where
+        something that is kept open over the group cannot start over: both need a new group.
+        """
+        if self.size == 1:
+            return
+        yield from self._recover()
+        for resource in list(self.status.resources):
+            resource.reopen()
+        self.status.failure = None
+        self.status.epoch = self._epoch()
+
+    def number_layer(self) -> None:
+        """Give this view the next layer number of the group; all ranks number their layers in the same order.
+
+        Numbers begin anew with every recovery. Not needed where all ranks are advanced by one thread.
+        """
+        self.layer_number = 0
+
+    def check_counts(self, counts: Sequence[int], most: int, phase: str) -> None:
+        """Raise CommError naming the first rank whose count is none: below zero, or more than it may bring.
+
+        For counts that peers have sent, before anything is allocated by them.
+        """
+        for peer, count in enumerate(counts):
+            if not 0 <= count <= most:
+                text = f"announced {count} rows, at most {most} can come from a rank [kernel.max_num_tokens]"
+                raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, peer=peer)
+
+    def _report(self, failure: Failure) -> None:
+        """Send a failure of this rank to all peers. Never raises, never waits. The status alone does in one thread."""
+        del failure
+
+    def _recover(self) -> Flight[None]:
+        """Agree with the other ranks to start over."""
+        yield InFlight("recovery")
+
+    def _epoch(self) -> int:
+        """The number of recoveries so far, this one included."""
+        return self.status.epoch + 1
 
     @abstractmethod
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
@@ -95,10 +191,11 @@ class Communicator(ABC):
         return [0 if peer == self.rank else count for peer, count in enumerate(counts)]
 
     def _count_reduced(self, phase: str, x: Tensor) -> None:
-        """A ring all-reduce sends 2 (W - 1) / W of the tensor to the next rank, in the dtype that sums run in."""
-        to_next = 2 * (self.size - 1) * x.numel() * summing_dtype(x.dtype).itemsize // self.size
-        following = (self.rank + 1) % self.size
-        self.traffic.sent(phase, [to_next if peer == following else 0 for peer in range(self.size)], self.rank)
+        """Each rank adds up its part of the tensor and sends the sum to all, in the dtype that sums run in."""
+        parts, width = even_parts(x.numel(), self.size), summing_dtype(x.dtype).itemsize
+        mine = parts[self.rank]
+        sent = [0 if peer == self.rank else (part + mine) * width for peer, part in enumerate(parts)]
+        self.traffic.sent(phase, sent, self.rank)
 
 
 def summing_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -112,6 +209,11 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)
+
+
+def even_parts(count: int, ranks: int) -> list[int]:
+    """As many numbers as there are ranks that differ by one at most and add up to `count`."""
+    return [count * (rank + 1) // ranks - count * rank // ranks for rank in range(ranks)]
 
 
 def offsets(counts: Sequence[int]) -> list[int]:

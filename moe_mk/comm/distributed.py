@@ -1,20 +1,23 @@
 """A group of `torch.distributed`: gloo between CPU processes, NCCL between GPUs. The group is passed in, never made.
 
-gloo work is waited for with a deadline, because its own is 30 minutes; NCCL work is ordered on the stream and guarded
-by the watchdog of its group. gloo cannot carry CUDA tensors in all-to-all: those are staged through the host; counts
-and digests, made on the host, are staged through the GPU where a group has only NCCL.
+Over gloo everything goes by messages that say which call they belong to (`comm.messages`), with a deadline, because its
+own is 30 minutes. NCCL has collectives of agreed sizes, ordered on the stream and guarded by the watchdog of its group;
+the counts before them go by messages where the group has gloo for the host. gloo cannot carry CUDA tensors in every
+operation: those are staged through the host; counts and digests, made on the host, are staged through the GPU where a
+group has only NCCL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm.communicator import Communicator, summing_dtype
+from moe_mk.comm.communicator import Communicator, even_parts, offsets, summing_dtype
+from moe_mk.comm.failure import Failure, GroupStatus
+from moe_mk.comm.messages import Caller, GroupMessages
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, InFlight
 
@@ -35,15 +38,18 @@ class DistributedCommunicator(Communicator):
         layer: str = "",
         kept: dict[Hashable, object] | None = None,
     ) -> None:
-        super().__init__(kept)
-        self.group, self.timeout_s, self.layer = group, timeout_s, layer
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
+        if dist.get_rank(group) < 0:
             raise ConfigError("this process is not a member of the group it was given; pass None, or its own group")
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self._messages = GroupMessages.of(group) if self._backends.get("cpu") == "gloo" else None
+        super().__init__(kept, GroupStatus() if self._messages is None else self._messages.status)
+        if self._messages is not None:
+            self.lock = self._messages.lock
+        self.group, self.timeout_s, self.layer = group, timeout_s, layer
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
-        """`all_to_all_single` with uneven splits."""
+        """A message to each rank that gets rows; what stays here is copied."""
         self._count_sent(phase, rows, send)
         staged = self._stage(rows)
         received = torch.empty((sum(receive), *rows.shape[1:]), dtype=rows.dtype, device=staged.device)
@@ -53,7 +59,7 @@ class DistributedCommunicator(Communicator):
     def all_to_others(
         self, received: Tensor, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str
     ) -> Flight[None]:
-        """`all_to_all_single` straight into `received`."""
+        """Straight into `received`."""
         self._count_sent(phase, rows, send)
         staged = self._stage(rows)
         landing = received if received.device == staged.device else torch.empty_like(received, device=staged.device)
@@ -62,61 +68,140 @@ class DistributedCommunicator(Communicator):
             received.copy_(landing)
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
-        """All-gather into one tensor, padded to the longest rank."""
-        longest, mine = max(counts), rows.shape[0]
+        """A message to each rank; by NCCL into one tensor, padded to the longest rank."""
+        self._count_sent(phase, rows, [rows.shape[0]] * self.size)
         staged = self._stage(rows)
-        if mine < longest:
-            padding = torch.zeros((longest - mine, *rows.shape[1:]), dtype=rows.dtype, device=staged.device)
-            staged = torch.cat((staged, padding))
-        self._count_sent(phase, staged, [longest] * self.size)
-        shape = (self.size * longest, *rows.shape[1:])
-        received = torch.empty(shape, dtype=rows.dtype, device=staged.device)
-        yield from self._fly(lambda: _gather_into(received, staged, group=self.group, async_op=True), staged, phase)
-        if min(counts) < longest:
-            padded = received.view(self.size, longest, *rows.shape[1:])
-            received = torch.cat([part[:count] for part, count in zip(padded, counts, strict=True)])
+        received = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device=staged.device)
+        starts = offsets(counts)
+        if self._by_messages(staged):
+            received[starts[self.rank] : starts[self.rank + 1]] = staged
+            parts = {peer: received[starts[peer] : starts[peer + 1]] for peer in self._others()}
+            yield from self._swap(dict.fromkeys(self._others(), staged), parts, phase)
+            return received.to(rows.device)
+        longest = max(counts)
+        padded = torch.zeros((longest, *rows.shape[1:]), dtype=rows.dtype, device=staged.device)
+        padded[: len(staged)] = staged
+        every = torch.empty((self.size * longest, *rows.shape[1:]), dtype=rows.dtype, device=staged.device)
+        yield from self._fly(lambda: _gather_into(every, padded, group=self.group, async_op=True), phase)
+        for peer, part in enumerate(every.view(self.size, longest, *rows.shape[1:])):
+            received[starts[peer] : starts[peer + 1]] = part[: counts[peer]]
         return received.to(rows.device)
 
     def all_reduce(self, x: Tensor, phase: str) -> Flight[Tensor]:
-        """Sum 16-bit numbers in f32 and round once; gloo would add them in 16 bits."""
+        """Sum 16-bit numbers in f32 and round once. Over gloo each rank adds up its part in rank order for all."""
         total = self._stage(x).to(summing_dtype(x.dtype), copy=True)
         self._count_reduced(phase, x)
-        yield from self._fly(lambda: dist.all_reduce(total, group=self.group, async_op=True), total, phase)
+        if not self._by_messages(total):
+            yield from self._fly(lambda: dist.all_reduce(total, group=self.group, async_op=True), phase)
+            return total.to(device=x.device, dtype=x.dtype)
+        parts = even_parts(total.numel(), self.size)
+        theirs = dict(enumerate(torch.split(total.view(-1), parts)))
+        mine = theirs.pop(self.rank)
+        landing = mine.new_empty((self.size, len(mine)))
+        landing[self.rank] = mine
+        yield from self._swap(theirs, {peer: landing[peer] for peer in theirs}, phase)
+        mine.copy_(landing[0])
+        for part in landing[1:]:
+            mine += part
+        yield from self._swap(dict.fromkeys(theirs, mine), theirs, phase)
         return total.to(device=x.device, dtype=x.dtype)
+
+    def exchange_counts(self, counts: Sequence[int], phase: str) -> Flight[list[int]]:
+        """Counts travel in the headers of messages."""
+        if self._messages is None:
+            return (yield from super().exchange_counts(counts, phase))
+        self.traffic.sent(phase, [COUNT_BYTES] * self.size, self.rank)
+        theirs = yield from self._swap({}, dict.fromkeys(self._others()), phase, dict(enumerate(counts)))
+        return [counts[peer] if peer == self.rank else theirs[peer] for peer in range(self.size)]
+
+    def gather_count(self, count: int, phase: str) -> Flight[list[int]]:
+        """The same count in the headers to all."""
+        return (yield from self.exchange_counts([count] * self.size, phase))
 
     def library_group(self) -> dist.ProcessGroup:
         """The group itself."""
         return self.group
 
+    def number_layer(self) -> None:
+        """The next number of the group, of whichever layers it serves."""
+        if self._messages is not None:
+            self.layer_number = self._messages.next_layer()
+
+    def _report(self, failure: Failure) -> None:
+        if self._messages is not None:
+            self._messages.report(failure)
+
+    def _recover(self) -> Flight[None]:
+        if self._messages is None:
+            text = "a group without gloo for the host cannot agree to go on; build the layer over a new group"
+            raise CommError(text, rank=self.rank, phase="recovery", layer=self.layer)
+        yield from self._messages.recover(self._caller)
+
+    @property
+    def _caller(self) -> Caller:
+        return Caller(self.layer, self.layer_number, self.timeout_s)
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
     def _stage(self, x: Tensor) -> Tensor:
         return x.contiguous().to(carrier(x.device, self._backends))
+
+    def _by_messages(self, staged: Tensor) -> bool:
+        return self._messages is not None and self._backends.get(staged.device.type) == "gloo"
 
     def _exchange(
         self, received: Tensor, staged: Tensor, send: Sequence[int], receive: Sequence[int], phase: str
     ) -> Flight[None]:
-        splits = list(receive), list(send)
-        yield from self._fly(
-            lambda: dist.all_to_all_single(received, staged, *splits, group=self.group, async_op=True), staged, phase
-        )
+        if not self._by_messages(staged):
+            splits = list(receive), list(send)
+            yield from self._fly(
+                lambda: dist.all_to_all_single(received, staged, *splits, group=self.group, async_op=True), phase
+            )
+            return
+        at, landing = offsets(send), offsets(receive)
+        outgoing = {peer: staged[at[peer] : at[peer + 1]] for peer in range(self.size) if send[peer]}
+        incoming = {peer: received[landing[peer] : landing[peer + 1]] for peer in range(self.size) if receive[peer]}
+        if self.rank in outgoing:
+            incoming.pop(self.rank).copy_(outgoing.pop(self.rank))
+        yield from self._swap(outgoing, incoming, phase)
 
-    def _fly(self, post: Callable[[], dist.Work], staged: Tensor, phase: str) -> Flight[None]:
-        try:
-            work = post()
-        except RuntimeError as problem:
-            raise self._error(problem, phase) from problem
-        yield InFlight(phase)
-        try:
-            if self._backends[staged.device.type] == "gloo":
-                work.wait(timedelta(seconds=self.timeout_s))
-            else:
+    def _swap(
+        self,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Tensor | None],
+        phase: str,
+        counts: Mapping[int, int] | None = None,
+    ) -> Flight[dict[int, int]]:
+        """Messages to and from peers, see `GroupMessages.exchange`; by default each with its number of rows."""
+        assert self._messages is not None
+        self.check(phase)
+        numbers = {peer: len(rows) for peer, rows in outgoing.items()} if counts is None else dict(counts)
+        numbers.pop(self.rank, None)
+        full = {peer: rows for peer, rows in outgoing.items() if rows.numel()}
+        places = {peer: rows if rows is not None and rows.numel() else None for peer, rows in incoming.items()}
+        with self.abort_on_error():
+            return (yield from self._messages.exchange(self._caller, phase, numbers, full, places))
+
+    def _fly(self, post: Callable[[], dist.Work], phase: str) -> Flight[None]:
+        """A collective on the stream of the device."""
+        self.check(phase)
+        with self.abort_on_error():
+            try:
+                work = post()
+                yield InFlight(phase)
                 work.wait()
-        except RuntimeError as problem:
-            raise self._error(problem, phase) from problem
+            except RuntimeError as problem:
+                raise self._error(problem, phase) from problem
 
     def _error(self, problem: RuntimeError, phase: str) -> CommError:
         first_line = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        text = f"a peer of {self.size} is dead or later than {self.timeout_s:g} s [kernel.timeout_s]: {first_line}"
+        text = f"a peer of {self.size} is dead or later than the group's own timeout: {first_line}"
         return CommError(text, rank=self.rank, phase=phase, layer=self.layer)
+
+
+COUNT_BYTES = 8
+"""A count, as traffic has it; headers are not counted."""
 
 
 def carrier(device: torch.device, backends: Mapping[str, str]) -> torch.device:

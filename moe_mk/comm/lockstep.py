@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator, offsets, sum_in_order
+from moe_mk.comm.failure import GroupStatus
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
 
@@ -22,6 +23,10 @@ class LockstepWorld:
     def __init__(self, size: int) -> None:
         self.size = size
         self.boxes: dict[tuple[int, int], dict[int, tuple[str, Tensor]]] = defaultdict(dict)
+        self.status = GroupStatus()
+        self.epoch = 0
+        self.recovering: set[int] = set()
+        """Ranks that have called `recover` in this epoch."""
 
     def communicators(self) -> list[LockstepCommunicator]:
         """One for each rank."""
@@ -32,7 +37,7 @@ class LockstepCommunicator(Communicator):
     """One emulated rank. Posts to every peer, yields once, takes from every peer."""
 
     def __init__(self, world: LockstepWorld, rank: int) -> None:
-        super().__init__()
+        super().__init__(status=world.status)
         self.world, self.rank, self.size = world, rank, world.size
         self._calls = 0
 
@@ -44,8 +49,8 @@ class LockstepCommunicator(Communicator):
         return torch.cat((yield from self._exchange(outgoing, receive, phase)))
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
-        """Give the same rows to every peer. Counted as a group would send them, padded to the longest rank."""
-        self._count_sent(phase, rows, [max(counts)] * self.size)
+        """Give the same rows to every peer."""
+        self._count_sent(phase, rows, [rows.shape[0]] * self.size)
         return torch.cat((yield from self._exchange([rows] * self.size, counts, phase)))
 
     def all_reduce(self, x: Tensor, phase: str) -> Flight[Tensor]:
@@ -54,11 +59,39 @@ class LockstepCommunicator(Communicator):
         parts = yield from self._exchange([x.view(1, *x.shape)] * self.size, [1] * self.size, phase)
         return sum_in_order([part[0] for part in parts])
 
+    def _recover(self) -> Flight[None]:
+        """The last rank to come forgets what was under way; the others wait for it."""
+        world, epoch = self.world, self.world.epoch
+        world.recovering.add(self.rank)
+        if len(world.recovering) == self.size:
+            self._forget_calls()
+        yield InFlight("recovery")
+        if world.epoch == epoch:
+            missing = min(set(range(self.size)) - world.recovering)
+            raise CommError("did not call recover()", rank=self.rank, phase="recovery", peer=missing)
+        self._calls = 0
+
+    def _epoch(self) -> int:
+        return self.world.epoch
+
+    def _forget_calls(self) -> None:
+        """Empty the mail boxes; those below zero hold memory that ranks share, which is no call."""
+        for box in [box for box in self.world.boxes if box[0] >= 0]:
+            del self.world.boxes[box]
+        self.world.recovering.clear()
+        self.world.epoch += 1
+
     def _exchange(self, outgoing: Sequence[Tensor], expected: Sequence[int], phase: str) -> Flight[list[Tensor]]:
+        self.check(phase)
         call, self._calls = self._calls, self._calls + 1
         for peer, part in enumerate(outgoing):
             self.world.boxes[call, peer][self.rank] = (phase, part.clone())
-        yield InFlight(phase)
+        with self.abort_on_error():
+            yield InFlight(phase)
+            self.check(phase)
+            return self._collected(call, expected, phase)
+
+    def _collected(self, call: int, expected: Sequence[int], phase: str) -> list[Tensor]:
         inbox = self.world.boxes.pop((call, self.rank))
         for peer in range(self.size):
             if peer not in inbox:

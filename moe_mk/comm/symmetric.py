@@ -22,23 +22,29 @@ has none of these but its own window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from moe_mk.comm.failure import Failure
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.symmetric_memory import Memory, free_bytes
 from moe_mk.comm.symmetric_wait import Waiting
-from moe_mk.comm.symmetric_words import COUNT_MASK, WORD_BYTES, Words, is_behind, word_of
+from moe_mk.comm.symmetric_words import COUNT_MASK, FAILED, WORD_BYTES, Words, is_behind, is_failure, word_of
 from moe_mk.comm.traffic import Traffic
-from moe_mk.errors import CommError, ShapeError
+from moe_mk.errors import CommError, MoEMKError, ShapeError
 
 FLAG_BYTES = 128
 """Two cache lines: processors fetch lines in pairs, and neighbours must not share one."""
 PAGE_BYTES = 4096
+
+NOTE_BYTES = 256
+"""The rank that failed and the cause, in a window."""
 
 StartWaiting = Callable[[str, int, str], Waiting]
 """Begin to wait, given phase, epoch and layer."""
@@ -109,6 +115,8 @@ class SymmetricHeap:
             in_child(self, SymmetricHeap._leave_to_parent)
         self.traffic = Traffic()
         """What each operation moved: "put" and "signal" to a window, "get" from one, by its rank."""
+        self.notes_at: int | None = None
+        """Where the data of every window has room for a note of each rank, `NOTE_BYTES` each; None: nowhere."""
 
     def _leave_to_parent(self) -> None:
         """In a forked child: refuse every operation."""
@@ -193,10 +201,35 @@ class SymmetricHeap:
         waiting, counts = self._waiting(phase, epoch, self.layer), {}
         for peer, flag in flags.items():
             at = self._flag_at(self.rank, flag)
-            while is_behind(word := self._words.load(at), epoch):
+            while is_behind(word := self._words.load(at), epoch) and not is_failure(word):
                 waiting.pause(peer)
+            if is_failure(word):
+                raise self.failure_of(peer, phase)
             counts[peer] = word & COUNT_MASK
         return counts
+
+    def report(self, failure: Failure, flags: Sequence[int]) -> None:
+        """Store a failure of this rank in flags of every peer, with a note of the cause where there is room.
+
+        Whoever waits for one of them, now or later and for whichever epoch, ends in CommError. Never raises.
+        """
+        note = _packed(failure)
+        for peer in (peer for peer in range(self.size) if peer != self.rank):
+            with suppress(MoEMKError):
+                if self.notes_at is not None:
+                    own = self.data(self.rank, self.notes_at + self.rank * NOTE_BYTES, NOTE_BYTES)
+                    own.copy_(note)
+                    self.put(peer, self.notes_at + self.rank * NOTE_BYTES, own.view(1, NOTE_BYTES))
+                for flag in flags:
+                    self.signal(peer, flag, 0, FAILED)
+
+    def failure_of(self, peer: int, phase: str) -> CommError:
+        """What a peer has reported."""
+        culprit, text = peer, "its call failed"
+        if self.notes_at is not None:
+            culprit, cause = _unpacked(self.data(self.rank, self.notes_at + peer * NOTE_BYTES, NOTE_BYTES), peer)
+            text = f"{text}: {cause}"
+        return CommError(text, rank=self.rank, phase=phase, layer=self.layer, peer=culprit)
 
     def quiet(self) -> None:
         """Complete all puts of this rank: copies are done when `put` returns, so this is a fence."""
@@ -229,3 +262,19 @@ class SymmetricHeap:
                 "enlarge /dev/shm (docker run --shm-size) or bring fewer tokens [kernel.max_num_tokens]"
             )
             raise CommError(text, rank=self.rank, phase="put", layer=self.layer, peer=peer) from problem
+
+
+def _packed(failure: Failure) -> Tensor:
+    """(NOTE_BYTES,) uint8: the culprit, the length of the text, the text."""
+    text = failure.text.encode()[: NOTE_BYTES - 8]
+    culprit = -1 if failure.culprit is None else failure.culprit
+    memory = bytearray(struct.pack("<iI", culprit, len(text)) + text.ljust(NOTE_BYTES - 8))
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _unpacked(note: Tensor, peer: int) -> tuple[int, str]:
+    """The culprit and the text of a note, or the peer itself where it wrote none."""
+    memory = bytes(note.numpy())
+    culprit, length = struct.unpack_from("<iI", memory)
+    text = memory[8 : 8 + min(length, NOTE_BYTES - 8)].decode(errors="replace")
+    return (culprit if culprit >= 0 and text else peer), text or "the cause is not known"

@@ -10,12 +10,13 @@ they are until `quiet`, or until the peer has answered. Signals are seen after w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from moe_mk.comm.failure import Failure
 from moe_mk.comm.fork import in_child
 from moe_mk.comm.proxy.command import Op, TransferCommand
 from moe_mk.comm.proxy.proxy import Proxy
@@ -29,6 +30,8 @@ CHUNK_BYTES = 1 << 20
 """So much is staged before the proxy is told: it sends while the next piece is copied."""
 CLOSING_S = 5.0
 """How long the end of a heap waits for confirmations."""
+REPORTING_S = 0.2
+"""How long it does after a failure, of the report alone."""
 
 
 class NetworkHeap(SymmetricHeap):
@@ -43,6 +46,8 @@ class NetworkHeap(SymmetricHeap):
         """memory: room for the windows of all ranks; those of `far` are never touched. The heap owns the proxy."""
         super().__init__(memory, words, shape, rank, waiting, layer)
         self.proxy, self.far, self._staging = proxy, far, staging
+        self._in_a_hurry = False
+        """Whether nothing is waited for any more."""
         self.close = weakref.finalize(self, proxy.close, CLOSING_S)
         """Ends the threads, once what was committed has been confirmed."""
         in_child(self, NetworkHeap._leave_to_parent)
@@ -52,10 +57,12 @@ class NetworkHeap(SymmetricHeap):
         super()._leave_to_parent()
         self.close.detach()
 
-    def abandon(self) -> None:
-        """End the threads at once: a call has failed, and peers are told so rather than served."""
+    def report(self, failure: Failure, flags: Sequence[int]) -> None:
+        """See `SymmetricHeap.report`; then end the threads, as soon as peers have it."""
+        self._in_a_hurry = True
+        super().report(failure, flags)
         if self.close.detach() is not None:
-            self.proxy.close(0.0)
+            self.proxy.close(REPORTING_S)
 
     def data(self, peer: int, at: int, num_bytes: int) -> Tensor:
         """Bytes of a window of this host as they lie there. Raises ShapeError beyond its end, or on another host."""
@@ -183,6 +190,8 @@ class NetworkHeap(SymmetricHeap):
     def _until(self, holds: Callable[[], bool], phase: str, peer: int) -> None:
         waiting = self._waiting(phase, 0, self.layer)
         while not holds():
+            if self._in_a_hurry:
+                raise waiting.error(peer, "is not reached at once")
             waiting.pause(peer)
 
     def _channel(self, peer: int) -> int:

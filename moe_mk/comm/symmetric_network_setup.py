@@ -216,7 +216,7 @@ class _Opening:
                 self._fail(f"opens windows of {size} bytes in all, this rank {sizes[self.comm.rank]}", peer)
 
     def _fail(self, text: str, peer: int | None = None) -> None:
-        raise CommError(text, rank=self.comm.rank, phase=PHASE, layer=self.comm.layer, peer=peer)
+        raise CommError(text, rank=self.comm.rank, phase=PHASE, layer=self.comm.layer, peer=peer, on_all_ranks=True)
 
     def _tried(self, make: Callable[[], Any]) -> tuple[Any, str]:
         """What was made, or the problem in words."""

@@ -145,7 +145,7 @@ def _check_sizes(comm: DistributedCommunicator, sizes: list[int]) -> None:
     for peer, size in enumerate(sizes):
         if size != sizes[comm.rank]:
             text = f"opens {size} bytes of shared memory, this rank {sizes[comm.rank]}"
-            raise CommError(text, rank=comm.rank, phase=PHASE, layer=comm.layer, peer=peer)
+            raise CommError(text, rank=comm.rank, phase=PHASE, layer=comm.layer, peer=peer, on_all_ranks=True)
 
 
 def _raise_problems(comm: DistributedCommunicator, notes: list[dict[str, Any]]) -> None:
@@ -153,4 +153,4 @@ def _raise_problems(comm: DistributedCommunicator, notes: list[dict[str, Any]]) 
     if lines:
         text = "not all ranks can map one piece of shared memory: " + "; ".join(lines)
         text += " [kernel.prepare_finalize = all_to_all where ranks lie on several hosts or in several containers]"
-        raise CommError(text, rank=comm.rank, phase=PHASE, layer=comm.layer)
+        raise CommError(text, rank=comm.rank, phase=PHASE, layer=comm.layer, on_all_ranks=True)

@@ -1,6 +1,7 @@
 """Flags: 64-bit words that one rank stores and another loads; what was written before the store is seen after the load.
 
     word = epoch << 32 | count        one store publishes both, and nothing is ever reset
+    word = ...... << 32 | all ones    the rank that stores it has failed, in whichever epoch
 
 x86-64 keeps stores in order and loads in order, and an aligned 8-byte access is one access: plain stores and loads are
 release and acquire there (Intel SDM 3A 9.2, "total store ordering"), and Python moves none across the other. Elsewhere,
@@ -21,6 +22,8 @@ from moe_mk.errors import UnsupportedError
 WORD_BYTES = 8
 COUNT_BITS = 32
 COUNT_MASK = (1 << COUNT_BITS) - 1
+FAILED = COUNT_MASK
+"""The count that reports a failure."""
 TOTAL_STORE_ORDER = ("x86_64", "amd64")
 ACQUIRE, RELEASE, SEQUENTIAL = 2, 3, 5
 LIBATOMIC = "libatomic.so.1"
@@ -35,6 +38,11 @@ def word_of(epoch: int, count: int) -> int:
 def is_behind(word: int, epoch: int) -> bool:
     """Whether a word is of an earlier epoch; epochs wrap, so half of all count as earlier."""
     return ((word >> COUNT_BITS) - epoch) & COUNT_MASK >= 1 << (COUNT_BITS - 1)
+
+
+def is_failure(word: int) -> bool:
+    """Whether a word reports that the rank that stored it has failed."""
+    return word & COUNT_MASK == FAILED
 
 
 class Words(ABC):

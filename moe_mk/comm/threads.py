@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from moe_mk.comm.failure import Failure
 from moe_mk.comm.lockstep import LockstepCommunicator, LockstepWorld
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
@@ -76,10 +77,33 @@ class ThreadCommunicator(LockstepCommunicator):
                 mail.append(inbox[peer][1])
         return received
 
+    def _report(self, failure: Failure) -> None:
+        """Wake whoever waits: the status of the world is seen by all its threads."""
+        with self.world.changed:
+            self.world.changed.notify_all()
+
+    def _recover(self) -> Flight[None]:
+        """Wait for the last rank to come, which forgets what was under way."""
+        world, epoch = self.world, self.world.epoch
+        with world.changed:
+            world.recovering.add(self.rank)
+            if len(world.recovering) == self.size:
+                self._forget_calls()
+                world.status.failure = None  # before any rank goes on: its next call may come at once
+                world.changed.notify_all()
+        yield InFlight("recovery")
+        with world.changed:
+            if not world.changed.wait_for(lambda: world.epoch > epoch, world.timeout_s):
+                missing = min(set(range(self.size)) - world.recovering)
+                raise CommError("did not call recover()", rank=self.rank, phase="recovery", peer=missing)
+        self._calls = 0
+
     def _exchange(self, outgoing: Sequence[Tensor], expected: Sequence[int], phase: str) -> Flight[list[Tensor]]:
-        call = self._post(outgoing, phase)
-        yield InFlight(phase)
-        return self._opened(self._inbox(phase, call), expected, phase)
+        self.check(phase)
+        with self.abort_on_error():
+            call = self._post(outgoing, phase)
+            yield InFlight(phase)
+            return self._opened(self._inbox(phase, call), expected, phase)
 
     def _post(self, outgoing: Sequence[Tensor], phase: str) -> int:
         call, self._calls = self._calls, self._calls + 1
@@ -92,10 +116,14 @@ class ThreadCommunicator(LockstepCommunicator):
     def _inbox(self, phase: str, call: int | None = None) -> dict[int, tuple[str, Tensor]]:
         box = (self._calls - 1 if call is None else call, self.rank)
         with self.world.changed:
-            complete = self.world.changed.wait_for(
-                lambda: len(self.world.boxes[box]) == self.size, self.world.timeout_s
+            world = self.world
+            world.changed.wait_for(
+                lambda: len(world.boxes[box]) == self.size or world.status.failure is not None, world.timeout_s
             )
-            inbox = self.world.boxes.pop(box)
+            complete = len(world.boxes[box]) == self.size
+            if not complete:
+                self.check(phase)
+            inbox = world.boxes.pop(box)
         if not complete:
             missing = next(peer for peer in range(self.size) if peer not in inbox)
             text = f"is later than {self.world.timeout_s:g} s"

@@ -63,13 +63,13 @@ def one_sided_flow(ranks_of_W: Sequence[Tensor], size: RowBytes) -> Flow:
 
 
 def all_gather_flow(ranks_of_W: Sequence[Tensor], size: RowBytes) -> Flow:
-    """Every rank sends as many rows as the longest one has, and gets a partial sum of each of its tokens from each."""
+    """Every rank sends its rows to all, and gets a partial sum of each of its tokens from each."""
     tokens_W = torch.tensor([len(ranks_TK) for ranks_TK in ranks_of_W], dtype=torch.int64, device="cpu")
     square_WW = torch.ones((len(tokens_W), len(tokens_W)), dtype=torch.int64, device="cpu")
     return Flow(
         {
             "dispatch counts": square_WW * COUNT_BYTES,
-            "dispatch": square_WW * tokens_W.max() * size.row,
+            "dispatch": square_WW * tokens_W[:, None] * size.row,
             "combine": square_WW * tokens_W * size.sum,
         }
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_mk.comm.agreement import agree
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.failure import AbortOnError
 from moe_mk.comm.groups import ParallelGroups, communicator
 from moe_mk.flight import Flight
 from moe_mk.trace.recorder import Spans
@@ -23,7 +24,8 @@ class Grid:
             for dimension, group in (("ep", groups.ep), ("tp", groups.tp), ("dp", groups.dp))
         )
         self.name = name
-        self._agreed = False
+        self._agreed: tuple[int, ...] | None = None
+        """The epochs of the groups in which notes were compared."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -33,18 +35,38 @@ class Grid:
     def renewed(self, ep: Communicator | None = None) -> Grid:
         """The same place with notes still to be compared. ep: other ranks that share out the experts."""
         other = copy(self)
-        other.ep, other._agreed = ep or self.ep, False
+        other.ep, other._agreed = ep or self.ep, None
         return other
 
     def agree(self, notes: Callable[[], Mapping[str, str]]) -> Flight[None]:
-        """Compare notes with the other ranks, once, before the first collective; they are written only then."""
-        if self._agreed:
+        """Compare notes with the other ranks before the first collective, and again after a recovery.
+
+        Notes are written only then. The layer gets its number in both groups.
+        """
+        epochs = self.ep.status.epoch, self.tp.status.epoch
+        if self._agreed == epochs:
             return
         written = notes()
         for comm in (self.ep, self.tp):
             if comm.size > 1:
+                comm.layer_number = 0
                 yield from agree(comm, written, self.name)
-        self._agreed = True
+                comm.number_layer()
+        self._agreed = epochs
+
+    def fail(self, error: BaseException) -> None:
+        """Report an exception of this rank to the ranks of both groups."""
+        self.ep.fail(error)
+        self.tp.fail(error)
+
+    def abort_on_error(self) -> AbortOnError:
+        """Report whatever is raised inside to the ranks of both groups."""
+        return AbortOnError(self.fail)
+
+    def recover(self) -> Flight[None]:
+        """Go on after a failed call, see `Communicator.recover`. All ranks of both groups do."""
+        yield from self.ep.recover()
+        yield from self.tp.recover()
 
     def late_reduce(self, y_TH: Tensor, spans: Spans, *, partial_over_ep: bool) -> Flight[Tensor]:
         """Sum over every group in which the output is partial: TP slices always, EP where tokens are replicated."""

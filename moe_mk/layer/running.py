@@ -110,10 +110,11 @@ class RunningLayer(PlacedLayer):
         if half.lost is not None:
             half.lost.check()
         assert not isinstance(half.kernel, MonolithicKernel)
-        self._record(routing, self.expert_load)
-        physical = self._physical(routing, half)
-        y_TH = yield from half.kernel.steps(x_TH, physical, half.laid_out)
-        return (yield from self._late_reduce(y_TH, half))
+        with half.grid.abort_on_error():
+            self._record(routing, self.expert_load)
+            physical = self._physical(routing, half)
+            y_TH = yield from half.kernel.steps(x_TH, physical, half.laid_out)
+            return (yield from self._late_reduce(y_TH, half))
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts and weights of each token. token_ids_T: as of `forward`."""
@@ -142,6 +143,11 @@ class RunningLayer(PlacedLayer):
         yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes})
         if half.lost is not None:
             half.lost.check()
+        with half.grid.abort_on_error():
+            return (yield from self._accepted(x_TH, load_E, router, half))
+
+    def _accepted(self, x_TH: Tensor, load_E: Tensor, router: Router | HashedTokens, half: Half) -> Flight[Tensor]:
+        """The forward from where an exception ends it on every rank."""
         together = self._with_shared(half)
         with self.spans.span("route"):
             routing, logits_TE = self._gate.route(x_TH, router)
@@ -158,6 +164,14 @@ class RunningLayer(PlacedLayer):
         total_TH = y_TH.to(torch.float32, copy=True)
         total_TH[rows] += shared_XH
         return (yield from self._late_reduce(total_TH.to(self.dtype), half))
+
+    def recover(self) -> None:
+        """Serve again after a call failed on some rank. Every rank of the layer's groups calls it; it waits for them.
+
+        One call serves all layers over the same groups. Raises CommError where a rank is dead or was late, so that
+        connections are gone, and UnsupportedError for a transport that cannot start over: both need new groups.
+        """
+        run_alone(self._half.grid.recover())
 
     def _with_shared(self, half: Half) -> Any:
         """Routed and shared experts as one, where tokens stay on their rank and the backend can; None: one by one."""

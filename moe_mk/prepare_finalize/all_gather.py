@@ -35,6 +35,7 @@ class AllGather(PrepareFinalize):
         rows_TB = pack(self.encode(x_TH), routing.ids_TK, routing.weights_TK)
         with c.spans.span("dispatch"):
             counts = yield from c.comm.gather_count(x_TH.shape[0], "dispatch counts")
+            c.comm.check_counts(counts, c.max_num_tokens, "dispatch counts")
             gathered_RB = yield from c.comm.all_gather(rows_TB, counts, "dispatch")
             x_RH, physical_RK, weights_RK = unpack(gathered_RB, c.wire, c.hidden_size, c.top_k)
             return self.local_rows(x_RH, physical_RK, weights_RK, handle=counts)

@@ -65,6 +65,7 @@ class AllToAll(PrepareFinalize):
             sent = torch.bincount(peer_X, minlength=c.comm.size).tolist()
             # Counts first: peers must size their buffers before rows arrive.
             received = yield from self.announce(sent)
+            c.comm.check_counts(received, c.max_num_tokens, "dispatch counts")
             values_TB = as_bytes(x_wire.values)
             tails_XB = self._tails(peer_X, token_X, rank_TK, x_wire.scales, routing)
             widths = values_TB.shape[1], tails_XB.shape[1]

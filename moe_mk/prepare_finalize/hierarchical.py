@@ -191,6 +191,10 @@ class Hierarchical(PrepareFinalize):
         theirs = yield from comm.all_to_all(mine, ones, ones, phase)
         told_by = dict(zip(talks_to, theirs.tolist(), strict=True))
         received_XW = [[told_by[p][n] if p in told_by else 0 for p in range(comm.size)] for n in range(len(lists))]
+        # A rank of this node forwards the rows of its place in every node.
+        most = self.context.max_num_tokens * (1 if talks_to is self._relays else self.nodes.num_nodes)
+        for counts_W in received_XW:
+            comm.check_counts(counts_W, most, phase)
         none = torch.empty(0, dtype=torch.int64, device=self.context.device)
         return [Leg.of(*each, none) for each in zip(lists, sent_XW, received_XW, map(len, held), strict=True)]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.failure import Failure, GroupResource
 from moe_mk.errors import CommError, MoEMKError, UnsupportedError
 from moe_mk.prepare_finalize.base import TransportContext
 
@@ -29,8 +30,8 @@ class Lane(Generic[B]):
     busy: bool = False
 
 
-@dataclass
-class Kept(Generic[B]):
+@dataclass(eq=False)
+class Kept(GroupResource, Generic[B]):
     """What is open of a library over one group, for rows of one geometry."""
 
     buffer: B | None = None
@@ -47,7 +48,20 @@ class Kept(Generic[B]):
         kept = comm.kept.get((cls, key))
         if not isinstance(kept, cls) or kept.failure:
             comm.kept[cls, key] = kept = cls()
+        comm.keep(kept)
         return kept
+
+    def abort(self, failure: Failure) -> None:
+        """Refuse further calls; peers hear of it from the group, or from the library's own timeout inside of a call."""
+        self.failure = self.failure or failure.text
+
+    def reopen(self) -> None:
+        """Raise UnsupportedError: what a library's buffers hold after a failed call is not known."""
+        if self.failure:
+            raise UnsupportedError(
+                "a library's buffers cannot start over after a failed call",
+                [f"{self.failure}; build the layer over a new group"],
+            )
 
 
 class LibrarySession(Generic[B]):

@@ -182,7 +182,11 @@ class LowLatencyTransport(PrepareFinalize):
         """The library has two buffers that take turns: a third operation, of whichever layer, would overwrite one."""
         if self._session.kept.in_flight >= LOW_LATENCY_IN_FLIGHT:
             way_out = "run at most two micro-batches at once"
-            raise UnsupportedError(f"{self.traits.library} has two operations in flight already, {phase}", [way_out])
+            refusal = UnsupportedError(
+                f"{self.traits.library} has two operations in flight already, {phase}", [way_out]
+            )
+            refusal.harmless_to_peers = True
+            raise refusal
 
     def _arrival(self, hook: Callable[[], None], phase: str) -> Flight[None]:
         """Leave the flight alone once, then receive; also where the flight is given up, so that the buffer is free."""

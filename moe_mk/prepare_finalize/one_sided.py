@@ -73,20 +73,16 @@ class OneSided(PrepareFinalize):
                 f"x has T={num_tokens} tokens, a window holds {c.max_num_tokens} of each rank "
                 "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
             )
-        with c.spans.span("dispatch"):
-            try:
+        with c.spans.span("dispatch"), c.comm.abort_on_error():
+            with c.comm.exclusive("dispatch"):
                 lane = self._lanes.take(c.comm)
                 way = self._put if lane.exchange is None else self._kernels
                 sent, sent_W = way.send(lane, x_TH, routing, self.encode)
                 self._note("dispatch", "dispatch flags", sent_W, self._region.value_bytes + self._region.tail_bytes)
-                yield DISPATCH
+            yield DISPATCH
+            with c.comm.exclusive("dispatch"):
                 received_W = way.arrived(lane, sent_W)
                 x_RH, ids_RK, weights_RK, sums_RH = way.receive(lane, received_W)
-            except GeneratorExit:
-                raise  # left alone in the air, as an abandoned flight is; its lane stays taken
-            except BaseException as error:
-                self._lanes.failed(error)
-                raise
             home = WayHome(lane, lane.epoch, sent, sent_W, received_W, num_tokens, sums_RH)
             return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, home, sums_RH)
 
@@ -97,8 +93,8 @@ class OneSided(PrepareFinalize):
         lane, received_W = home.lane, home.received_W
         if lane.epoch != home.epoch or not lane.busy:
             raise CommError(f"epoch {home.epoch} was finalized before", rank=c.comm.rank, phase="combine")
-        with c.spans.span("combine"):
-            try:
+        with c.spans.span("combine"), c.comm.abort_on_error():
+            with c.comm.exclusive("combine"):
                 way = self._put if lane.exchange is None else self._kernels
                 first = sum(received_W[: lane.rank])
                 own = slice(first, first + received_W[lane.rank])
@@ -107,14 +103,10 @@ class OneSided(PrepareFinalize):
                         home.sums_RH[rows] = y_RH[rows]
                 way.show(home)
                 self._note("combine", "combine flags", received_W, self._region.sum_bytes)
-                yield COMBINE
+            yield COMBINE
+            with c.comm.exclusive("combine"):
                 y_TH = way.add_up(home, y_RH, own)
-            except GeneratorExit:
-                raise
-            except BaseException as error:
-                self._lanes.failed(error)
-                raise
-            lane.busy = False
+                lane.busy = False
             return y_TH
 
     @cached_property

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moe_mk.comm.failure import Failure, GroupResource
 from moe_mk.comm.symmetric_setup import reasons_against_heap
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
@@ -48,6 +49,20 @@ class WayHome:
     slots_WT: Tensor
     """int32. The place of each token among those sent to a rank; -1 where it does not go."""
     sums_RH: Tensor
+
+
+class DeviceLanes(GroupResource):
+    """The lanes that layers of a group share."""
+
+    def __init__(self) -> None:
+        self.lanes: list[DeviceLane] = []
+
+    def abort(self, failure: Failure) -> None:
+        """Nothing: kernels of peers look at flags a bounded number of times, and the group refuses further calls."""
+
+    def reopen(self) -> None:
+        """Begin with new windows."""
+        self.lanes.clear()
 
 
 @PREPARE_FINALIZE.register(NAME)
@@ -83,13 +98,17 @@ class OneSidedDevice(PrepareFinalize):
         self._packed = packed_row_bytes(context.wire, context.hidden_size, context.top_k)
         # Layers of one model, given the same groups, share windows where their rows have the same geometry.
         geometry = (context.max_num_tokens, self._packed, context.hidden_size, context.dtype.dtype, context.device)
-        self._lanes: list[DeviceLane] = context.comm.kept.setdefault((type(self), geometry), [])  # type: ignore[assignment]
+        kept = context.comm.kept.setdefault((type(self), geometry), DeviceLanes())
+        assert isinstance(kept, DeviceLanes)
+        self._lanes = kept.lanes
+        context.comm.keep(kept)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts."""
         from moe_mk.kernels.triton.one_sided import send_rows, slots_of
 
         c = self.context
+        c.comm.check("dispatch")
         if x_TH.shape[0] > c.max_num_tokens:
             raise ShapeError(
                 f"x has T={x_TH.shape[0]} tokens, a window holds {c.max_num_tokens} of each rank "

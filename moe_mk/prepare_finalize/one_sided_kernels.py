@@ -7,6 +7,7 @@ that whatever stays the same is made at the first call over a lane.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class KernelRows:
         self._plain = context.wire.dtype if isinstance(context.wire, Plain) else None
         tables = context.tables
         self._tables = tables.rank_of_P.to(torch.int32).contiguous(), tables.slot_of_P.to(torch.int32).contiguous()
-        self._of_lane: dict[Lane, _LaneCalls] = {}
+        self._of_lane: WeakKeyDictionary[Lane, _LaneCalls] = WeakKeyDictionary()
 
     def send(self, lane: Lane, x_TH: Tensor, routing: Routing, encode: Encode) -> tuple[Sent, list[int]]:
         """Write all rows in one call, the own ones where they are read, then a flag a peer."""

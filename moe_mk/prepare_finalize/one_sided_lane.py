@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.failure import Failure, GroupResource
 from moe_mk.comm.symmetric import SymmetricHeap
 from moe_mk.comm.symmetric_setup import open_heap
 from moe_mk.errors import CommError
@@ -28,6 +29,9 @@ from moe_mk.kernels.native.library import Native
 from moe_mk.prepare_finalize.one_sided_window import RegionShape, lower_of_pair
 from moe_mk.trace.clock import now
 
+# The count of a flag: 24 bits of rows, and above them the number of the layer, below what reports a failure.
+LAYER_AT, LAYERS = 24, 255
+COUNT_MASK = (1 << LAYER_AT) - 1
 PATIENCE_US = 1000
 """How long a native wait looks at flags before the heap's own wait, which knows of deadlines and dead peers."""
 
@@ -56,16 +60,26 @@ class Lane:
         self.exchange = None if kernels is None else Exchange(kernels, self._places())
         """Kernels that write into windows themselves; None: rows are put."""
         self.patience_us = PATIENCE_US if self.exchange is not None and self.heap.is_concurrent else 0
+        self.heap.notes_at = region.notes_at(comm.size)
+        self._layer_bits = 0
+        if self.exchange is not None:
+            self.exchange.failure_of = self.heap.failure_of
 
     def _open(self, comm: Communicator) -> SymmetricHeap:
         """The windows of all ranks."""
         return open_heap(comm, 2 * comm.size, self.region.data_bytes(comm.size), now)
 
-    def serve(self, layer: str) -> None:
+    def serve(self, layer: str, layer_number: int) -> None:
         """Begin the next call."""
         self.busy, self.epoch, self.heap.layer = True, self.epoch + 1, layer
+        number = layer_number % LAYERS
+        self._layer_bits = number << LAYER_AT
         if self.exchange is not None:
-            self.exchange.layer = layer
+            self.exchange.serve(layer, number)
+
+    def report(self, failure: Failure) -> None:
+        """Let peers that wait for this rank know that it has failed. Never raises, never waits."""
+        self.heap.report(failure, [self.rank, self.size + self.rank])
 
     def out_at(self, owner: int, count: int) -> int:
         """Where this rank writes the values of its rows in an owner's window."""
@@ -83,7 +97,7 @@ class Lane:
 
     def show_rows(self, peer: int, count: int) -> None:
         """Tell a peer that its rows are there, and how many."""
-        self.heap.signal(peer, self.rank, self.epoch, count)
+        self.heap.signal(peer, self.rank, self.epoch, self._layer_bits | count)
 
     def await_rows(self) -> dict[int, int]:
         """Wait until every peer has written; returns how many rows each did.
@@ -124,7 +138,7 @@ class Lane:
 
     def show_sums(self, peer: int, first: int) -> None:
         """Tell a peer that the sums of its rows are there, from number `first` on."""
-        self.heap.signal(peer, self.size + self.rank, self.epoch, first)
+        self.heap.signal(peer, self.size + self.rank, self.epoch, self._layer_bits | first)
 
     def await_sums(self) -> dict[int, int]:
         """Wait until every peer has its sums ready; returns the number of the first one for this rank.
@@ -167,10 +181,13 @@ class Lane:
 
     def _await(self, kind: FaultKind, *, first_flag: int, phase: str, limit: int) -> dict[int, int]:
         found = self.heap.wait_until({peer: first_flag + peer for peer in self.peers}, self.epoch, phase)
-        for peer, value in found.items():
-            if value > limit:
+        for peer, word in found.items():
+            if word & ~COUNT_MASK != self._layer_bits:
+                fault = PeerFault(FaultKind.OTHER_LAYER, peer, word >> LAYER_AT, self._layer_bits >> LAYER_AT)
+                raise fault.error(self.rank, self.epoch, self.heap.layer, phase)
+            if (value := word & COUNT_MASK) > limit:
                 self._refuse(PeerFault(kind, peer, value, limit))
-        return found
+        return {peer: word & COUNT_MASK for peer, word in found.items()}
 
     def _own_rows(self, at: int, width: int) -> Tensor:
         """A part of this rank's window that has room for all rows of all ranks, (rows, width)."""
@@ -196,11 +213,11 @@ class Lane:
         )
 
 
-class Lanes:
+class Lanes(GroupResource):
     """As many lanes as calls are under way at once; made when first needed, by every rank at the same call.
 
     The communicator keeps them (`Communicator.kept`): layers of one model, given the same groups, share one set as long
-    as their rows have the same geometry. Each call has a lane of its own until it is finalized, whosesoever it is.
+    as their rows have the same geometry. Each call has a lane of its own until it is finalized.
     """
 
     MOST = 16
@@ -208,14 +225,13 @@ class Lanes:
     def __init__(self, region: RegionShape) -> None:
         self._region = region
         self._lanes: list[Lane] = []
-        self._failure = ""
 
     @classmethod
     def of(cls, comm: Communicator, region: RegionShape) -> Lanes:
-        """Those that are kept over a group for rows of this geometry; new ones if there are none, or none that work."""
-        kept = comm.kept.get((cls, region))
-        if not isinstance(kept, cls) or kept._failure:
-            comm.kept[cls, region] = kept = cls(region)
+        """Those that are kept over a group for rows of this geometry; new ones if there are none."""
+        kept = comm.kept.setdefault((cls, region), cls(region))
+        assert isinstance(kept, cls)
+        comm.keep(kept)
         return kept
 
     def take(self, comm: Communicator) -> Lane:
@@ -223,20 +239,23 @@ class Lanes:
 
         Raises CommError after a failure, or with too many calls open.
         """
-        if self._failure:
-            text = f"an earlier call failed, so ranks no longer agree on a call: build the layer anew ({self._failure})"
-            raise CommError(text, rank=comm.rank, phase="dispatch", layer=comm.layer)
+        comm.check("dispatch")
         for lane in self._lanes:
             if not lane.busy:
                 break
         else:
             lane = self._new(comm)
-        lane.serve(comm.layer)
+        lane.serve(comm.layer, comm.layer_number)
         return lane
 
-    def failed(self, error: BaseException) -> None:
-        """Refuse every further call."""
-        self._failure = self._failure or str(error)
+    def abort(self, failure: Failure) -> None:
+        """Let peers know in every lane, whichever call they are in."""
+        for lane in self._lanes:
+            lane.report(failure)
+
+    def reopen(self) -> None:
+        """Begin with new windows: nobody knows what was written to those of calls that failed."""
+        self._lanes.clear()
 
     def _new(self, comm: Communicator) -> Lane:
         if len(self._lanes) == self.MOST:

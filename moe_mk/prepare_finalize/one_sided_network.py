@@ -104,13 +104,6 @@ class NetworkLanes(Lanes):
 
     _region: NetworkRegion
 
-    def failed(self, error: BaseException) -> None:
-        """Refuse every further call, and let peers know that this rank will not answer."""
-        super().failed(error)
-        for lane in self._lanes:
-            assert isinstance(lane, NetworkLane)
-            lane.heap.abandon()
-
     def _lane(self, comm: Communicator) -> Lane:
         return NetworkLane(comm, self._region, None)
 

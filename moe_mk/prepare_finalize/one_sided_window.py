@@ -1,7 +1,7 @@
 """How a window of the one-sided transport is laid out: who writes what where, known to all without a word.
 
     data of a window   [ the rows as experts read them, W M of values | values of W - 2 sources, M each |
-                         tails of W sources: scales, ids, weights | sums of W M rows ]
+                         tails of W sources: scales, ids, weights | sums of W M rows | notes of W ranks ]
 
 Experts read received rows one behind the other in rank order, and how many each source brings is known only when they
 are there. The owner and one neighbour (the rank after it; before it for the last rank) need not know: the rows of the
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_mk.comm.symmetric import PAGE_BYTES, aligned
+from moe_mk.comm.symmetric import NOTE_BYTES, PAGE_BYTES, aligned
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,11 @@ class RegionShape:
 
     def data_bytes(self, ranks: int) -> int:
         """All parts of one window."""
-        return self.sums_at(ranks) + ranks * self.rows * self.sum_bytes
+        return self.notes_at(ranks) + ranks * NOTE_BYTES
+
+    def notes_at(self, ranks: int) -> int:
+        """Where a rank that fails writes the cause, in every window."""
+        return aligned(self.sums_at(ranks) + ranks * self.rows * self.sum_bytes, NOTE_BYTES)
 
     def values_at(self, ranks: int, owner: int, source: int, count: int) -> int:
         """Where a source writes the values of `count` rows in the window of `owner`."""

@@ -206,6 +206,8 @@ class Regrouping:
                 yield from layer.try_out(half)
         except Exception as error:
             problem = error
+        if self.peers.ep.status.failure is not None:  # the vote needs a group that carries messages
+            yield from self.peers.ep.recover()
         yield from self._vote("trying out", problem)
 
     def _rows(self) -> Flight[Rows]:

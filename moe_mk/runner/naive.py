@@ -39,11 +39,12 @@ class MonolithicKernel:
         if not self.gathers:
             yield InFlight("dispatch")
             return self.experts.run(x_TH, router_logits_TE, bias_E, weights)
-        with self.spans.span("dispatch"):
-            counts = yield from self.comm.gather_count(x_TH.shape[0], "dispatch counts")
-            x_RH = yield from self.comm.all_gather(x_TH, counts, "dispatch")
-            logits_RE = yield from self.comm.all_gather(router_logits_TE, counts, "dispatch logits")
-        with self.spans.span("experts"):
-            y_RH = self.experts.run(x_RH, logits_RE, bias_E, weights)
-        with self.spans.span("combine"):
-            return (yield from self.comm.reduce_scatter(y_RH, counts, "combine"))
+        with self.comm.abort_on_error():
+            with self.spans.span("dispatch"):
+                counts = yield from self.comm.gather_count(x_TH.shape[0], "dispatch counts")
+                x_RH = yield from self.comm.all_gather(x_TH, counts, "dispatch")
+                logits_RE = yield from self.comm.all_gather(router_logits_TE, counts, "dispatch logits")
+            with self.spans.span("experts"):
+                y_RH = self.experts.run(x_RH, logits_RE, bias_E, weights)
+            with self.spans.span("combine"):
+                return (yield from self.comm.reduce_scatter(y_RH, counts, "combine"))

@@ -64,17 +64,18 @@ class TileWork:
         self._home: dict[int, Tensor] = {}
 
     def perform(self, step: Step) -> Flight[None]:
-        """Take one step. What it needs must have been done."""
-        if step.kind == "M":
-            self._multiplied[step.tile] = self.multiply(self._tokens[step.tile])
-        elif step.half == "i":
-            self._flying[step.journey] = Issued(step.journey, self._journey(step), lambda event: None)
-        else:
-            arrived = yield from self._flying.pop(step.journey).receive()
-            if step.kind == "D":
-                self._tokens[step.tile] = arrived
-            elif step.kind == "C":
-                self._home[step.tile] = arrived
+        """Take one step. What it needs must have been done. What it raises ends the call on every rank."""
+        with self.transport.context.comm.abort_on_error():
+            if step.kind == "M":
+                self._multiplied[step.tile] = self.multiply(self._tokens[step.tile])
+            elif step.half == "i":
+                self._flying[step.journey] = Issued(step.journey, self._journey(step), lambda event: None)
+            else:
+                arrived = yield from self._flying.pop(step.journey).receive()
+                if step.kind == "D":
+                    self._tokens[step.tile] = arrived
+                elif step.kind == "C":
+                    self._home[step.tile] = arrived
 
     def give_up(self) -> None:
         """End the journeys that were issued and not received, of which a whole call leaves none."""

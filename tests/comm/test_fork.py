@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_mk.comm import LockstepWorld
+from moe_mk.comm.failure import Failure
 from moe_mk.comm.fork import in_child
 from moe_mk.comm.symmetric import SymmetricHeap
 from moe_mk.comm.symmetric_memory import create, unlink
@@ -157,7 +158,7 @@ def errors_of_a_child(heap: SymmetricHeap) -> dict[str, str]:
         operations |= {
             "add": lambda: network.add(peer, 0, 1),
             "counter": lambda: network.counter(0),
-            "abandon": network.abandon,
+            "report": lambda: network.report(Failure("a test", network.rank), [0]),
             "close at exit": lambda: network.close.alive,
         }
     for name, operation in operations.items():
@@ -186,7 +187,7 @@ def use_in_a_child(rank: int) -> list[dict[str, str]]:
 def test_every_operation_on_windows_of_the_parent_names_the_way_out(world: RankWorld) -> None:
     for rank, both in enumerate(world.call(use_in_a_child)):
         for errors in both:
-            assert errors.pop("abandon", "no error: None") == "no error: None"
+            assert errors.pop("report", "no error: None") == "no error: None"
             assert errors.pop("close at exit", "no error: False") == "no error: False"
             for name, text in errors.items():
                 assert text.startswith(f"rank {rank}, phase 'windows', layer 'layers.3': this process was forked"), name

@@ -57,11 +57,11 @@ def test_every_collective_counts_what_goes_to_whom() -> None:
     for rank, comm in enumerate(comms):
         peers = comm.traffic.bytes_by_peer
         assert [peers["all_to_all"][peer] for peer in range(4)] == [0, 6, 12, 18]
-        assert [peers["all_gather"][peer] for peer in range(4)] == [18] * 4, "padded to the longest rank, as on a wire"
-        # A ring: 2 * 3/4 of 18 numbers in f32, to the next rank alone.
-        ring = [0] * 4
-        ring[(rank + 1) % 4] = 2 * 3 * 18 * 4 // 4
-        assert [peers["all_reduce"][peer] for peer in range(4)] == ring
+        assert [peers["all_gather"][peer] for peer in range(4)] == [6 * rank] * 4
+        # 18 numbers in f32 in parts of 4, 5, 4 and 5: a rank sends each its part, and the sum of its own.
+        parts = [4, 5, 4, 5]
+        sent = [0 if peer == rank else 4 * (parts[peer] + parts[rank]) for peer in range(4)]
+        assert [peers["all_reduce"][peer] for peer in range(4)] == sent
         assert [peers["reduce_scatter"][peer] for peer in range(4)] == [0, 6, 12, 18]
         for phase, total in comm.traffic.bytes_by_phase.items():
             assert total == sum(peers[phase].values()) - peers[phase][rank], "what stays is no traffic"

@@ -47,7 +47,7 @@ def test_one_sided_is_all_to_all_without_what_stays() -> None:
 
 def test_all_gather_by_hand() -> None:
     flow = all_gather_flow(ROUTED, SIZE)
-    assert flow.phases["dispatch"].tolist() == [[200] * 4] * 4, "two rows each, the longest rank's"
+    assert flow.phases["dispatch"].tolist() == [[200] * 4, [0] * 4, [0] * 4, [100] * 4]
     assert flow.phases["combine"].tolist() == [[20, 0, 0, 10]] * 4
 
 

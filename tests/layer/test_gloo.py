@@ -78,7 +78,7 @@ def test_a_tensor_parallel_pair_slices_experts_and_exchanges_no_tokens(world: Ra
     ranks = forward(world, twin, tokens, grid, prepare_finalize="all_to_all")
     for answer, x_TH in zip(ranks, tokens, strict=True):
         torch.testing.assert_close(answer["y"], twin.run(x_TH), atol=LIMIT, rtol=0)
-        assert answer["hops"] == [*DISPATCH, "combine", "late reduce"] and answer["slots"] == 8
+        assert answer["hops"] == [*DISPATCH, "combine", "late reduce", "late reduce"] and answer["slots"] == 8
         assert set(answer["tp_calls"]) == {"agreement", "late reduce"}
 
 
@@ -178,9 +178,9 @@ def test_fp8_rows_take_the_bytes_they_should(
 
 
 def rows_sent(rank: int, transport: str, answers: list[Any], tokens: list[Tensor]) -> int:
-    """Each token once to every other rank that holds one of its experts; all-gather pads to the longest rank."""
+    """Each token once to every other rank that holds one of its experts; by all-gather to every other rank."""
     if transport == "all_gather":
-        return 3 * max(map(len, tokens))
+        return 3 * len(tokens[rank])
     return sum(len({e // 2 for e in ids} - {rank}) for ids in answers[rank]["ids"].tolist())
 
 
@@ -209,4 +209,4 @@ def test_a_killed_rank_ends_in_an_error_on_the_others(world: RankWorld, twin: Tw
         assert isinstance(answer, dict)
         assert (answer["rank"], answer["layer"]) == (rank, "layer 0")
         assert answer["phase"] in (*DISPATCH, "combine")
-        assert "dead or later than 10 s [kernel.timeout_s]" in answer["text"]
+        assert "peer 2: its process" in answer["text"] and "has ended" in answer["text"]

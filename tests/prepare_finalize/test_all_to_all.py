@@ -92,6 +92,6 @@ def test_sums_are_added_in_rank_order_in_f32_and_rounded_once() -> None:
 def test_bytes_on_the_wire_are_rows_to_others_times_their_size(name: str) -> None:
     ranks, _ = dispatched(name)
     row = 2 * 4 + 2 * (4 + 4)  # two f32 values, two ids and two weights
-    sent = {"all_to_all": [2, 1], "all_gather": [2, 2]}[name]  # a and b to rank 1, c to rank 0; padded or not
+    sent = {"all_to_all": [2, 1], "all_gather": [2, 1]}[name]  # a and b to rank 1, c to rank 0
     for transport, rows in zip(ranks, sent, strict=True):
         assert transport.context.comm.traffic.bytes_by_phase["dispatch"] == rows * row

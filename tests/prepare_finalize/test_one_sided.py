@@ -106,7 +106,7 @@ def test_after_a_failure_no_call_is_served() -> None:
     zero = OneSided(context(LockstepWorld(2).communicators()[0]))
     with pytest.raises(CommError, match="rank 0, phase 'dispatch', peer 1: epoch 1: has made no such call"):
         land(zero.prepare(*drawn(0, 3, torch.float32)))
-    with pytest.raises(CommError, match=r"an earlier call failed, .* build the layer anew \(rank 0, .* epoch 1"):
+    with pytest.raises(CommError, match=r"an earlier call over this group failed on rank 1: epoch 1: .* recover\(\)"):
         land(zero.prepare(*drawn(0, 3, torch.float32)))
 
 

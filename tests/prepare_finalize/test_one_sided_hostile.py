@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm import LockstepWorld
+from moe_mk.comm.symmetric_words import FAILED
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, interleave, land
 from moe_mk.kernels.native import exchange, loaded, reasons_against
 from moe_mk.prepare_finalize.one_sided import OneSided
-from moe_mk.prepare_finalize.one_sided_lane import Lane
+from moe_mk.prepare_finalize.one_sided_lane import COUNT_MASK, LAYER_AT, Lane
 from moe_mk.quant import FP32
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
@@ -58,20 +59,27 @@ def lane_of(transport: OneSided, way: str) -> Lane:
     return lane
 
 
-def unsigned(value: int) -> int:
-    """The count field of a flag that a peer fills with an int32."""
-    return value & 0xFFFFFFFF
+def refusal(word: int, in_limits: str) -> str:
+    """How a flag is refused that a peer fills with an int32: 24 bits of rows below 8 of the layer's number, here 0."""
+    if word == FAILED:
+        return "its call failed: the cause is not known"
+    if layer := word >> LAYER_AT:
+        return (
+            f"epoch 1: is in a call of layer number {layer}, this rank in one of 0 (modulo 255); all ranks must make "
+            "the same calls, from one thread"
+        )
+    return f"epoch 1: {in_limits}"
 
 
-@pytest.mark.parametrize("value", [ROOM + 1, INT_MAX, -1, INT_MIN])
+@pytest.mark.parametrize("value", [ROOM + 1, COUNT_MASK, INT_MAX, -1, INT_MIN])
 def test_a_count_beyond_the_region_of_its_source_is_refused(way: str, value: int) -> None:
     made = two_ranks()
     flights = [t.prepare(*drawn(rank, TOKENS, torch.float32)) for rank, t in enumerate(made)]
     for flight in flights:
         next(flight)
     lane = lane_of(made[1], way)
-    lane.heap.signal(0, 1, lane.epoch, unsigned(value))
-    text = f"epoch 1: sent {unsigned(value)} rows into a region of {ROOM}"
+    lane.heap.signal(0, 1, lane.epoch, value & FAILED)
+    text = refusal(value & FAILED, f"sent {value} rows into a region of {ROOM}")
     with pytest.raises(CommError) as caught:
         land(flights[0])
     assert str(caught.value) == f"rank 0, phase 'dispatch', layer 'layers.3', peer 1: {text}"
@@ -89,11 +97,11 @@ def test_a_full_region_is_no_error(way: str) -> None:
 
 
 @pytest.mark.parametrize("receiver", [0, 1])
-@pytest.mark.parametrize("offset", [1, INT_MAX, -1, INT_MIN])
+@pytest.mark.parametrize("offset", [1, COUNT_MASK, INT_MAX, -1, INT_MIN])
 def test_an_offset_beyond_the_sums_of_a_peer_is_refused(way: str, receiver: int, offset: int) -> None:
     # Before the sums for rank r lie those for the ranks before it, ROOM for each at most.
     made, limit, peer = two_ranks(), receiver * ROOM, 1 - receiver
-    value = limit + 1 if offset == 1 else unsigned(offset)
+    value = limit + 1 if offset == 1 else offset & FAILED
     batches = [drawn(rank, TOKENS, torch.float32) for rank in range(2)]
     tokens = interleave([t.prepare(*batch) for t, batch in zip(made, batches, strict=True)])
     flights = [t.finalize(scaled(each, torch.float32), each) for t, each in zip(made, tokens, strict=True)]  # type: ignore[arg-type]
@@ -101,11 +109,13 @@ def test_an_offset_beyond_the_sums_of_a_peer_is_refused(way: str, receiver: int,
         next(flight)
     lane = lane_of(made[peer], way)
     lane.heap.signal(receiver, 2 + peer, lane.epoch, value)
-    text = f"epoch 1: its sums for this rank begin at row {value}, at most {limit} rows of other ranks precede them"
+    text = refusal(
+        value, f"its sums for this rank begin at row {value}, at most {limit} rows of other ranks precede them"
+    )
     with pytest.raises(CommError) as caught:
         land(flights[receiver])
     assert str(caught.value) == f"rank {receiver}, phase 'combine', layer 'layers.3', peer {peer}: {text}"
-    with pytest.raises(CommError, match="an earlier call failed"):
+    with pytest.raises(CommError, match="an earlier call over this group failed"):
         land(made[receiver].prepare(*batches[receiver]))
 
 

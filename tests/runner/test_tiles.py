@@ -164,6 +164,7 @@ class Holding:
 
     def __init__(self, transport: Any) -> None:
         self.transport, self.traits, self.held = transport, transport.traits, set[int]()
+        self.context = transport.context
 
     def prepare(self, *given: Any) -> Flight[Any]:
         return self.watched(self.transport.prepare(*given))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from moe_mk.cli.screen import Screen
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.layer import MoELayer
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.testing import certify_checks
 from moe_mk.testing.certificate import Failed, Passed
 from moe_mk.testing.certify import _tried
@@ -30,9 +33,19 @@ from moe_mk.testing.faults.plans import ERRORS
 from moe_mk.testing.faults.ranks import _difference
 from moe_mk.testing.faults.reference import ReferenceLayer
 from moe_mk.verify.compare import ONE_TOKEN, error_of
-from tests.testing import broken_transports
 
-BROKEN = broken_transports.__name__
+BROKEN = "tests.testing.broken_transports"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def broken_transports_are_registered_here_alone() -> Iterator[None]:
+    before = dict(PREPARE_FINALIZE._entries)
+    importlib.import_module(BROKEN)
+    yield
+    PREPARE_FINALIZE._entries.clear()
+    PREPARE_FINALIZE._entries.update(before)
+
+
 CALLS = (Call(0, ((2, 5),)), Call(0, ((3, 0),)), Call(0, ((1, 4),)))
 TIMEOUT_S = 10.0
 """Connections of a dead process close at once, so that only a hang waits for it; a busy machine is late."""

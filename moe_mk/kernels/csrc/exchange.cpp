@@ -131,9 +131,13 @@ void send_tokens(const MoeMkWindows& w, const MoeMkSend& c, const RowOps& ops, i
   }
 }
 
+constexpr int kLayerAt = 24;
+constexpr uint32_t kCountMask = (uint32_t(1) << kLayerAt) - 1, kFailed = 0xffffffffu;
+
 // Everything written before is seen by whoever sees the flag.
-void raise_flag(uint64_t* flag, uint32_t epoch, int64_t count) {
-  if (flag != nullptr) __atomic_store_n(flag, uint64_t(epoch) << 32 | uint64_t(count), __ATOMIC_RELEASE);
+void raise_flag(const MoeMkWindows& w, uint64_t* flag, uint32_t epoch, int64_t count) {
+  const uint64_t word = uint64_t(epoch) << 32 | uint64_t(w.layer) << kLayerAt | uint64_t(count);
+  if (flag != nullptr) __atomic_store_n(flag, word, __ATOMIC_RELEASE);
 }
 
 Status peer_fault(const MoeMkWindows& w, FaultKind kind, int peer, int64_t value, int64_t limit, int64_t row = 0) {
@@ -195,7 +199,7 @@ int32_t moe_mk_exchange_dispatch(const MoeMkWindows* windows, MoeMkSend* call) {
   each_piece(call->num_tokens, call->threads,
              [&](int64_t begin, int64_t end) { send_tokens(*windows, *call, *ops, begin, end); });
   for (int rank = 0; rank < windows->num_ranks; ++rank)
-    raise_flag(windows->flags_to[rank], call->epoch, call->counts[rank]);
+    raise_flag(*windows, windows->flags_to[rank], call->epoch, call->counts[rank]);
   return kOk;
 }
 
@@ -209,7 +213,7 @@ int32_t moe_mk_exchange_receive(const MoeMkWindows* windows, const MoeMkReceive*
 void moe_mk_exchange_show(const MoeMkWindows* windows, uint32_t epoch, const int64_t* counts) {
   int64_t first = 0;
   for (int rank = 0; rank < windows->num_ranks; first += counts[rank++])
-    raise_flag(windows->flags_to[windows->num_ranks + rank], epoch, first);
+    raise_flag(*windows, windows->flags_to[windows->num_ranks + rank], epoch, first);
 }
 
 int32_t moe_mk_exchange_add_up(const MoeMkWindows* windows, const MoeMkAddUp* call) {
@@ -244,11 +248,14 @@ int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uin
     for (int rank = 0; rank < windows->num_ranks; ++rank) {
       if (flags[rank] == nullptr) continue;
       const uint64_t word = __atomic_load_n(flags[rank], __ATOMIC_ACQUIRE);
+      if (uint32_t(word) == kFailed) return peer_fault(*windows, kPeerFailed, rank, 0, 0);
       if (is_behind(word, epoch)) {
         late = true;
         continue;
       }
-      const int64_t value = int64_t(word & 0xffffffffu);
+      const uint32_t layer = uint32_t(word) >> kLayerAt;
+      if (layer != windows->layer) return peer_fault(*windows, kOtherLayer, rank, layer, windows->layer);
+      const int64_t value = int64_t(uint32_t(word) & kCountMask);
       if (value > limit) return peer_fault(*windows, for_sums ? kSumsBeyond : kTooManyRows, rank, value, limit);
       counts[rank] = value;
     }

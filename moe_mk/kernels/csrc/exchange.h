@@ -16,7 +16,7 @@ extern "C" {
 
 enum RowType : int32_t { kRowsBf16 = 0, kRowsF16 = 1, kRowsF32 = 2 };
 enum Quantize : int32_t { kAsTheyAre = 0, kToFp8 = 1, kToUe8m0 = 2 };  // per token and 128 columns
-enum FaultKind : int32_t { kTooManyRows = 1, kSumsBeyond = 2, kNoSuchSlot = 3 };
+enum FaultKind : int32_t { kTooManyRows = 1, kSumsBeyond = 2, kNoSuchSlot = 3, kOtherLayer = 4, kPeerFailed = 5 };
 
 // Peers may store to shared memory at any time. Every word of theirs that becomes a size, an offset or an index is
 // loaded once into private memory, checked there, and used from there. A word outside of its limits ends the call with
@@ -24,12 +24,14 @@ enum FaultKind : int32_t { kTooManyRows = 1, kSumsBeyond = 2, kNoSuchSlot = 3 };
 struct MoeMkFault {
   int32_t kind;              // FaultKind
   int32_t peer;              // the rank that stored the word
-  int64_t value, limit;      // kTooManyRows: 0 <= value <= limit. kSumsBeyond: the same. kNoSuchSlot: -1 <= value < limit
+  int64_t value, limit;      // kTooManyRows: 0 <= value <= limit. kSumsBeyond: the same. kNoSuchSlot: -1 <= value < limit.
+                             // kOtherLayer: value == limit
   int64_t row;               // kNoSuchSlot: the number of the row among those of the peer
 };
 
 // The windows of all ranks as one of them sees them, by rank. Made once, kept as long as they are mapped. A flag is
-// epoch << 32 | count.
+// epoch << 32 | layer << 24 | count, with a layer below 255; all ones below the epoch: the peer has failed, in whichever
+// call.
 struct MoeMkWindows {
   uint8_t* const* values_to;         // [W] where values of mine go ...
   const int64_t* back_to;            // [W] ... less this for every row of mine
@@ -44,6 +46,7 @@ struct MoeMkWindows {
   MoeMkFault* fault;                 // out: filled in by a call that returns kPeerFault
   int64_t most_rows;                 // that a rank may send to another in one call
   int32_t rank, num_ranks;
+  uint32_t layer;                    // that is served now: its number, modulo 255
 };
 
 // One call's rows to every rank. A row at its destination: values [value_bytes] in one place, its tail
@@ -101,7 +104,7 @@ int32_t moe_mk_exchange_collect(const MoeMkWindows* windows, MoeMkAddUp* call);
 // Looks at the flags of all peers, for rows or for sums, until each has come to `epoch` (modulo 2^32, half of all count as
 // earlier) or so many microseconds are over, offering the core to others meanwhile. counts [W]: those of peers whose
 // flags have come, others are left. kLate: some have not. kPeerFault: a count is above most_rows, or the first sum for
-// this rank above the most_rows of each rank before it.
+// this rank above the most_rows of each rank before it, or a flag is of another layer, or a peer has failed.
 int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uint32_t epoch, int64_t microseconds,
                               int64_t* counts);
 }

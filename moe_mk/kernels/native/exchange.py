@@ -16,7 +16,7 @@ An `Exchange` is what a set of windows can do for whoever uses it; what one laye
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -54,6 +54,10 @@ class FaultKind(IntEnum):
     """The offset of a combine flag."""
     NO_SUCH_SLOT = 3
     """A slot in the tail of a received row."""
+    OTHER_LAYER = 4
+    """The layer number of a flag."""
+    PEER_FAILED = 5
+    """A flag that reports a failure; the cause is in a note beside it."""
 
 
 _FAULTS = {
@@ -64,6 +68,11 @@ _FAULTS = {
     FaultKind.NO_SUCH_SLOT: (
         "dispatch", "row {row} is for slot {value}, out of range (0 <= slot < {limit}, or -1 for no expert here)"
     ),
+    FaultKind.OTHER_LAYER: (
+        "", "is in a call of layer number {value}, this rank in one of {limit} (modulo 255); all ranks must make the "
+        "same calls, from one thread"
+    ),
+    FaultKind.PEER_FAILED: ("", "its call failed"),
 }  # fmt: skip
 
 
@@ -77,9 +86,13 @@ class PeerFault:
     limit: int
     row: int = 0
 
-    def error(self, rank: int, epoch: int, layer: str) -> CommError:
-        """The error that names peer, phase, value and limit, the same for native kernels and torch."""
-        phase, text = _FAULTS[self.kind]
+    def error(self, rank: int, epoch: int, layer: str, phase: str = "") -> CommError:
+        """The error that names peer, phase, value and limit, the same for native kernels and torch.
+
+        phase: for faults that may be found in any.
+        """
+        of_fault, text = _FAULTS[self.kind]
+        phase = of_fault or phase
         filled = text.format(value=self.value, limit=self.limit, row=self.row)
         return CommError(f"epoch {epoch}: {filled}", rank=rank, phase=phase, layer=layer, peer=self.peer)
 
@@ -138,10 +151,17 @@ class Exchange:
         ]  # fmt: skip
         self._fault, self.layer, self.epoch = CFault(), "", 0
         """layer: that is served now; epoch: of the call under way. For errors."""
+        self.failure_of: Callable[[int, str], CommError] | None = None
+        """What a peer has reported, given the phase in which it was seen; None: no more than that it failed."""
         addresses = (addressof(each) for each in (*self._held, self._fault))
-        self.windows = byref(CWindows(*addresses, places.most_rows, places.rank, ranks))
+        self._windows = CWindows(*addresses, places.most_rows, places.rank, ranks, 0)
+        self.windows = byref(self._windows)
         self._token_of, self._tokens = torch.empty(0, dtype=torch.int32, device="cpu"), 0
         self._received_at, self._functions = addressof(self.received), native.functions
+
+    def serve(self, layer: str, layer_number: int) -> None:
+        """Begin a call of a layer; the number goes with every flag."""
+        self.layer, self._windows.layer = layer, layer_number
 
     def token_of(self, tokens: int) -> int:
         """The address of [W][T] int32 for the tokens of each rank."""
@@ -175,7 +195,10 @@ class Exchange:
         if status == Status.PEER_FAULT:
             found = self._fault
             fault = PeerFault(FaultKind(found.kind), found.peer, found.value, found.limit, found.row)
-            raise fault.error(self.rank, self.epoch, self.layer)
+            phase = "combine" if name == "exchange_collect" else "dispatch"
+            if fault.kind is FaultKind.PEER_FAILED and self.failure_of is not None:
+                raise self.failure_of(fault.peer, phase)
+            raise fault.error(self.rank, self.epoch, self.layer, phase)
         self.native.check(name, status)
         return False
 

@@ -25,6 +25,7 @@ class CWindows(ctypes.Structure):
         ("fault", c_void_p),
         ("most_rows", c_int64),
         *((name, c_int32) for name in ("rank", "num_ranks")),
+        ("layer", c_uint32),
     )
 
 

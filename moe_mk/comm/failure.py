@@ -1,0 +1,122 @@
+"""What ranks of a group know of a call that failed, and how it ends on all of them.
+
+An exception between dispatch and combine on one rank leaves its peers waiting for rows that will not come, and would
+let its next call meet theirs. So the rank that fails reports it to its peers, which end their calls in CommError naming
+that rank and the cause, and every later call over the group is refused with the first cause until all ranks have agreed
+to go on (`Communicator.recover`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from moe_mk.errors import CommError
+
+if TYPE_CHECKING:
+    from _thread import RLock as Lock
+
+ABANDONED = "the call was abandoned before it ended: its flight was closed or dropped"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of a group, as one rank knows it."""
+
+    text: str
+    """The cause, on one line, with the type of the exception."""
+    culprit: int | None
+    """The rank that caused it, where one is known."""
+    here: bool = False
+    """Whether it arose on this rank and no peer is to blame."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """What a rank reports of an exception: its own, or the peer that a CommError names."""
+        if isinstance(error, GeneratorExit):
+            return cls(ABANDONED, rank, here=True)
+        if isinstance(error, CommError) and error.peer is not None:
+            return cls(_one_line(error.detail), error.peer)
+        return cls(describe(error), rank, here=True)
+
+
+def describe(error: BaseException) -> str:
+    """An exception on one line, its type included, whether or not it has a message: `MemoryError()` has none."""
+    text = _one_line(str(error))
+    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__}()"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+class GroupResource(ABC):
+    """Something that layers keep open over a group, and that a failed call leaves in a state of its own."""
+
+    @abstractmethod
+    def abort(self, failure: Failure) -> None:
+        """Wake peers that wait for this rank in it, and refuse further calls. Never raises, never waits."""
+
+    @abstractmethod
+    def reopen(self) -> None:
+        """Start over, on every rank at once. Raises UnsupportedError where only a new group helps."""
+
+
+@dataclass(eq=False)
+class GroupStatus:
+    """Whether calls over a group may go on; shared by all views of it in this process."""
+
+    failure: Failure | None = None
+    epoch: int = 0
+    """How often the ranks have agreed to go on after a failure."""
+    resources: WeakSet[GroupResource] = field(default_factory=WeakSet)
+
+    def check(self, rank: int, phase: str, layer: str) -> None:
+        """Raise CommError if an earlier call failed."""
+        if (failure := self.failure) is None:
+            return
+        who = "" if failure.culprit is None else f" on rank {failure.culprit}"
+        text = (
+            f"an earlier call over this group failed{who}: {failure.text}; call recover() of the layer on every rank, "
+            "or build the layer over a new group"
+        )
+        raise CommError(text, rank=rank, phase=phase, layer=layer, peer=failure.culprit)
+
+
+class Exclusive:
+    """A context for one thread at a time. Raises what `error` makes where another thread is inside."""
+
+    __slots__ = ("_error", "_lock")
+
+    def __init__(self, lock: Lock, error: Callable[[str], CommError]) -> None:
+        self._lock, self._error = lock, error
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise self._error(
+                "another thread is calling over this group, so peers cannot know whose call comes first; make all "
+                "calls from one thread, or give each thread a group of its own"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._lock.release()
+
+
+class AbortOnError:
+    """A context that reports whatever is raised inside to the ranks of a group, and lets it pass."""
+
+    __slots__ = ("_fail",)
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            self._fail(error)

@@ -1,0 +1,495 @@
+"""Messages between the ranks of a gloo group, each behind a header that says which call it belongs to.
+
+gloo takes a shorter message for a longer one and ends the process for the opposite, so nothing of another call may ever
+meet a receive of this one. Every message is announced by a header of fixed size, and carries its call number and size
+in its tag:
+
+    header    256 bytes, in order: epoch, call, layer, phase, a count, the bytes that follow, the sender's process
+    rows      tag = epoch, call, size: rows of another call or size never match, whatever they are
+    notice    256 bytes, out of order: a rank has failed, or has waited for a peer longer than its timeout
+
+A header of another call, layer or phase ends the call on both sides. One receive of a header and one of a notice stand
+at every peer at all times, so that a failing rank's report gets through while its peers compute.
+
+A wait that comes to its end closes all connections of a group (that is what gloo does), and peers would take the first
+to close for the culprit. So a thread looks after long waits: it notes which peer processes have ended, and tells all
+peers for whom this rank waits before connections close; who is named is whoever awaits nobody.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import IntEnum
+from typing import Self
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_mk.comm.failure import Exclusive, Failure, GroupStatus
+from moe_mk.comm.fork import FORKED, in_child
+from moe_mk.comm.symmetric_wait import Process
+from moe_mk.errors import CommError
+from moe_mk.flight import Flight, InFlight
+from moe_mk.trace.clock import now
+
+HEADER_BYTES = 256
+MAGIC = b"moe-mk 1"
+LAYOUT = struct.Struct("<8s 12q H")
+TEXT_BYTES = HEADER_BYTES - LAYOUT.size
+
+# Tags of rows are 31 bits: 3 of the epoch, 12 of the call (never 0), 16 of the size. Below 2^16 are all others.
+EPOCHS, CALLS, SIZES = 1 << 3, (1 << 12) - 1, (1 << 16) - 1
+HANG_UP_TAG, RECOVERY_TAG, NOTICE_TAGS, HEADER_TAGS = 0, 1, EPOCHS, 2 * EPOCHS
+
+PULSE_S = 0.05
+"""How often peers are looked at during a long wait."""
+GRACE_S = 0.3
+"""How long after its timeout a rank waits for peers to say for whom they wait."""
+CLOSING_S = 0.5
+"""How long a process may take to end after its connections have."""
+PARKED_S = 5.0
+"""How often the thread looks whether the group is still there while no call is made."""
+UNKNOWN = -1
+
+
+class Kind(IntEnum):
+    """What a header says."""
+
+    ROWS = 0
+    FAILED = 1
+    """The sender, or a peer that it names, failed."""
+    WAITING = 2
+    """The sender has waited for a peer longer than its timeout."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank says of one message. text: the phase of rows, the cause of a failure."""
+
+    kind: Kind
+    epoch: int
+    call: int
+    text: str
+    layer: int = 0
+    count: int = 0
+    num_bytes: int = 0
+    expected_bytes: int = 0
+    """That the sender awaits from the receiver in the same call."""
+    peer: int = UNKNOWN
+    """The rank that failed or is awaited."""
+    process: Process | None = None
+
+    def packed(self) -> Tensor:
+        """(256,) uint8, in memory of its own."""
+        process = self.process
+        who = (0, 0, 0) if process is None else (process.number, int(process.started), process.namespace)
+        text = self.text.encode()[:TEXT_BYTES]
+        numbers = (
+            self.kind, self.epoch, self.call, self.layer, self.count, self.num_bytes, self.expected_bytes, self.peer,
+            *who, 0,
+        )  # fmt: skip
+        memory = bytearray(HEADER_BYTES)
+        LAYOUT.pack_into(memory, 0, MAGIC, *numbers, len(text))
+        memory[LAYOUT.size : LAYOUT.size + len(text)] = text
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(cls, memory: bytes | bytearray) -> Self:
+        """Raises ValueError for what no header can be."""
+        magic, kind, epoch, call, layer, count, num_bytes, expected, peer, number, started, namespace, _, length = (
+            LAYOUT.unpack_from(memory)
+        )
+        if magic != MAGIC or kind not in Kind.__members__.values() or length > TEXT_BYTES:
+            raise ValueError(f"no header of this version: it begins with {bytes(memory[:16])!r}")
+        text = bytes(memory[LAYOUT.size : LAYOUT.size + length]).decode(errors="replace")
+        process = Process(number, str(started), namespace) if number else None
+        return cls(Kind(kind), epoch, call, text, layer, count, num_bytes, expected, peer, process)
+
+
+@dataclass
+class _Receive:
+    """A header that is awaited from a peer."""
+
+    work: dist.Work | RuntimeError
+    """An error instead, where the connection had ended."""
+    memory: bytearray
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The view of a group that makes a call."""
+
+    layer: str
+    layer_number: int
+    timeout_s: float
+
+
+@dataclass
+class _Wait:
+    """A wait that goes on, as the thread sees it that looks after it."""
+
+    peer: int
+    late_at: float
+    noted: bool = False
+
+
+@dataclass(eq=False)
+class GroupMessages:
+    """All messages of this process over one process group, whichever layer they are of."""
+
+    _group: ref[dist.ProcessGroup]
+    rank: int
+    size: int
+    status: GroupStatus = field(default_factory=GroupStatus)
+
+    def __post_init__(self) -> None:
+        self.closed = ""
+        """Why no message can be sent any more; empty while connections stand."""
+        self.lock = threading.RLock()
+        """Held by the thread that is in a call over the group."""
+        self._process = Process.this()
+        self._processes: dict[int, Process] = {}
+        self._peers = [peer for peer in range(self.size) if peer != self.rank]
+        self._epoch = self._call = self._layers = 0
+        self._open: set[int] = set()
+        self._early: dict[tuple[int, int], Header] = {}
+        """By peer and call: headers that came before they were awaited."""
+        self._unfinished: list[object] = []
+        """Works and tensors of calls that failed: gloo may still read or write them."""
+        self._headers: dict[int, _Receive] = {}
+        self._notices: dict[int, _Receive] = {}
+        self._wait: _Wait | None = None
+        self._awake = threading.Event()
+        self._watched = False
+        in_child(self, GroupMessages._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: connections are the parent's, and so is the lock that one of its threads may hold."""
+        self.closed = FORKED
+        self.lock = threading.RLock()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> GroupMessages:
+        """Those of a group, made when first asked for: layers, whoever built them, share its connections."""
+        with _making:
+            messages = _of_group.get(group)
+            if messages is None:
+                messages = _of_group[group] = cls(ref(group), dist.get_rank(group), dist.get_world_size(group))
+        return messages
+
+    def next_layer(self) -> int:
+        """A number for one more layer."""
+        self._layers += 1
+        return self._layers
+
+    def exchange(
+        self,
+        caller: Caller,
+        phase: str,
+        counts: Mapping[int, int],
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Tensor | None],
+    ) -> Flight[dict[int, int]]:
+        """Send a count and rows to some peers, and receive from some; returns the counts by peer.
+
+        counts: for whom a message is. outgoing: the rows of those that get any, dense, on the host, never empty.
+        incoming: from whom one is awaited, and where its rows go, None for a count alone. Headers go both ways where
+        anything goes either way, so that both sides learn of a call that differs or has failed.
+        Raises CommError, after which the group is to be aborted.
+        """
+        if self.closed:
+            raise self._error(caller, phase, None, self.closed)
+        with self._exclusive(caller, phase):
+            call, works = self._post(caller, phase, counts, outgoing, incoming)
+        try:
+            yield InFlight(phase)
+            with self._exclusive(caller, phase):
+                received = {}
+                for peer in counts.keys() | incoming.keys():
+                    sizes = _bytes_of(incoming.get(peer)), _bytes_of(outgoing.get(peer))
+                    received[peer] = self._take(caller, phase, call, peer, sizes)
+                for peer, work in works:
+                    self._finish(caller, phase, peer, work)
+        except BaseException:
+            self._unfinished += [works, outgoing, incoming]
+            raise
+        finally:
+            self._open.discard(call)
+        return received
+
+    def report(self, failure: Failure) -> None:
+        """Send a failure to all peers, as far as connections stand. Never raises, never waits."""
+        culprit = UNKNOWN if failure.culprit is None else failure.culprit
+        self._notify(Header(Kind.FAILED, self._epoch, 0, failure.text, peer=culprit, process=self._process))
+
+    def recover(self, caller: Caller) -> Flight[None]:
+        """Agree with all peers on an epoch in which nothing of earlier calls is received."""
+        phase = "recovery"
+        if self.closed:
+            raise self._error(caller, phase, None, f"{self.closed}; build the layer over a new group")
+        # Peers may come as late as their own timeout lets them notice the failure.
+        caller = replace(caller, timeout_s=2 * caller.timeout_s + 1.0)
+        mine = Header(Kind.ROWS, self._epoch, 0, phase, process=self._process)
+        receives = {peer: self._receive(peer, RECOVERY_TAG) for peer in self._peers}
+        sends: list[tuple[int, dist.Work]] = []
+        try:
+            for peer in self._peers:
+                sends.append((peer, self._send(mine.packed(), peer, RECOVERY_TAG)))
+        except RuntimeError as problem:
+            raise self._lost(caller, phase, peer, problem) from problem
+        yield InFlight(phase)
+        epochs = [self._epoch]
+        for peer, receive in receives.items():
+            self._finish(caller, phase, peer, receive.work)
+            epochs.append(Header.unpacked(receive.memory).epoch)
+        for peer, work in sends:
+            self._finish(caller, phase, peer, work)
+        self._unfinished += [self._headers, self._notices]
+        self._epoch, self._call, self._layers = max(epochs) + 1, 0, 0
+        self._early.clear()
+        self._stand_by()
+
+    # One call.
+
+    def _exclusive(self, caller: Caller, phase: str) -> Exclusive:
+        return Exclusive(self.lock, lambda text: self._error(caller, phase, None, text))
+
+    def _post(
+        self,
+        caller: Caller,
+        phase: str,
+        counts: Mapping[int, int],
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Tensor | None],
+    ) -> tuple[int, list[tuple[int, dist.Work]]]:
+        if not self._headers:
+            self._stand_by()
+        self._call += 1
+        call, works = self._call, []
+        peer = UNKNOWN
+        try:
+            for peer, rows in incoming.items():
+                if rows is not None:
+                    works.append((peer, self._open_group().recv([rows], peer, self._tag(call, rows))))
+            for peer in counts.keys() | incoming.keys():
+                rows = outgoing.get(peer)
+                header = Header(
+                    Kind.ROWS, self._epoch, call, phase, caller.layer_number, counts.get(peer, 0), _bytes_of(rows),
+                    _bytes_of(incoming.get(peer)), process=self._process,
+                )  # fmt: skip
+                works.append((peer, self._send(header.packed(), peer, self._header_tag)))
+                if rows is not None:
+                    works.append((peer, self._open_group().send([rows], peer, self._tag(call, rows))))
+        except RuntimeError as problem:
+            self._unfinished += [works, outgoing, incoming]
+            raise self._lost(caller, phase, peer, problem) from problem
+        self._open.add(call)
+        return call, works
+
+    def _take(self, caller: Caller, phase: str, call: int, peer: int, sizes: tuple[int, int]) -> int:
+        """Wait for a peer's header of a call; returns its count. sizes: bytes from there, and those it is to await."""
+        header = self._early.pop((peer, call), None) or self._next_header(caller, phase, peer)
+        while header.call != call and header.call in self._open:  # of a flight that lands later
+            self._early[peer, header.call] = header
+            header = self._next_header(caller, phase, peer)
+        theirs = (header.call, header.text, header.layer, header.num_bytes, header.expected_bytes)
+        ours = (call, phase, caller.layer_number, *sizes)
+        if theirs != ours:
+            text = (
+                f"is in {_described(*theirs)}; this rank is in {_described(*ours)}; all ranks must make the same calls"
+            )
+            raise self._error(caller, phase, peer, text)
+        return header.count
+
+    def _next_header(self, caller: Caller, phase: str, peer: int) -> Header:
+        receive = self._headers[peer]
+        self._finish(caller, phase, peer, receive.work)
+        try:
+            header = Header.unpacked(receive.memory)
+        except ValueError as problem:
+            raise self._error(caller, phase, peer, str(problem)) from problem
+        receive.work = self._receive_into(receive.tensor, peer, self._header_tag)
+        if header.process is not None:
+            self._processes[peer] = header.process
+        if header.kind is Kind.FAILED:
+            raise self._failed(caller, phase, header)
+        return header
+
+    def _finish(self, caller: Caller, phase: str, peer: int, work: dist.Work | RuntimeError) -> None:
+        """Wait for one message."""
+        if isinstance(work, RuntimeError):
+            raise self._lost(caller, phase, peer, work) from work
+        self._wait = wait = _Wait(peer, now() + caller.timeout_s)
+        if not self._awake.is_set():
+            self._awake.set()
+        try:
+            work.wait(timedelta(seconds=caller.timeout_s + GRACE_S))
+        except RuntimeError as problem:
+            raise self._lost(caller, phase, peer, problem, late=now() > wait.late_at) from problem
+        finally:
+            self._wait = None
+
+    def _failed(self, caller: Caller, phase: str, header: Header) -> CommError:
+        culprit = None if header.peer == UNKNOWN else header.peer
+        return self._error(caller, phase, culprit, f"its call failed: {header.text}")
+
+    def _error(self, caller: Caller, phase: str, peer: int | None, text: str) -> CommError:
+        return CommError(text, rank=self.rank, phase=phase, layer=caller.layer, peer=peer)
+
+    # Whoever is to blame when connections end.
+
+    def _lost(self, caller: Caller, phase: str, peer: int, problem: RuntimeError, *, late: bool = False) -> CommError:
+        """Name the rank that caused the end of a wait, which need not be the one that was awaited."""
+        self.closed = self.closed or "connections of the group are closed, because a rank died or was late"
+        notices = self._left_notices()
+        if gone := self._ended_processes(CLOSING_S if not late and not notices else 0.0):
+            return self._error(caller, phase, gone[0], self._ended(gone[0]))
+        for header in notices.values():
+            if header.kind is Kind.FAILED:
+                return self._failed(caller, phase, header)
+        asked = {self.rank}
+        while peer not in asked and peer in notices:
+            asked.add(peer)
+            peer = notices[peer].peer
+        if late or notices:
+            text = f"sent nothing within {caller.timeout_s:g} s [kernel.timeout_s]; it is dead, stuck or late"
+        else:
+            text = f"its connection ended: {str(problem).splitlines()[0]}"
+        return self._error(caller, phase, peer, text)
+
+    def _left_notices(self) -> dict[int, Header]:
+        """What peers have said before connections ended."""
+        notices: dict[int, Header] = {}
+        for peer, receive in self._notices.items():
+            if isinstance(receive.work, RuntimeError):
+                continue
+            with suppress(RuntimeError, ValueError):
+                receive.work.wait(timedelta(milliseconds=1))
+                notices[peer] = Header.unpacked(receive.memory)
+        return notices
+
+    def _ended(self, peer: int) -> str:
+        return f"its process {self._processes[peer].number} has ended"
+
+    def _ended_processes(self, patience_s: float = 0.0) -> list[int]:
+        """Peers whose process has ended. patience_s: a process loses its connections a moment before it ends."""
+        until = now() + patience_s
+        while True:
+            gone = [peer for peer, process in list(self._processes.items()) if process.is_gone(self._process)]
+            if gone or now() >= until:
+                return gone
+            threading.Event().wait(PULSE_S / 5)
+
+    # What stands at every peer.
+
+    @property
+    def _header_tag(self) -> int:
+        return HEADER_TAGS + self._epoch % EPOCHS
+
+    @property
+    def _notice_tag(self) -> int:
+        return NOTICE_TAGS + self._epoch % EPOCHS
+
+    def _tag(self, call: int, rows: Tensor) -> int:
+        number = self._epoch % EPOCHS * (CALLS + 1) + 1 + call % CALLS
+        return number << 16 | _bytes_of(rows) % SIZES
+
+    def _open_group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group
+
+    def _send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
+        return self._open_group().send([message], peer, tag)
+
+    def _receive(self, peer: int, tag: int) -> _Receive:
+        memory = bytearray(HEADER_BYTES)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        return _Receive(self._receive_into(tensor, peer, tag), memory, tensor)
+
+    def _receive_into(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | RuntimeError:
+        """Await a message; an error is kept for whoever waits for it, because some messages are never needed."""
+        try:
+            return self._open_group().recv([tensor], peer, tag)
+        except RuntimeError as problem:
+            return problem
+
+    def _stand_by(self) -> None:
+        """Await a header and a notice of every peer."""
+        self._headers = {peer: self._receive(peer, self._header_tag) for peer in self._peers}
+        self._notices = {peer: self._receive(peer, self._notice_tag) for peer in self._peers}
+        if not self._watched:
+            self._watched = True
+            threading.Thread(target=_watch, args=(ref(self),), name="moe-mk group watch", daemon=True).start()
+
+    def _notify(self, header: Header) -> None:
+        """Send a notice to all peers, to where headers are awaited too if it is to end their calls."""
+        tags = [self._notice_tag] + [self._header_tag] * (header.kind is Kind.FAILED)
+        for peer in [] if self.closed else self._peers:
+            for tag in tags:
+                with suppress(RuntimeError):
+                    message = header.packed()
+                    self._unfinished += [message, self._send(message, peer, tag)]
+
+    # The thread that looks after long waits.
+
+    def look(self) -> bool:
+        """Look after the wait that goes on; returns whether there is one."""
+        wait = self._wait
+        if wait is None:
+            return False
+        if gone := self._ended_processes():
+            self.report(Failure(self._ended(gone[0]), gone[0]))
+            threading.Event().wait(PULSE_S)  # until the report is out: connections close with what is unsent
+            if self._wait is wait:
+                self._hang_up()
+        elif now() > wait.late_at and not wait.noted:
+            wait.noted = True
+            self._notify(Header(Kind.WAITING, self._epoch, 0, "", peer=wait.peer, process=self._process))
+        return True
+
+    def park(self) -> threading.Event | None:
+        """What is set when the next wait begins; None if one has begun."""
+        self._awake.clear()
+        return self._awake if self._wait is None else None
+
+    def _hang_up(self) -> None:
+        """Close all connections of the group: whoever waits in it, here or at a peer, goes on with an error."""
+        memory = torch.empty(1, dtype=torch.uint8, device="cpu")
+        with suppress(RuntimeError):
+            self._open_group().recv([memory], self._peers[0], HANG_UP_TAG).wait(timedelta(milliseconds=1))
+
+
+def _bytes_of(rows: Tensor | None) -> int:
+    return 0 if rows is None else rows.numel() * rows.element_size()
+
+
+def _described(call: int, phase: str, layer: int, there: int, back: int) -> str:
+    of = f" of layer number {layer}" if layer else ""
+    return f"call {call}, phase {phase!r}{of}, with {there} bytes one way and {back} the other"
+
+
+def _watch(of: ref[GroupMessages]) -> None:
+    """Look after waits while there are any, until the group is gone; waits are long only where peers are late."""
+    idle = 0
+    while (messages := of()) is not None:
+        idle = 0 if messages.look() else idle + 1
+        parked = messages.park() if idle * PULSE_S > 1.0 else None
+        del messages
+        if parked is None:
+            threading.Event().wait(PULSE_S)
+        else:
+            parked.wait(PARKED_S)
+
+
+_of_group: WeakKeyDictionary[dist.ProcessGroup, GroupMessages] = WeakKeyDictionary()
+_making = threading.Lock()

@@ -1,0 +1,167 @@
+"""What each process does in the tests of failed calls: serve, fail at one place, catch it, and make the next call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_mk import CommError, MoELayer, ParallelGroups
+from moe_mk.errors import MoEMKError
+from moe_mk.runner import run_dual
+from tests.layer.build import layer
+
+EXPERTS, TOP_K, HIDDEN = 8, 2, 16
+TIMEOUT_S = 20.0
+"""Long, so that what is reported at once cannot be taken for a timeout."""
+
+
+def built(transport: str, groups: ParallelGroups | None = None, **settings: Any) -> MoELayer:
+    groups = groups or ParallelGroups(ep=dist.new_group())  # of its own: a failure stays with it
+    if transport == "hierarchical":
+        settings = {"ranks_per_node": 1, **settings}
+    if transport == "one_sided_network":
+        settings = {"network": "127.0.0.0/8", **settings}
+    settings = {"timeout_s": TIMEOUT_S, "max_num_tokens": 64, **settings}
+    return layer(EXPERTS, TOP_K, groups, prepare_finalize=transport, **settings)
+
+
+def tokens(rank: int, count: int, seed: int = 0) -> Tensor:
+    return torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def fail_once_in_experts(made: MoELayer, error: BaseException) -> None:
+    """Let the next call of the experts raise, as an allocation that fails does."""
+    experts: Any = made.kernel.experts
+    run: Callable[..., Any] = experts.run
+
+    def failing(*args: Any) -> Any:
+        experts.run = run
+        raise error
+
+    experts.run = failing
+
+
+def outcome(call: Callable[[], Tensor], expected: Tensor | None = None) -> dict[str, Any]:
+    """What a call came to: "right", "WRONG", or the error."""
+    began = time.monotonic()
+    try:
+        y_TH = call()
+    except MoEMKError as error:
+        peer = error.peer if isinstance(error, CommError) else None
+        text = f"{error} {' '.join(getattr(error, '__notes__', []))}"
+        return {"is": type(error).__name__, "peer": peer, "text": text, "seconds": time.monotonic() - began}
+    except BaseException as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return {"is": type(error).__name__, "peer": None, "text": notes, "seconds": time.monotonic() - began}
+    right = expected is None or torch.allclose(y_TH, expected, rtol=0.0, atol=1e-4)  # sums meet in another order
+    return {"is": "right" if right else "WRONG", "peer": None, "text": "", "seconds": time.monotonic() - began}
+
+
+def references(rank: int, seeds: int, count: int) -> list[Tensor]:
+    """What one rank alone gives."""
+    alone = layer(EXPERTS, TOP_K, max_num_tokens=64)
+    return [alone(tokens(rank, count, seed)) for seed in range(seeds)]
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "MemoryError": MemoryError,
+    "ValueError": lambda: ValueError("bad expert"),
+    "KeyboardInterrupt": KeyboardInterrupt,
+}
+
+
+def caught(rank: int, transport: str, error: str) -> list[dict[str, Any]]:
+    """Rank 0, without tokens, fails in its experts; its engine catches that and goes on. Then all recover."""
+    made = built(transport)
+    count = 0 if rank == 0 else 12
+    expected = references(rank, 4, count)
+    found = [outcome(lambda: made(tokens(rank, count)), expected[0])]
+    if rank == 0:
+        fail_once_in_experts(made, ERRORS[error]())
+    found += [outcome(lambda s=s: made(tokens(rank, count, s)), expected[s]) for s in (1, 2)]  # type: ignore[misc]
+    made.recover()
+    return [*found, *(outcome(lambda s=s: made(tokens(rank, count, s)), expected[s]) for s in (0, 1, 2, 3))]  # type: ignore[misc]
+
+
+def one_more_micro_batch(rank: int, transport: str) -> list[dict[str, Any]]:
+    """Rank 0 brings three micro-batches, the others two; one-sided, it waits for windows that they never open."""
+    made = built(transport, timeout_s=2.0 if transport.startswith("one_sided") else TIMEOUT_S)
+    made(tokens(rank, 6))
+    parts = [tokens(rank, 6, seed) for seed in range(3 if rank == 0 else 2)]
+    return [outcome(lambda: torch.cat(run_dual([made.steps(x_TH) for x_TH in parts])))]
+
+
+def another_layer(rank: int, transport: str) -> list[dict[str, Any]]:
+    """Two layers over one group; rank 0 calls the second where the others call the first."""
+    groups = ParallelGroups(ep=dist.new_group())
+    layers = [built(transport, groups), built(transport, groups)]
+    for each in layers:
+        each(tokens(rank, 6))
+    return [outcome(lambda: layers[int(rank == 0)](tokens(rank, 6)))]
+
+
+def two_threads(rank: int, transport: str) -> list[dict[str, Any]]:
+    """Two threads call two layers over one group, in an order of their own on every rank."""
+    groups = ParallelGroups(ep=dist.new_group())
+    layers = [built(transport, groups), built(transport, groups)]
+    expected = references(rank, 2, 9)
+    for each in layers:
+        each(tokens(rank, 9))
+    found: list[dict[str, Any]] = []
+
+    def serve(number: int) -> None:
+        for _ in range(40):
+            found.append(outcome(lambda: layers[number](tokens(rank, 9, number)), expected[number]))
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def abandoned(rank: int, transport: str) -> list[dict[str, Any]]:
+    """Rank 1 leaves a call in the air and drops it."""
+    made = built(transport)
+    made(tokens(rank, 5))
+    if rank == 1:
+        flight = made.steps(tokens(rank, 5))
+        next(flight)
+        flight.close()
+        return [outcome(lambda: made(tokens(rank, 5)))]
+    return [outcome(lambda: made(tokens(rank, 5)))]
+
+
+def shared_expert_fails(rank: int) -> list[dict[str, Any]]:
+    """The shared expert of rank 1 fails while tokens are in flight."""
+    made = built("all_to_all", num_shared_experts=1)
+    made(tokens(rank, 5))
+    if rank == 1:
+        shared: Any = made._shared
+        shared.experts.run = lambda *args: (_ for _ in ()).throw(MemoryError())
+    return [outcome(lambda: made(tokens(rank, 5)))]
+
+
+def hostile_counts(rank: int, transport: str, count: int) -> list[dict[str, Any]]:
+    """Rank 1 announces rows that no window and no memory could hold."""
+    made = built(transport)
+    made(tokens(rank, 5))
+    if rank == 1:
+        messages: Any = made.kernel.prepare_finalize.context.comm._messages  # type: ignore[union-attr]
+        exchange = messages.exchange
+
+        def lying(caller: Any, phase: str, counts: Any, outgoing: Any, incoming: Any) -> Any:
+            if phase == "dispatch counts":
+                counts = dict.fromkeys(counts, count)
+                outgoing = {peer: torch.full_like(rows, count) for peer, rows in outgoing.items()}
+            return exchange(caller, phase, counts, outgoing, incoming)
+
+        messages.exchange = lying
+    return [outcome(lambda: made(tokens(rank, 5)))]

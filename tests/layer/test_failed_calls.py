@@ -1,0 +1,92 @@
+"""A call that fails on one rank ends on all, is never taken for another, and can be followed by right ones.
+
+Real gloo processes. The timeout is 20 s, so that an error within a few was reported and not waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moe_mk.testing.processes import RankWorld
+from tests.layer import failing_ranks as ranks
+
+TRANSPORTS = ["all_to_all", "all_gather", "hierarchical", "one_sided", "all_to_all_p2p", "one_sided_network"]
+AT_ONCE_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(3) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("error", ["MemoryError", "KeyboardInterrupt"])
+def test_a_caught_exception_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
+    world: RankWorld, transport: str, error: str
+) -> None:
+    found: list[list[dict[str, Any]]] = world.call(ranks.caught, transport, error)
+    for rank, (first, failed, after, *recovered) in enumerate(found):
+        assert first["is"] == "right", first
+        if rank == 0:
+            assert failed["is"] == error
+        else:
+            assert failed["is"] == "CommError" and failed["peer"] == 0, failed
+            assert error in failed["text"] and failed["seconds"] < AT_ONCE_S, failed
+        assert after["is"] == "CommError" and after["peer"] == 0 and error in after["text"], after
+        assert "recover()" in after["text"]
+        assert [call["is"] for call in recovered] == ["right"] * 4, recovered
+
+
+def test_the_rank_that_failed_is_told_what_its_peers_got(world: RankWorld) -> None:
+    found = world.call(ranks.caught, "all_to_all", "ValueError")
+    assert "reported this to its 2 peers" in found[0][1]["text"]
+    assert "ValueError: bad expert" in found[1][1]["text"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_with_different_numbers_of_micro_batches_get_errors_and_no_rows(world: RankWorld, transport: str) -> None:
+    for (found,) in world.call(ranks.one_more_micro_batch, transport):
+        assert found["is"] == "CommError", found
+        assert found["seconds"] < AT_ONCE_S or transport.startswith("one_sided"), found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_calls_of_different_layers_never_meet(world: RankWorld, transport: str) -> None:
+    found = world.call(ranks.another_layer, transport)
+    for (outcome,) in found:
+        assert outcome["is"] == "CommError" and outcome["seconds"] < AT_ONCE_S, outcome
+    assert any("layer number" in outcome["text"] for (outcome,) in found), found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_threads_over_one_group_end_in_errors_and_never_in_wrong_rows(world: RankWorld, transport: str) -> None:
+    kinds = {outcome["is"] for found in world.call(ranks.two_threads, transport) for outcome in found}
+    assert "CommError" in kinds and kinds <= {"right", "CommError"}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_abandoned_call_ends_on_the_other_ranks_at_once(world: RankWorld, transport: str) -> None:
+    for rank, (found,) in enumerate(world.call(ranks.abandoned, transport)):
+        assert found["is"] == "CommError" and "abandoned" in found["text"] and found["peer"] == 1, (rank, found)
+        assert found["seconds"] < AT_ONCE_S
+
+
+def test_a_shared_expert_that_fails_ends_the_call_on_all_ranks(world: RankWorld) -> None:
+    for rank, (found,) in enumerate(world.call(ranks.shared_expert_fails)):
+        assert found["is"] == ("MemoryError" if rank == 1 else "CommError"), found
+        assert rank == 1 or ("MemoryError()" in found["text"] and found["peer"] == 1), found
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather", "hierarchical"])
+@pytest.mark.parametrize("count", [10**17, -1, 65])
+def test_counts_that_cannot_be_are_refused_before_memory_is_asked_for(
+    world: RankWorld, transport: str, count: int
+) -> None:
+    for rank, (found,) in enumerate(world.call(ranks.hostile_counts, transport, count)):
+        assert found["is"] == "CommError", found
+        if rank != 1:
+            assert found["peer"] == 1 and f"announced {count} rows, at most 64" in found["text"], found
