@@ -12,6 +12,8 @@ import hashlib
 import json
 import os
 import platform
+import select
+import signal
 import stat
 import subprocess
 import sys
@@ -39,6 +41,8 @@ LOCK_TIMEOUT_S = 900.0
 """How long a process waits for another one that compiles: minutes on a loaded machine."""
 POLL_S, GONE_POLLS = 0.05, 20
 """Between two attempts to take the lock, and how many find its holder ended before the lock is taken over."""
+DRAIN_S = 5.0
+"""How long to wait for programs outside the process group of a compiler that hold its pipe open."""
 
 
 @dataclass(frozen=True)
@@ -321,19 +325,67 @@ def _write_through(folder: Path) -> None:
 
 
 def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> None:
-    pipe = subprocess.PIPE
-    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=pipe, text=True) for command in commands]
+    """Run all commands at once; when this returns, raises, or this process ends, so have they and their children.
+
+    Raises UnsupportedError with what each failed command wrote.
+    """
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    running: list[subprocess.Popen[str]] = []
     failed = []
-    try:
-        for done, (command, process) in enumerate(zip(commands, running, strict=True), 1):
-            said = process.communicate()[1]
-            if on_unit is not None:
-                on_unit(done, len(commands))
-            if process.returncode != 0:
-                failed.append(f"`{' '.join(command)}` ended with {process.returncode}: {said.strip()[-2000:]}")
-    finally:  # interrupted: nobody may write into a folder that is about to go
-        for process in running:
-            process.kill()
-            process.wait()
+    with _process_group() as group:
+        try:
+            for command in commands:
+                running.append(
+                    subprocess.Popen(command, stdin=null, stdout=null, stderr=pipe, text=True, process_group=group)
+                )
+            for done, process in enumerate(running, 1):
+                written = process.communicate()[1]
+                if on_unit is not None:
+                    on_unit(done, len(commands))
+                if process.returncode != 0:
+                    command_line = " ".join(commands[done - 1])
+                    failed.append(f"`{command_line}` ended with {process.returncode}: {written.strip()[-2000:]}")
+        finally:
+            # A compiler is a driver that starts the programs which do the work: all of them are in the group.
+            os.killpg(group, signal.SIGKILL)
+            for process in running:
+                _drain(process)
     if failed:
         raise UnsupportedError("the CPU kernels did not compile", failed)
+
+
+@contextmanager
+def _process_group() -> Iterator[int]:
+    """A process group that the system ends with this process, however it ends; yields its number.
+
+    The first member waits for the end of a pipe that only this process holds open, and kills the group then.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        with os.fdopen(read_end, "rb") as waits_for:
+            first = subprocess.Popen(
+                ["/bin/sh", "-c", "read _; kill -s KILL 0"],
+                stdin=waits_for,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,
+            )
+        try:
+            yield first.pid
+        finally:
+            first.kill()
+            first.wait()  # until here its number is not given to another group
+    finally:
+        os.close(write_end)
+
+
+def _drain(process: subprocess.Popen[str]) -> None:
+    """Wait until a killed process and its children have ended: they hold its pipe, and write into a folder until then.
+
+    A program outside the group that has inherited the pipe delays this by DRAIN_S at most.
+    """
+    process.wait()
+    if process.stderr is not None and not process.stderr.closed:
+        with process.stderr as pipe:
+            while select.select([pipe], [], [], DRAIN_S)[0] and os.read(pipe.fileno(), 1 << 16):
+                pass

@@ -4,13 +4,16 @@ import ctypes
 import multiprocessing
 import os
 import platform
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -285,27 +288,89 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_an_interrupted_build_leaves_no_compiler_and_no_file_behind(tmp_path: Path) -> None:
-    # The first source is done as soon as the second is under way; that one would take a minute.
-    started, compiler = tmp_path / "started", tmp_path / "c++"
-    compiler.write_text(
-        '#!/bin/sh\ncase "$*" in\n'
-        f"*slow.cpp*) echo $$ > {started}; exec sleep 60;;\n"
-        f"*) while [ ! -s {started} ]; do sleep 0.01; done;;\nesac\n"
-    )
-    compiler.chmod(0o700)
-    listed = tuple(Unit(tmp_path / name, ()) for name in ("fast.cpp", "slow.cpp"))
-    for unit in listed:
-        unit.source.touch()
+@dataclass
+class SlowCompiler:
+    """A driver that starts another program, as compilers do, which would take a minute for slow.cpp."""
 
+    recipe: Recipe
+    alive: int
+    """Read end of a FIFO that only those programs write to: its end is theirs."""
+
+    @classmethod
+    def at(cls, folder: Path) -> "SlowCompiler":
+        fifo, started, compiler = folder / "fifo", folder / "started", folder / "c++"
+        os.mkfifo(fifo)
+        compiler.write_text(
+            '#!/bin/sh\ncase "$*" in\n'
+            f"*slow.cpp*) exec 9>{fifo}; echo . >&9; (touch {started}; sleep 60; true); true;;\n"
+            f"*) while [ ! -e {started} ]; do sleep 0.01; done;;\nesac\n"
+        )
+        compiler.chmod(0o700)
+        listed = tuple(Unit(folder / name, ()) for name in ("fast.cpp", "slow.cpp"))
+        for unit in listed:
+            unit.source.touch()
+        return cls(Recipe(Compiler(str(compiler), "1"), listed), os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether all programs end by then; True at once where they have ended."""
+        while select.select([self.alive], [], [], seconds)[0]:
+            if not os.read(self.alive, 4096):
+                return True
+        return False
+
+
+@pytest.fixture
+def slow_compiler(tmp_path: Path) -> Iterator[SlowCompiler]:
+    made = SlowCompiler.at(tmp_path)
+    yield made
+    os.close(made.alive)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_build_leaves_no_compiler_and_no_file_behind(
+    tmp_path: Path, slow_compiler: SlowCompiler, error: type[BaseException]
+) -> None:
     def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
-        build(Recipe(Compiler(str(compiler), "1"), listed), tmp_path / "cache", on_unit=interrupt)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(started.read_text()), 0)
+    with pytest.raises(error):
+        build(slow_compiler.recipe, tmp_path / "cache", on_unit=interrupt)
+    assert slow_compiler.ends_within(0.0)
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_an_interrupt_at_the_keyboard_ends_the_compilers(tmp_path: Path, slow_compiler: SlowCompiler) -> None:
+    """SIGINT while the build waits for a compiler, not between two of them."""
+
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        select.select([slow_compiler.alive], [], [])
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    recipe = Recipe(slow_compiler.recipe.compiler, slow_compiler.recipe.units[1:])
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        build(recipe, tmp_path / "cache")
+    thread.join()
+    assert slow_compiler.ends_within(0.0)
+    assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_compilers_end_with_the_process_that_builds(
+    tmp_path: Path, slow_compiler: SlowCompiler, number: signal.Signals
+) -> None:
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=build, args=(slow_compiler.recipe, tmp_path / "cache"))
+    child.start()
+    assert select.select([slow_compiler.alive], [], [], 60.0)[0]
+    assert child.pid is not None
+    os.kill(child.pid, number)
+    child.join(60)
+    assert child.exitcode == -number
+    assert slow_compiler.ends_within(30.0)
 
 
 def test_no_compiler_is_a_typed_reason_with_the_fix() -> None:
