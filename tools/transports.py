@@ -38,6 +38,8 @@ Written by `make features` from the registry (`tools/transports.py`); do not edi
 A transport carries tokens to the ranks of their experts and the output home. The oracle chooses one for each range of
 tokens; `moe-mk explain` tells why not the others. Those with a library run on an emulation of it where
 `kernel.allow_emulated` says so: slow, on the CPU, for tests.
+
+What a call that fails on one rank does on the others, by transport: [Reliability](reliability.md#by-transport).
 """
 
 MEANING = """\
