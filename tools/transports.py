@@ -47,7 +47,8 @@ MEANING = """\
 padded block for each expert. **Takes**: how far experts bring the output: *reduced* is summed over a rank's experts,
 *raw* is as the last GEMM left it, and the transport weighs and sums. **Wire**: number formats that rows can travel in.
 **Graph**: a call can be captured in a CUDA graph. **Equal bits**: equal inputs give equal bits; libraries whose rows
-arrive in any order do not promise it. **Budget**: what `kernel.comm_units` counts, the compute
+arrive in any order do not promise it. **Masks ranks**: `leave_out` lets calls go on in the same group without ranks
+that are dead, where the installed build offers it. **Budget**: what `kernel.comm_units` counts, the compute
 units that a transport keeps for itself; one that has none refuses the setting.
 """
 
@@ -94,8 +95,9 @@ def built_in() -> list[tuple[str, type[PrepareFinalize]]]:
 
 def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str]:
     """One line a transport."""
-    yield "| Transport | What it is | Layout | Takes | Wire | Runs on | Library | Graph | Equal bits | Budget |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    heads = ("Transport", "What it is", "Layout", "Takes", "Wire", "Runs on", "Library", "Graph", "Equal bits")
+    yield _row(*heads, "Masks ranks", "Budget")
+    yield "|" + "---|" * (len(heads) + 2)
     for name, kind in kinds:
         traits = kind.traits
         devices = ", ".join(sorted(traits.kinds)) + (
@@ -105,7 +107,8 @@ def table_of(kinds: Sequence[tuple[str, type[PrepareFinalize]]]) -> Iterator[str
         yield _row(
             f"`{name}`", traits.summary, LAYOUT_NAMES[traits.produces], traits.wants.name.lower(),
             ", ".join(sorted(traits.wire)), devices, f"{traits.library}{emulated}" if traits.library else "none",
-            "yes" if traits.graph_safe else "no", "yes" if traits.deterministic else "no", traits.comm_unit or "-",
+            "yes" if traits.graph_safe else "no", "yes" if traits.deterministic else "no",
+            "yes" if traits.masks_ranks else "no", traits.comm_unit or "-",
         )  # fmt: skip
 
 

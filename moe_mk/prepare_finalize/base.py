@@ -20,11 +20,13 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.config.moe import KernelConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.flight import Flight
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.registry import Registry
+from moe_mk.shapes import expect
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 from moe_mk.trace.recorder import Spans
 
@@ -57,6 +59,8 @@ class TransportTraits(Traits):
     """How many operations may be issued and not yet received at once; None: as many as one likes."""
     comm_unit: Literal["", "SMs", "CUs", "threads"] = ""
     """What `kernel.comm_units` counts; empty: it keeps nothing that can be set."""
+    masks_ranks: bool = False
+    """Whether calls can go on in the same group without ranks that are dead, see `PrepareFinalize.leave_out`."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,35 @@ class PrepareFinalize(ABC):
     @abstractmethod
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Carry the output home: (T, H) in the layer's dtype, in the order of x_TH. `tokens` is what prepare gave."""
+
+    def leave_out(self, active_W: Tensor) -> None:
+        """Go on without some ranks. active_W: int32 or bool; 0 for ranks that nothing is sent to and nobody waits for.
+
+        Assignments to experts of those ranks add nothing to the output; the weights of the others are not changed.
+        Every active rank calls it with the same value between two calls, before any call has failed, once for each
+        group of layers that share a buffer; repeating it changes nothing.
+        Raises UnsupportedError where the transport or the installed build of its library has no rank mask, or inside
+        a call; ConfigError if this rank is not active; ShapeError for a wrong shape or dtype.
+        Host sync. A captured CUDA graph must be captured again where the transport's documentation says so.
+        """
+        active = self.active_ranks(active_W)
+        if all(active):
+            return
+        name = next((n for n, kind in PREPARE_FINALIZE.items() if kind is type(self)), type(self).__name__)
+        library = f" of the installed {self.traits.library}" if self.traits.library else ""
+        raise UnsupportedError(
+            f"transport '{name}' cannot leave out ranks {[rank for rank, on in enumerate(active) if not on]}",
+            [f"it has no rank mask{library}; form a group of the other ranks and call RebalanceManager.rank_lost()"],
+        )
+
+    def active_ranks(self, active_W: Tensor) -> list[bool]:
+        """The mask of `leave_out` as Python values, checked as described there."""
+        comm = self.context.comm
+        expect("active_W", active_W, "W", (torch.int32, torch.bool), W=comm.size)
+        active = [bool(value) for value in active_W.tolist()]
+        if not active[comm.rank]:
+            raise ConfigError(f"rank {comm.rank} cannot leave out itself; leave it out on the other ranks")
+        return active
 
     @classmethod
     @abstractmethod

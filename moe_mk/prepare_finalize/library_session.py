@@ -7,7 +7,7 @@ a circle of the two would keep the process group from ending.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -41,6 +41,8 @@ class Kept(GroupResource, Generic[B]):
     in_flight: int = 0
     """Operations that were issued and have not arrived, of all layers."""
     failure: str = ""
+    left_out: frozenset[int] = frozenset()
+    """Ranks that take no part, see `PrepareFinalize.leave_out`."""
 
     @classmethod
     def of(cls, comm: Communicator, key: Hashable) -> Kept[Any]:
@@ -86,6 +88,7 @@ class LibrarySession(Generic[B]):
         kept = self.kept
         if kept.buffer is None or any(asked > held for asked, held in zip(size, kept.size, strict=True)):
             most = tuple(map(max, zip(size, kept.size or size, strict=True)))
+            self._expect_all_ranks("a larger buffer")
             with self.call("set-up"):
                 kept.buffer = make(most)
             kept.size = most
@@ -110,9 +113,26 @@ class LibrarySession(Generic[B]):
         if len(lanes) == MOST_LANES:
             text = f"{MOST_LANES} calls were prepared and not finalized; finalize each before the next"
             raise CommError(text, rank=self._rank, phase=phase, layer=self._layer)
+        self._expect_all_ranks("one more workspace")
         with self.call(phase):
             lanes.append(Lane(make(len(lanes))))
         return lanes[-1]
+
+    def _expect_all_ranks(self, what: str) -> None:
+        if gone := sorted(self.kept.left_out):
+            way_out = "form a group of the other ranks and call RebalanceManager.rank_lost()"
+            refusal = UnsupportedError(
+                f"{what} of {self._library} needs every rank; ranks {gone} are left out", [way_out]
+            )
+            refusal.harmless_to_peers = True
+            raise refusal
+
+    def expect_between_calls(self, verb: str, ranks: Collection[int]) -> None:
+        """Raise UnsupportedError while a call of any layer is under way."""
+        flying = self.kept.in_flight + sum(lane.busy for lane in self.kept.lanes)
+        if flying:
+            reason = f"{flying} operations are in flight; finish the step first"
+            raise UnsupportedError(f"rank {self._rank} cannot {verb} {sorted(ranks)} inside a step", [reason])
 
     def expect_open(self, lane: Lane[B], call: int) -> None:
         """Raise CommError for tokens that were finalized before, whoever uses the lane now."""

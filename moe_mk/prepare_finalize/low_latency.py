@@ -52,10 +52,33 @@ class Dialect:
     size_hint: str = "get_low_latency_rdma_size_hint"
     queue_pairs: bool = True
     """Whether the depth of its queue pairs limits the tokens of a call."""
+    shrinks: bool = False
+    """Whether its buffers can be made with `enable_shrink`, without which they cannot mask ranks."""
 
     def hidden_for(self, hidden_size: int) -> int | None:
         """The row length that a layer's rows travel in; None if they are too long."""
         return min((length for length in self.hidden if length >= hidden_size), default=None)
+
+
+@dataclass(frozen=True)
+class MaskStatus:
+    """Which ranks the kernels masked, as of the last combine that the device has finished."""
+
+    device_W: Tensor
+    """int32. Not 0 for masked ranks."""
+    host_W: Tensor
+    """The same, in memory that the host reads without waiting for the device."""
+
+    @classmethod
+    def of(cls, ranks: int, device: torch.device) -> MaskStatus:
+        """No rank is masked."""
+        host_W = torch.zeros(ranks, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        return cls(torch.zeros(ranks, dtype=torch.int32, device=device), host_W)
+
+    def read(self, query: Callable[[Tensor], None], *, wait: bool) -> None:
+        """Query the library's status; wait: until the host has it."""
+        query(self.device_W)
+        self.host_W.copy_(self.device_W, non_blocking=not wait)
 
 
 @dataclass
@@ -67,6 +90,8 @@ class Surface:
     combine: Call
     away_W: Tensor | None = None
     """bool. Ranks that take no part at the moment; None where a library has no such."""
+    mask: MaskStatus | None = None
+    """Which ranks the kernels masked; None where the buffer reports none."""
 
     @classmethod
     def of(cls, buffer: Any) -> Surface:
@@ -130,6 +155,7 @@ class LowLatencyTransport(PrepareFinalize):
         ue8m0 = isinstance(c.wire, Fp8Block) and c.wire.ue8m0
         options = {"round_scale": ue8m0, "use_ue8m0": ue8m0}
         with c.spans.span("dispatch"):
+            self._expect_unmasked("dispatch")
             self._expect_turn("dispatch")
             with self._session.call("dispatch"):
                 rows, counts_L, handle, _, hook = self._session.buffer.dispatch(needed, options)
@@ -155,8 +181,15 @@ class LowLatencyTransport(PrepareFinalize):
             with self._session.call("combine"):
                 total_TH, _, hook = self._session.buffer.combine(needed)
             yield from self._arrival(hook, "combine")
+            self._read_mask()
             y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
             return y_TH
+
+    def _read_mask(self) -> None:
+        """After a combine: see which ranks the kernels masked. Where they never do, nothing."""
+
+    def _expect_unmasked(self, phase: str) -> None:
+        """Raise CommError for a rank that the kernels are known to have masked. Where they never do, nothing."""
 
     def _numbers_of(self, physical_TK: Tensor) -> Tensor:
         """The library's numbers of experts; -1 goes nowhere."""
@@ -172,6 +205,7 @@ class LowLatencyTransport(PrepareFinalize):
             "num_qps_per_rank": self._numbers.per_rank,
         }
         options = {"allow_nvlink_for_low_latency_mode": True, "explicitly_destroy": False}
+        options |= {"enable_shrink": True} if self.dialect.shrinks else {}
         return Call(library.Buffer, list(needed))(needed, options)
 
     def _bytes_by(self, library: ModuleType) -> int:

@@ -56,9 +56,14 @@ class NixlEP(LowLatencyTransport):
     @property
     def present(self) -> tuple[int, ...]:
         """Ranks that take part, as the library has it; waits for the device."""
+        return tuple(rank for rank, code in enumerate(self._status()) if code == 0)  # others are 1 or -1
+
+    def _status(self) -> list[int]:
+        """By rank: 0 takes part, 1 is masked, -1 is not connected."""
         status_W = torch.empty(self.context.comm.size, dtype=torch.int32, device=self.context.device)
         self._session.buffer.buffer.query_mask_buffer(status_W)
-        return tuple(rank for rank, code in enumerate(status_W.tolist()) if code == 0)  # others are 1 or -1
+        status: list[int] = status_W.tolist()
+        return status
 
     def mask(self, ranks: Collection[int]) -> None:
         """Leave ranks out. Raises ConfigError for ranks that cannot be meant, UnsupportedError inside a step."""
@@ -86,19 +91,35 @@ class NixlEP(LowLatencyTransport):
         with self._change("connect", ranks, away=False) as buffer:
             buffer.connect_ranks(sorted(ranks))
 
+    def leave_out(self, active_W: Tensor) -> None:
+        """`mask` and `unmask` by one tensor, see `PrepareFinalize.leave_out`; captured graphs read masks anew.
+
+        Raises UnsupportedError for active ranks that were disconnected: `connect` takes those back.
+        """
+        active, status = self.active_ranks(active_W), self._status()
+        gone = [rank for rank, code in enumerate(status) if code == 0 and not active[rank]]
+        back = [rank for rank, code in enumerate(status) if code != 0 and active[rank]]
+        if apart := [rank for rank in back if status[rank] == -1]:
+            refusal = f"ranks {apart} are not connected"
+            raise UnsupportedError(refusal, ["call connect() with them on every rank before they are active"])
+        if gone:
+            self.mask(gone)
+        if back:
+            self.unmask(back)
+
     @contextmanager
     def _change(self, verb: str, ranks: Collection[int], *, away: bool) -> Iterator[Any]:
         """The buffer, while membership changes; between steps only."""
         comm, surface = self.context.comm, self._session.buffer
         if wrong := [rank for rank in sorted(ranks) if rank == comm.rank or not 0 <= rank < comm.size]:
             raise ConfigError(f"rank {comm.rank} cannot {verb} {wrong}; name other ranks of 0 to {comm.size - 1}")
-        if self._session.kept.in_flight:
-            flying = f"{self._session.kept.in_flight} operations are in flight; finish the step first"
-            raise UnsupportedError(f"rank {comm.rank} cannot {verb} {sorted(ranks)} inside a step", [flying])
+        self._session.expect_between_calls(verb, ranks)
         with self._session.call(verb):
             yield surface.buffer
         assert surface.away_W is not None
         surface.away_W[sorted(ranks)] = away  # in place: a captured graph reads it anew
+        kept = self._session.kept
+        kept.left_out = kept.left_out | set(ranks) if away else kept.left_out - set(ranks)
 
     def _numbers_of(self, physical_TK: Tensor) -> Tensor:
         """Experts of ranks that are away are nowhere, so that their share is left out by our word, not by chance."""

@@ -8,6 +8,7 @@ The choice inside one NVLink domain for every batch size; an NVL72 rack is one n
 
 An id finds its rank by division, so -1 would be rank 0: the ids that route repeat another of their token, or name this
 rank, and the ids that travel as a payload say -1. Top-k is filled up to one that the kernels are built for.
+Workspaces are made with `enable_rank_mask` where the build knows it, and every call brings an `active_rank_mask`.
 Library API read at 0.6.18 and 0.7.2. Since 0.7.1 the library advises `flashinfer.moe_ep.NVLinkOneSidedAlltoAll` in
 place of MoeAlltoAll. That class builds a MoeAlltoAll and passes rows, scales, ids and weights through it, as is done
 here, so it is no transport of its own; the layers beside it bring experts of their own, which go with no others.
@@ -28,6 +29,7 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.even_numbers import EvenNumbers
+from moe_mk.prepare_finalize.library_calls import Call
 from moe_mk.prepare_finalize.library_session import MOST_LANES, Lane, LibrarySession
 from moe_mk.prepare_finalize.nvlink import DOMAIN, LIBRARY, domain_of
 from moe_mk.prepare_finalize.packing import packed_row_bytes
@@ -57,6 +59,7 @@ class NvlinkOneSided(PrepareFinalize):
         summary="FlashInfer, rows written straight into peers' memory; inside one NVLink domain",
         max_ranks=64,
         open_calls=MOST_LANES,
+        masks_ranks=True,
     )
 
     def __init__(self, context: TransportContext) -> None:
@@ -66,6 +69,7 @@ class NvlinkOneSided(PrepareFinalize):
         if not hasattr(self._library, "MoeAlltoAll"):
             lacks = "it has no flashinfer.comm.MoeAlltoAll, which 0.6 and 0.7 have"
             raise UnsupportedError("transport 'nvlink_one_sided' cannot use the installed flashinfer", [lacks])
+        self._masks = Call(self._library.MoeAlltoAll, []).knows("enable_rank_mask")
         self._mapping, self._config = domain_of(context)
         self._numbers = EvenNumbers(context)
         self._top_k = next(k for k in TOP_KS if k >= context.top_k)
@@ -101,10 +105,36 @@ class NvlinkOneSided(PrepareFinalize):
         with c.spans.span("combine"):
             payload = output.y.contiguous().view(c.comm.size, c.max_num_tokens, c.hidden_size)
             with self._session.call("combine"):
-                y_TH: Tensor = home.lane.buffer.combine(payload, c.max_num_tokens)
+                y_TH: Tensor = home.lane.buffer.combine(payload, c.max_num_tokens, **self._mask)
             yield InFlight("combine")
             home.lane.busy = False
             return y_TH
+
+    def leave_out(self, active_W: Tensor) -> None:
+        """See `PrepareFinalize.leave_out`. Masks are kernel arguments: capture CUDA graphs again after it.
+
+        Raises UnsupportedError for a rank that would come back: its count of calls stood still, and the library
+        numbers the flags of a call by it.
+        """
+        if not self._masks:
+            super().leave_out(active_W)
+            return
+        kept = self._session.kept
+        gone = frozenset(rank for rank, on in enumerate(self.active_ranks(active_W)) if not on)
+        self._session.expect_between_calls("leave out", gone)
+        if back := sorted(kept.left_out - gone):
+            way_out = "build the layers over a new group"
+            raise UnsupportedError(f"ranks {back} were left out and cannot take part again", [way_out])
+        with self._session.call("leave_out"):
+            kept.left_out = gone
+
+    @property
+    def _mask(self) -> dict[str, Tensor]:
+        """The argument for calls that mask ranks, as `moe_a2a_active_rank_mask` of the library makes it."""
+        if not self._masks:
+            return {}
+        bits = sum(1 << rank for rank in range(self.context.comm.size) if rank not in self._session.kept.left_out)
+        return {"active_rank_mask": torch.tensor([bits], dtype=torch.uint64, device="cpu")}
 
     def _dispatch(self, lane: Lane[Any], payloads: list[Tensor]) -> list[Tensor]:
         """Windows of each payload as rows. The library wants the widest elements first."""
@@ -116,6 +146,7 @@ class NvlinkOneSided(PrepareFinalize):
             self.context.max_num_tokens,
             invalid_token_expert_id=-1,
             expert_id_payload_index=widest_first.index(len(payloads) - 2),
+            **self._mask,
         )
         return [windows[widest_first.index(number)].flatten(0, 1) for number in range(len(payloads))]
 
@@ -131,6 +162,7 @@ class NvlinkOneSided(PrepareFinalize):
         return self._library.MoeAlltoAll(
             self._mapping, self.context.max_num_tokens, self._top_k, self._numbers.total,
             workspace_size_per_rank=self._size + LINE_BYTES * number, mnnvl_config=self._config,
+            **({"enable_rank_mask": True} if self._masks else {}),
         )  # fmt: skip
 
     @classmethod

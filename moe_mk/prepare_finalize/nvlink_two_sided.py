@@ -9,7 +9,8 @@ The choice where memory must not grow with tokens: the FIFOs are as large for on
 
 An id finds its rank by division and one above all slots means nobody: -1 becomes that. The library wants slots in
 multiples of four and rows in multiples of 16 bytes: numbers and rows are filled up. It keeps one pair of workspaces a
-process, so that a process can serve one group. Library API read at 0.6.18 and 0.7.2.
+process, so that a process can serve one group. It has no rank mask, so that `leave_out` raises UnsupportedError.
+Library API read at 0.6.18 and 0.7.2.
 """
 
 from __future__ import annotations

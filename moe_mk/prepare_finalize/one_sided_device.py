@@ -30,6 +30,7 @@ from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.packing import pack, packed_row_bytes, unpack
 from moe_mk.quant.wire import row_bytes
+from moe_mk.shapes import expect
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class OneSidedDevice(PrepareFinalize):
         wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
         min_ranks=2,
         one_node=True,
+        masks_ranks=True,
     )
     looks = LOOKS
     """At a flag, before a rank counts as late."""
@@ -157,7 +159,13 @@ class OneSidedDevice(PrepareFinalize):
         """Change who takes part, int32 (W,): 0 for ranks that nothing is sent to and nobody waits for.
 
         A rank learns of the failure of another by CommError and not from here; who stays must be agreed on by all.
+        Captured graphs read it anew; 1 takes a rank back. Raises UnsupportedError before the first call, which opens
+        the windows together with every rank; ShapeError for a wrong shape or dtype. No host sync.
         """
+        expect("active_W", active_W, "W", (torch.int32, torch.bool), W=self.context.comm.size)
+        if not self._lanes:
+            refusal = f"transport '{NAME}' has no windows yet, and opening them needs every rank"
+            raise UnsupportedError(refusal, ["make one call with every rank, such as one of 0 tokens, beforehand"])
         for lane in self._lanes:
             lane.active_W.copy_(active_W)
 
@@ -178,6 +186,11 @@ class OneSidedDevice(PrepareFinalize):
         c = self.context
         lane = next((lane for lane in self._lanes if not lane.busy), None)
         if lane is None:
+            if any(bool((each.active_W == 0).any()) for each in self._lanes):
+                way_out = "finalize each call before the next is prepared"
+                refusal = UnsupportedError("one more window needs every rank, and some are left out", [way_out])
+                refusal.harmless_to_peers = True
+                raise refusal
             row = -(-self._packed // LINE_BYTES) * LINE_BYTES
             sums = row_bytes(c.dtype, c.hidden_size)
             lane = DeviceLane(c.comm, c.max_num_tokens, row, sums, c.device)

@@ -3,7 +3,8 @@
     uccl_ep      low latency
     uccl_ep_ht   high throughput
 
-Its wrapper is imported as `deep_ep`, and has the same calls with other arguments around them.
+Its wrapper is imported as `deep_ep`, and has the same calls with other arguments around them. It has neither
+`enable_shrink` nor calls that mask ranks, so that `leave_out` raises UnsupportedError.
 Source: ep/deep_ep_wrapper of UCCL (github.com/uccl-project/uccl).
 """
 
@@ -34,6 +35,7 @@ class UcclLowLatency(LowLatencyTransport):
         min_arch=(8, 0),
         library="uccl",
         extra=INSTALL,
+        masks_ranks=False,
     )
 
 

@@ -117,18 +117,21 @@ def test_instances_of_one_size_share_a_workspace_and_others_do_not() -> None:
     assert on_ranks(2, job) == [[True, False]] * 2
 
 
-def test_a_masked_rank_gets_no_rows_and_the_mask_is_a_cpu_tensor() -> None:
+def test_a_masked_rank_gets_no_rows_and_nobody_waits_for_it() -> None:
     mask = moe_a2a_active_rank_mask([0], 2)
     assert mask.tolist() == [1] and mask.dtype == torch.uint64 and mask.device.type == "cpu"
 
     def job(group: ThreadCommunicator) -> list[int]:
         exchange = opened(group, enable_rank_mask=True)
-        mine = moe_a2a_active_rank_mask([0] if group.rank == 0 else [0, 1], 2)
-        (window,) = exchange.dispatch(IDS[group.rank], [X[group.rank]], MOST, active_rank_mask=mine)
-        return (~window[..., 0].isnan()).sum(dim=1).tolist()
+        if group.rank == 1:
+            return []
+        (window,) = exchange.dispatch(IDS[0], [X[0]], MOST, active_rank_mask=mask)
+        arrived = (~window[..., 0].isnan()).sum(dim=1).tolist()
+        y = exchange.combine(window.nan_to_num(nan=0.0).contiguous(), MOST, active_rank_mask=mask)
+        return [*arrived, *(y[:, 0] != 0).tolist()]
 
-    # From rank 0, which masks rank 1, only a arrives at rank 0, and nothing at rank 1.
-    assert on_ranks(2, job) == [[1, 1], [0, 0]]
+    # Rank 1 makes no call. Of the tokens of rank 0 only a arrives at rank 0, and comes back from there alone.
+    assert on_ranks(2, job) == [[1, 0, 1, 0], []]
 
 
 def test_statistics_are_gathered_with_a_dispatch() -> None:

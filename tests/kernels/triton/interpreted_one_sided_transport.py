@@ -89,6 +89,8 @@ def test_a_rank_that_stays_away_is_named_by_the_next_call_and_may_be_left_out() 
     with pytest.raises(CommError, match="rank 0, phase 'dispatch', peer 1: epoch 2: raised no flag in time"):
         land(made[0].prepare(*batch))
     fresh = Hasty(small(LockstepWorld(2).communicators()[0]))
+    with pytest.raises(UnsupportedError, match=r"(?s)has no windows yet.*make one call with every rank"):
+        fresh.leave_out(torch.tensor([1, 0], dtype=torch.int32))
     land(there_and_back(fresh, *drawn(1, 0)))  # opens the window, and hears of rank 1
     (lane,) = fresh._lanes
     lane._seen_2W.zero_()
@@ -96,6 +98,11 @@ def test_a_rank_that_stays_away_is_named_by_the_next_call_and_may_be_left_out() 
     lane._late_2W.zero_()
     for _ in range(2):
         assert torch.equal(land(there_and_back(fresh, *batch)), alone), "experts of rank 0 alone, and no complaint"
+    tokens = land(fresh.prepare(*batch))
+    with pytest.raises(UnsupportedError, match="one more window needs every rank"):
+        land(fresh.prepare(*batch))
+    assert isinstance(tokens, RowTokens)
+    land(fresh.finalize(scaled(tokens, torch.float32), tokens))
 
 
 @pytest.mark.parametrize("value", [TOKENS + 1, 0x7FFFFFFF, -1, -0x80000000])

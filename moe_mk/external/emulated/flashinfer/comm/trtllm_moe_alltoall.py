@@ -26,6 +26,7 @@ from moe_mk.external.emulated.flashinfer.comm.launch import (
     rank_of,
 )
 from moe_mk.external.emulated.flashinfer.comm.mnnvl import MnnvlMemory
+from moe_mk.external.emulated.live import swap_among
 from moe_mk.external.emulated.pending import poison
 
 
@@ -105,7 +106,8 @@ def moe_a2a_dispatch(
 ) -> tuple[list[Tensor], int, Tensor | None]:
     """Send every token once to each rank of its experts; returns views (R, M, *) of what has arrived.
 
-    Also returns where the combine region lies, and the gathered statistics. A masked rank gets no rows.
+    Also returns where the combine region lies, and the gathered statistics. A masked rank gets no rows and is not
+    waited for.
     """
     del enable_pdl, recv_view_cache
     check_backend(backend)
@@ -122,14 +124,17 @@ def moe_a2a_dispatch(
     alive = alive_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size)
     rank_TK = _first_of_rank(rank_of(token_selected_experts, num_experts, ep_size), alive)
     order_of_W = [_shuffled(torch.nonzero((rank_TK == rank).any(1)).flatten(), memory) for rank in range(ep_size)]
-    arrived = memory.comm.exchange.swap(
+    present = [rank for rank, on in enumerate(alive) if on]
+    arrived = swap_among(
+        memory.comm.exchange,
         [
             [_terms(memory, most), _stats(eplb_local_stats, int(metainfo[1])), *(p[order] for p in input_payloads)]
             for order in order_of_W
         ],
+        present,
         "dispatch",
     )
-    _check_terms(memory, most, [parts[0] for parts in arrived])
+    _check_terms(memory, most, [arrived[rank][0] for rank in present])
     for view, received in zip(views, zip(*(parts[2:] for parts in arrived), strict=True), strict=True):
         poison(view)
         for source, rows in enumerate(received):
@@ -165,7 +170,7 @@ def moe_a2a_combine(
     """Read the rows of this rank's tokens from all peers and add them up, in f32: (T, H)."""
     del metainfo, top_k, output_scalar_scale, sf_layout, enable_pdl
     check_backend(backend)
-    alive_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size)
+    alive = alive_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size)
     check(payload.is_contiguous() and payload.dim() == 3, "payload must be [ep_size, runtime_max_tokens, hidden]")
     check(tuple(payload.shape[:2]) == (ep_size, runtime_max_tokens_per_rank), f"payload is {tuple(payload.shape)}")
     check(output_scales is None, "Quantized moe_a2a_combine requires SM>=100 (Blackwell)")
@@ -186,7 +191,10 @@ def moe_a2a_combine(
     sent = payload.to(torch.float8_e4m3fn).to(payload.dtype) if use_low_precision else payload
     rows = [[sent[source, :count].contiguous()] for source, count in enumerate(state["received"])]
     total = torch.zeros((local_num_tokens, payload.size(2)), dtype=torch.float32, device=payload.device)
-    for order, (part,) in zip(state["order_of_W"], memory.comm.exchange.swap(rows, "combine"), strict=True):
+    present = [rank for rank, on in enumerate(alive) if on]
+    swapped = swap_among(memory.comm.exchange, rows, present, "combine")
+    for rank in present:
+        order, (part,) = state["order_of_W"][rank], swapped[rank]
         total.index_add_(0, order, part.to(torch.float32))
     result = total.to(wanted)
     return result if output is None else output.copy_(result)
