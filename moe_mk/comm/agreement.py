@@ -36,8 +36,8 @@ def agree(comm: Communicator, notes: Mapping[str, str], layer: str = "") -> Flig
     everything = bytes((yield from comm.all_gather(column, counts, PHASE)).flatten().tolist())
     starts = offsets(counts)
     texts = [everything[starts[r] : starts[r + 1]].decode() for r in range(comm.size)]
-    text = "ranks decided differently:\n" + diff(texts)
-    raise CommError(text, rank=comm.rank, phase=PHASE, layer=layer, on_all_ranks=True)
+    problem = "ranks decided differently:\n" + diff(texts)
+    raise CommError(problem, rank=comm.rank, phase=PHASE, layer=layer, on_all_ranks=True)
 
 
 def diff(texts: list[str]) -> str:

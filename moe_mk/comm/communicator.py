@@ -7,7 +7,7 @@ Rows are tensors of shape (rows, X). Every collective is a flight: posted, in th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import accumulate
 from math import prod
 from threading import RLock
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_mk.comm.failure import AbortOnError, Exclusive, Failure, GroupResource, GroupStatus
 from moe_mk.comm.traffic import Traffic
-from moe_mk.errors import CommError, ConfigError, MoEMKError
+from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Communicator(ABC):
         self._report(failure)
         for resource in list(self.status.resources):
             resource.abort(failure)
-        if failure.here and isinstance(error, Exception):
+        if failure.here and isinstance(error, Exception) and not hasattr(error, "__notes__"):
             error.add_note(
                 f"rank {self.rank} reported this to its {self.size - 1} peers, whose calls end in CommError; further "
                 "calls over the group are refused until recover() of the layer is called on every rank"
@@ -98,6 +98,17 @@ class Communicator(ABC):
             resource.reopen()
         self.status.failure = None
         self.status.epoch = self._epoch()
+
+    def without(self, ranks: Collection[int]) -> Flight[Communicator]:
+        """The ranks that are left when some have died, as a group of their own over the same connections.
+
+        ranks: of this view. All others call it with the same ones, which is checked. The new view numbers them in the
+        same order and keeps nothing open yet; this view serves no more. Raises CommError if the ranks that are left
+        name others, or if connections are gone with a rank that was late; UnsupportedError for groups that cannot.
+        """
+        raise UnsupportedError(
+            f"a {type(self).__name__} cannot go on without ranks {sorted(ranks)}", ["build the layer over a new group"]
+        )
 
     def number_layer(self) -> None:
         """Give this view the next layer number of the group; all ranks number their layers in the same order.

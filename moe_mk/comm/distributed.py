@@ -9,7 +9,8 @@ group has only NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,9 @@ class DistributedCommunicator(Communicator):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         layer: str = "",
         kept: dict[Hashable, object] | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
+        """members: ranks of the process group that take part, see `without`; None: all of them."""
         if dist.get_rank(group) < 0:
             raise ConfigError("this process is not a member of the group it was given; pass None, or its own group")
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -46,7 +49,10 @@ class DistributedCommunicator(Communicator):
         if self._messages is not None:
             self.lock = self._messages.lock
         self.group, self.timeout_s, self.layer = group, timeout_s, layer
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._members = list(range(dist.get_world_size(group)) if members is None else members)
+        """The rank in the process group of each rank."""
+        self._rank_of = {member: rank for rank, member in enumerate(self._members)}
+        self.rank, self.size = self._rank_of[dist.get_rank(group)], len(self._members)
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
         """A message to each rank that gets rows; what stays here is copied."""
@@ -69,6 +75,9 @@ class DistributedCommunicator(Communicator):
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
         """A message to each rank; by NCCL into one tensor, padded to the longest rank."""
+        if rows.shape[0] != counts[self.rank]:
+            text = f"brings {rows.shape[0]} rows, after it announced {counts[self.rank]}"
+            raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, peer=self.rank)
         self._count_sent(phase, rows, [rows.shape[0]] * self.size)
         staged = self._stage(rows)
         received = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device=staged.device)
@@ -119,8 +128,25 @@ class DistributedCommunicator(Communicator):
         return (yield from self.exchange_counts([count] * self.size, phase))
 
     def library_group(self) -> dist.ProcessGroup:
-        """The group itself."""
+        """The group itself. Raises ConfigError for some of its ranks."""
+        if self.size < dist.get_world_size(self.group):
+            raise ConfigError(f"{self.size} ranks of a process group are left; libraries need a group of these alone")
         return self.group
+
+    def without(self, ranks: Collection[int]) -> Flight[Communicator]:
+        """Over gloo, as long as the connections between the others stand: they do when a process has died."""
+        lost = sorted(set(ranks))
+        wrong = [rank for rank in lost if not 0 <= rank < self.size or rank == self.rank]
+        if wrong or not lost:
+            raise ConfigError(f"ranks {wrong or lost} out of range: others than rank {self.rank}, below {self.size}")
+        if self._messages is None or dist.get_world_size(self.group) > MOST_MEMBERS:
+            yield from super().without(ranks)
+        assert self._messages is not None
+        self._messages.leave_out([self._members[rank] for rank in lost])
+        members = [member for rank, member in enumerate(self._members) if rank not in lost]
+        left = DistributedCommunicator(self.group, timeout_s=self.timeout_s, layer=self.layer, members=members)
+        yield from left.recover()
+        return left
 
     def number_layer(self) -> None:
         """The next number of the group, of whichever layers it serves."""
@@ -129,7 +155,8 @@ class DistributedCommunicator(Communicator):
 
     def _report(self, failure: Failure) -> None:
         if self._messages is not None:
-            self._messages.report(failure)
+            culprit = None if failure.culprit is None else self._members[failure.culprit]
+            self._messages.report(replace(failure, culprit=culprit))
 
     def _recover(self) -> Flight[None]:
         if self._messages is None:
@@ -139,7 +166,7 @@ class DistributedCommunicator(Communicator):
 
     @property
     def _caller(self) -> Caller:
-        return Caller(self.layer, self.layer_number, self.timeout_s)
+        return Caller(self.layer, self.layer_number, self.timeout_s, self._rank_of)
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
@@ -178,10 +205,16 @@ class DistributedCommunicator(Communicator):
         self.check(phase)
         numbers = {peer: len(rows) for peer, rows in outgoing.items()} if counts is None else dict(counts)
         numbers.pop(self.rank, None)
-        full = {peer: rows for peer, rows in outgoing.items() if rows.numel()}
-        places = {peer: rows if rows is not None and rows.numel() else None for peer, rows in incoming.items()}
+        if gone := self._messages.left_out.intersection(self._members):
+            text = f"ranks {sorted(gone)} of the process group were left out; use the view that without() returned"
+            raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, on_all_ranks=True)
+        of = self._members
+        full = {of[peer]: rows for peer, rows in outgoing.items() if rows.numel()}
+        places = {of[peer]: rows if rows is not None and rows.numel() else None for peer, rows in incoming.items()}
+        numbers = {of[peer]: number for peer, number in numbers.items()}
         with self.abort_on_error():
-            return (yield from self._messages.exchange(self._caller, phase, numbers, full, places))
+            received = yield from self._messages.exchange(self._caller, phase, numbers, full, places)
+        return {self._rank_of[member]: number for member, number in received.items()}
 
     def _fly(self, post: Callable[[], dist.Work], phase: str) -> Flight[None]:
         """A collective on the stream of the device."""
@@ -200,6 +233,8 @@ class DistributedCommunicator(Communicator):
         return CommError(text, rank=self.rank, phase=phase, layer=self.layer)
 
 
+MOST_MEMBERS = 62
+"""Ranks of a group that can go on without some: who is left out travels in the bits of a number."""
 COUNT_BYTES = 8
 """A count, as traffic has it; headers are not counted."""
 

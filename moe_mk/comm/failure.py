@@ -20,6 +20,7 @@ from moe_mk.errors import CommError
 if TYPE_CHECKING:
     from _thread import RLock as Lock
 
+REPORTED = "its call failed: "
 ABANDONED = "the call was abandoned before it ended: its flight was closed or dropped"
 
 
@@ -40,7 +41,7 @@ class Failure:
         if isinstance(error, GeneratorExit):
             return cls(ABANDONED, rank, here=True)
         if isinstance(error, CommError) and error.peer is not None:
-            return cls(_one_line(error.detail), error.peer)
+            return cls(_one_line(error.detail).removeprefix(REPORTED), error.peer)
         return cls(describe(error), rank, here=True)
 
 

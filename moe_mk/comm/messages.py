@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.comm.failure import Exclusive, Failure, GroupStatus
+from moe_mk.comm.failure import REPORTED, Exclusive, Failure, GroupStatus
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.symmetric_wait import Process
 from moe_mk.errors import CommError
@@ -52,6 +53,10 @@ PULSE_S = 0.05
 """How often peers are looked at during a long wait."""
 GRACE_S = 0.3
 """How long after its timeout a rank waits for peers to say for whom they wait."""
+FORKED_S = 1.0
+"""How long a wait may go on after a peer process has ended: its connections may be open in a child of it."""
+KEPT_HEADERS = 64
+"""More than a peer can have unread, which are those of its open calls."""
 CLOSING_S = 0.5
 """How long a process may take to end after its connections have."""
 PARKED_S = 5.0
@@ -130,6 +135,8 @@ class Caller:
     layer: str
     layer_number: int
     timeout_s: float
+    rank_of: Mapping[int, int]
+    """The ranks of the view, as errors name them, by rank of the process group."""
 
 
 @dataclass
@@ -139,6 +146,8 @@ class _Wait:
     peer: int
     late_at: float
     noted: bool = False
+    ends_at: float | None = None
+    """When connections are closed because a process has ended that the wait may never hear of."""
 
 
 @dataclass(eq=False)
@@ -151,6 +160,8 @@ class GroupMessages:
     status: GroupStatus = field(default_factory=GroupStatus)
 
     def __post_init__(self) -> None:
+        self.left_out: set[int] = set()
+        """Ranks that the others go on without."""
         self.closed = ""
         """Why no message can be sent any more; empty while connections stand."""
         self.lock = threading.RLock()
@@ -160,6 +171,8 @@ class GroupMessages:
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._epoch = self._call = self._layers = 0
         self._open: set[int] = set()
+        self._sent: dict[int, deque[dist.Work]] = {peer: deque() for peer in self._peers}
+        """Headers on their way to each peer, which end when nothing keeps them."""
         self._early: dict[tuple[int, int], Header] = {}
         """By peer and call: headers that came before they were awaited."""
         self._unfinished: list[object] = []
@@ -218,6 +231,8 @@ class GroupMessages:
                     received[peer] = self._take(caller, phase, call, peer, sizes)
                 for peer, work in works:
                     self._finish(caller, phase, peer, work)
+                for peer in received:
+                    self._forget_sent(caller, phase, peer)
         except BaseException:
             self._unfinished += [works, outgoing, incoming]
             raise
@@ -230,14 +245,20 @@ class GroupMessages:
         culprit = UNKNOWN if failure.culprit is None else failure.culprit
         self._notify(Header(Kind.FAILED, self._epoch, 0, failure.text, peer=culprit, process=self._process))
 
+    def leave_out(self, ranks: Collection[int]) -> None:
+        """Speak to these ranks no more. The others do the same and recover together."""
+        self.left_out |= set(ranks)
+        self._peers = [peer for peer in self._peers if peer not in self.left_out]
+
     def recover(self, caller: Caller) -> Flight[None]:
-        """Agree with all peers on an epoch in which nothing of earlier calls is received."""
+        """Agree with all peers on an epoch in which nothing of earlier calls is received, and on who is left out."""
         phase = "recovery"
         if self.closed:
             raise self._error(caller, phase, None, f"{self.closed}; build the layer over a new group")
+        left_out = sum(1 << rank for rank in self.left_out)
         # Peers may come as late as their own timeout lets them notice the failure.
         caller = replace(caller, timeout_s=2 * caller.timeout_s + 1.0)
-        mine = Header(Kind.ROWS, self._epoch, 0, phase, process=self._process)
+        mine = Header(Kind.ROWS, self._epoch, 0, phase, count=left_out, process=self._process)
         receives = {peer: self._receive(peer, RECOVERY_TAG) for peer in self._peers}
         sends: list[tuple[int, dist.Work]] = []
         try:
@@ -246,12 +267,18 @@ class GroupMessages:
         except RuntimeError as problem:
             raise self._lost(caller, phase, peer, problem) from problem
         yield InFlight(phase)
-        epochs = [self._epoch]
+        theirs: dict[int, Header] = {}
         for peer, receive in receives.items():
             self._finish(caller, phase, peer, receive.work)
-            epochs.append(Header.unpacked(receive.memory).epoch)
+            theirs[peer] = Header.unpacked(receive.memory)
         for peer, work in sends:
             self._finish(caller, phase, peer, work)
+        for peer, header in theirs.items():
+            if header.count != left_out:
+                lists = (_ranks_of(header.count), _ranks_of(left_out))
+                text = f"goes on without ranks {lists[0]} of the process group, this rank without {lists[1]}"
+                raise self._error(caller, phase, peer, text)
+        epochs = [self._epoch, *(header.epoch for header in theirs.values())]
         self._unfinished += [self._headers, self._notices]
         self._epoch, self._call, self._layers = max(epochs) + 1, 0, 0
         self._early.clear()
@@ -285,7 +312,7 @@ class GroupMessages:
                     Kind.ROWS, self._epoch, call, phase, caller.layer_number, counts.get(peer, 0), _bytes_of(rows),
                     _bytes_of(incoming.get(peer)), process=self._process,
                 )  # fmt: skip
-                works.append((peer, self._send(header.packed(), peer, self._header_tag)))
+                self._sent[peer].append(self._send(header.packed(), peer, self._header_tag))
                 if rows is not None:
                     works.append((peer, self._open_group().send([rows], peer, self._tag(call, rows))))
         except RuntimeError as problem:
@@ -308,6 +335,14 @@ class GroupMessages:
             )
             raise self._error(caller, phase, peer, text)
         return header.count
+
+    def _forget_sent(self, caller: Caller, phase: str, peer: int) -> None:
+        """Let go of headers that a peer has read long ago.
+
+        Later ones are not waited for: a peer with several calls open that fails in one reads none of another.
+        """
+        while len(self._sent[peer]) > KEPT_HEADERS:
+            self._finish(caller, phase, peer, self._sent[peer].popleft())
 
     def _next_header(self, caller: Caller, phase: str, peer: int) -> Header:
         receive = self._headers[peer]
@@ -339,19 +374,25 @@ class GroupMessages:
 
     def _failed(self, caller: Caller, phase: str, header: Header) -> CommError:
         culprit = None if header.peer == UNKNOWN else header.peer
-        return self._error(caller, phase, culprit, f"its call failed: {header.text}")
+        return self._error(caller, phase, culprit, f"{REPORTED}{header.text}")
 
     def _error(self, caller: Caller, phase: str, peer: int | None, text: str) -> CommError:
-        return CommError(text, rank=self.rank, phase=phase, layer=caller.layer, peer=peer)
+        number = None if peer is None else caller.rank_of.get(peer)
+        if peer is not None and number is None:
+            text = f"rank {peer} of the process group: {text}"
+        return CommError(text, rank=caller.rank_of[self.rank], phase=phase, layer=caller.layer, peer=number)
 
     # Whoever is to blame when connections end.
 
     def _lost(self, caller: Caller, phase: str, peer: int, problem: RuntimeError, *, late: bool = False) -> CommError:
         """Name the rank that caused the end of a wait, which need not be the one that was awaited."""
-        self.closed = self.closed or "connections of the group are closed, because a rank died or was late"
-        notices = self._left_notices()
-        if gone := self._ended_processes(CLOSING_S if not late and not notices else 0.0):
+        gone = self._ended_processes(0.0 if late else CLOSING_S)
+        if gone and not late:  # the connections of the others stand
             return self._error(caller, phase, gone[0], self._ended(gone[0]))
+        self.closed = self.closed or "connections of the group are closed, because a rank died or was late"
+        if gone:
+            return self._error(caller, phase, gone[0], self._ended(gone[0]))
+        notices = self._left_notices()
         for header in notices.values():
             if header.kind is Kind.FAILED:
                 return self._failed(caller, phase, header)
@@ -383,7 +424,8 @@ class GroupMessages:
         """Peers whose process has ended. patience_s: a process loses its connections a moment before it ends."""
         until = now() + patience_s
         while True:
-            gone = [peer for peer, process in list(self._processes.items()) if process.is_gone(self._process)]
+            known = [(peer, process) for peer, process in list(self._processes.items()) if peer not in self.left_out]
+            gone = [peer for peer, process in known if process.is_gone(self._process)]
             if gone or now() >= until:
                 return gone
             threading.Event().wait(PULSE_S / 5)
@@ -448,9 +490,10 @@ class GroupMessages:
         if wait is None:
             return False
         if gone := self._ended_processes():
-            self.report(Failure(self._ended(gone[0]), gone[0]))
-            threading.Event().wait(PULSE_S)  # until the report is out: connections close with what is unsent
-            if self._wait is wait:
+            if wait.ends_at is None:
+                wait.ends_at = now() + FORKED_S
+                self.report(Failure(self._ended(gone[0]), gone[0]))
+            elif now() > wait.ends_at and self._wait is wait:
                 self._hang_up()
         elif now() > wait.late_at and not wait.noted:
             wait.noted = True
@@ -471,6 +514,10 @@ class GroupMessages:
 
 def _bytes_of(rows: Tensor | None) -> int:
     return 0 if rows is None else rows.numel() * rows.element_size()
+
+
+def _ranks_of(bits: int) -> list[int]:
+    return [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
 
 
 def _described(call: int, phase: str, layer: int, there: int, back: int) -> str:

@@ -31,7 +31,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_mk.comm.failure import Failure
+from moe_mk.comm.failure import REPORTED, Failure
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.symmetric_memory import Memory, free_bytes
 from moe_mk.comm.symmetric_wait import Waiting
@@ -225,11 +225,10 @@ class SymmetricHeap:
 
     def failure_of(self, peer: int, phase: str) -> CommError:
         """What a peer has reported."""
-        culprit, text = peer, "its call failed"
+        culprit, cause = peer, "the cause is not known"
         if self.notes_at is not None:
             culprit, cause = _unpacked(self.data(self.rank, self.notes_at + peer * NOTE_BYTES, NOTE_BYTES), peer)
-            text = f"{text}: {cause}"
-        return CommError(text, rank=self.rank, phase=phase, layer=self.layer, peer=culprit)
+        return CommError(f"{REPORTED}{cause}", rank=self.rank, phase=phase, layer=self.layer, peer=culprit)
 
     def quiet(self) -> None:
         """Complete all puts of this rank: copies are done when `put` returns, so this is a fence."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,16 @@ class Gate:
         """f32; takes part in the choice of experts only."""
         self.logit_bias_E: Tensor | None = None
         """f32; added to the logits."""
+
+    def notes(self) -> dict[str, str]:
+        """What ranks compare: a layer has the same gate on all of them, and another layer has another one.
+
+        Read on the host, once before the first call. The bias, which may be corrected while serving, is not compared.
+        """
+        if self.weight_EH is None:
+            return {}
+        data = self.weight_EH.detach().cpu().contiguous().view(torch.uint8).numpy()
+        return {"gate weights": hashlib.sha256(data.tobytes()).hexdigest()[:16]}
 
     def load(self, weight_EH: Tensor, bias_E: Tensor | None, logit_bias_E: Tensor | None = None) -> None:
         """Take the weight, converted once, and both biases in f32: of the choice, and of the logits.

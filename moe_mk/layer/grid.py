@@ -11,6 +11,7 @@ from moe_mk.comm.agreement import agree
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.failure import AbortOnError
 from moe_mk.comm.groups import ParallelGroups, communicator
+from moe_mk.errors import CommError
 from moe_mk.flight import Flight
 from moe_mk.trace.recorder import Spans
 
@@ -55,9 +56,15 @@ class Grid:
         self._agreed = epochs
 
     def fail(self, error: BaseException) -> None:
-        """Report an exception of this rank to the ranks of both groups."""
-        self.ep.fail(error)
-        self.tp.fail(error)
+        """Report an exception of this rank to the ranks of both groups.
+
+        An error that one group has raised and knows of names a rank of that group; to the other, this rank is to blame.
+        """
+        for comm in (self.ep, self.tp):
+            if isinstance(error, CommError) and not error.harmless_to_peers:
+                comm.fail(CommError(str(error), rank=comm.rank, phase=error.phase, layer=self.name, peer=comm.rank))
+            else:
+                comm.fail(error)
 
     def abort_on_error(self) -> AbortOnError:
         """Report whatever is raised inside to the ranks of both groups."""

@@ -106,7 +106,7 @@ class RunningLayer(PlacedLayer):
 
     def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         half = self._half
-        yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes})
+        yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes, **self._gate.notes()})
         if half.lost is not None:
             half.lost.check()
         assert not isinstance(half.kernel, MonolithicKernel)
@@ -140,7 +140,7 @@ class RunningLayer(PlacedLayer):
         load_E = self.expert_load if expert_load_E is None else expert_load_E
         router = self._router_of(x_TH, token_ids_T)
         half = self._half
-        yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes})
+        yield from half.grid.agree(lambda: {**self.decision.notes(), **half.notes, **self._gate.notes()})
         if half.lost is not None:
             half.lost.check()
         with half.grid.abort_on_error():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk import CommError, MoELayer, ParallelGroups
+from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import MoEMKError
+from moe_mk.flight import land
+from moe_mk.rebalance import RebalanceManager, RebalanceSettings
 from moe_mk.runner import run_dual
 from tests.layer.build import layer
 
@@ -139,6 +145,18 @@ def abandoned(rank: int, transport: str) -> list[dict[str, Any]]:
     return [outcome(lambda: made(tokens(rank, 5)))]
 
 
+def fails_on_a_grid(rank: int) -> list[dict[str, Any]]:
+    """Two by two ranks: EP runs down, TP to the right. Rank 2, of EP rank 1 and TP rank 0, fails in its experts."""
+    rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    tp = [dist.new_group(members) for members in rows][rank // 2]
+    ep = [dist.new_group(members) for members in columns][rank % 2]
+    made = built("all_to_all", ParallelGroups(ep=ep, tp=tp))
+    made(tokens(rank // 2, 5))
+    if rank == 2:
+        fail_once_in_experts(made, MemoryError())
+    return [outcome(lambda: made(tokens(rank // 2, 5)))]
+
+
 def shared_expert_fails(rank: int) -> list[dict[str, Any]]:
     """The shared expert of rank 1 fails while tokens are in flight."""
     made = built("all_to_all", num_shared_experts=1)
@@ -165,3 +183,30 @@ def hostile_counts(rank: int, transport: str, count: int) -> list[dict[str, Any]
 
         messages.exchange = lying
     return [outcome(lambda: made(tokens(rank, 5)))]
+
+
+def go_on(rank: int, transport: str, _: object = None) -> list[dict[str, Any]]:
+    """Rank 1 is killed between two calls; the others go on over the same process group, with every expert."""
+    warnings.simplefilter("ignore")
+    made = built(transport)
+    manager = RebalanceManager([made], RebalanceSettings())
+    expected = references(rank, 3, 7)
+    found = [outcome(lambda: made(tokens(rank, 7)), expected[0])]
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found.append(outcome(lambda: made(tokens(rank, 7, 1))))
+    lost = found[-1]["peer"]
+    left: Any = land(made.ep.without([lost]))
+    old = outcome(lambda: land(made.ep.all_gather(torch.zeros(1), [1] * 3, "late")))
+    manager.rank_lost(lost, left)
+    found += [outcome(lambda s=s: made(tokens(rank, 7, s)), expected[s]) for s in (1, 2)]  # type: ignore[misc]
+    return [*found, old, {"is": f"rank {left.rank} of {left.size}, {made.decision.chosen.prepare_finalize}"}]
+
+
+def disagree_on_who_is_lost(rank: int) -> list[dict[str, Any]]:
+    """Three ranks go on: one of them without another one than the rest."""
+    comm = DistributedCommunicator(dist.new_group(), timeout_s=3.0)
+    land(comm.gather_count(1, "counts"))
+    if rank == 3:
+        return []
+    return [outcome(lambda: land(comm.without([3] if rank else [2])))]  # type: ignore[arg-type,return-value]

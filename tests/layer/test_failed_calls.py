@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_mk.testing.processes import RankWorld
+from moe_mk.testing.processes import RankError, RankWorld
 from tests.layer import failing_ranks as ranks
 
 TRANSPORTS = ["all_to_all", "all_gather", "hierarchical", "one_sided", "all_to_all_p2p", "one_sided_network"]
@@ -90,3 +90,32 @@ def test_counts_that_cannot_be_are_refused_before_memory_is_asked_for(
         assert found["is"] == "CommError", found
         if rank != 1:
             assert found["peer"] == 1 and f"announced {count} rows, at most 64" in found["text"], found
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather", "one_sided", "one_sided_network"])
+def test_after_a_death_the_others_go_on_over_the_same_process_group(transport: str) -> None:
+    with RankWorld(3) as world, pytest.raises(RankError) as died:
+        world.call(ranks.go_on, transport)
+    assert list(died.value.problems) == [1], died.value
+    for rank, found in died.value.results.items():
+        first, failed, second, third, old, left = found  # type: ignore[misc]
+        assert first["is"] == "right" and failed["is"] == "CommError" and failed["peer"] == 1, (rank, failed)
+        assert second["is"] == third["is"] == "right", (rank, second, third)
+        assert old["is"] == "CommError" and "were left out" in old["text"], old
+        assert left["is"] == f"rank {[0, None, 1][rank]} of 2, {transport}"
+
+
+def test_ranks_that_go_on_without_different_ones_get_errors() -> None:
+    with RankWorld(4) as four:
+        found = four.call(ranks.disagree_on_who_is_lost)
+    assert [outcome["is"] for each in found[:3] for outcome in each] == ["CommError"] * 3, found
+    assert any("goes on without ranks" in outcome["text"] for each in found for outcome in each), found
+
+
+def test_on_a_grid_every_rank_hears_of_a_failure_and_none_is_named_for_itself() -> None:
+    with RankWorld(4) as four:
+        (zero,), (one,), (two,), (three,) = four.call(ranks.fails_on_a_grid)
+    assert two["is"] == "MemoryError" and two["text"].count("reported this to its") == 1, two
+    assert zero["peer"] == 1 and three["peer"] == 0, "EP rank 1 of its column, TP rank 0 of its row"
+    assert one["is"] == "CommError" and one["peer"] in (0, 1) and "MemoryError" in one["text"], one
+    assert all(found["seconds"] < AT_ONCE_S for found in (zero, one, three))
