@@ -11,13 +11,14 @@ in its tag:
 A header of another call, layer or phase ends the call on both sides. One receive of a header and one of a notice stand
 at every peer at all times, so that a failing rank's report gets through while its peers compute.
 
-A wait that comes to its end closes all connections of a group (that is what gloo does), and peers would take the first
-to close for the culprit. So a thread looks after long waits: it notes which peer processes have ended, and tells all
-peers for whom this rank waits before connections close; who is named is whoever awaits nobody.
+gloo closes all connections of a group when a wait times out, and peers would blame the rank that closed first. So a
+thread observes long waits: it detects peer processes on this host that have ended, and sends every peer the rank that
+is awaited before connections close. The rank that errors name is the end of that chain: one that waits for no other.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import threading
 from collections import deque
@@ -26,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
+from pathlib import Path
 from typing import Self
 from weakref import WeakKeyDictionary, ref
 
@@ -65,7 +67,7 @@ UNKNOWN = -1
 
 
 class Kind(IntEnum):
-    """What a header says."""
+    """What a header announces."""
 
     ROWS = 0
     FAILED = 1
@@ -76,7 +78,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank says of one message. text: the phase of rows, the cause of a failure."""
+    """What announces one message. text: the phase of rows, the cause of a failure."""
 
     kind: Kind
     epoch: int
@@ -90,6 +92,8 @@ class Header:
     peer: int = UNKNOWN
     """The rank that failed or is awaited."""
     process: Process | None = None
+    host: int = 0
+    """Of the process, see `host_number`."""
 
     def packed(self) -> Tensor:
         """(256,) uint8, in memory of its own."""
@@ -98,7 +102,7 @@ class Header:
         text = self.text.encode()[:TEXT_BYTES]
         numbers = (
             self.kind, self.epoch, self.call, self.layer, self.count, self.num_bytes, self.expected_bytes, self.peer,
-            *who, 0,
+            *who, self.host,
         )  # fmt: skip
         memory = bytearray(HEADER_BYTES)
         LAYOUT.pack_into(memory, 0, MAGIC, *numbers, len(text))
@@ -108,14 +112,14 @@ class Header:
     @classmethod
     def unpacked(cls, memory: bytes | bytearray) -> Self:
         """Raises ValueError for what no header can be."""
-        magic, kind, epoch, call, layer, count, num_bytes, expected, peer, number, started, namespace, _, length = (
+        magic, kind, epoch, call, layer, count, num_bytes, expected, peer, number, started, namespace, host, length = (
             LAYOUT.unpack_from(memory)
         )
         if magic != MAGIC or kind not in Kind.__members__.values() or length > TEXT_BYTES:
             raise ValueError(f"no header of this version: it begins with {bytes(memory[:16])!r}")
         text = bytes(memory[LAYOUT.size : LAYOUT.size + length]).decode(errors="replace")
         process = Process(number, str(started), namespace) if number else None
-        return cls(Kind(kind), epoch, call, text, layer, count, num_bytes, expected, peer, process)
+        return cls(Kind(kind), epoch, call, text, layer, count, num_bytes, expected, peer, process, host)
 
 
 @dataclass
@@ -166,8 +170,9 @@ class GroupMessages:
         """Why no message can be sent any more; empty while connections stand."""
         self.lock = threading.RLock()
         """Held by the thread that is in a call over the group."""
-        self._process = Process.this()
+        self._process, self._host = Process.this(), host_number()
         self._processes: dict[int, Process] = {}
+        """Of peers on this host."""
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._epoch = self._call = self._layers = 0
         self._open: set[int] = set()
@@ -279,7 +284,8 @@ class GroupMessages:
                 text = f"goes on without ranks {lists[0]} of the process group, this rank without {lists[1]}"
                 raise self._error(caller, phase, peer, text)
         epochs = [self._epoch, *(header.epoch for header in theirs.values())]
-        self._unfinished += [self._headers, self._notices]
+        self._unfinished += [self._headers, self._notices, self._sent]
+        self._sent = {peer: deque() for peer in self._peers}
         self._epoch, self._call, self._layers = max(epochs) + 1, 0, 0
         self._early.clear()
         self._stand_by()
@@ -310,7 +316,7 @@ class GroupMessages:
                 rows = outgoing.get(peer)
                 header = Header(
                     Kind.ROWS, self._epoch, call, phase, caller.layer_number, counts.get(peer, 0), _bytes_of(rows),
-                    _bytes_of(incoming.get(peer)), process=self._process,
+                    _bytes_of(incoming.get(peer)), process=self._process, host=self._host,
                 )  # fmt: skip
                 self._sent[peer].append(self._send(header.packed(), peer, self._header_tag))
                 if rows is not None:
@@ -352,7 +358,7 @@ class GroupMessages:
         except ValueError as problem:
             raise self._error(caller, phase, peer, str(problem)) from problem
         receive.work = self._receive_into(receive.tensor, peer, self._header_tag)
-        if header.process is not None:
+        if header.process is not None and header.host == self._host != 0:
             self._processes[peer] = header.process
         if header.kind is Kind.FAILED:
             raise self._failed(caller, phase, header)
@@ -512,6 +518,18 @@ class GroupMessages:
             self._open_group().recv([memory], self._peers[0], HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 
+def host_number() -> int:
+    """A number of this host since it was started, in 63 bits; 0 where it cannot be read.
+
+    The namespace of a process does not tell hosts apart: the first one has the same inode on all of them.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return 0
+    return int.from_bytes(hashlib.sha256(boot).digest()[:8], "big") >> 1
+
+
 def _bytes_of(rows: Tensor | None) -> int:
     return 0 if rows is None else rows.numel() * rows.element_size()
 
@@ -538,5 +556,6 @@ def _watch(of: ref[GroupMessages]) -> None:
             parked.wait(PARKED_S)
 
 
+# Connections belong to the process group, whoever builds layers over it; so does what is under way over them.
 _of_group: WeakKeyDictionary[dist.ProcessGroup, GroupMessages] = WeakKeyDictionary()
 _making = threading.Lock()

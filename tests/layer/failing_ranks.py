@@ -92,6 +92,8 @@ def caught(rank: int, transport: str, error: str) -> list[dict[str, Any]]:
         fail_once_in_experts(made, ERRORS[error]())
     found += [outcome(lambda s=s: made(tokens(rank, count, s)), expected[s]) for s in (1, 2)]  # type: ignore[misc]
     made.recover()
+    for _ in range(30):
+        made(tokens(rank, count))
     return [*found, *(outcome(lambda s=s: made(tokens(rank, count, s)), expected[s]) for s in (0, 1, 2, 3))]  # type: ignore[misc]
 
 

@@ -1,0 +1,56 @@
+"""Headers of messages, and whom a long wait may blame."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from moe_mk.comm import DistributedCommunicator
+from moe_mk.comm.messages import HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
+from moe_mk.comm.symmetric_wait import Process
+from moe_mk.errors import CommError
+from moe_mk.flight import land
+from moe_mk.testing.processes import RankWorld
+
+
+def test_a_header_comes_back_as_it_was_packed() -> None:
+    header = Header(Kind.ROWS, 3, 7, "dispatch", 2, -5, 1 << 40, 9, 1, Process(12, "345", 67), host_number())
+    packed = header.packed()
+    assert packed.numel() == HEADER_BYTES and Header.unpacked(bytes(packed.numpy())) == header
+    long = Header.unpacked(bytes(replace(header, text="x" * 1000).packed().numpy()))
+    assert long.text == "x" * TEXT_BYTES
+
+
+def test_bytes_of_another_program_are_no_header() -> None:
+    with pytest.raises(ValueError, match="no header of this version"):
+        Header.unpacked(bytes(HEADER_BYTES))
+    unknown = bytearray(Header(Kind.ROWS, 0, 1, "").packed().numpy())
+    unknown[8] = 9
+    with pytest.raises(ValueError, match="no header"):
+        Header.unpacked(unknown)
+
+
+def waits_for_a_slow_peer(rank: int, elsewhere: bool) -> str:
+    """Rank 1 has the number of a process that is not on this host, and is slow."""
+    comm = DistributedCommunicator(dist.new_group(), timeout_s=20.0)
+    assert comm._messages is not None
+    if rank == 1:
+        comm._messages._process = Process(2**22 + 1, "1", comm._messages._process.namespace)
+        comm._messages._host += elsewhere
+    land(comm.gather_count(1, "counts"))
+    if rank == 1:
+        time.sleep(1.5)
+    try:
+        land(comm.gather_count(1, "counts"))
+    except CommError as error:
+        return str(error)
+    return "landed"
+
+
+def test_a_process_of_another_host_is_not_looked_for_on_this_one() -> None:
+    with RankWorld(2) as world:
+        assert world.call(waits_for_a_slow_peer, True) == ["landed", "landed"]
+        assert "peer 1" in world.call(waits_for_a_slow_peer, False)[0], "on this host it counts as ended"
