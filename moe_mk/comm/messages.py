@@ -4,8 +4,9 @@ gloo takes a shorter message for a longer one and ends the process for the oppos
 meet a receive of this one. Every message is announced by a header of fixed size, and carries its call number and size
 in its tag:
 
-    header    256 bytes, in order: epoch, call, layer, phase, a count, the bytes that follow, the sender's process
-    rows      tag = epoch, call, size: rows of another call or size never match, whatever they are
+    header    256 bytes, in order: epoch, call, layer, phase, a count, the bytes that follow, the sender's process;
+              up to 64 KiB of rows come with it in one message, which gloo takes into a larger receive
+    rows      more than that: tag = epoch, call, size: rows of another call or size never match, whatever they are
     notice    256 bytes, out of order: a rank has failed, or has waited for a peer longer than its timeout
 
 A header of another call, layer or phase ends the call on both sides. One receive of a header and one of a notice stand
@@ -46,6 +47,8 @@ HEADER_BYTES = 256
 MAGIC = b"moe-mk 1"
 LAYOUT = struct.Struct("<8s 12q H")
 TEXT_BYTES = HEADER_BYTES - LAYOUT.size
+EAGER_BYTES = 1 << 16
+"""Rows of no more than this are copied into the message of their header: a message costs more than the copy."""
 
 # Tags of rows are 31 bits: 3 of the epoch, 12 of the call (never 0), 16 of the size. Below 2^16 are all others.
 EPOCHS, CALLS, SIZES = 1 << 3, (1 << 12) - 1, (1 << 16) - 1
@@ -94,9 +97,11 @@ class Header:
     process: Process | None = None
     host: int = 0
     """Of the process, see `host_number`."""
+    rows: bytes = b""
+    """Those that came with the header."""
 
-    def packed(self) -> Tensor:
-        """(256,) uint8, in memory of its own."""
+    def packed(self) -> bytearray:
+        """256 bytes."""
         process = self.process
         who = (0, 0, 0) if process is None else (process.number, int(process.started), process.namespace)
         text = self.text.encode()[:TEXT_BYTES]
@@ -107,11 +112,11 @@ class Header:
         memory = bytearray(HEADER_BYTES)
         LAYOUT.pack_into(memory, 0, MAGIC, *numbers, len(text))
         memory[LAYOUT.size : LAYOUT.size + len(text)] = text
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return memory
 
     @classmethod
     def unpacked(cls, memory: bytes | bytearray) -> Self:
-        """Raises ValueError for what no header can be."""
+        """From a message, with the rows that are behind it. Raises ValueError for what no header can be."""
         magic, kind, epoch, call, layer, count, num_bytes, expected, peer, number, started, namespace, host, length = (
             LAYOUT.unpack_from(memory)
         )
@@ -119,7 +124,9 @@ class Header:
             raise ValueError(f"no header of this version: it begins with {bytes(memory[:16])!r}")
         text = bytes(memory[LAYOUT.size : LAYOUT.size + length]).decode(errors="replace")
         process = Process(number, str(started), namespace) if number else None
-        return cls(Kind(kind), epoch, call, text, layer, count, num_bytes, expected, peer, process, host)
+        eager = num_bytes if 0 < num_bytes <= EAGER_BYTES else 0
+        rows = bytes(memory[HEADER_BYTES : HEADER_BYTES + eager])
+        return cls(Kind(kind), epoch, call, text, layer, count, num_bytes, expected, peer, process, host, rows)
 
 
 @dataclass
@@ -232,8 +239,8 @@ class GroupMessages:
             with self._exclusive(caller, phase):
                 received = {}
                 for peer in counts.keys() | incoming.keys():
-                    sizes = _bytes_of(incoming.get(peer)), _bytes_of(outgoing.get(peer))
-                    received[peer] = self._take(caller, phase, call, peer, sizes)
+                    rows = incoming.get(peer)
+                    received[peer] = self._take(caller, phase, call, peer, rows, _bytes_of(outgoing.get(peer)))
                 for peer, work in works:
                     self._finish(caller, phase, peer, work)
                 for peer in received:
@@ -268,7 +275,7 @@ class GroupMessages:
         sends: list[tuple[int, dist.Work]] = []
         try:
             for peer in self._peers:
-                sends.append((peer, self._send(mine.packed(), peer, RECOVERY_TAG)))
+                sends.append((peer, self._send(_message(mine), peer, RECOVERY_TAG)))
         except RuntimeError as problem:
             raise self._lost(caller, phase, peer, problem) from problem
         yield InFlight(phase)
@@ -310,7 +317,7 @@ class GroupMessages:
         peer = UNKNOWN
         try:
             for peer, rows in incoming.items():
-                if rows is not None:
+                if rows is not None and _bytes_of(rows) > EAGER_BYTES:
                     works.append((peer, self._open_group().recv([rows], peer, self._tag(call, rows))))
             for peer in counts.keys() | incoming.keys():
                 rows = outgoing.get(peer)
@@ -318,8 +325,10 @@ class GroupMessages:
                     Kind.ROWS, self._epoch, call, phase, caller.layer_number, counts.get(peer, 0), _bytes_of(rows),
                     _bytes_of(incoming.get(peer)), process=self._process, host=self._host,
                 )  # fmt: skip
-                self._sent[peer].append(self._send(header.packed(), peer, self._header_tag))
-                if rows is not None:
+                is_eager = rows is not None and _bytes_of(rows) <= EAGER_BYTES
+                message = _message(header, rows if is_eager else None)
+                self._sent[peer].append(self._send(message, peer, self._header_tag))
+                if rows is not None and not is_eager:
                     works.append((peer, self._open_group().send([rows], peer, self._tag(call, rows))))
         except RuntimeError as problem:
             self._unfinished += [works, outgoing, incoming]
@@ -327,19 +336,24 @@ class GroupMessages:
         self._open.add(call)
         return call, works
 
-    def _take(self, caller: Caller, phase: str, call: int, peer: int, sizes: tuple[int, int]) -> int:
-        """Wait for a peer's header of a call; returns its count. sizes: bytes from there, and those it is to await."""
+    def _take(self, caller: Caller, phase: str, call: int, peer: int, rows: Tensor | None, expected_bytes: int) -> int:
+        """Wait for a peer's header of a call, with the rows that come with it; returns its count.
+
+        expected_bytes: that the peer is to await.
+        """
         header = self._early.pop((peer, call), None) or self._next_header(caller, phase, peer)
         while header.call != call and header.call in self._open:  # of a flight that lands later
             self._early[peer, header.call] = header
             header = self._next_header(caller, phase, peer)
         theirs = (header.call, header.text, header.layer, header.num_bytes, header.expected_bytes)
-        ours = (call, phase, caller.layer_number, *sizes)
+        ours = (call, phase, caller.layer_number, _bytes_of(rows), expected_bytes)
         if theirs != ours:
             text = (
                 f"is in {_described(*theirs)}; this rank is in {_described(*ours)}; all ranks must make the same calls"
             )
             raise self._error(caller, phase, peer, text)
+        if rows is not None and header.rows:
+            _as_bytes(rows).copy_(torch.frombuffer(bytearray(header.rows), dtype=torch.uint8))
         return header.count
 
     def _forget_sent(self, caller: Caller, phase: str, peer: int) -> None:
@@ -460,7 +474,7 @@ class GroupMessages:
         return self._open_group().send([message], peer, tag)
 
     def _receive(self, peer: int, tag: int) -> _Receive:
-        memory = bytearray(HEADER_BYTES)
+        memory = bytearray(HEADER_BYTES + EAGER_BYTES)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         return _Receive(self._receive_into(tensor, peer, tag), memory, tensor)
 
@@ -485,7 +499,7 @@ class GroupMessages:
         for peer in [] if self.closed else self._peers:
             for tag in tags:
                 with suppress(RuntimeError):
-                    message = header.packed()
+                    message = _message(header)
                     self._unfinished += [message, self._send(message, peer, tag)]
 
     # The thread that looks after long waits.
@@ -532,6 +546,16 @@ def host_number() -> int:
 
 def _bytes_of(rows: Tensor | None) -> int:
     return 0 if rows is None else rows.numel() * rows.element_size()
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.view(-1).view(torch.uint8)
+
+
+def _message(header: Header, rows: Tensor | None = None) -> Tensor:
+    """A header, and rows behind it, in memory of its own."""
+    packed = torch.frombuffer(header.packed(), dtype=torch.uint8)
+    return packed if rows is None else torch.cat((packed, _as_bytes(rows)))
 
 
 def _ranks_of(bits: int) -> list[int]:

@@ -6,10 +6,12 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.comm.messages import HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
+from moe_mk.comm.messages import EAGER_BYTES, HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
 from moe_mk.comm.symmetric_wait import Process
 from moe_mk.errors import CommError
 from moe_mk.flight import land
@@ -19,15 +21,15 @@ from moe_mk.testing.processes import RankWorld
 def test_a_header_comes_back_as_it_was_packed() -> None:
     header = Header(Kind.ROWS, 3, 7, "dispatch", 2, -5, 1 << 40, 9, 1, Process(12, "345", 67), host_number())
     packed = header.packed()
-    assert packed.numel() == HEADER_BYTES and Header.unpacked(bytes(packed.numpy())) == header
-    long = Header.unpacked(bytes(replace(header, text="x" * 1000).packed().numpy()))
+    assert len(packed) == HEADER_BYTES and Header.unpacked(packed) == header
+    long = Header.unpacked(replace(header, text="x" * 1000).packed())
     assert long.text == "x" * TEXT_BYTES
 
 
 def test_bytes_of_another_program_are_no_header() -> None:
     with pytest.raises(ValueError, match="no header of this version"):
         Header.unpacked(bytes(HEADER_BYTES))
-    unknown = bytearray(Header(Kind.ROWS, 0, 1, "").packed().numpy())
+    unknown = Header(Kind.ROWS, 0, 1, "").packed()
     unknown[8] = 9
     with pytest.raises(ValueError, match="no header"):
         Header.unpacked(unknown)
@@ -54,3 +56,27 @@ def test_a_process_of_another_host_is_not_looked_for_on_this_one() -> None:
     with RankWorld(2) as world:
         assert world.call(waits_for_a_slow_peer, True) == ["landed", "landed"]
         assert "peer 1" in world.call(waits_for_a_slow_peer, False)[0], "on this host it counts as ended"
+
+
+def pattern(rank: int, count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int64).remainder(251 - rank).to(torch.uint8).view(-1, 1)
+
+
+def sizes_around_the_limit(rank: int) -> list[bool]:
+    """Rows that come with their header and rows that come after it: from both ranks, and from rank 0 alone."""
+    comm, found = DistributedCommunicator(dist.new_group(), timeout_s=20.0), []
+    for count in (1, EAGER_BYTES - 1, EAGER_BYTES, EAGER_BYTES + 1, 3 * EAGER_BYTES):
+        rows = land(comm.all_gather(pattern(rank, count), [count, count], "gather"))
+        found.append(torch.equal(rows, torch.cat([pattern(r, count) for r in range(2)])))
+        mine, splits = (pattern(0, count), ([0, count], [0, 0])) if rank == 0 else (pattern(0, 0), ([0, 0], [count, 0]))
+        rows = land(comm.all_to_all(mine, *splits, "one way"))
+        found.append(torch.equal(rows, pattern(0, count if rank else 0)))
+    for dtype in (torch.bfloat16, torch.float64, torch.bool):
+        rows = land(comm.all_gather(torch.full((3, 2), rank, dtype=dtype), [3, 3], "dtypes"))
+        found.append(rows.dtype is dtype and int(rows.float().sum()) == 6)
+    return found
+
+
+def test_rows_arrive_whole_on_both_sides_of_the_limit_of_eager_ones() -> None:
+    with RankWorld(2) as world:
+        assert all(map(all, world.call(sizes_around_the_limit)))
