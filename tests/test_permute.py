@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe_mk.comm.single import SingleRank
 from moe_mk.experts.base import FusedExperts
 from moe_mk.flight import Flight, land
 from moe_mk.kernel import FusedMoEKernel
@@ -241,6 +242,7 @@ class Here:
     """A transport that goes nowhere."""
 
     traits = SimpleNamespace(wants=REDUCED)
+    context = SimpleNamespace(comm=SingleRank())
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         yield from ()

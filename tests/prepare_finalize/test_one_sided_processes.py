@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 
@@ -212,5 +213,6 @@ def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld) -> No
         world.call(call_until_one_dies, "one_sided", None, 2)
     for rank in (0, 1, 3):
         text = str(caught.value.results[rank])
-        assert text.startswith(f"10 True rank {rank}, phase 'combine', layer 'layers.3', peer 2: epoch 11: its process")
-        assert text.endswith("has ended")
+        # Who meets a peer's report before the end of the process has it from there.
+        where = f"10 True rank {rank}, phase 'combine', layer 'layers.3', peer 2: "
+        assert re.match(rf"{where}(its call failed: )?epoch 11: its process \d+ has ended", text), text
