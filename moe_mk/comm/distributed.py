@@ -186,6 +186,9 @@ class DistributedCommunicator(Communicator):
                 lambda: dist.all_to_all_single(received, staged, *splits, group=self.group, async_op=True), phase
             )
             return
+        if send[self.rank] != receive[self.rank]:
+            text = f"keeps {send[self.rank]} rows, after it announced {receive[self.rank]}"
+            raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, peer=self.rank)
         at, landing = offsets(send), offsets(receive)
         outgoing = {peer: staged[at[peer] : at[peer + 1]] for peer in range(self.size) if send[peer]}
         incoming = {peer: received[landing[peer] : landing[peer + 1]] for peer in range(self.size) if receive[peer]}
