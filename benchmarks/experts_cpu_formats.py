@@ -12,7 +12,7 @@ import torch
 from experts_cpu_peers import Experts, Weights, weighted_experts
 from torch import Tensor
 
-from moe_mk.experts.cpu_native_weights import pack_matrix, storage_of
+from moe_mk.experts.cpu_native.weights import pack_matrix, storage_of
 from moe_mk.kernels.native import ExpertsMode, Native, PackedMatrix, Rounding, allocate, experts_rows
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantTensor

@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_mk import DeepseekV3MoE, MoEConfig
-from moe_mk.experts.cpu_native_weights import native_kernels
+from moe_mk.experts.cpu_native.weights import native_kernels
 from moe_mk.kernels.native import experts_rows
 
 

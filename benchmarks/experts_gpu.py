@@ -29,7 +29,7 @@ from experts_gpu_cases import TOKENS, Case, captured, microseconds, relative_err
 
 from moe_mk.config import device_profile
 from moe_mk.experts import ExpertsContext
-from moe_mk.experts.triton import TritonExperts
+from moe_mk.experts.triton.experts import TritonExperts
 from moe_mk.plan.roofline import Rates
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.tokens import RowTokens

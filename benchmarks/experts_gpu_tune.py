@@ -25,7 +25,7 @@ from experts_gpu import ours
 from experts_gpu_cases import TOKENS, captured, microseconds, relative_error, summary
 from experts_gpu_cases import Case as Layer
 
-from moe_mk.experts.triton_tuning import (
+from moe_mk.experts.triton.tuning import (
     BUILT_IN,
     CANDIDATES,
     Case,

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from moe_mk.flight import land
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.layer.tiled import TiledKernel
 from moe_mk.runner import TileRecord, run_dual
+from moe_mk.runner.tiled_kernel import TiledKernel
 from moe_mk.testing.processes import RankWorld
 from moe_mk.tokens import Routing
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.comm.symmetric_setup import open_heap
+from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.flight import land
 from moe_mk.kernels.native import is_compiled, loaded, reasons_against
 from moe_mk.placement.expert_map import ExpertMap

@@ -1,15 +1,15 @@
-"""The part of docs/transports.md about what moves bytes: tables from the records of `moe_mk.plan.movers`."""
+"""The part of docs/transports.md about what moves bytes: tables from the records of `moe_mk.plan.paths`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_mk.plan.movers import MOVERS, mover, small_copy_us
+from moe_mk.plan.paths import MOVERS, mover, small_copy_us
 
 INTRODUCTION = """\
 ## What moves bytes
 
-Ways to move bytes to, from and between GPUs, from the records of `moe_mk.plan.movers`. A fixed cost is that of one
+Ways to move bytes to, from and between GPUs, from the records of `moe_mk.plan.paths`. A fixed cost is that of one
 small copy from host to device, where it is published; between the two that are, it differs {ratio:g} times.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_mk.experts.cpu_native_weights import PackedExpertWeights
+from moe_mk.experts.cpu_native.weights import PackedExpertWeights
 from moe_mk.kernels.native import ExpertsMode, Gating, Native, Places, Stack, WholeLayer
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.tensor import QuantScheme

@@ -1,6 +1,6 @@
 """The contract of monolithic experts: they get router logits and route inside, so nothing may happen before them.
 
-On several ranks they need the tokens of all of them first: `runner/naive.py` gathers before and scatters after.
+On several ranks they need the tokens of all of them first: `runner/monolithic.py` gathers before and scatters after.
 """
 
 from __future__ import annotations

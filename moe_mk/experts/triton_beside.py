@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moe_mk.experts.triton.weights import FormedMatrix, FormedWeights, RoomyWeights
 from moe_mk.experts.triton_biases import Biases, no_biases_like
-from moe_mk.experts.triton_weights import FormedMatrix, FormedWeights, RoomyWeights
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 

@@ -52,8 +52,11 @@ LIBRARIES: Mapping[str, Library] = {
 }
 
 
+EMULATIONS = "moe_mk.testing.emulated"
+"""The package of the emulations, imported only where `kernel.allow_emulated` permits one."""
+
 EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "mori"})
-"""Libraries of which `moe_mk.external.emulated` has an emulation, a module of the same name."""
+"""Libraries that can be emulated, a module of the same name."""
 
 
 def installed() -> frozenset[str]:
@@ -108,7 +111,7 @@ def load(name: str, *, allow_emulated: bool) -> ModuleType:
     root = name.partition(".")[0]
     if root in EMULATED and not _is_there(root):
         if allow_emulated:
-            return importlib.import_module(f"moe_mk.external.emulated.{name}")
+            return importlib.import_module(f"{EMULATIONS}.{name}")
         hint = f"{LIBRARIES[root].install}, or kernel.allow_emulated = true"
         raise LibraryMissing(f"{root} ({LIBRARIES[root].purpose}) is not installed", [hint])
     return find(name)

@@ -17,12 +17,12 @@ from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.attestation import RunReport, run_report
 from moe_mk.layer.gate import Gate
-from moe_mk.layer.placing import Frame, Half, build_half, check_sizes, shown, try_out, with_experts
+from moe_mk.layer.placement_state import Frame, Half, build_half, check_sizes, shown, try_out, with_experts
 from moe_mk.layer.settings import layer_spec_of
 from moe_mk.layer.shared import SharedExperts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.runner.naive import MonolithicKernel
+from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.expert_weights import SlotWeights

@@ -21,15 +21,15 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight
 from moe_mk.layer.checks import check_hidden_states, check_routing
 from moe_mk.layer.custom_op import moe_layer
+from moe_mk.layer.fused_forward import WholeForward, unwatched, whole_of
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.hashed import router_of_batch
 from moe_mk.layer.placed import PlacedLayer
-from moe_mk.layer.placing import Half
+from moe_mk.layer.placement_state import Half
 from moe_mk.layer.shared import SharedExperts
-from moe_mk.layer.whole import WholeForward, unwatched, whole_of
 from moe_mk.router.hashed import HashedTokens, HashRouter
 from moe_mk.router.router import Router
-from moe_mk.runner.naive import MonolithicKernel
+from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.overlap import alongside, run_alone
 from moe_mk.tokens import Routing
 

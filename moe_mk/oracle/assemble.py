@@ -15,7 +15,7 @@ from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
-from moe_mk.runner.naive import MonolithicKernel, needs_naive_dispatch_combine
+from moe_mk.runner.monolithic import MonolithicKernel, needs_naive_dispatch_combine
 from moe_mk.trace.recorder import Spans
 
 

@@ -12,7 +12,7 @@ from moe_mk.oracle.base import ORACLES
 from moe_mk.oracle.decide import decide
 from moe_mk.oracle.fallback import Form, as_stored, in_layer_dtype
 from moe_mk.oracle.verdict import Decision
-from moe_mk.runner.naive import MonolithicKernel
+from moe_mk.runner.monolithic import MonolithicKernel
 
 
 @ORACLES.register("fp8")

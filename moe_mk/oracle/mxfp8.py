@@ -11,7 +11,7 @@ from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.base import ORACLES
 from moe_mk.oracle.decide import decide
 from moe_mk.oracle.verdict import Decision
-from moe_mk.runner.naive import MonolithicKernel
+from moe_mk.runner.monolithic import MonolithicKernel
 
 
 @ORACLES.register("mxfp8")

@@ -13,7 +13,7 @@ from moe_mk.oracle.decide import decide
 from moe_mk.oracle.verdict import Decision
 from moe_mk.prepare_finalize.base import TransportTraits
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.runner.naive import MonolithicKernel
+from moe_mk.runner.monolithic import MonolithicKernel
 
 
 @ORACLES.register("unquantized")

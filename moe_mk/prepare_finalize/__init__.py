@@ -4,18 +4,15 @@ from moe_mk.prepare_finalize import (
     all_gather,
     all_to_all,
     baselines,
+    deepep,
     deepep_ht,
     deepep_ll,
-    deepep_v2,
+    flashinfer,
     hierarchical,
     mori,
-    nixl_ep,
     no_ep,
-    nvlink_one_sided,
-    nvlink_two_sided,
     one_sided,
-    one_sided_device,
-    one_sided_network,
+    one_sided_gpu,
     replicated,
     uccl_ep,
 )
@@ -30,7 +27,6 @@ from moe_mk.prepare_finalize.base import (
 
 __all__ = [
     "PREPARE_FINALIZE", "PrepareFinalize", "TransportContext", "TransportPlan", "TransportTraits", "Volume",
-    "all_gather", "all_to_all", "baselines", "deepep_ht", "deepep_ll", "deepep_v2", "hierarchical", "mori", "nixl_ep",
-    "no_ep", "nvlink_one_sided", "nvlink_two_sided", "one_sided", "one_sided_device", "one_sided_network",
-    "replicated", "uccl_ep",
+    "all_gather", "all_to_all", "baselines", "deepep", "deepep_ht", "deepep_ll", "flashinfer", "hierarchical", "mori",
+    "no_ep", "one_sided", "one_sided_gpu", "replicated", "uccl_ep",
 ]  # fmt: skip

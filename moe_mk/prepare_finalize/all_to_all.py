@@ -19,7 +19,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.flight import Flight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.packing import Rows, opened, put, tails
-from moe_mk.prepare_finalize.row_exchange import RowExchange, Write
+from moe_mk.prepare_finalize.rows.exchange import RowExchange, Write
 from moe_mk.prepare_finalize.scratch import kept_bytes
 from moe_mk.quant.wire import as_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportTraits
-from moe_mk.prepare_finalize.high_throughput import HighThroughputTransport
+from moe_mk.prepare_finalize.deepep.high_throughput import HighThroughputTransport
 from moe_mk.prepare_finalize.row_kernels import DEEPEP
 
 

@@ -18,8 +18,8 @@ from moe_mk.errors import CommError
 from moe_mk.external.deepep_limits import LOW_LATENCY_HIDDEN, LOW_LATENCY_IN_FLIGHT, LOW_LATENCY_TOP_K
 from moe_mk.external.library import load
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
+from moe_mk.prepare_finalize.deepep.low_latency import Dialect, LowLatencyTransport, MaskStatus
 from moe_mk.prepare_finalize.library_calls import Call
-from moe_mk.prepare_finalize.low_latency import Dialect, LowLatencyTransport, MaskStatus
 from moe_mk.prepare_finalize.row_kernels import DEEPEP
 from moe_mk.tokens import BatchedTokens, OutputStage
 

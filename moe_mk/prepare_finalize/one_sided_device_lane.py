@@ -14,7 +14,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import CommError
 from moe_mk.kernels.native.exchange import FaultKind, PeerFault
 from moe_mk.kernels.triton.one_sided import Windows, await_flags
-from moe_mk.prepare_finalize.one_sided_device_windows import map_windows
+from moe_mk.prepare_finalize.one_sided_gpu.buffers import map_windows
 
 PHASES = ("dispatch", "combine")
 

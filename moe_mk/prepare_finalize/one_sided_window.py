@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_mk.comm.symmetric import NOTE_BYTES, PAGE_BYTES, aligned
+from moe_mk.comm.symmetric.heap import NOTE_BYTES, PAGE_BYTES, aligned
 
 
 @dataclass(frozen=True)

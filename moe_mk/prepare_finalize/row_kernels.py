@@ -17,10 +17,10 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.deepep_limits import HIGH_THROUGHPUT_ROW_BYTES
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, TransportTraits
+from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
+from moe_mk.prepare_finalize.deepep.common import bf16_reasons, expect_wire, fp8_reasons, padded_row
 from moe_mk.prepare_finalize.even_numbers import EvenNumbers
 from moe_mk.prepare_finalize.library_calls import Call
-from moe_mk.prepare_finalize.library_rows import bf16_reasons, expect_wire, fp8_reasons, padded_row
-from moe_mk.prepare_finalize.library_session import LibrarySession
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
 
 DEEPEP = TransportTraits(

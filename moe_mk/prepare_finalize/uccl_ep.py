@@ -15,10 +15,10 @@ from typing import ClassVar
 
 from moe_mk.external.deepep_limits import LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportTraits
+from moe_mk.prepare_finalize.deepep.high_throughput import HighThroughputTransport
+from moe_mk.prepare_finalize.deepep.low_latency import Dialect, LowLatencyTransport
 from moe_mk.prepare_finalize.deepep_ht import DeepEPHighThroughput
 from moe_mk.prepare_finalize.deepep_ll import DeepEPLowLatency
-from moe_mk.prepare_finalize.high_throughput import HighThroughputTransport
-from moe_mk.prepare_finalize.low_latency import Dialect, LowLatencyTransport
 
 SURFACE = "deep_ep"
 INSTALL = "pip install uccl, then install ep/deep_ep_wrapper of its repository"

@@ -39,6 +39,7 @@ SIDEWAYS = {
     ("oracle", "runner"): "and the naive path where that was decided for",
     ("cli", "testing"): "certify is the conformance kit in one command",
     ("cli", "integrations"): "a demonstration speaks to a host as its users do",
+    ("runner", "kernel"): "a tiled kernel runs a kernel tile by tile",
     ("__main__", "cli"): "`python -m moe_mk` is the command",
 }
 

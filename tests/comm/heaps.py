@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm import LockstepWorld
-from moe_mk.comm.symmetric import SymmetricHeap
-from moe_mk.comm.symmetric_setup import open_heap
+from moe_mk.comm.symmetric.heap import SymmetricHeap
+from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.trace.clock import now
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_mk.comm import Communicator
-from moe_mk.comm.symmetric_network import NetworkHeap
-from moe_mk.comm.symmetric_network_setup import Network, open_network_heap
+from moe_mk.comm.network.heap import NetworkHeap
+from moe_mk.comm.network.setup import Network, open_network_heap
 from moe_mk.comm.traffic import Nodes
 from moe_mk.trace.clock import now
 

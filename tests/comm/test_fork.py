@@ -16,10 +16,10 @@ import torch.distributed as dist
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.failure import Failure
 from moe_mk.comm.fork import in_child
-from moe_mk.comm.symmetric import SymmetricHeap
-from moe_mk.comm.symmetric_memory import create, unlink
-from moe_mk.comm.symmetric_network import NetworkHeap
-from moe_mk.comm.symmetric_setup import open_heap
+from moe_mk.comm.network.heap import NetworkHeap
+from moe_mk.comm.symmetric.heap import SymmetricHeap
+from moe_mk.comm.symmetric.memory import create, unlink
+from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError
 from moe_mk.flight import land
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize

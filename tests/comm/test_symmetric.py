@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.comm import LockstepWorld, Nodes, SingleRank
-from moe_mk.comm.symmetric import WindowShape
-from moe_mk.comm.symmetric_setup import open_heap
+from moe_mk.comm.symmetric.heap import WindowShape
+from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.trace.clock import now
 from tests.comm.heaps import heaps, row

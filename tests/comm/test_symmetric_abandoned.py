@@ -16,9 +16,11 @@ import pytest
 import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
-from moe_mk.comm import DistributedCommunicator, symmetric_network_setup, symmetric_setup
-from moe_mk.comm.symmetric_memory import FOLDER, OURS_ALONE, PREFIX, attach, create, remove_abandoned, unlink
-from moe_mk.comm.symmetric_setup import open_heap
+from moe_mk.comm import DistributedCommunicator
+from moe_mk.comm.network import setup as symmetric_network_setup
+from moe_mk.comm.symmetric import setup as symmetric_setup
+from moe_mk.comm.symmetric.memory import FOLDER, OURS_ALONE, PREFIX, attach, create, remove_abandoned, unlink
+from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.testing.processes import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.comm.networked import opened

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_mk.comm.symmetric import SymmetricHeap, WindowShape
-from moe_mk.comm.symmetric_memory import FOLDER, attach, create, unlink
-from moe_mk.comm.symmetric_words import words_of
+from moe_mk.comm.symmetric.flags import words_of
+from moe_mk.comm.symmetric.heap import SymmetricHeap, WindowShape
+from moe_mk.comm.symmetric.memory import FOLDER, attach, create, unlink
 from moe_mk.errors import CommError
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.comm.symmetric_memory import FOLDER, SharedMemory, attach, create
-from moe_mk.comm.symmetric_setup import open_heap
-from moe_mk.comm.symmetric_words import LIBATOMIC, AtomicWords
+from moe_mk.comm.symmetric.flags import LIBATOMIC, AtomicWords
+from moe_mk.comm.symmetric.memory import FOLDER, SharedMemory, attach, create
+from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError
 from moe_mk.testing.processes import RankError, RankWorld
 from moe_mk.trace.clock import now
@@ -106,8 +106,8 @@ def see_another_folder(rank: int, folder: str) -> str:
         return name, memory
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe_mk.comm.symmetric_setup.create", noted)
-        patch.setattr("moe_mk.comm.symmetric_setup.attach", lambda name, size: attach(name, size, Path(folder)))
+        patch.setattr("moe_mk.comm.symmetric.setup.create", noted)
+        patch.setattr("moe_mk.comm.symmetric.setup.attach", lambda name, size: attach(name, size, Path(folder)))
         with pytest.raises(CommError) as caught:
             open_heap(world_comm(), 1, 8, now)
     assert len(names) == (rank == 0) and not any((FOLDER / name).exists() for name in names)

@@ -6,8 +6,8 @@ import ctypes
 
 import pytest
 
-from moe_mk.comm.symmetric_memory import Memory
-from moe_mk.comm.symmetric_words import LIBATOMIC, AtomicWords, PlainWords, Words, is_behind, word_of, words_of
+from moe_mk.comm.symmetric.flags import LIBATOMIC, AtomicWords, PlainWords, Words, is_behind, word_of, words_of
+from moe_mk.comm.symmetric.memory import Memory
 from moe_mk.errors import UnsupportedError
 
 

@@ -16,10 +16,10 @@ from moe_mk.cli import app
 from moe_mk.config import tuned as tuned_files
 from moe_mk.config.tuned import case_name, tuned_path
 from moe_mk.errors import ConfigError
-from moe_mk.experts import cpu_native_tuning
 from moe_mk.experts.base import EXPERTS, ExpertsContext
-from moe_mk.experts.cpu_native import CpuNativeExperts
-from moe_mk.experts.cpu_native_tuning import Tuned, candidates, load_tuned, tuning_of
+from moe_mk.experts.cpu_native import tuning as cpu_native_tuning
+from moe_mk.experts.cpu_native.experts import CpuNativeExperts
+from moe_mk.experts.cpu_native.tuning import Tuned, candidates, load_tuned, tuning_of
 from moe_mk.kernels.native import Tuning
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.plain import BF16

@@ -13,7 +13,7 @@ from moe_mk import MoEConfig, Problem, oracle
 from moe_mk.config import device_profile
 from moe_mk.errors import LibraryMissing, UnsupportedError
 from moe_mk.experts import EXPERTS, ExpertsContext
-from moe_mk.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from moe_mk.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantScheme
 from moe_mk.quant.fp8_whole import FP8_TENSOR, fp8_static
 from moe_mk.quant.microscaling import MXFP4, MXFP8

@@ -10,8 +10,8 @@ import torch
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.experts import ExpertsContext
-from moe_mk.experts.flashinfer_trtllm import FlashInferTrtllmExperts
-from moe_mk.experts.flashinfer_trtllm_weights import ORDERS, in_order, out_of_order
+from moe_mk.experts.flashinfer.trtllm import FlashInferTrtllmExperts
+from moe_mk.experts.flashinfer.trtllm_weights import ORDERS, in_order, out_of_order
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
 from moe_mk.quant.microscaling import MXFP4, MXFP8

@@ -13,8 +13,8 @@ from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.config import device_profile
 from moe_mk.errors import LibraryMissing
 from moe_mk.experts import EXPERTS, ExpertsContext
-from moe_mk.experts import flashinfer_trtllm as adapter
-from moe_mk.experts.flashinfer_trtllm import FlashInferTrtllmExperts
+from moe_mk.experts.flashinfer import trtllm as adapter
+from moe_mk.experts.flashinfer.trtllm import FlashInferTrtllmExperts
 from moe_mk.flight import interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, assemble

@@ -13,8 +13,8 @@ import torch
 
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.experts.triton import TritonExperts
-from moe_mk.experts.triton_tuning import (
+from moe_mk.experts.triton.experts import TritonExperts
+from moe_mk.experts.triton.tuning import (
     BUILT_IN,
     CANDIDATES,
     DECODED,
@@ -26,7 +26,7 @@ from moe_mk.experts.triton_tuning import (
     tile_of,
     tuned_file,
 )
-from moe_mk.experts.triton_workspace import Workspace
+from moe_mk.experts.triton.workspace import Workspace
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantScheme
 from moe_mk.quant.microscaling import MXFP4

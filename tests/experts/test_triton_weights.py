@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_mk.experts.triton_weights import formed
+from moe_mk.experts.triton.weights import formed
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.form import FORMS
 from moe_mk.quant import QuantScheme

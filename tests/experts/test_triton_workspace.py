@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from moe_mk.experts.triton_workspace import ALIGNMENT, Lane, Workspace, workspace_of
+from moe_mk.experts.triton.workspace import ALIGNMENT, Lane, Workspace, workspace_of
 
 CPU = torch.device("cpu")
 

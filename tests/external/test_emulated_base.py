@@ -12,9 +12,9 @@ from torch import Tensor
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError, LibraryMissing
 from moe_mk.external import library
-from moe_mk.external.emulated.exchange import Exchange, exchange_over
-from moe_mk.external.emulated.live import swap_among
-from moe_mk.external.emulated.pending import Pending, poison
+from moe_mk.testing.emulated.exchange import Exchange, exchange_over
+from moe_mk.testing.emulated.live import swap_among
+from moe_mk.testing.emulated.pending import Pending, poison
 from moe_mk.testing.processes import run_ranks
 
 

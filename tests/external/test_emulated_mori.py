@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.threads import ThreadCommunicator
-from moe_mk.external.emulated.mori import ops, shmem
+from moe_mk.testing.emulated.mori import ops, shmem
 from tests.external.row_library_ranks import differences, on_ranks
 
 MOST, HIDDEN = 4, 8

@@ -14,8 +14,8 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.experts import ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
-from moe_mk.experts.triton import TritonExperts
-from moe_mk.experts.triton_tuning import BUILT_IN, only
+from moe_mk.experts.triton.experts import TritonExperts
+from moe_mk.experts.triton.tuning import BUILT_IN, only
 from moe_mk.external.library import installed
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.oracle import Parts, assemble

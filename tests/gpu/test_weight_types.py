@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_mk.experts.triton_tuning import DECODED
+from moe_mk.experts.triton.tuning import DECODED
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantScheme
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN, INT8_128x128

@@ -10,8 +10,8 @@ from moe_mk import MoELayer
 from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
 from moe_mk.flight import interleave
-from moe_mk.layer.tiled import TiledKernel, tiled
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.runner.tiled_kernel import TiledKernel, tiled
 from moe_mk.testing.virtual import virtual_groups
 from moe_mk.trace.recorder import Recorder
 from tests.layer.build import HIDDEN, config, layer

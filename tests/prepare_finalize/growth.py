@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from moe_mk.comm.symmetric_network import NetworkHeap
+from moe_mk.comm.network.heap import NetworkHeap
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 

@@ -15,18 +15,18 @@ from moe_mk import MoELayer, ParallelGroups, Problem, oracle
 from moe_mk.comm.threads import ThreadCommunicator, ThreadWorld
 from moe_mk.config import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.external.emulated import deep_ep, uccl
-from moe_mk.external.emulated.deep_ep.base import V1Buffer
-from moe_mk.external.emulated.mori import ops as mori_ops
 from moe_mk.flight import land
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.base import Budget
+from moe_mk.prepare_finalize.deepep.v2 import DeepEPElastic
 from moe_mk.prepare_finalize.deepep_ht import DeepEPHighThroughput
-from moe_mk.prepare_finalize.deepep_v2 import DeepEPElastic
 from moe_mk.prepare_finalize.mori import Mori
-from moe_mk.prepare_finalize.one_sided_network import NetworkLane, OneSidedNetwork
+from moe_mk.prepare_finalize.one_sided.network import NetworkLane, OneSidedNetwork
 from moe_mk.quant.plain import BF16
+from moe_mk.testing.emulated import deep_ep, uccl
+from moe_mk.testing.emulated.deep_ep.base import V1Buffer
+from moe_mk.testing.emulated.mori import ops as mori_ops
 from tests.layer.build import HIDDEN, layer
 from tests.prepare_finalize import library_ranks
 from tests.prepare_finalize.deepep_ranks import XB, Ranks, asked, ranks_of, told

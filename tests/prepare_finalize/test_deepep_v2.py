@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moe_mk.errors import CommError
 from moe_mk.flight import land
-from moe_mk.prepare_finalize import deepep_v2
-from moe_mk.prepare_finalize.deepep_v2 import DeepEPElastic, DeepEPElasticGrouped
+from moe_mk.prepare_finalize.deepep import v2 as deepep_v2
+from moe_mk.prepare_finalize.deepep.v2 import DeepEPElastic, DeepEPElasticGrouped
 from moe_mk.quant import FP32
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage
 from tests.prepare_finalize.deepep_ranks import ROUTINGS, XB, asked, ranks_of, small, told

@@ -15,7 +15,7 @@ from moe_mk.comm import LockstepWorld
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, land
-from moe_mk.prepare_finalize.distribute import (
+from moe_mk.prepare_finalize.functional import (
     Dispatched,
     DistributeOptions,
     distribute_combine,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from moe_mk.comm import LockstepWorld
-from moe_mk.comm.symmetric_words import WORD_BYTES
+from moe_mk.comm.symmetric.flags import WORD_BYTES
 from moe_mk.flight import interleave
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
-from moe_mk.prepare_finalize.one_sided import OneSided
+from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens
 from tests.prepare_finalize.library_layers import batch

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.external.emulated import deep_ep
 from moe_mk.flight import land
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant import BF16
+from moe_mk.testing.emulated import deep_ep
 from moe_mk.testing.identity import IdentityExperts
 from moe_mk.testing.processes import RankError, RankWorld
 from moe_mk.tokens import Routing

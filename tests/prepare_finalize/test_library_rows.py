@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_mk.errors import ShapeError, UnsupportedError
-from moe_mk.prepare_finalize.library_rows import (
+from moe_mk.prepare_finalize.deepep.common import (
     bf16_reasons,
     expect_wire,
     fp8_reasons,

@@ -16,7 +16,7 @@ from moe_mk.flight import interleave, land
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import TransportContext
-from moe_mk.prepare_finalize.library_session import MOST_LANES, LibrarySession
+from moe_mk.prepare_finalize.deepep.buffers import MOST_LANES, LibrarySession
 from moe_mk.quant import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage
 from tests.prepare_finalize.library_layers import Model, batch, expect_exact, flight_of
@@ -42,7 +42,7 @@ LOW_LATENCY = ("deepep_ll", "nixl_ep", "uccl_ep")
 def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Whatever a transport makes of its library while the test runs."""
     module, _, name = MADE[request.getfixturevalue("name")].rpartition(".")
-    cls, seen = getattr(import_module(f"moe_mk.external.emulated.{module}"), name), []
+    cls, seen = getattr(import_module(f"moe_mk.testing.emulated.{module}"), name), []
     build = cls.__init__
 
     def counted(self: object, *args: object, **named: object) -> None:

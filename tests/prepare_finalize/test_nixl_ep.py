@@ -10,7 +10,7 @@ import torch
 from moe_mk import Problem
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
 from moe_mk.flight import land
-from moe_mk.prepare_finalize.nixl_ep import NixlEP
+from moe_mk.prepare_finalize.deepep.nixl import NixlEP
 from moe_mk.quant import FP8_1x128_UE8M0
 from moe_mk.tokens import Routing
 from tests.prepare_finalize.deepep_ranks import ROUTINGS, XB, asked, ranks_of, small, told

@@ -9,7 +9,7 @@ from moe_mk.errors import CommError
 from moe_mk.flight import land
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.prepare_finalize.nvlink_two_sided import NvlinkTwoSided, workspace_bytes
+from moe_mk.prepare_finalize.flashinfer.two_sided import NvlinkTwoSided, workspace_bytes
 from moe_mk.quant import BF16, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme

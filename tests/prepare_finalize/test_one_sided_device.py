@@ -10,7 +10,7 @@ from moe_mk.comm import LockstepWorld
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import UnsupportedError
-from moe_mk.prepare_finalize.one_sided_device import NAME, OneSidedDevice
+from moe_mk.prepare_finalize.one_sided_gpu.transport import NAME, OneSidedDevice
 from moe_mk.quant import BF16
 from tests.prepare_finalize.one_sided_ranks import context
 

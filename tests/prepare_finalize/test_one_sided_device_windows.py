@@ -12,7 +12,7 @@ from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError
 from moe_mk.external.symmetric_memory import SymmetricMemory, library
-from moe_mk.prepare_finalize.one_sided_device_windows import Mapped, between_gpus, map_windows
+from moe_mk.prepare_finalize.one_sided_gpu.buffers import Mapped, between_gpus, map_windows
 from tests.external.symmetric_standin import Handle, Meeting, StandIn
 
 CPU, BYTES = torch.device("cpu"), 96

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm import LockstepWorld
-from moe_mk.comm.symmetric_words import FAILED
+from moe_mk.comm.symmetric.flags import FAILED
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, interleave, land
 from moe_mk.kernels.native import exchange, loaded, reasons_against
-from moe_mk.prepare_finalize.one_sided import OneSided
-from moe_mk.prepare_finalize.one_sided_lane import COUNT_MASK, LAYER_AT, Lane
+from moe_mk.prepare_finalize.one_sided.buffers import COUNT_MASK, LAYER_AT, Lane
+from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import FP32
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme

@@ -19,7 +19,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.flight import land
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
-from moe_mk.prepare_finalize.one_sided_network import NetworkLane, NetworkRegion, OneSidedNetwork
+from moe_mk.prepare_finalize.one_sided.network import NetworkLane, NetworkRegion, OneSidedNetwork
 from moe_mk.quant import BF16, FP32
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import Plain

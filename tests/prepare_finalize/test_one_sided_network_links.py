@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.comm import Communicator, LockstepWorld, symmetric_network_setup
-from moe_mk.comm.proxy.tcp import Address, listen
+from moe_mk.comm import Communicator, LockstepWorld
+from moe_mk.comm.network import setup as symmetric_network_setup
+from moe_mk.comm.network.tcp import Address, listen
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError
 from moe_mk.flight import interleave, land
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.prepare_finalize.one_sided_network import OneSidedNetwork
+from moe_mk.prepare_finalize.one_sided.network import OneSidedNetwork
 from moe_mk.trace.clock import now
-from tests.comm.proxy.proxies import cut
-from tests.comm.proxy.relay import Relay
+from tests.comm.network.proxies import cut
+from tests.comm.network.relay import Relay
 from tests.prepare_finalize.one_sided_ranks import context, drawn, there_and_back
 
 HIDDEN, TOKENS, CALLS = 2048, 90, 12

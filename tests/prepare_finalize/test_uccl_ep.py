@@ -6,9 +6,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from moe_mk.external.emulated import uccl
-from moe_mk.prepare_finalize import high_throughput, low_latency
+from moe_mk.prepare_finalize.deepep import high_throughput, low_latency
 from moe_mk.prepare_finalize.uccl_ep import UcclHighThroughput, UcclLowLatency
+from moe_mk.testing.emulated import uccl
 from tests.prepare_finalize.deepep_ranks import XB, asked, ranks_of, told
 from tests.prepare_finalize.library_ranks import live_rows
 from tests.prepare_finalize.test_deepep_ll import come_home, rows_of_expert

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk import MoELayer, ParallelGroups, WeightError
-from moe_mk.comm import DistributedCommunicator, symmetric_setup
+from moe_mk.comm import DistributedCommunicator
+from moe_mk.comm.symmetric import setup as symmetric_setup
 from moe_mk.errors import CommError, FallbackWarning, RegroupError
 from moe_mk.layer import placed
 from moe_mk.prepare_finalize.all_to_all import AllToAll
-from moe_mk.prepare_finalize.one_sided import OneSided
+from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
 from moe_mk.testing import processes
 from moe_mk.testing.processes import RankError, RankWorld

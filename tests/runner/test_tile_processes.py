@@ -17,8 +17,8 @@ from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, land
-from moe_mk.layer.tiled import TiledKernel
 from moe_mk.runner import StageLink, TileRecord
+from moe_mk.runner.tiled_kernel import TiledKernel
 from moe_mk.testing.processes import RankError, RankWorld
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Rendezvous, both_ways, in_tiles
 

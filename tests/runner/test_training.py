@@ -13,7 +13,7 @@ from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.runner.training import TrainingExchange
+from moe_mk.runner.training_exchange import TrainingExchange
 from moe_mk.testing.processes import RankWorld
 
 EXPERTS, HIDDEN, TOKENS = 4, 3, 4

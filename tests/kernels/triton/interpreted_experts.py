@@ -10,9 +10,9 @@ import torch
 
 from moe_mk.experts import EXPERTS, ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
-from moe_mk.experts.triton import TritonExperts
-from moe_mk.experts.triton_tuning import only
-from moe_mk.experts.triton_workspace import Workspace
+from moe_mk.experts.triton.experts import TritonExperts
+from moe_mk.experts.triton.tuning import only
+from moe_mk.experts.triton.workspace import Workspace
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme

@@ -15,7 +15,7 @@ from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, land
 from moe_mk.kernels.triton.one_sided import FLAG_BYTES
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
-from moe_mk.prepare_finalize.one_sided_device import OneSidedDevice
+from moe_mk.prepare_finalize.one_sided_gpu.transport import OneSidedDevice
 from moe_mk.quant import BF16, FP32
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.int8 import INT8_TOKEN

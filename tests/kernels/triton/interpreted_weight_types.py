@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from moe_mk.config import device_profile
-from moe_mk.experts import triton, triton_beside
-from moe_mk.experts.triton import TritonExperts
-from moe_mk.experts.triton_tuning import DECODED, load_tuned, only
+from moe_mk.experts import triton_beside
+from moe_mk.experts.triton import experts as triton
+from moe_mk.experts.triton.experts import TritonExperts
+from moe_mk.experts.triton.tuning import DECODED, load_tuned, only
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.quant import (
     BF16,

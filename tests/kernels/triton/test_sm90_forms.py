@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from moe_mk.experts.triton_tuning import BUILT_IN, DECODED
+from moe_mk.experts.triton.tuning import BUILT_IN, DECODED
 from moe_mk.kernels.triton.tile import SHARED_MEMORY
 from tests.kernels.triton.sm90_gemms import w2_of, w13_of
 

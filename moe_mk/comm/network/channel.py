@@ -1,0 +1,183 @@
+"""A channel: one ring of commands, and a stream of groups to each peer. Order is kept inside one, not between two.
+
+The state of a channel outlives the thread that works on it. What a thread has read from the ring stays in `taken` until
+the peer has confirmed it, with the group it went out with noted before it went; so whoever comes after learns from the
+peer how many groups arrived, and sends the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+
+from moe_mk.comm.network.coalesce import Message, Taken, messages_of
+from moe_mk.comm.network.command import FIELD_BITS, MOST_BYTES, Op, TransferCommand
+from moe_mk.comm.network.frames import Frame, FrameError
+from moe_mk.comm.network.link import Link
+from moe_mk.comm.network.ring import CommandRing
+from moe_mk.comm.network.sequence import TURN, WINDOW, Kind, Reorder
+
+MOST_OPEN_PARTS = 256
+"""A group is closed after so many parts, so that they are confirmed."""
+
+
+@dataclass
+class Flying:
+    """A message that is not confirmed."""
+
+    message: Message
+    number: int
+    began_s: float
+
+
+@dataclass
+class Stream:
+    """What goes to one peer, and what comes from it, on one channel."""
+
+    link: Link | None = None
+    number: int = 0
+    """Of the group that is open."""
+    parts: int = 0
+    """Sent of the open group."""
+    confirmed: int = 0
+    """Groups that the peer has applied."""
+    in_flight_bytes: int = 0
+    flying: deque[Flying] = field(default_factory=deque)
+    inbox: Reorder[Frame] = field(default_factory=Reorder)
+    told: int = 0
+    """Groups of the peer that it knows to be applied."""
+    is_asked: bool = False
+    """Whether the peer waits for that number."""
+    has_left: bool = False
+    """Whether the peer has ended on purpose."""
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Gets that the peer has not answered, by the number of their group: where the bytes go, and how many."""
+
+    def may_post(self, size: int, most_bytes: int) -> bool:
+        """Whether one more message may be in flight."""
+        fits = not self.in_flight_bytes or self.in_flight_bytes + size <= most_bytes
+        return self.link is not None and fits and self.number - self.confirmed < WINDOW
+
+    def frame(self, message: Message) -> Frame:
+        """Give a message its place in the stream; the commands behind it note the group first."""
+        for taken in message.taken:
+            taken.number = self.number
+        payload, closes = int(message.size > 0), message.kind is not Kind.PAYLOAD
+        number, part = self.number, self.parts
+        self.parts = 0 if closes else part + payload
+        self.number += closes
+        if message.kind is Kind.GET:
+            self.asked[number] = (message.value >> FIELD_BITS["size"], message.value & MOST_BYTES)
+        return Frame(
+            message.kind, number, part, part + payload if closes else 0, message.size, message.at, message.flag,
+            message.value, message.serial + 1,
+        )  # fmt: skip
+
+    def confirm(self, applied: int) -> Iterator[Flying]:
+        """The peer has applied so many groups; yields the messages that this confirms. Raises FrameError."""
+        self._check_applied(applied)
+        if unanswered := [number for number in self.asked if number < applied]:
+            raise FrameError(f"it confirms {applied} groups and has not answered the get of group {unanswered[0]}")
+        self.confirmed = max(self.confirmed, applied)
+        while self.flying and self.flying[0].number < self.confirmed:
+            done = self.flying.popleft()
+            self.in_flight_bytes -= done.message.size
+            yield done
+
+    def answered(self, frame: Frame) -> tuple[int, int]:
+        """Where a reply goes and how long it is. Raises FrameError for one that nobody asked for, or of other bytes."""
+        number = self.confirmed + (frame.number - self.confirmed) % TURN
+        wanted = self.asked.get(number)
+        if wanted is None:
+            raise FrameError(f"a reply of {frame.size} bytes to group {frame.number}, in which no get awaits one")
+        if wanted != (frame.at, frame.size):
+            text = f"a reply of {frame.size} bytes for place {frame.at}, asked were {wanted[1]} bytes for {wanted[0]}"
+            raise FrameError(text)
+        return self.asked.pop(number)
+
+    def begin_anew(self, link: Link, applied: int) -> None:
+        """Go on over another link behind what the peer has applied. Raises FrameError if that cannot be."""
+        self._check_applied(applied)
+        if applied < self.confirmed:
+            raise FrameError(f"it has applied {applied} groups after it confirmed {self.confirmed}")
+        self.link, self.number, self.parts, self.confirmed = link, applied, 0, applied
+        self.in_flight_bytes, self.told, self.has_left = 0, self.inbox.applied, False
+        self.flying.clear()
+        self.asked.clear()
+        self.inbox.forget_parts()
+
+    def _check_applied(self, applied: int) -> None:
+        if applied > self.number:
+            raise FrameError(f"it has applied {applied} groups of {self.number} that were sent")
+
+
+class Channel:
+    """Commands in their order, from the ring to the confirmation."""
+
+    def __init__(self, number: int, ring: CommandRing, peers: list[int]) -> None:
+        self.number, self.ring = number, ring
+        self.streams = {peer: Stream() for peer in peers}
+        self.taken: deque[Taken] = deque()
+        """From the tail of the ring on, everything that was read."""
+        self.backlog: deque[Message] = deque()
+        self._tail = ring.tail
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything committed is done."""
+        return not self.taken and self.ring.head == self._tail
+
+    def awaits(self, gone: Set[int]) -> bool:
+        """Whether a peer that is not gone has something to confirm, or is yet to be sent something. From any thread."""
+        if any(each.command.peer not in gone and not self._is_done(each) for each in list(self.taken)):
+            return True
+        held_up = any(message.peer in gone for message in list(self.backlog)[:1])
+        return not held_up and self.ring.head > self._tail + len(self.taken)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether commands are committed that nobody has read, and that may be read now."""
+        return not self.backlog and self.ring.head > self._tail + len(self.taken)
+
+    def take(self, most: int) -> list[Taken]:
+        """Read the next commands and put the messages they make into the backlog."""
+        first = self._tail + len(self.taken)
+        words = self.ring.read(first, most).tolist()
+        read = [Taken(TransferCommand.unpack(*pair), first + place) for place, pair in enumerate(words)]
+        self.taken.extend(read)
+        self.backlog.extend(self._numbered(messages_of(read)))
+        return read
+
+    def settle(self) -> list[Taken]:
+        """Free the places of commands that are done, up to the first that is not; returns those."""
+        done = []
+        while self.taken and self._is_done(self.taken[0]):
+            done.append(self.taken.popleft())
+        if done:
+            self._tail += len(done)
+            self.ring.complete(self._tail)
+        return done
+
+    def begin_anew(self, peer: int, link: Link, applied: int) -> None:
+        """Send again, over a new link, what a peer has not applied; the order is that of the ring.
+
+        A get is asked again unless it was confirmed on the old link: its bytes may have been lost with that.
+        """
+        own = [each for each in self.taken if each.command.peer == peer]
+        gets = [each for each in own if each.command.op is Op.GET and not self._is_done(each)]
+        self.streams[peer].begin_anew(link, applied)  # the first change of state, after all checks
+        self.backlog = deque(message for message in self.backlog if message.peer != peer)
+        again = [each for each in own if not self._is_done(each) or each in gets]
+        for each in again:
+            each.number = None
+        self.backlog.extendleft(reversed(self._numbered(messages_of(again))))
+        self.settle()
+
+    def _is_done(self, taken: Taken) -> bool:
+        return taken.number is not None and taken.number < self.streams[taken.command.peer].confirmed
+
+    def _numbered(self, messages: list[Message]) -> list[Message]:
+        for message in messages:
+            message.serial = message.taken[-1].place
+        return messages

@@ -1,0 +1,216 @@
+"""A symmetric heap over several hosts: windows of this host lie in its memory, those of others behind a proxy.
+
+The contract is that of `SymmetricHeap`. A put to another host is packed into a command of 16 bytes; its rows are copied
+once, into memory the proxy may read (`Staging`), unless they lie in this rank's own window already: those must stay as
+they are until `quiet`, or until the peer has answered. Signals are seen after what was put before them on both ways.
+
+    registered memory of a rank    [ data of its window, which peers write | staging ]
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.failure import Failure
+from moe_mk.comm.fork import in_child
+from moe_mk.comm.network.command import Op, TransferCommand
+from moe_mk.comm.network.proxy import Proxy
+from moe_mk.comm.network.wait import Staging
+from moe_mk.comm.symmetric.flags import WORD_BYTES, Words, word_of
+from moe_mk.comm.symmetric.heap import StartWaiting, SymmetricHeap, WindowShape
+from moe_mk.comm.symmetric.memory import Memory
+from moe_mk.errors import ShapeError
+
+CHUNK_BYTES = 1 << 20
+"""So much is staged before the proxy is told: it sends while the next piece is copied."""
+CLOSING_S = 5.0
+"""How long the end of a heap waits for confirmations."""
+REPORTING_S = 0.2
+"""How long it does after a failure, of the report alone."""
+
+
+class NetworkHeap(SymmetricHeap):
+    """One rank's hold on the windows of all, on this host and on others."""
+
+    is_addressable = False
+
+    def __init__(
+        self, memory: Memory, words: Words, shape: WindowShape, rank: int, waiting: StartWaiting, *, proxy: Proxy,
+        far: frozenset[int], staging: Staging, layer: str = "",
+    ) -> None:  # fmt: skip
+        """memory: room for the windows of all ranks; those of `far` are never touched. The heap owns the proxy."""
+        super().__init__(memory, words, shape, rank, waiting, layer)
+        self.proxy, self.far, self._staging = proxy, far, staging
+        self._in_a_hurry = False
+        """Whether nothing is waited for any more."""
+        self.close = weakref.finalize(self, proxy.close, CLOSING_S)
+        """Ends the threads, once what was committed has been confirmed."""
+        in_child(self, NetworkHeap._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the proxy is the parent's to end."""
+        super()._leave_to_parent()
+        self.close.detach()
+
+    def report(self, failure: Failure, flags: Sequence[int]) -> None:
+        """See `SymmetricHeap.report`; then end the threads, as soon as peers have it."""
+        self._in_a_hurry = True
+        super().report(failure, flags)
+        if self.close.detach() is not None:
+            self.proxy.close(REPORTING_S)
+
+    def data(self, peer: int, at: int, num_bytes: int) -> Tensor:
+        """Bytes of a window of this host as they lie there. Raises ShapeError beyond its end, or on another host."""
+        if peer in self.far:
+            raise ShapeError(f"the window of rank {peer} lies on another host; put into it, or get from it")
+        return super().data(peer, at, num_bytes)
+
+    def put(self, peer: int, at: int, rows_RB: Tensor, index_X: Tensor | None = None) -> None:
+        """Write rows of bytes into a peer's window, one behind the other; see `SymmetricHeap.put`."""
+        if peer not in self.far:
+            super().put(peer, at, rows_RB, index_X)
+            return
+        count, width = rows_RB.shape[0] if index_X is None else index_X.shape[0], rows_RB.shape[1]
+        self._check_far(peer, at, count * width)
+        if not count * width:
+            return
+        self.traffic.moved("put", peer, count * width, self.rank)
+        own = self._registered_at(rows_RB) if index_X is None else None
+        if own is not None:
+            self._put_pieces(peer, own, at, count * width)
+        else:
+            self._put_staged(peer, at, rows_RB, index_X)
+
+    def read(self, peer: int, at: int, num_bytes: int) -> Tensor:
+        """Bytes of a peer's window: where they lie on this host, a copy of those on another."""
+        if peer not in self.far:
+            return super().read(peer, at, num_bytes)
+        self._check_far(peer, at, num_bytes)
+        self.traffic.moved("get", peer, num_bytes, self.rank)
+        pieces = []
+        for first in range(0, num_bytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, num_bytes - first)
+            source = self._staged(peer, size)
+            place = self._commit(TransferCommand(Op.GET, peer, size, source, at + first))
+            self._staging.used(self._channel(peer), place)
+            self._until(partial(self._is_done, self._channel(peer), place), "get", peer)
+            pieces.append(self._own_bytes(source, size).clone())
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def signal(self, peer: int, flag: int, epoch: int, count: int = 0) -> None:
+        """Store a flag of a peer; everything put to it before is seen by whoever sees the flag."""
+        if peer not in self.far:
+            super().signal(peer, flag, epoch, count)
+            return
+        assert 0 <= flag < self.shape.num_flags + self.size
+        self.traffic.moved("signal", peer, WORD_BYTES, self.rank)
+        self._commit(TransferCommand(Op.STORE, peer, flag=flag, value=word_of(epoch, count)))
+
+    def add(self, peer: int, counter: int, value: int) -> None:
+        """Add a number to a counter of a peer, seen after everything put to it before."""
+        self._check()
+        self.traffic.moved("add", peer, WORD_BYTES, self.rank)
+        if peer in self.far:
+            self._commit(TransferCommand(Op.ADD, peer, flag=counter, value=value))
+        else:
+            assert peer == self.rank, "counters of near peers are added to where they lie"
+            self.proxy.window.add(self.rank, counter, value)
+
+    def counter(self, counter: int) -> int:
+        """What all ranks have added to a counter of this one."""
+        self._check()
+        return self.proxy.window.counters.value(counter)
+
+    def quiet(self) -> None:
+        """Wait until every peer has all puts and signals of this rank. Raises CommError."""
+        super().quiet()
+        waits_for = self._unconfirmed()
+        while waits_for is not None:
+            peer = waits_for
+            self._until(partial(self._is_quiet, peer), "quiet", peer)
+            waits_for = self._unconfirmed()
+
+    def _is_quiet(self, peer: int) -> bool:
+        return self._unconfirmed() != peer
+
+    def _unconfirmed(self) -> int | None:
+        """A peer that something is under way to."""
+        for channel in self.proxy.channels:
+            if not channel.is_idle:
+                taken = list(channel.taken)
+                return taken[0].command.peer if taken else min(self.far)
+        return None
+
+    def _put_staged(self, peer: int, at: int, rows_RB: Tensor, index_X: Tensor | None) -> None:
+        width = rows_RB.shape[1]
+        count = rows_RB.shape[0] if index_X is None else index_X.shape[0]
+        at_once = max(CHUNK_BYTES // width, 1)
+        for first in range(0, count, at_once):
+            rows = slice(first, min(first + at_once, count))
+            size = (rows.stop - first) * width
+            source = self._staged(peer, size)
+            staged_XB = self._own_bytes(source, size).view(-1, width)
+            if index_X is None:
+                staged_XB.copy_(rows_RB[rows])
+            else:
+                torch.index_select(rows_RB, 0, index_X[rows], out=staged_XB)
+            place = self._commit(TransferCommand(Op.PUT, peer, size, source, at + first * width))
+            self._staging.used(self._channel(peer), place)
+
+    def _put_pieces(self, peer: int, source: int, at: int, num_bytes: int) -> None:
+        for first in range(0, num_bytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, num_bytes - first)
+            self._commit(TransferCommand(Op.PUT, peer, size, source + first, at + first))
+
+    def _staged(self, peer: int, size: int) -> int:
+        """Memory for bytes on their way, waited for where all is taken."""
+        self._check()
+        if size > self._staging.num_bytes:
+            raise ShapeError(f"a row of {size} bytes exceeds the {self._staging.num_bytes} bytes of staging")
+        waiting = self._waiting("put", 0, self.layer)
+        while (source := self._staging.take(size)) is None:
+            waiting.pause(peer)
+        self.reserve(self.rank, source, size)
+        return source
+
+    def _commit(self, command: TransferCommand) -> int:
+        """Hand a command to the proxy; returns its number in the ring."""
+        self._check()
+        channel = self._channel(command.peer)
+        place = self.proxy.channels[channel].ring.head
+        if not self.proxy.commit(channel, command):
+            self._until(lambda: self.proxy.commit(channel, command), "put", command.peer)
+        return place
+
+    def _until(self, holds: Callable[[], bool], phase: str, peer: int) -> None:
+        waiting = self._waiting(phase, 0, self.layer)
+        while not holds():
+            if self._in_a_hurry:
+                raise waiting.error(peer, "is not reached at once")
+            waiting.pause(peer)
+
+    def _channel(self, peer: int) -> int:
+        return peer % len(self.proxy.channels)
+
+    def _is_done(self, channel: int, place: int) -> bool:
+        return self.proxy.channels[channel].ring.tail > place
+
+    def _own_bytes(self, source: int, size: int) -> Tensor:
+        return super().data(self.rank, source, size)
+
+    def _registered_at(self, rows_RB: Tensor) -> int | None:
+        """Where rows lie in the registered memory; None if they do not, or not one behind the other."""
+        registered = super().data(self.rank, 0, self.shape.data_bytes)
+        at = rows_RB.data_ptr() - registered.data_ptr()
+        inside = 0 <= at and at + rows_RB.numel() <= self.shape.data_bytes
+        return at if inside and rows_RB.is_contiguous() else None
+
+    def _check_far(self, peer: int, at: int, num_bytes: int) -> None:
+        end = self.proxy.window.data_bytes
+        if at < 0 or at + num_bytes > end:
+            raise ShapeError(f"bytes {at} to {at + num_bytes} of rank {peer} lie outside of a window of {end} bytes")

@@ -1,0 +1,239 @@
+"""Links: messages to one peer and from it, over whatever moves bytes.
+
+    Pipe      a stream of bytes that never blocks: a TCP socket (`tcp.py`), a ring in shared memory (`SharedPipe`)
+    Link      posts messages and hands over those that have come
+
+A link knows nothing of groups, flags or windows: where a payload goes is asked of the receiver before its bytes are
+read, so that they land in place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_mk.comm.network.frames import HEADER_BYTES, Frame, LinkEnded, LinkError
+from moe_mk.comm.symmetric.flags import words_of
+
+Land = Callable[[Frame], memoryview]
+"""Called with each message before its payload is read: where that goes, as many bytes as it says.
+
+Raises LinkError where a message is refused.
+"""
+OnSent = Callable[[Frame, str], None]
+"""Told what becomes of a posted message: "work_read", "data_read", "data_sent"."""
+NOTHING = memoryview(b"")
+
+
+class Pipe(ABC):
+    """Both directions of a stream of bytes. Raises LinkError when it has ended."""
+
+    @abstractmethod
+    def send(self, parts: list[memoryview]) -> int:
+        """Take some bytes off the front of the parts; how many, 0 if none now."""
+
+    @abstractmethod
+    def receive(self, into: memoryview) -> int:
+        """Fill the front of a buffer; how many bytes, 0 if none now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it, for the other side too."""
+
+    def fileno(self) -> int:
+        """What to wait for; -1 if it has to be looked at."""
+        return -1
+
+
+class Link(ABC):
+    """Messages to one peer and from it."""
+
+    @abstractmethod
+    def post(self, frame: Frame, payload: memoryview = NOTHING) -> None:
+        """Queue a message. The payload must stay as it is until the peer has it."""
+
+    @abstractmethod
+    def progress(self, land: Land) -> Iterator[Frame]:
+        """Send what can be sent, and yield what has come in whole. Raises LinkError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it."""
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether something is queued that has not gone out."""
+        return False
+
+    def fileno(self) -> int:
+        """What to wait for; -1 if it has to be looked at."""
+        return -1
+
+
+@dataclass
+class _Outgoing:
+    frame: Frame
+    header: memoryview
+    payload: memoryview
+    begun: bool = False
+
+
+class PipeLink(Link):
+    """Messages one behind the other on a pipe."""
+
+    AT_ONCE = 16
+    """Messages that one call may send together."""
+    TURN_BYTES = 4 << 20
+    """After so much received, others have their turn."""
+    MOST_QUEUED = 1 << 13
+    """Messages that wait to be sent: more than 16 unconfirmed groups of 256 parts, their replies and confirmations.
+
+    More gather only where a peer asks and does not read the answers.
+    """
+
+    def __init__(self, pipe: Pipe, on_sent: OnSent | None = None) -> None:
+        self._pipe, self._on_sent = pipe, on_sent
+        self._queue: deque[_Outgoing] = deque()
+        self._header = bytearray(HEADER_BYTES)
+        self._have, self._frame, self._into = 0, None, NOTHING
+        self.posted = 0
+        """The record of the work queue: how many messages were ever put into it."""
+
+    _frame: Frame | None
+
+    def post(self, frame: Frame, payload: memoryview = NOTHING) -> None:
+        self._queue.append(_Outgoing(frame, memoryview(frame.pack()), payload))
+        self.posted += 1
+
+    @property
+    def wants_to_send(self) -> bool:
+        return bool(self._queue)
+
+    def fileno(self) -> int:
+        return self._pipe.fileno()
+
+    def close(self) -> None:
+        self._pipe.close()
+
+    def progress(self, land: Land) -> Iterator[Frame]:
+        ended, received = None, 0
+        try:
+            self._send()
+        except LinkEnded as problem:
+            ended = problem  # what came before the end is still there to be read: a goodbye among it
+        while received < self.TURN_BYTES:
+            if len(self._queue) > self.MOST_QUEUED:
+                text = f"{len(self._queue)} messages wait to be sent: the peer asks and does not read the answers"
+                raise LinkError(text)
+            frame = self._receive(land)
+            if frame is None:
+                break
+            received += HEADER_BYTES + frame.size
+            yield frame
+        if ended is not None and frame is None:
+            raise ended
+
+    def _send(self) -> None:
+        while self._queue:
+            batch = [self._queue[number] for number in range(min(len(self._queue), self.AT_ONCE))]
+            for out in batch:
+                if not out.begun:
+                    out.begun = True
+                    self._tell(out.frame, "work_read")
+                    self._tell(out.frame, "data_read")
+            parts = [part for out in batch for part in (out.header, out.payload) if part.nbytes]
+            sent = self._pipe.send(parts)
+            if not sent:
+                return
+            self._take_off(sent)
+
+    def _take_off(self, sent: int) -> None:
+        while sent:
+            out = self._queue[0]
+            from_header = min(sent, out.header.nbytes)
+            out.header = out.header[from_header:]
+            from_payload = min(sent - from_header, out.payload.nbytes)
+            out.payload = out.payload[from_payload:]
+            sent -= from_header + from_payload
+            if not out.header.nbytes and not out.payload.nbytes:
+                self._queue.popleft()
+                self._tell(out.frame, "data_sent")
+
+    def _tell(self, frame: Frame, what: str) -> None:
+        if self._on_sent is not None:
+            self._on_sent(frame, what)
+
+    def _receive(self, land: Land) -> Frame | None:
+        """One whole message, or what there is of it."""
+        while self._frame is None:
+            got = self._pipe.receive(memoryview(self._header)[self._have :])
+            if not got:
+                return None
+            self._have += got
+            if self._have == HEADER_BYTES:
+                frame = Frame.unpack(self._header)
+                self._into = land(frame)
+                self._frame, self._have = frame, 0
+        while self._into.nbytes:
+            got = self._pipe.receive(self._into)
+            if not got:
+                return None
+            self._into = self._into[got:]
+        frame, self._frame = self._frame, None
+        return frame
+
+
+class SharedPipe(Pipe):
+    """Two rings of bytes in memory that both sides map; head and tail count bytes since the beginning.
+
+    [ head | tail | bytes ] from side 0 to side 1, then the same from side 1 to side 0
+    """
+
+    HEAD_AT, TAIL_AT, ENDED_AT, BYTES_AT = 0, 128, 256, 384
+
+    def __init__(self, memory: Tensor, side: int) -> None:
+        """memory: uint8 zeros, of an even size."""
+        half = memory.numel() // 2
+        self._room = half - self.BYTES_AT
+        assert self._room > 0 and half % 8 == 0
+        ours, theirs = (memory[which * half : (which + 1) * half] for which in (side, 1 - side))
+        self._out, self._in = ours.numpy().data[self.BYTES_AT :], theirs.numpy().data[self.BYTES_AT :]
+        self._out_words, self._in_words = words_of(ours), words_of(theirs)
+
+    def send(self, parts: list[memoryview]) -> int:
+        head, sent = self._out_words.load(self.HEAD_AT), 0
+        if self._in_words.load(self.ENDED_AT):
+            raise LinkError("the other side has closed")
+        for part in parts:
+            room = self._room - (head - self._out_words.load(self.TAIL_AT))
+            piece = part[:room]
+            self._copy_in(head, piece)
+            head, sent = head + piece.nbytes, sent + piece.nbytes
+            if piece.nbytes < part.nbytes:
+                break
+        self._out_words.store(self.HEAD_AT, head)
+        return sent
+
+    def receive(self, into: memoryview) -> int:
+        tail, there = self._in_words.load(self.TAIL_AT), self._in_words.load(self.HEAD_AT)
+        count, first = min(there - tail, into.nbytes), tail % self._room
+        if not count and self._in_words.load(self.ENDED_AT):
+            raise LinkError("the other side has closed")
+        before_end = min(count, self._room - first)
+        into[:before_end] = self._in[first : first + before_end]
+        into[before_end:count] = self._in[: count - before_end]
+        self._in_words.store(self.TAIL_AT, tail + count)
+        return count
+
+    def close(self) -> None:
+        self._out_words.store(self.ENDED_AT, 1)
+
+    def _copy_in(self, head: int, piece: memoryview) -> None:
+        first = head % self._room
+        before_end = min(piece.nbytes, self._room - first)
+        self._out[first : first + before_end] = piece[:before_end]
+        self._out[: piece.nbytes - before_end] = piece[before_end:]

@@ -1,0 +1,245 @@
+"""Opening a symmetric heap over hosts: who shares memory with whom, who listens where, and then everybody connects.
+
+The group is used for three small gathers: where each rank listens, with its token, and what the memory of its host is
+called; whether all could map that; whether all are connected. A rank that could not ends the attempt on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from typing import Any
+
+import torch
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S, DistributedCommunicator
+from moe_mk.comm.network.atomics import Counters
+from moe_mk.comm.network.command import FIELD_BITS
+from moe_mk.comm.network.events import OnStep
+from moe_mk.comm.network.exchange import no_step
+from moe_mk.comm.network.frames import LinkError
+from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap
+from moe_mk.comm.network.proxy import RESUME_S, Proxy, ProxySettings
+from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
+from moe_mk.comm.network.wait import Staging, WaitingForHosts
+from moe_mk.comm.network.window import OwnWindow
+from moe_mk.comm.symmetric.flags import Words, reasons_against_words, words_of
+from moe_mk.comm.symmetric.heap import FLAG_BYTES, StartWaiting, WindowShape, aligned
+from moe_mk.comm.symmetric.memory import Memory, attach, create, unlink
+from moe_mk.comm.symmetric_wait import Clock, Process, Waiting, WaitingForProcess
+from moe_mk.comm.threads import ThreadCommunicator
+from moe_mk.comm.traffic import Nodes
+from moe_mk.errors import CommError, ConfigError, UnsupportedError
+from moe_mk.flight import land
+
+PHASE = "window set-up"
+NOTE_BYTES = 1024
+MOST_RANKS = 1 << FIELD_BITS["peer"]
+STAGING_BYTES = 64 << 20
+"""Rows on their way out; more are waited for."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where ranks lie, where they listen, and how much their proxies may take."""
+
+    nodes: Nodes
+    """Ranks of one node share memory; all others, and all if there is but one node, are reached over sockets."""
+    addresses: str = LOOPBACK
+    """The IPv4 network whose address each rank listens on, such as 10.0.0.0/24. Never more than that is bound."""
+    proxy: ProxySettings = field(default_factory=ProxySettings)
+    staging_bytes: int = STAGING_BYTES
+    on_step: OnStep = no_step
+
+    def near(self, comm: Communicator) -> list[int]:
+        """The ranks that share memory with one, itself included: only processes can."""
+        if self.nodes.num_nodes == 1 or not isinstance(comm, DistributedCommunicator):
+            return [comm.rank]
+        return list(self.nodes.members(self.nodes.node_of_W[comm.rank]))
+
+
+def reasons_against_network(comm: Communicator) -> list[str]:
+    """Why a group cannot have windows over sockets, as far as one rank can tell alone; empty if it can."""
+    kinds = (ThreadCommunicator, DistributedCommunicator)
+    reasons = [] if isinstance(comm, kinds) else [f"ranks of a {type(comm).__name__} cannot wait for each other"]
+    if comm.size > MOST_RANKS:
+        reasons.append(f"a command names ranks below {MOST_RANKS}, the group has {comm.size}")
+    return [*reasons, *filter(None, [reasons_against_words()])]
+
+
+def open_network_heap(
+    comm: Communicator, num_flags: int, data_bytes: int, clock: Clock, network: Network, num_counters: int = 0
+) -> NetworkHeap:
+    """Open the same heap on every rank; all ranks must do so in the same order. Blocks until all are connected.
+
+    Raises UnsupportedError for a group that cannot, CommError if ranks disagree, are late, or cannot reach each other.
+    """
+    if reasons := reasons_against_network(comm):
+        raise UnsupportedError("no windows can be opened over this network", reasons)
+    staging = max(network.staging_bytes, 2 * CHUNK_BYTES)
+    shape = WindowShape(comm.size, num_flags + num_counters * comm.size, aligned(data_bytes) + staging)
+    return _Opening(comm, shape, aligned(data_bytes), num_flags, num_counters, clock, network).open()
+
+
+class _Opening:
+    """What is known while a heap is being opened."""
+
+    def __init__(
+        self, comm: Communicator, shape: WindowShape, data_bytes: int, num_flags: int, num_counters: int, clock: Clock,
+        network: Network,
+    ) -> None:  # fmt: skip
+        self.comm, self.shape, self.clock, self.network = comm, shape, clock, network
+        self.data_bytes, self.num_flags, self.num_counters = data_bytes, num_flags, num_counters
+        self.near = network.near(comm)
+        self.far = frozenset(range(comm.size)) - set(self.near)
+        waits = comm.world if isinstance(comm, ThreadCommunicator) else comm
+        self.timeout_s = float(getattr(waits, "timeout_s", DEFAULT_TIMEOUT_S))
+        self._name, self._memory = "", None
+
+    _memory: Memory | None
+
+    def open(self) -> NetworkHeap:
+        """Meet, map, connect."""
+        listening, problem = self._tried(lambda: listen(self.network.addresses))
+        proxy = None
+        try:
+            mapping = self._tried(self._make_memory)[1]
+            address = listening[1] if listening else Address("", 0, b"")
+            notes = self._told(
+                {
+                    "host": address.host, "port": address.port, "token": address.token.hex(), "name": self._name,
+                    "bytes": self.shape.total_bytes, "process": vars(Process.this()), "problem": problem or mapping,
+                }
+            )  # fmt: skip
+            self._check_sizes([int(note["bytes"]) for note in notes])
+            self._name = str(notes[self.near[0]]["name"])
+            attaching = self._tried(lambda: self._attach(self._name))[1]
+            self._told({"problem": attaching})
+            assert self._memory is not None and listening is not None
+            words = words_of(self._memory.bytes)
+            proxy = Proxy(
+                self.comm.rank, sorted(self.far), self._own_window(self._memory, words), listening, self.clock,
+                self.network.proxy, self.network.on_step, min(RESUME_S, self.timeout_s / 2),
+            )  # fmt: skip
+            self._connect(proxy, notes)
+            return self._heap(proxy, self._memory, words, [Process(**note["process"]) for note in notes])
+        except BaseException:
+            if proxy is not None:
+                proxy.close(0.0)
+            elif listening is not None:
+                listening[0].close()
+            raise
+        finally:
+            if self._name:
+                unlink(self._name)  # everybody has mapped it, or never will; whoever is left removes it
+
+    def _make_memory(self) -> None:
+        """The first rank of a host makes its file; a rank alone needs none."""
+        if len(self.near) == 1:
+            self._memory = Memory(self.shape.total_bytes)
+        elif self.comm.rank == self.near[0]:
+            self._name, memory = create(self.shape.total_bytes)
+            self._memory = memory
+            for rank in self.near:
+                memory.reserve(rank * self.shape.window_bytes, self.shape.data_at)
+
+    def _attach(self, name: str) -> None:
+        if self._memory is None:
+            self._memory = attach(name, self.shape.total_bytes)
+
+    def _connect(self, proxy: Proxy, notes: list[dict[str, Any]]) -> None:
+        """Call the far ranks below this one, and wait for the calls of those above."""
+        addresses = {
+            rank: Address(note["host"], int(note["port"]), bytes.fromhex(note["token"]))
+            for rank, note in enumerate(notes)
+        }
+        proxy.start({rank: addresses[rank] for rank in self.far})
+        until = self.clock() + self.timeout_s
+        problem = self._tried(lambda: proxy.connect(self.timeout_s))[1]
+        while not problem and proxy.missing and not proxy.lost and self.clock() < until:
+            proxy.window.arrived.clear()
+            proxy.window.arrived.wait(0.01)
+        if not problem and proxy.lost:
+            problem = "; ".join(proxy.lost.values())[: NOTE_BYTES // 3]
+        elif not problem and proxy.missing:
+            problem = f"ranks {proxy.missing[:9]} have not called within {self.timeout_s:g} s [kernel.timeout_s]"
+            if proxy.trouble:
+                problem += f"; this rank cannot take their calls: {proxy.trouble} [ulimit -n]"
+        self._told({"problem": problem})
+
+    def _own_window(self, memory: Memory, words: Words) -> OwnWindow:
+        base, shape = self.comm.rank * self.shape.window_bytes, self.shape
+        data_at = base + shape.data_at
+        first_counter = self.num_flags
+        counters = Counters(words, self.comm.size, lambda n: base + (first_counter + n) * FLAG_BYTES, Lock())
+        return OwnWindow(
+            registered=memory.bytes.numpy().data[data_at : data_at + shape.data_bytes],
+            data_bytes=self.data_bytes,
+            num_flags=shape.num_flags + shape.ranks,
+            words=words,
+            flag_at=lambda flag: base + flag * FLAG_BYTES,
+            counters=counters,
+            num_counters=self.num_counters,
+            arrived=Event(),
+            reserve=lambda start, num_bytes: memory.reserve(data_at + start, num_bytes),
+            counter_flags=range(first_counter, shape.num_flags),
+        )
+
+    def _heap(self, proxy: Proxy, memory: Memory, words: Words, peers: list[Process]) -> NetworkHeap:
+        staging_bytes = self.shape.data_bytes - self.data_bytes
+        channels = proxy.channels
+        staging = Staging(self.data_bytes, staging_bytes, lambda channel, place: channels[channel].ring.tail > place)
+        rank, layer = self.comm.rank, self.comm.layer
+        waits = _waits(rank, self.far, proxy, peers, self.timeout_s, self.clock)
+        return NetworkHeap(
+            memory, words, self.shape, rank, waits, proxy=proxy, far=self.far, staging=staging, layer=layer
+        )
+
+    def _told(self, note: dict[str, object]) -> list[dict[str, Any]]:
+        """Everybody's note. Raises CommError on every rank where one has a problem."""
+        text = json.dumps(note).encode()
+        assert len(text) <= NOTE_BYTES
+        row = torch.tensor([list(text.ljust(NOTE_BYTES))], dtype=torch.uint8, device="cpu")
+        rows = land(self.comm.all_gather(row, [1] * self.comm.size, PHASE))
+        notes = [json.loads(bytes(other)) for other in rows.tolist()]
+        lines = [f"rank {rank}: {note['problem']}" for rank, note in enumerate(notes) if note["problem"]]
+        if lines:
+            self._fail("not all ranks can open windows over the network: " + "; ".join(lines))
+        return notes
+
+    def _check_sizes(self, sizes: list[int]) -> None:
+        for peer, size in enumerate(sizes):
+            if size != sizes[self.comm.rank]:
+                self._fail(f"opens windows of {size} bytes in all, this rank {sizes[self.comm.rank]}", peer)
+
+    def _fail(self, text: str, peer: int | None = None) -> None:
+        raise CommError(text, rank=self.comm.rank, phase=PHASE, layer=self.comm.layer, peer=peer, on_all_ranks=True)
+
+    def _tried(self, make: Callable[[], Any]) -> tuple[Any, str]:
+        """What was made, or the problem in words."""
+        try:
+            return make(), ""
+        except (OSError, LinkError, ConfigError) as problem:
+            return None, str(problem)[: NOTE_BYTES // 3]
+
+
+def _waits(
+    rank: int, far: frozenset[int], proxy: Proxy, peers: list[Process], timeout_s: float, clock: Clock
+) -> StartWaiting:
+    """How waits begin; numbers and the proxy alone, so that the heap keeps no group alive."""
+
+    def begin(phase: str, epoch: int, layer: str) -> Waiting:
+        near = WaitingForProcess(rank, phase, epoch, layer, peers=peers, timeout_s=timeout_s, clock=clock)
+        return WaitingForHosts(
+            rank, phase, epoch, layer, near=near, near_dead=near_dead, far=far, proxy=proxy, timeout_s=timeout_s,
+            clock=clock,
+        )  # fmt: skip
+
+    def near_dead() -> int | None:
+        own = peers[rank]
+        return next((n for n, each in enumerate(peers) if n not in far and each.is_gone(own)), None)
+
+    return begin

@@ -1,0 +1,199 @@
+"""A thread that serves channels: it reads rings, moves messages, takes calls, and sleeps when all is done."""
+
+from __future__ import annotations
+
+import select
+from collections import deque
+from collections.abc import Callable
+from threading import Event, Thread
+
+from moe_mk.comm.fork import in_child
+from moe_mk.comm.network.door import Door
+from moe_mk.comm.network.doorbell import Doorbell
+from moe_mk.comm.network.events import Step
+from moe_mk.comm.network.exchange import Exchange
+from moe_mk.comm.network.frames import Frame, LinkError
+from moe_mk.comm.network.link import Link, Pipe, PipeLink
+
+LONGEST_SLEEP_S = 0.05
+"""After so long the record is read although no bell was heard."""
+LINGER_S = 0.0005
+"""After so long without new commands open groups are closed."""
+GOODBYE_S = 1.0
+"""So long at most goodbyes may take."""
+_STEPS = {"work_read": Step.WORK_READ, "data_read": Step.DATA_READ, "data_sent": Step.DATA_SENT}
+
+Adopt = tuple[int, int, Pipe, Callable[[], int]]
+"""Channel, peer, the pipe, and what gives the groups the peer has applied once its old link is closed."""
+Lost = Callable[[int, int, LinkError | None], None]
+"""Called with the peer, the channel and what ended the link; None: one has begun."""
+
+
+class Worker:
+    """One thread of a proxy. All it knows of commands and peers lies in its exchanges."""
+
+    def __init__(self, exchanges: list[Exchange], lost: Lost, failed: Callable[[BaseException], None]) -> None:
+        self._exchanges = {exchange.channel.number: exchange for exchange in exchanges}
+        self._lost, self._failed = lost, failed
+        self.doorbell, self._adoptions = Doorbell(), deque[Adopt]()
+        self._stop, self._leaving, self._epoll = Event(), Event(), select.epoll()
+        self._door: Door | None = None
+        self._links: dict[int, tuple[Exchange, int]] = {}
+        """By file descriptor."""
+        self._writing: set[int] = set()
+        """Descriptors that are also waited for to take more."""
+        self._thread = Thread(target=self._run, name="moe-mk proxy", daemon=True)
+        in_child(self, Worker._leave_to_parent)
+
+    def listen(self, door: Door) -> None:
+        """Take calls too. Before `start`."""
+        self._door = door
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._epoll.register(self.doorbell.fileno(), select.EPOLLIN)
+        if self._door:
+            self._epoll.register(self._door.fileno(), select.EPOLLIN)
+        self._thread.start()
+
+    def adopt(self, channel: int, peer: int, pipe: Pipe, applied: Callable[[], int]) -> None:
+        """Go on with a peer over a new pipe; from any thread."""
+        self._adoptions.append((channel, peer, pipe, applied))
+        self.doorbell.ring()
+
+    def leave(self) -> None:
+        """Say goodbye to every peer, then end."""
+        self._leaving.set()
+        self.doorbell.ring()
+        self._thread.join(GOODBYE_S)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread where it stands."""
+        self._stop.set()
+        self.doorbell.ring()
+        self._thread.join()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: what is registered there stays so for the parent."""
+        self._epoll.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread works."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set() and not self._leaving.is_set():
+                self._turn()
+            if self._leaving.is_set():
+                self._go()
+        except BaseException as problem:  # told to whoever waits
+            self._failed(problem)
+        finally:
+            for exchange, peer in list(self._links.values()):
+                self._drop(exchange, peer)
+            for _, _, pipe, _ in self._adoptions:
+                pipe.close()
+            self._epoll.close()
+
+    def _turn(self) -> None:
+        while self._adoptions:
+            self._take_in(*self._adoptions.popleft())
+        if self._door:
+            self._door.tend()
+        worked = False
+        for exchange in self._exchanges.values():
+            worked |= exchange.send()
+        for exchange, peer in list(self._links.values()):
+            worked |= self._move(exchange, peer)
+        self._wait(0.0 if worked else LINGER_S)
+
+    def _go(self) -> None:
+        """Until all goodbyes are out."""
+        for exchange in self._exchanges.values():
+            exchange.say_goodbye()
+        while self._links and not self._stop.is_set():
+            for exchange, peer in list(self._links.values()):
+                self._move(exchange, peer)
+                link = exchange.channel.streams[peer].link
+                if link is not None and not link.wants_to_send:
+                    self._drop(exchange, peer)
+            self._watch_writers()
+            self._epoll.poll(LINGER_S)
+
+    def _move(self, exchange: Exchange, peer: int) -> bool:
+        try:
+            return exchange.arrive(peer)
+        except LinkError as problem:
+            self._drop(exchange, peer)
+            self._lost(peer, exchange.channel.number, problem)
+            return True
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep until something comes: a little, then close what is open, then longer."""
+        if seconds == 0.0:
+            self._heard(self._epoll.poll(0))
+            return
+        self.doorbell.is_awaited = True
+        if any(exchange.channel.has_news for exchange in self._exchanges.values()):  # the record, after the flag
+            self.doorbell.is_awaited = False
+            return
+        self._watch_writers()
+        events = self._epoll.poll(seconds)
+        if not events:
+            for exchange in self._exchanges.values():
+                exchange.close_groups()
+            for exchange, peer in list(self._links.values()):
+                self._move(exchange, peer)
+            self._watch_writers()
+            events = self._epoll.poll(LONGEST_SLEEP_S)
+        self.doorbell.is_awaited = False
+        self._heard(events)
+
+    def _heard(self, events: list[tuple[int, int]]) -> None:
+        descriptors = {descriptor for descriptor, _ in events}
+        if self.doorbell.fileno() in descriptors:
+            self.doorbell.hear()
+        if self._door and self._door.fileno() in descriptors:
+            self._door.answer()
+
+    def _watch_writers(self) -> None:
+        for descriptor, (exchange, peer) in self._links.items():
+            link = exchange.channel.streams[peer].link
+            wants = link is not None and link.wants_to_send
+            if wants != (descriptor in self._writing):
+                self._epoll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if wants else 0))
+                (self._writing.add if wants else self._writing.discard)(descriptor)
+
+    def _take_in(self, channel: int, peer: int, pipe: Pipe, applied: Callable[[], int]) -> None:
+        exchange = self._exchanges[channel]
+        self._drop(exchange, peer)
+        try:
+            exchange.channel.begin_anew(peer, self._link(exchange, pipe), applied())
+        except LinkError as problem:
+            pipe.close()
+            self._lost(peer, exchange.channel.number, problem)
+            return
+        self._links[pipe.fileno()] = (exchange, peer)
+        self._epoll.register(pipe.fileno(), select.EPOLLIN)
+        self._lost(peer, channel, None)
+
+    def _link(self, exchange: Exchange, pipe: Pipe) -> Link:
+        def on_sent(frame: Frame, what: str) -> None:
+            if frame.serial:
+                exchange.on_step(_STEPS[what], (exchange.channel.number, frame.serial - 1))
+
+        return PipeLink(pipe, on_sent)
+
+    def _drop(self, exchange: Exchange, peer: int) -> None:
+        stream = exchange.channel.streams[peer]
+        if stream.link is None:
+            return
+        descriptor = stream.link.fileno()
+        if self._links.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+            self._writing.discard(descriptor)
+        stream.link.close()
+        stream.link = None

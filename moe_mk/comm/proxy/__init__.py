@@ -1,7 +1,0 @@
-"""Transfers between hosts without a library: a producer packs commands, a CPU proxy carries them out over TCP."""
-
-from moe_mk.comm.proxy.command import Op, TransferCommand
-from moe_mk.comm.proxy.proxy import Proxy, ProxySettings
-from moe_mk.comm.proxy.ring import CommandRing
-
-__all__ = ["CommandRing", "Op", "Proxy", "ProxySettings", "TransferCommand"]

@@ -1,0 +1,1 @@
+"""Symmetric memory: windows of one shape on every rank, which every rank reads and writes."""

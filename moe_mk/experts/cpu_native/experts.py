@@ -1,0 +1,240 @@
+"""Experts on a CPU in native code: AMX, AVX-512 or AVX2, weights decoded in registers, sums in f32.
+
+The choice on every CPU with a C++ compiler. Weights are packed once into the order the matrix units read, at the size
+they have in the checkpoint; one call does w13, activation, w2, routing weights and the sum over an expert's rows.
+Compiled on first use into the user's cache directory (`kernels/native`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts, Whole
+from moe_mk.experts.cpu_native.tuning import Tuned, candidates, load_tuned, only, tuning_of
+from moe_mk.experts.cpu_native.weights import (
+    BLOCK,
+    PackedExpertWeights,
+    native_kernels,
+    pack_matrix,
+    storage_of,
+)
+from moe_mk.experts.cpu_native_whole import WholePass
+from moe_mk.kernels.native import (
+    Activation,
+    ExpertsMode,
+    Gating,
+    Rounding,
+    allocate,
+    experts_batched,
+    experts_grouped,
+    experts_rows,
+    touch_slot,
+)
+from moe_mk.kernels.native.pages import release_pages
+from moe_mk.placement.expert_map import PlacementTables
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
+from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.weights.expert_weights import MappedExpertWeights, Weights, expect_one_width, stacked_biases
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU_ERF,
+    "gelu_tanh": Activation.GELU_TANH,
+    "relu2": Activation.RELU2,
+    "swiglu_limit": Activation.SILU,
+    "swiglu_oai": Activation.SWIGLU_OAI,
+}
+
+
+@EXPERTS.register("cpu_native")
+class CpuNativeExperts(FusedExperts):
+    """C++ kernels behind a plain C interface; as many threads as torch uses."""
+
+    traits: ClassVar[ExpertsTraits] = ExpertsTraits(
+        summary="native CPU kernels (AMX, AVX-512, AVX2); the fast choice wherever a C++ compiler is",
+        kinds=frozenset({"cpu"}),
+        library="c++",
+        extra="install a C++ compiler (Debian: apt install g++); torch_cpu serves without, several times slower",
+        emits={
+            RowTokens: OutputStage.REDUCED,
+            GroupedTokens: OutputStage.RAW,
+            BatchedTokens: OutputStage.RAW,
+        },
+        weights=frozenset({"plain", *QUANTISED}),
+        computes=("plain", "fp8", "int8"),
+        dtypes=frozenset({"bf16"}),
+        block_sides=frozenset({BLOCK}),
+        copies_weights=True,
+        batch_invariant=True,
+        activations=frozenset(ACTIVATIONS),
+        biases=True,
+        graph_safe=False,
+        bandwidth=0.7,
+        compute=0.4,
+        launches=1,
+    )
+
+    def __init__(self, context: ExpertsContext) -> None:
+        super().__init__(context)
+        self.native = native_kernels()
+        self.mode = ExpertsMode(
+            ACTIVATIONS[context.activation],
+            alpha=context.swiglu_alpha,
+            limit=context.swiglu_limit or 0.0,
+            quantize=_rounding(context.compute),
+            batch_invariant=context.batch_invariant,
+        )
+        self.tuned: Tuned | None = None
+        """Parameters by rows an expert; read when the type of the weights is known."""
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Plain weights must be bf16 as well; INT8 has blocks of 128, and FP8 tokens a scale for 128 of them."""
+        reasons, stored = super().reasons_against(problem), problem.weights
+        quant = problem.config.model.quant
+        if stored.block is None and storage_of(stored) is None:
+            reasons.append(Reason("weights", f"reads no {stored.name} weights; of plain ones only bf16"))
+        elif quant.weights == "int8_block" and storage_of(stored) is None:
+            sides = "x".join(map(str, quant.block))
+            reasons.append(Reason("block", f"reads INT8 blocks of {BLOCK}x{BLOCK}, the experts have {sides}"))
+        rounded = problem.activations
+        asked = problem.config.kernel.activations == "checkpoint" and rounded is not None
+        if asked and rounded is not None and rounded.family == "fp8" and rounded not in (FP8_1x128, FP8_1x128_UE8M0):
+            said = f"rounds tokens to FP8 with a scale for {BLOCK} values only, not to {rounded.name}"
+            reasons.append(Reason("activations", said, "kernel.activations = auto"))
+        return reasons
+
+    @classmethod
+    def workspace_bytes(cls, problem: Problem, rows: int) -> int:
+        """Hidden rows of all assignments in bf16, and sums in f32."""
+        assignments = rows * problem.config.router.top_k
+        return assignments * problem.intermediate * 2 + rows * problem.config.model.hidden_size * 4
+
+    @classmethod
+    def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
+        """Ways through memory worth trying for so many tokens; none of them changes a bit of the result."""
+        return candidates(context, rows)
+
+    def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> CpuNativeExperts:
+        """These experts with one choice for every call. Raises ConfigError for one that the kernels do not have."""
+        one = copy(self)
+        one.tuned = only(tuning_of(parameters))
+        return one
+
+    def relayout(self, weights: Weights) -> Weights:
+        """Pack every expert; the pages of a mapped checkpoint are given back expert by expert."""
+        return self.relayout_telling(weights, lambda stage, done, total: None)
+
+    def relayout_telling(self, weights: Weights, on_progress: Callable[[str, int, int], None]) -> Weights:
+        """`relayout`, with the bytes packed so far after each expert."""
+        if isinstance(weights, PackedExpertWeights):
+            return weights
+        expect_one_width(weights, "cpu_native")
+        storage = storage_of(weights.scheme)
+        assert storage is not None, f"{weights.scheme.name} weights were to be refused"
+        hidden, inner = self.context.hidden_size, self.context.intermediate_size
+        bias13, bias2 = stacked_biases(weights)
+        layout13 = storage.layout(inner, hidden, gated=weights.gated)
+        packed = PackedExpertWeights(
+            allocate(self.native, layout13, weights.num_slots, bias13, touch=False),
+            allocate(self.native, storage.layout(hidden, inner, gated=False), weights.num_slots, bias2, touch=False),
+            weights.scheme,
+        )
+        large = True
+        for index in range(weights.num_slots):
+            slot = weights.slot(index)
+            large = large and all(touch_slot(self.native, matrix, index) for matrix in (packed.w13, packed.w2))
+            pack_matrix(packed.w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13")
+            pack_matrix(packed.w2, index, [slot.down_HI], "w2")
+            if isinstance(weights, MappedExpertWeights) and weights.file_backed:
+                release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
+            on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
+        return packed
+
+    def beside(self, weights: Weights, shared: Weights) -> Weights | None:
+        """One native pass over both: the same threads go from routed experts to the shared ones, no sum in between."""
+        if not isinstance(weights, PackedExpertWeights) or not isinstance(shared, PackedExpertWeights):
+            return None
+        return replace(weights, shared=shared) if shared.gated == weights.gated else None
+
+    def with_gate(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> Whole | None:
+        """One native call: between its parts an interpreter would take longer than the router."""
+        if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
+            return None
+        return WholePass.of(self.native, self._mode_of_rows, weights, gating, tables, rank)
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        """Multiply in the layout the tokens have."""
+        assert isinstance(weights, PackedExpertWeights)
+        w13, w2, threads, mode = weights.w13, weights.w2, torch.get_num_threads(), self._mode(tokens, weights)
+        if isinstance(tokens, RowTokens):
+            x, scales = self._codes(tokens.x_RH)
+            shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
+            y = experts_rows(
+                self.native, x, tokens.ids_RK, tokens.weights_RK, w13, w2, shared=shared,
+                mode=mode, x_scales_RX=scales, out_RH=tokens.out_RH, threads=threads,
+            )  # fmt: skip
+            return ExpertOutput(y, OutputStage.REDUCED)
+        assert weights.shared is None, "shared experts are added to rows only; the layer asks `beside` for rows alone"
+        if isinstance(tokens, GroupedTokens):
+            x, scales = self._codes(tokens.x_NH)
+            y = experts_grouped(
+                self.native, x, tokens.counts_L, None, w13, w2, mode=mode, x_scales_NX=scales, threads=threads
+            )
+            return ExpertOutput(y, OutputStage.RAW)
+        x, scales = self._codes(tokens.x_LSH)
+        y = experts_batched(self.native, x, tokens.counts_L, w13, w2, mode=mode, x_scales_LSX=scales, threads=threads)
+        return ExpertOutput(y, OutputStage.RAW)
+
+    def _mode(self, tokens: Tokens, weights: PackedExpertWeights) -> ExpertsMode:
+        """How to compute, with the parameters for this number of rows; dropped assignments count too."""
+        choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
+        tuned = self._tuned(weights.scheme, choices)
+        return self._at(*_rows_and_choices(tokens)) if tuned.points else self.mode
+
+    def _mode_of_rows(self, scheme: QuantScheme, rows: int, choices: int) -> ExpertsMode:
+        """The same, of so many rows that visit so many experts each."""
+        return self._at(rows, choices) if self._tuned(scheme, choices).points else self.mode
+
+    def _tuned(self, scheme: QuantScheme, choices: int) -> Tuned:
+        if self.tuned is None:
+            self.tuned = load_tuned(self.context, scheme, choices)
+        return self.tuned
+
+    def _at(self, rows: int, choices: int) -> ExpertsMode:
+        if rows == 0 or self.tuned is None:
+            return self.mode
+        return replace(self.mode, tuning=self.tuned.at(rows * choices / self.context.num_slots))
+
+    def _codes(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
+        """Rows as the kernels read them: codes with f32 scales where they may stay, else bf16."""
+        fp8 = isinstance(x.scheme, Fp8Block) and x.scheme.block == (1, BLOCK)
+        if x.scales is None or not (fp8 if self.mode.quantize != Rounding.INT8 else x.scheme == INT8_TOKEN):
+            return x.dequantize(torch.bfloat16), None
+        return x.values, x.scales.to(torch.float32)
+
+
+def _rounding(compute: QuantScheme) -> Rounding:
+    if compute.block is None:
+        return Rounding.NONE
+    if compute == INT8_TOKEN:
+        return Rounding.INT8
+    return Rounding.FP8_UE8M0 if compute == FP8_1x128_UE8M0 else Rounding.FP8
+
+
+def _rows_and_choices(tokens: Tokens) -> tuple[int, int]:
+    """Rows, and the experts that each visits."""
+    if isinstance(tokens, RowTokens):
+        return tokens.ids_RK.shape[0], tokens.ids_RK.shape[1]
+    if isinstance(tokens, GroupedTokens):
+        return tokens.x_NH.shape[0], 1
+    return int(tokens.counts_L.sum()), 1

@@ -1,0 +1,120 @@
+"""Experts by FlashInfer's `cutlass_fused_moe`: routing rows in, weighted sums out, one call of the library.
+
+Choose it where FlashInfer is installed and four-bit weights meet Blackwell, or to compare on Hopper. It reads up rows
+before gate rows: weights are turned round once, at load. Tokens come in the layer's dtype and the library rounds them,
+except where it wants codes (calibrated FP8, MXFP8). Read at FlashInfer 0.6.18 to 0.7.2 (github.com/flashinfer-ai/
+flashinfer, flashinfer/fused_moe/core.py) and at its call in vLLM 0.33.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.flashinfer.cutlass_weights import CutlassWeights, turned_round
+from moe_mk.experts.flashinfer_output import summed_rows
+from moe_mk.experts.flashinfer_served import Served, reasons_of_served
+from moe_mk.external.library import load
+from moe_mk.quant.fp8_whole import Fp8Static
+from moe_mk.quant.layouts import ScaleLayout, lay_out
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
+from moe_mk.weights.expert_weights import Weights
+
+SERVED: Mapping[str, Served] = {
+    "plain": Served(("plain",), 8),
+    "fp8_block": Served(("fp8",), 128, newest=(9, 0), flags={"use_deepseek_fp8_block_scale": True}),
+    "fp8_tensor": Served(("fp8",), 16, calibrated=True),
+    "nvfp4": Served(("nvfp4",), 128, oldest=(10, 0)),
+    "mxfp4": Served(("mxfp8",), 128, oldest=(10, 0), flags={"use_mxfp8_act_scaling": True}),
+}
+"""By value of `quant.kind`. Not here: MXFP4 with bf16 rows on sm_90, whose weights the library itself interleaves."""
+
+ACTIVATIONS: Mapping[tuple[str, bool], str] = {("silu", True): "Swiglu", ("relu2", False): "Relu2"}
+"""Names in the library, by activation and whether there is a gate."""
+
+
+@EXPERTS.register("flashinfer_cutlass")
+class FlashInferCutlassExperts(FusedExperts):
+    """One call for routed rows: gather, both grouped GEMMs, activation, weights and the sum."""
+
+    traits: ClassVar[ExpertsTraits] = ExpertsTraits(
+        summary="FlashInfer's CUTLASS experts: bf16 and calibrated FP8 from Hopper, FP8 blocks on Hopper alone, "
+        "NVFP4 and MXFP4 on Blackwell",
+        kinds=frozenset({"cuda"}),
+        min_arch=(9, 0),
+        library="flashinfer",
+        extra="pip install 'moe-mk[flashinfer]'",
+        emits={RowTokens: OutputStage.REDUCED},
+        weights=frozenset(SERVED),
+        computes=("fp8", "nvfp4", "mxfp8", "plain"),
+        activations=frozenset(name for name, _ in ACTIVATIONS),
+        dtypes=frozenset({"bf16"}),
+        block_sides=frozenset({128}),
+        bandwidth=0.6,
+        compute=0.6,
+        launches=6,
+        deterministic=False,  # the fused epilogue adds by atomics
+    )
+
+    def __init__(self, context: ExpertsContext) -> None:
+        """Raises LibraryMissing where FlashInfer is not installed; a CPU gets the emulation that the oracle allowed."""
+        super().__init__(context)
+        self.library = load("flashinfer.fused_moe.core", allow_emulated=context.device.type == "cpu")
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Beside the traits: the architectures of a type, what it is multiplied with, and sizes."""
+        reasons, served = super().reasons_against(problem), SERVED.get(problem.config.model.quant.kind)
+        if served is not None:
+            reasons += reasons_of_served(problem, served)
+        return reasons
+
+    @classmethod
+    def priced(cls, problem: Problem, compute: object) -> tuple[float | None, str]:
+        """A model; the adapter has met the emulated library only."""
+        return None, "model; never run on a device"
+
+    def relayout(self, weights: Weights) -> CutlassWeights:
+        """Up before gate, scales in the layout and the order that the library takes them in.
+
+        Raises UnsupportedError for an activation that the library has only with, or only without, a gate.
+        """
+        if isinstance(weights, CutlassWeights):
+            return weights
+        return turned_round(weights, self.context, ACTIVATIONS)
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        """One call; -1 becomes the number of experts, which is nobody's."""
+        assert isinstance(tokens, RowTokens) and isinstance(weights, CutlassWeights)
+        return summed_rows(tokens, self.context.hidden_size, lambda out: self._call(tokens, weights, out))
+
+    def _call(self, tokens: RowTokens, weights: CutlassWeights, out: Tensor) -> None:
+        x, input_scales = self._input(tokens.x_RH)
+        ids_RK = torch.where(tokens.ids_RK < 0, self.context.num_slots, tokens.ids_RK).to(torch.int32)
+        self.library.cutlass_fused_moe(
+            x, ids_RK.contiguous(), tokens.weights_RK.to(torch.float32).contiguous(), weights.w13, weights.w2,
+            torch.bfloat16, list(weights.quant_scales), input_sf=input_scales, output=out,
+            activation_type=getattr(self.library.ActivationType, weights.activation),
+            **(SERVED[weights.kind].flags or {}),
+        )  # fmt: skip
+
+    def _input(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
+        """Rows and, where they are codes of groups, their scales in tiles; else rows in bf16, for the library to round.
+
+        NVFP4 rows that came as such stay as they are; others the library rounds under the same global scale.
+        """
+        compute = self.context.compute
+        arrived = x.scheme == compute
+        if isinstance(compute, Fp8Static):
+            return (x if arrived else compute.quantize(x.dequantize(torch.bfloat16))).values.contiguous(), None
+        if compute.family != "mxfp8" and not (compute.family == "nvfp4" and arrived):
+            return x.dequantize(torch.bfloat16).contiguous(), None
+        q = x if arrived else compute.quantize(x.dequantize(torch.bfloat16))
+        assert q.scales is not None
+        return q.values.contiguous(), lay_out(q.scales, ScaleLayout.SWIZZLED).data

@@ -1,0 +1,240 @@
+"""Experts on NVIDIA GPUs from Hopper on, in Triton: every type of weights, no permuted copy, captured in a CUDA graph.
+
+FP8 blocks and INT8 are multiplied as such where activations may be rounded; MXFP8, MXFP4, NVFP4 and whoever wants plain
+activations get weights that are decoded in registers, at the bytes of the checkpoint.
+
+Choose it for every layout and every number of tokens on an H100 or H200. Tiles come from `configs/tuned` where the
+device has been measured, else from a built-in table. Importing this file needs no triton; building the backend does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import asdict
+from threading import get_ident
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.triton.tuning import (
+    BUILT_IN,
+    CANDIDATES,
+    CHOICES,
+    DECODED,
+    Case,
+    Tuned,
+    load_tuned,
+    only,
+    sensible,
+    tile_of,
+)
+from moe_mk.experts.triton.weights import FormedWeights, RoomyWeights, formed, ready, stacked
+from moe_mk.experts.triton.workspace import Workspace, workspace_of
+from moe_mk.experts.triton_beside import Beside, joined, spare_of
+from moe_mk.experts.triton_forms import BLOCK, form_of, size_reasons
+from moe_mk.external.device import profile_here, stream_of
+from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
+from moe_mk.kernels.triton.tile import Tile
+from moe_mk.quant.fp8_whole import Fp8Static
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_width
+
+MASKED_ROWS = 64
+"""Mean rows an expert that are expected at most in blocks with padding: their counts are on the device, and transports
+that deliver them serve decoding.
+"""
+FEWEST = 2.0**-10
+"""Mean rows an expert that stand for fewer."""
+INVARIANT = Tile(rows=64, swap=False, warps=8, stages=4)
+
+
+@EXPERTS.register("triton")
+class TritonExperts(FusedExperts):
+    """Two persistent grouped GEMMs; the first quantises its output, the second weighs and scatters it."""
+
+    traits: ClassVar[ExpertsTraits] = ExpertsTraits(
+        summary="our Triton kernels for Hopper: bf16, FP8 and INT8 products, weight-only FP8, INT8, MXFP8, MXFP4 and "
+        "NVFP4, biases and clamped SwiGLU, every layout; compiled for sm_90 in CI",
+        kinds=frozenset({"cuda"}),
+        min_arch=(9, 0),
+        library="triton",
+        extra="pip install 'moe-mk[cuda]'",
+        emits={
+            RowTokens: OutputStage.REDUCED,
+            GroupedTokens: OutputStage.RAW,
+            BatchedTokens: OutputStage.RAW,
+        },
+        weights=frozenset(
+            {"plain", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4"}
+        ),
+        computes=("fp8", "int8", "plain"),
+        dtypes=frozenset({"bf16"}),
+        block_sides=frozenset({BLOCK}),
+        activations=frozenset({*ACTIVATIONS, *CLAMPED}),
+        biases=True,
+        bandwidth=0.75,
+        compute=0.6,
+        launches=5,
+        batch_invariant=True,
+    )
+
+    def __init__(self, context: ExpertsContext, workspace: Workspace | None = None) -> None:
+        """workspace: scratch memory; None shares that of all layers of the device.
+
+        Raises ImportError where triton is not installed; the oracle refuses the backend there.
+        """
+        from moe_mk.kernels.triton import experts as kernels
+
+        super().__init__(context)
+        self.kernels = kernels
+        self.workspace = workspace or workspace_of(context.device)
+        self.tuned: Tuned | None = None
+        """Tiles by rows an expert; read when the type of the weights is known."""
+        self.together: Beside | None = None
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Beside the traits: plain weights in bf16 alone, and sizes that fill blocks and boxes."""
+        return [*super().reasons_against(problem), *size_reasons(problem)]
+
+    @classmethod
+    def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
+        """What tuning measured at this number of rows an expert; without it a model, of kernels that never ran here."""
+        rows = problem.num_tokens * problem.config.router.top_k / problem.slots
+        case = Case(
+            problem.config.model.hidden_size, problem.intermediate, problem.slots, problem.weights.name, compute.name
+        )
+        measured = load_tuned(problem.device.name, case, log=False).microseconds(rows)
+        return measured, "model; compiled, not yet measured" if measured is None else "measured"
+
+    @classmethod
+    def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
+        """Tiles worth trying for so many tokens; by hand only where FP8 is multiplied. The first one serves untuned.
+
+        Where the context does not say, a token has up to eight choices, and weights are multiplied as they are.
+        """
+        if context.batch_invariant:
+            return [asdict(INVARIANT)]
+        an_expert = max(rows * min(context.top_k or CHOICES, context.num_slots) / context.num_slots, FEWEST)
+        untuned = Tuned(built_in=_built_in(context.weights, context.compute)).tile(an_expert)
+        engines = ("triton", "gluon") if context.compute.block == (1, BLOCK) else ("triton",)
+        able = (tile for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert))
+        return [asdict(tile) for tile in dict.fromkeys((untuned, *able))]
+
+    def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> TritonExperts:
+        """These experts with one tile for every call. Raises ConfigError for a tile that no kernel has."""
+        one = copy(self)
+        one.tuned = only(tile_of(parameters))
+        return one
+
+    @classmethod
+    def workspace_bytes(cls, problem: Problem, rows: int) -> int:
+        """Rounded rows, the hidden row and the output row of every assignment, and their order."""
+        hidden, inner, assignments = (
+            problem.config.model.hidden_size, problem.intermediate, rows * problem.config.router.top_k,
+        )  # fmt: skip
+        return rows * (hidden + 4 * hidden // BLOCK) + assignments * (3 * inner + 2 * hidden + 20)
+
+    def relayout(self, weights: Weights) -> Weights:
+        """One stack on the device. bf16 and FP8 stacks that are there already are not copied, others are dealt anew.
+
+        Raises UnsupportedError for experts of different intermediate sizes.
+        """
+        self._know_tiles(weights.scheme)
+        if isinstance(weights, FormedWeights | RoomyWeights):
+            return weights
+        expect_one_width(weights, "triton")
+        form = form_of(weights.scheme, self.context.compute)
+        if form.group or form.row_scales:
+            return formed(weights, form, self.context.device, spare=spare_of(weights.num_slots))
+        if isinstance(weights, ExpertWeights):
+            w13, w2 = (ready(q, self.context.device) for q in (weights.w13, weights.w2))
+            return ExpertWeights(w13, w2, weights.layout, weights.gated)
+        return stacked(weights, self.context.device, spare=spare_of(weights.num_slots))
+
+    def beside(self, weights: Weights, shared: Weights) -> Weights | None:
+        """One slot more for rows, in the room behind the routed experts; written once, however often it is asked."""
+        if self.together is None or not self.together.made_of(weights, shared):
+            both = joined(weights, shared)
+            self.together = None if both is None else Beside(both, weights, shared)
+        return None if self.together is None else self.together.weights
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        """Multiply in the layout the tokens have; queued on the current stream, nothing is waited for."""
+        experts, tuned = self._experts(weights), self._know_tiles(weights.scheme)
+        lane = self.workspace.lane((stream_of(self.context.device), get_ident()))
+        with lane.frame(self.context.device) as empty:
+            if isinstance(tokens, RowTokens):
+                x, ids, share = self._readable(tokens.x_RH), tokens.ids_RK.to(torch.int32), tokens.weights_RK
+                tile = self._tile(tuned, ids.numel() / self.context.num_slots)
+                y = self.kernels.experts_rows(
+                    x, ids.contiguous(), share.contiguous(), experts, tile, empty, out=tokens.out_RH,
+                    beside=weights.num_slots > tokens.num_slots,
+                )  # fmt: skip
+                return ExpertOutput(y, OutputStage.REDUCED)
+            if isinstance(tokens, GroupedTokens):
+                x = self._readable(tokens.x_NH)
+                tile = self._tile(tuned, len(x[0]) / self.context.num_slots)
+                return ExpertOutput(
+                    self.kernels.experts_grouped(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW
+                )
+            x = self._readable(tokens.x_LSH)
+            tile = self._tile(tuned, min(x[0].shape[1], MASKED_ROWS))
+            return ExpertOutput(self.kernels.experts_batched(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
+
+    def _experts(self, weights: Weights) -> Any:
+        """The experts as the kernels know them."""
+        assert isinstance(weights, ExpertWeights | FormedWeights)
+        rows13, rows2 = (None, None) if isinstance(weights, ExpertWeights) else (weights.w13.rows, weights.w2.rows)
+        biases = weights.biases if isinstance(weights, FormedWeights | RoomyWeights) else None
+        b13, b2 = (None, None) if biases is None else (biases.b13, biases.b2)
+        return self.kernels.Experts(
+            (weights.w13.values, weights.w13.scales),
+            (weights.w2.values, weights.w2.scales),
+            self.context.activation,
+            weights.gated,
+            getattr(self.context.compute, "ue8m0", False),
+            form_of(weights.scheme, self.context.compute),
+            rows13, rows2, b13, b2, self.context.swiglu_alpha, self.context.swiglu_limit,
+            _fixed(self.context.compute),
+        )  # fmt: skip
+
+    def _know_tiles(self, weights: QuantScheme) -> Tuned:
+        """The tiles of a type of weights, read from the files once."""
+        if self.tuned is None:
+            c = self.context
+            case = Case(c.hidden_size, c.intermediate_size, c.num_slots, weights.name, c.compute.name)
+            self.tuned = load_tuned(profile_here(c.device).name, case, built_in=_built_in(weights, c.compute))
+        return self.tuned
+
+    def _tile(self, tuned: Tuned, rows_an_expert: float) -> Tile:
+        """The tile for a mean number of rows, known from shapes alone: dropped assignments count.
+
+        One tile for all where a row must get the same bits in any company: inside a tile no row meets another.
+        """
+        return INVARIANT if self.context.batch_invariant else tuned.tile(max(rows_an_expert, FEWEST))
+
+    def _readable(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens in the scheme they came in if the experts compute in it, else in bf16, to be rounded on the device."""
+        if x.scheme != self.context.compute:
+            return x.dequantize(torch.bfloat16), None
+        if isinstance(x.scheme, Fp8Static):  # its scale does not travel
+            rows = (*x.values.shape[:-1], 1)
+            return x.values, torch.full(rows, x.scheme.scale, dtype=torch.float32, device=x.values.device)
+        return x.values, x.scales
+
+
+def _built_in(weights: QuantScheme | None, compute: QuantScheme) -> tuple[tuple[float, Tile], ...]:
+    """The table of a type of weights: decoded in registers, or multiplied as they are."""
+    decoded = weights is not None and form_of(weights, compute).name.startswith("w_")
+    return DECODED if decoded else BUILT_IN
+
+
+def _fixed(compute: QuantScheme) -> tuple[float, float] | None:
+    """Calibrated scales of the rows before both products, where there are any."""
+    return (compute.scale, compute.hidden.scale) if isinstance(compute, Fp8Static) else None

@@ -1,0 +1,194 @@
+"""The two halves of a layer under live rebalancing: what a placement decides is built beside what serves, then flipped.
+
+A forward takes its half when it starts and keeps it to the end, so nothing it reads is ever written to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.groups import ParallelGroups
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import ConfigError, LostExpertError, UnsupportedError
+from moe_mk.flight import Flight
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.gate import Gate
+from moe_mk.layer.grid import Grid
+from moe_mk.layer.shared import SharedExperts
+from moe_mk.oracle.assemble import Parts, assemble
+from moe_mk.oracle.verdict import Decision
+from moe_mk.placement.expert_map import ExpertMap, PlacementTables
+from moe_mk.runner.monolithic import MonolithicKernel
+from moe_mk.runner.tiled_kernel import tiled
+from moe_mk.tokens import Routing
+from moe_mk.trace.recorder import Spans
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
+from moe_mk.weights.layer_weights import LayerWeights
+
+
+@dataclass(frozen=True)
+class LostExperts:
+    """What calls do while some experts have no live copy: `parallel.on_lost_expert` over one placement."""
+
+    layer: str
+    policy: str
+    experts: tuple[int, ...]
+    lost_E: Tensor
+    """bool, on the device of the layer."""
+
+    def check(self) -> None:
+        """Raise LostExpertError where calls must not be served; every rank has the same placement, so all raise."""
+        if self.policy == "raise":
+            raise LostExpertError(
+                f"{shown(self.experts)} no live copy and parallel.on_lost_expert = raise; call "
+                "RebalanceManager.rank_lost() on every rank to read them from the checkpoint again, or set "
+                "on_lost_expert to drop or renormalise",
+                layer=self.layer,
+                experts=self.experts,
+            )
+
+    def leave_out(self, routing: Routing, dropped: Tensor) -> Routing:
+        """Take lost experts out of a logical routing; `renormalise` keeps the sum of each token's weights.
+
+        dropped: int64 scalar on the device, grows by the number of assignments taken out.
+        """
+        ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
+        asked_TK = ids_TK >= 0
+        lost_TK = asked_TK & self.lost_E[ids_TK.clamp_min(0).long()]
+        dropped += lost_TK.sum()
+        if self.policy == "renormalise":
+            kept_T1 = weights_TK.masked_fill(~asked_TK | lost_TK, 0.0).sum(1, keepdim=True)
+            asked_T1 = weights_TK.masked_fill(~asked_TK, 0.0).sum(1, keepdim=True)
+            scales = lost_TK.any(1, keepdim=True) & (kept_T1 != 0)
+            # A factor of exactly 1 leaves the weights of every other token as they are, to the bit.
+            factor_T1 = torch.where(scales, asked_T1 / kept_T1.masked_fill(~scales, 1.0), 1.0)
+            weights_TK = weights_TK * factor_T1
+        return Routing(ids_TK.masked_fill(lost_TK, -1), weights_TK, routing.losses)
+
+
+def shown(experts: Sequence[int], most: int = 16) -> str:
+    """The start of a sentence about some experts."""
+    listed = ", ".join(map(str, experts[:most])) + (f" and {len(experts) - most} more" if len(experts) > most else "")
+    return f"expert {listed} has" if len(experts) == 1 else f"experts {listed} have"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a layer has beside its placement that follows from the size of its group."""
+
+    config: MoEConfig
+    decision: Decision
+    groups: ParallelGroups
+    gate: Gate
+    shared: SharedExperts | None
+
+
+@dataclass(frozen=True)
+class Half:
+    """Everything of a layer that depends on its placement."""
+
+    expert_map: ExpertMap
+    tables: PlacementTables
+    kernel: FusedMoEKernel | MonolithicKernel
+    grid: Grid
+    weights: LayerWeights | None
+    laid_out: Any
+    """The experts in the layout of the backend."""
+    epoch: int
+    """How many placements this layer has had before."""
+    lost: LostExperts | None = None
+    """Experts without a live copy and what calls do about them; None while every expert has one."""
+    frame: Frame | None = None
+    """What serves with it where the group is another one than before; None: what serves already."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether each EP rank computes only its experts' share of tokens that all EP ranks have."""
+        return not isinstance(self.kernel, MonolithicKernel) and self.kernel.prepare_finalize.traits.partial
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What ranks compare after a flip; equal maps on all ranks give equal notes."""
+        placed = repr((self.expert_map.experts_of_rank, self.expert_map.shares)).encode()
+        return {"placement": hashlib.sha256(placed).hexdigest()[:16], "epoch": str(self.epoch)}
+
+
+def build_half(
+    decision: Decision, expert_map: ExpertMap, grid: Grid, device: torch.device, spans: Spans, epoch: int = 0
+) -> Half:
+    """A half without weights: kernel and tables. Ranks with tokens of their own prefer near replicas."""
+    kernel = tiled(assemble(decision, Parts(expert_map, device, grid.ep, spans)), decision.problem.config.kernel)
+    same_tokens = isinstance(kernel, MonolithicKernel) or kernel.prepare_finalize.traits.partial
+    per_node = -(-grid.ep.size // decision.problem.nodes)
+    tables = expert_map.tables(device, None if same_tokens else grid.ep.rank, per_node)
+    lost = None
+    if expert_map.lost:
+        lost_E = torch.zeros(expert_map.num_experts, dtype=torch.bool, device=device)
+        lost_E[sorted(expert_map.lost)] = True
+        policy = decision.problem.config.parallel.on_lost_expert
+        if policy == "renormalise" and isinstance(kernel, MonolithicKernel):
+            chosen = decision.chosen.experts
+            raise UnsupportedError(
+                f"layer {grid.name!r}: parallel.on_lost_expert = renormalise with {chosen}, which routes inside",
+                ["set on_lost_expert to drop or raise, or pin kernel.experts to another backend"],
+            )
+        lost = LostExperts(grid.name, policy, tuple(sorted(expert_map.lost)), lost_E)
+    return Half(expert_map, tables, kernel, grid, None, None, epoch, lost)
+
+
+def with_experts(half: Half, old: Half, arrived: Mapping[int, SlotWeights]) -> Half:
+    """Give a half its weights: what arrived, else what this rank holds already. `old` is left as it is.
+
+    arrived: by slot of the new half. Raises ConfigError naming every slot whose expert is neither here nor arrived.
+    """
+    assert old.weights is not None
+    rank = half.grid.ep.rank
+    wanted = half.expert_map.local_to_global(rank)
+    here = dict(zip(old.weights.facts.owned, old.weights.experts.slots, strict=True))
+    missing = [f"expert {e} of slot {slot}" for slot, e in enumerate(wanted) if slot not in arrived and e not in here]
+    if missing:
+        raise ConfigError(
+            f"rank {rank} holds neither {', nor '.join(missing[:8])}; pass them as arrived={{slot: weights}}"
+        )
+    slots = tuple(arrived[slot] if slot in arrived else here[e] for slot, e in enumerate(wanted))
+    # Some of them are no views of a file any more, so no backend may give their pages back to the system.
+    experts = MappedExpertWeights(slots, old.weights.experts.scheme)
+    weights = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
+    return replace(half, weights=weights, laid_out=half.kernel.experts.relayout(experts))
+
+
+def try_out(half: Half, decision: Decision, gate: Gate, device: torch.device) -> Flight[None]:
+    """Run a half without tokens: ranks compare notes, windows are opened, every peer answers; nothing is recorded.
+
+    Raises CommError where ranks have decided differently or a peer does not answer.
+    """
+    yield from half.grid.agree(lambda: {**decision.notes(), **half.notes})
+    if half.weights is None:
+        return
+    config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype
+    x_TH = torch.empty((0, config.model.hidden_size), dtype=dtype, device=device)
+    kernel = replace(half.kernel, spans=spans)
+    if isinstance(kernel, MonolithicKernel):
+        y_TH = yield from kernel.steps(x_TH, gate(x_TH), gate.bias_E, half.laid_out)
+    else:
+        nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
+        y_TH = yield from kernel.steps(x_TH, Routing(nowhere_TK, nowhere_TK.to(torch.float32)), half.laid_out)
+    yield from half.grid.late_reduce(y_TH, spans, partial_over_ep=half.is_partial)
+
+
+def check_sizes(expert_map: ExpertMap, serving: ExpertMap, comm: Communicator) -> None:
+    """Raise ConfigError unless a new map has the ranks of the group, and fits the slots that ranks have."""
+    wrong = []
+    if expert_map.num_experts != serving.num_experts:
+        wrong.append(f"it places {expert_map.num_experts} experts, the layer has {serving.num_experts}")
+    if expert_map.num_ranks != comm.size:
+        wrong.append(f"it has {expert_map.num_ranks} ranks, the group has {comm.size}")
+    if wrong:
+        raise ConfigError("placement cannot replace the one that serves: " + "; ".join(wrong))

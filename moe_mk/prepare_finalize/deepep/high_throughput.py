@@ -1,0 +1,181 @@
+"""High-throughput kernels of DeepEP (V1) and of drop-ins for it: many tokens a rank, one copy of a token per rank.
+
+    layout    who goes where, counted on the device
+    dispatch  rows with ids and weights, quantised before; the host waits for how many come, except in a graph
+    combine   sums of each rank's experts go home, where ranks are added up
+
+Inside one node a call can be captured: it then takes room for the worst routing instead of waiting for counts.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import UnsupportedError
+from moe_mk.external.deepep_limits import (
+    HIGH_THROUGHPUT_CHUNKS,
+    HIGH_THROUGHPUT_ROW_BYTES,
+    NUM_SMS,
+    NVLINK_PEERS,
+    QPS_PER_RANK,
+    nvlink_bytes,
+    rdma_bytes,
+)
+from moe_mk.external.device import capturing
+from moe_mk.external.library import find, load
+from moe_mk.flight import Flight, InFlight
+from moe_mk.prepare_finalize.base import Budget, TransportContext, Volume
+from moe_mk.prepare_finalize.deepep.common import (
+    from_library,
+    no_more_tokens,
+    one_row_a_rank,
+    padded_row,
+    to_library,
+)
+from moe_mk.prepare_finalize.library_calls import Call
+from moe_mk.prepare_finalize.row_kernels import RowKernels, Surface, WayHome
+from moe_mk.tokens import Routing, RowTokens, Tokens
+
+LAYOUT = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank")
+"""What a layout consists of, in the order in which it is returned."""
+
+
+class HighThroughputTransport(RowKernels):
+    """One row a token and rank, in the order of ranks and tokens."""
+
+    kernels: ClassVar[str] = "high throughput"
+    later: ClassVar[str] = "async_finish"
+    surface: ClassVar[str] = ""
+    """The module with the library's `Buffer`, where that is not the library itself."""
+
+    def __init__(self, context: TransportContext) -> None:
+        """Find or make the group's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
+        super().__init__(context)
+        library = load(self.traits.library, allow_emulated=context.allow_emulated)
+        if not hasattr(library, "Buffer") and self.surface:
+            library = find(self.surface)
+        self._ids_dtype = getattr(library, "topk_idx_t", torch.int64)
+        with self._session.call("set-up"):
+            self._configs = self._configs_of(library)
+            sizes = self._sizes(library)
+        self._session.open(sizes, lambda most: self._made(library, most))
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        """Send each token to the ranks of its experts."""
+        c = self.context
+        no_more_tokens(x_TH, c.max_num_tokens)
+        rows = to_library(self.encode(x_TH), self._hidden)
+        ids_TK = self._numbers.of(routing.ids_TK).to(self._ids_dtype).contiguous()
+        weights_TK = routing.weights_TK.to(torch.float32).contiguous()
+        worst = c.comm.size * c.max_num_tokens if capturing(c.device) else 0
+        with c.spans.span("dispatch"):
+            buffer = self._session.buffer
+            assert buffer.layout is not None
+            with self._session.call("dispatch"):
+                *layout, _ = buffer.layout({"topk_idx": ids_TK, "num_experts": self._numbers.total})
+                received, slots_RK, weights_RK, _, handle, event = buffer.dispatch(
+                    {
+                        "x": rows,
+                        **dict(zip(LAYOUT, layout, strict=True)),
+                        "topk_idx": ids_TK,
+                        "topk_weights": weights_TK,
+                        self.later: True,
+                        **self._units(combine=False),
+                    },
+                    {"expert_alignment": 1, "num_worst_tokens": worst},
+                )
+            yield InFlight("dispatch")
+            self._wait(event, "dispatch")
+            mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
+            x_RH = from_library(received, c.wire, c.hidden_size)
+            return RowTokens(x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, handle=WayHome(buffer, handle))
+
+    def _configs_of(self, library: ModuleType) -> tuple[Any, ...]:
+        """Configs of dispatch and combine with a budget of their own; none where the library's are right.
+
+        The library also keeps a number of its own, for all buffers of the process; that one is never touched.
+        """
+        ranks, units = self.context.comm.size, self.context.comm_units
+        if units is None or ranks not in HIGH_THROUGHPUT_CHUNKS:  # the library refuses those ranks
+            return ()
+        if reasons := [str(reason) for reason in _reasons_against_units(units)]:
+            raise UnsupportedError(f"{self.traits.library} cannot be held to a budget", reasons)
+        return tuple(library.Config(units, *chunks) for chunks in HIGH_THROUGHPUT_CHUNKS[ranks])
+
+    def _units(self, *, combine: bool) -> dict[str, object]:
+        return {"config": self._configs[combine]} if self._configs else {}
+
+    def _sizes(self, library: ModuleType) -> tuple[int, int, int]:
+        """Bytes over NVLink and RDMA that the configs ask for, and queue pairs."""
+        ranks, row = self.context.comm.size, 2 * self._hidden
+        configs = self._configs or (library.Buffer.get_dispatch_config(ranks), library.Buffer.get_combine_config(ranks))
+        return (
+            max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs),
+            max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs),
+            max(QPS_PER_RANK, self.context.comm_units or 0) if ranks > NVLINK_PEERS else QPS_PER_RANK,
+        )
+
+    def _made(self, library: ModuleType, sizes: tuple[int, ...]) -> Surface:
+        near, far, qps = sizes
+        needed = {"group": self.context.comm.library_group(), "num_nvl_bytes": near, "num_rdma_bytes": far}
+        options = {"explicitly_destroy": False, "num_qps_per_rank": qps}
+        buffer = Call(library.Buffer, list(needed))(needed, options)
+        by_budget = ["config"] if self._configs else []
+        return Surface(
+            Call(buffer.dispatch, [*LAYOUT, "topk_idx", "topk_weights", self.later, *by_budget]),
+            Call(buffer.combine, ["handle", self.later, *by_budget]),
+            Call(buffer.get_dispatch_layout, ["topk_idx", "num_experts"]),
+        )
+
+    @classmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """A row to each distinct rank and back, after counts."""
+        return one_row_a_rank(problem, collectives=3)
+
+    @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """Queues over NVLink and RDMA, which do not grow with tokens; 0 where the library has no config."""
+        if problem.ranks not in HIGH_THROUGHPUT_CHUNKS:
+            return 0
+        row = 2 * padded_row(problem.config.model.hidden_size, HIGH_THROUGHPUT_ROW_BYTES)
+        chunks, num_sms = HIGH_THROUGHPUT_CHUNKS[problem.ranks], problem.config.kernel.comm_units or NUM_SMS
+        near = max(nvlink_bytes(chunk[1], row, problem.ranks, num_sms) for chunk in chunks)
+        return near + max(rdma_bytes(chunk[3], row, problem.ranks, num_sms) for chunk in chunks)
+
+    @classmethod
+    def own_budget(cls, problem: Problem) -> Budget:
+        """The library's number for a process that has not set another."""
+        del problem
+        return Budget(cls.traits.comm_unit, NUM_SMS, "the library's default")
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Every limit: ranks and how they lie on nodes, graphs, number formats."""
+        reasons = super().reasons_against(problem)
+        ranks, per_node = problem.ranks, problem.ep_ranks_per_node
+        if ranks > 1 and ranks not in HIGH_THROUGHPUT_CHUNKS:
+            tuned = ", ".join(map(str, HIGH_THROUGHPUT_CHUNKS))
+            reasons.append(Reason("ranks", f"is tuned for {tuned} ranks, the group has {ranks}"))
+        if ranks <= NVLINK_PEERS and problem.nodes > 1:
+            text = f"{ranks} ranks must share a node, they span {problem.nodes}"
+            reasons.append(Reason("fabric", text, "parallel.ranks_per_node"))
+        if ranks > NVLINK_PEERS and per_node != NVLINK_PEERS:
+            text = f"takes nodes of {NVLINK_PEERS} ranks, these have {per_node}"
+            reasons.append(Reason("fabric", text, "parallel.ranks_per_node"))
+        if ranks > NVLINK_PEERS and problem.config.kernel.graphs:
+            text = "waits on the host for counts between nodes, which no CUDA graph can capture"
+            reasons.append(Reason("graphs", text, "kernel.graphs = false"))
+        return [*reasons, *_reasons_against_units(problem.config.kernel.comm_units)]
+
+
+def _reasons_against_units(units: int | None) -> list[Reason]:
+    """Half of the multiprocessors send, the others receive: a channel is a pair."""
+    if units is None or units % 2 == 0:
+        return []
+    text = f"takes an even number of SMs, a pair for each channel, not {units}"
+    return [Reason("comm_units", text, f"kernel.comm_units = {units + 1}")]

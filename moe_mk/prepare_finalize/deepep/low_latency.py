@@ -1,0 +1,282 @@
+"""Low-latency kernels of DeepEP and of the libraries that speak its language: one adapter, a table of dialects.
+
+    dispatch  every token to a slot of each of its experts; the kernel rounds to FP8 where FP8 travels
+    combine   every slot back to its token; the kernel weighs and sums, with the ids and weights of the home rank
+
+No size is read on the host, so that calls can be captured. Two operations may be in flight, which is what two
+micro-batches need. The rows of an expert come in no particular order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import UnsupportedError
+from moe_mk.external.deepep_limits import (
+    LOW_LATENCY_IN_FLIGHT,
+    NVLINK_PEERS,
+    SCALE_GROUP,
+    low_latency_bytes,
+    low_latency_tokens,
+    most_low_latency_tokens,
+)
+from moe_mk.external.library import find, load
+from moe_mk.flight import Flight, InFlight
+from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, Volume
+from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
+from moe_mk.prepare_finalize.deepep.common import bf16_reasons, expect_wire, fp8_reasons, no_more_tokens
+from moe_mk.prepare_finalize.even_numbers import EvenNumbers
+from moe_mk.prepare_finalize.library_calls import Call
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import BatchedTokens, ExpertOutput, Routing, Tokens
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """In what one library differs from the others."""
+
+    hidden: tuple[int, ...]
+    """Row lengths it is built for; shorter rows are padded to the next."""
+    max_top_k: int
+    surface: str = ""
+    """The module with its `Buffer`, where that is not the library itself."""
+    size_hint: str = "get_low_latency_rdma_size_hint"
+    queue_pairs: bool = True
+    """Whether the depth of its queue pairs limits the tokens of a call."""
+    shrinks: bool = False
+    """Whether its buffers can be made with `enable_shrink`, without which they cannot mask ranks."""
+
+    def hidden_for(self, hidden_size: int) -> int | None:
+        """The row length that a layer's rows travel in; None if they are too long."""
+        return min((length for length in self.hidden if length >= hidden_size), default=None)
+
+
+@dataclass(frozen=True)
+class MaskStatus:
+    """Which ranks the kernels masked, as of the last combine that the device has finished."""
+
+    device_W: Tensor
+    """int32. Not 0 for masked ranks."""
+    host_W: Tensor
+    """The same, in memory that the host reads without waiting for the device."""
+
+    @classmethod
+    def of(cls, ranks: int, device: torch.device) -> MaskStatus:
+        """No rank is masked."""
+        host_W = torch.zeros(ranks, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        return cls(torch.zeros(ranks, dtype=torch.int32, device=device), host_W)
+
+    def read(self, query: Callable[[Tensor], None], *, wait: bool) -> None:
+        """Query the library's status; wait: until the host has it."""
+        query(self.device_W)
+        self.host_W.copy_(self.device_W, non_blocking=not wait)
+
+
+@dataclass
+class Surface:
+    """One buffer and the calls on it."""
+
+    buffer: Any
+    dispatch: Call
+    combine: Call
+    away_W: Tensor | None = None
+    """bool. Ranks that take no part at the moment; None where a library has no such."""
+    mask: MaskStatus | None = None
+    """Which ranks the kernels masked; None where the buffer reports none."""
+
+    @classmethod
+    def of(cls, buffer: Any) -> Surface:
+        """Those that the adapter needs. Raises UnsupportedError for a build without them."""
+        needs = ["num_max_dispatch_tokens_per_rank", "use_fp8", "return_recv_hook"]
+        return cls(
+            buffer,
+            Call(buffer.low_latency_dispatch, needs),
+            Call(buffer.low_latency_combine, ["topk_weights", "handle", "return_recv_hook"]),
+        )
+
+
+@dataclass(frozen=True)
+class WayHome:
+    """What combine must be given: the library's handle, and this rank's own ids and weights."""
+
+    handle: object
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+class LowLatencyTransport(PrepareFinalize):
+    """Tokens to padded blocks of their experts and back, in kernels that neither wait for the host nor for counts."""
+
+    dialect: ClassVar[Dialect]
+
+    def __init__(self, context: TransportContext) -> None:
+        """Find or make the group's buffer; every rank at once. Raises LibraryMissing, UnsupportedError or CommError."""
+        super().__init__(context)
+        expect_wire(context.wire, self.traits.library)
+        hidden = self.dialect.hidden_for(context.hidden_size)
+        if hidden is None:
+            longest = f"the longest that {self.traits.library} is built for is {max(self.dialect.hidden)}"
+            raise UnsupportedError(f"rows of {context.hidden_size} cannot travel", [longest])
+        self._hidden, self._numbers = hidden, EvenNumbers(context)
+        self._max_tokens = low_latency_tokens(context.max_num_tokens, context.comm.size)
+        library = load(self.traits.library, allow_emulated=context.allow_emulated)
+        if not hasattr(library, "Buffer") and self.dialect.surface:
+            library = find(self.dialect.surface)
+        self._ids_dtype = getattr(library, "topk_idx_t", torch.int64)
+        # Kernels find flags and rows by all three, so that layers which differ in any cannot use one buffer in turn.
+        geometry = ("low latency", self._max_tokens, hidden, self._numbers.total)
+        self._session: LibrarySession[Surface] = LibrarySession(context, self.traits.library, geometry)
+        with self._session.call("set-up"):
+            num_bytes = self._bytes_by(library)
+        self._session.open((num_bytes,), lambda most: Surface.of(self._open(library, *most)))
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        """Send each token to a slot of each of its experts. Raises UnsupportedError for a third call in flight."""
+        c = self.context
+        no_more_tokens(x_TH, c.max_num_tokens)
+        ids_TK = self._numbers_of(routing.ids_TK).to(self._ids_dtype).contiguous()
+        needed = {
+            "x": pad(x_TH, (0, self._hidden - c.hidden_size)).contiguous(),
+            "topk_idx": ids_TK,
+            "num_max_dispatch_tokens_per_rank": self._max_tokens,
+            "num_experts": self._numbers.total,
+            "use_fp8": isinstance(c.wire, Fp8Block),
+            "return_recv_hook": True,
+        }
+        ue8m0 = isinstance(c.wire, Fp8Block) and c.wire.ue8m0
+        options = {"round_scale": ue8m0, "use_ue8m0": ue8m0}
+        with c.spans.span("dispatch"):
+            self._expect_unmasked("dispatch")
+            self._expect_turn("dispatch")
+            with self._session.call("dispatch"):
+                rows, counts_L, handle, _, hook = self._session.buffer.dispatch(needed, options)
+            yield from self._arrival(hook, "dispatch")
+            home = WayHome(handle, ids_TK, routing.weights_TK.to(torch.float32).contiguous())
+            return BatchedTokens(self._as_wire(rows), counts_L[: c.num_slots].to(torch.int64), home=None, handle=home)
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """Send each slot back, weighed and summed on arrival."""
+        c, home = self.context, tokens.handle
+        assert isinstance(home, WayHome)
+        needed = {
+            "x": pad(
+                output.y, (0, self._hidden - c.hidden_size, 0, 0, 0, self._numbers.per_rank - c.num_slots)
+            ).contiguous(),
+            "topk_idx": home.ids_TK,
+            "topk_weights": home.weights_TK,
+            "handle": home.handle,
+            "return_recv_hook": True,
+        }
+        with c.spans.span("combine"):
+            self._expect_turn("combine")
+            with self._session.call("combine"):
+                total_TH, _, hook = self._session.buffer.combine(needed)
+            yield from self._arrival(hook, "combine")
+            self._read_mask()
+            y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
+            return y_TH
+
+    def _read_mask(self) -> None:
+        """After a combine: see which ranks the kernels masked. Where they never do, nothing."""
+
+    def _expect_unmasked(self, phase: str) -> None:
+        """Raise CommError for a rank that the kernels are known to have masked. Where they never do, nothing."""
+
+    def _numbers_of(self, physical_TK: Tensor) -> Tensor:
+        """The library's numbers of experts; -1 goes nowhere."""
+        return self._numbers.of(physical_TK)
+
+    def _open(self, library: ModuleType, num_bytes: int) -> Any:
+        """The library's buffer, of the size it asks for itself."""
+        c = self.context
+        needed = {
+            "group": c.comm.library_group(),
+            "num_rdma_bytes": num_bytes,
+            "low_latency_mode": True,
+            "num_qps_per_rank": self._numbers.per_rank,
+        }
+        options = {"allow_nvlink_for_low_latency_mode": True, "explicitly_destroy": False}
+        options |= {"enable_shrink": True} if self.dialect.shrinks else {}
+        return Call(library.Buffer, list(needed))(needed, options)
+
+    def _bytes_by(self, library: ModuleType) -> int:
+        hint: Callable[..., int] = getattr(library.Buffer, self.dialect.size_hint)
+        return hint(self._max_tokens, self._hidden, self.context.comm.size, self._numbers.total)
+
+    def _expect_turn(self, phase: str) -> None:
+        """The library has two buffers that take turns: a third operation, of whichever layer, would overwrite one."""
+        if self._session.kept.in_flight >= LOW_LATENCY_IN_FLIGHT:
+            way_out = "run at most two micro-batches at once"
+            refusal = UnsupportedError(
+                f"{self.traits.library} has two operations in flight already, {phase}", [way_out]
+            )
+            refusal.harmless_to_peers = True
+            raise refusal
+
+    def _arrival(self, hook: Callable[[], None], phase: str) -> Flight[None]:
+        """Leave the flight alone once, then receive; also where the flight is given up, so that the buffer is free."""
+        self._session.kept.in_flight += 1
+        try:
+            yield InFlight(phase)
+        finally:
+            self._session.kept.in_flight -= 1
+            with self._session.call(phase):
+                hook()
+
+    def _as_wire(self, rows: Tensor | tuple[Tensor, Tensor]) -> QuantTensor:
+        """Rows without their padding. Scales keep the column-major strides that grouped GEMMs want."""
+        c = self.context
+        if isinstance(rows, Tensor):
+            return QuantTensor(rows[: c.num_slots, :, : c.hidden_size], None, c.wire)
+        values, scales = (part[: c.num_slots] for part in rows)
+        if scales.dtype == torch.int32:  # four UE8M0 exponents each
+            scales = scales.contiguous().view(torch.uint8).view(torch.float8_e8m0fnu)
+        groups = -(-c.hidden_size // SCALE_GROUP)
+        return QuantTensor(values[..., : c.hidden_size], scales[..., :groups], c.wire)
+
+    @classmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """A row for each assignment that leaves the rank, and one back; nothing is counted beforehand."""
+        remote = problem.num_tokens * problem.config.router.top_k * (problem.ranks - 1) / problem.ranks
+        return Volume(remote, remote, 2)
+
+    @classmethod
+    def max_rows(cls, problem: Problem) -> int:
+        """A slot for every token of every rank at every local expert, filled or not."""
+        most = low_latency_tokens(problem.config.kernel.max_num_tokens, problem.ranks)
+        return problem.slots * problem.ranks * most
+
+    @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """The library's RDMA buffer: 1.78 GiB for 128 tokens, 256 experts and rows of 7168; 14.2 GiB for 1024."""
+        hidden = cls.dialect.hidden_for(problem.config.model.hidden_size) or problem.config.model.hidden_size
+        most = low_latency_tokens(problem.config.kernel.max_num_tokens, problem.ranks)
+        return low_latency_bytes(most, hidden, problem.slots * problem.ranks)
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Every limit: row length, top-k, tokens, ranks, number formats."""
+        reasons = [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
+        model, top_k = problem.config.model, problem.config.router.top_k
+        if cls.dialect.hidden_for(model.hidden_size) is None:
+            built = f"is built for rows of up to {max(cls.dialect.hidden)}, this layer has {model.hidden_size}"
+            reasons.append(Reason("hidden", built))
+        if top_k > cls.dialect.max_top_k:
+            reasons.append(Reason("top_k", f"takes {cls.dialect.max_top_k} experts a token, the router has {top_k}"))
+        if problem.ranks > NVLINK_PEERS and problem.ranks % NVLINK_PEERS:
+            text = f"takes up to {NVLINK_PEERS} ranks or a multiple, the group has {problem.ranks}"
+            reasons.append(Reason("ranks", text))
+        asked, most = problem.config.kernel.max_num_tokens, most_low_latency_tokens()
+        if cls.dialect.queue_pairs and low_latency_tokens(asked, problem.ranks) > most:
+            text = f"queue pairs hold the requests of {most} tokens a rank, {asked} are asked for"
+            reasons.append(Reason("tokens", text, f"kernel.max_num_tokens = {most // 4 * 4}"))
+        return reasons

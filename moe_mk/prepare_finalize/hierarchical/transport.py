@@ -1,0 +1,255 @@
+"""Two levels: a token crosses to each remote node once, and is handed on inside that node; sums meet there first.
+
+The choice where links between nodes are much slower than inside one, above all with routing limited to few nodes.
+
+    dispatch   a row for each distinct remote node goes to its relay, the rank of equal place in that node
+    relay      relays forward rows, and ranks their own tokens, to the ranks of the node that hold an expert of them
+    gather     sums return to the relay, which adds those of its node in rank order, in f32
+    combine    one row a token and node goes home, where nodes are added in their order, in f32
+
+With `kernel.relay_tokens` tokens travel in pieces of so many, and both levels are a pipeline: piece 1 crosses while
+piece 0 is relayed, and the other way round on the way home. The pieces change no bit of a token.
+
+    between nodes   | piece 0 | piece 1 | piece 2 |                   as many pieces for every number of tokens,
+    inside a node             | piece 0 | piece 1 | piece 2 |         since all ranks make the same calls
+
+Ranks of different nodes talk only if they have equal places. The scheme is that of CANN's layered dispatch, of DeepEP's
+internode kernels and of its hybrid mode; here it runs over any communicator, with nodes as data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.traffic import Nodes
+from moe_mk.comm.traffic_model import COUNT_BYTES
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import UnsupportedError
+from moe_mk.flight import Flight, InFlight
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.hierarchical.legs import Held, Leg, WayHome, handed_on, joined, wanted
+from moe_mk.prepare_finalize.packing import Rows, apart, opened, packed_row_bytes, side_by_side
+from moe_mk.prepare_finalize.rows.exchange import RowExchange, SumsHome
+from moe_mk.prepare_finalize.rows.sums import Part
+from moe_mk.prepare_finalize.scratch import Borrowed, kept_bytes
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+
+X = TypeVar("X")
+
+
+@PREPARE_FINALIZE.register("hierarchical")
+class Hierarchical(PrepareFinalize):
+    """All-to-all between nodes among ranks of equal place, then all-to-all inside each node."""
+
+    traits: ClassVar[TransportTraits] = TransportTraits(
+        summary="one copy of a token per remote node, relayed inside it; where links between nodes are the slow ones",
+        produces=RowTokens,
+        wants=OutputStage.REDUCED,
+        wire=frozenset({"plain", "fp8"}),
+        min_ranks=2,
+        graph_safe=False,
+    )
+
+    def __init__(self, context: TransportContext) -> None:
+        """Find the relays. Raises UnsupportedError for nodes of different sizes."""
+        super().__init__(context)
+        rank, nodes = context.comm.rank, Nodes.of(context.comm.size, context.ranks_per_node)
+        if reasons := _reasons_of_sizes(nodes):
+            raise UnsupportedError("transport 'hierarchical' cannot serve this group", [str(r) for r in reasons])
+        self.nodes, self._node, place = nodes, nodes.node_of_W[rank], nodes.local_index(rank)
+        self._relays = [nodes.members(node)[place] for node in range(nodes.num_nodes)]
+        """Of each node the rank of this rank's place; this rank itself in its own."""
+        self._members = list(nodes.members(self._node))
+        self._alone = len(self._members) == 1
+        """Whether nodes are single ranks, so that nothing is relayed."""
+        self._relay_of = {node: relay for node, relay in enumerate(self._relays) if self._alone or node != self._node}
+        node_of_W = torch.tensor(nodes.node_of_W, dtype=torch.int64, device=context.device)
+        self._node_of_P = node_of_W[context.tables.rank_of_P.long()]
+        self._exchange = RowExchange(context.comm, context.device)
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        """Send each token to the relays of its nodes, and what lies here on to the ranks of its experts."""
+        c = self.context
+        x_wire = self.encode(x_TH)
+        rows = apart(x_wire, routing.ids_TK.to(torch.int32), routing.weights_TK.to(torch.float32))
+        with c.spans.span("dispatch"):
+            node_TK = torch.where(routing.ids_TK >= 0, self._node_of_P[routing.ids_TK.clamp_min(0).long()], -1)
+            cuts = self._cuts(x_TH.shape[0])
+            pieces = [rows[cut] for cut in cuts]
+            lists = [wanted(node_TK[cut], self._relay_of) for cut in cuts]
+            legs = yield from self._told(lists, self._relays, pieces, "dispatch counts")
+            ways, arrived = yield from (self._straight if self._alone else self._relayed)(pieces, legs)
+            x_RH, physical_RK, weights_RK = opened(joined(arrived), c.wire, c.top_k)
+            return self.local_rows(x_RH, physical_RK, weights_RK, handle=tuple(ways))
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """Return sums to the relays, add up those of this node, send them home, and add up the nodes."""
+        ways = tokens.handle
+        assert isinstance(ways, tuple)
+        with self.context.spans.span("combine"):
+            parts = torch.split(output.y, [sum(home.within.received) for home in ways])
+            crossing: Flight[Tensor] | None = None
+            totals: list[Tensor] = []
+            for home, part_RH in zip(ways, parts, strict=True):
+                if self._alone:
+                    totals.append((yield from self._straight_home(part_RH, home)))
+                    continue
+                within = home.within
+                back = yield from self._exchange.home(part_RH, within.row_X, within.sent, within.received, "gather")
+                if crossing is not None:
+                    totals.append((yield from crossing))
+                crossing = _begun(self._home(back, home.between, output.y))
+            if crossing is not None:
+                yield InFlight("combine")
+                totals.append((yield from crossing))
+            return totals[0] if len(totals) == 1 else torch.cat(totals)
+
+    def _relayed(self, pieces: Sequence[Rows], legs: Sequence[Leg]) -> Flight[tuple[list[WayHome], list[Rows]]]:
+        """Both levels: while a piece crosses, the one before it is handed on."""
+        ways, arrived = [], []
+        crossing = _begun(self._cross(pieces[0], legs[0]))
+        yield InFlight("dispatch")
+        for number, (piece, between) in enumerate(zip(pieces, legs, strict=True)):
+            landed = yield from crossing
+            if number + 1 < len(pieces):
+                crossing = _begun(self._cross(pieces[number + 1], legs[number + 1]))
+            held = Held.by_node(
+                piece, side_by_side(landed.rows, piece.values.shape[1]), between, self.context.comm.rank
+            )
+            lists = [wanted(self._rank_of(held), {rank: rank for rank in self._members})]
+            (within,) = yield from self._told(lists, self._members, [held], "relay counts")
+            write = held.writer(within.row_X, within.sent)
+            arrived.append((yield from self._exchange.out(write, piece.widths, within.sent, within.received, "relay")))
+            self._exchange.scratch.give(landed)
+            ways.append(WayHome(between, within))
+        return ways, arrived
+
+    def _straight(self, pieces: Sequence[Rows], legs: Sequence[Leg]) -> Flight[tuple[list[WayHome], list[Rows]]]:
+        """Nodes of one rank: what has crossed is where it should be. Counted as if it were relayed to this rank."""
+        ways, arrived, comm = [], [], self.context.comm
+        for piece, leg in zip(pieces, legs, strict=True):
+            write = Held((piece,)).writer(leg.row_X, leg.sent)
+            rows = yield from self._exchange.out(write, piece.widths, leg.sent, leg.received, "dispatch", "relay")
+            comm.traffic.stayed("relay counts", COUNT_BYTES, comm.rank)
+            arrived.append(rows)
+            ways.append(WayHome(leg, leg))
+        return ways, arrived
+
+    def _straight_home(self, y_RH: Tensor, way: WayHome) -> Flight[Tensor]:
+        """Back from nodes of one rank, which are added in their order."""
+        leg, exchange = way.between, self._exchange
+        back = yield from exchange.home(y_RH, leg.row_X, leg.sent, leg.received, "combine", "gather")
+        y_TH = exchange.summed([back.parts], (leg.held, y_RH.shape[1]), y_RH.dtype)
+        exchange.scratch.give(back.memory)
+        return y_TH
+
+    def _cross(self, piece: Rows, leg: Leg) -> Flight[Borrowed]:
+        """Send rows to the relays of their nodes: the packed rows of others that this rank relays, by source."""
+        exchange, row_bytes = self._exchange, sum(piece.widths)
+        going, landed = (exchange.take((sum(counts), row_bytes), torch.uint8) for counts in (leg.sent, leg.received))
+        side_by_side(going.rows, piece.values.shape[1]).put(piece, leg.row_X)
+        yield from self.context.comm.all_to_others(landed.rows, going.rows, leg.sent, leg.received, "dispatch")
+        exchange.scratch.give(going)
+        return landed
+
+    def _home(self, gathered: SumsHome, between: Leg, like_RH: Tensor) -> Flight[Tensor]:
+        """Send the sums of foreign tokens home, and add up the nodes of this rank's own, in the dtype of `like_RH`."""
+        (hidden, dtype), exchange = (like_RH.shape[1], like_RH.dtype), self._exchange
+        before = sum(between.received[: self.context.comm.rank])  # rows of earlier nodes lie before this rank's tokens
+        going, coming = (exchange.take((sum(counts), hidden), dtype) for counts in (between.received, between.sent))
+        own = handed_on(gathered.parts, slice(before, before + between.held), going.rows, exchange.native)
+        yield from self.context.comm.all_to_others(coming.rows, going.rows, between.received, between.sent, "combine")
+        y_TH = exchange.summed(self._by_node(own, coming.rows, between), (between.held, hidden), dtype)
+        exchange.scratch.give(going, coming, gathered.memory)
+        return y_TH
+
+    def _by_node(self, own: list[Part], parts_XH: Tensor, between: Leg) -> list[list[Part]]:
+        """What adds up to this rank's tokens, in node order: its own node's sum is never rounded on the way."""
+        sizes = [between.sent[relay] for node, relay in enumerate(self._relays) if node != self._node]
+        parts = map(Part, torch.split(parts_XH, sizes), torch.split(between.row_X, sizes))
+        return [own if node == self._node else [next(parts)] for node in range(self.nodes.num_nodes)]
+
+    def _cuts(self, num_tokens: int) -> list[slice]:
+        """Equally many pieces for any number of tokens, the last ones perhaps empty."""
+        step = self.context.relay_tokens or self.context.max_num_tokens
+        ends = range(step, self.context.max_num_tokens, step)
+        return [slice(end - step, end) for end in ends] + [slice(ends[-1] if ends else 0, num_tokens)]
+
+    def _told(
+        self, lists: Sequence[dict[int, Tensor]], talks_to: Sequence[int], held: Sequence[Rows | Held], phase: str
+    ) -> Flight[list[Leg]]:
+        """Legs of several exchanges, once peers have told how many rows come; only `talks_to` are spoken to."""
+        comm = self.context.comm
+        sent_XW = [[len(row_of[peer]) if peer in row_of else 0 for peer in range(comm.size)] for row_of in lists]
+        ones = [int(peer in talks_to) for peer in range(comm.size)]
+        mine = torch.tensor([[sent[peer] for sent in sent_XW] for peer in talks_to], dtype=torch.int64, device="cpu")
+        # Counts first: peers must size their buffers before rows arrive.
+        theirs = yield from comm.all_to_all(mine, ones, ones, phase)
+        told_by = dict(zip(talks_to, theirs.tolist(), strict=True))
+        received_XW = [[told_by[p][n] if p in told_by else 0 for p in range(comm.size)] for n in range(len(lists))]
+        # A rank of this node forwards the rows of its place in every node.
+        most = self.context.max_num_tokens * (1 if talks_to is self._relays else self.nodes.num_nodes)
+        for counts_W in received_XW:
+            comm.check_counts(counts_W, most, phase)
+        none = torch.empty(0, dtype=torch.int64, device=self.context.device)
+        return [Leg.of(*each, none) for each in zip(lists, sent_XW, received_XW, map(len, held), strict=True)]
+
+    def _rank_of(self, held: Held) -> Tensor:
+        """(X, K): the rank of each assignment of held rows, -1 for nowhere."""
+        ids_XK = held.ids(self.context.top_k)
+        return torch.where(ids_XK >= 0, self.context.tables.rank_of_P[ids_XK.clamp_min(0).long()], -1)
+
+    @classmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """To each distinct remote node once, then inside it to the ranks of the experts; the same way back.
+
+        Uniform routing: every rank relays as much for others as others do for it.
+        """
+        tokens, ranks, nodes = problem.num_tokens, problem.ranks, min(problem.nodes, problem.ranks)
+        far = tokens * problem.nodes_per_token * (nodes - 1) / nodes
+        per_node = ranks / nodes
+        near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
+        kernel = problem.config.kernel
+        pieces = -(-kernel.max_num_tokens // (kernel.relay_tokens or kernel.max_num_tokens))
+        a_piece = 5 if per_node > 1 else 2  # nodes of one rank relay nothing
+        return Volume(far + near, far + near, 1 + a_piece * pieces, far_rows=far, pipelined=pieces > 1)
+
+    @classmethod
+    def max_rows(cls, problem: Problem) -> int:
+        """All tokens of all ranks may want an expert of this one."""
+        return problem.num_tokens * problem.ranks
+
+    @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """Rows that a rank relays, worst routing: a token of every rank of its place, packed, and their sums in f32."""
+        row = packed_row_bytes(problem.dtype, problem.config.model.hidden_size, problem.config.router.top_k)
+        relayed = problem.nodes * problem.num_tokens * (2 * row + 4 * problem.config.model.hidden_size)
+        return relayed + kept_bytes(problem)
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Needs several nodes, all of one size."""
+        reasons = super().reasons_against(problem)
+        if problem.ranks > 1 and problem.nodes == 1:
+            fix = "parallel.ranks_per_node, or kernel.prepare_finalize = all_to_all"
+            reasons.append(Reason("fabric", f"relays between nodes, all {problem.ranks} ranks share one", fix))
+        elif problem.nodes > 1:
+            reasons += _reasons_of_sizes(Nodes.of(problem.ranks, problem.ep_ranks_per_node))
+        return reasons
+
+
+def _begun(flight: Flight[X]) -> Flight[X]:
+    """A flight that is in the air already; its first hop is left to whatever flies meanwhile."""
+    next(flight)
+    return flight
+
+
+def _reasons_of_sizes(nodes: Nodes) -> list[Reason]:
+    if len(set(nodes.sizes)) <= 1:
+        return []
+    sizes = ", ".join(map(str, nodes.sizes))
+    return [Reason("fabric", f"needs nodes of equal size, these have {sizes} ranks", "parallel.ranks_per_node")]

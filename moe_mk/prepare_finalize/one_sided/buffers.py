@@ -1,0 +1,269 @@
+"""One lane of the one-sided transport: a window on every rank in which one call at a time is under way.
+
+Values of a source, its tails and its flag are written by that source alone and read by the owner. Sums are written by
+the owner alone, in the order of the received rows, so that experts may write them where they lie; the combine flag
+tells each rank where its own begin. So nobody counts for anybody else, and a single window serves call after call:
+
+    a peer writes rows of call e+1 only after this rank's combine flag e, stored when its experts were done with call e;
+    the owner writes sums of call e+1 only after every dispatch flag e+1, stored when the sums of call e had been read.
+
+Rows that experts read lie in the window until their call is finalized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.failure import Failure, GroupResource
+from moe_mk.comm.symmetric.heap import SymmetricHeap
+from moe_mk.comm.symmetric.setup import open_heap
+from moe_mk.errors import CommError
+from moe_mk.kernels.native import exchange
+from moe_mk.kernels.native.exchange import Exchange, FaultKind, PeerFault, WindowPlaces
+from moe_mk.kernels.native.library import Native
+from moe_mk.prepare_finalize.one_sided_window import RegionShape, lower_of_pair
+from moe_mk.trace.clock import now
+
+# The count of a flag: 24 bits of rows, and above them the number of the layer, below what reports a failure.
+LAYER_AT, LAYERS = 24, 255
+COUNT_MASK = (1 << LAYER_AT) - 1
+PATIENCE_US = 1000
+"""How long a native wait looks at flags before the heap's own wait, which knows of deadlines and dead peers."""
+
+
+class Lane:
+    """The windows of all ranks for one call at a time, and the number of that call."""
+
+    def __init__(self, comm: Communicator, region: RegionShape, native: Native | None) -> None:
+        self.region, self.epoch, self.busy = region, 0, False
+        self.heap = self._open(comm)
+        # Not the communicator itself: it keeps this lane, and a circle of the two would keep its group from ending.
+        self.rank, self.size, self.sums_at = comm.rank, comm.size, region.sums_at(comm.size)
+        self.peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        self.sums_RB = self._own_rows(self.sums_at, region.sum_bytes)
+        self.values_RB = self._own_rows(0, region.value_bytes)
+        """As many as the own window has room for, with and without pages."""
+        self.left = lower_of_pair(comm.size, comm.rank)
+        self.seam_row = region.seam_at(comm.size, comm.rank) // region.value_bytes
+        """The rows up to those of rank `left` end there, the others begin there."""
+        self._taken: dict[Hashable, int] = {}
+        ranks = range(comm.size)
+        self._out = [region.place(comm.size, owner, comm.rank) for owner in ranks]
+        self._in = [region.place(comm.size, comm.rank, source) for source in ranks]
+        self._tails = [region.tails_at(comm.size, source) for source in ranks]
+        kernels = native if self.heap.is_addressable else None
+        self.exchange = None if kernels is None else Exchange(kernels, self._places())
+        """Kernels that write into windows themselves; None: rows are put."""
+        self.patience_us = PATIENCE_US if self.exchange is not None and self.heap.is_concurrent else 0
+        self.heap.notes_at = region.notes_at(comm.size)
+        self._layer_bits = 0
+        if self.exchange is not None:
+            self.exchange.failure_of = self.heap.failure_of
+
+    def _open(self, comm: Communicator) -> SymmetricHeap:
+        """The windows of all ranks."""
+        return open_heap(comm, 2 * comm.size, self.region.data_bytes(comm.size), now)
+
+    def serve(self, layer: str, layer_number: int) -> None:
+        """Begin the next call."""
+        self.busy, self.epoch, self.heap.layer = True, self.epoch + 1, layer
+        number = layer_number % LAYERS
+        self._layer_bits = number << LAYER_AT
+        if self.exchange is not None:
+            self.exchange.serve(layer, number)
+
+    def report(self, failure: Failure) -> None:
+        """Let peers that wait for this rank know that it has failed. Never raises, never waits."""
+        self.heap.report(failure, [self.rank, self.size + self.rank])
+
+    def out_at(self, owner: int, count: int) -> int:
+        """Where this rank writes the values of its rows in an owner's window."""
+        at, back = self._out[owner]
+        return at - count * back
+
+    def in_at(self, source: int, count: int) -> int:
+        """Where a source writes the values of its rows in this rank's window."""
+        at, back = self._in[source]
+        return at - count * back
+
+    def tails_at(self, source: int) -> int:
+        """Where a source writes tails in every window."""
+        return self._tails[source]
+
+    def show_rows(self, peer: int, count: int) -> None:
+        """Tell a peer that its rows are there, and how many."""
+        self.heap.signal(peer, self.rank, self.epoch, self._layer_bits | count)
+
+    def await_rows(self) -> dict[int, int]:
+        """Wait until every peer has written; returns how many rows each did.
+
+        Raises CommError for more rows than there is room for.
+        """
+        return self._await(FaultKind.TOO_MANY_ROWS, first_flag=0, phase="dispatch", limit=self.region.rows)
+
+    def check_slots(self, ids_RK: Tensor, received_W: Sequence[int], num_slots: int) -> None:
+        """Raise CommError for the first received row of a slot that this rank does not have; -1 is none."""
+        out_RK = (ids_RK < -1) | (ids_RK >= num_slots)
+        if not out_RK.any():
+            return
+        row, k = torch.nonzero(out_RK)[0].tolist()
+        source, value = 0, int(ids_RK[row, k])
+        while row >= received_W[source]:
+            row, source = row - received_W[source], source + 1
+        self._refuse(PeerFault(FaultKind.NO_SUCH_SLOT, source, value, num_slots, row))
+
+    def _refuse(self, fault: PeerFault) -> NoReturn:
+        raise fault.error(self.rank, self.epoch, self.heap.layer)
+
+    def own_values(self, at: int, count: int) -> Tensor:
+        """Values in this rank's window, (count, bytes of values), with pages of their own."""
+        num_bytes = count * self.region.value_bytes
+        self.heap.reserve(self.rank, at, num_bytes)
+        return self.heap.data(self.rank, at, num_bytes).view(count, self.region.value_bytes)
+
+    def own_tails(self, source: int, count: int) -> Tensor:
+        """Tails in this rank's window as a source wrote them."""
+        num_bytes = count * self.region.tail_bytes
+        return self.heap.data(self.rank, self.tails_at(source), num_bytes).view(count, self.region.tail_bytes)
+
+    def own_sums(self, count: int) -> Tensor:
+        """Where this rank's sums of all received rows go, (count, bytes of a sum), with pages of their own."""
+        self.take_pages_of_sums(count)
+        return self.sums_RB[:count]
+
+    def show_sums(self, peer: int, first: int) -> None:
+        """Tell a peer that the sums of its rows are there, from number `first` on."""
+        self.heap.signal(peer, self.size + self.rank, self.epoch, self._layer_bits | first)
+
+    def await_sums(self) -> dict[int, int]:
+        """Wait until every peer has its sums ready; returns the number of the first one for this rank.
+
+        Raises CommError for a number beyond the sums that ranks before this one can have there.
+        """
+        limit = self.rank * self.region.rows
+        return self._await(FaultKind.SUMS_BEYOND, first_flag=self.size, phase="combine", limit=limit)
+
+    def sums_of(self, peer: int, first: int, count: int) -> Tensor:
+        """The sums that a peer has for this rank, as they lie in its window."""
+        width = self.region.sum_bytes
+        return self.heap.read(peer, self.sums_at + first * width, count * width).view(count, width)
+
+    def take_pages(self, what: Hashable, owner: int, at: int, num_bytes: int) -> None:
+        """Reserve a range that grows with its calls; nothing to do where an earlier call needed as much."""
+        if num_bytes > self._taken.get(what, 0):
+            self.heap.reserve(owner, at, num_bytes)
+            self._taken[what] = num_bytes
+
+    def take_pages_of_sums(self, count: int) -> None:
+        """Reserve the room of so many sums in this rank's window."""
+        self.take_pages("sums", self.rank, self.sums_at, count * self.region.sum_bytes)
+
+    def take_pages_around_seam(self, first: int, end: int) -> None:
+        """Reserve the rows from one number to before another in this rank's window."""
+        width, seam = self.region.value_bytes, self.seam_row
+        self.take_pages("below", self.rank, first * width, (seam - first) * width)
+        self.take_pages("above", self.rank, seam * width, (end - seam) * width)
+
+    def make_room(self, counts: Sequence[int]) -> None:
+        """Take the pages of so many rows of this rank at each rank, for kernels."""
+        assert self.exchange is not None
+        region, tails_at = self.region, self.tails_at(self.rank)
+        for rank, count in enumerate(counts):
+            if count > self.exchange.room[rank]:
+                self.heap.reserve(rank, self.out_at(rank, count), count * region.value_bytes)
+                self.heap.reserve(rank, tails_at, count * region.tail_bytes)
+                self.exchange.room[rank] = count
+
+    def _await(self, kind: FaultKind, *, first_flag: int, phase: str, limit: int) -> dict[int, int]:
+        found = self.heap.wait_until({peer: first_flag + peer for peer in self.peers}, self.epoch, phase)
+        for peer, word in found.items():
+            if word & ~COUNT_MASK != self._layer_bits:
+                fault = PeerFault(FaultKind.OTHER_LAYER, peer, word >> LAYER_AT, self._layer_bits >> LAYER_AT)
+                raise fault.error(self.rank, self.epoch, self.heap.layer, phase)
+            if (value := word & COUNT_MASK) > limit:
+                self._refuse(PeerFault(kind, peer, value, limit))
+        return {peer: word & COUNT_MASK for peer, word in found.items()}
+
+    def _own_rows(self, at: int, width: int) -> Tensor:
+        """A part of this rank's window that has room for all rows of all ranks, (rows, width)."""
+        rows = self.size * self.region.rows
+        return self.heap.data(self.rank, at, rows * width).view(rows, width)
+
+    def _places(self) -> WindowPlaces:
+        heap, ranks, me = self.heap, range(self.size), self.rank
+        flags_to = [0 if r == me else heap.flag_address(r, first + me) for first in (0, self.size) for r in ranks]
+        flags_from = [0 if r == me else heap.flag_address(me, first + r) for first in (0, self.size) for r in ranks]
+        return WindowPlaces(
+            rank=me,
+            values_to=[heap.address(rank, at) for rank, (at, _) in zip(ranks, self._out, strict=True)],
+            back_to=[back for _, back in self._out],
+            tails_to=[heap.address(rank, self.tails_at(me)) for rank in ranks],
+            flags_to=flags_to,
+            values_from=[heap.address(me, at) for at, _ in self._in],
+            back_from=[back for _, back in self._in],
+            tails_from=[heap.address(me, at) for at in self._tails],
+            flags_from=flags_from,
+            sums=[heap.address(rank, self.sums_at) for rank in ranks],
+            most_rows=self.region.rows,
+        )
+
+
+class Lanes(GroupResource):
+    """As many lanes as calls are under way at once; made when first needed, by every rank at the same call.
+
+    The communicator keeps them (`Communicator.kept`): layers of one model, given the same groups, share one set as long
+    as their rows have the same geometry. Each call has a lane of its own until it is finalized.
+    """
+
+    MOST = 16
+
+    def __init__(self, region: RegionShape) -> None:
+        self._region = region
+        self._lanes: list[Lane] = []
+
+    @classmethod
+    def of(cls, comm: Communicator, region: RegionShape) -> Lanes:
+        """Those that are kept over a group for rows of this geometry; new ones if there are none."""
+        kept = comm.kept.setdefault((cls, region), cls(region))
+        assert isinstance(kept, cls)
+        comm.keep(kept)
+        return kept
+
+    def take(self, comm: Communicator) -> Lane:
+        """The first idle lane, at its next epoch; the layer that `comm` belongs to is named in errors.
+
+        Raises CommError after a failure, or with too many calls open.
+        """
+        comm.check("dispatch")
+        for lane in self._lanes:
+            if not lane.busy:
+                break
+        else:
+            lane = self._new(comm)
+        lane.serve(comm.layer, comm.layer_number)
+        return lane
+
+    def abort(self, failure: Failure) -> None:
+        """Let peers know in every lane, whichever call they are in."""
+        for lane in self._lanes:
+            lane.report(failure)
+
+    def reopen(self) -> None:
+        """Begin with new windows: nobody knows what was written to those of calls that failed."""
+        self._lanes.clear()
+
+    def _new(self, comm: Communicator) -> Lane:
+        if len(self._lanes) == self.MOST:
+            text = f"{self.MOST} calls were prepared and not finalized; finalize each before the next"
+            raise CommError(text, rank=comm.rank, phase="dispatch", layer=comm.layer)
+        with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
+            self._lanes.append(self._lane(comm))
+        return self._lanes[-1]
+
+    def _lane(self, comm: Communicator) -> Lane:
+        return Lane(comm, self._region, exchange.ready())

@@ -1,0 +1,173 @@
+"""One-sided over hosts: the protocol of `one_sided`, with proxies on the CPU that carry puts over TCP sockets.
+
+The choice where CPU ranks lie on several hosts and nothing is to be installed. Inside a host ranks write each other's
+memory; between hosts a rank packs commands of 16 bytes, and a thread beside it carries them out (`comm/network`).
+
+    dispatch  put rows at the peer, then one flag with their count; the flag rides on the last of them
+    combine   put each far peer its sums, then one flag; near peers read theirs where they are
+
+On a single host every peer is reached through proxies, over loopback: to try it out, `one_sided` is the choice there.
+The split of duties between a producer and a proxy is that of UCCL-EP. Results are those of `all_to_all`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.network import ProxySettings
+from moe_mk.comm.network.heap import NetworkHeap
+from moe_mk.comm.network.setup import STAGING_BYTES, Network, open_network_heap, reasons_against_network
+from moe_mk.comm.network.tcp import network_of
+from moe_mk.comm.symmetric.heap import PAGE_BYTES, aligned
+from moe_mk.comm.traffic import Nodes
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import UnsupportedError
+from moe_mk.prepare_finalize.base import (
+    PREPARE_FINALIZE,
+    Budget,
+    PrepareFinalize,
+    TransportContext,
+    TransportTraits,
+    Volume,
+)
+from moe_mk.prepare_finalize.one_sided.buffers import Lane, Lanes
+from moe_mk.prepare_finalize.one_sided.rows_native import KernelRows
+from moe_mk.prepare_finalize.one_sided.rows_torch import PutRows, RowBytes
+from moe_mk.prepare_finalize.one_sided.transport import OneSided
+from moe_mk.prepare_finalize.one_sided_window import RegionShape
+from moe_mk.quant.wire import row_bytes
+from moe_mk.trace.clock import now
+
+
+@dataclass(frozen=True)
+class NetworkRegion(RegionShape):
+    """A window with room for the sums that far peers bring, behind the sums of its owner."""
+
+    nodes: Nodes
+    addresses: str
+    threads: int = ProxySettings.threads
+    """Of the proxy of each rank."""
+
+    @property
+    def proxy(self) -> ProxySettings:
+        """A ring of commands for each thread at least."""
+        return ProxySettings(threads=self.threads, channels=max(self.threads, ProxySettings.channels))
+
+    def data_bytes(self, ranks: int) -> int:
+        """All parts of one window."""
+        return self.brought_at(ranks, ranks)
+
+    def brought_at(self, ranks: int, peer: int) -> int:
+        """Where a far peer puts the sums of the rows it was sent."""
+        own = aligned(super().data_bytes(ranks), PAGE_BYTES)
+        return own + peer * aligned(self.rows * self.sum_bytes, PAGE_BYTES)
+
+
+class NetworkLane(Lane):
+    """The windows of all ranks of all hosts for one call at a time. Sums are brought to far peers, not fetched."""
+
+    region: NetworkRegion
+    heap: NetworkHeap
+
+    def _open(self, comm: Communicator) -> NetworkHeap:
+        self._received: dict[int, int] = {}
+        network = Network(self.region.nodes, self.region.addresses, self.region.proxy)
+        return open_network_heap(comm, 2 * comm.size, self.region.data_bytes(comm.size), now, network)
+
+    def await_rows(self) -> dict[int, int]:
+        """Wait until every peer has written; returns how many rows each did."""
+        self._received = super().await_rows()
+        return self._received
+
+    def show_sums(self, peer: int, first: int) -> None:
+        """Give a peer the sums of its rows, or tell it where they begin if it can read them there."""
+        width = self.region.sum_bytes
+        if peer in self.heap.far and (count := self._received[peer]):
+            sums = self.heap.data(self.rank, self.sums_at + first * width, count * width)
+            self.heap.put(peer, self.region.brought_at(self.size, self.rank), sums.view(count, width))
+        super().show_sums(peer, first)
+
+    def sums_of(self, peer: int, first: int, count: int) -> Tensor:
+        """The sums that a peer has brought, or has for this rank in its window."""
+        if peer not in self.heap.far:
+            return super().sums_of(peer, first, count)
+        width = self.region.sum_bytes
+        return self.heap.data(self.rank, self.region.brought_at(self.size, peer), count * width).view(count, width)
+
+
+class NetworkLanes(Lanes):
+    """Lanes over a network."""
+
+    _region: NetworkRegion
+
+    def _lane(self, comm: Communicator) -> Lane:
+        return NetworkLane(comm, self._region, None)
+
+
+@PREPARE_FINALIZE.register("one_sided_network")
+class OneSidedNetwork(OneSided):
+    """Puts and flags in shared memory inside a host, and by proxies over TCP between hosts."""
+
+    traits: ClassVar[TransportTraits] = replace(
+        OneSided.traits,
+        summary="writes into the memory of peers, by CPU proxies over TCP between hosts; one copy of a token per rank",
+        one_node=False,
+        blocking=True,
+        comm_unit="threads",
+    )
+
+    def __init__(self, context: TransportContext) -> None:
+        """Check that the group can have windows; they are opened by the first call, and shared with other layers.
+
+        Raises UnsupportedError with every reason, ConfigError for a kernel.network that is none.
+        """
+        PrepareFinalize.__init__(self, context)
+        reasons = [*reasons_against_network(context.comm), *_idle_threads(context.comm_units, context.comm.size)]
+        if context.device.type != "cpu":
+            reasons.append(f"runs on cpu, this device is {context.device.type}")
+        if reasons:
+            raise UnsupportedError("transport 'one_sided_network' cannot serve this group", reasons)
+        network_of(context.network)
+        self._size = RowBytes.of(context)
+        nodes = Nodes.of(context.comm.size, context.ranks_per_node)
+        sums = row_bytes(context.dtype, context.hidden_size)
+        parts = (context.max_num_tokens, self._size.values, self._size.tail, sums)
+        threads = context.comm_units or ProxySettings.threads
+        self._region = NetworkRegion(*parts, nodes, context.network, threads)
+        self._lanes = NetworkLanes.of(context.comm, self._region)
+        self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
+
+    @classmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """Rows as in `one_sided`; each of the two flags passes a proxy on either side."""
+        return replace(super().volume(problem), collectives=4)
+
+    @classmethod
+    def own_budget(cls, problem: Problem) -> Budget:
+        """What a proxy has by default, whatever the problem."""
+        del problem
+        return Budget(cls.traits.comm_unit, ProxySettings.threads, "the default")
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Limits of `one_sided`, and no more threads than peers."""
+        fix = f"kernel.comm_units = {problem.ranks - 1}"
+        idle = _idle_threads(problem.config.kernel.comm_units, problem.ranks)
+        return [*super().reasons_against(problem), *(Reason("comm_units", text, fix) for text in idle)]
+
+    @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """One window of this rank, the sums that peers bring, and rows on their way out."""
+        sums = problem.ranks * problem.num_tokens * row_bytes(problem.dtype, problem.config.model.hidden_size)
+        return super().buffer_bytes(problem) + sums + STAGING_BYTES
+
+
+def _idle_threads(units: int | None, ranks: int) -> list[str]:
+    """A peer is served by one thread, so that a proxy has no use for more threads than peers."""
+    if units is None or ranks == 1 or units < ranks:
+        return []
+    return [f"has {ranks - 1} peers to serve, each by one thread: {units} threads would be too many"]

@@ -1,0 +1,177 @@
+"""Rows into the windows of peers and sums out of them, put and read with torch operations.
+
+`one_sided_kernels` does the same with kernels that write there themselves. Both lay rows out alike, bit for bit, so
+that ranks of one group may differ. The steps of a call in either:
+
+    send      write values [Q] and tails [scales | ids | weights] of each token to each rank it visits, then a flag
+    arrived   wait for the flags of all peers
+    receive   the rows of all sources one behind the other, as they lie in the own window
+    add_up    wait for the sums of all peers, then add those of each rank to their tokens, rank after rank from zero in
+              f32, rounded once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.communicator import offsets
+from moe_mk.prepare_finalize.base import TransportContext
+from moe_mk.prepare_finalize.one_sided.buffers import Lane
+from moe_mk.prepare_finalize.one_sided_sum import add_up
+from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
+from moe_mk.quant.blocked import BlockedScheme
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.quant.wire import as_bytes, from_bytes, row_bytes
+from moe_mk.tokens import Routing
+
+Sent = tuple[Tensor, ...] | None
+"""The tokens sent to each rank, ascending; None: kernels keep them in their lane."""
+Encode = Callable[[Tensor], QuantTensor]
+"""Brings tokens into the wire scheme."""
+Arrived = tuple[QuantTensor, Tensor, Tensor, Tensor]
+"""Rows, ids (R, K) int32, weights (R, K) f32, and where the sums of the rows go."""
+
+
+class WayHome(NamedTuple):
+    """How the sums of one dispatch find back."""
+
+    lane: Lane
+    epoch: int
+    sent: Sent
+    """The tokens sent to each rank, ascending."""
+    sent_W: list[int]
+    received_W: list[int]
+    num_tokens: int
+    sums_RH: Tensor
+    """This rank's sums as peers read them."""
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """The parts of a row in bytes."""
+
+    values: int
+    scales: int
+    top_k: int
+
+    @classmethod
+    def of(cls, context: TransportContext) -> RowBytes:
+        """Of the wire scheme of a transport."""
+        hidden, wire = context.hidden_size, context.wire
+        whole = row_bytes(wire, hidden)
+        if not isinstance(wire, BlockedScheme):
+            return cls(whole, 0, context.top_k)
+        values = wire.value_shape(1, hidden)[1] * wire.element.dtype.itemsize
+        return cls(values, whole - values, context.top_k)
+
+    @property
+    def tail(self) -> int:
+        """Scales, ids and weights."""
+        return self.scales + self.top_k * (ID_BYTES + WEIGHT_BYTES)
+
+
+@dataclass(frozen=True)
+class WireTypes:
+    """What the tensors of a wire scheme hold."""
+
+    values: torch.dtype
+    scales: torch.dtype | None
+
+    @classmethod
+    def of(cls, wire: QuantScheme) -> WireTypes:
+        """None for scales that do not travel."""
+        if isinstance(wire, Plain):
+            return cls(wire.dtype, None)
+        assert isinstance(wire, BlockedScheme)
+        return cls(wire.element.dtype, None if wire.is_static else wire.scale_dtype)
+
+
+class PutRows:
+    """Gathered and put with torch operations; for every heap."""
+
+    def __init__(self, context: TransportContext, size: RowBytes) -> None:
+        self._context, self._size, self._types = context, size, WireTypes.of(context.wire)
+
+    def send(self, lane: Lane, x_TH: Tensor, routing: Routing, encode: Encode) -> tuple[Sent, list[int]]:
+        """Put values and tails at every peer, and the own rows where they are read. Returns counts by rank, too."""
+        wire = self._context.wire
+        as_it_is = isinstance(wire, Plain) and x_TH.dtype == wire.dtype
+        x = QuantTensor(x_TH, None, wire) if as_it_is else encode(x_TH)
+        values_TB = as_bytes(x.values)
+        token_of_W, tail_of_W = self._sorted_by_rank(x, routing)
+        counts = list(map(len, token_of_W))
+        for rank, token_X in enumerate(token_of_W):
+            at = lane.out_at(rank, len(token_X))
+            everything = len(token_X) == len(values_TB)  # token_X ascends, each token once
+            if rank == lane.rank:
+                torch.index_select(values_TB, 0, token_X, out=lane.own_values(at, len(token_X)))
+                lane.heap.reserve(rank, lane.tails_at(rank), tail_of_W[rank].numel())
+                lane.own_tails(rank, len(token_X)).copy_(tail_of_W[rank])
+                continue
+            lane.heap.put(rank, at, values_TB, None if everything else token_X)
+            lane.heap.put(rank, lane.tails_at(lane.rank), tail_of_W[rank])
+            lane.show_rows(rank, len(token_X))
+        return token_of_W, counts
+
+    def arrived(self, lane: Lane, sent_W: list[int]) -> list[int]:
+        """Rows received from each rank."""
+        counts = lane.await_rows() | {lane.rank: sent_W[lane.rank]}
+        return [counts[rank] for rank in range(lane.size)]
+
+    def receive(self, lane: Lane, received_W: list[int]) -> Arrived:
+        """Copy what lies apart to its place; values are those of the window."""
+        total = sum(received_W)
+        values_RB = lane.own_values(lane.region.rows_at(lane.size, lane.rank, received_W), total)
+        for source, rows_XB in enumerate(torch.split(values_RB, received_W)):
+            there_XB = lane.own_values(lane.in_at(source, received_W[source]), received_W[source])
+            if there_XB.data_ptr() != rows_XB.data_ptr():
+                rows_XB.copy_(there_XB)
+        tails_RB = torch.cat([lane.own_tails(source, count) for source, count in enumerate(received_W)])
+        ids_at, weights_at = self._size.scales, self._size.scales + self._size.top_k * ID_BYTES
+        ids_RK = from_bytes(tails_RB[:, ids_at:weights_at], torch.int32)  # of a copy: peers cannot change it any more
+        lane.check_slots(ids_RK, received_W, self._context.num_slots)
+        weights_RK = from_bytes(tails_RB[:, weights_at:], torch.float32)
+        scales = self._types.scales
+        scales_RX = None if scales is None else from_bytes(tails_RB[:, :ids_at], scales)
+        x_RH = QuantTensor(values_RB.view(self._types.values), scales_RX, self._context.wire)
+        return x_RH, ids_RK, weights_RK, lane.own_sums(total).view(self._context.dtype.dtype)
+
+    def show(self, home: WayHome) -> None:
+        """Tell every peer that the sums of its rows are there."""
+        first_of_W = offsets(home.received_W)
+        for peer in home.lane.peers:
+            home.lane.show_sums(peer, first_of_W[peer])
+
+    def add_up(self, home: WayHome, y_RH: Tensor, own: slice) -> Tensor:
+        """Read the sums of every rank where they lie, the own ones among y_RH."""
+        lane, sent = home.lane, home.sent
+        assert sent is not None
+        firsts = lane.await_sums()
+        own_XH = y_RH[own].to(self._context.dtype.dtype).contiguous()
+        parts = [
+            lane.sums_of(rank, firsts[rank], len(token_X)).view(own_XH.dtype) if rank in firsts else own_XH
+            for rank, token_X in enumerate(sent)
+        ]
+        return add_up(parts, sent, home.num_tokens)
+
+    def _sorted_by_rank(self, x_TH: QuantTensor, routing: Routing) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """For each rank its tokens, ascending, and the tails of their rows. Assignments elsewhere become -1 there."""
+        c = self._context
+        expert_TK = routing.ids_TK.clamp_min(0).long()
+        rank_TK = torch.where(routing.ids_TK >= 0, c.tables.rank_of_P[expert_TK], -1)
+        ranks_W = torch.arange(c.comm.size, dtype=rank_TK.dtype, device=rank_TK.device)
+        there_WTK = rank_TK == ranks_W[:, None, None]
+        peer_X, token_X = torch.nonzero(there_WTK.any(dim=2), as_tuple=True)
+        there_XK = there_WTK[peer_X, token_X]
+        slots_XK = torch.where(there_XK, c.tables.slot_of_P[expert_TK][token_X], -1).to(torch.int32)
+        weights_XK = torch.where(there_XK, routing.weights_TK[token_X], 0.0).to(torch.float32)
+        scales = () if x_TH.scales is None or not self._size.scales else (as_bytes(x_TH.scales)[token_X],)
+        tails_XB = torch.cat((*scales, as_bytes(slots_XK), as_bytes(weights_XK)), dim=1)
+        sizes = torch.bincount(peer_X, minlength=c.comm.size).tolist()
+        return torch.split(token_X, sizes), torch.split(tails_XB, sizes)

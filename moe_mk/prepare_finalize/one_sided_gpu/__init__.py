@@ -1,0 +1,5 @@
+"""One-sided dispatch and combine between GPUs, over peer pointers."""
+
+from moe_mk.prepare_finalize.one_sided_gpu.transport import OneSidedDevice
+
+__all__ = ["OneSidedDevice"]

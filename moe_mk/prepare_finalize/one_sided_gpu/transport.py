@@ -1,0 +1,235 @@
+"""One-sided between GPUs of one host: Triton kernels write tokens into peers' memory, and read the sums from there.
+
+The choice between GPUs that reach each other's memory where no EP library is installed. Compiled for sm_90 and run in
+Triton's interpreter; not yet measured on a GPU. Processes reach each other's windows by torch's symmetric memory where
+every rank has a GPU of its own, else by CUDA IPC; `reached_by` says which, and why.
+
+    dispatch  one launch copies rows [values | scales | ids | weights] to every rank they visit and raises a flag each
+    arrival   (W, M) rows, those of each source at the front of its part; the rest says -1
+    combine   experts' sums lie where peers read them; one flag, then each rank adds up its own in rank order, in f32
+
+No count is read on the host and no size depends on the routing: calls can be captured in a CUDA graph. A token whose
+ids are all -1 goes nowhere, so that a graph of M tokens serves fewer. Ranks that stay away are named by the next call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_mk.comm.failure import Failure, GroupResource
+from moe_mk.comm.symmetric.setup import reasons_against_heap
+from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import CommError, ShapeError, UnsupportedError
+from moe_mk.external.library import find
+from moe_mk.flight import Flight, InFlight
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.packing import pack, packed_row_bytes, unpack
+from moe_mk.quant.wire import row_bytes
+from moe_mk.shapes import expect
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
+
+if TYPE_CHECKING:
+    from moe_mk.prepare_finalize.one_sided_device_lane import DeviceLane
+
+NAME = "one_sided_gpu"
+LINE_BYTES = 16
+"""Rows are copied 16 bytes at a time."""
+LOOKS = 1 << 26
+
+
+@dataclass(frozen=True)
+class WayHome:
+    """How the sums of one dispatch find back."""
+
+    lane: DeviceLane
+    slots_WT: Tensor
+    """int32. The place of each token among those sent to a rank; -1 where it does not go."""
+    sums_RH: Tensor
+
+
+class DeviceLanes(GroupResource):
+    """The lanes that layers of a group share."""
+
+    def __init__(self) -> None:
+        self.lanes: list[DeviceLane] = []
+
+    def abort(self, failure: Failure) -> None:
+        """Nothing: kernels of peers look at flags a bounded number of times, and the group refuses further calls."""
+
+    def reopen(self) -> None:
+        """Begin with new windows."""
+        self.lanes.clear()
+
+
+@PREPARE_FINALIZE.register(NAME)
+class OneSidedDevice(PrepareFinalize):
+    """Triton kernels on addresses of peers' windows, one copy of a token per rank."""
+
+    traits: ClassVar[TransportTraits] = TransportTraits(
+        summary="Triton kernels write into the memory of peers' GPUs, inside one host; compiled, not yet measured",
+        kinds=frozenset({"cuda"}),
+        min_arch=(8, 0),
+        library="triton",
+        produces=RowTokens,
+        wants=OutputStage.REDUCED,
+        wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
+        min_ranks=2,
+        one_node=True,
+        masks_ranks=True,
+    )
+    looks = LOOKS
+    """At a flag, before a rank counts as late."""
+
+    def __init__(self, context: TransportContext) -> None:
+        """Check that the group can share memory; windows are opened by the first call, together with all ranks."""
+        super().__init__(context)
+        find("triton")
+        from moe_mk.kernels.triton.numerics import INTERPRETED
+
+        reasons = reasons_against_heap(context.comm)
+        if context.device.type != "cuda" and not INTERPRETED:
+            reasons.append(f"runs on cuda, this device is {context.device.type}")
+        reasons += [reason.text for reason in _odd_sums(row_bytes(context.dtype, context.hidden_size))]
+        if reasons:
+            raise UnsupportedError(f"transport '{NAME}' cannot serve this group", reasons)
+        self._packed = packed_row_bytes(context.wire, context.hidden_size, context.top_k)
+        # Layers of one model, given the same groups, share windows where their rows have the same geometry.
+        geometry = (context.max_num_tokens, self._packed, context.hidden_size, context.dtype.dtype, context.device)
+        kept = context.comm.kept.setdefault((type(self), geometry), DeviceLanes())
+        assert isinstance(kept, DeviceLanes)
+        self._lanes = kept.lanes
+        context.comm.keep(kept)
+
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        """Write each token to the ranks of its experts."""
+        from moe_mk.kernels.triton.one_sided import send_rows, slots_of
+
+        c = self.context
+        c.comm.check("dispatch")
+        if x_TH.shape[0] > c.max_num_tokens:
+            raise ShapeError(
+                f"x has T={x_TH.shape[0]} tokens, a window holds {c.max_num_tokens} of each rank "
+                "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
+            )
+        x_wire = self.encode(x_TH)
+        with c.spans.span("dispatch"):
+            lane = self._take()
+            rank_TK = torch.where(routing.ids_TK >= 0, c.tables.rank_of_P[routing.ids_TK.clamp_min(0).long()], -1)
+            ranks_W = torch.arange(c.comm.size, dtype=rank_TK.dtype, device=rank_TK.device)
+            visits_WT = (rank_TK[None] == ranks_W[:, None, None]).any(dim=2) & (lane.active_W != 0)[:, None]
+            slots_WT = slots_of(visits_WT)
+            rows_TB = pack(x_wire, routing.ids_TK.to(torch.int32), routing.weights_TK.to(torch.float32))
+            rows_TB = pad(rows_TB, (0, lane.windows.row_bytes - self._packed))
+            rows_WTB = rows_TB.expand(c.comm.size, *rows_TB.shape)
+            send_rows(lane.windows, rows_WTB, slots_WT, lane.call_1, lane.done_1)
+            yield InFlight("dispatch")
+            counts_W, _ = lane.await_flags("dispatch", self.looks)
+            return self._arrived(lane, counts_W, slots_WT)
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """Show the sums to the peers, and add up what they have, per token."""
+        from moe_mk.kernels.triton.one_sided import pull_sums, show
+
+        home, c = tokens.handle, self.context
+        assert isinstance(home, WayHome)
+        lane = home.lane
+        if not lane.busy:
+            raise CommError("this call was finalized before", rank=c.comm.rank, phase="combine")
+        with c.spans.span("combine"):
+            if output.y.data_ptr() != home.sums_RH.data_ptr():
+                home.sums_RH.copy_(output.y)
+            show(lane.windows, lane.call_1)
+            yield InFlight("combine")
+            _, status_W = lane.await_flags("combine", self.looks)
+            y_TH = pull_sums(lane.windows, home.slots_WT, status_W, c.hidden_size, c.dtype.dtype)
+            lane.busy = False
+            return y_TH
+
+    @property
+    def reached_by(self) -> list[str]:
+        """By what way peers reach the windows that are open, and why by no better one."""
+        return [lane.how for lane in self._lanes]
+
+    def leave_out(self, active_W: Tensor) -> None:
+        """Change who takes part, int32 (W,): 0 for ranks that nothing is sent to and nobody waits for.
+
+        A rank learns of the failure of another by CommError and not from here; who stays must be agreed on by all.
+        Captured graphs read it anew; 1 takes a rank back. Raises UnsupportedError before the first call, which opens
+        the windows together with every rank; ShapeError for a wrong shape or dtype. No host sync.
+        """
+        expect("active_W", active_W, "W", (torch.int32, torch.bool), W=self.context.comm.size)
+        if not self._lanes:
+            refusal = f"transport '{NAME}' has no windows yet, and opening them needs every rank"
+            raise UnsupportedError(refusal, ["make one call with every rank, such as one of 0 tokens, beforehand"])
+        for lane in self._lanes:
+            lane.active_W.copy_(active_W)
+
+    def _arrived(self, lane: DeviceLane, counts_W: Tensor, slots_WT: Tensor) -> RowTokens:
+        """All places of the window as rows; those that nobody filled go nowhere."""
+        c, windows = self.context, lane.windows
+        rows_RB = windows.rows(lane.own).view(-1, windows.row_bytes)[:, : self._packed]
+        x_RH, physical_RK, weights_RK = unpack(rows_RB, c.wire, c.hidden_size, c.top_k)
+        physical_RK = lane.checked(counts_W, physical_RK, c.tables.rank_of_P.shape[0])
+        sums_RH = windows.sums(lane.own).view(-1, windows.sum_bytes).view(c.dtype.dtype)
+        rows = self.local_rows(x_RH, physical_RK, weights_RK, WayHome(lane, slots_WT, sums_RH))
+        return RowTokens(rows.x_RH, rows.ids_RK, rows.weights_RK, rows.num_slots, rows.handle, sums_RH)
+
+    def _take(self) -> DeviceLane:
+        """The first idle lane, or a new one that every rank opens at the same call."""
+        from moe_mk.prepare_finalize.one_sided_device_lane import DeviceLane
+
+        c = self.context
+        lane = next((lane for lane in self._lanes if not lane.busy), None)
+        if lane is None:
+            if any(bool((each.active_W == 0).any()) for each in self._lanes):
+                way_out = "finalize each call before the next is prepared"
+                refusal = UnsupportedError("one more window needs every rank, and some are left out", [way_out])
+                refusal.harmless_to_peers = True
+                raise refusal
+            row = -(-self._packed // LINE_BYTES) * LINE_BYTES
+            sums = row_bytes(c.dtype, c.hidden_size)
+            lane = DeviceLane(c.comm, c.max_num_tokens, row, sums, c.device)
+            self._lanes.append(lane)
+        lane.serve(c.comm.layer)
+        return lane
+
+    @classmethod
+    def volume(cls, problem: Problem) -> Volume:
+        """Each token goes to the distinct other ranks of its experts, a sum comes back from each; flags meet twice."""
+        remote = problem.num_tokens * problem.ranks_per_token * (problem.ranks - 1) / problem.ranks
+        return Volume(remote, remote, 2)
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Sums move 16 bytes at a time; and what has not been measured is taken by name alone."""
+        reasons = [
+            *super().reasons_against(problem),
+            *_odd_sums(row_bytes(problem.dtype, problem.config.model.hidden_size)),
+        ]
+        if problem.config.kernel.prepare_finalize != NAME:
+            text = "compiled for sm_90, not yet measured on a GPU: it is taken by name alone"
+            reasons.append(Reason("unmeasured", text, f"kernel.prepare_finalize = {NAME}"))
+        return reasons
+
+    @classmethod
+    def buffer_bytes(cls, problem: Problem) -> int:
+        """One window of this rank."""
+        hidden, limit = problem.config.model.hidden_size, problem.config.kernel.max_num_tokens
+        row = packed_row_bytes(problem.dtype, hidden, problem.config.router.top_k) + LINE_BYTES
+        return problem.ranks * (limit * (row + row_bytes(problem.dtype, hidden)) + 256)
+
+    @classmethod
+    def max_rows(cls, problem: Problem) -> int:
+        """Every place of the window is a row, filled or not."""
+        return problem.config.kernel.max_num_tokens * problem.ranks
+
+
+def _odd_sums(num_bytes: int) -> list[Reason]:
+    if num_bytes % LINE_BYTES == 0:
+        return []
+    return [Reason("hidden", f"a sum of {num_bytes} bytes does not divide into {LINE_BYTES}", "another hidden size")]

@@ -1,0 +1,1 @@
+"""Rows between ranks: the exchange that transports share, and sums of received rows."""

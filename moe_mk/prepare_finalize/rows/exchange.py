@@ -1,0 +1,165 @@
+"""Rows to other ranks and sums back, with each row copied once on the way out and once on the way in.
+
+What stays on a rank goes straight to its place, while the rest is in the air; what travels lies in memory that calls
+use again. The counts of every rank are those of a plain all-to-all, its own included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.communicator import Communicator, offsets
+from moe_mk.flight import Flight
+from moe_mk.kernels.native.exchange import ready
+from moe_mk.kernels.native.library import Native
+from moe_mk.prepare_finalize.packing import SMALL_BYTES, Rows, side_by_side
+from moe_mk.prepare_finalize.rows.sums import Part, add_up
+from moe_mk.prepare_finalize.scratch import Borrowed, Scratch, new_rows
+
+Write = Callable[[Rows, slice], None]
+"""Write these of the rows to send, by rank, to a place."""
+Counts = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Rows by rank: those counted as sent, those sent, and those received."""
+
+
+@dataclass(frozen=True)
+class SumsHome:
+    """Sums that have come back: a part from each rank, in rank order, and the memory of those that travelled."""
+
+    parts: list[Part]
+    memory: Borrowed
+
+
+class RowExchange:
+    """The exchanges of one rank over one group."""
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self.comm, self.device, self.scratch = comm, device, Scratch.of(comm)
+        self.native: Native | None = ready() if device.type == "cpu" else None
+
+    def out(
+        self,
+        write: Write,
+        widths: tuple[int, int],
+        sent: Sequence[int],
+        received: Sequence[int],
+        phase: str,
+        here: str = "",
+    ) -> Flight[Rows]:
+        """Send the first sent[0] rows to rank 0, ...; return those of all ranks in rank order.
+
+        widths: bytes of the two parts of a row. here: the phase, if it is another one, in which all rows that have
+        arrived are counted as traffic of this rank with itself.
+        """
+        self._count(here, sum(received) * sum(widths))
+        counted = self._counted(sent, here)
+        if not _are_few(sent, received, sum(widths)):
+            return (yield from self._out_apart(write, widths, (counted, sent, received), phase))
+        packed_XB = torch.empty((sum(sent), sum(widths)), dtype=torch.uint8, device=self.device)
+        write(side_by_side(packed_XB, widths[0]), slice(0, len(packed_XB)))
+        if here:
+            arrived_RB = yield from self._exchange_others(packed_XB, (counted, sent, received), phase)
+        else:
+            arrived_RB = yield from self.comm.all_to_all(packed_XB, sent, received, phase)
+        return side_by_side(arrived_RB, widths[0])
+
+    def home(
+        self, y_RH: Tensor, row_X: Tensor, sent: Sequence[int], received: Sequence[int], phase: str, here: str = ""
+    ) -> Flight[SumsHome]:
+        """Send sums back the way their rows came; sent, received: of those rows. row_X: what was sent, rank by rank.
+
+        here: as of `out`. The memory is to be given back when the parts are added up.
+        """
+        if not here and _are_few(sent, received, y_RH.shape[1] * y_RH.element_size()):
+            back_XH = yield from self.comm.all_to_all(y_RH, received, sent, phase)
+            parts = zip(torch.split(back_XH, list(sent)), torch.split(row_X, list(sent)), strict=True)
+            return SumsHome([Part(*each) for each in parts], Borrowed(back_XH, None))
+        going, lent = self._for_others(y_RH, received)
+        coming = self.take((self._others(sent), y_RH.shape[1]), y_RH.dtype)
+        self._count(here, y_RH.numel() * y_RH.element_size())
+        yield from self.comm.all_to_others(coming.rows, going, self._counted(received, here), sent, phase)
+        self.scratch.give(*lent)
+        return SumsHome(self._parts(y_RH, coming.rows, row_X, sent, received), coming)
+
+    def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Borrowed:
+        """Rows to write to, see `Scratch`."""
+        return self.scratch.take(shape, dtype, self.device)
+
+    def summed(self, groups: Sequence[Sequence[Part]], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """New rows: see `row_sums.add_up`."""
+        return add_up(groups, new_rows(shape, dtype, self.device, self.native), self.native)
+
+    def _out_apart(self, write: Write, widths: tuple[int, int], counts: Counts, phase: str) -> Flight[Rows]:
+        """Many bytes: each is copied once on either side, and memory is used again."""
+        counted, sent, received = counts
+        at, landing, me = offsets(sent), offsets(received), self.comm.rank
+        going, coming = (self.take((self._others(each), sum(widths)), torch.uint8) for each in (sent, received))
+        self._fill(going.rows, widths[0], write, at)
+        flight = self.comm.all_to_others(coming.rows, going.rows, counted, received, phase)
+        hop = next(flight)
+        shapes = ((landing[-1], width) for width in widths)
+        arrived = Rows(*(new_rows(shape, torch.uint8, self.device, self.native) for shape in shapes))
+        write(arrived[landing[me] : landing[me + 1]], slice(at[me], at[me + 1]))
+        yield hop
+        yield from flight
+        landed = side_by_side(coming.rows, widths[0])
+        arrived[: landing[me]].put(landed[: landing[me]])
+        arrived[landing[me + 1] :].put(landed[landing[me] :])
+        self.scratch.give(going, coming)
+        return arrived
+
+    def _exchange_others(self, packed_XB: Tensor, counts: Counts, phase: str) -> Flight[Tensor]:
+        """Few bytes of which the own ones are not counted here."""
+        counted, sent, received = counts
+        at, before = offsets(sent), sum(received[: self.comm.rank])
+        going, lent = self._for_others(packed_XB, sent)
+        coming_XB = torch.empty((self._others(received), packed_XB.shape[1]), dtype=torch.uint8, device=self.device)
+        yield from self.comm.all_to_others(coming_XB, going, counted, received, phase)
+        self.scratch.give(*lent)
+        own_XB = packed_XB[at[self.comm.rank] : at[self.comm.rank + 1]]
+        return torch.cat((coming_XB[:before], own_XB, coming_XB[before:]))
+
+    def _fill(self, going_XB: Tensor, value_bytes: int, write: Write, at: Sequence[int]) -> None:
+        """Pack what goes to others."""
+        to, me = side_by_side(going_XB, value_bytes), self.comm.rank
+        write(to[: at[me]], slice(0, at[me]))
+        write(to[at[me] :], slice(at[me + 1], at[-1]))
+
+    def _for_others(self, y_RH: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[Borrowed]]:
+        """The rows that are not this rank's own, one behind the other: a view, where it has no others on both sides."""
+        at, me = offsets(counts), self.comm.rank
+        before, after = y_RH[: at[me]], y_RH[at[me + 1] :]
+        if at[me] == 0 or at[me + 1] == at[-1]:
+            return (before if at[me] else after).contiguous(), []
+        going = self.take((self._others(counts), y_RH.shape[1]), y_RH.dtype)
+        torch.cat((before, after), out=going.rows)
+        return going.rows, [going]
+
+    def _parts(
+        self, y_RH: Tensor, coming_XH: Tensor, row_X: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> list[Part]:
+        here, me = offsets(received), self.comm.rank
+        came = iter(torch.split(coming_XH, [count for rank, count in enumerate(sent) if rank != me]))
+        own_XH = y_RH[here[me] : here[me + 1]]
+        rows = [own_XH if rank == me else next(came) for rank in range(len(sent))]
+        return [Part(*each) for each in zip(rows, torch.split(row_X, list(sent)), strict=True) if len(each[0])]
+
+    def _counted(self, counts: Sequence[int], here: str) -> list[int]:
+        """What `all_to_others` counts: without this rank's own rows where those belong to another phase."""
+        return [0 if here and rank == self.comm.rank else count for rank, count in enumerate(counts)]
+
+    def _count(self, here: str, num_bytes: int) -> None:
+        if here:
+            self.comm.traffic.stayed(here, num_bytes, self.comm.rank)
+
+    def _others(self, counts: Sequence[int]) -> int:
+        return sum(counts) - counts[self.comm.rank]
+
+
+def _are_few(sent: Sequence[int], received: Sequence[int], row_bytes: int) -> bool:
+    """Whether operations cost more than the bytes of these rows."""
+    return (sum(sent) + sum(received)) * row_bytes < SMALL_BYTES

@@ -1,0 +1,128 @@
+"""Two ends of a link by hand: exchanges over real or shuffled links, moved by the test itself."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event, Lock
+
+import torch
+
+from moe_mk.comm.network.atomics import Counters
+from moe_mk.comm.network.channel import Channel
+from moe_mk.comm.network.command import Op, TransferCommand
+from moe_mk.comm.network.events import OnStep
+from moe_mk.comm.network.exchange import Exchange, no_step
+from moe_mk.comm.network.link import Link, PipeLink, SharedPipe
+from moe_mk.comm.network.ring import CommandRing, ring_bytes
+from moe_mk.comm.network.tcp import TcpPipe
+from moe_mk.comm.network.watch import Watch
+from moe_mk.comm.network.window import OwnWindow
+from moe_mk.comm.symmetric.flags import words_of
+from moe_mk.trace.clock import now
+from tests.support.network_shuffled import ShuffledLink
+
+FLAGS, COUNTERS, RANKS, FLAG_BYTES = 8, 2, 4, 64
+
+
+def own_window(data_bytes: int, registered_bytes: int | None = None) -> OwnWindow:
+    """Flags, then one word for each counter and rank, and data of their own."""
+    flags = torch.zeros((FLAGS + COUNTERS * RANKS) * FLAG_BYTES, dtype=torch.uint8)
+    data, words = torch.zeros(registered_bytes or data_bytes, dtype=torch.uint8), words_of(flags)
+    counters = Counters(words, RANKS, lambda n: (FLAGS + n) * FLAG_BYTES, Lock())
+    return OwnWindow(
+        data.numpy().data, data_bytes, FLAGS, words, lambda flag: flag * FLAG_BYTES, counters, COUNTERS, Event()
+    )
+
+
+@dataclass
+class End:
+    """One rank with one channel."""
+
+    rank: int
+    exchange: Exchange
+    window: OwnWindow
+    seen: list[object] = field(default_factory=list)
+
+    def flag(self, flag: int) -> int:
+        return self.window.words.load(flag * FLAG_BYTES)
+
+    def commit(self, *commands: TransferCommand) -> None:
+        for command in commands:
+            assert self.exchange.channel.ring.push(command)
+
+    def turn(self) -> None:
+        self.exchange.send()
+        for peer in self.exchange.channel.streams:
+            self.exchange.arrive(peer)
+
+    @property
+    def is_done(self) -> bool:
+        return self.exchange.channel.is_idle
+
+
+def an_end(
+    rank: int, peers: list[int], *, data_bytes: int = 1 << 16, capacity: int = 999, most_bytes: int = 1 << 20,
+    on_step: OnStep = no_step, clock: Callable[[], float] = now,
+) -> End:  # fmt: skip
+    window = own_window(data_bytes)
+    ring = CommandRing(torch.zeros(ring_bytes(capacity), dtype=torch.uint8), capacity)
+    return End(rank, Exchange(Channel(0, ring, peers), window, Watch(), clock, most_bytes, on_step), window)
+
+
+def tcp_pipes() -> tuple[TcpPipe, TcpPipe]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return TcpPipe(one), TcpPipe(other)
+
+
+def links(kind: str, seed: int = 0) -> tuple[Link, Link]:
+    """Both ends of a link of one kind."""
+    if kind == "shuffled":
+        return ShuffledLink.pair(seed)
+    if kind == "shuffled twice":
+        return ShuffledLink.pair(seed, twice=0.3)
+    if kind == "shared memory":
+        memory = torch.zeros(2 * 1384, dtype=torch.uint8)  # room for 1000 bytes: less than messages, no power of two
+        return PipeLink(SharedPipe(memory, 0)), PipeLink(SharedPipe(memory, 1))
+    one, other = tcp_pipes()
+    return PipeLink(one), PipeLink(other)
+
+
+KINDS = ("tcp", "shared memory", "shuffled", "shuffled twice")
+
+
+def joined(kind: str = "tcp", seed: int = 0, **settings: object) -> tuple[End, End]:
+    """Ranks 0 and 1, connected."""
+    ends = an_end(0, [1], **settings), an_end(1, [0], **settings)  # type: ignore[arg-type]
+    for end, peer, link in zip(ends, (1, 0), links(kind, seed), strict=True):
+        end.exchange.channel.begin_anew(peer, link, 0)
+    return ends
+
+
+def run(*ends: End, turns: int = 20_000) -> None:
+    """Move everything until all that was committed is confirmed."""
+    for turn in range(turns):
+        for end in ends:
+            end.turn()
+            if turn % 7 == 6:
+                end.exchange.close_groups()
+        if all(end.is_done for end in ends):
+            return
+    raise AssertionError(f"not done after {turns} turns")
+
+
+def put(peer: int, source: int, at: int, size: int) -> TransferCommand:
+    return TransferCommand(Op.PUT, peer, size, source, at)
+
+
+def store(peer: int, flag: int, word: int) -> TransferCommand:
+    return TransferCommand(Op.STORE, peer, flag=flag, value=word)
+
+
+def add(peer: int, counter: int, number: int) -> TransferCommand:
+    return TransferCommand(Op.ADD, peer, flag=counter, value=number)
