@@ -29,7 +29,7 @@ from moe_mk.flight import land
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner import TileRecord, run_dual
 from moe_mk.runner.tiled_kernel import TiledKernel
-from moe_mk.testing.processes import RankWorld
+from moe_mk.testing.on_ranks import RankWorld
 from moe_mk.tokens import Routing
 
 TILES = (1, 2, 4, 8)

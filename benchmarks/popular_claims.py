@@ -20,7 +20,7 @@ from typing import Any
 import popular_claims_cases as cases
 from small_layers import Size, about, native_experts, slowest
 
-from moe_mk.testing.processes import RankWorld
+from moe_mk.testing.on_ranks import RankWorld
 
 RANKS = 2
 

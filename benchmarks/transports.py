@@ -39,7 +39,7 @@ from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
-from moe_mk.testing.processes import RankWorld
+from moe_mk.testing.on_ranks import RankWorld
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens
 from moe_mk.trace.clock import now
 

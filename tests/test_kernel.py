@@ -14,7 +14,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import FP32
 from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.virtual import hops_of
+from moe_mk.testing.transports import hops_of
 from moe_mk.tokens import OutputStage, Routing, RowTokens
 from moe_mk.trace.recorder import Recorder, Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights

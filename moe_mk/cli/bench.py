@@ -27,7 +27,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.external.device import collective_backend, describe, device_of_rank
 from moe_mk.external.library import find
 from moe_mk.layer import DeepseekV3MoE
-from moe_mk.layer.stated import stated
+from moe_mk.layer.settings import stated
 from moe_mk.weights import CheckpointShape, write_checkpoint
 
 

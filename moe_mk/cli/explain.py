@@ -1,26 +1,76 @@
-"""`moe-mk explain`: the oracle's decision for a device that need not be here."""
+"""`moe-mk explain`: the oracle's decision for a device that need not be here.
+
+Who would serve how many tokens, and how near the price is to what the device can do at all.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import typer
+from rich.table import Table
 
-from moe_mk.cli.buckets import show_buckets
 from moe_mk.cli.exits import OK
 from moe_mk.cli.inputs import dtype_of
 from moe_mk.cli.screen import Screen, amount
 from moe_mk.cli.show import verdict_table
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.library import LIBRARIES, emulated, installed
 from moe_mk.oracle import Decision, select
+from moe_mk.plan.roofline import LayerShape, Rates, experts_us
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
+
+BUCKETS = (1, 16, 64, 128, 512, 1024, 4096)
+
+
+def show_buckets(screen: Screen, decide: Callable[[int], Decision]) -> None:
+    """One line a number of tokens: the winner, its price and what it rests on, and the floor of its experts.
+
+    decide: the decision for a number of tokens a rank.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("tokens", "price", "experts' floor"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("pair")
+    table.add_column("other experts on that transport")
+    for tokens in BUCKETS:
+        try:
+            decision = decide(tokens)
+        except UnsupportedError as refused:
+            table.add_row(str(tokens), "-", "-", str(refused).splitlines()[0], "")
+            continue
+        chosen = decision.chosen
+        pair = f"{chosen.name}, {chosen.cost_source}"
+        table.add_row(
+            str(tokens), f"{chosen.cost_us:,.0f} us", f"{experts_floor_us(decision):,.0f} us", pair, rivals_of(decision)
+        )
+    screen.fact("by tokens", "the floor is reading each weight and row once, or multiplying, whichever takes longer")
+    screen.console.print(table)
+
+
+def rivals_of(decision: Decision) -> str:
+    """What else could have computed behind the chosen transport, cheapest first."""
+    chosen = decision.chosen
+    able = [
+        verdict
+        for verdict in decision.verdicts
+        if verdict.prepare_finalize == chosen.prepare_finalize and verdict is not chosen and verdict.cost_us is not None
+    ]
+    ordered = sorted(able, key=lambda verdict: verdict.cost_us or 0.0)
+    return ", ".join(f"{verdict.experts} {verdict.cost_us:,.0f} us" for verdict in ordered) or "none"
+
+
+def experts_floor_us(decision: Decision) -> float:
+    """The least time of both grouped GEMMs in FP8 on the fullest rank of a decision."""
+    p, model = decision.problem, decision.problem.config.model
+    shape = LayerShape(model.hidden_size, p.intermediate, model.num_experts, p.config.router.top_k, ep=p.ranks)
+    return experts_us(shape, p.num_tokens, Rates.of(p.device))
 
 
 @dataclass(frozen=True)

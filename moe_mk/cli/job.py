@@ -1,37 +1,131 @@
-"""What each rank of `moe-mk run` does: build, load, run, measure, and let rank 0 verify and tell."""
+"""What each rank of `moe-mk run` does: build, load, run, measure, and let rank 0 verify and tell.
+
+What `moe-mk run --record-trace` writes: the routing of the two forwards that are verified, of all batches.
+
+What `--trace` writes: one prefill of all ranks on one time axis, for a viewer of Chrome traces.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moe_mk.cli import environment
 from moe_mk.cli.exits import MISMATCH, OK
-from moe_mk.cli.inputs import DTYPES, Batch, batch_of
+from moe_mk.cli.inputs import DTYPES, Batch, RunSettings, batch_of
 from moe_mk.cli.measure import time_stages
 from moe_mk.cli.plan import RunPlan
-from moe_mk.cli.recording import Recorded
 from moe_mk.cli.report import RankReport, Report
 from moe_mk.cli.screen import Screen
 from moe_mk.cli.show import show_results, show_verdict
-from moe_mk.cli.timeline import save_timeline
 from moe_mk.cli.world import Place, groups_of, team_of, together
 from moe_mk.comm.agreement import PHASE as AGREEMENT
-from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.communicator import Communicator, offsets
 from moe_mk.comm.traffic import LINKS, SELF, Nodes
+from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS
-from moe_mk.external.device import describe, device_of_rank, peak_host_bytes
+from moe_mk.external.device import describe, device_of_rank, peak_host_bytes, synchronize
 from moe_mk.external.library import COMPILER
 from moe_mk.flight import land
 from moe_mk.kernels.native import compile_and_open, is_compiled
-from moe_mk.layer import DeepseekV3MoE
+from moe_mk.layer import DeepseekV3MoE, MoELayer
+from moe_mk.trace.chrome import write_chrome_trace
 from moe_mk.trace.clock import now
+from moe_mk.trace.recorder import STAGES, Recorder, Span
+from moe_mk.trace.routing import Phase, RoutingTrace, TracedForward, TraceFacts
+from moe_mk.trace.routing_recorder import RoutingRecorder
 from moe_mk.verify import Answer, faulty_router, faulty_weights, verify
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.source import SafetensorsSource
+
+
+def save_timeline(layer: MoELayer, batch: Batch, team: Communicator, file: Path) -> int:
+    """Record one forward of every rank; rank 0 writes the file. All ranks of the team must call this.
+
+    Returns the number of spans. Raises ConfigError if the file cannot be written.
+    """
+    land(team.gather_count(0, "report"))
+    met, recorder = now(), Recorder()
+    layer.spans.recorder = recorder
+    try:
+        with recorder.span("other"):
+            layer(batch.x_TH, batch.token_ids_T)
+            synchronize(layer.device)
+    finally:
+        layer.spans.recorder = None
+    spans_of_W, met_W = gathered(recorder.spans, met, team)
+    if team.rank == 0:
+        try:
+            write_chrome_trace(file, spans_of_W, met_W)
+        except OSError as problem:
+            raise ConfigError(f"--trace {file} cannot be written: {problem}") from problem
+    return sum(map(len, spans_of_W))
+
+
+def gathered(spans: list[Span], met: float, team: Communicator) -> tuple[list[list[Span]], list[float]]:
+    """The spans of every rank, and what its clock said when all had met."""
+    rows = [[STAGES.index(span.stage), span.start, span.end, span.own] for span in spans]
+    mine = torch.tensor([[-1, met, met, 0.0], *rows], dtype=torch.float64, device="cpu")
+    counts = land(team.gather_count(len(mine), "report"))
+    everyone, starts = land(team.all_gather(mine, counts, "report")).tolist(), offsets(counts)
+    parts = [everyone[starts[rank] : starts[rank + 1]] for rank in range(team.size)]
+    spans_of_W = [[Span(STAGES[int(stage)], *times) for stage, *times in part[1:]] for part in parts]
+    return spans_of_W, [part[0][1] for part in parts]
+
+
+class Recorded:
+    """Listens to a layer on every rank, if a trace is asked for; then the first rank has what all of them routed."""
+
+    def __init__(self, layer: MoELayer, ep_rank: int, settings: RunSettings, batches: int) -> None:
+        """batches: of different tokens; one where all ranks bring the same."""
+        config, self.layer, self.settings = settings.config, layer, settings
+        self.facts = TraceFacts(
+            config.model.num_experts, config.router.top_k, config.router.num_expert_group, batches, config.model.name
+        )
+        self.recorder = RoutingRecorder(self.facts, rank=ep_rank if batches > 1 else 0)
+
+    @contextmanager
+    def step(self, phase: Phase, token_ids_T: Tensor | None = None) -> Iterator[None]:
+        """Record the forwards within as one step."""
+        if self.settings.record_trace is None:
+            yield
+            return
+        self.recorder.next_step(phase, token_ids_T)
+        with self.recorder.listening({self.settings.layer: self.layer}):
+            yield
+
+    def save(self) -> bool:
+        """Bring the steps of all batches together; whether this rank wrote the file. All ranks must call it."""
+        assert self.settings.record_trace is not None
+        mine = list(self.recorder.take().forwards())
+        if self.facts.num_ranks > 1:
+            mine = [forward for each in mine for forward in self._of_all_ranks(each)]
+        writes = self.layer.ep.rank == 0 and self.layer.tp.rank == 0
+        if writes:
+            RoutingTrace.of(self.facts, mine).write(self.settings.record_trace)
+        return writes
+
+    def _of_all_ranks(self, mine: TracedForward) -> list[TracedForward]:
+        ep, device = self.layer.ep, self.layer.device
+        counts = land(ep.gather_count(len(mine.ids_TK), "report"))
+        assert mine.weights_TK is not None
+
+        def gathered(rows: Tensor, dtype: torch.dtype) -> list[Tensor]:
+            sent = rows.to(device=device, dtype=dtype)
+            return list(torch.split(land(ep.all_gather(sent, counts, "report")).cpu(), counts))
+
+        ids, weights = gathered(mine.ids_TK, torch.int32), gathered(mine.weights_TK, torch.float32)
+        known: list[Tensor | None] = [None] * len(ids)
+        if mine.token_ids_T is not None:
+            known = [ids_T1.flatten() for ids_T1 in gathered(mine.token_ids_T[:, None], torch.int64)]
+        parts = enumerate(zip(ids, weights, known, strict=True))
+        return [TracedForward(mine.step, mine.layer, rank, mine.phase, *tensors) for rank, tensors in parts]
 
 
 @dataclass(frozen=True)

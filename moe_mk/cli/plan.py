@@ -13,8 +13,7 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.device import profile_here, usable_device
 from moe_mk.external.library import emulated, installed
 from moe_mk.layer.report import MemoryReport, memory_report
-from moe_mk.layer.settings import expert_map_of
-from moe_mk.layer.stated import stated
+from moe_mk.layer.settings import expert_map_of, stated
 from moe_mk.oracle import select
 from moe_mk.oracle.verdict import Decision
 from moe_mk.quant.plain import plain

@@ -13,12 +13,11 @@ from rich.table import Table
 from moe_mk.cli.exits import OK
 from moe_mk.cli.screen import Screen, amount
 from moe_mk.errors import ConfigError
-from moe_mk.plan.exchange import Exchange
+from moe_mk.plan.exchange import Exchange, Volumes, break_even_ranks
 from moe_mk.plan.layouts import layout
 from moe_mk.plan.links import Direction, Mode, link_profile, shipped_links
 from moe_mk.plan.predict import exchange_of, predict
 from moe_mk.plan.two_level import Relay
-from moe_mk.plan.volumes import Volumes, break_even_ranks
 from moe_mk.registry import did_you_mean
 
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)

@@ -83,7 +83,7 @@ def volumes_command(
     """Compare what tensor and expert parallelism send and hold on a rank."""
     from moe_mk.cli.predict import compare_volumes
     from moe_mk.cli.screen import Screen
-    from moe_mk.plan.volumes import Volumes
+    from moe_mk.plan.exchange import Volumes
 
     return compare_volumes(Screen(), Volumes(tokens, hidden, top_k, ranks))
 

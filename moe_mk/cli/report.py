@@ -1,19 +1,43 @@
-"""What a run found out, for the screen and for --json."""
+"""What a run found out, for the screen and for --json.
+
+Expert load as a picture, for --plot.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_mk.cli.measure import StageTimes
-from moe_mk.cli.picture import save_load_plot
+from moe_mk.cli.outputs import save_picture
 from moe_mk.cli.plan import RunPlan
 from moe_mk.cli.version import own_version
 from moe_mk.errors import ConfigError
+from moe_mk.external.library import find
+
+
+def save_load_plot(load_E: Sequence[int], experts_of_rank: Sequence[Sequence[int]], file: Path) -> None:
+    """Bars of tokens an expert, one colour a rank, with the mean. Raises LibraryMissing without matplotlib."""
+    find("matplotlib")
+    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
+    figure = figures.Figure(figsize=(10, 3.2), layout="constrained")
+    agg.FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for rank, experts in enumerate(experts_of_rank):
+        axes.bar(list(experts), [load_E[expert] for expert in experts], width=0.9, label=f"rank {rank}")
+    mean = sum(load_E) / max(len(load_E), 1)
+    axes.axhline(mean, color="black", linewidth=0.8, linestyle="--", label=f"mean {mean:.1f}")
+    axes.set_xlabel("expert")
+    axes.set_ylabel("tokens")
+    axes.set_title(f"expert load, max/mean {max(load_E, default=0) / max(mean, 1e-9):.2f}")
+    axes.legend(ncols=4, fontsize="small")
+    save_picture(figure, file)
 
 
 @dataclass(frozen=True)

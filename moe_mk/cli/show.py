@@ -16,8 +16,7 @@ from moe_mk.cli.screen import Screen, amount
 from moe_mk.comm.traffic import INTER_NODE, INTRA_NODE
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import load_config, shipped_models
-from moe_mk.oracle.refusals import ANY, told_once
-from moe_mk.oracle.verdict import Decision, Verdict
+from moe_mk.oracle.verdict import ANY, Decision, Verdict, told_once
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.verify import Verification
 from moe_mk.weights.checkpoint import ranges

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from moe_mk.comm.failure import REPORTED, Exclusive, Failure, GroupStatus
 from moe_mk.comm.fork import FORKED, in_child
-from moe_mk.comm.symmetric_wait import Process
+from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.trace.clock import now

@@ -1,18 +1,38 @@
-"""The settings of a MoE layer: what the model is, how it routes, and how it should be computed."""
+"""The settings of a MoE layer: what the model is, how it routes, and how it should be computed.
+
+Settings named by their bare key, as keyword arguments are, put where they belong.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from moe_mk.config.base import Settings, read_mapping
 from moe_mk.config.hf import settings_from_hf
-from moe_mk.config.overrides import place_overrides
 from moe_mk.config.quant import QuantConfig
+from moe_mk.errors import ConfigError
+from moe_mk.registry import did_you_mean
 from moe_mk.shapes import divisors_of
+
+
+def place_overrides(data: dict[str, Any], overrides: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
+    """Write each override into the group of settings that has its key; an unknown key raises ConfigError."""
+    home = {
+        key: group
+        for group, cls in groups.items()
+        if isinstance(cls, type) and issubclass(cls, BaseModel)
+        for key in cls.model_fields
+    }
+    for key, value in overrides.items():
+        if key not in home:
+            raise ConfigError(f"unknown setting {key!r}{did_you_mean(key, list(home))}")
+        data[home[key]][key] = value
+
 
 Size = Field(ge=1, le=2**31 - 1)
 """What kernels count in 32 bits."""

@@ -11,7 +11,7 @@ import torch
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.layer.moe_layer import MoELayer, Progress
-from moe_mk.layer.stated import stated
+from moe_mk.layer.settings import stated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

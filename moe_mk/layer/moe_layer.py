@@ -23,11 +23,10 @@ from moe_mk.external.library import emulated, installed
 from moe_mk.layer.custom_op import number_of_new
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
-from moe_mk.layer.hashed import hash_router_of
 from moe_mk.layer.placement_state import Frame, build_half
 from moe_mk.layer.report import MemoryReport, memory_report
 from moe_mk.layer.running import RunningLayer
-from moe_mk.layer.settings import expert_map_of, for_ranks, layer_spec_of, router_of, with_sizes
+from moe_mk.layer.settings import expert_map_of, for_ranks, hash_router_of, layer_spec_of, router_of, with_sizes
 from moe_mk.layer.shared import shared_experts
 from moe_mk.oracle import select
 from moe_mk.oracle.assemble import Parts

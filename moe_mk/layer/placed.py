@@ -15,9 +15,9 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import FallbackWarning, WeightError
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.layer.attestation import RunReport, run_report
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.placement_state import Frame, Half, build_half, check_sizes, shown, try_out, with_experts
+from moe_mk.layer.report import RunReport, run_report
 from moe_mk.layer.settings import layer_spec_of
 from moe_mk.layer.shared import SharedExperts
 from moe_mk.oracle.verdict import Decision

@@ -1,14 +1,24 @@
-"""How much memory a layer takes on this rank, told before any of it is allocated."""
+"""How much memory a layer takes on this rank, told before any of it is allocated.
+
+What a layer's forwards really ran, beside what was decided: a silent fallback shows as a departure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS
+from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.layer.gate import keeps_gate_in_f32
 from moe_mk.oracle.cost import expert_bytes, mlp_bytes
+from moe_mk.oracle.decide import INSIDE
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from moe_mk.trace.ledger import Ledger
 
 GIB = 2**30
 
@@ -64,3 +74,102 @@ def memory_report(decision: Decision, expert_map: ExpertMap, rank: int) -> Memor
     chosen = decision.chosen.experts
     packing = expert if chosen in EXPERTS and EXPERTS[chosen].traits.copies_weights else 0
     return MemoryReport(rank, num_slots, num_slots * expert, shared, gate, decision.buffer_bytes, packing)
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One stage as it ran."""
+
+    stage: str
+    planned: str
+    """The backend that was decided for."""
+    executed: str
+    """The backend whose code ran: its registered name, or its class where it has none."""
+    calls: int
+    num_bytes: int
+    """Of rows that went in and came out."""
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether the decided backend ran."""
+        return self.planned == self.executed
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything that ran since the last reset."""
+
+    stages: tuple[StageRun, ...]
+    sent: Mapping[str, int]
+    """Bytes this rank put on the wire, by phase, since the layer was built."""
+    num_calls: int
+    """Forwards of the routed experts; a batch in two parts counts twice."""
+    lost_experts: tuple[int, ...] = ()
+    """Experts without a live copy, now."""
+    on_lost_expert: str = "raise"
+    """What calls do about them."""
+    dropped_assignments: int = 0
+    """Assignments of this rank's tokens to lost experts that were left out."""
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """Where something else ran than was decided, in words; empty if nothing did."""
+        return tuple(
+            f"{run.stage}: {run.planned} was decided, {run.executed} ran {run.calls} times on {run.num_bytes:,} B"
+            for run in self.stages
+            if not run.as_planned
+        )
+
+    def require_as_planned(self) -> None:
+        """Raise UnsupportedError with every departure, and if nothing ran at all."""
+        if self.departures or not self.stages:
+            raise UnsupportedError("the layer did not run as decided", self.departures or ["nothing has run yet"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        stages = [asdict(run) | {"as_planned": run.as_planned} for run in self.stages]
+        return {
+            "calls": self.num_calls,
+            "stages": stages,
+            "sent": dict(self.sent),
+            "departures": list(self.departures),
+            "lost_experts": list(self.lost_experts),
+            "on_lost_expert": self.on_lost_expert,
+            "dropped_assignments": self.dropped_assignments,
+        }
+
+    def __str__(self) -> str:
+        """One line a stage."""
+        lines = [f"{self.num_calls} calls"]
+        for run in self.stages:
+            mark = " " if run.as_planned else "!"
+            who = run.executed if run.as_planned else f"{run.executed}, not {run.planned}"
+            lines.append(f"{mark} {run.stage:<10}{who:<28}{run.calls:>6} times {run.num_bytes:>14,} B")
+        if self.lost_experts or self.dropped_assignments:
+            lost = f"{len(self.lost_experts)} lost experts, on_lost_expert = {self.on_lost_expert}"
+            lines.append(f"! {lost}, {self.dropped_assignments:,} assignments left out")
+        lines += [f"  sent {phase:<22}{count:>28,} B" for phase, count in self.sent.items()]
+        return "\n".join(lines)
+
+
+def run_report(decision: Decision, ledger: Ledger, sent: Mapping[str, int]) -> RunReport:
+    """Compare what a ledger holds with what a decision says."""
+    chosen = decision.chosen
+    transport = "all_gather" if chosen.prepare_finalize == INSIDE else chosen.prepare_finalize
+    planned = {"dispatch": transport, "experts": chosen.experts, "combine": transport, "shared": chosen.experts}
+    stages = []
+    for (stage, who), entry in ledger.entries.items():
+        name, wanted = _name_of(who), planned.get(stage, "")
+        # Monolithic experts hand their rows to a backend of another registry; that is how they are written.
+        inside = chosen.experts in MONOLITHIC and stage in ("experts", "shared") and name == "reference"
+        stages.append(StageRun(stage, name if inside else wanted, name, entry.calls, entry.num_bytes))
+    calls = max((run.calls for run in stages if run.stage in ("dispatch", "experts")), default=0)
+    return RunReport(tuple(stages), dict(sent), calls)
+
+
+def _name_of(who: type) -> str:
+    for registry in (PREPARE_FINALIZE, EXPERTS, MONOLITHIC):
+        for name, cls in registry.items():
+            if cls is who:
+                return name
+    return f"{who.__module__}.{who.__qualname__}"

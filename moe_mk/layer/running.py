@@ -23,9 +23,9 @@ from moe_mk.layer.checks import check_hidden_states, check_routing
 from moe_mk.layer.custom_op import moe_layer
 from moe_mk.layer.fused_forward import WholeForward, unwatched, whole_of
 from moe_mk.layer.gate import Gate
-from moe_mk.layer.hashed import router_of_batch
 from moe_mk.layer.placed import PlacedLayer
 from moe_mk.layer.placement_state import Half
+from moe_mk.layer.settings import router_of_batch
 from moe_mk.layer.shared import SharedExperts
 from moe_mk.router.hashed import HashedTokens, HashRouter
 from moe_mk.router.router import Router

@@ -14,9 +14,8 @@ from moe_mk.oracle import cost
 from moe_mk.oracle.base import Oracle
 from moe_mk.oracle.fallback import Form, PassedOver, effect_of
 from moe_mk.oracle.memory import Buffers, Workspace, buffers_of, limited_to, most_tokens, room_of, weights_bytes
-from moe_mk.oracle.refusals import told_once
 from moe_mk.oracle.rules import reasons_against_pair, wire_reasons
-from moe_mk.oracle.verdict import Decision, Verdict
+from moe_mk.oracle.verdict import Decision, Verdict, told_once
 from moe_mk.prepare_finalize.all_gather import AllGather
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, Volume
 from moe_mk.prepare_finalize.no_ep import NoEP

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 from moe_mk.config.problem import Problem
 from moe_mk.kernel import FusedMoEKernel
-from moe_mk.oracle.activations import RoundedOracle
 from moe_mk.oracle.assemble import Parts, assemble
-from moe_mk.oracle.base import ORACLES
+from moe_mk.oracle.base import ORACLES, RoundedOracle
 from moe_mk.oracle.decide import decide
 from moe_mk.oracle.verdict import Decision
 from moe_mk.runner.monolithic import MonolithicKernel

@@ -3,10 +3,7 @@
 from moe_mk.prepare_finalize import (
     all_gather,
     all_to_all,
-    baselines,
     deepep,
-    deepep_ht,
-    deepep_ll,
     flashinfer,
     hierarchical,
     mori,
@@ -14,7 +11,6 @@ from moe_mk.prepare_finalize import (
     one_sided,
     one_sided_gpu,
     replicated,
-    uccl_ep,
 )
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
@@ -27,6 +23,6 @@ from moe_mk.prepare_finalize.base import (
 
 __all__ = [
     "PREPARE_FINALIZE", "PrepareFinalize", "TransportContext", "TransportPlan", "TransportTraits", "Volume",
-    "all_gather", "all_to_all", "baselines", "deepep", "deepep_ht", "deepep_ll", "flashinfer", "hierarchical", "mori",
-    "no_ep", "one_sided", "one_sided_gpu", "replicated", "uccl_ep",
+    "all_gather", "all_to_all", "deepep", "flashinfer", "hierarchical", "mori", "no_ep", "one_sided", "one_sided_gpu",
+    "replicated",
 ]  # fmt: skip

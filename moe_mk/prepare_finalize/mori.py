@@ -30,8 +30,7 @@ from moe_mk.prepare_finalize.base import (
     Volume,
 )
 from moe_mk.prepare_finalize.deepep.buffers import MOST_LANES, Lane, LibrarySession
-from moe_mk.prepare_finalize.even_numbers import EvenNumbers
-from moe_mk.prepare_finalize.row_payloads import expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.common import EvenNumbers, expect_room, payloads_of, rows_of
 from moe_mk.quant.plain import BF16, FP32
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 

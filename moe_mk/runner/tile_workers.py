@@ -22,10 +22,8 @@ from torch import Tensor
 
 from moe_mk.external.device import Queues
 from moe_mk.flight import Flight, InFlight, land
-from moe_mk.runner.thread_modes import with_modes_of_here
-from moe_mk.runner.tile_plan import Lane, Step, TilePlan
-from moe_mk.runner.tile_record import TileRecord
-from moe_mk.runner.tiles import TileWork
+from moe_mk.runner.overlap import with_modes_of_here
+from moe_mk.runner.tiles import Lane, Step, TilePlan, TileRecord, TileWork
 
 
 class Crew:

@@ -14,10 +14,9 @@ from moe_mk.external.device import Queues
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner.monolithic import MonolithicKernel
-from moe_mk.runner.schedule import MicroBatch
-from moe_mk.runner.tile_record import TileRecord
+from moe_mk.runner.overlap import MicroBatch
 from moe_mk.runner.tile_workers import on_lanes
-from moe_mk.runner.tiles import Carrier, Onward, TileWork, cut, in_turns, plan_for
+from moe_mk.runner.tiles import Carrier, Onward, TileRecord, TileWork, cut, in_turns, plan_for
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import Weights
 

@@ -1,17 +1,29 @@
-"""The checks of a certificate: what the traits of a backend call for, less what it refuses beforehand."""
+"""The checks of a certificate: what the traits of a backend call for, less what it refuses beforehand.
+
+Why a transport's tokens came home wrong: the simplest explanation that fits what arrived.
+
+What a backend says beforehand that it cannot serve, so that certification asks for nothing it has refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from moe_mk.config.device import DeviceProfile
+from moe_mk.config.moe import MoEConfig
+from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.quant import QuantConfig
+from moe_mk.config.shipped import device_profile
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, ExpertsTraits
+from moe_mk.external.library import emulated, installed
+from moe_mk.kernels.reference.activation import CLAMPED
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportTraits
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
@@ -24,13 +36,14 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import Registry, did_you_mean
 from moe_mk.testing.bits import bits_of
 from moe_mk.testing.calls import check_leaves_nothing
-from moe_mk.testing.certify_limits import SIZES, Format, dtype_of, refusal_of_experts, refusal_of_transport
-from moe_mk.testing.diagnosis import explained
-from moe_mk.testing.experts import check_experts, check_invariance
+from moe_mk.testing.experts import CLAMPED_AT, check_experts, check_invariance
 from moe_mk.testing.faults import Campaign, run_worlds, transports_of
-from moe_mk.testing.laws import PROCESSES, Law
+from moe_mk.testing.laws import LOST, ORDER, PROCESSES, WEIGHTING, Law
 from moe_mk.testing.limits import require
 from moe_mk.testing.on_ranks import (
+    HIDDEN,
+    INNER,
+    TOP_K,
     call_of_experts,
     call_of_transport,
     journey,
@@ -40,6 +53,96 @@ from moe_mk.testing.on_ranks import (
     suitable_cases,
 )
 from moe_mk.testing.transports import check_transport
+
+PASSED_OVER = frozenset({"device", "library"})
+"""Codes of reasons: certification runs on a CPU, and on an emulation where the library is not installed."""
+SIZES = ((HIDDEN, INNER), (256, 256))
+"""Hidden and intermediate size; the first that a backend serves is tried. 192 is no multiple of 128."""
+MOST_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Format:
+    """What experts are tried with: how weights are stored, the layer's dtype, and what activations are rounded to."""
+
+    quant: Mapping[str, Any]
+    """As in a configuration file."""
+    dtype: Plain
+    compute: QuantScheme
+    activation: str = "silu"
+
+    @property
+    def weights(self) -> QuantScheme:
+        """The scheme of the stored weights."""
+        return QuantConfig.parse(self.quant, "certify").weight_scheme
+
+
+def dtype_of(wire: QuantScheme) -> Plain:
+    """The layer's dtype beside a wire format."""
+    return wire if isinstance(wire, Plain) else BF16
+
+
+def refusal_of_transport(name: str, ranks: int, wire: QuantScheme, ranks_per_node: int | None = None) -> str:
+    """Why a transport cannot serve a format on some ranks; empty if it can. ranks_per_node: None is all on one host."""
+    cls, dtype = PREPARE_FINALIZE[name], dtype_of(wire)
+    model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": 8, "quant": {"weights": dtype.name}}
+    tokens = next(iter(cls.traits.tokens))
+    return _told(cls.reasons_against(_problem(model, dtype, ep=ranks, tokens=tokens, ranks_per_node=ranks_per_node)))
+
+
+def refusal_of_experts(name: str, given: Format, sizes: tuple[int, int], *, batch_invariant: bool = False) -> str:
+    """Why experts cannot serve a format at a hidden and an intermediate size; empty if they can."""
+    hidden, inner = sizes
+    model = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": 8, "quant": dict(given.quant)}
+    model |= {"activation": given.activation, "swiglu_limit": CLAMPED_AT if given.activation in CLAMPED else None}
+    activations = "plain" if isinstance(given.compute, Plain) else "checkpoint"
+    return _told(
+        EXPERTS[name].reasons_against(
+            _problem(model, given.dtype, activations=activations, batch_invariant=batch_invariant)
+        )
+    )
+
+
+def _problem(model: Mapping[str, Any], dtype: Plain, **settings: Any) -> Problem:
+    config = MoEConfig.parse({"model": model, "router": {"top_k": TOP_K}}, "certify")
+    config = config.with_(allow_emulated=True, max_num_tokens=MOST_TOKENS, **settings)
+    profile, libraries = _machine()
+    return Problem(config, profile, dtype, MOST_TOKENS, libraries, emulated())
+
+
+@cache
+def _machine() -> tuple[DeviceProfile, frozenset[str]]:
+    """Once a process: looking for a compiler starts one."""
+    return device_profile("cpu"), installed()
+
+
+def _told(reasons: Iterable[Reason]) -> str:
+    return "; ".join(reason.text for reason in reasons if reason.code not in PASSED_OVER)
+
+
+SAME = 0.02
+"""Relative, above what bf16 rounds: mistakes are told apart here, rounding is judged elsewhere."""
+
+
+def explained(got: list[Tensor], tokens: list[Tensor], weights: list[Tensor]) -> Law | None:
+    """The law that explains a wrong journey through identity experts, or None.
+
+    got, tokens: (T, H) of each rank. weights: (T,) of each rank, what each token should be multiplied by.
+    """
+    rows = torch.cat(got).double()
+    sent, scale = torch.cat(tokens).double(), torch.cat(weights).double()
+    wanted = sent * scale[:, None]
+    if rows.shape != wanted.shape:
+        return None
+    wrong = (rows - wanted).norm(dim=1) > SAME * wanted.norm(dim=1)
+    if bool(wrong.any()) and not bool(rows[wrong].any()):
+        return LOST
+    elsewhere = torch.cdist(rows[wrong], wanted).min(dim=1).values <= SAME * wanted.norm(dim=1).max()
+    if bool(wrong.any()) and bool(elsewhere.all()):
+        return ORDER
+    cosine = torch.nn.functional.cosine_similarity(rows[wrong], sent[wrong], dim=1)
+    return WEIGHTING if bool(wrong.any()) and bool((cosine > 1.0 - SAME).all()) else None
+
 
 KINDS: Mapping[str, Registry[Any]] = {"transport": PREPARE_FINALIZE, "experts": EXPERTS}
 RANKS = (1, 2, 4)

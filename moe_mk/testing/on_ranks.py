@@ -1,8 +1,22 @@
-"""What a backend gives in every case of the kit: for digests, for diagnosis, and to compare with real processes."""
+"""What a backend gives in every case of the kit: for digests, for diagnosis, and to compare with real processes.
+
+Ranks as processes of this machine, for tests: a gloo world on loopback that runs functions and always ends.
+
+Starting a world costs seconds, calling it milliseconds: keep one `RankWorld` for a module of tests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -10,6 +24,7 @@ from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import communicator
+from moe_mk.errors import MoEMKError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.flight import land
 from moe_mk.kernel import FusedMoEKernel
@@ -20,9 +35,166 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.experts import _rows, random_experts
 from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.processes import run_ranks
 from moe_mk.testing.transports import NO_WEIGHTS, _VirtualTransport
 from moe_mk.tokens import BatchedTokens
+from moe_mk.trace.clock import now
+
+R = TypeVar("R")
+
+PRELOADED = ("torch.distributed", "numpy", "pydantic", "safetensors.torch", "yaml")
+"""What is imported once for all worlds of a process. This package is not: only ranks know the path it is found on."""
+START_S = 120.0
+"""How long processes may take to import torch and meet."""
+GRACE_S = 20.0
+"""How long the other ranks may go on after the first one failed."""
+
+
+class RankError(MoEMKError):
+    """Ranks that raised, died or did not finish in time."""
+
+    def __init__(self, problems: Mapping[int, str], results: Mapping[int, object], world_size: int) -> None:
+        self.problems, self.results = dict(sorted(problems.items())), dict(results)
+        texts = [f"rank {rank}: {problem}" for rank, problem in self.problems.items()]
+        super().__init__(f"{len(texts)} of {world_size} ranks failed\n" + "\n".join(texts))
+
+
+class RankWorld:
+    """`world_size` processes in one default gloo group, alive until `close`.
+
+    They are forks of a server that has imported torch and nothing of ours, so that they share nothing with the caller
+    but its environment at the time of the first world.
+    Functions are called by their import path, so they must stand at the top of a module. Results come back as
+    `torch.save` writes them and are read with `weights_only`: tensors, numbers, texts, lists, tuples and dicts.
+    A rank that died makes the next call start a new world.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[_Rank] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def call(self, fn: Callable[..., R], *args: object, timeout_s: float = 60.0) -> list[R]:
+        """Run `fn(rank, *args)` on every rank and return what each returned, by rank.
+
+        Raises RankError with the traceback of every rank that raised, died, or was late by the time; it has the
+        results of the others. The world is ended if any rank died or was late.
+        """
+        if not self._ranks:
+            self._start()
+        for rank in self._ranks:
+            rank.connection.send((fn, args))
+        try:
+            problems, results = self._collect(timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        if problems:
+            raise RankError(problems, results, self.world_size)
+        return [cast(R, results[rank]) for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Kill every process."""
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            rank.connection.close()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="moe-mk-")  # kept: groups made later meet there too
+        meeting = (Path(self._folder.name) / "meeting").as_uri()
+        try:
+            self._ranks = [_Rank(rank, self.world_size, meeting) for rank in range(self.world_size)]
+            problems, _ = self._collect(START_S)  # each rank says once that it has met the others
+        except BaseException:
+            self.close()
+            raise
+        if problems:
+            raise RankError(problems, {}, self.world_size)
+
+    def _collect(self, timeout_s: float) -> tuple[dict[int, str], dict[int, object]]:
+        """One answer from every rank: what went wrong, and what was returned, by rank."""
+        problems: dict[int, str] = {}
+        results: dict[int, object] = {}
+        waiting = {rank.connection: index for index, rank in enumerate(self._ranks)}
+        deadline, broken = now() + timeout_s, False
+        while waiting and (ready := wait(list(waiting), max(deadline - now(), 0.0))):
+            for connection in cast("list[Connection]", ready):
+                index = waiting.pop(connection)
+                try:
+                    failed, answer = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True)
+                except (EOFError, ConnectionError):
+                    failed, answer, broken = True, self._ranks[index].last_words(), True
+                except Exception:  # whatever the reader of weights refuses, in whatever words
+                    failed, answer = True, "returned more than tensors, numbers, texts, lists, tuples and dicts"
+                if failed:
+                    problems[index] = str(answer)
+                    deadline = min(deadline, now() + GRACE_S)
+                else:
+                    results[index] = answer
+        late = "waited in vain for the ranks that failed" if problems else f"did not finish within {timeout_s:g} s"
+        problems |= dict.fromkeys(waiting.values(), late)
+        if broken or waiting:
+            self.close()
+        return problems, results
+
+
+def run_ranks(fn: Callable[..., R], world_size: int, *args: object, timeout_s: float = 60.0) -> list[R]:
+    """Run `fn(rank, *args)` in `world_size` processes with a default gloo group; see `RankWorld.call`."""
+    with RankWorld(world_size) as world:
+        return world.call(fn, *args, timeout_s=timeout_s)
+
+
+class _Rank:
+    """One process and our end of its pipe."""
+
+    def __init__(self, rank: int, world_size: int, meeting: str) -> None:
+        forks = get_context("forkserver")
+        forks.set_forkserver_preload(list(PRELOADED))
+        self.connection, theirs = forks.Pipe()
+        self.process = forks.Process(target=_serve, args=(rank, world_size, meeting, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def last_words(self) -> str:
+        self.process.join(GRACE_S)
+        return f"the process ended with exit code {self.process.exitcode}"
+
+
+def _serve(rank: int, world_size: int, meeting: str, requests: Connection) -> None:
+    """Meet the others, then answer requests until the other end is closed."""
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=START_S)
+        )
+        _answer(requests, False, None)
+        while True:
+            try:
+                fn, args = requests.recv()
+                _answer(requests, False, fn(rank, *args))
+            except EOFError:
+                raise
+            except Exception:
+                _answer(requests, True, traceback.format_exc())
+    except EOFError:
+        return
+
+
+def _answer(requests: Connection, failed: bool, answer: object) -> None:
+    buffer = io.BytesIO()
+    torch.save((failed, answer), buffer)
+    requests.send_bytes(buffer.getvalue())
+
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, SLOTS, TOP_K = 192, 128, 5, 3

@@ -3,12 +3,18 @@
 Each number of tokens begins with the built-in choice beside itself, which says how far apart two measurements of the
 same thing lie here. Then every other candidate runs beside it, and the best one a second time (`judge`). A session that
 is killed loses the trial it was in; the next one with the same case reads the others and does the rest.
+
+What a session has measured so far: `<case>.part.jsonl`, a line a trial, written before the next one starts.
+
+Times of experts with one choice of parameters beside those with another, on the same rows.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +22,111 @@ import torch
 
 from moe_mk.config.tuned import Candidate, TunedPoint, case_name
 from moe_mk.errors import ConfigError
-from moe_mk.experts.base import EXPERTS, ExpertsContext
+from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
+from moe_mk.external.device import synchronize
+from moe_mk.files import parse_json, read_lines
+from moe_mk.permute import permute
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
+from moe_mk.tokens import RowTokens, Tokens
 from moe_mk.trace.clock import now
 from moe_mk.tuning import judge
 from moe_mk.tuning.files import save_measured
-from moe_mk.tuning.judge import Trial, best_of, chosen, ratio_of
-from moe_mk.tuning.parts import Parts
-from moe_mk.tuning.space import Space, space_of
-from moe_mk.tuning.stopwatch import Stopwatch
+from moe_mk.tuning.judge import Rounds, Trial, best_of, chosen, compare, ratio_of
+from moe_mk.tuning.space import Space, space_of, threads_of
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
+
+
+class Stopwatch:
+    """Runs one backend on random rows of one number of tokens."""
+
+    def __init__(self, experts: FusedExperts, weights: Weights, space: Space, tokens: int, top_k: int) -> None:
+        self.experts, self.weights, self.space = experts, weights, space
+        self._rows = _rows(experts, tokens, top_k)
+
+    def beside(self, built_in: Candidate, candidate: Candidate, *, whole: bool = False) -> Rounds:
+        """Rounds of both, after one run each that warms up."""
+        runs = []
+        for parameters in (built_in, candidate):
+            tuned = self.space.apply(self.experts, parameters)
+            self.microseconds(tuned, parameters)
+            runs.append(partial(self.microseconds, tuned, parameters))
+        return compare(*runs, whole=whole)
+
+    def microseconds(self, tuned: FusedExperts, parameters: Candidate) -> float:
+        """One run. Threads that were just started or stopped are warmed up first."""
+        with threads_of(parameters, self.space), torch.no_grad():
+            if self.space.threads_only:
+                tuned.run(self._rows, self.weights)
+            synchronize(tuned.context.device)
+            start = now()
+            tuned.run(self._rows, self.weights)
+            synchronize(tuned.context.device)
+            return (now() - start) * 1e6
+
+
+def _rows(experts: FusedExperts, count: int, top_k: int) -> Tokens:
+    """Random tokens, each with top_k different experts, in the layout the backend likes best."""
+    c, draw = experts.context, torch.Generator("cpu").manual_seed(count)
+    x_RH = torch.randn((count, c.hidden_size), generator=draw, dtype=torch.float32, device="cpu")
+    scores = torch.rand((count, c.num_slots), generator=draw, dtype=torch.float32, device="cpu")
+    ids_RK = scores.argsort(dim=1)[:, :top_k].to(torch.int32)
+    weights_RK = torch.full(ids_RK.shape, 1.0 / top_k, dtype=torch.float32, device=c.device)
+    x = c.dtype.quantize(x_RH.to(c.device, c.dtype.dtype))
+    rows = RowTokens(x, ids_RK.to(c.device), weights_RK, c.num_slots)
+    return permute(rows, experts.traits.consumes)
+
+
+class Parts:
+    """Trials by tokens and parameters, of this session and of those before it. Raises nothing for lines cut off."""
+
+    def __init__(self, file: Path, case: str) -> None:
+        self.file, self.case = file, case
+        self._trials: dict[str, Trial] = {}
+        for line in read_lines(file) if file.is_file() else []:
+            self._take(line)
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def get(self, tokens: int, candidate: Candidate) -> Trial | None:
+        """What is known of a candidate."""
+        return self._trials.get(_key(tokens, candidate))
+
+    def add(self, tokens: int, candidate: Candidate, rounds: Rounds, *, confirms: bool = False) -> None:
+        """Write what was measured. confirms: rounds of its own, of a candidate that is known."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        held = {"case": self.case, "tokens": tokens, "parameters": dict(candidate), "rounds": rounds}
+        with self.file.open("a", encoding="utf-8") as opened:
+            opened.write(json.dumps(held | {"confirms": confirms}) + "\n")
+        self._enter(tokens, candidate, rounds, confirms=confirms)
+
+    def done(self) -> None:
+        """Forget the file: all of it stands in the tuned one."""
+        self.file.unlink(missing_ok=True)
+
+    def _take(self, line: bytes) -> None:
+        """A line that was cut off, or written by another method, is left out."""
+        try:
+            held: Mapping[str, Any] = parse_json(line)
+            if held["case"] != self.case:
+                return
+            rounds = tuple((float(before), float(its)) for before, its in held["rounds"])
+            self._enter(int(held["tokens"]), held["parameters"], rounds, confirms=bool(held["confirms"]))
+        except (ValueError, KeyError, TypeError):
+            return
+
+    def _enter(self, tokens: int, candidate: Candidate, rounds: Rounds, *, confirms: bool) -> None:
+        key = _key(tokens, candidate)
+        if confirms and key in self._trials:
+            self._trials[key] = replace(self._trials[key], confirmed=rounds)
+        elif not confirms:
+            self._trials[key] = Trial(dict(candidate), rounds)
+
+
+def _key(tokens: int, candidate: Candidate) -> str:
+    return json.dumps([tokens, dict(candidate)], sort_keys=True)
+
 
 OnMeasured = Callable[[str, int, int], None]
 """Told (what, done, total)."""

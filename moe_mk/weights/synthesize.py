@@ -3,6 +3,8 @@
 Every tensor has its own seed, so that the files do not depend on the number of threads. Standard deviations keep the
 outputs of RMS-normed inputs near 1 (0.02 at DeepSeek-V3 width). Scales differ between blocks by more than quantising
 explains, and gate biases are negative, because a router that masks groups with 0 instead of -inf only fails then.
+
+A random table of experts by token id, as DeepSeek-V4's first layers have one: every token goes to other experts.
 """
 
 from __future__ import annotations
@@ -25,11 +27,23 @@ from moe_mk.files import INDEX_BYTES, read_json
 from moe_mk.quant import WHOLE, BlockedScheme
 from moe_mk.weights.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
 from moe_mk.weights.checkpoint_shape import CheckpointShape
-from moe_mk.weights.random_table import table_strips
 from moe_mk.weights.safetensors_header import read_header
 from moe_mk.weights.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.weights.scan import Progress
 from moe_mk.weights.source import INDEX, SafetensorsSource
+
+DRAWS = 1 << 20
+"""Random numbers drawn at a time."""
+
+
+def table_strips(random: np.random.Generator, shape: tuple[int, ...], num_experts: int) -> Iterator[Tensor]:
+    """Rows of the table (X, K), int64, in order: K different experts of each token, every choice equally likely."""
+    vocabulary, top_k = shape
+    height = max(1, DRAWS // num_experts)
+    for start in range(0, vocabulary, height):
+        draws = random.random((min(height, vocabulary - start), num_experts), dtype=np.float32)
+        yield torch.from_numpy(np.ascontiguousarray(draws.argsort(axis=1)[:, :top_k]).astype(np.int64))
+
 
 SHARD_BYTES = 512 << 20
 STRIP_ELEMENTS = 1 << 20

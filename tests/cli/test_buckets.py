@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_mk.cli import app
-from moe_mk.cli.buckets import BUCKETS, experts_floor_us, rivals_of
-from moe_mk.cli.explain import Question, decide_on
+from moe_mk.cli.explain import BUCKETS, Question, decide_on, experts_floor_us, rivals_of
 from moe_mk.plan.roofline import LayerShape, Rates, experts_us
 
 H200 = Question("deepseek_v3", "h200", 64, libraries="triton")

@@ -9,8 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_mk.cli.inputs import RunSettings, batch_of, dtype_of, hidden_states, token_counts, tokens_of
-from moe_mk.cli.rows import read_hidden_states
+from moe_mk.cli.inputs import (
+    RunSettings,
+    batch_of,
+    dtype_of,
+    hidden_states,
+    read_hidden_states,
+    token_counts,
+    tokens_of,
+)
 from moe_mk.config.shipped import load_config
 from moe_mk.errors import ConfigError, ShapeError
 

@@ -16,7 +16,7 @@ from moe_mk.comm.agreement import agree
 from moe_mk.comm.distributed import carrier
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, interleave, land
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 
 RANKS = 4
 # SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.

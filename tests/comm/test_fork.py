@@ -23,7 +23,7 @@ from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError
 from moe_mk.flight import land
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.comm.networked import X, opened
 from tests.prepare_finalize.one_sided_ranks import context, drawn, there_and_back, world_comm

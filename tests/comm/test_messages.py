@@ -12,10 +12,10 @@ from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.messages import EAGER_BYTES, HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
-from moe_mk.comm.symmetric_wait import Process
+from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError
 from moe_mk.flight import land
-from moe_mk.testing.processes import RankWorld
+from moe_mk.testing.on_ranks import RankWorld
 
 
 def test_a_header_comes_back_as_it_was_packed() -> None:

@@ -13,7 +13,7 @@ from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
 from moe_mk.comm.point_to_point import PointToPoint
 from moe_mk.comm.single import SingleRank
 from moe_mk.flight import Flight, interleave, land
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 
 # SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.
 SEND = [[2, 0, 3, 1], [0, 0, 0, 0], [1, 4, 0, 2], [0, 1, 1, 5]]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import CommError
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.comm.networked import X, opened
 

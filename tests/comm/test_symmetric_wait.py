@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from moe_mk.comm.symmetric_wait import Process, WaitingForProcess
+from moe_mk.comm.symmetric.flags import Process, WaitingForProcess
 from moe_mk.errors import CommError
 
 

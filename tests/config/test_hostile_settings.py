@@ -10,8 +10,7 @@ import pytest
 
 from moe_mk import MoEConfig
 from moe_mk.config.base import SHOWN, read_mapping
-from moe_mk.config.hf import settings_from_hf
-from moe_mk.config.hf_quant import quant_from_hf
+from moe_mk.config.hf import quant_from_hf, settings_from_hf
 from moe_mk.errors import ConfigError
 from moe_mk.quant.plain import BF16
 from moe_mk.shapes import divisors_of

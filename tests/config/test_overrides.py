@@ -3,7 +3,7 @@
 import pytest
 from pydantic import BaseModel
 
-from moe_mk.config.overrides import place_overrides
+from moe_mk.config.moe import place_overrides
 from moe_mk.errors import ConfigError
 
 

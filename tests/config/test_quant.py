@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_mk.config import QuantConfig
-from moe_mk.config.hf_quant import quant_from_hf
+from moe_mk.config.hf import quant_from_hf
 from moe_mk.errors import ConfigError
 from moe_mk.quant.kinds import KINDS, PLAIN_KINDS
 from moe_mk.weights.dialects import quantization_config

@@ -28,7 +28,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import BF16
 from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.testing.transports import NO_WEIGHTS
 from moe_mk.tokens import Routing
 from tests.conformance.formats import FORMATS

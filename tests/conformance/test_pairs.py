@@ -24,7 +24,7 @@ from moe_mk.testing.bits import bits_of
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.experts import random_experts
 from moe_mk.testing.limits import require_close
-from moe_mk.testing.virtual import each_rank, fly_dual, fly_together, world_of
+from moe_mk.testing.transports import each_rank, fly_dual, fly_together, world_of
 from moe_mk.tokens import Routing
 from moe_mk.verify.compare import error_of
 from moe_mk.weights.expert_weights import ExpertWeights, Weights

@@ -13,8 +13,7 @@ from moe_mk import MoEConfig, Problem, oracle
 from moe_mk.config import device_profile
 from moe_mk.errors import LibraryMissing, UnsupportedError
 from moe_mk.experts import EXPERTS, ExpertsContext
-from moe_mk.experts.deep_gemm import DeepGemmExperts
-from moe_mk.experts.deep_gemm_layout import padded_places
+from moe_mk.experts.deep_gemm import DeepGemmExperts, padded_places
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.kernels.reference.activation import activation as reference_activation
 from moe_mk.kernels.reference.quantize_rows import quantize_rows

@@ -15,7 +15,7 @@ from moe_mk.external import library
 from moe_mk.testing.emulated.exchange import Exchange, exchange_over
 from moe_mk.testing.emulated.live import swap_among
 from moe_mk.testing.emulated.pending import Pending, poison
-from moe_mk.testing.processes import run_ranks
+from moe_mk.testing.on_ranks import run_ranks
 
 
 def swapped(exchange: Exchange, live: tuple[int, ...] = (0, 1, 2)) -> list[list[Tensor]]:

@@ -27,7 +27,7 @@ from moe_mk.quant.tensor import QuantTensor
 from moe_mk.testing.conformance import check_experts
 from moe_mk.testing.experts import _poisoned, random_experts
 from moe_mk.testing.limits import require_close
-from moe_mk.testing.virtual import fly_together, world_of
+from moe_mk.testing.transports import fly_together, world_of
 from moe_mk.tokens import BatchedTokens, GroupedTokens, OutputStage, Routing, RowTokens, Tokens
 from moe_mk.verify.compare import experts_error
 from moe_mk.weights.expert_weights import ExpertWeights

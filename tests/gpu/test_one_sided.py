@@ -16,7 +16,7 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, Transport
 from moe_mk.quant import BF16
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.testing.processes import RankWorld
+from moe_mk.testing.on_ranks import RankWorld
 from moe_mk.tokens import Routing
 from tests.prepare_finalize.one_sided_ranks import there_and_back
 

@@ -39,7 +39,7 @@ def test_a_gpu_quantises_bit_for_bit_like_a_cpu(rows: int, hidden: int, power_of
 
 @pytest.mark.parametrize("tokens", [1, 128, 4096])
 def test_routing_equals_the_reference_where_scores_are_apart(tokens: int) -> None:
-    from moe_mk.kernels.triton.grouped_topk import grouped_topk
+    from moe_mk.kernels.triton.topk import grouped_topk
 
     logits, bias = torch.randn(tokens, 256), torch.randn(256) * 0.1
     given = (8, 8, 4, "sigmoid")
@@ -83,7 +83,7 @@ def _starts(counts: list[int]) -> list[int]:
 
 
 def test_sums_go_in_order_and_dropped_rows_are_not_read() -> None:
-    from moe_mk.kernels.triton.combine import combine
+    from moe_mk.kernels.triton.experts import combine
     from moe_mk.permute import reduce_rows
 
     ids = torch.randint(-1, 4, (300, 8), dtype=torch.int32, device=CUDA)

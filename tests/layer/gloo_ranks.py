@@ -18,7 +18,7 @@ from moe_mk.flight import land
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.experts import random_experts
-from moe_mk.testing.virtual import hops_of
+from moe_mk.testing.transports import hops_of
 from moe_mk.trace.recorder import Recorder
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.conformance.formats import EXPERTS, HIDDEN, INNER, TOP_K, Format

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.layer import failing_ranks as ranks
 
 TRANSPORTS = ["all_to_all", "all_gather", "hierarchical", "one_sided", "all_to_all_p2p", "one_sided_network"]

@@ -14,7 +14,7 @@ from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import interleave
 from moe_mk.layer import DeepseekV3MoE
 from moe_mk.testing.cases import hostile_routings
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.weights import CheckpointShape, write_checkpoint
 from tests.conformance.formats import EXPERTS, TOP_K
 from tests.layer import gloo_ranks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightError
 from moe_mk.flight import land
-from moe_mk.testing.virtual import virtual_groups
+from moe_mk.testing.transports import virtual_groups
 from tests.layer.build import HIDDEN, config, layer
 
 

@@ -9,7 +9,7 @@ import torch
 
 from moe_mk import DeepseekV3MoE, MoEConfig
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.testing.virtual import virtual_groups
+from moe_mk.testing.transports import virtual_groups
 from moe_mk.weights import CheckpointShape, write_checkpoint
 from moe_mk.weights.expert_weights import SlotWeights
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_mk import DeepseekV3MoE, MoEConfig
-from moe_mk.testing.virtual import virtual_groups
+from moe_mk.testing.transports import virtual_groups
 from moe_mk.tokens import Routing
 from tests.layer.native import NEEDS_COMPILER, built, written
 

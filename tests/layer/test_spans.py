@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_mk.layer import DeepseekV3MoE
-from moe_mk.testing.virtual import run_together, virtual_groups
+from moe_mk.testing.transports import run_together, virtual_groups
 from moe_mk.trace.recorder import Recorder, Span
 from moe_mk.weights import CheckpointShape, write_checkpoint
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from moe_mk import DeepseekV3MoE, MoEConfig
-from moe_mk.testing.virtual import run_together, virtual_groups
+from moe_mk.testing.transports import run_together, virtual_groups
 from moe_mk.weights import CheckpointShape, write_checkpoint
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights

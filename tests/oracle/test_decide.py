@@ -17,7 +17,7 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.oracle import Parts, fp8, unquantized
 from moe_mk.oracle.cost import dispatch_bytes, expert_bytes
-from moe_mk.oracle.refusals import told_once
+from moe_mk.oracle.verdict import told_once
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, Volume
 from moe_mk.quant.fp8_block import FP8_1x128

@@ -15,7 +15,7 @@ from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.oracle import Decision, Oracle
 from moe_mk.oracle.decide import judge
-from moe_mk.oracle.refusals import told_once
+from moe_mk.oracle.verdict import told_once
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16, FP16, FP32
 

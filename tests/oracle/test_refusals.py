@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.config.problem import Reason
-from moe_mk.oracle.refusals import Refusal, told_once
-from moe_mk.oracle.verdict import Verdict
+from moe_mk.oracle.verdict import Refusal, Verdict, told_once
 
 FAR, OFF, WIDE = Reason("fabric", "too far"), Reason("device", "off"), Reason("layout", "too wide", "make it narrow")
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moe_mk.placement.balance.maps import csr_maps, nearest_slots
+from moe_mk.placement.balance.plan import csr_maps, nearest_slots
 from moe_mk.placement.eplb import Topology, plan
 from tests.placement.plans import skewed
 

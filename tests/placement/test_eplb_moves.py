@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moe_mk.errors import ShapeError
+from moe_mk.placement.balance.change import Bench
 from moe_mk.placement.balance.moves import aligned_slots, colour_rounds, num_arrivals, plan_moves
-from moe_mk.placement.balance.repair import Bench
 from moe_mk.placement.balance.topology import Sites
 from moe_mk.placement.eplb import InfeasiblePlacement, Moves, PlacementPlan, Policy, Topology, plan
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.placement.balance.clusters import cluster_fill, clusters_of
 from moe_mk.placement.balance.fill import fill_limit, window_fill
 from moe_mk.placement.balance.greedy import replicate
+from moe_mk.placement.balance.policies import cluster_fill, clusters_of
 from moe_mk.placement.balance.shares import balance_of, copies_of, equal_shares, gpu_time, poured_shares
 from moe_mk.placement.balance.spread import num_twins, spread, swap_refined
 from moe_mk.placement.balance.topology import Sites

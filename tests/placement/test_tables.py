@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk import ConfigError, ExpertMap
-from moe_mk.placement.tables import POINT, edges_of, mixed, seen_from
+from moe_mk.placement.expert_map import POINT, edges_of, mixed, seen_from
 
 CPU = torch.device("cpu")
 # expert 0 in physical 0, 2, 4 with shares .5, .25, .25; expert 1 in 1; expert 2 in 3; expert 3 in 5.

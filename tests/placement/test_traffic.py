@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.placement.eplb import Topology
-from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.placement.tables import seen_from
+from moe_mk.placement.expert_map import ExpertMap, seen_from
 from moe_mk.placement.traffic import expected_nodes, flows, node_chances, slots_of_map
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from moe_mk.config.shipped import device_profile
 from moe_mk.errors import ConfigError
-from moe_mk.plan.launches import HostBound
+from moe_mk.plan.paths import HostBound
 
 BY_HAND = HostBound(ranks=5, num_bytes=20_000.0, gbs=10.0, launch_us=4.0, round_trip_us=20.0)
 

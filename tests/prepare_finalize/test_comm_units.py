@@ -19,8 +19,8 @@ from moe_mk.flight import land
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.base import Budget
+from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
 from moe_mk.prepare_finalize.deepep.v2 import DeepEPElastic
-from moe_mk.prepare_finalize.deepep_ht import DeepEPHighThroughput
 from moe_mk.prepare_finalize.mori import Mori
 from moe_mk.prepare_finalize.one_sided.network import NetworkLane, OneSidedNetwork
 from moe_mk.quant.plain import BF16

@@ -23,7 +23,7 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, Transport
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import MappedExpertWeights
 

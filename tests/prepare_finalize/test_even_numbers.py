@@ -8,7 +8,7 @@ import torch
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import TransportContext
-from moe_mk.prepare_finalize.even_numbers import EvenNumbers
+from moe_mk.prepare_finalize.deepep.common import EvenNumbers
 from moe_mk.quant.plain import FP32
 
 CPU = torch.device("cpu")

@@ -35,8 +35,8 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.conformance import check_transport
-from moe_mk.testing.processes import RankWorld
-from moe_mk.testing.virtual import virtual_groups
+from moe_mk.testing.on_ranks import RankWorld
+from moe_mk.testing.transports import virtual_groups
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.layer.build import HIDDEN as LAYER_HIDDEN
 from tests.layer.build import layer

@@ -11,11 +11,12 @@ from torch import Tensor
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import Flight, interleave
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext, packing, scratch
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext, packing
 from moe_mk.prepare_finalize.hierarchical import legs as hierarchical_legs
 from moe_mk.prepare_finalize.hierarchical.legs import Held, Leg, handed_on, wanted
 from moe_mk.prepare_finalize.packing import side_by_side
 from moe_mk.prepare_finalize.rows import exchange as row_exchange
+from moe_mk.prepare_finalize.rows import exchange as scratch
 from moe_mk.prepare_finalize.rows import sums as row_sums
 from moe_mk.prepare_finalize.rows.sums import Part
 from moe_mk.quant import BF16, FP8_1x128

@@ -20,7 +20,7 @@ from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.hierarchical.transport import Hierarchical
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.testing.cases import hostile_routings
-from moe_mk.testing.virtual import hops_of, virtual_groups
+from moe_mk.testing.transports import hops_of, virtual_groups
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.layer.build import HIDDEN as LAYER_HIDDEN
 from tests.layer.build import layer

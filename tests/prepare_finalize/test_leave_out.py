@@ -22,7 +22,7 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, Transport
 from moe_mk.quant import BF16
 from moe_mk.testing.emulated import deep_ep
 from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing
 from tests.prepare_finalize.library_layers import CPU, EXPERTS, TOP_K, Model, batch, expect_exact, flight_of
 

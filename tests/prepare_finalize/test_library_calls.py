@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.prepare_finalize.library_calls import Call
+from moe_mk.prepare_finalize.deepep.common import Call
 
 
 def old(x: int, *, hook: bool = False) -> tuple[int, bool]:

@@ -14,9 +14,8 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, land
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.prepare_finalize.one_sided.buffers import Lanes
+from moe_mk.prepare_finalize.one_sided.buffers import Lanes, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
-from moe_mk.prepare_finalize.one_sided_window import RegionShape
 from moe_mk.quant import BF16
 from moe_mk.runner import prepare_async
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens

@@ -25,7 +25,7 @@ from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.runner import run_dual
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing
 from tests.layer.build import HIDDEN as LAYER_HIDDEN
 from tests.layer.build import layer

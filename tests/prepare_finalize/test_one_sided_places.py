@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_mk.prepare_finalize.one_sided_window import RegionShape, lower_of_pair
+from moe_mk.prepare_finalize.one_sided.buffers import RegionShape, lower_of_pair
 
 
 def test_rows_meet_at_the_seam_by_hand() -> None:

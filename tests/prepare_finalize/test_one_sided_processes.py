@@ -14,16 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import ParallelGroups
-from moe_mk.comm.symmetric.flags import is_behind
+from moe_mk.comm.symmetric.flags import WaitingInLockstep, is_behind
 from moe_mk.comm.symmetric.heap import StartWaiting
-from moe_mk.comm.symmetric_wait import WaitingInLockstep
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, land
 from moe_mk.kernels.native import loaded, reasons_against
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import BF16
 from moe_mk.runner import run_dual, run_with
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing, RowTokens
 from moe_mk.trace.clock import now
 from tests.layer.build import HIDDEN as LAYER_HIDDEN

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.prepare_finalize.one_sided_sum import TOKENS_AT_ONCE, add_up, segments
+from moe_mk.prepare_finalize.one_sided.rows_torch import TOKENS_AT_ONCE, add_up, segments
 
 SHARES = {
     "some": (0.5, 1.0, 0.0, 0.9),

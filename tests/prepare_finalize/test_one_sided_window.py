@@ -17,9 +17,8 @@ from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
-from moe_mk.prepare_finalize.one_sided.buffers import Lanes
+from moe_mk.prepare_finalize.one_sided.buffers import Lanes, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
-from moe_mk.prepare_finalize.one_sided_window import RegionShape
 from moe_mk.quant import FP32
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.experts import random_experts

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.flight import Flight, interleave
-from moe_mk.prepare_finalize import scratch
 from moe_mk.prepare_finalize.packing import Rows, side_by_side
 from moe_mk.prepare_finalize.rows import exchange as row_exchange
+from moe_mk.prepare_finalize.rows import exchange as scratch
 from moe_mk.prepare_finalize.rows.exchange import RowExchange, Write
 
 CPU, VALUES, TAIL = torch.device("cpu"), 3, 2

@@ -11,7 +11,7 @@ from moe_mk.comm import LockstepWorld
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.prepare_finalize.packing import SMALL_BYTES
-from moe_mk.prepare_finalize.scratch import KEPT_BYTES, Borrowed, Scratch, kept_bytes
+from moe_mk.prepare_finalize.rows.exchange import KEPT_BYTES, Borrowed, Scratch, kept_bytes
 from moe_mk.quant import BF16
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from moe_mk.prepare_finalize.deepep import high_throughput, low_latency
-from moe_mk.prepare_finalize.uccl_ep import UcclHighThroughput, UcclLowLatency
+from moe_mk.prepare_finalize.deepep.low_latency import UcclHighThroughput, UcclLowLatency
 from moe_mk.testing.emulated import uccl
 from tests.prepare_finalize.deepep_ranks import XB, asked, ranks_of, told
 from tests.prepare_finalize.library_ranks import live_rows

@@ -30,8 +30,8 @@ from moe_mk.placement.eplb import PlacementPlan, Topology, plan, resplit
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
 from moe_mk.rebalance.carrier import Carrier
 from moe_mk.rebalance.migration import Migration
-from moe_mk.testing import processes
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing import on_ranks as processes
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
 from tests.layer import build
 from tests.rebalance import world

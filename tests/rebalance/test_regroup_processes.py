@@ -26,8 +26,8 @@ from moe_mk.layer import placed
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
-from moe_mk.testing import processes
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing import on_ranks as processes
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.layer import build
 
 Told = dict[str, Any]

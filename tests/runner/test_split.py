@@ -12,7 +12,7 @@ from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.runner import Half, finalize_async, prepare_async
-from moe_mk.runner.split import ReceivedTwice
+from moe_mk.runner.overlap import ReceivedTwice
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.experts import random_experts
 from moe_mk.weights.expert_weights import ExpertWeights

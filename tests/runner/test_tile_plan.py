@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from moe_mk.errors import ConfigError
-from moe_mk.runner.tile_plan import TilePlan, deepest
+from moe_mk.runner.tiles import TilePlan, deepest
 
 
 def words(plan: TilePlan) -> str:

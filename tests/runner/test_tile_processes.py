@@ -19,7 +19,7 @@ from moe_mk.errors import CommError
 from moe_mk.flight import Flight, land
 from moe_mk.runner import StageLink, TileRecord
 from moe_mk.runner.tiled_kernel import TiledKernel
-from moe_mk.testing.processes import RankError, RankWorld
+from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Rendezvous, both_ways, in_tiles
 
 EXPERTS, HIDDEN, INNER, TOKENS, TIMEOUT_S = 8, 128, 64, 24, 3.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_mk.runner import TileRecord
-from moe_mk.runner.tile_plan import Step
-from moe_mk.runner.tile_record import Event
+from moe_mk.runner.tiles import Event, Step
 
 
 def recorded(text: str) -> TileRecord:

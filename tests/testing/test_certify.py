@@ -24,10 +24,10 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.testing import backend_conformance, certify_checks
 from moe_mk.testing.certificate import CONTRACT
 from moe_mk.testing.certify import certify, checks_of
-from moe_mk.testing.diagnosis import explained
+from moe_mk.testing.certify_checks import explained
 from moe_mk.testing.laws import LAWS, LOST, ORDER, WEIGHTING, law_of
 from moe_mk.testing.limits import NonConforming
-from moe_mk.testing.virtual import world_of
+from moe_mk.testing.transports import world_of
 from tests.testing import wrong_plugins as wrong
 
 runner = CliRunner()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_mk.testing.processes import RankError, RankWorld, run_ranks
+from moe_mk.testing.on_ranks import RankError, RankWorld, run_ranks
 
 
 @pytest.fixture(scope="module")

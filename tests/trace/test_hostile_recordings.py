@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_mk.cli.inputs import read_token_ids
 from moe_mk.cli.loads import read_loads
-from moe_mk.cli.rows import read_token_ids
 from moe_mk.errors import ConfigError
 from moe_mk.trace import routing_file
 from moe_mk.trace.foreign import read_npy

@@ -16,7 +16,8 @@ from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.fp8_whole import FP8_TENSOR
 from moe_mk.quant.plain import FP32
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.verify import decode, dense
+from moe_mk.verify import dense
+from moe_mk.verify import dense as decode
 from moe_mk.verify.dense import dense_layer
 from moe_mk.weights import LayerSpec, LayerWeights, MappingSource, load_layer
 

@@ -26,10 +26,17 @@ from moe_mk.comm.network.proxy import RESUME_S, Proxy, ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
 from moe_mk.comm.network.wait import Staging, WaitingForHosts
 from moe_mk.comm.network.window import OwnWindow
-from moe_mk.comm.symmetric.flags import Words, reasons_against_words, words_of
+from moe_mk.comm.symmetric.flags import (
+    Clock,
+    Process,
+    Waiting,
+    WaitingForProcess,
+    Words,
+    reasons_against_words,
+    words_of,
+)
 from moe_mk.comm.symmetric.heap import FLAG_BYTES, StartWaiting, WindowShape, aligned
 from moe_mk.comm.symmetric.memory import Memory, attach, create, unlink
-from moe_mk.comm.symmetric_wait import Clock, Process, Waiting, WaitingForProcess
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import CommError, ConfigError, UnsupportedError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moe_mk.comm.network.proxy import Proxy
-from moe_mk.comm.symmetric_wait import PULSE_S, Clock, Waiting
+from moe_mk.comm.symmetric.flags import PULSE_S, Clock, Waiting
 
 GRACE_S = 0.5
 """How long a peer that has left may have done so because of one that has not been seen to end yet."""

@@ -33,9 +33,8 @@ from torch import Tensor
 
 from moe_mk.comm.failure import REPORTED, Failure
 from moe_mk.comm.fork import FORKED, in_child
-from moe_mk.comm.symmetric.flags import COUNT_MASK, FAILED, WORD_BYTES, Words, is_behind, is_failure, word_of
+from moe_mk.comm.symmetric.flags import COUNT_MASK, FAILED, WORD_BYTES, Waiting, Words, is_behind, is_failure, word_of
 from moe_mk.comm.symmetric.memory import Memory, free_bytes
-from moe_mk.comm.symmetric_wait import Waiting
 from moe_mk.comm.traffic import Traffic
 from moe_mk.errors import CommError, MoEMKError, ShapeError
 

@@ -15,10 +15,17 @@ import torch
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.comm.lockstep import LockstepCommunicator
-from moe_mk.comm.symmetric.flags import reasons_against_words, words_of
+from moe_mk.comm.symmetric.flags import (
+    Clock,
+    Process,
+    Waiting,
+    WaitingForProcess,
+    WaitingInLockstep,
+    reasons_against_words,
+    words_of,
+)
 from moe_mk.comm.symmetric.heap import StartWaiting, SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.memory import Memory, SharedMemory, attach, create, unlink
-from moe_mk.comm.symmetric_wait import Clock, Process, Waiting, WaitingForProcess, WaitingInLockstep
 from moe_mk.errors import CommError, UnsupportedError
 from moe_mk.flight import land
 

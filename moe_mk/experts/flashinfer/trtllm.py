@@ -18,9 +18,8 @@ from torch.nn.functional import pad
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import LibraryMissing
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.flashinfer.cutlass import Served, reasons_of_served, summed_rows
 from moe_mk.experts.flashinfer.trtllm_weights import ORDERS, TrtllmWeights, filled, shuffled_weights
-from moe_mk.experts.flashinfer_output import summed_rows
-from moe_mk.experts.flashinfer_served import Served, reasons_of_served
 from moe_mk.external.library import installed_version, load
 from moe_mk.quant.nvfp4 import Nvfp4
 from moe_mk.quant.plain import Plain

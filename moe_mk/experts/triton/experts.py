@@ -32,10 +32,20 @@ from moe_mk.experts.triton.tuning import (
     sensible,
     tile_of,
 )
-from moe_mk.experts.triton.weights import FormedWeights, RoomyWeights, formed, ready, stacked
+from moe_mk.experts.triton.weights import (
+    BLOCK,
+    Beside,
+    FormedWeights,
+    RoomyWeights,
+    form_of,
+    formed,
+    joined,
+    ready,
+    size_reasons,
+    spare_of,
+    stacked,
+)
 from moe_mk.experts.triton.workspace import Workspace, workspace_of
-from moe_mk.experts.triton_beside import Beside, joined, spare_of
-from moe_mk.experts.triton_forms import BLOCK, form_of, size_reasons
 from moe_mk.external.device import profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
 from moe_mk.kernels.triton.tile import Tile

@@ -2,6 +2,15 @@
 
 Four-bit values are dealt anew: the byte at column j of a step of 128 holds columns j (low) and j + 64 (high). Scales of
 groups lie (expert, step, row, group). Columns are padded with zeros to whole steps. All of it can be undone.
+
+Biases as the Triton kernels add them: f32, one row a slot, gate's before up's, with room behind as weights have.
+
+Which form the Triton kernels give to a type of weights, and which sizes they read.
+
+Shared experts as one more slot of the same pass: their weights lie behind those of the routed ones.
+
+A stack that is copied to the device gets room for one slot more where it has many; nothing else is copied twice. Stacks
+that lie there already have no room, and their shared experts are computed by themselves.
 """
 
 from __future__ import annotations
@@ -11,11 +20,53 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_mk.experts.triton_biases import Biases, biases_of
+from moe_mk.config.problem import Problem, Reason
 from moe_mk.kernels.reference import e2m1
-from moe_mk.kernels.triton.form import Form
+from moe_mk.kernels.triton.form import FORMS, Form
+from moe_mk.quant.blocked import WHOLE
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.int8 import Int8Block
+from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.weights.expert_weights import ExpertWeights, SlotWeights, Weights, narrow_rows
+from moe_mk.weights.expert_weights import ExpertWeights, SlotBiases, SlotWeights, Weights, narrow_rows, stacked_biases
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Of the experts of one rank."""
+
+    b13: Tensor
+    """(L, 2I), or (L, I) without a gate."""
+    b2: Tensor
+    """(L, H)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both."""
+        return self.b13.nbytes + self.b2.nbytes
+
+    def slot(self, index: int, *, gated: bool) -> SlotBiases:
+        """Those of one expert, in f32 whatever they were stored in; a copy."""
+        first = self.b13[index].clone().chunk(2 if gated else 1)
+        return SlotBiases(first[0] if gated else None, first[-1], self.b2[index].clone())
+
+
+def biases_of(weights: Weights, device: torch.device, *, spare: int = 0) -> Biases | None:
+    """Copy the biases of every expert to a device; None for experts without. spare: slots to leave free behind them."""
+    b13, b2 = stacked_biases(weights)
+    return None if b13 is None or b2 is None else Biases(_roomy(b13, device, spare), _roomy(b2, device, spare))
+
+
+def _roomy(stack: Tensor, device: torch.device, spare: int) -> Tensor:
+    room = torch.zeros((len(stack) + spare, stack.shape[1]), dtype=torch.float32, device=device)[: len(stack)]
+    room.copy_(stack)
+    return room
+
+
+def no_biases_like(routed: Biases) -> Biases:
+    """Zeros for one slot beside biases."""
+    return Biases(torch.zeros_like(routed.b13[:1]), torch.zeros_like(routed.b2[:1]))
+
 
 LAYOUT = "triton"
 
@@ -231,3 +282,131 @@ def _unformed(matrix: FormedMatrix, form: Form, index: int) -> QuantTensor:
         one = matrix.rows[index][:: matrix.rows.shape[1] // target.shape[0], None].clone()
         above, scales = (one, scales) if form.group else (above, one)
     return QuantTensor(values, scales, like.scheme, above)
+
+
+BLOCK = 128
+BOX_BYTES = 16
+"""Rows that the tensor memory accelerator reads start at multiples of this."""
+
+
+def form_of(weights: QuantScheme, compute: QuantScheme) -> Form:
+    """How weights lie: for products of codes where activations are rounded, else weight-only."""
+    if isinstance(weights, Plain):
+        return FORMS["plain"]
+    if isinstance(weights, Fp8Block):
+        return FORMS[("w_" if isinstance(compute, Plain) else "") + ("fp8_row" if weights.columns == WHOLE else "fp8")]
+    if isinstance(weights, Int8Block):
+        name = "int8" if weights.columns == WHOLE else "int8_block"
+        return FORMS[("w_" if isinstance(compute, Plain) else "") + name]
+    return FORMS[f"w_{weights.family}"]
+
+
+def size_reasons(problem: Problem) -> list[Reason]:
+    """Against plain weights in other dtypes than bf16, other INT8 blocks than kernels have, and sizes that fill no
+    blocks and boxes.
+    """
+    model, stored, reasons = problem.config.model, problem.weights, []
+    in_blocks = isinstance(stored, Int8Block) and stored.columns != WHOLE
+    if in_blocks and set(model.quant.block) != {BLOCK}:
+        sides = "x".join(map(str, model.quant.block))
+        reasons.append(Reason("block", f"reads INT8 blocks with sides {BLOCK}, the experts have {sides}"))
+    if isinstance(stored, Plain) and stored != BF16:
+        reasons.append(Reason("weights", f"reads plain weights in bf16 alone, the experts are {stored.name}"))
+    if (model.quant.is_fp8 or in_blocks) and problem.intermediate % BLOCK:
+        text = f"reads hidden rows in groups of {BLOCK}, a rank has {problem.intermediate} columns of them"
+        reasons.append(Reason("shape", text, f"a tp that leaves a multiple of {BLOCK}"))
+    width = 2 if isinstance(stored, Plain) or stored.per_byte > 1 else 1  # bytes of what boxes read: rows or weights
+    for name, size in (("hidden size", model.hidden_size), ("intermediate size", problem.intermediate)):
+        if size * width % BOX_BYTES:
+            text = f"reads rows in boxes that start at multiples of {BOX_BYTES} B, a {name} of {size} does not"
+            reasons.append(Reason("shape", text))
+    return reasons
+
+
+WORTH_A_SPARE = 32
+"""Slots from which on one more is a small part of the memory."""
+
+
+def spare_of(num_slots: int) -> int:
+    """Slots to leave free behind so many."""
+    return 1 if num_slots >= WORTH_A_SPARE else 0
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Both in one stack, with what they were made of, to know them again."""
+
+    weights: Weights
+    routed: Weights
+    shared: Weights
+
+    def made_of(self, routed: Weights, shared: Weights) -> bool:
+        """Whether these very weights are joined here."""
+        return self.routed is routed and self.shared is shared
+
+
+def joined(routed: Weights, shared: Weights) -> Weights | None:
+    """Both in one stack, if they lie alike and there is room behind the routed ones; only that room is written."""
+    if isinstance(routed, RoomyWeights) and isinstance(shared, ExpertWeights) and routed.spare:
+        own = shared.biases if isinstance(shared, RoomyWeights) else None
+        if routed.scheme != shared.scheme or routed.gated != shared.gated or _is_alone(routed.biases, own):
+            return None
+        w13, w2 = (_joined_stack(a, b) for a, b in ((routed.w13, shared.w13), (routed.w2, shared.w2)))
+        if w13 is None or w2 is None:
+            return None
+        return replace(routed, w13=w13, w2=w2, biases=_joined_biases(routed.biases, own))
+    if isinstance(routed, FormedWeights) and isinstance(shared, FormedWeights) and routed.spare:
+        if routed.form != shared.form or routed.gated != shared.gated or _is_alone(routed.biases, shared.biases):
+            return None
+        first, second = (_joined_matrix(a, b) for a, b in ((routed.w13, shared.w13), (routed.w2, shared.w2)))
+        if first is None or second is None:
+            return None
+        return replace(routed, w13=first, w2=second, biases=_joined_biases(routed.biases, shared.biases))
+    return None
+
+
+def _is_alone(routed: Biases | None, shared: Biases | None) -> bool:
+    """Whether shared experts have biases that find no room behind the routed ones'."""
+    return routed is None and shared is not None
+
+
+def _joined_biases(routed: Biases | None, shared: Biases | None) -> Biases | None:
+    """Behind the biases of routed experts those of the shared ones, zeros where they have none."""
+    if routed is None:
+        return None
+    own = shared or no_biases_like(routed)
+    b13, b2 = _behind(routed.b13, own.b13), _behind(routed.b2, own.b2)
+    assert b13 is not None and b2 is not None, "their matrices fit, so do they"
+    return Biases(b13, b2)
+
+
+def _joined_stack(routed: QuantTensor, shared: QuantTensor) -> QuantTensor | None:
+    values = _behind(routed.values, shared.values)
+    if values is None or routed.scales is None or shared.scales is None:
+        return None if values is None else replace(routed, values=values)
+    scales = _behind(routed.scales, shared.scales)
+    return None if scales is None else replace(routed, values=values, scales=scales)
+
+
+def _joined_matrix(routed: FormedMatrix, shared: FormedMatrix) -> FormedMatrix | None:
+    values = _behind(routed.values, shared.values)
+    made: dict[str, Tensor | None] = {"values": values}
+    for name in ("scales", "rows"):
+        own, other = getattr(routed, name), getattr(shared, name)
+        made[name] = None if own is None else _behind(own, other)
+        if own is not None and made[name] is None:
+            return None
+    return None if values is None else replace(routed, **made)  # type: ignore[arg-type]
+
+
+def _behind(stack: Tensor, one: Tensor) -> Tensor | None:
+    """A stack with room behind it, and `one` in that room; None for one of another size."""
+    if stack.shape[1:] != one.shape[1:] or len(one) != 1 or stack.dtype != one.dtype:
+        return None
+    assert stack.storage_offset() == 0 and stack.untyped_storage().nbytes() > stack.nbytes, "no room was left"
+    both = stack.as_strided((len(stack) + 1, *stack.shape[1:]), stack.stride())
+    if both.element_size() == 1:
+        both[-1].view(torch.uint8).copy_(one[0].contiguous().view(torch.uint8))
+    else:
+        both[-1].copy_(one[0])
+    return both

@@ -2,6 +2,10 @@
 
 A plan belongs to one module and is thrown away when the module's tensors change. Modules go by a number in a weak
 table, because an operator of torch takes tensors and numbers only; it keeps nothing alive and configures nothing.
+
+Experts that do what a foreign module does between its GEMMs: its own gate, its biases, its norm.
+
+Choose it for modules that no registered backend can read; it is never registered, because it belongs to one module.
 """
 
 from __future__ import annotations
@@ -9,30 +13,93 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.config.moe import KernelConfig, MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.experts.base import FusedExperts
+from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import land
-from moe_mk.integrations.hf.module_experts import NAME, ModuleExperts
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, give_up, tensors_of, weights_of
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant.plain import plain
-from moe_mk.tokens import Routing
-from moe_mk.weights.expert_weights import CANONICAL, MAPPED, Weights
+from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, Tokens
+from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
+
+NAME = "module_loop"
+
+
+class ModuleExperts(FusedExperts):
+    """One expert after the other, over rows sorted by expert."""
+
+    traits: ClassVar[ExpertsTraits] = ExpertsTraits(
+        summary="a loop over experts around the gate, the biases and the norm of a transformers module",
+        emits={GroupedTokens: OutputStage.RAW},
+        weights=frozenset({"plain", "fp8_block"}),
+        computes=("plain",),
+        graph_safe=False,
+        per_expert=True,
+    )
+
+    def __init__(self, context: ExpertsContext, module: nn.Module, facts: ModuleFacts) -> None:
+        super().__init__(context)
+        self._module, self.facts = ref(module), facts
+
+    def relayout(self, weights: Weights) -> Weights:
+        """They are read where the module holds them."""
+        return weights
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        """Multiply each expert's rows; experts without rows are not touched."""
+        assert isinstance(tokens, GroupedTokens)
+        dtype = self.context.dtype.dtype
+        x_NH = tokens.x_NH.dequantize(dtype)
+        y_NH = torch.empty((x_NH.shape[0], self.context.hidden_size), dtype=dtype, device=x_NH.device)
+        start = 0
+        for slot, num_rows in enumerate(tokens.counts_L.tolist()):
+            if num_rows:
+                rows = slice(start, start + num_rows)
+                y_NH[rows] = self._ffn(x_NH[rows], slot, weights)
+            start += num_rows
+        return ExpertOutput(y_NH, OutputStage.RAW)
+
+    def _ffn(self, x: Tensor, slot: int, weights: Weights) -> Tensor:
+        module, facts = self._module(), self.facts
+        assert module is not None
+        w13, w2 = _matrices(weights, slot, x.dtype)
+        h = functional.linear(x, w13, self._bias(module, "gate_up_proj" if facts.gated else "up_proj", slot))
+        h = module._apply_gate(h) if facts.gated else module.act_fn(h)  # type: ignore[operator]
+        y: Tensor = functional.linear(h.to(x.dtype), w2, self._bias(module, "down_proj", slot))
+        return module.post_expert_norm(y) if facts.post_norm else y  # type: ignore[operator]
+
+    def _bias(self, module: nn.Module, name: str, slot: int) -> Tensor | None:
+        if not self.facts.biased:
+            return None
+        held = getattr(module, f"{name}_bias")
+        assert isinstance(held, Tensor)
+        return held[slot].to(self.context.dtype.dtype)
+
+
+def _matrices(weights: Weights, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both matrices of an expert, gate and up in the order the module holds them."""
+    if isinstance(weights, ExpertWeights):
+        return weights.w13[slot].dequantize(dtype), weights.w2[slot].dequantize(dtype)
+    expert = weights.slot(slot)
+    parts = [q.dequantize(dtype) for q in (expert.gate_IH, expert.up_IH) if q is not None]
+    return torch.cat(parts), expert.down_HI.dequantize(dtype)
+
 
 NUMBER = "_moe_mk_number"
 Settings = Mapping[str, Any]

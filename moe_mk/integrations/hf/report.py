@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_mk.integrations.hf.plan import ModulePlan
-from moe_mk.oracle.refusals import told_once
-from moe_mk.oracle.verdict import Verdict
+from moe_mk.oracle.verdict import Verdict, told_once
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED
 
 

@@ -12,6 +12,16 @@ before drains (`chain.py`).
 
 Everything between input and output lies in memory that `empty` hands out. Rows of padding, and positions of dropped
 assignments, are never read into a row that is stored.
+
+Sort few assignments and quantise their rows in one launch: the two need nothing of each other.
+
+Program 0 does what `align` does, the others what `quantize_rows` does, eight groups each; both read and write the same.
+
+Bring the rows of all assignments home: each received row is the sum of its own, in the order of its choices.
+
+Reads ids (R, K) and the rows of y (R * K, H) whose id is not -1, writes (R, H). Rows of dropped assignments are never
+read and may hold anything. Sums run in f32 in the order k = 0 ... K - 1 and are rounded once: equal inputs, equal bits.
+Moves (K + 1) R H elements; no atomics.
 """
 
 from __future__ import annotations
@@ -21,17 +31,110 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from moe_mk.kernels.triton.align import SMALL, align
-from moe_mk.kernels.triton.combine import combine
+from moe_mk.kernels.triton.align import SMALL, Alignment, align, choices, pointers, room_of, sizes, sort_pairs
+from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.form import FORMS, Form
 from moe_mk.kernels.triton.grouped_w2 import grouped_w2
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED, grouped_w13
-from moe_mk.kernels.triton.prologue import align_and_quantize
-from moe_mk.kernels.triton.quantize_rows import quantize_rows_fp8, quantize_rows_int8, quantize_rows_into
+from moe_mk.kernels.triton.numerics import to_dtype
+from moe_mk.kernels.triton.quantize_rows import (
+    GROUPS_A_PROGRAM,
+    quantize_part,
+    quantize_rows_fp8,
+    quantize_rows_int8,
+    quantize_rows_into,
+)
 from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import Empty, TileMap, tile_map
+
+COLUMNS = 1024
+
+
+def combine(y: Tensor, ids_RK: Tensor, weights_RK: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Sum the K rows of each received row, each times its weight if weights are given: (R, H) in the dtype of y.
+
+    y: (R * K, H); row r * K + k belongs to choice k of received row r. out: where to put the sums instead, in any
+    float dtype.
+    """
+    rows, top_k = ids_RK.shape
+    out_RH = torch.empty((rows, y.shape[1]), dtype=y.dtype, device=y.device) if out is None else out
+    if out_RH.numel():
+        _combine[(rows, triton.cdiv(y.shape[1], COLUMNS))](
+            y, ids_RK, weights_RK if weights_RK is not None else y, out_RH, y.shape[1], y.stride(0), out_RH.stride(0),
+            TOP_K=top_k, WEIGHTED=weights_RK is not None, COLUMNS=COLUMNS, num_warps=4,
+            **chained(),
+        )  # fmt: skip
+    return out_RH
+
+
+@triton.jit
+def _combine(
+    y_ptr, ids_ptr, weights_ptr, out_ptr, width, y_stride, out_stride,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    after_the_one_before()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    total = tl.zeros([COLUMNS], tl.float32)
+    for k in tl.static_range(TOP_K):
+        kept = tl.load(ids_ptr + row * TOP_K + k) >= 0
+        part = tl.load(y_ptr + (row * TOP_K + k) * y_stride + column, mask=inside & kept, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            part *= tl.load(weights_ptr + row * TOP_K + k)
+        total += part
+    tl.store(out_ptr + row * out_stride + column, to_dtype(total, out_ptr.dtype.element_ty), mask=inside)
+
+
+def align_and_quantize(
+    ids_RK: Tensor,
+    x: Tensor,
+    num_slots: int,
+    tile_rows: int,
+    *,
+    power_of_two: bool,
+    empty: Empty,
+    beside: Tensor | None,
+) -> tuple[Alignment, tuple[Tensor, Tensor]]:
+    """The alignment of at most SMALL assignments, and rows (R, H) in FP8 with f32 scales of 128 columns."""
+    aligned = room_of(ids_RK, num_slots, tile_rows, empty, beside)
+    (rows, hidden), num = x.shape, aligned.ids_RK.numel()
+    codes = empty((rows, hidden), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = empty((rows, triton.cdiv(hidden, BLOCK)), dtype=torch.float32, device=x.device)
+    parts = triton.cdiv(triton.cdiv(hidden, BLOCK), GROUPS_A_PROGRAM)
+    _prologue[(1 + rows * parts,)](
+        *pointers(aligned, (ids_RK, beside)), num, num_slots, aligned.tiles.tiles_3X.stride(0),
+        x, codes, scales, parts, hidden, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
+        **sizes(num, num_slots), **choices(ids_RK, beside), TILE=tile_rows, GROUP=BLOCK, GROUPS=GROUPS_A_PROGRAM,
+        POWER_OF_TWO=power_of_two, num_warps=8, **chained(),
+    )  # fmt: skip
+    return aligned, (codes, scales)
+
+
+@triton.jit
+def _prologue(
+    ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
+    x_ptr, codes_ptr, scales_ptr, parts, hidden, x_stride, codes_stride, scales_m, scales_k,
+    PAIRS: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BESIDE: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    after_the_one_before()
+    if tl.program_id(0) == 0:
+        sort_pairs(
+            ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots,
+            stride, PAIRS, STEP, TILE, SLOTS, TOP_K, BESIDE,
+        )  # fmt: skip
+    else:
+        part = tl.program_id(0) - 1
+        quantize_part(
+            (part // parts).to(tl.int64), part % parts, x_ptr, codes_ptr, scales_ptr, hidden, x_stride, codes_stride,
+            scales_m, scales_k, GROUP, GROUPS, POWER_OF_TWO,
+        )  # fmt: skip
+
 
 Scaled = tuple[Tensor, Tensor | None]
 """Values and their scales; None: plain values."""

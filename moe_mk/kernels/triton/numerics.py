@@ -2,21 +2,42 @@
 
 NOTE: the interpreter of Triton 3.6 converts f32 to e4m3 without carry, subnormals or saturation, and f32 to bf16 by
 cutting bits off. Under it alone, values are brought onto the target's grid first; the conversion is then exact.
+
+What the interpreter of Triton 3.6 needs to run beside NumPy 2.4; imported by nothing unless it is in use.
+
+NOTE: it turns a scalar into a Python integer with int(array of one element), which NumPy 2.4 refuses. `.item()`
+does not care. Without this no loop can run to a bound that is an argument.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.runtime import interpreter
+
+
+def let_scalars_be_loop_bounds() -> None:
+    """Let the interpreter read a one-element array as an integer. Calling it twice changes nothing more."""
+    patch = interpreter._patch_lang_tensor
+    if getattr(patch, "reads_items", False):
+        return
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    patch_lang_tensor.reads_items = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Whether kernels of this process run in the interpreter. Triton reads it when a kernel is defined."""
 
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 if INTERPRETED:
-    from moe_mk.kernels.triton.interpreter import let_scalars_be_loop_bounds
-
     let_scalars_be_loop_bounds()
 FP8_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-10)

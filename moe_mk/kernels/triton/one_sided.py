@@ -12,7 +12,7 @@ Nothing reads the host, and calls are counted on the device: a launch can be cap
 Reads and writes T x (ranks visited) rows. Rows are multiples of 16 bytes and move as such: the hint stands on the
 pointer, because an address made from an integer is aligned to nothing. Flags are stored with release and loaded with
 acquire at system scope: what was written before one is seen by who sees it, over NVLink too. The protocol is that of
-`prepare_finalize/one_sided_window.py`; DeepEP's low-latency kernels and FlashInfer's one-sided all-to-all are akin.
+`prepare_finalize/one_sided/buffers.py`; DeepEP's low-latency kernels and FlashInfer's one-sided all-to-all are akin.
 """
 
 from __future__ import annotations

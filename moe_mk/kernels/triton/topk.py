@@ -1,14 +1,128 @@
 """Top-k routing: the grouped kernel with a single group.
 
 Reads logits (T, E) and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K).
+
+Group-limited top-k routing in one launch: score, add the bias, keep the best groups, choose inside them, weigh.
+
+Reads logits (T, E) once and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). One program a token;
+experts lie as groups x experts of a group in registers, both padded to a power of two. Of equal scores the lower id
+wins, as in the reference.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from moe_mk.kernels.triton.grouped_topk import grouped_topk
+from moe_mk.errors import UnsupportedError
+from moe_mk.kernels.triton.numerics import to_bf16
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+def grouped_topk(
+    router_logits: Tensor,
+    top_k: int,
+    num_expert_group: int,
+    topk_group: int,
+    scoring_func: str,
+    e_score_correction_bias: Tensor | None,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    score_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Choose each token's top_k experts inside its topk_group best groups, weighed by their unbiased scores.
+
+    score_dtype: float32 or bfloat16. Raises UnsupportedError for scores that are neither sigmoid nor softmax.
+    Source: DeepSeek-V2 and -V3 model code, as the reference.
+    """
+    if scoring_func not in ("sigmoid", "softmax"):
+        told = f"scores are {scoring_func}, this kernel computes sigmoid and softmax; use the reference"
+        raise UnsupportedError("Triton's grouped_topk cannot run", [told])
+    num_tokens, num_experts = router_logits.shape
+    weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32, device=router_logits.device)
+    ids_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=router_logits.device)
+    if num_tokens == 0:
+        return weights_TK, ids_TK
+    per_group = num_experts // num_expert_group
+    biased = e_score_correction_bias is not None
+    _grouped_topk[(num_tokens,)](
+        router_logits, e_score_correction_bias if biased else router_logits, weights_TK, ids_TK,
+        router_logits.stride(0), routed_scaling_factor,
+        NUM_GROUPS=num_expert_group, PER_GROUP=per_group, KEPT_GROUPS=topk_group, TOP_K=top_k,
+        GROUPS=triton.next_power_of_2(num_expert_group), WIDTH=triton.next_power_of_2(per_group),
+        KS=triton.next_power_of_2(top_k), BIASED=biased, SOFTMAX=scoring_func == "softmax", RENORMALIZE=renormalize,
+        ROUND_SCORES=scoring_func != "softmax" and score_dtype is torch.bfloat16, num_warps=1,
+    )  # fmt: skip
+    return weights_TK, ids_TK
+
+
+@triton.jit
+def _first_of(value, index, wanted):
+    """The lowest index among entries equal to a value."""
+    return tl.min(tl.where(value == wanted, index, 2147483647))
+
+
+@triton.jit
+def _grouped_topk(
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, logits_stride, factor,
+    NUM_GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, KEPT_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, KS: tl.constexpr, BIASED: tl.constexpr, SOFTMAX: tl.constexpr,
+    RENORMALIZE: tl.constexpr, ROUND_SCORES: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group, place = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+    real = (group[:, None] < NUM_GROUPS) & (place[None, :] < PER_GROUP)
+    expert = group[:, None] * PER_GROUP + place[None, :]
+
+    logit = tl.load(logits_ptr + token * logits_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        exponential = tl.exp(logit - tl.max(logit))
+        score = tl.div_rn(exponential, tl.broadcast_to(tl.sum(exponential), [GROUPS, WIDTH]))
+    else:
+        score = tl.where(logit < -88.0, 0.0, tl.div_rn(1.0, 1.0 + tl.exp(-tl.maximum(logit, -88.0))))
+        score = tl.where(logit == logit, score, logit)  # maximum() drops NaN
+        if ROUND_SCORES:
+            score = to_bf16(score).to(tl.float32)
+    biased = score
+    if BIASED:
+        biased += tl.load(bias_ptr + expert, mask=real, other=0.0).to(tl.float32)
+    biased = tl.where(real, biased, float("-inf"))
+    undecidable = tl.max(tl.where(real & (biased != biased), 1, 0)) > 0
+
+    # A group counts as its best expert, or as its two best where a bias corrects the scores.
+    best = tl.max(biased, axis=1)
+    if BIASED and PER_GROUP > 1:
+        first = tl.min(tl.where(biased == best[:, None], place[None, :], WIDTH), axis=1)
+        best += tl.max(tl.where(place[None, :] == first[:, None], float("-inf"), biased), axis=1)
+    left = tl.where(group < NUM_GROUPS, tl.maximum(best, LOWEST), float("-inf"))
+    kept = tl.zeros([GROUPS], tl.int1)
+    for _ in tl.static_range(KEPT_GROUPS):
+        taken = group == _first_of(left, group, tl.max(left))
+        kept = kept | taken
+        left = tl.where(taken, float("-inf"), left)
+
+    chosen_value = tl.where(kept[:, None], biased, float("-inf"))
+    left = tl.where(real, tl.maximum(chosen_value, LOWEST), float("-inf"))
+    choice = tl.arange(0, KS)
+    ids, weights = tl.full([KS], -1, tl.int32), tl.zeros([KS], tl.float32)
+    for k in tl.static_range(TOP_K):
+        found = _first_of(left, expert, tl.max(left))
+        taken = (expert == found) & real
+        nowhere = tl.max(tl.where(taken, chosen_value, float("-inf"))) == float("-inf")
+        weight = tl.sum(tl.where(taken, score, 0.0))
+        ids = tl.where(choice == k, tl.where(nowhere, -1, found), ids)
+        weights = tl.where(choice == k, tl.where(nowhere, 0.0, weight), weights)
+        left = tl.where(taken, float("-inf"), left)
+    if RENORMALIZE:
+        weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights) + 1e-20, [KS]))
+    weights = tl.where(undecidable, 0.0, weights * factor)
+    ids = tl.where(undecidable, -1, ids)
+    inside = choice < TOP_K
+    tl.store(weights_ptr + token * TOP_K + choice, weights, mask=inside)
+    tl.store(ids_ptr + token * TOP_K + choice, ids, mask=inside)
 
 
 def topk(

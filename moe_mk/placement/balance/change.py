@@ -1,4 +1,7 @@
-"""What becomes of an old placement: kept, mended or replaced, whichever gains most after paying for its moves."""
+"""What becomes of an old placement: kept, mended or replaced, whichever gains most after paying for its moves.
+
+Mend a placement with few moves: replace a spare copy, drop one, or swap two; whichever pays most per move.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,131 @@ from moe_mk.placement.balance.arrays import Doubles, Ints
 from moe_mk.placement.balance.ask import Ask, split_shares
 from moe_mk.placement.balance.moves import aligned_slots, num_arrivals
 from moe_mk.placement.balance.policy import EplbPolicy, Placed, Policy, fresh
-from moe_mk.placement.balance.repair import Bench
 from moe_mk.placement.balance.shares import gpu_time
+from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Slot values to write, the largest time they leave, and how many weights must arrive."""
+
+    peak: float
+    arrivals: int
+    slots: tuple[int, ...]
+    experts: tuple[int, ...]
+
+
+class Bench:
+    """One layer on the bench: its slots, copies per expert and GPU, and GPU times with even shares."""
+
+    def __init__(self, placed: Ints, load: Doubles, sites: Sites, *, least: int = 1, near_only: bool = False) -> None:
+        self.placed, self.load, self.sites, self.least = placed.copy(), load, sites, least
+        self.near_only = near_only
+        self._node = np.unique(sites.node_W, return_inverse=True)[1].reshape(-1)
+        self.recount()
+
+    def recount(self) -> None:
+        """Rebuild counts and times from the slots."""
+        filled = self.placed >= 0
+        self.copies = np.zeros((len(self.load), self.sites.num_gpus))
+        np.add.at(self.copies, (self.placed[filled], self.sites.site_P[filled]), 1.0)
+        self.count = self.copies.sum(1)
+        self.each = self.load / np.maximum(self.count, 1)
+        self.time = (self.copies * self.each[:, None]).sum(0) / self.sites.speed_W
+        self.spare = np.flatnonzero(~filled | (self.count[np.maximum(self.placed, 0)] > self.least))
+        here = np.zeros((len(self.load), int(self._node.max()) + 1), bool)
+        where = np.nonzero(self.copies)
+        here[where[0], self._node[where[1]]] = True
+        self.allowed = (here[:, self._node] if self.near_only else True) & (self.copies == 0)
+
+    def restore(self) -> None:
+        """Bring back experts with too few copies, heavy first, over the spare copies that cost least."""
+        missing = np.flatnonzero(self.count < self.least)
+        for expert in missing[np.argsort(-self.load[missing], kind="stable")]:
+            while self.count[expert] < self.least:
+                open_ = self.spare[self.copies[expert, self.sites.site_P[self.spare]] == 0]
+                if open_.size == 0:
+                    raise InfeasiblePlacement(
+                        f"expert {expert} has {int(self.count[expert])} of {self.least} copies and no spare slot is"
+                        f" left among {self.sites.num_slots} living slots for {len(self.load)} experts",
+                        asked=self.least, limit=int(self.count[expert]),
+                    )  # fmt: skip
+                peak = self._peaks_with(np.array([expert]), open_)[0]
+                self.placed[open_[int(peak.argmin())]] = expert
+                self.recount()
+
+    def improve(self, goal: float, budget: int) -> int:
+        """Change slots until the largest time is at most `goal`; stops at `budget` arrivals. Returns arrivals used."""
+        used = 0
+        while used < budget and self.time.max() > goal:
+            top = float(self.time.max())
+            changes = [change for change in (self._replace(), self._drop(), self._swap()) if change is not None]
+            best = max(changes, key=lambda change: (top - change.peak) / change.arrivals, default=None)
+            if best is None or best.peak >= top * (1 - 1e-6) or used + best.arrivals > budget:
+                break
+            self.placed[list(best.slots)] = best.experts
+            self.recount()
+            used += best.arrivals
+        return used
+
+    def _peaks_with(self, experts: Ints, slots: Ints) -> Doubles:
+        """Largest time after one more copy of each expert in each slot, [experts, slots]."""
+        sites = self.sites
+        gone, gpu = self.placed[slots], sites.site_P[slots]
+        more = self.load[experts] / (self.count[experts] + 1)
+        grown = (more - self.each[experts] * (self.count[experts] > 0))[:, None] * self.copies[experts]
+        less = np.where(gone >= 0, self.load[gone] / np.maximum(self.count[gone] - 1, 1), 0.0)
+        shrunk = np.where(gone >= 0, less - self.each[gone], 0.0)[:, None] * np.where(
+            gone[:, None] >= 0, self.copies[gone], 0.0
+        )
+        time = self.time + (grown[:, None] + shrunk[None]) / sites.speed_W
+        index = np.arange(len(slots))
+        time[:, index, gpu] += (more[:, None] - less) / sites.speed_W[gpu]
+        peak: Doubles = time.max(2)
+        peak[experts[:, None] == gone] = np.inf
+        return peak
+
+    def _replace(self) -> _Change | None:
+        """One more copy of an expert of the busiest GPU, over a spare copy elsewhere."""
+        hot = int(self.time.argmax())
+        experts = np.flatnonzero(self.copies[:, hot])
+        slots = self.spare[self.sites.site_P[self.spare] != hot]
+        return self._best_copy(experts, slots)
+
+    def _drop(self) -> _Change | None:
+        """A spare copy on the busiest GPU gives way to another expert."""
+        hot = int(self.time.argmax())
+        slots = self.spare[self.sites.site_P[self.spare] == hot]
+        return self._best_copy(np.flatnonzero(self.allowed[:, hot]), slots)
+
+    def _best_copy(self, experts: Ints, slots: Ints) -> _Change | None:
+        if experts.size == 0 or slots.size == 0:
+            return None
+        peak = self._peaks_with(experts, slots)
+        peak[~self.allowed[experts][:, self.sites.site_P[slots]]] = np.inf
+        best = int(peak.argmin())
+        expert, slot = experts[best // len(slots)], slots[best % len(slots)]
+        return _Change(float(peak.flat[best]), 1, (int(slot),), (int(expert),))
+
+    def _swap(self) -> _Change | None:
+        """An expert of the busiest GPU against a lighter one elsewhere."""
+        sites = self.sites
+        hot = int(self.time.argmax())
+        mine = np.flatnonzero((sites.site_P == hot) & (self.placed >= 0))
+        theirs = np.flatnonzero((sites.site_P != hot) & (self.placed >= 0))
+        if mine.size == 0 or theirs.size == 0:
+            return None
+        gpu = sites.site_P[theirs]
+        moved = self.each[self.placed[mine]][:, None] - self.each[self.placed[theirs]]
+        after = np.maximum(
+            self.time[hot] - moved / sites.speed_W[hot],
+            self.time[gpu] + moved / sites.speed_W[gpu],
+        )
+        after[~self.allowed[self.placed[mine]][:, gpu]] = np.inf
+        after[:, ~self.allowed[self.placed[theirs], hot]] = np.inf
+        best = int(after.argmin())
+        one, two = int(mine[best // len(theirs)]), int(theirs[best % len(theirs)])
+        return _Change(float(after.flat[best]), 2, (one, two), (int(self.placed[two]), int(self.placed[one])))
 
 
 @dataclass(frozen=True)

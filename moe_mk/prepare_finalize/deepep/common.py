@@ -1,6 +1,32 @@
-"""What the adapters of the DeepEP family share: rows as libraries want them, and the limits of number formats."""
+"""What the adapters of the DeepEP family share: rows as libraries want them, and the limits of number formats.
+
+Kernels of DeepEP that move rows: what its high-throughput and its elastic ones have in common.
+
+Rows are padded to what the kernels copy at once, a dispatch ends in an event, and combine takes the sums of a rank's
+experts, with the handle of the dispatch, through the buffer that it went through.
+
+How an adapter talks to a library of which there are several builds: by keyword, and by what its build knows.
+
+Builds of one library differ in which arguments they know and where those stand, so that positions and version strings
+say nothing; the signature does.
+
+Rows of any wire scheme as the payloads of a library that moves rows.
+
+Numbers of physical experts as libraries want them: equally many a rank, so that a division finds the rank.
+
+Ranks that hold fewer experts than others leave gaps. Three ranks with 2, 1 and 2 experts, two numbers a rank:
+
+    physical expert   0  1 | 2    | 3  4
+    number            0  1 | 2    | 4  5        number // 2 = rank, number % 2 = slot
+"""
 
 from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -8,11 +34,62 @@ from torch.nn.functional import pad
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import ShapeError, UnsupportedError
-from moe_mk.external.deepep_limits import SCALE_GROUP, up_to
-from moe_mk.prepare_finalize.base import Volume
+from moe_mk.external.deepep_limits import HIGH_THROUGHPUT_ROW_BYTES, SCALE_GROUP, up_to
+from moe_mk.flight import Flight, InFlight
+from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
+
+
+class EvenNumbers:
+    """Between physical ids, numbers and slots of this rank. multiple: of what there must be numbers in all."""
+
+    def __init__(self, context: TransportContext, multiple: int = 1) -> None:
+        ranks = context.comm.size
+        per_rank = max(context.expert_map.num_slots(rank) for rank in range(ranks))
+        while ranks * per_rank % multiple:
+            per_rank += 1
+        self.per_rank, self.total, self.first = per_rank, ranks * per_rank, context.comm.rank * per_rank
+        self._context = context
+
+    def of(self, physical_TK: Tensor, nowhere: int = -1) -> Tensor:
+        """int32 numbers of physical ids; `nowhere` for -1."""
+        tables, at_TK = self._context.tables, physical_TK.clamp_min(0).long()
+        number_TK = tables.rank_of_P[at_TK] * self.per_rank + tables.slot_of_P[at_TK]
+        return torch.where(physical_TK >= 0, number_TK, nowhere).to(torch.int32)
+
+    def slots(self, number_RK: Tensor) -> Tensor:
+        """int32 slots of this rank; -1 for every other number."""
+        slot_RK = number_RK - self.first
+        mine_RK = (slot_RK >= 0) & (slot_RK < self._context.num_slots)
+        return torch.where(mine_RK, slot_RK, -1).to(torch.int32)
+
+
+class Call:
+    """A function of a library, with what its build knows of its arguments."""
+
+    def __init__(self, function: Callable[..., Any], needs: Sequence[str]) -> None:
+        """needs: arguments without which the adapter cannot use it. Raises UnsupportedError with those it lacks."""
+        parameters = inspect.signature(function).parameters
+        self._function = function
+        self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self._known = frozenset(parameters)
+        if lacking := [name for name in needs if not self.knows(name)]:
+            what = f"{getattr(function, '__qualname__', function)} of the installed build lacks arguments"
+            raise UnsupportedError(what, [f"no {name!r}" for name in lacking])
+
+    def knows(self, argument: str) -> bool:
+        """Whether this build has an argument."""
+        return self._takes_all or argument in self._known
+
+    def __call__(self, needed: Mapping[str, object], options: Mapping[str, object] | None = None) -> Any:
+        """Call by keyword; options that this build does not know are left out."""
+        known = {name: value for name, value in (options or {}).items() if self.knows(name)}
+        return self._function(**needed, **known)
+
 
 SCALES_IN_WORD = 4
 """UE8M0 exponents in an element that libraries carry."""
@@ -84,3 +161,107 @@ def one_row_a_rank(problem: Problem, *, collectives: int) -> Volume:
     far = tokens * problem.nodes_per_token * (nodes - 1) / nodes
     near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
     return Volume(far + near, far + near, collectives, far_rows=far, pipelined=True)
+
+
+DEEPEP = TransportTraits(
+    summary="",
+    kinds=frozenset({"cuda"}),
+    min_arch=(9, 0),
+    library="deep_ep",
+    extra="pip install sgl-deep-ep, or build DeepEP",
+    produces=RowTokens,
+    wants=OutputStage.REDUCED,
+    wire=frozenset({"plain", "fp8"}),
+    min_ranks=2,
+    blocking=True,
+)
+"""What transports of this library, and of those that speak its language, have in common."""
+
+
+@dataclass
+class Surface:
+    """The calls of one buffer."""
+
+    dispatch: Call
+    combine: Call
+    layout: Call | None = None
+    """Counts before a dispatch, where a dispatch does not count itself."""
+
+
+@dataclass(frozen=True)
+class WayHome:
+    """The library's handle of one dispatch, and the buffer that it went through."""
+
+    buffer: Surface
+    handle: Any
+
+
+class RowKernels(PrepareFinalize):
+    """Rows to experts and sums home."""
+
+    kernels: ClassVar[str]
+    """Which; layers of one group share a buffer of the same."""
+    later: ClassVar[str]
+    """The argument by which a call is told not to wait for its kernels."""
+
+    def __init__(self, context: TransportContext) -> None:
+        """Check what travels; no buffer is made yet. Raises UnsupportedError."""
+        super().__init__(context)
+        expect_wire(context.wire, self.traits.library)
+        self._numbers = EvenNumbers(context)
+        self._hidden = padded_row(context.hidden_size, HIGH_THROUGHPUT_ROW_BYTES)
+        self._session: LibrarySession[Surface] = LibrarySession(context, self.traits.library, self.kernels)
+
+    def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
+        """Send sums home, where the library adds them up."""
+        c, home = self.context, tokens.handle
+        assert isinstance(home, WayHome)
+        y_RH = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()
+        with c.spans.span("combine"):
+            with self._session.call("combine"):
+                needed = {"x": y_RH, "handle": home.handle, self.later: True, **self._units(combine=True)}
+                total_TH, _, event = home.buffer.combine(needed)
+            yield InFlight("combine")
+            self._wait(event, "combine")
+            y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()
+            return y_TH
+
+    @abstractmethod
+    def _units(self, *, combine: bool) -> dict[str, object]:
+        """The argument that holds a call to kernel.comm_units; none where that is not set."""
+
+    def _wait(self, event: Any, phase: str) -> None:
+        with self._session.call(phase):
+            if getattr(event, "event", None) is not None:
+                event.current_stream_wait()
+
+    @classmethod
+    def max_rows(cls, problem: Problem) -> int:
+        """All tokens of all ranks may want an expert of this one."""
+        return problem.num_tokens * problem.ranks
+
+    @classmethod
+    def reasons_against(cls, problem: Problem) -> list[Reason]:
+        """Limits of number formats."""
+        return [*super().reasons_against(problem), *bf16_reasons(problem), *fp8_reasons(problem)]
+
+
+def payloads_of(x_TH: QuantTensor) -> list[Tensor]:
+    """Values, then scales where the scheme has any: (T, X) each. Elements of one byte go as uint8, which all carry."""
+    parts = [part for part in (x_TH.values, x_TH.scales) if part is not None]
+    return [(part.view(torch.uint8) if part.element_size() == 1 else part).contiguous() for part in parts]
+
+
+def rows_of(parts: Sequence[Tensor], like: QuantTensor) -> QuantTensor:
+    """The rows that have arrived as `payloads_of(like)` left, in the dtypes of `like`."""
+    scales = None if like.scales is None else parts[1].view(like.scales.dtype)
+    return replace(like, values=parts[0].view(like.values.dtype), scales=scales)
+
+
+def expect_room(x_TH: Tensor, context: TransportContext) -> None:
+    """Raise ShapeError where a call brings more tokens than the windows of the library hold."""
+    if x_TH.shape[0] > context.max_num_tokens:
+        raise ShapeError(
+            f"x has T={x_TH.shape[0]} tokens, a window holds {context.max_num_tokens} of each rank "
+            "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
+        )

@@ -5,10 +5,15 @@
     combine   sums of each rank's experts go home, where ranks are added up
 
 Inside one node a call can be captured: it then takes room for the worst routing instead of waiting for counts.
+
+DeepEP's high-throughput kernels (V1): many tokens a rank, NVLink inside a node and RDMA between nodes.
+
+Source: deep_ep.Buffer of deep_ep 2.1.0 (github.com/deepseek-ai/DeepEP), and its build for SGLang (sgl-deep-ep 0.1.2).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -29,16 +34,19 @@ from moe_mk.external.deepep_limits import (
 from moe_mk.external.device import capturing
 from moe_mk.external.library import find, load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import Budget, TransportContext, Volume
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.deepep.common import (
+    DEEPEP,
+    Call,
+    RowKernels,
+    Surface,
+    WayHome,
     from_library,
     no_more_tokens,
     one_row_a_rank,
     padded_row,
     to_library,
 )
-from moe_mk.prepare_finalize.library_calls import Call
-from moe_mk.prepare_finalize.row_kernels import RowKernels, Surface, WayHome
 from moe_mk.tokens import Routing, RowTokens, Tokens
 
 LAYOUT = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank")
@@ -179,3 +187,14 @@ def _reasons_against_units(units: int | None) -> list[Reason]:
         return []
     text = f"takes an even number of SMs, a pair for each channel, not {units}"
     return [Reason("comm_units", text, f"kernel.comm_units = {units + 1}")]
+
+
+@PREPARE_FINALIZE.register("deepep_ht")
+class DeepEPHighThroughput(HighThroughputTransport):
+    """DeepEP high throughput; for prefill and training."""
+
+    traits: ClassVar[TransportTraits] = replace(
+        DEEPEP,
+        summary="DeepEP high-throughput kernels, one copy of a token per rank and node; for prefill",
+        comm_unit="SMs",
+    )

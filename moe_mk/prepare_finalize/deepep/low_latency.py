@@ -5,12 +5,29 @@
 
 No size is read on the host, so that calls can be captured. Two operations may be in flight, which is what two
 micro-batches need. The rows of an expert come in no particular order.
+
+DeepEP's low-latency kernels (V1): few tokens a rank, every call of the same shape, over NVLink and RDMA.
+
+Buffers are made with `enable_shrink` where the build knows it. Their kernels then mask a rank that does not answer
+within their timeout of about 100 s, drop what it owes and go on, instead of ending the process by a trap. The adapter
+queries the masks after each combine and raises CommError with the rank for one that `leave_out` did not name.
+
+Source: deep_ep.Buffer of deep_ep 2.1.0 (github.com/deepseek-ai/DeepEP), and its build for SGLang (sgl-deep-ep 0.1.2).
+
+UCCL-EP: the kernels of DeepEP V1 with RDMA driven by CPU threads, over NICs of any make.
+
+    uccl_ep      low latency
+    uccl_ep_ht   high throughput
+
+Its wrapper is imported as `deep_ep`, and has the same calls with other arguments around them. It has neither
+`enable_shrink` nor calls that mask ranks, so that `leave_out` raises UnsupportedError.
+Source: ep/deep_ep_wrapper of UCCL (github.com/uccl-project/uccl).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -19,9 +36,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import CommError, UnsupportedError
 from moe_mk.external.deepep_limits import (
+    LOW_LATENCY_HIDDEN,
     LOW_LATENCY_IN_FLIGHT,
+    LOW_LATENCY_TOP_K,
     NVLINK_PEERS,
     SCALE_GROUP,
     low_latency_bytes,
@@ -30,14 +49,21 @@ from moe_mk.external.deepep_limits import (
 )
 from moe_mk.external.library import find, load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, Volume
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
-from moe_mk.prepare_finalize.deepep.common import bf16_reasons, expect_wire, fp8_reasons, no_more_tokens
-from moe_mk.prepare_finalize.even_numbers import EvenNumbers
-from moe_mk.prepare_finalize.library_calls import Call
+from moe_mk.prepare_finalize.deepep.common import (
+    DEEPEP,
+    Call,
+    EvenNumbers,
+    bf16_reasons,
+    expect_wire,
+    fp8_reasons,
+    no_more_tokens,
+)
+from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput, HighThroughputTransport
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.tokens import BatchedTokens, ExpertOutput, Routing, Tokens
+from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, Tokens
 
 
 @dataclass(frozen=True)
@@ -280,3 +306,98 @@ class LowLatencyTransport(PrepareFinalize):
             text = f"queue pairs hold the requests of {most} tokens a rank, {asked} are asked for"
             reasons.append(Reason("tokens", text, f"kernel.max_num_tokens = {most // 4 * 4}"))
         return reasons
+
+
+@PREPARE_FINALIZE.register("deepep_ll")
+class DeepEPLowLatency(LowLatencyTransport):
+    """DeepEP low latency; for decoding."""
+
+    dialect: ClassVar[Dialect] = Dialect(LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K, shrinks=True)
+    traits: ClassVar[TransportTraits] = replace(
+        DEEPEP,
+        summary="DeepEP low-latency kernels, expert-batched, no host sync; for decoding over NVLink and RDMA",
+        produces=BatchedTokens,
+        wants=OutputStage.RAW,
+        in_flight=LOW_LATENCY_IN_FLIGHT,
+        # Rows of an expert change places from call to call, and with them the tiles that a GEMM sums in.
+        deterministic=False,
+        masks_ranks=True,
+    )
+
+    def __init__(self, context: TransportContext) -> None:
+        """Find or make the group's buffer; see `LowLatencyTransport`."""
+        super().__init__(context)
+        surface = self._session.buffer
+        library = load(self.traits.library, allow_emulated=context.allow_emulated)
+        shrinks = Call(library.Buffer, []).knows("enable_shrink")
+        if surface.mask is None and shrinks and hasattr(surface.buffer, "low_latency_update_mask_buffer"):
+            surface.mask = MaskStatus.of(context.comm.size, context.device)
+
+    def leave_out(self, active_W: Tensor) -> None:
+        """See `PrepareFinalize.leave_out`. Masks lie in device memory: captured graphs go on and read them anew.
+
+        A rank that comes back must have kept its buffer and have ended its last call.
+        """
+        surface, kept = self._session.buffer, self._session.kept
+        if surface.mask is None:
+            super().leave_out(active_W)
+            return
+        gone = frozenset(rank for rank, on in enumerate(self.active_ranks(active_W)) if not on)
+        self._session.expect_between_calls("leave out", gone)
+        self._expect_unmasked("leave_out")
+        with self._session.call("leave_out"):
+            for rank in sorted(gone ^ kept.left_out):
+                surface.buffer.low_latency_update_mask_buffer(rank, rank in gone)
+            surface.mask.read(surface.buffer.low_latency_query_mask_buffer, wait=True)
+        kept.left_out = gone
+
+    def _read_mask(self) -> None:
+        surface = self._session.buffer
+        if surface.mask is not None:
+            with self._session.call("combine"):
+                surface.mask.read(surface.buffer.low_latency_query_mask_buffer, wait=False)
+            self._expect_unmasked("combine")
+
+    def _expect_unmasked(self, phase: str) -> None:
+        mask, comm, left_out = self._session.buffer.mask, self.context.comm, self._session.kept.left_out
+        masked = [] if mask is None else [rank for rank, status in enumerate(mask.host_W.tolist()) if status]
+        for rank in masked:
+            if rank not in left_out:
+                with self._session.call(phase):
+                    text = (
+                        f"the kernels masked rank {rank} after their timeout and dropped its rows; it is dead or late"
+                    )
+                    raise CommError(text, rank=comm.rank, phase=phase, layer=comm.layer, peer=rank)
+
+
+SURFACE = "deep_ep"
+INSTALL = "pip install uccl, then install ep/deep_ep_wrapper of its repository"
+
+
+@PREPARE_FINALIZE.register("uccl_ep")
+class UcclLowLatency(LowLatencyTransport):
+    """UCCL-EP low latency; for decoding without InfiniBand's own kernels."""
+
+    dialect: ClassVar[Dialect] = Dialect(LOW_LATENCY_HIDDEN, LOW_LATENCY_TOP_K, surface=SURFACE)
+    traits: ClassVar[TransportTraits] = replace(
+        DeepEPLowLatency.traits,
+        summary="UCCL-EP, low-latency kernels with CPU-driven RDMA over any NIC; for decoding",
+        min_arch=(8, 0),
+        library="uccl",
+        extra=INSTALL,
+        masks_ranks=False,
+    )
+
+
+@PREPARE_FINALIZE.register("uccl_ep_ht")
+class UcclHighThroughput(HighThroughputTransport):
+    """UCCL-EP high throughput; for prefill without InfiniBand's own kernels."""
+
+    surface: ClassVar[str] = SURFACE
+    traits: ClassVar[TransportTraits] = replace(
+        DeepEPHighThroughput.traits,
+        summary="UCCL-EP, high-throughput kernels with CPU-driven RDMA over any NIC; for prefill",
+        min_arch=(8, 0),
+        library="uccl",
+        extra=INSTALL,
+    )

@@ -27,9 +27,8 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.deepep_limits import NIXL_HIDDEN, NIXL_TOP_K
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
-from moe_mk.prepare_finalize.deepep.low_latency import Dialect, LowLatencyTransport
-from moe_mk.prepare_finalize.deepep_ll import DeepEPLowLatency
-from moe_mk.prepare_finalize.library_calls import Call
+from moe_mk.prepare_finalize.deepep.common import Call
+from moe_mk.prepare_finalize.deepep.low_latency import DeepEPLowLatency, Dialect, LowLatencyTransport
 
 
 @PREPARE_FINALIZE.register("nixl_ep")

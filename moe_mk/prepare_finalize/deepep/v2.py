@@ -34,14 +34,17 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.deepep.common import (
+    DEEPEP,
+    Call,
+    RowKernels,
+    Surface,
+    WayHome,
     from_library,
     no_more_tokens,
     one_row_a_rank,
     padded_row,
     to_library,
 )
-from moe_mk.prepare_finalize.library_calls import Call
-from moe_mk.prepare_finalize.row_kernels import DEEPEP, RowKernels, Surface, WayHome
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import GroupedTokens, OutputStage, Routing, RowTokens, Tokens

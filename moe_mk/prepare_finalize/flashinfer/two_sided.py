@@ -27,9 +27,8 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
-from moe_mk.prepare_finalize.even_numbers import EvenNumbers
+from moe_mk.prepare_finalize.deepep.common import EvenNumbers, expect_room, payloads_of, rows_of
 from moe_mk.prepare_finalize.flashinfer.mapping import DOMAIN, LIBRARY, domain_of
-from moe_mk.prepare_finalize.row_payloads import expect_room, payloads_of, rows_of
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
 
 MOST_TOP_K, MULTIPLE, ROW_ALIGNMENT = 32, 4, 16

@@ -33,9 +33,8 @@ from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.hierarchical.legs import Held, Leg, WayHome, handed_on, joined, wanted
 from moe_mk.prepare_finalize.packing import Rows, apart, opened, packed_row_bytes, side_by_side
-from moe_mk.prepare_finalize.rows.exchange import RowExchange, SumsHome
+from moe_mk.prepare_finalize.rows.exchange import Borrowed, RowExchange, SumsHome, kept_bytes
 from moe_mk.prepare_finalize.rows.sums import Part
-from moe_mk.prepare_finalize.scratch import Borrowed, kept_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 X = TypeVar("X")

@@ -34,11 +34,10 @@ from moe_mk.prepare_finalize.base import (
     TransportTraits,
     Volume,
 )
-from moe_mk.prepare_finalize.one_sided.buffers import Lane, Lanes
+from moe_mk.prepare_finalize.one_sided.buffers import Lane, Lanes, RegionShape
 from moe_mk.prepare_finalize.one_sided.rows_native import KernelRows
 from moe_mk.prepare_finalize.one_sided.rows_torch import PutRows, RowBytes
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
-from moe_mk.prepare_finalize.one_sided_window import RegionShape
 from moe_mk.quant.wire import row_bytes
 from moe_mk.trace.clock import now
 

@@ -24,10 +24,9 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
-from moe_mk.prepare_finalize.one_sided.buffers import Lanes
+from moe_mk.prepare_finalize.one_sided.buffers import Lanes, RegionShape
 from moe_mk.prepare_finalize.one_sided.rows_native import KernelRows
 from moe_mk.prepare_finalize.one_sided.rows_torch import PutRows, RowBytes, WayHome
-from moe_mk.prepare_finalize.one_sided_window import RegionShape
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens

@@ -34,7 +34,7 @@ from moe_mk.shapes import expect
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 if TYPE_CHECKING:
-    from moe_mk.prepare_finalize.one_sided_device_lane import DeviceLane
+    from moe_mk.prepare_finalize.one_sided_gpu.buffers import DeviceLane
 
 NAME = "one_sided_gpu"
 LINE_BYTES = 16
@@ -181,7 +181,7 @@ class OneSidedDevice(PrepareFinalize):
 
     def _take(self) -> DeviceLane:
         """The first idle lane, or a new one that every rank opens at the same call."""
-        from moe_mk.prepare_finalize.one_sided_device_lane import DeviceLane
+        from moe_mk.prepare_finalize.one_sided_gpu.buffers import DeviceLane
 
         c = self.context
         lane = next((lane for lane in self._lanes if not lane.busy), None)

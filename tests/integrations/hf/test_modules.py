@@ -11,8 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.hf.gates import activation_of
-from moe_mk.integrations.hf.modules import facts_of
+from moe_mk.integrations.hf.modules import activation_of, facts_of
 from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.integrations.transformers import (
     prepare,

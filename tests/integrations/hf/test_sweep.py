@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 from moe_mk.integrations.hf import plan as plans
-from moe_mk.integrations.hf.module_experts import ModuleExperts
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, weights_of
+from moe_mk.integrations.hf.plan import ModuleExperts
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 from tests.integrations.hf.cases import difference, family, logits, prompt
 from tests.integrations.hf.classes import experts_classes, tiny_call, tiny_experts

@@ -13,12 +13,11 @@ from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.triton import align as align_module
 from moe_mk.kernels.triton.activation_quantize import activation_quantize
 from moe_mk.kernels.triton.align import SMALL, align
-from moe_mk.kernels.triton.combine import combine
-from moe_mk.kernels.triton.grouped_topk import grouped_topk
+from moe_mk.kernels.triton.experts import combine
 from moe_mk.kernels.triton.numerics import INTERPRETED
 from moe_mk.kernels.triton.quantize_rows import quantize_rows, quantize_rows_fp8, quantize_rows_int8
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
-from moe_mk.kernels.triton.topk import topk
+from moe_mk.kernels.triton.topk import grouped_topk, topk
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN
 

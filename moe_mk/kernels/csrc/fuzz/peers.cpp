@@ -110,7 +110,7 @@ Shape draw_shape(Random& random) {
   return s;
 }
 
-// The windows of all ranks as one of them sees them, laid out as prepare_finalize/one_sided_window.py does.
+// The windows of all ranks as one of them sees them, laid out as prepare_finalize/one_sided/buffers.py does.
 struct World {
   const Shape s;
   Parts parts;
