@@ -16,7 +16,7 @@ from moe_mk.cli.screen import Screen, amount
 from moe_mk.comm.traffic import INTER_NODE, INTRA_NODE
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import load_config, shipped_models
-from moe_mk.oracle.verdict import ANY, Decision, Verdict, told_once
+from moe_mk.oracle.verdict import ANY, Decision, Verdict, group_refusals
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.verify import Verification
 from moe_mk.weights.checkpoint import ranges
@@ -143,7 +143,7 @@ def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
             table.add_row(
                 mark, verdict.prepare_finalize, verdict.experts, f"{verdict.cost_us:,.0f} us", why, style=style
             )
-    for refusal in told_once(verdicts):
+    for refusal in group_refusals(verdicts):
         names = ("\n".join(part) or ANY for part in (refusal.prepare_finalize, refusal.experts))
         table.add_row(" ", *names, "refused", Text("; ".join(map(str, refusal.reasons))), style="dim")
     return table

@@ -60,7 +60,7 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
 
 
 def build_experts(decision: Decision, name: str, context: ExpertsContext) -> FusedExperts:
-    """A backend by its name, behind weights requantised at load if the decision holds them in another form."""
+    """Build a backend by name, wrapped in `HeldExperts` if the decision requantises weights at load."""
     experts = EXPERTS[name](context)
     return experts if decision.effect is None else HeldExperts(experts, decision.problem.weights)
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from moe_mk.config.problem import Problem
 from moe_mk.experts.base import ExpertsTraits
-from moe_mk.oracle.fallback import Form, as_stored, in_fp8, in_layer_dtype
+from moe_mk.oracle.fallback import WeightFormat, as_stored, in_fp8, in_layer_dtype
 from moe_mk.prepare_finalize.base import TransportTraits
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import Registry
@@ -37,8 +37,8 @@ class Oracle(ABC):
         """What tokens are quantised to before they travel, given what the experts compute with."""
 
     @classmethod
-    def forms(cls, problem: Problem) -> tuple[Form, ...]:
-        """The forms the weights may be held in, best first. By default only the one they are stored in."""
+    def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
+        """The formats the weights may be held in, best first. By default only the one they are stored in."""
         return (as_stored(problem),)
 
 
@@ -67,6 +67,6 @@ class RoundedOracle(Oracle):
         return activations if wish in ("fp8", "checkpoint") or compute == activations else problem.dtype
 
     @classmethod
-    def forms(cls, problem: Problem) -> tuple[Form, ...]:
+    def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
         """As stored, with rounded activations or weight-only; else in FP8; else in the layer's dtype."""
         return as_stored(problem), in_fp8(problem), in_layer_dtype(problem)

@@ -12,10 +12,10 @@ from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.external.library import COMPILER
 from moe_mk.oracle import cost
 from moe_mk.oracle.base import Oracle
-from moe_mk.oracle.fallback import Form, PassedOver, effect_of
+from moe_mk.oracle.fallback import RejectedFormat, WeightFormat, effect_of
 from moe_mk.oracle.memory import Buffers, Workspace, buffers_of, limited_to, most_tokens, room_of, weights_bytes
 from moe_mk.oracle.rules import reasons_against_pair, wire_reasons
-from moe_mk.oracle.verdict import Decision, Verdict, told_once
+from moe_mk.oracle.verdict import Decision, Verdict, group_refusals
 from moe_mk.prepare_finalize.all_gather import AllGather
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, Volume
 from moe_mk.prepare_finalize.no_ep import NoEP
@@ -33,7 +33,7 @@ class Candidate:
     transport: str
     experts: str
     traits: ExpertsTraits
-    carrier: type[PrepareFinalize]
+    transport_type: type[PrepareFinalize]
     reasons: tuple[Reason, ...]
     wire: QuantScheme
     compute: QuantScheme
@@ -41,77 +41,77 @@ class Candidate:
 
     def volume(self, problem: Problem) -> Volume:
         """Rows on the wire."""
-        return self.carrier.volume(problem)
+        return self.transport_type.volume(problem)
 
     def buffers(self, problem: Problem) -> Buffers:
         """What it holds beside the weights in calls of the problem's tokens."""
-        return buffers_of(self.carrier, self.wire, self.workspace, problem)
+        return buffers_of(self.transport_type, self.wire, self.workspace, problem)
 
 
 def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
     """Judge every registered pair and choose the cheapest that can serve, or the pinned one.
 
-    Weights are held as they are stored if any backend but the reference reads that, else in the first form of the
-    oracle that one reads; the decision then says what that costs.
+    Weights keep their stored format if any backend other than the reference reads it, else the first format of the
+    oracle that such a backend reads; the decision then states the cost (`Decision.effect`).
     Raises UnsupportedError with all reasons against all pairs if none can, ConfigError for an unknown pin or a
     problem of another quantisation type.
     """
     _check_pins(problem)
     _check_type(problem, oracle)
-    tried: list[Tried] = []
-    for form in _allowed_forms(problem, oracle):
-        tried.append(_try(form, problem, oracle))
-        if any(not candidate.traits.definition for _, candidate in tried[-1].able):
+    attempts: list[Attempt] = []
+    for weight_format in _allowed_formats(problem, oracle):
+        attempts.append(_try(weight_format, problem, oracle))
+        if any(not candidate.traits.definition for _, candidate in attempts[-1].able):
             break
-    serving = tried[-1] if any(not c.traits.definition for _, c in tried[-1].able) else None
-    chosen = serving or next((each for each in tried if each.able), None)
+    serving = attempts[-1] if any(not c.traits.definition for _, c in attempts[-1].able) else None
+    chosen = serving or next((each for each in attempts if each.able), None)
     if chosen is None:
-        wanted = [verdict for verdict in tried[0].verdicts if _is_wanted(verdict, problem)]
-        lines = [refusal.line() for refusal in told_once(wanted)]
+        wanted = [verdict for verdict in attempts[0].verdicts if _is_wanted(verdict, problem)]
+        lines = [refusal.line() for refusal in group_refusals(wanted)]
         raise UnsupportedError(_nothing_serves(problem), lines or [_no_such_pair()])
     winner, candidate = min(chosen.able, key=lambda pair: (pair[0].emulated, pair[0].cost_us or 0.0))
     decision = _decision(chosen.problem, oracle, chosen.verdicts, winner, candidate, rivals=len(chosen.able) - 1)
-    passed = tuple(_passed_over(each) for each in tried if each is not chosen)
-    return replace(decision, effect=effect_of(chosen.form, problem), passed_over=passed)
+    passed = tuple(_rejected_format(each) for each in attempts if each is not chosen)
+    return replace(decision, effect=effect_of(chosen.weight_format, problem), passed_over=passed)
 
 
-def _allowed_forms(problem: Problem, oracle: type[Oracle]) -> tuple[Form, ...]:
+def _allowed_formats(problem: Problem, oracle: type[Oracle]) -> tuple[WeightFormat, ...]:
     """Requantised weights have no rounded activations of their own: who insists on those gets no fallback."""
-    forms, kernel = oracle.forms(problem), problem.config.kernel
+    formats, kernel = oracle.formats(problem), problem.config.kernel
     insists = kernel.activations == "checkpoint" and problem.activations is not None
-    return forms if kernel.fallback and not insists else forms[:1]
+    return formats if kernel.fallback and not insists else formats[:1]
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A form of the weights, with what every pair says to it."""
+class Attempt:
+    """The verdicts on all pairs for one format of the weights."""
 
-    form: Form
+    weight_format: WeightFormat
     problem: Problem
     verdicts: list[Verdict]
     able: list[tuple[Verdict, Candidate]]
 
 
-def _try(form: Form, problem: Problem, oracle: type[Oracle]) -> Tried:
-    held = form.of(problem)
+def _try(weight_format: WeightFormat, problem: Problem, oracle: type[Oracle]) -> Attempt:
+    held = weight_format.of(problem)
     candidates = _candidates(held, oracle)
     verdicts = [_verdict(candidate, held) for candidate in candidates]
     able = [(v, c) for v, c in zip(verdicts, candidates, strict=True) if not v.reasons and _is_wanted(v, held)]
-    if not form.is_stored:  # experts that route inside take weights only as they are
+    if not weight_format.is_stored:  # experts that route inside take weights only as they are
         able = [(v, c) for v, c in able if v.prepare_finalize != INSIDE]
-    return Tried(form, held, verdicts, able)
+    return Attempt(weight_format, held, verdicts, able)
 
 
-def _passed_over(tried: Tried) -> PassedOver:
-    """What every backend that is there to serve says to a form, and that only the reference is left."""
-    said = {
+def _rejected_format(attempt: Attempt) -> RejectedFormat:
+    """The reasons of every backend other than the reference against a format."""
+    reasons_of = {
         name: reasons
         for name, experts in EXPERTS.items()
-        if not experts.traits.definition and (reasons := experts.reasons_against(tried.problem))
+        if not experts.traits.definition and (reasons := experts.reasons_against(attempt.problem))
     }
-    lines = [f"{name} {', '.join(map(str, reasons))}" for name, reasons in said.items()]
-    left = "; only the reference reads it" if tried.able else ""
-    return PassedOver(tried.problem.weights.name, ("; ".join(lines) or "no transport goes with it") + left)
+    lines = [f"{name} {', '.join(map(str, reasons))}" for name, reasons in reasons_of.items()]
+    left = "; only the reference reads it" if attempt.able else ""
+    return RejectedFormat(attempt.problem.weights.name, ("; ".join(lines) or "no transport goes with it") + left)
 
 
 def judge(problem: Problem, oracle: type[Oracle]) -> list[Verdict]:
@@ -136,12 +136,12 @@ def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
             workspace = experts.workspace_bytes
             pairs.append(Candidate(name, experts_name, experts.traits, transport, reasons, wire, compute, workspace))
     for experts_name, whole in MONOLITHIC.items():
-        carrier = NoEP if problem.ranks == 1 else AllGather
-        against = [*carrier.reasons_against(problem), *whole.reasons_against(problem)]
+        transport_type = NoEP if problem.ranks == 1 else AllGather
+        against = [*transport_type.reasons_against(problem), *whole.reasons_against(problem)]
         reasons = (*against, *wire_reasons(frozenset({"plain"}), problem), *_tile_reasons(problem))
         compute = oracle.compute_scheme(problem, whole.traits)
         plain, workspace = problem.dtype, whole.workspace_bytes
-        pairs.append(Candidate(INSIDE, experts_name, whole.traits, carrier, reasons, plain, compute, workspace))
+        pairs.append(Candidate(INSIDE, experts_name, whole.traits, transport_type, reasons, plain, compute, workspace))
     return [_with_memory(candidate, problem) for candidate in pairs]
 
 
@@ -152,7 +152,7 @@ def _tile_reasons(problem: Problem) -> list[Reason]:
 
 
 def _verdict(candidate: Candidate, problem: Problem) -> Verdict:
-    emulated = any(runs_emulated(traits, problem) for traits in (candidate.traits, candidate.carrier.traits))
+    emulated = any(runs_emulated(traits, problem) for traits in (candidate.traits, candidate.transport_type.traits))
     price, source = None, "model"
     if not candidate.reasons:
         if candidate.experts in EXPERTS:
@@ -194,9 +194,9 @@ def _decision(
         buffers=candidate.buffers(limited_to(problem, config.kernel.max_num_tokens)),
         least_buffers=candidate.buffers(limited_to(problem, problem.num_tokens)),
         tokens_that_fit=most_tokens(problem, candidate.buffers),
-        graph_safe=candidate.traits.graph_safe and candidate.carrier.traits.graph_safe,
-        deterministic=candidate.traits.deterministic and candidate.carrier.traits.deterministic,
-        budget=candidate.carrier.budget(problem),
+        graph_safe=candidate.traits.graph_safe and candidate.transport_type.traits.graph_safe,
+        deterministic=candidate.traits.deterministic and candidate.transport_type.traits.deterministic,
+        budget=candidate.transport_type.budget(problem),
         gate=choose_gate_tier(
             problem.device.arch if problem.device.kind == "cuda" else None,
             problem.num_tokens,

@@ -1,7 +1,7 @@
-"""The forms that weights may be held in, and what a form other than the stored one costs: memory, speed, accuracy.
+"""Weight formats other than the stored one: which are possible, and their cost in memory, speed and accuracy.
 
-Weights that no backend reads as they are stored are requantised once at load: never silently, and never if
-kernel.fallback is off. A Decision lists every form that was passed over, and why.
+Weights that no backend reads as stored are requantised once, at load, unless kernel.fallback is off. The Decision
+records the format that is used (`effect`) and every format that was rejected, with the reasons (`passed_over`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightFormat:
     """One way to hold the weights of a problem."""
 
     quant: QuantConfig
@@ -32,7 +32,7 @@ class Form:
         return self.quant == self.stored
 
     def of(self, problem: Problem) -> Problem:
-        """The problem as it would be with the weights held in this form."""
+        """The same problem with the weights in this format."""
         if self.is_stored:
             return problem
         model = problem.config.model.model_copy(update={"quant": self.quant})
@@ -40,19 +40,19 @@ class Form:
 
 
 @dataclass(frozen=True)
-class PassedOver:
-    """A form that was not taken."""
+class RejectedFormat:
+    """A weight format that no backend reads, or that only the reference does, and the reasons."""
 
-    form: str
+    format: str
     why: str
 
     def __str__(self) -> str:
-        return f"not held as {self.form}: {self.why}"
+        return f"not held as {self.format}: {self.why}"
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What holding weights in another form than the stored one does."""
+    """The cost of holding weights in a format other than the stored one."""
 
     stored: str
     held: str
@@ -75,32 +75,32 @@ class Effect:
         }  # fmt: skip
 
 
-def as_stored(problem: Problem) -> Form:
-    """Nothing is changed."""
+def as_stored(problem: Problem) -> WeightFormat:
+    """The stored format: nothing is requantised."""
     quant = problem.config.model.quant
-    return Form(quant, quant)
+    return WeightFormat(quant, quant)
 
 
-def in_fp8(problem: Problem) -> Form:
+def in_fp8(problem: Problem) -> WeightFormat:
     """FP8 in blocks of 128 x 128 with power-of-two scales; activations stay in the layer's dtype.
 
     Smaller blocks where 128 would not divide the slice of a tensor-parallel rank.
     """
     side = gcd(BLOCK, problem.intermediate) if problem.config.parallel.tp > 1 else BLOCK
     quant = QuantConfig(weights="fp8_block", block=(side, side), scale="ue8m0", activations="none")
-    return Form(quant, problem.config.model.quant)
+    return WeightFormat(quant, problem.config.model.quant)
 
 
-def in_layer_dtype(problem: Problem) -> Form:
+def in_layer_dtype(problem: Problem) -> WeightFormat:
     """Decoded once, for experts that read plain weights."""
-    return Form(QuantConfig.parse({"weights": problem.dtype.name}, "a fallback"), problem.config.model.quant)
+    return WeightFormat(QuantConfig.parse({"weights": problem.dtype.name}, "a fallback"), problem.config.model.quant)
 
 
-def effect_of(form: Form, problem: Problem) -> Effect | None:
-    """What a form does to a problem of the stored type; None where nothing is changed."""
-    if form.is_stored:
+def effect_of(weight_format: WeightFormat, problem: Problem) -> Effect | None:
+    """The cost of a format for a problem with the stored weights; None for the stored format."""
+    if weight_format.is_stored:
         return None
-    held = form.of(problem)
+    held = weight_format.of(problem)
     memory = expert_bytes(held) / expert_bytes(problem)
     if memory <= 1:
         speed = "decoding reads no more bytes than before"

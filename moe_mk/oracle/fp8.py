@@ -9,7 +9,7 @@ from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.base import ORACLES, RoundedOracle
 from moe_mk.oracle.decide import decide
-from moe_mk.oracle.fallback import Form, as_stored, in_layer_dtype
+from moe_mk.oracle.fallback import WeightFormat, as_stored, in_layer_dtype
 from moe_mk.oracle.verdict import Decision
 from moe_mk.runner.monolithic import MonolithicKernel
 
@@ -22,7 +22,7 @@ class Fp8Oracle(RoundedOracle):
     stored: ClassVar[frozenset[str]] = frozenset({"fp8_block", "fp8_channel", "fp8_tensor"})
 
     @classmethod
-    def forms(cls, problem: Problem) -> tuple[Form, ...]:
+    def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
         """As stored; else decoded once to the layer's dtype."""
         return as_stored(problem), in_layer_dtype(problem)
 

@@ -22,7 +22,7 @@ class Int8Oracle(RoundedOracle):
 
 
 def select_int8_moe_backend(problem: Problem) -> Decision:
-    """Phase one: choose the pair, and the form the weights are held in. Raises UnsupportedError with every reason."""
+    """Phase one: choose the pair and the weight format. Raises UnsupportedError with every reason."""
     return decide(problem, Int8Oracle)
 
 

@@ -37,11 +37,13 @@ def weights_bytes(problem: Problem) -> int:
     return problem.slots * cost.expert_bytes(problem)
 
 
-def buffers_of(carrier: type[PrepareFinalize], wire: QuantScheme, workspace: Workspace, problem: Problem) -> Buffers:
+def buffers_of(
+    transport_type: type[PrepareFinalize], wire: QuantScheme, workspace: Workspace, problem: Problem
+) -> Buffers:
     """For calls of `problem.num_tokens` tokens a rank."""
-    rows, hidden = carrier.max_rows(problem), problem.config.model.hidden_size
+    rows, hidden = transport_type.max_rows(problem), problem.config.model.hidden_size
     per_row = 2 * row_bytes(wire, hidden) + hidden * (4 + problem.dtype.dtype.itemsize)
-    return Buffers(rows * per_row, workspace(problem, rows), carrier.buffer_bytes(problem))
+    return Buffers(rows * per_row, workspace(problem, rows), transport_type.buffer_bytes(problem))
 
 
 def limited_to(problem: Problem, num_tokens: int) -> Problem:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.oracle.fallback import Effect, PassedOver
+from moe_mk.oracle.fallback import Effect, RejectedFormat
 from moe_mk.oracle.memory import Buffers
 from moe_mk.prepare_finalize.base import Budget
 from moe_mk.quant.tensor import QuantScheme
@@ -48,7 +48,7 @@ class Refusal:
         return f"  {transports:>14} + {experts:<20}      refused     {'; '.join(map(str, self.reasons))}"
 
 
-def told_once(verdicts: Sequence[Verdict]) -> list[Refusal]:
+def group_refusals(verdicts: Sequence[Verdict]) -> list[Refusal]:
     """All reasons against all refused pairs. For each pair, the refusals that cover it have exactly its reasons."""
     of_transport = _in_all(verdicts, [verdict.prepare_finalize for verdict in verdicts])
     left = {verdict: _without(verdict.reasons, of_transport.get(verdict.prepare_finalize, ())) for verdict in verdicts}
@@ -178,10 +178,10 @@ class Decision:
     budget: Budget | None = None
     """What the transport keeps of the device for itself; None where it has nothing that `kernel.comm_units` counts."""
     effect: Effect | None = None
-    """What holding the weights in another form than the stored one does; None where they are held as stored. The
-    problem of a decision is the one with the weights as they are held."""
-    passed_over: tuple[PassedOver, ...] = ()
-    """The forms of the weights that were not taken."""
+    """The cost of requantising the weights at load; None if they keep the stored format. `problem` describes the
+    weights as they are held."""
+    passed_over: tuple[RejectedFormat, ...] = ()
+    """The weight formats that were rejected before the one in use."""
 
     @property
     def chosen(self) -> Verdict:
@@ -222,7 +222,7 @@ class Decision:
             "wire": self.wire.name,
             "compute": self.compute.name,
             "fallback": None if self.effect is None else self.effect.as_dict(),
-            "passed_over": [{"form": each.form, "why": each.why} for each in self.passed_over],
+            "passed_over": [{"form": each.format, "why": each.why} for each in self.passed_over],
             "bytes": {
                 "dispatch": self.dispatch_bytes,
                 "combine": self.combine_bytes,
@@ -258,6 +258,8 @@ class Decision:
         )
         kept = [] if self.budget is None else [f"  {self.chosen.prepare_finalize} keeps {self.budget}"]
         kept += self._tiles()
-        forms = [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
+        formats = [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
         served = [verdict.line() for verdict in self.verdicts if verdict.cost_us is not None]
-        return "\n".join([head, *kept, *forms, *served, *(refusal.line() for refusal in told_once(self.verdicts))])
+        return "\n".join(
+            [head, *kept, *formats, *served, *(refusal.line() for refusal in group_refusals(self.verdicts))]
+        )

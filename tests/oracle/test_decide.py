@@ -17,7 +17,7 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.oracle import Parts, fp8, unquantized
 from moe_mk.oracle.cost import dispatch_bytes, expert_bytes
-from moe_mk.oracle.verdict import told_once
+from moe_mk.oracle.verdict import group_refusals
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, Volume
 from moe_mk.quant.fp8_block import FP8_1x128
@@ -133,7 +133,7 @@ def test_a_printed_decision_has_every_pair_that_serves_and_every_reason_against_
     decision = oracle.select(problem(device="h200", ep=8))
     lines = str(decision).splitlines()
     for verdict in decision.verdicts:
-        told = [refusal for refusal in told_once(decision.verdicts) if refusal.covers(verdict)]
+        told = [refusal for refusal in group_refusals(decision.verdicts) if refusal.covers(verdict)]
         assert all(lines.count(refusal.line()) == 1 for refusal in told)
         assert lines.count(verdict.line()) == (not verdict.reasons)
         assert all(any(str(reason) in refusal.line() for refusal in told) for reason in verdict.reasons)

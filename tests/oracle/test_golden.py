@@ -15,7 +15,7 @@ from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.oracle import Decision, Oracle
 from moe_mk.oracle.decide import judge
-from moe_mk.oracle.verdict import told_once
+from moe_mk.oracle.verdict import group_refusals
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16, FP16, FP32
 
@@ -71,7 +71,7 @@ def test_the_decision_is_the_reviewed_one(case: dict[str, Any], monkeypatch: pyt
     verdicts = judge(problem, oracle_of(problem))
     assert {v.name: {reason.code for reason in v.reasons} for v in verdicts} == expected
     if case["winner"] == "nothing":
-        wanted = {refusal.line() for refusal in told_once([v for v in verdicts if is_wanted(v.name, case)])}
+        wanted = {refusal.line() for refusal in group_refusals([v for v in verdicts if is_wanted(v.name, case)])}
         with pytest.raises(UnsupportedError) as refused:
             oracle.select(problem)
         assert set(refused.value.reasons) == wanted and wanted, "the error tells every reason of every pair asked for"
@@ -91,7 +91,7 @@ def test_the_decision_is_the_reviewed_one(case: dict[str, Any], monkeypatch: pyt
 def check_fallback(decision: Decision, problem: Problem) -> None:
     """What was given up is named, with its reasons and its effect on memory, speed and accuracy."""
     assert decision.effect is not None
-    assert decision.passed_over[0].form == problem.weights.name and decision.passed_over[0].why
+    assert decision.passed_over[0].format == problem.weights.name and decision.passed_over[0].why
     told = str(decision)
     assert f"{problem.weights.name} weights are held as {decision.problem.weights.name}" in told
     assert "x the memory" in told and ("rounded once more" in told or "no rounding is added" in told)

@@ -105,7 +105,7 @@ def test_the_chain_goes_on_to_the_dtype_of_the_layer(only: Callable[[type[FusedE
     only(PlainOnly)
     decision = oracle.select(problem("nvfp4", ep=8))
     assert decision.problem.weights.name == "bf16"
-    assert [each.form for each in decision.passed_over] == ["nvfp4", "fp8_128x128_ue8m0"]
+    assert [each.format for each in decision.passed_over] == ["nvfp4", "fp8_128x128_ue8m0"]
     assert decision.effect is not None and 0 < decision.effect.rounding < 0.003 and decision.effect.memory > 3.5
 
 

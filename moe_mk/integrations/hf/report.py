@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_mk.integrations.hf.plan import ModulePlan
-from moe_mk.oracle.verdict import Verdict, told_once
+from moe_mk.oracle.verdict import Verdict, group_refusals
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED
 
 
@@ -52,7 +52,7 @@ class ModelReport:
             lines.append(f"    {module.scheme}, {module.num_bytes:,} B{copied}")
             if (module.cls, module.backend) not in seen:
                 lines += [f"    {verdict.line()}" for verdict in module.others if verdict.cost_us is not None]
-                lines += [f"    {refusal.line()}" for refusal in told_once(module.others)]
+                lines += [f"    {refusal.line()}" for refusal in group_refusals(module.others)]
             seen.add((module.cls, module.backend))
         return "\n".join(lines)
 

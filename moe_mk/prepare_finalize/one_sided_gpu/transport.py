@@ -206,13 +206,13 @@ class OneSidedDevice(PrepareFinalize):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Sums move 16 bytes at a time; and what has not been measured is taken by name alone."""
+        """Sums are moved 16 bytes at a time; not yet measured on a GPU, so selected only when pinned."""
         reasons = [
             *super().reasons_against(problem),
             *_odd_sums(row_bytes(problem.dtype, problem.config.model.hidden_size)),
         ]
         if problem.config.kernel.prepare_finalize != NAME:
-            text = "compiled for sm_90, not yet measured on a GPU: it is taken by name alone"
+            text = "compiled for sm_90 but not yet measured on a GPU: selected only when pinned"
             reasons.append(Reason("unmeasured", text, f"kernel.prepare_finalize = {NAME}"))
         return reasons
 
