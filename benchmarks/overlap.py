@@ -25,7 +25,7 @@ import torch.distributed as dist
 from small_layers import Size, about, batch, in_turn, layer_of, native_experts, slowest
 from torch import Tensor
 
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner import TileRecord, run_dual
 from moe_mk.runner.tiled_kernel import TiledKernel
@@ -80,7 +80,7 @@ def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, An
         same = {field.name: getattr(kernel, field.name) for field in fields(FusedMoEKernel)}
         records[name].append(TileRecord())
         each = TiledKernel(**same, tiles=tiles, carrier=carrier, record=records[name][-1])  # type: ignore[arg-type]
-        return land(each.steps(x_TH, routing, weights))
+        return wait(each.steps(x_TH, routing, weights))
 
     def dual() -> Tensor:
         halves = [slice(0, size.tokens // 2), slice(size.tokens // 2, None)]
@@ -88,7 +88,7 @@ def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, An
         pairs = zip(halves, parts, strict=True)
         return torch.cat(run_dual([kernel.steps(x_TH[half], part, weights) for half, part in pairs]))
 
-    ways = {"whole": lambda: land(kernel.steps(x_TH, routing, weights)), "dual": dual}
+    ways = {"whole": lambda: wait(kernel.steps(x_TH, routing, weights)), "dual": dual}
     for tiles in TILES:
         for carrier in ("turns", "thread"):
             name = f"{tiles} {carrier}"

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.placement.eplb import Topology, plan
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
@@ -82,10 +82,10 @@ def exchange(rank: int, size: Size) -> Seconds:
         transport = PREPARE_FINALIZE[name](context)
 
         def run() -> Tensor:
-            tokens = land(transport.prepare(x_TH, routing))
+            tokens = wait(transport.prepare(x_TH, routing))
             y_RH = tokens.x_RH.dequantize(torch.bfloat16)  # type: ignore[union-attr]
             into_RH = tokens.out_RH  # type: ignore[union-attr]
-            return land(transport.finalize(ExpertOutput.reduced(y_RH, torch.bfloat16, into_RH), tokens))
+            return wait(transport.finalize(ExpertOutput.reduced(y_RH, torch.bfloat16, into_RH), tokens))
 
         return run
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.symmetric.setup import open_heap
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernels.native import is_compiled, loaded, reasons_against
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
@@ -154,14 +154,14 @@ def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, round
         for name in random.Random(number).sample(names, len(names)):  # nobody always comes after the same one
             together.begin()
             start = now()
-            arrived = land(made[name].prepare(x_TH, routing))
+            arrived = wait(made[name].prepare(x_TH, routing))
             there = now()
             assert isinstance(arrived, RowTokens)
             y_RH = sums[name] if number else sums.setdefault(name, arrived.x_RH.dequantize(torch.bfloat16).clone())
             into_RH = arrived.out_RH if WAYS[name].in_window else None
             y = ExpertOutput.reduced(y_RH, torch.bfloat16, into_RH)
             ready = now()
-            home[name] = land(made[name].finalize(y, arrived))
+            home[name] = wait(made[name].finalize(y, arrived))
             note(seconds, name, there - start, now() - ready)
         together.begin()
         start = now()

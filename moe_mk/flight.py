@@ -1,10 +1,9 @@
-"""A flight: work that can be left alone for a while.
+"""A flight: an operation with communication in it, as a generator that can be suspended while data moves.
 
-Whatever takes time on a wire is a generator. It yields `InFlight` whenever its caller could do something else, and
-returns its result when it has landed. A caller with nothing else to do calls `land`. Nobody but `runner/` decides who
-uses the waiting time.
+A flight yields `InFlight` at every yield point, where its caller may run something else, and returns its result at the
+end. `wait` runs a flight to its end; `runner/` has the schedules that use the time between yield points.
 
-House law: every rank makes the same number of hops per call, with zero tokens too.
+Contract: every rank makes the same number of yields per call, with zero tokens too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InFlight:
-    """What is on its way right now: "dispatch", "combine", ..."""
+    """What a flight waits for at a yield point: "dispatch", "combine", ..."""
 
     what: str
 
@@ -27,26 +26,29 @@ class InFlight:
 Flight = Generator[InFlight, None, T]
 
 
-def land(flight: Flight[T]) -> T:
-    """Wait for a flight, doing nothing meanwhile."""
+def wait(flight: Flight[T]) -> T:
+    """Run a flight to its end without overlap; returns its result and raises what it raises."""
     while True:
         try:
             next(flight)
-        except StopIteration as landed:
-            return cast(T, landed.value)
+        except StopIteration as end:
+            return cast(T, end.value)
 
 
-def give_up(flights: Iterable[Flight[Any]]) -> None:
-    """End flights that will not land, so that what they hold is free. Says nothing of what fails on the way."""
+land = wait  # kept for code written before 0.2
+
+
+def cancel(flights: Iterable[Flight[Any]]) -> None:
+    """Close flights that will not be finished, so that they release what they hold. Suppresses what they raise."""
     for flight in flights:
-        with suppress(Exception):  # whoever gives up has a failure of its own to tell
+        with suppress(Exception):  # the caller is handling an error of its own already
             flight.close()
 
 
 def interleave(flights: Sequence[Flight[T]]) -> list[T]:
-    """Advance every flight by one hop in turn until all have landed.
+    """Advance every flight to its next yield point in turn until all have ended; results in the order of `flights`.
 
-    One that fails ends the others too, so that what they hold is free for the next call, whoever keeps them.
+    If one raises, the others are cancelled and the exception propagates.
     """
     results: dict[int, T] = {}
     flying = dict(enumerate(flights))
@@ -55,10 +57,10 @@ def interleave(flights: Sequence[Flight[T]]) -> list[T]:
             for index, flight in list(flying.items()):
                 try:
                     next(flight)
-                except StopIteration as landed:
-                    results[index] = cast(T, landed.value)
+                except StopIteration as end:
+                    results[index] = cast(T, end.value)
                     del flying[index]
     except BaseException:
-        give_up(flying.values())
+        cancel(flying.values())
         raise
     return [results[index] for index in range(len(flights))]

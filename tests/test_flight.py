@@ -1,35 +1,35 @@
-"""Flights land alone or in turns."""
+"""Flights are waited for alone or interleaved."""
 
 from collections.abc import Generator
 
 import pytest
 
-from moe_mk.flight import Flight, InFlight, interleave, land
+from moe_mk.flight import Flight, InFlight, interleave, wait
 
 
-def flight(name: str, hops: int, log: list[str]) -> Flight[str]:
-    for hop in range(hops):
-        log.append(f"{name}{hop}")
+def flight(name: str, yields: int, log: list[str]) -> Flight[str]:
+    for number in range(yields):
+        log.append(f"{name}{number}")
         yield InFlight(name)
     log.append(f"{name}!")
     return name
 
 
-@pytest.mark.parametrize("hops", [0, 1, 3])
-def test_landing_runs_every_hop_and_returns_the_result(hops: int) -> None:
+@pytest.mark.parametrize("yields", [0, 1, 3])
+def test_wait_runs_to_the_end_and_returns_the_result(yields: int) -> None:
     log: list[str] = []
-    assert land(flight("a", hops, log)) == "a" and log == [*(f"a{hop}" for hop in range(hops)), "a!"]
+    assert wait(flight("a", yields, log)) == "a" and log == [*(f"a{number}" for number in range(yields)), "a!"]
 
 
 def test_none_is_a_result() -> None:
     def nothing() -> Flight[None]:
         yield InFlight("x")
 
-    land(nothing())
+    wait(nothing())
 
 
 def test_interleaved_flights_take_turns_in_order() -> None:
-    # a makes one hop, b three, c none: c lands in the first round, a in the second, b flies on alone.
+    # a yields once, b three times, c never: c ends in the first round, a in the second, b goes on alone.
     log: list[str] = []
     results = interleave([flight("a", 1, log), flight("b", 3, log), flight("c", 0, log)])
     assert results == ["a", "b", "c"]
@@ -47,7 +47,7 @@ def test_an_error_in_the_air_reaches_the_caller(alone: bool) -> None:
         raise ValueError("lost")
 
     with pytest.raises(ValueError, match="lost"):
-        land(crash()) if alone else interleave([flight("a", 5, []), crash()])
+        wait(crash()) if alone else interleave([flight("a", 5, []), crash()])
 
 
 def test_a_flight_that_fails_ends_the_others_whoever_keeps_them() -> None:
@@ -69,3 +69,9 @@ def test_a_flight_that_fails_ends_the_others_whoever_keeps_them() -> None:
     with pytest.raises(ValueError, match="lost"):
         interleave(flights)
     assert not held
+
+
+def test_the_name_before_0_2_still_works() -> None:
+    from moe_mk.flight import land
+
+    assert land is wait

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_mk.comm.single import SingleRank
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
@@ -36,7 +36,7 @@ def kernel(spans: Spans | None = None) -> FusedMoEKernel:
 
 def test_identity_experts_give_each_token_the_sum_of_its_weights() -> None:
     hops: list[str] = []
-    y_TH = land(hops_of(kernel().steps(X, ROUTING, NO_WEIGHTS), hops))
+    y_TH = wait(hops_of(kernel().steps(X, ROUTING, NO_WEIGHTS), hops))
     assert y_TH.tolist() == [[0.75, 1.5], [0.0, 0.0], [10.0, 12.0]]
     assert hops == ["dispatch", "combine"]
 
@@ -44,23 +44,23 @@ def test_identity_experts_give_each_token_the_sum_of_its_weights() -> None:
 @pytest.mark.row(19, 86)
 def test_the_stages_by_hand_are_the_whole() -> None:
     made = kernel()
-    tokens = land(made.prepare_finalize.prepare(X, ROUTING))
+    tokens = wait(made.prepare_finalize.prepare(X, ROUTING))
     assert isinstance(tokens, RowTokens)
     output = made.multiply(tokens, NO_WEIGHTS)
     assert output.stage is OutputStage.REDUCED
-    by_hand = land(made.prepare_finalize.finalize(output, tokens))
-    assert torch.equal(by_hand, land(made.steps(X, ROUTING, NO_WEIGHTS)))
+    by_hand = wait(made.prepare_finalize.finalize(output, tokens))
+    assert torch.equal(by_hand, wait(made.steps(X, ROUTING, NO_WEIGHTS)))
 
 
 def test_an_input_is_never_written_to() -> None:
     before: list[Tensor] = [t.clone() for t in (X, ROUTING.ids_TK, ROUTING.weights_TK)]
-    land(kernel().steps(X, ROUTING, NO_WEIGHTS))
+    wait(kernel().steps(X, ROUTING, NO_WEIGHTS))
     assert all(torch.equal(a, b) for a, b in zip(before, (X, ROUTING.ids_TK, ROUTING.weights_TK), strict=True))
 
 
 def test_each_stage_leaves_a_span_in_the_order_of_the_story() -> None:
     recorder = Recorder()
-    land(kernel(Spans(recorder)).steps(X, ROUTING, NO_WEIGHTS))
+    wait(kernel(Spans(recorder)).steps(X, ROUTING, NO_WEIGHTS))
     assert [span.stage for span in sorted(recorder.spans, key=lambda span: span.start)] == [
         "quantise", "permute", "experts", "reduce",
     ]  # fmt: skip

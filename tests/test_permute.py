@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_mk.comm.single import SingleRank
 from moe_mk.experts.base import FusedExperts
-from moe_mk.flight import Flight, land
+from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.permute import batch, can_permute, group, permute, places, reduce_rows, sum_in_order, weight_and_reduce
 from moe_mk.prepare_finalize.base import PrepareFinalize
@@ -277,7 +277,7 @@ def test_the_four_stages_by_hand_are_one_forward() -> None:
     output = OneMatrixEach().run(grouped, weights)  # computation
     by_hand = weight_and_reduce(output, grouped, until=REDUCED).y  # un-permutation
 
-    assert torch.equal(by_hand, land(kernel.steps(x_TH, Routing(ids_TK, weights_TK), weights)))
+    assert torch.equal(by_hand, wait(kernel.steps(x_TH, Routing(ids_TK, weights_TK), weights)))
     for t in range(9):
         expected = sum(w * (x_TH[t] @ stack.values[e]) for w, e in zip(weights_TK[t], ids_TK[t].long(), strict=True))
         assert isinstance(expected, Tensor)

@@ -32,7 +32,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.device import describe, device_of_rank, peak_host_bytes, synchronize
 from moe_mk.external.library import COMPILER
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernels.native import compile_and_open, is_compiled
 from moe_mk.layer import DeepseekV3MoE, MoELayer
 from moe_mk.trace.chrome import write_chrome_trace
@@ -50,7 +50,7 @@ def save_timeline(layer: MoELayer, batch: Batch, team: Communicator, file: Path)
 
     Returns the number of spans. Raises ConfigError if the file cannot be written.
     """
-    land(team.gather_count(0, "report"))
+    wait(team.gather_count(0, "report"))
     met, recorder = now(), Recorder()
     layer.spans.recorder = recorder
     try:
@@ -72,8 +72,8 @@ def gathered(spans: list[Span], met: float, team: Communicator) -> tuple[list[li
     """The spans of every rank, and what its clock said when all had met."""
     rows = [[STAGES.index(span.stage), span.start, span.end, span.own] for span in spans]
     mine = torch.tensor([[-1, met, met, 0.0], *rows], dtype=torch.float64, device="cpu")
-    counts = land(team.gather_count(len(mine), "report"))
-    everyone, starts = land(team.all_gather(mine, counts, "report")).tolist(), offsets(counts)
+    counts = wait(team.gather_count(len(mine), "report"))
+    everyone, starts = wait(team.all_gather(mine, counts, "report")).tolist(), offsets(counts)
     parts = [everyone[starts[rank] : starts[rank + 1]] for rank in range(team.size)]
     spans_of_W = [[Span(STAGES[int(stage)], *times) for stage, *times in part[1:]] for part in parts]
     return spans_of_W, [part[0][1] for part in parts]
@@ -113,12 +113,12 @@ class Recorded:
 
     def _of_all_ranks(self, mine: TracedForward) -> list[TracedForward]:
         ep, device = self.layer.ep, self.layer.device
-        counts = land(ep.gather_count(len(mine.ids_TK), "report"))
+        counts = wait(ep.gather_count(len(mine.ids_TK), "report"))
         assert mine.weights_TK is not None
 
         def gathered(rows: Tensor, dtype: torch.dtype) -> list[Tensor]:
             sent = rows.to(device=device, dtype=dtype)
-            return list(torch.split(land(ep.all_gather(sent, counts, "report")).cpu(), counts))
+            return list(torch.split(wait(ep.all_gather(sent, counts, "report")).cpu(), counts))
 
         ids, weights = gathered(mine.ids_TK, torch.int32), gathered(mine.weights_TK, torch.float32)
         known: list[Tensor | None] = [None] * len(ids)
@@ -259,7 +259,7 @@ def _describe_ranks(rank: Rank, seconds: tuple[float, float]) -> None:
     """Loaded bytes, time and peak memory of every rank."""
     mine = [rank.layer.weights.num_bytes, peak_host_bytes(), *(round(part * 1e6) for part in seconds)]
     row = torch.tensor([mine], dtype=torch.int64, device="cpu")
-    everyone = land(rank.team.all_gather(row, [1] * rank.team.size, "report")).tolist()
+    everyone = wait(rank.team.all_gather(row, [1] * rank.team.size, "report")).tolist()
     experts = rank.plan.experts
     rank.report.ranks = [RankReport(r, experts[r], each[0], each[1]) for r, each in enumerate(everyone)]
     rank.report.read_seconds, rank.report.load_seconds = (max(each[i] for each in everyone) / 1e6 for i in (2, 3))
@@ -278,7 +278,7 @@ def _links(rank: Rank) -> dict[str, int]:
 def _summed(rank: Rank, load_E: Tensor) -> list[int]:
     """Expert load of the whole batch: summed over EP ranks that bring different tokens."""
     if not rank.shares_tokens:
-        load_E = land(rank.layer.ep.all_reduce(load_E, "report"))
+        load_E = wait(rank.layer.ep.all_reduce(load_E, "report"))
     return [int(number) for number in load_E.tolist()]
 
 
@@ -295,5 +295,5 @@ def _gathered(rank: Rank, rows: Tensor) -> Tensor:
     if rank.shares_tokens:
         return rows.cpu()
     ep = rank.layer.ep
-    counts = land(ep.gather_count(rows.shape[0], "report"))
-    return land(ep.all_gather(rows, counts, "report")).cpu()
+    counts = wait(ep.gather_count(rows.shape[0], "report"))
+    return wait(ep.all_gather(rows, counts, "report")).cpu()

@@ -11,7 +11,7 @@ import torch
 from moe_mk.cli.inputs import Batch
 from moe_mk.comm.communicator import Communicator
 from moe_mk.external.device import synchronize
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.layer import MoELayer
 from moe_mk.trace.recorder import STAGES, Recorder
 
@@ -39,7 +39,7 @@ def time_stages(layer: MoELayer, batch: Batch, team: Communicator, repeats: int)
     samples = [_one_forward(layer, batch) for _ in range(repeats)]
     mine = [median(sample[stage] for sample in samples) for stage in (*SHOWN, "total")]
     row = torch.tensor([mine], dtype=torch.float64, device="cpu")
-    slowest = land(team.all_gather(row, [1] * team.size, "report")).amax(dim=0)
+    slowest = wait(team.all_gather(row, [1] * team.size, "report")).amax(dim=0)
     times = dict(zip((*SHOWN, "total"), (slowest * 1e3).tolist(), strict=True))
     total = times.pop("total")
     return StageTimes(times, total)

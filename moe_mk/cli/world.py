@@ -17,7 +17,7 @@ from moe_mk.cli.exits import RanksFailed, exit_code_of
 from moe_mk.comm.communicator import Communicator, offsets
 from moe_mk.comm.groups import ParallelGroups, communicator
 from moe_mk.errors import CommError, ConfigError, MoEMKError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 
 MOST_RANKS = 1 << 16
 S = TypeVar("S")
@@ -142,9 +142,9 @@ def together(team: Communicator, step: Callable[[], T]) -> T:
 def _told(team: Communicator, words: str) -> list[str]:
     """What each rank says."""
     data = words.encode()
-    counts = land(team.gather_count(len(data), "report"))
+    counts = wait(team.gather_count(len(data), "report"))
     column = torch.tensor(list(data), dtype=torch.uint8, device="cpu").view(len(data), 1)
-    everything = bytes(land(team.all_gather(column, counts, "report")).flatten().tolist())
+    everything = bytes(wait(team.all_gather(column, counts, "report")).flatten().tolist())
     starts = offsets(counts)
     return [everything[starts[rank] : starts[rank + 1]].decode() for rank in range(team.size)]
 

@@ -23,7 +23,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
@@ -106,7 +106,7 @@ class EngineExperts:
         here = (ids_TK >= 0) & (ids_TK < self.num_experts)
         ids = torch.where(here, ids_TK, -1).to(torch.int32)
         routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
-        return land(self.kernel.steps(x_TH.contiguous(), routing, self.weights))
+        return wait(self.kernel.steps(x_TH.contiguous(), routing, self.weights))
 
 
 _numbers = count(1)

@@ -24,7 +24,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S
 from moe_mk.comm.groups import Group, communicator
 from moe_mk.errors import CommError, ConfigError
-from moe_mk.flight import Flight, land
+from moe_mk.flight import Flight, wait
 from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance.hysteresis import Hysteresis
 from moe_mk.rebalance.ledger import Ledger
@@ -97,7 +97,7 @@ class RebalanceManager:
 
     def step(self, phase: Phase = "decode") -> None:
         """Do one step's share of the work. phase: of the forward before it. Never raises for a failed rebalance."""
-        land(self.steps(phase))
+        wait(self.steps(phase))
 
     def plan_soon(self) -> None:
         """Ask for a plan whatever the thresholds say; the first rank makes it and announces it at the sync after."""
@@ -200,7 +200,7 @@ class RebalanceManager:
         them cannot go on; CommError if a rank of the new group does not answer. Then nothing has changed, and the same
         call may be made again. While it runs, every layer's experts need room twice in the layout of their backend.
         """
-        land(self.rank_lost_steps(ranks, comm))
+        wait(self.rank_lost_steps(ranks, comm))
 
     def rank_lost_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
         """`rank_lost` as a flight."""
@@ -238,7 +238,7 @@ class RebalanceManager:
         calls this first. Experts that the new ranks hold are served there as well; slots that grew when others were
         lost are given back, and a plan to spread the load follows. Raises as `rank_lost` does.
         """
-        land(self.rank_joined_steps(ranks, comm))
+        wait(self.rank_joined_steps(ranks, comm))
 
     def rank_joined_steps(self, ranks: int | Sequence[int], comm: Group | None) -> Flight[None]:
         """`rank_joined` as a flight."""

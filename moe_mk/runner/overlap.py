@@ -44,7 +44,7 @@ from torch import Tensor
 
 from moe_mk.errors import MoEMKError
 from moe_mk.external.device import Queues
-from moe_mk.flight import Flight, InFlight, give_up, interleave, land
+from moe_mk.flight import Flight, InFlight, cancel, interleave, wait
 from moe_mk.prepare_finalize.base import PrepareFinalize
 from moe_mk.tokens import ExpertOutput, Routing, Tokens
 
@@ -54,7 +54,7 @@ Y = TypeVar("Y")
 
 def run_alone(flight: Flight[X]) -> X:
     """Wait, doing nothing meanwhile."""
-    return land(flight)
+    return wait(flight)
 
 
 def run_dual(flights: Sequence[Flight[X]]) -> list[X]:
@@ -67,7 +67,7 @@ def run_dual(flights: Sequence[Flight[X]]) -> list[X]:
 
 def run_with(flight: Flight[X], meanwhile: Callable[[], Y], during: str = "dispatch") -> tuple[X, Y]:
     """Do `meanwhile` once while the flight is at `during`; return both results."""
-    return land(alongside(flight, meanwhile, during))
+    return wait(alongside(flight, meanwhile, during))
 
 
 def alongside(flight: Flight[X], meanwhile: Callable[[], Y], during: str = "dispatch") -> Flight[tuple[X, Y]]:
@@ -217,8 +217,8 @@ def staggered(
             home.append((yield from going.pop().receive()))
         return home
     finally:
-        give_up(issued.flight for issued in coming)
-        give_up(issued.flight for issued in going)
+        cancel(issued.flight for issued in coming)
+        cancel(issued.flight for issued in going)
 
 
 def finishes_async(*, asked_async: bool, overlaps_batches: bool) -> bool:
@@ -290,7 +290,7 @@ class Carrier:
         with self._queues.lane("carry"):
             self._queues.after(ready)
             try:
-                result = land(flight)
+                result = wait(flight)
             finally:
                 self._last = self._queues.mark()
             return result, self._last

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_mk.external.device import Queues
-from moe_mk.flight import Flight, InFlight, land
+from moe_mk.flight import Flight, InFlight, wait
 from moe_mk.runner.overlap import with_modes_of_here
 from moe_mk.runner.tiles import Lane, Step, TilePlan, TileRecord, TileWork
 
@@ -54,7 +54,7 @@ class Crew:
                 if not self._ready(step):
                     return
                 self._record.note(step, "begins")
-                land(self._work.perform(step))
+                wait(self._work.perform(step))
                 self._record.note(step, "ends")
                 with self._changed:
                     self._marks[step] = self._queues.mark()

@@ -57,7 +57,7 @@ from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import ConfigError
-from moe_mk.flight import Flight, give_up
+from moe_mk.flight import Flight, cancel
 from moe_mk.prepare_finalize.base import PrepareFinalize
 from moe_mk.runner.overlap import Issued, MicroBatch
 from moe_mk.tokens import ExpertOutput, Routing, Tokens
@@ -283,7 +283,7 @@ class TileWork:
 
     def give_up(self) -> None:
         """End the journeys that were issued and not received, of which a whole call leaves none."""
-        give_up(issued.flight for issued in self._flying.values())
+        cancel(issued.flight for issued in self._flying.values())
 
     def outputs(self) -> list[Tensor]:
         """(t, H) of each tile, once every step was taken."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import ConfigError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.shapes import expect
 
@@ -37,12 +37,12 @@ class _Hop(torch.autograd.Function):
         ctx: Any, rows: Tensor, comm: Communicator, send: Sequence[int], receive: Sequence[int], phase: str
     ) -> Tensor:
         ctx.comm, ctx.send, ctx.receive, ctx.phase = comm, send, receive, phase
-        return land(comm.all_to_all(rows.contiguous(), send, receive, phase))
+        return wait(comm.all_to_all(rows.contiguous(), send, receive, phase))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         phase = f"{ctx.phase} backward"
-        return land(ctx.comm.all_to_all(grads[0].contiguous(), ctx.receive, ctx.send, phase)), None, None, None, None
+        return wait(ctx.comm.all_to_all(grads[0].contiguous(), ctx.receive, ctx.send, phase)), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class TrainingExchange:
         ranks_W = torch.arange(self.comm.size, dtype=torch.int64, device=x_TH.device)
         peer_X, token_X = torch.nonzero((rank_TK[None] == ranks_W[:, None, None]).any(2), as_tuple=True)
         sent = torch.bincount(peer_X, minlength=self.comm.size).tolist()
-        received = land(self.comm.exchange_counts(sent, "dispatch counts"))
+        received = wait(self.comm.exchange_counts(sent, "dispatch counts"))
         slots_XK = torch.where(rank_TK[token_X] == peer_X[:, None], slot_TK[token_X], -1)
-        slots_RK = land(self.comm.all_to_all(slots_XK, sent, received, "dispatch ids"))
+        slots_RK = wait(self.comm.all_to_all(slots_XK, sent, received, "dispatch ids"))
         wide = torch.promote_types(x_TH.dtype, weights_TK.dtype)
         rows_XB = torch.cat((x_TH[token_X].to(wide), weights_TK[token_X].to(wide)), dim=1)
         arrived_RB = _hop(rows_XB, self.comm, sent, received, "dispatch")

@@ -13,7 +13,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -26,7 +27,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import communicator
 from moe_mk.errors import MoEMKError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.permute import permute
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
@@ -127,7 +128,7 @@ class RankWorld:
         results: dict[int, object] = {}
         waiting = {rank.connection: index for index, rank in enumerate(self._ranks)}
         deadline, broken = now() + timeout_s, False
-        while waiting and (ready := wait(list(waiting), max(deadline - now(), 0.0))):
+        while waiting and (ready := wait_for_any(list(waiting), max(deadline - now(), 0.0))):
             for connection in cast("list[Connection]", ready):
                 index = waiting.pop(connection)
                 try:
@@ -257,7 +258,7 @@ def _rank_outputs(rank: int, name: str, num_ranks: int, ranks_per_node: int | No
         draw = torch.Generator("cpu").manual_seed(0 if partial else rank)
         shape = (case.num_tokens[rank], HIDDEN)
         x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(torch.bfloat16)
-        outputs.append(land(_kernel(name, case, comm, ranks_per_node).steps(x_TH, case.routings[rank], NO_WEIGHTS)))
+        outputs.append(wait(_kernel(name, case, comm, ranks_per_node).steps(x_TH, case.routings[rank], NO_WEIGHTS)))
     return outputs
 
 

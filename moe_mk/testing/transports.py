@@ -17,7 +17,7 @@ from moe_mk.comm.groups import ParallelGroups
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import MoELayer
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
@@ -72,7 +72,7 @@ def each_rank(world: LockstepWorld, jobs: Sequence[Callable[[], X]]) -> list[X]:
 def fly_together(world: LockstepWorld, flights: Sequence[Flight[X]]) -> list[X]:
     """Land one flight of every rank."""
     if isinstance(world, ThreadWorld):
-        return world.together([partial(land, flight) for flight in flights])
+        return world.together([partial(wait, flight) for flight in flights])
     return interleave(flights)
 
 

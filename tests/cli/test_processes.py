@@ -20,7 +20,7 @@ from moe_mk.cli.exits import RanksFailed
 from moe_mk.cli.processes import Rank, _verdict, _watch, run_ranks
 from moe_mk.cli.world import Place, World, team_of, together
 from moe_mk.errors import UnsupportedError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 
 TWO = World(2, 1)
 
@@ -41,10 +41,10 @@ def refuses_on_rank_1(folder: Path, place: Place) -> int:
 
 def dies_on_rank_1(folder: Path, place: Place) -> int:
     team = team_of(place, 20.0, "layer 3")
-    land(team.gather_count(1, "first"))
+    wait(team.gather_count(1, "first"))
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    land(team.gather_count(2, "second"))
+    wait(team.gather_count(2, "second"))
     return 0
 
 
@@ -205,10 +205,10 @@ def test_the_first_rank_may_take_its_time_to_verify(monkeypatch: pytest.MonkeyPa
 
 def late_on_rank_1(folder: Path, place: Place) -> int:
     team = team_of(place, 2.0, "layer 3")
-    land(team.gather_count(1, "first"))
+    wait(team.gather_count(1, "first"))
     if place.rank == 1:
         time.sleep(600)
-    land(team.gather_count(2, "dispatch"))
+    wait(team.gather_count(2, "dispatch"))
     return 0
 
 

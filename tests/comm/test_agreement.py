@@ -2,7 +2,7 @@
 
 from moe_mk.comm import LockstepWorld, SingleRank
 from moe_mk.comm.agreement import agree, diff, digest
-from moe_mk.flight import interleave, land
+from moe_mk.flight import interleave, wait
 
 
 def test_digest_sees_names_and_values_but_not_their_order() -> None:
@@ -27,4 +27,4 @@ def test_equal_notes_cost_one_exchange_of_32_bytes() -> None:
 
 
 def test_one_rank_agrees_with_itself() -> None:
-    land(agree(SingleRank(), {}))
+    wait(agree(SingleRank(), {}))

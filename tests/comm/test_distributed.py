@@ -15,7 +15,7 @@ from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, Pa
 from moe_mk.comm.agreement import agree
 from moe_mk.comm.distributed import carrier
 from moe_mk.errors import CommError, ConfigError
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.testing.on_ranks import RankError, RankWorld
 
 RANKS = 4
@@ -88,7 +88,7 @@ def every_collective(comm: Communicator) -> Flight[dict[str, Tensor]]:
 
 def collectives_over_gloo(rank: int) -> tuple[dict[str, Tensor], dict[str, int]]:
     comm = world_comm()
-    return land(every_collective(comm)), dict(comm.traffic.bytes_by_phase)
+    return wait(every_collective(comm)), dict(comm.traffic.bytes_by_phase)
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,8 @@ def test_traffic_counts_what_leaves_a_rank(over_gloo: list[tuple[dict[str, Tenso
 def transpose(rank: int) -> tuple[list[str], list[str]]:
     comm, ones = world_comm(), [1] * RANKS
     row = torch.tensor([[ord("ABCD"[rank]), ord(str(place))] for place in range(RANKS)], dtype=torch.uint8)
-    column = land(comm.all_to_all(row, ones, ones, "dispatch"))
-    back = land(comm.all_to_all(column, ones, ones, "combine"))
+    column = wait(comm.all_to_all(row, ones, ones, "dispatch"))
+    back = wait(comm.all_to_all(column, ones, ones, "combine"))
     return ["".join(map(chr, pair)) for pair in column.tolist()], ["".join(map(chr, pair)) for pair in back.tolist()]
 
 
@@ -195,10 +195,10 @@ def ordered_sums(rank: int) -> tuple[list[float], list[float], list[float]]:
     wide = torch.full((RANKS, 1), [1e8, 1.0, -1e8, 1.0][rank], dtype=torch.float32)
     narrow = torch.full((RANKS, 1), [256.0, 1.0, 1.0, 1.0][rank], dtype=torch.bfloat16)
     ones = [1] * RANKS
-    twice = [land(comm.reduce_scatter(wide, ones, "combine")).flatten().tolist() for _ in range(2)]
+    twice = [wait(comm.reduce_scatter(wide, ones, "combine")).flatten().tolist() for _ in range(2)]
     assert twice[0] == twice[1]
-    summed = land(comm.all_reduce(narrow, "late"))[0].tolist()
-    return twice[0], land(comm.reduce_scatter(narrow, ones, "combine")).flatten().tolist(), summed
+    summed = wait(comm.all_reduce(narrow, "late"))[0].tolist()
+    return twice[0], wait(comm.reduce_scatter(narrow, ones, "combine")).flatten().tolist(), summed
 
 
 def test_reduce_scatter_adds_in_rank_order_in_f32(world: RankWorld) -> None:
@@ -229,7 +229,7 @@ def test_two_flights_in_the_air_do_not_mix(world: RankWorld) -> None:
 def agreed_or_not(rank: int, odd_rank: int) -> str:
     notes = {"experts": "reference" if rank == odd_rank else "torch_cpu", "wire": "fp8_1x128"}
     try:
-        land(agree(world_comm(), notes, layer=LAYER))
+        wait(agree(world_comm(), notes, layer=LAYER))
     except CommError as problem:
         return str(problem)
     return "agreed"
@@ -251,7 +251,7 @@ def groups_of_a_mesh(rank: int) -> tuple[list[tuple[int, int]], list[float]]:
     groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp")))
     ep, tp, dp = (communicator(group) for group in (groups.ep, groups.tp, groups.dp))
     number = torch.tensor([float(10**rank)])
-    sums = [float(land(comm.all_reduce(number, "sum"))) for comm in (ep, tp, dp)]
+    sums = [float(wait(comm.all_reduce(number, "sum"))) for comm in (ep, tp, dp)]
     return [(comm.rank, comm.size) for comm in (ep, tp, dp)], sums
 
 
@@ -289,12 +289,12 @@ def one_is_late(rank: int) -> tuple[str, int | None, float]:
     group = dist.new_group()  # of its own: its connections end
     comm = DistributedCommunicator(group, timeout_s=30.0 if rank == 2 else PATIENCE_S, layer=LAYER)
     ones = [1] * RANKS
-    land(comm.all_to_all(torch.zeros(RANKS, 1), ones, ones, "dispatch"))
+    wait(comm.all_to_all(torch.zeros(RANKS, 1), ones, ones, "dispatch"))
     if rank == 2:
         time.sleep(LATE_S)
     started = time.monotonic()
     try:
-        land(comm.all_to_all(torch.zeros(RANKS, 1), ones, ones, "combine"))
+        wait(comm.all_to_all(torch.zeros(RANKS, 1), ones, ones, "combine"))
     except CommError as problem:
         return str(problem), problem.peer, time.monotonic() - started
     return "landed", None, time.monotonic() - started
@@ -314,11 +314,11 @@ def test_a_late_rank_ends_in_an_error_that_names_it_within_the_timeout(world: Ra
 
 def one_is_killed(rank: int) -> str:
     comm = world_comm(timeout_s=5.0)
-    land(comm.gather_count(rank, "counts"))
+    wait(comm.gather_count(rank, "counts"))
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        land(comm.all_to_all(torch.zeros(RANKS, 1), [1] * RANKS, [1] * RANKS, "dispatch"))
+        wait(comm.all_to_all(torch.zeros(RANKS, 1), [1] * RANKS, [1] * RANKS, "dispatch"))
     except CommError as problem:
         return f"{problem.rank} {problem.phase} {problem.layer} {problem.peer} {problem.detail[:11]}"
     return "landed"

@@ -21,7 +21,7 @@ from moe_mk.comm.symmetric.heap import SymmetricHeap
 from moe_mk.comm.symmetric.memory import create, unlink
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
@@ -195,7 +195,7 @@ def test_every_operation_on_windows_of_the_parent_names_the_way_out(world: RankW
 
 
 def whole_call(rank: int, transport: PrepareFinalize) -> list[float]:
-    return land(there_and_back(transport, *drawn(rank, 4, torch.float32, hidden=256))).flatten().tolist()  # type: ignore[no-any-return]
+    return wait(there_and_back(transport, *drawn(rank, 4, torch.float32, hidden=256))).flatten().tolist()  # type: ignore[no-any-return]
 
 
 def transports_in_a_child(rank: int) -> list[object]:

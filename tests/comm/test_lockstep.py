@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.comm.agreement import agree
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, InFlight, interleave, land
+from moe_mk.flight import Flight, InFlight, interleave, wait
 
 NOTES = {"experts": "torch_cpu", "wire": "fp8_1x128"}
 
@@ -35,7 +35,7 @@ def test_rows_are_those_of_the_moment_of_the_call() -> None:
     next(flight)
     mine.zero_()
     next(other)
-    assert land(other).flatten().tolist() == [1, 2, 3]
+    assert wait(other).flatten().tolist() == [1, 2, 3]
 
 
 @given(st.integers(1, 5), st.data())

@@ -14,7 +14,7 @@ from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.messages import EAGER_BYTES, HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
 from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.testing.on_ranks import RankWorld
 
 
@@ -42,11 +42,11 @@ def waits_for_a_slow_peer(rank: int, elsewhere: bool) -> str:
     if rank == 1:
         comm._messages._process = Process(2**22 + 1, "1", comm._messages._process.namespace)
         comm._messages._host += elsewhere
-    land(comm.gather_count(1, "counts"))
+    wait(comm.gather_count(1, "counts"))
     if rank == 1:
         time.sleep(1.5)
     try:
-        land(comm.gather_count(1, "counts"))
+        wait(comm.gather_count(1, "counts"))
     except CommError as error:
         return str(error)
     return "landed"
@@ -66,13 +66,13 @@ def sizes_around_the_limit(rank: int) -> list[bool]:
     """Rows that come with their header and rows that come after it: from both ranks, and from rank 0 alone."""
     comm, found = DistributedCommunicator(dist.new_group(), timeout_s=20.0), []
     for count in (1, EAGER_BYTES - 1, EAGER_BYTES, EAGER_BYTES + 1, 3 * EAGER_BYTES):
-        rows = land(comm.all_gather(pattern(rank, count), [count, count], "gather"))
+        rows = wait(comm.all_gather(pattern(rank, count), [count, count], "gather"))
         found.append(torch.equal(rows, torch.cat([pattern(r, count) for r in range(2)])))
         mine, splits = (pattern(0, count), ([0, count], [0, 0])) if rank == 0 else (pattern(0, 0), ([0, 0], [count, 0]))
-        rows = land(comm.all_to_all(mine, *splits, "one way"))
+        rows = wait(comm.all_to_all(mine, *splits, "one way"))
         found.append(torch.equal(rows, pattern(0, count if rank else 0)))
     for dtype in (torch.bfloat16, torch.float64, torch.bool):
-        rows = land(comm.all_gather(torch.full((3, 2), rank, dtype=dtype), [3, 3], "dtypes"))
+        rows = wait(comm.all_gather(torch.full((3, 2), rank, dtype=dtype), [3, 3], "dtypes"))
         found.append(rows.dtype is dtype and int(rows.float().sum()) == 6)
     return found
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
 from moe_mk.comm.point_to_point import PointToPoint
 from moe_mk.comm.single import SingleRank
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.testing.on_ranks import RankError, RankWorld
 
 # SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.
@@ -64,7 +64,7 @@ def test_what_stays_on_a_rank_is_no_message() -> None:
 
 
 def test_everything_else_is_the_groups_own() -> None:
-    assert land(PointToPoint(SingleRank()).exchange_counts([3], "counts")) == [3]
+    assert wait(PointToPoint(SingleRank()).exchange_counts([3], "counts")) == [3]
 
     def other_calls(comm: Communicator) -> Flight[tuple[list[int], list[float]]]:
         counts = yield from comm.gather_count(comm.rank + 1, "counts")
@@ -85,12 +85,12 @@ def both_ways(rank: int) -> dict[str, object]:
     """The collective and the messages over one process group."""
     inner = DistributedCommunicator(dist.group.WORLD, timeout_s=30.0)  # type: ignore[arg-type]
     comm = PointToPoint(inner)
-    plain, by_messages = land(exchanged(inner, 3)), land(exchanged(comm, 3))
+    plain, by_messages = wait(exchanged(inner, 3)), wait(exchanged(comm, 3))
     equal = all(torch.equal(a, b) for a, b in zip(plain, by_messages, strict=True))
     return {
         "equal": equal,
         "messages": comm.messages["dispatch"],
-        "counts": land(comm.exchange_counts([rank] * 3, "c")),
+        "counts": wait(comm.exchange_counts([rank] * 3, "c")),
     }
 
 
@@ -104,7 +104,7 @@ def alone(rank: int) -> None:
     """Rank 0 waits for peers that never send."""
     if rank == 0:
         comm = PointToPoint(DistributedCommunicator(dist.group.WORLD, timeout_s=0.5, layer="layers.3"))  # type: ignore[arg-type]
-        land(comm.all_to_all(torch.zeros(3, 1), [1, 1, 1], [1, 1, 1], "dispatch"))
+        wait(comm.all_to_all(torch.zeros(3, 1), [1, 1, 1], [1, 1, 1], "dispatch"))
 
 
 def test_a_peer_that_never_sends_is_an_error_with_rank_and_phase(world: RankWorld) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.comm.threads import ThreadCommunicator, ThreadWorld
 from moe_mk.errors import CommError, ConfigError
-from moe_mk.flight import interleave, land
+from moe_mk.flight import interleave, wait
 
 
 def rows_of(rank: int, ranks: int) -> tuple[Tensor, list[int], list[int]]:
@@ -27,9 +27,9 @@ def test_all_to_all_and_reduce_give_the_bits_of_lockstep(ranks: int) -> None:
     given = [rows_of(rank, ranks) for rank in range(ranks)]
     want = interleave([comm.all_to_all(*rows, "test") for comm, rows in zip(lockstep, given, strict=True)])
     comms = threads.communicators()
-    got = threads.together([partial(land, c.all_to_all(*rows, "test")) for c, rows in zip(comms, given, strict=True)])
+    got = threads.together([partial(wait, c.all_to_all(*rows, "test")) for c, rows in zip(comms, given, strict=True)])
     assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
-    sums = threads.together([partial(land, c.all_reduce(torch.ones(2) * c.rank, "sum")) for c in comms])
+    sums = threads.together([partial(wait, c.all_reduce(torch.ones(2) * c.rank, "sum")) for c in comms])
     assert all(total.tolist() == [sum(range(ranks))] * 2 for total in sums)
 
 
@@ -50,9 +50,9 @@ def test_a_rank_that_never_comes_is_named_within_the_time() -> None:
     world = ThreadWorld(3, timeout_s=0.2)
     comms = world.communicators()
     jobs = [
-        partial(land, comms[0].gather_count(1, "count")),
+        partial(wait, comms[0].gather_count(1, "count")),
         list,
-        partial(land, comms[2].gather_count(3, "count")),
+        partial(wait, comms[2].gather_count(3, "count")),
     ]
     with pytest.raises(CommError, match=r"rank 0.*count.*peer 1.*later than 0\.2 s|peer 1.*is later"):
         world.together(jobs)

@@ -22,7 +22,7 @@ from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.comm.point_to_point import PointToPoint
 from moe_mk.errors import CommError
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
@@ -75,9 +75,9 @@ def opened(rank: int, name: str) -> FusedMoEKernel:
 def forward(rank: int, kernel: FusedMoEKernel) -> bool:
     """Whether a call gives back what went in: identity experts, weights that sum to one."""
     mine = routing(0 if kernel.prepare_finalize.traits.partial else rank)
-    y_TH = land(kernel.steps(X, mine, NO_WEIGHTS))
+    y_TH = wait(kernel.steps(X, mine, NO_WEIGHTS))
     if kernel.prepare_finalize.traits.partial:
-        y_TH = land(kernel.prepare_finalize.context.comm.all_reduce(y_TH, "sum"))
+        y_TH = wait(kernel.prepare_finalize.context.comm.all_reduce(y_TH, "sum"))
     return torch.equal(y_TH, X)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
-from moe_mk.flight import interleave, land
+from moe_mk.flight import interleave, wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant import BF16
@@ -98,7 +98,7 @@ def compared(rank: int) -> list[bool]:
     assert group is not None
     ours, theirs = (built(DistributedCommunicator(group), name) for name in ("one_sided_gpu", "all_to_all"))
     batches = [drawn(10 * call + rank, (TOKENS, 0, 7)[(call + rank) % 3]) for call in range(6)]
-    return [torch.equal(*(land(there_and_back(each, *batch)) for each in (ours, theirs))) for batch in batches]
+    return [torch.equal(*(wait(there_and_back(each, *batch)) for each in (ours, theirs))) for batch in batches]
 
 
 def test_processes_on_one_device_give_the_bits_of_all_to_all(world: RankWorld) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.external.device import Queues
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner import run_on_two_streams
 
@@ -63,7 +63,7 @@ def test_two_streams_give_the_bits_of_one_batch_after_the_other() -> None:
     weights = kernel.experts.relayout(layer.weights.experts)
     for call in range(5):
         batches = [(x_TH := rows(512, 4 * call + number), layer.route(x_TH)) for number in range(4)]
-        serial = [land(kernel.steps(x_TH, routing, weights)) for x_TH, routing in batches]
+        serial = [wait(kernel.steps(x_TH, routing, weights)) for x_TH, routing in batches]
         outputs = run_on_two_streams(
             kernel.prepare_finalize, lambda tokens: kernel.multiply(tokens, weights), batches, queues
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_mk import CommError, MoELayer, ParallelGroups
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import MoEMKError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings
 from moe_mk.runner import run_dual
 from tests.layer.build import layer
@@ -198,8 +198,8 @@ def go_on(rank: int, transport: str, _: object = None) -> list[dict[str, Any]]:
         os.kill(os.getpid(), signal.SIGKILL)
     found.append(outcome(lambda: made(tokens(rank, 7, 1))))
     lost = found[-1]["peer"]
-    left: Any = land(made.ep.without([lost]))
-    old = outcome(lambda: land(made.ep.all_gather(torch.zeros(1), [1] * 3, "late")))
+    left: Any = wait(made.ep.without([lost]))
+    old = outcome(lambda: wait(made.ep.all_gather(torch.zeros(1), [1] * 3, "late")))
     manager.rank_lost(lost, left)
     found += [outcome(lambda s=s: made(tokens(rank, 7, s)), expected[s]) for s in (1, 2)]  # type: ignore[misc]
     return [*found, old, {"is": f"rank {left.rank} of {left.size}, {made.decision.chosen.prepare_finalize}"}]
@@ -208,7 +208,7 @@ def go_on(rank: int, transport: str, _: object = None) -> list[dict[str, Any]]:
 def disagree_on_who_is_lost(rank: int) -> list[dict[str, Any]]:
     """Three ranks go on: one of them without another one than the rest."""
     comm = DistributedCommunicator(dist.new_group(), timeout_s=3.0)
-    land(comm.gather_count(1, "counts"))
+    wait(comm.gather_count(1, "counts"))
     if rank == 3:
         return []
-    return [outcome(lambda: land(comm.without([3] if rank else [2])))]  # type: ignore[arg-type,return-value]
+    return [outcome(lambda: wait(comm.without([3] if rank else [2])))]  # type: ignore[arg-type,return-value]

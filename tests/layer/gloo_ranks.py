@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_mk import CommError, DeepseekV3MoE, MoEConfig, ParallelGroups
 from moe_mk.comm import rank_groups
 from moe_mk.comm.distributed import DistributedCommunicator
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.experts import random_experts
@@ -43,7 +43,7 @@ def hostile_cases(rank: int, transport: str, weights: str, activations: str) -> 
 
 def run_case(rank: int, comm: Any, number: int, transport: str, form: Format) -> dict[str, Any]:
     flight, hops = case_flight(rank, comm, number, transport, form)
-    return {"y": land(flight), "hops": hops}
+    return {"y": wait(flight), "hops": hops}
 
 
 def case_flight(rank: int, comm: Any, number: int, transport: str, form: Format) -> tuple[Any, list[str]]:
@@ -75,7 +75,7 @@ def layer_forward(
     recorder = built.spans.recorder = Recorder()
     y_TH = built(tokens[rank])
     hops: list[str] = []
-    again = land(hops_of(built.steps(tokens[rank]), hops))
+    again = wait(hops_of(built.steps(tokens[rank]), hops))
     started = sorted(recorder.spans, key=lambda span: span.start)
     return {
         "y": y_TH,
@@ -142,7 +142,7 @@ def walk(rank: int, path: str, pairs: list[Tensor], w_HH: Tensor) -> dict[str, A
     with built.spans.span("attention"):
         part_TH = x_TH[:, half] @ w_HH[half]
     with built.spans.span("attention all-reduce"):
-        a_TH = land(built.tp.all_reduce(part_TH, "attention"))
+        a_TH = wait(built.tp.all_reduce(part_TH, "attention"))
     y_TH = built(a_TH)
     started = sorted(recorder.spans, key=lambda span: span.start)
     return {"a": a_TH, "y": y_TH, "ids": built.route(a_TH).ids_TK, "steps": [span.stage for span in started]}

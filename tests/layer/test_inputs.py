@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.testing.transports import virtual_groups
 from tests.layer.build import HIDDEN, config, layer
 
@@ -54,7 +54,7 @@ def test_a_layer_without_weights_says_how_to_load_them() -> None:
     with pytest.raises(WeightError, match=message):
         empty(torch.zeros(3, HIDDEN))
     with pytest.raises(WeightError, match=message):
-        land(empty.steps(torch.zeros(3, HIDDEN)))
+        wait(empty.steps(torch.zeros(3, HIDDEN)))
 
 
 def routed(made: MoELayer, ids: list[list[int]], **changes: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_mk import DeepseekV3MoE, MoELayer
 from moe_mk.errors import ShapeError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.overlap import run_dual
@@ -48,7 +48,7 @@ def test_it_leaves_what_the_stages_leave(layer: MoELayer, count: int) -> None:
     y_TH, load_E, report = layer(x_TH), layer.expert_load.clone(), layer.report()
     layer.reset_expert_load()
     layer.reset_report()
-    assert whole(layer) and torch.equal(land(layer.steps(x_TH)), y_TH)
+    assert whole(layer) and torch.equal(wait(layer.steps(x_TH)), y_TH)
     assert torch.equal(layer.expert_load, load_E) and int(load_E.sum()) == 4 * count
     assert layer.report() == report and not report.departures and report.num_calls == 1
 
@@ -56,7 +56,7 @@ def test_it_leaves_what_the_stages_leave(layer: MoELayer, count: int) -> None:
 @pytest.mark.parametrize("settings", [{"batch_invariant": True}, {"activations": "checkpoint"}])
 def test_settings_of_the_experts_are_heeded(checkpoint: Path, settings: dict[str, object]) -> None:
     layer = built(checkpoint, **settings)
-    assert whole(layer) and torch.equal(layer(tokens(9)), land(layer.steps(tokens(9))))
+    assert whole(layer) and torch.equal(layer(tokens(9)), wait(layer.steps(tokens(9))))
 
 
 def test_who_listens_hears_every_stage_and_every_routing(layer: MoELayer) -> None:
@@ -74,14 +74,14 @@ def test_another_router_gate_or_placement_serves_from_the_next_forward_on(layer:
     x_TH = tokens(7)
     first_TH = layer(x_TH)
     layer.router = replace(layer.router, routed_scaling_factor=1.0)
-    assert not torch.equal(layer(x_TH), first_TH) and torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+    assert not torch.equal(layer(x_TH), first_TH) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     gate_EH = layer._gate.weight_EH
     assert gate_EH is not None
     layer._gate.load(gate_EH.flip(0).contiguous(), layer._gate.bias_E)
-    assert torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+    assert torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     before_TH = layer(x_TH)
     layer.set_placement(ExpertMap.from_physical(list(reversed(range(EXPERTS))), 1, EXPERTS))
-    assert whole(layer) and torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+    assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     # Sums go through experts in the order of their slots, so another placement rounds otherwise, and no more.
     torch.testing.assert_close(layer(x_TH).float(), before_TH.float(), rtol=2**-6, atol=2**-6 * before_TH.abs().max())
 
@@ -158,9 +158,9 @@ def test_a_gate_whose_memory_moves_is_read_where_it_lies_then(layer: MoELayer) -
         each.share_memory_()
         assert each.data_ptr() != before and torch.equal(layer(x_TH), wanted_TH)
     gate.weight_EH.data = gate.weight_EH.flip(0).contiguous()
-    assert whole(layer) and torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+    assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     gate.bias_E.zero_()
-    assert whole(layer) and torch.equal(layer(x_TH), land(layer.steps(x_TH)))
+    assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
 
 
 def test_who_traces_or_transforms_sees_an_operator(layer: MoELayer) -> None:
@@ -180,5 +180,5 @@ def test_a_layer_built_in_inference_mode_counts_outside_of_it(checkpoint: Path, 
         inside = built(checkpoint)
         wanted_TH = inside(tokens(5))
     inside.reset_expert_load()
-    assert torch.equal(land(inside.steps(tokens(5))), wanted_TH) and torch.equal(inside(tokens(5)), layer(tokens(5)))
+    assert torch.equal(wait(inside.steps(tokens(5))), wanted_TH) and torch.equal(inside(tokens(5)), layer(tokens(5)))
     assert torch.equal(inside.expert_load, 2 * layer.expert_load)

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_mk import MoEConfig, Problem
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.config import device_profile, load_config
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant.plain import BF16, FP32, Plain
@@ -70,12 +70,12 @@ class Ranks:
 
     def dispatched(self, x: list[Tensor] = X, routings: list[Routing] = ROUTINGS) -> list[RowTokens]:
         """What arrives at every rank."""
-        return self.each(lambda t, x_TH, r: land(t.prepare(x_TH, r)), self.transports, x, routings)
+        return self.each(lambda t, x_TH, r: wait(t.prepare(x_TH, r)), self.transports, x, routings)
 
     def combined(self, y: list[Tensor], tokens: list[RowTokens]) -> list[Tensor]:
         """What comes home to every rank."""
         out = [ExpertOutput(y_RH, OutputStage.REDUCED) for y_RH in y]
-        return self.each(lambda t, o, got: land(t.finalize(o, got)), self.transports, out, tokens)
+        return self.each(lambda t, o, got: wait(t.finalize(o, got)), self.transports, out, tokens)
 
 
 def live_rows(tokens: RowTokens) -> list[Row]:

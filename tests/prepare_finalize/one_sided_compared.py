@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernels.native import exchange
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.prepare_finalize.packing import packed_row_bytes
@@ -67,7 +67,7 @@ def differences(
     found, traffic = [], {name: made[name].context.comm.traffic for name in NAMES}
     for each in traffic.values():
         each.reset()
-    home = {name: land(there_and_back(made[name], *batch)) for name in NAMES}
+    home = {name: wait(there_and_back(made[name], *batch)) for name in NAMES}
     if not torch.equal(home["one_sided"], home["all_to_all"]):
         found.append(f"{wire.name} {tokens}: outputs differ")
     model = modelled(batch[1], wire, rank)

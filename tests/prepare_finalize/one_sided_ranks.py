@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, land
+from moe_mk.flight import Flight, wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
 from moe_mk.quant import FP32
@@ -63,7 +63,7 @@ def drawn(seed: int, tokens: int, dtype: torch.dtype, hidden: int = HIDDEN) -> t
 def call_until_one_dies(rank: int, name: str, ranks_per_node: int | None, dying: int) -> str:
     """Worker of a `RankWorld`: the call in which this rank hears of the death, whether that was soon, and the error."""
     comm = world_comm()
-    land(comm.recover())  # from calls that earlier tests of this world have let fail
+    wait(comm.recover())  # from calls that earlier tests of this world have let fail
     transport = PREPARE_FINALIZE[name](replace(context(comm), ranks_per_node=ranks_per_node))
     for call in range(20):
         flight = there_and_back(transport, *drawn(rank, 8, torch.float32))
@@ -72,7 +72,7 @@ def call_until_one_dies(rank: int, name: str, ranks_per_node: int | None, dying:
             os.kill(os.getpid(), signal.SIGKILL)
         start = now()
         try:
-            land(flight)
+            wait(flight)
         except CommError as error:
             return f"{call} {now() - start < 10.0} {error}"
     return "nobody died"

@@ -15,7 +15,7 @@ from moe_mk import MoELayer, ParallelGroups, Problem, oracle
 from moe_mk.comm.threads import ThreadCommunicator, ThreadWorld
 from moe_mk.config import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.base import Budget
@@ -190,7 +190,7 @@ def test_a_proxy_has_as_many_threads_as_its_budget(units: int | None) -> None:
     before = set(threading.enumerate())
     world, made = network_ranks(4, units)
     batches = [drawn(rank, 5, torch.float32) for rank in range(4)]
-    jobs = [lambda t=t, b=b: land(there_and_back(t, *b)) for t, b in zip(made, batches, strict=True)]  # type: ignore[misc]
+    jobs = [lambda t=t, b=b: wait(there_and_back(t, *b)) for t, b in zip(made, batches, strict=True)]  # type: ignore[misc]
     home = world.together(jobs)
     for transport in made:
         (lane,) = transport._lanes._lanes

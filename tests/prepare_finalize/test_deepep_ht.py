@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_mk.errors import CommError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.prepare_finalize.deepep import high_throughput
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
@@ -123,4 +123,4 @@ def test_a_late_peer_ends_in_an_error_with_rank_and_phase() -> None:
     ranks = ranks_of(NAME)
     ranks.world.timeout_s = 0.2
     with pytest.raises(CommError, match=r"rank 1, phase 'high-throughput dispatch', peer 0: is later than 0.2 s"):
-        land(ranks.transports[1].prepare(XB[1], ROUTINGS[1]))
+        wait(ranks.transports[1].prepare(XB[1], ROUTINGS[1]))

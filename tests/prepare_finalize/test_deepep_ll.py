@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
-from moe_mk.flight import interleave, land
+from moe_mk.flight import interleave, wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.deepep.low_latency import DeepEPLowLatency
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
@@ -32,7 +32,7 @@ def scaled(tokens: list[BatchedTokens]) -> list[ExpertOutput]:
 
 
 def come_home(ranks: Ranks, tokens: list[BatchedTokens]) -> list[list[list[float]]]:
-    outputs = ranks.each(lambda t, y, got: land(t.finalize(y, got)), ranks.transports, scaled(tokens), tokens)
+    outputs = ranks.each(lambda t, y, got: wait(t.finalize(y, got)), ranks.transports, scaled(tokens), tokens)
     return [y_TH.tolist() for y_TH in outputs]
 
 
@@ -168,9 +168,9 @@ def test_a_late_peer_ends_in_an_error_with_rank_and_phase_and_so_do_later_calls(
     ranks = ranks_of(NAME)
     ranks.world.timeout_s = 0.2
     with pytest.raises(CommError, match=r"rank 0, phase 'low-latency dispatch', peer 1: is later than 0.2 s"):
-        land(ranks.transports[0].prepare(XB[0], ROUTINGS[0]))
+        wait(ranks.transports[0].prepare(XB[0], ROUTINGS[0]))
     with pytest.raises(CommError, match="an earlier call failed"):
-        land(ranks.transports[0].prepare(XB[0], ROUTINGS[0]))
+        wait(ranks.transports[0].prepare(XB[0], ROUTINGS[0]))
 
 
 def test_rows_that_are_too_long_are_refused_when_it_is_built() -> None:
@@ -194,7 +194,7 @@ def test_ranks_may_hold_different_numbers_of_experts() -> None:
     assert [rows_of_expert(tokens[1], slot) for slot in range(3)] == [[[5.0, 6.0]], [[3.0, 4.0]], [[1.0, 2.0]]]
     y = [t.x_LSH.values * 10.0**rank for rank, t in enumerate(tokens)]
     outputs = [ExpertOutput(y_LSH, OutputStage.RAW) for y_LSH in y]
-    home = ranks.each(lambda t, out, got: land(t.finalize(out, got)).tolist(), ranks.transports, outputs, tokens)
+    home = ranks.each(lambda t, out, got: wait(t.finalize(out, got)).tolist(), ranks.transports, outputs, tokens)
     # a: (0.5 + 0.25 x 10) a; b: 10 b; d: nothing; c: (0.75 + 0.125 x 10) c
     assert home == [[[3.0, 6.0], [30.0, 40.0], [0.0, 0.0]], [[10.0, 12.0]]]
 

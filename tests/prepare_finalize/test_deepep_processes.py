@@ -15,7 +15,7 @@ from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.errors import CommError
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.grid import Grid
 from moe_mk.placement.expert_map import ExpertMap
@@ -61,7 +61,7 @@ def one_call(rank: int, name: str, wire: QuantScheme) -> float:
     """The largest distance from token times the sum of its weights, relative."""
     transport, (x, routing) = transport_of(name, wire, 30.0), tokens_of(rank)
     kernel = FusedMoEKernel(transport, IdentityExperts(ExpertsContext(BF16, BF16, "silu", 2, HIDDEN, HIDDEN, CPU)))
-    y = land(kernel.steps(x, routing, MappedExpertWeights((), BF16)))
+    y = wait(kernel.steps(x, routing, MappedExpertWeights((), BF16)))
     want = wire.quantize(x).dequantize(torch.float32) * routing.weights_TK.sum(dim=1)[:, None]
     return 0.0 if rank else float(((y.float() - want).abs() / want.abs().clamp_min(1e-3)).max())
 
@@ -95,7 +95,7 @@ def one_is_killed(rank: int) -> list[str]:
         os.kill(os.getpid(), signal.SIGKILL)
     for transport in transports:
         try:
-            land(transport.prepare(x, routing))
+            wait(transport.prepare(x, routing))
         except CommError as problem:
             seen.append(f"{problem.rank} {problem.phase}")
     return seen

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import CommError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.prepare_finalize.deepep import v2 as deepep_v2
 from moe_mk.prepare_finalize.deepep.v2 import DeepEPElastic, DeepEPElasticGrouped
 from moe_mk.quant import FP32
@@ -64,7 +64,7 @@ def test_groups_hold_a_row_for_each_assignment_of_each_expert() -> None:
         return (tokens.x_NH.values.float() * tokens.weights_N[:, None]).bfloat16()
 
     def home(transport: DeepEPElasticGrouped, tokens: GroupedTokens) -> list[list[float]]:
-        y_TH: Tensor = land(transport.finalize(ExpertOutput(weighted(tokens), OutputStage.WEIGHTED), tokens))
+        y_TH: Tensor = wait(transport.finalize(ExpertOutput(weighted(tokens), OutputStage.WEIGHTED), tokens))
         return y_TH.tolist()  # type: ignore[no-any-return]
 
     # a: (0.5 + 0.25) a; b: 1 b; d: nothing; c: (0.75 + 0.125) c
@@ -108,4 +108,4 @@ def test_a_late_peer_ends_in_an_error_with_rank_and_phase() -> None:
     ranks = ranks_of(NAME)
     ranks.world.timeout_s = 0.2
     with pytest.raises(CommError, match=r"rank 1, phase 'elastic dispatch', peer 0: is later than 0.2 s"):
-        land(ranks.transports[1].prepare(XB[1], ROUTINGS[1]))
+        wait(ranks.transports[1].prepare(XB[1], ROUTINGS[1]))

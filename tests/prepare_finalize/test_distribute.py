@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import ShapeError, UnsupportedError
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.prepare_finalize.functional import (
     Dispatched,
     DistributeOptions,
@@ -70,7 +70,7 @@ def test_combine_needs_two_of_the_fields_and_nothing_else() -> None:
 
 def test_assignments_to_one_expert_are_numbered_by_token() -> None:
     ids = torch.tensor([[2, 0], [0, -1], [1, 0]])
-    got = land(distribute_dispatch(torch.ones(3, 2), ids, torch.ones(3, 2), SingleRank(), replace(FOUR, num_experts=3)))
+    got = wait(distribute_dispatch(torch.ones(3, 2), ids, torch.ones(3, 2), SingleRank(), replace(FOUR, num_experts=3)))
     assert got.expand_idx.tolist() == [0, 0, 1, -1, 0, 2]
 
 
@@ -137,11 +137,11 @@ def test_a_call_allocates_nothing_beyond_the_plan(tokens: int, hidden: int, top_
     x, weights = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, top_k)
     ids = torch.rand(tokens, 8).argsort(dim=1)[:, :top_k]
     with Allocated() as seen:
-        d = land(distribute_dispatch(x, ids, weights, SingleRank(), options))
+        d = wait(distribute_dispatch(x, ids, weights, SingleRank(), options))
         out = seen.peak
         seen.peak = seen.live
         y = d.expand_x if d.dynamic_scales is None else x[:1].expand(len(d.expand_x), -1)
-        land(distribute_combine(y, ids, weights, d.expand_idx, d.ep_recv_counts, SingleRank(), options))
+        wait(distribute_combine(y, ids, weights, d.expand_idx, d.ep_recv_counts, SingleRank(), options))
     assert len(d.expand_x) == tokens * top_k <= plan.rows
     assert plan.num_bytes / 8 < out <= plan.num_bytes, "neither beyond the plan nor a plan of anything at all"
     assert seen.peak <= plan.num_bytes

@@ -22,7 +22,7 @@ from moe_mk.comm.traffic_model import (
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import UnsupportedError
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.oracle import cost
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
@@ -243,7 +243,7 @@ def against_the_model(rank: int, ranks: int, per_node: int) -> list[str]:
             for name in COMPARED:
                 comm.traffic.reset()
                 transport = PREPARE_FINALIZE[name](context(comm, case.expert_map, per_node, wire, dtype))
-                home[name] = land(there_and_back(transport, x[rank], routings[rank]))
+                home[name] = wait(there_and_back(transport, x[rank], routings[rank]))
                 # Opening windows is no part of a call.
                 counted = comm.traffic.by_link(nodes, rank, set(comm.traffic.bytes_by_peer) - {"window set-up"})
                 modelled = flow_of(name, case, size, nodes).by_link(nodes, rank)

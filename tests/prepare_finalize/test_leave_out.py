@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
@@ -56,7 +56,7 @@ def go(model: Model, ranks: tuple[int, ...], seed: int, layer: int = 0) -> None:
 
     def call(rank: int) -> None:
         x_TH, routing = given = batch(seed + rank)
-        y_TH = land(flight_of(model.layers[rank][layer], given))
+        y_TH = wait(flight_of(model.layers[rank][layer], given))
         expect_exact(y_TH, (x_TH, without(routing, model.place, away)))
 
     model.world.together([partial(call, rank) for rank in ranks])
@@ -82,7 +82,7 @@ def test_a_rank_that_is_not_left_out_is_named_by_the_error(name: str) -> None:
 
     def call(rank: int) -> int | None:
         with pytest.raises(CommError) as ended:
-            land(flight_of(model.layers[rank][0], batch(rank)))
+            wait(flight_of(model.layers[rank][0], batch(rank)))
         assert "peer 1" in str(ended.value)
         return ended.value.peer
 
@@ -134,7 +134,7 @@ def test_the_mask_is_checked_and_changes_between_calls_only(name: str) -> None:
         away = (rank + 1) % 3
         with pytest.raises(UnsupportedError, match=r"inside a step"):
             transport_of(model, rank, 1).leave_out(mask_of(*(set(ALL) - {away})).bool())
-        expect_exact(land(flight), given)
+        expect_exact(wait(flight), given)
 
     model.world.together([partial(inside, rank) for rank in ALL])
 
@@ -148,7 +148,7 @@ def test_one_more_workspace_is_refused_while_a_rank_is_left_out() -> None:
         next(first)
         with pytest.raises(UnsupportedError, match=r"one more workspace .* ranks \[1\] are left out"):
             next(flight_of(model.layers[rank][0], batch(rank)))
-        land(first)
+        wait(first)
 
     model.world.together([partial(two_calls, rank) for rank in (0, 2)])
     go(model, (0, 2), 0)  # the refusal ends no other call
@@ -161,7 +161,7 @@ def test_a_rank_that_deepep_masked_itself_ends_in_an_error_with_its_number() -> 
 
     def call(rank: int) -> None:
         with pytest.raises(CommError, match=rf"rank {rank}, phase 'combine'.*the kernels masked rank 1 after"):
-            land(flight_of(model.layers[rank][0], batch(rank)))
+            wait(flight_of(model.layers[rank][0], batch(rank)))
         with pytest.raises(CommError, match="masked rank 1"):
             next(flight_of(model.layers[rank][1], batch(rank)))
         with pytest.raises(CommError, match="masked rank 1"):
@@ -213,7 +213,7 @@ def survive(rank: int) -> list[int]:
         )
         experts = IdentityExperts(ExpertsContext(BF16, BF16, "silu", place.num_slots(rank), 4, 4, CPU))
         layers.append(FusedMoEKernel(PREPARE_FINALIZE[name](context), experts))
-        expect_exact(land(flight_of(layers[-1], batch(rank))), batch(rank))
+        expect_exact(wait(flight_of(layers[-1], batch(rank))), batch(rank))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     steps = []
@@ -221,7 +221,7 @@ def survive(rank: int) -> list[int]:
         layer.prepare_finalize.leave_out(mask_of(0, 2))
         for step in range(3):
             x_TH, routing = given = batch(10 * step + rank)
-            expect_exact(land(flight_of(layer, given)), (x_TH, without(routing, place, (1,))))
+            expect_exact(wait(flight_of(layer, given)), (x_TH, without(routing, place, (1,))))
         steps.append(3)
     return steps
 

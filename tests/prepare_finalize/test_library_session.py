@@ -12,7 +12,7 @@ import torch
 
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.errors import CommError, UnsupportedError
-from moe_mk.flight import interleave, land
+from moe_mk.flight import interleave, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import TransportContext
@@ -64,7 +64,7 @@ def test_four_layers_of_one_group_make_one_buffer_a_rank(name: str, made: list[o
     for number in range(4):
         given = [batch(10 * number + rank) for rank in range(2)]
         layers = [mine[number] for mine in model.layers]
-        outputs = model.each(lambda layer, own: land(flight_of(layer, own)), layers, given)
+        outputs = model.each(lambda layer, own: wait(flight_of(layer, own)), layers, given)
         for y_TH, own in zip(outputs, given, strict=True):
             expect_exact(y_TH, own)
 
@@ -96,7 +96,7 @@ def test_a_third_operation_is_refused_whichever_layer_it_is_of(name: str) -> Non
             next(flight)
         with pytest.raises(UnsupportedError, match=r"(?s)two operations in flight already.*two micro-batches at once"):
             next(flights[2])
-        for y_TH in (*interleave(flights[:2]), land(flight_of(mine[2], given))):
+        for y_TH in (*interleave(flights[:2]), wait(flight_of(mine[2], given))):
             expect_exact(y_TH, given)
 
     model.each(three, model.layers, range(2))
@@ -112,7 +112,7 @@ def test_calls_in_flight_have_lanes_of_their_own_whichever_layer_they_are_of(nam
         for y_TH, own in zip(interleave(flights), given, strict=True):
             expect_exact(y_TH, own)
         transports: list[Any] = [layer.prepare_finalize for layer in mine]
-        taken = [land(transports[0].prepare(*given[0])) for _ in range(MOST_LANES)]
+        taken = [wait(transports[0].prepare(*given[0])) for _ in range(MOST_LANES)]
         with pytest.raises(CommError, match=f"{MOST_LANES} calls were prepared and not finalized"):
             next(transports[1].prepare(*given[1]))
         return [len(each._session.kept.lanes) for each in transports] + [len(taken)]
@@ -127,14 +127,14 @@ def test_tokens_are_finalized_once_whoever_uses_their_lane_by_then(name: str) ->
     def twice(mine: list[FusedMoEKernel], rank: int) -> None:
         first, second = (layer.prepare_finalize for layer in mine)
         x_TH, routing = given = batch(rank)
-        tokens = land(first.prepare(x_TH, routing))
+        tokens = wait(first.prepare(x_TH, routing))
         output = ExpertOutput(tokens.x_RH.values, OutputStage.REDUCED)  # type: ignore[union-attr]
-        land(first.finalize(output, tokens))
+        wait(first.finalize(output, tokens))
         flight = flight_of(mine[1], given)
         next(flight)  # in the lane that the first has left
         with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
-            land(first.finalize(output, tokens))
-        expect_exact(land(flight), given)
+            wait(first.finalize(output, tokens))
+        expect_exact(wait(flight), given)
         assert len(second._session.kept.lanes) == 1  # type: ignore[attr-defined]
 
     model.each(twice, model.layers, range(2))
@@ -174,7 +174,7 @@ def test_a_layer_that_needs_more_replaces_the_buffer_and_calls_under_way_end_in_
     under_way = model.each(begin, model.layers, range(2))
     model.add(hidden=600, max_num_tokens=12)
     assert len(made) == 4 and all(mine[0] is not old for mine, old in zip(model.buffers, first, strict=True))
-    for rank, y_TH in enumerate(model.each(land, under_way)):
+    for rank, y_TH in enumerate(model.each(wait, under_way)):
         expect_exact(y_TH, batch(rank))
     assert len(ended) == 2, "in the buffer that they began in"
     model.add()  # what is there is more than enough
@@ -182,7 +182,7 @@ def test_a_layer_that_needs_more_replaces_the_buffer_and_calls_under_way_end_in_
     for number, sizes in enumerate(((4, 6), (600, 12), (4, 6))):
         given = [batch(number + 20 * rank, *sizes) for rank in range(2)]
         layers = [mine[number] for mine in model.layers]
-        outputs = model.each(lambda layer, own: land(flight_of(layer, own)), layers, given)
+        outputs = model.each(lambda layer, own: wait(flight_of(layer, own)), layers, given)
         for y_TH, own in zip(outputs, given, strict=True):
             expect_exact(y_TH, own)
 
@@ -200,10 +200,10 @@ def test_a_failure_ends_the_calls_of_every_layer_and_a_layer_built_anew_works() 
     model = Model("deepep_ll", layers=2)
     model.world.timeout_s = 0.2
     with pytest.raises(CommError, match=r"rank 0, .*peer 1: is later than 0.2 s"):
-        land(flight_of(model.layers[0][0], batch(2)))
+        wait(flight_of(model.layers[0][0], batch(2)))
     for layer in model.layers[0]:
         with pytest.raises(CommError, match=r"phase 'dispatch': an earlier call failed.*build the layer anew"):
-            land(flight_of(layer, batch(2)))
+            wait(flight_of(layer, batch(2)))
     fresh = Model("deepep_ll", layers=1)
     for own in fresh.layers:
         own[0].prepare_finalize._session.kept.failure = "a peer is dead"  # type: ignore[attr-defined]

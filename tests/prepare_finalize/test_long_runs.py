@@ -12,7 +12,7 @@ import torch
 
 from moe_mk.comm import Communicator
 from moe_mk.comm.threads import ThreadWorld
-from moe_mk.flight import interleave, land
+from moe_mk.flight import interleave, wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.testing.on_ranks import run_ranks
 from moe_mk.testing.transports import world_of
@@ -93,7 +93,7 @@ def grows_on_processes(rank: int, names: tuple[str, ...], calls: int) -> dict[st
         transport = made(name, world_comm(timeout_s=60.0))
 
         def call(number: int, transport: PrepareFinalize = transport) -> object:
-            return land(there_and_back(transport, *own[number % BATCHES]))
+            return wait(there_and_back(transport, *own[number % BATCHES]))
 
         found[name] = grows(calls, call, [transport])
     return found

@@ -7,7 +7,7 @@ import torch
 
 from moe_mk import Problem
 from moe_mk.errors import CommError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.mori import Mori, operator_bytes
@@ -79,9 +79,9 @@ def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call(
     ranks = Ranks(NAME)
     ranks.world.timeout_s = 0.2
     with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is later than 0\.2 s"):
-        land(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
     with pytest.raises(CommError, match=r"rank 0, phase 'dispatch': an earlier call failed"):
-        land(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
     ranks = Ranks(NAME)
     tokens = ranks.dispatched()
     ranks.combined([t.x_RH.values for t in tokens], tokens)

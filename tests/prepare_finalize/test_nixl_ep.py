@@ -9,7 +9,7 @@ import torch
 
 from moe_mk import Problem
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.prepare_finalize.deepep.nixl import NixlEP
 from moe_mk.quant import FP8_1x128_UE8M0
 from moe_mk.tokens import Routing
@@ -56,7 +56,7 @@ def test_a_late_peer_ends_in_an_error() -> None:
     ranks = ranks_of(NAME)
     ranks.world.timeout_s = 0.2
     with pytest.raises(CommError, match=r"rank 0, phase 'low-latency dispatch', peer 1"):
-        land(ranks.transports[0].prepare(XB[0], ROUTINGS[0]))
+        wait(ranks.transports[0].prepare(XB[0], ROUTINGS[0]))
 
 
 def go(model: Model, ranks: tuple[int, ...], seed: int, *, away: tuple[int, ...] = ()) -> None:
@@ -67,7 +67,7 @@ def go(model: Model, ranks: tuple[int, ...], seed: int, *, away: tuple[int, ...]
         x_TH, routing = given = batch(seed + rank)
         kept = routing.ids_TK.masked_fill(away_P[routing.ids_TK.clamp_min(0).long()], -1)
         (layer,) = model.layers[rank]
-        expect_exact(land(flight_of(layer, given)), (x_TH, Routing(kept, routing.weights_TK)))
+        expect_exact(wait(flight_of(layer, given)), (x_TH, Routing(kept, routing.weights_TK)))
 
     model.world.together([partial(step, rank) for rank in ranks])
 
@@ -117,7 +117,7 @@ def test_membership_changes_between_steps_and_names_other_ranks() -> None:
         next(flight)
         with pytest.raises(UnsupportedError, match=r"(?s)cannot mask \[.\] inside a step.*1 operations are in flight"):
             model.layers[rank][1].prepare_finalize.mask([1 - rank])  # type: ignore[attr-defined]
-        expect_exact(land(flight), batch(rank))
+        expect_exact(wait(flight), batch(rank))
 
     model.world.together([partial(inside, rank) for rank in range(2)])
 

@@ -7,7 +7,7 @@ import torch
 
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.errors import CommError, ConfigError, LibraryMissing, ShapeError, UnsupportedError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.flashinfer.one_sided import NvlinkOneSided, workspace_bytes
@@ -96,7 +96,7 @@ def test_layers_of_one_size_share_workspaces_and_calls_in_flight_do_not() -> Non
 
     def workspaces(transport: NvlinkOneSided) -> list[int]:
         twin = NvlinkOneSided(transport.context)
-        tokens = [land(each.prepare(X[0], ROUTINGS[0])) for each in (transport, twin, transport)]
+        tokens = [wait(each.prepare(X[0], ROUTINGS[0])) for each in (transport, twin, transport)]
         lanes = [t.handle.lane for t in tokens]  # type: ignore[union-attr]
         assert lanes == transport._session.kept.lanes == twin._session.kept.lanes
         return [id(lane.buffer.workspace) for lane in lanes]
@@ -107,7 +107,7 @@ def test_layers_of_one_size_share_workspaces_and_calls_in_flight_do_not() -> Non
 def test_more_tokens_than_the_window_and_a_second_combine_are_refused() -> None:
     ranks = Ranks(NAME)
     with pytest.raises(ShapeError, match=r"T=5 tokens, a window holds 4 .*\[kernel\.max_num_tokens\]"):
-        land(ranks.transports[0].prepare(torch.zeros(5, 2), Routing(torch.zeros(5, 2), torch.zeros(5, 2))))
+        wait(ranks.transports[0].prepare(torch.zeros(5, 2), Routing(torch.zeros(5, 2), torch.zeros(5, 2))))
     tokens = ranks.dispatched()
     y = [t.x_RH.values for t in tokens]
     ranks.combined(y, tokens)
@@ -119,9 +119,9 @@ def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call(
     ranks = Ranks(NAME)
     ranks.world.timeout_s = 0.2
     with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is later than 0\.2 s"):
-        land(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
     with pytest.raises(CommError, match=r"rank 0, phase 'dispatch': an earlier call failed"):
-        land(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
 
 
 def test_without_the_library_and_without_leave_to_emulate_it_cannot_be_built() -> None:

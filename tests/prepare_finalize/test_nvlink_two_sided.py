@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_mk.errors import CommError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.flashinfer.two_sided import NvlinkTwoSided, workspace_bytes
@@ -75,9 +75,9 @@ def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call(
     ranks = Ranks(NAME)
     ranks.world.timeout_s = 0.2
     with pytest.raises(CommError, match=r"rank 1, phase 'prepare', peer 0: is later than 0\.2 s"):
-        land(ranks.transports[1].prepare(X[1], ROUTINGS[1]))
+        wait(ranks.transports[1].prepare(X[1], ROUTINGS[1]))
     with pytest.raises(CommError, match=r"rank 1, phase 'dispatch': an earlier call failed"):
-        land(ranks.transports[1].prepare(X[1], ROUTINGS[1]))
+        wait(ranks.transports[1].prepare(X[1], ROUTINGS[1]))
 
 
 def test_planned_bytes_are_those_of_the_librarys_formula() -> None:

@@ -12,7 +12,7 @@ from moe_mk.comm import LockstepWorld, SingleRank
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.one_sided.buffers import Lanes, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
@@ -52,7 +52,7 @@ def test_rows_sums_and_bytes_by_hand() -> None:
 def test_more_tokens_than_a_window_holds_are_refused_before_anything_moves() -> None:
     made = [OneSided(replace(context(c), max_num_tokens=6)) for c in LockstepWorld(2).communicators()]
     with pytest.raises(ShapeError, match=r"x has T=7 tokens, a window holds 6 .*\[kernel.max_num_tokens\]"):
-        land(made[0].prepare(*drawn(0, 7, torch.float32)))
+        wait(made[0].prepare(*drawn(0, 7, torch.float32)))
     assert not made[0]._lanes._lanes
     everywhere = Routing(torch.tensor([[0, 4, 7]] * 6, dtype=torch.int32), torch.ones((6, 3)))
     home = interleave([there_and_back(transport, torch.ones((6, HIDDEN)), everywhere) for transport in made])
@@ -98,15 +98,15 @@ def test_a_call_is_finalized_once() -> None:
     made, finals, (zero, _) = two_tokens_by_hand()
     interleave(finals)
     with pytest.raises(CommError, match="rank 0, phase 'combine': epoch 1 was finalized before"):
-        land(made[0].finalize(scaled(zero, torch.float32), zero))
+        wait(made[0].finalize(scaled(zero, torch.float32), zero))
 
 
 def test_after_a_failure_no_call_is_served() -> None:
     zero = OneSided(context(LockstepWorld(2).communicators()[0]))
     with pytest.raises(CommError, match="rank 0, phase 'dispatch', peer 1: epoch 1: has made no such call"):
-        land(zero.prepare(*drawn(0, 3, torch.float32)))
+        wait(zero.prepare(*drawn(0, 3, torch.float32)))
     with pytest.raises(CommError, match=r"an earlier call over this group failed on rank 1: epoch 1: .* recover\(\)"):
-        land(zero.prepare(*drawn(0, 3, torch.float32)))
+        wait(zero.prepare(*drawn(0, 3, torch.float32)))
 
 
 def test_a_repeated_call_takes_no_new_memory() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.symmetric.flags import FAILED
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernels.native import exchange, loaded, reasons_against
 from moe_mk.prepare_finalize.one_sided.buffers import COUNT_MASK, LAYER_AT, Lane
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
@@ -81,7 +81,7 @@ def test_a_count_beyond_the_region_of_its_source_is_refused(way: str, value: int
     lane.heap.signal(0, 1, lane.epoch, value & FAILED)
     text = refusal(value & FAILED, f"sent {value} rows into a region of {ROOM}")
     with pytest.raises(CommError) as caught:
-        land(flights[0])
+        wait(flights[0])
     assert str(caught.value) == f"rank 0, phase 'dispatch', layer 'layers.3', peer 1: {text}"
 
 
@@ -92,7 +92,7 @@ def test_a_full_region_is_no_error(way: str) -> None:
         next(flight)
     lane = lane_of(made[1], way)
     lane.heap.signal(0, 1, lane.epoch, ROOM)
-    tokens = land(flights[0])
+    tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens) and tokens.x_RH.values.shape[0] >= ROOM
 
 
@@ -113,10 +113,10 @@ def test_an_offset_beyond_the_sums_of_a_peer_is_refused(way: str, receiver: int,
         value, f"its sums for this rank begin at row {value}, at most {limit} rows of other ranks precede them"
     )
     with pytest.raises(CommError) as caught:
-        land(flights[receiver])
+        wait(flights[receiver])
     assert str(caught.value) == f"rank {receiver}, phase 'combine', layer 'layers.3', peer {peer}: {text}"
     with pytest.raises(CommError, match="an earlier call over this group failed"):
-        land(made[receiver].prepare(*batches[receiver]))
+        wait(made[receiver].prepare(*batches[receiver]))
 
 
 def test_the_largest_offset_reads_inside_the_window(way: str) -> None:
@@ -128,7 +128,7 @@ def test_the_largest_offset_reads_inside_the_window(way: str) -> None:
         next(flight)
     lane = lane_of(made[0], way)
     lane.heap.signal(1, 2, lane.epoch, ROOM)
-    assert land(flights[1]).shape == batches[1][0].shape
+    assert wait(flights[1]).shape == batches[1][0].shape
 
 
 @pytest.mark.parametrize("wire,dtype", WIRES, ids=NAMES)
@@ -145,7 +145,7 @@ def test_a_slot_that_this_rank_does_not_have_is_refused(way: str, wire: QuantSch
         lane.heap.data(0, at, 4).copy_(torch.tensor([value], dtype=torch.int32).view(torch.uint8))
         text = f"epoch 1: row {row} is for slot {value}, out of range (0 <= slot < {SLOTS}, or -1 for no expert here)"
         with pytest.raises(CommError) as caught:
-            land(flights[0])
+            wait(flights[0])
         assert str(caught.value) == f"rank 0, phase 'dispatch', layer 'layers.3', peer 1: {text}"
 
 
@@ -160,7 +160,7 @@ def test_scales_weights_and_values_are_data_whatever_their_bits(way: str, wire: 
     tails = lane.heap.data(0, lane.tails_at(1), count * size.tail).view(count, size.tail)
     tails[:, : size.scales] = tails[:, size.scales + 4 * TOP_K :] = 0xFF
     lane.heap.data(0, lane.out_at(0, count), count * size.values).fill_(0xFF)
-    tokens = land(flights[0])
+    tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens)
     assert bool(tokens.weights_RK[-count:].isnan().all()) and tokens.ids_RK.amin() >= -1
 
@@ -210,7 +210,7 @@ def test_words_that_change_during_a_call_give_the_right_rows_or_an_error(
             continue
         assert isinstance(found, RowTokens) and torch.equal(found.ids_RK, rows.ids_RK)
         assert torch.equal(found.x_RH.values.view(torch.uint8), rows.x_RH.values.view(torch.uint8))
-        other = land(flights[1])
+        other = wait(flights[1])
         finals = [t.finalize(scaled(x, dtype.dtype), x) for t, x in zip(made, (found, other), strict=True)]  # type: ignore[arg-type]
         for flight in finals:
             next(flight)
@@ -232,6 +232,6 @@ def both_halves(made: list[OneSided], batches: list[tuple[Tensor, Routing]]) -> 
 
 def outcome_of(flight: Flight[Any]) -> object:
     try:
-        return land(flight)
+        return wait(flight)
     except CommError as error:
         return error

@@ -17,7 +17,7 @@ from moe_mk.comm.traffic import Nodes
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.one_sided.network import NetworkLane, NetworkRegion, OneSidedNetwork
 from moe_mk.quant import BF16, FP32
@@ -60,7 +60,7 @@ def test_two_ranks_by_hand_and_the_messages_that_takes() -> None:
     routing = Routing(torch.tensor([[1, -1], [0, 1]], dtype=torch.int32), torch.tensor([[2.0, 0.0], [1.0, 10.0]]))
     batches = [(x_TH, routing), (x_TH[:0], Routing(routing.ids_TK[:0], routing.weights_TK[:0]))]
     jobs = [
-        lambda t=t, b=b: land(there_and_back(t, *b))  # type: ignore[misc]
+        lambda t=t, b=b: wait(there_and_back(t, *b))  # type: ignore[misc]
         for t, b in zip(made, batches, strict=True)
     ]
     home, empty = world.together(jobs)
@@ -89,7 +89,7 @@ def test_groups_devices_and_calls_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"kernel.network='eth0' is no IPv4 network"):
         OneSidedNetwork(replace(context(comm), network="eth0"))
     with pytest.raises(ShapeError, match=r"x has T=7 tokens, a window holds 6 .*\[kernel.max_num_tokens\]"):
-        land(OneSidedNetwork(context(comm, tokens=6)).prepare(*drawn(0, 7, torch.float32)))
+        wait(OneSidedNetwork(context(comm, tokens=6)).prepare(*drawn(0, 7, torch.float32)))
 
 
 def test_a_window_has_room_for_the_sums_of_every_peer_behind_all_else() -> None:
@@ -134,7 +134,7 @@ def compare_with_all_to_all(rank: int, per_node: int) -> list[str]:
             batches = [drawn(100 * seed + rank + half, tokens[rank], dtype.dtype) for half in (0, 50)]
             together = run_dual([there_and_back(ours, *batch) for batch in batches])
             for batch, y_TH in zip(batches, together, strict=True):
-                if not torch.equal(y_TH, land(there_and_back(theirs, *batch))):
+                if not torch.equal(y_TH, wait(there_and_back(theirs, *batch))):
                     found.append(f"{wire.name} {tokens} {per_node}: outputs differ")
         lanes = ours._lanes._lanes  # type: ignore[attr-defined]
         if len(lanes) != 2 or any(len(lane.heap.far) != RANKS - per_node for lane in lanes):

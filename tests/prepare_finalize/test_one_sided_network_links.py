@@ -17,7 +17,7 @@ from moe_mk.comm.network import setup as symmetric_network_setup
 from moe_mk.comm.network.tcp import Address, listen
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError
-from moe_mk.flight import interleave, land
+from moe_mk.flight import interleave, wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.one_sided.network import OneSidedNetwork
 from moe_mk.trace.clock import now
@@ -66,7 +66,7 @@ def test_a_link_cut_in_the_middle_of_a_call_is_resumed_and_the_results_are_the_s
                 for _ in range(phase + 1):
                     next(flight)
                 cuts[0] += cut(transport._lanes._lanes[0].heap.proxy, CHANNELS[sender], 1)  # type: ignore[attr-defined]
-            outputs.append(land(flight))
+            outputs.append(wait(flight))
         proxy = transport._lanes._lanes[0].heap.proxy  # type: ignore[attr-defined]
         assert not proxy.lost and proxy.fault is None
         return outputs
@@ -101,7 +101,7 @@ def errors_of_both(
 
     def job(comm: Communicator) -> tuple[str, float]:
         transport = made(comm)
-        land(there_and_back(transport, *batch(comm.rank, 0)))  # type: ignore[arg-type]
+        wait(there_and_back(transport, *batch(comm.rank, 0)))  # type: ignore[arg-type]
         began = now()
         with pytest.raises(CommError) as caught:
             calls_until_error(transport, comm.rank)
@@ -115,7 +115,7 @@ def errors_of_both(
                     next(flight)
                 for relay in relays:
                     do(relay)
-            land(flight)
+            wait(flight)
 
     return world.together([lambda c=c: job(c) for c in world.communicators()])  # type: ignore[misc]
 

@@ -17,7 +17,7 @@ from moe_mk.comm import ParallelGroups
 from moe_mk.comm.symmetric.flags import WaitingInLockstep, is_behind
 from moe_mk.comm.symmetric.heap import StartWaiting
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, land
+from moe_mk.flight import Flight, wait
 from moe_mk.kernels.native import loaded, reasons_against
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import BF16
@@ -116,7 +116,7 @@ def grow(rank: int) -> list[int]:
     """Pages taken by the file after calls of 8, 8, 64, 64 and 8 tokens."""
     transport, taken = OneSided(context(world_comm())), []
     for tokens in (8, 8, 64, 64, 8):
-        land(there_and_back(transport, *drawn(rank, tokens, torch.float32)))
+        wait(there_and_back(transport, *drawn(rank, tokens, torch.float32)))
         heap = transport._lanes._lanes[0].heap
         heap.barrier()
         taken.append(os.fstat(heap._memory._descriptor).st_blocks)  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def compute_while_rows_arrive(rank: int) -> list[bool]:
     """Other work that looks at the flags of this rank and touches nothing else of the transport."""
     transport = OneSided(context(world_comm()))
     x_TH, routing = drawn(rank, 6, torch.float32)
-    alone = land(there_and_back(transport, x_TH, routing))
+    alone = wait(there_and_back(transport, x_TH, routing))
     (lane,) = transport._lanes._lanes
     waiting = lane.heap._waiting
 
@@ -158,7 +158,7 @@ def compute_while_rows_arrive(rank: int) -> list[bool]:
     tokens, arrived = run_with(transport.prepare(x_TH, routing), meanwhile)
     assert isinstance(tokens, RowTokens)
     lane.heap._waiting = waiting
-    y_TH = land(transport.finalize(scaled(tokens, torch.float32), tokens))
+    y_TH = wait(transport.finalize(scaled(tokens, torch.float32), tokens))
     return [arrived, torch.equal(y_TH, alone)]
 
 
@@ -189,12 +189,12 @@ def test_layers_of_the_same_groups_share_one_file(world: RankWorld) -> None:
 
 def call_with_a_late_peer(rank: int) -> str:
     transport = OneSided(context(world_comm(timeout_s=0.5)))
-    land(there_and_back(transport, *drawn(rank, 4, torch.float32)))
+    wait(there_and_back(transport, *drawn(rank, 4, torch.float32)))
     if rank == 2:
         time.sleep(1.0)
         return ""
     with pytest.raises(CommError) as caught:
-        land(there_and_back(transport, *drawn(rank, 4, torch.float32)))
+        wait(there_and_back(transport, *drawn(rank, 4, torch.float32)))
     return str(caught.value)
 
 

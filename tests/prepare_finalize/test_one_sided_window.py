@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_mk import CommError
 from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.experts import EXPERTS
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
@@ -135,9 +135,9 @@ def test_a_failure_names_the_layer_that_called_and_ends_the_calls_of_all() -> No
     with pytest.raises(
         CommError, match="rank 0, phase 'dispatch', layer 'layers.1', peer 1: epoch 1: has made no such"
     ):
-        land(second.prepare(*batch(3)))
+        wait(second.prepare(*batch(3)))
     with pytest.raises(CommError, match=r"layer 'layers.0', peer 1: an earlier call over this group failed"):
-        land(first.prepare(*batch(3)))
+        wait(first.prepare(*batch(3)))
 
 
 def test_finalizing_an_output_that_lies_elsewhere_copies_only_what_others_read() -> None:

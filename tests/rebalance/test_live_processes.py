@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, land
+from moe_mk.flight import Flight, wait
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceWarning
 from moe_mk.rebalance.carrier import HEADER, PHASE
@@ -60,7 +60,7 @@ def serve_until(rank: Rank, done: Callable[[], bool], pause: Callable[[], None] 
     """Whether it is done must be the same on all ranks at the same step."""
     while not done():
         pause()
-        land(rank.serve())
+        wait(rank.serve())
         assert len(rank.epochs) < MOST_STEPS, rank.manager.status()
     rank.serve_alone(5)
 
@@ -157,7 +157,7 @@ def with_a_death(number: int, victim: int) -> Told:
     rank = served(patience=100)
     try:
         while True:
-            land(rank.serve())
+            wait(rank.serve())
             assert len(rank.epochs) < MOST_STEPS
             if rank.manager.state == "moving" and number == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -170,7 +170,7 @@ def with_a_death(number: int, victim: int) -> Told:
         warnings.simplefilter("ignore", RebalanceWarning)
         rank.manager.rank_lost(victim, Wire(group, timeout_s=20.0))
         lost = [len(layer.expert_map.lost) for layer in rank.layers]
-        land(rank.serve())  # at once, on what is left
+        wait(rank.serve())  # at once, on what is left
         serve_until(rank, lambda: rank.manager.status().lost_experts == {})
         rank.serve_alone(20)
     if sum(lost):  # experts that nobody held were missing until they were read

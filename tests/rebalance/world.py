@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.comm import Communicator
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, Thresholds
 from moe_mk.tokens import Routing
 from moe_mk.weights import SlotWeights
@@ -132,7 +132,7 @@ class Rank:
     def serve_alone(self, steps: int) -> None:
         """As one of several processes."""
         for _ in range(steps):
-            land(self.serve())
+            wait(self.serve())
 
 
 def serve(ranks: Sequence[Rank], steps: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.lockstep import LockstepWorld
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
@@ -92,7 +92,7 @@ def test_no_more_than_two_journeys_are_under_way(counts: tuple[int, ...]) -> Non
         under_way += {"i": 1, "r": -1}.get(event[-1], 0)
         most = max(most, under_way)
 
-    land(in_turn(kernel, weights, batches(0, counts), watch))
+    wait(in_turn(kernel, weights, batches(0, counts), watch))
     assert (most, under_way) == (2, 0)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import ConfigError
-from moe_mk.flight import Flight, InFlight, land
+from moe_mk.flight import Flight, InFlight, wait
 from moe_mk.runner import StageLink, TileRecord, tile_sizes
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.transports import NO_WEIGHTS
@@ -37,9 +37,9 @@ def meeting_send(link: StageLink, meeting: Meeting, tile: int, y_XH: Tensor) -> 
 def later_stage(link: StageLink, kernel: Any, num_tokens: int, routing: Any) -> Tensor:
     """Receive tile by tile, then run the stage's own layer tile by tile."""
     sizes = tile_sizes(num_tokens, TILES)
-    tiles = [land(link.receive(size, HIDDEN, torch.bfloat16, CPU)) for size in sizes]
+    tiles = [wait(link.receive(size, HIDDEN, torch.bfloat16, CPU)) for size in sizes]
     assert [len(tile) for tile in tiles] == list(sizes)
-    return land(kernel.steps(torch.cat(tiles), routing, NO_WEIGHTS))
+    return wait(kernel.steps(torch.cat(tiles), routing, NO_WEIGHTS))
 
 
 @pytest.mark.row(28, 42)
@@ -59,7 +59,7 @@ def test_a_tile_goes_to_the_next_stage_while_the_next_one_comes_home(case: int) 
         leave = partial(meeting_send, here, meeting)
         stage = in_tiles(early.kernels[rank], TILES, onward=leave, **settings)
         routing, own = given.routings[rank], in_tiles(late.kernels[rank], TILES, carrier="thread")
-        jobs.append(partial(land, stage.steps(early.tokens()[rank], routing, NO_WEIGHTS)))
+        jobs.append(partial(wait, stage.steps(early.tokens()[rank], routing, NO_WEIGHTS)))
         jobs.append(partial(later_stage, there, own, given.num_tokens[rank], routing))
     with ThreadPoolExecutor(4) as ranks:
         done = [each.result() for each in [ranks.submit(job) for job in jobs]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, land
+from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner import run_on_two_streams
 from moe_mk.testing.transports import NO_WEIGHTS
@@ -34,7 +34,7 @@ def test_outputs_are_those_of_one_batch_after_the_other(name: str) -> None:
     def both(mine: list[FusedMoEKernel], rank: int) -> None:
         for count in (1, 2, 5):
             given = [batch(100 * count + 10 * number + rank) for number in range(count)]
-            serial = [land(flight_of(mine[0], own)) for own in given]
+            serial = [wait(flight_of(mine[0], own)) for own in given]
             outputs = on_two_streams(mine[0], given)
             for y_TH, one_TH, own in zip(outputs, serial, given, strict=True):
                 expect_exact(y_TH, own)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_mk.external.device import Queues
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, on_lanes, plan_for
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.transports import NO_WEIGHTS
@@ -45,7 +45,7 @@ def work_of(tiles: int) -> tuple[TileWork, TilePlan, Any]:
 def test_streams_wait_for_marks_of_what_steps_need() -> None:
     work, plan, serial = work_of(4)
     queues, record = Listed(), TileRecord()
-    outputs = land(on_lanes(work, plan, record, queues))
+    outputs = wait(on_lanes(work, plan, record, queues))
     assert torch.equal(torch.cat(outputs), serial) and no_thread_is_left()
     assert queues.marks == 1 + len(plan.order), "where the caller was, and the end of every step"
     assert queues.waits["carry"][0] == 1, "nothing is read before the caller has written it"
@@ -60,7 +60,7 @@ def test_streams_wait_for_marks_of_what_steps_need() -> None:
 def test_on_a_cpu_nothing_is_kept_and_nobody_waits() -> None:
     work, plan, serial = work_of(4)
     queues = Queues(torch.device("cpu"))
-    assert torch.equal(torch.cat(land(on_lanes(work, plan, TileRecord(), queues))), serial)
+    assert torch.equal(torch.cat(wait(on_lanes(work, plan, TileRecord(), queues))), serial)
     assert queues.mark() is None and not queues.run_later and not work.kept
     with queues.lane("carry"):
         queues.after(None)
@@ -69,5 +69,5 @@ def test_on_a_cpu_nothing_is_kept_and_nobody_waits() -> None:
 def test_a_device_without_another_stream_is_an_error_and_not_a_hang() -> None:
     work, plan, _ = work_of(2)
     with pytest.raises(RuntimeError, match="no more streams"):
-        land(on_lanes(work, plan, TileRecord(), Listed(broken=True)))
+        wait(on_lanes(work, plan, TileRecord(), Listed(broken=True)))
     assert no_thread_is_left()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, InFlight, land
+from moe_mk.flight import Flight, InFlight, wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, in_turns, plan_for, staggered, tile_sizes
 from moe_mk.runner.tile_workers import on_lanes
@@ -201,7 +201,7 @@ def test_a_call_that_fails_leaves_no_journey_under_way_whoever_keeps_its_error(e
         "staggered": lambda: staggered(transport, multiply, tiles),  # type: ignore[arg-type]
     }
     with pytest.raises(ValueError, match="no second tile") as told:
-        land(flights[executor]())
+        wait(flights[executor]())
     assert transport.held == set() and told.value.__traceback__ is not None
     assert executor == "thread" or max(seen) > 0, "something was under way"
 
@@ -212,7 +212,7 @@ def test_a_peer_that_never_comes_ends_in_an_error_within_its_time() -> None:
     made.world.timeout_s = 0.3  # type: ignore[attr-defined]
     kernel, x_TH, routing = in_tiles(made.kernels[0], 4, carrier="thread"), made.tokens()[0], made.case.routings[0]
     with pytest.raises(CommError, match=r"peer 1: is later than 0.3 s"):
-        land(kernel.steps(x_TH, routing, NO_WEIGHTS))
+        wait(kernel.steps(x_TH, routing, NO_WEIGHTS))
     assert no_thread_is_left() and str(kernel.record.events[-1]) == "D0r begins", "nothing went on after it"
 
 
@@ -239,7 +239,7 @@ def test_threads_find_the_switches_of_autograd_as_the_caller_has_them() -> None:
     )
     for modes in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
         with modes:
-            land(kernel.steps(made.tokens()[0], made.case.routings[0], NO_WEIGHTS))
+            wait(kernel.steps(made.tokens()[0], made.case.routings[0], NO_WEIGHTS))
     assert seen == [(True, False), (False, False), (False, True)]
 
 
@@ -248,5 +248,5 @@ def test_plans_and_work_serve_without_a_kernel() -> None:
     made = Ranks("no_ep", hostile_routings(1)[0], threads=False)
     kernel, batch = made.kernels[0], MicroBatch(made.tokens()[0], made.case.routings[0])
     work = TileWork(kernel.prepare_finalize, lambda tokens: kernel.multiply(tokens, NO_WEIGHTS), cut(batch, 2))
-    outputs = land(in_turns(work, plan_for(kernel.prepare_finalize, 2), TileRecord()))
+    outputs = wait(in_turns(work, plan_for(kernel.prepare_finalize, 2), TileRecord()))
     assert torch.equal(torch.cat(outputs), made.forward([kernel])[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.experts.base import ExpertsContext
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
@@ -64,7 +64,7 @@ class Ranks:
     def fly(self, flights: Sequence[Flight[Any]]) -> list[Any]:
         """Land a flight of every rank."""
         if isinstance(self.world, ThreadWorld):
-            return self.world.together([partial(land, flight) for flight in flights])
+            return self.world.together([partial(wait, flight) for flight in flights])
         return interleave(flights)
 
     def tokens(self) -> list[Tensor]:

@@ -40,7 +40,7 @@ from moe_mk.comm.symmetric.memory import Memory, attach, create, unlink
 from moe_mk.comm.threads import ThreadCommunicator
 from moe_mk.comm.traffic import Nodes
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 
 PHASE = "window set-up"
 NOTE_BYTES = 1024
@@ -210,7 +210,7 @@ class _Opening:
         text = json.dumps(note).encode()
         assert len(text) <= NOTE_BYTES
         row = torch.tensor([list(text.ljust(NOTE_BYTES))], dtype=torch.uint8, device="cpu")
-        rows = land(self.comm.all_gather(row, [1] * self.comm.size, PHASE))
+        rows = wait(self.comm.all_gather(row, [1] * self.comm.size, PHASE))
         notes = [json.loads(bytes(other)) for other in rows.tolist()]
         lines = [f"rank {rank}: {note['problem']}" for rank, note in enumerate(notes) if note["problem"]]
         if lines:

@@ -27,7 +27,7 @@ from moe_mk.comm.symmetric.flags import (
 from moe_mk.comm.symmetric.heap import StartWaiting, SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.memory import Memory, SharedMemory, attach, create, unlink
 from moe_mk.errors import CommError, UnsupportedError
-from moe_mk.flight import land
+from moe_mk.flight import wait
 
 PHASE = "window set-up"
 NOTE_BYTES = 512
@@ -143,7 +143,7 @@ def _exchange(comm: Communicator, note: dict[str, object]) -> list[dict[str, Any
     text = json.dumps(note).encode()
     assert len(text) <= NOTE_BYTES
     row = torch.tensor([list(text.ljust(NOTE_BYTES))], dtype=torch.uint8, device="cpu")
-    rows = land(comm.all_gather(row, [1] * comm.size, PHASE))
+    rows = wait(comm.all_gather(row, [1] * comm.size, PHASE))
     return [json.loads(bytes(other)) for other in rows.tolist()]
 
 

@@ -28,7 +28,7 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, give_up, tensors_of, weights_of
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Decision, select
@@ -149,9 +149,9 @@ class ModulePlan:
 
     def run(self, x_TH: Tensor, routing: Routing) -> Tensor:
         """(T, H) to (T, H), weighted and summed. routing.ids_TK: experts of all ranks, -1 goes nowhere."""
-        y_TH = land(self.kernel.steps(x_TH, routing, self.weights))
+        y_TH = wait(self.kernel.steps(x_TH, routing, self.weights))
         if self.kernel.prepare_finalize.traits.partial:
-            y_TH = land(self.ranks.comm.all_reduce(y_TH, "late reduce"))
+            y_TH = wait(self.ranks.comm.all_reduce(y_TH, "late reduce"))
         return y_TH
 
 

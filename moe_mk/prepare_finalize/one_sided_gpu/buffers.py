@@ -29,7 +29,7 @@ from moe_mk.errors import CommError
 from moe_mk.external.device import identity, synchronize
 from moe_mk.external.device_memory import describe_window, open_window
 from moe_mk.external.symmetric_memory import SymmetricMemory, addresses_of, library, window_of
-from moe_mk.flight import land
+from moe_mk.flight import wait
 from moe_mk.kernels.native.exchange import FaultKind, PeerFault
 from moe_mk.kernels.triton.one_sided import Windows, await_flags
 from moe_mk.trace.clock import now
@@ -114,7 +114,7 @@ def _exchanged(comm: Communicator, text: str) -> list[str]:
     """What every rank says."""
     encoded = text.encode()[:NOTE_BYTES]
     note = torch.tensor([list(encoded.ljust(NOTE_BYTES))], dtype=torch.uint8, device="cpu")
-    rows = land(comm.all_gather(note, [1] * comm.size, PHASE))
+    rows = wait(comm.all_gather(note, [1] * comm.size, PHASE))
     return [bytes(row).decode(errors="replace").rstrip(" ") for row in rows.tolist()]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
-from moe_mk.flight import Flight, interleave, land
+from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernels.triton.one_sided import FLAG_BYTES
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.one_sided_gpu.transport import OneSidedDevice
@@ -78,31 +78,31 @@ def test_every_place_of_the_window_is_a_row_and_empty_ones_go_nowhere() -> None:
     home, _ = interleave([m.finalize(o, t) for m, o, t in zip(made, outputs, (zero, one), strict=True)])
     assert torch.equal(home, 2 * x_TH)
     with pytest.raises(CommError, match="finalized before"):
-        land(made[0].finalize(outputs[0], zero))
+        wait(made[0].finalize(outputs[0], zero))
 
 
 def test_a_rank_that_stays_away_is_named_by_the_next_call_and_may_be_left_out() -> None:
     made = [Hasty(small(comm)) for comm in LockstepWorld(2).communicators()]
     batch = drawn(1, 3)
     interleave([there_and_back(each, *drawn(rank, 2)) for rank, each in enumerate(made)])
-    alone = land(there_and_back(made[0], *batch))
+    alone = wait(there_and_back(made[0], *batch))
     with pytest.raises(CommError, match="rank 0, phase 'dispatch', peer 1: epoch 2: raised no flag in time"):
-        land(made[0].prepare(*batch))
+        wait(made[0].prepare(*batch))
     fresh = Hasty(small(LockstepWorld(2).communicators()[0]))
     with pytest.raises(UnsupportedError, match=r"(?s)has no windows yet.*make one call with every rank"):
         fresh.leave_out(torch.tensor([1, 0], dtype=torch.int32))
-    land(there_and_back(fresh, *drawn(1, 0)))  # opens the window, and hears of rank 1
+    wait(there_and_back(fresh, *drawn(1, 0)))  # opens the window, and hears of rank 1
     (lane,) = fresh._lanes
     lane._seen_2W.zero_()
     fresh.leave_out(torch.tensor([1, 0], dtype=torch.int32))
     lane._late_2W.zero_()
     for _ in range(2):
-        assert torch.equal(land(there_and_back(fresh, *batch)), alone), "experts of rank 0 alone, and no complaint"
-    tokens = land(fresh.prepare(*batch))
+        assert torch.equal(wait(there_and_back(fresh, *batch)), alone), "experts of rank 0 alone, and no complaint"
+    tokens = wait(fresh.prepare(*batch))
     with pytest.raises(UnsupportedError, match="one more window needs every rank"):
-        land(fresh.prepare(*batch))
+        wait(fresh.prepare(*batch))
     assert isinstance(tokens, RowTokens)
-    land(fresh.finalize(scaled(tokens, torch.float32), tokens))
+    wait(fresh.finalize(scaled(tokens, torch.float32), tokens))
 
 
 @pytest.mark.parametrize("value", [TOKENS + 1, 0x7FFFFFFF, -1, -0x80000000])
@@ -110,14 +110,14 @@ def test_a_count_beyond_the_window_leaves_its_rows_out_and_is_named_by_the_next_
     made, flights = sent()
     (lane,) = made[0]._lanes
     lane.own[FLAG_BYTES : FLAG_BYTES + 4].copy_(torch.tensor([value], dtype=torch.int64).view(torch.uint8)[:4])
-    tokens = land(flights[0])
+    tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens) and bool((tokens.ids_RK[TOKENS:] == -1).all())
     assert bool((tokens.ids_RK[:TOKENS] >= 0).any()), "rows of this rank are there"
     lane.busy = False
     count = min(value % (1 << 32), 0x7FFFFFFF)
     text = rf"rank 0, phase 'dispatch', peer 1: epoch 1: sent {count} rows into a region of {TOKENS}"
     with pytest.raises(CommError, match=text):
-        land(made[0].prepare(*drawn(0, 2)))
+        wait(made[0].prepare(*drawn(0, 2)))
 
 
 @pytest.mark.parametrize("value", [EXPERTS, 0x7FFFFFFF, -2, -0x80000000])
@@ -127,13 +127,13 @@ def test_an_id_of_no_expert_goes_nowhere_and_is_named_by_the_next_call(value: in
     ids_at = 4 * HIDDEN + 4
     row = lane.windows.rows(lane.own)[1, 2]
     row[ids_at : ids_at + 4].copy_(torch.tensor([value], dtype=torch.int32).view(torch.uint8))
-    tokens = land(flights[0])
+    tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens) and int(tokens.ids_RK[TOKENS + 2, 1]) == -1
     assert int(tokens.ids_RK.amin()) == -1 and int(tokens.ids_RK.amax()) < EXPERTS // 2
     lane.busy = False
     text = rf"rank 0, phase 'dispatch', peer 1: epoch 1: a row is for expert {value}, out of range \(0 <= expert < 8"
     with pytest.raises(CommError, match=text):
-        land(made[0].prepare(*drawn(0, 2)))
+        wait(made[0].prepare(*drawn(0, 2)))
 
 
 def sent() -> tuple[list[Hasty], list[Flight[Tokens]]]:
@@ -151,7 +151,7 @@ def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="a sum of 8 bytes does not divide into 16"):
         OneSidedDevice(context(comm, hidden=2))
     with pytest.raises(ShapeError, match=r"x has T=5 tokens, a window holds 4"):
-        land(Hasty(small(comm)).prepare(*drawn(0, 5)))
+        wait(Hasty(small(comm)).prepare(*drawn(0, 5)))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def compared(rank: int) -> list[bool]:
     ours = OneSidedDevice(small(DistributedCommunicator(group), BF16))
     theirs = PREPARE_FINALIZE["all_to_all"](small(DistributedCommunicator(group), BF16))
     batches = [drawn(10 * call + rank, (2, 0)[(call + rank) % 2]) for call in range(2)]
-    return [torch.equal(*(land(there_and_back(each, *batch)) for each in (ours, theirs))) for batch in batches]
+    return [torch.equal(*(wait(there_and_back(each, *batch)) for each in (ours, theirs))) for batch in batches]
 
 
 def test_processes_give_the_bits_of_all_to_all(world: RankWorld) -> None:
