@@ -124,17 +124,17 @@ class FusedExperts(ABC):
         """`relayout` for somebody who waits: told ("pack", bytes done, bytes in all) where it takes long."""
         return self.relayout(weights)
 
-    def beside(self, weights: Weights, shared: Weights) -> Weights | None:
+    def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """Weights with which `run` on rows adds the shared experts (one slot, weight 1) in the same pass; None: cannot.
 
         Both as `relayout` gave them. Only asked for where the rows are this rank's own tokens, each of them once.
         """
         return None
 
-    def with_gate(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> Whole | None:
+    def fuse_router(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> FusedCall | None:
         """A call that routes, counts and multiplies at once, with the bits of the parts one by one; None: cannot.
 
-        weights: as `beside` or `relayout` gave them. Only asked for where the rows are this rank's own tokens in bf16.
+        weights: from `relayout` or `fuse_shared_experts`. Only called where the rows are this rank's own tokens in bf16.
         """
         return None
 
@@ -155,7 +155,7 @@ class FusedExperts(ABC):
 
 
 Run = Callable[[FusedExperts, Tokens, Weights], ExpertOutput]
-Whole = Callable[[Tensor, Tensor], Tensor]
+FusedCall = Callable[[Tensor, Tensor], Tensor]
 """(T, H) and the load of the logical experts, int64 [E], which it adds to; to (T, H)."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.experts.base import Whole
+from moe_mk.experts.base import FusedCall
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.placement_state import Half
@@ -26,11 +26,11 @@ from moe_mk.trace.ledger import Ledger
 
 
 @dataclass(frozen=True)
-class WholeForward:
+class FusedForward:
     """What a forward was prepared from, and the call; None: this layer's stages run one by one."""
 
     made_from: tuple[object, ...]
-    call: Whole | None
+    call: FusedCall | None
     kernel: Any
     load_shape: torch.Size
     gate_at: tuple[int, int]
@@ -45,7 +45,7 @@ class WholeForward:
         counter = type(load_E) is Tensor and load_E.dtype is torch.int64 and load_E.is_cpu
         return dense and counter and load_E.shape == self.load_shape
 
-    def run(self, call: Whole, x_TH: Tensor, load_E: Tensor, ledger: Ledger) -> Tensor:
+    def run(self, call: FusedCall, x_TH: Tensor, load_E: Tensor, ledger: Ledger) -> Tensor:
         """One forward, noted as its stages would be."""
         y_TH = call(x_TH, load_E)
         carrier, rows, out = type(self.kernel.prepare_finalize), x_TH.nbytes, y_TH.nbytes
@@ -55,16 +55,18 @@ class WholeForward:
         return y_TH
 
 
-def whole_of(half: Half, together: Any, gate: Gate, router: Router, made_from: tuple[object, ...]) -> WholeForward:
+def build_fused_forward(
+    half: Half, together: Any, gate: Gate, router: Router, made_from: tuple[object, ...]
+) -> FusedForward:
     """Prepare a forward. together: the experts, with the shared ones if there are any; None if those run apart."""
     kernel = half.kernel
     call = None
     if together is not None and type(kernel) is FusedMoEKernel and _nothing_between(half, kernel):
         gating = gate.gating(router)
         if gating is not None:
-            call = kernel.experts.with_gate(together, gating, half.tables, half.grid.ep.rank)
+            call = kernel.experts.fuse_router(together, gating, half.tables, half.grid.ep.rank)
     load_shape = torch.Size((half.expert_map.num_experts,))
-    return WholeForward(made_from, call, kernel, load_shape, _addresses(gate))
+    return FusedForward(made_from, call, kernel, load_shape, _addresses(gate))
 
 
 def _nothing_between(half: Half, kernel: FusedMoEKernel) -> bool:
@@ -81,7 +83,7 @@ def _addresses(gate: Gate) -> tuple[int, int]:
     return 0 if weight_EH is None else weight_EH.data_ptr(), 0 if bias_E is None else bias_E.data_ptr()
 
 
-def unwatched(x_TH: Tensor) -> bool:
+def is_untraced(x_TH: Tensor) -> bool:
     """Whether this is a plain tensor that nobody traces or transforms: else the forward has to be an operator."""
     if type(x_TH) is not Tensor or torch.compiler.is_compiling():
         return False

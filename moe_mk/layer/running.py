@@ -21,7 +21,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight
 from moe_mk.layer.checks import check_hidden_states, check_routing
 from moe_mk.layer.custom_op import moe_layer
-from moe_mk.layer.fused_forward import WholeForward, unwatched, whole_of
+from moe_mk.layer.fused_forward import FusedForward, build_fused_forward, is_untraced
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.placed import PlacedLayer
 from moe_mk.layer.placement_state import Half
@@ -49,7 +49,7 @@ class RunningLayer(PlacedLayer):
     _gate: Gate
     _shared: SharedExperts | None
     _number: int
-    _whole: WholeForward | None = None
+    _whole: FusedForward | None = None
 
     def forward(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """Run the layer: (T, H) to (T, H), shared experts included. T may be zero and differ between ranks.
@@ -58,7 +58,7 @@ class RunningLayer(PlacedLayer):
         """
         hidden_states = self._checked(hidden_states)
         self._router_of(hidden_states, token_ids_T)
-        if not unwatched(hidden_states):
+        if not is_untraced(hidden_states):
             out: Tensor = moe_layer(hidden_states, self.expert_load, self._number, token_ids_T)
             return out
         load_E = self._buffers["expert_load"]  # a module finds a buffer by its name only after a long search
@@ -74,14 +74,14 @@ class RunningLayer(PlacedLayer):
         with torch.no_grad():
             return run_alone(self.steps(x_TH, expert_load_E, token_ids_T))
 
-    def _whole_forward(self) -> WholeForward:
+    def _whole_forward(self) -> FusedForward:
         """What was prepared, anew if anything it was made from has been exchanged."""
         half, gate, shared = self._half, self._gate, self._shared
         parts = (half, self.router, gate.weight_EH, gate.bias_E, gate.logit_bias_E, shared and shared.weights)
         whole = self._whole
         if whole is None or not whole.made_of(parts, gate):
             together = half.laid_out if shared is None else self._with_shared(half)
-            whole = self._whole = whole_of(half, together, gate, self.router, parts)
+            whole = self._whole = build_fused_forward(half, together, gate, self.router, parts)
         return whole
 
     def flip(self, half: Half) -> Half:
@@ -179,7 +179,7 @@ class RunningLayer(PlacedLayer):
             return None
         if half.kernel.prepare_finalize.traits.max_ranks != 1:
             return None
-        return half.kernel.experts.beside(half.laid_out, self._shared.weights)
+        return half.kernel.experts.fuse_shared_experts(half.laid_out, self._shared.weights)
 
     def _shared_on(self, x_XH: Tensor) -> Tensor:
         assert self._shared is not None

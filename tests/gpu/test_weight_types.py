@@ -52,7 +52,7 @@ def test_shared_experts_join_the_same_pass(weights: QuantScheme, compute: QuantS
     backend, lone = build(compute, 32, inner=inner), build(compute, 1, inner=inner)
     routed = backend.relayout(MappedExpertWeights(every[:32], weights))
     shared = lone.relayout(MappedExpertWeights(every[32:], weights))
-    both = backend.beside(routed, shared)
+    both = backend.fuse_shared_experts(routed, shared)
     assert both is not None
     nought, ones = torch.zeros((16, 1), dtype=torch.int32, device=CUDA), torch.ones((16, 1), device=CUDA)
     one = replace(rows, ids_RK=nought, num_slots=1, weights_RK=ones)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts, Whole
+from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedCall, FusedExperts
 from moe_mk.experts.cpu_native.tuning import Tuned, candidates, load_tuned, only, tuning_of
 from moe_mk.experts.cpu_native.weights import (
     BLOCK,
@@ -213,13 +213,13 @@ class CpuNativeExperts(FusedExperts):
             on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
         return packed
 
-    def beside(self, weights: Weights, shared: Weights) -> Weights | None:
+    def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """One native pass over both: the same threads go from routed experts to the shared ones, no sum in between."""
         if not isinstance(weights, PackedExpertWeights) or not isinstance(shared, PackedExpertWeights):
             return None
         return replace(weights, shared=shared) if shared.gated == weights.gated else None
 
-    def with_gate(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> Whole | None:
+    def fuse_router(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> FusedCall | None:
         """One native call: between its parts an interpreter would take longer than the router."""
         if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
             return None
@@ -237,7 +237,7 @@ class CpuNativeExperts(FusedExperts):
                 mode=mode, x_scales_RX=scales, out_RH=tokens.out_RH, threads=threads,
             )  # fmt: skip
             return ExpertOutput(y, OutputStage.REDUCED)
-        assert weights.shared is None, "shared experts are added to rows only; the layer asks `beside` for rows alone"
+        assert weights.shared is None, "shared experts are fused for RowTokens only"
         if isinstance(tokens, GroupedTokens):
             x, scales = self._codes(tokens.x_NH)
             y = experts_grouped(

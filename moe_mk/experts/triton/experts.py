@@ -167,7 +167,7 @@ class TritonExperts(FusedExperts):
             return ExpertWeights(w13, w2, weights.layout, weights.gated)
         return stacked(weights, self.context.device, spare=spare_of(weights.num_slots))
 
-    def beside(self, weights: Weights, shared: Weights) -> Weights | None:
+    def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """One slot more for rows, in the room behind the routed experts; written once, however often it is asked."""
         if self.together is None or not self.together.made_of(weights, shared):
             both = joined(weights, shared)

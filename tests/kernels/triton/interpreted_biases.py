@@ -110,7 +110,7 @@ def test_shared_experts_beside_biased_ones(of_shared: bool, monkeypatch: pytest.
     routed = backend.relayout(MappedExpertWeights(slots[:SLOTS], BF16))
     lone = TritonExperts(replace(clamped("swiglu_oai"), num_slots=1))
     shared = lone.relayout(MappedExpertWeights((last,), BF16))
-    both = backend.beside(routed, shared)
+    both = backend.fuse_shared_experts(routed, shared)
     assert both is not None
     one = replace(
         given, ids_RK=torch.zeros((len(IDS), 1), dtype=torch.int32), weights_RK=torch.ones(len(IDS), 1), num_slots=1
@@ -124,7 +124,7 @@ def test_biased_shared_experts_find_no_room_beside_bare_ones(monkeypatch: pytest
     backend, slots = TritonExperts(context(BF16)), experts(BF16, slots=SLOTS + 1).slots
     bare = MappedExpertWeights(tuple(replace(slot, biases=None) for slot in slots[:SLOTS]), BF16)
     lone = TritonExperts(replace(context(BF16), num_slots=1)).relayout(MappedExpertWeights(slots[SLOTS:], BF16))
-    assert backend.beside(backend.relayout(bare), lone) is None
+    assert backend.fuse_shared_experts(backend.relayout(bare), lone) is None
 
 
 @pytest.mark.parametrize("scheme", [BF16, MXFP4], ids=lambda s: s.name)

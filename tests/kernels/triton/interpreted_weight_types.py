@@ -82,8 +82,8 @@ def test_shared_experts_are_one_more_slot_of_the_same_pass(
     lone = TritonExperts(replace(context(compute), num_slots=1))
     shared = lone.relayout(MappedExpertWeights(every[SLOTS:], weights))
     alone = backend.run(given, routed).y
-    both = backend.beside(routed, shared)
-    assert both is not None and both.num_slots == SLOTS + 1 and backend.beside(routed, shared) is both
+    both = backend.fuse_shared_experts(routed, shared)
+    assert both is not None and both.num_slots == SLOTS + 1 and backend.fuse_shared_experts(routed, shared) is both
     together = backend.run(given, both).y
     # Every row visits the last slot with weight 1, those without any expert too.
     one = replace(
@@ -93,7 +93,7 @@ def test_shared_experts_are_one_more_slot_of_the_same_pass(
     torch.testing.assert_close(together.float(), expected, rtol=0.02, atol=0.02)
     assert torch.equal(backend.run(given, routed).y, alone), "the routed experts stay as they were"
     if weights is BF16:  # a stack that lay there already has no room behind it
-        assert backend.beside(backend.relayout(all_slots), shared) is None
+        assert backend.fuse_shared_experts(backend.relayout(all_slots), shared) is None
 
 
 def test_a_tuning_session_writes_what_the_backend_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
