@@ -134,7 +134,7 @@ class FusedExperts(ABC):
     def fuse_router(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> FusedCall | None:
         """A call that routes, counts and multiplies at once, with the bits of the parts one by one; None: cannot.
 
-        weights: from `relayout` or `fuse_shared_experts`. Only called where the rows are this rank's own tokens in bf16.
+        weights: of `relayout` or `fuse_shared_experts`. Called only where the rows are this rank's own bf16 tokens.
         """
         return None
 
