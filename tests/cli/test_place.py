@@ -18,7 +18,7 @@ from moe_mk.placement.eplb import Topology, plan
 from moe_mk.placement.traffic import NodesPerToken
 from moe_mk.trace.routing import RoutingTrace
 from tests.cli.conftest import moe_mk
-from tests.trace.routing_cases import group_limited
+from tests.support.routing_cases import group_limited
 
 # Two layers of four experts; the hot one takes half of all tokens.
 LOADS = [[6, 2, 2, 2], [1, 1, 1, 3]]

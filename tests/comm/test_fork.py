@@ -25,8 +25,8 @@ from moe_mk.flight import wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
-from tests.comm.networked import X, opened
-from tests.prepare_finalize.one_sided_ranks import context, drawn, there_and_back, world_comm
+from tests.support.networked_heaps import X, opened
+from tests.support.one_sided_ranks import context, drawn, there_and_back, world_comm
 
 NAMES = ["one_sided", "one_sided_network"]
 TIMEOUT_S, HELPER_S = 30.0, 60

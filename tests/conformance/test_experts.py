@@ -7,7 +7,7 @@ import pytest
 from moe_mk.experts import EXPERTS
 from moe_mk.quant.plain import Plain
 from moe_mk.testing.conformance import check_experts
-from tests.conformance.formats import FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS, Format
+from tests.support.formats import FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS, Format
 
 
 @pytest.mark.row(84, 87)

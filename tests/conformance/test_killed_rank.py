@@ -31,7 +31,7 @@ from moe_mk.testing.identity import IdentityExperts
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.testing.transports import NO_WEIGHTS
 from moe_mk.tokens import Routing
-from tests.conformance.formats import FORMATS
+from tests.support.formats import FORMATS
 
 RANKS, NODES, HIDDEN, TOKENS, TOP_K = 4, 2, 64, 4, 2
 VICTIM, OPEN_S, TIMEOUT_S = RANKS - 1, 60.0, 3.0

@@ -29,7 +29,7 @@ from moe_mk.tokens import Routing
 from moe_mk.verify.compare import error_of
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 from moe_mk.weights.layer_weights import as_mapped
-from tests.conformance.formats import EXPERTS, FORMATS, HIDDEN, INNER, MORE_PAIRS, TOP_K, Format
+from tests.support.formats import EXPERTS, FORMATS, HIDDEN, INNER, MORE_PAIRS, TOP_K, Format
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from moe_mk.quant import BF16, FP32, INT8_TOKEN, MXFP8, NVFP4_TOKENS
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.conformance import check_transport
-from tests.conformance.formats import FORMATS
+from tests.support.formats import FORMATS
 
 WIRES: dict[str, list[QuantScheme]] = {
     "plain": [FP32, BF16],

@@ -18,7 +18,7 @@ from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.on_ranks import RankWorld
 from moe_mk.tokens import Routing
-from tests.prepare_finalize.one_sided_ranks import there_and_back
+from tests.support.one_sided_ranks import there_and_back
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
 HIDDEN, EXPERTS, TOP_K, TOKENS = 1024, 32, 4, 16

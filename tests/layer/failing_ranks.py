@@ -20,7 +20,7 @@ from moe_mk.errors import MoEMKError
 from moe_mk.flight import wait
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings
 from moe_mk.runner import run_dual
-from tests.layer.build import layer
+from tests.support.layers import layer
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 16
 TIMEOUT_S = 20.0

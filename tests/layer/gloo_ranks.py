@@ -21,7 +21,7 @@ from moe_mk.testing.experts import random_experts
 from moe_mk.testing.transports import hops_of
 from moe_mk.trace.recorder import Recorder
 from moe_mk.weights.expert_weights import ExpertWeights
-from tests.conformance.formats import EXPERTS, HIDDEN, INNER, TOP_K, Format
+from tests.support.formats import EXPERTS, HIDDEN, INNER, TOP_K, Format
 
 CPU = torch.device("cpu")
 

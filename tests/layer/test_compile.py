@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_mk import MoELayer, ShapeError
 from moe_mk.layer.custom_op import moe_layer
-from tests.layer.build import HIDDEN, layer
+from tests.support.layers import HIDDEN, layer
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from moe_mk.layer import DeepseekV3MoE
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.weights import CheckpointShape, write_checkpoint
-from tests.conformance.formats import EXPERTS, TOP_K
 from tests.layer import gloo_ranks
 from tests.layer.conftest import Twin
+from tests.support.formats import EXPERTS, TOP_K
 
 LIMIT = 1e-6
 COUNTS = (0, 0, 7, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightError
 from moe_mk.flight import wait
 from moe_mk.testing.transports import virtual_groups
-from tests.layer.build import HIDDEN, config, layer
+from tests.support.layers import HIDDEN, config, layer
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from moe_mk.comm import LockstepWorld
 from moe_mk.errors import FallbackWarning
 from moe_mk.flight import Flight, interleave
 from moe_mk.tokens import Routing
-from tests.layer import build, native
+from tests.layer import native
 from tests.layer.native import NEEDS_COMPILER
+from tests.support import layers as build
 
 EXPERTS, TOP_K = 4, 2
 LOST = ExpertMap(((0, 1), (3,)), EXPERTS, (1.0, 1.0, 1.0), frozenset({2}))

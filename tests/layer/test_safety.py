@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_mk import ConfigError, MoELayer, UnsupportedError
 from moe_mk.testing.transports import run_together, virtual_groups
-from tests.layer.build import HIDDEN, config, layer, tensors
+from tests.support.layers import HIDDEN, config, layer, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +42,7 @@ os.environ.__class__ = Trap
 os.environ.get("nobody")
 assert not reads
 import moe_mk
-from tests.layer.build import layer
+from tests.support.layers import layer
 made = layer(8, 2, experts="torch_cpu", num_shared_experts=1)
 y = made(torch.ones(3, 16))
 assert y.isfinite().all() and not dist.is_initialized()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_mk import MoELayer
 from moe_mk.weights.expert_weights import SlotWeights
-from tests.layer.build import HIDDEN, config, layer, mlp, tensors
+from tests.support.layers import HIDDEN, config, layer, mlp, tensors
 
 EXPERTS = ["reference", "torch_cpu"]
 

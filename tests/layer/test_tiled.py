@@ -14,7 +14,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.runner.tiled_kernel import TiledKernel, tiled
 from moe_mk.testing.transports import virtual_groups
 from moe_mk.trace.recorder import Recorder
-from tests.layer.build import HIDDEN, config, layer
+from tests.support.layers import HIDDEN, config, layer
 
 TILES = 3
 

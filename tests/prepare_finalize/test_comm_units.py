@@ -27,10 +27,10 @@ from moe_mk.quant.plain import BF16
 from moe_mk.testing.emulated import deep_ep, uccl
 from moe_mk.testing.emulated.deep_ep.base import V1Buffer
 from moe_mk.testing.emulated.mori import ops as mori_ops
-from tests.layer.build import HIDDEN, layer
-from tests.prepare_finalize import library_ranks
-from tests.prepare_finalize.deepep_ranks import XB, Ranks, asked, ranks_of, told
-from tests.prepare_finalize.test_one_sided_network import context, drawn, there_and_back
+from tests.prepare_finalize.one_sided.test_network import context, drawn, there_and_back
+from tests.support import library_ranks
+from tests.support.deepep_ranks import XB, Ranks, asked, ranks_of, told
+from tests.support.layers import HIDDEN, layer
 
 pytestmark = pytest.mark.row(50)
 HIGH_THROUGHPUT, ELASTIC = ("deepep_ht", "uccl_ep_ht"), ("deepep_v2", "deepep_v2_grouped")

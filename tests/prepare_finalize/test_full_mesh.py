@@ -13,7 +13,7 @@ from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens
-from tests.prepare_finalize.library_layers import batch
+from tests.support.library_layers import batch
 
 CPU, HIDDEN, EXPERTS, TOP_K, MOST = torch.device("cpu"), 8, 8, 2, 64
 

@@ -24,7 +24,7 @@ from moe_mk.testing.emulated import deep_ep
 from moe_mk.testing.identity import IdentityExperts
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing
-from tests.prepare_finalize.library_layers import CPU, EXPERTS, TOP_K, Model, batch, expect_exact, flight_of
+from tests.support.library_layers import CPU, EXPERTS, TOP_K, Model, batch, expect_exact, flight_of
 
 LIBRARIES = ["deepep_ll", "nixl_ep", "nvlink_one_sided"]
 RETURNING = ["deepep_ll", "nixl_ep"]

@@ -18,7 +18,7 @@ from moe_mk.testing.on_ranks import run_ranks
 from moe_mk.testing.transports import world_of
 from moe_mk.tokens import Routing
 from tests.prepare_finalize.growth import anonymous_bytes, containers_of, grown, touch_staging
-from tests.prepare_finalize.one_sided_ranks import context, drawn, there_and_back, world_comm
+from tests.support.one_sided_ranks import context, drawn, there_and_back, world_comm
 
 HIDDEN, MOST_TOKENS, BATCHES = 32, 12, 61
 MOST_GROWTH, MOST_BYTES = 40, 1 << 20

@@ -15,7 +15,7 @@ from moe_mk.quant import BF16, FP16, MXFP8
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing
-from tests.prepare_finalize.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
+from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
 
 NAME = "mori"
 

@@ -17,7 +17,7 @@ from moe_mk.flight import interleave
 from moe_mk.quant.fp8_block import weight_scheme
 from moe_mk.rebalance import RebalanceManager
 from moe_mk.rebalance.slot_bytes import flat_bytes, tensors_of
-from tests.rebalance.world import PLACEMENT, RANKS, settings
+from tests.support.rebalance_world import PLACEMENT, RANKS, settings
 
 EXPERTS, HIDDEN, INNER, TOKENS = 8, 128, 128, 16
 

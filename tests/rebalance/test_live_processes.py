@@ -24,7 +24,7 @@ from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceWarning
 from moe_mk.rebalance.carrier import HEADER, PHASE
 from moe_mk.testing.on_ranks import RankError, RankWorld
-from tests.rebalance.world import RANKS, Rank, holds_right_weights, settings
+from tests.support.rebalance_world import RANKS, Rank, holds_right_weights, settings
 
 Told = dict[str, object]
 MOST_STEPS = 400

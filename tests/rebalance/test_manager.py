@@ -16,7 +16,7 @@ from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan
 from moe_mk.rebalance import RebalanceManager, RebalanceWarning, Thresholds
-from tests.rebalance.world import (
+from tests.support.rebalance_world import (
     LAYERS,
     PLACEMENT,
     RANKS,

@@ -17,7 +17,7 @@ from moe_mk.flight import Flight, interleave
 from moe_mk.rebalance import RebalanceWarning
 from moe_mk.rebalance.carrier import HEADER, PHASE
 from moe_mk.weights import SlotWeights
-from tests.rebalance.world import PLACEMENT, RANKS, Rank, holds_right_weights, serve
+from tests.support.rebalance_world import PLACEMENT, RANKS, Rank, holds_right_weights, serve
 
 # A rank that only hears of another's trouble warns too; what a test expects it asks for by its words.
 pytestmark = [

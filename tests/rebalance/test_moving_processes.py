@@ -33,8 +33,6 @@ from moe_mk.rebalance.migration import Migration
 from moe_mk.testing import on_ranks as processes
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
-from tests.layer import build
-from tests.rebalance import world
 from tests.rebalance.test_regroup_processes import (
     EXPERTS,
     LAYERS,
@@ -46,6 +44,8 @@ from tests.rebalance.test_regroup_processes import (
     over,
     serve,
 )
+from tests.support import layers as build
+from tests.support import rebalance_world as world
 
 Outcome = dict[str, Any]
 RANKS, MOST_STEPS = 4, 200

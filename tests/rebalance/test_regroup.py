@@ -15,7 +15,7 @@ from moe_mk.flight import interleave
 from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
 from moe_mk.rebalance.regroup import after_join, after_loss, fit, slots_for
-from tests.layer import build
+from tests.support import layers as build
 
 EXPERTS, TOP_K, TOKENS = 8, 2, 9
 

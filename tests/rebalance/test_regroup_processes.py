@@ -28,7 +28,7 @@ from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
 from moe_mk.testing import on_ranks as processes
 from moe_mk.testing.on_ranks import RankError, RankWorld
-from tests.layer import build
+from tests.support import layers as build
 
 Told = dict[str, Any]
 EXPERTS, TOP_K, LAYERS, TOKENS = 8, 3, 2, 20

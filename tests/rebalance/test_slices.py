@@ -14,7 +14,7 @@ from moe_mk.flight import Flight, interleave
 from moe_mk.rebalance import RebalanceManager
 from moe_mk.rebalance.carrier import HEADER, PHASE
 from moe_mk.rebalance.peers import Peers
-from tests.rebalance.world import LAYERS, SLICED, Rank, holds_right_weights, serve, settings
+from tests.support.rebalance_world import LAYERS, SLICED, Rank, holds_right_weights, serve, settings
 
 HOT = (6, 7)
 EP = TP = 2

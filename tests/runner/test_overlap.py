@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.runner import alongside, run_alone, run_dual, run_with
 from moe_mk.testing.transports import virtual_groups
-from tests.layer.build import HIDDEN, layer
+from tests.support.layers import HIDDEN, layer
 
 
 def journey(name: str, events: list[str]) -> Flight[str]:

@@ -12,7 +12,7 @@ from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.layer import MoELayer, SequenceParallelMoE
 from moe_mk.runner import chunk_sizes, sequence_parallel
 from moe_mk.testing.transports import virtual_groups
-from tests.layer.build import HIDDEN, config, layer, tensors
+from tests.support.layers import HIDDEN, config, layer, tensors
 
 TOP_K = 2
 

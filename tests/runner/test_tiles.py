@@ -18,8 +18,8 @@ from moe_mk.testing.bits import equal_bits
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.transports import NO_WEIGHTS
 from moe_mk.tokens import Routing, Tokens
-from tests.conformance.formats import FORMATS
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Ranks, Rendezvous, both_ways, in_tiles, no_thread_is_left
+from tests.support.formats import FORMATS
 
 
 def can_run(name: str, ranks: int) -> bool:
@@ -58,7 +58,7 @@ def test_every_transport_carries_every_hostile_case_in_tiles(name: str, ranks: i
     traits = PREPARE_FINALIZE[name].traits
     for number, case in enumerate(cases_of(name, ranks)):
         # A thread for the carrier needs ranks that wait; the other way, all ranks in one thread where that is possible.
-        # Windows of one process do not wait: tests/runner/test_tile_processes.py has one_sided with a thread.
+        # Windows of one process do not wait: tests/runner/test_tiles_processes.py has one_sided with a thread.
         waits = number < 5 and (name != "one_sided" or ranks == 1)
         for carrier in ("turns", "thread") if waits else ("turns",):
             made = Ranks(name, case, threads=traits.blocking or carrier == "thread")

@@ -28,7 +28,7 @@ from moe_mk.testing.certify_checks import explained
 from moe_mk.testing.laws import LAWS, LOST, ORDER, WEIGHTING, law_of
 from moe_mk.testing.limits import NonConforming
 from moe_mk.testing.transports import world_of
-from tests.testing import wrong_plugins as wrong
+from tests.support import wrong_plugins as wrong
 
 runner = CliRunner()
 
@@ -86,8 +86,8 @@ def test_a_wrong_plugin_fails_by_the_law_it_broke(
     ("value", "law", "said"),
     [
         ("no_such_module:Plugin", "loads", "ModuleNotFoundError"),
-        ("tests.testing.wrong_plugins:WrongSignature", "signature", r"prepare\(self, hidden_states, routing, extra\)"),
-        ("tests.testing.wrong_plugins:PLAIN", "signature", "is not a subclass of PrepareFinalize"),
+        ("tests.support.wrong_plugins:WrongSignature", "signature", r"prepare\(self, hidden_states, routing, extra\)"),
+        ("tests.support.wrong_plugins:PLAIN", "signature", "is not a subclass of PrepareFinalize"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_says_so(

@@ -8,7 +8,7 @@ import pytest
 
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.testing.certificate import Certificate, Failed, Passed
-from tests.testing import wrong_plugins as wrong
+from tests.support import wrong_plugins as wrong
 from tools import docs_certified
 
 ROOT = Path(__file__).resolve().parents[2]

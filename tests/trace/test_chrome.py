@@ -16,7 +16,7 @@ from moe_mk.runner import run_dual
 from moe_mk.testing.transports import virtual_groups
 from moe_mk.trace import Recorder, Span
 from moe_mk.trace.chrome import chrome_trace, rows_of, shifts, write_chrome_trace
-from tests.layer.build import HIDDEN, layer
+from tests.support.layers import HIDDEN, layer
 
 
 def span(stage: str, start: float, end: float) -> Span:

@@ -11,7 +11,7 @@ import torch
 
 from moe_mk.trace.importers import from_arrays, from_router_tensors, import_trace
 from moe_mk.trace.routing import TraceError
-from tests.trace.routing_cases import by_hand, equal
+from tests.support.routing_cases import by_hand, equal
 
 # Three layers, the first without experts; 4 logical experts in 6 slots, other slots in each layer.
 PHYSICAL = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]])

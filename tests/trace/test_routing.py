@@ -10,7 +10,7 @@ from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.placement.eplb import Topology, plan, slot_loads
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
-from tests.trace.routing_cases import by_hand, drawn, equal, group_limited
+from tests.support.routing_cases import by_hand, drawn, equal, group_limited
 
 
 def test_loads_by_hand() -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
 from moe_mk.trace.routing_recorder import TraceFolder
-from tests.trace.routing_cases import by_hand, drawn, equal
+from tests.support.routing_cases import by_hand, drawn, equal
 
 
 def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.comm.network.ends import COUNTERS, FLAG_BYTES, FLAGS, RANKS, own_window
+from tests.support.network_ends import COUNTERS, FLAG_BYTES, FLAGS, RANKS, own_window
 
 
 @pytest.mark.row(156)

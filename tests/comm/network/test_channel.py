@@ -9,7 +9,7 @@ from moe_mk.comm.network.command import TransferCommand
 from moe_mk.comm.network.frames import Frame
 from moe_mk.comm.network.ring import CommandRing, ring_bytes
 from moe_mk.comm.network.sequence import Kind
-from tests.comm.network.ends import links, put, store
+from tests.support.network_ends import links, put, store
 
 
 def a_channel(*commands: TransferCommand) -> Channel:

@@ -9,7 +9,7 @@ import pytest
 from moe_mk.comm.network.coalesce import Message, Taken, messages_of
 from moe_mk.comm.network.command import Op, TransferCommand
 from moe_mk.comm.network.sequence import Kind
-from tests.comm.network.ends import add, put, store
+from tests.support.network_ends import add, put, store
 
 
 def made(*commands: TransferCommand, most_bytes: int = 1 << 20) -> list[Message]:

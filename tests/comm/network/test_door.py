@@ -19,8 +19,8 @@ from moe_mk.comm.network.frames import LinkEnded
 from moe_mk.comm.network.proxy import ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, TOKEN_BYTES, Address, Hello, TcpPipe, call, listen
 from moe_mk.trace.clock import now
-from tests.comm.network.ends import store
-from tests.comm.network.proxies import cut, flag_of, proxies, wait_for
+from tests.support.network_ends import store
+from tests.support.network_proxies import cut, flag_of, proxies, wait_for
 
 
 class Clock:
@@ -179,7 +179,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from moe_mk.comm.network.proxy import Proxy, ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
 from moe_mk.trace.clock import now
-from tests.comm.network.ends import own_window
+from tests.support.network_ends import own_window
 
 listening = listen(LOOPBACK)
 proxy = Proxy(0, [1, 2], own_window(1 << 16), listening, now, ProxySettings(channels=1))

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tests.architecture.checks import ROOT, Source
-from tests.comm.network.ends import store
-from tests.comm.network.proxies import flag_of, proxies, wait_for
+from tests.support.network_ends import store
+from tests.support.network_proxies import flag_of, proxies, wait_for
 
 NEEDED = {"torch", "numpy", "moe_mk"}
 

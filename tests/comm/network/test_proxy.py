@@ -19,8 +19,8 @@ from moe_mk.comm.network.tcp import Hello
 from moe_mk.comm.network.worker import Doorbell
 from moe_mk.errors import ConfigError
 from moe_mk.trace.clock import now
-from tests.comm.network.ends import FLAGS, add, put, store, tcp_pipes
-from tests.comm.network.proxies import cut, flag_of, proxies, wait_for
+from tests.support.network_ends import FLAGS, add, put, store, tcp_pipes
+from tests.support.network_proxies import cut, flag_of, proxies, wait_for
 
 
 def commit(proxy: Proxy, *commands: TransferCommand, channel: int = 0) -> None:

@@ -28,8 +28,8 @@ from moe_mk.comm.network.tcp import (
 )
 from moe_mk.errors import ConfigError
 from moe_mk.trace.clock import now
-from tests.comm.network.ends import own_window
-from tests.comm.network.proxies import wait_for
+from tests.support.network_ends import own_window
+from tests.support.network_proxies import wait_for
 
 
 def test_a_greeting_is_read_with_the_right_token_only() -> None:

@@ -24,7 +24,7 @@ from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import Routing, RowTokens, Tokens
-from tests.prepare_finalize.one_sided_ranks import EXPERTS, TOP_K, context, scaled, there_and_back
+from tests.support.one_sided_ranks import EXPERTS, TOP_K, context, scaled, there_and_back
 
 HIDDEN, TOKENS = 128, 4
 

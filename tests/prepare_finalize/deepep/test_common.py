@@ -1,0 +1,80 @@
+"""Rows as libraries want them and back, and the limits of number formats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.prepare_finalize.deepep.common import (
+    bf16_reasons,
+    expect_wire,
+    fp8_reasons,
+    from_library,
+    no_more_tokens,
+    one_row_a_rank,
+    padded_row,
+    to_library,
+)
+from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.microscaling import MXFP8
+from moe_mk.quant.nvfp4 import NVFP4_TOKENS
+from moe_mk.quant.tensor import QuantScheme
+from tests.support.deepep_ranks import asked, ranks_of, small
+
+
+@pytest.mark.parametrize("wire", [BF16, FP8_1x128, FP8_1x128_UE8M0], ids=lambda wire: wire.name)
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_rows_go_and_come_back_bit_for_bit(wire: QuantScheme, tokens: int) -> None:
+    x = wire.quantize(torch.randn(tokens, 1088, generator=torch.Generator().manual_seed(0)).bfloat16())
+    given = to_library(x, padded_row(1088, 512))
+    values, scales = given if isinstance(given, tuple) else (given, None)
+    assert values.shape == (tokens, 1280) and values.is_contiguous() and bool((values[:, 1088:].float() == 0).all())
+    if scales is not None:  # 9 scales, or 9 exponents in 3 words
+        assert scales.element_size() == 4 and scales.shape == (tokens, 3 if wire.scale_dtype.itemsize == 1 else 9)
+    back = from_library(given, wire, 1088)
+    assert torch.equal(back.dequantize(torch.float32), x.dequantize(torch.float32))
+
+
+def test_rows_fill_a_multiple_of_bytes() -> None:
+    assert [padded_row(hidden, 512) for hidden in (1, 256, 257, 7168)] == [256, 256, 512, 7168]
+
+
+def test_more_tokens_than_there_is_room_for() -> None:
+    no_more_tokens(torch.zeros(4, 1), 4)
+    with pytest.raises(ShapeError, match="5 tokens exceed kernel.max_num_tokens=4"):
+        no_more_tokens(torch.zeros(5, 1), 4)
+
+
+def test_formats_that_do_not_travel() -> None:
+    assert bf16_reasons(asked()) == [] and [r.code for r in bf16_reasons(asked(dtype=FP32))] == ["dtype"]
+    narrow = {"weights": "fp8_block", "block": (64, 64)}
+    assert fp8_reasons(asked()) == [] and fp8_reasons(small()) == []
+    assert [r.code for r in fp8_reasons(small(quant=narrow))] == ["wire"]
+    assert fp8_reasons(small(quant=narrow, wire="plain")) == []
+
+
+def test_a_row_goes_to_each_rank_or_first_to_each_node() -> None:
+    # 8 ranks, 256 experts, top-8 of 4 of 8 groups: a token visits 3.983 of 8 ranks, 7 of 8 of them elsewhere.
+    one = one_row_a_rank(asked(), collectives=3)
+    assert round(one.dispatch_rows / 128, 2) == round(3.983 * 7 / 8, 2) and one.far_rows is None
+    # 4 nodes: 3.133 of them, 3 of 4 elsewhere; inside, 6.820 ranks of 32, 7 of 8 others of the same node.
+    many = one_row_a_rank(asked(ep=32), collectives=3)
+    assert many.far_rows is not None and round(many.far_rows / 128, 2) == 2.35
+    assert round((many.dispatch_rows - many.far_rows) / 128, 2) == round(6.820 * 7 / 8, 2)
+
+
+@pytest.mark.parametrize("wire", [INT8_TOKEN, MXFP8, NVFP4_TOKENS, Fp8Block("fp8_1x64", 1, 64)], ids=lambda w: w.name)
+@pytest.mark.parametrize("name", ["deepep_v2", "deepep_v2_grouped", "deepep_ht", "deepep_ll", "nixl_ep", "uccl_ep"])
+def test_rows_that_kernels_do_not_know_are_refused_when_a_layer_is_built(name: str, wire: QuantScheme) -> None:
+    with pytest.raises(
+        UnsupportedError, match=rf"(?s)cannot carry {wire.name} rows.*bf16, and FP8 .* every 128 channels"
+    ):
+        ranks_of(name, wire)
+
+
+def test_rows_that_kernels_know() -> None:
+    for wire in (BF16, FP32, FP8_1x128, FP8_1x128_UE8M0):
+        expect_wire(wire, "deep_ep")

@@ -1,0 +1,105 @@
+"""FlashInfer's two-sided transport over its emulation: one dispatch by hand, limits, bytes, and peers that fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_mk.errors import CommError
+from moe_mk.flight import wait
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.prepare_finalize.flashinfer.two_sided import NvlinkTwoSided, workspace_bytes
+from moe_mk.quant import BF16, MXFP8, NVFP4_TOKENS
+from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.conformance import check_transport
+from moe_mk.tokens import Routing
+from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
+
+NAME = "nvlink_two_sided"
+
+
+@pytest.mark.row(76)
+def test_each_rank_gets_each_token_once_with_the_slots_that_are_its_own() -> None:
+    first, second = Ranks(NAME).dispatched()
+    assert live_rows(first) == [((1.0, 2.0), (0, -1), (0.5, 0.0)), ((5.0, 6.0), (0, 1), (0.75, 0.125))]  # a c
+    assert live_rows(second) == [((1.0, 2.0), (-1, 1), (0.0, 0.25)), ((3.0, 4.0), (0, -1), (1.0, 0.0))]  # a b
+    # Rows lie one behind the other, in the order of their ranks; room is there for all tokens of all ranks.
+    assert first.x_RH.values[:2].tolist() == [[1.0, 2.0], [5.0, 6.0]] and len(first.x_RH.values) == 2 * 4
+    assert bool(first.x_RH.values[2:].isnan().all()) and bool((first.ids_RK[2:] == -1).all())
+    assert bool((first.weights_RK[2:] == 0).all()), "weights of padding are uninitialised in the library"
+
+
+def test_an_id_of_minus_one_sends_nothing_anywhere() -> None:
+    nowhere = Routing(torch.full((3, 2), -1, dtype=torch.int32), torch.zeros(3, 2))
+    first, second = Ranks(NAME).dispatched(routings=[nowhere, ROUTINGS[1]])
+    assert first.x_RH.values[:, 0].nan_to_num(nan=0.0).tolist() == [5.0] + [0.0] * 7
+    assert bool(second.x_RH.values.isnan().all())
+
+
+def test_sums_come_home_and_padding_is_never_read() -> None:
+    ranks = Ranks(NAME)
+    tokens = ranks.dispatched()
+    y = [10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)]
+    first, second = ranks.combined(y, tokens)
+    assert first.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
+
+
+@pytest.mark.parametrize("hidden", [256, 200], ids=["in 16 bytes", "filled up to 16 bytes"])
+@pytest.mark.parametrize("scheme", [FP8_1x128, MXFP8, NVFP4_TOKENS], ids=lambda scheme: scheme.name)
+def test_rounded_rows_arrive_bit_for_bit(scheme: QuantScheme, hidden: int) -> None:
+    x = [torch.randn(count, hidden).to(torch.bfloat16) for count in (3, 1)]
+    first, second = Ranks(NAME, hidden=hidden, wire=scheme, dtype=BF16).dispatched(x)
+    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
+    for tokens, rows in ((first, [sent[0][0], sent[1][0]]), (second, [sent[0][0], sent[0][1]])):
+        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
+
+
+def test_slots_come_in_fours_whatever_the_experts() -> None:
+    assert check_transport(NAME, num_ranks=3, num_experts=7, hidden_size=40) >= 12
+    assert [t._numbers.total for t in Ranks(NAME, ExpertMap.linear(6, 2)).transports] == [8, 8]
+
+
+def test_all_layers_of_a_process_share_the_workspaces() -> None:
+    ranks = Ranks(NAME)
+
+    def shared(transport: NvlinkTwoSided) -> bool:
+        one, other = NvlinkTwoSided(transport.context), NvlinkTwoSided(transport.context)
+        return all(a is b for a, b in zip(one._session.buffer, other._session.buffer, strict=True))
+
+    assert ranks.each(shared, ranks.transports) == [True, True]
+
+
+def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
+    ranks = Ranks(NAME)
+    ranks.world.timeout_s = 0.2
+    with pytest.raises(CommError, match=r"rank 1, phase 'prepare', peer 0: is later than 0\.2 s"):
+        wait(ranks.transports[1].prepare(X[1], ROUTINGS[1]))
+    with pytest.raises(CommError, match=r"rank 1, phase 'dispatch': an earlier call failed"):
+        wait(ranks.transports[1].prepare(X[1], ROUTINGS[1]))
+
+
+def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
+    # H200, EP8: 132 multiprocessors, half for channels of 1 block each way: 33 channels. 8 * 33 FIFOs of 2 MiB + 256 B
+    # for rows, 8 of 1 MiB + 256 B for ids.
+    assert workspace_bytes(8, 132) == 264 * (2_097_152 + 256) + 8 * (1_048_576 + 256) == 562_106_368
+    assert NvlinkTwoSided.plan(problem("h200")).buffer_bytes == 562_106_368
+    assert NvlinkTwoSided.plan(problem("h200", num_tokens=4096)).buffer_bytes == 562_106_368, "tokens do not count"
+    # B200, 64 ranks: 148 // 2 // 16 = 4 channels.
+    assert workspace_bytes(64, 148) == 64 * 4 * 2_097_408 + 64 * 1_048_832
+    transport = Ranks(NAME).transports[0]
+    held = [t.shape[1] * 8 for t in reversed(transport._session.buffer)]
+    assert sum(held) == workspace_bytes(2, 132)
+
+
+@pytest.mark.row(76)
+def test_every_limit_is_told() -> None:
+    def told(asked: object) -> dict[str, str]:
+        return {reason.code: str(reason) for reason in PREPARE_FINALIZE[NAME].reasons_against(asked)}  # type: ignore[arg-type]
+
+    assert told(problem("h200")) == {} and told(with_top_k(32, "h200")) == {}
+    assert told(with_top_k(33, "h200"))["top_k"] == "the kernels take 32 experts a token, this router has 33"
+    assert "needs all ranks in one node, 32 ranks span 4 nodes" in told(problem("h200", ep=32))["fabric"]
+    assert set(told(problem("b200", ep=256, num_tokens=16, ranks_per_node=256))) == {"ranks"}
+    assert set(told(problem("mi300x"))) == {"device"} and told(problem("h200", deterministic=True))["deterministic"]

@@ -1,0 +1,178 @@
+"""One-sided over hosts: against all-to-all bit for bit, its messages, its memory, and when a peer dies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_mk.comm import Communicator, LockstepWorld, ParallelGroups, SingleRank
+from moe_mk.comm.threads import ThreadWorld
+from moe_mk.comm.traffic import Nodes
+from moe_mk.config import device_profile, load_config
+from moe_mk.config.problem import Problem
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
+from moe_mk.flight import wait
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
+from moe_mk.prepare_finalize.one_sided.network import NetworkLane, NetworkRegion, OneSidedNetwork
+from moe_mk.quant import BF16, FP32
+from moe_mk.quant.fp8_block import FP8_1x128
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.runner import run_dual
+from moe_mk.testing.on_ranks import RankError, RankWorld
+from moe_mk.tokens import Routing
+from tests.support import one_sided_ranks
+from tests.support.layers import HIDDEN as LAYER_HIDDEN
+from tests.support.layers import layer
+from tests.support.one_sided_ranks import (
+    EXPERTS,
+    HIDDEN,
+    RANKS,
+    TOP_K,
+    call_until_one_dies,
+    drawn,
+    there_and_back,
+    world_comm,
+)
+
+
+def context(
+    comm: Communicator, *, wire: QuantScheme = FP32, dtype: Plain = FP32, experts: int = EXPERTS, hidden: int = HIDDEN,
+    top_k: int = TOP_K, tokens: int = 64, per_node: int | None = None,
+) -> TransportContext:  # fmt: skip
+    made = one_sided_ranks.context(comm, wire=wire, dtype=dtype, experts=experts, hidden=hidden, top_k=top_k)
+    return replace(made, max_num_tokens=tokens, ranks_per_node=per_node)
+
+
+@pytest.mark.row(157)
+def test_two_ranks_by_hand_and_the_messages_that_takes() -> None:
+    # Two ranks of one expert each. Token [1, 2] of rank 0 goes to expert 1 (weight 2), [3, 4] to both (1 and 10).
+    # Rank 1 has none.
+    world = ThreadWorld(2, timeout_s=20.0)
+    made = [OneSidedNetwork(context(c, experts=2, hidden=2, top_k=2)) for c in world.communicators()]
+    x_TH = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    routing = Routing(torch.tensor([[1, -1], [0, 1]], dtype=torch.int32), torch.tensor([[2.0, 0.0], [1.0, 10.0]]))
+    batches = [(x_TH, routing), (x_TH[:0], Routing(routing.ids_TK[:0], routing.weights_TK[:0]))]
+    jobs = [
+        lambda t=t, b=b: wait(there_and_back(t, *b))  # type: ignore[misc]
+        for t, b in zip(made, batches, strict=True)
+    ]
+    home, empty = world.together(jobs)
+    # [1, 2] * 2 and [3, 4] * (1 + 10)
+    assert home.tolist() == [[2.0, 4.0], [33.0, 44.0]] and empty.shape == (0, 2)
+    traffic = [dict(transport.context.comm.traffic.bytes_by_phase) for transport in made]
+    assert traffic[0]["dispatch"] == 48 and traffic[1]["combine"] == 16
+    sent = []
+    for transport in made:
+        (lane,) = transport._lanes._lanes
+        assert isinstance(lane, NetworkLane)
+        sent.append(sum(lane.heap.proxy.watch.messages.values()))
+    # Rank 0: values, then tails with the flag on them, and an empty combine flag. Rank 1: an empty dispatch flag, then
+    # the sums with the flag on them. A proxy that comes in between makes a message or two more of a pair.
+    assert 3 <= sent[0] <= 5 and 2 <= sent[1] <= 4
+
+
+def test_groups_devices_and_calls_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a SingleRank cannot wait"):
+        OneSidedNetwork(context(SingleRank()))
+    with pytest.raises(UnsupportedError, match="a LockstepCommunicator cannot wait"):
+        OneSidedNetwork(context(LockstepWorld(2).communicators()[0]))
+    comm = ThreadWorld(2).communicators()[0]
+    with pytest.raises(UnsupportedError, match="runs on cpu, this device is meta"):
+        OneSidedNetwork(replace(context(comm), device=torch.device("meta")))
+    with pytest.raises(ConfigError, match=r"kernel.network='eth0' is no IPv4 network"):
+        OneSidedNetwork(replace(context(comm), network="eth0"))
+    with pytest.raises(ShapeError, match=r"x has T=7 tokens, a window holds 6 .*\[kernel.max_num_tokens\]"):
+        wait(OneSidedNetwork(context(comm, tokens=6)).prepare(*drawn(0, 7, torch.float32)))
+
+
+def test_a_window_has_room_for_the_sums_of_every_peer_behind_all_else() -> None:
+    region = NetworkRegion(3, 100, 50, 2000, Nodes.of(4), "127.0.0.0/8")
+    own = super(NetworkRegion, region).data_bytes(4)
+    places = [region.brought_at(4, peer) for peer in range(5)]
+    assert places[0] >= own and places[-1] == region.data_bytes(4)
+    assert all(after - before >= 3 * 2000 for before, after in pairwise(places))
+
+
+def problem(device: str, **settings: object) -> Problem:
+    return Problem(load_config("tiny").with_(max_num_tokens=64, **settings), device_profile(device), BF16, 64)
+
+
+def test_the_oracle_takes_it_between_hosts_and_not_before_what_is_cheaper() -> None:
+    assert not OneSidedNetwork.reasons_against(problem("cpu", ep=4))
+    assert not OneSidedNetwork.reasons_against(problem("cpu", ep=4, ranks_per_node=2))
+    assert {r.code for r in OneSidedNetwork.reasons_against(problem("h200", ep=4))} == {"device"}
+    asked = problem("cpu", ep=4)
+    ours, near = (PREPARE_FINALIZE[name].volume(asked) for name in ("one_sided_network", "one_sided"))
+    assert (ours.dispatch_rows, ours.combine_rows) == (near.dispatch_rows, near.combine_rows)
+    assert ours.collectives > PREPARE_FINALIZE["all_to_all"].volume(asked).collectives > near.collectives
+    assert OneSidedNetwork.buffer_bytes(asked) > PREPARE_FINALIZE["one_sided"].buffer_bytes(asked)
+
+
+# Four processes.
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(RANKS) as ranks:
+        yield ranks
+
+
+def compare_with_all_to_all(rank: int, per_node: int) -> list[str]:
+    """Every wire, with changing token counts, zero and -1 included, alone and in two micro-batches."""
+    found = []
+    for wire, dtype in ((FP32, FP32), (BF16, BF16), (FP8_1x128, BF16)):
+        asked = context(world_comm(), wire=wire, dtype=dtype, tokens=130, per_node=per_node)
+        ours, theirs = (PREPARE_FINALIZE[name](asked) for name in ("one_sided_network", "all_to_all"))
+        for seed, tokens in enumerate([(3, 0, 7, 1), (0, 0, 0, 0), (9, 9, 9, 9), (130, 1, 33, 2)] * 2):
+            batches = [drawn(100 * seed + rank + half, tokens[rank], dtype.dtype) for half in (0, 50)]
+            together = run_dual([there_and_back(ours, *batch) for batch in batches])
+            for batch, y_TH in zip(batches, together, strict=True):
+                if not torch.equal(y_TH, wait(there_and_back(theirs, *batch))):
+                    found.append(f"{wire.name} {tokens} {per_node}: outputs differ")
+        lanes = ours._lanes._lanes  # type: ignore[attr-defined]
+        if len(lanes) != 2 or any(len(lane.heap.far) != RANKS - per_node for lane in lanes):
+            found.append(f"{len(lanes)} lanes")
+    return found
+
+
+@pytest.mark.row(158)
+@pytest.mark.parametrize("per_node", [2, 1])
+def test_two_hosts_and_four_give_the_bits_of_all_to_all(world: RankWorld, per_node: int) -> None:
+    assert world.call(compare_with_all_to_all, per_node) == [[]] * RANKS
+
+
+def layers_of_one_model(rank: int) -> dict[str, object]:
+    groups, x_TH = ParallelGroups(ep=dist.group.WORLD), torch.randn((rank, LAYER_HIDDEN))
+    made = [layer(8, 2, groups, prepare_finalize="one_sided_network", max_num_tokens=8) for _ in range(3)]
+    outputs = [each(x_TH) for each in made]
+    lanes = [each.kernel.prepare_finalize._lanes for each in made]  # type: ignore[union-attr]
+    return {
+        "equal": all(torch.equal(y_TH, outputs[0]) for y_TH in outputs),
+        "lanes": len(lanes[0]._lanes),
+        "shared": all(each is lanes[0] for each in lanes),
+    }
+
+
+def test_layers_of_the_same_groups_share_windows_and_proxies(world: RankWorld) -> None:
+    assert world.call(layers_of_one_model) == [{"equal": True, "lanes": 1, "shared": True}] * RANKS
+
+
+# Last of all: the world does not outlive it.
+def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld) -> None:
+    with pytest.raises(RankError, match="1 of 4 ranks failed\nrank 2: the process ended with exit code -9") as caught:
+        world.call(call_until_one_dies, "one_sided_network", 2, 2)
+    for rank in (0, 1, 3):
+        text = str(caught.value.results[rank])
+        # What its proxy had not sent is lost with it: the tokens of this call, or even the sums of the one before.
+        last = "10 True {0}, phase '(dispatch|combine)', {1}: epoch 11|9 True {0}, phase 'combine', {1}: epoch 10"
+        where = last.format(f"rank {rank}", "layer 'layers.3', peer 2")
+        # Who meets a peer's report before the end of the process has it from there.
+        reported = rf"\d+ True rank {rank}, phase '(dispatch|combine)', layer 'layers.3', peer 2: its call failed"
+        assert re.match(rf"({where}|{reported}): .*has ended", text), text

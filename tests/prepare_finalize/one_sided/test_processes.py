@@ -1,0 +1,217 @@
+"""One-sided dispatch and combine between four processes: all-to-all bit for bit, stress, overlap, peers that die."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_mk.comm import ParallelGroups
+from moe_mk.comm.symmetric.flags import WaitingInLockstep, is_behind
+from moe_mk.comm.symmetric.heap import StartWaiting
+from moe_mk.errors import CommError
+from moe_mk.flight import Flight, wait
+from moe_mk.kernels.native import loaded, reasons_against
+from moe_mk.prepare_finalize.one_sided.transport import OneSided
+from moe_mk.quant import BF16
+from moe_mk.runner import run_dual, run_with
+from moe_mk.testing.on_ranks import RankError, RankWorld
+from moe_mk.tokens import Routing, RowTokens
+from moe_mk.trace.clock import now
+from tests.prepare_finalize.one_sided.compared import compare_with_all_to_all
+from tests.support.layers import HIDDEN as LAYER_HIDDEN
+from tests.support.layers import layer
+from tests.support.one_sided_ranks import (
+    EXPERTS,
+    RANKS,
+    call_until_one_dies,
+    context,
+    drawn,
+    scaled,
+    there_and_back,
+    world_comm,
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(RANKS) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    if reasons := reasons_against():
+        pytest.skip("; ".join(reasons))
+    loaded()  # from here on every process finds them
+
+
+@pytest.mark.row(55)
+@pytest.mark.parametrize("with_kernels", [(0, 1, 2, 3), (), (1, 2)], ids=["kernels", "torch", "mixed"])
+def test_processes_give_the_bits_and_the_bytes_of_all_to_all(
+    world: RankWorld, compiled: None, with_kernels: tuple[int, ...]
+) -> None:
+    assert world.call(compare_with_all_to_all, with_kernels) == [[]] * RANKS
+
+
+def stress(rank: int, epochs: int) -> dict[str, int]:
+    """Random tokens, -1 ids, delays and micro-batches; each output is known without any communication."""
+    delays, same, wrong = random.Random(rank), random.Random(0), 0
+    transport = OneSided(context(world_comm(), wire=BF16, dtype=BF16))
+    for epoch in range(epochs):
+        batches = []
+        for _ in range(same.choice((1, 1, 1, 2, 3))):
+            x_TH, routing = drawn(RANKS * delays.randrange(1 << 30) + rank, delays.choice((0, 1, 2, 5, 33)), BF16.dtype)
+            batches.append((x_TH, routing))
+        flights = [delayed(there_and_back(transport, *batch), delays) for batch in batches]
+        for (x_TH, routing), y_TH in zip(batches, run_dual(flights), strict=True):
+            wrong += not torch.equal(y_TH, expected(x_TH, routing))
+        if epoch % 50 == 7 * rank:
+            time.sleep(0.003)
+    lanes = transport._lanes._lanes
+    names = [os.fstat(lane.heap._memory._descriptor).st_nlink for lane in lanes]  # type: ignore[attr-defined]
+    return {"wrong": wrong, "lanes": len(lanes), "named files": sum(names)}
+
+
+def delayed(flight: Flight[Tensor], delays: random.Random) -> Flight[Tensor]:
+    while True:
+        if delays.random() < 0.1:
+            time.sleep(delays.random() * 5e-4)
+        try:
+            hop = next(flight)
+        except StopIteration as landed:
+            return landed.value  # type: ignore[no-any-return]
+        yield hop
+
+
+def expected(x_TH: Tensor, routing: Routing) -> Tensor:
+    """What each rank's scaling gives, rounded there, added in rank order in f32."""
+    total_TH, rank_TK = torch.zeros(x_TH.shape), routing.ids_TK // (EXPERTS // RANKS)
+    for rank in range(RANKS):
+        weights_TK = routing.weights_TK * ((rank_TK == rank) & (routing.ids_TK >= 0))
+        total_TH += (x_TH.float() * weights_TK.sum(dim=1, keepdim=True)).to(x_TH.dtype).float()
+    return total_TH.to(x_TH.dtype)
+
+
+@pytest.mark.row(55)
+def test_a_thousand_random_calls_with_delays_all_come_home(world: RankWorld) -> None:
+    assert world.call(stress, 1_000) == [{"wrong": 0, "lanes": 3, "named files": 0}] * RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_thousand_random_calls_with_delays_all_come_home(world: RankWorld) -> None:
+    result = world.call(stress, 10_000, timeout_s=500.0)
+    assert result == [{"wrong": 0, "lanes": 3, "named files": 0}] * RANKS
+
+
+def grow(rank: int) -> list[int]:
+    """Pages taken by the file after calls of 8, 8, 64, 64 and 8 tokens."""
+    transport, taken = OneSided(context(world_comm())), []
+    for tokens in (8, 8, 64, 64, 8):
+        wait(there_and_back(transport, *drawn(rank, tokens, torch.float32)))
+        heap = transport._lanes._lanes[0].heap
+        heap.barrier()
+        taken.append(os.fstat(heap._memory._descriptor).st_blocks)  # type: ignore[attr-defined]
+        heap.barrier()
+    return taken
+
+
+@pytest.mark.row(111)
+def test_pages_are_taken_by_the_largest_call_and_never_again(world: RankWorld) -> None:
+    for small, again, large, still, after in world.call(grow):
+        assert small == again < large == still == after
+
+
+class NoWaiting(WaitingInLockstep):
+    """Whoever has to wait for a word has failed."""
+
+    @classmethod
+    def begin(cls, rank: int) -> StartWaiting:
+        return lambda phase, epoch, layer: cls(rank, phase, epoch, layer)
+
+
+def compute_while_rows_arrive(rank: int) -> list[bool]:
+    """Other work that looks at the flags of this rank and touches nothing else of the transport."""
+    transport = OneSided(context(world_comm()))
+    x_TH, routing = drawn(rank, 6, torch.float32)
+    alone = wait(there_and_back(transport, x_TH, routing))
+    (lane,) = transport._lanes._lanes
+    waiting = lane.heap._waiting
+
+    def meanwhile() -> bool:
+        deadline, heap = now() + 30.0, lane.heap
+        flags = [heap._flag_at(rank, peer) for peer in lane.peers]
+        while any(is_behind(heap._words.load(at), lane.epoch) for at in flags):
+            if now() > deadline:
+                return False
+        heap._waiting = NoWaiting.begin(rank)
+        return True
+
+    tokens, arrived = run_with(transport.prepare(x_TH, routing), meanwhile)
+    assert isinstance(tokens, RowTokens)
+    lane.heap._waiting = waiting
+    y_TH = wait(transport.finalize(scaled(tokens, torch.float32), tokens))
+    return [arrived, torch.equal(y_TH, alone)]
+
+
+@pytest.mark.row(93)
+def test_rows_of_peers_arrive_while_this_rank_computes(world: RankWorld) -> None:
+    assert world.call(compute_while_rows_arrive) == [[True, True]] * RANKS
+
+
+def layers_of_one_model(rank: int) -> dict[str, object]:
+    """Three layers given the same groups, and one given groups of its own."""
+    groups, x_TH = ParallelGroups(ep=dist.group.WORLD), torch.randn((rank, LAYER_HIDDEN))
+    made = [layer(8, 2, groups, prepare_finalize="one_sided", max_num_tokens=8) for _ in range(3)]
+    made.append(layer(8, 2, ParallelGroups(ep=dist.group.WORLD), prepare_finalize="one_sided", max_num_tokens=8))
+    outputs = [each(x_TH) for each in made]
+    lanes = [each.kernel.prepare_finalize._lanes for each in made]  # type: ignore[union-attr]
+    return {
+        "equal": all(torch.equal(y_TH, outputs[0]) for y_TH in outputs),
+        "lanes": [len(each._lanes) for each in lanes],
+        "shared": [each is lanes[0] for each in lanes],
+    }
+
+
+@pytest.mark.row(111)
+def test_layers_of_the_same_groups_share_one_file(world: RankWorld) -> None:
+    found = {"equal": True, "lanes": [1, 1, 1, 1], "shared": [True, True, True, False]}
+    assert world.call(layers_of_one_model) == [found] * RANKS
+
+
+def call_with_a_late_peer(rank: int) -> str:
+    transport = OneSided(context(world_comm(timeout_s=0.5)))
+    wait(there_and_back(transport, *drawn(rank, 4, torch.float32)))
+    if rank == 2:
+        time.sleep(1.0)
+        return ""
+    with pytest.raises(CommError) as caught:
+        wait(there_and_back(transport, *drawn(rank, 4, torch.float32)))
+    return str(caught.value)
+
+
+def test_a_late_peer_ends_the_call_with_rank_phase_epoch_and_peer(world: RankWorld) -> None:
+    texts = world.call(call_with_a_late_peer)
+    for rank in (0, 1, 3):
+        assert texts[rank].startswith(f"rank {rank}, phase 'dispatch', layer 'layers.3', peer 2: epoch 2: sent nothing")
+        assert "within 0.5 s [kernel.timeout_s]" in texts[rank]
+
+
+# Last of all: the world does not outlive it.
+@pytest.mark.row(55)
+def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld) -> None:
+    with pytest.raises(RankError, match="1 of 4 ranks failed\nrank 2: the process ended with exit code -9") as caught:
+        world.call(call_until_one_dies, "one_sided", None, 2)
+    for rank in (0, 1, 3):
+        text = str(caught.value.results[rank])
+        # Who meets a peer's report before the end of the process has it from there.
+        where = f"10 True rank {rank}, phase 'combine', layer 'layers.3', peer 2: "
+        assert re.match(rf"{where}(its call failed: )?epoch 11: its process \d+ has ended", text), text

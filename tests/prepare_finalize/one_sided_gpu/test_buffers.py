@@ -1,0 +1,102 @@
+"""How windows of GPUs are mapped: by torch's symmetric memory, its stand-in as strict, or by IPC and why."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+
+from moe_mk.comm import Communicator, LockstepWorld
+from moe_mk.comm.threads import ThreadWorld
+from moe_mk.errors import CommError
+from moe_mk.external.symmetric_memory import SymmetricMemory, library
+from moe_mk.prepare_finalize.one_sided_gpu.buffers import Mapped, between_gpus, map_windows
+from tests.support.symmetric_standin import Handle, Meeting, StandIn
+
+CPU, BYTES = torch.device("cpu"), 96
+GPUS = ["GPU-a", "GPU-b", "GPU-c"]
+
+
+def by_another_way(comm: Communicator, num_bytes: int, device: torch.device) -> Mapped:
+    own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return Mapped(own, [own.data_ptr()] * comm.size, None, "IPC")
+
+
+def mapped(standins: list[SymmetricMemory | None], gpus: list[str] = GPUS) -> list[Mapped]:
+    world = ThreadWorld(len(standins), timeout_s=20.0)
+    jobs = [
+        partial(between_gpus, comm, BYTES, CPU, gpu, standin, by_another_way)
+        for comm, gpu, standin in zip(world.communicators(), gpus, standins, strict=True)
+    ]
+    return world.together(jobs)
+
+
+def standins(ranks: int = 3) -> list[StandIn]:
+    meeting = Meeting(ranks)
+    return [StandIn(rank, meeting) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("shifts", [(0, 0, 0), (0, 256, 512)])
+def test_every_rank_has_the_address_of_every_window(shifts: tuple[int, ...]) -> None:
+    made = standins()
+    for standin, shift in zip(made, shifts, strict=True):
+        standin.shift = shift
+    windows = mapped([*made])
+    assert [each.how for each in windows] == ["symmetric memory"] * 3
+    bases = [each.own.data_ptr() for each in windows]
+    assert all(each.addresses == bases for each in windows)
+    assert all(each.own.shape == (BYTES,) and not each.own.any() for each in windows)
+    assert all(isinstance(each.held, Handle) for each in windows), "the mapping must outlive its use"
+
+
+def test_one_rank_that_cannot_is_enough_for_the_other_way_and_is_named() -> None:
+    made = standins()
+    made[1].backend = "NVSHMEM"
+    windows = mapped([*made[:2], None])
+    reason = (
+        "IPC, not symmetric memory: rank 1: it is served by NVSHMEM here, not by CUDA; "
+        "rank 2: this torch has no torch.distributed._symmetric_memory"
+    )
+    assert [each.how for each in windows] == [reason] * 3
+
+
+def test_ranks_that_share_a_gpu_take_the_other_way() -> None:
+    windows = mapped([*standins()], ["GPU-a", "GPU-b", "GPU-a"])
+    assert [each.how for each in windows] == ["IPC, not symmetric memory: ranks 0, 2 share GPU GPU-a"] * 3
+
+
+def test_memory_that_cannot_be_had_is_told_in_the_words_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = standins(2)
+    monkeypatch.setattr(made[0], "get_backend", lambda device: "CUDA")
+    made[0].backend = None
+    said = {each.how for each in mapped([*made], GPUS[:2])}
+    assert said == {"IPC, not symmetric memory: rank 0: SymmetricMemory does not support device type cpu"}
+
+
+def test_an_address_that_is_not_that_of_the_window_ends_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    (only,) = standins(1)
+    monkeypatch.setattr(only, "rendezvous", lambda tensor, group: Handle(0, 1, [4096], 0))
+    with pytest.raises(CommError, match=r"rank 0, phase 'window set-up': .* window at 0x.* is said to lie at 0x1000"):
+        mapped([only], GPUS[:1])
+
+
+def test_the_stand_in_has_the_signatures_of_torch() -> None:
+    real = library()
+    assert real is not None, "torch has had it since 2.9"
+    for name in ("empty", "rendezvous", "get_backend"):
+        ours = list(inspect.signature(getattr(StandIn(0, Meeting(1)), name)).parameters.values())
+        theirs = list(inspect.signature(getattr(real, name)).parameters.values())
+        assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs], name
+    handle = torch._C._distributed_c10d._SymmetricMemory
+    assert all(hasattr(handle, name) for name in Handle.__dataclass_fields__)
+    assert real.get_backend(CPU) is None
+    with pytest.raises(RuntimeError, match="SymmetricMemory does not support device type cpu"):
+        real.empty(BYTES, dtype=torch.uint8, device=CPU)
+
+
+def test_ranks_of_one_process_have_one_piece() -> None:
+    windows = [map_windows(comm, BYTES, CPU) for comm in LockstepWorld(2).communicators()]
+    assert [each.how for each in windows] == ["one piece"] * 2
+    assert windows[0].addresses == windows[1].addresses == [each.own.data_ptr() for each in windows]

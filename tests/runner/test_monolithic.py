@@ -1,0 +1,66 @@
+"""Experts that route inside, and the naive path around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_mk.runner import MonolithicKernel, needs_naive_dispatch_combine
+from moe_mk.testing.transports import run_together, virtual_groups
+from tests.support.layers import HIDDEN, layer
+
+# ranks with tokens of their own, sequence parallel, the kernel dispatches by itself -> gather around it
+TRUTH = [
+    (1, False, False, False),
+    (1, False, True, False),
+    (1, True, False, True),
+    (1, True, True, False),
+    (4, False, False, True),
+    (4, False, True, False),
+    (4, True, False, True),
+    (4, True, True, False),
+]
+
+
+@pytest.mark.row(90)
+@pytest.mark.parametrize("ranks,sequence_parallel,dispatches_itself,expected", TRUTH)
+def test_tokens_are_gathered_around_kernels_that_do_not_do_it(
+    ranks: int, sequence_parallel: bool, dispatches_itself: bool, expected: bool
+) -> None:
+    answer = needs_naive_dispatch_combine(
+        ranks_with_own_tokens=ranks, sequence_parallel=sequence_parallel, dispatches_itself=dispatches_itself
+    )
+    assert answer is expected
+
+
+@pytest.mark.row(83, 85, 90)
+@pytest.mark.parametrize("counts", [(4, 4), (0, 7), (0, 0), (1, 0), (0, 0, 7, 1)])
+def test_routing_inside_gives_what_routing_outside_gives(counts: tuple[int, ...]) -> None:
+    settings = {
+        "num_shared_experts": 1, "scoring_func": "sigmoid", "has_correction_bias": True, "num_expert_group": 4,
+        "topk_group": 2, "renormalize": True, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
+    tokens = [torch.randn(count, HIDDEN) for count in counts]
+    outputs, loads = [], []
+    for experts, transport in (("reference", "all_gather"), ("reference_monolithic", "inside")):
+        layers = [
+            layer(8, 3, groups, experts=experts, prepare_finalize=transport, **settings)
+            for groups in virtual_groups(len(counts))
+        ]
+        outputs.append(run_together(layers, tokens))
+        loads.append([one.expert_load for one in layers])
+        inside = [one.kernel for one in layers if isinstance(one.kernel, MonolithicKernel)]
+        assert len(inside) == (len(counts) if transport == "inside" else 0)
+        assert all(kernel.gathers for kernel in inside)
+    for outside, routed_inside in zip(*outputs, strict=True):
+        assert torch.equal(outside, routed_inside)
+    for ours, theirs in zip(*loads, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.row(90)
+def test_one_rank_gathers_nothing_and_gives_the_same() -> None:
+    x_TH = torch.randn(5, HIDDEN)
+    inside = layer(8, 2, experts="reference_monolithic", num_shared_experts=1)
+    assert isinstance(inside.kernel, MonolithicKernel) and not inside.kernel.gathers
+    assert torch.equal(inside(x_TH), layer(8, 2, experts="reference", num_shared_experts=1)(x_TH))

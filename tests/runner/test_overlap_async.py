@@ -1,0 +1,127 @@
+"""Dispatch and combine as halves under way: a hook that may be called by anybody, a receiver that answers once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import CommError
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.flight import Flight, InFlight, interleave
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.oracle import Parts, assemble, select
+from moe_mk.runner import Half, finalize_async, prepare_async
+from moe_mk.runner.overlap import ReceivedTwice
+from moe_mk.testing.cases import RoutingCase, hostile_routings
+from moe_mk.testing.experts import random_experts
+from moe_mk.weights.expert_weights import ExpertWeights
+from tests.support.formats import EXPERTS, FORMATS, HIDDEN, INNER, TOP_K
+
+CPU = torch.device("cpu")
+FP8 = next(form for form in FORMATS if form.activations == "checkpoint")
+
+
+def counting(events: list[str]) -> Flight[str]:
+    events.append("posted")
+    yield InFlight("dispatch counts")
+    events.append("counts here")
+    yield InFlight("dispatch")
+    events.append("rows here")
+    return "tokens"
+
+
+def test_posting_happens_at_the_call_and_waiting_in_the_hook() -> None:
+    events: list[str] = []
+    half = Half(counting(events))
+    assert events == ["posted"]
+    half.hook()
+    assert events == ["posted", "counts here", "rows here"]
+    half.hook()
+    half.hook()
+    assert events == ["posted", "counts here", "rows here"], "a second hook is harmless"
+    assert half.receive() == "tokens"
+
+
+def test_the_receiver_waits_if_nobody_called_the_hook() -> None:
+    events: list[str] = []
+    assert Half(counting(events)).receive() == "tokens"
+    assert events[-1] == "rows here"
+
+
+def test_receiving_twice_is_an_error_of_its_own() -> None:
+    half = Half(counting([]))
+    half.receive()
+    with pytest.raises(ReceivedTwice, match="already received; keep the result of the first call"):
+        half.receive()
+    half.hook()
+
+
+def test_a_flight_that_lands_at_once_is_a_half_as_well() -> None:
+    def nothing_to_wait_for() -> Flight[int]:
+        return 7
+        yield
+
+    half = Half(nothing_to_wait_for())
+    half.hook()
+    assert half.receive() == 7
+
+
+def test_what_goes_wrong_on_the_wire_is_raised_by_the_hook() -> None:
+    def lost() -> Flight[None]:
+        yield InFlight("dispatch")
+        raise CommError("is dead", rank=0, phase="dispatch", peer=1)
+
+    half = Half(lost())
+    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is dead"):
+        half.hook()
+
+
+def kernels(case: RoutingCase, transport: str) -> list[tuple[FusedMoEKernel, ExpertWeights, Tensor]]:
+    ranks = len(case.routings)
+    decision = select(FP8.problem(ep=ranks, prepare_finalize=transport, experts="reference"))
+    stack, made = random_experts(FP8.problem().weights, EXPERTS, HIDDEN, INNER, CPU), []
+    for comm in LockstepWorld(ranks).communicators():
+        kernel = assemble(decision, Parts(case.expert_map, CPU, comm))
+        assert isinstance(kernel, FusedMoEKernel)
+        own = torch.tensor(case.expert_map.local_to_global(comm.rank))
+        x_TH = torch.randn(case.num_tokens[comm.rank], HIDDEN).to(torch.bfloat16)
+        made.append((kernel, ExpertWeights(stack.w13[own], stack.w2[own]), x_TH))
+    return made
+
+
+@pytest.mark.row(86, 92)
+@pytest.mark.parametrize("ranks,transport", [(1, "no_ep")])
+@pytest.mark.parametrize("number", range(13))
+def test_halves_and_stages_by_hand_equal_the_whole_forward_bit_for_bit(ranks: int, transport: str, number: int) -> None:
+    case = hostile_routings(ranks, num_experts=EXPERTS, top_k=TOP_K)[number]
+    ((kernel, weights, x_TH),) = kernels(case, transport)
+    (expected,) = interleave([kernel.steps(x_TH, case.routings[0], weights)])
+    out = prepare_async(kernel.prepare_finalize, x_TH, case.routings[0])
+    out.hook()
+    tokens = out.receive()
+    home = finalize_async(kernel.prepare_finalize, kernel.multiply(tokens, weights), tokens)
+    assert torch.equal(home.receive(), expected)
+
+
+@pytest.mark.row(92)
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+def test_halves_on_several_ranks_equal_the_whole_forward_bit_for_bit(transport: str) -> None:
+    # Two ranks in one thread: each half is hooked in turn, hop by hop, as two processes would.
+    case = next(c for c in hostile_routings(2, num_experts=EXPERTS, top_k=TOP_K) if c.name == "replicas")
+    ranks = kernels(case, transport)
+    expected = interleave([k.steps(x, r, w) for (k, w, x), r in zip(ranks, case.routings, strict=True)])
+    out = [prepare_async(k.prepare_finalize, x, r) for (k, _, x), r in zip(ranks, case.routings, strict=True)]
+    hook_in_turn(out)
+    tokens = [half.receive() for half in out]
+    home = [finalize_async(k.prepare_finalize, k.multiply(t, w), t) for (k, w, _), t in zip(ranks, tokens, strict=True)]
+    hook_in_turn(home)
+    for half, y_TH in zip(home, expected, strict=True):
+        assert torch.equal(half.receive(), y_TH)
+
+
+def hook_in_turn(halves: list[Half]) -> None:  # type: ignore[type-arg]
+    while not all(half._landed for half in halves):
+        for half in halves:
+            if not half._landed:
+                half._advance()
