@@ -28,10 +28,10 @@ from tests.support.networked_heaps import opened
 ORPHAN = """
 import os, signal, sys
 from pathlib import Path
-from moe_mk.comm import symmetric_memory
+from moe_mk.comm.symmetric import memory
 if sys.argv[2] == "unlocked":
-    symmetric_memory.fcntl.flock = lambda descriptor, how: os.kill(os.getpid(), signal.SIGKILL)
-symmetric_memory.create(4096, Path(sys.argv[1]))
+    memory.fcntl.flock = lambda descriptor, how: os.kill(os.getpid(), signal.SIGKILL)
+memory.create(4096, Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

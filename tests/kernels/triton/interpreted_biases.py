@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moe_mk import UnsupportedError
-from moe_mk.experts import triton_beside
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.experts.triton import weights as triton_weights
 from moe_mk.experts.triton.experts import TritonExperts
 from moe_mk.experts.triton.tuning import only
 from moe_mk.kernels.triton.tile import Tile
@@ -103,7 +103,7 @@ def test_a_value_that_is_no_number_is_not_clamped_away(activation: str) -> None:
 
 @pytest.mark.parametrize("of_shared", [False, True], ids=["routed only", "both"])
 def test_shared_experts_beside_biased_ones(of_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_beside, "WORTH_A_SPARE", SLOTS)
+    monkeypatch.setattr(triton_weights, "WORTH_A_SPARE", SLOTS)
     backend, given = TritonExperts(clamped("swiglu_oai")), rows(BF16)
     slots = experts(BF16, slots=SLOTS + 1).slots
     last = slots[SLOTS] if of_shared else replace(slots[SLOTS], biases=None)
@@ -120,7 +120,7 @@ def test_shared_experts_beside_biased_ones(of_shared: bool, monkeypatch: pytest.
 
 
 def test_biased_shared_experts_find_no_room_beside_bare_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_beside, "WORTH_A_SPARE", SLOTS)
+    monkeypatch.setattr(triton_weights, "WORTH_A_SPARE", SLOTS)
     backend, slots = TritonExperts(context(BF16)), experts(BF16, slots=SLOTS + 1).slots
     bare = MappedExpertWeights(tuple(replace(slot, biases=None) for slot in slots[:SLOTS]), BF16)
     lone = TritonExperts(replace(context(BF16), num_slots=1)).relayout(MappedExpertWeights(slots[SLOTS:], BF16))

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from moe_mk.testing.processes import RankWorld
 from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
@@ -23,6 +22,7 @@ from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import NVFP4_TOKENS
 from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.on_ranks import RankWorld
 from moe_mk.tokens import Routing, RowTokens, Tokens
 from tests.support.one_sided_ranks import EXPERTS, TOP_K, context, scaled, there_and_back
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_mk.config import device_profile
-from moe_mk.experts import triton_beside
 from moe_mk.experts.triton import experts as triton
+from moe_mk.experts.triton import weights as triton_weights
 from moe_mk.experts.triton.experts import TritonExperts
 from moe_mk.experts.triton.tuning import DECODED, load_tuned, only
 from moe_mk.kernels.triton.tile import Tile
@@ -74,7 +74,7 @@ def test_without_swapping_the_weights_are_on_the_right(weights: QuantScheme, com
 def test_shared_experts_are_one_more_slot_of_the_same_pass(
     weights: QuantScheme, compute: QuantScheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_beside, "WORTH_A_SPARE", SLOTS)
+    monkeypatch.setattr(triton_weights, "WORTH_A_SPARE", SLOTS)
     backend, given = TritonExperts(context(compute)), rows(BF16)
     all_slots = random_experts(weights, SLOTS + 1, HIDDEN, INNER, CPU)
     every = [as_mapped(all_slots).slot(index) for index in range(SLOTS + 1)]
