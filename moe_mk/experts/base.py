@@ -9,6 +9,7 @@ It knows nothing of communication. One file, one class, one decorator make a bac
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from moe_mk.registry import Registry
 from moe_mk.tokens import ExpertOutput, OutputStage, Tokens
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, Weights, on_device
+from moe_mk.weights.scan import Progress
 
 QUANTISED = tuple(kind for kind in KINDS if kind not in PLAIN_KINDS)
 """Every weight format with scales."""
@@ -104,10 +106,16 @@ class FusedExperts(ABC):
     traits: ClassVar[ExpertsTraits]
 
     def __init_subclass__(cls, **settings: object) -> None:
-        """Let every backend's `run` leave a note of itself, so that one that quietly asks another shows."""
+        """Wrap the methods that a backend overrides.
+
+        `run` records which class ran, so that a backend which delegates to another is visible in the report. A
+        `relayout(self, weights)` without `on_progress` gets that parameter; it is not passed on.
+        """
         super().__init_subclass__(**settings)
         if "run" in vars(cls):
             cls.run = _noted(cls.run)  # type: ignore[assignment]
+        if "relayout" in vars(cls) and not _takes_progress(cls.relayout):
+            cls.relayout = _with_progress(cls.relayout)  # type: ignore[method-assign]
 
     def __init__(self, context: ExpertsContext) -> None:
         self.context = context
@@ -116,13 +124,13 @@ class FusedExperts(ABC):
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Multiply tokens by their experts. `weights` is what `relayout` gave; padding is never read."""
 
-    def relayout(self, weights: Weights) -> Weights:
-        """Bring canonical or mapped weights into the layout that `run` reads, on its device. Never mutates them."""
-        return on_device(weights, self.context.device)
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
+        """Convert canonical or mapped weights to the layout that `run` reads, on its device. Never mutates them.
 
-    def relayout_telling(self, weights: Weights, on_progress: Callable[[str, int, int], None]) -> Weights:
-        """`relayout` for somebody who waits: told ("pack", bytes done, bytes in all) where it takes long."""
-        return self.relayout(weights)
+        on_progress: called with ("pack", bytes done, total bytes) by backends that convert on the host. An override
+        may omit the parameter.
+        """
+        return on_device(weights, self.context.device)
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """Weights with which `run` on rows adds the shared experts (one slot, weight 1) in the same pass; None: cannot.
@@ -171,6 +179,22 @@ def _noted(run: Run) -> Run:
         return output
 
     return noted
+
+
+def _takes_progress(relayout: Callable[..., Weights]) -> bool:
+    """Whether a `relayout` can be called with on_progress."""
+    parameters = inspect.signature(relayout).parameters.values()
+    return any(each.name == "on_progress" or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _with_progress(relayout: Callable[[FusedExperts, Weights], Weights]) -> Callable[..., Weights]:
+    """A `relayout` that accepts on_progress and ignores it."""
+
+    @wraps(relayout)
+    def accepting(self: FusedExperts, weights: Weights, on_progress: Progress | None = None) -> Weights:
+        return relayout(self, weights)
+
+    return accepting
 
 
 def default_workspace_bytes(problem: Problem, rows: int) -> int:

@@ -25,6 +25,7 @@ from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_width
+from moe_mk.weights.scan import Progress
 
 
 def padded_places(counts_L: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +148,7 @@ class DeepGemmExperts(FusedExperts):
         padded = rows * problem.config.router.top_k + problem.slots * BLOCK
         return padded * (3 * problem.config.model.hidden_size + 5 * problem.intermediate)
 
-    def relayout(self, weights: Weights) -> ExpertWeights:
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> ExpertWeights:
         """One stack on the device, its scales as the architecture wants them.
 
         Raises UnsupportedError for experts of different sizes.

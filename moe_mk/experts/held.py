@@ -7,6 +7,7 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import ExpertOutput, Tokens
 from moe_mk.weights.expert_weights import Weights
 from moe_mk.weights.requantise import held_as
+from moe_mk.weights.scan import Progress
 
 
 class HeldExperts(FusedExperts):
@@ -24,6 +25,6 @@ class HeldExperts(FusedExperts):
         """What the backend does."""
         return self.inner.run(tokens, weights)
 
-    def relayout(self, weights: Weights) -> Weights:
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """Requantise, then bring into the layout of the backend. The stored weights stay as they are."""
-        return self.inner.relayout(held_as(weights, self.scheme))
+        return self.inner.relayout(held_as(weights, self.scheme), on_progress=on_progress)

@@ -188,7 +188,7 @@ class MoELayer(RunningLayer):
         """Use weights that are already loaded for this rank; experts are brought into the layout of the backend."""
         experts = self.kernel.experts
         if on_progress is not None and isinstance(experts, FusedExperts):
-            laid_out = experts.relayout_telling(weights.experts, on_progress)
+            laid_out = experts.relayout(weights.experts, on_progress=on_progress)
         else:
             laid_out = experts.relayout(weights.experts)
         if self._shared is not None and weights.shared is not None:

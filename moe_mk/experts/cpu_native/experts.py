@@ -49,6 +49,7 @@ from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import MappedExpertWeights, Weights, expect_one_width, stacked_biases
+from moe_mk.weights.scan import Progress
 
 ModeOfRows = Callable[[QuantScheme, int, int], ExpertsMode]
 """How so many rows of a scheme's weights are multiplied that visit so many experts each."""
@@ -183,12 +184,11 @@ class CpuNativeExperts(FusedExperts):
         one.tuned = only(tuning_of(parameters))
         return one
 
-    def relayout(self, weights: Weights) -> Weights:
-        """Pack every expert; the pages of a mapped checkpoint are given back expert by expert."""
-        return self.relayout_telling(weights, lambda stage, done, total: None)
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
+        """Pack every expert. The pages of a mapped checkpoint are released expert by expert.
 
-    def relayout_telling(self, weights: Weights, on_progress: Callable[[str, int, int], None]) -> Weights:
-        """`relayout`, with the bytes packed so far after each expert."""
+        on_progress: called with ("pack", bytes packed so far, total bytes) after each expert.
+        """
         if isinstance(weights, PackedExpertWeights):
             return weights
         expect_one_width(weights, "cpu_native")
@@ -210,7 +210,8 @@ class CpuNativeExperts(FusedExperts):
             pack_matrix(packed.w2, index, [slot.down_HI], "w2")
             if isinstance(weights, MappedExpertWeights) and weights.file_backed:
                 release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
-            on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
+            if on_progress is not None:
+                on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
         return packed
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:

@@ -29,6 +29,7 @@ from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import Weights
+from moe_mk.weights.scan import Progress
 
 Arch = tuple[int, int]
 
@@ -164,7 +165,7 @@ class FlashInferCutlassExperts(FusedExperts):
         """A model; the adapter has met the emulated library only."""
         return None, "model; never run on a device"
 
-    def relayout(self, weights: Weights) -> CutlassWeights:
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> CutlassWeights:
         """Up before gate, scales in the layout and the order that the library takes them in.
 
         Raises UnsupportedError for an activation that the library has only with, or only without, a gate.

@@ -26,6 +26,7 @@ from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import Weights
+from moe_mk.weights.scan import Progress
 
 BLACKWELL, NEWEST = (10, 0), (10, 9)
 """The library has its kernels for sm_100, sm_103 and sm_107; built for sm_120 they fail when they are run."""
@@ -91,7 +92,7 @@ class FlashInferTrtllmExperts(FusedExperts):
         """A model; the adapter has met the emulated library only."""
         return None, "model; never run on a device"
 
-    def relayout(self, weights: Weights) -> TrtllmWeights:
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> TrtllmWeights:
         """Up before gate, rows shuffled. Raises UnsupportedError for experts without a gate."""
         if isinstance(weights, TrtllmWeights):
             return weights

@@ -37,6 +37,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant.plain import plain
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, Tokens
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
+from moe_mk.weights.scan import Progress
 
 NAME = "module_loop"
 
@@ -57,7 +58,7 @@ class ModuleExperts(FusedExperts):
         super().__init__(context)
         self._module, self.facts = ref(module), facts
 
-    def relayout(self, weights: Weights) -> Weights:
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """They are read where the module holds them."""
         return weights
 
