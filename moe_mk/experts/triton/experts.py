@@ -35,11 +35,11 @@ from moe_mk.experts.triton.tuning import (
 from moe_mk.experts.triton.weights import (
     BLOCK,
     Beside,
-    FormedWeights,
-    RoomyWeights,
-    form_of,
-    formed,
+    PackedWeights,
+    PaddedStack,
     joined,
+    kernel_format_of,
+    pack_weights,
     ready,
     size_reasons,
     spare_of,
@@ -53,6 +53,7 @@ from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_width
+from moe_mk.weights.scan import Progress
 
 MASKED_ROWS = 64
 """Mean rows an expert that are expected at most in blocks with padding: their counts are on the device, and transports
@@ -150,18 +151,18 @@ class TritonExperts(FusedExperts):
         )  # fmt: skip
         return rows * (hidden + 4 * hidden // BLOCK) + assignments * (3 * inner + 2 * hidden + 20)
 
-    def relayout(self, weights: Weights) -> Weights:
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """One stack on the device. bf16 and FP8 stacks that are there already are not copied, others are dealt anew.
 
         Raises UnsupportedError for experts of different intermediate sizes.
         """
         self._know_tiles(weights.scheme)
-        if isinstance(weights, FormedWeights | RoomyWeights):
+        if isinstance(weights, PackedWeights | PaddedStack):
             return weights
         expect_one_width(weights, "triton")
-        form = form_of(weights.scheme, self.context.compute)
-        if form.group or form.row_scales:
-            return formed(weights, form, self.context.device, spare=spare_of(weights.num_slots))
+        format = kernel_format_of(weights.scheme, self.context.compute)
+        if format.group or format.row_scales:
+            return pack_weights(weights, format, self.context.device, spare=spare_of(weights.num_slots))
         if isinstance(weights, ExpertWeights):
             w13, w2 = (ready(q, self.context.device) for q in (weights.w13, weights.w2))
             return ExpertWeights(w13, w2, weights.layout, weights.gated)
@@ -177,8 +178,8 @@ class TritonExperts(FusedExperts):
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Multiply in the layout the tokens have; queued on the current stream, nothing is waited for."""
         experts, tuned = self._experts(weights), self._know_tiles(weights.scheme)
-        lane = self.workspace.lane((stream_of(self.context.device), get_ident()))
-        with lane.frame(self.context.device) as empty:
+        arena = self.workspace.arena((stream_of(self.context.device), get_ident()))
+        with arena.frame(self.context.device) as empty:
             if isinstance(tokens, RowTokens):
                 x, ids, share = self._readable(tokens.x_RH), tokens.ids_RK.to(torch.int32), tokens.weights_RK
                 tile = self._tile(tuned, ids.numel() / self.context.num_slots)
@@ -199,9 +200,9 @@ class TritonExperts(FusedExperts):
 
     def _experts(self, weights: Weights) -> Any:
         """The experts as the kernels know them."""
-        assert isinstance(weights, ExpertWeights | FormedWeights)
+        assert isinstance(weights, ExpertWeights | PackedWeights)
         rows13, rows2 = (None, None) if isinstance(weights, ExpertWeights) else (weights.w13.rows, weights.w2.rows)
-        biases = weights.biases if isinstance(weights, FormedWeights | RoomyWeights) else None
+        biases = weights.biases if isinstance(weights, PackedWeights | PaddedStack) else None
         b13, b2 = (None, None) if biases is None else (biases.b13, biases.b2)
         return self.kernels.Experts(
             (weights.w13.values, weights.w13.scales),
@@ -209,7 +210,7 @@ class TritonExperts(FusedExperts):
             self.context.activation,
             weights.gated,
             getattr(self.context.compute, "ue8m0", False),
-            form_of(weights.scheme, self.context.compute),
+            kernel_format_of(weights.scheme, self.context.compute),
             rows13, rows2, b13, b2, self.context.swiglu_alpha, self.context.swiglu_limit,
             _fixed(self.context.compute),
         )  # fmt: skip
@@ -241,7 +242,7 @@ class TritonExperts(FusedExperts):
 
 def _built_in(weights: QuantScheme | None, compute: QuantScheme) -> tuple[tuple[float, Tile], ...]:
     """The table of a type of weights: decoded in registers, or multiplied as they are."""
-    decoded = weights is not None and form_of(weights, compute).name.startswith("w_")
+    decoded = weights is not None and kernel_format_of(weights, compute).name.startswith("w_")
     return DECODED if decoded else BUILT_IN
 
 

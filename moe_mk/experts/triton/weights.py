@@ -1,11 +1,11 @@
-"""Weights as the Triton kernels read them: a stack of values, and the scales of each form where the kernels look.
+"""Weights as the Triton kernels read them: a stack of values, and the scales of each format where the kernels look.
 
 Four-bit values are dealt anew: the byte at column j of a step of 128 holds columns j (low) and j + 64 (high). Scales of
 groups lie (expert, step, row, group). Columns are padded with zeros to whole steps. All of it can be undone.
 
 Biases as the Triton kernels add them: f32, one row a slot, gate's before up's, with room behind as weights have.
 
-Which form the Triton kernels give to a type of weights, and which sizes they read.
+Which format the Triton kernels give to a type of weights, and which sizes they read.
 
 Shared experts as one more slot of the same pass: their weights lie behind those of the routed ones.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.kernels.reference import e2m1
-from moe_mk.kernels.triton.form import FORMS, Form
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.int8 import Int8Block
@@ -72,8 +72,8 @@ LAYOUT = "triton"
 
 
 @dataclass(frozen=True)
-class FormedMatrix:
-    """One matrix of every expert in a form."""
+class PackedProjection:
+    """One matrix of every expert in a format."""
 
     values: Tensor
     """(L, N, columns / values a byte)."""
@@ -91,7 +91,7 @@ class FormedMatrix:
 
 
 @dataclass(frozen=True)
-class RoomyWeights(ExpertWeights):
+class PaddedStack(ExpertWeights):
     """A stack in memory of its own that goes on behind the last slot."""
 
     spare: int = 0
@@ -110,12 +110,12 @@ class RoomyWeights(ExpertWeights):
 
 
 @dataclass(frozen=True)
-class FormedWeights:
-    """The experts of one rank in a form."""
+class PackedWeights:
+    """The experts of one rank in a format."""
 
-    w13: FormedMatrix
-    w2: FormedMatrix
-    form: Form
+    w13: PackedProjection
+    w2: PackedProjection
+    format: KernelFormat
     gated: bool
     spare: int = 0
     """Slots that have room behind the last one."""
@@ -139,7 +139,7 @@ class FormedWeights:
 
     def slot(self, index: int) -> SlotWeights:
         """One expert as it was stored, bit for bit, its biases in f32; a copy."""
-        w13, w2 = (_unformed(matrix, self.form, index) for matrix in (self.w13, self.w2))
+        w13, w2 = (_unpacked(matrix, self.format, index) for matrix in (self.w13, self.w2))
         biases = None if self.biases is None else self.biases.slot(index, gated=self.gated)
         if not self.gated:
             return SlotWeights(None, w13, w2, biases)
@@ -147,33 +147,33 @@ class FormedWeights:
         return SlotWeights(narrow_rows(w13, 0, half), narrow_rows(w13, half, half), w2, biases)
 
 
-def formed(weights: Weights, form: Form, device: torch.device, *, spare: int = 0) -> FormedWeights:
-    """Copy every expert into a form, one after the other. spare: slots of memory to leave free behind them."""
-    w13: FormedMatrix | None = None
-    w2: FormedMatrix | None = None
+def pack_weights(weights: Weights, format: KernelFormat, device: torch.device, *, spare: int = 0) -> PackedWeights:
+    """Copy every expert into a format, one after the other. spare: slots of memory to leave free behind them."""
+    w13: PackedProjection | None = None
+    w2: PackedProjection | None = None
     for index in range(weights.num_slots):
         slot = weights.slot(index)
         above = _above([q.to(device) for q in (slot.gate_IH, slot.up_IH) if q is not None])
         down = slot.down_HI.to(device)
-        w13 = w13 or _room(above, form, weights.num_slots, spare)
-        w2 = w2 or _room(down, form, weights.num_slots, spare)
-        _fill(w13, above, form, index)
-        _fill(w2, down, form, index)
+        w13 = w13 or _room(above, format, weights.num_slots, spare)
+        w2 = w2 or _room(down, format, weights.num_slots, spare)
+        _fill(w13, above, format, index)
+        _fill(w2, down, format, index)
     assert w13 is not None and w2 is not None, "a rank has at least one expert"
     biases = biases_of(weights, device, spare=spare)
-    return FormedWeights(w13, w2, form, weights.gated, spare, biases=biases)
+    return PackedWeights(w13, w2, format, weights.gated, spare, biases=biases)
 
 
-def stacked(weights: Weights, device: torch.device, *, spare: int = 0) -> RoomyWeights:
+def stacked(weights: Weights, device: torch.device, *, spare: int = 0) -> PaddedStack:
     """Mapped matrices in one stack, copied to the device one expert after the other; the host holds no second copy.
 
-    spare: as in `formed`.
+    spare: as in `pack_weights`.
     """
     slots = [weights.slot(index) for index in range(weights.num_slots)]
     parts13 = [[q for q in (slot.gate_IH, slot.up_IH) if q is not None] for slot in slots]
     w13, w2 = (_stack(parts, weights.scheme, device, spare) for parts in (parts13, [[slot.down_HI] for slot in slots]))
     biases = biases_of(weights, device, spare=spare)
-    return RoomyWeights(w13, w2, gated=weights.gated, spare=spare, biases=biases)
+    return PaddedStack(w13, w2, gated=weights.gated, spare=spare, biases=biases)
 
 
 def ready(q: QuantTensor, device: torch.device) -> QuantTensor:
@@ -224,20 +224,20 @@ def _above(parts: list[QuantTensor]) -> QuantTensor:
     return QuantTensor(values, joined("scales"), parts[0].scheme, joined("global_scale"))
 
 
-def _room(q: QuantTensor, form: Form, num_slots: int, spare: int) -> FormedMatrix:
+def _room(q: QuantTensor, format: KernelFormat, num_slots: int, spare: int) -> PackedProjection:
     (n, k), device, count = q.shape, q.device, num_slots + spare
-    steps = -(-k // form.step)
-    width = steps * form.box if form.per_byte > 1 else k
+    steps = -(-k // format.step)
+    width = steps * format.box if format.per_byte > 1 else k
     values = torch.zeros((count, n, width), dtype=torch.uint8, device=device).view(q.values.dtype)
-    scales = torch.zeros((count, steps, n, form.groups), dtype=torch.uint8, device=device) if form.group else None
-    rows = torch.ones((count, n), dtype=torch.float32, device=device) if form.row_scales else None
+    scales = torch.zeros((count, steps, n, format.groups), dtype=torch.uint8, device=device) if format.group else None
+    rows = torch.ones((count, n), dtype=torch.float32, device=device) if format.row_scales else None
     codes, above = (None if part is None else part[:num_slots] for part in (scales, rows))
-    return FormedMatrix(values[:num_slots], codes, above, q.to(torch.device("meta")))
+    return PackedProjection(values[:num_slots], codes, above, q.to(torch.device("meta")))
 
 
-def _fill(matrix: FormedMatrix, q: QuantTensor, form: Form, index: int) -> None:
+def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index: int) -> None:
     matrix.values[index].view(torch.uint8).copy_(
-        _dealt(q.values, form) if form.per_byte > 1 else q.values.contiguous().view(torch.uint8)
+        _interleaved(q.values, format) if format.per_byte > 1 else q.values.contiguous().view(torch.uint8)
     )
     if matrix.scales is not None:
         assert q.scales is not None
@@ -246,41 +246,41 @@ def _fill(matrix: FormedMatrix, q: QuantTensor, form: Form, index: int) -> None:
         padded = torch.nn.functional.pad(codes, (0, steps * groups - codes.shape[1]))
         matrix.scales[index].copy_(padded.view(n, steps, groups).permute(1, 0, 2))
     if matrix.rows is not None:
-        above = q.global_scale if form.group else q.scales
+        above = q.global_scale if format.group else q.scales
         assert above is not None
         each = matrix.rows.shape[1] // above.shape[0]
         matrix.rows[index].copy_(above[:, 0].to(torch.float32).repeat_interleave(each))
 
 
-def _dealt(packed: Tensor, form: Form) -> Tensor:
+def _interleaved(packed: Tensor, format: KernelFormat) -> Tensor:
     """(n, k / 2) bytes with neighbouring columns to (n, steps x 64) bytes with columns half a step apart."""
     codes = e2m1.unpack(packed)
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % form.step))
-    both = codes.view(len(codes), -1, 2, form.box)
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % format.step))
+    both = codes.view(len(codes), -1, 2, format.box)
     return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
 
 
-def _undealt(dealt: Tensor, form: Form, columns: int) -> Tensor:
-    steps = dealt.view(len(dealt), -1, 1, form.box)
+def _deinterleaved(interleaved: Tensor, format: KernelFormat, columns: int) -> Tensor:
+    steps = interleaved.view(len(interleaved), -1, 1, format.box)
     codes = torch.cat((steps & 0xF, steps >> 4), dim=2).flatten(1)
     return e2m1.pack(codes[:, :columns])
 
 
-def _unformed(matrix: FormedMatrix, form: Form, index: int) -> QuantTensor:
+def _unpacked(matrix: PackedProjection, format: KernelFormat, index: int) -> QuantTensor:
     like, columns = matrix.like, matrix.like.shape[1]
     values = matrix.values[index].clone()
-    if form.per_byte > 1:
-        values = _undealt(values, form, columns)
+    if format.per_byte > 1:
+        values = _deinterleaved(values, format, columns)
     scales, above = like.scales, like.global_scale
     if matrix.scales is not None:
         assert scales is not None
         flat = matrix.scales[index].permute(1, 0, 2).flatten(1)[:, : scales.shape[1]]
         scales = flat.contiguous().view(scales.dtype)
     if matrix.rows is not None:
-        target = above if form.group else scales
+        target = above if format.group else scales
         assert target is not None
         one = matrix.rows[index][:: matrix.rows.shape[1] // target.shape[0], None].clone()
-        above, scales = (one, scales) if form.group else (above, one)
+        above, scales = (one, scales) if format.group else (above, one)
     return QuantTensor(values, scales, like.scheme, above)
 
 
@@ -289,16 +289,16 @@ BOX_BYTES = 16
 """Rows that the tensor memory accelerator reads start at multiples of this."""
 
 
-def form_of(weights: QuantScheme, compute: QuantScheme) -> Form:
-    """How weights lie: for products of codes where activations are rounded, else weight-only."""
+def kernel_format_of(weights: QuantScheme, compute: QuantScheme) -> KernelFormat:
+    """The format of a weight scheme: FP8 and INT8 products where activations are rounded, else weight-only."""
+    prefix = "w_" if isinstance(compute, Plain) else ""
     if isinstance(weights, Plain):
-        return FORMS["plain"]
+        return KERNEL_FORMATS["plain"]
     if isinstance(weights, Fp8Block):
-        return FORMS[("w_" if isinstance(compute, Plain) else "") + ("fp8_row" if weights.columns == WHOLE else "fp8")]
+        return KERNEL_FORMATS[prefix + ("fp8_row" if weights.columns == WHOLE else "fp8")]
     if isinstance(weights, Int8Block):
-        name = "int8" if weights.columns == WHOLE else "int8_block"
-        return FORMS[("w_" if isinstance(compute, Plain) else "") + name]
-    return FORMS[f"w_{weights.family}"]
+        return KERNEL_FORMATS[prefix + ("int8" if weights.columns == WHOLE else "int8_block")]
+    return KERNEL_FORMATS[f"w_{weights.family}"]
 
 
 def size_reasons(problem: Problem) -> list[Reason]:
@@ -347,16 +347,16 @@ class Beside:
 
 def joined(routed: Weights, shared: Weights) -> Weights | None:
     """Both in one stack, if they lie alike and there is room behind the routed ones; only that room is written."""
-    if isinstance(routed, RoomyWeights) and isinstance(shared, ExpertWeights) and routed.spare:
-        own = shared.biases if isinstance(shared, RoomyWeights) else None
+    if isinstance(routed, PaddedStack) and isinstance(shared, ExpertWeights) and routed.spare:
+        own = shared.biases if isinstance(shared, PaddedStack) else None
         if routed.scheme != shared.scheme or routed.gated != shared.gated or _is_alone(routed.biases, own):
             return None
         w13, w2 = (_joined_stack(a, b) for a, b in ((routed.w13, shared.w13), (routed.w2, shared.w2)))
         if w13 is None or w2 is None:
             return None
         return replace(routed, w13=w13, w2=w2, biases=_joined_biases(routed.biases, own))
-    if isinstance(routed, FormedWeights) and isinstance(shared, FormedWeights) and routed.spare:
-        if routed.form != shared.form or routed.gated != shared.gated or _is_alone(routed.biases, shared.biases):
+    if isinstance(routed, PackedWeights) and isinstance(shared, PackedWeights) and routed.spare:
+        if routed.format != shared.format or routed.gated != shared.gated or _is_alone(routed.biases, shared.biases):
             return None
         first, second = (_joined_matrix(a, b) for a, b in ((routed.w13, shared.w13), (routed.w2, shared.w2)))
         if first is None or second is None:
@@ -388,7 +388,7 @@ def _joined_stack(routed: QuantTensor, shared: QuantTensor) -> QuantTensor | Non
     return None if scales is None else replace(routed, values=values, scales=scales)
 
 
-def _joined_matrix(routed: FormedMatrix, shared: FormedMatrix) -> FormedMatrix | None:
+def _joined_matrix(routed: PackedProjection, shared: PackedProjection) -> PackedProjection | None:
     values = _behind(routed.values, shared.values)
     made: dict[str, Tensor | None] = {"values": values}
     for name in ("scales", "rows"):

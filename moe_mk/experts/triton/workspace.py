@@ -1,7 +1,7 @@
 """Scratch memory that is allocated once: kernels take pieces of it during a run and leave them at its end.
 
-One workspace serves every layer of a device: layers run one after the other. Runs that may overlap take different lanes
-(one for each stream of the device and each thread that queues on it), and lanes never share a byte.
+One workspace serves every layer of a device: layers run one after the other. Runs that may overlap use different
+arenas (one for each stream of the device and each thread that queues on it), and arenas never share a byte.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ALIGNMENT = 256
 Empty = Callable[..., Tensor]
 
 
-class Lane:
+class Arena:
     """The memory of runs that never overlap. Not for two threads at once."""
 
     def __init__(self) -> None:
         self.high_water = 0
-        """Bytes of the largest run so far, which is what the lane holds."""
+        """Bytes of the largest run so far, which is what the arena holds."""
         self.allocations = 0
         """How often memory was asked from torch."""
         self._memory: Tensor | None = None
@@ -35,7 +35,7 @@ class Lane:
     def frame(self, device: torch.device) -> Iterator[Empty]:
         """Hand out pieces like torch.empty; all of them are given back at the end of the block.
 
-        A run larger than any before takes the rest from torch, and the lane grows to its size afterwards. Outgrown
+        A run larger than any before takes the rest from torch, and the arena grows to its size afterwards. Outgrown
         memory is kept: a captured graph may still write to it.
         """
         taken = 0
@@ -61,19 +61,19 @@ class Lane:
 
 
 class Workspace:
-    """Lanes by what tells overlapping runs apart."""
+    """Arenas by what tells overlapping runs apart."""
 
     def __init__(self) -> None:
-        self.lanes: dict[object, Lane] = {}
+        self.arenas: dict[object, Arena] = {}
 
-    def lane(self, key: object) -> Lane:
-        """The lane of a key, new where the key is."""
-        return self.lanes.setdefault(key, Lane())
+    def arena(self, key: object) -> Arena:
+        """The arena of a key, new where the key is."""
+        return self.arenas.setdefault(key, Arena())
 
     @property
     def high_water(self) -> int:
-        """Bytes held by all lanes, outgrown memory aside."""
-        return sum(lane.high_water for lane in self.lanes.values())
+        """Bytes held by all arenas, outgrown memory aside."""
+        return sum(arena.high_water for arena in self.arenas.values())
 
 
 _of_device: WeakValueDictionary[torch.device, Workspace] = WeakValueDictionary()

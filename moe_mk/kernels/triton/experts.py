@@ -7,7 +7,7 @@
 Biases and clamps are in the epilogues of the GEMMs.
 
 Rows are quantised for FP8 and INT8 products only; rows with one scale a token are rounded between the GEMMs
-in a launch of their own. Weight-only forms decode inside the GEMMs. Each launch may start while the one
+in a launch of their own. Weight-only formats decode inside the GEMMs. Each launch may start while the one
 before drains (`chain.py`).
 
 Everything between input and output lies in memory that `empty` hands out. Rows of padding, and positions of dropped
@@ -37,9 +37,9 @@ from torch import Tensor
 
 from moe_mk.kernels.triton.align import SMALL, Alignment, align, choices, pointers, room_of, sizes, sort_pairs
 from moe_mk.kernels.triton.chain import after_the_one_before, chained
-from moe_mk.kernels.triton.form import FORMS, Form
 from moe_mk.kernels.triton.grouped_w2 import grouped_w2
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED, grouped_w13
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.numerics import to_dtype
 from moe_mk.kernels.triton.quantize_rows import (
     GROUPS_A_PROGRAM,
@@ -152,10 +152,10 @@ class Experts:
     gated: bool = True
     power_of_two: bool = False
     """Whether activation scales are powers of two (UE8M0)."""
-    form: Form | None = None
+    declared_format: KernelFormat | None = None
     """How the weights lie; None: FP8 blocks where they have scales, else bf16."""
     w13_rows: Tensor | None = None
-    """f32 (L, 2I): scales of whole rows, for forms that have them."""
+    """f32 (L, 2I): scales of whole rows, for formats that have them."""
     w2_rows: Tensor | None = None
     b13: Tensor | None = None
     """f32 (L, 2I), or (L, I) without a gate: added to the first products."""
@@ -173,9 +173,9 @@ class Experts:
         return self.w13[0].shape[1] // (2 if self.gated else 1)
 
     @property
-    def lies(self) -> Form:
-        """The form of the weights."""
-        return self.form or FORMS["plain" if self.w13[1] is None else "fp8"]
+    def format(self) -> KernelFormat:
+        """The format of the weights."""
+        return self.declared_format or KERNEL_FORMATS["plain" if self.w13[1] is None else "fp8"]
 
     @property
     def num_slots(self) -> int:
@@ -196,7 +196,7 @@ def experts_rows(
     if rows == 0:
         return torch.empty((0, hidden), dtype=torch.bfloat16, device=x[0].device) if out is None else out
     shared, num = weights_RK if beside else None, rows * (ids_RK.shape[1] + beside)
-    if num <= SMALL and x[1] is None and experts.lies.name == "fp8":
+    if num <= SMALL and x[1] is None and experts.format.name == "fp8":
         aligned, x = align_and_quantize(
             ids_RK, _contiguous(x[0]), experts.num_slots, tile.rows, power_of_two=experts.power_of_two, empty=empty,
             beside=shared,
@@ -235,23 +235,25 @@ def _both(
     *, order: Tensor | None = None, top_k: int = 1, weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Both GEMMs over a list of tiles; the rows between them are as many as positions."""
-    positions, form = y.shape[0], experts.lies
+    positions, format = y.shape[0], experts.format
     h: Scaled = (empty((positions, experts.inner), dtype=torch.bfloat16, device=y.device), None)
-    if form.name == "fp8":
+    if format.name == "fp8":
         h = _empty_codes(positions, experts.inner, torch.float8_e4m3fn, BLOCK, empty, y.device)
     w13, w2 = _kernels(tile, experts)
+    arguments = _format_arguments(format, experts.w13_rows, experts.b13)
     w13(
         x, experts.w13, h, tiles, tile, order=order, top_k=top_k, activation=experts.activation, gated=experts.gated,
-        power_of_two=experts.power_of_two, **_lying(form, experts.w13_rows, experts.b13), **_clamped(experts),
+        power_of_two=experts.power_of_two, **arguments, **_clamped(experts),
     )  # fmt: skip
-    if form.by_token:
+    if format.by_token:
         h = _by_token(h[0], experts, 1, empty)
-    w2(h, experts.w2, y, tiles, tile, order=order, weights=weights, **_lying(form, experts.w2_rows, experts.b2))
+    arguments = _format_arguments(format, experts.w2_rows, experts.b2)
+    w2(h, experts.w2, y, tiles, tile, order=order, weights=weights, **arguments)
 
 
 def _kernels(tile: Tile, experts: Experts) -> tuple[Callable[..., None], Callable[..., None]]:
     """Both GEMMs by the engine of a tile; Gluon ones know FP8 alone and no biases."""
-    by_hand = experts.lies.name in ("plain", "fp8") and experts.b13 is None
+    by_hand = experts.format.name in ("plain", "fp8") and experts.b13 is None
     if tile.engine == "triton" or not by_hand:
         return grouped_w13, grouped_w2
     from moe_mk.kernels.triton import gluon_gemms  # Gluon is experimental: loaded where a tile asks
@@ -259,23 +261,23 @@ def _kernels(tile: Tile, experts: Experts) -> tuple[Callable[..., None], Callabl
     return gluon_gemms.grouped_w13, gluon_gemms.grouped_w2
 
 
-def _lying(form: Form, row_scales: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
-    """What a GEMM must be told of a form and of biases; nothing of forms that follow from the scales of rows."""
-    told = {} if form.name in ("plain", "fp8") else {"form": form, "row_scales": row_scales}
-    return told if bias is None else told | {"bias": bias}
+def _format_arguments(format: KernelFormat, row_scales: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
+    """Keyword arguments of a GEMM for a format and biases; formats that follow from the scales of rows need none."""
+    arguments = {} if format.name in ("plain", "fp8") else {"format": format, "row_scales": row_scales}
+    return arguments if bias is None else arguments | {"bias": bias}
 
 
 def _clamped(experts: Experts) -> dict[str, Any]:
-    """What the first GEMM must be told of a clamped activation."""
+    """Keyword arguments of the first GEMM for a clamped activation."""
     return {"alpha": experts.alpha, "limit": experts.limit} if experts.activation in CLAMPED else {}
 
 
 def _rounded(x: Scaled, experts: Experts, empty: Empty) -> Scaled:
     """Rows as the first GEMM reads them: quantised here where they came plain and the products are of codes."""
     values, scales = _contiguous(x[0]), x[1]
-    if scales is not None or not (experts.lies.name == "fp8" or experts.lies.by_token):
+    if scales is not None or not (experts.format.name == "fp8" or experts.format.by_token):
         return values, scales
-    if experts.lies.by_token:
+    if experts.format.by_token:
         return _by_token(values, experts, 0, empty)
     rows, hidden = values.shape
     codes, made = _empty_codes(rows, hidden, torch.float8_e4m3fn, BLOCK, empty, values.device)
@@ -290,7 +292,7 @@ def _contiguous(values: Tensor) -> Tensor:
 
 def _by_token(values: Tensor, experts: Experts, product: int, empty: Empty) -> tuple[Tensor, Tensor]:
     """Codes with one scale a row, of the rows before the first product (0) or the second (1)."""
-    (rows, columns), int8 = values.shape, experts.lies.name.startswith("int8")
+    (rows, columns), int8 = values.shape, experts.format.name.startswith("int8")
     dtype = torch.int8 if int8 else torch.float8_e4m3fn
     codes, scales = _empty_codes(rows, columns, dtype, columns, empty, values.device)
     if int8:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_mk.kernels.triton.gluon_parts import columns_of, locate, scale_at, store
-from moe_mk.kernels.triton.weight_forms import pinned
+from moe_mk.kernels.triton.weight_formats import pinned
 
 
 @gluon.jit

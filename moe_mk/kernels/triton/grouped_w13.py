@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_mk.kernels.triton.chain import after_the_one_before, chained
-from moe_mk.kernels.triton.form import FORMS, Form
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.launch import boxes, readable_scales, resident_programs
 from moe_mk.kernels.triton.numerics import as_scale, hidden_of, scale_of, to_dtype, to_e4m3
 from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import TileMap
-from moe_mk.kernels.triton.weight_forms import (
+from moe_mk.kernels.triton.weight_formats import (
     add_product,
     multiply,
     pinned,
@@ -48,7 +48,7 @@ def grouped_w13(
     activation: str = "silu",
     gated: bool = True,
     power_of_two: bool = False,
-    form: Form | None = None,
+    format: KernelFormat | None = None,
     row_scales: Tensor | None = None,
     bias: Tensor | None = None,
     alpha: float = 1.0,
@@ -56,24 +56,24 @@ def grouped_w13(
 ) -> None:
     """Fill h (positions, I) from x (rows, H); each pair is values and scales, None for bf16.
 
-    order: int32, the assignment at each position, row order // top_k of x; None: position p is row p of x. form: of
-    the weights; None: FP8 where rows have scales, else bf16. row_scales: f32, one a row of w13, for forms with them.
+    order: int32, the assignment at each position, row order // top_k of x; None: position p is row p of x. format: of
+    the weights; None: FP8 where rows have scales, else bf16. row_scales: f32, one a row of w13, for formats with them.
     bias: f32, one a row of w13. alpha, limit: of the clamped activations; the others take no notice.
     """
     (x_values, x_scales), (w_values, w_scales), (h_values, h_scales) = x, w13, h
     k, inner = x_values.shape[1], h_values.shape[1]
-    form = form or FORMS["plain" if x_scales is None else "fp8"]
+    format = format or KERNEL_FORMATS["plain" if x_scales is None else "fp8"]
     x_scales = readable_scales(x_scales) if x_scales is not None else x_values
     programs = resident_programs(x_values.device)
     _w13[(programs,)](
-        x_values if order is not None else boxes(x_values, tile.rows, form.box), x_scales,
-        boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, form.box), w_scales if w_scales is not None else w_values,
+        x_values if order is not None else boxes(x_values, tile.rows, format.box), x_scales,
+        boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, format.box), w_scales if w_scales is not None else w_values,
         row_scales if row_scales is not None else tiles.count, bias if bias is not None else tiles.count,
         h_values, h_scales if h_scales is not None else h_values, order if order is not None else tiles.count,
         tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), k, inner, x_values.stride(0), x_scales.stride(0),
         x_scales.stride(1), *(h_scales.stride() if h_scales is not None else (0, 0)),
-        ROWS=tile.rows, STEP=form.step, GROUPS=form.groups, TOP_K=top_k, PROGRAMS=programs, SWAP=tile.swap,
-        FORM=form.name, GATHER=order is not None, EVEN=k % form.step == 0, ACTIVATION=activation, GATED=gated,
+        ROWS=tile.rows, STEP=format.step, GROUPS=format.groups, TOP_K=top_k, PROGRAMS=programs, SWAP=tile.swap,
+        FORMAT=format.name, GATHER=order is not None, EVEN=k % format.step == 0, ACTIVATION=activation, GATED=gated,
         POWER_OF_TWO=power_of_two, ALPHA=alpha, LIMIT=(limit or 0.0) if activation in CLAMPED else 0.0,
         BIASED=bias is not None, num_warps=tile.warps, num_stages=tile.stages, **chained(),
     )  # fmt: skip
@@ -122,25 +122,25 @@ def scaled_sums(
 @triton.jit
 def unscaled_sums(
     gate, up, x, w, w_scales_ptr, first, row, there, expert, gate_row, up_row, rows_an_expert, steps, k, x_stride,
-    ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORM: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORMAT: tl.constexpr,
     GATHER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Both sums where rows have no scales of groups: every form but FP8 times FP8."""
-    PACKED: tl.constexpr = FORM == "w_mxfp4" or FORM == "w_nvfp4"
+    """Both sums where rows have no scales of groups: every format but FP8 times FP8."""
+    PACKED: tl.constexpr = FORMAT == "w_mxfp4" or FORMAT == "w_nvfp4"
     BOX: tl.constexpr = STEP // 2 if PACKED else STEP
     before = expert * rows_an_expert
-    g_low, g_high = scale_codes(w_scales_ptr, expert, 0, steps, gate_row - before, rows_an_expert, GROUPS, FORM)
-    u_low, u_high = scale_codes(w_scales_ptr, expert, 0, steps, up_row - before, rows_an_expert, GROUPS, FORM)
+    g_low, g_high = scale_codes(w_scales_ptr, expert, 0, steps, gate_row - before, rows_an_expert, GROUPS, FORMAT)
+    u_low, u_high = scale_codes(w_scales_ptr, expert, 0, steps, up_row - before, rows_an_expert, GROUPS, FORMAT)
     for step in range(steps):
         a = load_rows(x, first, row, there, step * STEP, k, x_stride, ROWS, BOX, GATHER, EVEN)
         b = load_rows(x, first, row, there, step * STEP + BOX, k, x_stride, ROWS, BOX, GATHER, EVEN) if PACKED else a
         # Scales of the next step are on their way while this one multiplies.
         after = tl.minimum(step + 1, steps - 1)
-        g_next = scale_codes(w_scales_ptr, expert, after, steps, gate_row - before, rows_an_expert, GROUPS, FORM)
-        u_next = scale_codes(w_scales_ptr, expert, after, steps, up_row - before, rows_an_expert, GROUPS, FORM)
+        g_next = scale_codes(w_scales_ptr, expert, after, steps, gate_row - before, rows_an_expert, GROUPS, FORMAT)
+        u_next = scale_codes(w_scales_ptr, expert, after, steps, up_row - before, rows_an_expert, GROUPS, FORMAT)
         if GATED:
-            gate = add_product(gate, a, b, w.load([gate_row, step * BOX]), g_low, g_high, SWAP, FORM)
-        up = add_product(up, a, b, w.load([up_row, step * BOX]), u_low, u_high, SWAP, FORM)
+            gate = add_product(gate, a, b, w.load([gate_row, step * BOX]), g_low, g_high, SWAP, FORMAT)
+        up = add_product(up, a, b, w.load([up_row, step * BOX]), u_low, u_high, SWAP, FORMAT)
         g_low, g_high = g_next
         u_low, u_high = u_next
     return gate, up
@@ -151,16 +151,16 @@ def _w13(
     x, x_scales_ptr, w, w_scales_ptr, w_rows_ptr, bias_ptr, h_ptr, h_scales_ptr, order_ptr, tiles_ptr, count_ptr,
     tiles_stride, k, inner, x_stride, x_scales_m, x_scales_k, h_scales_m, h_scales_k,
     ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr,
-    SWAP: tl.constexpr, FORM: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    SWAP: tl.constexpr, FORMAT: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, POWER_OF_TWO: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
-    SCALED: tl.constexpr = FORM == "fp8"
+    SCALED: tl.constexpr = FORMAT == "fp8"
     across, steps = tl.cdiv(inner, 128), tl.cdiv(k, STEP)
     halves = 2 if GATED else 1
     M: tl.constexpr = 128 if SWAP else ROWS
     N: tl.constexpr = ROWS if SWAP else 128
-    ACC: tl.constexpr = tl.int32 if FORM == "int8" else tl.float32
+    ACC: tl.constexpr = tl.int32 if FORMAT == "int8" else tl.float32
     # Neighbouring programs share an expert's rows and differ in its columns: every weight is read once.
     for t in tl.range(tl.program_id(0), tl.load(count_ptr) * across, PROGRAMS):
         tile, n = t // across, t % across
@@ -181,13 +181,13 @@ def _w13(
         else:
             gate, up = unscaled_sums(
                 gate, up, x, w, w_scales_ptr, first, row, there, expert, gate_row, up_row, inner * halves, steps, k,
-                x_stride, ROWS, STEP, GROUPS, SWAP, FORM, GATHER, EVEN, GATED,
+                x_stride, ROWS, STEP, GROUPS, SWAP, FORMAT, GATHER, EVEN, GATED,
             )  # fmt: skip
             x_rows = x_scales_ptr + row.to(tl.int64) * x_scales_m
-            gate = with_row_scales(gate, x_rows, there, w_rows_ptr, gate_row, inner - n * 128, SWAP, FORM)
+            gate = with_row_scales(gate, x_rows, there, w_rows_ptr, gate_row, inner - n * 128, SWAP, FORMAT)
             if BIASED:  # one sum is finished before the scales of the other one are loaded
                 gate = with_bias(gate, bias_ptr, gate_row, inner - n * 128, SWAP)
-            up = with_row_scales(up, x_rows, there, w_rows_ptr, up_row, inner - n * 128, SWAP, FORM)
+            up = with_row_scales(up, x_rows, there, w_rows_ptr, up_row, inner - n * 128, SWAP, FORMAT)
         if BIASED:
             if SCALED:
                 gate = with_bias(gate, bias_ptr, gate_row, inner - n * 128, SWAP)

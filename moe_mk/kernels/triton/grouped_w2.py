@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_mk.kernels.triton.chain import after_the_one_before, chained
-from moe_mk.kernels.triton.form import FORMS, Form
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.launch import boxes, resident_programs
 from moe_mk.kernels.triton.numerics import to_dtype
 from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import TileMap
-from moe_mk.kernels.triton.weight_forms import (
+from moe_mk.kernels.triton.weight_formats import (
     add_product,
     multiply,
     scale_codes,
@@ -38,27 +38,27 @@ def grouped_w2(
     *,
     order: Tensor | None = None,
     weights: Tensor | None = None,
-    form: Form | None = None,
+    format: KernelFormat | None = None,
     row_scales: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> None:
     """Fill y (., H) from h (positions, I); each pair is values and scales, None for bf16.
 
     order: int32, the assignment at each position, which is its row of y; None: position p is row p. weights: f32, one
-    an assignment; None leaves rows as they are. form, row_scales, bias: as in
+    an assignment; None leaves rows as they are. format, row_scales, bias: as in
     `grouped_w13`, the last two of rows of w2.
     """
     (h_values, h_scales), (w_values, w_scales) = h, w2
     k, width, programs = h_values.shape[1], y.shape[1], resident_programs(y.device)
-    form = form or FORMS["plain" if h_scales is None else "fp8"]
+    format = format or KERNEL_FORMATS["plain" if h_scales is None else "fp8"]
     _w2[(programs,)](
-        boxes(h_values, tile.rows, form.box), h_scales if h_scales is not None else h_values,
-        boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, form.box), w_scales if w_scales is not None else w_values,
+        boxes(h_values, tile.rows, format.box), h_scales if h_scales is not None else h_values,
+        boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, format.box), w_scales if w_scales is not None else w_values,
         row_scales if row_scales is not None else tiles.count, bias if bias is not None else tiles.count, y,
         order if order is not None else tiles.count, weights if weights is not None else y,
         tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), k, width,
         *(h_scales.stride() if h_scales is not None else (0, 0)),
-        ROWS=tile.rows, STEP=form.step, GROUPS=form.groups, PROGRAMS=programs, SWAP=tile.swap, FORM=form.name,
+        ROWS=tile.rows, STEP=format.step, GROUPS=format.groups, PROGRAMS=programs, SWAP=tile.swap, FORMAT=format.name,
         SCATTER=order is not None, WEIGHTED=weights is not None, BIASED=bias is not None, num_warps=tile.warps,
         num_stages=tile.stages, **chained(),
     )  # fmt: skip
@@ -85,17 +85,17 @@ def scaled_sum(
 @triton.jit
 def unscaled_sum(
     total, h, w, w_scales_ptr, first, expert, row, width, steps,
-    STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORM: tl.constexpr,
+    STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Every other form."""
-    PACKED: tl.constexpr = FORM == "w_mxfp4" or FORM == "w_nvfp4"
+    """Every other format."""
+    PACKED: tl.constexpr = FORMAT == "w_mxfp4" or FORMAT == "w_nvfp4"
     BOX: tl.constexpr = STEP // 2 if PACKED else STEP
-    low, high = scale_codes(w_scales_ptr, expert, 0, steps, row, width, GROUPS, FORM)
+    low, high = scale_codes(w_scales_ptr, expert, 0, steps, row, width, GROUPS, FORMAT)
     for step in range(steps):
         a = h.load([first, step * STEP])
         b = h.load([first, step * STEP + BOX]) if PACKED else a
-        after = scale_codes(w_scales_ptr, expert, tl.minimum(step + 1, steps - 1), steps, row, width, GROUPS, FORM)
-        total = add_product(total, a, b, w.load([expert * width + row, step * BOX]), low, high, SWAP, FORM)
+        after = scale_codes(w_scales_ptr, expert, tl.minimum(step + 1, steps - 1), steps, row, width, GROUPS, FORMAT)
+        total = add_product(total, a, b, w.load([expert * width + row, step * BOX]), low, high, SWAP, FORMAT)
         low, high = after
     return total
 
@@ -105,13 +105,13 @@ def _w2(
     h, h_scales_ptr, w, w_scales_ptr, w_rows_ptr, bias_ptr, y_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr,
     tiles_stride, k, width, h_scales_m, h_scales_k,
     ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, PROGRAMS: tl.constexpr, SWAP: tl.constexpr,
-    FORM: tl.constexpr, SCATTER: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
+    FORMAT: tl.constexpr, SCATTER: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
     across, steps = tl.cdiv(width, 128), tl.cdiv(k, STEP)
     M: tl.constexpr = 128 if SWAP else ROWS
     N: tl.constexpr = ROWS if SWAP else 128
-    ACC: tl.constexpr = tl.int32 if FORM == "int8" else tl.float32
+    ACC: tl.constexpr = tl.int32 if FORMAT == "int8" else tl.float32
     for t in tl.range(tl.program_id(0), tl.load(count_ptr) * across, PROGRAMS):
         tile, n = t // across, t % across
         expert = tl.load(tiles_ptr + tile)
@@ -120,17 +120,17 @@ def _w2(
         position = first + tl.arange(0, ROWS)
         there, weight_row = position < end, expert * width + n * 128
         total = tl.zeros((M, N), ACC)
-        if FORM == "fp8":
+        if FORMAT == "fp8":
             total = scaled_sum(
                 total, h, h_scales_ptr, w, w_scales_ptr, first, position, there, weight_row, expert * across + n,
                 steps, h_scales_m, h_scales_k, STEP, SWAP,
             )  # fmt: skip
         else:
             total = unscaled_sum(
-                total, h, w, w_scales_ptr, first, expert, n * 128, width, steps, STEP, GROUPS, SWAP, FORM
+                total, h, w, w_scales_ptr, first, expert, n * 128, width, steps, STEP, GROUPS, SWAP, FORMAT
             )  # fmt: skip
             h_rows = h_scales_ptr + position.to(tl.int64) * h_scales_m
-            total = with_row_scales(total, h_rows, there, w_rows_ptr, weight_row, width - n * 128, SWAP, FORM)
+            total = with_row_scales(total, h_rows, there, w_rows_ptr, weight_row, width - n * 128, SWAP, FORMAT)
         if BIASED:
             total = with_bias(total, bias_ptr, weight_row, width - n * 128, SWAP)
         if SWAP:

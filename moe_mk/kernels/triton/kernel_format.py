@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Form:
+class KernelFormat:
     """One way that weights lie and are multiplied."""
 
     name: str
@@ -53,20 +53,20 @@ class Form:
         return self.step // self.group if self.group else 0
 
 
-FORMS: Mapping[str, Form] = {
-    form.name: form
-    for form in (
-        Form("plain", 64),
-        Form("fp8", 128),
-        Form("int8", 128, row_scales=True),
-        Form("int8_block", 128),
-        Form("fp8_row", 128, row_scales=True),
-        Form("w_fp8", 64),
-        Form("w_int8_block", 64),
-        Form("w_int8", 64, row_scales=True),
-        Form("w_fp8_row", 64, row_scales=True),
-        Form("w_mxfp8", 64, group=32),
-        Form("w_mxfp4", 128, per_byte=2, group=32),
-        Form("w_nvfp4", 128, per_byte=2, group=16, row_scales=True),
+KERNEL_FORMATS: Mapping[str, KernelFormat] = {
+    format.name: format
+    for format in (
+        KernelFormat("plain", 64),
+        KernelFormat("fp8", 128),
+        KernelFormat("int8", 128, row_scales=True),
+        KernelFormat("int8_block", 128),
+        KernelFormat("fp8_row", 128, row_scales=True),
+        KernelFormat("w_fp8", 64),
+        KernelFormat("w_int8_block", 64),
+        KernelFormat("w_int8", 64, row_scales=True),
+        KernelFormat("w_fp8_row", 64, row_scales=True),
+        KernelFormat("w_mxfp8", 64, group=32),
+        KernelFormat("w_mxfp4", 128, per_byte=2, group=32),
+        KernelFormat("w_nvfp4", 128, per_byte=2, group=16, row_scales=True),
     )
 }

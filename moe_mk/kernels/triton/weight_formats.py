@@ -1,8 +1,9 @@
-"""A tile of weights in its form becomes an operand of the matrix unit: the policy that both GEMMs are compiled with.
+"""Conversion of a tile of weights to an operand of the matrix unit, one branch per format; used by both grouped GEMMs.
 
-Weight-only forms decode in registers, where the left operand of Hopper's matrix unit may lie. Every product of code and
-group scale is exact in bf16: 2 or 4 significant bits times at most 4. Scales of blocks are any f32: applied to the sum
-of a step, or to the weights, which are then rounded to bf16 once. What each form means is in `form.py`.
+Weight-only formats are decoded in registers, from which Hopper's matrix unit reads its left operand. Every product of
+code and group scale is exact in bf16: 2 or 4 significant bits times at most 4. Block scales are arbitrary f32 values:
+they are applied to the sum of a step, or to the weights, which are then rounded to bf16 once. `kernel_format.py` lists
+the formats.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ POWER_126 = tl.constexpr(2.0**126)
 
 
 @triton.jit
-def scale_codes(ptr, expert, step, steps, row, rows_an_expert, GROUPS: tl.constexpr, FORM: tl.constexpr):
+def scale_codes(ptr, expert, step, steps, row, rows_an_expert, GROUPS: tl.constexpr, FORMAT: tl.constexpr):
     """Codes of the group scales of 128 weight rows in one step, twice (128, groups): those of the step's first half of
     columns and of its second where two codes share a byte, else all of them twice. They lie (expert, step, row, group).
-    For forms with blocks the f32 scale of one, twice; nothing for forms without either.
+    For formats with blocks the f32 scale of one, twice; nothing for formats without either.
     """
-    if FORM == "w_fp8" or FORM == "w_int8_block" or FORM == "int8_block":
-        HALVED: tl.constexpr = 1 if FORM == "int8_block" else 2  # steps in a block
+    if FORMAT == "w_fp8" or FORMAT == "w_int8_block" or FORMAT == "int8_block":
+        HALVED: tl.constexpr = 1 if FORMAT == "int8_block" else 2  # steps in a block
         block = (expert * tl.cdiv(rows_an_expert, 128) + row // 128).to(tl.int64)
         scale = tl.load(ptr + block * tl.cdiv(steps, HALVED) + step // HALVED)
         return scale, scale
     elif GROUPS == 0:
         return 0, 0
     else:
-        PACKED: tl.constexpr = FORM == "w_mxfp4" or FORM == "w_nvfp4"
+        PACKED: tl.constexpr = FORMAT == "w_mxfp4" or FORMAT == "w_nvfp4"
         LOADED: tl.constexpr = GROUPS // 2 if PACKED else GROUPS
         lane = tl.arange(0, 128)
         first = ((expert * steps + step).to(tl.int64) * rows_an_expert + row) * GROUPS
@@ -68,30 +69,30 @@ def halves(packed, low, high, NVFP4: tl.constexpr):
 
 
 @triton.jit
-def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORM: tl.constexpr):
+def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORMAT: tl.constexpr):
     """Add the product of one step. a, b: token rows of both halves of its columns, b only where codes share a byte.
 
     low, high: what `scale_codes` gave.
     """
-    if FORM == "w_mxfp4" or FORM == "w_nvfp4":
-        first, second = halves(w, low, high, FORM == "w_nvfp4")
+    if FORMAT == "w_mxfp4" or FORMAT == "w_nvfp4":
+        first, second = halves(w, low, high, FORMAT == "w_nvfp4")
         total += multiply(a, first, SWAP)
         return total + multiply(b, second, SWAP)
-    elif FORM == "w_mxfp8":
+    elif FORMAT == "w_mxfp8":
         return total + multiply(a, to_bf16(w.to(tl.float32) * over_columns(low, w.shape[1], False)), SWAP)
-    elif FORM == "w_fp8" or FORM == "w_int8_block":
+    elif FORMAT == "w_fp8" or FORMAT == "w_int8_block":
         # NOTE: beside a wide tile of sums there are no registers for the products alone; beside a narrow one Triton
         # would bring scaled weights to shared memory.
         if SWAP:
             return total + multiply(a, to_bf16(w.to(tl.float32)), SWAP) * low
         else:
             return total + multiply(a, to_bf16(w.to(tl.float32) * low), SWAP)
-    elif FORM == "w_int8" or FORM == "w_fp8_row":
+    elif FORMAT == "w_int8" or FORMAT == "w_fp8_row":
         return total + multiply(a, to_bf16(w.to(tl.float32)), SWAP)
-    elif FORM == "int8_block":
+    elif FORMAT == "int8_block":
         total = total + multiply(a, w, SWAP).to(tl.float32) * low
         return total if SWAP else pinned(total)
-    elif FORM == "fp8_row":
+    elif FORMAT == "fp8_row":
         # 128 terms at a time: the matrix unit adds FP8 products with about 14 bits.
         total = total + multiply(a, w, SWAP)
         return total if SWAP else pinned(total)
@@ -100,15 +101,15 @@ def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORM: tl.constexp
 
 
 @triton.jit
-def with_row_scales(total, x_rows, there, ptr, row, count, SWAP: tl.constexpr, FORM: tl.constexpr):
-    """A finished sum times the scales of whole rows, where the form has them; f32.
+def with_row_scales(total, x_rows, there, ptr, row, count, SWAP: tl.constexpr, FORMAT: tl.constexpr):
+    """A finished sum times the scales of whole rows, where the format has them; f32.
 
     x_rows: pointers to those of the tokens, where they are codes too. row: the first weight row, of which `count` are
     left.
     """
-    if FORM == "int8" or FORM == "int8_block" or FORM == "fp8_row":
+    if FORMAT == "int8" or FORMAT == "int8_block" or FORMAT == "fp8_row":
         total = total.to(tl.float32) * spread(tl.load(x_rows, mask=there, other=0.0), SWAP)
-    if FORM == "int8" or FORM == "fp8_row" or FORM == "w_int8" or FORM == "w_fp8_row" or FORM == "w_nvfp4":
+    if FORMAT == "int8" or FORMAT == "fp8_row" or FORMAT == "w_int8" or FORMAT == "w_fp8_row" or FORMAT == "w_nvfp4":
         lane = tl.arange(0, 128)
         total = total * spread(tl.load(ptr + row + lane, mask=lane < count, other=0.0), not SWAP)
     return total

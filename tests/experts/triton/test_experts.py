@@ -14,7 +14,7 @@ from moe_mk import MoEConfig, Problem, oracle
 from moe_mk.config import device_profile
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.triton import tuning as triton_tuning
-from moe_mk.experts.triton.experts import form_of
+from moe_mk.experts.triton.experts import kernel_format_of
 from moe_mk.experts.triton.tuning import Case, Point, as_json, tuned_file
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.oracle.verdict import Verdict
@@ -38,7 +38,7 @@ def test_an_h200_with_triton_is_served_in_fp8_and_bf16_inside_a_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    "weights,activations,compute,form",
+    "weights,activations,compute,format",
     [
         ("fp8_block", "auto", "fp8_1x128", "fp8"), ("fp8_block", "plain", "bf16", "w_fp8"),
         ("fp8_channel", "auto", "fp8_token", "fp8_row"), ("fp8_tensor", "plain", "bf16", "w_fp8_row"),
@@ -48,11 +48,11 @@ def test_an_h200_with_triton_is_served_in_fp8_and_bf16_inside_a_graph() -> None:
         ("nvfp4", "auto", "bf16", "w_nvfp4"), ("bf16", "auto", "bf16", "plain"),
     ],
 )  # fmt: skip
-def test_every_type_is_served_as_it_is_stored(weights: str, activations: str, compute: str, form: str) -> None:
+def test_every_type_is_served_as_it_is_stored(weights: str, activations: str, compute: str, format: str) -> None:
     asked = problem(weights=weights, activations=activations)
     decision = oracle.select(asked)
     assert decision.chosen.experts == "triton" and decision.effect is None and decision.compute.name == compute
-    assert form_of(asked.weights, decision.compute).name == form
+    assert kernel_format_of(asked.weights, decision.compute).name == format
 
 
 @pytest.mark.parametrize(

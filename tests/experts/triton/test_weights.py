@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_mk.experts.triton.weights import formed
+from moe_mk.experts.triton.weights import pack_weights
 from moe_mk.kernels.reference import e2m1
-from moe_mk.kernels.triton.form import FORMS
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
 from moe_mk.quant import QuantScheme
 from moe_mk.quant.int8 import INT8_CHANNEL
 from moe_mk.quant.microscaling import MXFP4, MXFP8
@@ -26,7 +26,7 @@ def test_the_two_codes_of_a_byte_are_half_a_step_apart() -> None:
     codes[0, 3], codes[0, 67], codes[0, 128] = 1, 2, 3
     scales = torch.arange(5, dtype=torch.uint8).view(1, 5).view(torch.float8_e8m0fnu)  # of 32 columns each
     q = QuantTensor(e2m1.pack(codes), scales, MXFP4)
-    made = formed(MappedExpertWeights((SlotWeights(None, q, q),), MXFP4), FORMS["w_mxfp4"], CPU).w13
+    made = pack_weights(MappedExpertWeights((SlotWeights(None, q, q),), MXFP4), KERNEL_FORMATS["w_mxfp4"], CPU).w13
     assert made.values.shape == (1, 1, 128)
     assert made.values.nonzero().tolist() == [[0, 0, 3], [0, 0, 64]]
     assert made.values[0, 0, 3] == 1 | 2 << 4 and made.values[0, 0, 64] == 3
@@ -41,7 +41,7 @@ def test_the_two_codes_of_a_byte_are_half_a_step_apart() -> None:
 )
 def test_every_form_can_be_undone(scheme: QuantScheme, name: str, mapped: bool) -> None:
     stack = random_experts(scheme, 2, 144, 128, CPU)
-    made = formed(as_mapped(stack) if mapped else stack, FORMS[name], CPU)
+    made = pack_weights(as_mapped(stack) if mapped else stack, KERNEL_FORMATS[name], CPU)
     assert made.num_slots == 2 and made.scheme == scheme and made.layout == "triton"
     assert made.num_bytes >= stack.num_bytes - 64
     for index in range(2):
@@ -58,7 +58,7 @@ def _matrices(slot: SlotWeights) -> list[QuantTensor]:
 def test_gate_and_up_may_have_global_scales_of_their_own() -> None:
     draw = torch.Generator().manual_seed(0)
     gate, up, down = (NVFP4.quantize(torch.randn((128, 128), generator=draw) * gain) for gain in (1.0, 3.0, 1.0))
-    made = formed(MappedExpertWeights((SlotWeights(gate, up, down),), NVFP4), FORMS["w_nvfp4"], CPU)
+    made = pack_weights(MappedExpertWeights((SlotWeights(gate, up, down),), NVFP4), KERNEL_FORMATS["w_nvfp4"], CPU)
     assert made.w13.rows is not None and made.w13.rows.shape == (1, 256)
     assert gate.global_scale is not None and up.global_scale is not None
     assert made.w13.rows[0, ::128].tolist() == [float(gate.global_scale), float(up.global_scale)]
@@ -71,7 +71,7 @@ def test_experts_without_a_gate_stay_without() -> None:
     half = stack.slot(0)
     assert half.gate_IH is not None
     single = ExpertWeights(_stacked(half.gate_IH), _stacked(half.down_HI), gated=False)
-    slot = formed(single, FORMS["w_mxfp4"], CPU).slot(0)
+    slot = pack_weights(single, KERNEL_FORMATS["w_mxfp4"], CPU).slot(0)
     assert slot.gate_IH is None and torch.equal(slot.up_IH.values, half.gate_IH.values)
 
 

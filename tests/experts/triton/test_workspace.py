@@ -1,4 +1,4 @@
-"""Scratch memory grows to the largest run, is not asked for again, and lanes never share it."""
+"""Scratch memory grows to the largest run, is not asked for again, and arenas never share it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import gc
 import pytest
 import torch
 
-from moe_mk.experts.triton.workspace import ALIGNMENT, Lane, Workspace, workspace_of
+from moe_mk.experts.triton.workspace import ALIGNMENT, Arena, Workspace, workspace_of
 
 CPU = torch.device("cpu")
 
 
-def run(lane: Lane, *sizes: int) -> list[torch.Tensor]:
-    with lane.frame(CPU) as empty:
+def run(arena: Arena, *sizes: int) -> list[torch.Tensor]:
+    with arena.frame(CPU) as empty:
         return [empty((size,), dtype=torch.float32, device=CPU) for size in sizes]
 
 
 @pytest.mark.row(111)
 def test_the_first_run_allocates_and_later_ones_do_not() -> None:
-    lane = Lane()
+    arena = Arena()
     # 10 and 100 floats are 40 and 400 B: 256 + 512 B once aligned.
-    run(lane, 10, 100)
-    assert (lane.high_water, lane.allocations) == (768, 3)
-    one, two = run(lane, 10, 100)
-    assert lane.allocations == 3 and two.data_ptr() - one.data_ptr() == ALIGNMENT
-    run(lane, 5)
-    assert (lane.high_water, lane.allocations) == (768, 3)
+    run(arena, 10, 100)
+    assert (arena.high_water, arena.allocations) == (768, 3)
+    one, two = run(arena, 10, 100)
+    assert arena.allocations == 3 and two.data_ptr() - one.data_ptr() == ALIGNMENT
+    run(arena, 5)
+    assert (arena.high_water, arena.allocations) == (768, 3)
 
 
 def test_pieces_of_one_run_do_not_overlap_and_keep_shape_and_dtype() -> None:
-    lane = Lane()
+    arena = Arena()
     for _ in range(2):
-        with lane.frame(CPU) as empty:
+        with arena.frame(CPU) as empty:
             a = empty((3, 5), dtype=torch.float8_e4m3fn, device=CPU)
             b = empty((2, 7), dtype=torch.int32, device=CPU)
             nothing = empty((0, 4), dtype=torch.bfloat16, device=CPU)
@@ -43,24 +43,24 @@ def test_pieces_of_one_run_do_not_overlap_and_keep_shape_and_dtype() -> None:
 
 
 def test_memory_that_was_outgrown_stays_where_a_captured_graph_knows_it() -> None:
-    lane = Lane()
-    run(lane, 64)
-    (small,) = run(lane, 64)
+    arena = Arena()
+    run(arena, 64)
+    (small,) = run(arena, 64)
     small.fill_(7.0)
-    run(lane, 4096)
-    (large,) = run(lane, 4096)
+    run(arena, 4096)
+    (large,) = run(arena, 4096)
     large.fill_(1.0)
-    assert lane.high_water == 4 * 4096 and small.tolist() == [7.0] * 64
+    assert arena.high_water == 4 * 4096 and small.tolist() == [7.0] * 64
 
 
 @pytest.mark.row(111)
 def test_layers_share_a_lane_and_micro_batches_in_flight_do_not() -> None:
     workspace = Workspace()
-    assert workspace.lane(1) is workspace.lane(1) is not workspace.lane(2)
+    assert workspace.arena(1) is workspace.arena(1) is not workspace.arena(2)
     pieces = []
     for key in (1, 2):
-        run(workspace.lane(key), 100)
-        pieces += run(workspace.lane(key), 100)
+        run(workspace.arena(key), 100)
+        pieces += run(workspace.arena(key), 100)
     pieces[0].fill_(1.0)
     pieces[1].fill_(2.0)
     assert pieces[0].unique().tolist() == [1.0] and workspace.high_water == 1024
@@ -71,7 +71,7 @@ def test_all_layers_of_a_device_share_one_workspace_and_it_goes_with_them() -> N
     device = torch.device("meta")
     one, other = workspace_of(device), workspace_of(torch.device("meta"))
     assert one is other is not workspace_of(CPU)
-    one.lane("mark")
+    one.arena("mark")
     del one, other
     gc.collect()
-    assert "mark" not in workspace_of(device).lanes
+    assert "mark" not in workspace_of(device).arenas

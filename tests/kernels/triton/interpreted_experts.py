@@ -113,13 +113,13 @@ def test_runs_allocate_once_and_layers_share_what_was_allocated() -> None:
     first, second = (TritonExperts(context(FP8_1x128), workspace) for _ in range(2))
     assert TritonExperts(context(FP8_1x128)).workspace is not workspace
     stack = first.relayout(random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, CPU))
-    lane, results = workspace.lane((0, get_ident())), []
+    arena, results = workspace.arena((0, get_ident())), []
     for backend in (first, second, first):
         results.append(backend.run(rows(BF16), stack).y)
         if backend is first and len(results) == 1:
-            after_one, bytes_of_one = lane.allocations, workspace.high_water
-    assert list(workspace.lanes) == [(0, get_ident())] and after_one > 0 < bytes_of_one
-    assert lane.allocations == after_one and workspace.high_water == bytes_of_one
+            after_one, bytes_of_one = arena.allocations, workspace.high_water
+    assert list(workspace.arenas) == [(0, get_ident())] and after_one > 0 < bytes_of_one
+    assert arena.allocations == after_one and workspace.high_water == bytes_of_one
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from moe_mk.kernels.triton.form import FORMS
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
 from moe_mk.kernels.triton.tile import Tile
 
 if TYPE_CHECKING:
@@ -30,22 +30,22 @@ DTYPES |= {
     "w_mxfp4": ("bf16", "u8"),
     "w_nvfp4": ("bf16", "u8"),
 }
-"""Of rows and of weights, by form."""
+"""Of rows and of weights, by format."""
 
 
 @cache
 def w13(
-    rows: int, *, swap: bool, warps: int, stages: int, gather: bool, form: str = "fp8", act: str = "silu",
+    rows: int, *, swap: bool, warps: int, stages: int, gather: bool, format: str = "fp8", act: str = "silu",
     biased: bool = False,
 ) -> Compiled:  # fmt: skip
     from moe_mk.kernels.triton.grouped_w13 import _w13
     from tests.kernels.triton.sm90 import compile_for_hopper
 
-    types, constants = _common(form, swap, biased=biased)
-    dtype, width = DTYPES[form][0], box_of(form)
+    types, constants = _common(format, swap, biased=biased)
+    dtype, width = DTYPES[format][0], box_of(format)
     types |= STRIDES | {"x_scales_ptr": "*fp32", "h_scales_ptr": "*fp32", "k": "i32", "inner": "i32"}
     types |= {"x": f"*{dtype}" if gather else box(dtype, rows, width)}
-    types |= {"h_ptr": "*fp8e4nv" if form == "fp8" else "*bf16"}
+    types |= {"h_ptr": "*fp8e4nv" if format == "fp8" else "*bf16"}
     constants |= {"ROWS": rows, "TOP_K": 8}
     constants |= {"GATHER": gather, "EVEN": True, "ACTIVATION": act, "GATED": True, "POWER_OF_TWO": False}
     constants |= {"ALPHA": 1.702, "LIMIT": 0.0 if act == "silu" else 7.0}
@@ -53,28 +53,28 @@ def w13(
 
 
 @cache
-def w2(rows: int, *, swap: bool, warps: int, stages: int, form: str = "fp8", biased: bool = False) -> Compiled:
+def w2(rows: int, *, swap: bool, warps: int, stages: int, format: str = "fp8", biased: bool = False) -> Compiled:
     from moe_mk.kernels.triton.grouped_w2 import _w2
     from tests.kernels.triton.sm90 import compile_for_hopper
 
-    types, constants = _common(form, swap, biased=biased)
-    types |= {"h": box(DTYPES[form][0], rows, box_of(form)), "y_ptr": "*bf16"}
+    types, constants = _common(format, swap, biased=biased)
+    types |= {"h": box(DTYPES[format][0], rows, box_of(format)), "y_ptr": "*bf16"}
     types |= dict.fromkeys(("h_scales_ptr", "weights_ptr"), "*fp32")
     types |= dict.fromkeys(("k", "width", "h_scales_m", "h_scales_k"), "i32")
     constants |= {"ROWS": rows, "SCATTER": True, "WEIGHTED": True}
     return compile_for_hopper(_w2, types, constants, aligned=ALIGNED, num_warps=warps, num_stages=stages)
 
 
-def box_of(form: str) -> int:
-    return FORMS[form].box
+def box_of(format: str) -> int:
+    return KERNEL_FORMATS[format].box
 
 
-def _common(form: str, swap: bool, *, biased: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """What both GEMMs have of a form."""
-    given = FORMS[form]
-    types = TILES | {"w": box(DTYPES[form][1], 128, given.box), "w_rows_ptr": "*fp32", "bias_ptr": "*fp32"}
+def _common(format: str, swap: bool, *, biased: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """What both GEMMs have of a format."""
+    given = KERNEL_FORMATS[format]
+    types = TILES | {"w": box(DTYPES[format][1], 128, given.box), "w_rows_ptr": "*fp32", "bias_ptr": "*fp32"}
     types |= {"w_scales_ptr": "*u8" if given.groups else "*fp32"}
-    constants = {"STEP": given.step, "GROUPS": given.groups, "FORM": form, "SWAP": swap, "BIASED": biased}
+    constants = {"STEP": given.step, "GROUPS": given.groups, "FORMAT": format, "SWAP": swap, "BIASED": biased}
     return types, constants | {"PROGRAMS": 132}
 
 
@@ -95,11 +95,10 @@ def by_hand(rows: int, *, second: bool, gather: bool, stages: int, act: str = "s
     return compile_for_hopper(_by_hand, types, constants, aligned=ALIGNED, gluon=True, num_warps=4)
 
 
-def w13_of(form: str, tile: Tile, *, act: str = "silu", biased: bool = False) -> Compiled:
-    return w13(
-        tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, gather=True, form=form, act=act, biased=biased
-    )
+def w13_of(format: str, tile: Tile, *, act: str = "silu", biased: bool = False) -> Compiled:
+    shape = {"swap": tile.swap, "warps": tile.warps, "stages": tile.stages}
+    return w13(tile.rows, **shape, gather=True, format=format, act=act, biased=biased)
 
 
-def w2_of(form: str, tile: Tile, *, biased: bool = False) -> Compiled:
-    return w2(tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, form=form, biased=biased)
+def w2_of(format: str, tile: Tile, *, biased: bool = False) -> Compiled:
+    return w2(tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, format=format, biased=biased)

@@ -130,17 +130,17 @@ def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, 
     assert names(launches) == ["_count", "_prefix_over_chunks", "_prefix_over_slots", "_place"]
 
 
-@pytest.mark.parametrize("form", ["w_fp8", "w_nvfp4", "int8"])
-def test_weights_of_every_type_take_the_same_way(form: str, launches: list[tuple[str, int, Any]]) -> None:
+@pytest.mark.parametrize("format", ["w_fp8", "w_nvfp4", "int8"])
+def test_weights_of_every_type_take_the_same_way(format: str, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import Experts, experts_rows
-    from moe_mk.kernels.triton.form import FORMS
+    from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
 
-    lies = FORMS[form]
-    dtype = {"w_fp8": FP8, "w_mxfp8": FP8, "w_mxfp4": torch.uint8, "w_nvfp4": torch.uint8}.get(form, torch.int8)
+    lies = KERNEL_FORMATS[format]
+    dtype = {"w_fp8": FP8, "w_mxfp8": FP8, "w_mxfp4": torch.uint8, "w_nvfp4": torch.uint8}.get(format, torch.int8)
 
     def matrix(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
         values = torch.empty((SLOTS, rows, columns // lies.per_byte), dtype=dtype)
-        if form == "w_fp8":
+        if format == "w_fp8":
             return values, torch.empty((SLOTS, rows // 128, columns // 128))
         shape = (SLOTS, columns // lies.step, rows, lies.groups)
         return values, torch.empty(shape, dtype=torch.uint8) if lies.group else None
@@ -150,7 +150,7 @@ def test_weights_of_every_type_take_the_same_way(form: str, launches: list[tuple
     ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
     y = experts_rows((x, None), ids, torch.zeros((ROWS, TOP_K)), given, Tile(16, True, 4, 5), torch.empty)
     assert y.shape == (ROWS, HIDDEN)
-    rounded = ["_quantize_int8"] if form == "int8" else []
+    rounded = ["_quantize_int8"] if format == "int8" else []
     assert names(launches) == ["_align_small", *rounded, "_w13", *rounded, "_w2", "_combine"]
 
 

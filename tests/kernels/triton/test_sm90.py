@@ -50,8 +50,8 @@ def test_an_fp8_gemm_is_what_its_file_says(name: str) -> None:
 @pytest.mark.parametrize("swap,rows,warps,stages", [(True, 16, 4, 5), (False, 128, 8, 3)])
 def test_a_bf16_gemm_uses_the_same_frame(swap: bool, rows: int, warps: int, stages: int) -> None:
     for built in (
-        w13(rows, swap=swap, warps=warps, stages=stages, gather=True, form="plain"),
-        w2(rows, swap=swap, warps=warps, stages=stages, form="plain"),
+        w13(rows, swap=swap, warps=warps, stages=stages, gather=True, format="plain"),
+        w2(rows, swap=swap, warps=warps, stages=stages, format="plain"),
     ):
         assert built.instructions["HGMMA"] >= 4 and not built.instructions["QGMMA"]
         assert built.instructions["UTMALDG"] and not built.spills and built.shared < SHARED_MEMORY
