@@ -28,7 +28,7 @@ from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 
 @dataclass(frozen=True)
-class WayHome:
+class DispatchHandle:
     """How the rows of one dispatch find back."""
 
     token_X: Tensor
@@ -71,20 +71,20 @@ class AllToAll(PrepareFinalize):
             values_TB = as_bytes(x_wire.values)
             tails_XB = self._tails(peer_X, token_X, rank_TK, x_wire.scales, routing)
             widths = values_TB.shape[1], tails_XB.shape[1]
-            rows = yield from self._exchange.out(
+            rows = yield from self._exchange.dispatch(
                 _writer(values_TB, token_X, tails_XB), widths, sent, received, "dispatch"
             )
             x_RH, slots_RK, weights_RK = opened(rows, c.wire, c.top_k)
-        home = WayHome(token_X, sent, received, x_TH.shape[0])
-        return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle=home)
+        handle = DispatchHandle(token_X, sent, received, x_TH.shape[0])
+        return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle=handle)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back the way the rows came, and add them up per token."""
-        home, exchange = tokens.handle, self._exchange
-        assert isinstance(home, WayHome)
+        handle, exchange = tokens.handle, self._exchange
+        assert isinstance(handle, DispatchHandle)
         with self.context.spans.span("combine"):
-            back = yield from exchange.home(output.y, home.token_X, home.sent, home.received, "combine")
-            y_TH = exchange.summed([back.parts], (home.num_tokens, output.y.shape[1]), output.y.dtype)
+            back = yield from exchange.combine(output.y, handle.token_X, handle.sent, handle.received, "combine")
+            y_TH = exchange.summed([back.parts], (handle.num_tokens, output.y.shape[1]), output.y.dtype)
             exchange.scratch.give(back.memory)
             return y_TH
 

@@ -29,8 +29,8 @@ from moe_mk.prepare_finalize.base import (
     TransportTraits,
     Volume,
 )
-from moe_mk.prepare_finalize.deepep.buffers import MOST_LANES, Lane, LibrarySession
-from moe_mk.prepare_finalize.deepep.common import EvenNumbers, expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, expect_room, payloads_of, rows_of
 from moe_mk.quant.plain import BF16, FP32
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
@@ -42,10 +42,10 @@ CARRIES = (BF16, FP32)
 
 
 @dataclass(frozen=True)
-class WayHome:
-    """The lane of a dispatch, its call there, and the ids that it was given."""
+class DispatchHandle:
+    """The buffer slot of a dispatch, its call there, and the ids that it was given."""
 
-    lane: Lane[Any]
+    buffer_slot: LibraryBufferSlot[Any]
     call: int
     ids_TK: Tensor
 
@@ -63,7 +63,7 @@ class Mori(PrepareFinalize):
         wants=OutputStage.REDUCED,
         wire=frozenset({"plain", "fp8", "mxfp8"}),
         min_ranks=2,
-        open_calls=MOST_LANES,
+        open_calls=MAX_OPEN_CALLS,
         blocking=True,
         comm_unit="CUs",
         deterministic=False,
@@ -74,10 +74,10 @@ class Mori(PrepareFinalize):
         super().__init__(context)
         self._ops = load("mori.ops", allow_emulated=context.allow_emulated)
         self._shmem = load("mori.shmem", allow_emulated=context.allow_emulated)
-        self._numbers = EvenNumbers(context)
+        self._numbers = UniformExpertIds(context)
         geometry = tuple(self._settings().values())
         self._session: LibrarySession[Any] = LibrarySession(context, LIBRARY, geometry)
-        self._session.see_one_lane(self._operator)
+        self._session.open_first_slot(self._operator)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts."""
@@ -86,12 +86,12 @@ class Mori(PrepareFinalize):
         x_wire = self.encode(x_TH)
         values_TX, *scales = payloads_of(x_wire)
         with c.spans.span("dispatch"):
-            lane = self._session.take("dispatch", self._operator)
-            home = WayHome(lane, lane.call, self._numbers.of(routing.ids_TK).contiguous())
+            buffer_slot = self._session.take("dispatch", self._operator)
+            handle = DispatchHandle(buffer_slot, buffer_slot.call, self._numbers.of(routing.ids_TK).contiguous())
             weights_TK = routing.weights_TK.to(torch.float32).contiguous()
             with self._session.call("dispatch"):
-                values_RX, weights_RK, scales_RX, ids_RK, total = lane.buffer.dispatch(
-                    values_TX.view(x_wire.values.dtype), weights_TK, scales[0] if scales else None, home.ids_TK,
+                values_RX, weights_RK, scales_RX, ids_RK, total = buffer_slot.buffer.dispatch(
+                    values_TX.view(x_wire.values.dtype), weights_TK, scales[0] if scales else None, handle.ids_TK,
                     **self._blocks(),
                 )  # fmt: skip
             yield InFlight("dispatch")
@@ -100,19 +100,21 @@ class Mori(PrepareFinalize):
             row_R1 = torch.arange(len(ids_RK), dtype=total.dtype, device=total.device)[:, None]
             slots_RK = torch.where(row_R1 < total, self._numbers.slots(ids_RK), -1)
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
-            return RowTokens(rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=home)
+            return RowTokens(rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back, and add up those of this rank's tokens."""
-        home, c = tokens.handle, self.context
-        assert isinstance(home, WayHome)
-        self._session.expect_open(home.lane, home.call)
+        handle, c = tokens.handle, self.context
+        assert isinstance(handle, DispatchHandle)
+        self._session.expect_open(handle.buffer_slot, handle.call)
         with c.spans.span("combine"):
             with self._session.call("combine"):
-                padded, _ = home.lane.buffer.combine(output.y.contiguous(), None, home.ids_TK, **self._blocks())
+                padded, _ = handle.buffer_slot.buffer.combine(
+                    output.y.contiguous(), None, handle.ids_TK, **self._blocks()
+                )
             yield InFlight("combine")
-            y_TH: Tensor = padded[: len(home.ids_TK)].clone()
-            home.lane.busy = False
+            y_TH: Tensor = padded[: len(handle.ids_TK)].clone()
+            handle.buffer_slot.busy = False
             return y_TH
 
     def _blocks(self) -> dict[str, int]:

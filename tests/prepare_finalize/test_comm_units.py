@@ -22,7 +22,7 @@ from moe_mk.prepare_finalize.base import Budget
 from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
 from moe_mk.prepare_finalize.deepep.v2 import DeepEPElastic
 from moe_mk.prepare_finalize.mori import Mori
-from moe_mk.prepare_finalize.one_sided.network import NetworkLane, OneSidedNetwork
+from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, OneSidedNetwork
 from moe_mk.quant.plain import BF16
 from moe_mk.testing.emulated import deep_ep, uccl
 from moe_mk.testing.emulated.deep_ep.base import V1Buffer
@@ -87,7 +87,7 @@ def test_high_throughput_calls_carry_their_number_and_the_process_keeps_its_own(
 
 def test_a_buffer_is_as_large_as_the_largest_budget_of_its_layers_wants() -> None:
     ranks = ranks_of("deepep_ht", comm_units=28)
-    (near, far, _) = ranks.transports[0]._session.kept.size
+    (near, far, _) = ranks.transports[0]._session.pool.size
     # 14 channels x 2 peers x 256 tokens of 512 + 2056 bytes (rows are padded), 20 bytes of counters each.
     assert (near, far) == (-(-14 * 2 * (256 * 2568 + 20) // 128) * 128, 0)
     context_of = [t.context for t in ranks.transports]
@@ -112,7 +112,7 @@ def test_elastic_calls_carry_their_number(monkeypatch: pytest.MonkeyPatch) -> No
     ranks = ranks_of("deepep_v2", comm_units=7)
     assert there_and_home(ranks) == home
     assert heard == [("dispatch", 7)] * 2 + [("combine", 7)] * 2
-    assert all(tokens.handle.handle.num_sms == 7 for tokens in ranks.dispatched(XB))
+    assert all(tokens.handle.library_handle.num_sms == 7 for tokens in ranks.dispatched(XB))
 
 
 def test_mori_launches_as_many_blocks_in_every_call_and_its_own_number_by_default(
@@ -193,9 +193,9 @@ def test_a_proxy_has_as_many_threads_as_its_budget(units: int | None) -> None:
     jobs = [lambda t=t, b=b: wait(there_and_back(t, *b)) for t, b in zip(made, batches, strict=True)]  # type: ignore[misc]
     home = world.together(jobs)
     for transport in made:
-        (lane,) = transport._lanes._lanes
-        assert isinstance(lane, NetworkLane)
-        proxy = lane.heap.proxy
+        (buffer,) = transport._pool.slots
+        assert isinstance(buffer, NetworkBufferSlot)
+        proxy = buffer.heap.proxy
         assert len(proxy._workers) == (units or 1) and all(worker.is_alive for worker in proxy._workers)
         assert len(proxy.channels) == max(units or 1, 2), "a ring for each thread"
     assert len(set(threading.enumerate()) - before) >= 4 * (units or 1)
@@ -216,14 +216,14 @@ def test_a_layer_explains_the_threads_that_it_has() -> None:
     torch.testing.assert_close(three[0][1], layer(9, 2)(torch.ones((3, HIDDEN))))
     for made, _ in three:
         assert made.explain().budget == Budget("threads", 2, "kernel.comm_units")
-        (lane,) = made.kernel.prepare_finalize._lanes._lanes  # type: ignore[union-attr]
-        assert len(lane.heap.proxy._workers) == 2
+        (buffer,) = made.kernel.prepare_finalize._pool.slots  # type: ignore[union-attr]
+        assert len(buffer.heap.proxy._workers) == 2
 
 
 def test_layers_with_another_budget_have_proxies_of_their_own() -> None:
     comm = ThreadWorld(4).communicators()[0]
     one, same, other = (OneSidedNetwork(replace(context(comm), comm_units=units)) for units in (2, 2, 3))
-    assert one._lanes is same._lanes and one._lanes is not other._lanes
+    assert one._pool is same._pool and one._pool is not other._pool
 
 
 def test_more_threads_than_peers_are_refused() -> None:

@@ -59,7 +59,7 @@ def test_combine_is_given_the_ids_that_this_rank_dispatched() -> None:
     seen = []
     ranks = Ranks(NAME)
     for transport in ranks.transports:
-        operator = transport._session.kept.lanes[0].buffer
+        operator = transport._session.pool.slots[0].buffer
         combine = operator.combine
         operator.combine = lambda y, w, ids, combine=combine: (seen.append(ids.tolist()), combine(y, w, ids))[1]
     tokens = ranks.dispatched()
@@ -69,9 +69,9 @@ def test_combine_is_given_the_ids_that_this_rank_dispatched() -> None:
 
 def test_several_nodes_are_served_by_the_kernels_for_them() -> None:
     place = ExpertMap.linear(4, 4)
-    config = Ranks(NAME, place, ranks_per_node=2).transports[0]._session.kept.lanes[0].buffer.config
+    config = Ranks(NAME, place, ranks_per_node=2).transports[0]._session.pool.slots[0].buffer.config
     assert config.kernel_type.name == "InterNodeV1" and config.gpu_per_node == 2
-    config = Ranks(NAME, place).transports[0]._session.kept.lanes[0].buffer.config
+    config = Ranks(NAME, place).transports[0]._session.pool.slots[0].buffer.config
     assert config.kernel_type.name == "IntraNode" and config.gpu_per_node == 4
 
 

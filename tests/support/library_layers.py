@@ -56,8 +56,8 @@ class Model:
     @property
     def buffers(self) -> list[list[Any]]:
         """What each layer uses at the moment."""
-        kept = [[layer.prepare_finalize._session.kept for layer in mine] for mine in self.layers]  # type: ignore[attr-defined]
-        return [[each.lanes[0] if each.lanes else each.buffer for each in mine] for mine in kept]
+        kept = [[layer.prepare_finalize._session.pool for layer in mine] for mine in self.layers]  # type: ignore[attr-defined]
+        return [[each.slots[0] if each.slots else each.buffer for each in mine] for mine in kept]
 
 
 def batch(seed: int, hidden: int = 4, tokens: int = 6) -> tuple[Tensor, Routing]:

@@ -18,11 +18,11 @@ from moe_mk.errors import CommError, MoEMKError, UnsupportedError
 from moe_mk.prepare_finalize.base import TransportContext
 
 B = TypeVar("B")
-MOST_LANES = 8
+MAX_OPEN_CALLS = 8
 
 
 @dataclass
-class Lane(Generic[B]):
+class LibraryBufferSlot(Generic[B]):
     """What a library gives for one call at a time, and the number of the call that it serves."""
 
     buffer: B
@@ -31,13 +31,13 @@ class Lane(Generic[B]):
 
 
 @dataclass(eq=False)
-class Kept(GroupResource, Generic[B]):
+class LibraryBufferPool(GroupResource, Generic[B]):
     """What is open of a library over one group, for rows of one geometry."""
 
     buffer: B | None = None
     size: tuple[int, ...] = ()
     """What the buffer was asked to hold, in the units of the library's own arguments."""
-    lanes: list[Lane[B]] = field(default_factory=list)
+    slots: list[LibraryBufferSlot[B]] = field(default_factory=list)
     in_flight: int = 0
     """Operations that were issued and have not arrived, of all layers."""
     failure: str = ""
@@ -45,7 +45,7 @@ class Kept(GroupResource, Generic[B]):
     """Ranks that take no part, see `PrepareFinalize.leave_out`."""
 
     @classmethod
-    def of(cls, comm: Communicator, key: Hashable) -> Kept[Any]:
+    def of(cls, comm: Communicator, key: Hashable) -> LibraryBufferPool[Any]:
         """What the communicator keeps; something new if there is nothing, or nothing that works."""
         kept = comm.kept.get((cls, key))
         if not isinstance(kept, cls) or kept.failure:
@@ -72,54 +72,54 @@ class LibrarySession(Generic[B]):
     def __init__(self, context: TransportContext, library: str, geometry: Hashable = ()) -> None:
         """geometry: whatever layers must have in common to share a buffer."""
         self._rank, self._layer, self._library = context.comm.rank, context.comm.layer, library
-        self.kept: Kept[B] = Kept.of(context.comm, (library, geometry))
+        self.pool: LibraryBufferPool[B] = LibraryBufferPool.of(context.comm, (library, geometry))
 
     @property
     def buffer(self) -> B:
         """The buffer as it is now; a layer that needed more may have replaced it."""
-        assert self.kept.buffer is not None
-        return self.kept.buffer
+        assert self.pool.buffer is not None
+        return self.pool.buffer
 
     def open(self, size: tuple[int, ...], make: Callable[[tuple[int, ...]], B]) -> None:
         """See that there is a buffer of `size` or more in every respect; one that is too small is replaced.
 
         A call under way goes on in the buffer it began in, which ends after it.
         """
-        kept = self.kept
-        if kept.buffer is None or any(asked > held for asked, held in zip(size, kept.size, strict=True)):
-            most = tuple(map(max, zip(size, kept.size or size, strict=True)))
+        pool = self.pool
+        if pool.buffer is None or any(asked > held for asked, held in zip(size, pool.size, strict=True)):
+            most = tuple(map(max, zip(size, pool.size or size, strict=True)))
             self._expect_all_ranks("a larger buffer")
             with self.call("set-up"):
-                kept.buffer = make(most)
-            kept.size = most
+                pool.buffer = make(most)
+            pool.size = most
 
-    def see_one_lane(self, make: Callable[[int], B]) -> None:
-        """Open the first lane if there is none, so that what stands against it is known before any call."""
-        if not self.kept.lanes:
-            self._one_more_lane("open", make)
+    def open_first_slot(self, make: Callable[[int], B]) -> None:
+        """Open the first buffer slot if there is none, so that what stands against it is known before any call."""
+        if not self.pool.slots:
+            self._one_more_slot("open", make)
 
-    def take(self, phase: str, make: Callable[[int], B]) -> Lane[B]:
-        """An idle lane for one call; where all are busy one more, which every rank makes at the same call.
+    def take(self, phase: str, make: Callable[[int], B]) -> LibraryBufferSlot[B]:
+        """An idle buffer slot for one call; where all are busy one more, which every rank makes at the same call.
 
         make: given how many there are. Raises CommError with too many calls open.
         """
-        idle = next((lane for lane in self.kept.lanes if not lane.busy), None)
-        lane = idle or self._one_more_lane(phase, make)
-        lane.call, lane.busy = lane.call + 1, True
-        return lane
+        idle = next((buffer_slot for buffer_slot in self.pool.slots if not buffer_slot.busy), None)
+        buffer_slot = idle or self._one_more_slot(phase, make)
+        buffer_slot.call, buffer_slot.busy = buffer_slot.call + 1, True
+        return buffer_slot
 
-    def _one_more_lane(self, phase: str, make: Callable[[int], B]) -> Lane[B]:
-        lanes = self.kept.lanes
-        if len(lanes) == MOST_LANES:
-            text = f"{MOST_LANES} calls were prepared and not finalized; finalize each before the next"
+    def _one_more_slot(self, phase: str, make: Callable[[int], B]) -> LibraryBufferSlot[B]:
+        slots = self.pool.slots
+        if len(slots) == MAX_OPEN_CALLS:
+            text = f"{MAX_OPEN_CALLS} calls were prepared and not finalized; finalize each before the next"
             raise CommError(text, rank=self._rank, phase=phase, layer=self._layer)
         self._expect_all_ranks("one more workspace")
         with self.call(phase):
-            lanes.append(Lane(make(len(lanes))))
-        return lanes[-1]
+            slots.append(LibraryBufferSlot(make(len(slots))))
+        return slots[-1]
 
     def _expect_all_ranks(self, what: str) -> None:
-        if gone := sorted(self.kept.left_out):
+        if gone := sorted(self.pool.left_out):
             way_out = "form a group of the other ranks and call RebalanceManager.rank_lost()"
             refusal = UnsupportedError(
                 f"{what} of {self._library} needs every rank; ranks {gone} are left out", [way_out]
@@ -129,14 +129,14 @@ class LibrarySession(Generic[B]):
 
     def expect_between_calls(self, verb: str, ranks: Collection[int]) -> None:
         """Raise UnsupportedError while a call of any layer is under way."""
-        flying = self.kept.in_flight + sum(lane.busy for lane in self.kept.lanes)
+        flying = self.pool.in_flight + sum(buffer_slot.busy for buffer_slot in self.pool.slots)
         if flying:
             reason = f"{flying} operations are in flight; finish the step first"
             raise UnsupportedError(f"rank {self._rank} cannot {verb} {sorted(ranks)} inside a step", [reason])
 
-    def expect_open(self, lane: Lane[B], call: int) -> None:
-        """Raise CommError for tokens that were finalized before, whoever uses the lane now."""
-        if not lane.busy or lane.call != call:
+    def expect_open(self, buffer_slot: LibraryBufferSlot[B], call: int) -> None:
+        """Raise CommError for tokens that were finalized before, whoever uses the buffer slot now."""
+        if not buffer_slot.busy or buffer_slot.call != call:
             text = "these tokens were finalized before"
             raise CommError(text, rank=self._rank, phase="combine", layer=self._layer)
 
@@ -145,20 +145,20 @@ class LibrarySession(Generic[B]):
         """Make one call. Raises CommError for a peer that is dead, late or disagrees, and for calls after that;
         UnsupportedError for what the library refuses.
         """
-        if said := self.kept.failure:
+        if said := self.pool.failure:
             text = f"an earlier call failed, so ranks no longer agree on a call: build the layer anew ({said})"
             raise CommError(text, rank=self._rank, phase=phase, layer=self._layer)
         try:
             yield
         except MoEMKError as problem:
-            self.kept.failure = str(problem)
+            self.pool.failure = str(problem)
             raise
         except AssertionError as problem:
-            self.kept.failure = _first_line(problem)
-            raise UnsupportedError(f"{self._library} refuses {phase}", [self.kept.failure]) from problem
+            self.pool.failure = _first_line(problem)
+            raise UnsupportedError(f"{self._library} refuses {phase}", [self.pool.failure]) from problem
         except (RuntimeError, OSError) as problem:
             said = f"{self._library} failed, as it does when a peer is dead or late: {_first_line(problem)}"
-            self.kept.failure = said
+            self.pool.failure = said
             raise CommError(said, rank=self._rank, phase=phase, layer=self._layer) from problem
 
 

@@ -44,7 +44,7 @@ from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
 
 
-class EvenNumbers:
+class UniformExpertIds:
     """Between physical ids, numbers and slots of this rank. multiple: of what there must be numbers in all."""
 
     def __init__(self, context: TransportContext, multiple: int = 1) -> None:
@@ -189,11 +189,11 @@ class Surface:
 
 
 @dataclass(frozen=True)
-class WayHome:
+class DispatchHandle:
     """The library's handle of one dispatch, and the buffer that it went through."""
 
     buffer: Surface
-    handle: Any
+    library_handle: Any
 
 
 class RowKernels(PrepareFinalize):
@@ -208,19 +208,19 @@ class RowKernels(PrepareFinalize):
         """Check what travels; no buffer is made yet. Raises UnsupportedError."""
         super().__init__(context)
         expect_wire(context.wire, self.traits.library)
-        self._numbers = EvenNumbers(context)
+        self._numbers = UniformExpertIds(context)
         self._hidden = padded_row(context.hidden_size, HIGH_THROUGHPUT_ROW_BYTES)
         self._session: LibrarySession[Surface] = LibrarySession(context, self.traits.library, self.kernels)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums home, where the library adds them up."""
-        c, home = self.context, tokens.handle
-        assert isinstance(home, WayHome)
+        c, handle = self.context, tokens.handle
+        assert isinstance(handle, DispatchHandle)
         y_RH = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()
         with c.spans.span("combine"):
             with self._session.call("combine"):
-                needed = {"x": y_RH, "handle": home.handle, self.later: True, **self._units(combine=True)}
-                total_TH, _, event = home.buffer.combine(needed)
+                needed = {"x": y_RH, "handle": handle.library_handle, self.later: True, **self._units(combine=True)}
+                total_TH, _, event = handle.buffer.combine(needed)
             yield InFlight("combine")
             self._wait(event, "combine")
             y_TH: Tensor = total_TH[:, : c.hidden_size].contiguous()

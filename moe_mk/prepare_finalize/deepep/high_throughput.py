@@ -38,9 +38,9 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportCont
 from moe_mk.prepare_finalize.deepep.common import (
     DEEPEP,
     Call,
+    DispatchHandle,
     RowKernels,
     Surface,
-    WayHome,
     from_library,
     no_more_tokens,
     one_row_a_rank,
@@ -101,7 +101,9 @@ class HighThroughputTransport(RowKernels):
             self._wait(event, "dispatch")
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
             x_RH = from_library(received, c.wire, c.hidden_size)
-            return RowTokens(x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, handle=WayHome(buffer, handle))
+            return RowTokens(
+                x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, handle=DispatchHandle(buffer, handle)
+            )
 
     def _configs_of(self, library: ModuleType) -> tuple[Any, ...]:
         """Configs of dispatch and combine with a budget of their own; none where the library's are right.

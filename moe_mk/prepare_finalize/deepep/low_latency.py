@@ -54,7 +54,7 @@ from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
 from moe_mk.prepare_finalize.deepep.common import (
     DEEPEP,
     Call,
-    EvenNumbers,
+    UniformExpertIds,
     bf16_reasons,
     expect_wire,
     fp8_reasons,
@@ -131,10 +131,10 @@ class Surface:
 
 
 @dataclass(frozen=True)
-class WayHome:
+class DispatchHandle:
     """What combine must be given: the library's handle, and this rank's own ids and weights."""
 
-    handle: object
+    library_handle: object
     ids_TK: Tensor
     weights_TK: Tensor
 
@@ -152,7 +152,7 @@ class LowLatencyTransport(PrepareFinalize):
         if hidden is None:
             longest = f"the longest that {self.traits.library} is built for is {max(self.dialect.hidden)}"
             raise UnsupportedError(f"rows of {context.hidden_size} cannot travel", [longest])
-        self._hidden, self._numbers = hidden, EvenNumbers(context)
+        self._hidden, self._numbers = hidden, UniformExpertIds(context)
         self._max_tokens = low_latency_tokens(context.max_num_tokens, context.comm.size)
         library = load(self.traits.library, allow_emulated=context.allow_emulated)
         if not hasattr(library, "Buffer") and self.dialect.surface:
@@ -184,22 +184,22 @@ class LowLatencyTransport(PrepareFinalize):
             self._expect_unmasked("dispatch")
             self._expect_turn("dispatch")
             with self._session.call("dispatch"):
-                rows, counts_L, handle, _, hook = self._session.buffer.dispatch(needed, options)
+                rows, counts_L, library_handle, _, hook = self._session.buffer.dispatch(needed, options)
             yield from self._arrival(hook, "dispatch")
-            home = WayHome(handle, ids_TK, routing.weights_TK.to(torch.float32).contiguous())
-            return BatchedTokens(self._as_wire(rows), counts_L[: c.num_slots].to(torch.int64), home=None, handle=home)
+            handle = DispatchHandle(library_handle, ids_TK, routing.weights_TK.to(torch.float32).contiguous())
+            return BatchedTokens(self._as_wire(rows), counts_L[: c.num_slots].to(torch.int64), home=None, handle=handle)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send each slot back, weighed and summed on arrival."""
-        c, home = self.context, tokens.handle
-        assert isinstance(home, WayHome)
+        c, handle = self.context, tokens.handle
+        assert isinstance(handle, DispatchHandle)
         needed = {
             "x": pad(
                 output.y, (0, self._hidden - c.hidden_size, 0, 0, 0, self._numbers.per_rank - c.num_slots)
             ).contiguous(),
-            "topk_idx": home.ids_TK,
-            "topk_weights": home.weights_TK,
-            "handle": home.handle,
+            "topk_idx": handle.ids_TK,
+            "topk_weights": handle.weights_TK,
+            "handle": handle.library_handle,
             "return_recv_hook": True,
         }
         with c.spans.span("combine"):
@@ -240,7 +240,7 @@ class LowLatencyTransport(PrepareFinalize):
 
     def _expect_turn(self, phase: str) -> None:
         """The library has two buffers that take turns: a third operation, of whichever layer, would overwrite one."""
-        if self._session.kept.in_flight >= LOW_LATENCY_IN_FLIGHT:
+        if self._session.pool.in_flight >= LOW_LATENCY_IN_FLIGHT:
             way_out = "run at most two micro-batches at once"
             refusal = UnsupportedError(
                 f"{self.traits.library} has two operations in flight already, {phase}", [way_out]
@@ -250,11 +250,11 @@ class LowLatencyTransport(PrepareFinalize):
 
     def _arrival(self, hook: Callable[[], None], phase: str) -> Flight[None]:
         """Leave the flight alone once, then receive; also where the flight is given up, so that the buffer is free."""
-        self._session.kept.in_flight += 1
+        self._session.pool.in_flight += 1
         try:
             yield InFlight(phase)
         finally:
-            self._session.kept.in_flight -= 1
+            self._session.pool.in_flight -= 1
             with self._session.call(phase):
                 hook()
 
@@ -338,7 +338,7 @@ class DeepEPLowLatency(LowLatencyTransport):
 
         A rank that comes back must have kept its buffer and have ended its last call.
         """
-        surface, kept = self._session.buffer, self._session.kept
+        surface, kept = self._session.buffer, self._session.pool
         if surface.mask is None:
             super().leave_out(active_W)
             return
@@ -359,7 +359,7 @@ class DeepEPLowLatency(LowLatencyTransport):
             self._expect_unmasked("combine")
 
     def _expect_unmasked(self, phase: str) -> None:
-        mask, comm, left_out = self._session.buffer.mask, self.context.comm, self._session.kept.left_out
+        mask, comm, left_out = self._session.buffer.mask, self.context.comm, self._session.pool.left_out
         masked = [] if mask is None else [rank for rank, status in enumerate(mask.host_W.tolist()) if status]
         for rank in masked:
             if rank not in left_out:

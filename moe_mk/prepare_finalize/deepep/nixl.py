@@ -117,7 +117,7 @@ class NixlEP(LowLatencyTransport):
             yield surface.buffer
         assert surface.away_W is not None
         surface.away_W[sorted(ranks)] = away  # in place: a captured graph reads it anew
-        kept = self._session.kept
+        kept = self._session.pool
         kept.left_out = kept.left_out | set(ranks) if away else kept.left_out - set(ranks)
 
     def _numbers_of(self, physical_TK: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportCont
 from moe_mk.prepare_finalize.deepep.common import (
     DEEPEP,
     Call,
+    DispatchHandle,
     RowKernels,
     Surface,
-    WayHome,
     from_library,
     no_more_tokens,
     one_row_a_rank,
@@ -106,15 +106,17 @@ class ElasticTransport(RowKernels):
                 rows, slots, weights, handle, event = buffer.dispatch(needed, {"expert_alignment": 1})
             yield InFlight("dispatch")
             self._wait(event, "dispatch")
-            return self._tokens(from_library(rows, c.wire, c.hidden_size), slots, weights, WayHome(buffer, handle))
+            return self._tokens(
+                from_library(rows, c.wire, c.hidden_size), slots, weights, DispatchHandle(buffer, handle)
+            )
 
-    def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor, weights_RK: Tensor, home: WayHome) -> Tokens:
+    def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor, weights_RK: Tensor, handle: DispatchHandle) -> Tokens:
         """Rows behind the last that came hold anything at all, and weights are those of all ranks' experts."""
-        came = home.handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        came = handle.library_handle.psum_num_recv_tokens_per_scaleup_rank[-1]
         number_R = torch.arange(len(slots_RK), dtype=torch.int32, device=slots_RK.device)
         mine_RK = (number_R < came)[:, None] & (slots_RK >= 0)
         slots_RK, weights_RK = torch.where(mine_RK, slots_RK, -1), torch.where(mine_RK, weights_RK, 0.0)
-        return RowTokens(x_RH, slots_RK.to(torch.int32), weights_RK, self.context.num_slots, handle=home)
+        return RowTokens(x_RH, slots_RK.to(torch.int32), weights_RK, self.context.num_slots, handle=handle)
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
@@ -181,14 +183,14 @@ class DeepEPElasticGrouped(ElasticTransport):
         graph_safe=False,  # rows without gaps need their number on the host
     )
 
-    def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor | None, weights_RK: Tensor, home: WayHome) -> Tokens:
+    def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor | None, weights_RK: Tensor, handle: DispatchHandle) -> Tokens:
         """Groups lie without gaps, as they are aligned to one row; each assignment has a row of its own."""
         del slots_RK
-        upto_L = home.handle.psum_num_recv_tokens_per_expert[: self.context.num_slots].to(torch.int64)
+        upto_L = handle.library_handle.psum_num_recv_tokens_per_expert[: self.context.num_slots].to(torch.int64)
         counts_L = upto_L.diff(prepend=torch.zeros_like(upto_L[:1]))
         rows = len(weights_RK)
         row_N = torch.arange(rows, dtype=torch.int64, device=weights_RK.device)
-        return GroupedTokens(x_RH, counts_L, row_N, weights_RK, rows, handle=home)
+        return GroupedTokens(x_RH, counts_L, row_N, weights_RK, rows, handle=handle)
 
     @classmethod
     def max_rows(cls, problem: Problem) -> int:

@@ -28,8 +28,8 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
-from moe_mk.prepare_finalize.deepep.buffers import MOST_LANES, Lane, LibrarySession
-from moe_mk.prepare_finalize.deepep.common import Call, EvenNumbers, expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
+from moe_mk.prepare_finalize.deepep.common import Call, UniformExpertIds, expect_room, payloads_of, rows_of
 from moe_mk.prepare_finalize.flashinfer.mapping import DOMAIN, LIBRARY, domain_of
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant.wire import row_bytes
@@ -41,10 +41,10 @@ LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
-class WayHome:
-    """The lane that a dispatch went through, and its call there."""
+class DispatchHandle:
+    """The buffer slot that a dispatch went through, and its call there."""
 
-    lane: Lane[Any]
+    buffer_slot: LibraryBufferSlot[Any]
     call: int
 
 
@@ -56,7 +56,7 @@ class NvlinkOneSided(PrepareFinalize):
         DOMAIN,
         summary="FlashInfer, rows written straight into peers' memory; inside one NVLink domain",
         max_ranks=64,
-        open_calls=MOST_LANES,
+        open_calls=MAX_OPEN_CALLS,
         masks_ranks=True,
     )
 
@@ -69,14 +69,14 @@ class NvlinkOneSided(PrepareFinalize):
             raise UnsupportedError("transport 'nvlink_one_sided' cannot use the installed flashinfer", [lacks])
         self._masks = Call(self._library.MoeAlltoAll, []).knows("enable_rank_mask")
         self._mapping, self._config = domain_of(context)
-        self._numbers = EvenNumbers(context)
+        self._numbers = UniformExpertIds(context)
         self._top_k = next(k for k in TOP_KS if k >= context.top_k)
-        home = row_bytes(context.dtype, context.hidden_size)
-        out = max(home, row_bytes(context.wire, context.hidden_size)) + 8 * self._top_k
-        self._size = workspace_bytes(context.comm.size, context.max_num_tokens, out, home)
+        combined = row_bytes(context.dtype, context.hidden_size)
+        dispatched = max(combined, row_bytes(context.wire, context.hidden_size)) + 8 * self._top_k
+        self._size = workspace_bytes(context.comm.size, context.max_num_tokens, dispatched, combined)
         geometry = (self._size, context.max_num_tokens, self._top_k, self._numbers.total)
         self._session: LibrarySession[Any] = LibrarySession(context, LIBRARY, geometry)
-        self._session.see_one_lane(self._exchange)
+        self._session.open_first_slot(self._exchange)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts."""
@@ -84,28 +84,34 @@ class NvlinkOneSided(PrepareFinalize):
         expect_room(x_TH, c)
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
-            lane = self._session.take("dispatch", self._exchange)
+            buffer_slot = self._session.take("dispatch", self._exchange)
             more = self._top_k - c.top_k
             ids_TK = pad(self._numbers.of(routing.ids_TK), (0, more), value=-1)
             tails = [ids_TK, pad(routing.weights_TK.to(torch.float32), (0, more))]
             with self._session.call("dispatch"):
-                *x_parts, ids_RK, weights_RK = self._dispatch(lane, [*payloads_of(x_wire), *tails])
+                *x_parts, ids_RK, weights_RK = self._dispatch(buffer_slot, [*payloads_of(x_wire), *tails])
             yield InFlight("dispatch")
             slots_RK = self._numbers.slots(ids_RK[:, : c.top_k])
             mine_RK = torch.where(slots_RK >= 0, weights_RK[:, : c.top_k], 0.0)
-            return RowTokens(rows_of(x_parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=WayHome(lane, lane.call))
+            return RowTokens(
+                rows_of(x_parts, x_wire),
+                slots_RK,
+                mine_RK,
+                c.num_slots,
+                handle=DispatchHandle(buffer_slot, buffer_slot.call),
+            )
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Leave sums where the homes of their tokens read them, and add up those of this rank's tokens."""
-        home, c = tokens.handle, self.context
-        assert isinstance(home, WayHome)
-        self._session.expect_open(home.lane, home.call)
+        handle, c = tokens.handle, self.context
+        assert isinstance(handle, DispatchHandle)
+        self._session.expect_open(handle.buffer_slot, handle.call)
         with c.spans.span("combine"):
             payload = output.y.contiguous().view(c.comm.size, c.max_num_tokens, c.hidden_size)
             with self._session.call("combine"):
-                y_TH: Tensor = home.lane.buffer.combine(payload, c.max_num_tokens, **self._mask)
+                y_TH: Tensor = handle.buffer_slot.buffer.combine(payload, c.max_num_tokens, **self._mask)
             yield InFlight("combine")
-            home.lane.busy = False
+            handle.buffer_slot.busy = False
             return y_TH
 
     def leave_out(self, active_W: Tensor) -> None:
@@ -117,7 +123,7 @@ class NvlinkOneSided(PrepareFinalize):
         if not self._masks:
             super().leave_out(active_W)
             return
-        kept = self._session.kept
+        kept = self._session.pool
         gone = frozenset(rank for rank, on in enumerate(self.active_ranks(active_W)) if not on)
         self._session.expect_between_calls("leave out", gone)
         if back := sorted(kept.left_out - gone):
@@ -131,14 +137,14 @@ class NvlinkOneSided(PrepareFinalize):
         """The argument for calls that mask ranks, as `moe_a2a_active_rank_mask` of the library makes it."""
         if not self._masks:
             return {}
-        bits = sum(1 << rank for rank in range(self.context.comm.size) if rank not in self._session.kept.left_out)
+        bits = sum(1 << rank for rank in range(self.context.comm.size) if rank not in self._session.pool.left_out)
         return {"active_rank_mask": torch.tensor([bits], dtype=torch.uint64, device="cpu")}
 
-    def _dispatch(self, lane: Lane[Any], payloads: list[Tensor]) -> list[Tensor]:
+    def _dispatch(self, buffer_slot: LibraryBufferSlot[Any], payloads: list[Tensor]) -> list[Tensor]:
         """Windows of each payload as rows. The library wants the widest elements first."""
         ids_TK = payloads[-2]
         widest_first = sorted(range(len(payloads)), key=lambda number: -payloads[number].element_size())
-        windows = lane.buffer.dispatch(
+        windows = buffer_slot.buffer.dispatch(
             self._routes(ids_TK),
             [payloads[number] for number in widest_first],
             self.context.max_num_tokens,

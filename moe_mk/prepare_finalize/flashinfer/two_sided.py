@@ -27,7 +27,7 @@ from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
-from moe_mk.prepare_finalize.deepep.common import EvenNumbers, expect_room, payloads_of, rows_of
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, expect_room, payloads_of, rows_of
 from moe_mk.prepare_finalize.flashinfer.mapping import DOMAIN, LIBRARY, domain_of
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
 
@@ -40,7 +40,7 @@ CONNECTION_BYTES = 256
 
 
 @dataclass(frozen=True)
-class WayHome:
+class DispatchHandle:
     """What the library said about a dispatch."""
 
     route: Any
@@ -63,7 +63,7 @@ class NvlinkTwoSided(PrepareFinalize):
         moe = load("flashinfer.comm.trtllm_alltoall", allow_emulated=context.allow_emulated).MnnvlMoe
         self._moe = moe
         mapping, config = domain_of(context)
-        self._numbers = EvenNumbers(context, MULTIPLE)
+        self._numbers = UniformExpertIds(context, MULTIPLE)
         self._session: LibrarySession[tuple[Any, Any]] = LibrarySession(context, LIBRARY, "two-sided")
         self._session.open(
             (), lambda _: (moe.get_moe_prepare_workspace(mapping, config), moe.get_moe_workspaces(mapping, config))
@@ -88,18 +88,18 @@ class NvlinkTwoSided(PrepareFinalize):
             yield InFlight("dispatch")
             slots_RK = self._numbers.slots(ids_RK)
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
-            home = WayHome(route, x_TH.shape[0])
-            return RowTokens(rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=home)
+            handle = DispatchHandle(route, x_TH.shape[0])
+            return RowTokens(rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Push sums back, and add up those of each token."""
-        home, c = tokens.handle, self.context
-        assert isinstance(home, WayHome)
+        handle, c = tokens.handle, self.context
+        assert isinstance(handle, DispatchHandle)
         with c.spans.span("combine"):
             _, for_rows = self._session.buffer
             with self._session.call("combine"):
                 y_TX: Tensor = self._moe.mnnvl_moe_alltoallv_combine(
-                    _aligned(output.y), home.route, for_rows, c.comm.rank, c.comm.size, c.top_k, home.num_tokens
+                    _aligned(output.y), handle.route, for_rows, c.comm.rank, c.comm.size, c.top_k, handle.num_tokens
                 )
             yield InFlight("combine")
             return y_TX[:, : output.y.shape[1]].contiguous()

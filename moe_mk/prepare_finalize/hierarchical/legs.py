@@ -37,7 +37,7 @@ class Leg:
 
 
 @dataclass(frozen=True)
-class WayHome:
+class DispatchHandle:
     """How the sums of one piece find back: the leg between nodes, then the leg inside this one."""
 
     between: Leg

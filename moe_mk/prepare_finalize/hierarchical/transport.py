@@ -31,9 +31,9 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
-from moe_mk.prepare_finalize.hierarchical.legs import Held, Leg, WayHome, handed_on, joined, wanted
+from moe_mk.prepare_finalize.hierarchical.legs import DispatchHandle, Held, Leg, handed_on, joined, wanted
 from moe_mk.prepare_finalize.packing import Rows, apart, opened, packed_row_bytes, side_by_side
-from moe_mk.prepare_finalize.rows.exchange import Borrowed, RowExchange, SumsHome, kept_bytes
+from moe_mk.prepare_finalize.rows.exchange import Borrowed, ReturnedSums, RowExchange, kept_bytes
 from moe_mk.prepare_finalize.rows.sums import Part
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
@@ -80,36 +80,40 @@ class Hierarchical(PrepareFinalize):
             cuts = self._cuts(x_TH.shape[0])
             pieces = [rows[cut] for cut in cuts]
             lists = [wanted(node_TK[cut], self._relay_of) for cut in cuts]
-            legs = yield from self._told(lists, self._relays, pieces, "dispatch counts")
-            ways, arrived = yield from (self._straight if self._alone else self._relayed)(pieces, legs)
+            legs = yield from self._exchange_counts(lists, self._relays, pieces, "dispatch counts")
+            handles, arrived = yield from (self._dispatch_direct if self._alone else self._dispatch_relayed)(
+                pieces, legs
+            )
             x_RH, physical_RK, weights_RK = opened(joined(arrived), c.wire, c.top_k)
-            return self.local_rows(x_RH, physical_RK, weights_RK, handle=tuple(ways))
+            return self.local_rows(x_RH, physical_RK, weights_RK, handle=tuple(handles))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Return sums to the relays, add up those of this node, send them home, and add up the nodes."""
-        ways = tokens.handle
-        assert isinstance(ways, tuple)
+        handles = tokens.handle
+        assert isinstance(handles, tuple)
         with self.context.spans.span("combine"):
-            parts = torch.split(output.y, [sum(home.within.received) for home in ways])
+            parts = torch.split(output.y, [sum(handle.within.received) for handle in handles])
             crossing: Flight[Tensor] | None = None
             totals: list[Tensor] = []
-            for home, part_RH in zip(ways, parts, strict=True):
+            for handle, part_RH in zip(handles, parts, strict=True):
                 if self._alone:
-                    totals.append((yield from self._straight_home(part_RH, home)))
+                    totals.append((yield from self._combine_direct(part_RH, handle)))
                     continue
-                within = home.within
-                back = yield from self._exchange.home(part_RH, within.row_X, within.sent, within.received, "gather")
+                within = handle.within
+                back = yield from self._exchange.combine(part_RH, within.row_X, within.sent, within.received, "gather")
                 if crossing is not None:
                     totals.append((yield from crossing))
-                crossing = _begun(self._home(back, home.between, output.y))
+                crossing = _begun(self._combine_nodes(back, handle.between, output.y))
             if crossing is not None:
                 yield InFlight("combine")
                 totals.append((yield from crossing))
             return totals[0] if len(totals) == 1 else torch.cat(totals)
 
-    def _relayed(self, pieces: Sequence[Rows], legs: Sequence[Leg]) -> Flight[tuple[list[WayHome], list[Rows]]]:
+    def _dispatch_relayed(
+        self, pieces: Sequence[Rows], legs: Sequence[Leg]
+    ) -> Flight[tuple[list[DispatchHandle], list[Rows]]]:
         """Both levels: while a piece crosses, the one before it is handed on."""
-        ways, arrived = [], []
+        handles, arrived = [], []
         crossing = _begun(self._cross(pieces[0], legs[0]))
         yield InFlight("dispatch")
         for number, (piece, between) in enumerate(zip(pieces, legs, strict=True)):
@@ -120,28 +124,32 @@ class Hierarchical(PrepareFinalize):
                 piece, side_by_side(landed.rows, piece.values.shape[1]), between, self.context.comm.rank
             )
             lists = [wanted(self._rank_of(held), {rank: rank for rank in self._members})]
-            (within,) = yield from self._told(lists, self._members, [held], "relay counts")
+            (within,) = yield from self._exchange_counts(lists, self._members, [held], "relay counts")
             write = held.writer(within.row_X, within.sent)
-            arrived.append((yield from self._exchange.out(write, piece.widths, within.sent, within.received, "relay")))
+            arrived.append(
+                (yield from self._exchange.dispatch(write, piece.widths, within.sent, within.received, "relay"))
+            )
             self._exchange.scratch.give(landed)
-            ways.append(WayHome(between, within))
-        return ways, arrived
+            handles.append(DispatchHandle(between, within))
+        return handles, arrived
 
-    def _straight(self, pieces: Sequence[Rows], legs: Sequence[Leg]) -> Flight[tuple[list[WayHome], list[Rows]]]:
+    def _dispatch_direct(
+        self, pieces: Sequence[Rows], legs: Sequence[Leg]
+    ) -> Flight[tuple[list[DispatchHandle], list[Rows]]]:
         """Nodes of one rank: what has crossed is where it should be. Counted as if it were relayed to this rank."""
-        ways, arrived, comm = [], [], self.context.comm
+        handles, arrived, comm = [], [], self.context.comm
         for piece, leg in zip(pieces, legs, strict=True):
             write = Held((piece,)).writer(leg.row_X, leg.sent)
-            rows = yield from self._exchange.out(write, piece.widths, leg.sent, leg.received, "dispatch", "relay")
+            rows = yield from self._exchange.dispatch(write, piece.widths, leg.sent, leg.received, "dispatch", "relay")
             comm.traffic.stayed("relay counts", COUNT_BYTES, comm.rank)
             arrived.append(rows)
-            ways.append(WayHome(leg, leg))
-        return ways, arrived
+            handles.append(DispatchHandle(leg, leg))
+        return handles, arrived
 
-    def _straight_home(self, y_RH: Tensor, way: WayHome) -> Flight[Tensor]:
+    def _combine_direct(self, y_RH: Tensor, handle: DispatchHandle) -> Flight[Tensor]:
         """Back from nodes of one rank, which are added in their order."""
-        leg, exchange = way.between, self._exchange
-        back = yield from exchange.home(y_RH, leg.row_X, leg.sent, leg.received, "combine", "gather")
+        leg, exchange = handle.between, self._exchange
+        back = yield from exchange.combine(y_RH, leg.row_X, leg.sent, leg.received, "combine", "gather")
         y_TH = exchange.summed([back.parts], (leg.held, y_RH.shape[1]), y_RH.dtype)
         exchange.scratch.give(back.memory)
         return y_TH
@@ -155,7 +163,7 @@ class Hierarchical(PrepareFinalize):
         exchange.scratch.give(going)
         return landed
 
-    def _home(self, gathered: SumsHome, between: Leg, like_RH: Tensor) -> Flight[Tensor]:
+    def _combine_nodes(self, gathered: ReturnedSums, between: Leg, like_RH: Tensor) -> Flight[Tensor]:
         """Send the sums of foreign tokens home, and add up the nodes of this rank's own, in the dtype of `like_RH`."""
         (hidden, dtype), exchange = (like_RH.shape[1], like_RH.dtype), self._exchange
         before = sum(between.received[: self.context.comm.rank])  # rows of earlier nodes lie before this rank's tokens
@@ -178,7 +186,7 @@ class Hierarchical(PrepareFinalize):
         ends = range(step, self.context.max_num_tokens, step)
         return [slice(end - step, end) for end in ends] + [slice(ends[-1] if ends else 0, num_tokens)]
 
-    def _told(
+    def _exchange_counts(
         self, lists: Sequence[dict[int, Tensor]], talks_to: Sequence[int], held: Sequence[Rows | Held], phase: str
     ) -> Flight[list[Leg]]:
         """Legs of several exchanges, once peers have told how many rows come; only `talks_to` are spoken to."""
@@ -188,8 +196,8 @@ class Hierarchical(PrepareFinalize):
         mine = torch.tensor([[sent[peer] for sent in sent_XW] for peer in talks_to], dtype=torch.int64, device="cpu")
         # Counts first: peers must size their buffers before rows arrive.
         theirs = yield from comm.all_to_all(mine, ones, ones, phase)
-        told_by = dict(zip(talks_to, theirs.tolist(), strict=True))
-        received_XW = [[told_by[p][n] if p in told_by else 0 for p in range(comm.size)] for n in range(len(lists))]
+        counts_by = dict(zip(talks_to, theirs.tolist(), strict=True))
+        received_XW = [[counts_by[p][n] if p in counts_by else 0 for p in range(comm.size)] for n in range(len(lists))]
         # A rank of this node forwards the rows of its place in every node.
         most = self.context.max_num_tokens * (1 if talks_to is self._relays else self.nodes.num_nodes)
         for counts_W in received_XW:

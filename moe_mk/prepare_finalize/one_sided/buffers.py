@@ -1,4 +1,4 @@
-"""One lane of the one-sided transport: a window on every rank in which one call at a time is under way.
+"""One buffer of the one-sided transport: a window on every rank in which one call at a time is under way.
 
 Values of a source, its tails and its flag are written by that source alone and read by the owner. Sums are written by
 the owner alone, in the order of the received rows, so that experts may write them where they lie; the combine flag
@@ -110,13 +110,13 @@ PATIENCE_US = 1000
 """How long a native wait looks at flags before the heap's own wait, which knows of deadlines and dead peers."""
 
 
-class Lane:
+class OneSidedBufferSlot:
     """The windows of all ranks for one call at a time, and the number of that call."""
 
     def __init__(self, comm: Communicator, region: RegionShape, native: Native | None) -> None:
         self.region, self.epoch, self.busy = region, 0, False
         self.heap = self._open(comm)
-        # Not the communicator itself: it keeps this lane, and a circle of the two would keep its group from ending.
+        # Not the communicator itself: it keeps this buffer, and a circle of the two would keep its group from ending.
         self.rank, self.size, self.sums_at = comm.rank, comm.size, region.sums_at(comm.size)
         self.peers = [peer for peer in range(comm.size) if peer != comm.rank]
         self.sums_RB = self._own_rows(self.sums_at, region.sum_bytes)
@@ -287,57 +287,57 @@ class Lane:
         )
 
 
-class Lanes(GroupResource):
-    """As many lanes as calls are under way at once; made when first needed, by every rank at the same call.
+class OneSidedBufferPool(GroupResource):
+    """As many slots as calls are under way at once; made when first needed, by every rank at the same call.
 
     The communicator keeps them (`Communicator.kept`): layers of one model, given the same groups, share one set as long
-    as their rows have the same geometry. Each call has a lane of its own until it is finalized.
+    as their rows have the same geometry. Each call has a buffer of its own until it is finalized.
     """
 
-    MOST = 16
+    MAX_OPEN_CALLS = 16
 
     def __init__(self, region: RegionShape) -> None:
         self._region = region
-        self._lanes: list[Lane] = []
+        self.slots: list[OneSidedBufferSlot] = []
 
     @classmethod
-    def of(cls, comm: Communicator, region: RegionShape) -> Lanes:
+    def of(cls, comm: Communicator, region: RegionShape) -> OneSidedBufferPool:
         """Those that are kept over a group for rows of this geometry; new ones if there are none."""
         kept = comm.kept.setdefault((cls, region), cls(region))
         assert isinstance(kept, cls)
         comm.keep(kept)
         return kept
 
-    def take(self, comm: Communicator) -> Lane:
-        """The first idle lane, at its next epoch; the layer that `comm` belongs to is named in errors.
+    def take(self, comm: Communicator) -> OneSidedBufferSlot:
+        """The first idle buffer, at its next epoch; the layer that `comm` belongs to is named in errors.
 
         Raises CommError after a failure, or with too many calls open.
         """
         comm.check("dispatch")
-        for lane in self._lanes:
-            if not lane.busy:
+        for buffer in self.slots:
+            if not buffer.busy:
                 break
         else:
-            lane = self._new(comm)
-        lane.serve(comm.layer, comm.layer_number)
-        return lane
+            buffer = self._new(comm)
+        buffer.serve(comm.layer, comm.layer_number)
+        return buffer
 
     def abort(self, failure: Failure) -> None:
-        """Let peers know in every lane, whichever call they are in."""
-        for lane in self._lanes:
-            lane.report(failure)
+        """Let peers know in every buffer, whichever call they are in."""
+        for buffer in self.slots:
+            buffer.report(failure)
 
     def reopen(self) -> None:
         """Begin with new windows: nobody knows what was written to those of calls that failed."""
-        self._lanes.clear()
+        self.slots.clear()
 
-    def _new(self, comm: Communicator) -> Lane:
-        if len(self._lanes) == self.MOST:
-            text = f"{self.MOST} calls were prepared and not finalized; finalize each before the next"
+    def _new(self, comm: Communicator) -> OneSidedBufferSlot:
+        if len(self.slots) == self.MAX_OPEN_CALLS:
+            text = f"{self.MAX_OPEN_CALLS} calls were prepared and not finalized; finalize each before the next"
             raise CommError(text, rank=comm.rank, phase="dispatch", layer=comm.layer)
         with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
-            self._lanes.append(self._lane(comm))
-        return self._lanes[-1]
+            self.slots.append(self._open(comm))
+        return self.slots[-1]
 
-    def _lane(self, comm: Communicator) -> Lane:
-        return Lane(comm, self._region, exchange.ready())
+    def _open(self, comm: Communicator) -> OneSidedBufferSlot:
+        return OneSidedBufferSlot(comm, self._region, exchange.ready())

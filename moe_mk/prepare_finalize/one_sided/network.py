@@ -34,7 +34,7 @@ from moe_mk.prepare_finalize.base import (
     TransportTraits,
     Volume,
 )
-from moe_mk.prepare_finalize.one_sided.buffers import Lane, Lanes, RegionShape
+from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot, RegionShape
 from moe_mk.prepare_finalize.one_sided.rows_native import KernelRows
 from moe_mk.prepare_finalize.one_sided.rows_torch import PutRows, RowBytes
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
@@ -66,7 +66,7 @@ class NetworkRegion(RegionShape):
         return own + peer * aligned(self.rows * self.sum_bytes, PAGE_BYTES)
 
 
-class NetworkLane(Lane):
+class NetworkBufferSlot(OneSidedBufferSlot):
     """The windows of all ranks of all hosts for one call at a time. Sums are brought to far peers, not fetched."""
 
     region: NetworkRegion
@@ -98,13 +98,13 @@ class NetworkLane(Lane):
         return self.heap.data(self.rank, self.region.brought_at(self.size, peer), count * width).view(count, width)
 
 
-class NetworkLanes(Lanes):
-    """Lanes over a network."""
+class NetworkBufferPool(OneSidedBufferPool):
+    """OneSidedBufferPool over a network."""
 
     _region: NetworkRegion
 
-    def _lane(self, comm: Communicator) -> Lane:
-        return NetworkLane(comm, self._region, None)
+    def _open(self, comm: Communicator) -> OneSidedBufferSlot:
+        return NetworkBufferSlot(comm, self._region, None)
 
 
 @PREPARE_FINALIZE.register("one_sided_network")
@@ -137,7 +137,7 @@ class OneSidedNetwork(OneSided):
         parts = (context.max_num_tokens, self._size.values, self._size.tail, sums)
         threads = context.comm_units or ProxySettings.threads
         self._region = NetworkRegion(*parts, nodes, context.network, threads)
-        self._lanes = NetworkLanes.of(context.comm, self._region)
+        self._pool = NetworkBufferPool.of(context.comm, self._region)
         self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
 
     @classmethod

@@ -1,7 +1,7 @@
 """Rows into the windows of peers and sums out of them, by native kernels that write and read there themselves.
 
 What `one_sided_rows` does with torch, bit for bit. A call of a few tokens is mostly the Python around the kernels, so
-that whatever stays the same is made at the first call over a lane.
+that whatever stays the same is made at the first call over a buffer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_mk.kernels.native.exchange import ROW_TYPES, Rounding, RowFormat
 from moe_mk.kernels.native.exchange_calls import ExchangeCalls
 from moe_mk.prepare_finalize.base import TransportContext
-from moe_mk.prepare_finalize.one_sided.buffers import Lane
-from moe_mk.prepare_finalize.one_sided.rows_torch import Arrived, Encode, RowBytes, Sent, WayHome, WireTypes
+from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferSlot
+from moe_mk.prepare_finalize.one_sided.rows_torch import Arrived, DispatchHandle, Encode, RowBytes, Sent, WireTypes
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
@@ -26,8 +26,8 @@ GROUP = 128
 
 
 @dataclass(frozen=True)
-class _LaneCalls:
-    """What the calls of one layer over one lane have in common."""
+class _SlotCalls:
+    """What the calls of one layer over one buffer have in common."""
 
     calls: ExchangeCalls
     values_RX: Tensor
@@ -39,7 +39,7 @@ class _LaneCalls:
 
 
 class KernelRows:
-    """Written into windows by native kernels, which round FP8 rows on the way; their lane knows what was sent."""
+    """Written into windows by native kernels, which round FP8 rows on the way; their buffer knows what was sent."""
 
     def __init__(self, context: TransportContext, size: RowBytes) -> None:
         self._size, self._wire, self._dtype = size, context.wire, context.dtype.dtype
@@ -49,61 +49,63 @@ class KernelRows:
         self._plain = context.wire.dtype if isinstance(context.wire, Plain) else None
         tables = context.tables
         self._tables = tables.rank_of_P.to(torch.int32).contiguous(), tables.slot_of_P.to(torch.int32).contiguous()
-        self._of_lane: WeakKeyDictionary[Lane, _LaneCalls] = WeakKeyDictionary()
+        self._calls_of_slot: WeakKeyDictionary[OneSidedBufferSlot, _SlotCalls] = WeakKeyDictionary()
 
-    def send(self, lane: Lane, x_TH: Tensor, routing: Routing, encode: Encode) -> tuple[Sent, list[int]]:
+    def send(
+        self, buffer: OneSidedBufferSlot, x_TH: Tensor, routing: Routing, encode: Encode
+    ) -> tuple[Sent, list[int]]:
         """Write all rows in one call, the own ones where they are read, then a flag a peer."""
-        of_lane = self._of_lane.get(lane) or self._first_call(lane)
+        prepared = self._calls_of_slot.get(buffer) or self._first_call(buffer)
         rounding = self._form.rounding is not Rounding.NONE and x_TH.dtype in ROW_TYPES and x_TH.stride(1) == 1
         x = (x_TH, None) if rounding else self._encoded(x_TH, encode)
         dense = _dense(routing.ids_TK, torch.int32), _dense(routing.weights_TK, torch.float32)
-        while (counts := of_lane.calls.dispatch(x, dense, lane.epoch, rounding=rounding)) is None:
-            assert lane.exchange is not None
-            lane.make_room(lane.exchange.counts[:])
+        while (counts := prepared.calls.dispatch(x, dense, buffer.epoch, rounding=rounding)) is None:
+            assert buffer.exchange is not None
+            buffer.make_room(buffer.exchange.counts[:])
         return None, counts
 
-    def arrived(self, lane: Lane, sent_W: list[int]) -> list[int]:
+    def arrived(self, buffer: OneSidedBufferSlot, sent_W: list[int]) -> list[int]:
         """Rows received from each rank."""
         del sent_W  # the exchange knows
-        exchange = lane.exchange
+        exchange = buffer.exchange
         assert exchange is not None
-        received_W = exchange.arrived(lane.epoch, lane.patience_us)
-        return exchange.received_from(lane.await_rows()) if received_W is None else received_W
+        received_W = exchange.arrived(buffer.epoch, buffer.patience_us)
+        return exchange.received_from(buffer.await_rows()) if received_W is None else received_W
 
-    def receive(self, lane: Lane, received_W: list[int]) -> Arrived:
+    def receive(self, buffer: OneSidedBufferSlot, received_W: list[int]) -> Arrived:
         """Take tails apart; values are those of the window, copied to their place where they lie apart."""
-        of_lane, total = self._of_lane[lane], sum(received_W)
-        first = lane.seam_row - sum(received_W[: lane.left + 1])
-        if lane.size > 2:  # others than the two whose rows meet at the seam
-            lane.take_pages_around_seam(first, first + total)
-        values_to = of_lane.values_at + first * self._size.values
-        scales_RX, ids_RK, weights_RK = of_lane.calls.receive(total, values_to)
-        lane.take_pages_of_sums(total)
-        x_RH = QuantTensor(of_lane.values_RX[first : first + total], scales_RX, self._wire)
-        return x_RH, ids_RK, weights_RK, of_lane.sums_RH[:total]
+        prepared, total = self._calls_of_slot[buffer], sum(received_W)
+        first = buffer.seam_row - sum(received_W[: buffer.left + 1])
+        if buffer.size > 2:  # others than the two whose rows meet at the seam
+            buffer.take_pages_around_seam(first, first + total)
+        values_to = prepared.values_at + first * self._size.values
+        scales_RX, ids_RK, weights_RK = prepared.calls.receive(total, values_to)
+        buffer.take_pages_of_sums(total)
+        x_RH = QuantTensor(prepared.values_RX[first : first + total], scales_RX, self._wire)
+        return x_RH, ids_RK, weights_RK, prepared.sums_RH[:total]
 
-    def show(self, home: WayHome) -> None:
+    def show(self, handle: DispatchHandle) -> None:
         """Tell every peer that the sums of its rows are there."""
-        assert home.lane.exchange is not None
-        home.lane.exchange.show(home.epoch)
+        assert handle.buffer.exchange is not None
+        handle.buffer.exchange.show(handle.epoch)
 
-    def add_up(self, home: WayHome, y_RH: Tensor, own: slice) -> Tensor:
+    def add_up(self, handle: DispatchHandle, y_RH: Tensor, own: slice) -> Tensor:
         """Add the sums of every rank where they lie, the own ones among y_RH."""
-        lane, of_lane = home.lane, self._of_lane[home.lane]
-        if y_RH is home.sums_RH:
-            own_at = of_lane.sums_at + own.start * lane.region.sum_bytes
+        buffer, prepared = handle.buffer, self._calls_of_slot[handle.buffer]
+        if y_RH is handle.sums_RH:
+            own_at = prepared.sums_at + own.start * buffer.region.sum_bytes
         else:
             own_XH = y_RH[own].to(self._dtype).contiguous()
             own_at = own_XH.data_ptr()
-        return of_lane.calls.collect(own_at, home.epoch, lane.patience_us, lane.await_sums)
+        return prepared.calls.collect(own_at, handle.epoch, buffer.patience_us, buffer.await_sums)
 
-    def _first_call(self, lane: Lane) -> _LaneCalls:
-        assert lane.exchange is not None
-        calls = ExchangeCalls(lane.exchange, self._form, self._tables, self._slots, self._hidden, self._dtype)
+    def _first_call(self, buffer: OneSidedBufferSlot) -> _SlotCalls:
+        assert buffer.exchange is not None
+        calls = ExchangeCalls(buffer.exchange, self._form, self._tables, self._slots, self._hidden, self._dtype)
         with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
-            values_RX, sums_RH = lane.values_RB.view(self._types.values), lane.sums_RB.view(self._dtype)
-        made = _LaneCalls(calls, values_RX, sums_RH, values_RX.data_ptr(), sums_RH.data_ptr())
-        self._of_lane[lane] = made
+            values_RX, sums_RH = buffer.values_RB.view(self._types.values), buffer.sums_RB.view(self._dtype)
+        made = _SlotCalls(calls, values_RX, sums_RH, values_RX.data_ptr(), sums_RH.data_ptr())
+        self._calls_of_slot[buffer] = made
         return made
 
     def _encoded(self, x_TH: Tensor, encode: Encode) -> tuple[Tensor, Tensor | None]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from moe_mk.comm.communicator import offsets
 from moe_mk.prepare_finalize.base import TransportContext
-from moe_mk.prepare_finalize.one_sided.buffers import Lane
+from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferSlot
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
 from moe_mk.quant.blocked import BlockedScheme
 from moe_mk.quant.plain import Plain
@@ -97,17 +97,17 @@ def _add_segment(y_XH: Tensor, pieces: Sequence[tuple[Tensor, Tensor]], total_XH
 
 
 Sent = tuple[Tensor, ...] | None
-"""The tokens sent to each rank, ascending; None: kernels keep them in their lane."""
+"""The tokens sent to each rank, ascending; None: kernels keep them in their buffer."""
 Encode = Callable[[Tensor], QuantTensor]
 """Brings tokens into the wire scheme."""
 Arrived = tuple[QuantTensor, Tensor, Tensor, Tensor]
 """Rows, ids (R, K) int32, weights (R, K) f32, and where the sums of the rows go."""
 
 
-class WayHome(NamedTuple):
+class DispatchHandle(NamedTuple):
     """How the sums of one dispatch find back."""
 
-    lane: Lane
+    buffer: OneSidedBufferSlot
     epoch: int
     sent: Sent
     """The tokens sent to each rank, ascending."""
@@ -164,7 +164,9 @@ class PutRows:
     def __init__(self, context: TransportContext, size: RowBytes) -> None:
         self._context, self._size, self._types = context, size, WireTypes.of(context.wire)
 
-    def send(self, lane: Lane, x_TH: Tensor, routing: Routing, encode: Encode) -> tuple[Sent, list[int]]:
+    def send(
+        self, buffer: OneSidedBufferSlot, x_TH: Tensor, routing: Routing, encode: Encode
+    ) -> tuple[Sent, list[int]]:
         """Put values and tails at every peer, and the own rows where they are read. Returns counts by rank, too."""
         wire = self._context.wire
         as_it_is = isinstance(wire, Plain) and x_TH.dtype == wire.dtype
@@ -173,58 +175,58 @@ class PutRows:
         token_of_W, tail_of_W = self._sorted_by_rank(x, routing)
         counts = list(map(len, token_of_W))
         for rank, token_X in enumerate(token_of_W):
-            at = lane.out_at(rank, len(token_X))
+            at = buffer.out_at(rank, len(token_X))
             everything = len(token_X) == len(values_TB)  # token_X ascends, each token once
-            if rank == lane.rank:
-                torch.index_select(values_TB, 0, token_X, out=lane.own_values(at, len(token_X)))
-                lane.heap.reserve(rank, lane.tails_at(rank), tail_of_W[rank].numel())
-                lane.own_tails(rank, len(token_X)).copy_(tail_of_W[rank])
+            if rank == buffer.rank:
+                torch.index_select(values_TB, 0, token_X, out=buffer.own_values(at, len(token_X)))
+                buffer.heap.reserve(rank, buffer.tails_at(rank), tail_of_W[rank].numel())
+                buffer.own_tails(rank, len(token_X)).copy_(tail_of_W[rank])
                 continue
-            lane.heap.put(rank, at, values_TB, None if everything else token_X)
-            lane.heap.put(rank, lane.tails_at(lane.rank), tail_of_W[rank])
-            lane.show_rows(rank, len(token_X))
+            buffer.heap.put(rank, at, values_TB, None if everything else token_X)
+            buffer.heap.put(rank, buffer.tails_at(buffer.rank), tail_of_W[rank])
+            buffer.show_rows(rank, len(token_X))
         return token_of_W, counts
 
-    def arrived(self, lane: Lane, sent_W: list[int]) -> list[int]:
+    def arrived(self, buffer: OneSidedBufferSlot, sent_W: list[int]) -> list[int]:
         """Rows received from each rank."""
-        counts = lane.await_rows() | {lane.rank: sent_W[lane.rank]}
-        return [counts[rank] for rank in range(lane.size)]
+        counts = buffer.await_rows() | {buffer.rank: sent_W[buffer.rank]}
+        return [counts[rank] for rank in range(buffer.size)]
 
-    def receive(self, lane: Lane, received_W: list[int]) -> Arrived:
+    def receive(self, buffer: OneSidedBufferSlot, received_W: list[int]) -> Arrived:
         """Copy what lies apart to its place; values are those of the window."""
         total = sum(received_W)
-        values_RB = lane.own_values(lane.region.rows_at(lane.size, lane.rank, received_W), total)
+        values_RB = buffer.own_values(buffer.region.rows_at(buffer.size, buffer.rank, received_W), total)
         for source, rows_XB in enumerate(torch.split(values_RB, received_W)):
-            there_XB = lane.own_values(lane.in_at(source, received_W[source]), received_W[source])
+            there_XB = buffer.own_values(buffer.in_at(source, received_W[source]), received_W[source])
             if there_XB.data_ptr() != rows_XB.data_ptr():
                 rows_XB.copy_(there_XB)
-        tails_RB = torch.cat([lane.own_tails(source, count) for source, count in enumerate(received_W)])
+        tails_RB = torch.cat([buffer.own_tails(source, count) for source, count in enumerate(received_W)])
         ids_at, weights_at = self._size.scales, self._size.scales + self._size.top_k * ID_BYTES
         ids_RK = from_bytes(tails_RB[:, ids_at:weights_at], torch.int32)  # of a copy: peers cannot change it any more
-        lane.check_slots(ids_RK, received_W, self._context.num_slots)
+        buffer.check_slots(ids_RK, received_W, self._context.num_slots)
         weights_RK = from_bytes(tails_RB[:, weights_at:], torch.float32)
         scales = self._types.scales
         scales_RX = None if scales is None else from_bytes(tails_RB[:, :ids_at], scales)
         x_RH = QuantTensor(values_RB.view(self._types.values), scales_RX, self._context.wire)
-        return x_RH, ids_RK, weights_RK, lane.own_sums(total).view(self._context.dtype.dtype)
+        return x_RH, ids_RK, weights_RK, buffer.own_sums(total).view(self._context.dtype.dtype)
 
-    def show(self, home: WayHome) -> None:
+    def show(self, handle: DispatchHandle) -> None:
         """Tell every peer that the sums of its rows are there."""
-        first_of_W = offsets(home.received_W)
-        for peer in home.lane.peers:
-            home.lane.show_sums(peer, first_of_W[peer])
+        first_of_W = offsets(handle.received_W)
+        for peer in handle.buffer.peers:
+            handle.buffer.show_sums(peer, first_of_W[peer])
 
-    def add_up(self, home: WayHome, y_RH: Tensor, own: slice) -> Tensor:
+    def add_up(self, handle: DispatchHandle, y_RH: Tensor, own: slice) -> Tensor:
         """Read the sums of every rank where they lie, the own ones among y_RH."""
-        lane, sent = home.lane, home.sent
+        buffer, sent = handle.buffer, handle.sent
         assert sent is not None
-        firsts = lane.await_sums()
+        firsts = buffer.await_sums()
         own_XH = y_RH[own].to(self._context.dtype.dtype).contiguous()
         parts = [
-            lane.sums_of(rank, firsts[rank], len(token_X)).view(own_XH.dtype) if rank in firsts else own_XH
+            buffer.sums_of(rank, firsts[rank], len(token_X)).view(own_XH.dtype) if rank in firsts else own_XH
             for rank, token_X in enumerate(sent)
         ]
-        return add_up(parts, sent, home.num_tokens)
+        return add_up(parts, sent, handle.num_tokens)
 
     def _sorted_by_rank(self, x_TH: QuantTensor, routing: Routing) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """For each rank its tokens, ascending, and the tails of their rows. Assignments elsewhere become -1 there."""

@@ -24,9 +24,9 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
-from moe_mk.prepare_finalize.one_sided.buffers import Lanes, RegionShape
+from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, RegionShape
 from moe_mk.prepare_finalize.one_sided.rows_native import KernelRows
-from moe_mk.prepare_finalize.one_sided.rows_torch import PutRows, RowBytes, WayHome
+from moe_mk.prepare_finalize.one_sided.rows_torch import DispatchHandle, PutRows, RowBytes
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -46,7 +46,7 @@ class OneSided(PrepareFinalize):
         wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
         min_ranks=2,
         one_node=True,
-        open_calls=Lanes.MOST,
+        open_calls=OneSidedBufferPool.MAX_OPEN_CALLS,
         graph_safe=False,
     )
 
@@ -61,7 +61,7 @@ class OneSided(PrepareFinalize):
         self._size = RowBytes.of(context)
         sums = row_bytes(context.dtype, context.hidden_size)
         self._region = RegionShape(context.max_num_tokens, self._size.values, self._size.tail, sums)
-        self._lanes = Lanes.of(context.comm, self._region)
+        self._pool = OneSidedBufferPool.of(context.comm, self._region)
         self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
@@ -74,38 +74,38 @@ class OneSided(PrepareFinalize):
             )
         with c.spans.span("dispatch"), c.comm.abort_on_error():
             with c.comm.exclusive("dispatch"):
-                lane = self._lanes.take(c.comm)
-                way = self._put if lane.exchange is None else self._kernels
-                sent, sent_W = way.send(lane, x_TH, routing, self.encode)
+                buffer = self._pool.take(c.comm)
+                way = self._put if buffer.exchange is None else self._kernels
+                sent, sent_W = way.send(buffer, x_TH, routing, self.encode)
                 self._note("dispatch", "dispatch flags", sent_W, self._region.value_bytes + self._region.tail_bytes)
             yield DISPATCH
             with c.comm.exclusive("dispatch"):
-                received_W = way.arrived(lane, sent_W)
-                x_RH, ids_RK, weights_RK, sums_RH = way.receive(lane, received_W)
-            home = WayHome(lane, lane.epoch, sent, sent_W, received_W, num_tokens, sums_RH)
-            return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, home, sums_RH)
+                received_W = way.arrived(buffer, sent_W)
+                x_RH, ids_RK, weights_RK, sums_RH = way.receive(buffer, received_W)
+            handle = DispatchHandle(buffer, buffer.epoch, sent, sent_W, received_W, num_tokens, sums_RH)
+            return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, handle, sums_RH)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Show the sums to the peers, and add up what they have, per token."""
-        home, c, y_RH = tokens.handle, self.context, output.y
-        assert isinstance(home, WayHome)
-        lane, received_W = home.lane, home.received_W
-        if lane.epoch != home.epoch or not lane.busy:
-            raise CommError(f"epoch {home.epoch} was finalized before", rank=c.comm.rank, phase="combine")
+        handle, c, y_RH = tokens.handle, self.context, output.y
+        assert isinstance(handle, DispatchHandle)
+        buffer, received_W = handle.buffer, handle.received_W
+        if buffer.epoch != handle.epoch or not buffer.busy:
+            raise CommError(f"epoch {handle.epoch} was finalized before", rank=c.comm.rank, phase="combine")
         with c.spans.span("combine"), c.comm.abort_on_error():
             with c.comm.exclusive("combine"):
-                way = self._put if lane.exchange is None else self._kernels
-                first = sum(received_W[: lane.rank])
-                own = slice(first, first + received_W[lane.rank])
-                if y_RH is not home.sums_RH and not _is_same(y_RH, home.sums_RH):
+                way = self._put if buffer.exchange is None else self._kernels
+                first = sum(received_W[: buffer.rank])
+                own = slice(first, first + received_W[buffer.rank])
+                if y_RH is not handle.sums_RH and not _is_same(y_RH, handle.sums_RH):
                     for rows in (slice(0, own.start), slice(own.stop, None)):
-                        home.sums_RH[rows] = y_RH[rows]
-                way.show(home)
+                        handle.sums_RH[rows] = y_RH[rows]
+                way.show(handle)
                 self._note("combine", "combine flags", received_W, self._region.sum_bytes)
             yield COMBINE
             with c.comm.exclusive("combine"):
-                y_TH = way.add_up(home, y_RH, own)
-                lane.busy = False
+                y_TH = way.add_up(handle, y_RH, own)
+                buffer.busy = False
             return y_TH
 
     @cached_property

@@ -1,5 +1,5 @@
 """One-sided dispatch and combine between GPUs, over peer pointers."""
 
-from moe_mk.prepare_finalize.one_sided_gpu.transport import OneSidedDevice
+from moe_mk.prepare_finalize.one_sided_gpu.transport import OneSidedGpu
 
-__all__ = ["OneSidedDevice"]
+__all__ = ["OneSidedGpu"]

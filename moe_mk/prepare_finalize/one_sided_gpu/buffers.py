@@ -7,9 +7,9 @@
 
 The last two are a choice of all ranks together: each says what it lacks, and one that lacks anything is enough for IPC.
 
-One lane of the one-sided transport on GPUs: the windows of all ranks by address, and who failed in which call.
+One buffer of the one-sided transport on GPUs: the windows of all ranks by address, and who failed in which call.
 
-Windows lie in memory that every rank can reach (`one_sided_device_windows`). Nothing on the host is asked while a call
+Windows lie in memory that every rank can reach (`one_sided_gpu_buffers`). Nothing on the host is asked while a call
 is under way: calls are counted on the device, and lateness reaches the host one call later or so. So do counts and
 expert ids of a peer that are out of range; its rows are left out meanwhile, and nothing is indexed by them.
 """
@@ -121,7 +121,7 @@ def _exchanged(comm: Communicator, text: str) -> list[str]:
 PHASES = ("dispatch", "combine")
 
 
-class DeviceLane:
+class GpuBufferSlot:
     """The windows of all ranks for one call at a time. `busy` says whether one is."""
 
     def __init__(self, comm: Communicator, rows: int, row_bytes: int, sum_bytes: int, device: torch.device) -> None:

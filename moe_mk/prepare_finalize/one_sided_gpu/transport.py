@@ -34,7 +34,7 @@ from moe_mk.shapes import expect
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 if TYPE_CHECKING:
-    from moe_mk.prepare_finalize.one_sided_gpu.buffers import DeviceLane
+    from moe_mk.prepare_finalize.one_sided_gpu.buffers import GpuBufferSlot
 
 NAME = "one_sided_gpu"
 LINE_BYTES = 16
@@ -43,31 +43,31 @@ LOOKS = 1 << 26
 
 
 @dataclass(frozen=True)
-class WayHome:
+class DispatchHandle:
     """How the sums of one dispatch find back."""
 
-    lane: DeviceLane
+    buffer: GpuBufferSlot
     slots_WT: Tensor
     """int32. The place of each token among those sent to a rank; -1 where it does not go."""
     sums_RH: Tensor
 
 
-class DeviceLanes(GroupResource):
-    """The lanes that layers of a group share."""
+class GpuBufferPool(GroupResource):
+    """The slots that layers of a group share."""
 
     def __init__(self) -> None:
-        self.lanes: list[DeviceLane] = []
+        self.slots: list[GpuBufferSlot] = []
 
     def abort(self, failure: Failure) -> None:
         """Nothing: kernels of peers look at flags a bounded number of times, and the group refuses further calls."""
 
     def reopen(self) -> None:
         """Begin with new windows."""
-        self.lanes.clear()
+        self.slots.clear()
 
 
 @PREPARE_FINALIZE.register(NAME)
-class OneSidedDevice(PrepareFinalize):
+class OneSidedGpu(PrepareFinalize):
     """Triton kernels on addresses of peers' windows, one copy of a token per rank."""
 
     traits: ClassVar[TransportTraits] = TransportTraits(
@@ -100,9 +100,9 @@ class OneSidedDevice(PrepareFinalize):
         self._packed = packed_row_bytes(context.wire, context.hidden_size, context.top_k)
         # Layers of one model, given the same groups, share windows where their rows have the same geometry.
         geometry = (context.max_num_tokens, self._packed, context.hidden_size, context.dtype.dtype, context.device)
-        kept = context.comm.kept.setdefault((type(self), geometry), DeviceLanes())
-        assert isinstance(kept, DeviceLanes)
-        self._lanes = kept.lanes
+        kept = context.comm.kept.setdefault((type(self), geometry), GpuBufferPool())
+        assert isinstance(kept, GpuBufferPool)
+        self._pool = kept
         context.comm.keep(kept)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
@@ -118,42 +118,42 @@ class OneSidedDevice(PrepareFinalize):
             )
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
-            lane = self._take()
+            buffer = self._take()
             rank_TK = torch.where(routing.ids_TK >= 0, c.tables.rank_of_P[routing.ids_TK.clamp_min(0).long()], -1)
             ranks_W = torch.arange(c.comm.size, dtype=rank_TK.dtype, device=rank_TK.device)
-            visits_WT = (rank_TK[None] == ranks_W[:, None, None]).any(dim=2) & (lane.active_W != 0)[:, None]
+            visits_WT = (rank_TK[None] == ranks_W[:, None, None]).any(dim=2) & (buffer.active_W != 0)[:, None]
             slots_WT = slots_of(visits_WT)
             rows_TB = pack(x_wire, routing.ids_TK.to(torch.int32), routing.weights_TK.to(torch.float32))
-            rows_TB = pad(rows_TB, (0, lane.windows.row_bytes - self._packed))
+            rows_TB = pad(rows_TB, (0, buffer.windows.row_bytes - self._packed))
             rows_WTB = rows_TB.expand(c.comm.size, *rows_TB.shape)
-            send_rows(lane.windows, rows_WTB, slots_WT, lane.call_1, lane.done_1)
+            send_rows(buffer.windows, rows_WTB, slots_WT, buffer.call_1, buffer.done_1)
             yield InFlight("dispatch")
-            counts_W, _ = lane.await_flags("dispatch", self.looks)
-            return self._arrived(lane, counts_W, slots_WT)
+            counts_W, _ = buffer.await_flags("dispatch", self.looks)
+            return self._arrived(buffer, counts_W, slots_WT)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Show the sums to the peers, and add up what they have, per token."""
         from moe_mk.kernels.triton.one_sided import pull_sums, show
 
-        home, c = tokens.handle, self.context
-        assert isinstance(home, WayHome)
-        lane = home.lane
-        if not lane.busy:
+        handle, c = tokens.handle, self.context
+        assert isinstance(handle, DispatchHandle)
+        buffer = handle.buffer
+        if not buffer.busy:
             raise CommError("this call was finalized before", rank=c.comm.rank, phase="combine")
         with c.spans.span("combine"):
-            if output.y.data_ptr() != home.sums_RH.data_ptr():
-                home.sums_RH.copy_(output.y)
-            show(lane.windows, lane.call_1)
+            if output.y.data_ptr() != handle.sums_RH.data_ptr():
+                handle.sums_RH.copy_(output.y)
+            show(buffer.windows, buffer.call_1)
             yield InFlight("combine")
-            _, status_W = lane.await_flags("combine", self.looks)
-            y_TH = pull_sums(lane.windows, home.slots_WT, status_W, c.hidden_size, c.dtype.dtype)
-            lane.busy = False
+            _, status_W = buffer.await_flags("combine", self.looks)
+            y_TH = pull_sums(buffer.windows, handle.slots_WT, status_W, c.hidden_size, c.dtype.dtype)
+            buffer.busy = False
             return y_TH
 
     @property
     def reached_by(self) -> list[str]:
         """By what way peers reach the windows that are open, and why by no better one."""
-        return [lane.how for lane in self._lanes]
+        return [buffer.how for buffer in self._pool.slots]
 
     def leave_out(self, active_W: Tensor) -> None:
         """Change who takes part, int32 (W,): 0 for ranks that nothing is sent to and nobody waits for.
@@ -163,40 +163,40 @@ class OneSidedDevice(PrepareFinalize):
         the windows together with every rank; ShapeError for a wrong shape or dtype. No host sync.
         """
         expect("active_W", active_W, "W", (torch.int32, torch.bool), W=self.context.comm.size)
-        if not self._lanes:
+        if not self._pool.slots:
             refusal = f"transport '{NAME}' has no windows yet, and opening them needs every rank"
             raise UnsupportedError(refusal, ["make one call with every rank, such as one of 0 tokens, beforehand"])
-        for lane in self._lanes:
-            lane.active_W.copy_(active_W)
+        for buffer in self._pool.slots:
+            buffer.active_W.copy_(active_W)
 
-    def _arrived(self, lane: DeviceLane, counts_W: Tensor, slots_WT: Tensor) -> RowTokens:
+    def _arrived(self, buffer: GpuBufferSlot, counts_W: Tensor, slots_WT: Tensor) -> RowTokens:
         """All places of the window as rows; those that nobody filled go nowhere."""
-        c, windows = self.context, lane.windows
-        rows_RB = windows.rows(lane.own).view(-1, windows.row_bytes)[:, : self._packed]
+        c, windows = self.context, buffer.windows
+        rows_RB = windows.rows(buffer.own).view(-1, windows.row_bytes)[:, : self._packed]
         x_RH, physical_RK, weights_RK = unpack(rows_RB, c.wire, c.hidden_size, c.top_k)
-        physical_RK = lane.checked(counts_W, physical_RK, c.tables.rank_of_P.shape[0])
-        sums_RH = windows.sums(lane.own).view(-1, windows.sum_bytes).view(c.dtype.dtype)
-        rows = self.local_rows(x_RH, physical_RK, weights_RK, WayHome(lane, slots_WT, sums_RH))
+        physical_RK = buffer.checked(counts_W, physical_RK, c.tables.rank_of_P.shape[0])
+        sums_RH = windows.sums(buffer.own).view(-1, windows.sum_bytes).view(c.dtype.dtype)
+        rows = self.local_rows(x_RH, physical_RK, weights_RK, DispatchHandle(buffer, slots_WT, sums_RH))
         return RowTokens(rows.x_RH, rows.ids_RK, rows.weights_RK, rows.num_slots, rows.handle, sums_RH)
 
-    def _take(self) -> DeviceLane:
-        """The first idle lane, or a new one that every rank opens at the same call."""
-        from moe_mk.prepare_finalize.one_sided_gpu.buffers import DeviceLane
+    def _take(self) -> GpuBufferSlot:
+        """The first idle buffer, or a new one that every rank opens at the same call."""
+        from moe_mk.prepare_finalize.one_sided_gpu.buffers import GpuBufferSlot
 
         c = self.context
-        lane = next((lane for lane in self._lanes if not lane.busy), None)
-        if lane is None:
-            if any(bool((each.active_W == 0).any()) for each in self._lanes):
+        buffer = next((buffer for buffer in self._pool.slots if not buffer.busy), None)
+        if buffer is None:
+            if any(bool((each.active_W == 0).any()) for each in self._pool.slots):
                 way_out = "finalize each call before the next is prepared"
                 refusal = UnsupportedError("one more window needs every rank, and some are left out", [way_out])
                 refusal.harmless_to_peers = True
                 raise refusal
             row = -(-self._packed // LINE_BYTES) * LINE_BYTES
             sums = row_bytes(c.dtype, c.hidden_size)
-            lane = DeviceLane(c.comm, c.max_num_tokens, row, sums, c.device)
-            self._lanes.append(lane)
-        lane.serve(c.comm.layer)
-        return lane
+            buffer = GpuBufferSlot(c.comm, c.max_num_tokens, row, sums, c.device)
+            self._pool.slots.append(buffer)
+        buffer.serve(c.comm.layer)
+        return buffer
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:

@@ -110,7 +110,7 @@ Counts = tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class SumsHome:
+class ReturnedSums:
     """Sums that have come back: a part from each rank, in rank order, and the memory of those that travelled."""
 
     parts: list[Part]
@@ -124,7 +124,7 @@ class RowExchange:
         self.comm, self.device, self.scratch = comm, device, Scratch.of(comm)
         self.native: Native | None = ready() if device.type == "cpu" else None
 
-    def out(
+    def dispatch(
         self,
         write: Write,
         widths: tuple[int, int],
@@ -141,7 +141,7 @@ class RowExchange:
         self._count(here, sum(received) * sum(widths))
         counted = self._counted(sent, here)
         if not _are_few(sent, received, sum(widths)):
-            return (yield from self._out_apart(write, widths, (counted, sent, received), phase))
+            return (yield from self._dispatch_apart(write, widths, (counted, sent, received), phase))
         packed_XB = torch.empty((sum(sent), sum(widths)), dtype=torch.uint8, device=self.device)
         write(side_by_side(packed_XB, widths[0]), slice(0, len(packed_XB)))
         if here:
@@ -150,23 +150,23 @@ class RowExchange:
             arrived_RB = yield from self.comm.all_to_all(packed_XB, sent, received, phase)
         return side_by_side(arrived_RB, widths[0])
 
-    def home(
+    def combine(
         self, y_RH: Tensor, row_X: Tensor, sent: Sequence[int], received: Sequence[int], phase: str, here: str = ""
-    ) -> Flight[SumsHome]:
+    ) -> Flight[ReturnedSums]:
         """Send sums back the way their rows came; sent, received: of those rows. row_X: what was sent, rank by rank.
 
-        here: as of `out`. The memory is to be given back when the parts are added up.
+        here: as of `dispatch`. The memory is to be given back when the parts are added up.
         """
         if not here and _are_few(sent, received, y_RH.shape[1] * y_RH.element_size()):
             back_XH = yield from self.comm.all_to_all(y_RH, received, sent, phase)
             parts = zip(torch.split(back_XH, list(sent)), torch.split(row_X, list(sent)), strict=True)
-            return SumsHome([Part(*each) for each in parts], Borrowed(back_XH, None))
+            return ReturnedSums([Part(*each) for each in parts], Borrowed(back_XH, None))
         going, lent = self._for_others(y_RH, received)
         coming = self.take((self._others(sent), y_RH.shape[1]), y_RH.dtype)
         self._count(here, y_RH.numel() * y_RH.element_size())
         yield from self.comm.all_to_others(coming.rows, going, self._counted(received, here), sent, phase)
         self.scratch.give(*lent)
-        return SumsHome(self._parts(y_RH, coming.rows, row_X, sent, received), coming)
+        return ReturnedSums(self._parts(y_RH, coming.rows, row_X, sent, received), coming)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Borrowed:
         """Rows to write to, see `Scratch`."""
@@ -176,7 +176,7 @@ class RowExchange:
         """New rows: see `row_sums.add_up`."""
         return add_up(groups, new_rows(shape, dtype, self.device, self.native), self.native)
 
-    def _out_apart(self, write: Write, widths: tuple[int, int], counts: Counts, phase: str) -> Flight[Rows]:
+    def _dispatch_apart(self, write: Write, widths: tuple[int, int], counts: Counts, phase: str) -> Flight[Rows]:
         """Many bytes: each is copied once on either side, and memory is used again."""
         counted, sent, received = counts
         at, landing, me = offsets(sent), offsets(received), self.comm.rank

@@ -15,7 +15,7 @@ from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernels.triton.one_sided import FLAG_BYTES
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
-from moe_mk.prepare_finalize.one_sided_gpu.transport import OneSidedDevice
+from moe_mk.prepare_finalize.one_sided_gpu.transport import OneSidedGpu
 from moe_mk.quant import BF16, FP32
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.int8 import INT8_TOKEN
@@ -29,7 +29,7 @@ from tests.support.one_sided_ranks import EXPERTS, TOP_K, context, scaled, there
 HIDDEN, TOKENS = 128, 4
 
 
-class Hasty(OneSidedDevice):
+class Hasty(OneSidedGpu):
     """Looks at a flag three times: virtual ranks have raised theirs before."""
 
     looks = 3
@@ -60,7 +60,7 @@ def test_virtual_ranks_give_the_bits_of_all_to_all(wire: QuantScheme) -> None:
             interleave([there_and_back(made[rank], *batches[rank]) for rank in range(ranks)]) for made in (ours, theirs)
         )
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-    assert [len(each._lanes) for each in ours] == [1] * ranks
+    assert [len(each._pool) for each in ours] == [1] * ranks
 
 
 def test_every_place_of_the_window_is_a_row_and_empty_ones_go_nowhere() -> None:
@@ -92,10 +92,10 @@ def test_a_rank_that_stays_away_is_named_by_the_next_call_and_may_be_left_out() 
     with pytest.raises(UnsupportedError, match=r"(?s)has no windows yet.*make one call with every rank"):
         fresh.leave_out(torch.tensor([1, 0], dtype=torch.int32))
     wait(there_and_back(fresh, *drawn(1, 0)))  # opens the window, and hears of rank 1
-    (lane,) = fresh._lanes
-    lane._seen_2W.zero_()
+    (buffer,) = fresh._pool
+    buffer._seen_2W.zero_()
     fresh.leave_out(torch.tensor([1, 0], dtype=torch.int32))
-    lane._late_2W.zero_()
+    buffer._late_2W.zero_()
     for _ in range(2):
         assert torch.equal(wait(there_and_back(fresh, *batch)), alone), "experts of rank 0 alone, and no complaint"
     tokens = wait(fresh.prepare(*batch))
@@ -108,12 +108,12 @@ def test_a_rank_that_stays_away_is_named_by_the_next_call_and_may_be_left_out() 
 @pytest.mark.parametrize("value", [TOKENS + 1, 0x7FFFFFFF, -1, -0x80000000])
 def test_a_count_beyond_the_window_leaves_its_rows_out_and_is_named_by_the_next_call(value: int) -> None:
     made, flights = sent()
-    (lane,) = made[0]._lanes
-    lane.own[FLAG_BYTES : FLAG_BYTES + 4].copy_(torch.tensor([value], dtype=torch.int64).view(torch.uint8)[:4])
+    (buffer,) = made[0]._pool
+    buffer.own[FLAG_BYTES : FLAG_BYTES + 4].copy_(torch.tensor([value], dtype=torch.int64).view(torch.uint8)[:4])
     tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens) and bool((tokens.ids_RK[TOKENS:] == -1).all())
     assert bool((tokens.ids_RK[:TOKENS] >= 0).any()), "rows of this rank are there"
-    lane.busy = False
+    buffer.busy = False
     count = min(value % (1 << 32), 0x7FFFFFFF)
     text = rf"rank 0, phase 'dispatch', peer 1: epoch 1: sent {count} rows into a region of {TOKENS}"
     with pytest.raises(CommError, match=text):
@@ -123,14 +123,14 @@ def test_a_count_beyond_the_window_leaves_its_rows_out_and_is_named_by_the_next_
 @pytest.mark.parametrize("value", [EXPERTS, 0x7FFFFFFF, -2, -0x80000000])
 def test_an_id_of_no_expert_goes_nowhere_and_is_named_by_the_next_call(value: int) -> None:
     made, flights = sent()
-    (lane,) = made[0]._lanes
+    (buffer,) = made[0]._pool
     ids_at = 4 * HIDDEN + 4
-    row = lane.windows.rows(lane.own)[1, 2]
+    row = buffer.windows.rows(buffer.own)[1, 2]
     row[ids_at : ids_at + 4].copy_(torch.tensor([value], dtype=torch.int32).view(torch.uint8))
     tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens) and int(tokens.ids_RK[TOKENS + 2, 1]) == -1
     assert int(tokens.ids_RK.amin()) == -1 and int(tokens.ids_RK.amax()) < EXPERTS // 2
-    lane.busy = False
+    buffer.busy = False
     text = rf"rank 0, phase 'dispatch', peer 1: epoch 1: a row is for expert {value}, out of range \(0 <= expert < 8"
     with pytest.raises(CommError, match=text):
         wait(made[0].prepare(*drawn(0, 2)))
@@ -149,7 +149,7 @@ def sent() -> tuple[list[Hasty], list[Flight[Tokens]]]:
 def test_what_cannot_be_served_is_refused() -> None:
     comm = LockstepWorld(2).communicators()[0]
     with pytest.raises(UnsupportedError, match="a sum of 8 bytes does not divide into 16"):
-        OneSidedDevice(context(comm, hidden=2))
+        OneSidedGpu(context(comm, hidden=2))
     with pytest.raises(ShapeError, match=r"x has T=5 tokens, a window holds 4"):
         wait(Hasty(small(comm)).prepare(*drawn(0, 5)))
 
@@ -164,7 +164,7 @@ def compared(rank: int) -> list[bool]:
     """Whether several calls between processes are those of all-to-all; the wait really waits here."""
     group = dist.group.WORLD
     assert group is not None
-    ours = OneSidedDevice(small(DistributedCommunicator(group), BF16))
+    ours = OneSidedGpu(small(DistributedCommunicator(group), BF16))
     theirs = PREPARE_FINALIZE["all_to_all"](small(DistributedCommunicator(group), BF16))
     batches = [drawn(10 * call + rank, (2, 0)[(call + rank) % 2]) for call in range(2)]
     return [torch.equal(*(wait(there_and_back(each, *batch)) for each in (ours, theirs))) for batch in batches]

@@ -16,7 +16,7 @@ from moe_mk.flight import interleave, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import TransportContext
-from moe_mk.prepare_finalize.deepep.buffers import MOST_LANES, LibrarySession
+from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibrarySession
 from moe_mk.quant import BF16
 from moe_mk.tokens import ExpertOutput, OutputStage
 from tests.support.library_layers import Model, batch, expect_exact, flight_of
@@ -103,7 +103,7 @@ def test_a_third_operation_is_refused_whichever_layer_it_is_of(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["nvlink_one_sided", "mori"])
-def test_calls_in_flight_have_lanes_of_their_own_whichever_layer_they_are_of(name: str) -> None:
+def test_calls_in_flight_have_slots_of_their_own_whichever_layer_they_are_of(name: str) -> None:
     model = Model(name, layers=3)
 
     def many(mine: list[FusedMoEKernel], rank: int) -> list[int]:
@@ -112,12 +112,12 @@ def test_calls_in_flight_have_lanes_of_their_own_whichever_layer_they_are_of(nam
         for y_TH, own in zip(interleave(flights), given, strict=True):
             expect_exact(y_TH, own)
         transports: list[Any] = [layer.prepare_finalize for layer in mine]
-        taken = [wait(transports[0].prepare(*given[0])) for _ in range(MOST_LANES)]
-        with pytest.raises(CommError, match=f"{MOST_LANES} calls were prepared and not finalized"):
+        taken = [wait(transports[0].prepare(*given[0])) for _ in range(MAX_OPEN_CALLS)]
+        with pytest.raises(CommError, match=f"{MAX_OPEN_CALLS} calls were prepared and not finalized"):
             next(transports[1].prepare(*given[1]))
-        return [len(each._session.kept.lanes) for each in transports] + [len(taken)]
+        return [len(each._session.pool.slots) for each in transports] + [len(taken)]
 
-    assert model.each(many, model.layers, range(2)) == [[MOST_LANES] * 4] * 2
+    assert model.each(many, model.layers, range(2)) == [[MAX_OPEN_CALLS] * 4] * 2
 
 
 @pytest.mark.parametrize("name", ["nvlink_one_sided", "mori"])
@@ -131,11 +131,11 @@ def test_tokens_are_finalized_once_whoever_uses_their_lane_by_then(name: str) ->
         output = ExpertOutput(tokens.x_RH.values, OutputStage.REDUCED)  # type: ignore[union-attr]
         wait(first.finalize(output, tokens))
         flight = flight_of(mine[1], given)
-        next(flight)  # in the lane that the first has left
+        next(flight)  # in the buffer_slot that the first has left
         with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
             wait(first.finalize(output, tokens))
         expect_exact(wait(flight), given)
-        assert len(second._session.kept.lanes) == 1  # type: ignore[attr-defined]
+        assert len(second._session.pool.slots) == 1  # type: ignore[attr-defined]
 
     model.each(twice, model.layers, range(2))
 
@@ -206,7 +206,7 @@ def test_a_failure_ends_the_calls_of_every_layer_and_a_layer_built_anew_works() 
             wait(flight_of(layer, batch(2)))
     fresh = Model("deepep_ll", layers=1)
     for own in fresh.layers:
-        own[0].prepare_finalize._session.kept.failure = "a peer is dead"  # type: ignore[attr-defined]
+        own[0].prepare_finalize._session.pool.failure = "a peer is dead"  # type: ignore[attr-defined]
     before = [mine[0] for mine in fresh.buffers]
     fresh.add()
     assert [mine[1] is old for mine, old in zip(fresh.buffers, before, strict=True)] == [False, False]

@@ -34,8 +34,8 @@ def test_ids_are_those_of_the_library_and_every_rank_is_connected() -> None:
         buffer, status = transport._session.buffer.buffer, torch.full((2,), 7, dtype=torch.int32)
         buffer.query_mask_buffer(status)
         assert status.tolist() == [0, 0] and buffer.num_experts == 4
-    (home, _) = (tokens.handle for tokens in ranks.dispatched(XB))
-    assert home.ids_TK.dtype == torch.int32 and len(home.handle) == 4
+    (handle, _) = (tokens.handle for tokens in ranks.dispatched(XB))
+    assert handle.ids_TK.dtype == torch.int32 and len(handle.library_handle) == 4
 
 
 def test_limits_are_its_own() -> None:

@@ -8,15 +8,15 @@ import torch
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import TransportContext
-from moe_mk.prepare_finalize.deepep.common import EvenNumbers
+from moe_mk.prepare_finalize.deepep.common import UniformExpertIds
 from moe_mk.quant.plain import FP32
 
 CPU = torch.device("cpu")
 
 
-def numbers(place: ExpertMap, rank: int, multiple: int = 1) -> EvenNumbers:
+def numbers(place: ExpertMap, rank: int, multiple: int = 1) -> UniformExpertIds:
     comm = LockstepWorld(place.num_ranks).communicators()[rank]
-    return EvenNumbers(TransportContext(comm, place, place.tables(CPU), FP32, FP32, 2, 2, CPU), multiple)
+    return UniformExpertIds(TransportContext(comm, place, place.tables(CPU), FP32, FP32, 2, 2, CPU), multiple)
 
 
 def test_ranks_with_fewer_experts_leave_gaps() -> None:

@@ -69,7 +69,7 @@ def test_payloads_go_from_the_widest_element_to_the_narrowest() -> None:
     place = ExpertMap.linear(6, 3)
     ranks, seen = Ranks(NAME, place, hidden=25, wire=FP8_1x128, dtype=BF16, max_num_tokens=1), []
     for transport in ranks.transports:
-        exchange = transport._session.kept.lanes[0].buffer
+        exchange = transport._session.pool.slots[0].buffer
         dispatch = exchange.dispatch
         exchange.dispatch = lambda ids, payloads, *more, dispatch=dispatch, **named: (
             seen.append([part.element_size() for part in payloads]),
@@ -97,9 +97,9 @@ def test_layers_of_one_size_share_workspaces_and_calls_in_flight_do_not() -> Non
     def workspaces(transport: NvlinkOneSided) -> list[int]:
         twin = NvlinkOneSided(transport.context)
         tokens = [wait(each.prepare(X[0], ROUTINGS[0])) for each in (transport, twin, transport)]
-        lanes = [t.handle.lane for t in tokens]  # type: ignore[union-attr]
-        assert lanes == transport._session.kept.lanes == twin._session.kept.lanes
-        return [id(lane.buffer.workspace) for lane in lanes]
+        slots = [t.handle.buffer_slot for t in tokens]  # type: ignore[union-attr]
+        assert slots == transport._session.pool.slots == twin._session.pool.slots
+        return [id(buffer_slot.buffer.workspace) for buffer_slot in slots]
 
     assert [len(set(own)) for own in ranks.each(workspaces, ranks.transports)] == [3, 3]
 
@@ -149,7 +149,7 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
     plan = NvlinkOneSided.plan(problem("h200"))
     assert plan.buffer_bytes == 29_448_576 and plan.reasons == ()
     exchange = (
-        Ranks(NAME, hidden=64, dtype=BF16, wire=BF16, max_num_tokens=16).transports[0]._session.kept.lanes[0].buffer
+        Ranks(NAME, hidden=64, dtype=BF16, wire=BF16, max_num_tokens=16).transports[0]._session.pool.slots[0].buffer
     )
     assert exchange.workspace.shape == (2, workspace_bytes(2, 16, 128 + 16, 128))
 

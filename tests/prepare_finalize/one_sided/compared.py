@@ -50,8 +50,8 @@ def compare_with_all_to_all(rank: int, with_kernels: tuple[int, ...]) -> list[st
             made = {name: PREPARE_FINALIZE[name](context(world_comm(), wire=wire, dtype=dtype)) for name in NAMES}
             for seed, tokens in enumerate([(3, 0, 7, 1), (0, 0, 0, 0), (9, 9, 9, 9), (0, 5, 0, 0), (130, 1, 33, 2)]):
                 found += differences(made, wire, tokens, drawn(100 * seed + rank, tokens[rank], dtype.dtype), rank)
-            (lane,) = made["one_sided"]._lanes._lanes  # type: ignore[attr-defined]
-            if (lane.exchange is not None) != (rank in with_kernels):
+            (buffer,) = made["one_sided"]._pool.slots  # type: ignore[attr-defined]
+            if (buffer.exchange is not None) != (rank in with_kernels):
                 found.append(f"{wire.name}: rows go by the wrong way")
     return found
 

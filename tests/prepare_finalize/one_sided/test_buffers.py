@@ -17,7 +17,7 @@ from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
-from moe_mk.prepare_finalize.one_sided.buffers import Lanes, RegionShape
+from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import FP32
 from moe_mk.testing.cases import RoutingCase, hostile_routings
@@ -107,23 +107,23 @@ def test_sixty_one_layers_share_one_window_and_micro_batches_have_their_own() ->
         flights = [there_and_back(t, *own, number) for t, own in zip(ranks, batches, strict=True)]
         for (x_TH, routing), y_TH in zip(batches, interleave(flights), strict=True):
             assert torch.equal(y_TH, number * x_TH * routing.weights_TK.sum(dim=1, keepdim=True))
-    lanes = {id(transport._lanes) for ranks in model for transport in ranks}
-    assert len(lanes) == 2, "one set on each rank"
-    assert [len(transport._lanes._lanes) for transport in model[0]] == [1, 1]
-    assert model[0][0]._lanes._lanes[0].epoch == 61
-    # Two layers at once, two micro-batches of each: four calls under way, four lanes, nothing mixed up.
+    slots = {id(transport._pool) for ranks in model for transport in ranks}
+    assert len(slots) == 2, "one set on each rank"
+    assert [len(transport._pool.slots) for transport in model[0]] == [1, 1]
+    assert model[0][0]._pool.slots[0].epoch == 61
+    # Two layers at once, two micro-batches of each: four calls under way, four slots, nothing mixed up.
     given = [(layer, batch(1000 + 2 * layer + part)) for layer in (3, 4) for part in (0, 1)]
     flights = [there_and_back(model[layer][rank], *own, layer) for rank in range(2) for layer, own in given]
     for (layer, (x_TH, routing)), y_TH in zip(given * 2, interleave(flights), strict=True):
         assert torch.equal(y_TH, layer * x_TH * routing.weights_TK.sum(dim=1, keepdim=True))
-    assert [len(transport._lanes._lanes) for transport in model[0]] == [4, 4]
+    assert [len(transport._pool.slots) for transport in model[0]] == [4, 4]
 
 
 def test_rows_of_another_geometry_have_windows_of_their_own() -> None:
     comm = LockstepWorld(2).communicators()[0]
-    assert OneSided(context(comm))._lanes is OneSided(context(comm))._lanes
-    assert OneSided(context(comm, hidden=16))._lanes is not OneSided(context(comm))._lanes
-    assert set(comm.kept) == {(Lanes, RegionShape(16, 4 * h, 16, 4 * h)) for h in (8, 16)}
+    assert OneSided(context(comm))._pool is OneSided(context(comm))._pool
+    assert OneSided(context(comm, hidden=16))._pool is not OneSided(context(comm))._pool
+    assert set(comm.kept) == {(OneSidedBufferPool, RegionShape(16, 4 * h, 16, 4 * h)) for h in (8, 16)}
 
 
 def test_a_failure_names_the_layer_that_called_and_ends_the_calls_of_all() -> None:

@@ -19,7 +19,7 @@ from moe_mk.comm.symmetric.flags import FAILED
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernels.native import exchange, loaded, reasons_against
-from moe_mk.prepare_finalize.one_sided.buffers import COUNT_MASK, LAYER_AT, Lane
+from moe_mk.prepare_finalize.one_sided.buffers import COUNT_MASK, LAYER_AT, OneSidedBufferSlot
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import FP32
 from moe_mk.quant.plain import Plain
@@ -53,10 +53,10 @@ def two_ranks(wire: QuantScheme = FP32, dtype: Plain = FP32) -> list[OneSided]:
     return made
 
 
-def lane_of(transport: OneSided, way: str) -> Lane:
-    (lane,) = transport._lanes._lanes
-    assert (lane.exchange is not None) == (way == "kernels")
-    return lane
+def buffer_of(transport: OneSided, way: str) -> OneSidedBufferSlot:
+    (buffer,) = transport._pool.slots
+    assert (buffer.exchange is not None) == (way == "kernels")
+    return buffer
 
 
 def refusal(word: int, in_limits: str) -> str:
@@ -77,8 +77,8 @@ def test_a_count_beyond_the_region_of_its_source_is_refused(way: str, value: int
     flights = [t.prepare(*drawn(rank, TOKENS, torch.float32)) for rank, t in enumerate(made)]
     for flight in flights:
         next(flight)
-    lane = lane_of(made[1], way)
-    lane.heap.signal(0, 1, lane.epoch, value & FAILED)
+    buffer = buffer_of(made[1], way)
+    buffer.heap.signal(0, 1, buffer.epoch, value & FAILED)
     text = refusal(value & FAILED, f"sent {value} rows into a region of {ROOM}")
     with pytest.raises(CommError) as caught:
         wait(flights[0])
@@ -90,8 +90,8 @@ def test_a_full_region_is_no_error(way: str) -> None:
     flights = [t.prepare(*drawn(rank, TOKENS, torch.float32)) for rank, t in enumerate(made)]
     for flight in flights:
         next(flight)
-    lane = lane_of(made[1], way)
-    lane.heap.signal(0, 1, lane.epoch, ROOM)
+    buffer = buffer_of(made[1], way)
+    buffer.heap.signal(0, 1, buffer.epoch, ROOM)
     tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens) and tokens.x_RH.values.shape[0] >= ROOM
 
@@ -107,8 +107,8 @@ def test_an_offset_beyond_the_sums_of_a_peer_is_refused(way: str, receiver: int,
     flights = [t.finalize(scaled(each, torch.float32), each) for t, each in zip(made, tokens, strict=True)]  # type: ignore[arg-type]
     for flight in flights:
         next(flight)
-    lane = lane_of(made[peer], way)
-    lane.heap.signal(receiver, 2 + peer, lane.epoch, value)
+    buffer = buffer_of(made[peer], way)
+    buffer.heap.signal(receiver, 2 + peer, buffer.epoch, value)
     text = refusal(
         value, f"its sums for this rank begin at row {value}, at most {limit} rows of other ranks precede them"
     )
@@ -126,8 +126,8 @@ def test_the_largest_offset_reads_inside_the_window(way: str) -> None:
     flights = [t.finalize(scaled(each, torch.float32), each) for t, each in zip(made, tokens, strict=True)]  # type: ignore[arg-type]
     for flight in flights:
         next(flight)
-    lane = lane_of(made[0], way)
-    lane.heap.signal(1, 2, lane.epoch, ROOM)
+    buffer = buffer_of(made[0], way)
+    buffer.heap.signal(1, 2, buffer.epoch, ROOM)
     assert wait(flights[1]).shape == batches[1][0].shape
 
 
@@ -139,10 +139,13 @@ def test_a_slot_that_this_rank_does_not_have_is_refused(way: str, wire: QuantSch
         flights = [t.prepare(*drawn(rank, TOKENS, dtype.dtype)) for rank, t in enumerate(made)]
         for flight in flights:
             next(flight)
-        lane, size = lane_of(made[1], way), made[1]._size
-        row, k = draw.randrange(lane.heap._words.load(lane.heap._flag_at(0, 1)) & 0xFFFFFFFF), draw.randrange(TOP_K)
-        at = lane.tails_at(1) + row * size.tail + size.scales + 4 * k
-        lane.heap.data(0, at, 4).copy_(torch.tensor([value], dtype=torch.int32).view(torch.uint8))
+        buffer, size = buffer_of(made[1], way), made[1]._size
+        row, k = (
+            draw.randrange(buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF),
+            draw.randrange(TOP_K),
+        )
+        at = buffer.tails_at(1) + row * size.tail + size.scales + 4 * k
+        buffer.heap.data(0, at, 4).copy_(torch.tensor([value], dtype=torch.int32).view(torch.uint8))
         text = f"epoch 1: row {row} is for slot {value}, out of range (0 <= slot < {SLOTS}, or -1 for no expert here)"
         with pytest.raises(CommError) as caught:
             wait(flights[0])
@@ -155,26 +158,26 @@ def test_scales_weights_and_values_are_data_whatever_their_bits(way: str, wire: 
     flights = [t.prepare(*drawn(rank, TOKENS, dtype.dtype)) for rank, t in enumerate(made)]
     for flight in flights:
         next(flight)
-    lane, size = lane_of(made[1], way), made[1]._size
-    count = lane.heap._words.load(lane.heap._flag_at(0, 1)) & 0xFFFFFFFF
-    tails = lane.heap.data(0, lane.tails_at(1), count * size.tail).view(count, size.tail)
+    buffer, size = buffer_of(made[1], way), made[1]._size
+    count = buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF
+    tails = buffer.heap.data(0, buffer.tails_at(1), count * size.tail).view(count, size.tail)
     tails[:, : size.scales] = tails[:, size.scales + 4 * TOP_K :] = 0xFF
-    lane.heap.data(0, lane.out_at(0, count), count * size.values).fill_(0xFF)
+    buffer.heap.data(0, buffer.out_at(0, count), count * size.values).fill_(0xFF)
     tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens)
     assert bool(tokens.weights_RK[-count:].isnan().all()) and tokens.ids_RK.amin() >= -1
 
 
 @contextmanager
-def rewriting(lane: Lane, flag: int, honest: int, hostile: int, slot_at: int) -> Iterator[None]:
+def rewriting(buffer: OneSidedBufferSlot, flag: int, honest: int, hostile: int, slot_at: int) -> Iterator[None]:
     """A peer that stores its flag at rank 0 over and over, and a slot in the tail of a row, honest and hostile."""
-    slot, done = lane.heap.data(0, slot_at, 4).numpy().view("int32"), threading.Event()
+    slot, done = buffer.heap.data(0, slot_at, 4).numpy().view("int32"), threading.Event()
     good = int(slot[0])
 
     def store() -> None:
         while not done.is_set():
             for count, number in ((hostile, INT_MAX), (honest, good)):
-                lane.heap.signal(0, flag, lane.epoch, count)
+                buffer.heap.signal(0, flag, buffer.epoch, count)
                 slot[0] = number
 
     thread, before = threading.Thread(target=store), sys.getswitchinterval()
@@ -201,9 +204,12 @@ def test_words_that_change_during_a_call_give_the_right_rows_or_an_error(
         flights = [t.prepare(*batch) for t, batch in zip(made, batches, strict=True)]
         for flight in flights:
             next(flight)
-        lane = lane_of(made[1], way)
-        tails, count = lane.tails_at(1), lane.heap._words.load(lane.heap._flag_at(0, 1)) & 0xFFFFFFFF
-        with rewriting(lane, 1, count, ROOM + 1, tails + made[1]._size.scales):
+        buffer = buffer_of(made[1], way)
+        tails, count = (
+            buffer.tails_at(1),
+            buffer.heap._words.load(buffer.heap._flag_at(0, 1)) & 0xFFFFFFFF,
+        )
+        with rewriting(buffer, 1, count, ROOM + 1, tails + made[1]._size.scales):
             outcomes.append(outcome_of(flights[0]))
         found = outcomes[-1]
         if isinstance(found, CommError):
@@ -214,7 +220,7 @@ def test_words_that_change_during_a_call_give_the_right_rows_or_an_error(
         finals = [t.finalize(scaled(x, dtype.dtype), x) for t, x in zip(made, (found, other), strict=True)]  # type: ignore[arg-type]
         for flight in finals:
             next(flight)
-        with rewriting(lane, 2 + 1, 0, 1, tails + made[1]._size.scales):
+        with rewriting(buffer, 2 + 1, 0, 1, tails + made[1]._size.scales):
             outcomes.append(outcome_of(finals[0]))
         assert isinstance(outcomes[-1], CommError) or torch.equal(outcomes[-1], y_TH)  # type: ignore[arg-type]
     assert {type(found) for found in outcomes} <= {CommError, RowTokens, torch.Tensor}

@@ -19,7 +19,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
-from moe_mk.prepare_finalize.one_sided.network import NetworkLane, NetworkRegion, OneSidedNetwork
+from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, NetworkRegion, OneSidedNetwork
 from moe_mk.quant import BF16, FP32
 from moe_mk.quant.fp8_block import FP8_1x128
 from moe_mk.quant.plain import Plain
@@ -70,9 +70,9 @@ def test_two_ranks_by_hand_and_the_messages_that_takes() -> None:
     assert traffic[0]["dispatch"] == 48 and traffic[1]["combine"] == 16
     sent = []
     for transport in made:
-        (lane,) = transport._lanes._lanes
-        assert isinstance(lane, NetworkLane)
-        sent.append(sum(lane.heap.proxy.watch.messages.values()))
+        (buffer,) = transport._pool.slots
+        assert isinstance(buffer, NetworkBufferSlot)
+        sent.append(sum(buffer.heap.proxy.watch.messages.values()))
     # Rank 0: values, then tails with the flag on them, and an empty combine flag. Rank 1: an empty dispatch flag, then
     # the sums with the flag on them. A proxy that comes in between makes a message or two more of a pair.
     assert 3 <= sent[0] <= 5 and 2 <= sent[1] <= 4
@@ -136,9 +136,9 @@ def compare_with_all_to_all(rank: int, per_node: int) -> list[str]:
             for batch, y_TH in zip(batches, together, strict=True):
                 if not torch.equal(y_TH, wait(there_and_back(theirs, *batch))):
                     found.append(f"{wire.name} {tokens} {per_node}: outputs differ")
-        lanes = ours._lanes._lanes  # type: ignore[attr-defined]
-        if len(lanes) != 2 or any(len(lane.heap.far) != RANKS - per_node for lane in lanes):
-            found.append(f"{len(lanes)} lanes")
+        slots = ours._pool.slots  # type: ignore[attr-defined]
+        if len(slots) != 2 or any(len(buffer.heap.far) != RANKS - per_node for buffer in slots):
+            found.append(f"{len(slots)} slots")
     return found
 
 
@@ -152,16 +152,16 @@ def layers_of_one_model(rank: int) -> dict[str, object]:
     groups, x_TH = ParallelGroups(ep=dist.group.WORLD), torch.randn((rank, LAYER_HIDDEN))
     made = [layer(8, 2, groups, prepare_finalize="one_sided_network", max_num_tokens=8) for _ in range(3)]
     outputs = [each(x_TH) for each in made]
-    lanes = [each.kernel.prepare_finalize._lanes for each in made]  # type: ignore[union-attr]
+    pools = [each.kernel.prepare_finalize._pool for each in made]  # type: ignore[union-attr]
     return {
         "equal": all(torch.equal(y_TH, outputs[0]) for y_TH in outputs),
-        "lanes": len(lanes[0]._lanes),
-        "shared": all(each is lanes[0] for each in lanes),
+        "slots": len(pools[0].slots),
+        "shared": all(each is pools[0] for each in pools),
     }
 
 
 def test_layers_of_the_same_groups_share_windows_and_proxies(world: RankWorld) -> None:
-    assert world.call(layers_of_one_model) == [{"equal": True, "lanes": 1, "shared": True}] * RANKS
+    assert world.call(layers_of_one_model) == [{"equal": True, "slots": 1, "shared": True}] * RANKS
 
 
 # Last of all: the world does not outlive it.

@@ -65,9 +65,9 @@ def test_a_link_cut_in_the_middle_of_a_call_is_resumed_and_the_results_are_the_s
             if comm.rank == 0 and call % 2:
                 for _ in range(phase + 1):
                     next(flight)
-                cuts[0] += cut(transport._lanes._lanes[0].heap.proxy, CHANNELS[sender], 1)  # type: ignore[attr-defined]
+                cuts[0] += cut(transport._pool.slots[0].heap.proxy, CHANNELS[sender], 1)  # type: ignore[attr-defined]
             outputs.append(wait(flight))
-        proxy = transport._lanes._lanes[0].heap.proxy  # type: ignore[attr-defined]
+        proxy = transport._pool.slots[0].heap.proxy  # type: ignore[attr-defined]
         assert not proxy.lost and proxy.fault is None
         return outputs
 

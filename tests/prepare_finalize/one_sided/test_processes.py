@@ -75,9 +75,9 @@ def stress(rank: int, epochs: int) -> dict[str, int]:
             wrong += not torch.equal(y_TH, expected(x_TH, routing))
         if epoch % 50 == 7 * rank:
             time.sleep(0.003)
-    lanes = transport._lanes._lanes
-    names = [os.fstat(lane.heap._memory._descriptor).st_nlink for lane in lanes]  # type: ignore[attr-defined]
-    return {"wrong": wrong, "lanes": len(lanes), "named files": sum(names)}
+    slots = transport._pool.slots
+    names = [os.fstat(buffer.heap._memory._descriptor).st_nlink for buffer in slots]  # type: ignore[attr-defined]
+    return {"wrong": wrong, "slots": len(slots), "named files": sum(names)}
 
 
 def delayed(flight: Flight[Tensor], delays: random.Random) -> Flight[Tensor]:
@@ -102,14 +102,14 @@ def expected(x_TH: Tensor, routing: Routing) -> Tensor:
 
 @pytest.mark.row(55)
 def test_a_thousand_random_calls_with_delays_all_come_home(world: RankWorld) -> None:
-    assert world.call(stress, 1_000) == [{"wrong": 0, "lanes": 3, "named files": 0}] * RANKS
+    assert world.call(stress, 1_000) == [{"wrong": 0, "slots": 3, "named files": 0}] * RANKS
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ten_thousand_random_calls_with_delays_all_come_home(world: RankWorld) -> None:
     result = world.call(stress, 10_000, timeout_s=500.0)
-    assert result == [{"wrong": 0, "lanes": 3, "named files": 0}] * RANKS
+    assert result == [{"wrong": 0, "slots": 3, "named files": 0}] * RANKS
 
 
 def grow(rank: int) -> list[int]:
@@ -117,7 +117,7 @@ def grow(rank: int) -> list[int]:
     transport, taken = OneSided(context(world_comm())), []
     for tokens in (8, 8, 64, 64, 8):
         wait(there_and_back(transport, *drawn(rank, tokens, torch.float32)))
-        heap = transport._lanes._lanes[0].heap
+        heap = transport._pool.slots[0].heap
         heap.barrier()
         taken.append(os.fstat(heap._memory._descriptor).st_blocks)  # type: ignore[attr-defined]
         heap.barrier()
@@ -143,13 +143,13 @@ def compute_while_rows_arrive(rank: int) -> list[bool]:
     transport = OneSided(context(world_comm()))
     x_TH, routing = drawn(rank, 6, torch.float32)
     alone = wait(there_and_back(transport, x_TH, routing))
-    (lane,) = transport._lanes._lanes
-    waiting = lane.heap._waiting
+    (buffer,) = transport._pool.slots
+    waiting = buffer.heap._waiting
 
     def meanwhile() -> bool:
-        deadline, heap = now() + 30.0, lane.heap
-        flags = [heap._flag_at(rank, peer) for peer in lane.peers]
-        while any(is_behind(heap._words.load(at), lane.epoch) for at in flags):
+        deadline, heap = now() + 30.0, buffer.heap
+        flags = [heap._flag_at(rank, peer) for peer in buffer.peers]
+        while any(is_behind(heap._words.load(at), buffer.epoch) for at in flags):
             if now() > deadline:
                 return False
         heap._waiting = NoWaiting.begin(rank)
@@ -157,7 +157,7 @@ def compute_while_rows_arrive(rank: int) -> list[bool]:
 
     tokens, arrived = run_with(transport.prepare(x_TH, routing), meanwhile)
     assert isinstance(tokens, RowTokens)
-    lane.heap._waiting = waiting
+    buffer.heap._waiting = waiting
     y_TH = wait(transport.finalize(scaled(tokens, torch.float32), tokens))
     return [arrived, torch.equal(y_TH, alone)]
 
@@ -173,17 +173,17 @@ def layers_of_one_model(rank: int) -> dict[str, object]:
     made = [layer(8, 2, groups, prepare_finalize="one_sided", max_num_tokens=8) for _ in range(3)]
     made.append(layer(8, 2, ParallelGroups(ep=dist.group.WORLD), prepare_finalize="one_sided", max_num_tokens=8))
     outputs = [each(x_TH) for each in made]
-    lanes = [each.kernel.prepare_finalize._lanes for each in made]  # type: ignore[union-attr]
+    pools = [each.kernel.prepare_finalize._pool for each in made]  # type: ignore[union-attr]
     return {
         "equal": all(torch.equal(y_TH, outputs[0]) for y_TH in outputs),
-        "lanes": [len(each._lanes) for each in lanes],
-        "shared": [each is lanes[0] for each in lanes],
+        "slots": [len(each.slots) for each in pools],
+        "shared": [each is pools[0] for each in pools],
     }
 
 
 @pytest.mark.row(111)
 def test_layers_of_the_same_groups_share_one_file(world: RankWorld) -> None:
-    found = {"equal": True, "lanes": [1, 1, 1, 1], "shared": [True, True, True, False]}
+    found = {"equal": True, "slots": [1, 1, 1, 1], "shared": [True, True, True, False]}
     assert world.call(layers_of_one_model) == [found] * RANKS
 
 

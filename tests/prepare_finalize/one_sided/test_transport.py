@@ -1,4 +1,4 @@
-"""One-sided dispatch and combine between ranks of one process: by hand, its lanes and limits, what the oracle hears."""
+"""One-sided dispatch and combine between ranks of one process: by hand, its slots and limits, what the oracle hears."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.prepare_finalize.one_sided.buffers import Lanes, RegionShape
+from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant import BF16
 from moe_mk.runner import prepare_async
@@ -53,7 +53,7 @@ def test_more_tokens_than_a_window_holds_are_refused_before_anything_moves() -> 
     made = [OneSided(replace(context(c), max_num_tokens=6)) for c in LockstepWorld(2).communicators()]
     with pytest.raises(ShapeError, match=r"x has T=7 tokens, a window holds 6 .*\[kernel.max_num_tokens\]"):
         wait(made[0].prepare(*drawn(0, 7, torch.float32)))
-    assert not made[0]._lanes._lanes
+    assert not made[0]._pool.slots
     everywhere = Routing(torch.tensor([[0, 4, 7]] * 6, dtype=torch.int32), torch.ones((6, 3)))
     home = interleave([there_and_back(transport, torch.ones((6, HIDDEN)), everywhere) for transport in made])
     assert all(torch.equal(y_TH, torch.full((6, HIDDEN), 3.0)) for y_TH in home), "a full window is full, not over"
@@ -67,31 +67,31 @@ def test_groups_and_devices_that_share_no_memory_are_refused() -> None:
         OneSided(replace(context(LockstepWorld(2).communicators()[0]), device=torch.device("meta")))
 
 
-def test_calls_under_way_at_once_have_lanes_of_their_own_and_give_them_back() -> None:
+def test_calls_under_way_at_once_have_slots_of_their_own_and_give_them_back() -> None:
     made = [OneSided(context(comm)) for comm in LockstepWorld(2).communicators()]
-    batches = [[drawn(10 * lane + rank, 5, torch.float32) for lane in range(3)] for rank in range(2)]
+    batches = [[drawn(10 * buffer + rank, 5, torch.float32) for buffer in range(3)] for rank in range(2)]
     alone: list[list[Tensor]] = [[], []]
-    for lane in range(3):
-        done = interleave([there_and_back(made[rank], *batches[rank][lane]) for rank in range(2)])
+    for buffer in range(3):
+        done = interleave([there_and_back(made[rank], *batches[rank][buffer]) for rank in range(2)])
         alone = [[*alone[rank], done[rank]] for rank in range(2)]
-    assert [len(transport._lanes._lanes) for transport in made] == [1, 1]
-    flights = [there_and_back(made[rank], *batches[rank][lane]) for rank in range(2) for lane in range(3)]
+    assert [len(transport._pool.slots) for transport in made] == [1, 1]
+    flights = [there_and_back(made[rank], *batches[rank][buffer]) for rank in range(2) for buffer in range(3)]
     together = interleave(flights)
     for rank in range(2):
         assert all(torch.equal(a, b) for a, b in zip(alone[rank], together[3 * rank :], strict=False))
-        lanes = made[rank]._lanes._lanes
-        assert len(lanes) == 3 and not any(lane.busy for lane in lanes)
-        regions = [(lane.heap._memory.bytes.data_ptr(), lane.heap._memory.num_bytes) for lane in lanes]
+        slots = made[rank]._pool.slots
+        assert len(slots) == 3 and not any(buffer.busy for buffer in slots)
+        regions = [(buffer.heap._memory.bytes.data_ptr(), buffer.heap._memory.num_bytes) for buffer in slots]
         assert all(a + size <= b for (a, size), (b, _) in zip(sorted(regions), sorted(regions)[1:], strict=False))
 
 
 def test_calls_that_are_never_finalized_end_in_an_error() -> None:
     comm = LockstepWorld(2).communicators()[0]
-    lanes = Lanes.of(comm, RegionShape(1, 4, 4, 4))
-    for _ in range(Lanes.MOST):
-        lanes.take(comm)
+    slots = OneSidedBufferPool.of(comm, RegionShape(1, 4, 4, 4))
+    for _ in range(OneSidedBufferPool.MAX_OPEN_CALLS):
+        slots.take(comm)
     with pytest.raises(CommError, match="rank 0, phase 'dispatch': 16 calls were prepared and not finalized"):
-        lanes.take(comm)
+        slots.take(comm)
 
 
 def test_a_call_is_finalized_once() -> None:
@@ -113,8 +113,8 @@ def test_a_repeated_call_takes_no_new_memory() -> None:
     made = [OneSided(context(comm)) for comm in LockstepWorld(2).communicators()]
     for _ in range(3):
         interleave([there_and_back(transport, *drawn(1, 4, torch.float32)) for transport in made])
-    assert [len(transport._lanes._lanes) for transport in made] == [1, 1]
-    assert made[0]._lanes._lanes[0].epoch == 3
+    assert [len(transport._pool.slots) for transport in made] == [1, 1]
+    assert made[0]._pool.slots[0].epoch == 3
 
 
 def test_windows_opened_in_inference_mode_are_written_outside_of_it() -> None:

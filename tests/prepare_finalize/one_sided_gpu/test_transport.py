@@ -10,7 +10,7 @@ from moe_mk.comm import LockstepWorld
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import UnsupportedError
-from moe_mk.prepare_finalize.one_sided_gpu.transport import NAME, OneSidedDevice
+from moe_mk.prepare_finalize.one_sided_gpu.transport import NAME, OneSidedGpu
 from moe_mk.quant import BF16
 from tests.support.one_sided_ranks import context
 
@@ -22,32 +22,32 @@ def problem(device: str, **settings: object) -> Problem:
 
 def test_it_is_taken_by_name_alone_until_it_has_been_measured() -> None:
     pinned = problem("h200", ep=4, prepare_finalize=NAME)
-    assert not OneSidedDevice.reasons_against(pinned)
-    assert not OneSidedDevice.reasons_against(problem("h200", ep=4, prepare_finalize=NAME, graphs=True))
-    (reason,) = OneSidedDevice.reasons_against(problem("h200", ep=4))
+    assert not OneSidedGpu.reasons_against(pinned)
+    assert not OneSidedGpu.reasons_against(problem("h200", ep=4, prepare_finalize=NAME, graphs=True))
+    (reason,) = OneSidedGpu.reasons_against(problem("h200", ep=4))
     assert reason.code == "unmeasured" and "not yet measured" in reason.text
 
 
 def test_every_limit_is_told() -> None:
     far = problem("h200", ep=4, prepare_finalize=NAME)
     far = replace(far, device=far.device.model_copy(update={"ranks_per_node": 2}), installed=frozenset())
-    assert {r.code for r in OneSidedDevice.reasons_against(far)} == {"fabric", "library"}
-    assert {r.code for r in OneSidedDevice.reasons_against(problem("cpu", prepare_finalize=NAME))} == {
+    assert {r.code for r in OneSidedGpu.reasons_against(far)} == {"fabric", "library"}
+    assert {r.code for r in OneSidedGpu.reasons_against(problem("cpu", prepare_finalize=NAME))} == {
         "device",
         "ranks",
     }
     odd = problem("h200", ep=4, prepare_finalize=NAME, hidden_size=36)
-    assert "a sum of 72 bytes does not divide into 16" in {r.text for r in OneSidedDevice.reasons_against(odd)}
+    assert "a sum of 72 bytes does not divide into 16" in {r.text for r in OneSidedGpu.reasons_against(odd)}
 
 
 def test_memory_and_rows_are_those_of_a_full_window() -> None:
     few, many = (problem("h200", ep=4, prepare_finalize=NAME, max_num_tokens=limit) for limit in (64, 128))
-    assert OneSidedDevice.max_rows(few) == 4 * 64
+    assert OneSidedGpu.max_rows(few) == 4 * 64
     hidden = few.config.model.hidden_size
-    assert OneSidedDevice.buffer_bytes(many) - OneSidedDevice.buffer_bytes(few) >= 4 * 64 * 2 * 2 * hidden
+    assert OneSidedGpu.buffer_bytes(many) - OneSidedGpu.buffer_bytes(few) >= 4 * 64 * 2 * 2 * hidden
 
 
 def test_a_cpu_is_refused_outside_of_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     with pytest.raises(UnsupportedError, match="runs on cuda, this device is cpu"):
-        OneSidedDevice(context(LockstepWorld(2).communicators()[0]))
+        OneSidedGpu(context(LockstepWorld(2).communicators()[0]))

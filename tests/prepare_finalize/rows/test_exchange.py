@@ -53,7 +53,7 @@ def home(comm: Communicator, send: Sequence[Sequence[int]], here: str = "") -> F
     exchange, most = RowExchange(comm, CPU), max(mine, default=0)
     y_RH = torch.full((sum(theirs), 2), 2.0**comm.rank)
     row_X = torch.cat([torch.arange(count) for count in mine])
-    back = yield from exchange.home(y_RH, row_X, mine, theirs, "combine", here)
+    back = yield from exchange.combine(y_RH, row_X, mine, theirs, "combine", here)
     y_TH = exchange.summed([back.parts], (most, 2), torch.float32)
     exchange.scratch.give(back.memory)
     return y_TH

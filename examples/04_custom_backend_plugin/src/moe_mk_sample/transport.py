@@ -15,7 +15,7 @@ from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 
 @dataclass(frozen=True)
-class WayHome:
+class DispatchHandle:
     """What `finalize` needs to know of `prepare`."""
 
     token_X: Tensor
@@ -50,17 +50,17 @@ class OneByOne(PrepareFinalize):
         received = yield from c.comm.exchange_counts(sent, "dispatch counts")
         arrived_RB = yield from c.comm.all_to_all(rows_XB, sent, received, "dispatch")
         x_RH, ids_R1, weights_R1 = unpack(arrived_RB, c.wire, c.hidden_size, 1)
-        home = WayHome(token_X, sent, received, x_TH.shape[0])
-        return RowTokens(x_RH, ids_R1, weights_R1, c.num_slots, home)
+        handle = DispatchHandle(token_X, sent, received, x_TH.shape[0])
+        return RowTokens(x_RH, ids_R1, weights_R1, c.num_slots, handle)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Add each row up at the token it came from, in f32."""
-        home = tokens.handle
-        assert isinstance(home, WayHome)
-        back_XH = yield from self.context.comm.all_to_all(output.y, home.received, home.sent, "combine")
-        shape = (home.num_tokens, self.context.hidden_size)
+        handle = tokens.handle
+        assert isinstance(handle, DispatchHandle)
+        back_XH = yield from self.context.comm.all_to_all(output.y, handle.received, handle.sent, "combine")
+        shape = (handle.num_tokens, self.context.hidden_size)
         total_TH = torch.zeros(shape, dtype=torch.float32, device=back_XH.device)
-        return total_TH.index_add_(0, home.token_X, back_XH.float()).to(output.y.dtype)
+        return total_TH.index_add_(0, handle.token_X, back_XH.float()).to(output.y.dtype)
 
     @classmethod
     def volume(cls, problem: Problem) -> Volume:
