@@ -1,12 +1,11 @@
-"""Expert load balancing: which experts to copy, where every copy lies, and what part of the tokens it takes.
+"""Expert load balancing (EPLB): which experts to replicate, where to place each replica, and its share of the tokens.
 
-`rebalance_experts` and its three steps answer exactly as DeepSeek's; `plan` and `resplit` are what to use instead.
-Pure functions on the CPU; nothing here talks to other ranks.
+Use `plan` and `resplit`. `rebalance_experts` and its three steps return exactly what DeepSeek's EPLB returns.
+Pure functions on the CPU, without communication.
 """
 
 from __future__ import annotations
 
-from moe_mk.placement.balance.ask import Ask, Split
 from moe_mk.placement.balance.compat import (
     balanced_packing,
     inverse,
@@ -16,18 +15,24 @@ from moe_mk.placement.balance.compat import (
 )
 from moe_mk.placement.balance.moves import Moves
 from moe_mk.placement.balance.plan import PlacementPlan, plan, resplit, slot_loads
-from moe_mk.placement.balance.policy import EPLB_POLICIES, EplbPolicy, Placed, Policy
+from moe_mk.placement.balance.policy import EPLB_POLICIES, EplbPolicy, Policy, SlotPlacement
+from moe_mk.placement.balance.request import PlacementRequest, Split
 from moe_mk.placement.balance.shares import Cost
 from moe_mk.placement.balance.spread import least_peak
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Topology
 
+Ask = PlacementRequest  # kept for code written before 0.2
+Placed = SlotPlacement  # kept for code written before 0.2
+
 __all__ = [
     "EPLB_POLICIES",
     "Ask",
+    "PlacementRequest",
     "Cost",
     "EplbPolicy",
     "InfeasiblePlacement",
     "Moves",
+    "SlotPlacement",
     "Placed",
     "PlacementPlan",
     "Policy",

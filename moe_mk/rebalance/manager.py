@@ -32,12 +32,12 @@ from moe_mk.rebalance.live_layer import LiveLayer
 from moe_mk.rebalance.load import LoadHistory, LoadWindow, Phase
 from moe_mk.rebalance.metrics import Balance, measure_balance
 from moe_mk.rebalance.migration import Migration, Vote
-from moe_mk.rebalance.notice import DIGEST, BadNotice, Notice
 from moe_mk.rebalance.peers import Peers
+from moe_mk.rebalance.plan_message import DIGEST, BadPlanMessage, PlanMessage
 from moe_mk.rebalance.planner import PlacementPlanner, Planner
-from moe_mk.rebalance.regroup import Regrouping, Rows, Standing, after_join, after_loss, fit, settings_digest
+from moe_mk.rebalance.regroup import RankState, Regrouping, Rows, after_join, after_loss, fit, settings_digest
 from moe_mk.rebalance.settings import RebalanceSettings
-from moe_mk.rebalance.status import Journal, RebalanceStatus, RebalanceWarning, State
+from moe_mk.rebalance.status import IncidentLog, RebalanceStatus, RebalanceWarning, State
 
 
 class RebalanceManager:
@@ -65,7 +65,7 @@ class RebalanceManager:
         self.window.start_from([layer.expert_load for layer in self.layers])
         self.history = LoadHistory(*sizes, decay=self.settings.decay)
         self.balance: Balance | None = None
-        self.journal = Journal()
+        self.journal = IncidentLog()
         self._planner = PlacementPlanner(self.settings, self.journal, planner)
         self._hysteresis = Hysteresis()
         self._migration: Migration | None = None
@@ -73,7 +73,7 @@ class RebalanceManager:
         self._step = self._plan_id = self._flips = 0
         self._predicted_bytes = self._received_bytes = self._read_bytes = 0
         self._reason, self._halted, self._sync_now = "no plan yet", False, False
-        self._home_W: list[int] = self.ledger.topology.slots_W.tolist()
+        self._initial_slots_W: list[int] = self.ledger.topology.slots_W.tolist()
         """Slots of each rank of the machine as it was set up; more of them are given back when ranks join."""
         self._warn_of_fatal_ranks()
 
@@ -113,7 +113,7 @@ class RebalanceManager:
             yield from self._work()
         except CommError as problem:
             self._halted, self._load_flight = True, None
-            self.journal.tell(self._step, str(problem), "rebalancing stops here until rank_lost() brings a new group")
+            self.journal.record(self._step, str(problem), "rebalancing stops here until rank_lost() brings a new group")
 
     def _work(self) -> Flight[None]:
         if self._load_flight is not None:
@@ -155,10 +155,10 @@ class RebalanceManager:
         column = yield from self.peers.from_leader(self._planner.outbox, size, self.layers[0].device, "rebalance plan")
         self._planner.outbox, trouble = None, ""
         try:
-            notice = Notice.decode(column)
-            if notice.base != self._flips:
-                trouble = f"plan {notice.plan_id} follows on flip {notice.base}, this rank has made {self._flips}"
-        except BadNotice as problem:
+            message = PlanMessage.decode(column)
+            if message.base != self._flips:
+                trouble = f"plan {message.plan_id} follows on flip {message.base}, this rank has made {self._flips}"
+        except BadPlanMessage as problem:
             trouble = str(problem)
         digest = column[:DIGEST].cpu().numpy().tobytes()
         if self.peers.tp.size > 1 and not (yield from self.peers.agree(digest, "rebalance vote")):
@@ -166,12 +166,12 @@ class RebalanceManager:
         votes = yield from self.peers.gather(Vote.REFUSE if trouble else Vote.READY, "rebalance vote")
         if max(votes) != Vote.READY:
             against = [rank for rank, vote in enumerate(votes) if vote != Vote.READY]
-            self.journal.tell(self._step, trouble or f"ranks {against} refuse the plan", "a new plan will be made")
+            self.journal.record(self._step, trouble or f"ranks {against} refuse the plan", "a new plan will be made")
             self._planner.wanted = True
             return
-        self._planner.announced(full=notice.full)
-        self._plan_id, self._reason = notice.plan_id, notice.reason
-        self._migration = Migration(notice, self.ledger, self.layers, self.peers, self.settings, self.journal)
+        self._planner.announced(full=message.full)
+        self._plan_id, self._reason = message.plan_id, message.reason
+        self._migration = Migration(message, self.ledger, self.layers, self.peers, self.settings, self.journal)
         self._predicted_bytes += self._migration.predicted_bytes
 
     def _migrate(self, migration: Migration) -> Flight[None]:
@@ -216,19 +216,19 @@ class RebalanceManager:
             problem = f"without ranks {lost}, {len(members)} ranks are left; the new group has {group.size}"
         repairs = self.layers[0].on_lost_expert == "raise"
 
-        def target(standings: Sequence[Standing], rows: Rows) -> tuple[Topology, Rows]:
-            topology = after_loss(self._machine_of(standings)[0], members, num_experts, self.settings.min_copies)
+        def target(rank_states: Sequence[RankState], rows: Rows) -> tuple[Topology, Rows]:
+            topology = after_loss(self._machine_of(rank_states)[0], members, num_experts, self.settings.min_copies)
             slots = topology.slots_W[list(members)].tolist()
             return topology, [fit(rows_WL, slots, num_experts, reads=repairs) for rows_WL in rows]
 
         num_experts = self.ledger.num_experts
         before = self._gone(living[rank] for rank in lost if 0 <= rank < size)
         work = yield from self._regroup(group, members, problem, {"call": "rank_lost"}, target)
-        self._commit(work, self._home_W)
+        self._commit(work, self._initial_slots_W)
         what = f"ranks {lost} are lost and with them the only copies of {before} experts in {len(self.layers)} layers"
         left = sum(len(layer.expert_map.lost) for layer in self.layers)
         policy = f"on_lost_expert = {self.layers[0].on_lost_expert} holds for {left} experts until they are repaired"
-        self.journal.tell(self._step, what, policy if left else f"all experts serve in the group of {self.comm.size}")
+        self.journal.record(self._step, what, policy if left else f"all experts serve in the group of {self.comm.size}")
 
     def rank_joined(self, ranks: int | Sequence[int], comm: Group | None) -> None:
         """Go on with more ranks. Every rank of the new group calls this between two forwards, new processes included.
@@ -252,13 +252,13 @@ class RebalanceManager:
         members: tuple[int | None, ...] = ()
         if not joins and not problem:
             members = tuple(None if rank in new else next(served) for rank in range(group.size))
-        home: list[int] = []
+        initial_slots: list[int] = []
         repairs, num_experts = self.layers[0].on_lost_expert == "raise", self.ledger.num_experts
 
-        def target(standings: Sequence[Standing], rows: Rows) -> tuple[Topology, Rows]:
-            stated = next(each.members for each in standings if each.member is not None)
+        def target(rank_states: Sequence[RankState], rows: Rows) -> tuple[Topology, Rows]:
+            stated = next(each.members for each in rank_states if each.member is not None)
             most = [max(len(rows_WL[rank]) for rows_WL in rows) for rank in new]
-            topology, home[:] = after_join(*self._machine_of(standings), stated, most)
+            topology, initial_slots[:] = after_join(*self._machine_of(rank_states), stated, most)
             living = np.flatnonzero(topology.alive_W).tolist()
             topology = after_loss(topology, living, num_experts, self.settings.min_copies)
             slots = topology.slots_W[living].tolist()
@@ -266,7 +266,7 @@ class RebalanceManager:
 
         facts = {"call": "rank_joined", "ranks that join": str(new)}
         work = yield from self._regroup(group, members, problem, facts, target)
-        self._commit(work, home)
+        self._commit(work, initial_slots)
 
     def _regroup(
         self,
@@ -274,7 +274,7 @@ class RebalanceManager:
         members: tuple[int | None, ...],
         problem: str,
         facts: dict[str, str],
-        target: Callable[[Sequence[Standing], Rows], tuple[Topology, Rows]],
+        target: Callable[[Sequence[RankState], Rows], tuple[Topology, Rows]],
     ) -> Flight[Regrouping]:
         topology, serves = self.ledger.topology, bool(members) or facts["call"] == "rank_lost"
         machine = {
@@ -284,7 +284,7 @@ class RebalanceManager:
             "speeds": topology.speed_W.tolist(),
             "alive": topology.alive_W.tolist(),
         }
-        standing = Standing(
+        rank_state = RankState(
             member=self.ledger.living[self.comm.rank] if serves else None,
             members=members,
             problem=problem,
@@ -299,19 +299,19 @@ class RebalanceManager:
             flips=self._flips,
             plan_id=self._plan_id,
             epochs=[layer.epoch for layer in self.layers],
-            machine={"topology": machine, "home": self._home_W} if serves else None,
+            machine={"topology": machine, "initial_slots": self._initial_slots_W} if serves else None,
         )
         peers = self.peers.renewed(group)
-        work = Regrouping(self.layers, peers, self.settings, standing, self._follow, target)
+        work = Regrouping(self.layers, peers, self.settings, rank_state, self._follow, target)
         yield from work.steps()
         return work
 
-    def _machine_of(self, standings: Sequence[Standing]) -> tuple[Topology, list[int]]:
+    def _machine_of(self, rank_states: Sequence[RankState]) -> tuple[Topology, list[int]]:
         """The machines that served, as all ranks that served with them state them, and the slots they started with."""
-        stated = [each.machine for each in standings if each.machine is not None]
+        stated = [each.machine for each in rank_states if each.machine is not None]
         if any(each != stated[0] for each in stated):
             raise ConfigError(f"ranks come from different groups: {stated}; end the processes and start anew")
-        return Topology(**stated[0]["topology"]), list(stated[0]["home"])
+        return Topology(**stated[0]["topology"]), list(stated[0]["initial_slots"])
 
     def _follow(self, flips: int) -> None:
         """Flip what all ranks have voted for: the loss may have come between two ranks' last votes."""
@@ -319,7 +319,7 @@ class RebalanceManager:
             self._migration.flip()
             self._flips += 1
 
-    def _commit(self, work: Regrouping, home_W: list[int]) -> None:
+    def _commit(self, work: Regrouping, initial_slots_W: list[int]) -> None:
         """Serve in the new group. Warnings that are errors here are raised when all is done."""
         assert work.ledger is not None
         raised: list[Warning] = []
@@ -328,11 +328,11 @@ class RebalanceManager:
                 layer.flip(half)
             except Warning as warning:
                 raised.append(warning)
-        self.ledger, self.peers, self._home_W = work.ledger, work.peers, home_W
+        self.ledger, self.peers, self._initial_slots_W = work.ledger, work.peers, initial_slots_W
         self._migration, self._load_flight, self._halted = None, None, False
-        self._step = max(each.step for each in work.standings)
-        self._flips = max(each.flips for each in work.standings) + 1
-        self._plan_id = max(each.plan_id for each in work.standings) + 1
+        self._step = max(each.step for each in work.rank_states)
+        self._flips = max(each.flips for each in work.rank_states) + 1
+        self._plan_id = max(each.plan_id for each in work.rank_states) + 1
         self._received_bytes += work.received_bytes
         self._read_bytes += work.read_bytes
         self.balance = None

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from moe_mk.flight import Flight
-from moe_mk.rebalance.carrier import Carrier, LayerMoves, Link
+from moe_mk.rebalance.background import BackgroundJob
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.live_layer import LiveLayer
-from moe_mk.rebalance.notice import Notice
-from moe_mk.rebalance.off_thread import OffThread
 from moe_mk.rebalance.peers import Peers
+from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.settings import RebalanceSettings
 from moe_mk.rebalance.slot_bytes import num_bytes
-from moe_mk.rebalance.status import Journal
+from moe_mk.rebalance.status import IncidentLog
+from moe_mk.rebalance.transfer import ExpertTransfer, LayerMoves, Link
 from moe_mk.weights.expert_weights import SlotWeights
 
 
@@ -36,20 +36,20 @@ class Vote(IntEnum):
 
 
 class Migration:
-    """From the maps that serve to those of a notice. The same state on all ranks, but for weights and troubles."""
+    """From the maps that serve to those of a message. The same state on all ranks, but for weights and troubles."""
 
     def __init__(
         self,
-        notice: Notice,
+        message: PlanMessage,
         ledger: Ledger,
         layers: Sequence[LiveLayer],
         peers: Peers,
         settings: RebalanceSettings,
-        journal: Journal,
+        journal: IncidentLog,
     ) -> None:
-        self.notice, self.ledger, self.layers, self.peers = notice, ledger, layers, peers
+        self.message, self.ledger, self.layers, self.peers = message, ledger, layers, peers
         self.settings, self.journal = settings, journal
-        self.moves = moves_of(ledger, notice)
+        self.moves = moves_of(ledger, message)
         self.batches = self._batches()
         """Layers that flip together, first those for which no weights move."""
         self.retries, self.resumes_at, self.waited = 0, 0, 0
@@ -57,8 +57,10 @@ class Migration:
         self.received_bytes = self.read_bytes = 0
         self.staged: list[tuple[int, Any]] | None = None
         """(layer, half) of the present batch once it is built."""
-        self._carrier: Carrier | None = None
-        self._reader: OffThread[dict[int, SlotWeights]] = OffThread("expert reader", limit_s=settings.plan_limit_s)
+        self._transfer: ExpertTransfer | None = None
+        self._reader: BackgroundJob[dict[int, SlotWeights]] = BackgroundJob(
+            "expert reader", limit_s=settings.plan_limit_s
+        )
 
     @property
     def finished(self) -> bool:
@@ -75,16 +77,16 @@ class Migration:
         """One step: land a chunk, post the next, or flip. Returns the number of flips, 0 or 1."""
         if self.finished or step < self.resumes_at:
             return 0
-        carrier = self._carrier or self._begin()
-        if carrier.in_flight:
-            yield from carrier.land()
-            if (yield from self._vote(Vote.REFUSE if carrier.trouble else Vote.READY, step)) is Vote.REFUSE:
+        transfer = self._transfer or self._begin()
+        if transfer.in_flight:
+            yield from transfer.land()
+            if (yield from self._vote(Vote.REFUSE if transfer.trouble else Vote.READY, step)) is Vote.REFUSE:
                 return 0
-            carrier.accept()
-        if not carrier.all_sent:
-            carrier.post()
+            transfer.accept()
+        if not transfer.all_sent:
+            transfer.post()
             return 0
-        if (yield from self._vote(self._stage(carrier), step)) is not Vote.READY:
+        if (yield from self._vote(self._stage(transfer), step)) is not Vote.READY:
             return 0
         self.flip()
         return 1
@@ -94,11 +96,11 @@ class Migration:
         assert self.staged is not None
         for x, half in self.staged:
             self.layers[x].flip(half)
-            self.ledger.phy2log[x], self.ledger.share[x] = self.notice.phy2log[x], self.notice.share[x]
-        if self._carrier is not None:
-            self.received_bytes += self._carrier.received_bytes
-            self.read_bytes += self._carrier.read_bytes
-        self.batches, self.staged, self._carrier = self.batches[1:], None, None
+            self.ledger.phy2log[x], self.ledger.share[x] = self.message.phy2log[x], self.message.share[x]
+        if self._transfer is not None:
+            self.received_bytes += self._transfer.received_bytes
+            self.read_bytes += self._transfer.read_bytes
+        self.batches, self.staged, self._transfer = self.batches[1:], None, None
         self.retries = self.waited = 0
 
     def _batches(self) -> list[list[int]]:
@@ -107,34 +109,34 @@ class Migration:
         return [still] * bool(still) + [[x] for x in changed if x in self.moves]
 
     def _share_differs(self, x: int) -> bool:
-        return not np.array_equal(self.ledger.share[x], self.notice.share[x])
+        return not np.array_equal(self.ledger.share[x], self.message.share[x])
 
-    def _begin(self) -> Carrier:
+    def _begin(self) -> ExpertTransfer:
         layer = self.batches[0][0]
         moves = self.moves.get(layer, LayerMoves(layer))
-        self._carrier = Carrier(
-            self.peers.ep, self.layers[layer], moves, self.notice.plan_id, self.settings.bytes_per_step, self._reader
+        self._transfer = ExpertTransfer(
+            self.peers.ep, self.layers[layer], moves, self.message.plan_id, self.settings.bytes_per_step, self._reader
         )
-        return self._carrier
+        return self._transfer
 
-    def _stage(self, carrier: Carrier) -> Vote:
+    def _stage(self, transfer: ExpertTransfer) -> Vote:
         """Build the other half of every layer of the batch, once all its experts are here."""
-        if carrier.waits_for_reading():
+        if transfer.waits_for_reading():
             return Vote.WAIT
-        if carrier.trouble or self.staged is not None:
-            return Vote.REFUSE if carrier.trouble else Vote.READY
+        if transfer.trouble or self.staged is not None:
+            return Vote.REFUSE if transfer.trouble else Vote.READY
         try:
             self.staged = [
-                (x, self.layers[x].stage(self._map(x), carrier.arrived if x == carrier.moves.layer else None))
+                (x, self.layers[x].stage(self._map(x), transfer.arrived if x == transfer.moves.layer else None))
                 for x in self.batches[0]
             ]
         except Exception as problem:
-            carrier.trouble = f"staging failed: {type(problem).__name__}: {problem}"
+            transfer.trouble = f"staging failed: {type(problem).__name__}: {problem}"
             return Vote.REFUSE
         return Vote.READY
 
     def _map(self, x: int) -> Any:
-        return self.ledger.map_of(self.notice.phy2log[x], self.notice.share[x])
+        return self.ledger.map_of(self.message.phy2log[x], self.message.share[x])
 
     def _vote(self, mine: Vote, step: int) -> Flight[Vote]:
         """Hear what all ranks say, and back off where one refuses or all have waited long enough."""
@@ -151,28 +153,28 @@ class Migration:
     def _back_off(self, step: int, votes: Sequence[int]) -> None:
         against = [rank for rank, vote in enumerate(votes) if vote == Vote.REFUSE]
         late = [rank for rank, vote in enumerate(votes) if vote == Vote.WAIT]
-        assert self._carrier is not None
-        what = self._carrier.trouble or (
+        assert self._transfer is not None
+        what = self._transfer.trouble or (
             f"ranks {against} refuse what they got"
             if against
             else f"ranks {late} are still reading after {self.waited} steps"
         )
         self._reader.forget()
-        self._carrier, self.staged, self.waited = None, None, 0
+        self._transfer, self.staged, self.waited = None, None, 0
         self.retries += 1
         name = self.layers[self.batches[0][0]].name
         if self.retries > self.settings.max_retries:
             self.dropped = True
-            then = f"plan {self.notice.plan_id} is dropped after {self.settings.max_retries} retries of {name!r}"
+            then = f"plan {self.message.plan_id} is dropped after {self.settings.max_retries} retries of {name!r}"
         else:
             self.resumes_at = step + self.settings.backoff * 2 ** (self.retries - 1)
             then = f"{name!r} serves as before; retry {self.retries} at step {self.resumes_at}"
-        self.journal.tell(step, what, then)
+        self.journal.record(step, what, then)
 
 
-def moves_of(ledger: Ledger, notice: Notice) -> dict[int, LayerMoves]:
+def moves_of(ledger: Ledger, message: PlanMessage) -> dict[int, LayerMoves]:
     """What each layer must receive, by layer, in ranks of the group and slots of those ranks."""
-    moves, group = ledger.moves_to(notice.phy2log), {rank: at for at, rank in enumerate(ledger.living)}
+    moves, group = ledger.moves_to(message.phy2log), {rank: at for at, rank in enumerate(ledger.living)}
     gpu_P = ledger.topology.gpu_P
     found: dict[int, LayerMoves] = {}
     for x in np.unique(moves.layer).tolist():

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from moe_mk.placement.balance.moves import assignment_solver
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan, resplit
+from moe_mk.rebalance.background import BackgroundJob, Failed
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.load import LoadHistory
 from moe_mk.rebalance.metrics import Balance, measure_balance
-from moe_mk.rebalance.notice import Notice
-from moe_mk.rebalance.off_thread import Failed, OffThread
+from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.settings import RebalanceSettings
-from moe_mk.rebalance.status import Journal
+from moe_mk.rebalance.status import IncidentLog
 
 Planner = Callable[[NDArray[np.float64], Topology, NDArray[np.int64]], PlacementPlan]
 """(smoothed load [layers, experts], machines, slots that serve now [layers, slots]) to a plan."""
@@ -25,7 +25,7 @@ Planner = Callable[[NDArray[np.float64], Topology, NDArray[np.int64]], Placement
 class PlacementPlanner:
     """What rank 0 does beside serving. The other ranks keep one too: any of them may become rank 0."""
 
-    def __init__(self, settings: RebalanceSettings, journal: Journal, planner: Planner | None) -> None:
+    def __init__(self, settings: RebalanceSettings, journal: IncidentLog, planner: Planner | None) -> None:
         self.settings, self.journal = settings, journal
         self.wanted = False
         """Whether a full plan is asked for; stays set until one is announced or found not to pay."""
@@ -35,7 +35,7 @@ class PlacementPlanner:
         """Why the last plan was not announced; empty after one was."""
         self._planner = planner or self._plan
         assignment_solver()  # imported now, not on the thread beside the first steps
-        self._thread: OffThread[Notice | str] = OffThread(
+        self._thread: BackgroundJob[PlanMessage | str] = BackgroundJob(
             "moe_mk planner", limit_s=settings.plan_limit_s, inline=settings.inline
         )
         self._failures, self._not_before = 0, 0
@@ -75,12 +75,12 @@ class PlacementPlanner:
             if balance.step_over_ideal > 1.0 + self.settings.resplit_gain:
                 self._begin(self._share_job(load_XE, ledger, plan_id, base), full=False)
 
-    def _begin(self, job: Callable[[], Notice | str], *, full: bool) -> None:
+    def _begin(self, job: Callable[[], PlanMessage | str], *, full: bool) -> None:
         self._full = full
         self._thread.start(job)
 
-    def _take(self, made: Notice | str) -> None:
-        if isinstance(made, Notice):
+    def _take(self, made: PlanMessage | str) -> None:
+        if isinstance(made, PlanMessage):
             self.outbox = made.encode()
             return
         self.reason = made
@@ -92,45 +92,46 @@ class PlacementPlanner:
         self._failures += 1
         self._not_before = step + self.settings.backoff * 2 ** (self._failures - 1)
         then = f"the placement stays; the next plan is tried at step {self._not_before}"
-        self.journal.tell(step, f"planning failed: {type(error).__name__}: {error}", then)
+        self.journal.record(step, f"planning failed: {type(error).__name__}: {error}", then)
 
     def _full_job(
         self, load_XE: NDArray[np.float64], ledger: Ledger, plan_id: int, base: int
-    ) -> Callable[[], Notice | str]:
+    ) -> Callable[[], PlanMessage | str]:
         topology, slots, share = ledger.topology, ledger.phy2log.copy(), ledger.share.copy()
         load_XE = load_XE if load_XE.any() else np.ones_like(load_XE)
 
-        def job() -> Notice | str:
+        def job() -> PlanMessage | str:
             made = self._planner(load_XE, topology, slots)
-            notice = Notice.of(made, plan_id, base, slots)
+            message = PlanMessage.of(made, plan_id, base, slots)
             now = Ledger(topology, ledger.num_experts, slots, share)
-            after = Ledger(topology, ledger.num_experts, notice.phy2log, notice.share)
-            return (
-                notice if not np.array_equal(notice.phy2log, slots) else self._if_it_pays(notice, load_XE, now, after)
-            )
+            after = Ledger(topology, ledger.num_experts, message.phy2log, message.share)
+            moved = not np.array_equal(message.phy2log, slots)
+            return message if moved else self._if_it_pays(message, load_XE, now, after)
 
         return job
 
     def _share_job(
         self, load_XE: NDArray[np.float64], ledger: Ledger, plan_id: int, base: int
-    ) -> Callable[[], Notice | str]:
+    ) -> Callable[[], PlanMessage | str]:
         topology, slots, share = ledger.topology, ledger.phy2log.copy(), ledger.share.copy()
 
-        def job() -> Notice | str:
+        def job() -> PlanMessage | str:
             new = resplit(slots, load_XE, topology)
             now = Ledger(topology, ledger.num_experts, slots, share)
             after = Ledger(topology, ledger.num_experts, slots, new)
             return self._if_it_pays(
-                Notice(plan_id, base, slots, new, "shares re-solved", full=False), load_XE, now, after
+                PlanMessage(plan_id, base, slots, new, "shares re-solved", full=False), load_XE, now, after
             )
 
         return job
 
-    def _if_it_pays(self, notice: Notice, load_XE: NDArray[np.float64], now: Ledger, after: Ledger) -> Notice | str:
+    def _if_it_pays(
+        self, message: PlanMessage, load_XE: NDArray[np.float64], now: Ledger, after: Ledger
+    ) -> PlanMessage | str:
         """A change of shares alone, if it saves enough."""
         before_time, after_time = (measure_balance(load_XE, each).step_over_ideal for each in (now, after))
         if before_time - after_time >= self.settings.resplit_gain:
-            return notice
+            return message
         return f"nothing gained: step time {before_time:.4f} of ideal, {after_time:.4f} with new shares"
 
     def _plan(self, load_XE: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:

@@ -24,14 +24,14 @@ import numpy as np
 from moe_mk.errors import ConfigError, RegroupError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.placement.eplb import Topology
-from moe_mk.rebalance.carrier import Carrier, LayerMoves
+from moe_mk.rebalance.background import BackgroundJob
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.live_layer import LiveLayer
 from moe_mk.rebalance.migration import moves_of
-from moe_mk.rebalance.notice import Notice
-from moe_mk.rebalance.off_thread import OffThread
 from moe_mk.rebalance.peers import Peers
+from moe_mk.rebalance.plan_message import PlanMessage
 from moe_mk.rebalance.settings import RebalanceSettings
+from moe_mk.rebalance.transfer import ExpertTransfer, LayerMoves
 from moe_mk.weights.expert_weights import SlotWeights
 
 PHASE = "regroup"
@@ -40,7 +40,7 @@ Rows = list[list[list[int]]]
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankState:
     """Where one rank stands before the others are heard. Equal on all ranks but for `member`, counts and rows."""
 
     member: int | None
@@ -63,7 +63,7 @@ class Standing:
         return json.dumps(vars(self))
 
     @classmethod
-    def decode(cls, text: str) -> Standing:
+    def decode(cls, text: str) -> RankState:
         """Of one rank, or of several slices, of which the first counts where none of them differs in a check."""
         each = [cls(**json.loads(line)) for line in text.splitlines()]
         each = [replace(one, members=tuple(one.members)) for one in each]
@@ -81,14 +81,14 @@ class Standing:
         )
 
 
-def disagreements(standings: Sequence[Standing]) -> list[str]:
+def disagreements(rank_states: Sequence[RankState]) -> list[str]:
     """What keeps these ranks from going on together, in words; the same on every rank, empty if nothing does."""
-    lines = [f"rank {rank}: {each.problem}" for rank, each in enumerate(standings) if each.problem]
-    served = [each for each in standings if each.member is not None]
+    lines = [f"rank {rank}: {each.problem}" for rank, each in enumerate(rank_states) if each.problem]
+    served = [each for each in rank_states if each.member is not None]
     if len({each.members for each in served}) > 1:
         lines += [
             f"rank {rank} (rank {each.member} of the machine) goes on with ranks {_named(each.members)}"
-            for rank, each in enumerate(standings)
+            for rank, each in enumerate(rank_states)
             if each.member is not None
         ]
     elif not lines and not served:
@@ -96,11 +96,11 @@ def disagreements(standings: Sequence[Standing]) -> list[str]:
     elif not lines:
         lines = [
             f"rank {rank} of the new group is {_named([each.member])} of the machine, not {_named([wanted])}"
-            for rank, (each, wanted) in enumerate(zip(standings, served[0].members, strict=False))
+            for rank, (each, wanted) in enumerate(zip(rank_states, served[0].members, strict=False))
             if each.member != wanted
         ]
-    for name in standings[0].must_equal:
-        values = [each.must_equal.get(name, "(nothing)") for each in standings]
+    for name in rank_states[0].must_equal:
+        values = [each.must_equal.get(name, "(nothing)") for each in rank_states]
         if len(set(values)) > 1:
             lines += [f"{name} of rank {rank}: {value}" for rank, value in enumerate(values)]
     return lines
@@ -157,14 +157,14 @@ class Regrouping:
     peers: Peers
     """Those of the new group."""
     settings: RebalanceSettings
-    standing: Standing
+    rank_state: RankState
     follow: Callable[[int], None]
     """Given the flips of the furthest rank: flips the layers that all ranks had voted for before the loss."""
-    target: Callable[[Sequence[Standing], Rows], tuple[Topology, Rows]]
+    target: Callable[[Sequence[RankState], Rows], tuple[Topology, Rows]]
     """From what all ranks state and hold: the machines that go on, and what each shall hold."""
     ledger: Ledger | None = None
     halves: list[Any] = field(default_factory=list)
-    standings: list[Standing] = field(default_factory=list)
+    rank_states: list[RankState] = field(default_factory=list)
     read_bytes: int = 0
     received_bytes: int = 0
 
@@ -181,17 +181,17 @@ class Regrouping:
             raise
 
     def _steps(self) -> Flight[None]:
-        texts = yield from self.peers.gather_texts(self.standing.encode(), PHASE)
-        self.standings = [Standing.decode(text) for text in texts]
-        if lines := disagreements(self.standings):
+        texts = yield from self.peers.gather_texts(self.rank_state.encode(), PHASE)
+        self.rank_states = [RankState.decode(text) for text in texts]
+        if lines := disagreements(self.rank_states):
             raise RegroupError("ranks disagree about the group that goes on; nothing was changed", lines)
-        self.follow(max(each.flips for each in self.standings))
+        self.follow(max(each.flips for each in self.rank_states))
         rows = yield from self._rows()
         problem: Exception | None = None
         moves: dict[int, LayerMoves] = {}
         try:
-            base, notice = self._plan(rows)
-            moves = moves_of(base, notice) if base.topology.alive_W.any() else {}
+            base, message = self._plan(rows)
+            moves = moves_of(base, message) if base.topology.alive_W.any() else {}
         except Exception as error:
             problem = error
         yield from self._vote("placing experts", problem)
@@ -217,9 +217,9 @@ class Regrouping:
         of_rank = [json.loads(text.splitlines()[0]) for text in texts]
         return [[of_rank[rank][x] for rank in range(len(texts))] for x in range(len(self.layers))]
 
-    def _plan(self, rows: Rows) -> tuple[Ledger, Notice]:
+    def _plan(self, rows: Rows) -> tuple[Ledger, PlanMessage]:
         """The placement in numbers of a machine that has room for old and new rows, and the ledger that will serve."""
-        topology, wanted = self.target(self.standings, rows)
+        topology, wanted = self.target(self.rank_states, rows)
         num_experts = self.layers[0].expert_map.num_experts
         slots = topology.slots_W.copy()
         living = np.flatnonzero(topology.alive_W)
@@ -231,37 +231,39 @@ class Regrouping:
         )
         base, after = nothing.regrouped(wide, rows), nothing.regrouped(wide, wanted)
         self.ledger = nothing.regrouped(topology, wanted)
-        plan_id = max(each.plan_id for each in self.standings) + 1
-        return base, Notice(plan_id, 0, after.phy2log, after.share, "another group")
+        plan_id = max(each.plan_id for each in self.rank_states) + 1
+        return base, PlanMessage(plan_id, 0, after.phy2log, after.share, "another group")
 
     def _carry(self, moves: dict[int, LayerMoves]) -> Flight[dict[int, dict[int, SlotWeights]]]:
         """Bring the experts of all layers to their new ranks; returns them by layer and slot."""
         arrived: dict[int, dict[int, SlotWeights]] = {}
         for x, each in sorted(moves.items()):
-            reader: OffThread[dict[int, SlotWeights]] = OffThread("expert reader", limit_s=float("inf"), inline=True)
-            problem, carrier = None, None
+            reader: BackgroundJob[dict[int, SlotWeights]] = BackgroundJob(
+                "expert reader", limit_s=float("inf"), inline=True
+            )
+            problem, transfer = None, None
             try:
-                carrier = Carrier(self.peers.ep, self.layers[x], each, x, self.settings.bytes_per_step, reader)
-                carrier.waits_for_reading()
+                transfer = ExpertTransfer(self.peers.ep, self.layers[x], each, x, self.settings.bytes_per_step, reader)
+                transfer.waits_for_reading()
             except Exception as error:
                 problem = error
-            read = carrier.trouble if carrier is not None else ""
+            read = transfer.trouble if transfer is not None else ""
             yield from self._vote("reading experts", problem, read)
-            assert carrier is not None
-            while not carrier.all_sent:
-                carrier.post()
+            assert transfer is not None
+            while not transfer.all_sent:
+                transfer.post()
                 yield InFlight(PHASE)
-                yield from carrier.land()
-                yield from self._vote("moving experts", None, carrier.trouble)
-                carrier.accept()
-            arrived[x] = carrier.arrived
-            self.read_bytes += carrier.read_bytes
-            self.received_bytes += carrier.received_bytes
+                yield from transfer.land()
+                yield from self._vote("moving experts", None, transfer.trouble)
+                transfer.accept()
+            arrived[x] = transfer.arrived
+            self.read_bytes += transfer.read_bytes
+            self.received_bytes += transfer.received_bytes
         return arrived
 
     def _stage(self, arrived: dict[int, dict[int, SlotWeights]]) -> None:
         assert self.ledger is not None
-        epochs = [max(column) + 1 for column in zip(*(each.epochs for each in self.standings), strict=True)]
+        epochs = [max(column) + 1 for column in zip(*(each.epochs for each in self.rank_states), strict=True)]
         for x, layer in enumerate(self.layers):
             placed = self.ledger.map_of(self.ledger.phy2log[x], self.ledger.share[x])
             self.halves.append(layer.stage(placed, arrived.get(x), ep=self.peers.ep, epoch=epochs[x]))
@@ -293,11 +295,12 @@ def after_loss(machine: Topology, members: Sequence[int], num_experts: int, copi
 
 
 def after_join(
-    machine: Topology, home_W: Sequence[int], members: Sequence[int | None], slots_of_new: Sequence[int]
+    machine: Topology, initial_slots_W: Sequence[int], members: Sequence[int | None], slots_of_new: Sequence[int]
 ) -> tuple[Topology, list[int]]:
     """The machine with ranks that join, and the slots of each rank as it was set up.
 
-    machine, home_W: before, with the slots each rank was set up with: those that grew after a loss shrink to them.
+    machine, initial_slots_W: before the join, and the slots each rank started with: ranks that grew after a loss shrink
+    to them.
     members: by rank of the new group, None for who joins. slots_of_new: what each of those holds, in order.
     A rank that joins takes the place of a lost one between the same neighbours; where there is none, ranks are numbered
     anew, which raises ConfigError if they do not divide over the nodes.
@@ -310,7 +313,7 @@ def after_join(
             numbers[at] = next((rank for rank in dead if last < rank < later), None)
         if (number := numbers[at]) is not None:
             last = number
-    home = dict(enumerate(home_W))
+    initial_slots = dict(enumerate(initial_slots_W))
     if any(number is None for number in numbers):
         if len(members) % machine.nodes:
             raise ConfigError(
@@ -319,12 +322,12 @@ def after_join(
                 f"lost are {dead}"
             )
         speeds = tuple(1.0 if member is None else float(machine.speed_W[member]) for member in members)
-        home = {at: 0 if member is None else home_W[member] for at, member in enumerate(members)}
+        initial_slots = {at: 0 if member is None else initial_slots_W[member] for at, member in enumerate(members)}
         machine = Topology(len(members), machine.nodes, 1, speeds)
         numbers = list(range(len(members)))
     living = [number for number in numbers if number is not None]
     for number, member in zip(living, members, strict=True):
         if member is None:
-            home[number] = new.pop(0)
-    slots = tuple(home[rank] for rank in range(machine.gpus))
+            initial_slots[number] = new.pop(0)
+    slots = tuple(initial_slots[rank] for rank in range(machine.gpus))
     return replace(machine, slots=slots, alive=tuple(rank in living for rank in range(machine.gpus))), list(slots)

@@ -42,7 +42,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-class Landing:
+class ReceivedExpert:
     """Memory of its own for an expert that is arriving piece by piece."""
 
     def __init__(self, like: SlotWeights) -> None:

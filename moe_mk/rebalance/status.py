@@ -65,12 +65,12 @@ class RebalanceStatus:
 
 
 @dataclass
-class Journal:
+class IncidentLog:
     """Incidents of one rank, the last hundred of them."""
 
     incidents: list[Incident] = field(default_factory=list)
 
-    def tell(self, step: int, what: str, then: str) -> None:
+    def record(self, step: int, what: str, then: str) -> None:
         """Keep an incident and warn of it."""
         incident = Incident(step, what, then)
         self.incidents = [*self.incidents[-99:], incident]

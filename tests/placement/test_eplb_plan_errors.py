@@ -42,7 +42,7 @@ def test_unknown_policies_are_answered():
 
 def test_copies_that_cannot_be_parted_are_reported():
     # 2 experts x 2 copies fit 5 slots, but GPU 1 has one slot: one expert must have both copies on GPU 0.
-    with pytest.raises(InfeasiblePlacement, match=r"slots \[1, 4\] a GPU some expert finds only 1 different GPUs"):
+    with pytest.raises(InfeasiblePlacement, match=r"slots \[1, 4\] a GPU some expert fits on only 1 different GPUs"):
         plan(np.ones((1, 2)), Topology(2, 1, [4, 1]), policy="flat", min_copies=2)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moe_mk.errors import ConfigError, PluginWarning, UnsupportedError
 from moe_mk.placement.balance import policy as home
-from moe_mk.placement.eplb import EPLB_POLICIES, Ask, EplbPolicy, Placed, Topology, plan
+from moe_mk.placement.eplb import EPLB_POLICIES, EplbPolicy, PlacementRequest, SlotPlacement, Topology, plan
 from moe_mk.registry import Registry
 
 LOAD = np.array([[4.0, 3.0, 2.0, 1.0], [1.0, 1.0, 1.0, 7.0]])
@@ -22,13 +22,13 @@ class Reversed(EplbPolicy):
 
     summary = "experts backwards"
 
-    def reasons_against(self, ask: Ask) -> list[str]:
-        return [f"{ask.groups} groups; it knows none"] if ask.groups > 1 else []
+    def reasons_against(self, request: PlacementRequest) -> list[str]:
+        return [f"{request.groups} groups; it knows none"] if request.groups > 1 else []
 
-    def place(self, ask: Ask) -> Placed:
-        experts = ask.load.shape[1]
-        slots_P = np.arange(ask.sites.num_slots)[::-1] % experts
-        return Placed.of(np.tile(slots_P, (len(ask.load), 1)), ask, "backwards")
+    def place(self, request: PlacementRequest) -> SlotPlacement:
+        experts = request.load.shape[1]
+        slots_P = np.arange(request.sites.num_slots)[::-1] % experts
+        return SlotPlacement.of(np.tile(slots_P, (len(request.load), 1)), request, "backwards")
 
 
 @pytest.fixture
@@ -72,17 +72,17 @@ def test_its_reasons_are_told(registry: Registry[type[EplbPolicy]]) -> None:
         plan(LOAD, TOPOLOGY, policy="mine", groups=2)
 
 
-def answering(answer: Callable[[Ask], Placed]) -> type[EplbPolicy]:
+def answering(answer: Callable[[PlacementRequest], SlotPlacement]) -> type[EplbPolicy]:
     class Answers(Reversed):
-        def place(self, ask: Ask) -> Placed:
-            return answer(ask)
+        def place(self, request: PlacementRequest) -> SlotPlacement:
+            return answer(request)
 
     return Answers
 
 
-def spoilt(change: Callable[[Placed], object]) -> Callable[[Ask], Placed]:
-    def answer(ask: Ask) -> Placed:
-        placed = Reversed().place(ask)
+def spoilt(change: Callable[[SlotPlacement], object]) -> Callable[[PlacementRequest], SlotPlacement]:
+    def answer(request: PlacementRequest) -> SlotPlacement:
+        placed = Reversed().place(request)
         change(placed)
         return placed
 
@@ -101,11 +101,11 @@ def spoilt(change: Callable[[Placed], object]) -> Callable[[Ask], Placed]:
         (spoilt(lambda p: p.shares.fill(np.nan)), "shares from nan to nan"),
         (spoilt(lambda p: setattr(p, "shares", p.shares[:1])), r"shares have shape \(1, 6\), needed \(2, 6\)"),
         (spoilt(lambda p: setattr(p, "method", ["once"])), "method and exported need an entry for each of 2 layers"),
-        (lambda ask: 1 / 0, "failed\n  - ZeroDivisionError: division by zero"),  # type: ignore[arg-type,return-value]
+        (lambda request: 1 / 0, "failed\n  - ZeroDivisionError: division by zero"),  # type: ignore[arg-type,return-value]
     ],
 )
 def test_an_answer_that_cannot_serve_is_refused_by_name(
-    registry: Registry[type[EplbPolicy]], answer: Callable[[Ask], Placed], says: str
+    registry: Registry[type[EplbPolicy]], answer: Callable[[PlacementRequest], SlotPlacement], says: str
 ) -> None:
     registry.register("mine", "my_wheel")(answering(answer))
     with pytest.raises(UnsupportedError, match=rf"policy 'mine' of my_wheel(.|\n)*{says}"):
@@ -130,8 +130,8 @@ def test_wheels_bring_policies_and_broken_ones_are_named(monkeypatch: pytest.Mon
         raise ImportError("no module named solver")
 
     class Unfinished(EplbPolicy):
-        def place(self, ask: Ask) -> Placed:
-            return Reversed().place(ask)
+        def place(self, request: PlacementRequest) -> SlotPlacement:
+            return Reversed().place(request)
 
     points = [EntryPoint("mine", lambda: Reversed), EntryPoint("lost", missing), EntryPoint("half", lambda: Unfinished)]
     found = {"moe_mk.eplb_policies": points}

@@ -184,7 +184,7 @@ def test_a_plan_damaged_on_its_way_is_refused_by_all() -> None:
 
 def lose(ranks: list[Rank], dead: int) -> list[Rank]:
     """The ranks that are left, in a world of their own."""
-    left = [rank for rank in ranks if rank.home != dead]
+    left = [rank for rank in ranks if rank.original_rank != dead]
     comms = LockstepWorld(len(left)).communicators()
     interleave([r.manager.rank_lost_steps(dead, c) for r, c in zip(left, comms, strict=True)])
     return left
@@ -227,10 +227,10 @@ def test_until_they_are_repaired_lost_experts_add_nothing_and_others_are_untouch
     assert gone == {6, 7}  # expert 1, in the same rank's third slot, has its other copy on rank 0
     outputs = interleave([rank.forward() for rank in left])
     for rank, made in zip(left, outputs, strict=True):
-        ids_TK = routing(rank.home, 0, rank.hot).ids_TK
+        ids_TK = routing(rank.original_rank, 0, rank.hot).ids_TK
         whole_T = ~torch.isin(ids_TK, torch.tensor(sorted(gone), dtype=torch.int32)).any(1)
-        assert torch.equal(made[0][whole_T], expected(rank.home, 0, rank.hot)[whole_T])
-        assert not torch.equal(made[0], expected(rank.home, 0, rank.hot))
+        assert torch.equal(made[0][whole_T], expected(rank.original_rank, 0, rank.hot)[whole_T])
+        assert not torch.equal(made[0], expected(rank.original_rank, 0, rank.hot))
 
 
 def test_a_rank_that_died_between_two_flips_takes_the_others_along() -> None:

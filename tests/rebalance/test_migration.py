@@ -15,7 +15,7 @@ from moe_mk.comm import LockstepCommunicator, LockstepWorld
 from moe_mk.errors import WeightError
 from moe_mk.flight import Flight, interleave
 from moe_mk.rebalance import RebalanceWarning
-from moe_mk.rebalance.carrier import HEADER, PHASE
+from moe_mk.rebalance.transfer import HEADER, PHASE
 from moe_mk.weights import SlotWeights
 from tests.support.rebalance_world import PLACEMENT, RANKS, Rank, holds_right_weights, serve
 

@@ -28,8 +28,8 @@ from moe_mk.errors import CommError, FallbackWarning
 from moe_mk.flight import Flight
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan, resplit
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
-from moe_mk.rebalance.carrier import Carrier
 from moe_mk.rebalance.migration import Migration
+from moe_mk.rebalance.transfer import ExpertTransfer
 from moe_mk.testing import on_ranks as processes
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.trace.clock import now
@@ -51,8 +51,8 @@ Outcome = dict[str, Any]
 RANKS, MOST_STEPS = 4, 200
 POINTS: dict[str, tuple[type, str, int]] = {
     "plan": (RebalanceManager, "_receive_plan", 1),
-    "post": (Carrier, "post", 10),
-    "land": (Carrier, "land", 10),
+    "post": (ExpertTransfer, "post", 10),
+    "land": (ExpertTransfer, "land", 10),
     "vote": (Migration, "_vote", 10),
     "stage": (Migration, "_stage", LAYERS),
     "flip": (Migration, "flip", LAYERS),

@@ -74,16 +74,16 @@ def test_every_expert_is_placed_once_at_least_and_no_rank_holds_too_many(seed: i
 def test_a_lost_rank_leaves_its_number_and_a_new_one_takes_it() -> None:
     left = after_loss(Topology(4, 2, 2), [0, 1, 3], 8, copies=1)
     assert left.alive == (True, True, False, True) and left.slots_W.tolist() == [3, 3, 2, 2]
-    back, home = after_join(left, [2, 2, 2, 2], [0, 1, None, 3], [2])
-    assert back.alive == (True,) * 4 and back.slots_W.tolist() == home == [2, 2, 2, 2]
+    back, initial_slots = after_join(left, [2, 2, 2, 2], [0, 1, None, 3], [2])
+    assert back.alive == (True,) * 4 and back.slots_W.tolist() == initial_slots == [2, 2, 2, 2]
     both = after_loss(Topology(3, 1, 4), [1, 2], 8, copies=5)  # no more copies than ranks
     assert both.slots_W.tolist() == [4, 8, 8]
 
 
 def test_ranks_are_numbered_anew_where_no_place_is_free() -> None:
     left = after_loss(Topology(4, 1, 2, speeds=(1, 2, 3, 4)), [0, 1, 2], 8, copies=1)
-    more, home = after_join(left, [2, 2, 2, 2], [None, 0, 1, 2], [5])
-    assert more.slots_W.tolist() == home == [5, 2, 2, 2] and more.speed_W.tolist() == [1, 1, 2, 3]
+    more, initial_slots = after_join(left, [2, 2, 2, 2], [None, 0, 1, 2], [5])
+    assert more.slots_W.tolist() == initial_slots == [5, 2, 2, 2] and more.speed_W.tolist() == [1, 1, 2, 3]
     with pytest.raises(ConfigError, match=r"5 ranks do not divide over 2 nodes.*\[a new one, 0, 1, 2, 3\]"):
         after_join(Topology(4, 2, 2), [2] * 4, [None, 0, 1, 2, 3], [2])
 
@@ -92,26 +92,31 @@ def test_ranks_are_numbered_anew_where_no_place_is_free() -> None:
 
 
 class Rank:
-    """One process that serves; `home` numbers its tokens."""
+    """One process that serves; `original_rank` numbers its tokens."""
 
-    def __init__(self, comm: object, home: int, **changes: object) -> None:
+    def __init__(self, comm: object, original_rank: int, **changes: object) -> None:
         chosen: dict[str, object] = {"experts": "torch_cpu"}
         config = build.config(EXPERTS, TOP_K, **(chosen | changes))
-        self.home = home
+        self.original_rank = original_rank
         self.layer = MoELayer(config, dtype=torch.float32, groups=ParallelGroups(ep=comm))  # type: ignore[arg-type]
         self.layer.load_weights(build.tensors(EXPERTS))
         self.manager = RebalanceManager([self.layer], RebalanceSettings(sync_every=2, inline=True))
 
 
 def group(size: int, **changes: object) -> list[Rank]:
-    return [Rank(comm, home, **changes) for home, comm in enumerate(LockstepWorld(size).communicators())]
+    return [
+        Rank(comm, original_rank, **changes) for original_rank, comm in enumerate(LockstepWorld(size).communicators())
+    ]
 
 
 def serves_right(ranks: Sequence[Rank], steps: int = 5) -> bool:
     """Whether all outputs are those of one rank that has everything."""
     alone, right = build.layer(EXPERTS, TOP_K, experts="torch_cpu"), True
     for _ in range(steps):
-        x = [torch.randn(TOKENS, build.HIDDEN, generator=torch.Generator().manual_seed(rank.home)) for rank in ranks]
+        x = [
+            torch.randn(TOKENS, build.HIDDEN, generator=torch.Generator().manual_seed(rank.original_rank))
+            for rank in ranks
+        ]
         outputs = interleave([rank.layer.steps(x_TH) for rank, x_TH in zip(ranks, x, strict=True)])
         right &= all(torch.allclose(y, alone(x_TH), atol=1e-5) for y, x_TH in zip(outputs, x, strict=True))
         interleave([rank.manager.steps() for rank in ranks])
@@ -125,9 +130,9 @@ def lose(ranks: list[Rank], *dead: int) -> list[Rank]:
     return left
 
 
-def join(ranks: list[Rank], at: int, home: int) -> list[Rank]:
+def join(ranks: list[Rank], at: int, original_rank: int) -> list[Rank]:
     comms = LockstepWorld(len(ranks) + 1).communicators()
-    all_ranks = [*ranks[:at], Rank(comms[at], home), *ranks[at:]]
+    all_ranks = [*ranks[:at], Rank(comms[at], original_rank), *ranks[at:]]
     interleave([rank.manager.rank_joined_steps(at, comm) for rank, comm in zip(all_ranks, comms, strict=True)])
     return all_ranks
 
@@ -158,14 +163,14 @@ def test_ranks_that_noticed_the_loss_at_different_steps_go_on_at_one() -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_new_rank_may_have_any_place_in_the_group(at: int) -> None:
-    ranks = join(lose(group(4), 3), at, home=9)
+    ranks = join(lose(group(4), 3), at, original_rank=9)
     assert serves_right(ranks)
     assert all(len(row) == 2 for row in ranks[0].layer.expert_map.experts_of_rank)
     assert len({rank.layer.expert_map for rank in ranks}) == 1 and len({rank.manager._step for rank in ranks}) == 1
 
 
 def test_a_group_may_grow_beyond_what_it_was() -> None:
-    ranks = join(group(2), 2, home=5)
+    ranks = join(group(2), 2, original_rank=5)
     assert serves_right(ranks, 10) and ranks[0].layer.expert_map.num_ranks == 3
     assert lose(ranks, 0)[0].layer.expert_map.num_ranks == 2
 
@@ -193,8 +198,8 @@ def test_what_is_flipped_back_serves_as_it_did() -> None:
 def test_layers_without_a_source_are_warned_of_and_refused_until_they_have_one() -> None:
     source = build.layer(EXPERTS, TOP_K)
     ranks = []
-    for home, comm in enumerate(LockstepWorld(2).communicators()):
-        rank = Rank(comm, home)
+    for original_rank, comm in enumerate(LockstepWorld(2).communicators()):
+        rank = Rank(comm, original_rank)
         rank.layer._source = None  # as after take()
         with pytest.warns(RebalanceWarning, match=r"loss of ranks \[0, 1\] cannot be repaired.*read_from"):
             rank.manager = RebalanceManager([rank.layer], RebalanceSettings(sync_every=2, inline=True))

@@ -12,8 +12,8 @@ from moe_mk.comm import LockstepCommunicator, LockstepWorld
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, interleave
 from moe_mk.rebalance import RebalanceManager
-from moe_mk.rebalance.carrier import HEADER, PHASE
 from moe_mk.rebalance.peers import Peers
+from moe_mk.rebalance.transfer import HEADER, PHASE
 from tests.support.rebalance_world import LAYERS, SLICED, Rank, holds_right_weights, serve, settings
 
 HOT = (6, 7)
@@ -136,7 +136,7 @@ def test_slices_of_one_ep_rank_leave_together_and_their_experts_are_read_again()
     ranks = grid(3)
     assert ranks[0].layers[0].expert_map.num_ranks == 3
     serve(ranks, 4)
-    left = [rank for rank in ranks if rank.home != 2]
+    left = [rank for rank in ranks if rank.original_rank != 2]
     columns = [LockstepWorld(2).communicators() for _ in range(TP)]
     comms = [columns[tp][ep] for ep in range(2) for tp in range(TP)]
     interleave([rank.manager.rank_lost_steps(2, comm) for rank, comm in zip(left, comms, strict=True)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moe_mk.quant.fp8_block import FP8_128x128_UE8M0, weight_scheme
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.rebalance.slot_bytes import Landing, checksum, num_bytes, read_bytes, tensors_of
+from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes, tensors_of
 from moe_mk.weights import SlotWeights
 
 SCHEMES = [BF16, weight_scheme((16, 8)), FP8_128x128_UE8M0]
@@ -30,11 +30,11 @@ def test_size_by_hand() -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 960, 10_000])
 def test_what_lands_is_equal_to_the_bit_and_owns_its_memory(scheme: QuantScheme, gated: bool, chunk: int) -> None:
     sent, size = expert(scheme, gated=gated), num_bytes(expert(scheme, gated=gated))
-    landing = Landing(expert(scheme, gated=gated, seed=1))
+    incoming = ReceivedExpert(expert(scheme, gated=gated, seed=1))
     for start in range(0, size, chunk):
-        landing.write(read_bytes(sent, start, min(start + chunk, size)))
-    assert landing.received == size
-    for mine, theirs in zip(tensors_of(landing.slot), tensors_of(sent), strict=True):
+        incoming.write(read_bytes(sent, start, min(start + chunk, size)))
+    assert incoming.received == size
+    for mine, theirs in zip(tensors_of(incoming.slot), tensors_of(sent), strict=True):
         assert mine.dtype == theirs.dtype and mine.data_ptr() != theirs.data_ptr()
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
@@ -43,9 +43,9 @@ def test_a_slice_of_a_wider_matrix_travels_as_its_own_bytes() -> None:
     wide = BF16.quantize(torch.randn(4, 12))
     narrow = SlotWeights(None, BF16.quantize(torch.randn(4, 6)), wide)
     narrow = SlotWeights(None, narrow.up_IH, type(wide)(wide.values[:, 3:9], None, BF16))
-    landing = Landing(narrow)
-    landing.write(read_bytes(narrow, 0, num_bytes(narrow)))
-    assert torch.equal(landing.slot.down_HI.values, wide.values[:, 3:9])
+    incoming = ReceivedExpert(narrow)
+    incoming.write(read_bytes(narrow, 0, num_bytes(narrow)))
+    assert torch.equal(incoming.slot.down_HI.values, wide.values[:, 3:9])
 
 
 @given(st.binary(max_size=70), st.integers(0, 69), st.integers(1, 255))

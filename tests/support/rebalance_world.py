@@ -99,24 +99,24 @@ class Rank:
     def __init__(
         self, comm: Communicator, hot: Sequence[int] = (6,), tp: Communicator | None = None, **changes: object
     ) -> None:
-        self.home, self.hot = comm.rank, tuple(hot)
+        self.original_rank, self.hot = comm.rank, tuple(hot)
         self.layers = layers_of(comm) if tp is None else layers_of(comm, tp, placement=SLICED[comm.size])
         self.manager = RebalanceManager(self.layers, settings(**changes))
-        self.expected = [expected(self.home, x, self.hot) for x in range(LAYERS)]
+        self.expected = [expected(self.original_rank, x, self.hot) for x in range(LAYERS)]
         self.epochs: list[tuple[int, ...]] = []
         """The epochs of all layers at each forward."""
         self.wrong: list[str] = []
 
     def turn_to(self, hot: Sequence[int]) -> None:
         self.hot = tuple(hot)
-        self.expected = [expected(self.home, x, self.hot) for x in range(LAYERS)]
+        self.expected = [expected(self.original_rank, x, self.hot) for x in range(LAYERS)]
 
     def forward(self) -> Flight[list[Tensor]]:
         outputs = []
         for x, layer in enumerate(self.layers):
-            routed = routing(self.home, x, self.hot)
+            routed = routing(self.original_rank, x, self.hot)
             layer.router = lambda logits, bias, routed=routed: routed
-            outputs.append((yield from layer.steps(tokens(self.home))))
+            outputs.append((yield from layer.steps(tokens(self.original_rank))))
         return outputs
 
     def serve(self, phase: str = "decode") -> Flight[None]:

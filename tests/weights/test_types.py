@@ -16,7 +16,7 @@ from moe_mk.errors import ConfigError, WeightError
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant import INT8_CHANNEL, MXFP4, NVFP4, BlockedScheme, QuantScheme, QuantTensor
 from moe_mk.quant.kinds import KINDS, scheme_of_kind
-from moe_mk.rebalance.slot_bytes import Landing, checksum, num_bytes, read_bytes, tensors_of
+from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes, tensors_of
 from moe_mk.weights import (
     CheckpointShape,
     LayerSpec,
@@ -126,14 +126,14 @@ def test_a_stack_is_the_same_experts(quant: str, written: Callable[[str], Path])
 def test_an_expert_moves_as_bytes_and_arrives_bit_for_bit(quant: str, written: Callable[[str], Path]) -> None:
     slot = load(written(quant)).experts.slots[2]
     slot = replace(slot, biases=SlotBiases(torch.rand(INNER), torch.rand(INNER).bfloat16(), torch.rand(HIDDEN)))
-    landing, size = Landing(slot), num_bytes(slot)
+    incoming, size = ReceivedExpert(slot), num_bytes(slot)
     for start in range(0, size, 10_000):
-        landing.write(read_bytes(slot, start, min(start + 10_000, size)))
-    assert landing.received == size == slot.num_bytes
-    assert checksum(read_bytes(landing.slot, 0, size)) == checksum(read_bytes(slot, 0, size))
-    pairs = zip(wide(landing.slot), wide(slot), strict=True)
+        incoming.write(read_bytes(slot, start, min(start + 10_000, size)))
+    assert incoming.received == size == slot.num_bytes
+    assert checksum(read_bytes(incoming.slot, 0, size)) == checksum(read_bytes(slot, 0, size))
+    pairs = zip(wide(incoming.slot), wide(slot), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    assert len(tensors_of(landing.slot)) == len(tensors_of(slot))
+    assert len(tensors_of(incoming.slot)) == len(tensors_of(slot))
 
 
 @pytest.mark.parametrize("quant", QUANTISED)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_mk.placement.balance.arrays import Doubles, Ints
-from moe_mk.placement.balance.ask import Ask, split_shares
 from moe_mk.placement.balance.moves import aligned_slots, num_arrivals
-from moe_mk.placement.balance.policy import EplbPolicy, Placed, Policy, fresh
+from moe_mk.placement.balance.policy import EplbPolicy, Policy, SlotPlacement, fresh
+from moe_mk.placement.balance.request import PlacementRequest, split_shares
 from moe_mk.placement.balance.shares import gpu_time
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites
 
@@ -158,25 +158,25 @@ class _Option:
     """One way to change some layers: the placement, what each layer would gain, and the arrivals it needs."""
 
     layers: Ints
-    placed: Placed
+    placed: SlotPlacement
     gain: Doubles
     arrivals: Ints
 
 
 def changed(
-    old: Ints, old_shares: Doubles | None, name: Policy, policy: EplbPolicy, ask: Ask, budget: Budget
-) -> Placed:
+    old: Ints, old_shares: Doubles | None, name: Policy, policy: EplbPolicy, request: PlacementRequest, budget: Budget
+) -> SlotPlacement:
     """Start from the old slots [X, P] (-1: empty): new shares everywhere, new weights only where they pay."""
-    base, forced = _kept(old, old_shares, ask)
-    times = gpu_time(base.experts, base.shares, ask.load, ask.sites, ask.cost)
-    time, ideal = times.max(1), np.maximum(times @ ask.sites.speed_W / ask.sites.speed_W.sum(), 1e-300)
+    base, forced = _kept(old, old_shares, request)
+    times = gpu_time(base.experts, base.shares, request.load, request.sites, request.cost)
+    time, ideal = times.max(1), np.maximum(times @ request.sites.speed_W / request.sites.speed_W.sum(), 1e-300)
     # Nothing beats the ideal: a layer within min_gain of it cannot be improved by that much.
     hopeful = np.flatnonzero((time > ideal * (1 + budget.min_gain)) & (time > 0))
     if hopeful.size == 0:
         return base
-    part = ask.rows(hopeful)
+    part = request.rows(hopeful)
     new = fresh(name, policy, part)
-    goal = gpu_time(new.experts, new.shares, part.load, ask.sites, ask.cost).max(1)
+    goal = gpu_time(new.experts, new.shares, part.load, request.sites, request.cost).max(1)
     # Where even a fresh plan saves less than min_gain, nothing is tried.
     worth = np.flatnonzero(time[hopeful] - goal > budget.min_gain * ideal[hopeful])
     if worth.size == 0:
@@ -192,24 +192,24 @@ def changed(
     return base
 
 
-def _kept(old: Ints, old_shares: Doubles | None, ask: Ask) -> tuple[Placed, Ints]:
+def _kept(old: Ints, old_shares: Doubles | None, request: PlacementRequest) -> tuple[SlotPlacement, Ints]:
     """The old slots with experts that lost their last copies restored, and shares for today's load."""
     experts = old.copy()
     forced = np.zeros(len(old), np.int64)
     method = ["kept, shares re-solved"] * len(old)
     for layer in range(len(old)):
-        bench = Bench(old[layer], ask.load[layer], ask.sites, least=ask.least)
-        if (bench.count < ask.least).any():
+        bench = Bench(old[layer], request.load[layer], request.sites, least=request.least)
+        if (bench.count < request.least).any():
             bench.restore()
             experts[layer], method[layer] = bench.placed, "lost experts restored"
     if not np.array_equal(experts, old):
-        forced = num_arrivals(old, experts, ask.sites)
-    shares = split_shares(experts, ask, old_shares)
-    return Placed(experts, shares, method, np.zeros(len(old))), forced
+        forced = num_arrivals(old, experts, request.sites)
+    shares = split_shares(experts, request, old_shares)
+    return SlotPlacement(experts, shares, method, np.zeros(len(old))), forced
 
 
-def _rows(placed: Placed, layers: Ints) -> Placed:
-    return Placed(
+def _rows(placed: SlotPlacement, layers: Ints) -> SlotPlacement:
+    return SlotPlacement(
         placed.experts[layers].copy(),
         placed.shares[layers].copy(),
         [placed.method[i] for i in layers],
@@ -217,37 +217,48 @@ def _rows(placed: Placed, layers: Ints) -> Placed:
     )
 
 
-def _mended(current: Placed, goal: Doubles, policy: EplbPolicy, ask: Ask, budget: Budget) -> Placed:
+def _mended(
+    current: SlotPlacement, goal: Doubles, policy: EplbPolicy, request: PlacementRequest, budget: Budget
+) -> SlotPlacement:
     """Few changes to each layer, as far as its goal or an eighth of its slots."""
-    limit = max(8, ask.sites.num_slots // 8)
+    limit = max(8, request.sites.num_slots // 8)
     limit = limit if budget.max_moves is None else min(limit, budget.max_moves)
     experts = current.experts.copy()
     for layer in range(len(experts)):
-        bench = Bench(experts[layer], ask.load[layer], ask.sites, least=ask.least, near_only=policy.mends_near)
+        bench = Bench(
+            experts[layer], request.load[layer], request.sites, least=request.least, near_only=policy.mends_near
+        )
         used = bench.improve(float(goal[layer]), limit)
         if bench.near_only:  # what changes inside nodes cannot mend, copies on other nodes may
             bench.near_only = False
             bench.recount()
             bench.improve(float(goal[layer]), limit - used)
         experts[layer] = bench.placed
-    return Placed(experts, split_shares(experts, ask), ["mended"] * len(experts), current.exported)
+    return SlotPlacement(experts, split_shares(experts, request), ["mended"] * len(experts), current.exported)
 
 
-def _aligned(current: Placed, new: Placed, policy: EplbPolicy, ask: Ask) -> Placed:
+def _aligned(
+    current: SlotPlacement, new: SlotPlacement, policy: EplbPolicy, request: PlacementRequest
+) -> SlotPlacement:
     """A fresh placement with its GPUs renamed so that most experts stay where they are."""
-    source = aligned_slots(current.experts, new.experts, ask.sites, whole_nodes=policy.whole_nodes)
+    source = aligned_slots(current.experts, new.experts, request.sites, whole_nodes=policy.whole_nodes)
     experts, shares = np.take_along_axis(new.experts, source, 1), np.take_along_axis(new.shares, source, 1)
-    return Placed(experts, shares, [f"new: {name}" for name in new.method], new.exported)
+    return SlotPlacement(experts, shares, [f"new: {name}" for name in new.method], new.exported)
 
 
-def _option(layers: Ints, placed: Placed, current: Placed, ask: Ask, ideal: Doubles) -> _Option:
+def _option(
+    layers: Ints, placed: SlotPlacement, current: SlotPlacement, request: PlacementRequest, ideal: Doubles
+) -> _Option:
     before, after = (
-        gpu_time(each.experts, each.shares, ask.load, ask.sites, ask.cost).max(1) for each in (current, placed)
+        gpu_time(each.experts, each.shares, request.load, request.sites, request.cost).max(1)
+        for each in (current, placed)
     )
-    return _Option(layers, placed, (before - after) / ideal, num_arrivals(current.experts, placed.experts, ask.sites))
+    return _Option(
+        layers, placed, (before - after) / ideal, num_arrivals(current.experts, placed.experts, request.sites)
+    )
 
 
-def _take_best(base: Placed, options: list[_Option], budget: Budget, used: int) -> None:
+def _take_best(base: SlotPlacement, options: list[_Option], budget: Budget, used: int) -> None:
     """Give every layer its best paying option, most gain per move first, until the moves are used up."""
     offers = []
     for option in options:

@@ -15,10 +15,10 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.placement.balance import policies as _built_in  # noqa: F401 (they register when imported)
 from moe_mk.placement.balance.arrays import Doubles, Ints, tensor_of
-from moe_mk.placement.balance.ask import Ask, Split, balance, best_balance, split_shares
 from moe_mk.placement.balance.change import Budget, changed
 from moe_mk.placement.balance.moves import Moves, plan_moves
-from moe_mk.placement.balance.policy import Placed, Policy, fresh, resolve
+from moe_mk.placement.balance.policy import Policy, SlotPlacement, fresh, resolve
+from moe_mk.placement.balance.request import PlacementRequest, Split, balance, best_balance, split_shares
 from moe_mk.placement.balance.shares import PER_TOKEN, Cost, at_slots, copies_of
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Topology, check_divisions
 
@@ -230,18 +230,18 @@ def plan(
     load_XE = _checked_load(load, seed)
     sites = topology.live_sites()
     _check_feasible(load_XE.shape[1], topology, groups, min_copies, min_gain, move_cost, max_moves)
-    ask = Ask(load_XE, sites, groups, len(np.unique(sites.node_W)), split, cost, min_copies, target)
-    chosen, way, why = resolve(policy, ask)
+    request = PlacementRequest(load_XE, sites, groups, len(np.unique(sites.node_W)), split, cost, min_copies, target)
+    chosen, way, why = resolve(policy, request)
     before = np.full(len(load_XE), np.nan)
     serving = None if old is None else _old_slots(old, load_XE, topology)
     if serving is None:
-        placed = fresh(chosen, way, ask)
+        placed = fresh(chosen, way, request)
     else:
         slots = serving[:, sites.slot_P]
         shares = _old_shares(old, sites.slot_P)
-        before = balance(slots, split_shares(slots, ask, shares) if shares is None else shares, ask)
-        placed = changed(slots, shares, chosen, way, ask, Budget(min_gain, max_moves, move_cost))
-    return _finished(placed, serving, ask, topology, chosen, before, expert_bytes, why)
+        before = balance(slots, split_shares(slots, request, shares) if shares is None else shares, request)
+        placed = changed(slots, shares, chosen, way, request, Budget(min_gain, max_moves, move_cost))
+    return _finished(placed, serving, request, topology, chosen, before, expert_bytes, why)
 
 
 def resplit(placement: PlacementPlan | Load, load: Load, topology: Topology | None = None) -> NDArray[np.float32]:
@@ -260,10 +260,10 @@ def resplit(placement: PlacementPlan | Load, load: Load, topology: Topology | No
         start = None
     serving = _old_slots(placement, load_XE, topology)
     sites = topology.live_sites()
-    ask = Ask(load_XE, sites, 1, 1, "weighted", PER_TOKEN, 1)
+    request = PlacementRequest(load_XE, sites, 1, 1, "weighted", PER_TOKEN, 1)
     share = np.zeros(serving.shape, np.float32)
     share[:, sites.slot_P] = split_shares(
-        serving[:, sites.slot_P], ask, None if start is None else start[:, sites.slot_P]
+        serving[:, sites.slot_P], request, None if start is None else start[:, sites.slot_P]
     )
     return share
 
@@ -329,33 +329,41 @@ def _old_shares(old: PlacementPlan | Load | None, slot_P: Ints) -> Doubles | Non
 
 
 def _finished(
-    placed: Placed,
+    placed: SlotPlacement,
     serving: Ints | None,
-    ask: Ask,
+    request: PlacementRequest,
     topology: Topology,
     policy: Policy,
     before: Doubles,
     expert_bytes: int,
     why: str,
 ) -> PlacementPlan:
-    layers, num_experts = ask.load.shape
+    layers, num_experts = request.load.shape
     phy2log = np.full((layers, topology.num_slots), -1, np.int64)
     share = np.zeros((layers, topology.num_slots), np.float32)
-    phy2log[:, ask.sites.slot_P], share[:, ask.sites.slot_P] = placed.experts, placed.shares
+    phy2log[:, request.sites.slot_P], share[:, request.sites.slot_P] = placed.experts, placed.shares
     offsets, slots = csr_maps(phy2log, num_experts)
     nothing = phy2log if serving is None else serving
     moves = plan_moves(nothing, phy2log, topology)
-    after = balance(placed.experts, placed.shares, ask)
-    bound = best_balance(ask)
-    lost = lost_with_gpu(phy2log, ask.load, topology.gpu_P, topology.gpus)
-    reason = _reason(why, placed, moves, after, before, bound, ask)
+    after = balance(placed.experts, placed.shares, request)
+    bound = best_balance(request)
+    lost = lost_with_gpu(phy2log, request.load, topology.gpu_P, topology.gpus)
+    reason = _reason(why, placed, moves, after, before, bound, request)
     return PlacementPlan(
-        topology, policy, ask.split, phy2log, offsets, slots, share, after, before, bound, lost, placed.exported,
+        topology, policy, request.split, phy2log, offsets, slots, share, after, before, bound, lost, placed.exported,
         moves, tuple(placed.method), expert_bytes, reason,
     )  # fmt: skip
 
 
-def _reason(why: str, placed: Placed, moves: Moves, after: Doubles, before: Doubles, bound: Doubles, ask: Ask) -> str:
+def _reason(
+    why: str,
+    placed: SlotPlacement,
+    moves: Moves,
+    after: Doubles,
+    before: Doubles,
+    bound: Doubles,
+    request: PlacementRequest,
+) -> str:
     """Sentences for a log: what ran, what it gives, what it costs, and what stands in the way of more."""
     methods = ", ".join(f"{name} x{count}" for name, count in Counter(placed.method).most_common())
     lines = [why, f"layers: {methods}", f"balance mean {after.mean():.4f}, worst {after.min():.4f}"]
@@ -365,12 +373,12 @@ def _reason(why: str, placed: Placed, moves: Moves, after: Doubles, before: Doub
         )
     if bound.min() < 0.999:
         lines.append(
-            f"no placement on {ask.sites.num_slots} slots beats mean {bound.mean():.4f}, worst {bound.min():.4f}"
+            f"no placement on {request.sites.num_slots} slots beats mean {bound.mean():.4f}, worst {bound.min():.4f}"
         )
-    wanted = ask.load.shape[1] + ask.sites.num_gpus - 1
-    if ask.sites.num_slots < wanted and after.min() < 0.999:
-        per_gpu = -(-wanted // ask.sites.num_gpus)
-        lines.append(f"{per_gpu} slots a GPU ({per_gpu * ask.sites.num_gpus} in all) would make any load even")
+    wanted = request.load.shape[1] + request.sites.num_gpus - 1
+    if request.sites.num_slots < wanted and after.min() < 0.999:
+        per_gpu = -(-wanted // request.sites.num_gpus)
+        lines.append(f"{per_gpu} slots a GPU ({per_gpu * request.sites.num_gpus} in all) would make any load even")
     return "; ".join(lines)
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
-from moe_mk.placement.balance.ask import Ask, split_shares
 from moe_mk.placement.balance.compat import rebalance_experts
 from moe_mk.placement.balance.fill import fill_limit, window_fill
 from moe_mk.placement.balance.greedy import replicate
 from moe_mk.placement.balance.hybrid import hybrid, hybrid_limit
-from moe_mk.placement.balance.policy import EPLB_POLICIES, EplbPolicy, Placed
+from moe_mk.placement.balance.policy import EPLB_POLICIES, EplbPolicy, SlotPlacement
+from moe_mk.placement.balance.request import PlacementRequest, split_shares
 from moe_mk.placement.balance.shares import at_slots, balance_of, equal_shares, gpu_time
 from moe_mk.placement.balance.spread import fill_empty, num_twins, spread, swap_refined
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Sites
@@ -102,17 +102,17 @@ class Auto(EplbPolicy):
 
     summary = "hybrid where groups can stay at home, else flat"
 
-    def reasons_against(self, ask: Ask) -> list[str]:
+    def reasons_against(self, request: PlacementRequest) -> list[str]:
         return []
 
-    def place(self, ask: Ask) -> Placed:
-        return EPLB_POLICIES[self.stands_for(ask)[0]]().place(ask)
+    def place(self, request: PlacementRequest) -> SlotPlacement:
+        return EPLB_POLICIES[self.stands_for(request)[0]]().place(request)
 
-    def stands_for(self, ask: Ask) -> tuple[str, str]:
+    def stands_for(self, request: PlacementRequest) -> tuple[str, str]:
         """Which of the two it is here, and why."""
-        if against := Hybrid().reasons_against(ask):
+        if against := Hybrid().reasons_against(request):
             return "flat", "auto chose flat: " + "; ".join(against)
-        return "hybrid", f"auto chose hybrid: {ask.groups} groups on {ask.nodes} nodes leave room for exports"
+        return "hybrid", f"auto chose hybrid: {request.groups} groups on {request.nodes} nodes leave room for exports"
 
 
 @EPLB_POLICIES.register("compat")
@@ -121,18 +121,18 @@ class Compat(EplbPolicy):
 
     summary = "DeepSeek's placement, slot by slot"
 
-    def reasons_against(self, ask: Ask) -> list[str]:
+    def reasons_against(self, request: PlacementRequest) -> list[str]:
         wrong = []
-        if not ask.sites.is_uniform:
+        if not request.sites.is_uniform:
             wrong.append("compat knows neither unequal speeds nor unequal slots; use 'flat'")
-        if ask.least > 1:
-            wrong.append(f"compat cannot promise {ask.least} copies of every expert; use 'flat'")
-        if np.ptp(per_node := np.unique(ask.sites.node_W, return_counts=True)[1]):
+        if request.least > 1:
+            wrong.append(f"compat cannot promise {request.least} copies of every expert; use 'flat'")
+        if np.ptp(per_node := np.unique(request.sites.node_W, return_counts=True)[1]):
             wrong.append(f"compat needs equally many living GPUs a node, there are {per_node.tolist()}; use 'flat'")
         return wrong
 
-    def place(self, ask: Ask) -> Placed:
-        return _compat(ask, ask.groups, ask.nodes)
+    def place(self, request: PlacementRequest) -> SlotPlacement:
+        return _compat(request, request.groups, request.nodes)
 
 
 @EPLB_POLICIES.register("flat")
@@ -142,11 +142,11 @@ class Flat(EplbPolicy):
     summary = "evenest of all; nodes and groups do not matter"
     whole_nodes = False
 
-    def reasons_against(self, ask: Ask) -> list[str]:
+    def reasons_against(self, request: PlacementRequest) -> list[str]:
         return []
 
-    def place(self, ask: Ask) -> Placed:
-        return _flat(ask)
+    def place(self, request: PlacementRequest) -> SlotPlacement:
+        return _flat(request)
 
 
 @EPLB_POLICIES.register("hybrid")
@@ -156,105 +156,112 @@ class Hybrid(EplbPolicy):
     summary = "groups stay on their node, which lends its excess to others"
     mends_near = True
 
-    def reasons_against(self, ask: Ask) -> list[str]:
+    def reasons_against(self, request: PlacementRequest) -> list[str]:
         """Why groups cannot stay at home here."""
-        experts, limit = ask.load.shape[1], hybrid_limit(ask.sites)
+        experts, limit = request.load.shape[1], hybrid_limit(request.sites)
         wrong = []
-        if len(np.unique(ask.sites.node_W)) < 2:
+        if len(np.unique(request.sites.node_W)) < 2:
             wrong.append("there is only one node")
-        if ask.groups < 2:
-            wrong.append(f"groups={ask.groups}: nothing to keep together")
-        if ask.split == "equal":
+        if request.groups < 2:
+            wrong.append(f"groups={request.groups}: nothing to keep together")
+        if request.split == "equal":
             wrong.append("split='equal' cannot lend part of an expert to another node")
-        if ask.least > 1:
-            wrong.append(f"{ask.least} copies of every expert on different GPUs are planned flat")
+        if request.least > 1:
+            wrong.append(f"{request.least} copies of every expert on different GPUs are planned flat")
         if experts > limit:
             missing = experts - limit
             wrong.append(
-                f"{experts} experts on {ask.sites.num_slots} slots leave no slot for exports: {missing} more are needed"
+                f"{experts} experts on {request.sites.num_slots} slots leave none for exported copies; "
+                f"{missing} more are needed"
             )
         return wrong
 
-    def place(self, ask: Ask) -> Placed:
-        experts, piece, exported = hybrid(ask.load, ask.sites, ask.groups, target=max(ask.target, _NODE_TARGET))
-        return _from_pieces(experts, piece, ask, "hybrid: groups at home", exported)
+    def place(self, request: PlacementRequest) -> SlotPlacement:
+        experts, piece, exported = hybrid(
+            request.load, request.sites, request.groups, target=max(request.target, _NODE_TARGET)
+        )
+        return _from_pieces(experts, piece, request, "hybrid: groups at home", exported)
 
 
-def _from_pieces(experts: Ints, piece: Doubles, ask: Ask, method: str, exported: Doubles | None = None) -> Placed:
+def _from_pieces(
+    experts: Ints, piece: Doubles, request: PlacementRequest, method: str, exported: Doubles | None = None
+) -> SlotPlacement:
     """A placement whose shares start from the load each slot was planned for."""
-    filled = fill_empty(experts, ask.load, ask.sites)
-    whole = at_slots(ask.load, filled)
+    filled = fill_empty(experts, request.load, request.sites)
+    whole = at_slots(request.load, filled)
     start = np.divide(piece, whole, out=np.zeros_like(piece), where=whole > 0)
-    shares = split_shares(filled, ask, start)
+    shares = split_shares(filled, request, start)
     away = np.zeros(len(experts)) if exported is None else exported
-    return Placed(filled, shares, [method] * len(experts), away)
+    return SlotPlacement(filled, shares, [method] * len(experts), away)
 
 
-def _compat(ask: Ask, groups: int, nodes: int) -> Placed:
-    load, sites = torch.from_numpy(ask.load), ask.sites
+def _compat(request: PlacementRequest, groups: int, nodes: int) -> SlotPlacement:
+    load, sites = torch.from_numpy(request.load), request.sites
     experts = rebalance_experts(load, sites.num_slots, groups, nodes, sites.num_gpus)[0].numpy()
-    return Placed.of(experts, ask, "compat")
+    return SlotPlacement.of(experts, request, "compat")
 
 
-def _flat(ask: Ask) -> Placed:
-    experts, piece = spread(ask.load, ask.sites, least=ask.least)
-    best = _from_pieces(experts, piece, ask, "flat: copies packed and swapped")
-    if ask.least > 1:
-        _check_copies(best.experts, ask)
+def _flat(request: PlacementRequest) -> SlotPlacement:
+    experts, piece = spread(request.load, request.sites, least=request.least)
+    best = _from_pieces(experts, piece, request, "flat: copies packed and swapped")
+    if request.least > 1:
+        _check_copies(best.experts, request)
         return best
-    twins = num_twins(best.experts, ask.sites) > 0
-    if ask.sites.is_uniform and (
-        ask.sites.num_slots <= ask.load.shape[1] + ask.sites.num_gpus or twins.any() or ask.split == "equal"
+    twins = num_twins(best.experts, request.sites) > 0
+    if request.sites.is_uniform and (
+        request.sites.num_slots <= request.load.shape[1] + request.sites.num_gpus
+        or twins.any()
+        or request.split == "equal"
     ):
-        best.keep_better(_flat_compat(ask), ask.load, ask.sites, ask.cost)
-    time = gpu_time(best.experts, best.shares, ask.load, ask.sites)
-    uneven = np.flatnonzero(balance_of(time, ask.sites.speed_W) < ask.target)
-    if ask.split == "weighted" and uneven.size:
-        _fill_rows(best, uneven, ask)
+        best.keep_better(_flat_compat(request), request.load, request.sites, request.cost)
+    time = gpu_time(best.experts, best.shares, request.load, request.sites)
+    uneven = np.flatnonzero(balance_of(time, request.sites.speed_W) < request.target)
+    if request.split == "weighted" and uneven.size:
+        _fill_rows(best, uneven, request)
     return best
 
 
-def _check_copies(experts: Ints, ask: Ask) -> None:
+def _check_copies(experts: Ints, request: PlacementRequest) -> None:
     """Raise InfeasiblePlacement where an expert found fewer different GPUs than asked for."""
-    layers, num_experts = ask.load.shape
-    holds = np.zeros((layers, num_experts, ask.sites.num_gpus), bool)
-    holds[np.arange(layers)[:, None], experts, ask.sites.site_P] = True
+    layers, num_experts = request.load.shape
+    holds = np.zeros((layers, num_experts, request.sites.num_gpus), bool)
+    holds[np.arange(layers)[:, None], experts, request.sites.site_P] = True
     fewest = int(holds.sum(2).min())
-    if fewest < ask.least:
+    if fewest < request.least:
         raise InfeasiblePlacement(
-            f"min_copies={ask.least}: with slots {sorted(set(ask.sites.slots_W.tolist()))} a GPU some expert finds only"
-            f" {fewest} different GPUs; use more even slots",
-            asked=ask.least, limit=fewest, next_feasible=fewest,
+            f"min_copies={request.least}: with slots {sorted(set(request.sites.slots_W.tolist()))} a GPU some expert "
+            f"fits on only {fewest} different GPUs; use more even slots",
+            asked=request.least, limit=fewest, next_feasible=fewest,
         )  # fmt: skip
 
 
-def _flat_compat(ask: Ask) -> Placed:
+def _flat_compat(request: PlacementRequest) -> SlotPlacement:
     """The compatible policy without nodes, then swaps: never behind it."""
-    plain = _compat(ask, 1, 1)
-    held = at_slots(ask.load, plain.experts) * equal_shares(plain.experts, ask.load.shape[1])
-    experts, _ = swap_refined(plain.experts, held, ask.sites)
-    shares = split_shares(experts, ask)
-    swapped = Placed(experts, shares, ["flat: compat packed and swapped"] * len(experts), plain.exported)
-    plain.keep_better(swapped, ask.load, ask.sites, ask.cost)
+    plain = _compat(request, 1, 1)
+    held = at_slots(request.load, plain.experts) * equal_shares(plain.experts, request.load.shape[1])
+    experts, _ = swap_refined(plain.experts, held, request.sites)
+    shares = split_shares(experts, request)
+    swapped = SlotPlacement(experts, shares, ["flat: compat packed and swapped"] * len(experts), plain.exported)
+    plain.keep_better(swapped, request.load, request.sites, request.cost)
     return plain
 
 
-def _fill_rows(best: Placed, layers: Ints, ask: Ask) -> None:
+def _fill_rows(best: SlotPlacement, layers: Ints, request: PlacementRequest) -> None:
     """Try window fill, or clusters where slots are short, on the layers whole copies leave uneven."""
-    part = ask.rows(layers)
-    experts = np.broadcast_to(np.arange(ask.load.shape[1]), part.load.shape)
-    if ask.load.shape[1] <= fill_limit(ask.sites):
-        placed, piece, fits = window_fill(part.load, experts, ask.sites)
+    part = request.rows(layers)
+    experts = np.broadcast_to(np.arange(request.load.shape[1]), part.load.shape)
+    if request.load.shape[1] <= fill_limit(request.sites):
+        placed, piece, fits = window_fill(part.load, experts, request.sites)
         name = "flat: window fill"
     else:
-        placed, piece, fits = cluster_fill(part.load, ask.sites)
+        placed, piece, fits = cluster_fill(part.load, request.sites)
         name = "flat: clusters"
     if not fits.any():
         return
     part, layers = part.rows(np.flatnonzero(fits)), layers[fits]
     filled = _from_pieces(placed[fits], piece[fits], part, name)
-    mine = gpu_time(best.experts[layers], best.shares[layers], part.load, ask.sites, ask.cost).max(1)
-    theirs = gpu_time(filled.experts, filled.shares, part.load, ask.sites, ask.cost).max(1)
+    mine = gpu_time(best.experts[layers], best.shares[layers], part.load, request.sites, request.cost).max(1)
+    theirs = gpu_time(filled.experts, filled.shares, part.load, request.sites, request.cost).max(1)
     for index in np.flatnonzero(theirs < mine):
         layer = layers[index]
         best.experts[layer], best.shares[layer] = filled.experts[index], filled.shares[index]

@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_mk.errors import ConfigError, MoEMKError, UnsupportedError
 from moe_mk.placement.balance.arrays import Doubles, Ints
-from moe_mk.placement.balance.ask import Ask, Split, split_shares
+from moe_mk.placement.balance.request import PlacementRequest, Split, split_shares
 from moe_mk.placement.balance.shares import Cost, copies_of, gpu_time
 from moe_mk.placement.balance.topology import Sites
 from moe_mk.registry import Registry, did_you_mean
@@ -20,7 +20,7 @@ Policy = str
 
 
 @dataclass
-class Placed:
+class SlotPlacement:
     """Expert and share of every living slot [X, P], how each layer came about, and the load sent away from home [X]."""
 
     experts: Ints
@@ -29,17 +29,17 @@ class Placed:
     exported: Doubles
 
     @classmethod
-    def of(cls, experts: Ints, ask: Ask, method: str) -> Placed:
-        """A placement whose shares are solved for its slots, as `ask.split` says."""
-        return cls(experts, split_shares(experts, ask), [method] * len(experts), np.zeros(len(experts)))
+    def of(cls, experts: Ints, request: PlacementRequest, method: str) -> SlotPlacement:
+        """A placement whose shares are solved for its slots, as `request.split` says."""
+        return cls(experts, split_shares(experts, request), [method] * len(experts), np.zeros(len(experts)))
 
-    def keep_better(self, other: Placed, load: Doubles, sites: Sites, cost: Cost) -> None:
+    def keep_better(self, other: SlotPlacement, load: Doubles, sites: Sites, cost: Cost) -> None:
         """Take over the layers in which the other placement is faster."""
         mine = gpu_time(self.experts, self.shares, load, sites, cost).max(1)
         theirs = gpu_time(other.experts, other.shares, load, sites, cost).max(1)
         self.replace(np.flatnonzero(theirs < mine), other)
 
-    def replace(self, layers: Ints, other: Placed) -> None:
+    def replace(self, layers: Ints, other: SlotPlacement) -> None:
         """Take some layers from another placement of the same size."""
         self.experts[layers], self.shares[layers] = other.experts[layers], other.shares[layers]
         self.exported[layers] = other.exported[layers]
@@ -61,14 +61,14 @@ class EplbPolicy(ABC):
     """Whether small changes should first be tried without leaving a node."""
 
     @abstractmethod
-    def reasons_against(self, ask: Ask) -> list[str]:
+    def reasons_against(self, request: PlacementRequest) -> list[str]:
         """Everything that keeps it from serving; empty if it can."""
 
     @abstractmethod
-    def place(self, ask: Ask) -> Placed:
-        """Experts and shares of all slots of `ask.sites`, [X, P]; every slot is filled, every expert somewhere."""
+    def place(self, request: PlacementRequest) -> SlotPlacement:
+        """Experts and shares of all slots of `request.sites`, [X, P]; every slot is filled, every expert somewhere."""
 
-    def stands_for(self, ask: Ask) -> tuple[str, str]:
+    def stands_for(self, request: PlacementRequest) -> tuple[str, str]:
         """The policy that runs in its place, and why; no name for itself."""
         return "", ""
 
@@ -76,39 +76,39 @@ class EplbPolicy(ABC):
 EPLB_POLICIES: Registry[type[EplbPolicy]] = Registry("EPLB policy", EplbPolicy, group="moe_mk.eplb_policies")
 
 
-def resolve(name: Policy, ask: Ask) -> tuple[Policy, EplbPolicy, str]:
+def resolve(name: Policy, request: PlacementRequest) -> tuple[Policy, EplbPolicy, str]:
     """The policy that runs, by name and as an object, and why.
 
     Raises ConfigError for an unknown one, UnsupportedError with every reason where it cannot serve.
     """
-    if ask.split not in get_args(Split):
-        raise ConfigError(f"split={ask.split!r} is not known{did_you_mean(str(ask.split), get_args(Split))}")
+    if request.split not in get_args(Split):
+        raise ConfigError(f"split={request.split!r} is not known{did_you_mean(str(request.split), get_args(Split))}")
     policy, why = EPLB_POLICIES[name](), f"policy {name} as asked"
     with _Foreign(name):
-        other, because = policy.stands_for(ask)
+        other, because = policy.stands_for(request)
     if other:
         name, policy, why = other, EPLB_POLICIES[other](), because
     with _Foreign(name):
-        against = policy.reasons_against(ask)
+        against = policy.reasons_against(request)
     if against:
         raise UnsupportedError(f"policy {name!r} cannot serve this topology; use 'flat' or 'auto'", against)
     return name, policy, why
 
 
-def fresh(name: Policy, policy: EplbPolicy, ask: Ask) -> Placed:
+def fresh(name: Policy, policy: EplbPolicy, request: PlacementRequest) -> SlotPlacement:
     """Place every layer anew. Raises UnsupportedError, with every reason, for an answer that cannot serve."""
     with _Foreign(name):
-        placed = policy.place(ask)
-    if wrong := _problems(placed, ask):
+        placed = policy.place(request)
+    if wrong := _problems(placed, request):
         raise UnsupportedError(
             f"policy {name!r} of {EPLB_POLICIES.origin(name)} gave no placement that can serve", wrong
         )
     return placed
 
 
-def _problems(placed: Placed, ask: Ask) -> list[str]:
+def _problems(placed: SlotPlacement, request: PlacementRequest) -> list[str]:
     """What keeps an answer from serving."""
-    expected, experts = (len(ask.load), ask.sites.num_slots), ask.load.shape[1]
+    expected, experts = (len(request.load), request.sites.num_slots), request.load.shape[1]
     found = {"experts": np.shape(placed.experts), "shares": np.shape(placed.shares)}
     wrong = [f"{name} have shape {shape}, needed {expected}" for name, shape in found.items() if shape != expected]
     if len(placed.method) != expected[0] or np.shape(placed.exported) != expected[:1]:
@@ -120,7 +120,7 @@ def _problems(placed: Placed, ask: Ask) -> list[str]:
     absent = np.argwhere(copies_of(placed.experts, experts) == 0)
     if len(absent):
         wrong.append(f"{len(absent)} experts are nowhere, for example (layer, expert) {absent[:4].tolist()}")
-    total = np.zeros(ask.load.shape)
+    total = np.zeros(request.load.shape)
     np.add.at(total, (np.arange(expected[0])[:, None], placed.experts), placed.shares)
     uneven = np.argwhere((np.abs(total - 1.0) > 1e-3) & (copies_of(placed.experts, experts) > 0))
     if not np.isfinite(placed.shares).all() or placed.shares.min(initial=0.0) < 0:

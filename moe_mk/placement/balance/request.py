@@ -1,4 +1,4 @@
-"""What a placement is made for, and how the load of an expert is split among its copies there."""
+"""The input of a placement policy, and how the load of an expert is split over its replicas."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Split = Literal["weighted", "equal"]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a fresh placement is made for."""
+class PlacementRequest:
+    """The loads, GPUs and constraints that a policy places experts for."""
 
     load: Doubles
     """Tokens of every expert, [X layers, E]."""
@@ -39,20 +39,20 @@ class Ask:
     target: float = 0.995
     """Layers whose whole copies stay below this balance are cut evenly."""
 
-    def rows(self, layers: Ints) -> Ask:
+    def rows(self, layers: Ints) -> PlacementRequest:
         """The same for some of the layers."""
         return replace(self, load=self.load[layers])
 
 
-def split_shares(experts: Ints, ask: Ask, start: Doubles | None = None) -> Doubles:
+def split_shares(experts: Ints, request: PlacementRequest, start: Doubles | None = None) -> Doubles:
     """Shares for given slots: even, poured, or one copy per expert where reading weights is what costs."""
-    if ask.split == "equal":
-        return equal_shares(experts, ask.load.shape[1])
-    shares = poured_shares(experts, ask.load, ask.sites, start=start)
-    if ask.cost.per_expert > 0:
-        single = one_copy_shares(experts, ask.load, ask.sites, ask.cost)
-        slower = gpu_time(experts, shares, ask.load, ask.sites, ask.cost).max(1)
-        faster = gpu_time(experts, single, ask.load, ask.sites, ask.cost).max(1) < slower
+    if request.split == "equal":
+        return equal_shares(experts, request.load.shape[1])
+    shares = poured_shares(experts, request.load, request.sites, start=start)
+    if request.cost.per_expert > 0:
+        single = one_copy_shares(experts, request.load, request.sites, request.cost)
+        slower = gpu_time(experts, shares, request.load, request.sites, request.cost).max(1)
+        faster = gpu_time(experts, single, request.load, request.sites, request.cost).max(1) < slower
         shares = np.where(faster[:, None], single, shares)
     return shares
 
@@ -74,33 +74,33 @@ def one_copy_shares(experts: Ints, load: Doubles, sites: Sites, cost: Cost) -> D
     return normalised(experts, shares, load.shape[1])
 
 
-def best_balance(ask: Ask) -> Doubles:
+def best_balance(request: PlacementRequest) -> Doubles:
     """An upper bound on the balance [X] of any placement of these loads on these slots, whatever the shares.
 
     Counts tokens only; with a cost per expert nothing is claimed. If no GPU is busier than t, a slot carries at most
     t * the fastest speed: sum(ceil(load / that)) slots are needed.
     """
-    total, speed = ask.load.sum(1), ask.sites.speed_W
-    if ask.cost.per_expert > 0:
+    total, speed = request.load.sum(1), request.sites.speed_W
+    if request.cost.per_expert > 0:
         return np.ones(len(total))
     ideal = total / speed.sum()
-    fits = _slots_needed(ask, ideal) <= ask.sites.num_slots
-    low, high = ideal.copy(), np.maximum(ask.load.max(1) / speed.max(), ideal)
+    fits = _slots_needed(request, ideal) <= request.sites.num_slots
+    low, high = ideal.copy(), np.maximum(request.load.max(1) / speed.max(), ideal)
     for _ in range(50):
         middle = (low + high) / 2
-        enough = _slots_needed(ask, middle) <= ask.sites.num_slots
+        enough = _slots_needed(request, middle) <= request.sites.num_slots
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     bound: Doubles = np.divide(ideal, high, out=np.ones_like(ideal), where=(high > 0) & ~fits)
     return np.minimum(bound * (1 + 1e-12), 1.0)
 
 
-def _slots_needed(ask: Ask, time: Doubles) -> Doubles:
+def _slots_needed(request: PlacementRequest, time: Doubles) -> Doubles:
     """Slots each layer needs so that none is busy for longer than the time given."""
-    carried = np.where(time > 0, time, 1.0)[:, None] * ask.sites.speed_W.max()
-    needed: Doubles = np.maximum(np.ceil(ask.load / carried - 1e-9), 1.0).sum(1)
+    carried = np.where(time > 0, time, 1.0)[:, None] * request.sites.speed_W.max()
+    needed: Doubles = np.maximum(np.ceil(request.load / carried - 1e-9), 1.0).sum(1)
     return needed
 
 
-def balance(experts: Ints, shares: Doubles, ask: Ask) -> Doubles:
+def balance(experts: Ints, shares: Doubles, request: PlacementRequest) -> Doubles:
     """Balance of each layer, with the cost asked for."""
-    return balance_of(gpu_time(experts, shares, ask.load, ask.sites, ask.cost), ask.sites.speed_W)
+    return balance_of(gpu_time(experts, shares, request.load, request.sites, request.cost), request.sites.speed_W)

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from moe_mk.placement.eplb import Topology, plan
-from moe_mk.rebalance.notice import BadNotice, Notice
+from moe_mk.rebalance.plan_message import BadPlanMessage, PlanMessage
 
 LOAD = np.array([[8.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]])
 SLOTS = np.array([[0, 1, 0, 2, 3, 0]] * 2)
 
 
-def notice(topology: Topology | None = None) -> Notice:
+def message(topology: Topology | None = None) -> PlanMessage:
     made = plan(LOAD, topology or Topology(gpus=3, slots=2), old=SLOTS)
-    return Notice.of(made, plan_id=7, base=3, slots=SLOTS)
+    return PlanMessage.of(made, plan_id=7, base=3, slots=SLOTS)
 
 
 def test_what_is_read_is_what_was_written() -> None:
-    sent = notice()
-    read = Notice.decode(sent.encode())
+    sent = message()
+    read = PlanMessage.decode(sent.encode())
     assert (read.plan_id, read.base, read.reason, read.full) == (7, 3, sent.reason, True)
     assert np.array_equal(read.phy2log, sent.phy2log) and np.array_equal(read.share, sent.share)
     assert read.phy2log.dtype == np.int64 and read.share.dtype == np.float32
@@ -27,21 +27,21 @@ def test_what_is_read_is_what_was_written() -> None:
 
 @pytest.mark.parametrize("at", [0, 31, 40, -1])
 def test_one_changed_byte_is_found(at: int) -> None:
-    column = notice().encode()
+    column = message().encode()
     column[at] ^= 1
-    with pytest.raises(BadNotice, match="does not have the digest it was sent with"):
-        Notice.decode(column)
+    with pytest.raises(BadPlanMessage, match="does not have the digest it was sent with"):
+        PlanMessage.decode(column)
 
 
 def test_a_second_copy_on_a_rank_takes_nothing() -> None:
     made = plan(np.ones((1, 2)), Topology(gpus=2, slots=2), policy="compat")
     assert made.phy2log.shape == (1, 4)
     slots, share = np.array([[0, 0, 1, 0]]), np.array([[0.25, 0.5, 1.0, 0.25]], np.float32)
-    doubled = Notice.of(replace(made, phy2log=slots, share=share), 1, 0, slots)
+    doubled = PlanMessage.of(replace(made, phy2log=slots, share=share), 1, 0, slots)
     assert doubled.share.tolist() == [[0.75, 0.0, 1.0, 0.25]]
 
 
 def test_slots_of_a_dead_rank_stay_empty() -> None:
-    sent = notice(Topology(gpus=3, slots=2, alive=(True, True, False)))
+    sent = message(Topology(gpus=3, slots=2, alive=(True, True, False)))
     assert (sent.phy2log[:, 4:] == -1).all() and (sent.share[:, 4:] == 0).all()
     assert all(sorted(set(row[:4])) == [0, 1, 2, 3] for row in sent.phy2log.tolist())

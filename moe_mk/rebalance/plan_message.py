@@ -17,12 +17,12 @@ from moe_mk.placement.eplb import PlacementPlan
 DIGEST = 32
 
 
-class BadNotice(MoEMKError):
+class BadPlanMessage(MoEMKError):
     """A plan that did not arrive as it was sent, or that does not follow on what serves here."""
 
 
 @dataclass(frozen=True)
-class Notice:
+class PlanMessage:
     """What ranks need of a plan. [X layers, P slots], slots numbered over all ranks, dead ones too."""
 
     plan_id: int
@@ -32,10 +32,10 @@ class Notice:
     share: NDArray[np.float32]
     reason: str
     full: bool = True
-    """Whether slots were planned anew; a notice may also bring new shares alone."""
+    """Whether slots were planned anew; a message may also bring new shares alone."""
 
     @classmethod
-    def of(cls, plan: PlacementPlan, plan_id: int, base: int, slots: NDArray[np.int64]) -> Notice:
+    def of(cls, plan: PlacementPlan, plan_id: int, base: int, slots: NDArray[np.int64]) -> PlanMessage:
         """Take a plan up. slots: what serves now; slots that the plan leaves empty keep it and get no tokens.
 
         A second copy of an expert on the same rank balances nothing: the first one takes its share too.
@@ -73,12 +73,12 @@ class Notice:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, 1)
 
     @classmethod
-    def decode(cls, column: Tensor) -> Notice:
-        """Read a column of bytes; raises BadNotice if any of them has changed."""
+    def decode(cls, column: Tensor) -> PlanMessage:
+        """Read a column of bytes; raises BadPlanMessage if any of them has changed."""
         data = column.cpu().numpy().tobytes()
         body = data[DIGEST:]
         if hashlib.sha256(body).digest() != data[:DIGEST]:
-            raise BadNotice(f"a plan of {len(data)} bytes does not have the digest it was sent with")
+            raise BadPlanMessage(f"a plan of {len(data)} bytes does not have the digest it was sent with")
         size = int.from_bytes(body[:8], "little")
         head = json.loads(body[8 : 8 + size])
         layers, slots = head["shape"]

@@ -26,7 +26,7 @@ class Failed:
     error: BaseException
 
 
-class OffThread(Generic[X]):
+class BackgroundJob(Generic[X]):
     """Runs one job at a time. The thread is a daemon: a job that hangs keeps no program from ending."""
 
     def __init__(self, name: str, *, limit_s: float, inline: bool = False) -> None:
@@ -57,19 +57,19 @@ class OffThread(Generic[X]):
         if self._box is None:
             return None
         if self._box:
-            return self._told(self._box[0])
+            return self._end(self._box[0])
         if self._thread is not None and not self._thread.is_alive() and not self._box:
-            return self._told(Failed(RuntimeError(f"{self.name} ended without a word")))
+            return self._end(Failed(RuntimeError(f"{self.name} ended without a word")))
         seconds = now() - self._since
         if seconds > self.limit_s:
-            return self._told(Failed(TimeoutError(f"{self.name} took more than {self.limit_s:g} s and was given up")))
+            return self._end(Failed(TimeoutError(f"{self.name} took more than {self.limit_s:g} s and was given up")))
         return None
 
     def forget(self) -> None:
         """Give up the job; what it returns later goes nowhere."""
         self._box = self._thread = None
 
-    def _told(self, outcome: Done[X] | Failed) -> Done[X] | Failed:
+    def _end(self, outcome: Done[X] | Failed) -> Done[X] | Failed:
         self.forget()
         return outcome
 

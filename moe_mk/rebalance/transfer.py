@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.flight import Flight
+from moe_mk.rebalance.background import BackgroundJob, Done, Failed
 from moe_mk.rebalance.live_layer import LiveLayer
-from moe_mk.rebalance.off_thread import Done, Failed, OffThread
-from moe_mk.rebalance.slot_bytes import Landing, checksum, num_bytes, read_bytes
+from moe_mk.rebalance.slot_bytes import ReceivedExpert, checksum, num_bytes, read_bytes
 from moe_mk.weights.expert_weights import SlotWeights
 
 PHASE = "rebalance weights"
@@ -52,7 +52,7 @@ class LayerMoves:
 
 
 @dataclass
-class Carrier:
+class ExpertTransfer:
     """One attempt at one layer."""
 
     comm: Communicator
@@ -60,7 +60,7 @@ class Carrier:
     moves: LayerMoves
     plan_id: int
     bytes_per_step: int
-    reader: OffThread[dict[int, SlotWeights]]
+    reader: BackgroundJob[dict[int, SlotWeights]]
     arrived: dict[int, SlotWeights] = field(default_factory=dict)
     """By slot of this rank: experts that are here, whole and checked."""
     received_bytes: int = 0
@@ -71,7 +71,7 @@ class Carrier:
     def __post_init__(self) -> None:
         self._round, self._offset = 0, 0
         self._size = num_bytes(self.layer.export_slot(0))
-        self._landing: Landing | None = None
+        self._incoming: ReceivedExpert | None = None
         self._flight: Flight[Tensor] | None = None
         wanted = [(slot, expert) for rank, slot, expert in self.moves.reads if rank == self.comm.rank]
         self._reading = bool(wanted)
@@ -129,10 +129,10 @@ class Carrier:
     def accept(self) -> None:
         """Go on to the next chunk: all ranks have found theirs good."""
         for link in self._links:
-            if link.dst == self.comm.rank and self._landing is not None:
+            if link.dst == self.comm.rank and self._incoming is not None:
                 self.received_bytes += self._chunk_size
-                if self._landing.received == self._size:
-                    self.arrived[link.to_slot], self._landing = self._landing.slot, None
+                if self._incoming.received == self._size:
+                    self.arrived[link.to_slot], self._incoming = self._incoming.slot, None
         self._offset += self._chunk_size
         if self._offset == self._size:
             self._round, self._offset = self._round + 1, 0
@@ -167,6 +167,6 @@ class Carrier:
         elif checksum(data) != expected:
             self.trouble = f"{where}: {len(data)} bytes were damaged on their way"
         else:
-            if self._landing is None:
-                self._landing = Landing(self.layer.export_slot(0))
-            self._landing.write(data)
+            if self._incoming is None:
+                self._incoming = ReceivedExpert(self.layer.export_slot(0))
+            self._incoming.write(data)

@@ -4,18 +4,18 @@ import threading
 
 import pytest
 
-from moe_mk.rebalance.off_thread import Done, Failed, OffThread
+from moe_mk.rebalance.background import BackgroundJob, Done, Failed
 
 
-def wait_for(thread: OffThread[int]) -> Done[int] | Failed:
+def wait_for(thread: BackgroundJob[int]) -> Done[int] | Failed:
     pause = threading.Event()
     while (outcome := thread.poll()) is None:
         pause.wait(0.005)
     return outcome
 
 
-def test_a_result_is_told_once() -> None:
-    thread: OffThread[int] = OffThread("adder", limit_s=60)
+def test_a_result_is_returned_once() -> None:
+    thread: BackgroundJob[int] = BackgroundJob("adder", limit_s=60)
     assert thread.poll() is None and not thread.busy
     thread.start(lambda: 1 + 1)
     assert thread.busy and wait_for(thread) == Done(2)
@@ -24,7 +24,7 @@ def test_a_result_is_told_once() -> None:
 
 @pytest.mark.parametrize("inline", [False, True])
 def test_an_error_is_told_and_not_raised(inline: bool) -> None:
-    thread: OffThread[int] = OffThread("divider", limit_s=60, inline=inline)
+    thread: BackgroundJob[int] = BackgroundJob("divider", limit_s=60, inline=inline)
     thread.start(lambda: 1 // 0)
     outcome = wait_for(thread)
     assert isinstance(outcome, Failed) and isinstance(outcome.error, ZeroDivisionError)
@@ -34,7 +34,7 @@ def test_a_thread_that_is_torn_down_is_told_too() -> None:
     def leave() -> int:
         raise SystemExit(3)
 
-    thread: OffThread[int] = OffThread("leaver", limit_s=60)
+    thread: BackgroundJob[int] = BackgroundJob("leaver", limit_s=60)
     thread.start(leave)
     outcome = wait_for(thread)
     assert isinstance(outcome, Failed) and isinstance(outcome.error, SystemExit)
@@ -42,7 +42,7 @@ def test_a_thread_that_is_torn_down_is_told_too() -> None:
 
 def test_a_job_that_hangs_is_given_up_and_the_next_one_runs() -> None:
     release = threading.Event()
-    thread: OffThread[int] = OffThread("sleeper", limit_s=0.01)
+    thread: BackgroundJob[int] = BackgroundJob("sleeper", limit_s=0.01)
     thread.start(lambda: int(release.wait(60)))
     outcome = wait_for(thread)
     assert isinstance(outcome, Failed) and "sleeper took more than 0.01 s and was given up" in str(outcome.error)
