@@ -1,4 +1,4 @@
-"""How many ranks or nodes a token is expected to visit: the one formula behind every plan and every price."""
+"""Expected values under uniform routing: ranks or nodes that a token reaches, experts that any token chooses."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def expected_groups(
         return groups * (1.0 - _Limited(num_experts // expert_groups, expert_groups, most, groups).missed(top_k))
     elsewhere = max(num_experts - max(num_experts // groups, 1), 0)
     return groups * (1.0 - comb(elsewhere, top_k) / comb(num_experts, top_k))
+
+
+def expected_experts(num_local: float, num_experts: int, top_k: int, tokens: int) -> float:
+    """How many of L = `num_local` experts at least one of `tokens` tokens chooses: L (1 - (1 - K/E)^tokens)."""
+    return num_local * (1.0 - (1.0 - top_k / num_experts) ** tokens)
 
 
 @dataclass(frozen=True)

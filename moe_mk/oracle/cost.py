@@ -1,20 +1,17 @@
-"""Microseconds of a pair before anybody has measured it: a roofline for the experts, a link model for the transport.
+"""Estimated cost of a pair that has not been measured: a roofline for the experts, a link model for the transport.
 
-Uniform routing throughout. The model ranks; it does not promise. A Decision says "model" beside such a number.
+Routing is assumed uniform. The estimate is used to rank pairs; a Decision marks it "model", a measured cost "measured".
 """
 
 from __future__ import annotations
 
+from moe_mk.comm.visits import expected_experts
+from moe_mk.config.device import BYTES_PER_US, Rates
 from moe_mk.config.problem import Problem
 from moe_mk.experts.base import ExpertsTraits
 from moe_mk.prepare_finalize.base import Volume
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
-
-BYTES_PER_US = 1e3
-"""of one GB/s."""
-FLOPS_PER_US = 1e6
-"""of one TFLOP/s."""
 
 
 def expert_bytes(problem: Problem) -> int:
@@ -23,16 +20,9 @@ def expert_bytes(problem: Problem) -> int:
 
 
 def mlp_bytes(problem: Problem, inner: int) -> int:
-    """Bytes of gate, up and down of one MLP, each with scales of its own as checkpoints hold them."""
+    """Bytes of the gate, up and down matrices of one MLP, each with its own scales as in checkpoints."""
     hidden, scheme = problem.config.model.hidden_size, problem.weights
     return 2 * scheme.num_bytes(inner, hidden) + scheme.num_bytes(hidden, inner)
-
-
-def experts_hit(problem: Problem) -> float:
-    """Expected experts of one rank that get any row: L (1 - (1 - K/E)^tokens)."""
-    model, top_k = problem.config.model, problem.config.router.top_k
-    miss = (1.0 - top_k / model.num_experts) ** all_tokens(problem)
-    return problem.slots * (1.0 - miss)
 
 
 def all_tokens(problem: Problem) -> int:
@@ -42,22 +32,22 @@ def all_tokens(problem: Problem) -> int:
 
 
 def experts_us(problem: Problem, traits: ExpertsTraits, *, fp8_math: bool) -> float:
-    """Time of w13 -> act -> w2 on one rank: the slower of reading weights and multiplying, plus calls."""
-    device, model, hit = problem.device, problem.config.model, experts_hit(problem)
-    assignments = all_tokens(problem) * problem.config.router.top_k / problem.ranks
-    read = hit * expert_bytes(problem) / (device.memory_gbs * BYTES_PER_US * traits.bandwidth)
-    rate = device.fp8_tflops if fp8_math and device.fp8_tflops else device.bf16_tflops
+    """Microseconds of w13 -> act -> w2 on one rank: the longer of reading weights and multiplying, plus launches."""
+    model, top_k, rates = problem.config.model, problem.config.router.top_k, Rates.of(problem.device)
+    hit = expected_experts(problem.slots, model.num_experts, top_k, all_tokens(problem))
+    assignments = all_tokens(problem) * top_k / problem.ranks
+    read = rates.memory_us(hit * expert_bytes(problem), traits.bandwidth)
     flops = assignments * 6 * model.hidden_size * problem.intermediate
-    multiply = flops / (rate * FLOPS_PER_US * traits.compute)
-    calls = traits.launches * (hit if traits.per_expert else 1)
-    return max(read, multiply) + calls * device.launch_us
+    multiply = rates.compute_us(flops, fp8=fp8_math, efficiency=traits.compute)
+    launches = traits.launches * (hit if traits.per_expert else 1)
+    return max(read, multiply) + launches * problem.device.launch_us
 
 
 def transport_us(problem: Problem, volume: Volume, wire: QuantScheme) -> float:
-    """Time of dispatch and combine: bytes over both kinds of link, plus fixed costs of the collectives.
+    """Microseconds of dispatch and combine: bytes over intra-node and inter-node links, plus fixed collective costs.
 
-    Links work at once where every peer is sent to alike, and where relays forward rows while others still arrive; else
-    one after the other.
+    The two kinds of link overlap where a rank sends to all peers directly, and where relays forward rows while others
+    are still arriving; otherwise their times add up.
     """
     device, fixed = problem.device, volume.collectives * problem.device.collective_us
     sent = dispatch_bytes(problem, volume, wire) + combine_bytes(problem, volume)
@@ -73,11 +63,11 @@ def transport_us(problem: Problem, volume: Volume, wire: QuantScheme) -> float:
 
 
 def dispatch_bytes(problem: Problem, volume: Volume, wire: QuantScheme) -> int:
-    """Bytes one rank sends outward, ids and weights included."""
+    """Bytes that one rank sends in dispatch, expert ids and routing weights included."""
     row = row_bytes(wire, problem.config.model.hidden_size) + problem.config.router.top_k * 8
     return round(volume.dispatch_rows * row)
 
 
 def combine_bytes(problem: Problem, volume: Volume) -> int:
-    """Bytes one rank sends homeward, in the layer's dtype."""
+    """Bytes that one rank sends in combine, in the layer's dtype."""
     return round(volume.combine_rows * row_bytes(problem.dtype, problem.config.model.hidden_size))

@@ -29,7 +29,7 @@ from math import log2, sqrt
 from types import MappingProxyType
 from typing import Literal
 
-from moe_mk.config.device import DeviceProfile
+from moe_mk.config.device import BYTES_PER_US, DeviceProfile
 from moe_mk.errors import ConfigError
 from moe_mk.registry import did_you_mean
 
@@ -114,7 +114,7 @@ def small_copy_us(name: str, num_bytes: int, gbs: float) -> float:
     fixed = mover(name).small_copy_us
     if fixed is None:
         raise ConfigError(f"the cost of a small copy by {name} is not published; known of gdrcopy and cuda_memcpy")
-    return fixed + num_bytes / (gbs * 1e3)
+    return fixed + num_bytes / (gbs * BYTES_PER_US)
 
 
 Initiator = Literal["cpu_proxy", "gpu"]
@@ -157,9 +157,6 @@ def proxy_over_gpu(tokens: int, ranks: int, *, top_k: int = 8) -> float:
     return dispatch_us("cpu_proxy", tokens, ranks, top_k=top_k) / dispatch_us("gpu", tokens, ranks, top_k=top_k)
 
 
-PER_US = 1e3
-
-
 @dataclass(frozen=True)
 class HostBound:
     """One host-driven variable all-to-all of a rank."""
@@ -200,4 +197,4 @@ class HostBound:
     @property
     def wire_us(self) -> float:
         """Bytes alone."""
-        return self.num_bytes / (self.gbs * PER_US)
+        return self.num_bytes / (self.gbs * BYTES_PER_US)

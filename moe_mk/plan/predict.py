@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moe_mk.config.device import BYTES_PER_US
 from moe_mk.errors import ConfigError
 from moe_mk.plan.exchange import Exchange
 from moe_mk.plan.links import Direction, LinkProfile, Measured, Mode
 
-PER_US = 1e3
 """Bytes a microsecond of one GB/s."""
 
 
@@ -30,7 +30,7 @@ class Line:
 
     def us(self, remote_bytes: float) -> float:
         """alpha + bytes / beta."""
-        return self.alpha_us + remote_bytes / (self.gbs * PER_US)
+        return self.alpha_us + remote_bytes / (self.gbs * BYTES_PER_US)
 
     @classmethod
     def fit(cls, points: Sequence[tuple[float, float]]) -> Line:
@@ -41,7 +41,7 @@ class Line:
         slope, alpha = np.polyfit(x, y, 1)
         if slope <= 0:
             raise ConfigError("the published times do not grow with the bytes: no line explains them")
-        return cls(float(alpha), 1.0 / (float(slope) * PER_US))
+        return cls(float(alpha), 1.0 / (float(slope) * BYTES_PER_US))
 
     def errors(self, points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
         """Of each point: predicted over measured, minus one."""
@@ -62,12 +62,12 @@ class Prediction:
     @property
     def logical_gbs(self) -> float:
         """All bytes over time, as benchmarks report it."""
-        return self.num_bytes / (self.us * PER_US)
+        return self.num_bytes / (self.us * BYTES_PER_US)
 
     @property
     def remote_gbs(self) -> float:
         """What really crosses nodes over time."""
-        return self.remote_bytes / (self.us * PER_US)
+        return self.remote_bytes / (self.us * BYTES_PER_US)
 
 
 def predict(profile: LinkProfile, exchange: Exchange, mode: Mode, direction: Direction) -> Prediction:
@@ -77,16 +77,16 @@ def predict(profile: LinkProfile, exchange: Exchange, mode: Mode, direction: Dir
         row = next((row for row in profile.rows(mode) if row.ranks == exchange.ranks), None)
         rate = None if row is None else _logical(row, exchange_of(profile, row), direction)
         if rate is not None:
-            return Prediction(moved / (rate * PER_US), moved, remote, f"bytes at the published {rate:.0f} GB/s")
+            return Prediction(moved / (rate * BYTES_PER_US), moved, remote, f"bytes at the published {rate:.0f} GB/s")
         return Prediction(
-            moved / (profile.intra_gbs * PER_US), moved, remote, f"bytes at {profile.intra_gbs:g} GB/s in a node"
+            moved / (profile.intra_gbs * BYTES_PER_US), moved, remote, f"bytes at {profile.intra_gbs:g} GB/s in a node"
         )
     points = points_of(profile, mode, direction)
     try:
         line = Line.fit(points)
     except ConfigError as problem:
         legs = remote / profile.inter_gbs + (moved - remote) / profile.intra_gbs
-        return Prediction(legs / PER_US, moved, remote, f"bytes at the rates of the links ({problem})")
+        return Prediction(legs / BYTES_PER_US, moved, remote, f"bytes at the rates of the links ({problem})")
     worst = max(abs(error) for error in line.errors(points))
     known = f"a line within {100 * worst:.1f} % of {len(points)} rows"
     basis = f"{line.alpha_us:.1f} us + bytes at {line.gbs:.1f} GB/s, {known}"
@@ -100,7 +100,7 @@ def points_of(profile: LinkProfile, mode: Mode, direction: Direction) -> list[tu
         exchange = exchange_of(profile, row)
         us, gbs = row.us(direction), row.gbs(direction)
         if us is None and gbs is not None:
-            us = exchange.num_bytes(mode, direction) / (gbs * PER_US)
+            us = exchange.num_bytes(mode, direction) / (gbs * BYTES_PER_US)
         if exchange.nodes > 1 and us is not None:
             points.append((exchange.remote_bytes(mode, direction), us))
     return points
@@ -125,4 +125,4 @@ def exchange_of(profile: LinkProfile, row: Measured) -> Exchange:
 
 def _logical(row: Measured, exchange: Exchange, direction: Direction) -> float | None:
     us = row.us(direction)
-    return exchange.num_bytes(row.mode, direction) / (us * PER_US) if us is not None else row.gbs(direction)
+    return exchange.num_bytes(row.mode, direction) / (us * BYTES_PER_US) if us is not None else row.gbs(direction)

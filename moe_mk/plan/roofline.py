@@ -1,10 +1,11 @@
-"""The least time an MoE layer can take on one rank: bytes that must move and products that must be made, op by op.
+"""Lower bound on the time of an MoE layer on one rank: the roofline of every op.
 
     python -m moe_mk.plan.roofline --config deepseek_v3 --device h200 --ep 8 --tokens 1,64,1024
 
-Each op needs the longer of its bytes at the memory's rate and its products at the matrix unit's. Ops follow each other:
-no credit for overlap, no launches, no network. Routing is uniform; a weight is read once if any token needs it. FP8
-weights in blocks of 128 x 128 and activations in groups of 128, bf16 outputs, as in DeepSeek-V3.
+Each op takes the longer of its bytes at the memory bandwidth and its floating-point operations at the matrix-unit rate
+(`moe_mk.config.device.Rates`, which the oracle uses too). Ops run one after the other: overlap, launches and network
+are not counted. Routing is uniform; each weight is read once if any token needs it. FP8 weights in blocks of 128 x 128,
+activations in groups of 128, bf16 outputs, as in DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moe_mk.config.device import DeviceProfile
+from moe_mk.comm.visits import expected_experts
+from moe_mk.config.device import Rates
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
+from moe_mk.quant.wire import row_bytes
 
-GROUP = 128
-"""Values under one scale, along a row."""
-SCALE = 4
-"""Bytes of an f32 scale."""
 BF16 = 2
+"""Bytes of a bf16 value."""
 TABLE = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes that decide."""
+    """The sizes of a layer that the roofline depends on."""
 
     hidden_size: int
     intermediate_size: int
@@ -55,44 +56,27 @@ class LayerShape:
         )  # fmt: skip
 
     def experts_hit(self, tokens: int) -> float:
-        """Expected experts of this rank that any of ep x tokens tokens chooses."""
-        if self.ep * tokens == 1:
-            return float(self.top_k)
-        share = self.top_k / self.num_experts
-        return self.num_experts / self.ep * (1.0 - (1.0 - share) ** (tokens * self.ep))
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device sustains."""
-
-    memory_gbs: float
-    fp8_tflops: float
-    bf16_tflops: float
-
-    @classmethod
-    def of(cls, profile: DeviceProfile) -> Rates:
-        """The rates of a profile; without an FP8 unit FP8 is multiplied at the bf16 rate."""
-        return cls(profile.memory_gbs, profile.fp8_tflops or profile.bf16_tflops, profile.bf16_tflops)
+        """Expected number of this rank's experts that at least one of ep x tokens tokens chooses."""
+        return expected_experts(self.num_experts / self.ep, self.num_experts, self.top_k, tokens * self.ep)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """One op: what it must move and multiply, and how long that takes at least."""
+    """The least bytes, floating-point operations and microseconds of one op."""
 
     op: str
     num_bytes: float
     flops: float
     us: float
     bound: str
-    """What takes longer: "memory" or "compute"."""
+    """"memory" or "compute", whichever takes longer."""
 
 
 def floors(shape: LayerShape, tokens: int, rates: Rates) -> tuple[Floor, ...]:
     """Every op of one forward with `tokens` tokens a rank, in order.
 
-    With ep ranks each multiplies as many rows as it sends, K a token; received rows lie at their experts already and
-    the sum over them belongs to the way home.
+    With ep ranks each rank multiplies as many rows as it sends, K a token; received rows are already grouped by expert,
+    and the sum over K is part of combine.
     """
     h, i, k = shape.hidden_size, shape.intermediate_size, shape.top_k
     rows, hit = k * tokens, shape.experts_hit(tokens)
@@ -124,19 +108,19 @@ def experts_us(shape: LayerShape, tokens: int, rates: Rates) -> float:
     return sum(floor.us for floor in floors(shape, tokens, rates) if floor.op in ("w13", "w2"))
 
 
-def _matrix(rows: int, columns: int) -> float:
+def _matrix(rows: int, columns: int) -> int:
     """Bytes of FP8 weights with a scale for each block."""
-    return rows * columns + SCALE * (rows / GROUP) * (columns / GROUP)
+    return FP8_128x128.num_bytes(rows, columns)
 
 
-def _row(columns: int) -> float:
+def _row(columns: int) -> int:
     """Bytes of one FP8 row with its scales."""
-    return columns + SCALE * columns / GROUP
+    return row_bytes(FP8_1x128, columns)
 
 
 def _floor(op: str, moved: float, fp8: float, bf16: float, rates: Rates) -> Floor:
-    memory = moved / (rates.memory_gbs * 1e3)
-    multiply = fp8 / (rates.fp8_tflops * 1e6) + bf16 / (rates.bf16_tflops * 1e6)
+    memory = rates.memory_us(moved)
+    multiply = rates.compute_us(fp8, fp8=True) + rates.compute_us(bf16, fp8=False)
     return Floor(op, moved, fp8 + bf16, max(memory, multiply), "memory" if memory >= multiply else "compute")
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_mk.config.device import BYTES_PER_US
 from moe_mk.errors import ConfigError
 from moe_mk.plan.exchange import distinct_groups
 from moe_mk.plan.links import LinkProfile
-
-PER_US = 1e3
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,13 @@ class Relay:
     @property
     def mesh_us(self) -> float:
         """Full mesh."""
-        return self.mesh_bytes / (self.profile.inter_gbs * PER_US)
+        return self.mesh_bytes / (self.profile.inter_gbs * BYTES_PER_US)
 
     @property
     def legs_us(self) -> tuple[float, float]:
         """Between nodes, inside a node."""
-        return self.between_bytes / (self.profile.inter_gbs * PER_US), self.inside_bytes / (
-            self.profile.intra_gbs * PER_US
+        return self.between_bytes / (self.profile.inter_gbs * BYTES_PER_US), self.inside_bytes / (
+            self.profile.intra_gbs * BYTES_PER_US
         )
 
     @property
