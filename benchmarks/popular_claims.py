@@ -78,12 +78,12 @@ CLAIMS = (
     ),
     Claim(
         "a better all-to-all", "3-5x all-to-all", (3.0, 5.0),
-        "out and home over gloo (all_to_all) / through shared memory (one_sided), two processes",
+        "dispatch and combine over gloo (all_to_all) / through shared memory (one_sided), two processes",
         Size(128, 2048, 64, 16, 4, 25), _exchange,
     ),
     Claim(
         "a fused router", "-50 % routing time", (2.0, 2.0),
-        "gate and choice op by op in torch / in one native call, one core",
+        "gate and selection op by op in torch / in one native call, one core",
         Size(8, 1024, 32, 128, 8, 41), alone(cases.router),
     ),
     Claim(
@@ -93,12 +93,12 @@ CLAIMS = (
     ),
     Claim(
         "reordered tokens", "15-30 % faster", (1.15, 1.3),
-        "rows picked expert by expert / sorted by expert once, the same products in torch, one core",
+        "rows gathered expert by expert / sorted by expert once, the same products in torch, one core",
         Size(256, 1024, 128, 64, 4, 15), alone(cases.reorder),
     ),
     Claim(
         "balanced experts (EPLB)", "20-30 % faster", (1.2, 1.3),
-        "a layer whose popular experts lie side by side / as EPLB places them, one copy more a rank, two processes",
+        "a layer with adjacent popular experts in linear placement / placed by EPLB with one replica per rank, two processes",
         Size(512, 1024, 512, 16, 4, 15), _balance,
     ),
 )  # fmt: skip

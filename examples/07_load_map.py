@@ -1,4 +1,4 @@
-"""What the experts of the tiny DeepSeek-V3 are for: which kinds of bytes each of them meets, and a routing trace.
+"""Specialisation of the experts of the tiny DeepSeek-V3: the kinds of bytes routed to each, and a routing trace.
 
 python examples/07_train_tiny.py build/tiny-ds3                                  # makes the model, once
 python examples/07_load_map.py build/tiny-ds3                                    # prints the map
@@ -60,7 +60,7 @@ def kinds_of(text: bytes) -> Counts:
 
 
 def tokens_of(letters: str) -> Iterator[tokenize.TokenInfo]:
-    """Tokens up to what the tokenizer cannot read, if anything."""
+    """Tokens up to the first one that the tokenizer cannot read."""
     try:
         yield from tokenize.generate_tokens(io.StringIO(letters, newline="").readline)
     except (tokenize.TokenError, SyntaxError):
@@ -68,7 +68,7 @@ def tokens_of(letters: str) -> Iterator[tokenize.TokenInfo]:
 
 
 def kind_of(token: tokenize.TokenInfo) -> str | None:
-    """The kind of a token; None for what is only layout."""
+    """The kind of a token; None for whitespace and layout."""
     name = tokenize.tok_name[token.type]
     if name == "NAME":
         return "keyword" if keyword.iskeyword(token.string) else "name"
@@ -78,7 +78,7 @@ def kind_of(token: tokenize.TokenInfo) -> str | None:
 
 
 def record(folder: Path) -> tuple[RoutingTrace, Counts]:
-    """Route windows of held-out text, dealt out to four ranks: the trace, and the kinds of its tokens in order."""
+    """Route windows of held-out text, distributed over four ranks: the trace, and the kinds of its tokens in order."""
     text, kinds = held_out()
     draw = torch.Generator(CPU).manual_seed(2)
     starts = torch.randint(len(text) - LENGTH, (WINDOWS,), generator=draw, device=CPU).tolist()
@@ -109,7 +109,7 @@ def load_map(trace: RoutingTrace, kinds: Counts) -> Counts:
 
 
 def explained(counts: Counts) -> float:
-    """Mutual information of kind and expert over the entropy of kinds: 0 if independent, 1 if experts tell the kind."""
+    """Mutual information of kind and expert over the entropy of kinds: 0 if independent, 1 if the expert determines the kind."""
     joint = counts / counts.sum()
     kind, expert = joint.sum(1, keepdims=True), joint.sum(0, keepdims=True)
     seen = joint > 0
@@ -119,13 +119,13 @@ def explained(counts: Counts) -> float:
 
 
 def described(counts: Counts, shuffled: Counts, layers: list[int]) -> Iterator[str]:
-    """A table: what experts explain, and the kind that each layer's most particular expert is for."""
-    yield "| Layer | kinds explained by experts | with kinds shuffled | busiest expert | most particular expert |"
+    """A table: information of experts about kinds, and the most specialised expert of each layer."""
+    yield "| Layer | kinds explained by experts | with kinds shuffled | busiest expert | most specialised expert |"
     yield "|---:|---:|---:|---:|---|"
     for layer, mine, chance in zip(layers, counts, shuffled, strict=True):
         load = mine.sum(0)
         lift = (mine / load.clip(1)) / (mine.sum(1, keepdims=True) / mine.sum()).clip(1e-9)
-        lift[:, load < load.mean() / 4] = 0  # too few to tell
+        lift[:, load < load.mean() / 4] = 0  # too few to judge
         kind, expert = np.unravel_index(int(lift.argmax()), lift.shape)
         best = f"{expert}: {KINDS[kind]}, {lift[kind, expert]:.1f} x as often as on average"
         yield (
@@ -135,7 +135,7 @@ def described(counts: Counts, shuffled: Counts, layers: list[int]) -> Iterator[s
 
 
 def visited(trace: RoutingTrace) -> tuple[float, float]:
-    """Nodes of two that a token visits, layers on average: experts in their order, and by affinity.
+    """Nodes of two that a token is sent to, averaged over layers: experts in their order, and by affinity.
 
     The first half of the tokens makes the placement of each layer, the second half judges both.
     """
@@ -154,7 +154,7 @@ def visited(trace: RoutingTrace) -> tuple[float, float]:
 
 
 def picture(counts: Counts, layers: list[int], file: Path) -> None:
-    """Kinds by experts, experts sorted by their favourite; the colour says how much more often than on average."""
+    """Kinds by experts, experts sorted by their favourite; the colour shows how much more often than on average."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -168,7 +168,7 @@ def picture(counts: Counts, layers: list[int], file: Path) -> None:
         axis.set_yticks(range(len(KINDS)), KINDS, fontsize="x-small")
         axis.set_xticks([])
         axis.set_ylabel(f"layer {layer}")
-    axes[-1, 0].set_xlabel("experts, by the kind of byte they are for")
+    axes[-1, 0].set_xlabel("experts, by their most frequent kind of byte")
     figure.colorbar(drawn, ax=axes, label="assignments, log2 of times the average", shrink=0.8)
     figure.savefig(file, dpi=100)
     pyplot.close(figure)
@@ -176,27 +176,27 @@ def picture(counts: Counts, layers: list[int], file: Path) -> None:
 
 def page(folder: Path, table: list[str], tokens: int, nodes: tuple[float, float]) -> str:
     """The results as docs/training.md."""
-    said = json.loads((folder / "training.json").read_text())
-    steps = {int(step): bits for step, bits in said["bits_by_step"].items()}
+    measured = json.loads((folder / "training.json").read_text())
+    steps = {int(step): bits for step, bits in measured["bits_by_step"].items()}
     shown = [step for step in sorted(steps) if step % 100 == 0 or step == max(steps)]
     curve = ["| " + " | ".join(["Step", *map(str, shown)]) + " |", "|---" * (len(shown) + 1) + "|"]
     curve.append("| " + " | ".join(["bits a byte", *(f"{steps[step]:.2f}" for step in shown)]) + " |")
-    layers = ", ".join(f"{uneven:.2f}" for uneven in said["busiest_of_layers"])
+    layers = ", ".join(f"{uneven:.2f}" for uneven in measured["busiest_of_layers"])
     text = (Path(__file__).parent / "data" / "training_page.md").read_text()
     return text.format(
-        **{key: said[key] for key in ("command", "device", "torch", "experts")},
-        parameters=f"{said['parameters']:,}", learned=f"{said['bytes_learned']:,}", stored=f"{said['bytes_stored']:,}",
-        minutes=f"{said['seconds'] / 60:.0f}", bf16=f"{said['held_out_bits_bf16']:.4f}",
-        fp8=f"{said['held_out_bits_fp8']:.4f}", ratio=f"{said['perplexity_ratio']:.4f}", busiest=layers,
+        **{key: measured[key] for key in ("command", "device", "torch", "experts")},
+        parameters=f"{measured['parameters']:,}", learned=f"{measured['bytes_learned']:,}", stored=f"{measured['bytes_stored']:,}",
+        minutes=f"{measured['seconds'] / 60:.0f}", bf16=f"{measured['held_out_bits_bf16']:.4f}",
+        fp8=f"{measured['held_out_bits_fp8']:.4f}", ratio=f"{measured['perplexity_ratio']:.4f}", busiest=layers,
         curve="\n".join(curve), table="\n".join(table), tokens=f"{tokens:,}",
         linear=f"{nodes[0]:.3f}", affinity=f"{nodes[1]:.3f}",
     )  # fmt: skip
 
 
 def main() -> None:
-    """Record, tell, and write what was asked for."""
+    """Record, print, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="what 07_train_tiny.py wrote")
+    parser.add_argument("folder", type=Path, help="the output folder of 07_train_tiny.py")
     parser.add_argument("--trace", type=Path, help="write the routing trace to this file")
     parser.add_argument("--docs", type=Path, help="write training.md and training.png into this folder")
     asked = parser.parse_args()
@@ -206,7 +206,7 @@ def main() -> None:
     table = list(described(counts, shuffled, trace.layers))
     print("\n".join(table))
     nodes = visited(trace)
-    print(f"nodes a token visits, of 2: {nodes[0]:.3f} with experts in their order, {nodes[1]:.3f} by affinity")
+    print(f"nodes per token, of 2: {nodes[0]:.3f} with experts in their order, {nodes[1]:.3f} by affinity")
     if asked.trace is not None:
         asked.trace.parent.mkdir(parents=True, exist_ok=True)
         trace.write(asked.trace)

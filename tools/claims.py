@@ -18,19 +18,21 @@ Facts = Mapping[str, Any]
 
 
 def claims(found: Facts) -> str:
-    """One row a claim: as it is told, and what the same change gives here."""
+    """One row per claim: the cited speedup, and that of the same change on this machine."""
     rows = []
     for claim in found["claims"]:
         told = f"{claim['told']} | {_told(claim['told_ratio'])}"
         rows.append(f"| {claim['name']} | {told} | **{claim['ratio']:.2f}** | {claim['how']} |")
-    head = "| change | told | as a ratio | here | how: before / after |\n|---|---|---|---|---|\n"
+    head = "| change | cited | as a ratio | measured | method: before / after |\n|---|---|---|---|---|\n"
     return head + "\n".join(rows) + "\n\n" + _where(found)
 
 
 def overlap(found: Facts) -> str:
-    """One row a setting: the whole batch in milliseconds, and each way as a ratio to it with what it hid."""
+    """One row per setting: the time of one batch in ms, and each method as a ratio to it with the hidden fraction."""
     ways = list(found["rows"][0]["ratio"])
-    head = "| transport | tokens | whole | " + " | ".join(map(_way, ways)) + " |\n|---|---|---|" + "---|" * len(ways)
+    head = (
+        "| transport | tokens | one batch | " + " | ".join(map(_way, ways)) + " |\n|---|---|---|" + "---|" * len(ways)
+    )
     rows = []
     for row in found["rows"]:
         cells = []

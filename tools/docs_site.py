@@ -1,7 +1,7 @@
-"""What mkdocs asks while it builds the site: pages that are made from other files, and Markdown as it understands it.
+"""Hooks of mkdocs: pages generated from other files, and Markdown converted to what mkdocs supports.
 
-The front page is README.md, the change log CHANGELOG.md, and the reference one page a room of the package, from
-docstrings. Links that leave `docs/` become names of files: the site has no sources to link to.
+The front page is README.md, the change log CHANGELOG.md, and the reference has one page per package, from docstrings.
+Links that leave `docs/` become file names, because the site contains no sources.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_mk"
 NOT_FOR_READERS = frozenset({"__main__.py", "kernels"})
-"""Kernels are read as sources: the same names in every column, see `moe_mk/kernels/reference`."""
+"""Kernels have the same names in every backend; see `moe_mk/kernels/reference`."""
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCE = re.compile(r"^```(?P<kind>text|python) \w+$", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that no file in `docs/` holds."""
+    """Add the pages that are not files in `docs/`."""
     from mkdocs.structure.files import File
 
     pages = {"index.md": front_page(ROOT), "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")}
@@ -31,21 +31,21 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_config(config: Any) -> Any:
-    """Give every room of the reference its place in the navigation."""
+    """Add every package of the reference to the navigation."""
     rooms = [{name: f"reference/{name}.md"} for name in sorted(rooms_of(ROOT))]
     (section,) = [entry["Reference"] for entry in config.nav if "Reference" in entry]
-    section[1:1] = rooms
+    section[2:2] = rooms  # after the public API and the index
     return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Fences with one word, links that lead to pages of the site only."""
+    """Reduce fences to one word, and links to those that lead to pages of the site."""
     del config
     return one_word_fences(links_on_site(markdown, page.file.src_uri, {file.src_uri for file in files}))
 
 
 def front_page(root: Path) -> str:
-    """README.md as it reads from inside `docs/`."""
+    """README.md with links relative to `docs/`."""
     text = (root / "README.md").read_text(encoding="utf-8")
     return LINK.sub(lambda link: f"[{link['text']}]({_from_docs(link['target'])})", text)
 
@@ -82,12 +82,12 @@ def _joined(page: str, target: str) -> str:
 
 
 def one_word_fences(markdown: str) -> str:
-    """`text output` and the like, which say what tests do with a block, as the plain kind."""
+    """Replace `text output` and the like, which tests read, by the plain kind."""
     return FENCE.sub(lambda fence: f"```{fence['kind']}", markdown)
 
 
 def rooms_of(root: Path) -> dict[str, list[str]]:
-    """The modules of every room of the package that readers look up: room to dotted names, public ones only."""
+    """The public modules of every package or top-level module, as dotted names."""
     rooms: dict[str, list[str]] = {}
     package = root / PACKAGE
     for entry in sorted(package.iterdir()):
@@ -116,17 +116,17 @@ def _has_public_names(path: Path) -> bool:
 def reference(root: Path) -> dict[str, str]:
     """The pages of the reference by their path below `docs/`; mkdocstrings fills them."""
     rooms = rooms_of(root)
-    lines = ["# Reference", "", "From the docstrings, one page a room of the house.", ""]
-    lines += [f"- [`{PACKAGE}.{room}`]({room}.md): {_says(root, room)}" for room in sorted(rooms)]
+    lines = ["# Reference", "", "Generated from docstrings, one page per package.", ""]
+    lines += [f"- [`{PACKAGE}.{room}`]({room}.md): {_summary(root, room)}" for room in sorted(rooms)]
     pages = {"reference/index.md": "\n".join([*lines, "", "## The package", "", f"::: {PACKAGE}", ""])}
     for room, modules in rooms.items():
-        body = [f"# {PACKAGE}.{room}", "", _says(root, room), ""]
+        body = [f"# {PACKAGE}.{room}", "", _summary(root, room), ""]
         pages[f"reference/{room}.md"] = "\n".join([*body, *(f"\n::: {module}\n" for module in modules)])
     return pages
 
 
-def _says(root: Path, room: str) -> str:
-    """The first sentence of a room."""
+def _summary(root: Path, room: str) -> str:
+    """The first sentence of a package's docstring."""
     file = root / PACKAGE / f"{room}.py"
     tree = ast.parse((file if file.exists() else root / PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
     return (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")

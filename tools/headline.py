@@ -22,11 +22,11 @@ PEERS = {
     "vllm bf16": "vLLM's bf16 path",
     "transformers grouped_mm bf16": "transformers, grouped_mm in bf16",
 }
-CARRIERS = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
+COLLECTIVES = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
 PLANNERS = {
-    "DeepSeek": "DeepSeek's",
-    "vLLM": "vLLM's",
-    "SGLang vectorised": "SGLang's vectorised one",
+    "DeepSeek": "DeepSeek's implementation",
+    "vLLM": "vLLM's implementation",
+    "SGLang vectorised": "SGLang's vectorised implementation",
 }
 
 
@@ -35,35 +35,35 @@ class Line:
     """One row of the table."""
 
     what: str
-    beside: str
+    compared_with: str
     cases: str
     ratios: Sequence[float]
     page: str
 
     def __str__(self) -> str:
         ratios = " / ".join(f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2f}" for ratio in self.ratios)
-        return f"| {self.what} | {self.beside} | {self.cases} | {ratios} | {self.page} |"
+        return f"| {self.what} | {self.compared_with} | {self.cases} | {ratios} | {self.page} |"
 
 
 def lines(results: Path) -> list[Line]:
-    """All rows, of what is in the folder. Raises FileNotFoundError or KeyError where a result is missing."""
+    """The rows of the table, from the result files in the folder. Raises FileNotFoundError or KeyError where a result is missing."""
     return [*_experts(_read(results, "experts_cpu_e8")), *_transports(_read(results, "transports_cpu")),
             *_eplb(_read(results, "eplb_cpu"))]  # fmt: skip
 
 
 def table(results: Path) -> str:
-    """The table with what it was measured on."""
+    """The table, the machine and the commands."""
     files = ("experts_cpu_e8", "transports_cpu", "eplb_cpu")
     commands = "\n".join(_read(results, name)["command"] for name in files)
-    head = "| ours | beside | cases | times as fast | more |\n|---|---|---|---|---|\n"
+    head = "| moe_mk | compared with | cases | speedup | details |\n|---|---|---|---|---|\n"
     body = "\n".join(map(str, lines(results)))
     device = _read(results, "experts_cpu_e8")["device"]
     torch = _read(results, "experts_cpu_e8")["versions"]["torch"]
-    return f"{head}{body}\n\nMeasured side by side on {device}, torch {torch}; medians:\n\n```text\n{commands}\n```\n"
+    return f"{head}{body}\n\nMeasured in turn on {device}, torch {torch}; medians:\n\n```text\n{commands}\n```\n"
 
 
 def with_table(page: str, results: Path) -> str:
-    """The page with the table between its marks. Raises ValueError if the marks are missing."""
+    """The page with the table between its markers. Raises ValueError if the markers are missing."""
     before, rest = page.split(BEGIN)
     return before + BEGIN + "\n" + table(results) + "\n" + END + rest.split(END)[1]
 
@@ -85,11 +85,11 @@ def _experts(found: dict[str, Any]) -> Iterator[Line]:
 
 def _transports(found: dict[str, Any]) -> Iterator[Line]:
     tokens = (8, 128, 1024)
-    for peer, name in CARRIERS.items():
+    for peer, name in COLLECTIVES.items():
         for ranks in sorted({row["ranks"] for row in found["rows"]}):
             times = {row["tokens"]: row["ms"] for row in found["rows"] if row["ranks"] == ranks}
             ratios = [times[count][peer] / times[count]["one_sided"] for count in tokens]
-            what = f"`one_sided`, out and home, {ranks} ranks"
+            what = f"`one_sided`, dispatch and combine, {ranks} ranks"
             yield Line(what, name, f"{', '.join(map(str, tokens))} tokens", ratios, f"`{RESULTS}/transports_cpu.json`")
 
 
@@ -98,12 +98,12 @@ def _eplb(found: dict[str, Any]) -> Iterator[Line]:
     for peer, name in PLANNERS.items():
         name = name if peer == "DeepSeek" or peer in found.get("anchors", {}) else f"{name}, transcribed"
         ratios = [value for what, value in values.items() if what.endswith(f": times {peer}")]
-        what, cases = "EPLB, the same maps", f"median of {len(ratios)} sizes"
+        what, cases = "EPLB, identical placements", f"median of {len(ratios)} sizes"
         yield Line(what, name, cases, [median(ratios)], "[placement](docs/placement.md)")
 
 
 def main() -> int:
-    """Write the table, or say that it is stale."""
+    """Write the table, or report that it is stale."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

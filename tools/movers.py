@@ -1,4 +1,4 @@
-"""The part of docs/transports.md about what moves bytes: tables from the records of `moe_mk.plan.paths`."""
+"""The section of docs/transports.md on methods to move bytes: tables from the records of `moe_mk.plan.paths`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from moe_mk.plan.paths import MOVERS, mover, small_copy_us
 
 INTRODUCTION = """\
-## What moves bytes
+## Methods to move bytes
 
-Ways to move bytes to, from and between GPUs, from the records of `moe_mk.plan.paths`. A fixed cost is that of one
-small copy from host to device, where it is published; between the two that are, it differs {ratio:g} times.
+Methods to move bytes to, from and between GPUs, from `moe_mk.plan.paths`. The fixed cost is the published time of one
+small copy from host to device; the two published times differ by a factor of {ratio:g}.
 """
 
 LIBRARIES = """\
@@ -18,21 +18,21 @@ LIBRARIES = """\
 """
 
 PROPERTIES = {
-    "unit": "one call moves", "scope": "reaches", "one_sided": "the receiver takes no part",
-    "from_kernel": "a running kernel can start it", "needs_cpu": "a CPU thread takes part in every transfer",
-    "gpu_direct": "bytes go between GPU memory and the wire", "fine_grained": "is for small transfers",
+    "unit": "unit of one call", "scope": "scope", "one_sided": "without participation of the receiver",
+    "from_kernel": "can be started by a running kernel", "needs_cpu": "needs a CPU thread for every transfer",
+    "gpu_direct": "transfers directly between GPU memory and the network", "fine_grained": "suited to small transfers",
 }  # fmt: skip
 
 
 def page_of_movers() -> Iterator[str]:
-    """All lines."""
+    """All lines of the section."""
     ratio = small_copy_us("cuda_memcpy", 0, 1.0) / small_copy_us("gdrcopy", 0, 1.0)
-    yield from (INTRODUCTION.format(ratio=ratio), *movers_of(), "", LIBRARIES, *beside("nccl", "nvshmem"))
+    yield from (INTRODUCTION.format(ratio=ratio), *movers_of(), "", LIBRARIES, *compared("nccl", "nvshmem"))
 
 
 def movers_of() -> Iterator[str]:
-    """One line a way to move bytes."""
-    yield "| | What it is | Reaches | Needs the CPU | GPU direct | From a kernel | One-sided | Fixed cost |"
+    """One line per method."""
+    yield "| | Method | Scope | Needs the CPU | GPU direct | From a kernel | One-sided | Fixed cost |"
     yield "|---|---|---|---|---|---|---|---|"
     for each in MOVERS.values():
         cost = "-" if each.small_copy_us is None else f"{each.small_copy_us:g} us"
@@ -40,14 +40,14 @@ def movers_of() -> Iterator[str]:
         yield _row(f"`{each.name}`", each.what, each.scope, *flags, cost)
 
 
-def beside(one: str, other: str) -> Iterator[str]:
-    """Two records property by property."""
+def compared(one: str, other: str) -> Iterator[str]:
+    """Two methods, property by property."""
     pair = mover(one), mover(other)
     yield _row("", *(each.what for each in pair))
     yield "|---|---|---|"
-    for name, told in PROPERTIES.items():
+    for name, title in PROPERTIES.items():
         values = [getattr(each, name) for each in pair]
-        yield _row(told, *(_yes(value) if isinstance(value, bool) else str(value) for value in values))
+        yield _row(title, *(_yes(value) if isinstance(value, bool) else str(value) for value in values))
 
 
 def _yes(flag: bool) -> str:

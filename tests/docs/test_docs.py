@@ -141,13 +141,14 @@ def test_a_wrong_command_is_found() -> None:
     assert "--ranks" in complaint_about(["run", "ds3", "--ranks", "two"], whole=True)
 
 
-def test_output_in_the_readme_says_which_command_made_it() -> None:
-    for block in blocks(ROOT / "README.md", "console"):
-        assert block.body.startswith("$ "), f"README.md:{block.line} shows output without its command"
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md"])
+def test_output_is_shown_with_the_command_that_made_it(page: str) -> None:
+    for block in blocks(ROOT / page, "console"):
+        assert block.body.startswith("$ "), f"{page}:{block.line} shows output without its command"
 
 
-def test_the_picture_of_the_house_is_the_house() -> None:
-    (picture,) = blocks(ROOT / "README.md", "text floors")
+def test_the_page_on_architecture_shows_the_floors_of_the_package() -> None:
+    (picture,) = blocks(ROOT / "docs/architecture.md", "text floors")
     drawn = {room: int(line.split()[0]) for line in picture.body.splitlines() for room in line.split()[2:]}
     entries = [path for path in (ROOT / "moe_mk").iterdir() if path.name not in ("__init__.py", "__main__.py")]
     rooms = {path.stem for path in entries if path.suffix == ".py" or (path / "__init__.py").exists()}
@@ -155,8 +156,8 @@ def test_the_picture_of_the_house_is_the_house() -> None:
     assert drawn == {room: FLOORS[room] for room in drawn}
 
 
-def test_exit_codes_in_the_readme_are_those_of_the_command() -> None:
-    table = re.findall(r"^\| (\d) \| (\w+)", prose(ROOT / "README.md"), re.MULTILINE)
+def test_exit_codes_in_the_docs_are_those_of_the_command() -> None:
+    table = re.findall(r"^\| (\d) \| (\w+)", prose(ROOT / "docs/cli.md"), re.MULTILINE)
     assert dict(table) == {
         str(OK): "ok",
         str(MISMATCH): "mismatch",

@@ -81,6 +81,6 @@ def test_ways_to_move_bytes_are_written_from_their_records() -> None:
 def test_collectives_and_puts_are_compared_property_by_property() -> None:
     lines = list(beside("nccl", "nvshmem"))
     assert "| a running kernel can start it | no | yes |" in lines
-    assert "| the receiver takes no part | no | yes |" in lines
+    assert "| without participation of the receiver | no | yes |" in lines
     assert "| reaches | cluster | cluster |" in lines
     assert len(lines) == 2 + len(PROPERTIES) and set(lines) <= set(page_of_movers())
