@@ -98,7 +98,8 @@ CLAIMS = (
     ),
     Claim(
         "balanced experts (EPLB)", "20-30 % faster", (1.2, 1.3),
-        "a layer with adjacent popular experts in linear placement / placed by EPLB with one replica per rank, two processes",
+        "a layer with adjacent popular experts in linear placement / placed by EPLB with one replica per rank, "
+        "two processes",
         Size(512, 1024, 512, 16, 4, 15), _balance,
     ),
 )  # fmt: skip

@@ -5,9 +5,9 @@ python examples/07_load_map.py build/tiny-ds3                                   
 python examples/07_load_map.py build/tiny-ds3 --trace trace.safetensors          # for moe-mk place --trace
 python examples/07_load_map.py build/tiny-ds3 --docs docs --trace examples/data/tiny_routing.safetensors
 
-Held-out text goes through the FP8 checkpoint. A byte is of the kind that Python's own tokenizer says. If experts had
-nothing to do with kinds, knowing one would tell nothing of the other: the share of the kinds' entropy that experts
-explain would be 0, as it nearly is once the kinds are shuffled.
+Held-out text goes through the FP8 checkpoint. The kind of a byte is that of Python's tokenizer. If experts
+were independent of kinds, the share of the kinds' entropy that experts explain would be 0, as it nearly is after
+shuffling the kinds.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def load_map(trace: RoutingTrace, kinds: Counts) -> Counts:
 
 
 def explained(counts: Counts) -> float:
-    """Mutual information of kind and expert over the entropy of kinds: 0 if independent, 1 if the expert determines the kind."""
+    """Mutual information of kind and expert over the entropy of kinds: 0 if independent, 1 if experts determine it."""
     joint = counts / counts.sum()
     kind, expert = joint.sum(1, keepdims=True), joint.sum(0, keepdims=True)
     seen = joint > 0
@@ -185,8 +185,9 @@ def page(folder: Path, table: list[str], tokens: int, nodes: tuple[float, float]
     text = (Path(__file__).parent / "data" / "training_page.md").read_text()
     return text.format(
         **{key: measured[key] for key in ("command", "device", "torch", "experts")},
-        parameters=f"{measured['parameters']:,}", learned=f"{measured['bytes_learned']:,}", stored=f"{measured['bytes_stored']:,}",
-        minutes=f"{measured['seconds'] / 60:.0f}", bf16=f"{measured['held_out_bits_bf16']:.4f}",
+        parameters=f"{measured['parameters']:,}", learned=f"{measured['bytes_learned']:,}",
+        stored=f"{measured['bytes_stored']:,}", minutes=f"{measured['seconds'] / 60:.0f}",
+        bf16=f"{measured['held_out_bits_bf16']:.4f}",
         fp8=f"{measured['held_out_bits_fp8']:.4f}", ratio=f"{measured['perplexity_ratio']:.4f}", busiest=layers,
         curve="\n".join(curve), table="\n".join(table), tokens=f"{tokens:,}",
         linear=f"{nodes[0]:.3f}", affinity=f"{nodes[1]:.3f}",

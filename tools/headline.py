@@ -46,7 +46,7 @@ class Line:
 
 
 def lines(results: Path) -> list[Line]:
-    """The rows of the table, from the result files in the folder. Raises FileNotFoundError or KeyError where a result is missing."""
+    """The rows of the table, from result files. Raises FileNotFoundError or KeyError if a result is missing."""
     return [*_experts(_read(results, "experts_cpu_e8")), *_transports(_read(results, "transports_cpu")),
             *_eplb(_read(results, "eplb_cpu"))]  # fmt: skip
 

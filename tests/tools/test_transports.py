@@ -9,7 +9,7 @@ import pytest
 from moe_mk.plan.paths import MOVERS
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
 from tools import transports
-from tools.movers import PROPERTIES, beside, movers_of, page_of_movers
+from tools.movers import PROPERTIES, compared, movers_of, page_of_movers
 from tools.transports import built_in, limits_of, main, plan_of, render, table_of, topology_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def test_bytes_are_those_of_the_plan_and_limits_those_of_the_oracle() -> None:
         "- 96 ranks: serves up to 64 ranks, the group has 96",
         "- top-24: the kernels take 22 experts a token, this router has 24",
     ]
-    assert list(limits_of("all_to_all", PREPARE_FINALIZE["all_to_all"]))[2] == "None of these changes anything."
+    assert list(limits_of("all_to_all", PREPARE_FINALIZE["all_to_all"]))[2] == "No change exceeds a limit."
 
 
 def test_the_table_of_ranks_names_the_relay_of_equal_place() -> None:
@@ -79,8 +79,8 @@ def test_ways_to_move_bytes_are_written_from_their_records() -> None:
 
 @pytest.mark.row(56)
 def test_collectives_and_puts_are_compared_property_by_property() -> None:
-    lines = list(beside("nccl", "nvshmem"))
-    assert "| a running kernel can start it | no | yes |" in lines
+    lines = list(compared("nccl", "nvshmem"))
+    assert "| can be started by a running kernel | no | yes |" in lines
     assert "| without participation of the receiver | no | yes |" in lines
-    assert "| reaches | cluster | cluster |" in lines
+    assert "| scope | cluster | cluster |" in lines
     assert len(lines) == 2 + len(PROPERTIES) and set(lines) <= set(page_of_movers())
