@@ -1,4 +1,4 @@
-"""What a layer refuses before any work: tensors that do not fit it, with the values, the limit and the way out."""
+"""Checks of the tensors that callers pass to a layer."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The layer as one operator of torch, so that `torch.compile(fullgraph=True)` sees a single node.
+"""The layer's forward as one torch operator, so that `torch.compile(fullgraph=True)` sees a single node.
 
-An operator takes tensors and numbers only, so a layer goes by its number in a weak table: the table keeps nothing
-alive and configures nothing.
+An operator takes tensors and numbers only. A layer therefore registers its bound `run` and passes the number that it
+gets; the table holds weak references, so it keeps no layer alive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from weakref import WeakMethod
 
 import torch
 
@@ -17,24 +17,26 @@ import torch
 import torch.distributed.nn
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from moe_mk.layer.moe_layer import MoELayer
+Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(T, H), the expert load [E] to add to, and token ids [T] or None; to (T, H)."""
 
 _numbers = count(1)
-_layers: WeakValueDictionary[int, MoELayer] = WeakValueDictionary()
+_runs: dict[int, WeakMethod[Run]] = {}
 
 
-def number_of_new(layer: MoELayer) -> int:
-    """Enter a layer into the table."""
+def register_run(run: Run) -> int:
+    """Enter a layer's bound `run` into the table; the entry disappears with the layer."""
     number = next(_numbers)
-    _layers[number] = layer
+    _runs[number] = WeakMethod(run, lambda _: _runs.pop(number, None))
     return number
 
 
 @torch.library.custom_op("moe_mk::moe_layer", mutates_args=("expert_load_E",))
 def moe_layer(hidden_states: Tensor, expert_load_E: Tensor, layer: int, token_ids_T: Tensor | None = None) -> Tensor:
     """Run a layer on (T, H); adds the chosen experts to expert_load_E. token_ids_T: where they choose the experts."""
-    return _layers[layer].run(hidden_states, expert_load_E, token_ids_T)
+    run = _runs[layer]()
+    assert run is not None
+    return run(hidden_states, expert_load_E, token_ids_T)
 
 
 @moe_layer.register_fake

@@ -1,4 +1,13 @@
-"""The layer an engine embeds: decided at construction, loaded, copied; how it runs is in `layer.running`."""
+"""The layer that an engine embeds: configured at construction, loaded from a checkpoint, then called.
+
+One forward:
+
+    logits  = gate(x)                              (T, E)
+    routing = router(logits, bias)                 ids and weights (T, K), logical experts
+    load   += how often each expert was chosen
+    y       = kernel(x, physical ids, weights)     during dispatch: shared = mlp(x)
+    y       = all_reduce(y + shared)               only over groups in which both are partial sums
+"""
 
 from __future__ import annotations
 
@@ -10,31 +19,52 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
-from moe_mk.config.problem import Problem
-from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError
+from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError, WeightError
 from moe_mk.experts.base import FusedExperts
-from moe_mk.external.device import profile_here, usable_device
-from moe_mk.external.library import emulated, installed
-from moe_mk.layer.custom_op import number_of_new
+from moe_mk.external.device import usable_device
+from moe_mk.flight import Flight, wait
+from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.checks import check_hidden_states, check_routing
+from moe_mk.layer.custom_op import moe_layer, register_run
+from moe_mk.layer.fused_forward import FusedForward, build_fused_forward, is_untraced
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
-from moe_mk.layer.placement_state import Frame, build_half
-from moe_mk.layer.report import MemoryReport, memory_report
-from moe_mk.layer.running import RunningLayer
-from moe_mk.layer.settings import expert_map_of, for_ranks, hash_router_of, layer_spec_of, router_of, with_sizes
+from moe_mk.layer.placement_state import (
+    GroupState,
+    PlacementState,
+    build_placement_state,
+    check_sizes,
+    try_out,
+    with_experts,
+)
+from moe_mk.layer.report import MemoryReport, RunReport, memory_report, run_report
+from moe_mk.layer.settings import (
+    decide,
+    expert_map_of,
+    for_ranks,
+    hash_router_of,
+    layer_spec_of,
+    router_of,
+    router_of_batch,
+    with_sizes,
+)
 from moe_mk.layer.shared import shared_experts
-from moe_mk.oracle import select
 from moe_mk.oracle.assemble import Parts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.quant.plain import plain
+from moe_mk.router.hashed import HashedTokens, HashRouter
+from moe_mk.router.router import Router
+from moe_mk.runner.monolithic import MonolithicKernel
+from moe_mk.runner.overlap import alongside
+from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.checkpoint import load_layer
+from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights
 from moe_mk.weights.source import MappingSource, SafetensorsSource, TensorSource
@@ -45,8 +75,22 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 
-class MoELayer(RunningLayer):
-    """A MoE layer on one rank of its groups, decided at construction, empty until it is loaded."""
+class MoELayer(nn.Module):
+    """A MoE layer on one rank of its groups. Backends are chosen at construction; it has no weights until loaded."""
+
+    router: Router
+    """Chooses experts by scores."""
+    hash_router: HashRouter | None
+    """Chooses experts by token id, once its table is loaded; None in a layer that chooses by scores."""
+    expert_load: Tensor
+    """int64 [E]. How many tokens chose each logical expert since the last reset; ids of -1 are not counted."""
+    on_routing: Callable[[Routing], None] | None = None
+    """Called with the logical routing of every forward, which it must not change; see `trace.routing_recorder`."""
+    _fused: FusedForward | None = None
+    _source: tuple[TensorSource, int] | None = None
+    """Where the weights were read, and the number of the layer there."""
+    _dropped: Tensor | None = None
+    """int64 scalar on the device: assignments to lost experts that were left out."""
 
     def __init__(
         self,
@@ -57,10 +101,10 @@ class MoELayer(RunningLayer):
         groups: ParallelGroups | DeviceMesh | None = None,
         name: str = "moe",
     ) -> None:
-        """Decide how the layer will run; allocates nothing but the load counter.
+        """Choose the backends; allocates nothing but the load counter.
 
-        groups: what the engine made; their sizes must be those of config.parallel where it states any.
-        name: how errors call the layer. Raises ConfigError, or UnsupportedError with every reason.
+        groups: process groups of the engine; their sizes must be those of config.parallel where it states any.
+        name: of the layer in error messages. Raises ConfigError, or UnsupportedError with every reason.
         """
         super().__init__()
         if groups is not None and not isinstance(groups, ParallelGroups):
@@ -71,63 +115,19 @@ class MoELayer(RunningLayer):
         self.config = with_sizes(config, grid.sizes)
         self.spans = Spans()
         self._asked = self.config
-        self.decision = self._decide(self.config)
-        self.router = router_of(self.config)
-        self._half = build_half(self.decision, expert_map_of(self.config), grid, self.device, self.spans)
-        self._build()
-
-    def _decide(self, config: MoEConfig) -> Decision:
-        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ConfigError(f"dtype {self.dtype} cannot be a layer's; use bfloat16, float16 or float32")
-        return select(
-            Problem(
-                config=config,
-                device=profile_here(self.device),
-                dtype=plain(self.dtype),
-                num_tokens=config.kernel.max_num_tokens,
-                installed=installed(),
-                emulated=emulated(),
-            )
-        )
-
-    def _build(self) -> None:
-        parts = Parts(self.expert_map, self.device, self.ep, self.spans, self._half.tables)
+        self.decision = decide(self.config, self.dtype, self.device)
+        self.router, self.hash_router = router_of(self.config), None
+        placed = build_placement_state(self.decision, expert_map_of(self.config), grid, self.device, self.spans)
+        self._placement = placed
+        parts = Parts(placed.expert_map, self.device, self.ep, self.spans, placed.tables)
         self._shared = shared_experts(self.decision, parts) if self.config.model.shared_size else None
         self._gate = Gate(self.decision, self.dtype, self.device)
-        self.hash_router = None
-        self._number = number_of_new(self)
-        with torch.inference_mode(False):  # else nobody could count or reset outside of that mode
+        self._number = register_run(self.run)
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
             load_E = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=self.device)
         self.register_buffer("expert_load", load_E, persistent=False)
 
-    def _frame_for(self, expert_map: ExpertMap, ep: Communicator) -> Frame:
-        """Decide anew for another group. A pinned transport that cannot serve it gives way, with a FallbackWarning."""
-        config = for_ranks(self._asked, expert_map)
-        try:
-            decision = self._decide(config)
-        except UnsupportedError:
-            pinned = config.kernel.prepare_finalize
-            if pinned == "auto":
-                raise
-            config = config.with_(prepare_finalize="auto")
-            decision = self._decide(config)
-            text = f"layer {self.name!r}: kernel.prepare_finalize = {pinned} cannot serve a group of {ep.size}; "
-            text += f"{decision.chosen.prepare_finalize} does while the group has that size"
-            warnings.warn(text, FallbackWarning, stacklevel=2)
-        kept = {name: open_ for name, open_ in self.groups.kept.items() if name != "ep"}
-        groups = replace(self.groups, ep=ep, kept=kept)
-        if _same_experts(decision, self.decision):
-            return Frame(config, decision, groups, self._gate, self._shared)
-        gate, shared, weights = Gate(decision, self.dtype, self.device), None, self._half.weights
-        if self._shared is not None:
-            shared = shared_experts(decision, Parts(expert_map, self.device, ep, self.spans))
-            if weights is not None and weights.shared is not None:
-                shared.load(weights.shared)
-        if weights is not None:
-            gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
-        return Frame(config, decision, groups, gate, shared)
-
-    # What a user asks before and after loading.
+    # What was chosen, and what ran.
 
     def explain(self) -> Decision:
         """The decision: every pair with every reason. Print it, or take `as_dict()`."""
@@ -137,14 +137,77 @@ class MoELayer(RunningLayer):
         """Bytes on this rank, predicted from the decision."""
         return memory_report(self.decision, self.expert_map, self.ep.rank)
 
+    def report(self) -> RunReport:
+        """The backend that ran at each stage since the last reset, and its bytes, compared with the decision."""
+        sent = self.ep.traffic.bytes_by_phase + self.tp.traffic.bytes_by_phase
+        return replace(
+            run_report(self.decision, self.spans.ledger, sent),
+            lost_experts=tuple(sorted(self.expert_map.lost)),
+            on_lost_expert=self.on_lost_expert,
+            dropped_assignments=self.dropped_assignments,
+        )
+
+    def reset_report(self) -> None:
+        """Clear the record of what ran."""
+        self.spans.ledger.clear()
+        if self._dropped is not None:
+            self._dropped.zero_()
+
+    def reset_expert_load(self) -> None:
+        """Set the counters of chosen experts to zero."""
+        self.expert_load.zero_()
+
     @property
     def spec(self) -> LayerSpec:
         """What a checkpoint must hold for this layer."""
         return layer_spec_of(self.config)
 
-    def reset_expert_load(self) -> None:
-        """Count from zero again."""
-        self.expert_load.zero_()
+    @property
+    def weights(self) -> LayerWeights:
+        """The loaded weights; raises WeightError before loading."""
+        if self._placement.weights is None:
+            raise WeightError(f"layer {self.name!r} has no weights yet; call load_from_safetensors(path, layer=N)")
+        return self._placement.weights
+
+    @property
+    def expert_map(self) -> ExpertMap:
+        """The current placement: which rank holds which expert."""
+        return self._placement.expert_map
+
+    @property
+    def kernel(self) -> FusedMoEKernel | MonolithicKernel:
+        """The current transport and experts backend."""
+        return self._placement.kernel
+
+    @property
+    def epoch(self) -> int:
+        """The number of placements before the current one."""
+        return self._placement.epoch
+
+    @property
+    def ep(self) -> Communicator:
+        """The ranks over which experts are distributed."""
+        return self._placement.grid.ep
+
+    @property
+    def tp(self) -> Communicator:
+        """The ranks that hold slices of the same experts."""
+        return self._placement.grid.tp
+
+    @property
+    def dp(self) -> Communicator:
+        """The ranks whose expert loads are summed."""
+        return self._placement.grid.dp
+
+    @property
+    def on_lost_expert(self) -> str:
+        """The policy for calls when experts have no live copy: `parallel.on_lost_expert`."""
+        return self.config.parallel.on_lost_expert
+
+    @property
+    def dropped_assignments(self) -> int:
+        """Assignments of this rank's tokens to lost experts, left out since the last reset; waits for the device."""
+        return 0 if self._dropped is None else int(self._dropped)
 
     # Loading.
 
@@ -156,14 +219,14 @@ class MoELayer(RunningLayer):
         prefix: str | None = None,
         on_progress: Progress | None = None,
     ) -> Self:
-        """Load this rank's share of one layer from a checkpoint folder or file. Strict: every problem is told at once.
+        """Load this rank's share of one layer from a checkpoint folder or file. Strict: reports all problems at once.
 
         On a CPU, experts stay memory-mapped. Raises WeightError or ConfigError before anything is changed.
         """
         return self.load(SafetensorsSource(path), layer, prefix=prefix, on_progress=on_progress)
 
     def load_weights(self, tensors: Mapping[str, Tensor], layer: int = 0, *, prefix: str | None = "") -> Self:
-        """Load from tensors in memory, named as a checkpoint names them below `prefix`. Experts are views of them."""
+        """Load from tensors in memory with the names of a checkpoint below `prefix`. Experts are views of them."""
         return self.load(MappingSource(tensors), layer, prefix=prefix)
 
     def load(
@@ -185,7 +248,7 @@ class MoELayer(RunningLayer):
         return self
 
     def take(self, weights: LayerWeights, *, on_progress: Progress | None = None) -> None:
-        """Use weights that are already loaded for this rank; experts are brought into the layout of the backend."""
+        """Use weights that are already loaded for this rank; converts experts to the layout of the backend."""
         experts = self.kernel.experts
         if on_progress is not None and isinstance(experts, FusedExperts):
             laid_out = experts.relayout(weights.experts, on_progress=on_progress)
@@ -195,12 +258,274 @@ class MoELayer(RunningLayer):
             self._shared.load(weights.shared, file_backed=weights.experts.file_backed)
         self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
         self.hash_router = hash_router_of(self.config, weights.table_XK, self.device)
-        self._whole, self._half = None, replace(self._half, weights=weights, laid_out=laid_out)
+        self._fused, self._placement = None, replace(self._placement, weights=weights, laid_out=laid_out)
+
+    # Forward.
+
+    def forward(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
+        """Run the layer: (T, H) to (T, H), shared experts included. T may be zero and differ between ranks.
+
+        token_ids_T: integers, the tokens of the vocabulary; required where they choose the experts, ignored elsewhere.
+        """
+        hidden_states = self._checked(hidden_states)
+        if self.hash_router is not None:
+            self._router_of(hidden_states, token_ids_T)
+        if not is_untraced(hidden_states):
+            out: Tensor = moe_layer(hidden_states, self.expert_load, self._number, token_ids_T)
+            return out
+        load_E = self._buffers["expert_load"]  # nn.Module finds a buffer by attribute only after a long search
+        assert load_E is not None
+        return self.run(hidden_states, load_E, token_ids_T)
+
+    def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
+        """The forward on checked tokens without torch's operator, whose dispatch costs about 0.1 ms."""
+        if self.spans.recorder is None and self.on_routing is None and self.hash_router is None:
+            fused = self._fused_forward()
+            if fused.call is not None and fused.takes(x_TH, expert_load_E):
+                return fused.run(fused.call, x_TH, expert_load_E, self.spans.ledger)
+        with torch.no_grad():
+            return wait(self.steps(x_TH, expert_load_E, token_ids_T))
+
+    def steps(
+        self, x_TH: Tensor, expert_load_E: Tensor | None = None, token_ids_T: Tensor | None = None
+    ) -> Flight[Tensor]:
+        """The forward as a flight: for several ranks in one process, or several micro-batches at once."""
+        placed, gate, shared = self._placement, self._gate, self._shared
+        if placed.weights is None:
+            _ = self.weights  # raises
+        load_E = self.expert_load if expert_load_E is None else expert_load_E
+        router = self.router if self.hash_router is None else self._router_of(x_TH, token_ids_T)
+        yield from placed.grid.agree(self._notes)
+        if placed.lost is not None:
+            placed.lost.check()
+        try:
+            fused_weights = self._with_shared(placed)
+            with self.spans.span("route"):
+                routing, logits_TE = gate.route(x_TH, router)
+                self._record(routing, load_E)
+                physical = self._physical(routing, placed)
+            if isinstance(placed.kernel, MonolithicKernel):
+                routed = placed.kernel.steps(x_TH, logits_TE, gate.bias_E, placed.laid_out)
+            else:
+                routed = placed.kernel.steps(x_TH, physical, fused_weights or placed.laid_out)
+            if shared is None or fused_weights is not None:
+                y_TH = yield from routed
+            else:
+                rows = placed.grid.share_of(x_TH.shape[0]) if placed.is_partial else slice(None)
+                y_TH, shared_XH = yield from alongside(routed, lambda: shared(x_TH[rows]))
+                total_TH = y_TH.to(torch.float32, copy=True)
+                total_TH[rows] += shared_XH
+                y_TH = total_TH.to(self.dtype)
+            return (yield from self._late_reduce(y_TH, placed))
+        except BaseException as error:
+            placed.grid.fail(error)
+            raise
+
+    def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).
+
+        topk_weights: f32, already renormalised and scaled. topk_ids: logical experts, -1 goes nowhere; read once on the
+        host to refuse ids that do not exist. Shared experts are not added.
+        """
+        hidden_states = self._checked(hidden_states)
+        num_tokens, top_k, num_experts = hidden_states.shape[0], self.config.router.top_k, self.config.model.num_experts
+        check_routing(topk_weights, topk_ids, self.device, num_tokens, top_k, num_experts)
+        if isinstance(self.kernel, MonolithicKernel):
+            chosen = self.decision.chosen.experts
+            raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
+        return wait(self._routed_steps(hidden_states, Routing(topk_ids.to(torch.int32), topk_weights)))
+
+    def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
+        placed = self._placement
+        yield from placed.grid.agree(self._notes)
+        if placed.lost is not None:
+            placed.lost.check()
+        assert not isinstance(placed.kernel, MonolithicKernel)
+        with placed.grid.abort_on_error():
+            self._record(routing, self.expert_load)
+            physical = self._physical(routing, placed)
+            y_TH = yield from placed.kernel.steps(x_TH, physical, placed.laid_out)
+            return (yield from self._late_reduce(y_TH, placed))
+
+    def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
+        """The first stage alone: logical experts and weights of each token. token_ids_T: as of `forward`."""
+        hidden_states = self._checked(hidden_states)
+        return self._gate.route(hidden_states, self._router_of(hidden_states, token_ids_T))[0]
+
+    def check_token_ids(self, x_TH: Tensor, token_ids_T: Tensor | None) -> None:
+        """Raise ShapeError or ConfigError unless these ids can route these tokens; reads them on the host.
+
+        For callers that split a batch over ranks: all of them must refuse a bad batch, not only the rank with the bad
+        part.
+        """
+        if isinstance(router := self._router_of(x_TH, token_ids_T), HashedTokens):
+            router.router.check(router.token_ids_T)
+
+    def recover(self) -> None:
+        """Resume after a call failed on some rank. Every rank of the layer's groups calls it; it waits for them.
+
+        One call covers all layers over the same groups. Raises CommError where a rank is dead or was late, so that
+        connections are gone, and UnsupportedError for a transport that cannot start over: both need new groups.
+        """
+        wait(self._placement.grid.recover())
+
+    def _fused_forward(self) -> FusedForward:
+        """The prepared forward, prepared again if any part that it was made from has been replaced."""
+        placed, gate, shared = self._placement, self._gate, self._shared
+        parts = (placed, self.router, gate.weight_EH, gate.bias_E, gate.logit_bias_E, shared and shared.weights)
+        fused = self._fused
+        if fused is None or not fused.is_current(parts, gate):
+            weights = placed.laid_out if shared is None else self._with_shared(placed)
+            fused = self._fused = build_fused_forward(placed, weights, gate, self.router, parts)
+        return fused
+
+    def _with_shared(self, placed: PlacementState) -> Any:
+        """Weights of routed and shared experts as one, where tokens are local and the backend can; else None."""
+        if self._shared is None or self._shared.weights is None or isinstance(placed.kernel, MonolithicKernel):
+            return None
+        if placed.kernel.prepare_finalize.traits.max_ranks != 1:
+            return None
+        return placed.kernel.experts.fuse_shared_experts(placed.laid_out, self._shared.weights)
+
+    def _notes(self) -> dict[str, str]:
+        """What all ranks must agree on before the first collective."""
+        return {**self.decision.notes(), **self._placement.notes, **self._gate.notes()}
+
+    def _record(self, routing: Routing, load_E: Tensor) -> None:
+        """Count each chosen expert on the device, except ids of -1, and call `on_routing`."""
+        if self.on_routing is not None:
+            self.on_routing(routing)
+        ids = routing.ids_TK.flatten().long()
+        load_E.index_add_(0, ids.clamp_min(0), (ids >= 0).to(torch.int64))
+
+    def _physical(self, routing: Routing, placed: PlacementState) -> Routing:
+        """Choose replicas: the same ones on ranks with the same tokens, else spread over the ranks."""
+        if placed.lost is not None:
+            assert self._dropped is not None
+            routing = placed.lost.leave_out(routing, self._dropped)
+        salt = 0 if placed.is_partial else placed.grid.ep.rank
+        return Routing(placed.tables.to_physical(routing.ids_TK, salt), routing.weights_TK, routing.losses)
+
+    def _late_reduce(self, y_TH: Tensor, placed: PlacementState) -> Flight[Tensor]:
+        return placed.grid.late_reduce(y_TH, self.spans, partial_over_ep=placed.is_partial)
+
+    def _router_of(self, x_TH: Tensor, token_ids_T: Tensor | None) -> Router | HashedTokens:
+        return router_of_batch(self.router, self.hash_router, token_ids_T, x_TH, self.name)
+
+    def _checked(self, hidden_states: Tensor) -> Tensor:
+        """The tokens if the layer can run on them, contiguous: a GEMM rounds other strides differently."""
+        if self._placement.weights is None:
+            _ = self.weights  # raises
+        model, kernel = self.config.model, self.config.kernel
+        check_hidden_states(hidden_states, self.dtype, self.device, model.hidden_size, kernel.max_num_tokens)
+        return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
+
+    # Changes of placement while the layer is in use; `rebalance` calls these.
+
+    def export_slot(self, slot: int) -> SlotWeights:
+        """The weights of one of this rank's slots in the checkpoint's format, as views."""
+        return self.weights.experts.slots[slot]
+
+    @property
+    def can_read_experts(self) -> bool:
+        """Whether `read_expert` has a source."""
+        return self._source is not None
+
+    def read_from(self, source: TensorSource, layer: int) -> None:
+        """Set the source of `read_expert` for a layer loaded with take(). layer: its number there."""
+        self._source = source, layer
+
+    def read_expert(self, expert: int) -> SlotWeights:
+        """Read any expert from the layer's source, for one whose last copy was lost. Raises WeightError."""
+        if self._source is None:
+            raise WeightError(f"layer {self.name!r} was given its weights by take(), so nothing can be read again")
+        source, layer = self._source
+        prefix, tp = self.weights.facts.prefix, self.tp
+        return load_layer(
+            source, layer, layer_spec_of(self.config), owned=[expert], tp_rank=tp.rank, tp_size=tp.size, prefix=prefix
+        ).experts.slots[0]
+
+    def stage(
+        self,
+        expert_map: ExpertMap,
+        arrived: Mapping[int, SlotWeights] | None = None,
+        *,
+        ep: Communicator | None = None,
+        epoch: int | None = None,
+    ) -> PlacementState:
+        """Build the state for another placement without using it yet; see `flip`.
+
+        arrived: weights by slot of this rank for experts it does not hold yet. ep: another group of ranks, after one
+        was lost or has joined: backends are chosen again for its size. epoch: the number of the placement, the same on
+        all ranks; None: the next one. Raises ConfigError for a map of other sizes and for experts without weights,
+        UnsupportedError where no pair supports a group of that size.
+        """
+        grid = self._placement.grid.renewed(ep)
+        check_sizes(expert_map, self.expert_map, grid.ep)
+        group = None if ep is None else self._group_state(expert_map, ep)
+        decision = self.decision if group is None else group.decision
+        number = self.epoch + 1 if epoch is None else epoch
+        built = build_placement_state(decision, expert_map, grid, self.device, self.spans, number)
+        staged = replace(built, group=group)
+        return staged if self._placement.weights is None else with_experts(staged, self._placement, arrived or {})
+
+    def try_out(self, staged: PlacementState) -> Flight[None]:
+        """Run a staged state once without tokens, on all ranks of its group; raises CommError where that fails."""
+        group = staged.group
+        gate, decision = (self._gate, self.decision) if group is None else (group.gate, group.decision)
+        yield from try_out(staged, decision, gate, self.device)
+
+    def flip(self, staged: PlacementState) -> PlacementState:
+        """Use a staged state from the next forward on; returns the previous one. All ranks flip at the same step."""
+        old, self._placement, self._fused = self._placement, staged, None
+        if staged.group is not None:
+            old = replace(old, group=GroupState(self.config, self.decision, self.groups, self._gate, self._shared))
+            self.config, self.decision, self.groups = staged.group.config, staged.group.decision, staged.group.groups
+            self._gate, self._shared = staged.group.gate, staged.group.shared
+            self.spans.ledger.clear()  # it would be compared with the new decision
+        if staged.lost is not None:
+            if self._dropped is None:
+                with torch.inference_mode(False):
+                    self._dropped = torch.zeros((), dtype=torch.int64, device=self.device)
+            if staged.expert_map.lost != old.expert_map.lost:
+                staged.lost.warn()
+        return old
+
+    def set_placement(self, expert_map: ExpertMap, arrived: Mapping[int, SlotWeights] | None = None) -> None:
+        """Stage and flip: for a layer without weights, for new shares, or where the weights are in memory."""
+        self.flip(self.stage(expert_map, arrived))
+
+    def _group_state(self, expert_map: ExpertMap, ep: Communicator) -> GroupState:
+        """Decide again for another group. A pinned transport that does not support it is replaced with a warning."""
+        config = for_ranks(self._asked, expert_map)
+        try:
+            decision = decide(config, self.dtype, self.device)
+        except UnsupportedError:
+            pinned = config.kernel.prepare_finalize
+            if pinned == "auto":
+                raise
+            config = config.with_(prepare_finalize="auto")
+            decision = decide(config, self.dtype, self.device)
+            text = f"layer {self.name!r}: kernel.prepare_finalize = {pinned} cannot serve a group of {ep.size}; "
+            text += f"{decision.chosen.prepare_finalize} does while the group has that size"
+            warnings.warn(text, FallbackWarning, stacklevel=2)
+        kept = {name: open_ for name, open_ in self.groups.kept.items() if name != "ep"}
+        groups = replace(self.groups, ep=ep, kept=kept)
+        if _same_experts(decision, self.decision):
+            return GroupState(config, decision, groups, self._gate, self._shared)
+        gate, shared, weights = Gate(decision, self.dtype, self.device), None, self._placement.weights
+        if self._shared is not None:
+            shared = shared_experts(decision, Parts(expert_map, self.device, ep, self.spans))
+            if weights is not None and weights.shared is not None:
+                shared.load(weights.shared)
+        if weights is not None:
+            gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
+        return GroupState(config, decision, groups, gate, shared)
 
     # Copies.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to`, `cuda` and `cpu` call: a move to where the layer already is. Raises UnsupportedError elsewhere."""
+        """Called by `to`, `cuda` and `cpu`. Raises UnsupportedError for any device but the layer's own."""
         there = fn(self.expert_load.new_empty(0)).device
         if there != self.device:
             raise UnsupportedError(
@@ -214,24 +539,26 @@ class MoELayer(RunningLayer):
         """A second layer over the same groups, with weights of its own."""
         twin = type(self)(self.config, device=self.device, dtype=self.dtype, groups=self.groups, name=self.name)
         memo[id(self)] = twin
-        if self._half.weights is not None:
+        if self._placement.weights is not None:
             twin.set_placement(self.expert_map)
-            twin.take(copy.deepcopy(self._half.weights, memo))
+            twin.take(copy.deepcopy(self._placement.weights, memo))
         twin.expert_load.copy_(self.expert_load)
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle settings and weights. Groups do not travel between processes: raises ConfigError if there are any."""
+        """Pickle settings and weights. Process groups cannot be pickled: raises ConfigError if there are any."""
         if self.groups != ParallelGroups():
-            raise ConfigError(f"layer {self.name!r} holds process groups, which cannot travel; build it where it runs")
-        state = (self._half.weights, self.expert_map, self.expert_load.clone())
+            raise ConfigError(
+                f"layer {self.name!r} holds process groups, which cannot be pickled; build it per process"
+            )
+        state = (self._placement.weights, self.expert_map, self.expert_load.clone())
         return _rebuild, (type(self), self.config, str(self.device), self.dtype, self.name, state)
 
     def extra_repr(self) -> str:
-        """What was chosen."""
-        together = ", shared experts in the same pass" if self._with_shared(self._half) is not None else ""
+        """The chosen backends and sizes."""
+        fused = ", shared experts fused" if self._with_shared(self._placement) is not None else ""
         gate = self.decision.gate.tier
-        return f"{self.decision.chosen.name}, gate {gate}{together}, ep={self.ep.size} tp={self.tp.size}, {self.dtype}"
+        return f"{self.decision.chosen.name}, gate {gate}{fused}, ep={self.ep.size} tp={self.tp.size}, {self.dtype}"
 
 
 def _same_experts(one: Decision, other: Decision) -> bool:

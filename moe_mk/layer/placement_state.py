@@ -1,13 +1,16 @@
-"""The two halves of a layer under live rebalancing: what a placement decides is built beside what serves, then flipped.
+"""Everything of a layer that depends on its expert placement, as one immutable state that is replaced at once.
 
-A forward takes its half when it starts and keeps it to the end, so nothing it reads is ever written to.
+Live rebalancing builds a second state next to the one in use and then switches. A forward reads the state when it
+starts and keeps it to its end, so that nothing it reads is written to meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ConfigError, LostExpertError, UnsupportedError
+from moe_mk.errors import ConfigError, FallbackWarning, LostExpertError, UnsupportedError
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.gate import Gate
@@ -35,7 +38,7 @@ from moe_mk.weights.layer_weights import LayerWeights
 
 @dataclass(frozen=True)
 class LostExperts:
-    """What calls do while some experts have no live copy: `parallel.on_lost_expert` over one placement."""
+    """Experts of one placement without a live copy, and the policy for calls: `parallel.on_lost_expert`."""
 
     layer: str
     policy: str
@@ -44,7 +47,7 @@ class LostExperts:
     """bool, on the device of the layer."""
 
     def check(self) -> None:
-        """Raise LostExpertError where calls must not be served; every rank has the same placement, so all raise."""
+        """Raise LostExpertError under the policy `raise`; every rank has the same placement, so all raise."""
         if self.policy == "raise":
             raise LostExpertError(
                 f"{shown(self.experts)} no live copy and parallel.on_lost_expert = raise; call "
@@ -55,9 +58,9 @@ class LostExperts:
             )
 
     def leave_out(self, routing: Routing, dropped: Tensor) -> Routing:
-        """Take lost experts out of a logical routing; `renormalise` keeps the sum of each token's weights.
+        """Remove lost experts from a logical routing; `renormalise` keeps the sum of each token's weights.
 
-        dropped: int64 scalar on the device, grows by the number of assignments taken out.
+        dropped: int64 scalar on the device, to which the number of removed assignments is added.
         """
         ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
         asked_TK = ids_TK >= 0
@@ -72,6 +75,16 @@ class LostExperts:
             weights_TK = weights_TK * factor_T1
         return Routing(ids_TK.masked_fill(lost_TK, -1), weights_TK, routing.losses)
 
+    def warn(self) -> None:
+        """Warn under the policies that serve without the lost experts."""
+        if self.policy != "raise":
+            warnings.warn(
+                f"layer {self.layer!r}: {shown(self.experts)} no live copy; parallel.on_lost_expert = {self.policy}, "
+                "so outputs lack their part until they are repaired",
+                FallbackWarning,
+                stacklevel=3,
+            )
+
 
 def shown(experts: Sequence[int], most: int = 16) -> str:
     """The start of a sentence about some experts."""
@@ -80,8 +93,8 @@ def shown(experts: Sequence[int], most: int = 16) -> str:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What a layer has beside its placement that follows from the size of its group."""
+class GroupState:
+    """The other parts of a layer that follow from the size of its EP group."""
 
     config: MoEConfig
     decision: Decision
@@ -91,7 +104,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Half:
+class PlacementState:
     """Everything of a layer that depends on its placement."""
 
     expert_map: ExpertMap
@@ -105,25 +118,25 @@ class Half:
     """How many placements this layer has had before."""
     lost: LostExperts | None = None
     """Experts without a live copy and what calls do about them; None while every expert has one."""
-    frame: Frame | None = None
-    """What serves with it where the group is another one than before; None: what serves already."""
+    group: GroupState | None = None
+    """What is used with it over another group of ranks; None: the layer's current one."""
 
-    @property
+    @cached_property
     def is_partial(self) -> bool:
         """Whether each EP rank computes only its experts' share of tokens that all EP ranks have."""
         return not isinstance(self.kernel, MonolithicKernel) and self.kernel.prepare_finalize.traits.partial
 
     @property
     def notes(self) -> dict[str, str]:
-        """What ranks compare after a flip; equal maps on all ranks give equal notes."""
+        """What ranks compare after a change of placement; equal maps on all ranks give equal notes."""
         placed = repr((self.expert_map.experts_of_rank, self.expert_map.shares)).encode()
         return {"placement": hashlib.sha256(placed).hexdigest()[:16], "epoch": str(self.epoch)}
 
 
-def build_half(
+def build_placement_state(
     decision: Decision, expert_map: ExpertMap, grid: Grid, device: torch.device, spans: Spans, epoch: int = 0
-) -> Half:
-    """A half without weights: kernel and tables. Ranks with tokens of their own prefer near replicas."""
+) -> PlacementState:
+    """A state without weights: kernel and tables. Ranks with tokens of their own prefer near replicas."""
     kernel = tiled(assemble(decision, Parts(expert_map, device, grid.ep, spans)), decision.problem.config.kernel)
     same_tokens = isinstance(kernel, MonolithicKernel) or kernel.prepare_finalize.traits.partial
     per_node = -(-grid.ep.size // decision.problem.nodes)
@@ -140,17 +153,17 @@ def build_half(
                 ["set on_lost_expert to drop or raise, or pin kernel.experts to another backend"],
             )
         lost = LostExperts(grid.name, policy, tuple(sorted(expert_map.lost)), lost_E)
-    return Half(expert_map, tables, kernel, grid, None, None, epoch, lost)
+    return PlacementState(expert_map, tables, kernel, grid, None, None, epoch, lost)
 
 
-def with_experts(half: Half, old: Half, arrived: Mapping[int, SlotWeights]) -> Half:
-    """Give a half its weights: what arrived, else what this rank holds already. `old` is left as it is.
+def with_experts(state: PlacementState, old: PlacementState, arrived: Mapping[int, SlotWeights]) -> PlacementState:
+    """Give a state its weights: those that arrived, else those that `old` holds on this rank. `old` is not changed.
 
-    arrived: by slot of the new half. Raises ConfigError naming every slot whose expert is neither here nor arrived.
+    arrived: by slot of the new state. Raises ConfigError naming every slot whose expert is neither here nor arrived.
     """
     assert old.weights is not None
-    rank = half.grid.ep.rank
-    wanted = half.expert_map.local_to_global(rank)
+    rank = state.grid.ep.rank
+    wanted = state.expert_map.local_to_global(rank)
     here = dict(zip(old.weights.facts.owned, old.weights.experts.slots, strict=True))
     missing = [f"expert {e} of slot {slot}" for slot, e in enumerate(wanted) if slot not in arrived and e not in here]
     if missing:
@@ -158,37 +171,37 @@ def with_experts(half: Half, old: Half, arrived: Mapping[int, SlotWeights]) -> H
             f"rank {rank} holds neither {', nor '.join(missing[:8])}; pass them as arrived={{slot: weights}}"
         )
     slots = tuple(arrived[slot] if slot in arrived else here[e] for slot, e in enumerate(wanted))
-    # Some of them are no views of a file any more, so no backend may give their pages back to the system.
+    # Not file-backed: some slots may no longer be views of a file, so backends must not release their pages.
     experts = MappedExpertWeights(slots, old.weights.experts.scheme)
     weights = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
-    return replace(half, weights=weights, laid_out=half.kernel.experts.relayout(experts))
+    return replace(state, weights=weights, laid_out=state.kernel.experts.relayout(experts))
 
 
-def try_out(half: Half, decision: Decision, gate: Gate, device: torch.device) -> Flight[None]:
-    """Run a half without tokens: ranks compare notes, windows are opened, every peer answers; nothing is recorded.
+def try_out(state: PlacementState, decision: Decision, gate: Gate, device: torch.device) -> Flight[None]:
+    """Run a state without tokens: ranks compare notes, open buffers and hear from every peer; nothing is recorded.
 
     Raises CommError where ranks have decided differently or a peer does not answer.
     """
-    yield from half.grid.agree(lambda: {**decision.notes(), **half.notes})
-    if half.weights is None:
+    yield from state.grid.agree(lambda: {**decision.notes(), **state.notes})
+    if state.weights is None:
         return
     config, spans, dtype = decision.problem.config, Spans(), decision.problem.dtype.dtype
     x_TH = torch.empty((0, config.model.hidden_size), dtype=dtype, device=device)
-    kernel = replace(half.kernel, spans=spans)
+    kernel = replace(state.kernel, spans=spans)
     if isinstance(kernel, MonolithicKernel):
-        y_TH = yield from kernel.steps(x_TH, gate(x_TH), gate.bias_E, half.laid_out)
+        y_TH = yield from kernel.steps(x_TH, gate(x_TH), gate.bias_E, state.laid_out)
     else:
         nowhere_TK = torch.empty((0, config.router.top_k), dtype=torch.int32, device=device)
-        y_TH = yield from kernel.steps(x_TH, Routing(nowhere_TK, nowhere_TK.to(torch.float32)), half.laid_out)
-    yield from half.grid.late_reduce(y_TH, spans, partial_over_ep=half.is_partial)
+        y_TH = yield from kernel.steps(x_TH, Routing(nowhere_TK, nowhere_TK.to(torch.float32)), state.laid_out)
+    yield from state.grid.late_reduce(y_TH, spans, partial_over_ep=state.is_partial)
 
 
 def check_sizes(expert_map: ExpertMap, serving: ExpertMap, comm: Communicator) -> None:
-    """Raise ConfigError unless a new map has the ranks of the group, and fits the slots that ranks have."""
+    """Raise ConfigError unless a new map has the experts of the layer and the ranks of the group."""
     wrong = []
     if expert_map.num_experts != serving.num_experts:
         wrong.append(f"it places {expert_map.num_experts} experts, the layer has {serving.num_experts}")
     if expert_map.num_ranks != comm.size:
         wrong.append(f"it has {expert_map.num_ranks} ranks, the group has {comm.size}")
     if wrong:
-        raise ConfigError("placement cannot replace the one that serves: " + "; ".join(wrong))
+        raise ConfigError("placement cannot replace the current one: " + "; ".join(wrong))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from moe_mk.comm.groups import Group, communicator
-from moe_mk.flight import Flight
+from moe_mk.flight import Flight, wait
 from moe_mk.layer.checks import check_hidden_states
 from moe_mk.layer.moe_layer import MoELayer
-from moe_mk.runner.overlap import run_alone
 from moe_mk.runner.sequence_parallel import chunk_of, sequence_parallel
 
 
@@ -29,10 +28,10 @@ class SequenceParallelMoE(nn.Module):
 
         token_ids_T: of all T tokens; needed where they choose the experts, else without effect.
         """
-        return run_alone(self.steps(hidden_states, token_ids_T))
+        return wait(self.steps(hidden_states, token_ids_T))
 
     def steps(self, x_TH: Tensor, token_ids_T: Tensor | None = None) -> Flight[Tensor]:
-        """The forward as a flight. What is wrong with tokens or ids is refused here, on every rank alike."""
+        """The forward as a flight. Invalid tokens or ids are refused here, on every rank."""
         layer, model, limits = self.layer, self.layer.config.model, self.layer.config.kernel
         most = limits.max_num_tokens * self.comm.size
         check_hidden_states(x_TH, layer.dtype, layer.device, model.hidden_size, most)

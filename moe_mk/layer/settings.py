@@ -1,11 +1,4 @@
-"""What a layer's parts are built from, translated out of its settings.
-
-What a checkpoint states of one of its layers and its config.json does not, brought into the settings.
-
-Scales of activations that a checkpoint was calibrated with, brought into the settings of a layer.
-
-Layers that choose experts by token id: what a checkpoint says of them, and the router of one batch.
-"""
+"""A layer's settings: completed from a checkpoint, decided upon, and translated into the layer's parts."""
 
 from __future__ import annotations
 
@@ -16,8 +9,14 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig
+from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.external.device import profile_here
+from moe_mk.external.library import emulated, installed
+from moe_mk.oracle import select
+from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.quant.plain import plain
 from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter
 from moe_mk.router.router import Router
 from moe_mk.shapes import expect
@@ -28,11 +27,27 @@ from moe_mk.weights.names import CONVENTIONS
 from moe_mk.weights.source import SafetensorsSource
 
 
+def decide(config: MoEConfig, dtype: torch.dtype, device: torch.device) -> Decision:
+    """Choose the backends for a layer on this machine. Raises ConfigError, or UnsupportedError with every reason."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ConfigError(f"dtype {dtype} is not supported; use bfloat16, float16 or float32")
+    return select(
+        Problem(
+            config=config,
+            device=profile_here(device),
+            dtype=plain(dtype),
+            num_tokens=config.kernel.max_num_tokens,
+            installed=installed(),
+            emulated=emulated(),
+        )
+    )
+
+
 def hashed(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
     """The config with the vocabulary of one layer's table, where the checkpoint has one; such a layer has no bias.
 
-    Looked for where a family has such layers, known by their scores (sqrtsoftplus). Raises WeightError for a layer that
-    is not there.
+    Only read for families with such layers, recognised by scoring_func = sqrtsoftplus. Raises WeightError for a layer
+    that the checkpoint does not have.
     """
     if config.router.scoring_func != "sqrtsoftplus" or config.router.hash_vocabulary is not None:
         return config
@@ -56,7 +71,7 @@ def hash_router_of(config: MoEConfig, table_XK: Tensor | None, device: torch.dev
 def router_of_batch(
     router: Router, by_id: HashRouter | None, token_ids_T: Tensor | None, x_TH: Tensor, name: str
 ) -> Router | HashedTokens:
-    """The router of these tokens. Layers that choose by scores take no notice of token ids.
+    """The router of these tokens. Layers that choose by scores ignore token ids.
 
     Raises ShapeError where ids are needed and missing, or do not fit the tokens.
     """
@@ -71,9 +86,9 @@ def router_of_batch(
 def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
     """The config with the input scales of one layer of a checkpoint, where it has any and its type can use them.
 
-    A scale that the config states is left as it is. FP8 tokens and the rows between the products get a scale each;
-    NVFP4 gets the larger one for both, because the scales below it reach far enough down. Every rank reads the scales
-    of all experts, so all of them come to the same settings. Raises WeightError for scales that are broken.
+    A scale that the config states is kept. FP8 gets one scale for tokens and one for the rows between the products;
+    NVFP4 gets the larger one for both, because its block scales cover the smaller one. Every rank reads the scales of
+    all experts, so that all ranks have the same settings. Raises WeightError for invalid scales.
     """
     quant = config.model.quant
     if quant.weights not in ("fp8_tensor", "fp8_channel", "nvfp4") or quant.input_scale is not None:
@@ -88,7 +103,7 @@ def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEC
 
 
 def with_sizes(config: MoEConfig, sizes: Mapping[str, int]) -> MoEConfig:
-    """The config with the sizes of the groups; what it states must be what they are."""
+    """The config with the sizes of the groups. Raises ConfigError where it states other sizes."""
     stated = config.parallel.model_dump()
     wrong = [
         f"parallel.{key}={stated[key]} but the group has {size} {'rank' if size == 1 else 'ranks'}"
@@ -101,7 +116,7 @@ def with_sizes(config: MoEConfig, sizes: Mapping[str, int]) -> MoEConfig:
 
 
 def for_ranks(config: MoEConfig, expert_map: ExpertMap) -> MoEConfig:
-    """The config of the same layer over the ranks of a map; one that no setting can state is stated as linear."""
+    """The config over the ranks of a map; placement is "linear" where no setting can express the map."""
     rows, num_experts, ranks = expert_map.experts_of_rank, expert_map.num_experts, expert_map.num_ranks
     placement: str | tuple[int, ...] = "linear"
     even = len({len(row) for row in rows}) == 1 and not expert_map.lost
@@ -154,6 +169,6 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
 def stated(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
     """The config with a table of experts by token id, and with calibrated scales, where the checkpoint has them.
 
-    What the config states is left as it is. Raises WeightError for a layer that is not there.
+    Values that the config states are kept. Raises WeightError for a layer that the checkpoint does not have.
     """
     return calibrated(hashed(config, path, layer), path, layer)

@@ -39,7 +39,7 @@ def tokens(count: int, seed: int = 3) -> Tensor:
 
 
 def whole(layer: MoELayer) -> bool:
-    return layer._whole_forward().call is not None
+    return layer._fused_forward().call is not None
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 64])
@@ -103,8 +103,8 @@ def test_experts_with_replicas_are_chosen_among_first(layer: MoELayer) -> None:
     gating, twice = layer._gate.gating(layer.router), ExpertMap(((0, 1), (1, 2)), 3)
     assert gating is not None and isinstance(layer.kernel, FusedMoEKernel)
     fuse_router, tables = layer.kernel.experts.fuse_router, twice.tables(layer.device)
-    assert not tables.one_to_one and fuse_router(layer._half.laid_out, gating, tables, 0) is None
-    assert fuse_router(layer._half.laid_out, gating, layer._half.tables, 0) is not None
+    assert not tables.one_to_one and fuse_router(layer._placement.laid_out, gating, tables, 0) is None
+    assert fuse_router(layer._placement.laid_out, gating, layer._placement.tables, 0) is not None
 
 
 def test_what_is_refused_counts_for_nobody(layer: MoELayer) -> None:

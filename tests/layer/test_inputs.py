@@ -174,7 +174,7 @@ def test_slices_that_cut_an_expert_unevenly_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
 def test_a_dtype_no_layer_computes_in_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match=rf"dtype {dtype} cannot be a layer's; use bfloat16, float16 or float32"):
+    with pytest.raises(ConfigError, match=rf"dtype {dtype} is not supported; use bfloat16, float16 or float32"):
         MoELayer(config(8, 2), dtype=dtype)
 
 

@@ -107,7 +107,7 @@ def test_the_rest_is_served_and_what_was_left_out_is_counted(policy: str) -> Non
 
 
 def test_tokens_without_a_lost_expert_keep_their_weights_to_the_bit() -> None:
-    lost = ranks("renormalise")[0]._half.lost
+    lost = ranks("renormalise")[0]._placement.lost
     assert lost is not None
     routing = Routing(
         torch.tensor([[0, 1], [2, 3], [2, -1], [3, -1]], dtype=torch.int32),
@@ -143,7 +143,7 @@ def test_a_forward_in_one_native_call_is_refused_as_well(tmp_path: Path) -> None
     layer = native.built(native.written(tmp_path))
     x_TH = torch.randn(5, native.HIDDEN).bfloat16()
     layer(x_TH)
-    assert layer._whole_forward().call is not None
+    assert layer._fused_forward().call is not None
     kept = tuple(range(1, native.EXPERTS))
     layer.set_placement(ExpertMap((kept,), native.EXPERTS, (1.0,) * len(kept), frozenset({0})))
     with pytest.raises(LostExpertError, match="expert 0 has no live copy"):

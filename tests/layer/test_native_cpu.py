@@ -56,7 +56,7 @@ def test_a_gate_stored_in_f32_is_not_rounded(checkpoint: Path) -> None:
 
 def test_shared_experts_ride_in_the_same_pass_on_one_rank(checkpoint: Path, x_TH: Tensor) -> None:
     layer = built(checkpoint)
-    assert "shared experts in the same pass" in repr(layer)
+    assert "shared experts fused" in repr(layer)
     routing = layer.route(x_TH)
     routed = layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)
     assert layer._shared is not None
@@ -87,4 +87,4 @@ def test_packing_tells_how_far_it_is(checkpoint: Path) -> None:
     layer = DeepseekV3MoE(config).load_from_safetensors(checkpoint, 3, on_progress=lambda *event: told.append(event))
     packed = [event for event in told if event[0] == "pack"]
     assert [done for _, done, _ in packed] == sorted(done for _, done, _ in packed) and len(packed) == 16
-    assert packed[-1][1] == packed[-1][2] == layer._half.laid_out.num_bytes
+    assert packed[-1][1] == packed[-1][2] == layer._placement.laid_out.num_bytes

@@ -143,7 +143,7 @@ def test_a_spawned_process_computes_the_same(x_TH: Tensor) -> None:
 def test_a_layer_with_groups_says_why_it_cannot_be_pickled() -> None:
     grouped = layer(8, 2, groups=virtual_groups(ep=2)[0])
     with pytest.raises(
-        ConfigError, match=r"layer 'moe' holds process groups, which cannot travel; build it where it runs"
+        ConfigError, match=r"layer 'moe' holds process groups, which cannot be pickled; build it per process"
     ):
         pickle.dumps(grouped)
 

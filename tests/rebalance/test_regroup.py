@@ -187,12 +187,12 @@ def test_a_pinned_transport_gives_way_and_comes_back() -> None:
 
 def test_what_is_flipped_back_serves_as_it_did() -> None:
     layer, x_TH = build.layer(EXPERTS, TOP_K, num_shared_experts=1), torch.randn(TOKENS, build.HIDDEN)
-    before, config, y_TH = layer._half, layer.config, layer(x_TH)
+    before, config, y_TH = layer._placement, layer.config, layer(x_TH)
     other = layer.stage(layer.expert_map, ep=LockstepWorld(1).communicators()[0])
     old = layer.flip(other)
     assert layer.config.parallel.ep == 1 and torch.equal(layer(x_TH), y_TH)
     layer.flip(old)
-    assert layer._half.weights is before.weights and layer.config is config and torch.equal(layer(x_TH), y_TH)
+    assert layer._placement.weights is before.weights and layer.config is config and torch.equal(layer(x_TH), y_TH)
 
 
 def test_layers_without_a_source_are_warned_of_and_refused_until_they_have_one() -> None:
