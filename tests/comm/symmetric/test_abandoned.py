@@ -107,7 +107,7 @@ def test_only_names_that_were_given_here_are_removed(folder: Path) -> None:
 def end_at(step: str, patch: pytest.MonkeyPatch) -> None:
     """End this process by SIGKILL before or after it creates or attaches a file, or its n-th gather."""
     when, what = step.split()
-    target, turns = (what, 1) if what in ("create", "attach") else ("land", int(what[-1]))
+    target, turns = (what, 1) if what in ("create", "attach") else ("wait", int(what[-1]))
     for module in (symmetric_setup, symmetric_network_setup):
         patch.setattr(module, target, killing(getattr(module, target), when, turns))
 
