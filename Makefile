@@ -18,6 +18,8 @@ OLDEST := .venv-oldest
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_INSTALLED := $(OLDEST)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 TESTS := tests
+QUICK := not gpu and not slow and not thorough and not emulated and not network
+REST := thorough or emulated or network
 
 ENGINES := .venv-engines
 ENGINES_NEED := tests/integrations/engines/needs.txt
@@ -28,10 +30,10 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest hf engines chaos stress multihost lint format features certify docs sanitize gpu clean
+.PHONY: help venv run test oldest hf engines chaos stress test-rest test-all multihost lint format features certify docs sanitize gpu clean
 
 help:  ## print the targets
-	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED)  ## make the environment and install into it, if pyproject.toml or constraints.txt changed
 
@@ -50,11 +52,17 @@ $(CHECKPOINT)/model.safetensors.index.json: | $(INSTALLED)
 	@echo "write     $(CHECKPOINT), a checkpoint in the official layout"
 	@$(BIN)/moe-mk make-checkpoint $(CHECKPOINT) --experts 32
 
-test: venv  ## every test that needs neither a GPU nor minutes
-	@echo "pytest    not gpu, not slow"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile
+test: venv  ## the quick tests: every room, in about five minutes on two cores
+	@echo "pytest    quick"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(QUICK)" -n $(WORKERS) --dist loadfile $(TESTS)
 
-oldest: $(OLDEST_INSTALLED)  ## `make test` with the oldest torch that is supported, where it installs; TESTS says which
+test-rest: venv  ## what `make test` leaves out and CI runs: more cases, the imitated libraries, the network engine
+	@echo "pytest    $(REST)"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "($(REST)) and not gpu and not slow" -n $(WORKERS) --dist loadfile $(TESTS)
+
+test-all: test test-rest  ## every test that needs neither a GPU nor minutes
+
+oldest: $(OLDEST_INSTALLED)  ## `make test-all` with the oldest torch that is supported, where it installs; TESTS says which
 	@echo "pytest    $$($(OLDEST)/bin/python -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)')"
 	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile $(TESTS)
 
@@ -91,8 +99,8 @@ $(ENGINES_INSTALLED): | $(INSTALLED)
 	@touch $@
 
 stress: venv  ## the tests that take minutes
-	@echo "pytest    slow"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow and not gpu"
+	@echo "pytest    slow, emulated, network"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "(slow or emulated or network) and not gpu"
 	@echo "chaos     1000 worlds; python tools/docs_faults.py build/chaos-1000.json commits the result"
 	@mkdir -p build
 	@OMP_NUM_THREADS=1 $(BIN)/moe-mk chaos --worlds 1000 --out build/chaos-1000.json

@@ -15,6 +15,13 @@ import yaml
 
 SEED = 20_260_101
 
+MARKS_OF_FOLDERS = {
+    "tests/testing/emulated/": "emulated",
+    "tests/comm/network/": "network",
+    "tests/prepare_finalize/one_sided/test_network": "network",
+}
+"""Marks of every test below a path. tools/touched.py lists the sources whose changes make CI run them."""
+
 # The same examples on every run, and no deadline: the machines that run this differ by a factor of ten.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -45,8 +52,12 @@ def _defaults() -> tuple[torch.dtype, torch.device, bool]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     content = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
+    root = Path(__file__).resolve().parents[1]
     check_rows(items, {row for section in content["sections"] for row in section["rows"]})
     for item in items:
+        where = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
+        for mark in (mark for path, mark in MARKS_OF_FOLDERS.items() if where.startswith(path)):
+            item.add_marker(mark)
         if missing := missing_device(item):
             item.add_marker(pytest.mark.skip(reason=missing))
 

@@ -16,6 +16,7 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from tests.cli.conftest import TINY, Invoke
+from tests.support.tiers import quick_where
 
 
 def test_a_second_writing_changes_nothing(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_run_of_one_rank_tells_plan_times_and_verdict(invoke: Invoke, tiny: Pa
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("fault", ["swap-halves", "drop-scale", "double-scale"])
+@pytest.mark.parametrize("fault", quick_where("swap-halves".__eq__, ["swap-halves", "drop-scale", "double-scale"]))
 def test_an_injected_fault_ends_with_1(invoke: Invoke, tiny: Path, tmp_path: Path, fault: str) -> None:
     report = tmp_path / "run.json"
     result = invoke("run", tiny, "--tokens", 4, "--repeats", 1, "--inject", fault, "--json", report)
@@ -185,8 +186,11 @@ def test_hidden_states_come_from_files(invoke: Invoke, tiny: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "words",
-    ["--dtype float32", "--dtype float16", "--router-dtype model", "--activations checkpoint",
-     "--experts-backend reference_monolithic", "--placement round_robin"],
+    quick_where(
+        "--activations checkpoint".__eq__,
+        ["--dtype float32", "--dtype float16", "--router-dtype model", "--activations checkpoint",
+         "--experts-backend reference_monolithic", "--placement round_robin"],
+    ),
 )  # fmt: skip
 def test_settings_reach_the_layer_and_verify(invoke: Invoke, tiny: Path, words: str) -> None:
     result = invoke("run", tiny, "--tokens", 5, "--repeats", 1, *words.split())

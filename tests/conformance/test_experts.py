@@ -8,11 +8,15 @@ from moe_mk.experts import EXPERTS
 from moe_mk.quant.plain import Plain
 from moe_mk.testing.conformance import check_experts
 from tests.support.formats import FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS, Format
+from tests.support.tiers import quick_where
+
+QUICK = (FORMATS[1], FORMATS[8], MORE_PAIRS[0], MORE_PAIRS[1])
+"""One format of every kind: plain, blocks of FP8, integers, FP4 with shared exponents."""
 
 
 @pytest.mark.row(84, 87)
 @pytest.mark.parametrize("name", list(EXPERTS))
-@pytest.mark.parametrize("form", [*FORMATS, *MORE_PAIRS, *MORE_FORMATS], ids=str)
+@pytest.mark.parametrize("form", quick_where(QUICK.__contains__, [*FORMATS, *MORE_PAIRS, *MORE_FORMATS]), ids=str)
 def test_a_backend_equals_the_reference(name: str, form: Format) -> None:
     problem, backend = form.problem(), EXPERTS[name]
     if reasons := backend.reasons_against(problem):

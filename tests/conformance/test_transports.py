@@ -20,8 +20,22 @@ WIRES: dict[str, list[QuantScheme]] = {
 }
 IN_FOUR = (BF16, FP8_1x128)
 """Schemes in which ranks that are threads are four; two of them carry every scheme."""
+
+
+def is_quick(name: str, ranks: int, wire: QuantScheme) -> bool:
+    """Two ranks with rows as they are and as FP8 blocks, four in BF16 where ranks take turns in one thread."""
+    turns = not PREPARE_FINALIZE[name].traits.blocking
+    return (ranks == 2 and wire in IN_FOUR) or (ranks != 2 and wire is BF16 and turns)
+
+
 CASES = [
-    pytest.param(name, ranks, wire, id=f"{name}-{ranks}-{wire.name}")
+    pytest.param(
+        name,
+        ranks,
+        wire,
+        id=f"{name}-{ranks}-{wire.name}",
+        marks=[] if is_quick(name, ranks, wire) else [pytest.mark.thorough],
+    )
     for name, transport in PREPARE_FINALIZE.items()
     for ranks in (1, 2, 4)
     if transport.traits.min_ranks <= ranks <= (transport.traits.max_ranks or ranks)

@@ -12,9 +12,15 @@ import pytest
 
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.layer import failing_ranks as ranks
+from tests.support.tiers import quick_where
 
 TRANSPORTS = ["all_to_all", "all_gather", "hierarchical", "one_sided", "all_to_all_p2p", "one_sided_network"]
 AT_ONCE_S = 5.0
+
+
+def is_quick(transport: str) -> bool:
+    """One transport of collectives and one of shared memory; the others are thorough."""
+    return transport in ("all_to_all", "one_sided")
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +29,8 @@ def world() -> Iterator[RankWorld]:
         yield ranks
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("error", ["MemoryError", "KeyboardInterrupt"])
+@pytest.mark.parametrize("transport", quick_where(is_quick, TRANSPORTS))
+@pytest.mark.parametrize("error", ["MemoryError", pytest.param("KeyboardInterrupt", marks=pytest.mark.thorough)])
 def test_a_caught_exception_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
     world: RankWorld, transport: str, error: str
 ) -> None:
@@ -47,14 +53,14 @@ def test_the_rank_that_failed_is_told_what_its_peers_got(world: RankWorld) -> No
     assert "ValueError: bad expert" in found[1][1]["text"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", quick_where(is_quick, TRANSPORTS))
 def test_ranks_with_different_numbers_of_micro_batches_get_errors_and_no_rows(world: RankWorld, transport: str) -> None:
     for (found,) in world.call(ranks.one_more_micro_batch, transport):
         assert found["is"] == "CommError", found
         assert found["seconds"] < AT_ONCE_S or transport.startswith("one_sided"), found
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", quick_where(is_quick, TRANSPORTS))
 def test_calls_of_different_layers_never_meet(world: RankWorld, transport: str) -> None:
     found = world.call(ranks.another_layer, transport)
     for (outcome,) in found:
@@ -62,13 +68,13 @@ def test_calls_of_different_layers_never_meet(world: RankWorld, transport: str) 
     assert any("layer number" in outcome["text"] for (outcome,) in found), found
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", quick_where(is_quick, TRANSPORTS))
 def test_two_threads_over_one_group_end_in_errors_and_never_in_wrong_rows(world: RankWorld, transport: str) -> None:
     kinds = {outcome["is"] for found in world.call(ranks.two_threads, transport) for outcome in found}
     assert "CommError" in kinds and kinds <= {"right", "CommError"}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", quick_where(is_quick, TRANSPORTS))
 def test_an_abandoned_call_ends_on_the_other_ranks_at_once(world: RankWorld, transport: str) -> None:
     for rank, (found,) in enumerate(world.call(ranks.abandoned, transport)):
         assert found["is"] == "CommError" and "abandoned" in found["text"] and found["peer"] == 1, (rank, found)
@@ -92,7 +98,10 @@ def test_counts_that_cannot_be_are_refused_before_memory_is_asked_for(
             assert found["peer"] == 1 and f"announced {count} rows, at most 64" in found["text"], found
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "all_gather", "one_sided", "one_sided_network"])
+@pytest.mark.parametrize(
+    "transport",
+    quick_where(["all_to_all"].__contains__, ["all_to_all", "all_gather", "one_sided", "one_sided_network"]),
+)
 def test_after_a_death_the_others_go_on_over_the_same_process_group(transport: str) -> None:
     with RankWorld(3) as world, pytest.raises(RankError) as died:
         world.call(ranks.go_on, transport)
@@ -105,6 +114,7 @@ def test_after_a_death_the_others_go_on_over_the_same_process_group(transport: s
         assert left["is"] == f"rank {[0, None, 1][rank]} of 2, {transport}"
 
 
+@pytest.mark.thorough
 def test_ranks_that_go_on_without_different_ones_get_errors() -> None:
     with RankWorld(4) as four:
         found = four.call(ranks.disagree_on_who_is_lost)
@@ -112,6 +122,7 @@ def test_ranks_that_go_on_without_different_ones_get_errors() -> None:
     assert any("goes on without ranks" in outcome["text"] for each in found for outcome in each), found
 
 
+@pytest.mark.thorough
 def test_on_a_grid_every_rank_hears_of_a_failure_and_none_is_named_for_itself() -> None:
     with RankWorld(4) as four:
         (zero,), (one,), (two,), (three,) = four.call(ranks.fails_on_a_grid)

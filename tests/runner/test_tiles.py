@@ -20,6 +20,7 @@ from moe_mk.testing.transports import NO_WEIGHTS
 from moe_mk.tokens import Routing, Tokens
 from tests.runner.tile_ranks import Meeting, MeetingExperts, Ranks, Rendezvous, both_ways, in_tiles, no_thread_is_left
 from tests.support.formats import FORMATS
+from tests.support.tiers import quick_where
 
 
 def can_run(name: str, ranks: int) -> bool:
@@ -31,6 +32,11 @@ def can_run(name: str, ranks: int) -> bool:
 
 
 NAMES = [(name, ranks) for name, _ in PREPARE_FINALIZE.items() for ranks in (1, 2, 4) if can_run(name, ranks)]
+
+
+def is_quick(name: str, ranks: int) -> bool:
+    """Two ranks that take turns in one thread."""
+    return ranks == 2 and not PREPARE_FINALIZE[name].traits.blocking
 
 
 def cases_of(name: str, ranks: int) -> list[RoutingCase]:
@@ -53,7 +59,7 @@ def kept_the_plan(record: TileRecord, plan: TilePlan) -> None:
 
 
 @pytest.mark.row(42)
-@pytest.mark.parametrize("name,ranks", NAMES)
+@pytest.mark.parametrize("name,ranks", quick_where(is_quick, NAMES))
 def test_every_transport_carries_every_hostile_case_in_tiles(name: str, ranks: int) -> None:
     traits = PREPARE_FINALIZE[name].traits
     for number, case in enumerate(cases_of(name, ranks)):

@@ -134,6 +134,7 @@ def test_a_right_backend_is_certified_twice_with_equal_digests() -> None:
     assert all(len(check["digest"]) == 64 and check["cases"] >= 12 for check in facts["coverage"])
 
 
+@pytest.mark.thorough
 def test_processes_give_the_bits_of_virtual_ranks() -> None:
     (check,) = [check for check in checks_of("all_to_all", processes=True) if "processes" in check.name]
     assert check.run() >= 12
@@ -159,6 +160,7 @@ def test_every_built_in_backend_has_checks_or_says_why_it_cannot_run_here() -> N
     assert checks_of("hierarchical", processes=False)[0].name.startswith("4 ranks, 2 a host, ")
 
 
+@pytest.mark.thorough
 def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify_checks, "FP8_BLOCKS", certify_checks.FP8_BLOCKS[:1])
     certificate = certify("deep_gemm", processes=False)  # its library needs multiples of 128, 192 is none
@@ -285,6 +287,7 @@ def test_ranks_that_are_threads_wait_longer_than_a_busy_machine_keeps_one_aside(
     assert isinstance(world, ThreadWorld) and world.timeout_s >= 100.0
 
 
+@pytest.mark.thorough
 def test_an_emulated_library_is_certified_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two ranks and one format are enough for what a certificate says; `conformance/test_transports.py` runs the others.
     monkeypatch.setattr(certify_checks, "RANKS", (2,))

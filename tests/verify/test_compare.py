@@ -14,6 +14,7 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.plain import FP32
 from moe_mk.verify import error_of
 from moe_mk.verify.compare import ALL_TOKENS, ONE_TOKEN, experts_error
+from tests.support.tiers import quick_where
 from tests.verify.conftest import Bench, Case, groups_of, inputs
 
 
@@ -38,6 +39,7 @@ CASES = [
     for ranks, tokens in SPREADS
     if case.wire == "auto" or tokens == "sharded"  # replicated tokens do not travel
 ]
+QUICK = [with_(FORMATS[1], ranks=2, tokens="sharded"), with_(FORMATS[5], ranks=1, tokens="sharded")]
 WAITS_FOR_PEERS = {name for name, transport in PREPARE_FINALIZE.items() if transport.traits.blocking}
 
 
@@ -50,7 +52,7 @@ def accepted_pairs(case: Case, where: Path) -> list[Case]:
 
 
 @pytest.mark.row(81)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", quick_where(lambda case: case in QUICK, CASES), ids=str)
 def test_every_accepted_pair_is_as_accurate_as_its_formats_say(
     bench: Callable[[Case], Bench], checkpoints: dict[str, Path], case: Case
 ) -> None:

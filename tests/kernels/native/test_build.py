@@ -23,6 +23,7 @@ from moe_mk.kernels.native import build as build_module
 from moe_mk.kernels.native import load, reasons_against
 from moe_mk.kernels.native.build import Recipe, build, default_cache_dir, own_directory, reason_against
 from moe_mk.kernels.native.toolchain import Compiler, Unit, digest_file, find_compiler, units
+from tests.support.tiers import quick_where
 
 
 def tiny_recipe(folder: Path, body: str = "int answer() { return 42; }") -> Recipe:
@@ -71,7 +72,9 @@ def build_in_child(recipe: Recipe, cache: Path, lines: "multiprocessing.Queue[st
     assert ctypes.CDLL(str(path)).answer() == 42
 
 
-@pytest.mark.parametrize("is_damaged", [False, True], ids=["nothing cached", "damaged"])
+@pytest.mark.parametrize(
+    "is_damaged", quick_where(lambda damaged: not damaged, [False, True]), ids=["nothing cached", "damaged"]
+)
 def test_eight_processes_at_once_compile_once(tmp_path: Path, is_damaged: bool) -> None:
     recipe = tiny_recipe(tmp_path)
     if is_damaged:
@@ -197,6 +200,7 @@ def test_a_lock_that_is_not_freed_ends_in_an_error_that_names_its_holder(tmp_pat
         assert ctypes.CDLL(str(build(recipe, cache, lock_timeout_s=0.2))).answer() == 42
 
 
+@pytest.mark.thorough
 def test_a_lock_without_a_name_in_it_is_reported_as_such(tmp_path: Path) -> None:
     recipe, cache = tiny_recipe(tmp_path), tmp_path / "cache"
     with held(lock_of(recipe, cache), "alone"):
@@ -213,6 +217,7 @@ def test_the_lock_of_a_killed_holder_is_taken_over_although_its_child_lives(tmp_
         assert ctypes.CDLL(str(build(recipe, cache, lock_timeout_s=60.0))).answer() == 42
 
 
+@pytest.mark.thorough
 def test_a_lock_is_free_after_its_holder_although_a_child_was_forked_meanwhile(tmp_path: Path) -> None:
     recipe, cache = tiny_recipe(tmp_path), tmp_path / "cache"
     with held(lock_of(recipe, cache), "with a child") as holder:
@@ -326,6 +331,7 @@ def slow_compiler(tmp_path: Path) -> Iterator[SlowCompiler]:
     os.close(made.alive)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_interrupted_build_leaves_no_compiler_and_no_file_behind(
     tmp_path: Path, slow_compiler: SlowCompiler, error: type[BaseException]
@@ -339,6 +345,7 @@ def test_an_interrupted_build_leaves_no_compiler_and_no_file_behind(
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+@pytest.mark.thorough
 def test_an_interrupt_at_the_keyboard_ends_the_compilers(tmp_path: Path, slow_compiler: SlowCompiler) -> None:
     """SIGINT while the build waits for a compiler, not between two of them."""
 

@@ -14,6 +14,7 @@ from moe_mk.kernels.native import ExpertsMode, Format, Native, Rounding, Tuning,
 from moe_mk.kernels.native.experts_mode import LIMITS
 from moe_mk.kernels.native.library import CExperts
 from tests.kernels.native.layers import Layer, Storage, batch
+from tests.support.tiers import quick_where
 
 LEAST, MOST = ({name: limits[end] for name, limits in LIMITS.items()} for end in (0, 1))
 ODD = list(LIMITS)[::2]
@@ -23,6 +24,8 @@ EXTREMES = [  # each parameter at both ends, beside others at the same end and a
     Tuning(**{**MOST, **{name: LEAST[name] for name in ODD}}),
 ]
 
+QUICK = list(Storage)[:2]
+
 
 def modes(storage: Storage) -> list[dict[str, object]]:
     """Every way to compute that has kernels of its own."""
@@ -30,7 +33,7 @@ def modes(storage: Storage) -> list[dict[str, object]]:
     return [{}, {"batch_invariant": True}, *rounded]
 
 
-@pytest.mark.parametrize("storage", list(Storage))
+@pytest.mark.parametrize("storage", quick_where(QUICK.__contains__, Storage))
 def test_the_least_and_the_most_of_each_give_the_same_bits(isa_here, storage: Storage) -> None:
     native, isa = isa_here
     w13, w2 = Layer(2, 1056, 144, storage).pack(native)  # 33 steps of k: chunks of whole blocks, and a rest
@@ -44,6 +47,7 @@ def test_the_least_and_the_most_of_each_give_the_same_bits(isa_here, storage: St
                 assert torch.equal(got, wanted), (rows, mode, tuning)
 
 
+@pytest.mark.thorough
 def test_more_rows_than_a_block_in_the_least_memory(isa_here) -> None:
     # 256 rows at a time, few steps of k each; the one row that is left over goes its own way.
     native, isa = isa_here

@@ -13,7 +13,7 @@ from tests.kernels.triton.sm90_gemms import by_hand, w2, w13, w13_of
 if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
 
-pytestmark = pytest.mark.sm90
+pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
 
 FP8_KERNELS: Mapping[str, Any] = {
     "w13 decode, 16 rows": lambda: w13(16, swap=True, warps=4, stages=5, gather=True),

@@ -13,7 +13,7 @@ from tests.kernels.triton.sm90_gemms import w2_of, w13_of
 if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
 
-pytestmark = pytest.mark.sm90
+pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
 
 DECODED_FORMS = ("w_fp8", "w_int8_block", "w_fp8_row", "w_int8", "w_mxfp8", "w_mxfp4", "w_nvfp4")
 FORMAT_TILES = dict.fromkeys(("int8", "int8_block", "fp8_row"), BUILT_IN) | dict.fromkeys(DECODED_FORMS, DECODED)
