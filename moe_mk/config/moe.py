@@ -102,6 +102,9 @@ class ModelConfig(Settings):
 class RouterConfig(Settings):
     """How tokens choose experts."""
 
+    kind: Literal["topk", "noisy_topk", "expert_capacity"] = "topk"
+    """topk: the best experts, in one group or several. For training only (`moe_mk.layer.TrainingMoE`): noisy_topk adds
+    trainable Gaussian noise to the logits; expert_capacity limits the tokens of each expert."""
     top_k: int = Experts
     scoring_func: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "softmax"
     """What logits become before experts are chosen; sqrtsoftplus is DeepSeek-V4's, the root of ln(1 + exp(x))."""
@@ -119,6 +122,12 @@ class RouterConfig(Settings):
     router_dtype: Literal["float32", "model"] = "float32"
     """float32: gate and scores in f32, as transformers does. model: in the layer's dtype, as DeepSeek's own code does.
     They choose other experts for several percent of tokens."""
+    noise_std: float = Field(default=1.0, ge=0)
+    """noisy_topk: standard deviation of the noise before it is scaled by softplus(x @ noise.T); 0 adds none."""
+    capacity_factor: float = Field(default=1.25, gt=0)
+    """expert_capacity: an expert takes ceil(capacity_factor * T * K / E) of a rank's T tokens."""
+    num_choices: int | None = Field(default=None, ge=1)
+    """expert_capacity: experts that a token tries, best first; None is all, top_k drops what does not fit at once."""
 
 
 class ParallelConfig(Settings):
@@ -213,7 +222,24 @@ class MoEConfig(Settings):
                 f"router.topk_group={r.topk_group} groups of {per_group} experts leave {r.topk_group * per_group} "
                 f"to choose router.top_k={r.top_k} from; keep {-(-r.top_k // per_group)} groups or more"
             )
-        return problems + self._hash_problems()
+        return problems + self._hash_problems() + self._training_problems()
+
+    def _training_problems(self) -> list[str]:
+        """Settings that a router kind for training does not have."""
+        experts, r = self.model.num_experts, self.router
+        problems = []
+        if r.kind != "topk":
+            others = {
+                "num_expert_group": r.num_expert_group > 1, "has_correction_bias": r.has_correction_bias,
+                "has_logit_bias": r.has_logit_bias, "hash_vocabulary": r.hash_vocabulary is not None,
+            }  # fmt: skip
+            if given := [f"router.{name}" for name, is_given in others.items() if is_given]:
+                problems.append(f"router.kind={r.kind!r} does not support {', '.join(given)}; use kind='topk'")
+        if r.num_choices is not None and not r.top_k <= r.num_choices <= experts:
+            problems.append(
+                f"router.num_choices={r.num_choices} is not in [router.top_k={r.top_k}, model.num_experts={experts}]"
+            )
+        return problems
 
     def _hash_problems(self) -> list[str]:
         if self.router.hash_vocabulary is None:

@@ -4,5 +4,6 @@ from moe_mk.layer.deepseek_v3 import DeepseekV3MoE
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.layer.report import MemoryReport
 from moe_mk.layer.sequence_parallel import SequenceParallelMoE
+from moe_mk.layer.training import TrainingMoE
 
-__all__ = ["DeepseekV3MoE", "MemoryReport", "MoELayer", "SequenceParallelMoE"]
+__all__ = ["DeepseekV3MoE", "MemoryReport", "MoELayer", "SequenceParallelMoE", "TrainingMoE"]

@@ -1,0 +1,157 @@
+"""A MoE layer with gradients: gate, routing, exchange and experts as plain torch under autograd.
+
+    layer = TrainingMoE(config, comm)        # config.router.kind: topk, noisy_topk or expert_capacity
+    out = layer(x_TH)
+    loss = task_loss(out.y_TH) + balance_loss(importance(out.probabilities_TE), 0.01)
+    loss.backward()
+
+`MoELayer` serves quantised weights and has no gradients; it refuses the router kinds that exist for training only.
+Experts are trained in one place each (`TrainingExchange`), with f32 or bf16 parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.single import SingleRank
+from moe_mk.config.moe import MoEConfig
+from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.kernels.reference.activation import activation
+from moe_mk.kernels.reference.topk import expert_scores
+from moe_mk.layer.settings import expert_map_of, router_of
+from moe_mk.router.capacity import expert_capacity, route_with_capacity
+from moe_mk.router.gate import gate_logits
+from moe_mk.router.noisy_topk import noisy_topk
+from moe_mk.runner.training_exchange import TrainingExchange
+from moe_mk.shapes import expect
+
+
+@dataclass(frozen=True)
+class TrainingOutput:
+    """The result of one forward, and what auxiliary losses and bias updates are computed from."""
+
+    y_TH: Tensor
+    probabilities_TE: Tensor
+    """f32 scores of all experts, differentiable: the argument of `router.balance.importance`."""
+    ids_TK: Tensor
+    """int32: chosen experts; -1 for assignments that found no capacity."""
+    weights_TK: Tensor
+    """f32, differentiable: routing weights of the chosen experts."""
+
+
+class TrainingMoE(nn.Module):
+    """One MoE layer on one rank, trained. Every rank calls it, and backward, equally often, with zero tokens too."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        comm: Communicator | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """config: model, router and parallel.placement; the kernel section is not read.
+
+        comm: the ranks that share out the experts; None for one rank. generator: draws the noise of noisy_topk, and the
+        initial weights, which do not depend on the number of ranks. Raises UnsupportedError with every setting that
+        cannot be trained.
+        """
+        super().__init__()
+        self.config, self.comm, self.generator = config, comm or SingleRank(), generator
+        if reasons := _reasons_against(config, self.comm.size):
+            raise UnsupportedError(f"{config.model.name} cannot be trained as configured", reasons)
+        model = config.model
+        self.exchange = TrainingExchange(self.comm, expert_map_of(config.with_(ep=self.comm.size)))
+        hidden, inner, experts = model.hidden_size, model.moe_intermediate_size, model.num_experts
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        local = self.exchange.expert_map.num_slots(self.comm.rank)
+        self.gate_EH = empty(experts, hidden)
+        self.noise_EH = empty(experts, hidden) if config.router.kind == "noisy_topk" else None
+        self.w13_LIH, self.w2_LHI = empty(local, 2 * inner, hidden), empty(local, hidden, inner)
+        self.shared_w13_IH = empty(2 * model.shared_size, hidden) if model.shared_size else None
+        self.shared_w2_HI = empty(hidden, model.shared_size) if model.shared_size else None
+        self.e_score_correction_bias: Tensor | None
+        bias_E = torch.zeros(experts, dtype=torch.float32, device=device) if config.router.has_correction_bias else None
+        self.register_buffer("e_score_correction_bias", bias_E)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights from N(0, 1 / inputs); noise weights start at 0, as in Shazeer et al. 2017."""
+        owned = {expert: slot for slot, expert in enumerate(self.exchange.expert_map.local_to_global(self.comm.rank))}
+        self._draw(self.gate_EH)
+        if self.noise_EH is not None:
+            self.noise_EH.zero_()
+        for expert in range(self.config.model.num_experts):
+            for stack in (self.w13_LIH, self.w2_LHI):
+                # Experts of other ranks are drawn too, so that equal seeds give equal layers at every EP size.
+                self._draw(stack[owned[expert]] if expert in owned else torch.empty_like(stack[0]))
+        for shared in (self.shared_w13_IH, self.shared_w2_HI):
+            if shared is not None:
+                self._draw(shared)
+
+    def _draw(self, weight: Tensor) -> None:
+        weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=self.generator)
+
+    def forward(self, x_TH: Tensor) -> TrainingOutput:
+        """Tokens (T, H) to outputs (T, H) with routing; raises ShapeError for other shapes and dtypes."""
+        expect("x", x_TH, "T H", (self.gate_EH.dtype,), self.gate_EH.device, H=self.config.model.hidden_size)
+        probabilities_TE, weights_TK, ids_TK = self._route(x_TH)
+        y_TH = self.exchange(x_TH, ids_TK, weights_TK.to(x_TH.dtype), self._expert)
+        if self.shared_w13_IH is not None and self.shared_w2_HI is not None:
+            y_TH = y_TH + self._mlp(x_TH, self.shared_w13_IH, self.shared_w2_HI)
+        return TrainingOutput(y_TH, probabilities_TE, ids_TK, weights_TK)
+
+    def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        router, experts = self.config.router, self.config.model.num_experts
+        if router.kind == "noisy_topk":
+            assert self.noise_EH is not None
+            std = router.noise_std if self.training else 0.0
+            return noisy_topk(x_TH, self.gate_EH, self.noise_EH, router.top_k, noise_std=std, generator=self.generator)
+        logits_TE = gate_logits(x_TH, self.gate_EH)
+        scores_TE = expert_scores(logits_TE, router.scoring_func, torch.float32)
+        if router.kind == "expert_capacity":
+            capacity = expert_capacity(len(x_TH), router.top_k, experts, router.capacity_factor)
+            made = route_with_capacity(scores_TE, router.top_k, capacity, router.num_choices)
+            return scores_TE, made.weights_TK, made.ids_TK
+        routing = router_of(self.config)(logits_TE, self.e_score_correction_bias)
+        return scores_TE, routing.weights_TK, routing.ids_TK
+
+    def _expert(self, slot: int, x_NH: Tensor) -> Tensor:
+        return self._mlp(x_NH, self.w13_LIH[slot], self.w2_LHI[slot])
+
+    def _mlp(self, x_NH: Tensor, w13_IH: Tensor, w2_HI: Tensor) -> Tensor:
+        model = self.config.model
+        gate, up = linear(x_NH, w13_IH).chunk(2, dim=-1)
+        alpha, limit = model.swiglu_alpha, model.swiglu_limit
+        return linear(activation(model.activation, gate, up, alpha=alpha, limit=limit), w2_HI)
+
+
+def _reasons_against(config: MoEConfig, ranks: int) -> list[str]:
+    """Every setting that the training layer does not support, with what to set instead."""
+    model, router, parallel = config.model, config.router, config.parallel
+    if parallel.ep not in (1, ranks):
+        raise ConfigError(f"parallel.ep={parallel.ep} but the group has {ranks} ranks; pass a group of that size")
+    checks = {
+        f"model.quant.weights = {model.quant.weights}: quantised weights have no gradients; train in bf16 or fp32, "
+        "then `moe-mk convert`": model.quant.weights not in ("bf16", "fp16", "fp32"),
+        "model.expert_bias = true: biases of experts are not trained; set it to false": model.expert_bias,
+        "router.has_logit_bias = true: a bias of the logits is not trained; set it to false": router.has_logit_bias,
+        "router.hash_vocabulary fixes the experts of every token, so that no router is trained; set it to null":
+            router.hash_vocabulary is not None,
+        f"parallel.tp = {parallel.tp}: experts are not cut into slices; set it to 1": parallel.tp > 1,
+        "parallel.tokens = replicated: every rank must have its own tokens; set it to sharded":
+            parallel.tokens == "replicated",
+        "parallel.placement is a list: train in one place each, with linear or round_robin":
+            not isinstance(parallel.placement, str),
+    }  # fmt: skip
+    return [reason for reason, wrong in checks.items() if wrong]

@@ -1,0 +1,105 @@
+"""Layers with gradients: every router kind, several ranks against one, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import ConfigError, MoEConfig, MoELayer, UnsupportedError
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.threads import ThreadWorld
+from moe_mk.layer import TrainingMoE
+from moe_mk.router.balance import balance_loss, importance
+
+HIDDEN, EXPERTS, TOP_K, TOKENS = 8, 4, 2, 12
+
+
+def config(**changes: Any) -> MoEConfig:
+    model = {"hidden_size": HIDDEN, "moe_intermediate_size": 6, "num_experts": EXPERTS, "num_shared_experts": 1}
+    return MoEConfig.parse({"model": model, "router": {"top_k": TOP_K}}, "a test").with_(**changes)
+
+
+def layer(settings: MoEConfig) -> TrainingMoE:
+    return TrainingMoE(settings, generator=torch.Generator().manual_seed(0))
+
+
+def tokens() -> Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def dense(made: TrainingMoE, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """The same sum, expert by expert over all tokens."""
+    assert made.shared_w13_IH is not None and made.shared_w2_HI is not None
+    y_TH = made._mlp(x_TH, made.shared_w13_IH, made.shared_w2_HI)
+    for expert in range(EXPERTS):
+        weight_T = (weights_TK * (ids_TK == expert)).sum(1)
+        y_TH = y_TH + weight_T[:, None] * made._mlp(x_TH, made.w13_LIH[expert], made.w2_LHI[expert])
+    return y_TH
+
+
+@pytest.mark.parametrize("kind", ["topk", "noisy_topk", "expert_capacity"])
+def test_every_kind_equals_the_dense_sum_and_all_parameters_learn(kind: str) -> None:
+    made = layer(config(kind=kind))
+    out = made(tokens())
+    torch.testing.assert_close(out.y_TH, dense(made, tokens(), out.ids_TK, out.weights_TK))
+    loss = out.y_TH.square().mean() + balance_loss(importance(out.probabilities_TE), 0.01)
+    loss.backward()
+    for name, parameter in made.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+def test_two_ranks_give_the_gradients_of_one(placement: str) -> None:
+    alone, halves = layer(config()), tokens().chunk(2)
+    expected = alone(tokens())
+    expected.y_TH.square().sum().backward()
+    world = ThreadWorld(2)
+
+    def step(comm: Communicator) -> tuple[TrainingMoE, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        made = TrainingMoE(config(placement=placement), comm, generator=generator)
+        y_TH = made(halves[comm.rank]).y_TH
+        y_TH.square().sum().backward()
+        return made, y_TH
+
+    made = world.together([lambda comm=comm: step(comm) for comm in world.communicators()])  # type: ignore[misc]
+    torch.testing.assert_close(torch.cat([y_TH for _, y_TH in made]), expected.y_TH)
+    assert alone.w2_LHI.grad is not None and alone.gate_EH.grad is not None
+    for rank, (each, _) in enumerate(made):
+        owned = list(each.exchange.expert_map.local_to_global(rank))
+        torch.testing.assert_close(each.w2_LHI.grad, alone.w2_LHI.grad[owned])
+    torch.testing.assert_close(sum(each.gate_EH.grad for each, _ in made), alone.gate_EH.grad)
+
+
+def test_capacity_leaves_out_what_does_not_fit() -> None:
+    # capacity = ceil(0.5 * 12 * 2 / 4) = 3 tokens an expert: 12 of 24 assignments find a place.
+    ids_TK = layer(config(kind="expert_capacity", capacity_factor=0.5))(tokens()).ids_TK
+    assert torch.bincount(ids_TK[ids_TK >= 0], minlength=EXPERTS).tolist() == [3] * EXPERTS
+    assert int((ids_TK < 0).sum()) == 12
+
+
+def test_noise_is_drawn_only_while_training() -> None:
+    made = layer(config(kind="noisy_topk", noise_std=10.0))
+    noisy = [made(tokens()).probabilities_TE for _ in range(2)]
+    made.eval()
+    clean = [made(tokens()).probabilities_TE for _ in range(2)]
+    assert not torch.equal(*noisy) and torch.equal(*clean)
+
+
+def test_settings_of_other_kinds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kind='noisy_topk' does not support router.num_expert_group, .*_bias"):
+        config(kind="noisy_topk", num_expert_group=2, has_correction_bias=True)
+    with pytest.raises(ConfigError, match=r"num_choices=1 is not in \[router.top_k=2, model.num_experts=4\]"):
+        config(kind="expert_capacity", num_choices=1)
+    with pytest.raises(ConfigError, match="pass a group of that size"):
+        layer(config(ep=2))
+    with pytest.raises(UnsupportedError, match=r"(?s)quantised weights have no gradients.*parallel.tokens = replicated"):
+        layer(config(quant={"weights": "fp8_block"}, tokens="replicated"))
+
+
+def test_the_layer_that_serves_names_the_layer_that_trains() -> None:
+    with pytest.raises(UnsupportedError, match=r"(?s)router.kind = noisy_topk is for training.*TrainingMoE"):
+        MoELayer(config(kind="noisy_topk"))
