@@ -46,6 +46,7 @@ def problems(workplace: Path) -> dict[str, str]:
 
 
 # A process of its own for each page: pages register backends, and those must not reach other tests.
+@pytest.mark.thorough
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path, problems: dict[str, str]) -> None:

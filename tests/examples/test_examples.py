@@ -52,7 +52,9 @@ def test_the_layer_explains_itself_and_counts_the_load() -> None:
     assert "512 assignments" in said
 
 
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["by_itself", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.thorough)], ids=["by_itself", "torchrun"]
+)
 def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
     said = run(*launcher, example("02_torchrun_ep.py"))
     found = re.findall(r"rank (\d): experts ([\d-]+), (\d+) tokens, sent ([\d,]+) B, .* one rank (\S+)", said)
@@ -86,6 +88,7 @@ def test_a_backend_of_ones_own_is_chosen_and_agrees_with_the_reference() -> None
     assert float(re.findall(r"reference: (\S+),", said)[0]) < 7**0.5 * 2**-8
 
 
+@pytest.mark.thorough
 def test_experts_move_while_four_ranks_serve() -> None:
     said = run(example("06_live_rebalance.py"))
     moved, predicted = re.findall(r"moved ([\d,]+) B of ([\d,]+) B predicted; incidents: 0", said)[0]
@@ -224,6 +227,7 @@ def test_what_cannot_work_is_refused_before_any_work(
     assert sorted(tiny_model.iterdir()) == before
 
 
+@pytest.mark.thorough
 def test_transformers_generates_with_its_experts_computed_here() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
     said = run(example("08_hf_generate.py"))

@@ -78,6 +78,7 @@ def report() -> Report:
         ("broken_swallows", "WRONG"),
     ],
 )
+@pytest.mark.thorough
 def test_each_wrong_answer_to_a_dead_peer_gets_its_outcome(report: Report, transport: str, outcome: str) -> None:
     (result,) = (one for one in report.worlds if one.plan.transport == transport)
     assert {row.outcome for row in result.bad} == {outcome}, result.bad
@@ -85,6 +86,7 @@ def test_each_wrong_answer_to_a_dead_peer_gets_its_outcome(report: Report, trans
     assert result.fired and not report.passed
 
 
+@pytest.mark.thorough
 def test_a_right_transport_ends_in_typed_errors_in_time(report: Report) -> None:
     result = report.worlds[4]
     assert not result.bad and result.fired
@@ -97,21 +99,25 @@ def test_a_right_transport_ends_in_typed_errors_in_time(report: Report) -> None:
     assert seen[0, "after", 2].outcome == "typed error" and seen[0, "after", 2].cause is not None
 
 
+@pytest.mark.thorough
 def test_a_hang_is_reported_with_the_stack_that_hangs(report: Report) -> None:
     (row,) = report.worlds[0].bad
     assert "in serve 1" in row.text and "broken_transports.py" in row.text and " in hang" in row.text
 
 
+@pytest.mark.thorough
 def test_a_world_without_a_fault_is_right(report: Report) -> None:
     result = report.worlds[5]
     assert {row.outcome for row in result.rows} == {"right"} and len(result.rows) == 2 * (1 + len(CALLS) + 1)
 
 
+@pytest.mark.thorough
 def test_a_fault_that_is_not_reached_is_no_success(report: Report) -> None:
     result = report.worlds[6]
     assert not result.fired and [row.outcome for row in result.bad] == ["not injected"]
 
 
+@pytest.mark.thorough
 def test_the_table_counts_what_the_worlds_saw(report: Report) -> None:
     lines = {line["key"]: line for line in report.table()}
     assert lines["broken_aborts"]["outcomes"]["abort"] == 1 and lines["broken_aborts"]["failed_worlds"] == 1
@@ -119,6 +125,7 @@ def test_the_table_counts_what_the_worlds_saw(report: Report) -> None:
     assert json.loads(json.dumps(report.as_dict()))["failed"] == [one.plan.number for one in report.worlds if one.bad]
 
 
+@pytest.mark.thorough
 def test_failed_worlds_are_printed_with_the_command_that_repeats_them(
     report: Report, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +258,7 @@ def wait_for(condition, timeout_s: float = 60.0):  # type: ignore[no-untyped-def
     return found
 
 
+@pytest.mark.thorough
 def test_certify_refuses_a_transport_that_breaks_the_law_of_faults(
     report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
