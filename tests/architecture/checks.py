@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,17 +79,22 @@ class Source:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", ast.parse(self.text, self.path))
-        object.__setattr__(self, "names", dict(bound for _, _, bound in _imports(self.tree) if bound))
+        object.__setattr__(self, "names", dict(bound for _, _, bound in _imports(self.nodes) if bound))
 
     @property
     def room(self) -> str:
         """The file or folder right below the package."""
         return self.path.split("/")[1].removesuffix(".py")
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree: rules read it many times."""
+        return list(ast.walk(self.tree))
+
     def imports(self) -> Iterator[tuple[int, str]]:
         """Line and dotted name of everything imported, wherever it stands in the file."""
-        yield from ((line, name) for line, name, _ in _imports(self.tree))
-        for call, name in self.calls():
+        yield from ((line, name) for line, name, _ in _imports(self.nodes))
+        for call, name in self.calls:
             if (
                 name in ("importlib.import_module", "__import__")
                 and call.args
@@ -105,23 +111,22 @@ class Source:
             return self.names.get(node.id, node.id if node.id in ("print", "__import__") else "")
         return ""
 
-    def uses(self) -> Iterator[tuple[int, str]]:
+    @cached_property
+    def uses(self) -> list[tuple[int, str]]:
         """Line and dotted name of everything imported or named."""
-        yield from self.imports()
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute | ast.Name) and (name := self.dotted(node)):
-                yield node.lineno, name
+        named = [(node.lineno, self.dotted(node)) for node in self.nodes if isinstance(node, ast.Attribute | ast.Name)]
+        return [*self.imports(), *((line, name) for line, name in named if name)]
 
-    def calls(self) -> Iterator[tuple[ast.Call, str]]:
+    @cached_property
+    def calls(self) -> list[tuple[ast.Call, str]]:
         """Every call of an imported name or of `print`."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call) and (name := self.dotted(node.func)):
-                yield node, name
+        named = [(node, self.dotted(node.func)) for node in self.nodes if isinstance(node, ast.Call)]
+        return [(node, name) for node, name in named if name]
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, str] | None]]:
+def _imports(nodes: list[ast.AST]) -> Iterator[tuple[int, str, tuple[str, str] | None]]:
     """Line, dotted name, and the (local name, meaning) that an import binds."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.split(".")[0]
@@ -132,6 +137,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, str] | Non
                 yield node.lineno, name, (alias.asname or alias.name, name)
 
 
+@cache
 def package_sources(root: Path = ROOT) -> list[Source]:
     """Every module of the package, as it lies on disk."""
     paths = sorted((root / "moe_mk").rglob("*.py"))
@@ -156,7 +162,7 @@ def _forbidden(source: Source, names: list[str], *homes: str, why: str) -> Itera
     """Uses of some names, or of anything below them, in a file that is none of their homes."""
     if source.path.startswith(homes):
         return
-    for line, used in source.uses():
+    for line, used in source.uses:
         for name in names:
             if used == name or used.startswith(name + "."):
                 yield line, f"{name}: {why}"
@@ -205,7 +211,7 @@ DEPENDENCIES = _dependencies()
 @rule
 def no_relative_imports(source: Source) -> Iterator[tuple[int, str]]:
     """Every import says the full name."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node.lineno, f"relative import of {node.module or '.'}"
 
@@ -233,7 +239,7 @@ def process_groups_are_given(source: Source) -> Iterator[tuple[int, str]]:
     """A host owns the world; only programs of ours and tests make one."""
     if source.path.startswith(("moe_mk/cli/", "moe_mk/testing/")):
         return
-    named = [(line, name) for node in ast.walk(source.tree) for line, name in _identifiers(node)]
+    named = [(line, name) for node in source.nodes for line, name in _identifiers(node)]
     for line, name in [*named, *((line, name.split(".")[-1]) for line, name in source.imports())]:
         if name in WORLD_MAKERS:
             yield line, f"{name}: a process group comes from the caller"
@@ -243,7 +249,7 @@ def process_groups_are_given(source: Source) -> Iterator[tuple[int, str]]:
 def nothing_is_unpickled(source: Source) -> Iterator[tuple[int, str]]:
     """A file that is read can never run code."""
     yield from _forbidden(source, PICKLES, why="reads code, not data")
-    for call, name in source.calls():
+    for call, name in source.calls:
         safe = {k.arg for k in call.keywords if isinstance(k.value, ast.Constant) and k.value.value is True}
         if name == "torch.load" and "weights_only" not in safe:
             yield call.lineno, "torch.load without weights_only=True: reads code, not data"
@@ -262,7 +268,7 @@ def only_the_command_line_prints(source: Source) -> Iterator[tuple[int, str]]:
 @rule
 def allocations_name_dtype_and_device(source: Source) -> Iterator[tuple[int, str]]:
     """A host may have changed torch's defaults."""
-    for call, name in source.calls():
+    for call, name in source.calls:
         if re.fullmatch(r"torch\.([a-z]+\.)?[A-Za-z]*Tensor", name):
             yield call.lineno, f"{name}(...) follows torch's defaults; use torch.tensor or torch.empty"
         if name not in ALLOCATORS:
@@ -274,7 +280,7 @@ def allocations_name_dtype_and_device(source: Source) -> Iterator[tuple[int, str
 
 def suffixes(source: Source) -> Iterator[tuple[int, str, str]]:
     """Line, identifier and axis letters of every name that ends like `x_TH`."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         for line, name in _identifiers(node):
             if found := re.fullmatch(r"_*[a-z]\w*_([0-9]*[A-Z][A-Z0-9]*)", name):
                 yield line, name, re.sub("[0-9]", "", found[1])

@@ -8,23 +8,21 @@ import pytest
 
 from tests.architecture.checks import FAMILIES, FLOORS, RULES, SIDEWAYS, Source, package_sources
 
-SOURCES = package_sources()
-
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.row(54)) if name == "imports_go_down" else name for name in RULES],
 )
 def test_the_package_keeps_the_rule(name: str) -> None:
-    findings = [finding for source in SOURCES for finding in RULES[name](source)]
+    findings = [finding for source in package_sources() for finding in RULES[name](source)]
     assert not findings, "\n" + "\n".join(findings)
 
 
 def test_the_package_is_really_read() -> None:
-    paths = {source.path for source in SOURCES}
+    paths = {source.path for source in package_sources()}
     assert {"moe_mk/errors.py", "moe_mk/kernel.py", "moe_mk/experts/reference.py"} <= paths
-    assert sum(1 for source in SOURCES for _ in source.imports()) > 100
-    assert {source.room for source in SOURCES} <= set(FLOORS)
+    assert sum(1 for source in package_sources() for _ in source.imports()) > 100
+    assert {source.room for source in package_sources()} <= set(FLOORS)
 
 
 def test_imports_along_a_floor_are_no_circle_and_never_between_families() -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from moe_mk.shapes import LEGEND
 from tests.architecture.checks import Source, package_sources, suffixes
 
+
 # Inside kernels/ the letters of a paper may stand.
-NAMED = [
-    (source.path, *suffix)
-    for source in package_sources()
-    if not source.path.startswith("moe_mk/kernels/")
-    for suffix in suffixes(source)
-]
+@cache
+def named() -> list[tuple[str, int, str, str]]:
+    return [
+        (source.path, *suffix)
+        for source in package_sources()
+        if not source.path.startswith("moe_mk/kernels/")
+        for suffix in suffixes(source)
+    ]
 
 
 def test_axis_letters_are_in_the_legend() -> None:
     strangers = {
         f"{path}:{line}: {name} has axis {letter!r}"
-        for path, line, name, letters in NAMED
+        for path, line, name, letters in named()
         for letter in letters
         if letter not in LEGEND
     }
@@ -27,7 +32,7 @@ def test_axis_letters_are_in_the_legend() -> None:
 
 
 def test_the_names_are_really_read() -> None:
-    assert {"x_TH", "ids_TK", "weights_TK"} <= {name for _, _, name, _ in NAMED}
+    assert {"x_TH", "ids_TK", "weights_TK"} <= {name for _, _, name, _ in named()}
 
 
 @pytest.mark.parametrize(
