@@ -96,7 +96,7 @@ def test_settings_of_other_kinds_are_refused() -> None:
         config(kind="expert_capacity", num_choices=1)
     with pytest.raises(ConfigError, match="pass a group of that size"):
         layer(config(ep=2))
-    with pytest.raises(UnsupportedError, match=r"(?s)quantised weights have no gradients.*parallel.tokens = replicated"):
+    with pytest.raises(UnsupportedError, match=r"(?s)quantised weights have no gradients.*tokens = replicated"):
         layer(config(quant={"weights": "fp8_block"}, tokens="replicated"))
 
 
