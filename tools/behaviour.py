@@ -1,0 +1,774 @@
+"""Freeze what the library computes, decides and prints, and compare it with a later state of the code.
+
+python tools/behaviour.py record FILE       write everything as JSON
+python tools/behaviour.py compare FILE      compute it again; print what differs as (name, old, new) and exit 1
+
+`bits`: SHA-256 of outputs (dtype, shape, bytes): transports, experts, pairs, whole layers, routers, number formats,
+written checkpoints, real processes. They depend on the processor, on torch and on the number of threads, which are kept
+as the `machine` of a record: where it differs, bits are not compared, and the program says so.
+`decisions`: what the oracle decides for every problem of tests/oracle/golden.yaml and for shipped models on shipped
+devices, and what the verbs `plan` and `place` compute: numbers and names, no sentences.
+`texts`: help, explanations, tables; they change when sentences are rewritten.
+
+One core computes everything in about three minutes. The code under test is the `moe_mk` that Python finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer.main
+import yaml
+from torch import Tensor
+from typer.testing import CliRunner
+
+import moe_mk as moe_mk_package
+from moe_mk import DeepseekV3MoE, MoEConfig, MoELayer, ParallelGroups, Problem, UnsupportedError, oracle
+from moe_mk.cli import app
+from moe_mk.config import device_profile, load_config, shipped_devices, shipped_models
+from moe_mk.experts import EXPERTS
+from moe_mk.layer import SequenceParallelMoE
+from moe_mk.oracle import Decision, Parts, Verdict
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize
+from moe_mk.quant import BF16, FP16, FP32, SCHEMES, Plain, QuantScheme
+from moe_mk.router import Router, grouped_topk, topk
+from moe_mk.runner import alongside, run_dual
+from moe_mk.weights import CheckpointShape, ExpertWeights, as_mapped, write_checkpoint
+
+# Everything imported from deeper than a room; corrected here when modules move.
+from moe_mk.flight import Flight, wait  # isort: skip
+from moe_mk.router.capacity import route_with_capacity  # isort: skip
+from moe_mk.router.noisy_topk import noisy_topk  # isort: skip
+from moe_mk.testing.cases import RoutingCase, hostile_routings  # isort: skip
+from moe_mk.testing.experts import random_experts  # isort: skip
+from moe_mk.testing.on_ranks import (  # isort: skip
+    outputs_of_experts, outputs_of_transport, outputs_on_processes, run_ranks,
+)  # fmt: skip
+from moe_mk.testing.transports import each_rank, fly_dual, fly_together, run_together, virtual_groups, world_of  # isort: skip
+from moe_mk.tokens import Routing  # isort: skip
+from tests.support.formats import (  # isort: skip
+    EXPERTS as NUM_EXPERTS, FORMATS, HIDDEN, INNER, MORE_FORMATS, MORE_PAIRS, TOP_K, Format,
+)  # fmt: skip
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+"""Of verbs."""
+PATIENCE_S = 600.0
+"""What processes may take on a machine with other work."""
+INSIDE = "inside"
+"""What the oracle calls the transport of experts that route inside."""
+CPU = torch.device("cpu")
+SECTIONS = ("bits", "decisions", "texts")
+WIRES = {
+    "plain": ["fp32", "bf16"],
+    "fp8": ["fp8_1x128", "fp8_1x128_ue8m0"],
+    "int8": ["int8_token"],
+    "mxfp8": ["mxfp8"],
+    "nvfp4": ["nvfp4_1x16"],
+}
+"""Schemes of each family that a transport says it carries."""
+Entry = tuple[str, Callable[[], object]]
+"""A name, and what computes its value: tensors for `bits`, JSON for the others."""
+
+
+# ---------------------------------------------------------------------------------------------------------- bits
+
+
+def bits(folder: Path) -> Iterator[Entry]:
+    """Everything that computes. folder: empty, for checkpoints."""
+    yield from transports()
+    yield from experts()
+    yield from pairs()
+    yield from schemes()
+    yield from routers()
+    yield from checkpoints(folder)
+    yield from layers(folder)
+    yield from processes(folder)
+
+
+def transports() -> Iterator[Entry]:
+    """Every transport that can run here, in every scheme it carries, around experts that return what they get."""
+    for name, kind in built_in(PREPARE_FINALIZE):
+        traits = kind.traits
+        wires = [(family, wire) for family in sorted(traits.wire) for wire in WIRES[family]]
+        for ranks, (_, wire) in product((1, 2, 4), wires):
+            dtype = FP32 if wire == "fp32" else BF16
+            fits = traits.min_ranks <= ranks <= (traits.max_ranks or ranks)
+            seldom = traits.blocking and ranks == 4 and wire not in ("bf16", "fp8_1x128")
+            if fits and not seldom and serves(kind, ranks, dtype):
+                call = partial(outputs_of_transport, name, ranks, SCHEMES[wire], dtype)
+                yield f"transport/{name}/{ranks}/{wire}", call
+    for name, wire in product(("hierarchical", "one_sided_network"), ("bf16", "fp8_1x128")):
+        call = partial(outputs_of_transport, name, 4, SCHEMES[wire], BF16, ranks_per_node=2)
+        yield f"transport/{name}/4 on 2 nodes/{wire}", call
+
+
+def serves(kind: type[PrepareFinalize], ranks: int, dtype: Plain) -> bool:
+    """Whether a transport can run on this machine, emulated if need be."""
+    form, tokens = next(form for form in FORMATS if form.dtype is dtype), next(iter(kind.traits.tokens))
+    asked = form.problem(ep=ranks, tokens=tokens, allow_emulated=True)
+    return not {reason.code for reason in kind.reasons_against(asked)} & {"device", "library", "dtype"}
+
+
+def experts() -> Iterator[Entry]:
+    """Every experts backend in every format it reads, over every hostile case and layout."""
+    for (name, kind), form in product(built_in(EXPERTS), [*FORMATS, *MORE_PAIRS, *MORE_FORMATS]):
+        problem = form.problem()
+        if not kind.reasons_against(problem):
+            compute = problem.activations if form.activations == "checkpoint" else form.dtype
+            assert compute is not None
+            call = partial(outputs_of_experts, name, problem.weights, form.dtype, compute, (HIDDEN, INNER))
+            yield f"experts/{name}/{form}", call
+
+
+def pairs() -> Iterator[Entry]:
+    """Every pair that the oracle accepts: the kernel it hands out, on ranks of one process."""
+    for number, form in enumerate([*FORMATS, *MORE_PAIRS]):
+        for ranks, tokens in ((1, "sharded"), (2, "sharded"), (4, "sharded"), (4, "replicated")):
+            few = number not in (1, 8)  # libraries and slow proxies: in one plain and one rounded format
+            for verdict in accepted(form, ranks, tokens):
+                slow = verdict.emulated or verdict.prepare_finalize == "one_sided_network"
+                if slow and (few or ranks == 4):
+                    continue
+                yield (
+                    f"pair/{verdict.name}/{ranks} {tokens}/{form}",
+                    partial(outputs_of_pair, form, ranks, tokens, verdict),
+                )
+
+
+def accepted(form: Format, ranks: int, tokens: str) -> list[Verdict]:
+    """Verdicts on built-in pairs without a reason against them."""
+    decision = oracle.select(form.problem(ep=ranks, tokens=tokens, allow_emulated=True))
+    return sorted((v for v in decision.verdicts if not v.reasons), key=lambda v: v.name)
+
+
+def outputs_of_pair(form: Format, num_ranks: int, tokens: str, verdict: Verdict) -> list[Tensor]:
+    """Every case that ranks in lockstep meet, four where they are threads; one also as two micro-batches."""
+    pinned: dict[str, Any] = {"prepare_finalize": verdict.prepare_finalize, "experts": verdict.experts}
+    decision = oracle.select(form.problem(ep=num_ranks, tokens=tokens, allow_emulated=True, **pinned))
+    few = verdict.emulated or verdict.prepare_finalize == "one_sided_network"
+    outputs: list[Tensor] = []
+    for name, case in cases_of(num_ranks).items():
+        if few and name not in ("no tokens on the first rank", "uneven", "some -1", "replicas"):
+            continue
+        ranks = Ranks(decision, case.replicated() if tokens == "replicated" else case, form)
+        outputs += fly_together(ranks.world, ranks.flights())
+        if name == "uneven":
+            flights = [alongside(flight, lambda: None) for flight in ranks.flights()]
+            outputs += [y_TH for y_TH, _ in fly_together(ranks.world, flights)]
+            halves = [ranks.flights(cut) for cut in (slice(0, 1), slice(1, None))]
+            dual = fly_dual(ranks.world, list(zip(*halves, strict=True)))
+            outputs += [torch.cat(both) for both in dual]
+    return outputs
+
+
+class Ranks:
+    """The kernel of a decision on every rank of a case, with its weights, stacked or mapped in turn, and its tokens."""
+
+    def __init__(self, decision: Decision, case: RoutingCase, form: Format) -> None:
+        transport = decision.chosen.prepare_finalize
+        self.inside, self.case = transport == INSIDE, case
+        traits = PREPARE_FINALIZE["no_ep" if self.inside else transport].traits
+        self.world = world_of(traits, len(case.routings))
+        parts = [Parts(case.expert_map, CPU, comm) for comm in self.world.communicators()]
+        self.kernels: list[Any] = each_rank(self.world, [partial(oracle.assemble, decision, part) for part in parts])
+        self.weights, self.tokens, self.logits = [], [], []
+        for rank, (kernel, count) in enumerate(zip(self.kernels, case.num_tokens, strict=True)):
+            own = torch.tensor(case.expert_map.local_to_global(rank), dtype=torch.int64)
+            mine = ExpertWeights(stored(form).w13[own], stored(form).w2[own])
+            self.weights.append(kernel.experts.relayout(as_mapped(mine) if rank % 2 else mine))
+            draw = torch.Generator().manual_seed(0 if decision.problem.config.parallel.tokens == "replicated" else rank)
+            self.tokens.append(torch.randn((count, HIDDEN), generator=draw).to(form.dtype.dtype))
+            self.logits.append(torch.randn((count, NUM_EXPERTS), generator=draw))
+
+    def flights(self, cut: slice = slice(None)) -> list[Flight[Tensor]]:
+        """One of each rank, over some of its tokens."""
+        made = []
+        for rank, kernel in enumerate(self.kernels):
+            routing, x_TH = self.case.routings[rank], self.tokens[rank][cut]
+            if self.inside:
+                made.append(kernel.steps(x_TH, self.logits[rank][cut], None, self.weights[rank]))
+            else:
+                chosen = Routing(routing.ids_TK[cut], routing.weights_TK[cut])
+                made.append(kernel.steps(x_TH, chosen, self.weights[rank]))
+        return made
+
+
+@cache
+def stored(form: Format) -> ExpertWeights:
+    """The experts that pairs share out."""
+    return random_experts(form.problem().weights, NUM_EXPERTS, HIDDEN, INNER, CPU)
+
+
+@cache
+def cases_of(num_ranks: int) -> dict[str, RoutingCase]:
+    """The kit's hostile cases by name."""
+    return {case.name: case for case in hostile_routings(num_ranks, num_experts=NUM_EXPERTS, top_k=TOP_K)}
+
+
+def schemes() -> Iterator[Entry]:
+    """What every number format makes of a matrix and of rows."""
+
+    def there_and_back(scheme: QuantScheme) -> list[Tensor]:
+        x = drawn(64, 256, seed=2)
+        x[3] *= 1e4
+        x[5] = 0.0
+        q = scheme.quantize(x)
+        parts = [part for part in (q.values, q.scales, q.global_scale) if part is not None]
+        return [*parts, q.dequantize(torch.float32), q.dequantize(torch.bfloat16)]
+
+    yield from ((f"scheme/{name}", partial(there_and_back, scheme)) for name, scheme in SCHEMES.items())
+
+
+def routers() -> Iterator[Entry]:
+    """Every choice of experts: ties, infinities and one token among the logits."""
+    logits_TE = drawn(33, 16, seed=5)
+    logits_TE[1], logits_TE[2, 3:9], logits_TE[3, 4] = 0.25, 2.0, -torch.inf
+    bias_E = drawn(16, seed=6) * 0.3 - 0.8
+    for scoring, renormalize, bias in product(("sigmoid", "softmax", "sqrtsoftplus"), (True, False), (None, bias_E)):
+        what = f"{scoring}{' renormalized' * renormalize}{' bias' * (bias is not None)}"
+        yield f"router/topk/{what}", partial(topk, logits_TE, 4, scoring, renormalize, 2.5, bias)
+        for dtype in ("float32", "model"):
+            router = Router(4, 4, 2, scoring, renormalize, 2.5, "model" if dtype == "model" else "float32")
+            yield f"router/Router/{what} {dtype}", partial(router, logits_TE, bias)
+        for score_dtype in (torch.float32, torch.bfloat16):
+            chosen = partial(
+                grouped_topk, logits_TE, 4, 4, 2, scoring, bias, renormalize, 1.0, score_dtype=score_dtype
+            )  # fmt: skip
+            yield f"router/grouped_topk/{what} {score_dtype}".replace("torch.", ""), chosen
+    x_TH, gate_EH, noise_EH = drawn(9, 32, seed=1), drawn(16, 32, seed=2), drawn(16, 32, seed=3)
+    for std in (0.0, 1.0):
+        draw = torch.Generator().manual_seed(4)
+        yield f"router/noisy_topk/{std}", partial(noisy_topk, x_TH, gate_EH, noise_EH, 3, noise_std=std, generator=draw)
+    for capacity in (0, 3, 9):
+        scores_TE = logits_TE.softmax(-1)
+        yield f"router/capacity/{capacity}", partial(route_with_capacity, scores_TE, 3, capacity, 5)
+
+
+SMALL = CheckpointShape(
+    num_experts=16, top_k=4, num_groups=4, top_k_groups=2, hidden_size=256, intermediate_size=128, quant="fp8"
+)  # fmt: skip
+SHAPES = {
+    **{
+        quant: replace(SMALL, quant=quant)
+        for quant in ("fp8", "bf16", "fp8_channel", "int8", "mxfp8", "mxfp4", "nvfp4")
+    },
+    "ue8m0": replace(SMALL, power_of_two_scales=True),
+    "wide": replace(SMALL, intermediate_size=256, num_shared_experts=2),
+    "unshared": replace(SMALL, num_shared_experts=0),
+    "hashed": replace(SMALL, num_groups=1, top_k_groups=1, hash_vocabulary=50, routed_scaling_factor=1.5),
+}
+"""Checkpoints that are written and loaded, by the names of their folders."""
+LAYER = 3
+
+
+def checkpoints(folder: Path) -> Iterator[Entry]:
+    """The files of written and of converted checkpoints."""
+
+    def written(name: str) -> dict[str, str]:
+        write_checkpoint(folder / name, SHAPES[name], threads=1)
+        return files_in(folder / name)
+
+    def converted(to: str) -> dict[str, str]:
+        done = moe_mk("convert", folder / "fp8", folder / f"to {to}", "--to", to)
+        return {"exit": str(done.exit_code), **files_in(folder / f"to {to}")}
+
+    yield from ((f"checkpoint/{name}", partial(written, name)) for name in SHAPES)
+    yield from ((f"convert/fp8 to {to}", partial(converted, to)) for to in ("bf16", "int8", "mxfp4", "nvfp4"))
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    """Digest of each file, by name."""
+    return {path.name: sha256(path) for path in sorted(folder.glob("*.*"))}
+
+
+def sha256(path: Path) -> str:
+    """Of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def layers(folder: Path) -> Iterator[Entry]:
+    """Whole layers from the written checkpoints: one rank, ranks of a grid, and settings that change the way."""
+    one: dict[str, dict[str, Any]] = {
+        "auto": {},
+        **{f"{e} {a}": {"experts": e, "activations": a} for e, a in product(
+            ("reference", "torch_cpu", "cpu_native", "reference_monolithic"), ("plain", "checkpoint"))},
+        "batch invariant": {"experts": "cpu_native", "batch_invariant": True},
+        "plain gate": {"experts": "cpu_native", "fused_router": False},
+        "router in bf16": {"experts": "cpu_native", "router_dtype": "model"},
+        "tiles": {"experts": "cpu_native", "tiles": 3},
+    }  # fmt: skip
+    for (name, settings), shape in product(one.items(), ("fp8", "hashed")):
+        yield f"layer/{shape}/1/{name}", partial(outputs_of_one, folder / shape, **settings)
+    for shape, (dtype, experts) in product(SHAPES, ((torch.bfloat16, "auto"), (torch.float32, "torch_cpu"))):
+        yield f"layer/{shape}/1/{experts} {dtype}", partial(outputs_of_one, folder / shape, dtype, experts=experts)
+    grids = [(2, 1), (4, 1), (2, 2), (1, 2)]
+    for (ep, tp), shape in product(grids, ("wide", "hashed", "bf16")):
+        if tp > 1 and shape == "hashed":
+            continue
+        yield f"layer/{shape}/ep{ep} tp{tp}/auto", partial(outputs_of_grid, folder / shape, ep, tp)
+    ways: dict[str, dict[str, Any]] = {
+        **{name: {"prepare_finalize": name} for name in (
+            "all_gather", "all_to_all", "all_to_all_v", "all_to_all_p2p", "one_sided", "one_sided_network")},
+        "hierarchical": {"prepare_finalize": "hierarchical", "ranks_per_node": 2},
+        "relayed in parts": {"prepare_finalize": "hierarchical", "ranks_per_node": 2, "relay_tokens": 2},
+        "replicated": {"prepare_finalize": "replicated", "tokens": "replicated"},
+        "inside": {"experts": "reference_monolithic"},
+        "wire plain": {"prepare_finalize": "all_to_all", "wire": "plain"},
+        "wire checkpoint": {"prepare_finalize": "one_sided", "wire": "checkpoint", "activations": "checkpoint"},
+        "tiles": {"prepare_finalize": "all_to_all", "tiles": 3},
+        "tiles one_sided": {"prepare_finalize": "one_sided", "tiles": 2},
+        "round_robin": {"placement": "round_robin"},
+        "torch_cpu": {"experts": "torch_cpu"},
+        "reference": {"experts": "reference", "activations": "checkpoint"},
+    }  # fmt: skip
+    for (name, settings), ep in product(ways.items(), (2, 4)):
+        if ep == 4 or "ranks_per_node" not in settings:
+            yield f"layer/fp8/ep{ep} tp1/{name}", partial(outputs_of_grid, folder / "fp8", ep, 1, **settings)
+    yield "layer/fp8/ep2 tp1/sequence parallel", partial(outputs_of_sequence_parallel, folder / "fp8")
+    yield "layer/fp8/ep2 tp1/another placement", partial(outputs_of_placement, folder / "fp8")
+
+
+COUNTS = (0, 1, 5, 33)
+"""Tokens of a call."""
+
+
+def load(
+    path: Path, groups: ParallelGroups | None = None, dtype: torch.dtype = torch.bfloat16, **settings: Any
+) -> MoELayer:
+    """The layer of a written checkpoint."""
+    settings = {"max_num_tokens": 64, "timeout_s": PATIENCE_S} | settings
+    return DeepseekV3MoE.from_checkpoint(path, LAYER, groups=groups, dtype=dtype, **settings)
+
+
+def outputs_of_one(path: Path, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> list[object]:
+    """Called, as a flight, beside another micro-batch; what was routed and counted."""
+    layer, made = load(path, None, dtype, **settings), list[object]()
+    for count in COUNTS:
+        x_TH, ids_T = tokens(count, dtype), ids(count)
+        made += [layer(x_TH, ids_T), wait(layer.steps(x_TH, token_ids_T=ids_T)), layer.route(x_TH, ids_T)]
+    flights = [layer.steps(tokens(count, dtype), token_ids_T=ids(count)) for count in COUNTS]
+    return [*made, *run_dual(flights), layer.expert_load]
+
+
+def outputs_of_grid(path: Path, ep: int, tp: int, **settings: Any) -> list[object]:
+    """Two calls of every rank's layer: uneven tokens, then one token of the first rank."""
+    name = settings.get("prepare_finalize", "auto")
+    if name != "auto" and PREPARE_FINALIZE[name].traits.blocking:
+        return outputs_of_threads(path, ep, **settings)
+    built = [load(path, groups, **settings) for groups in virtual_groups(ep, tp)]
+    made, same = list[object](), settings.get("tokens") == "replicated"
+    for most in (7, 1):
+        counts = [most if same else brought(rank // tp, most) for rank in range(ep * tp)]
+        given = [tokens(count, seed=0 if same else rank // tp) for rank, count in enumerate(counts)]
+        made += run_together(built, given, [ids(count) for count in counts])
+    return [*made, *(layer.expert_load for layer in built)]
+
+
+def outputs_of_threads(path: Path, ep: int, **settings: Any) -> list[object]:
+    """The same where calls of a transport wait for peers."""
+    world = world_of(PREPARE_FINALIZE[settings["prepare_finalize"]].traits, ep)
+    jobs = [partial(load, path, ParallelGroups(ep=comm), **settings) for comm in world.communicators()]
+    built, made = each_rank(world, jobs), list[object]()
+    for most in (7, 1):
+        flights = [layer.steps(tokens(brought(rank, most), seed=rank)) for rank, layer in enumerate(built)]
+        made += fly_together(world, flights)
+    return [*made, *(layer.expert_load for layer in built)]
+
+
+def brought(rank: int, most: int) -> int:
+    """Tokens of a rank: all, none, one or a few; of one token only the first rank's."""
+    return (most, 0, 1, most - 2)[rank % 4] if most > 1 else int(rank == 0)
+
+
+def outputs_of_sequence_parallel(path: Path) -> list[Tensor]:
+    """Ranks that have tokens in common compute each of them once."""
+    built = [(load(path, groups), groups.ep) for groups in virtual_groups(2)]
+    return run_dual([SequenceParallelMoE(layer, group).steps(tokens(9)) for layer, group in built])
+
+
+def outputs_of_placement(path: Path) -> list[Tensor]:
+    """Before and after experts moved and one got a second copy, read again from the checkpoint."""
+    built, made = [load(path, groups, prepare_finalize="all_to_all") for groups in virtual_groups(2)], list[Tensor]()
+    given = [tokens(7), tokens(3, seed=1)]
+    made += run_together(built, given)
+    case = next(case for case in hostile_routings(2, num_experts=16, top_k=4) if case.name == "replicas")
+    sources = [load(path, experts="reference") for _ in built]
+    for rank, (layer, source) in enumerate(zip(built, sources, strict=True)):
+        wanted = enumerate(case.expert_map.local_to_global(rank))
+        layer.set_placement(case.expert_map, {slot: source.read_expert(expert) for slot, expert in wanted})
+    return made + run_together(built, given)
+
+
+def processes(folder: Path) -> Iterator[Entry]:
+    """Real processes over gloo: transports alone, whole layers, and the verb `run` with its report."""
+    for name in ("all_to_all", "one_sided"):
+        yield f"processes/transport/{name}", partial(outputs_on_processes, name, 2)
+    yield "processes/layers", lambda: run_ranks(layers_of_rank, 2, str(folder / "fp8"), timeout_s=PATIENCE_S)
+    for ranks in (1, 2):
+        yield f"processes/run/{ranks}", partial(outputs_of_run, folder, ranks)
+
+
+def layers_of_rank(rank: int, path: str) -> list[Tensor]:
+    """Outputs of one process of a world, of whole layers in several settings."""
+    ways: list[dict[str, Any]] = [
+        {"prepare_finalize": "all_to_all"},
+        {"prepare_finalize": "one_sided"},
+        {"prepare_finalize": "one_sided", "experts": "torch_cpu"},
+        {"prepare_finalize": "one_sided_network"},
+        {"prepare_finalize": "all_to_all", "tiles": 3, "tile_carrier": "thread"},
+        {"prepare_finalize": "replicated", "tokens": "replicated"},
+    ]
+    made = []
+    for settings in ways:
+        layer = load(Path(path), ParallelGroups(ep=dist.group.WORLD), **settings)
+        same = settings.get("tokens") == "replicated"
+        made += [
+            layer(tokens(count, seed=0 if same else rank)) for count in ((7, 1) if same else ((7, 1), (3, 0))[rank])
+        ]
+    return made
+
+
+def outputs_of_run(folder: Path, ranks: int) -> object:
+    """The report of `moe-mk run` without what a clock measured, and what it recorded of the routing."""
+    report, recorded = folder / f"run{ranks}.json", folder / f"run{ranks}.safetensors"
+    words = ("--tokens", "6", "--repeats", "1", "--json", report, "--record-trace", recorded)
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_mk", "run", *map(str, (folder / "fp8", "--ranks", ranks, *words))],
+        capture_output=True, text=True, timeout=PATIENCE_S, cwd=folder, env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found = json.loads(report.read_text(encoding="utf-8"))
+    kept = ("tokens", "expert_load", "sent_bytes", "sent_bytes_by_link", "verification", "nodes")
+    return {key: numbers_of(found[key]) for key in kept if key in found} | {"trace": sha256(recorded)}
+
+
+def tokens(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """(T, H) rows of a layer."""
+    return drawn(count, SMALL.hidden_size, seed=100 + seed).to(dtype)
+
+
+def ids(count: int) -> Tensor:
+    """Token ids of as many rows."""
+    return torch.arange(count, dtype=torch.int64) * 7 % 50
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Normals in f32."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def digest(value: object) -> object:
+    """SHA-256 over dtype, shape and bytes of all tensors in a value; a value without any is kept as it is."""
+    found = list(tensors_in(value))
+    if not found:
+        return value
+    total = hashlib.sha256()
+    for tensor in found:
+        flat = tensor.detach().cpu().contiguous()
+        total.update(f"{flat.dtype} {tuple(flat.shape)} ".encode())
+        total.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Tensors of nested sequences, mappings, routings and other dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield from tensors_in(value[key])
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from tensors_in(vars(value))
+
+
+def built_in(registry: Any) -> Iterator[tuple[str, Any]]:
+    """Backends of this package, plugins of others left out."""
+    return ((name, kind) for name, kind in sorted(registry.items()) if kind.__module__.startswith("moe_mk."))
+
+
+# ----------------------------------------------------------------------------------------------------- decisions
+
+
+DTYPES = {plain.name: plain for plain in (BF16, FP16, FP32)}
+
+
+def decisions(folder: Path) -> Iterator[Entry]:
+    """What is decided and predicted, as names and numbers."""
+    table = yaml.safe_load((ROOT / "tests/oracle/golden.yaml").read_text(encoding="utf-8"))
+    for number, case in enumerate(table["cases"]):
+        yield f"golden/{number:03}", partial(golden, case["ask"])
+    for config, device, ranks in product(shipped_models(), shipped_devices(), (1, 16)):
+        for count, libraries in ((16, ""), (4096, ",".join(all_libraries()))):
+            asked: tuple[object, ...] = ("--device", device, "--ranks", ranks, "--tokens", count)
+            call = partial(explained, config, *asked, "--installed", libraries)
+            yield f"explain/{config}/{' '.join(map(str, asked))}", call
+    more = ("--tp 2", "--replicated", "--graphs", "--nodes 4", "--dtype float32", "--comm-units 20", "--allow-emulated")
+    for option in more:
+        asked = ("--device", "h100", "--ranks", 16, "--installed", ",".join(all_libraries()), *option.split())
+        yield f"explain/deepseek_v3/{option}", partial(explained, "deepseek_v3", *asked)
+    for links in sorted(path.stem for path in (ROOT / "configs/links").glob("*.yaml")):
+        for verb in ("plan exchange", "plan exchange --mode latency --tokens 128", "plan tables", "plan relay"):
+            yield f"{verb}/{links}", partial(answered, *verb.split(), "--links", links)
+    loads = folder / "loads.json"
+    loads.write_text(json.dumps([[(e * e * 37 + layer * 11) % 101 for e in range(64)] for layer in range(3)]))
+    asked = ("--gpus", 16, "--nodes", 4, "--slots", 5, "--groups", 8)
+    for policy in ("auto", "compat", "flat", "hybrid", "all"):
+        yield f"place/{policy}", partial(answered, "place", "--loads", loads, *asked, "--policy", policy)
+    yield "schema", partial(answered, "schema", json_flag=False)
+    yield "registries", lambda: {"transports": dict(traits_of(PREPARE_FINALIZE)), "experts": dict(traits_of(EXPERTS))}
+
+
+def golden(ask: Mapping[str, Any]) -> object:
+    """A problem of the golden table, judged with every backend there is."""
+    settings = ask.get("settings", {}) | ({"quant": ask["quant"]} if "quant" in ask else {})
+    config: MoEConfig = load_config(ask["model"]).with_(**settings)
+    installed, dtype = frozenset(ask.get("installed", [])), DTYPES[ask.get("dtype", "bf16")]
+    try:
+        decided = oracle.select(Problem(config, device_profile(ask["device"]), dtype, ask["num_tokens"], installed))
+    except UnsupportedError as refusal:
+        return {"refused": len(refusal.reasons)}
+    return values_of(decided.as_dict())
+
+
+@cache
+def all_libraries() -> list[str]:
+    """Names of libraries that backends may use."""
+    return sorted(json.loads(moe_mk("doctor", "--json").stdout)["libraries"])
+
+
+def explained(config: str, *words: object) -> object:
+    """What `explain --json` prints."""
+    done = moe_mk("explain", config, *words, "--json")
+    return values_of(json.loads(done.stdout)) if done.exit_code == 0 else {"exit": done.exit_code}
+
+
+def values_of(decision: Mapping[str, Any]) -> dict[str, Any]:
+    """Chosen pair, prices of the eligible ones, codes against the others, formats and bytes; no sentence."""
+    verdicts = {f"{v['prepare_finalize']} + {v['experts']}": v for v in decision["verdicts"]}
+    kept = {key: decision[key] for key in ("oracle", "wire", "compute", "bytes", "tokens_that_fit", "graph_safe")}
+    fallback, budget = decision["fallback"], decision["budget"]
+    return kept | {
+        "deterministic": decision["deterministic"],
+        "chosen": next(name for name, verdict in verdicts.items() if verdict["chosen"]),
+        "order": [name for name, verdict in verdicts.items() if verdict["cost_us"] is not None],
+        "cost_us": {name: v["cost_us"] for name, v in verdicts.items() if v["cost_us"] is not None},
+        "refused": {n: " ".join(sorted(r["code"] for r in v["reasons"])) for n, v in verdicts.items() if v["reasons"]},
+        "gate": decision["gate"]["tier"],
+        "not gate": {tier: len(why) for tier, why in decision["gate"]["reasons"].items()},
+        "fallback": None if fallback is None else numbers_of(fallback),
+        "passed_over": [each["form"] for each in decision["passed_over"]],
+        "budget": None if budget is None else numbers_of(budget),
+    }
+
+
+def answered(*words: object, json_flag: bool = True) -> object:
+    """Names and numbers of what a verb prints as JSON."""
+    done = moe_mk(*words, *(["--json"] if json_flag else []))
+    return numbers_of(json.loads(done.stdout)) if done.exit_code == 0 else {"exit": done.exit_code}
+
+
+def traits_of(registry: Any) -> Iterator[tuple[str, object]]:
+    """What every backend says of itself, without its summary."""
+    for name, kind in built_in(registry):
+        traits = {key: value for key, value in vars(kind.traits).items() if key not in ("summary", "extra")}
+        yield name, {key: shown(value) for key, value in sorted(traits.items())}
+
+
+def shown(value: object) -> object:
+    """A trait as JSON: sets in order, classes and enumerations by name."""
+    if isinstance(value, frozenset | set):
+        return sorted(str(shown(each)) for each in value)
+    if isinstance(value, list | tuple):
+        return [shown(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(shown(key)): shown(each) for key, each in value.items()}
+    if isinstance(value, bool | int | float | None):
+        return int(value) if type(value).__module__.startswith("moe_mk") and isinstance(value, int) else value
+    return getattr(value, "__name__", None) or str(value)
+
+
+def numbers_of(value: Any) -> Any:
+    """JSON without sentences: a text is kept if it is one word."""
+    if isinstance(value, Mapping):
+        return {key: numbers_of(each) for key, each in value.items() if not is_sentence(each)}
+    if isinstance(value, list):
+        return [numbers_of(each) for each in value if not is_sentence(each)]
+    return value
+
+
+def is_sentence(value: object) -> bool:
+    """Whether a value is more than a number or a name."""
+    return isinstance(value, str) and len(value.split()) > 1
+
+
+# --------------------------------------------------------------------------------------------------------- texts
+
+
+def texts(folder: Path) -> Iterator[Entry]:
+    """What people read."""
+    yield from ((f"help/{' '.join(words)}", partial(printed, *words, "--help")) for words in verbs())
+    for config, device in (("deepseek_v3", "h200"), ("gpt_oss_120b", "b200"), ("tiny", "cpu")):
+        words = ("explain", config, "--device", device, "--ranks", 8, "--installed", ",".join(all_libraries()))
+        yield f"explain/{config}", partial(printed, *words)
+    pinned = ("--prepare-finalize", "no_ep", "--experts-backend", "cpu_native")
+    yield "explain/refused", partial(printed, "explain", "deepseek_v3", "--device", "h100", "--ranks", 8, *pinned)
+    for verb in ("exchange", "tables", "relay", "volumes", "layout data", "layout expert+model+data"):
+        yield f"plan/{verb}", partial(printed, "plan", *verb.split())
+    yield "doctor", lambda: re.sub(r"\d+(\.\d+)+\S*", "#", printed("doctor"))
+    yield "layer", lambda: str(load(written_once(folder)))
+    yield "decision", lambda: str(load(written_once(folder)).explain())
+    yield "memory", lambda: str(load(written_once(folder)).memory_report())
+
+
+def written_once(folder: Path) -> Path:
+    """A checkpoint, written where `bits` were left out."""
+    path = folder / "fp8"
+    if not path.exists():
+        write_checkpoint(path, SMALL, threads=1)
+    return path
+
+
+def verbs() -> list[tuple[str, ...]]:
+    """Every verb, those inside groups too, and the command itself."""
+    command: Any = typer.main.get_command(app)
+
+    def below(words: tuple[str, ...], command: Any) -> list[tuple[str, ...]]:
+        inner = sorted(getattr(command, "commands", {}).items())
+        return [words, *(found for name, each in inner for found in below((*words, name), each))]
+
+    return below((), command)
+
+
+def printed(*words: object) -> str:
+    """All that a verb prints, in lines of 120 columns."""
+    done = moe_mk(*words)
+    return "\n".join(line.rstrip() for line in done.output.splitlines())
+
+
+def moe_mk(*words: object) -> Any:
+    """Run `moe-mk` in this process."""
+    return CliRunner(env=ENVIRONMENT).invoke(app, [str(word) for word in words])
+
+
+# ---------------------------------------------------------------------------------------------- record and compare
+
+
+def machine() -> dict[str, str]:
+    """What bits depend on beside the code."""
+    model = (
+        re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+        if os.path.exists("/proc/cpuinfo")
+        else None
+    )
+    return {
+        "processor": model[1] if model else platform.processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def computed(sections: Iterable[str], match: str = "") -> dict[str, Any]:
+    """A record of some sections. match: only entries whose name it is found in, as a regular expression."""
+    torch.set_num_threads(1)
+    record: dict[str, Any] = {"machine": machine()}
+    print(f"behaviour of {Path(moe_mk_package.__file__ or '').parent}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="behaviour-") as place:
+        for section in sections:
+            began, made = time.perf_counter(), {}
+            for name, compute in {"bits": bits, "decisions": decisions, "texts": texts}[section](Path(place)):
+                if not re.search(match, name) and not name.startswith("checkpoint/"):
+                    continue
+                torch.manual_seed(0)
+                torch.set_num_threads(1)  # verbs change it
+                made[name] = value_of(section, name, compute)
+            record[section] = made
+            print(f"{section:<10} {len(made)} values in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return dict(json.loads(json.dumps(record)))
+
+
+def value_of(section: str, name: str, compute: Callable[[], object]) -> object:
+    """The value of an entry; an error is a value too, by its type."""
+    try:
+        with torch.no_grad():
+            value = compute()
+    except Exception as error:
+        if not isinstance(error, UnsupportedError):
+            print(f"{name} raises", *traceback.format_exception(error)[-3:], file=sys.stderr)
+        return f"raises {type(error).__name__}"
+    return digest(value) if section == "bits" else value
+
+
+def differences(old: object, new: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """Leaves that differ, by their path; a text differs line by line."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted({*old, *new}):
+            yield from differences(old.get(key, "-"), new.get(key, "-"), f"{name} > {key}" if name else key)
+    elif isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
+        lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0))[2:]
+        yield from (
+            (name, line[1:], "-") if line[0] == "-" else (name, "-", line[1:]) for line in lines if line[0] in "+-"
+        )
+    elif old != new:
+        yield name, old, new
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record or compare; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, by comma")
+    parser.add_argument("--match", default="", help="a regular expression: only entries whose names have it")
+    options = parser.parse_args(arguments)
+    sections = options.only.split(",")
+    if unknown := set(sections) - set(SECTIONS):
+        parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if options.what == "record":
+        record = computed(sections, options.match)
+        options.file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        return 0
+    old = json.loads(options.file.read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    if old["machine"] != machine() and "bits" in sections:
+        print(f"bits are not compared: recorded on {old['machine']}, this is {machine()}", file=sys.stderr)
+        sections.remove("bits")
+    new, found = computed(sections, options.match), 0
+    for section in sections:
+        before = {name: value for name, value in old[section].items() if re.search(options.match, name)}
+        now = {name: value for name, value in new[section].items() if re.search(options.match, name)}
+        for name, was, is_now in differences(before, now):
+            found += 1
+            print(f"{section}: {name}\n  was {was}\n  is  {is_now}")
+    print(f"{found} differences" if found else f"no difference in {', '.join(sections)}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    from tools import behaviour  # ranks that are processes find `layers_of_rank` by this name
+
+    sys.exit(behaviour.main())
