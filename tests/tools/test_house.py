@@ -1,0 +1,68 @@
+"""The measurements of the house: importers, circles, orphans and frames, on small packages written here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.house import House, main, static_measurements
+
+FILES = {
+    "moe_mk/__init__.py": "_ROOMS = frozenset('oracle unknown'.split())\n",
+    "moe_mk/__main__.py": "from moe_mk.cli import app\n",
+    "moe_mk/cli/__init__.py": "def app():\n    import moe_mk.errors\n",
+    "moe_mk/errors.py": "",
+    "moe_mk/oracle/__init__.py": "from moe_mk.oracle.decide import decide\nfrom moe_mk.errors import X\n",
+    "moe_mk/oracle/decide.py": "from moe_mk.oracle import cost\nPLACE = 'moe_mk.oracle.far'\n",
+    "moe_mk/oracle/cost.py": "if TYPE_CHECKING:\n    from moe_mk.oracle.decide import D\n",
+    "moe_mk/oracle/forgotten.py": "from moe_mk.oracle.cost import C\n",
+    "moe_mk/oracle/far/__init__.py": "",
+    "moe_mk/oracle/far/by_name.py": "",
+    "moe_mk/oracle/plugin.py": "@ORACLES.register('mine')\nclass Mine: ...\n",
+    "pyproject.toml": "[project]\nscripts = {moe-mk = 'moe_mk.cli:app'}\n",
+}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_an_importer_is_a_module_that_is_no_init(repository: Path) -> None:
+    house = House(repository)
+    assert house.importers()["moe_mk.errors"] == set(), "the command's room and the oracle's re-export"
+    assert house.importers()["moe_mk.oracle.cost"] == {"moe_mk.oracle.decide", "moe_mk.oracle.forgotten"}
+    assert house.with_one_importer() == {"moe_mk.oracle.decide": "moe_mk.oracle.cost"}
+    assert house.importers(typing=False)["moe_mk.oracle.decide"] == set()
+
+
+def test_circles_are_counted_with_and_without_imports_for_types(repository: Path) -> None:
+    assert House(repository).circles(typing=False) == []
+    assert House(repository).circles(typing=True) == [["moe_mk.oracle.cost", "moe_mk.oracle.decide"]]
+
+
+def test_an_orphan_is_reached_from_no_door(repository: Path) -> None:
+    assert House(repository).orphans() == ["moe_mk.oracle.forgotten"]
+
+
+def test_check_fails_on_an_orphan_and_says_which(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", "--root", str(repository)]) == 1
+    assert "moe_mk.oracle.forgotten" in capsys.readouterr().out
+    (repository / "moe_mk/oracle/forgotten.py").unlink()
+    assert main(["--check", "--root", str(repository)]) == 0
+
+
+def test_lines_are_those_of_all_sources(repository: Path) -> None:
+    measured = static_measurements(House(repository))
+    assert measured["rooms"]["root"] == {"lines": 2, "files": 3}
+    assert measured["lines"] == sum(text.count("\n") for name, text in FILES.items() if name.endswith(".py"))
+    assert measured["core lines"] == measured["lines"] - 2, "all but the command"
+
+
+def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
+    assert House().circles(typing=False) == []

@@ -1,0 +1,98 @@
+"""The Python frames of one warm decode step: one token through a whole layer, on one rank and on two.
+
+Counted is every "call" event that `sys.setprofile` reports in the calling thread of rank 0 for code of `moe_mk`, from
+the layer's `forward` on: functions, comprehensions that are functions, and generators each time they are entered or
+resumed. Not counted are torch, numpy and the standard library. The layer has a shared expert and runs on the native CPU
+kernels; FP8 experts, 16 of them. At EP=2 the ranks are two processes over `one_sided`, and both have one token.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moe_mk
+from moe_mk import DeepseekV3MoE, ParallelGroups
+from moe_mk.testing.on_ranks import run_ranks
+from moe_mk.weights import CheckpointShape, write_checkpoint
+
+PACKAGE = Path(moe_mk.__file__ or "").parent
+SHAPE = CheckpointShape(
+    num_experts=16, top_k=4, num_groups=4, top_k_groups=2, hidden_size=256, intermediate_size=128, quant="fp8"
+)  # fmt: skip
+LAYER, WARM = 3, 3
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What one call of a layer passed through."""
+
+    ep: int
+    frames: list[tuple[str, str]]
+    """File below the package and function, in order."""
+
+    @property
+    def files(self) -> int:
+        """Different files."""
+        return len({path for path, _ in self.frames})
+
+    @property
+    def changes(self) -> int:
+        """How often a frame lies in another file than the one before it."""
+        paths = [path for path, _ in self.frames]
+        return sum(one != other for one, other in pairwise(paths))
+
+    def as_dict(self) -> dict[str, int]:
+        """The three numbers by name."""
+        numbers = {"frames": len(self.frames), "files": self.files, "changes of file": self.changes}
+        return {f"{name} at EP={self.ep}": number for name, number in numbers.items()}
+
+
+def decode_steps() -> list[DecodeStep]:
+    """At EP=1 and at EP=2. Needs a C++ compiler, and starts two processes."""
+    with tempfile.TemporaryDirectory(prefix="decode-step-") as folder:
+        write_checkpoint(folder, SHAPE)
+        alone = _frames_of(folder, None)
+        together = run_ranks(_frames_of_rank, 2, folder, timeout_s=100.0)[0]
+    return [DecodeStep(1, alone), DecodeStep(2, [(path, function) for path, function in together])]
+
+
+def _frames_of_rank(rank: int, folder: str) -> list[tuple[str, str]]:
+    return _frames_of(folder, ParallelGroups(ep=dist.group.WORLD), prepare_finalize="one_sided")
+
+
+def _frames_of(folder: str, groups: ParallelGroups | None, **settings: Any) -> list[tuple[str, str]]:
+    layer = DeepseekV3MoE.from_checkpoint(
+        folder, LAYER, groups=groups, experts="cpu_native", activations="plain", max_num_tokens=64, **settings
+    )  # fmt: skip
+    x_TH = torch.randn((1, SHAPE.hidden_size), generator=torch.Generator().manual_seed(0)).bfloat16()
+    for _ in range(WARM):
+        layer(x_TH)
+    return frames_of(lambda: layer(x_TH))
+
+
+def frames_of(call: Callable[[], object]) -> list[tuple[str, str]]:
+    """File below the package and function of every frame of ours that a call enters in this thread."""
+    frames: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}/"):
+            path = Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()
+            frames.append((path, frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return frames

@@ -1,0 +1,345 @@
+"""Measure the house: lines by room, modules with one importer, circles, orphans, and the frames of a decode step.
+
+python tools/house.py               print everything beside the limits of the house
+python tools/house.py --list        also the modules with one importer, and every circle in full
+python tools/house.py --trace       also the frames of the two decode steps in order, file:function
+python tools/house.py --check       static measurements alone; exit 1 if there is a circle or an orphan
+python tools/house.py --json FILE   write what was measured
+python tools/house.py --svg FILE    draw the rooms on their floors and what they import
+
+Lines are all lines of all files of the package, C++ included. An importer is a module that imports another one by name;
+`from room import name` imports the module of that name, or the room's `__init__`. Importers that are an `__init__`
+re-export and do not count. An orphan is reached neither from the public API (`moe_mk/__init__` and what the rooms it
+opens export), nor from the command, an entry point, a registry, `python -m`, or an adapter in `integrations/`.
+Frames are counted by `tools/decode_step.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tests.architecture.checks import GROUND, HOUSE
+from tools.house_picture import draw
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "moe_mk"
+CORE = (
+    "layer", "runner", "oracle", "router", "prepare_finalize", "experts", "quant", "config", "kernels/triton",
+    "kernels/reference",
+)  # fmt: skip
+"""Folders of the like-for-like core, beside the files of the package's root."""
+LEFT_OUT = ("testing", "cli", "kernels/csrc")
+"""Folders that the size of the package is told without."""
+LIMITS = {
+    "modules with one importer": 29,
+    "circles": 0,
+    "orphans": 0,
+    "core lines": 14_999,
+    "lines without testing, cli and csrc": 35_999,
+    "frames at EP=1": 18,
+    "files at EP=1": 8,
+    "frames at EP=2": 70,
+    "files at EP=2": 16,
+}
+"""The most of each."""
+SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of one module by another."""
+
+    module: str
+    target: str
+    name: str | None
+    """What is imported of the target; None for the target itself."""
+    typing: bool
+    """Whether it stands under TYPE_CHECKING."""
+
+
+@dataclass
+class House:
+    """Every module of the package and what it imports."""
+
+    root: Path = ROOT
+    paths: dict[str, Path] = field(init=False)
+    """By dotted name; a package by its `__init__`."""
+    trees: dict[str, ast.Module] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = sorted((self.root / PACKAGE).rglob("*.py"))
+        named = {".".join(path.relative_to(self.root).with_suffix("").parts): path for path in found}
+        self.paths = {name.removesuffix(".__init__"): path for name, path in named.items()}
+        self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.paths.items()}
+
+    def is_room(self, module: str) -> bool:
+        """Whether a module is an `__init__`."""
+        return self.paths[module].name == "__init__.py"
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        """All imports of our own modules, those inside functions included."""
+        return [each for module in self.trees for each in self._imports_of(module) if each.target != module]
+
+    def importers(self, *, typing: bool = True) -> dict[str, set[str]]:
+        """Modules that import each module, `__init__` files left out."""
+        found: dict[str, set[str]] = {module: set() for module in self.paths}
+        for each in self.imports:
+            if not self.is_room(each.module) and (typing or not each.typing):
+                found[each.target].add(each.module)
+        return found
+
+    def with_one_importer(self) -> dict[str, str]:
+        """Modules that exactly one other imports, with that one."""
+        found = self.importers()
+        return {m: next(iter(found[m])) for m in self.paths if len(found[m]) == 1 and not self.is_room(m)}
+
+    def circles(self, *, typing: bool) -> list[list[str]]:
+        """Modules that import each other, directly or not. typing: imports under TYPE_CHECKING count too."""
+        graph: dict[str, set[str]] = {module: set() for module in self.paths}
+        for each in self.imports:
+            if typing or not each.typing:
+                graph[each.module].add(each.target)
+        return [sorted(group) for group in _components(graph) if len(group) > 1]
+
+    def orphans(self) -> list[str]:
+        """Modules that nobody reaches."""
+        reached, waiting = set[str](), sorted(self._doors())
+        by_module: dict[str, list[str]] = {}
+        for each in self.imports:
+            by_module.setdefault(each.module, []).append(each.target)
+        while waiting:
+            module = waiting.pop()
+            if module not in reached:
+                reached.add(module)
+                parents = module.split(".")[:-1]
+                waiting += [name for n in range(1, len(parents)) if (name := ".".join(parents[: n + 1])) in self.paths]
+                waiting += by_module.get(module, [])
+                waiting += self._named_in(module)
+        return sorted(module for module in self.paths if module not in reached)
+
+    def lines(self, folder: str = "") -> int:
+        """Lines of all sources below a folder of the package; "" is the files of the root alone."""
+        home = self.root / PACKAGE / folder
+        found = home.rglob("*") if folder else home.glob("*")
+        return sum(_lines(path) for path in found if path.suffix in SOURCES and "__pycache__" not in path.parts)
+
+    def rooms(self) -> dict[str, tuple[int, int]]:
+        """Lines and files of every room; "" is the root."""
+        rooms: dict[str, tuple[int, int]] = {}
+        for path in sorted((self.root / PACKAGE).rglob("*")):
+            if path.suffix in SOURCES and "__pycache__" not in path.parts:
+                parts = path.relative_to(self.root / PACKAGE).parts
+                room = parts[0] if len(parts) > 1 else ""
+                lines, files = rooms.get(room, (0, 0))
+                rooms[room] = lines + _lines(path), files + 1
+        return rooms
+
+    def room_imports(self) -> set[tuple[str, str]]:
+        """(room, room it imports); a file of the root is a room, and so is the package's own `__init__`.
+
+        Left out: modules that any room may import, and imports for types but for those of the `__init__`, which are
+        what it opens.
+        """
+        kept = (each for each in self.imports if not each.typing or each.module == PACKAGE)
+        return {(_room(each.module), _room(each.target)) for each in kept if each.target not in GROUND}
+
+    def _doors(self) -> Iterator[str]:
+        """Where somebody from outside comes in."""
+        yield PACKAGE
+        yield from (name for name in self.paths if name.endswith(".__main__"))
+        yield from (
+            f"{PACKAGE}.{room}" for room in _public_rooms(self.trees[PACKAGE]) if f"{PACKAGE}.{room}" in self.paths
+        )
+        project = tomllib.loads((self.root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        points = [project.get("scripts", {}), *project.get("entry-points", {}).values()]
+        yield from (point.split(":")[0] for group in points for point in group.values())
+        adapters = f"{PACKAGE}.integrations"
+        yield from (m for m in self.paths if m == adapters or m.rpartition(".")[0] == adapters)
+        yield from (module for module, tree in self.trees.items() if _registers(tree))
+
+    def _imports_of(self, module: str) -> Iterator[Import]:
+        tree = self.trees[module]
+        for_typing = {id(node) for branch in _typing_branches(tree) for node in ast.walk(branch)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name in self.paths:
+                        yield Import(module, alias.name, None, id(node) in for_typing)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    if full in self.paths:
+                        yield Import(module, full, None, id(node) in for_typing)
+                    elif node.module in self.paths:
+                        yield Import(module, node.module, alias.name, id(node) in for_typing)
+
+    def _named_in(self, module: str) -> Iterator[str]:
+        """Modules that a module names in a text, to import them by name: one, or all of a folder."""
+        for node in ast.walk(self.trees[module]):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = node.value.removesuffix(".")  # f"moe_mk.room.{name}"
+                if named in self.paths and named != PACKAGE:
+                    yield named
+                    inner = named.count(".") > 1  # a room's name is the name of its entry points
+                    yield from (name for name in self.paths if inner and name.rpartition(".")[0] == named)
+
+
+def _room(module: str) -> str:
+    """As the floors name it."""
+    return [*module.split("."), "__init__"][1]
+
+
+def picture(house: House) -> str:
+    """The rooms on their floors as SVG."""
+    rooms = {_room(module) for module in house.paths}
+    return draw([[room for room in floor.split() if room in rooms] for floor in HOUSE], house.room_imports())
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+def _typing_branches(tree: ast.Module) -> Iterator[ast.stmt]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            yield from node.body
+
+
+def _registers(tree: ast.Module) -> bool:
+    """Whether a class or function of a module is put into a registry: `@PREPARE_FINALIZE.register("no_ep")`."""
+    for node in ast.walk(tree):
+        for decorator in getattr(node, "decorator_list", []):
+            call = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if isinstance(call, ast.Attribute) and call.attr == "register" and ast.unparse(call.value).isupper():
+                return True
+    return False
+
+
+def _public_rooms(tree: ast.Module) -> list[str]:
+    """What `_ROOMS` of the package names: rooms that open as attributes of the package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_ROOMS":
+            texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+            return " ".join(text for text in texts if isinstance(text, str)).split()
+    return []
+
+
+def _components(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Strongly connected components (Tarjan 1972), without recursion."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    open_, found = list[str](), list[list[str]]()
+    for start in graph:
+        if start in number:
+            continue
+        work = [(start, iter(sorted(graph[start])))]
+        number[start] = low[start] = len(number)
+        open_.append(start)
+        while work:
+            node, rest = work[-1]
+            for other in rest:
+                if other not in number:
+                    number[other] = low[other] = len(number)
+                    open_.append(other)
+                    work.append((other, iter(sorted(graph[other]))))
+                    break
+                if other in open_:
+                    low[node] = min(low[node], number[other])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == number[node]:
+                    at = open_.index(node)
+                    found.append(open_[at:])
+                    del open_[at:]
+    return found
+
+
+def static_measurements(house: House) -> dict[str, Any]:
+    """Everything that is read from the sources, as JSON."""
+    one = house.with_one_importer()
+    whole = sum(lines for lines, _ in house.rooms().values())
+    return {
+        "rooms": {room or "root": {"lines": n, "files": files} for room, (n, files) in house.rooms().items()},
+        "lines": whole,
+        "modules": len(house.paths),
+        "modules with one importer": len(one),
+        "their lines": sum(_lines(house.paths[module]) for module in one),
+        "in the same folder": sum(m.rpartition(".")[0] == by.rpartition(".")[0] for m, by in one.items()),
+        "one importer": one,
+        "circles": len(house.circles(typing=False)),
+        "circles of modules": house.circles(typing=False),
+        "circles with TYPE_CHECKING": len(house.circles(typing=True)),
+        "circles of modules with TYPE_CHECKING": house.circles(typing=True),
+        "orphans": len(house.orphans()),
+        "orphan modules": house.orphans(),
+        "core lines": house.lines() + sum(house.lines(folder) for folder in CORE),
+        "lines without testing, cli and csrc": whole - sum(house.lines(folder) for folder in LEFT_OUT),
+    }
+
+
+def report(measured: Mapping[str, Any], *, in_full: bool) -> Iterator[str]:
+    """What was measured as lines, with the limit and "ok" or "over" where there is one."""
+    yield f"{'room':<20}{'lines':>8}{'files':>7}"
+    for room, size in sorted(measured["rooms"].items(), key=lambda each: -each[1]["lines"]):
+        yield f"{room:<20}{size['lines']:>8,}{size['files']:>7}"
+    yield f"{'all':<20}{measured['lines']:>8,}{sum(size['files'] for size in measured['rooms'].values()):>7}"
+    yield ""
+    for name, value in measured.items():
+        if isinstance(value, int) and name not in ("lines",):
+            limit = LIMITS.get(name)
+            judged = "" if limit is None else f"   at most {limit:,}: {'ok' if value <= limit else 'over'}"
+            yield f"{name:<38}{value:>8,}{judged}"
+    lists = {"orphan": measured["orphan modules"]}
+    lists |= {"circle": [", ".join(circle) for circle in measured["circles of modules"]]}
+    if in_full:
+        seen = measured["circles of modules with TYPE_CHECKING"]
+        lists["circle with TYPE_CHECKING"] = [", ".join(circle) for circle in seen]
+        lists["one importer"] = [f"{module}  <-  {by}" for module, by in sorted(measured["one importer"].items())]
+    for kind, each in lists.items():
+        yield from (f"{kind:<26}{line}" for line in each)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and check; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="modules with one importer, and circles of typing")
+    parser.add_argument("--trace", action="store_true", help="the frames of the decode steps in order")
+    parser.add_argument("--check", action="store_true", help="exit 1 if there is a circle or an orphan; no decode step")
+    parser.add_argument("--svg", type=Path, help="draw the rooms and what they import into a file, and do no more")
+    parser.add_argument("--json", type=Path, help="write what was measured")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    options = parser.parse_args(arguments)
+    house = House(options.root)
+    if options.svg is not None:
+        options.svg.write_text(picture(house), encoding="utf-8")
+        return 0
+    measured = static_measurements(house)
+    if not options.check:
+        from tools.decode_step import decode_steps
+
+        steps = decode_steps()
+        measured |= {key: value for step in steps for key, value in step.as_dict().items()}
+    print("\n".join(report(measured, in_full=options.list)))
+    if options.trace and not options.check:
+        for step in steps:
+            print(f"\nEP={step.ep}")
+            print("\n".join(f"{path}:{function}" for path, function in step.frames))
+    if options.json is not None:
+        options.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    return int(options.check and bool(measured["circles"] or measured["orphans"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
