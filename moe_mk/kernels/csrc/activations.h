@@ -1,6 +1,6 @@
 // What the products read: x and h in bf16, padded to whole steps, rounded where the call asks for it.
 #pragma once
-#include "desk.h"
+#include "thread_scratch.h"
 
 namespace moe_mk {
 namespace {
@@ -54,14 +54,14 @@ bool prepare_inputs(Layer& layer) {
   }
   // Rows of codes start a cache line apart in their sets.
   layer.x_stride = layer.int8() ? (layer.hidden_padded + 64) / 2 : layer.hidden_padded;
-  auto* x = reinterpret_cast<uint16_t*>(layer.team->arena(0, kInputs, size_t(c.num_rows) * layer.x_stride * 2));
+  auto* x = reinterpret_cast<uint16_t*>(layer.pool->arena(0, kInputs, size_t(c.num_rows) * layer.x_stride * 2));
   int64_t h_scales = 0;
   for (const Set& set : layer.sets) h_scales += set.assignments() * layer.row_scales(set.w2.packed->num_inputs);
-  auto* scales = reinterpret_cast<float*>(layer.team->arena(0, kScales, size_t(c.num_rows * each + h_scales) * 4));
+  auto* scales = reinterpret_cast<float*>(layer.pool->arena(0, kScales, size_t(c.num_rows * each + h_scales) * 4));
   if (x == nullptr || scales == nullptr) return false;
   layer.x = x;
   if (rounded) layer.x_scales = scales;
-  return each_task(layer, c.num_rows, [&](int64_t row, int, Desk&) {
+  return each_task(layer, c.num_rows, [&](int64_t row, int, ThreadScratch&) {
     if (layer.visits(row)) prepare_row(layer, row, x + row * layer.x_stride, scales + row * each);
     return true;
   });
@@ -71,7 +71,7 @@ bool prepare_inputs(Layer& layer) {
 bool quantize_hidden(Layer& layer, Set& set, float* scales) {
   const int64_t inter = set.w2.packed->num_inputs, each = layer.row_scales(inter);
   set.h_scales = scales;
-  return each_task(layer, set.assignments(), [&](int64_t row, int, Desk&) {
+  return each_task(layer, set.assignments(), [&](int64_t row, int, ThreadScratch&) {
     uint16_t* h = set.h + row * set.inter_padded;
     if (layer.int8()) scales[row] = layer.kernels.quantize_int8(h, inter, reinterpret_cast<uint8_t*>(h));
     else through_fp8(layer, h, inter, h, scales + row * each);
@@ -83,7 +83,7 @@ bool quantize_hidden(Layer& layer, Set& set, float* scales) {
 bool place_hidden(Layer& layer) {
   size_t elements = 32;
   for (const Set& set : layer.sets) elements += size_t(set.assignments()) * set.inter_padded;
-  auto* h = reinterpret_cast<uint16_t*>(layer.team->arena(0, kHidden, elements * 2));
+  auto* h = reinterpret_cast<uint16_t*>(layer.pool->arena(0, kHidden, elements * 2));
   if (h == nullptr) return false;
   for (Set& set : layer.sets) {
     set.h = h;

@@ -1,7 +1,7 @@
 // Decoding for the AMX kernels: a panel of bf16 weights with every scale inside, since tiles add up over blocks of k.
 //
 // fp8 blocks: the scale goes into the decoding tables (one bf16 rounding a weight, free of cost). Group scales are exact
-// (fold.h). int8 blocks: multiplied into the panel, rounded.
+// (apply_scales.h). int8 blocks: multiplied into the panel, rounded.
 #pragma once
 #include "portable.h"
 
@@ -71,12 +71,12 @@ void expand_block(const Columns& w, int pair, int step, int steps, uint8_t* pane
     const float* scales = tile_scales(w, pair, tile);
     const float scale = scales == nullptr ? 1.0f : scales[step / w.steps_per_block];
     if (w.format == kFp8) expand_tile(packed + tile * 64, steps, scale, panel + tile * 64);
-    else if (scales != nullptr) fold_rows<false>(panel + tile * 64, steps * kStep / 2, splat(scale));
+    else if (scales != nullptr) apply_scale<false>(panel + tile * 64, steps * kStep / 2, splat(scale));
   }
 }
 
-// `steps` steps of one pair from step0 on, both tiles, scales folded in.
-void expand_folded(const Columns& w, int pair, int step0, int steps, uint8_t* panel) {
+// `steps` steps of one pair from step0 on, both tiles, scales applied.
+void expand_scaled(const Columns& w, int pair, int step0, int steps, uint8_t* panel) {
   for (int s = 0; s < steps;) {
     const int until = ((step0 + s) / w.steps_per_block + 1) * w.steps_per_block - step0;
     const int n = (until < steps ? until : steps) - s;

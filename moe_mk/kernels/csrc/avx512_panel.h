@@ -1,10 +1,10 @@
 // Packed steps of one pair -> a bf16 panel [k pair][tile][column][parity], for AVX512-BF16 + VBMI.
-// Scales of k groups go in while the weights are in registers, exactly (fold.h says why).
+// Scales of k groups go in while the weights are in registers, exactly (apply_scales.h says why).
 // Reads the packed bytes once, writes 2 KiB a step, aligned.
 #pragma once
 #include "avx512.h"
 
-#include "fold.h"
+#include "apply_scales.h"
 
 namespace moe_mk {
 namespace {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "exchange_ops.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace moe_mk {
 
@@ -41,9 +41,9 @@ void each_piece(int64_t tokens, int threads, Body body) {
   const int64_t pieces = (tokens + kTokensAPiece - 1) / kTokensAPiece;
   const int members = int(std::max<int64_t>(1, std::min<int64_t>(threads, pieces)));
   if (members == 1) return body(0, tokens);
-  Lease team;
+  ThreadPoolLease pool;
   std::atomic<int64_t> next{0};
-  team->run(members, [&](int) {
+  pool->run(members, [&](int) {
     for (int64_t piece; (piece = next.fetch_add(1)) < pieces;)
       body(piece * kTokensAPiece, std::min(tokens, (piece + 1) * kTokensAPiece));
   });

@@ -49,9 +49,9 @@ bool run_layer(Layer& layer) {
   const MoeMkExperts& c = layer.call;
   if (!prepare_inputs(layer) || !place_hidden(layer)) return false;
   const std::vector<Task> tasks = up_tasks(layer);
-  const bool first_half = each_task(layer, int64_t(tasks.size()), [&](int64_t task, int, Desk& desk) {
+  const bool first_half = each_task(layer, int64_t(tasks.size()), [&](int64_t task, int, ThreadScratch& buffers) {
     const Task& t = tasks[task];
-    up_projection(layer, *t.set, t.slot, t.first, t.count, desk);
+    up_projection(layer, *t.set, t.slot, t.first, t.count, buffers);
     return true;
   });
   if (!first_half || (c.quantize && !quantize_all_hidden(layer))) return false;
@@ -60,11 +60,11 @@ bool run_layer(Layer& layer) {
   const int pairs = layer.sets.front().w2.pairs, tasks_each = c.num_rows <= kRowsOfLongTasks ? 8 : 16;
   const int size = pairs_per_task(layer.most_pairs(), pairs, 1, tasks_each * c.threads);
   const size_t sum_bytes = layer.one_term() ? 64 : size_t(c.num_rows) * size * kPairColumns * 4;
-  return each_task(layer, (pairs + size - 1) / size, [&](int64_t task, int member, Desk& desk) {
-    auto* sums = reinterpret_cast<float*>(layer.team->arena(member, kSums, sum_bytes));
+  return each_task(layer, (pairs + size - 1) / size, [&](int64_t task, int member, ThreadScratch& buffers) {
+    auto* sums = reinterpret_cast<float*>(layer.pool->arena(member, kSums, sum_bytes));
     if (sums == nullptr) return false;
     const int first = int(task) * size;
-    down_projection(layer, {layer, first, std::min(size, pairs - first), sums}, desk);
+    down_projection(layer, {layer, first, std::min(size, pairs - first), sums}, buffers);
     return true;
   });
 }
@@ -119,8 +119,8 @@ int32_t moe_mk_experts(const MoeMkExperts* call) try {
     sets.emplace_back(c.shared_w13, c.shared_w2, c.gated != 0);
     sets.back().plan.fill_with_all(c.num_rows);
   }
-  Lease team;
-  Layer layer = {c, *kernels, team, sets, up(c.w13.num_inputs, kStep)};
+  ThreadPoolLease pool;
+  Layer layer = {c, *kernels, pool, sets, up(c.w13.num_inputs, kStep)};
   return run_layer(layer) ? kOk : kNoMemory;
 } catch (const std::bad_alloc&) {
   return kNoMemory;

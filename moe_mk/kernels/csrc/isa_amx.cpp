@@ -53,7 +53,7 @@ void one_block(const Columns& w, int pair, const Chunk& chunk, const Scratch& sc
     if (w.must_be_decoded()) {
       // Two panels in turn: the stores of the next do not wait for the loads of the last.
       uint8_t* own = scratch.panel + (s / kPanelSteps % 2) * kPanelSteps * 2 * kPanelTile;
-      expand_folded(w, pair, chunk.step0 + s, steps, own);
+      expand_scaled(w, pair, chunk.step0 + s, steps, own);
       panel = own;
     }
     memory_barrier();
@@ -69,7 +69,7 @@ void many_blocks(const Columns& w, int pair, const Chunk& chunk, const Scratch& 
     const int steps = chunk.steps - s < kPanelSteps ? chunk.steps - s : kPanelSteps;
     const uint8_t* panel = w.data + pair * w.pair_bytes + size_t(chunk.step0 + s) * w.step_bytes;
     if (w.must_be_decoded()) {
-      expand_folded(w, pair, chunk.step0 + s, steps, scratch.panel);
+      expand_scaled(w, pair, chunk.step0 + s, steps, scratch.panel);
       panel = scratch.panel;
     }
     for (int row = 0; row < rows; row += 2 * kTileRows) {

@@ -6,7 +6,7 @@
 #include "avx512.h"
 
 #include "blocked.h"
-#include "fold.h"
+#include "apply_scales.h"
 
 namespace moe_mk {
 namespace {

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <vector>
 
-#include "team.h"
+#include "thread_pool.h"
 
 namespace moe_mk {
 namespace {
@@ -126,7 +126,7 @@ struct Set {
 struct Layer {
   const MoeMkExperts& call;
   const Kernels& kernels;
-  Lease& team;
+  ThreadPoolLease& pool;
   std::vector<Set>& sets;
   int64_t hidden_padded;
   const uint16_t* x = nullptr;    // [R][x_stride] bf16, readable up to hidden_padded; or codes of one byte in its place

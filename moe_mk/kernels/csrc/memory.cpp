@@ -5,7 +5,7 @@
 #include <chrono>
 #include <cstdint>
 
-#include "team.h"
+#include "thread_pool.h"
 
 using namespace moe_mk;
 

@@ -16,7 +16,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "team.h"
+#include "thread_pool.h"
 
 namespace moe_mk {
 namespace {
@@ -186,9 +186,9 @@ bool packable(int64_t num_outputs, int64_t num_inputs, int32_t format) {
 
 template <typename Body>
 void each_pair(int64_t pairs, int threads, Body body) {
-  Lease team;
+  ThreadPoolLease pool;
   std::atomic<int64_t> next{0};
-  team->run(int(std::max<int64_t>(1, std::min<int64_t>(threads, pairs))), [&](int) {
+  pool->run(int(std::max<int64_t>(1, std::min<int64_t>(threads, pairs))), [&](int) {
     for (int64_t pair; (pair = next.fetch_add(1)) < pairs;) body(pair);
   });
 }

@@ -3,7 +3,7 @@
 #pragma once
 #include "blocked.h"
 #include "epilogue.h"
-#include "fold.h"
+#include "apply_scales.h"
 #include "gate.h"
 #include "int8.h"
 #include "quantize.h"
@@ -60,7 +60,7 @@ struct PortableOps {
 
   static void expand(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
     decode_panel(w.format, w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes, steps, panel);
-    if (w.groups != nullptr) fold_groups(w, pair, step, steps, panel);
+    if (w.groups != nullptr) apply_group_scales(w, pair, step, steps, panel);
   }
 
   static void decode_panel(int format, const uint8_t* packed, int steps, uint8_t* panel) {

@@ -1,18 +1,18 @@
 // The two phases of one task: w13, bias and activation into h; then w2 of all experts into the sums of some columns.
 #pragma once
-#include "desk.h"
+#include "thread_scratch.h"
 
 namespace moe_mk {
 namespace {
 
-void multiply(const Layer& layer, const Columns& w, const Rows& rows, const Desk& desk) {
-  if (layer.int8()) layer.kernels.multiply_int8(w, rows, desk.scratch, desk.totals);
-  else if (rows.num_rows <= layer.few(w)) layer.kernels.multiply_few(w, rows, desk.totals);
-  else layer.kernels.multiply_many(w, rows, desk.scratch, desk.totals);
+void multiply(const Layer& layer, const Columns& w, const Rows& rows, const ThreadScratch& buffers) {
+  if (layer.int8()) layer.kernels.multiply_int8(w, rows, buffers.scratch, buffers.totals);
+  else if (rows.num_rows <= layer.few(w)) layer.kernels.multiply_few(w, rows, buffers.totals);
+  else layer.kernels.multiply_many(w, rows, buffers.scratch, buffers.totals);
 }
 
 // Phase 1 of one task.
-void up_projection(const Layer& layer, const Set& set, int slot, int first, int count, const Desk& desk) {
+void up_projection(const Layer& layer, const Set& set, int slot, int first, int count, const ThreadScratch& buffers) {
   const MoeMkExperts& c = layer.call;
   const ActivationSpec spec = {c.activation, c.gated != 0, c.alpha, c.limit};
   const int64_t x_blocks = layer.row_scales(c.w13.num_inputs), begin = set.plan.offset[slot];
@@ -27,7 +27,7 @@ void up_projection(const Layer& layer, const Set& set, int slot, int first, int 
       values[r] = layer.x + row * layer.x_stride;
       scales[r] = layer.x_scales == nullptr ? nullptr : layer.x_scales + row * x_blocks;
     }
-    multiply(layer, w, {values, layer.x_scales == nullptr ? nullptr : scales, n}, desk);
+    multiply(layer, w, {values, layer.x_scales == nullptr ? nullptr : scales, n}, buffers);
     // Padding of h up to a whole step meets zero weights, but must not be a NaN.
     const int64_t end = int64_t(first + count) * wide;
     if (first + count == set.w13.pairs)
@@ -37,7 +37,7 @@ void up_projection(const Layer& layer, const Set& set, int slot, int first, int 
       float biases[kPairColumns];
       const float *bias = set.w13.bias(slot, first + p, biases), *scale = set.w13.output_scales(slot, first + p);
       for (int r = 0; r < n; ++r) {
-        const float* totals = desk.totals + (size_t(p) * n + r) * kPairColumns;
+        const float* totals = buffers.totals + (size_t(p) * n + r) * kPairColumns;
         layer.kernels.activate(spec, totals, scale, bias, set.h + (begin + done + r) * set.inter_padded + int64_t(first + p) * wide);
       }
     }
@@ -88,7 +88,7 @@ struct OutputBlock {
 };
 
 // Phase 2 of one task: one set after the other, each in slot order.
-void down_projection(const Layer& layer, const OutputBlock& block, const Desk& desk) {
+void down_projection(const Layer& layer, const OutputBlock& block, const ThreadScratch& buffers) {
   if (!layer.one_term()) std::memset(block.sums, 0, size_t(layer.call.num_rows) * block.count * kPairColumns * 4);
   for (const Set& set : layer.sets) {
     const int64_t h_blocks = layer.row_scales(set.w2.packed->num_inputs);
@@ -103,8 +103,8 @@ void down_projection(const Layer& layer, const OutputBlock& block, const Desk& d
           values[r] = set.h + (place + r) * set.inter_padded;
           scales[r] = set.h_scales == nullptr ? nullptr : set.h_scales + (place + r) * h_blocks;
         }
-        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n}, desk);
-        block.add(set, slot, place, n, desk.totals);
+        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n}, buffers);
+        block.add(set, slot, place, n, buffers.totals);
       }
     }
   }

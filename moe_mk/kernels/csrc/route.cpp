@@ -12,7 +12,7 @@
 #include <new>
 #include <vector>
 
-#include "team.h"
+#include "thread_pool.h"
 
 namespace moe_mk {
 namespace {
@@ -29,13 +29,13 @@ int experts_per_task(const MoeMkRoute& c, int64_t token_blocks) {
   return size;
 }
 
-void gate_logits(const MoeMkRoute& c, const Kernels& kernels, Lease& team) {
+void gate_logits(const MoeMkRoute& c, const Kernels& kernels, ThreadPoolLease& pool) {
   const int64_t token_blocks = (c.num_tokens + kTokens - 1) / kTokens;
   const int size = experts_per_task(c, token_blocks);
   const int64_t expert_blocks = (c.num_experts + size - 1) / size;
   const size_t element = c.gate_f32 ? 4 : 2;
   std::atomic<int64_t> next{0};
-  team->run(int(std::min<int64_t>(c.threads, token_blocks * expert_blocks)), [&](int) {
+  pool->run(int(std::min<int64_t>(c.threads, token_blocks * expert_blocks)), [&](int) {
     for (int64_t task; (task = next.fetch_add(1)) < token_blocks * expert_blocks;) {
       const int64_t t0 = task / expert_blocks * kTokens, e0 = task % expert_blocks * size;
       const int tokens = int(std::min<int64_t>(kTokens, c.num_tokens - t0));
@@ -87,15 +87,15 @@ float group_value(const float* choice, int size, bool best_two) {
   return best_two && size > 1 ? first + second : first;
 }
 
-struct Desk {
+struct ChoiceScratch {
   std::vector<float> scores, choice, groups;
   std::vector<uint8_t> left, group_left;
 
-  explicit Desk(const MoeMkRoute& c)
+  explicit ChoiceScratch(const MoeMkRoute& c)
       : scores(c.num_experts), choice(c.num_experts), groups(c.num_groups), left(c.num_experts), group_left(c.num_groups) {}
 };
 
-void choose(const MoeMkRoute& c, int64_t token, Desk& d) {
+void choose(const MoeMkRoute& c, int64_t token, ChoiceScratch& d) {
   score(c, c.logits + token * c.num_experts, d.scores.data());
   for (int e = 0; e < c.num_experts; ++e) d.choice[e] = d.scores[e] + (c.bias == nullptr ? 0.0f : c.bias[e]);
   int32_t* ids = c.ids + token * c.top_k;
@@ -130,13 +130,13 @@ void choose(const MoeMkRoute& c, int64_t token, Desk& d) {
 }
 
 // Every token's choice, tokens shared out among the threads.
-void choose_all(const MoeMkRoute& c, Lease& team) {
+void choose_all(const MoeMkRoute& c, ThreadPoolLease& pool) {
   const int64_t worth = std::max<int64_t>(1, c.num_tokens * c.num_experts / kScoresEach);
   const int members = int(std::min<int64_t>({c.threads, c.num_tokens, worth}));
-  std::vector<Desk> desks(static_cast<size_t>(members), Desk(c));
+  std::vector<ChoiceScratch> scratch(static_cast<size_t>(members), ChoiceScratch(c));
   std::atomic<int64_t> next{0};
-  team->run(members, [&](int member) {
-    for (int64_t token; (token = next.fetch_add(1)) < c.num_tokens;) choose(c, token, desks[static_cast<size_t>(member)]);
+  pool->run(members, [&](int member) {
+    for (int64_t token; (token = next.fetch_add(1)) < c.num_tokens;) choose(c, token, scratch[static_cast<size_t>(member)]);
   });
 }
 
@@ -153,9 +153,9 @@ int32_t moe_mk_route(const MoeMkRoute* call) try {
       c.top_k > c.num_experts || c.top_groups <= 0 || c.top_groups > c.num_groups || c.threads <= 0)
     return kBadShape;
   if (c.num_tokens <= 0) return kOk;
-  Lease team;
-  gate_logits(c, *kernels, team);
-  choose_all(c, team);
+  ThreadPoolLease pool;
+  gate_logits(c, *kernels, pool);
+  choose_all(c, pool);
   return kOk;
 } catch (const std::bad_alloc&) {
   return kNoMemory;

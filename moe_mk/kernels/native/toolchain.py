@@ -49,7 +49,7 @@ PLAIN_UNITS = (
     "pack.cpp",
     "quantize.cpp",
     "route.cpp",
-    "team.cpp",
+    "thread_pool.cpp",
     "whole.cpp",
 )
 

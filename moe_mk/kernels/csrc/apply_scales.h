@@ -30,7 +30,7 @@ inline u32x16 rounded_to_bf16(u32x16 f32) { return f32 + 0x7fffu + ((f32 >> 16) 
 
 // One tile of `rows` k pairs: both parities of 16 columns times 16 scales. Exact products are cut, others rounded.
 template <bool Exact>
-inline void fold_rows(uint8_t* row, int rows, f32x16 scale) {
+inline void apply_scale(uint8_t* row, int rows, f32x16 scale) {
   for (int r = 0; r < rows; ++r, row += kPanelRow) {
     const u32x16 both = load<u32x16>(row);
     u32x16 even = bits<u32x16>(bits<f32x16>(both << 16) * scale);
@@ -44,12 +44,12 @@ inline void fold_rows(uint8_t* row, int rows, f32x16 scale) {
 }
 
 // The group scales of `steps` steps of one pair from `step` on.
-inline void fold_groups(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
+inline void apply_group_scales(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
   const int groups = groups_of_step(w.format), rows = kStep / 2 / groups;
   const uint8_t* scales = group_scales(w, pair, step);
   for (int group = 0; group < steps * groups; ++group)
     for (int tile = 0; tile < 2; ++tile)
-      fold_rows<true>(panel + size_t(group) * rows * kPanelRow + tile * 64, rows,
+      apply_scale<true>(panel + size_t(group) * rows * kPanelRow + tile * 64, rows,
                       group_scales16(w.format, scales + group * kPairColumns + tile * kTileColumns));
 }
 

@@ -1,4 +1,4 @@
-// Tasks of one layer shared out among the threads of a team, each with memory of its own for one product.
+// Tasks of one layer shared out among the threads of a pool, each with memory of its own for one product.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -12,13 +12,13 @@ constexpr size_t kPanelBytes = 64u << 10, kTilesBytes = 8u << 10;
 constexpr size_t kTotalsBytes = size_t(kMaxPairs) * kMaxRows * kPairColumns * sizeof(float);
 
 // A member's own memory for one product.
-struct Desk {
+struct ThreadScratch {
   Scratch scratch;
   float* totals;
 
   // One block of 2 MiB or so, hence on huge pages: the rows of a chunk are met in an order that misses small ones.
-  bool open(Lease& team, int member, size_t gather_bytes) {
-    uint8_t* at = team->arena(member, kDesk, gather_bytes + kPanelBytes + kTilesBytes + kTotalsBytes);
+  bool open(ThreadPoolLease& pool, int member, size_t gather_bytes) {
+    uint8_t* at = pool->arena(member, kThreadScratch, gather_bytes + kPanelBytes + kTilesBytes + kTotalsBytes);
     if (at == nullptr) return false;
     scratch.gathered = at;
     scratch.panel = at + gather_bytes;
@@ -32,14 +32,14 @@ template <typename Body>
 bool each_task(const Layer& layer, int64_t tasks, Body body) {
   std::atomic<int64_t> next{0};
   std::atomic<bool> memory{true};
-  layer.team->run(int(std::min<int64_t>(layer.call.threads, std::max<int64_t>(1, tasks))), [&](int member) {
-    Desk desk;
-    if (!desk.open(layer.team, member, layer.gather_bytes())) {
+  layer.pool->run(int(std::min<int64_t>(layer.call.threads, std::max<int64_t>(1, tasks))), [&](int member) {
+    ThreadScratch buffers;
+    if (!buffers.open(layer.pool, member, layer.gather_bytes())) {
       memory = false;
       return;
     }
     layer.kernels.enter();
-    for (int64_t task; memory && (task = next.fetch_add(1)) < tasks;) memory = body(task, member, desk) && memory;
+    for (int64_t task; memory && (task = next.fetch_add(1)) < tasks;) memory = body(task, member, buffers) && memory;
     layer.kernels.leave();
   });
   return memory;

@@ -9,7 +9,7 @@
 
 namespace moe_mk {
 
-class Team {
+class ThreadPool {
  public:
   // Runs body(member) for members in [0, threads); the caller is member 0. Returns when all who began are done: body
   // takes work off a common list, since a member who comes too late for any of it never begins.
@@ -18,26 +18,26 @@ class Team {
   virtual uint8_t* arena(int member, int which, size_t bytes) = 0;
 
  protected:
-  ~Team() = default;
+  ~ThreadPool() = default;
 };
 
 // Borrows a team for one call and gives it back.
-class Lease {
+class ThreadPoolLease {
  public:
-  Lease();
-  ~Lease();
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
-  Team* operator->() const { return team_; }
+  ThreadPoolLease();
+  ~ThreadPoolLease();
+  ThreadPoolLease(const ThreadPoolLease&) = delete;
+  ThreadPoolLease& operator=(const ThreadPoolLease&) = delete;
+  ThreadPool* operator->() const { return pool_; }
 
  private:
-  Team* team_;
+  ThreadPool* pool_;
 };
 
 size_t scratch_bytes();
 void release_scratch();
 
 // Which arena serves what.
-enum Arena { kDesk, kSums, kHidden, kInputs, kScales, kNumArenas };
+enum Arena { kThreadScratch, kSums, kHidden, kInputs, kScales, kNumArenas };
 
 }  // namespace moe_mk

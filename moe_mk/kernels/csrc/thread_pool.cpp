@@ -1,8 +1,8 @@
-// Threads: created on demand, kept by their team, asleep on a condition variable between runs after a short spin.
+// Threads: created on demand, kept by their pool, asleep on a condition variable between runs after a short spin.
 // A run is over when its work is, not when everybody has come: a thread that wakes up after the caller has found nothing
 // left to do is not waited for, and stays awake for the next run (a busy machine, or a virtual one, wakes it late).
 // Memory: each arena only grows; arenas of 1 MiB and more ask for 2 MiB pages.
-#include "team.h"
+#include "thread_pool.h"
 
 #include <pthread.h>
 #include <sys/mman.h>
@@ -60,7 +60,7 @@ struct Arenas {
   Block blocks[kNumArenas];
 };
 
-class ThreadTeam final : public Team {
+class StdThreadPool final : public ThreadPool {
  public:
   void run(int threads, const std::function<void(int)>& body) override {
     if (threads <= 1) {
@@ -157,48 +157,48 @@ class ThreadTeam final : public Team {
 };
 
 // Never destroyed: sleeping threads outlive static destruction.
-struct Office {
+struct IdlePools {
   std::mutex mutex;
-  std::vector<ThreadTeam*> idle;
+  std::vector<StdThreadPool*> pools;
 };
-Office* office = nullptr;
-pthread_once_t opened = PTHREAD_ONCE_INIT;
+IdlePools* idle_pools = nullptr;
+pthread_once_t created = PTHREAD_ONCE_INIT;
 
-void before_fork() { office->mutex.lock(); }
-void after_fork_in_parent() { office->mutex.unlock(); }
+void before_fork() { idle_pools->mutex.lock(); }
+void after_fork_in_parent() { idle_pools->mutex.unlock(); }
 void after_fork_in_child() {
-  // The threads did not follow; their teams are abandoned, and a fresh office cannot hold a lock somebody else took.
-  office = new Office;
+  // The threads did not follow; their teams are abandoned, and a fresh idle_pools cannot hold a lock somebody else took.
+  idle_pools = new IdlePools;
 }
-void open_office() {
-  office = new Office;
+void create_idle_pools() {
+  idle_pools = new IdlePools;
   pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
 }  // namespace
 
-Lease::Lease() {
-  pthread_once(&opened, open_office);
-  std::lock_guard<std::mutex> hold(office->mutex);
-  if (office->idle.empty()) {
-    team_ = new ThreadTeam;
+ThreadPoolLease::ThreadPoolLease() {
+  pthread_once(&created, create_idle_pools);
+  std::lock_guard<std::mutex> hold(idle_pools->mutex);
+  if (idle_pools->pools.empty()) {
+    pool_ = new StdThreadPool;
     return;
   }
-  team_ = office->idle.back();
-  office->idle.pop_back();
+  pool_ = idle_pools->pools.back();
+  idle_pools->pools.pop_back();
 }
 
-Lease::~Lease() {
-  std::lock_guard<std::mutex> hold(office->mutex);
-  office->idle.push_back(static_cast<ThreadTeam*>(team_));
+ThreadPoolLease::~ThreadPoolLease() {
+  std::lock_guard<std::mutex> hold(idle_pools->mutex);
+  idle_pools->pools.push_back(static_cast<StdThreadPool*>(pool_));
 }
 
 size_t scratch_bytes() { return total_scratch.load(); }
 
 void release_scratch() {
-  pthread_once(&opened, open_office);
-  std::lock_guard<std::mutex> hold(office->mutex);
-  for (ThreadTeam* team : office->idle) team->release();
+  pthread_once(&created, create_idle_pools);
+  std::lock_guard<std::mutex> hold(idle_pools->mutex);
+  for (StdThreadPool* pool : idle_pools->pools) pool->release();
 }
 
 }  // namespace moe_mk
