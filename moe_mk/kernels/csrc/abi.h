@@ -14,7 +14,7 @@ enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, 
 enum ReadWay : int32_t { kAskAhead = 0, kManyStreams = 1, kNumReadWays = 2 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
-// One projection of all local experts in packed form (pack.cpp draws it).
+// One projection of all local experts in packed form (layout: pack.cpp).
 struct MoeMkMatrix {
   const uint8_t* data;    // [L][slot_bytes]
   const void* scales;     // [L][slot_scales]; null: none. kFp8, kInt8: f32, each [pair][2 tiles][blocks].
@@ -31,7 +31,7 @@ struct MoeMkMatrix {
 struct MoeMkExperts {
   const void* x;          // [R][x_stride] bf16, or codes when x_scales is given: s8 with kInt8Rows, else e4m3
   const float* x_scales;  // [R][x_scale_stride], one per 128 k, or one a row with kInt8Rows; null: x is bf16
-  const int32_t* ids;     // [R][K] local slots; -1: goes nowhere
+  const int32_t* ids;     // [R][K] local slots; -1: dropped
   const float* weights;   // [R][K]; null: all ones
   void* out;              // [R][out_stride] bf16, or f32 when out_f32
   int64_t num_rows, x_stride, x_scale_stride, out_stride;
@@ -43,11 +43,11 @@ struct MoeMkExperts {
                           // row (kInt8 weights only)
   int32_t batch_invariant, out_f32, threads, isa;
   MoeMkMatrix shared_w13, shared_w2;  // one slot that every row visits with weight 1; data null: none
-  // What tuning may choose; 0: built in. Bits depend on none of them (layer.h has the limits).
+  // Tuning parameters; 0: built-in value. None of them changes a bit of the result (layer.h checks the limits).
   int32_t panel_rows;     // rows of an expert from which weights are decoded into a panel first, where bits agree: 1 to 5
   int32_t task_pairs;     // most pairs of columns in a task: 1 to 16
-  int32_t prefetch_bytes; // how far ahead of a stream of weights memory is asked for: 64 to 16 384
-  int32_t gather_kib;     // memory for rows gathered at a time, of an L2: 128 to 4096
+  int32_t prefetch_bytes; // prefetch distance of a stream of weights: 64 to 16 384
+  int32_t gather_kib;     // memory for rows gathered at a time, part of the L2: 128 to 4096
 };
 
 struct MoeMkRoute {
@@ -63,12 +63,12 @@ struct MoeMkRoute {
   int32_t threads, isa;
 };
 
-// A layer whose tokens stay where they are: gate, choice, and the experts of this rank. What differs from call to call
-// (x, ids, weights, logits, out, sizes of the batch, threads) is set by moe_mk_layer.
+// A layer without token exchange: gate, routing, and the experts of this rank. moe_mk_layer sets the fields that differ
+// between calls (x, ids, weights, logits, out, batch sizes, threads).
 struct MoeMkLayer {
   MoeMkRoute route;
   MoeMkExperts experts;
-  const int32_t* physical_of;  // [E] the one physical expert of each; -1: nobody holds it
+  const int32_t* physical_of;  // [E] the one physical expert of each; -1: on no rank
   const int32_t* rank_of;      // [P]
   const int32_t* slot_of;      // [P]
   int32_t num_physical, rank;
@@ -83,9 +83,9 @@ int32_t moe_mk_unpack(const void* packed, void* first, void* second, int64_t row
                       int64_t num_inputs, int32_t format, int32_t threads);
 int32_t moe_mk_experts(const MoeMkExperts* call);
 int32_t moe_mk_route(const MoeMkRoute* call);
-// x [T][H] and out [T][H] bf16, dense. load [E]: how often each expert was chosen is added to it.
+// x [T][H] and out [T][H] bf16, contiguous. load [E]: the number of times each expert was chosen is added to it.
 int32_t moe_mk_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens, int64_t* load, void* out, int32_t threads);
-// ue8m0: scales are powers of two, as f32 all the same.
+// ue8m0: scales are powers of two, stored as f32.
 int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, int64_t x_stride, int32_t x_is_f32,
                         int32_t ue8m0, uint8_t* values, float* scales, int32_t threads, int32_t isa);
 int32_t moe_mk_count_nans(const uint8_t* codes, int64_t num_codes, int32_t threads, int32_t isa, int64_t* num_nans);

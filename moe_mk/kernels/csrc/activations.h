@@ -1,11 +1,11 @@
-// What the products read: x and h in bf16, padded to whole steps, rounded where the call asks for it.
+// The operands of the products: x and h in bf16, padded to whole steps, quantised if the call requires it.
 #pragma once
 #include "thread_scratch.h"
 
 namespace moe_mk {
 namespace {
 
-// Through 1x128 e4m3: the values of the codes go to `to` as bf16 (it may be where they came from), the scales beside.
+// Quantises to 1x128 e4m3: writes the values of the codes to `to` as bf16 (may be in place), and the scales.
 inline void through_fp8(const Layer& layer, const uint16_t* from, int64_t columns, uint16_t* to, float* scales) {
   for (int64_t first = 0; first < columns; first += kActivationBlock) {
     const int n = int(std::min<int64_t>(kActivationBlock, columns - first));
@@ -20,7 +20,7 @@ inline void through_fp8(const Layer& layer, const uint16_t* from, int64_t column
   }
 }
 
-// One row of x as the kernels want it, padded to whole steps.
+// One row of x in the format the kernels read, padded to whole steps.
 void prepare_row(const Layer& layer, int64_t row, uint16_t* to, float* scales) {
   const MoeMkExperts& c = layer.call;
   const int64_t hidden = c.w13.num_inputs, padding = layer.hidden_padded - hidden;
@@ -42,7 +42,7 @@ void prepare_row(const Layer& layer, int64_t row, uint16_t* to, float* scales) {
   }
 }
 
-// x as the kernels want it: where it is, or rounded, decoded, or padded in memory of the layer's own.
+// x in the format the kernels read: in place, or quantised, decoded or padded into scratch memory.
 bool prepare_inputs(Layer& layer) {
   const MoeMkExperts& c = layer.call;
   const int64_t hidden = c.w13.num_inputs, each = layer.row_scales(hidden);
@@ -52,7 +52,7 @@ bool prepare_inputs(Layer& layer) {
     layer.x_stride = c.x_stride;
     return true;
   }
-  // Rows of codes start a cache line apart in their sets.
+  // An extra cache line a row, so that rows of codes do not map to the same cache sets.
   layer.x_stride = layer.int8() ? (layer.hidden_padded + 64) / 2 : layer.hidden_padded;
   auto* x = reinterpret_cast<uint16_t*>(layer.pool->arena(0, kInputs, size_t(c.num_rows) * layer.x_stride * 2));
   int64_t h_scales = 0;
@@ -67,7 +67,7 @@ bool prepare_inputs(Layer& layer) {
   });
 }
 
-// h of a set rounded in place: bf16 that are values of e4m3 codes, or codes of one byte; the scales go beside them.
+// Quantises h of a set in place: bf16 values of e4m3 codes, or one-byte codes; scales are stored separately.
 bool quantize_hidden(Layer& layer, Set& set, float* scales) {
   const int64_t inter = set.w2.packed->num_inputs, each = layer.row_scales(inter);
   set.h_scales = scales;
@@ -79,7 +79,7 @@ bool quantize_hidden(Layer& layer, Set& set, float* scales) {
   });
 }
 
-// h of all sets, one after the other in one piece of memory.
+// h of all sets, consecutive in one allocation.
 bool place_hidden(Layer& layer) {
   size_t elements = 32;
   for (const Set& set : layer.sets) elements += size_t(set.assignments()) * set.inter_padded;

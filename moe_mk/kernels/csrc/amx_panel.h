@@ -1,6 +1,6 @@
-// Decoding for the AMX kernels: a panel of bf16 weights with every scale inside, since tiles add up over blocks of k.
+// Decoding for the AMX kernels: a panel of scaled bf16 weights, since tiles accumulate over blocks of k.
 //
-// fp8 blocks: the scale goes into the decoding tables (one bf16 rounding a weight, free of cost). Group scales are exact
+// fp8 blocks: the scale goes into the decoding tables (one bf16 rounding per weight, no extra time). Group scales are exact
 // (apply_scales.h). int8 blocks: multiplied into the panel, rounded.
 #pragma once
 #include "portable.h"
@@ -27,7 +27,7 @@ Tables scaled_tables(float scale) {
   return tables_of(parts[0], parts[1], parts[2], parts[3]);
 }
 
-// One tile of `steps` steps that share a scale.
+// One tile of `steps` steps with one scale.
 void expand_tile(const uint8_t* packed, int steps, float scale, uint8_t* panel) {
   const Tables tables = scaled_tables(scale);
   for (int s = 0; s < steps; ++s)

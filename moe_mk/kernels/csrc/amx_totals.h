@@ -13,7 +13,7 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr size_t kTotalsStride = kPairColumns * sizeof(float);
 
-// Where the totals of one row tile are while it is worked on.
+// The location of the totals of one row tile during its computation.
 struct TotalsTile {
   float* at;
   float* home;

@@ -1,8 +1,8 @@
-// Scales multiplied into a decoded bf16 panel, in place, while it is in L1.
+// Multiplies scales into a decoded bf16 panel, in place, while it is in L1.
 //
 // Group scales are exact: a power of two (E8M0) changes an exponent, and an e4m3 scale times an e2m1 code has at most
-// six significant bits. Only what falls below the normal range of bf16 (2^-126) may be lost.
-// Reads and writes 32 B * steps * 16 a tile. No alignment assumed.
+// six significant bits. Only results below the normal range of bf16 (2^-126) may be inexact.
+// Reads and writes 32 B * steps * 16 per tile. Any alignment.
 #pragma once
 #include "vectors.h"
 
@@ -28,7 +28,7 @@ inline const uint8_t* group_scales(const Columns& w, int pair, int step) {
 
 inline u32x16 rounded_to_bf16(u32x16 f32) { return f32 + 0x7fffu + ((f32 >> 16) & 1u); }
 
-// One tile of `rows` k pairs: both parities of 16 columns times 16 scales. Exact products are cut, others rounded.
+// One tile of `rows` k pairs: both parities of 16 columns times 16 scales. Exact products are truncated, others rounded.
 template <bool Exact>
 inline void apply_scale(uint8_t* row, int rows, f32x16 scale) {
   for (int r = 0; r < rows; ++r, row += kPanelRow) {

@@ -73,7 +73,7 @@ inline __attribute__((always_inline)) Tables integer_tables() {
                    _mm512_load_si512(from + 96));
 }
 
-// Decoding policies: the kRows k pairs of one tile at `from` as VNNI rows. kLines: 64 B lines they lie in, kPanelRow apart.
+// Decoding policies: the kRows k pairs of one tile at `from` as VNNI rows. kLines: the number of their 64 B lines, kPanelRow apart.
 struct Fp8 {
   static constexpr int kRows = 2, kLines = 1;
   Tables tables = exact_tables();
@@ -87,13 +87,13 @@ struct Int8 {
   static constexpr int kRows = 2, kLines = 1;
   Tables tables = integer_tables();
 
-  // A word holds four k of a column: its halves are brought together first, so that the unpacks part them again.
+  // A word holds four k of a column: its halves are joined first, because the unpacks separate them.
   inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {
     const __m512i halves = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
     const __m512i codes = _mm512_shuffle_epi8(_mm512_loadu_si512(from), halves), size = _mm512_abs_epi8(codes);
     const __m512i low = _mm512_permutex2var_epi8(tables.low0, size, tables.low1);
     __m512i high = _mm512_permutex2var_epi8(tables.high0, size, tables.high1);
-    // -128 has no positive twin: its index is 0, its bf16 0xc300.
+    // -128 has no positive counterpart: its index is 0, its bf16 0xc300.
     high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(size), _mm512_set1_epi8(0x43));
     high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(char(0x80)), 0xf8);
     to[0] = _mm512_unpacklo_epi8(low, high);
@@ -123,7 +123,7 @@ struct Bf16 {
   }
 };
 
-// Scale policies: how often a step of k meets a new scale, and that of 16 columns as f32.
+// Scale policies: the number of scales in a step of k, and the scale of 16 columns as f32.
 struct BlockScales {  // one scalar a tile and block of k
   static constexpr bool kGrouped = false;
   static constexpr int kPerStep = 1;

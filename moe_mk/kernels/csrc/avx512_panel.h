@@ -1,5 +1,5 @@
 // Packed steps of one pair -> a bf16 panel [k pair][tile][column][parity], for AVX512-BF16 + VBMI.
-// Scales of k groups go in while the weights are in registers, exactly (apply_scales.h says why).
+// Scales of k groups go in while the weights are in registers, exactly (see apply_scales.h).
 // Reads the packed bytes once, writes 2 KiB a step, aligned.
 #pragma once
 #include "avx512.h"

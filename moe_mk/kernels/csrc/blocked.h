@@ -3,7 +3,7 @@
 // For each chunk of k whose rows fit half of an L2: gather the rows (64 B a row and step) into groups of Ops::kGroup,
 // then pair by pair, scale block by scale block: decode the weights once into a bf16 panel that stays in L1, multiply
 // every group with it, add scale * block sum into the totals.
-// Each total is one chain over k in order, whatever the number of rows or pairs: bit-equal in any company.
+// Each total is one chain over k in order, independent of the number of rows and pairs: batch-invariant.
 // Reads: packed weights once, rows once a task. Writes: totals [pair][row][32], num_pairs * rows * 128 B.
 #pragma once
 #include <cstring>
@@ -45,7 +45,7 @@ inline const float* tile_scales(const Columns& w, int pair, int tile) {
   return w.scales == nullptr ? nullptr : w.scales + (size_t(pair) * 2 + tile) * w.num_blocks;
 }
 
-// Memory to ask for while multiplying: `lines` cache lines for each k pair, 0: none.
+// Memory to prefetch while multiplying: `lines` cache lines per k pair, 0: none.
 struct Ahead {
   const uint8_t* data;
   int lines;
@@ -78,7 +78,7 @@ void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch
           const uint8_t* a = scratch.gathered + (size_t(first) * chunk_steps + size_t(s) * Ops::kGroup) * kRowBytes;
           float row_scale[Ops::kGroup];
           for (int r = 0; r < n; ++r) row_scale[r] = rows.scales == nullptr ? 1.0f : rows.scales[first + r][x_block];
-          // The first group asks for the weights two panels on, spread over its k: all at once would fill the miss buffers.
+          // The first group prefetches the weights two panels ahead, spread over its k to spare the miss buffers.
           const Ahead ahead = {packed + 2 * steps * step_bytes, first != 0 ? 0 : int((step_bytes + kPanelTile - 1) / kPanelTile)};
           Ops::group(n, a, panel, steps, scale0, scale1, row_scale, ahead, sums + size_t(first) * kPairColumns);
         }

@@ -1,5 +1,5 @@
-// Which instruction sets this machine has, and their kernel tables. Compiled with baseline flags.
-// AMX state must be asked of the kernel once a process (arch_prctl 0x1023, feature 18); a refusal means no AMX.
+// Detects the instruction sets of this machine and returns their kernel tables. Compiled with baseline flags.
+// A process must request AMX state from the kernel once (arch_prctl 0x1023, feature 18); without it AMX is not used.
 #include "kernels.h"
 
 #if defined(__x86_64__)

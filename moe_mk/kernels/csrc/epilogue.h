@@ -1,5 +1,5 @@
-// What follows a product: activation into h, weighted accumulation into the sums, rounding to bf16.
-// Reads and writes a few cache lines that the product just left in L1; no alignment assumed.
+// The epilogues of a product: activation into h, weighted accumulation into the sums, rounding to bf16.
+// Reads and writes a few cache lines that are still in L1; any alignment.
 #pragma once
 #include "vectors.h"
 

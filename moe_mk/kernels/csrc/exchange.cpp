@@ -1,6 +1,6 @@
-// Rows to the windows of peers, rows out of a window, sums of rows, and a short wait (exchange.h says how they lie).
-// One call of a Python layer makes five of these, so that what is not bytes stays small beside them.
-// A row is read once and written once for each rank it visits; rounding is done on the way, once a token.
+// Writes rows to the windows of peers, reads rows from a window, sums rows, and waits briefly (exchange.h: the layout).
+// One forward of a Python layer makes five of these calls, so the fixed cost of each call is kept small.
+// A row is read once and written once per destination rank; it is quantised while it is copied, once per token.
 #include "exchange.h"
 
 #include <sched.h>
@@ -28,14 +28,14 @@ constexpr int64_t kTokensAPiece = 16;
 const RowOps* row_ops_of(int isa) {
   if (!isa_supported(isa)) return nullptr;
 #if defined(__x86_64__)
-  // AMX may be imitated where AVX-512 is not.
+  // AMX may be emulated on machines without AVX-512.
   if (isa >= kAvx512Bf16 && isa_supported(kAvx512Bf16)) return avx512_row_ops();
   if (isa >= kAvx2 && isa_supported(kAvx2)) return avx2_row_ops();
 #endif
   return baseline_row_ops();
 }
 
-// Tokens [begin, end) a piece, to as many members as there are pieces; one alone needs no team.
+// Tokens [begin, end) a piece, to as many members as there are pieces; a single piece runs on the calling thread.
 template <typename Body>
 void each_piece(int64_t tokens, int threads, Body body) {
   const int64_t pieces = (tokens + kTokensAPiece - 1) / kTokensAPiece;
@@ -49,7 +49,7 @@ void each_piece(int64_t tokens, int threads, Body body) {
   });
 }
 
-// The tokens of each rank in step with a walk over all tokens.
+// Iterates over the tokens of each rank while all tokens are visited in order.
 class Visits {
  public:
   Visits(const int32_t* token_of, const int64_t* counts, int ranks, int64_t tokens, int64_t first) : next_(size_t(ranks)) {
@@ -59,7 +59,7 @@ class Visits {
       next_[size_t(rank)] = std::lower_bound(mine, mine + counts[rank], int32_t(first)) - mine;
     }
   }
-  // The number of the token's row at a rank, -1 if it does not go there. Asked for every token in turn.
+  // The row index of the token at a rank, -1 if it is not sent there. Must be called for every token in order.
   int64_t row(int rank, int64_t token) {
     const Tokens& there = rows_[size_t(rank)];
     int64_t& next = next_[size_t(rank)];
@@ -75,7 +75,7 @@ class Visits {
   std::vector<int64_t> next_;
 };
 
-// Local slots and weights of one token at one rank; assignments that go elsewhere are -1 and weigh nothing.
+// Local slots and weights of one token at one rank; assignments of other ranks get slot -1 and weight 0.
 void write_tail(const MoeMkSend& c, int64_t token, int rank, uint8_t* to) {
   uint8_t* weights = to + 4 * c.top_k;
   for (int k = 0; k < c.top_k; ++k) {
@@ -88,7 +88,7 @@ void write_tail(const MoeMkSend& c, int64_t token, int rank, uint8_t* to) {
   }
 }
 
-// Fills token_of and counts. kBadId: an id is no expert. kBadShape: an expert lies on a rank that is not there.
+// Fills token_of and counts. kBadId: an id out of range. kBadShape: rank_of holds a rank out of range.
 Status sort_tokens(const MoeMkSend& c, int num_ranks) {
   std::vector<int64_t> seen(size_t(num_ranks), -1);
   std::fill(c.counts, c.counts + num_ranks, 0);
@@ -106,7 +106,7 @@ Status sort_tokens(const MoeMkSend& c, int num_ranks) {
   return kOk;
 }
 
-// NOTE: rounding goes to the first rank a token visits, the others get a copy of that.
+// NOTE: the token is quantised into the window of its first destination rank; the other ranks get copies of that.
 void send_tokens(const MoeMkWindows& w, const MoeMkSend& c, const RowOps& ops, int64_t begin, int64_t end) {
   Visits visits(c.token_of, c.counts, w.num_ranks, c.num_tokens, begin);
   const int64_t tail_bytes = c.scale_bytes + 8 * c.top_k;
@@ -134,7 +134,7 @@ void send_tokens(const MoeMkWindows& w, const MoeMkSend& c, const RowOps& ops, i
 constexpr int kLayerAt = 24;
 constexpr uint32_t kCountMask = (uint32_t(1) << kLayerAt) - 1, kFailed = 0xffffffffu;
 
-// Everything written before is seen by whoever sees the flag.
+// Release store: a peer that reads the flag also sees all earlier writes.
 void raise_flag(const MoeMkWindows& w, uint64_t* flag, uint32_t epoch, int64_t count) {
   const uint64_t word = uint64_t(epoch) << 32 | uint64_t(w.layer) << kLayerAt | uint64_t(count);
   if (flag != nullptr) __atomic_store_n(flag, word, __ATOMIC_RELEASE);
@@ -145,7 +145,7 @@ Status peer_fault(const MoeMkWindows& w, FaultKind kind, int peer, int64_t value
   return kPeerFault;
 }
 
-// Checks the copy: what a peer stores to its window after the barrier changes nothing here.
+// Checks the private copy: later stores of a peer to its window have no effect.
 Status check_slots(const MoeMkWindows& w, const MoeMkReceive& c, int source, int64_t row, const uint8_t* ids) {
   asm volatile("" ::: "memory");
   for (int k = 0; k < c.top_k; ++k) {

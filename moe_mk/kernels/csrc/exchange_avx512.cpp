@@ -1,10 +1,10 @@
-// The row operations of exchange.cpp for AVX-512. Rounding bf16 rows to e4m3 has a way of its own, a group of 128 at a
-// time, because division and 32-bit lanes would take longer than moving the bytes. A bf16 has seven bits of mantissa, and
-// scaling by powers of two is exact: so the code of a quotient depends on two mantissas through a table, on exponents by
-// a difference alone,
+// The row operations of exchange.cpp for AVX-512. bf16 rows are rounded to e4m3 by a table, a group of 128 at a time,
+// because division in 32-bit lanes would take longer than moving the bytes. A bf16 has seven bits of mantissa, and scaling by
+// powers of two is exact: the code of a quotient depends on the two mantissas through a table and on the exponents only by
+// their difference,
 //   code(x, amax) = 8 (exponent of x - exponent of amax) + table[mantissa of amax][mantissa of x]
-// where the table is made by the division and the rounding of everybody else. With a power of two for a scale its mantissa
-// is zero. A group with a NaN, an infinity or a number below the smallest normal code is divided as elsewhere.
+// where the table is computed with the same division and rounding as elsewhere. For power-of-two scales the mantissa of the
+// divisor is zero. Groups with a NaN, an infinity or a number below the smallest normal code are divided.
 #include <immintrin.h>
 
 #include <array>
@@ -19,7 +19,7 @@ constexpr int kMantissas = 128;
 
 inline __m512i all16(int value) { return _mm512_set1_epi16(short(value)); }
 
-// A group in registers: its bits, and the largest magnitude.
+// A group in registers: its bits and its largest magnitude.
 struct Group {
   __m512i bits[kLoads], magnitude[kLoads];
   uint32_t most;
@@ -38,8 +38,8 @@ struct Group {
   }
 };
 
-// What to add to [low 5 bits of the exponent | high 3 of the mantissa] of a bf16 for the code of its quotient, modulo 256,
-// but for 8 times the exponent of the divisor; by the seven bits of its mantissa.
+// The number to add to [low 5 bits of the exponent | high 3 bits of the mantissa] of a bf16 to get the code of its quotient,
+// modulo 256 and except for 8 times the exponent of the divisor; indexed by the seven bits of the mantissa.
 struct alignas(64) Codes {
   uint8_t add[kMantissas];
 
@@ -89,9 +89,9 @@ inline __m512i encode_64(const Group& group, int first, const Codes& codes, __m5
   return _mm512_mask_add_epi8(code, negative, code, _mm512_set1_epi8(char(0x80)));
 }
 
-// Whether all numbers but zeros have normal codes for certain.
+// Whether all non-zero numbers are certain to have normal codes.
 inline bool all_normal(const Group& group, float scale) {
-  const int normal = int(bits<uint32_t>(scale * (0x1p-6f * 1.000001f)) >> 16) + 1;  // the first bf16 that has
+  const int normal = int(bits<uint32_t>(scale * (0x1p-6f * 1.000001f)) >> 16) + 1;  // the first bf16 with a normal code
   __m512i least = all16(-1);
   for (int i = 0; i < kLoads; ++i)
     least = _mm512_min_epu16(least, _mm512_sub_epi16(group.magnitude[i], all16(1)));  // zeros are the largest

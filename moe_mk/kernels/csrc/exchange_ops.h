@@ -19,8 +19,8 @@ typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
-// One of two by a mask and not by a branch: compilers keep floating-point operations out of vectors where a branch might
-// leave them out. `first` is a truth value, or a vector of them.
+// Selects by a mask instead of a branch: compilers do not vectorise floating-point operations that a branch may skip.
+// `first` is a truth value, or a vector of them.
 inline __attribute__((always_inline)) uint32_t pick(bool first, uint32_t one, uint32_t other) {
   const uint32_t mask = 0u - uint32_t(first);
   return (one & mask) | (other & ~mask);
@@ -31,7 +31,7 @@ inline __attribute__((always_inline)) Words pick(Mask first, Words one, Words ot
   return (one & mask) | (other & ~mask);
 }
 
-// f16 <-> f32 in integers, exact and nearest even, subnormals included; a NaN stays one.
+// f16 <-> f32 in integers, exact and nearest even, subnormals included; NaNs stay NaNs.
 template <typename U, typename F>
 inline __attribute__((always_inline)) F wide_f16(U half) {
   const U magnitude = half & 0x7fffu;
@@ -52,7 +52,7 @@ inline __attribute__((always_inline)) Words narrow_bf16(Floats value) {
   return pick((u & 0x7fffffffu) > 0x7f800000u, (u >> 16) | 0x40u, rounded);
 }
 
-// Elements of a row as f32, one or a vector of them, and back. Rows are bytes: nothing is assumed of their alignment.
+// Elements of a row as f32, one or a vector of them, and back. Rows are bytes of any alignment.
 template <int Type>
 struct Row;
 template <>
@@ -79,7 +79,7 @@ struct Row<kRowsF32> {
   static void put(uint8_t* to, Floats sum) { store(to, sum); }
 };
 
-// The last columns of rows that fill no vector go through a copy, so that nothing beyond a row is touched.
+// Trailing columns that do not fill a vector go through a copy, so that no byte beyond a row is accessed.
 template <int Type>
 inline void add_up_tail(const uint8_t* const* rows, int n, int64_t first, int64_t columns, uint8_t* out) {
   constexpr int kBytes = Row<Type>::kBytes;
@@ -94,7 +94,7 @@ inline void add_up_tail(const uint8_t* const* rows, int n, int64_t first, int64_
   std::memcpy(out + first * kBytes, tail, bytes);
 }
 
-// N: how many rows, if that is known to the compiler; 0: it is not.
+// N: the number of rows if known at compile time, else 0.
 template <int Type, int N>
 inline void add_up_n(const uint8_t* const* rows, int n, int64_t columns, uint8_t* out) {
   constexpr int kBytes = Row<Type>::kBytes;
@@ -135,7 +135,7 @@ inline void put_scale(float scale, bool ue8m0, uint8_t* to) {
   }
 }
 
-// e4m3 of a number that is no NaN; see encode16 of quantize.h.
+// e4m3 of a number other than NaN; see encode16 of quantize.h.
 inline uint8_t code_of_number(float value) {
   const uint32_t u = bits<uint32_t>(value), magnitude = u & 0x7fffffffu;
   const uint32_t c = magnitude < 0x43e00000u ? magnitude : 0x43e00000u;
@@ -144,14 +144,14 @@ inline uint8_t code_of_number(float value) {
   return uint8_t(pick(c < 0x3c800000u, subnormal, normal) | (u >> 24 & 0x80u));
 }
 
-// One group of `count` numbers in f32; up to 128 there are zeros. Returns the scale.
+// One group of `count` f32 numbers, padded with zeros to 128. Returns the scale.
 inline __attribute__((always_inline)) float quantize_group(const float* x, int count, bool ue8m0, uint8_t* codes) {
   int32_t most = 0;
   for (int i = 0; i < kActivationBlock; ++i) {
     const int32_t magnitude = bits<int32_t>(x[i]) & 0x7fffffff;
     most = magnitude > most ? magnitude : most;
   }
-  if (most >= 0x7f800000) return quantize(x, count, ue8m0, codes);  // it knows what infinities and NaNs become
+  if (most >= 0x7f800000) return quantize(x, count, ue8m0, codes);  // handles infinities and NaNs
   const float amax = bits<float>(most), exact = (amax > 1e-10f ? amax : 1e-10f) / 448.0f;
   const float scale = ue8m0 ? power_of_two_above(exact) : exact;
   for (int i = 0; i < count; ++i) codes[i] = code_of_number(x[i] / scale);

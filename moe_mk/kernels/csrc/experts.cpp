@@ -2,10 +2,10 @@
 //
 // Phase 1  tasks (expert, block of w13 pairs): product, bias, activation -> h, bf16, one row an assignment.
 // Phase 2  tasks (block of w2 pairs): all experts in slot order, then the shared ones, product, bias, weight, f32 sums -> out.
-// Each output element is made by one thread, its terms in slot order: the same bits for any number of threads.
+// Each output element is computed by one thread in slot order: the same bits for any number of threads.
 // Reads every touched expert once a 256-row block (weights), x about num_w13_pairs / 16 times from cache. Writes h
 // (assignments * I * 2 B) and out. Scratch: h, f32 sums (R * 2 KiB a thread at most), 1.1 MiB a thread.
-// Rows without a local expert are never read and come out zero.
+// Rows without a local expert are not read; their output is zero.
 #include <algorithm>
 #include <new>
 #include <vector>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kRowsOfLongTasks = 16;
 
-// Pairs a task: as many as may be, fewer while the threads would not have enough tasks to share them evenly.
+// Pairs per task: as many as allowed, fewer if the threads would have too few tasks for an even split.
 int pairs_per_task(int most, int pairs, int64_t groups, int tasks_wanted) {
   int size = most;
   while (size > 2 && groups * ((pairs + size - 1) / size) < tasks_wanted) size /= 2;
@@ -30,7 +30,7 @@ struct Task {
   int slot, first, count;
 };
 
-// Some pairs of one expert's w13 each; the busiest experts first, so that the last tasks are short ones.
+// Each task is some pairs of one expert's w13; the experts with most rows first, so that the last tasks are short.
 std::vector<Task> up_tasks(const Layer& layer) {
   std::vector<Task> experts, tasks;
   for (const Set& set : layer.sets)
@@ -56,7 +56,7 @@ bool run_layer(Layer& layer) {
   });
   if (!first_half || (c.quantize && !quantize_all_hidden(layer))) return false;
 
-  // A few rows want long streams of memory; of more, the sums of a task are to stay near.
+  // With few rows long memory streams are faster; with more rows the sums of a task should stay in cache.
   const int pairs = layer.sets.front().w2.pairs, tasks_each = c.num_rows <= kRowsOfLongTasks ? 8 : 16;
   const int size = pairs_per_task(layer.most_pairs(), pairs, 1, tasks_each * c.threads);
   const size_t sum_bytes = layer.one_term() ? 64 : size_t(c.num_rows) * size * kPairColumns * 4;
@@ -76,13 +76,13 @@ bool fits(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
   return formats && blocks && w13.num_inputs > 0 && w13.num_outputs > 0 && w2.num_inputs == w13.num_outputs && w2.num_outputs > 0;
 }
 
-// Codes of tokens meet integer weights only, and 32 bits hold the sums of so many.
+// Integer token codes need integer weights, and 32 bits hold the sums of at most this many inputs.
 bool may_be_int8(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
   constexpr int kMostInputs = 65000;
   return w13.format == kInt8 && w2.format == kInt8 && w13.num_inputs <= kMostInputs && w2.num_inputs <= kMostInputs;
 }
 
-// A scale block of kMaxRows rows fits the least memory for rows, whatever the instruction set.
+// A scale block of kMaxRows rows fits the smallest gather memory of every instruction set.
 bool may_be_tuned(const MoeMkExperts& c) {
   const auto within = [](int32_t value, int32_t least, int32_t most) { return value == 0 || (value >= least && value <= most); };
   return within(c.panel_rows, 1, 5) && within(c.task_pairs, 1, kMaxPairs) && within(c.prefetch_bytes, 64, 16384) &&
@@ -108,7 +108,7 @@ int32_t moe_mk_experts(const MoeMkExperts* call) try {
   if (!well_formed(c)) return kBadShape;
   const bool scaled_rows = c.quantize != 0 || c.x_scales != nullptr;
   const Kernels* kernels = kernels_of(c.isa);
-  // Rows of FP8 need exact f32 sums a scale block, which the folded AMX path does not have.
+  // FP8 rows need one exact f32 sum per scale block, which AMX with scaled weights does not provide.
   if (kernels != nullptr && scaled_rows && c.quantize != kInt8Rows && !kernels->row_scales)
     kernels = kernels_of(isa_supported(kAvx512Bf16) ? kAvx512Bf16 : (isa_supported(kAvx2) ? kAvx2 : kScalar));
   if (kernels == nullptr) return kNoIsa;

@@ -1,5 +1,5 @@
 // The gate's dot products: dots[t][e] = x[t] . gate[e] in f32, x bf16, gate bf16 or f32.
-// Up to 4 experts share one reading of x; each dot is its own chain over k, so no batch-mate changes it.
+// Up to 4 experts share one reading of x; each dot product is its own chain over k, independent of other tokens.
 // Reads gate once a token block (E * H * 2 or 4 bytes), x from L1; no alignment assumed.
 #pragma once
 #include "vectors.h"

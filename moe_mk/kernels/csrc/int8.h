@@ -1,7 +1,8 @@
 // Tokens rounded to INT8, one scale each, and their exact integer products with INT8 weights.
 //   amax = max |x|, scale = amax / 127 (1 for zeros), code = x / scale, nearest even; stored as code + 128, a u8
 // Integer sums are 32 bits of at most 65 000 inputs (moe_mk_experts refuses more), whole outputs are scaled once, blocks
-// in f32; so bits depend neither on the order of the sum nor on batch-mates. Ops multiplies some rows with some pairs.
+// in f32; so the result depends neither on the order of the sum nor on the other rows of a batch. Ops multiplies some
+// rows with some pairs.
 // Reads weights once a chunk of k whose codes stay in L2, codes from there. Writes totals [pair][row][32].
 #pragma once
 #include "blocked.h"
@@ -48,7 +49,7 @@ inline float quantize_int8(const uint16_t* x, int64_t count, uint8_t* codes) {
   return nan != 0 ? __builtin_nanf("") : scale;
 }
 
-// One place for all kernels: a product and a sum that a compiler may fuse must be fused alike.
+// Shared by all kernels: whether the compiler contracts the product and the sum to an FMA must not differ between them.
 inline __attribute__((always_inline)) void add_scaled(i32x16 sum, float scale, float* to) {
   store(to, load<f32x16>(to) + __builtin_convertvector(sum, f32x16) * scale);
 }

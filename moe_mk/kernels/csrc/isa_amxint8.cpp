@@ -1,7 +1,7 @@
 // INT8 products by TDPBSSD (AMX-int8): s8 codes of tokens times s8 weights, 32 rows x 32 columns in four tiles of i32.
-// A tile of weights is 64 k of 16 columns: 16 lines of the packed bytes as they lie, 128 bytes apart. Rows are gathered
-// into tiles of 16 x 64 codes, without their offset. Integer sums are exact, so the bits are those of VPDPBUSD, which
-// still serves few rows: up to one pass of it both wait for memory.
+// A tile of weights is 64 k of 16 columns: 16 lines of the packed bytes in place, 128 bytes apart. Rows are gathered
+// into tiles of 16 x 64 codes, without their offset. Integer sums are exact, so the bits equal those of VPDPBUSD, which is
+// still used for few rows: up to one pass of it both are bound by memory.
 // Reads weights once a chunk of k whose rows stay in L2; totals of whole outputs stay in tiles for a chunk or 16 steps,
 // those of a scale block go through scratch (4 KiB) and are added in f32.
 #include "amx_totals.h"
@@ -26,7 +26,7 @@ constexpr auto kFewRowsInt8 = multiply_int8<PortableInt8Ops>;
 
 constexpr int tiles_of(int steps) { return (steps + kTileSteps - 1) / kTileSteps; }
 
-// dst [row tile][k tile][16][64] s8; rows that do not exist are zeros.
+// dst [row tile][k tile][16][64] s8; missing rows are zeros.
 void gather_codes(const Rows& rows, int step0, int steps, uint8_t* dst) {
   typedef uint8_t u8x32 __attribute__((vector_size(32)));
   const size_t row_tile_bytes = tiles_of(steps) * kTileBytes;
@@ -54,8 +54,8 @@ inline void dot_tile(const uint8_t* a, size_t row_tile_bytes, const uint8_t* b) 
   }
 }
 
-// `steps` steps. A step that is left over is half a tile: zeros for weights make the other half of the rows' bytes,
-// whatever lies there, count nothing. ahead: bytes of weights to ask for meanwhile, 0: none.
+// `steps` steps. An odd last step is half a tile: the weights of the other half are zeros, so the bytes of the rows there
+// do not contribute. ahead: bytes of weights to prefetch meanwhile, 0: none.
 template <int RowTiles>
 inline void dot_unit(const uint8_t* a, size_t row_tile_bytes, const uint8_t* b, int steps, int ahead, uint8_t* spare) {
   for (; steps >= kTileSteps; steps -= kTileSteps, a += kTileBytes, b += kTileSteps * kStep / 4 * kLineBytes) {
@@ -85,7 +85,7 @@ struct Unit {
     dot_unit<RowTiles>(rows, row_tile_bytes, weights(), steps, row == 0 ? w.prefetch : 0, scratch.panel);
   }
 
-  // Integers, added to those that are there.
+  // Adds integer sums to the totals.
   template <int RowTiles>
   void add_whole(int row, int n, float* totals) const {
     const TotalsTile one = borrow(totals, n, scratch.tiles);
@@ -126,7 +126,7 @@ struct Unit {
   }
 };
 
-// NOTE: half a tile reads 32 bytes behind its row, which behind the last row of all is the panel's memory.
+// NOTE: half a tile reads 32 bytes behind its row; behind the last row these belong to the panel.
 void multiply_tiles(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   const int n = rows.num_rows, least = w.scales == nullptr ? kWholeSteps : w.steps_per_block;
   const int chunk_steps = steps_that_fit(2 * w.gather_bytes, n, kTileRows, least < kTileSteps ? kTileSteps : least);  // a byte a code

@@ -17,7 +17,7 @@ struct Avx512Ops {
     expand_panel(w, pair, step, steps, panel);
   }
 
-  // ahead: weights to ask for meanwhile, `Lines` cache lines a k pair.
+  // ahead: weights to prefetch meanwhile, `Lines` cache lines a k pair.
   template <int N, int Lines>
   static void rows_by_pair(const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
                            const float* row_scale, const uint8_t* ahead, float* totals) {

@@ -1,7 +1,7 @@
 // A few rows times weights straight from memory, for AVX512-BF16 + VBMI: codes are decoded into registers, multiplied by
 // VDPBF16PS, and the scale of a block or group multiplies its f32 sum: exact scales. avx512.h has the decoding policies.
-// Reads packed weights once, two pairs of columns at a time, half of the task apart: two streams of memory that go on
-// where they are, so that what was asked for ahead at the end of one pair is used by the next. Writes totals
+// Reads packed weights once, two pairs of columns at a time, half of the task apart: two contiguous memory streams, so
+// that the lines prefetched at the end of one pair are used by the next. Writes totals
 // [pair][row][32].
 #include "avx512.h"
 
@@ -11,7 +11,7 @@
 namespace moe_mk {
 namespace {
 
-// Sums of one block of k, or of one group of it, and where they go: N rows times both tiles of P pairs in registers.
+// Sums of one block or group of k, and their totals: N rows times both tiles of P pairs in registers.
 template <int N, int P>
 struct Sums {
   static constexpr int kTiles = 2 * P;
@@ -95,7 +95,7 @@ void few(const Columns& w, int pair, int apart, const Rows& rows, float* totals)
 
 template <int N, typename Decode, typename Scales>
 void few_rows(const Columns& w, const Rows& rows, float* totals) {
-  // Two pairs are twice the independent chains.
+  // Two pairs double the number of independent chains.
   const int half = w.num_pairs / 2;
   for (int pair = 0; pair < half; ++pair) few<N, 2, Decode, Scales>(w, pair, half, rows, totals);
   if (w.num_pairs % 2 != 0) few<N, 1, Decode, Scales>(w, w.num_pairs - 1, 0, rows, totals);

@@ -1,5 +1,5 @@
 // INT8 products by VPDPBUSD (AVX512-VNNI): u8 codes of tokens, offset by 128, times s8 weights straight from memory, four
-// k of 16 columns an instruction. 128 * the sum of the weights is summed beside for the first rows and taken off: exact.
+// k of 16 columns an instruction. 128 * the sum of the weights is computed with the first rows and subtracted: exact.
 #include "avx512.h"
 
 #include "int8.h"
@@ -7,7 +7,7 @@
 namespace moe_mk {
 namespace {
 
-// First: these rows bring the weights from memory and sum them up; others find them in L1, and the sums in `offsets`.
+// First: these rows load the weights from memory and compute `offsets`; the others find the weights in L1.
 template <int N, int P, bool First>
 void dots_of(const Columns& w, int pair, int step, int steps, const Rows& rows, int first, i32x16* offsets, i32x16* sums) {
   __m512i all[N][2 * P], offset[2 * P];

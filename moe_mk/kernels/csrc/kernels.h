@@ -1,6 +1,6 @@
-// What one instruction set offers to the drivers: a table of functions over raw memory, one table a translation unit.
-// Everything the per-ISA units include lives in an unnamed namespace: two units compiled with different flags must
-// never share an inline function, or the linker may give the AVX-512 copy to a machine without it.
+// The functions of one instruction set: a table of functions over raw memory, one table per translation unit.
+// Everything the per-ISA units include is in an unnamed namespace: two units compiled with different flags must not share
+// an inline function, or the linker may select the AVX-512 copy on a machine without AVX-512.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,8 +14,8 @@ constexpr int kTileColumns = 16;                // columns of one tile
 constexpr int kPairColumns = 2 * kTileColumns;  // a pair of tiles is the unit of packing and of work
 constexpr int kStep = 32;                       // k of one packing step
 constexpr int kActivationBlock = 128;           // k per activation scale
-constexpr int kMaxPairs = 16;                   // pairs in one task: what one gathering of rows is shared by
-constexpr int kMaxRows = 256;                   // rows multiplied at once; more are cut into blocks
+constexpr int kMaxPairs = 16;                   // pairs in one task, which share one gathering of rows
+constexpr int kMaxRows = 256;                   // rows multiplied at once; more are split into blocks
 constexpr size_t kRowBytes = kStep * 2;         // one row of one step, bf16
 constexpr size_t kPanelTile = kTileColumns * kStep * 2;  // one decoded tile of one step: 1 KiB
 constexpr size_t kPanelRow = kPairColumns * 4;  // one k pair of both decoded tiles, side by side
@@ -31,8 +31,8 @@ struct Columns {
   int num_pairs, num_steps, steps_per_block, num_blocks;
   int format;            // Format: which decoding policy reads them
   size_t step_bytes;     // one step of one pair, both tiles
-  int prefetch;          // bytes to ask for ahead of this stream
-  size_t gather_bytes;   // rows that are kept in an L2 at a time
+  int prefetch;          // prefetch distance of this stream in bytes
+  size_t gather_bytes;   // bytes of rows kept in the L2 at a time
 
   bool must_be_decoded() const { return format != kBf16; }
 };
@@ -62,10 +62,10 @@ struct ActivationSpec {
 
 struct Kernels {
   const char* name;
-  int few_rows;        // up to here multiply_few is the faster one; 0: there is none
-  bool few_is_equal;   // multiply_few and multiply_many agree bit for bit where no scales of k groups are folded in
-  bool row_scales;     // Rows::scales is honoured
-  void (*enter)();     // once a thread before the others
+  int few_rows;        // up to this many rows multiply_few is faster; 0: not available
+  bool few_is_equal;   // multiply_few and multiply_many agree bit for bit if there are no scales of k groups
+  bool row_scales;     // Rows::scales is supported
+  void (*enter)();     // called once per thread before the other functions
   void (*leave)();
   // totals: [pair][num_rows][32] f32, overwritten.
   void (*multiply_few)(const Columns&, const Rows&, float* totals);
@@ -86,7 +86,7 @@ struct Kernels {
   // dots[t * stride + e] = x[t] . gate[e], f32
   void (*gate_dots)(const uint16_t* const* x, int num_tokens, const void* const* gate, int num_experts, bool gate_f32,
                     int hidden, float* dots, int64_t stride);
-  // Folds bytes into one, as fast as memory gives them; way: a ReadWay, which is the faster one depends on the processor.
+  // XORs all bytes into one at memory speed; way: a ReadWay, the faster of which depends on the processor.
   uint64_t (*read)(const uint8_t* data, int64_t bytes, int way);
   double (*peak)(int64_t iterations);  // floating point operations of the loop it ran
 };
@@ -96,8 +96,8 @@ const Kernels* avx2_kernels();
 const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
 bool isa_supported(int isa);
-bool has_amx_int8();                 // where there is AMX at all
-const Kernels* kernels_of(int isa);  // null: not on this machine
-int prefetch_distance();             // bytes to ask for ahead of a stream that is read once, best on this processor
+bool has_amx_int8();                 // on a machine with AMX
+const Kernels* kernels_of(int isa);  // null: not available on this machine
+int prefetch_distance();             // the best prefetch distance in bytes on this processor, for a stream that is read once
 
 }  // namespace moe_mk

@@ -1,7 +1,7 @@
-// What a call of the fused experts works on: packed matrices, assignments sorted by slot, and sets of experts.
+// The data of one call of the fused experts: packed matrices, assignments sorted by slot, and sets of experts.
 //
-// A set is a w13 and a w2 over some slots with the plan of who visits them. Every call has the routed set; the shared
-// experts, if given, are a second set of one slot that every row visits with weight 1, of an intermediate size of its own.
+// A set is a w13 and a w2 over some slots with the plan of their rows. Every call has the routed set; the shared experts, if
+// given, are a second set of one slot that every row visits with weight 1; its intermediate size may differ.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -69,7 +69,7 @@ struct Plan {
 
   int count(int slot) const { return int(offset[slot + 1] - offset[slot]); }
 
-  // Every row visits the one slot there is.
+  // Every row visits the single slot.
   void fill_with_all(int64_t num_rows) {
     offset = {0, num_rows};
     row.resize(num_rows);
@@ -79,7 +79,7 @@ struct Plan {
     used.assign(num_rows, 1);
   }
 
-  // Reads the ids of the call. false: one of them is neither -1 nor a slot.
+  // Reads the ids of the call. false: an id is neither -1 nor a valid slot.
   bool fill(const MoeMkExperts& c) {
     offset.assign(size_t(c.num_slots) + 1, 0);
     const int64_t n = c.num_rows * c.top_k;
@@ -106,7 +106,7 @@ struct Plan {
   }
 };
 
-// Experts that are computed alike. h lies in rows of inter_padded, one an assignment, in the plan's order.
+// Experts with the same shapes and formats. h has rows of inter_padded, one per assignment, in the plan's order.
 struct Set {
   Matrix w13, w2;
   Plan plan;
@@ -117,7 +117,7 @@ struct Set {
   Set(const MoeMkMatrix& up_projection, const MoeMkMatrix& down_projection, bool gated)
       : w13(up_projection, gated), w2(down_projection, false) {
     inter_padded = int64_t(w13.pairs) * (gated ? kTileColumns : kPairColumns);
-    // One step more: a row of h whose length is a power of two would put all rows into the same cache sets.
+    // One step more: with a row length that is a power of two all rows would map to the same cache sets.
     inter_padded = up(inter_padded, kStep) + kStep;
   }
   int64_t assignments() const { return int64_t(plan.row.size()); }
@@ -129,7 +129,7 @@ struct Layer {
   ThreadPoolLease& pool;
   std::vector<Set>& sets;
   int64_t hidden_padded;
-  const uint16_t* x = nullptr;    // [R][x_stride] bf16, readable up to hidden_padded; or codes of one byte in its place
+  const uint16_t* x = nullptr;    // [R][x_stride] bf16, readable up to hidden_padded; or one-byte codes
   int64_t x_stride = 0;
   float* x_scales = nullptr;      // [R][row_scales(H)]
 
@@ -146,10 +146,10 @@ struct Layer {
   bool visits(int64_t row) const {
     return std::any_of(sets.begin(), sets.end(), [&](const Set& set) { return set.plan.used[row] != 0; });
   }
-  // An output row has one term only, and is finished as soon as that is made.
+  // Whether an output row has a single term, which is then written directly.
   bool one_term() const { return sets.size() == 1 && call.top_k == 1; }
   bool int8() const { return call.quantize == kInt8Rows; }
-  // Scales of a rounded row.
+  // Number of scales of a quantised row.
   int64_t row_scales(int64_t columns) const { return int8() ? 1 : activation_blocks(columns); }
   int64_t assignments() const {
     int64_t sum = 0;

@@ -1,4 +1,4 @@
-// The small change of the ABI: version, what the machine has, huge pages for packed weights, scratch memory.
+// Small functions of the ABI: version, instruction sets of the machine, huge pages for packed weights, scratch memory.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -16,8 +16,8 @@ int32_t moe_mk_isa_supported(int32_t isa) { return isa_supported(isa) ? 1 : 0; }
 #if defined(MADV_HUGEPAGE) && defined(MADV_POPULATE_WRITE)
 namespace {
 
-// Gives [begin, end) 2 MiB pages and touches them; false if the system refuses, or has to tidy up for too long to get
-// them. NOTE: reads gain about 8 % from large pages; on a fragmented machine they cost seconds a GB, small ones 0.7.
+// Requests 2 MiB pages for [begin, end) and touches them; false if the system refuses or compacts memory for too long.
+// NOTE: large pages make reads about 8 % faster; on a fragmented machine they cost seconds per GB, small pages 0.7 s.
 bool populate_huge(uintptr_t begin, uintptr_t end) {
   constexpr double kBytesPerSecond = 1e9;
   const auto start = std::chrono::steady_clock::now();
@@ -31,9 +31,9 @@ bool populate_huge(uintptr_t begin, uintptr_t end) {
 }  // namespace
 #endif
 
-// Asks for 2 MiB pages in [address, address + num_bytes), 64 MiB at a time, as long as they come quickly; the rest gets
-// ordinary pages when it is written. Best before the first write. 0: all of it has them; 1: the rest was given up;
-// -1: the system has no such thing.
+// Requests 2 MiB pages for [address, address + num_bytes), 64 MiB at a time, while the system provides them quickly; the
+// rest gets ordinary pages when it is written. Call before the first write. Returns 0: all on large pages; 1: only a part;
+// -1: not supported by the system.
 int32_t moe_mk_advise_huge(void* address, int64_t num_bytes) {
 #if defined(MADV_HUGEPAGE) && defined(MADV_POPULATE_WRITE)
   constexpr uintptr_t page = 4096, piece = uintptr_t(64) << 20;

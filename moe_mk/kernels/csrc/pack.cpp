@@ -1,17 +1,17 @@
-// Packs one projection of one expert, and unpacks it again: a permutation of the bytes, nothing is computed.
+// Packs and unpacks one projection of one expert: a permutation of bytes without arithmetic.
 //
 // Reads    rows [num_outputs, num_inputs] at any row stride, once; writes the packed slot, once (1.0x the bytes, plus
 //          zero padding to 16 (two sources) or 32 (one source) outputs and to 32 inputs).
 // Packed   [pair][step], a pair is 2 tiles of 16 output columns, a step 32 inputs. With two sources (gate, up)
 //          tile 0 holds 16 gate columns and tile 1 the SAME 16 up columns, so that silu(gate) * up needs no exchange;
 //          with one source the tiles are neighbours. The tiles alternate every 64 B: one stream of memory a pair.
-// bf16  2 KiB a step in "VNNI" order, what TDPBF16PS and VDPBF16PS eat: [k pair r: 16][tile: 2][column n: 16][parity j: 2]
+// bf16  2 KiB a step in "VNNI" order, the operand layout of TDPBF16PS and VDPBF16PS: [k pair r: 16][tile: 2][column n: 16][parity j: 2]
 // fp8   1 KiB a step: [group g: 8][tile: 2][l: 4][h: 2][b: 8]; group g holds the k pairs 2 g + h, column n = 4 l + b / 2,
 //       parity j = b % 2. Then unpacklo/unpackhi of (low byte, high byte) give two VNNI rows. MXFP8 likewise.
-// int8  1 KiB a step: [group g: 8][tile: 2][column n: 16][k % 4: 4], what VPDPBUSD and TDPBUSD eat.
+// int8  1 KiB a step: [group g: 8][tile: 2][column n: 16][k % 4: 4], the operand layout of VPDPBUSD and TDPBUSD.
 // fp4   512 B a step: [line l: 4][tile: 2][column n: 16][parity j: 2] of 16 bits, the codes of the k pairs 4 l (lowest four
 //       bits) to 4 l + 3: one shift and one table each give four VNNI rows. The source holds the even k in the low bits.
-// Alignment: none assumed of the source; the packed slot is 64-byte aligned by its caller.
+// Alignment: any for the source; the caller aligns the packed slot to 64 bytes.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -45,7 +45,7 @@ void each_row(const Layout& lay, int64_t pair, int tile, Visit visit) {
   for (int64_t row = 0; row < rows; ++row) visit(row, first + row);
 }
 
-// How the words of a row of one step move: where the word w of column n lies, tile 1 64 B on, and what is done to it.
+// Permutation of the words of a row of one step: the offset of word w of column n (tile 1 is 64 B on), its conversion.
 struct Halfwords {  // fp8: two codes
   using Word = uint16_t;
   static size_t place(int n, int w) { return size_t(w / 2) * 128 + (n / 4) * 16 + (w % 2) * 8 + (n % 4) * 2; }
@@ -100,7 +100,7 @@ void unpack_tile(const uint8_t* packed, size_t step_bytes, PlainTile& plain) {
     }
 }
 
-// fp8 at speed: four columns give one 16 B piece a group, the low code pairs of all four, then the high ones.
+// The fast path of fp8: four columns give one 16 B piece per group, the low code pairs of all four, then the high ones.
 // Returns whether any code is a NaN (all seven low bits set), found eight bytes at a time.
 bool pack_fp8(const uint8_t* const rows[kTileColumns], uint8_t* packed) {
   uint64_t suspicious = 0;
@@ -151,8 +151,8 @@ void unpack_step(int32_t format, const uint8_t* packed, size_t step_bytes, Plain
   }
 }
 
-// One tile of a pair, all steps. Whole steps of a tile that lies inside the matrix are read where they are, the rest
-// through a plain tile with zeros around them.
+// One tile of a pair, all steps. Whole steps of a tile inside the matrix are read in place, the rest
+// through a zero-padded copy.
 int64_t pack_column(const Layout& lay, int32_t format, const uint8_t* source, int64_t row_stride, int64_t pair, int tile,
                     uint8_t* to) {
   PlainTile plain = {};

@@ -15,7 +15,7 @@ typedef float f32x8 __attribute__((vector_size(32)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 
 // A decoding policy: the k pairs of one tile that 64 packed bytes hold -> as many panel rows, kPanelRow apart, exact.
-// pack.cpp draws the bytes. The same policies for AVX-512 are in avx512.h.
+// pack.cpp documents the bytes. The same policies for AVX-512 are in avx512.h.
 struct PortableFp8 {
   static constexpr int kRows = 2;
 
@@ -32,7 +32,7 @@ struct PortableFp8 {
 struct PortableInt8 {
   static constexpr int kRows = 2;
 
-  // A word holds four k of a column; an integer of eight bits is a bf16 as it is an f32.
+  // A word holds four k of a column; every eight-bit integer is exact in bf16.
   static void rows(const uint8_t* from, uint8_t* to) {
     const i32x16 words = load<i32x16>(from);
     for (int h = 0; h < 2; ++h) {

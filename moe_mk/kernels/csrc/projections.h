@@ -28,7 +28,7 @@ void up_projection(const Layer& layer, const Set& set, int slot, int first, int 
       scales[r] = layer.x_scales == nullptr ? nullptr : layer.x_scales + row * x_blocks;
     }
     multiply(layer, w, {values, layer.x_scales == nullptr ? nullptr : scales, n}, buffers);
-    // Padding of h up to a whole step meets zero weights, but must not be a NaN.
+    // The padding of h up to a whole step is multiplied by zero weights, but must not be NaN.
     const int64_t end = int64_t(first + count) * wide;
     if (first + count == set.w13.pairs)
       for (int r = 0; r < n; ++r)
@@ -44,7 +44,7 @@ void up_projection(const Layer& layer, const Set& set, int slot, int first, int 
   }
 }
 
-// Sums of one block of output columns: [R][count * 32] f32; a row of one term is written as soon as that is made.
+// Sums of one block of output columns: [R][count * 32] f32; a row with a single term is written directly.
 struct OutputBlock {
   const Layer& layer;
   int first, count;

@@ -1,4 +1,4 @@
-// Per-token 1x128 quantisation of a batch (quantize.h says how) and the search for NaN codes at the speed of memory.
+// Per-token 1x128 quantisation of a batch (defined in quantize.h) and the search for NaN codes at memory speed.
 // Reads x [rows][columns] bf16 or f32 once; writes codes [rows][columns] and scales [rows][ceil(columns / 128)].
 #include <algorithm>
 #include <atomic>

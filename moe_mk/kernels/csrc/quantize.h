@@ -1,6 +1,7 @@
 // Per-token 1x128 quantisation to e4m3, its inverse, and the search for NaN codes.
 //   amax = max |x| (at least 1e-10), scale = amax / 448, code = e4m3(x / scale), nearest even, saturating
-// UE8M0: the scale is rounded up to a power of two, so that nothing saturates; an infinity keeps an infinite scale.
+// UE8M0: the scale is rounded up to a power of two, so that nothing saturates; a group with an
+// infinity has an infinite scale.
 // Reads x once (256 B a group), writes 128 B of codes and 4 B of scale; no alignment assumed.
 #pragma once
 #include "vectors.h"
@@ -16,7 +17,7 @@ inline u8x16 encode16(f32x16 value) {
   const u32x16 c = bits<u32x16>(clamped);
   // Rebias 127 -> 7 and keep 3 mantissa bits, nearest even.
   const u32x16 normal = (c - (120u << 23) + 0x7ffffu + ((c >> 20) & 1u)) >> 20;
-  // Below 2^-6 a code is worth 2^-9: adding 2^14 leaves round-to-even of value / 2^-9 in the low mantissa bits.
+  // Below 2^-6 the codes are 2^-9 apart: adding 2^14 leaves round-to-even of value / 2^-9 in the low mantissa bits.
   const u32x16 subnormal = bits<u32x16>(clamped + 16384.0f) - 0x46800000u;
   u32x16 code = clamped < splat(0.015625f) ? subnormal : normal;
   code = (u & 0x7fffffffu) > 0x7f800000u ? u32x16{} + 0x7fu : code;
@@ -29,7 +30,7 @@ inline float power_of_two_above(float scale) {
   return bits<float>((u + 0x7fffffu) & 0xff800000u);
 }
 
-// count <= 128; x beyond count does not exist.
+// count <= 128; x has `count` elements.
 inline float quantize(const float* x, int count, bool ue8m0, uint8_t* codes) {
   float padded[kActivationBlock] = {};
   std::memcpy(padded, x, size_t(count) * 4);
@@ -69,7 +70,7 @@ inline int64_t count_nans(const uint8_t* codes, int64_t count) {
   typedef int8_t i8x64 __attribute__((vector_size(64)));
   int64_t nans = 0, i = 0;
   while (i + 64 <= count) {
-    // A byte counts to 127 before it must be emptied.
+    // A byte counter holds at most 127, then it is added to the total.
     i8x64 hits{};
     for (int round = 0; round < 127 && i + 64 <= count; ++round, i += 64) hits -= (load<u8x64>(codes + i) & 0x7f) == 0x7f;
     for (int lane = 0; lane < 64; ++lane) nans += hits[lane];

@@ -2,8 +2,8 @@
 //   logits = x . gate (f32); scores = sigmoid or softmax of them; the CHOICE uses scores + bias, the WEIGHTS scores
 //   groups: the best `top_groups` by the sum of their two best choices (their best one when there is no bias)
 //   weights: over their sum when renormalised, times scale
-// Ties go to the lowest index. A NaN among a token's choices sends it nowhere, ids -1, weights 0; so does a choice of
-// -inf that choice. Each token alone: the same bits in any batch and for any number of threads.
+// Ties go to the lowest index. A token with a NaN among its choices is dropped (ids -1, weights 0), and a choice of
+// -inf drops that choice. Tokens are independent: the same bits in any batch and for any number of threads.
 // Reads gate once a block of 16 tokens, writes T * (K * 8 + E * 4) bytes. Source: DeepSeek-V3 gate (arXiv 2412.19437, 2.1.2).
 #include <algorithm>
 #include <atomic>
@@ -17,12 +17,12 @@
 namespace moe_mk {
 namespace {
 
-constexpr int kTokens = 16, kExperts = 32;  // most of one task of dot products
-constexpr int kFewest = 16;                 // fewer are read sooner than another thread wakes up
+constexpr int kTokens = 16, kExperts = 32;  // the largest task of dot products
+constexpr int kFewest = 16;                 // with fewer, waking another thread takes longer than the work
 constexpr int kTasksEach = 4;
-constexpr int64_t kScoresEach = 2048;       // likewise, of scores to choose from
+constexpr int64_t kScoresEach = 2048;       // likewise, scores per thread
 
-// Experts a task: fewer where the threads would not have enough tasks to share them evenly.
+// Experts per task: fewer if the threads would have too few tasks for an even split.
 int experts_per_task(const MoeMkRoute& c, int64_t token_blocks) {
   int size = kExperts;
   while (size > kFewest && token_blocks * ((c.num_experts + size - 1) / size) < int64_t(kTasksEach) * c.threads) size /= 2;
@@ -60,7 +60,7 @@ void score(const MoeMkRoute& c, const float* logits, float* scores) {
   for (int e = 0; e < c.num_experts; ++e) scores[e] /= sum;
 }
 
-// The lowest index of the largest value that is left; -1: nothing is left.
+// The lowest index of the largest remaining value; -1: none remains.
 int best_of(const float* values, const uint8_t* left, int count) {
   int best = -1;
   for (int i = 0; i < count; ++i)
@@ -129,7 +129,7 @@ void choose(const MoeMkRoute& c, int64_t token, ChoiceScratch& d) {
   for (int k = 0; k < c.top_k; ++k) weights[k] *= factor;
 }
 
-// Every token's choice, tokens shared out among the threads.
+// Chooses the experts of every token; tokens are distributed over the threads.
 void choose_all(const MoeMkRoute& c, ThreadPoolLease& pool) {
   const int64_t worth = std::max<int64_t>(1, c.num_tokens * c.num_experts / kScoresEach);
   const int members = int(std::min<int64_t>({c.threads, c.num_tokens, worth}));

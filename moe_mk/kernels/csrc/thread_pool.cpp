@@ -1,7 +1,7 @@
-// Threads: created on demand, kept by their pool, asleep on a condition variable between runs after a short spin.
-// A run is over when its work is, not when everybody has come: a thread that wakes up after the caller has found nothing
-// left to do is not waited for, and stays awake for the next run (a busy machine, or a virtual one, wakes it late).
-// Memory: each arena only grows; arenas of 1 MiB and more ask for 2 MiB pages.
+// Threads: created on demand, kept by their pool; between runs they spin briefly, then sleep on a condition variable.
+// A run ends when its work is done: threads that have not woken up by then are not waited for and stay awake for the
+// next run (on a busy or virtual machine a thread may wake up late).
+// Memory: each arena only grows; arenas of 1 MiB and more request 2 MiB pages.
 #include "thread_pool.h"
 
 #include <pthread.h>
@@ -36,7 +36,7 @@ struct Block {
   uint8_t* at_least(size_t wanted) {
     if (data != nullptr && wanted <= bytes) return data;
     release();
-    if (wanted == 0) wanted = 1;  // no rows are no failure
+    if (wanted == 0) wanted = 1;  // zero rows are valid
     const size_t unit = wanted >= (size_t(1) << 20) ? kHugePage : 4096;
     const size_t rounded = (wanted + unit - 1) / unit * unit;
     data = static_cast<uint8_t*>(std::aligned_alloc(unit, rounded));
@@ -77,20 +77,20 @@ class StdThreadPool final : public ThreadPool {
     wake_.notify_all();
     body(0);
     state_.fetch_and(~kOpen, std::memory_order_acq_rel);
-    for (int spin = 0; anybody_inside(); ++spin) {
+    for (int spin = 0; any_inside(); ++spin) {
       if (spin < kSpins) {
         MOE_MK_PAUSE();
         continue;
       }
       std::unique_lock<std::mutex> hold(mutex_);
-      done_.wait(hold, [this] { return !anybody_inside(); });
+      done_.wait(hold, [this] { return !any_inside(); });
     }
   }
 
   uint8_t* arena(int member, int which, size_t bytes) override { return arenas_[member]->blocks[which].at_least(bytes); }
 
-  // Called by the owner alone, before run(): members' arenas must exist before their threads ask for them.
-  // Returns how many members there are: fewer than asked for where the system refuses another thread.
+  // Called only by the owner, before run(): the arenas of a member must exist before its thread uses them.
+  // Returns the number of members, which is less than `threads` if the system cannot create another thread.
   int grow(int threads) {
     while (arenas_.size() < size_t(threads)) arenas_.push_back(new Arenas);
     try {
@@ -111,12 +111,12 @@ class StdThreadPool final : public ThreadPool {
   }
 
  private:
-  // One word says which run this is, whether a worker may still join it, and how many are inside.
+  // One word holds the number of the run, whether a worker may still join it, and how many workers are inside.
   static constexpr int kRunBit = 32;
   static constexpr uint64_t kOpen = uint64_t(1) << 31, kInside = kOpen - 1;
 
   static uint64_t run_of(uint64_t state) { return state >> kRunBit; }
-  bool anybody_inside() const { return (state_.load(std::memory_order_acquire) & kInside) != 0; }
+  bool any_inside() const { return (state_.load(std::memory_order_acquire) & kInside) != 0; }
 
   [[noreturn]] void work(int member, uint64_t seen) {
     for (;;) {
@@ -134,7 +134,7 @@ class StdThreadPool final : public ThreadPool {
     std::unique_lock<std::mutex> hold(mutex_);
     wake_.wait(hold, [this, seen] { return run_of(state_.load(std::memory_order_relaxed)) != seen; });
   }
-  // false: it is over. body_ and threads_ stay what they are while anybody is inside.
+  // false: the run is over. body_ and threads_ do not change while a worker is inside.
   bool join(uint64_t* seen) {
     uint64_t state = state_.load(std::memory_order_acquire);
     while ((state & kOpen) != 0 && !state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
@@ -167,7 +167,7 @@ pthread_once_t created = PTHREAD_ONCE_INIT;
 void before_fork() { idle_pools->mutex.lock(); }
 void after_fork_in_parent() { idle_pools->mutex.unlock(); }
 void after_fork_in_child() {
-  // The threads did not follow; their teams are abandoned, and a fresh idle_pools cannot hold a lock somebody else took.
+  // The child has no copies of the threads: the old pools are abandoned, and the new list has an unlocked mutex.
   idle_pools = new IdlePools;
 }
 void create_idle_pools() {

@@ -1,5 +1,5 @@
-// A team of threads and their scratch memory, lent to one call at a time.
-// Two calls at once get two teams (re-entrant); after fork() the child starts with none (its threads are gone).
+// A pool of threads with scratch memory, used by one call at a time.
+// Concurrent calls get different pools (re-entrant); after fork() the child starts without pools, as it has no threads.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace moe_mk {
 
 class ThreadPool {
  public:
-  // Runs body(member) for members in [0, threads); the caller is member 0. Returns when all who began are done: body
-  // takes work off a common list, since a member who comes too late for any of it never begins.
+  // Runs body(member) for members in [0, threads); the caller is member 0. Returns when every member that started has
+  // finished. body must take its work from a shared counter: a member that wakes up after the work is done never starts.
   virtual void run(int threads, const std::function<void(int)>& body) = 0;
   // Memory of one member, at least `bytes`, 64-byte aligned, contents undefined. null: no memory.
   virtual uint8_t* arena(int member, int which, size_t bytes) = 0;
@@ -21,7 +21,7 @@ class ThreadPool {
   ~ThreadPool() = default;
 };
 
-// Borrows a team for one call and gives it back.
+// Takes an idle thread pool, or creates one, and returns it in the destructor.
 class ThreadPoolLease {
  public:
   ThreadPoolLease();
@@ -37,7 +37,7 @@ class ThreadPoolLease {
 size_t scratch_bytes();
 void release_scratch();
 
-// Which arena serves what.
+// The arenas of one member.
 enum Arena { kThreadScratch, kSums, kHidden, kInputs, kScales, kNumArenas };
 
 }  // namespace moe_mk

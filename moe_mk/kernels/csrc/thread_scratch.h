@@ -1,4 +1,4 @@
-// Tasks of one layer shared out among the threads of a pool, each with memory of its own for one product.
+// Distributes the tasks of one layer over the threads of a pool; each thread has private memory for one product.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -11,12 +11,13 @@ namespace {
 constexpr size_t kPanelBytes = 64u << 10, kTilesBytes = 8u << 10;
 constexpr size_t kTotalsBytes = size_t(kMaxPairs) * kMaxRows * kPairColumns * sizeof(float);
 
-// A member's own memory for one product.
+// Private memory of one thread for one product.
 struct ThreadScratch {
   Scratch scratch;
   float* totals;
 
-  // One block of 2 MiB or so, hence on huge pages: the rows of a chunk are met in an order that misses small ones.
+  // One block of about 2 MiB, so that it is on huge pages: on small pages the access order of the gathered
+  // rows misses the TLB.
   bool open(ThreadPoolLease& pool, int member, size_t gather_bytes) {
     uint8_t* at = pool->arena(member, kThreadScratch, gather_bytes + kPanelBytes + kTilesBytes + kTotalsBytes);
     if (at == nullptr) return false;

@@ -1,5 +1,5 @@
-// The tile instructions the AMX units use: the real ones, or with MOE_MK_EMULATE_AMX a plain imitation, so that
-// the same kernel source is tested on machines without AMX.
+// The tile instructions the AMX units use: the real ones, or with MOE_MK_EMULATE_AMX an emulation in C++, so that
+// the same kernel source can be tested on machines without AMX.
 // NOTE gcc 12: _tile_loadconfig claims to read 8 bytes of the config (stores to the rest may be deleted) and
 // _tile_loadd has no memory clobber; both need the explicit barriers below.
 #pragma once
@@ -40,7 +40,7 @@ inline float bf16_at(const float* row, int i) {
   std::memcpy(&value, &u, 4);
   return value;
 }
-// Even and odd products are summed apart and joined at the end, as the instruction is specified.
+// Even and odd products are summed separately and added at the end, as specified for the instruction.
 template <int C, int A, int B>
 inline void tile_dot() {
   for (int m = 0; m < 16; ++m) {

@@ -1,5 +1,5 @@
 // Vectors of 16 in the compiler's own vector language: the same source becomes AVX-512, AVX2, SSE2 or NEON.
-// Everything sits in an unnamed namespace: see kernels.h.
+// Everything is in an unnamed namespace: see kernels.h.
 #pragma once
 #include <cstring>
 
@@ -40,7 +40,7 @@ inline __attribute__((always_inline)) f32x16 widen(const uint16_t* bf16) {
   return bits<f32x16>(__builtin_convertvector(load<u16x16>(bf16), u32x16) << 16);
 }
 
-// Round to nearest even; a NaN stays one (its payload's low bits may be lost, so one is set).
+// Rounds to nearest even; NaNs stay NaNs (the low bits of a payload may be lost, so one bit is set).
 inline __attribute__((always_inline)) u16x16 narrow(f32x16 value) {
   const u32x16 u = bits<u32x16>(value);
   const u32x16 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -77,7 +77,7 @@ inline __attribute__((always_inline)) u16x16 decode_e2m1(u16x16 codes) {
   return value | ((codes & 8) << 12);
 }
 
-// exp, 1 ulp or so, for |x| < 87; beyond, the nearest end of that range.
+// exp, 1 ulp or so, for |x| < 87; clamped beyond.
 inline __attribute__((always_inline)) f32x16 exp16(f32x16 x) {
   x = min16(max16(x, splat(-87.0f)), splat(88.0f));
   const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer

@@ -1,6 +1,6 @@
-// A whole layer in one call: gate and choice, the load counted, logical experts to slots, the experts.
-// What lies between the parts is a few hundred bytes; done by an interpreter whose memory the experts' weights have just
-// swept out of every cache, it took longer than the router. The threads are awake from the first part on.
+// A whole layer in one call: gate and routing, expert load, logical experts to slots, experts.
+// The steps between the parts touch a few hundred bytes. In Python, whose memory the experts' weights have just evicted from
+// all caches, they took longer than the router. The threads stay awake from the first part on.
 #include <algorithm>
 #include <new>
 #include <vector>
@@ -9,11 +9,11 @@
 
 namespace {
 
-// Counts every choice and replaces it by this rank's slot, -1 where the expert is not here. false: no such expert.
+// Counts every choice and replaces it by this rank's slot, -1 for experts of other ranks. false: an id out of range.
 bool count_and_place(const MoeMkLayer& layer, int64_t choices, int64_t* load, int32_t* ids) {
   for (int64_t i = 0; i < choices; ++i) {
     if (ids[i] < 0) continue;
-    // Two calls may count at once.
+    // Concurrent calls may count into the same tensor.
     __atomic_fetch_add(load + ids[i], 1, __ATOMIC_RELAXED);
     const int32_t physical = layer.physical_of[ids[i]];
     if (physical >= layer.num_physical) return false;

@@ -1,6 +1,6 @@
 // Random layers and exchanges through every kernel of the ABI, for the sanitizers: tools/sanitize_kernels.py builds and runs it.
-// Every buffer is its own heap block of exactly the size the ABI asks for, so that one byte beyond is caught.
-// Also checks what needs no reference: unpack(pack(w)) = w, bits independent of threads, instruction sets agree.
+// Every buffer is a heap block of exactly the size the ABI requires, so that an access one byte beyond is caught.
+// Also checks properties that need no reference: unpack(pack(w)) = w, bits independent of threads, instruction sets agree.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -88,7 +88,7 @@ struct Packed {
     return size_t(pairs_of(outputs, two)) * steps_of(inputs) * bytes_of_step(s.format);
   }
   // One source: rows of random codes, no NaN among them, a gap after each but the last, which is only as long as its
-  // inputs: reading the stride to its end would be beyond.
+  // inputs: reading a full stride would be out of bounds.
   static void draw(const Bytes& source, int outputs, size_t row, size_t stride, int format) {
     std::memset(source.data, 0, source.size);
     for (int r = 0; r < outputs; ++r)
@@ -194,7 +194,7 @@ void routing(int seed) {
   }
 }
 
-// A layer in one call: its router, then experts of which some lie elsewhere or nowhere.
+// A layer in one call: its router, then experts of which some are on other ranks or on none.
 void whole(int seed) {
   const Shape s = {pick(1, 4), pick(1, 100), pick(1, 100), pick(0, 20), 1, kBf16, 32, pick(0, 1), 0, 0};
   const Packed w13(s.slots, s.inter, s.hidden, s, s.gated != 0, seed), w2(s.slots, s.hidden, s.inter, s, false, seed);
@@ -262,7 +262,7 @@ int main(int argc, char** argv) {
     quantising(seed);
     fuzz::exchange(seed);
   }
-  // Four calls at once, each with threads of its own, then everything given back.
+  // Four concurrent calls, each with its own threads, then all scratch memory is released.
   std::vector<std::thread> callers;
   for (int i = 0; i < 4; ++i)
     callers.emplace_back([] {

@@ -1,9 +1,9 @@
-// Dispatch and combine of one rank whose peers store what they like: counts, offsets, epochs and slots out of range, right
-// at their limits or at random, before a call and while it runs. Every outcome must be the right rows or a status.
+// Dispatch and combine of one rank whose peers store arbitrary words: counts, offsets, epochs and slots out of range, right
+// at their limits or at random, before a call and while it runs. Every call must give the right rows or a status.
 //
 // What peers may store to is mapped twice: read-only for the rank under test, writable for its peers; each part ends at
-// a page that nobody may touch. So a store of the rank to anything but its own buffers, and a load behind a part, ends
-// the program by a signal; what lies before a part is a canary.
+// an inaccessible page. A store of the rank to anything but its own buffers, and a load behind a part, therefore raises a
+// signal; the bytes before a part are a canary.
 #include "../exchange.h"
 
 #include <sys/mman.h>
@@ -40,7 +40,7 @@ struct Random {
   bool one_in(int n) { return pick(1, n) == 1; }
 };
 
-// Bytes that end where a page begins that nobody may touch.
+// Bytes that end at an inaccessible page.
 class Part {
  public:
   explicit Part(size_t size) : size_(size) {
@@ -110,11 +110,11 @@ Shape draw_shape(Random& random) {
   return s;
 }
 
-// The windows of all ranks as one of them sees them, laid out as prepare_finalize/one_sided/buffers.py does.
+// The windows of all ranks as mapped by one rank, laid out as prepare_finalize/one_sided/buffers.py does.
 struct World {
   const Shape s;
   Parts parts;
-  std::vector<Part*> values_at, tails_at, sums_at, tails_in, apart;  // apart: null where values lie at the seam
+  std::vector<Part*> values_at, tails_at, sums_at, tails_in, apart;  // apart: null where values are at the seam
   Part *window, *flags, *raised;
   std::vector<uint8_t*> values_to, tails_to;
   std::vector<const uint8_t*> values_from, tails_from, sums;
@@ -224,7 +224,7 @@ struct Call {
     MoeMkSend call = send();
     expect(moe_mk_exchange_dispatch(&w.windows, &call) == kOk && call.sent == 1, "dispatch", seed);
   }
-  // Ids and tables of a caller: nothing is written, and a status says why.
+  // Invalid ids and tables of a caller: nothing is written, and a status is returned.
   void dispatch_bad_tables() {
     if (ids.empty()) return;
     const size_t at = size_t(random.pick(0, int(ids.size()) - 1));
@@ -246,7 +246,7 @@ struct Call {
     return moe_mk_exchange_await(&w.windows, for_sums, epoch, random.one_in(4) ? 5 : 0,
                                  for_sums ? firsts.data() : received.data());
   }
-  // Checks what came of it: ids in range, and where nobody stores meanwhile every byte.
+  // Checks the result: ids in range, and every byte if no peer stores concurrently.
   int32_t receive(bool quiet) {
     const Shape& s = w.s;
     int64_t total = 0, before = 0;
@@ -285,7 +285,7 @@ struct Call {
       }
     return status;
   }
-  // Sums are powers of two by rank, so that each output names the ranks that it is made of.
+  // Sums are powers of two by rank, so that each output identifies the ranks it is the sum of.
   int32_t collect() {
     const Shape& s = w.s;
     std::vector<uint8_t> own(size_t(sent[size_t(s.rank)] * s.sum_bytes())), out(size_t(s.tokens * s.sum_bytes()));
@@ -319,7 +319,7 @@ struct Call {
   }
 };
 
-// What all peers do in an ordinary call.
+// The stores of all peers in an ordinary call.
 void store_honest(World& w, Call& call, Random& random) {
   const Shape& s = w.s;
   w.window->scramble(random);
@@ -335,7 +335,7 @@ void store_honest(World& w, Call& call, Random& random) {
   }
 }
 
-// The outcome of a wait, from the words that lie there.
+// The expected outcome of a wait, from the stored words.
 int32_t outcome(World& w, bool for_sums, uint32_t epoch, MoeMkFault* fault) {
   const int64_t limit = for_sums ? int64_t(w.s.rank) * w.s.rows : w.s.rows;
   int32_t status = kOk;
@@ -374,7 +374,7 @@ void store_hostile(World& w, Random& random, uint32_t epoch) {
   }
 }
 
-// Words that lie there before the call: the outcome is known.
+// Words stored before the call: the outcome is known.
 void before_the_call(World& w, Random& random, int seed, uint32_t epoch) {
   Call call(w, random, seed, epoch);
   store_honest(w, call, random);
@@ -391,8 +391,8 @@ void before_the_call(World& w, Random& random, int seed, uint32_t epoch) {
   if (sums == kPeerFault) expect(equal(w.fault, wanted), "the fault of a wait for sums", seed);
 }
 
-// What a peer stores over and over while calls run: one word that is now honest and now hostile, so that a word loaded
-// twice is soon found to have changed between its check and its use; or any words.
+// The stores a peer repeats while calls run: one word that alternates between valid and invalid, so that a word which is
+// loaded twice soon changes between its check and its use; or arbitrary words.
 class Rewriting {
  public:
   Rewriting(World& world, uint32_t now, int seed) : w_(world), epoch_(now), random_{std::mt19937(unsigned(seed) + 1)} {
@@ -434,7 +434,7 @@ class Rewriting {
   std::thread thread_;
 };
 
-// Words that another thread stores all the time.
+// Words that another thread stores continuously.
 void during_the_call(World& w, Random& random, int seed, uint32_t epoch) {
   Call call(w, random, seed, epoch);
   store_honest(w, call, random);
