@@ -25,18 +25,8 @@ from experts_gpu import ours
 from experts_gpu_cases import TOKENS, captured, microseconds, relative_error, summary
 from experts_gpu_cases import Case as Layer
 
-from moe_mk.experts.triton.tuning import (
-    BUILT_IN,
-    CANDIDATES,
-    Case,
-    Point,
-    Tuned,
-    as_json,
-    load_tuned,
-    only,
-    sensible,
-    tuned_file,
-)
+from moe_mk.config.tuned import Case, Point, Tuned
+from moe_mk.experts.triton.tuning import BUILT_IN, CANDIDATES, as_json, load_tuned, sensible, tuned_file
 from moe_mk.external.device import profile_here
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.quant import FP8_1x128, FP8_128x128
@@ -61,10 +51,10 @@ class Suspects:
 
 def point(
     layer: Layer, tokens: int, backend: Any, call_of: Any, rounds: int, suspects: Suspects
-) -> tuple[Point, dict[str, str]]:
+) -> tuple[Point[Tile], dict[str, str]]:
     """Time every sensible tile that agrees."""
     given, rows = layer.tokens(tokens, torch.device("cuda")), layer.rows_an_expert(tokens)
-    backend.tuned = Tuned()
+    backend.tuned = Tuned((), BUILT_IN)
     expected, graphs, failed = call_of(given[0])().clone(), {}, {}
     for tile in CANDIDATES:
         if not sensible(tile, rows):
@@ -73,7 +63,7 @@ def point(
             failed[str(tile)] = "did not come back in an earlier run"
             continue
         suspects.trying(tile)
-        backend.tuned = only(tile)
+        backend.tuned = Tuned.fixed(tile)
         try:
             distance = relative_error(call_of(given[0])(), expected)
             if distance <= AGREES:

@@ -1,7 +1,7 @@
-"""What was measured on a device: how its cases are called, where their files lie, and how they are read.
+"""Tuned kernel parameters: case names, file locations, and one loader for all experts backends.
 
-`configs/tuned/<device>/<experts>/<case>.json`. Between two points the nearer one on a logarithmic scale serves. Outside
-the tuned range nothing is extrapolated.
+`configs/tuned/<device>/<experts>/<case>.json`. Between two measured points the nearer one on a logarithmic scale is
+used. Outside the measured range the built-in parameters of the backend are used; nothing is extrapolated.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import logging
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from moe_mk.config.shipped import config_folder
 from moe_mk.errors import ConfigError
@@ -27,6 +28,9 @@ from moe_mk.quant.tensor import QuantScheme
 LOGGER = logging.getLogger(__name__)
 
 MOST_TOKENS = 2**31 - 1
+MALFORMED = (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
+"""What reading a file of another content raises."""
+P = TypeVar("P")
 Value = int | bool | str
 Candidate = Mapping[str, Value]
 WEIGHTS: Mapping[str, QuantScheme] = {
@@ -65,7 +69,7 @@ class TunedPoint:
 
 @dataclass(frozen=True)
 class Measured:
-    """All points of a case, by tokens; empty: nothing was measured."""
+    """All points of one tuning session, by tokens; empty: nothing was measured."""
 
     points: tuple[TunedPoint, ...] = ()
 
@@ -75,8 +79,130 @@ class Measured:
         return None if found is None else self.points[found]
 
     def microseconds(self, tokens: int) -> float | None:
-        """A straight line between neighbouring points on logarithmic scales; None outside the tuned range."""
+        """Linear interpolation between neighbouring points on logarithmic scales; None outside the tuned range."""
         return between([(point.tokens, point.microseconds) for point in self.points], tokens)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a tuned file is valid for, without top_k."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_slots: int
+    weights: str
+    """Name of the scheme of the weights."""
+    compute: str
+    """Name of the scheme that activations are rounded to."""
+
+    def file_name(self, top_k: str | None = None) -> str:
+        """Such as H7168_I2048_L256_fp8_128x128_fp8_1x128.json; with `_K<top_k>` after the slots if top_k is given."""
+        shape = f"H{self.hidden_size}_I{self.intermediate_size}_L{self.num_slots}"
+        choices = "" if top_k is None else f"_K{top_k}"
+        return f"{shape}{choices}_{self.weights}_{self.compute}.json"
+
+
+@dataclass(frozen=True)
+class Point(Generic[P]):
+    """One measurement: the fastest parameters at a mean number of rows per expert."""
+
+    rows_an_expert: float
+    parameters: P
+    microseconds: float
+    """Of one run of the experts."""
+
+
+@dataclass(frozen=True)
+class Tuned(Generic[P]):
+    """Measured parameters of one case on one device, by mean rows per expert; empty: nothing was measured."""
+
+    points: tuple[Point[P], ...]
+    built_in: tuple[tuple[float, P], ...]
+    """The parameters outside the measured range: (largest number of rows per expert, parameters), the last inf."""
+
+    @classmethod
+    def fixed(cls, parameters: P) -> Tuned[P]:
+        """The same parameters for every number of rows."""
+        ends = (Point(2.0**-30, parameters, 1.0), Point(2.0**30, parameters, 1.0))
+        return cls(ends, ((math.inf, parameters),))
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        case: Case,
+        parse: Callable[[Mapping[str, Any]], P],
+        built_in: tuple[tuple[float, P], ...],
+        command: str,
+        missing: Path | None = None,
+    ) -> Tuned[P]:
+        """Read the points of a case from all its files in the folder of one device and backend.
+
+        Files with a top_k in their name, as `moe-mk tune` writes them, hold points by tokens; a file without one holds
+        points by rows per expert. parse: makes parameters from their names. command: measures the case. missing: the
+        file that one line per process reports if there are no points; None: nothing is logged. Raises ConfigError for a
+        file without valid points.
+        """
+        summary, pattern = folder / case.file_name(), case.file_name("*")
+        points = _summary(summary, parse, command) if summary.is_file() else []
+        for file in sorted(folder.glob("*.json")):
+            top_k = top_k_in(file.name, pattern)
+            if top_k is not None:
+                share = top_k / case.num_slots
+                points += [
+                    Point(each.tokens * share, _parsed(parse, each, file), each.microseconds)
+                    for each in load_measured(file, command).points
+                ]
+        if not points and missing is not None:
+            _log_missing(missing, command)
+        return cls(tuple(sorted(points, key=lambda point: point.rows_an_expert)), built_in)
+
+    def point(self, rows_an_expert: float) -> Point[P] | None:
+        """The measured point nearest on a logarithmic scale; None outside the measured range."""
+        found = nearest([point.rows_an_expert for point in self.points], rows_an_expert)
+        return None if found is None else self.points[found]
+
+    def at(self, rows_an_expert: float) -> P:
+        """The measured parameters inside the measured range, the built-in ones outside."""
+        point = self.point(rows_an_expert)
+        if point is not None:
+            return point.parameters
+        return next(parameters for most, parameters in self.built_in if rows_an_expert <= most)
+
+    def microseconds(self, rows_an_expert: float) -> float | None:
+        """Measured time, interpolated linearly on logarithmic scales; None outside the measured range."""
+        return between([(point.rows_an_expert, point.microseconds) for point in self.points], rows_an_expert)
+
+
+def _parsed(parse: Callable[[Mapping[str, Any]], P], point: TunedPoint, file: Path) -> P:
+    try:
+        return parse(point.parameters)
+    except ConfigError as problem:
+        raise ConfigError(f"{file}, {point.tokens} tokens: {problem}") from None
+
+
+def _summary(file: Path, parse: Callable[[Mapping[str, Any]], P], command: str) -> list[Point[P]]:
+    """The points of a file by rows per expert; "tile" is the name of "parameters" in files written before 0.2."""
+    try:
+        points = [
+            Point(
+                float(each["rows_an_expert"]),
+                parse(each.get("parameters") or each["tile"]),
+                float(each["microseconds"]),
+            )
+            for each in read_json(file)["points"]
+        ]
+        if not all(0 < each < math.inf for point in points for each in (point.rows_an_expert, point.microseconds)):
+            raise ValueError("rows and microseconds must be positive")
+    except (ConfigError, *MALFORMED) as problem:
+        raise _no_points(file, problem, command) from None
+    return points
+
+
+@cache
+def _log_missing(file: Path, command: str) -> None:
+    """Log a missing file once per process: every layer of a model reads the same one."""
+    LOGGER.info("no tuned parameters in %s; the built-in ones are used. To measure: %s", file, command)
 
 
 def nearest(places: Sequence[float], at: float) -> int | None:
@@ -116,13 +242,17 @@ def load_measured(path: Path, command: str) -> Measured:
     Raises ConfigError for a file that holds no points.
     """
     if not path.is_file():
-        LOGGER.info("no tuned parameters in %s; built-in ones serve. To measure: %s", path, command)
+        LOGGER.info("no tuned parameters in %s; the built-in ones are used. To measure: %s", path, command)
         return Measured()
     try:
         given = read_json(path)["points"]
         return Measured(_points(given))
-    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as problem:
-        raise ConfigError(f"{path} holds no tuned points: {type(problem).__name__}: {problem}; run {command}") from None
+    except MALFORMED as problem:
+        raise _no_points(path, problem, command) from None
+
+
+def _no_points(path: Path, problem: Exception, command: str) -> ConfigError:
+    return ConfigError(f"{path} holds no tuned points: {type(problem).__name__}: {problem}; run {command}")
 
 
 def _points(given: Any) -> tuple[TunedPoint, ...]:

@@ -12,10 +12,11 @@ from torch import Tensor
 from moe_mk import oracle
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
+from moe_mk.config.tuned import Tuned
 from moe_mk.experts import ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.experts.triton.experts import TritonExperts
-from moe_mk.experts.triton.tuning import BUILT_IN, only
+from moe_mk.experts.triton.tuning import BUILT_IN
 from moe_mk.external.library import installed
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.oracle import Parts, assemble
@@ -46,7 +47,7 @@ def fresh_inputs(record_property: pytest.RecordProperty) -> None:
 
 
 def of_tile(backend: TritonExperts, tile: Tile) -> TritonExperts:
-    backend.tuned = only(tile)
+    backend.tuned = Tuned.fixed(tile)
     return backend
 
 

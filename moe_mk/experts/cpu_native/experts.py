@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.tuned import Tuned
 from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedCall, FusedExperts
-from moe_mk.experts.cpu_native.tuning import Tuned, candidates, load_tuned, only, tuning_of
+from moe_mk.experts.cpu_native.tuning import candidates, load_tuned, tuning_of
 from moe_mk.experts.cpu_native.weights import (
     BLOCK,
     PackedExpertWeights,
@@ -35,6 +36,7 @@ from moe_mk.kernels.native import (
     Places,
     Rounding,
     Stack,
+    Tuning,
     WholeLayer,
     allocate,
     experts_batched,
@@ -147,7 +149,7 @@ class CpuNativeExperts(FusedExperts):
             quantize=_rounding(context.compute),
             batch_invariant=context.batch_invariant,
         )
-        self.tuned: Tuned | None = None
+        self.tuned: Tuned[Tuning] | None = None
         """Parameters by rows an expert; read when the type of the weights is known."""
 
     @classmethod
@@ -181,7 +183,7 @@ class CpuNativeExperts(FusedExperts):
     def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> CpuNativeExperts:
         """These experts with one choice for every call. Raises ConfigError for one that the kernels do not have."""
         one = copy(self)
-        one.tuned = only(tuning_of(parameters))
+        one.tuned = Tuned.fixed(tuning_of(parameters))
         return one
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
@@ -259,7 +261,7 @@ class CpuNativeExperts(FusedExperts):
         """The same, of so many rows that visit so many experts each."""
         return self._at(rows, choices) if self._tuned(scheme, choices).points else self.mode
 
-    def _tuned(self, scheme: QuantScheme, choices: int) -> Tuned:
+    def _tuned(self, scheme: QuantScheme, choices: int) -> Tuned[Tuning]:
         if self.tuned is None:
             self.tuned = load_tuned(self.context, scheme, choices)
         return self.tuned

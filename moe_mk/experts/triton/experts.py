@@ -19,16 +19,14 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.tuned import Case, Tuned
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.triton.tuning import (
     BUILT_IN,
     CANDIDATES,
     CHOICES,
     DECODED,
-    Case,
-    Tuned,
     load_tuned,
-    only,
     sensible,
     tile_of,
 )
@@ -104,7 +102,7 @@ class TritonExperts(FusedExperts):
         super().__init__(context)
         self.kernels = kernels
         self.workspace = workspace or workspace_of(context.device)
-        self.tuned: Tuned | None = None
+        self.tuned: Tuned[Tile] | None = None
         """Tiles by rows an expert; read when the type of the weights is known."""
         self.together: Beside | None = None
 
@@ -132,7 +130,7 @@ class TritonExperts(FusedExperts):
         if context.batch_invariant:
             return [asdict(INVARIANT)]
         an_expert = max(rows * min(context.top_k or CHOICES, context.num_slots) / context.num_slots, FEWEST)
-        untuned = Tuned(built_in=_built_in(context.weights, context.compute)).tile(an_expert)
+        untuned = Tuned((), _built_in(context.weights, context.compute)).at(an_expert)
         engines = ("triton", "gluon") if context.compute.block == (1, BLOCK) else ("triton",)
         able = (tile for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert))
         return [asdict(tile) for tile in dict.fromkeys((untuned, *able))]
@@ -140,7 +138,7 @@ class TritonExperts(FusedExperts):
     def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> TritonExperts:
         """These experts with one tile for every call. Raises ConfigError for a tile that no kernel has."""
         one = copy(self)
-        one.tuned = only(tile_of(parameters))
+        one.tuned = Tuned.fixed(tile_of(parameters))
         return one
 
     @classmethod
@@ -215,7 +213,7 @@ class TritonExperts(FusedExperts):
             _fixed(self.context.compute),
         )  # fmt: skip
 
-    def _know_tiles(self, weights: QuantScheme) -> Tuned:
+    def _know_tiles(self, weights: QuantScheme) -> Tuned[Tile]:
         """The tiles of a type of weights, read from the files once."""
         if self.tuned is None:
             c = self.context
@@ -223,12 +221,12 @@ class TritonExperts(FusedExperts):
             self.tuned = load_tuned(profile_here(c.device).name, case, built_in=_built_in(weights, c.compute))
         return self.tuned
 
-    def _tile(self, tuned: Tuned, rows_an_expert: float) -> Tile:
+    def _tile(self, tuned: Tuned[Tile], rows_an_expert: float) -> Tile:
         """The tile for a mean number of rows, known from shapes alone: dropped assignments count.
 
         One tile for all where a row must get the same bits in any company: inside a tile no row meets another.
         """
-        return INVARIANT if self.context.batch_invariant else tuned.tile(max(rows_an_expert, FEWEST))
+        return INVARIANT if self.context.batch_invariant else tuned.at(max(rows_an_expert, FEWEST))
 
     def _readable(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
         """Tokens in the scheme they came in if the experts compute in it, else in bf16, to be rounded on the device."""

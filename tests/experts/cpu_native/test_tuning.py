@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from moe_mk.cli import app
 from moe_mk.config import tuned as tuned_files
-from moe_mk.config.tuned import case_name, tuned_path
+from moe_mk.config.tuned import Point, Tuned, case_name, tuned_path
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.experts.cpu_native import tuning as cpu_native_tuning
 from moe_mk.experts.cpu_native.experts import CpuNativeExperts
-from moe_mk.experts.cpu_native.tuning import Tuned, candidates, load_tuned, tuning_of
+from moe_mk.experts.cpu_native.tuning import BUILT_IN, candidates, load_tuned, tuning_of
 from moe_mk.kernels.native import Tuning
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.plain import BF16
@@ -31,6 +31,7 @@ from moe_mk.tuning import TuneCase, TunedPoint, TuneResult, judge, save_measured
 SLOTS, HIDDEN, INNER, TOP_K = 4, 256, 128, 2
 CONTEXT = ExpertsContext(BF16, BF16, "silu", SLOTS, HIDDEN, INNER, torch.device("cpu"))
 CASE = TuneCase("cpu_native", HIDDEN, INNER, SLOTS, TOP_K, BF16, BF16, FP8_128x128)
+UNTUNED = Tuned((), BUILT_IN)
 NARROW, WIDE = Tuning(panel_rows=1, task_pairs=2), Tuning(prefetch_bytes=640, gather_kib=128)
 compiled = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
@@ -42,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where tuned files are read from, empty; a processor called "A B"."""
     monkeypatch.setattr(tuned_files, "config_folder", lambda: tmp_path)
     monkeypatch.setattr(cpu_native_tuning, "_processor", lambda: "A B")
-    cpu_native_tuning._say_missing.cache_clear()
+    tuned_files._log_missing.cache_clear()
     return tmp_path / "tuned"
 
 
@@ -81,7 +82,10 @@ def test_what_is_tried_is_legal_different_and_begins_with_the_built_in() -> None
         ({"prefetch_bytes": -64}, "prefetch_bytes -64 is neither"),
         ({"task_pairs": True}, "task_pairs True is neither"),
         ({"panel_rows": "4"}, "panel_rows '4' is neither"),
-        ({"colour": 1}, "is no tuning of cpu_native: it has panel_rows, task_pairs, prefetch_bytes, gather_kib"),
+        (
+            {"colour": 1},
+            "not parameters of cpu_native, which has panel_rows, task_pairs, prefetch_bytes, gather_kib",
+        ),
     ],
 )
 def test_parameters_that_the_kernels_do_not_have_are_refused(wrong: dict[str, int], said: str) -> None:
@@ -91,9 +95,9 @@ def test_parameters_that_the_kernels_do_not_have_are_refused(wrong: dict[str, in
 
 def test_the_nearest_point_serves_inside_the_measured_range_only() -> None:
     # Halfway between 1 and 16 rows on a logarithmic scale: 4.
-    tuned = Tuned(((1.0, NARROW), (16.0, WIDE)))
+    tuned = Tuned((Point(1.0, NARROW, 5.0), Point(16.0, WIDE, 9.0)), BUILT_IN)
     found = [tuned.at(rows_an_expert) for rows_an_expert in (0.9, 1.0, 3.9, 4.1, 16.0, 16.1)]
-    assert found == [Tuning(), NARROW, NARROW, WIDE, WIDE, Tuning()] and Tuned().at(1.0) == Tuning()
+    assert found == [Tuning(), NARROW, NARROW, WIDE, WIDE, Tuning()] and UNTUNED.at(1.0) == Tuning()
 
 
 def test_files_of_every_top_k_serve_by_rows_an_expert(folder: Path) -> None:
@@ -101,7 +105,7 @@ def test_files_of_every_top_k_serve_by_rows_an_expert(folder: Path) -> None:
     saved(TOP_K, TunedPoint(8, parameters(WIDE), 5.0))
     saved(1, TunedPoint(8, parameters(NARROW), 5.0))
     saved(2, TunedPoint(8, {}, 5.0), scheme=BF16)
-    assert load_tuned(CONTEXT, FP8_128x128, TOP_K) == Tuned(((2.0, NARROW), (4.0, WIDE)))
+    assert load_tuned(CONTEXT, FP8_128x128, TOP_K) == Tuned((Point(2.0, NARROW, 5.0), Point(4.0, WIDE, 5.0)), BUILT_IN)
     assert folder.is_dir()
 
 
@@ -109,7 +113,7 @@ def test_a_missing_file_is_one_line_with_a_command_that_writes_it(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "moe_mk"):
-        assert [load_tuned(CONTEXT, FP8_128x128, TOP_K) for _ in range(3)] == [Tuned()] * 3
+        assert [load_tuned(CONTEXT, FP8_128x128, TOP_K) for _ in range(3)] == [UNTUNED] * 3
     (said,) = [record.getMessage() for record in caplog.records]
     assert "\n" not in said
     command = said.partition("To measure: moe-mk ")[2].split()
@@ -148,11 +152,11 @@ def test_every_candidate_gives_the_same_bits() -> None:
     experts = CpuNativeExperts(CONTEXT)
     weights = experts.relayout(random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, torch.device("cpu")))
     for count in (1, 3, 40):
-        experts.tuned = Tuned()
+        experts.tuned = UNTUNED
         wanted = experts.run(rows(count), weights).y
         for each in candidates(CONTEXT, count):
             assert torch.equal(experts.tuned_with(each).run(rows(count), weights).y, wanted), each
-    assert experts.tuned == Tuned(), "a choice is made for a copy"
+    assert experts.tuned == UNTUNED, "a choice is made for a copy"
 
 
 def measured(path: Path, stop: int | None = None) -> TuneResult:
@@ -177,4 +181,6 @@ def test_a_killed_session_goes_on_and_its_file_is_read_back(folder: Path, monkey
     assert (result.complete, result.resumed, result.measured) == (True, 5, tried - 5)
     assert json.loads(path.with_suffix(".meta.json").read_text())["by"] == "a test"
     found = load_tuned(CONTEXT, FP8_128x128, TOP_K).points
-    assert found == tuple((p.tokens * TOP_K / SLOTS, tuning_of(p.parameters)) for p in result.points)
+    assert found == tuple(
+        Point(p.tokens * TOP_K / SLOTS, tuning_of(p.parameters), p.microseconds) for p in result.points
+    )

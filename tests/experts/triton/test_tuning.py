@@ -11,21 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moe_mk.config.tuned import Case, Point, Tuned
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.triton.experts import TritonExperts
-from moe_mk.experts.triton.tuning import (
-    BUILT_IN,
-    CANDIDATES,
-    DECODED,
-    Case,
-    Point,
-    Tuned,
-    as_json,
-    load_tuned,
-    tile_of,
-    tuned_file,
-)
+from moe_mk.experts.triton.tuning import BUILT_IN, CANDIDATES, DECODED, as_json, load_tuned, tile_of, tuned_file
 from moe_mk.experts.triton.workspace import Workspace
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantScheme
@@ -38,24 +28,25 @@ from moe_mk.tuning.session import TuneCase
 CPU = torch.device("cpu")
 CASE = Case(7168, 2048, 256, "fp8_128x128", "fp8_1x128")
 SMALL, LARGE = Tile(8, True, 4, 6, "gluon"), Tile(128, False, 4, 4, "gluon")
-TUNED = Tuned((Point(1.0, SMALL, 100.0), Point(16.0, LARGE, 400.0)))
+TUNED = Tuned((Point(1.0, SMALL, 100.0), Point(16.0, LARGE, 400.0)), BUILT_IN)
+UNTUNED = Tuned((), BUILT_IN)
 
 
 def test_inside_the_range_the_nearer_point_on_a_logarithmic_scale_serves() -> None:
     # The middle between 1 and 16 is 4.
-    assert [TUNED.tile(rows) for rows in (1.0, 3.9, 4.1, 16.0)] == [SMALL, SMALL, LARGE, LARGE]
+    assert [TUNED.at(rows) for rows in (1.0, 3.9, 4.1, 16.0)] == [SMALL, SMALL, LARGE, LARGE]
 
 
 def test_outside_the_range_nothing_is_extrapolated() -> None:
     for rows, place in ((0.5, 0), (17.0, 1), (1e6, 3)):
         assert TUNED.point(rows) is None and TUNED.microseconds(rows) is None
-        assert TUNED.tile(rows) == BUILT_IN[place][1] == Tuned().tile(rows)
+        assert TUNED.at(rows) == BUILT_IN[place][1] == UNTUNED.at(rows)
 
 
 def test_times_between_points_lie_on_a_line_of_logarithms() -> None:
     assert TUNED.microseconds(4.0) == pytest.approx(200.0)
     assert TUNED.microseconds(1.0) == 100.0 and TUNED.microseconds(16.0) == 400.0
-    assert Tuned((Point(2.0, SMALL, 7.0),)).microseconds(2.0) == 7.0
+    assert Tuned((Point(2.0, SMALL, 7.0),), BUILT_IN).microseconds(2.0) == 7.0
 
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -66,11 +57,25 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert load_tuned("h200", CASE, tmp_path) == TUNED
 
 
+def one_point(rows: float, tile: dict[str, object]) -> str:
+    return json.dumps({"points": [{"rows_an_expert": rows, "parameters": tile, "microseconds": 1}]})
+
+
+def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    file = tuned_file("h200", CASE, tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text(one_point(2.0, vars(SMALL)).replace("parameters", "tile"))
+    assert load_tuned("h200", CASE, tmp_path).points == (Point(2.0, SMALL, 1.0),)
+
+
 def test_a_missing_file_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert load_tuned("h200", CASE, tmp_path, log=False) == Tuned() and not caplog.messages
-        assert [load_tuned("h200", CASE, tmp_path) for _ in range(3)] == [Tuned()] * 3
-    assert len(caplog.messages) == 1 and "H7168_I2048_L256_fp8_128x128_fp8_1x128.json on h200" in caplog.messages[0]
+        assert load_tuned("h200", CASE, tmp_path, log=False) == UNTUNED and not caplog.messages
+        assert [load_tuned("h200", CASE, tmp_path) for _ in range(3)] == [UNTUNED] * 3
+    assert (
+        len(caplog.messages) == 1
+        and "NVIDIA_H200/triton/H7168_I2048_L256_fp8_128x128_fp8_1x128.json" in caplog.messages[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,19 +83,22 @@ def test_a_missing_file_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.Lo
     [
         ("{", "JSONDecodeError"),
         ("{}", "KeyError: 'points'"),
-        (json.dumps({"points": [{"rows_an_expert": 0, "tile": vars(SMALL), "microseconds": 1}]}), "must be positive"),
-        (json.dumps({"points": [{"rows_an_expert": 1, "tile": {"rows": 12}, "microseconds": 1}]}), "TypeError"),
         (
-            json.dumps({"points": [{"rows_an_expert": 1, "tile": vars(SMALL) | {"rows": 9}, "microseconds": 1}]}),
-            "no kernel multiplies .*rows=9",
+            json.dumps({"points": [{"rows_an_expert": 0, "parameters": vars(SMALL), "microseconds": 1}]}),
+            "must be positive",
         ),
+        (
+            json.dumps({"points": [{"rows_an_expert": 1, "parameters": {"rows": 12}, "microseconds": 1}]}),
+            "ConfigError: .* is not a tile",
+        ),
+        (one_point(1, vars(SMALL) | {"rows": 9}), "no kernel multiplies .*rows=9"),
     ],
 )
 def test_a_file_that_holds_no_tiles_is_refused_by_name(tmp_path: Path, content: str, complaint: str) -> None:
     file = tuned_file("h200", CASE, tmp_path)
     file.parent.mkdir(parents=True)
     file.write_text(content)
-    with pytest.raises(ConfigError, match=rf"H7168.*holds no tuned tiles: .*{complaint}"):
+    with pytest.raises(ConfigError, match=rf"H7168.*holds no tuned points: .*{complaint}"):
         load_tuned("h200", CASE, tmp_path)
 
 
@@ -171,13 +179,13 @@ def launched(
     ],
 )
 def test_a_tile_that_cannot_be_is_refused_by_name(wrong: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"is no tile of the Triton experts: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"is not a tile of the Triton experts: .*{said}"):
         tile_of(asdict(Tile(16, True, 4, 5)) | wrong)
 
 
 def test_a_built_in_tile_serves_every_number_of_rows() -> None:
     assert BUILT_IN[-1][0] == float("inf")
-    assert [Tuned().tile(rows).rows for rows in (0.01, 8.0, 8.1, 20.0, 80.0, 81.0, 1e9)] == [
+    assert [UNTUNED.at(rows).rows for rows in (0.01, 8.0, 8.1, 20.0, 80.0, 81.0, 1e9)] == [
         16,
         16,
         32,

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moe_mk import UnsupportedError
+from moe_mk.config.tuned import Tuned
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.experts.triton import weights as triton_weights
 from moe_mk.experts.triton.experts import TritonExperts
-from moe_mk.experts.triton.tuning import only
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_128x128, QuantScheme
@@ -83,7 +83,7 @@ def test_in_every_layout(layout: type) -> None:
 
 def test_biases_of_a_ragged_block_with_the_weights_on_the_right() -> None:
     backend = TritonExperts(replace(clamped("swiglu_oai"), intermediate_size=136))
-    backend.tuned = only(Tile(64, False, 8, 4))
+    backend.tuned = Tuned.fixed(Tile(64, False, 8, 4))
     close(backend, experts(BF16, inner=136))
 
 

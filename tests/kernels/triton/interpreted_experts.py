@@ -8,10 +8,10 @@ from threading import get_ident
 import pytest
 import torch
 
+from moe_mk.config.tuned import Tuned
 from moe_mk.experts import EXPERTS, ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.experts.triton.experts import TritonExperts
-from moe_mk.experts.triton.tuning import only
 from moe_mk.experts.triton.workspace import Workspace
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.permute import permute, weight_and_reduce
@@ -86,7 +86,7 @@ def test_more_columns_than_a_tile_has(weights: QuantScheme, compute: QuantScheme
 )
 def test_every_kind_of_tile(tile: Tile) -> None:
     backend = TritonExperts(context(FP8_1x128))
-    backend.tuned = only(tile)
+    backend.tuned = Tuned.fixed(tile)
     close(backend, FP8_128x128, rows(BF16), RowTokens, random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, CPU))
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from moe_mk.config import device_profile
+from moe_mk.config.tuned import Tuned
 from moe_mk.experts.triton import experts as triton
 from moe_mk.experts.triton import weights as triton_weights
 from moe_mk.experts.triton.experts import TritonExperts
-from moe_mk.experts.triton.tuning import DECODED, load_tuned, only
+from moe_mk.experts.triton.tuning import DECODED, load_tuned
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.quant import (
     BF16,
@@ -64,7 +65,7 @@ def test_every_layout_of_every_type(weights: QuantScheme, compute: QuantScheme, 
 @pytest.mark.parametrize("weights,compute", TYPES, ids=named)
 def test_without_swapping_the_weights_are_on_the_right(weights: QuantScheme, compute: QuantScheme) -> None:
     backend = TritonExperts(context(compute))
-    backend.tuned = only(Tile(64, False, 8, 4))
+    backend.tuned = Tuned.fixed(Tile(64, False, 8, 4))
     close(backend, weights, rows(BF16), RowTokens, random_experts(weights, SLOTS, HIDDEN, INNER, CPU))
 
 
