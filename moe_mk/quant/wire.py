@@ -1,16 +1,19 @@
-"""Rows as bytes: what a transport puts on the wire, and back, bit for bit.
+"""Rows as bytes for transports, and whether activations are quantised before or after dispatch.
 
-A row is its values followed by its scales, nothing else: 14,336 B for 7,168 bf16 values, 7,392 B in FP8 with f32
-scales per 128, 7,224 B with UE8M0 scales, 7,392 B in MXFP8, 4,032 B in NVFP4. Collectives carry FP8 only as bytes:
-gloo refuses the dtype.
+A row is its values followed by its scales: 14,336 B for 7,168 bf16 values, 7,392 B in FP8 with f32 scales per 128,
+7,224 B with UE8M0 scales, 7,392 B in MXFP8, 4,032 B in NVFP4. Collectives send FP8 as bytes, because gloo does not
+support the dtype. The conversion is exact in both directions.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
+
 import torch
 from torch import Tensor
 
-from moe_mk.quant.blocked import BlockedScheme
+from moe_mk.quant.blocked import WHOLE, BlockedScheme
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
@@ -21,7 +24,7 @@ def row_bytes(scheme: QuantScheme, hidden_size: int) -> int:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """(rows, X) as (rows, bytes) uint8: a view, or a copy where the rows do not lie one behind the other."""
+    """(rows, X) as (rows, bytes) uint8: a view, or a copy if the rows are not contiguous."""
     rows, columns = x.shape
     # Flat first: a last dimension of one may have any stride, and a view as bytes wants it to be 1.
     return x.reshape(-1).view(torch.uint8).view(rows, columns * x.element_size())
@@ -45,5 +48,63 @@ def decode_rows(bytes_RB: Tensor, scheme: QuantScheme, hidden_size: int) -> Quan
 
 
 def from_bytes(bytes_RB: Tensor, dtype: torch.dtype) -> Tensor:
-    """(rows, bytes) uint8 to (rows, X) of a dtype; a slice of wider rows is copied, so that it is aligned."""
+    """(rows, bytes) uint8 to (rows, X) of a dtype; copies, because a slice of wider rows may be unaligned."""
     return bytes_RB.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+class Timing(Enum):
+    """When activations are quantised."""
+
+    NEVER = "never"
+    BEFORE = "before"
+    """Before dispatch, so that fewer bytes are sent."""
+    AFTER = "after"
+    """At the experts; the transport sends the layer's dtype."""
+    EITHER = "either"
+    """Both give the same result, because every rank sees every row."""
+
+
+@dataclass(frozen=True)
+class WireSupport:
+    """The quantised rows a transport can send."""
+
+    families: frozenset[str]
+    """Families of schemes, "plain" included."""
+    whole_scale: bool = False
+    """Whether every rank receives every row (all-gather), so that one scale for all rows is valid on both sides."""
+
+
+@dataclass(frozen=True)
+class WhenToRound:
+    """The decision and its reason."""
+
+    timing: Timing
+    because: str
+
+
+def when_to_round(activations: QuantScheme | None, transport: WireSupport, *, experts_read: bool) -> WhenToRound:
+    """Decide whether activations of a scheme are quantised before or after dispatch; None and plain ones never are.
+
+    A row with its own scales can be quantised before dispatch: fewer bytes, same result. A scale over all rows of a
+    call is known only at the experts. experts_read: whether the experts multiply activations of this scheme.
+    """
+    if not isinstance(activations, BlockedScheme):
+        return WhenToRound(Timing.NEVER, "the experts take the layer's dtype")
+    name = activations.name
+    if not experts_read:
+        return WhenToRound(Timing.AFTER, f"the experts do not read {name} rows; they round for themselves, if at all")
+    if activations.is_static:
+        return _carried(activations, transport, "its scale is known everywhere")
+    if activations.rows == WHOLE:
+        if transport.whole_scale:
+            return WhenToRound(Timing.EITHER, "every rank sees all rows: one scale means the same on both sides")
+        return WhenToRound(Timing.AFTER, "its scale depends on rows of other ranks, and does not travel with a row")
+    return _carried(activations, transport, "each row carries its own scales")
+
+
+def _carried(activations: BlockedScheme, transport: WireSupport, reason: str) -> WhenToRound:
+    if activations.family not in transport.families:
+        return WhenToRound(Timing.AFTER, f"the transport does not carry {activations.family} rows")
+    if transport.whole_scale:
+        return WhenToRound(Timing.EITHER, f"{reason}, and all rows are everywhere; before is fewer bytes")
+    return WhenToRound(Timing.BEFORE, f"{reason}; fewer bytes travel and nothing changes")

@@ -13,13 +13,15 @@ from moe_mk.quant import (
     FP8_1x128,
     FP8_1x128_UE8M0,
     QuantScheme,
+    Timing,
+    WireSupport,
     fp8_static,
+    when_to_round,
 )
-from moe_mk.quant.timing import Carries, Timing, when_to_round
 
-DEEP_EP = Carries(frozenset({"plain", "fp8"}))
-EXCHANGE = Carries(frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}))
-GATHER = Carries(frozenset({"plain", "fp8"}), whole_scale=True)
+DEEP_EP = WireSupport(frozenset({"plain", "fp8"}))
+EXCHANGE = WireSupport(frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}))
+GATHER = WireSupport(frozenset({"plain", "fp8"}), whole_scale=True)
 
 
 @pytest.mark.row(100)
@@ -42,7 +44,7 @@ GATHER = Carries(frozenset({"plain", "fp8"}), whole_scale=True)
         (None, EXCHANGE, Timing.NEVER),
     ],
 )
-def test_the_tree_by_its_leaves(scheme: QuantScheme | None, transport: Carries, expected: Timing) -> None:
+def test_the_tree_by_its_leaves(scheme: QuantScheme | None, transport: WireSupport, expected: Timing) -> None:
     answer = when_to_round(scheme, transport, experts_read=True)
     assert answer.timing is expected and answer.because
 

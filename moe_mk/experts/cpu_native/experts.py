@@ -31,20 +31,20 @@ from moe_mk.experts.cpu_native.weights import (
 from moe_mk.kernels.native import (
     Activation,
     ExpertsMode,
+    FusedLayer,
     Gating,
     Native,
     Places,
     Rounding,
     Stack,
     Tuning,
-    WholeLayer,
     allocate,
     experts_batched,
     experts_grouped,
     experts_rows,
     touch_slot,
 )
-from moe_mk.kernels.native.pages import release_pages
+from moe_mk.kernels.native.packed import release_pages
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
@@ -67,8 +67,8 @@ class WholePass:
     gating: Gating
     places: Places
     stack: Stack
-    of_mode: dict[ExpertsMode, WholeLayer] = field(default_factory=dict)
-    of_rows: dict[int, WholeLayer] = field(default_factory=dict)
+    of_mode: dict[ExpertsMode, FusedLayer] = field(default_factory=dict)
+    of_rows: dict[int, FusedLayer] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -93,10 +93,10 @@ class WholePass:
         layer = self.of_rows.get(x_TH.shape[0]) or self._prepared(x_TH.shape[0])
         return layer(x_TH, load_E, torch.get_num_threads())
 
-    def _prepared(self, rows: int) -> WholeLayer:
+    def _prepared(self, rows: int) -> FusedLayer:
         mode = self.mode_of_rows(self.scheme, rows, self.gating.mode.top_k)
         if mode not in self.of_mode:
-            self.of_mode[mode] = WholeLayer(self.native, self.gating, self.places, self.stack, mode)
+            self.of_mode[mode] = FusedLayer(self.native, self.gating, self.places, self.stack, mode)
         self.of_rows[rows] = self.of_mode[mode]
         return self.of_mode[mode]
 

@@ -21,9 +21,11 @@
     experts_batched(native, x_LSH, counts_L, w13, w2, ...)                # padded blocks -> [L, S, H]
     ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, gather_kib))   # 0: built in; the same bits
     route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
-    WholeLayer(native, Gating(...), Places(...), Stack(w13, w2, shared), mode)(x_TH, load_E, threads=n)   # both in one
+    FusedLayer(native, Gating(...), Places(...), Stack(w13, w2, shared), mode)(x_TH, load_E, threads=n)   # both in one
     quantize_1x128(native, x_TH, ue8m0=False, threads=n) -> values_TH, scales_TX
     count_nans(native, codes, threads=n) -> int
+    import moe_mk.kernels.native.ops                                      # registers torch.ops.moe_mk.cpu_experts_rows,
+                                                                          # cpu_route, cpu_quantize_1x128
     scratch_bytes(native) -> int; release(native)                         # the kernels' own memory, kept between calls
 
 `threads` is an argument everywhere (torch.get_num_threads() is the caller's business); results do not depend on it.
@@ -31,6 +33,10 @@
 
 from __future__ import annotations
 
+from moe_mk.kernels.native.experts import FusedLayer as FusedLayer
+from moe_mk.kernels.native.experts import Gating as Gating
+from moe_mk.kernels.native.experts import Places as Places
+from moe_mk.kernels.native.experts import Stack as Stack
 from moe_mk.kernels.native.experts import experts_batched as experts_batched
 from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
 from moe_mk.kernels.native.experts import experts_rows as experts_rows
@@ -63,7 +69,3 @@ from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled
 from moe_mk.kernels.native.selfcheck import load as load
 from moe_mk.kernels.native.selfcheck import loaded as loaded
 from moe_mk.kernels.native.selfcheck import reasons_against as reasons_against
-from moe_mk.kernels.native.whole import Gating as Gating
-from moe_mk.kernels.native.whole import Places as Places
-from moe_mk.kernels.native.whole import Stack as Stack
-from moe_mk.kernels.native.whole import WholeLayer as WholeLayer

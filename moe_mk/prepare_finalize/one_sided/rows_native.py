@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native.exchange import ROW_TYPES, Rounding, RowFormat
-from moe_mk.kernels.native.exchange_calls import ExchangeCalls
+from moe_mk.kernels.native.exchange import ROW_TYPES, ExchangeCalls, Rounding, RowFormat
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferSlot
 from moe_mk.prepare_finalize.one_sided.rows_torch import Arrived, DispatchHandle, Encode, RowBytes, Sent, WireTypes

@@ -16,9 +16,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native.exchange import ROW_TYPES
+from moe_mk.kernels.native.exchange import ROW_TYPES, add_rows
 from moe_mk.kernels.native.library import Native
-from moe_mk.kernels.native.row_sums import add_rows
 
 ROWS_AT_ONCE = 64
 """Rows that torch adds up together: their f32 sums at H = 7168 are 1.8 MB, which a core keeps in its cache."""

@@ -14,11 +14,11 @@ from moe_mk.kernels.native.exchange import (
     BYTES_FOR_THREADS,
     ROW_TYPES,
     Exchange,
+    ExchangeCalls,
     Rounding,
     RowFormat,
     WindowPlaces,
 )
-from moe_mk.kernels.native.exchange_calls import ExchangeCalls
 from moe_mk.kernels.reference.quantize_rows import quantize_rows
 from tests.kernels.native.exchange_windows import (
     RANK_OF_P,

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.native import Native
-from moe_mk.kernels.native.exchange import Rounding, RowFormat
-from moe_mk.kernels.native.exchange_calls import ExchangeCalls
+from moe_mk.kernels.native.exchange import ExchangeCalls, Rounding, RowFormat
 from tests.kernels.native.exchange_windows import RANK_OF_P, SLOT_OF_P, int32, nobody_waits, windows
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native import Isa, Native
-from moe_mk.kernels.native.exchange import BYTES_FOR_THREADS, ROW_TYPES
-from moe_mk.kernels.native.row_sums import add_rows
+from moe_mk.kernels.native.exchange import BYTES_FOR_THREADS, ROW_TYPES, add_rows
 from moe_mk.testing.bits import bits_of
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native import (
     ExpertsMode,
+    FusedLayer,
     Gating,
     Native,
     Places,
     RouteMode,
     Scoring,
     Stack,
-    WholeLayer,
     experts_rows,
     route,
 )
@@ -74,7 +74,7 @@ def test_one_call_has_the_bits_of_its_parts_for_any_number_of_threads(
     chosen, where, stack = gating(f32=storage is Storage.BF16), places(), stack_of(native, storage=storage)
     x_TH = tokens(count)
     wanted_TH, load_E = in_parts(native, chosen, where, stack, x_TH)
-    whole = WholeLayer(native, chosen, where, stack, ExpertsMode())
+    whole = FusedLayer(native, chosen, where, stack, ExpertsMode())
     for threads in (1, 2, 3):
         counted_E = no_load()
         assert torch.equal(whole(x_TH, counted_E, threads), wanted_TH)
@@ -101,13 +101,13 @@ def test_experts_that_are_not_here_are_counted_and_left_out(native: Native) -> N
     where.physical_of_E[3] = -1
     wanted_TH, load_E = in_parts(native, gating(), where, stack, x_TH)
     counted_E = no_load()
-    assert torch.equal(WholeLayer(native, gating(), where, stack, ExpertsMode())(x_TH, counted_E, 2), wanted_TH)
+    assert torch.equal(FusedLayer(native, gating(), where, stack, ExpertsMode())(x_TH, counted_E, 2), wanted_TH)
     assert torch.equal(counted_E, load_E) and int(load_E.sum()) == 27 and load_E[3] > 0
 
 
 def test_places_are_read_at_every_call(native: Native) -> None:
     where, stack, x_TH = places(), stack_of(native), tokens(5)
-    whole = WholeLayer(native, gating(), where, stack, ExpertsMode())
+    whole = FusedLayer(native, gating(), where, stack, ExpertsMode())
     before_TH = whole(x_TH, no_load(), 1)
     where.physical_of_E.copy_(ORDER.flip(0))
     wanted_TH, _ = in_parts(native, gating(), places(ORDER.flip(0)), stack, x_TH)
@@ -121,13 +121,13 @@ def test_a_token_with_a_nan_score_counts_for_nobody_and_keeps_the_shared_expert(
     x_TH[1, :2] = torch.tensor([torch.inf, -torch.inf])
     wanted_TH, load_E = in_parts(native, gating(), places(), stack, x_TH)
     counted_E = no_load()
-    y_TH = WholeLayer(native, gating(), places(), stack, ExpertsMode())(x_TH, counted_E, 2)
+    y_TH = FusedLayer(native, gating(), places(), stack, ExpertsMode())(x_TH, counted_E, 2)
     assert torch.equal(y_TH[[0, 2]], wanted_TH[[0, 2]]) and torch.equal(counted_E, load_E)
     assert int(counted_E.sum()) == 6
 
 
 def test_calls_at_once_count_every_choice(native: Native) -> None:
-    whole = WholeLayer(native, gating(), places(), stack_of(native), ExpertsMode())
+    whole = FusedLayer(native, gating(), places(), stack_of(native), ExpertsMode())
     inputs, counted_E, wrong = [tokens(3 + 5 * i, i) for i in range(4)], no_load(), []
     alone = [whole(x_TH, no_load(), 1) for x_TH in inputs]
 
@@ -142,7 +142,7 @@ def test_calls_at_once_count_every_choice(native: Native) -> None:
 
 
 def test_a_forked_child_runs_the_same_block(native: Native) -> None:
-    whole, x_TH = WholeLayer(native, gating(), places(), stack_of(native), ExpertsMode()), tokens(7)
+    whole, x_TH = FusedLayer(native, gating(), places(), stack_of(native), ExpertsMode()), tokens(7)
     wanted_TH = whole(x_TH, no_load(), 3)
 
     def child() -> None:
@@ -157,11 +157,11 @@ def test_a_forked_child_runs_the_same_block(native: Native) -> None:
 def test_what_does_not_fit_is_told_before_any_call(native: Native) -> None:
     stack, good = stack_of(native), gating()
     with pytest.raises(ShapeError, match=r"gate is \(12, 64\).*expected \(E, 192\)"):
-        WholeLayer(native, Gating(good.gate_EH[:, :64], good.bias_E, MODE), places(), stack, ExpertsMode())
+        FusedLayer(native, Gating(good.gate_EH[:, :64], good.bias_E, MODE), places(), stack, ExpertsMode())
     with pytest.raises(ConfigError, match="top_k=7, but 2 of 4 groups hold 6 experts"):
-        WholeLayer(native, gating(mode=RouteMode(7, num_groups=4, top_groups=2)), places(), stack, ExpertsMode())
+        FusedLayer(native, gating(mode=RouteMode(7, num_groups=4, top_groups=2)), places(), stack, ExpertsMode())
     with pytest.raises(ShapeError, match="they have 12 and 12 slots, expected one"):
-        WholeLayer(native, good, places(), Stack(stack.w13, stack.w2, (stack.w13, stack.w2)), ExpertsMode())
+        FusedLayer(native, good, places(), Stack(stack.w13, stack.w2, (stack.w13, stack.w2)), ExpertsMode())
     beyond = places(torch.full((EXPERTS,), EXPERTS, dtype=torch.int32))
     with pytest.raises(ShapeError, match="layer: an id is neither -1 nor a local slot"):
-        WholeLayer(native, good, beyond, stack, ExpertsMode())(tokens(1), no_load(), 1)
+        FusedLayer(native, good, beyond, stack, ExpertsMode())(tokens(1), no_load(), 1)
