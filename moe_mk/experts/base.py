@@ -1,6 +1,6 @@
-"""The contract of a compute backend: w13 -> activation -> w2 over the experts of one rank.
+"""The interface of a compute backend: w13 -> activation -> w2 over the experts of one rank.
 
-It knows nothing of communication. One file, one class, one decorator make a backend:
+A backend is independent of communication. To add one, register a class:
 
     @EXPERTS.register("my_experts")
     class MyExperts(FusedExperts):
@@ -38,51 +38,51 @@ QUANTISED = tuple(kind for kind in KINDS if kind not in PLAIN_KINDS)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsTraits(Traits):
-    """Facts of an experts backend."""
+    """Static properties of an experts backend."""
 
     emits: Mapping[type, OutputStage]
-    """The layouts it reads, best first, and how far the output of each comes."""
+    """The supported token layouts, best first, each with the stage of its output."""
     weights: frozenset[str]
-    """Weight formats it reads: "plain", or a value of model.quant.weights such as "fp8_block"."""
+    """Supported weight formats: "plain", or a value of model.quant.weights such as "fp8_block"."""
     computes: tuple[str, ...]
-    """What it multiplies with, best first: "plain" (the layer's dtype), or the family of a checkpoint's activations
-    ("fp8", "int8", "mxfp8", "nvfp4")."""
+    """Activation formats of the products, best first: "plain" (the layer's dtype), or the family of a checkpoint's
+    activations ("fp8", "int8", "mxfp8", "nvfp4")."""
     layouts: frozenset[str] = frozenset({CANONICAL, MAPPED})
-    """Weight layouts its `relayout` takes."""
+    """Weight layouts that `relayout` accepts."""
     activations: frozenset[str] = frozenset({"silu", "gelu", "gelu_tanh", "relu2"})
     biases: bool = False
-    """Whether it adds biases to the products of an expert."""
+    """Whether expert biases are supported."""
     dtypes: frozenset[str] = frozenset({"bf16", "fp16", "fp32"})
     block_sides: frozenset[int] = frozenset()
-    """Sides of FP8 blocks it can read; empty is any."""
+    """Supported side lengths of FP8 blocks; empty: any."""
     bandwidth: float = 0.5
-    """Share of the device's memory bandwidth it reaches on weights, for ranking until it is measured."""
+    """Estimated fraction of the device's memory bandwidth reached when reading weights; used until measured."""
     compute: float = 0.5
-    """Share of the device's matrix rate it reaches, likewise."""
+    """Estimated fraction of the device's matrix throughput; used until measured."""
     definition: bool = False
-    """Whether it is there to define what is right, not to serve: it never stands in the way of a fallback."""
+    """Whether it is a reference implementation, which is ignored when a fallback weight format is considered."""
     batch_invariant: bool = False
-    """Whether it can give a row the same bits in any company, and does so with kernel.batch_invariant."""
+    """Whether the result of a row is bit-identical in every batch when kernel.batch_invariant is set."""
     copies_weights: bool = False
-    """Whether `relayout` copies on the host, expert by expert, so that one expert is there twice while it does."""
+    """Whether `relayout` copies expert by expert on the host, so that one expert is held twice at a time."""
     launches: int = 4
-    """Operator calls of one run, and per expert that is hit if `per_expert`."""
+    """Operator calls per run, or per active expert if `per_expert`."""
     per_expert: bool = False
 
     @property
     def consumes(self) -> tuple[type, ...]:
-        """The layouts it reads, best first."""
+        """The supported token layouts, best first."""
         return tuple(self.emits)
 
 
 @dataclass(frozen=True)
 class ExpertsContext:
-    """What an experts backend is built from."""
+    """The arguments of an experts backend."""
 
     dtype: Plain
-    """What comes out, and what "plain" computes with."""
+    """The output dtype, also the compute dtype of "plain"."""
     compute: QuantScheme
-    """What the activations are rounded to before each GEMM; the dtype itself means no rounding."""
+    """The scheme activations are quantised to before each GEMM; the dtype itself means no quantisation."""
     activation: str
     num_slots: int
     hidden_size: int
@@ -90,14 +90,14 @@ class ExpertsContext:
     device: torch.device
     spans: Spans = field(default_factory=Spans)
     batch_invariant: bool = False
-    """Whether a row must get the same bits in any batch."""
+    """Whether the result of a row must not depend on the other rows of its batch."""
     swiglu_limit: float | None = None
-    """Where the clamped activations clamp."""
+    """Clamp limit of the clamped activations."""
     swiglu_alpha: float = 1.0
     weights: QuantScheme | None = None
-    """Said to `tuning_space` alone, before there are weights: of which type they will be."""
+    """Scheme of the weights; set only for `tuning_space`, which is called without weights."""
     top_k: int | None = None
-    """Likewise: experts of a token."""
+    """Experts per token; set only for `tuning_space`."""
 
 
 class FusedExperts(ABC):
@@ -122,7 +122,7 @@ class FusedExperts(ABC):
 
     @abstractmethod
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """Multiply tokens by their experts. `weights` is what `relayout` gave; padding is never read."""
+        """Apply the experts to their tokens. weights: as returned by `relayout`. Padding is never read."""
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
         """Convert canonical or mapped weights to the layout that `run` reads, on its device. Never mutates them.
@@ -133,14 +133,14 @@ class FusedExperts(ABC):
         return on_device(weights, self.context.device)
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
-        """Weights with which `run` on rows adds the shared experts (one slot, weight 1) in the same pass; None: cannot.
+        """Weights with which `run` on RowTokens also adds the shared experts (one slot, weight 1); None: not supported.
 
-        Both as `relayout` gave them. Only asked for where the rows are this rank's own tokens, each of them once.
+        weights, shared: as returned by `relayout`. Called only if the rows are this rank's own tokens, each once.
         """
         return None
 
     def fuse_router(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> FusedCall | None:
-        """A call that routes, counts and multiplies at once, with the bits of the parts one by one; None: cannot.
+        """One call for routing, expert load and experts, bit-identical to the separate steps; None: not supported.
 
         weights: of `relayout` or `fuse_shared_experts`. Called only where the rows are this rank's own bf16 tokens.
         """
@@ -148,17 +148,17 @@ class FusedExperts(ABC):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Every reason why this backend cannot serve the problem; empty if it can."""
+        """All reasons why this backend cannot run the problem; empty if it can."""
         return reasons_of_traits(cls.traits, problem)
 
     @classmethod
     def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
-        """Measured microseconds of a run where there are any, and what the price rests on."""
+        """Measured microseconds of a run or None, and the source of the estimate."""
         return None, "model"
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
-        """The most bytes one run allocates for `rows` received rows, beyond its inputs and weights."""
+        """Upper bound of the bytes one run allocates for `rows` received rows, beyond its inputs and weights."""
         return default_workspace_bytes(problem, rows)
 
 
@@ -168,7 +168,7 @@ FusedCall = Callable[[Tensor, Tensor], Tensor]
 
 
 def _noted(run: Run) -> Run:
-    """A `run` that notes which class ran; of a class that extends another's, only the last one."""
+    """A `run` that records which class ran; of a call that goes through super(), only the derived class."""
 
     @wraps(run)
     def noted(self: FusedExperts, tokens: Tokens, weights: Weights) -> ExpertOutput:
@@ -198,14 +198,14 @@ def _with_progress(relayout: Callable[[FusedExperts, Weights], Weights]) -> Call
 
 
 def default_workspace_bytes(problem: Problem, rows: int) -> int:
-    """Every assignment's row, its intermediates and its output, in f32 and all at once."""
+    """The row, the intermediates and the output of every assignment, in f32 and at the same time."""
     assignments = rows * problem.config.router.top_k
     width = 2 * problem.config.model.hidden_size + 3 * problem.intermediate
     return assignments * width * 4
 
 
 def reasons_of_traits(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
-    """Everything the traits of an experts backend say against a problem."""
+    """All reasons against a problem that follow from the traits of an experts backend."""
     return [*common_reasons(traits, problem), *_format_reasons(traits, problem)]
 
 
@@ -227,8 +227,8 @@ def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
     if problem.dtype.name not in traits.dtypes:
         reasons.append(Reason("dtype", f"computes in {_listed(traits.dtypes)}, the layer is {problem.dtype.name}"))
     if problem.config.kernel.batch_invariant and not traits.batch_invariant:
-        said = "gives a row other bits in other batches"
-        reasons.append(Reason("batch_invariant", said, "kernel.batch_invariant = false"))
+        text = "gives a row other bits in other batches"
+        reasons.append(Reason("batch_invariant", text, "kernel.batch_invariant = false"))
     wish = problem.config.kernel.activations
     rounded = "plain" if problem.activations is None else problem.activations.family
     needed = {"checkpoint": {rounded}, "plain": {"plain"}, "auto": {rounded, "plain"}}[wish]

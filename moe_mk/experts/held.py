@@ -1,4 +1,4 @@
-"""Experts whose backend does not read the checkpoint's format: the same backend, behind weights requantised at load."""
+"""Experts whose backend does not support the checkpoint's format: the weights are requantised at load."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moe_mk.weights.scan import Progress
 
 
 class HeldExperts(FusedExperts):
-    """A backend that gets its weights in another scheme than the one they are stored in.
+    """A backend whose weights are requantised to another scheme than the stored one.
 
-    Never chosen by name: a Decision whose weights are held in another form is built with it.
+    Not registered; used for a Decision whose weights are held in another format.
     """
 
     def __init__(self, inner: FusedExperts, scheme: QuantScheme) -> None:
@@ -22,9 +22,9 @@ class HeldExperts(FusedExperts):
         self.traits = inner.traits  # type: ignore[misc]
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """What the backend does."""
+        """Run the backend."""
         return self.inner.run(tokens, weights)
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
-        """Requantise, then bring into the layout of the backend. The stored weights stay as they are."""
+        """Requantise, then convert to the layout of the backend. The stored weights are not changed."""
         return self.inner.relayout(held_as(weights, self.scheme), on_progress=on_progress)

@@ -1,6 +1,6 @@
-"""The contract of monolithic experts: they get router logits and route inside, so nothing may happen before them.
+"""The interface of monolithic experts, which take router logits and route internally.
 
-On several ranks they need the tokens of all of them first: `runner/monolithic.py` gathers before and scatters after.
+With several ranks they need the tokens of all ranks: `runner/monolithic.py` gathers before and scatters after the call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_mk.weights.expert_weights import Weights, on_device
 
 @dataclass(frozen=True)
 class MonolithicContext:
-    """What monolithic experts are built from: what experts need, and what routing needs."""
+    """The arguments of monolithic experts: those of experts, and those of routing."""
 
     experts: ExpertsContext
     router: RouterConfig
@@ -34,33 +34,33 @@ class MonolithicContext:
 
 
 class MonolithicExperts(ABC):
-    """Experts that route inside."""
+    """Experts that route internally."""
 
     traits: ClassVar[ExpertsTraits]
     dispatches_itself: ClassVar[bool] = False
-    """Whether it also moves tokens between ranks (a mega-kernel); then nothing is gathered around it."""
+    """Whether the kernel also moves tokens between ranks (a mega-kernel); no gather is added then."""
 
     def __init__(self, context: MonolithicContext) -> None:
         self.context = context
 
     @abstractmethod
     def run(self, x_RH: Tensor, router_logits_RE: Tensor, bias_E: Tensor | None, weights: Weights) -> Tensor:
-        """Route and multiply by this rank's experts: (R, H) partial sums in the layer's dtype."""
+        """Route and apply this rank's experts: (R, H) partial sums in the layer's dtype."""
 
     def relayout(self, weights: Weights) -> Weights:
-        """Bring weights into the layout that `run` reads. Never mutates them."""
+        """Convert weights to the layout that `run` reads. Never mutates them."""
         return on_device(weights, self.context.experts.device)
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Every reason why these experts cannot serve the problem."""
+        """All reasons why these experts cannot run the problem."""
         text = "routes inside, by scores alone; this layer chooses experts by token id"
         by_id = [] if problem.config.router.hash_vocabulary is None else [Reason("routing", text)]
         return [*reasons_of_traits(cls.traits, problem), *by_id]
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
-        """The most bytes one run allocates for `rows` rows, beyond its inputs and weights."""
+        """Upper bound of the bytes one run allocates for `rows` rows, beyond its inputs and weights."""
         return default_workspace_bytes(problem, rows)
 
 
@@ -75,7 +75,7 @@ class ReferenceMonolithic(MonolithicExperts):
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
-        """Logits, ids and weights of all rows, and what the reference experts take."""
+        """Logits, ids and weights of all rows, and the workspace of the reference experts."""
         logits = rows * (problem.config.model.num_experts + 2 * problem.config.router.top_k) * 4
         return logits + ReferenceExperts.workspace_bytes(problem, rows)
 

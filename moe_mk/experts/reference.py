@@ -1,6 +1,6 @@
-"""The definition of correct experts: f32, one expert after the other, every layout, every format.
+"""Reference implementation of the experts: f32, one expert at a time, every layout, every format.
 
-Choose it to check others with, or where nothing faster runs. It dequantises each expert that is hit.
+Use it to verify other backends, or where no faster one is available. It dequantises every active expert at each call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_mk.weights.expert_weights import SlotWeights, Weights
 
 @EXPERTS.register("reference")
 class ReferenceExperts(FusedExperts):
-    """Plain torch in f32; rounds activations before each GEMM to the scheme it was built with."""
+    """Plain torch in f32; quantises activations to `context.compute` before each GEMM."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="the definition: f32 torch, one expert at a time; to check others with",
@@ -40,12 +40,12 @@ class ReferenceExperts(FusedExperts):
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
-        """The sum, the rows of one expert on their way, and that expert in f32."""
+        """The sums, the intermediate rows of one expert, and that expert in f32."""
         hidden, inner = problem.config.model.hidden_size, problem.intermediate
         return 4 * (rows * (3 * hidden + 3 * inner) + 3 * hidden * inner)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """Multiply in the layout the tokens have."""
+        """Apply the experts in the layout of the tokens."""
         if isinstance(tokens, RowTokens):
             return ExpertOutput.reduced(self._rows(tokens, weights), self.context.dtype.dtype, tokens.out_RH)
         y = self._grouped(tokens, weights) if isinstance(tokens, GroupedTokens) else self._batched(tokens, weights)
@@ -85,7 +85,9 @@ class ReferenceExperts(FusedExperts):
         return _product(self._rounded(h, hidden=True), slot.down_HI, slot.down_bias)
 
     def _rounded(self, x: Tensor | QuantTensor, *, hidden: bool = False) -> Tensor:
-        """Round activations to the compute scheme, in f32; tokens that came in it are not rounded twice."""
+        """Activations quantised to the compute scheme, in f32; tokens received in that scheme are not quantised
+        again.
+        """
         compute = self.context.compute.hidden if hidden else self.context.compute
         if isinstance(x, QuantTensor):
             if x.scheme == compute:

@@ -1,11 +1,11 @@
 """Experts on a CPU with torch alone: matrix units through `torch.mm`, FP8 weights decoded block by block in cache.
 
-Choose it where no compiler is at hand for native kernels. Reads weights where the checkpoint lies in memory, only
-those of experts that are hit, and multiplies in the layer's dtype (more accurate than FP8 activations).
+Use it where native kernels cannot be compiled. Reads the weights of active experts in place in the memory-mapped
+checkpoint, and multiplies in the layer's dtype (more accurate than FP8 activations).
 
 torch converts FP8 one element at a time. An e4m3 code moved to the exponent and mantissa of a bf16 is that number times
-2^-120, subnormals included, so three integer operations and the multiplication by the scale do it at vector speed. NaN
-codes would come out as numbers: checkpoints with any are refused when they are loaded.
+2^-120, subnormals included, so three integer operations and the multiplication by the scale decode it at vector speed.
+NaN codes would be decoded as numbers; loading rejects checkpoints that contain them.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class TorchCpuExperts(FusedExperts):
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
-        """Rows sorted by expert and their outputs, K of each row at worst, and one expert's intermediates."""
+        """Rows sorted by expert and their outputs, at most K per row, and the intermediates of one expert."""
         hidden, inner, width = problem.config.model.hidden_size, problem.intermediate, problem.dtype.dtype.itemsize
         return rows * (problem.config.router.top_k * 2 * hidden + 3 * inner) * width
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """Multiply each expert's rows; experts without rows are not touched."""
+        """Apply each expert to its rows; weights of experts without rows are not read."""
         assert isinstance(tokens, GroupedTokens)
         x_NH = tokens.x_NH.dequantize(self.context.dtype.dtype)
         y_NH = torch.empty((x_NH.shape[0], self.context.hidden_size), dtype=x_NH.dtype, device=x_NH.device)
@@ -80,7 +80,7 @@ class TorchCpuExperts(FusedExperts):
 
 
 def _multiply(x: Tensor, weight_nk: QuantTensor, bias_n: Tensor | None) -> Tensor:
-    """x (m, k) times a weight (n, k) transposed, plus a bias; FP8 blocks are decoded a row of them at a time."""
+    """x (m, k) times a weight (n, k) transposed, plus a bias; FP8 blocks are decoded one row of blocks at a time."""
     if not isinstance(weight_nk.scheme, Fp8Block) or weight_nk.scheme.rows in (1, WHOLE):
         y = x @ weight_nk.dequantize(x.dtype).T
     else:
@@ -89,7 +89,7 @@ def _multiply(x: Tensor, weight_nk: QuantTensor, bias_n: Tensor | None) -> Tenso
 
 
 def decoded_block_rows(weight_nk: QuantTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Decode one row of blocks after the other: values times scale in f32, rounded once."""
+    """Decode the rows of blocks in order: values times scale in f32, rounded once."""
     scheme = weight_nk.scheme
     assert isinstance(scheme, Fp8Block) and weight_nk.scales is not None
     n, k = weight_nk.shape

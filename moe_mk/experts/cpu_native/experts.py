@@ -1,10 +1,9 @@
 """Experts on a CPU in native code: AMX, AVX-512 or AVX2, weights decoded in registers, sums in f32.
 
-The choice on every CPU with a C++ compiler. Weights are packed once into the order the matrix units read, at the size
-they have in the checkpoint; one call does w13, activation, w2, routing weights and the sum over an expert's rows.
-Compiled on first use into the user's cache directory (`kernels/native`).
-
-The native experts with the router before them, in one call: for tokens that stay on their rank.
+Recommended on every CPU with a C++ compiler. Weights are packed once into the order the matrix units read, at their
+size in the checkpoint; one call computes w13, activation, w2, routing weights and the sum over experts. The kernels are
+compiled on first use into the user's cache directory (`kernels/native`). For tokens that stay on their rank,
+`fuse_router` adds the router to the same call.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ from moe_mk.weights.expert_weights import MappedExpertWeights, Weights, expect_o
 from moe_mk.weights.scan import Progress
 
 ModeOfRows = Callable[[QuantScheme, int, int], ExpertsMode]
-"""How so many rows of a scheme's weights are multiplied that visit so many experts each."""
+"""The mode for a weight scheme, a number of rows, and a number of experts per row."""
 
 
 @dataclass(frozen=True)
 class WholePass:
-    """A prepared layer: a block of arguments for each way to compute, of which tuning alone makes more than one."""
+    """A prepared forward of a layer: one argument block per mode; only tuning leads to more than one mode."""
 
     native: Native
     mode_of_rows: ModeOfRows
@@ -80,7 +79,7 @@ class WholePass:
         tables: PlacementTables,
         rank: int,
     ) -> WholePass | None:
-        """None where experts have replicas to choose from, and for a gate that does not lie row by row."""
+        """None if experts have several replicas, or if the gate or its bias is not contiguous."""
         gate_EH, bias_E = gating.gate_EH, gating.bias_E
         if not tables.one_to_one or gate_EH.stride(1) != 1 or (bias_E is not None and not bias_E.is_contiguous()):
             return None
@@ -89,7 +88,7 @@ class WholePass:
         return cls(native, mode_of_rows, weights.scheme, gating, places, Stack(weights.w13, weights.w2, shared))
 
     def __call__(self, x_TH: Tensor, load_E: Tensor) -> Tensor:
-        """Route and multiply bf16 (T, H), dense; load_E counts the choices."""
+        """Route and apply the experts to contiguous bf16 (T, H); adds the choices to load_E."""
         layer = self.of_rows.get(x_TH.shape[0]) or self._prepared(x_TH.shape[0])
         return layer(x_TH, load_E, torch.get_num_threads())
 
@@ -113,7 +112,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 @EXPERTS.register("cpu_native")
 class CpuNativeExperts(FusedExperts):
-    """C++ kernels behind a plain C interface; as many threads as torch uses."""
+    """C++ kernels behind a C interface; uses as many threads as torch."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="native CPU kernels (AMX, AVX-512, AVX2); the fast choice wherever a C++ compiler is",
@@ -150,11 +149,11 @@ class CpuNativeExperts(FusedExperts):
             batch_invariant=context.batch_invariant,
         )
         self.tuned: Tuned[Tuning] | None = None
-        """Parameters by rows an expert; read when the type of the weights is known."""
+        """Parameters by rows per expert; loaded when the scheme of the weights is known."""
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Plain weights must be bf16 as well; INT8 has blocks of 128, and FP8 tokens a scale for 128 of them."""
+        """Adds to the traits: plain weights in bf16, INT8 blocks of 128, FP8 tokens with a scale per 128 values."""
         reasons, stored = super().reasons_against(problem), problem.weights
         quant = problem.config.model.quant
         if stored.block is None and storage_of(stored) is None:
@@ -177,11 +176,11 @@ class CpuNativeExperts(FusedExperts):
 
     @classmethod
     def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
-        """Ways through memory worth trying for so many tokens; none of them changes a bit of the result."""
+        """Memory access parameters to try for a number of tokens; none of them changes a bit of the result."""
         return candidates(context, rows)
 
     def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> CpuNativeExperts:
-        """These experts with one choice for every call. Raises ConfigError for one that the kernels do not have."""
+        """A copy with fixed parameters. Raises ConfigError for parameters that the kernels do not have."""
         one = copy(self)
         one.tuned = Tuned.fixed(tuning_of(parameters))
         return one
@@ -195,7 +194,7 @@ class CpuNativeExperts(FusedExperts):
             return weights
         expect_one_width(weights, "cpu_native")
         storage = storage_of(weights.scheme)
-        assert storage is not None, f"{weights.scheme.name} weights were to be refused"
+        assert storage is not None, f"{weights.scheme.name} weights should have been rejected by the oracle"
         hidden, inner = self.context.hidden_size, self.context.intermediate_size
         bias13, bias2 = stacked_biases(weights)
         layout13 = storage.layout(inner, hidden, gated=weights.gated)
@@ -217,19 +216,19 @@ class CpuNativeExperts(FusedExperts):
         return packed
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
-        """One native pass over both: the same threads go from routed experts to the shared ones, no sum in between."""
+        """One native call for both: the threads continue from routed to shared experts without a separate sum."""
         if not isinstance(weights, PackedExpertWeights) or not isinstance(shared, PackedExpertWeights):
             return None
         return replace(weights, shared=shared) if shared.gated == weights.gated else None
 
     def fuse_router(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> FusedCall | None:
-        """One native call: between its parts an interpreter would take longer than the router."""
+        """One native call: in Python the steps between its parts would take longer than the router."""
         if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
             return None
         return WholePass.of(self.native, self._mode_of_rows, weights, gating, tables, rank)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """Multiply in the layout the tokens have."""
+        """Apply the experts in the layout of the tokens."""
         assert isinstance(weights, PackedExpertWeights)
         w13, w2, threads, mode = weights.w13, weights.w2, torch.get_num_threads(), self._mode(tokens, weights)
         if isinstance(tokens, RowTokens):
@@ -252,13 +251,13 @@ class CpuNativeExperts(FusedExperts):
         return ExpertOutput(y, OutputStage.RAW)
 
     def _mode(self, tokens: Tokens, weights: PackedExpertWeights) -> ExpertsMode:
-        """How to compute, with the parameters for this number of rows; dropped assignments count too."""
+        """The mode with the parameters for this number of rows; dropped assignments count as rows."""
         choices = tokens.ids_RK.shape[1] if isinstance(tokens, RowTokens) else 1
         tuned = self._tuned(weights.scheme, choices)
         return self._at(*_rows_and_choices(tokens)) if tuned.points else self.mode
 
     def _mode_of_rows(self, scheme: QuantScheme, rows: int, choices: int) -> ExpertsMode:
-        """The same, of so many rows that visit so many experts each."""
+        """The mode for a number of rows and a number of experts per row."""
         return self._at(rows, choices) if self._tuned(scheme, choices).points else self.mode
 
     def _tuned(self, scheme: QuantScheme, choices: int) -> Tuned[Tuning]:
@@ -272,7 +271,7 @@ class CpuNativeExperts(FusedExperts):
         return replace(self.mode, tuning=self.tuned.at(rows * choices / self.context.num_slots))
 
     def _codes(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
-        """Rows as the kernels read them: codes with f32 scales where they may stay, else bf16."""
+        """Rows as the kernels read them: codes with f32 scales if their scheme is supported, else bf16."""
         fp8 = isinstance(x.scheme, Fp8Block) and x.scheme.block == (1, BLOCK)
         if x.scales is None or not (fp8 if self.mode.quantize != Rounding.INT8 else x.scheme == INT8_TOKEN):
             return x.dequantize(torch.bfloat16), None
@@ -288,7 +287,7 @@ def _rounding(compute: QuantScheme) -> Rounding:
 
 
 def _rows_and_choices(tokens: Tokens) -> tuple[int, int]:
-    """Rows, and the experts that each visits."""
+    """The number of rows, and of experts per row."""
     if isinstance(tokens, RowTokens):
         return tokens.ids_RK.shape[0], tokens.ids_RK.shape[1]
     if isinstance(tokens, GroupedTokens):

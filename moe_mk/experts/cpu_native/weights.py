@@ -1,4 +1,4 @@
-"""Experts in the order that the native CPU kernels read, and back: which scheme becomes which packed format."""
+"""Conversion of expert weights to and from the packed formats of the native CPU kernels."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ _GROUPED = {"mxfp8": Format.MXFP8, "mxfp4": Format.MXFP4, "nvfp4": Format.NVFP4}
 
 
 def native_kernels() -> Native:
-    """The compiled kernels of this process; compiled the first time anybody on this machine asks."""
+    """The compiled kernels of this process; compiled on the first use by this user."""
     return loaded()
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How the kernels hold the weights of a scheme."""
+    """The packed format of a weight scheme."""
 
     format: Format
     by_output: bool = False
-    """One f32 scale an output channel, or for all of them, instead of one a block."""
+    """One f32 scale per output channel, or for all of them, instead of one per block."""
 
     def layout(self, num_outputs: int, num_inputs: int, *, gated: bool) -> MatrixLayout:
-        """Of one projection."""
+        """The layout of one projection."""
         return MatrixLayout(num_outputs, num_inputs, gated, self.format, by_output=self.by_output)
 
 
 def storage_of(scheme: QuantScheme) -> Storage | None:
-    """The packed format of a weight scheme; None where the kernels have none."""
+    """The packed format of a weight scheme; None if the kernels do not support it."""
     if isinstance(scheme, Plain):
         return Storage(Format.BF16) if scheme == BF16 else None
     if scheme.family in _GROUPED:
@@ -62,14 +62,14 @@ def storage_of(scheme: QuantScheme) -> Storage | None:
 
 @dataclass(frozen=True)
 class PackedExpertWeights:
-    """Experts in the order the kernels read; `slot` unpacks one, bit for bit."""
+    """Experts in packed order; `slot` unpacks one, bit for bit."""
 
     w13: PackedMatrix
     w2: PackedMatrix
     scheme: QuantScheme
     layout: str = LAYOUT
     shared: PackedExpertWeights | None = None
-    """One slot that every row visits with weight 1, computed in the same pass."""
+    """One slot that is applied to every row with weight 1 in the same call."""
 
     @property
     def num_slots(self) -> int:
@@ -87,18 +87,18 @@ class PackedExpertWeights:
         return self.w13.num_bytes + self.w2.num_bytes
 
     def copy_slot(self, source: int, target: int) -> None:
-        """Put the expert of one slot into another as well, in packed form."""
+        """Copy the packed expert of one slot to another."""
         for matrix in (self.w13, self.w2):
             matrix.copy_slot(source, target)
 
     def slot(self, index: int) -> SlotWeights:
-        """One expert as it was before packing; a copy."""
+        """One expert in its stored format; a copy."""
         first = self._matrices(self.w13, index)
         down = self._matrices(self.w2, index)[0]
         return SlotWeights(first[0] if self.gated else None, first[-1], down, self._biases(index))
 
     def _biases(self, index: int) -> SlotBiases | None:
-        """f32, whatever they were stored in."""
+        """The biases of one expert in f32, whatever the stored dtype."""
         if self.w13.bias_LX is None or self.w2.bias_LX is None:
             return None
         halves = self.w13.bias_LX[index].chunk(2 if self.gated else 1)

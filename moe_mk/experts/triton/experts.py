@@ -1,10 +1,10 @@
-"""Experts on NVIDIA GPUs from Hopper on, in Triton: every type of weights, no permuted copy, captured in a CUDA graph.
+"""Experts on NVIDIA GPUs from Hopper on, in Triton: every weight format, no permuted copy, CUDA graph support.
 
-FP8 blocks and INT8 are multiplied as such where activations may be rounded; MXFP8, MXFP4, NVFP4 and whoever wants plain
-activations get weights that are decoded in registers, at the bytes of the checkpoint.
+FP8 blocks and INT8 weights are multiplied directly if activations may be quantised. MXFP8, MXFP4, NVFP4, and all
+formats with plain activations, are decoded in registers, so that memory traffic stays that of the checkpoint's format.
 
-Choose it for every layout and every number of tokens on an H100 or H200. Tiles come from `configs/tuned` where the
-device has been measured, else from a built-in table. Importing this file needs no triton; building the backend does.
+Use it for every layout and number of tokens on an H100 or H200. Tiles are read from `configs/tuned` if the device has
+been measured, else from a built-in table. Importing this module does not require triton; constructing the backend does.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_wid
 from moe_mk.weights.scan import Progress
 
 MASKED_ROWS = 64
-"""Mean rows an expert that are expected at most in blocks with padding: their counts are on the device, and transports
-that deliver them serve decoding.
+"""Assumed upper bound of the mean rows per expert in padded blocks: the counts are on the device, and the transports
+with this layout are used for decoding.
 """
 FEWEST = 2.0**-10
-"""Mean rows an expert that stand for fewer."""
+"""Lower bound of the mean rows per expert."""
 INVARIANT = Tile(rows=64, swap=False, warps=8, stages=4)
 
 
 @EXPERTS.register("triton")
 class TritonExperts(FusedExperts):
-    """Two persistent grouped GEMMs; the first quantises its output, the second weighs and scatters it."""
+    """Two persistent grouped GEMMs; the first quantises its output, the second applies routing weights and scatters."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="our Triton kernels for Hopper: bf16, FP8 and INT8 products, weight-only FP8, INT8, MXFP8, MXFP4 and "
@@ -93,9 +93,9 @@ class TritonExperts(FusedExperts):
     )
 
     def __init__(self, context: ExpertsContext, workspace: Workspace | None = None) -> None:
-        """workspace: scratch memory; None shares that of all layers of the device.
+        """workspace: scratch memory; None: the one shared by all layers of the device.
 
-        Raises ImportError where triton is not installed; the oracle refuses the backend there.
+        Raises ImportError if triton is not installed; the oracle rejects the backend then.
         """
         from moe_mk.kernels.triton import experts as kernels
 
@@ -103,17 +103,17 @@ class TritonExperts(FusedExperts):
         self.kernels = kernels
         self.workspace = workspace or workspace_of(context.device)
         self.tuned: Tuned[Tile] | None = None
-        """Tiles by rows an expert; read when the type of the weights is known."""
+        """Tiles by rows per expert; loaded when the scheme of the weights is known."""
         self.together: Beside | None = None
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Beside the traits: plain weights in bf16 alone, and sizes that fill blocks and boxes."""
+        """Adds to the traits: plain weights in bf16, and sizes that are multiples of blocks and TMA boxes."""
         return [*super().reasons_against(problem), *size_reasons(problem)]
 
     @classmethod
     def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
-        """What tuning measured at this number of rows an expert; without it a model, of kernels that never ran here."""
+        """The time measured by tuning at this number of rows per expert, or None: the cost model is used."""
         rows = problem.num_tokens * problem.config.router.top_k / problem.slots
         case = Case(
             problem.config.model.hidden_size, problem.intermediate, problem.slots, problem.weights.name, compute.name
@@ -123,9 +123,9 @@ class TritonExperts(FusedExperts):
 
     @classmethod
     def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
-        """Tiles worth trying for so many tokens; by hand only where FP8 is multiplied. The first one serves untuned.
+        """Tiles to try for a number of tokens; Gluon tiles only for FP8 products. The first one is used without tuning.
 
-        Where the context does not say, a token has up to eight choices, and weights are multiplied as they are.
+        Defaults of the context: up to eight experts per token, and weights that are not decoded.
         """
         if context.batch_invariant:
             return [asdict(INVARIANT)]
@@ -136,25 +136,25 @@ class TritonExperts(FusedExperts):
         return [asdict(tile) for tile in dict.fromkeys((untuned, *able))]
 
     def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> TritonExperts:
-        """These experts with one tile for every call. Raises ConfigError for a tile that no kernel has."""
+        """A copy with one tile for every call. Raises ConfigError for a tile that no kernel has."""
         one = copy(self)
         one.tuned = Tuned.fixed(tile_of(parameters))
         return one
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
-        """Rounded rows, the hidden row and the output row of every assignment, and their order."""
+        """Quantised rows, the hidden row and the output row of every assignment, and their order."""
         hidden, inner, assignments = (
             problem.config.model.hidden_size, problem.intermediate, rows * problem.config.router.top_k,
         )  # fmt: skip
         return rows * (hidden + 4 * hidden // BLOCK) + assignments * (3 * inner + 2 * hidden + 20)
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
-        """One stack on the device. bf16 and FP8 stacks that are there already are not copied, others are dealt anew.
+        """One stack on the device. bf16 and FP8 stacks already there are not copied; other formats are repacked.
 
         Raises UnsupportedError for experts of different intermediate sizes.
         """
-        self._know_tiles(weights.scheme)
+        self._tuned_tiles(weights.scheme)
         if isinstance(weights, PackedWeights | PaddedStack):
             return weights
         expect_one_width(weights, "triton")
@@ -167,15 +167,15 @@ class TritonExperts(FusedExperts):
         return stacked(weights, self.context.device, spare=spare_of(weights.num_slots))
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
-        """One slot more for rows, in the room behind the routed experts; written once, however often it is asked."""
+        """Writes the shared experts into the spare slot behind the routed ones; repeated calls reuse the result."""
         if self.together is None or not self.together.made_of(weights, shared):
             both = joined(weights, shared)
             self.together = None if both is None else Beside(both, weights, shared)
         return None if self.together is None else self.together.weights
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """Multiply in the layout the tokens have; queued on the current stream, nothing is waited for."""
-        experts, tuned = self._experts(weights), self._know_tiles(weights.scheme)
+        """Apply the experts in the layout of the tokens; queued on the current stream without synchronisation."""
+        experts, tuned = self._experts(weights), self._tuned_tiles(weights.scheme)
         arena = self.workspace.arena((stream_of(self.context.device), get_ident()))
         with arena.frame(self.context.device) as empty:
             if isinstance(tokens, RowTokens):
@@ -197,7 +197,7 @@ class TritonExperts(FusedExperts):
             return ExpertOutput(self.kernels.experts_batched(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
 
     def _experts(self, weights: Weights) -> Any:
-        """The experts as the kernels know them."""
+        """The arguments of the kernels that describe the experts."""
         assert isinstance(weights, ExpertWeights | PackedWeights)
         rows13, rows2 = (None, None) if isinstance(weights, ExpertWeights) else (weights.w13.rows, weights.w2.rows)
         biases = weights.biases if isinstance(weights, PackedWeights | PaddedStack) else None
@@ -213,8 +213,8 @@ class TritonExperts(FusedExperts):
             _fixed(self.context.compute),
         )  # fmt: skip
 
-    def _know_tiles(self, weights: QuantScheme) -> Tuned[Tile]:
-        """The tiles of a type of weights, read from the files once."""
+    def _tuned_tiles(self, weights: QuantScheme) -> Tuned[Tile]:
+        """The tiles for a weight scheme, read from the files once."""
         if self.tuned is None:
             c = self.context
             case = Case(c.hidden_size, c.intermediate_size, c.num_slots, weights.name, c.compute.name)
@@ -222,28 +222,28 @@ class TritonExperts(FusedExperts):
         return self.tuned
 
     def _tile(self, tuned: Tuned[Tile], rows_an_expert: float) -> Tile:
-        """The tile for a mean number of rows, known from shapes alone: dropped assignments count.
+        """The tile for a mean number of rows, computed from shapes only: dropped assignments count.
 
-        One tile for all where a row must get the same bits in any company: inside a tile no row meets another.
+        With batch_invariant one tile is used for every number of rows; rows of a tile are independent of each other.
         """
         return INVARIANT if self.context.batch_invariant else tuned.at(max(rows_an_expert, FEWEST))
 
     def _readable(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens in the scheme they came in if the experts compute in it, else in bf16, to be rounded on the device."""
+        """Tokens in their received scheme if the experts compute in it, else in bf16, to be quantised on the device."""
         if x.scheme != self.context.compute:
             return x.dequantize(torch.bfloat16), None
-        if isinstance(x.scheme, Fp8Static):  # its scale does not travel
+        if isinstance(x.scheme, Fp8Static):  # the scale is a constant and is not transported
             rows = (*x.values.shape[:-1], 1)
             return x.values, torch.full(rows, x.scheme.scale, dtype=torch.float32, device=x.values.device)
         return x.values, x.scales
 
 
 def _built_in(weights: QuantScheme | None, compute: QuantScheme) -> tuple[tuple[float, Tile], ...]:
-    """The table of a type of weights: decoded in registers, or multiplied as they are."""
+    """The built-in table of a weight scheme: decoded in registers, or multiplied directly."""
     decoded = weights is not None and kernel_format_of(weights, compute).name.startswith("w_")
     return DECODED if decoded else BUILT_IN
 
 
 def _fixed(compute: QuantScheme) -> tuple[float, float] | None:
-    """Calibrated scales of the rows before both products, where there are any."""
+    """Calibrated scales of the rows before both products, or None."""
     return (compute.scale, compute.hidden.scale) if isinstance(compute, Fp8Static) else None

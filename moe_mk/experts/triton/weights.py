@@ -1,16 +1,12 @@
-"""Weights as the Triton kernels read them: a stack of values, and the scales of each format where the kernels look.
+"""Expert weights in the layouts of the Triton kernels: supported formats, packing, biases, and shared experts.
 
-Four-bit values are dealt anew: the byte at column j of a step of 128 holds columns j (low) and j + 64 (high). Scales of
-groups lie (expert, step, row, group). Columns are padded with zeros to whole steps. All of it can be undone.
+Four-bit values are interleaved: the byte at column j of a step of 128 holds columns j (low) and j + 64 (high). Group
+scales are stored as (expert, step, row, group). Columns are padded with zeros to whole steps. The conversion is exact
+and can be reversed. Biases are f32, one row per slot, gate before up.
 
-Biases as the Triton kernels add them: f32, one row a slot, gate's before up's, with room behind as weights have.
-
-Which format the Triton kernels give to a type of weights, and which sizes they read.
-
-Shared experts as one more slot of the same pass: their weights lie behind those of the routed ones.
-
-A stack that is copied to the device gets room for one slot more where it has many; nothing else is copied twice. Stacks
-that lie there already have no room, and their shared experts are computed by themselves.
+Shared experts are fused as one more slot behind the routed ones. A stack that is copied to the device gets a spare slot
+if it has many slots. Stacks that are already on the device have no spare slot, and their shared experts are computed
+separately.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from moe_mk.weights.expert_weights import ExpertWeights, SlotBiases, SlotWeights
 
 @dataclass(frozen=True)
 class Biases:
-    """Of the experts of one rank."""
+    """Biases of the experts of one rank."""
 
     b13: Tensor
     """(L, 2I), or (L, I) without a gate."""
@@ -46,25 +42,25 @@ class Biases:
         return self.b13.nbytes + self.b2.nbytes
 
     def slot(self, index: int, *, gated: bool) -> SlotBiases:
-        """Those of one expert, in f32 whatever they were stored in; a copy."""
+        """The biases of one expert in f32; a copy."""
         first = self.b13[index].clone().chunk(2 if gated else 1)
         return SlotBiases(first[0] if gated else None, first[-1], self.b2[index].clone())
 
 
 def biases_of(weights: Weights, device: torch.device, *, spare: int = 0) -> Biases | None:
-    """Copy the biases of every expert to a device; None for experts without. spare: slots to leave free behind them."""
+    """Copy the biases of all experts to a device; None for experts without biases. spare: free slots at the end."""
     b13, b2 = stacked_biases(weights)
-    return None if b13 is None or b2 is None else Biases(_roomy(b13, device, spare), _roomy(b2, device, spare))
+    return None if b13 is None or b2 is None else Biases(_padded(b13, device, spare), _padded(b2, device, spare))
 
 
-def _roomy(stack: Tensor, device: torch.device, spare: int) -> Tensor:
+def _padded(stack: Tensor, device: torch.device, spare: int) -> Tensor:
     room = torch.zeros((len(stack) + spare, stack.shape[1]), dtype=torch.float32, device=device)[: len(stack)]
     room.copy_(stack)
     return room
 
 
 def no_biases_like(routed: Biases) -> Biases:
-    """Zeros for one slot beside biases."""
+    """Zero biases of one slot."""
     return Biases(torch.zeros_like(routed.b13[:1]), torch.zeros_like(routed.b2[:1]))
 
 
@@ -73,16 +69,16 @@ LAYOUT = "triton"
 
 @dataclass(frozen=True)
 class PackedProjection:
-    """One matrix of every expert in a format."""
+    """One projection of all experts in a kernel format."""
 
     values: Tensor
     """(L, N, columns / values a byte)."""
     scales: Tensor | None
-    """Of groups, bytes, (L, steps, N, groups a step)."""
+    """Group scales as bytes, (L, steps, N, groups per step)."""
     rows: Tensor | None
-    """Of whole rows, f32, (L, N)."""
+    """Row scales, f32, (L, N)."""
     like: QuantTensor
-    """The matrix of one expert as it was stored, without elements: on the meta device."""
+    """The stored matrix of one expert, on the meta device."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,10 +88,10 @@ class PackedProjection:
 
 @dataclass(frozen=True)
 class PaddedStack(ExpertWeights):
-    """A stack in memory of its own that goes on behind the last slot."""
+    """A stack whose memory extends behind the last slot."""
 
     spare: int = 0
-    """Slots that have room there."""
+    """Free slots behind the last one."""
     biases: Biases | None = None
 
     @property
@@ -104,21 +100,21 @@ class PaddedStack(ExpertWeights):
         return super().num_bytes + (0 if self.biases is None else self.biases.num_bytes)
 
     def slot(self, index: int) -> SlotWeights:
-        """One expert as views, beside a copy of its biases in f32."""
+        """One expert as views, with a copy of its biases in f32."""
         biases = None if self.biases is None else self.biases.slot(index, gated=self.gated)
         return replace(super().slot(index), biases=biases)
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The experts of one rank in a format."""
+    """The experts of one rank in a kernel format."""
 
     w13: PackedProjection
     w2: PackedProjection
     format: KernelFormat
     gated: bool
     spare: int = 0
-    """Slots that have room behind the last one."""
+    """Free slots behind the last one."""
     layout: str = LAYOUT
     biases: Biases | None = None
 
@@ -138,7 +134,7 @@ class PackedWeights:
         return self.w13.num_bytes + self.w2.num_bytes + (0 if self.biases is None else self.biases.num_bytes)
 
     def slot(self, index: int) -> SlotWeights:
-        """One expert as it was stored, bit for bit, its biases in f32; a copy."""
+        """One expert in its stored format, bit for bit, with biases in f32; a copy."""
         w13, w2 = (_unpacked(matrix, self.format, index) for matrix in (self.w13, self.w2))
         biases = None if self.biases is None else self.biases.slot(index, gated=self.gated)
         if not self.gated:
@@ -148,7 +144,7 @@ class PackedWeights:
 
 
 def pack_weights(weights: Weights, format: KernelFormat, device: torch.device, *, spare: int = 0) -> PackedWeights:
-    """Copy every expert into a format, one after the other. spare: slots of memory to leave free behind them."""
+    """Convert every expert to a kernel format, one at a time. spare: free slots at the end."""
     w13: PackedProjection | None = None
     w2: PackedProjection | None = None
     for index in range(weights.num_slots):
@@ -165,7 +161,7 @@ def pack_weights(weights: Weights, format: KernelFormat, device: torch.device, *
 
 
 def stacked(weights: Weights, device: torch.device, *, spare: int = 0) -> PaddedStack:
-    """Mapped matrices in one stack, copied to the device one expert after the other; the host holds no second copy.
+    """Copy mapped matrices into one stack on the device, one expert at a time, without a second copy on the host.
 
     spare: as in `pack_weights`.
     """
@@ -201,7 +197,7 @@ def _stack(parts: list[list[QuantTensor]], scheme: QuantScheme, device: torch.de
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy with a conversion; FP8 values travel as bytes."""
+    """Copy with a conversion; FP8 values are copied as bytes."""
     if target.element_size() == 1:
         target.view(torch.uint8).copy_(source.view(torch.uint8))
     else:
@@ -209,7 +205,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _above(parts: list[QuantTensor]) -> QuantTensor:
-    """Gate above up; scales of whole matrices become one for every part of the rows."""
+    """Concatenate gate and up rows; scales of whole matrices become one per part."""
 
     def joined(name: str) -> Tensor | None:
         pieces = [getattr(q, name) for q in parts]
@@ -253,7 +249,7 @@ def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index:
 
 
 def _interleaved(packed: Tensor, format: KernelFormat) -> Tensor:
-    """(n, k / 2) bytes with neighbouring columns to (n, steps x 64) bytes with columns half a step apart."""
+    """(n, k / 2) bytes of adjacent columns to (n, steps x 64) bytes of columns half a step apart."""
     codes = e2m1.unpack(packed)
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % format.step))
     both = codes.view(len(codes), -1, 2, format.box)
@@ -302,8 +298,8 @@ def kernel_format_of(weights: QuantScheme, compute: QuantScheme) -> KernelFormat
 
 
 def size_reasons(problem: Problem) -> list[Reason]:
-    """Against plain weights in other dtypes than bf16, other INT8 blocks than kernels have, and sizes that fill no
-    blocks and boxes.
+    """Reasons against plain weights other than bf16, unsupported INT8 blocks, and sizes that are not multiples of
+    blocks and TMA boxes.
     """
     model, stored, reasons = problem.config.model, problem.weights, []
     in_blocks = isinstance(stored, Int8Block) and stored.columns != WHOLE
@@ -324,29 +320,29 @@ def size_reasons(problem: Problem) -> list[Reason]:
 
 
 WORTH_A_SPARE = 32
-"""Slots from which on one more is a small part of the memory."""
+"""The number of slots from which one more slot costs little memory."""
 
 
 def spare_of(num_slots: int) -> int:
-    """Slots to leave free behind so many."""
+    """The number of spare slots for a stack."""
     return 1 if num_slots >= WORTH_A_SPARE else 0
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Both in one stack, with what they were made of, to know them again."""
+    """Routed and shared experts in one stack, with references to their sources."""
 
     weights: Weights
     routed: Weights
     shared: Weights
 
     def made_of(self, routed: Weights, shared: Weights) -> bool:
-        """Whether these very weights are joined here."""
+        """Whether this is the stack of these two objects."""
         return self.routed is routed and self.shared is shared
 
 
 def joined(routed: Weights, shared: Weights) -> Weights | None:
-    """Both in one stack, if they lie alike and there is room behind the routed ones; only that room is written."""
+    """Both in one stack, if their formats agree and the routed ones have a spare slot, which is overwritten."""
     if isinstance(routed, PaddedStack) and isinstance(shared, ExpertWeights) and routed.spare:
         own = shared.biases if isinstance(shared, PaddedStack) else None
         if routed.scheme != shared.scheme or routed.gated != shared.gated or _is_alone(routed.biases, own):
@@ -366,12 +362,12 @@ def joined(routed: Weights, shared: Weights) -> Weights | None:
 
 
 def _is_alone(routed: Biases | None, shared: Biases | None) -> bool:
-    """Whether shared experts have biases that find no room behind the routed ones'."""
+    """Whether shared experts have biases and routed experts have none."""
     return routed is None and shared is not None
 
 
 def _joined_biases(routed: Biases | None, shared: Biases | None) -> Biases | None:
-    """Behind the biases of routed experts those of the shared ones, zeros where they have none."""
+    """Biases of routed and shared experts in one stack; zeros for shared experts without biases."""
     if routed is None:
         return None
     own = shared or no_biases_like(routed)
@@ -400,10 +396,12 @@ def _joined_matrix(routed: PackedProjection, shared: PackedProjection) -> Packed
 
 
 def _behind(stack: Tensor, one: Tensor) -> Tensor | None:
-    """A stack with room behind it, and `one` in that room; None for one of another size."""
+    """A stack with `one` copied into its spare slot; None if the shapes or dtypes differ."""
     if stack.shape[1:] != one.shape[1:] or len(one) != 1 or stack.dtype != one.dtype:
         return None
-    assert stack.storage_offset() == 0 and stack.untyped_storage().nbytes() > stack.nbytes, "no room was left"
+    assert stack.storage_offset() == 0 and stack.untyped_storage().nbytes() > stack.nbytes, (
+        "the stack has no spare slot"
+    )
     both = stack.as_strided((len(stack) + 1, *stack.shape[1:]), stack.stride())
     if both.element_size() == 1:
         both[-1].view(torch.uint8).copy_(one[0].contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Scratch memory that is allocated once: kernels take pieces of it during a run and leave them at its end.
+"""Scratch memory that is allocated once; kernels take pieces of it during a run and release them at its end.
 
 One workspace serves every layer of a device: layers run one after the other. Runs that may overlap use different
 arenas (one for each stream of the device and each thread that queues on it), and arenas never share a byte.
@@ -21,22 +21,22 @@ Empty = Callable[..., Tensor]
 
 
 class Arena:
-    """The memory of runs that never overlap. Not for two threads at once."""
+    """Memory of runs that never overlap. Not thread-safe."""
 
     def __init__(self) -> None:
         self.high_water = 0
-        """Bytes of the largest run so far, which is what the arena holds."""
+        """Bytes of the largest run so far: the size of the arena."""
         self.allocations = 0
-        """How often memory was asked from torch."""
+        """Number of allocations through torch."""
         self._memory: Tensor | None = None
         self._outgrown: list[Tensor] = []
 
     @contextmanager
     def frame(self, device: torch.device) -> Iterator[Empty]:
-        """Hand out pieces like torch.empty; all of them are given back at the end of the block.
+        """Yield an allocator like torch.empty whose tensors are released at the end of the block.
 
-        A run larger than any before takes the rest from torch, and the arena grows to its size afterwards. Outgrown
-        memory is kept: a captured graph may still write to it.
+        A run larger than all earlier ones gets the rest from torch, and the arena grows to its size afterwards.
+        Outgrown memory is kept, because a captured CUDA graph may still write to it.
         """
         taken = 0
 
@@ -61,18 +61,18 @@ class Arena:
 
 
 class Workspace:
-    """Arenas by what tells overlapping runs apart."""
+    """Arenas by a key that differs between runs that may overlap."""
 
     def __init__(self) -> None:
         self.arenas: dict[object, Arena] = {}
 
     def arena(self, key: object) -> Arena:
-        """The arena of a key, new where the key is."""
+        """The arena of a key, created on first use."""
         return self.arenas.setdefault(key, Arena())
 
     @property
     def high_water(self) -> int:
-        """Bytes held by all arenas, outgrown memory aside."""
+        """Bytes held by all arenas, without outgrown memory."""
         return sum(arena.high_water for arena in self.arenas.values())
 
 
@@ -80,7 +80,7 @@ _of_device: WeakValueDictionary[torch.device, Workspace] = WeakValueDictionary()
 
 
 def workspace_of(device: torch.device) -> Workspace:
-    """The workspace that all layers of a device share; it goes with the last of them, and the table keeps nothing."""
+    """The workspace shared by all layers of a device; it is freed with the last layer that references it."""
     workspace = _of_device.get(device)
     if workspace is None:
         workspace = _of_device[device] = Workspace()
