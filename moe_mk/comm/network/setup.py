@@ -20,7 +20,7 @@ from moe_mk.comm.network.atomics import Counters
 from moe_mk.comm.network.command import FIELD_BITS
 from moe_mk.comm.network.events import OnStep
 from moe_mk.comm.network.exchange import no_step
-from moe_mk.comm.network.frames import LinkError
+from moe_mk.comm.network.frames import LinkEnded, LinkError
 from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap
 from moe_mk.comm.network.proxy import RESUME_S, Proxy, ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
@@ -158,24 +158,41 @@ class _Opening:
             self._memory = attach(name, self.shape.total_bytes)
 
     def _connect(self, proxy: Proxy, notes: list[dict[str, Any]]) -> None:
-        """Call the far ranks below this one, and wait for the calls of those above."""
+        """Call the far ranks below this one, and wait for the calls of those above, all until one deadline.
+
+        A rank that is late raises here at once. Ranks are not asked whether they are connected then: the exchange of
+        their answers would wait for the late one as long again, and close the connections of the group.
+        """
         addresses = {
             rank: Address(note["host"], int(note["port"]), bytes.fromhex(note["token"]))
             for rank, note in enumerate(notes)
         }
         proxy.start({rank: addresses[rank] for rank in self.far})
-        until = self.clock() + self.timeout_s
-        problem = self._tried(lambda: proxy.connect(self.timeout_s))[1]
-        while not problem and proxy.missing and not proxy.lost and self.clock() < until:
-            proxy.window.arrived.clear()
-            proxy.window.arrived.wait(0.01)
+        until, problem, attempt = self.clock() + self.timeout_s, "", ""
+        try:
+            proxy.connect(self.timeout_s)
+            while proxy.missing and not proxy.lost and self.clock() < until:
+                proxy.window.arrived.clear()
+                proxy.window.arrived.wait(0.01)
+        except LinkEnded as ended:
+            attempt = str(ended)
+        except (OSError, LinkError) as refused:
+            problem = str(refused)[: NOTE_BYTES // 3]
         if not problem and proxy.lost:
             problem = "; ".join(proxy.lost.values())[: NOTE_BYTES // 3]
         elif not problem and proxy.missing:
-            problem = f"ranks {proxy.missing[:9]} have not called within {self.timeout_s:g} s [kernel.timeout_s]"
-            if proxy.trouble:
-                problem += f"; this rank cannot take their calls: {proxy.trouble} [ulimit -n]"
+            raise self._late(proxy, attempt)
         self._told({"problem": problem})
+
+    def _late(self, proxy: Proxy, attempt: str) -> CommError:
+        """Name the first rank that has not connected, or this one if it could not take the calls of others."""
+        peer, missing = proxy.missing[0], ", ".join(map(str, proxy.missing[:9]))
+        text = f"ranks [{missing}] have not connected within {self.timeout_s:g} s [kernel.timeout_s]"
+        text = f"{text}: {attempt}" if attempt else text
+        if proxy.trouble:
+            peer = self.comm.rank
+            text += f"; this rank cannot take their calls: {proxy.trouble} [ulimit -n]"
+        return CommError(text, rank=self.comm.rank, phase=PHASE, layer=self.comm.layer, peer=peer)
 
     def _own_window(self, memory: Memory, words: Words) -> OwnWindow:
         base, shape = self.comm.rank * self.shape.window_bytes, self.shape

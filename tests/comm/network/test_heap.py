@@ -6,7 +6,8 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import pytest
@@ -15,12 +16,13 @@ import torch
 from moe_mk.comm import Communicator, LockstepWorld, SingleRank
 from moe_mk.comm.network import setup as symmetric_network_setup
 from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap
-from moe_mk.comm.network.proxy import ProxySettings
+from moe_mk.comm.network.proxy import Proxy, ProxySettings
 from moe_mk.comm.network.setup import reasons_against_network
 from moe_mk.comm.network.tcp import Address, listen
 from moe_mk.comm.network.wait import Staging
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
+from moe_mk.flight import wait
 from moe_mk.trace.clock import now
 from tests.support.networked_heaps import X, opened
 
@@ -205,11 +207,40 @@ def test_a_rank_without_descriptors_says_so_when_its_peers_are_late(monkeypatch:
     monkeypatch.setattr(symmetric_network_setup, "listen", listen_in_vain)
     world = ThreadWorld(2, timeout_s=1.5)
 
-    def job(comm: Communicator) -> str:
-        with pytest.raises(CommError) as told:
+    def job(comm: Communicator) -> CommError:
+        with pytest.raises(CommError) as caught:
             opened(comm)
-        return str(told.value)
+        return caught.value
 
-    for text in world.together([lambda c=c: job(c) for c in world.communicators()]):  # type: ignore[misc]
-        assert "rank 0: ranks [1] have not called within 1.5 s [kernel.timeout_s]; this rank cannot take" in text
-        assert "their calls: Too many open files [ulimit -n]" in text
+    first, second = world.together([lambda c=c: job(c) for c in world.communicators()])  # type: ignore[misc]
+    assert first.peer == second.peer == 0, "whoever takes no calls is to blame, not the callers"
+    assert "ranks [1] have not connected within 1.5 s [kernel.timeout_s]; this rank cannot take" in str(first)
+    assert "their calls: Too many open files [ulimit -n]" in str(first)
+    assert "ranks [0] have not connected within 1.5 s" in str(second) and "has not answered" in str(second)
+
+
+def test_a_rank_that_stops_while_ranks_connect_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeout_s, late_s = 2.0, [3.2]
+    start = Proxy.start
+
+    def stopped(proxy: Proxy, addresses: Mapping[int, Address]) -> None:
+        if proxy.rank == 1 and late_s:
+            time.sleep(late_s.pop())
+        start(proxy, addresses)
+
+    monkeypatch.setattr(Proxy, "start", stopped)
+    world = ThreadWorld(3, timeout_s=timeout_s)
+
+    def job(comm: Communicator) -> tuple[int | None, float]:
+        began = now()
+        with pytest.raises(CommError) as caught, comm.abort_on_error():
+            opened(comm)
+        took_s = now() - began
+        wait(comm.recover())
+        opened(comm).barrier()
+        return caught.value.peer, took_s
+
+    found = world.together([lambda c=c: job(c) for c in world.communicators()])  # type: ignore[misc]
+    for rank in (0, 2):
+        peer, took_s = found[rank]
+        assert peer == 1 and timeout_s <= took_s < 1.4 * timeout_s, found
