@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -50,8 +50,9 @@ TEXT_BYTES = HEADER_BYTES - LAYOUT.size
 EAGER_BYTES = 1 << 16
 """Rows of no more than this are copied into the message of their header: a message costs more than the copy."""
 
-# Tags of rows are 31 bits: 3 of the epoch, 12 of the call (never 0), 16 of the size. Below 2^16 are all others.
-EPOCHS, CALLS, SIZES = 1 << 3, (1 << 12) - 1, (1 << 16) - 1
+# Tags of rows are 31 bits: 9 of the epoch, 6 of the call (never 0), 16 of the size. Below 2^16 are all others.
+# A rank never has 63 calls open. Epochs do not wrap: what was sent in one stays with gloo until somebody receives it.
+EPOCHS, CALLS, SIZES = 1 << 9, (1 << 6) - 1, (1 << 16) - 1
 HANG_UP_TAG, RECOVERY_TAG, NOTICE_TAGS, HEADER_TAGS = 0, 1, EPOCHS, 2 * EPOCHS
 
 PULSE_S = 0.05
@@ -148,6 +149,8 @@ class Caller:
     timeout_s: float
     rank_of: Mapping[int, int]
     """The ranks of the view, as errors name them, by rank of the process group."""
+    limit: str = "kernel.timeout_s"
+    """What the timeout comes from."""
 
 
 @dataclass
@@ -189,6 +192,8 @@ class GroupMessages:
         """By peer and call: headers that came before they were awaited."""
         self._unfinished: list[object] = []
         """Works and tensors of calls that failed: gloo may still read or write them."""
+        self._posted: list[dist.Work] = []
+        """Messages of the last call, see `_post_message`."""
         self._headers: dict[int, _Receive] = {}
         self._notices: dict[int, _Receive] = {}
         self._wait: _Wait | None = None
@@ -269,7 +274,7 @@ class GroupMessages:
             raise self._error(caller, phase, None, f"{self.closed}; build the layer over a new group")
         left_out = sum(1 << rank for rank in self.left_out)
         # Peers may come as late as their own timeout lets them notice the failure.
-        caller = replace(caller, timeout_s=2 * caller.timeout_s + 1.0)
+        caller = replace(caller, timeout_s=2 * caller.timeout_s + 1.0, limit="twice kernel.timeout_s and 1 s")
         mine = Header(Kind.ROWS, self._epoch, 0, phase, count=left_out, process=self._process)
         receives = {peer: self._receive(peer, RECOVERY_TAG) for peer in self._peers}
         sends: list[tuple[int, dist.Work]] = []
@@ -290,10 +295,14 @@ class GroupMessages:
                 lists = (_ranks_of(header.count), _ranks_of(left_out))
                 text = f"goes on without ranks {lists[0]} of the process group, this rank without {lists[1]}"
                 raise self._error(caller, phase, peer, text)
-        epochs = [self._epoch, *(header.epoch for header in theirs.values())]
-        self._unfinished += [self._headers, self._notices, self._sent]
+        epoch = 1 + max(self._epoch, *(header.epoch for header in theirs.values()))
+        if epoch == EPOCHS:
+            text = f"the group has recovered {EPOCHS - 1} times, its messages cannot distinguish more epochs; "
+            raise self._error(caller, phase, None, f"{text}build the layer over a new group")
+        self._unfinished += [self._headers, self._notices, self._sent, *self._posted]
+        self._posted.clear()
         self._sent = {peer: deque() for peer in self._peers}
-        self._epoch, self._call, self._layers = max(epochs) + 1, 0, 0
+        self._epoch, self._call, self._layers = epoch, 0, 0
         self._early.clear()
         self._stand_by()
 
@@ -312,13 +321,14 @@ class GroupMessages:
     ) -> tuple[int, list[tuple[int, dist.Work]]]:
         if not self._headers:
             self._stand_by()
+        self._posted.clear()  # kept by what waits for them
         self._call += 1
         call, works = self._call, []
         peer = UNKNOWN
         try:
             for peer, rows in incoming.items():
                 if rows is not None and _bytes_of(rows) > EAGER_BYTES:
-                    works.append((peer, self._open_group().recv([rows], peer, self._tag(call, rows))))
+                    works.append((peer, self._post_message("recv", rows, peer, self._tag(call, rows))))
             for peer in counts.keys() | incoming.keys():
                 rows = outgoing.get(peer)
                 header = Header(
@@ -326,10 +336,10 @@ class GroupMessages:
                     _bytes_of(incoming.get(peer)), process=self._process, host=self._host,
                 )  # fmt: skip
                 is_eager = rows is not None and _bytes_of(rows) <= EAGER_BYTES
+                if rows is not None and not is_eager:  # first: whoever has the header waits for the rows
+                    works.append((peer, self._post_message("send", rows, peer, self._tag(call, rows))))
                 message = _message(header, rows if is_eager else None)
                 self._sent[peer].append(self._send(message, peer, self._header_tag))
-                if rows is not None and not is_eager:
-                    works.append((peer, self._open_group().send([rows], peer, self._tag(call, rows))))
         except RuntimeError as problem:
             self._unfinished += [works, outgoing, incoming]
             raise self._lost(caller, phase, peer, problem) from problem
@@ -362,7 +372,8 @@ class GroupMessages:
         Later ones are not waited for: a peer with several calls open that fails in one reads none of another.
         """
         while len(self._sent[peer]) > KEPT_HEADERS:
-            self._finish(caller, phase, peer, self._sent[peer].popleft())
+            self._finish(caller, phase, peer, self._sent[peer][0])
+            self._sent[peer].popleft()
 
     def _next_header(self, caller: Caller, phase: str, peer: int) -> Header:
         receive = self._headers[peer]
@@ -416,12 +427,16 @@ class GroupMessages:
         for header in notices.values():
             if header.kind is Kind.FAILED:
                 return self._failed(caller, phase, header)
-        asked = {self.rank}
+        awaited, asked = peer, set[int]()
         while peer not in asked and peer in notices:
             asked.add(peer)
             peer = notices[peer].peer
-        if late or notices:
-            text = f"sent nothing within {caller.timeout_s:g} s [kernel.timeout_s]; it is dead, stuck or late"
+        if peer == self.rank and not late:
+            waiting = sorted(caller.rank_of.get(each, each) for each in notices if notices[each].peer == peer)
+            text = f"ranks {waiting} waited for this rank longer than kernel.timeout_s and closed the connections"
+        elif late or notices:
+            peer = awaited if peer == self.rank else peer  # both wait for each other
+            text = f"sent nothing within {caller.timeout_s:g} s [{caller.limit}]; it is dead, stuck or late"
         else:
             text = f"its connection ended: {str(problem).splitlines()[0]}"
         return self._error(caller, phase, peer, text)
@@ -454,14 +469,14 @@ class GroupMessages:
 
     @property
     def _header_tag(self) -> int:
-        return HEADER_TAGS + self._epoch % EPOCHS
+        return HEADER_TAGS + self._epoch
 
     @property
     def _notice_tag(self) -> int:
-        return NOTICE_TAGS + self._epoch % EPOCHS
+        return NOTICE_TAGS + self._epoch
 
     def _tag(self, call: int, rows: Tensor) -> int:
-        number = self._epoch % EPOCHS * (CALLS + 1) + 1 + call % CALLS
+        number = self._epoch * (CALLS + 1) + 1 + call % CALLS
         return number << 16 | _bytes_of(rows) % SIZES
 
     def _open_group(self) -> dist.ProcessGroup:
@@ -470,24 +485,34 @@ class GroupMessages:
             raise RuntimeError("the process group was destroyed")
         return group
 
-    def _send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
-        return self._open_group().send([message], peer, tag)
+    def _post_message(self, how: Literal["send", "recv"], message: Tensor, peer: int, tag: int) -> dist.Work:
+        """Post a message and keep it, in one step of the interpreter.
 
-    def _receive(self, peer: int, tag: int) -> _Receive:
-        memory = bytearray(HEADER_BYTES + EAGER_BYTES)
+        gloo never gets past a message whose memory has gone: nothing else would ever arrive over its connection. An
+        interrupt between two steps must not let go of one, so `map` calls gloo while `extend` keeps what it returns.
+        """
+        self._posted.extend(map(getattr(self._open_group(), how), ([message],), (peer,), (tag,)))
+        return self._posted[-1]
+
+    def _send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
+        return self._post_message("send", message, peer, tag)
+
+    def _receive(self, peer: int, tag: int, num_bytes: int = HEADER_BYTES) -> _Receive:
+        memory = bytearray(num_bytes)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         return _Receive(self._receive_into(tensor, peer, tag), memory, tensor)
 
     def _receive_into(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | RuntimeError:
         """Await a message; an error is kept for whoever waits for it, because some messages are never needed."""
         try:
-            return self._open_group().recv([tensor], peer, tag)
+            return self._post_message("recv", tensor, peer, tag)
         except RuntimeError as problem:
             return problem
 
     def _stand_by(self) -> None:
         """Await a header and a notice of every peer."""
-        self._headers = {peer: self._receive(peer, self._header_tag) for peer in self._peers}
+        largest = HEADER_BYTES + EAGER_BYTES
+        self._headers = {peer: self._receive(peer, self._header_tag, largest) for peer in self._peers}
         self._notices = {peer: self._receive(peer, self._notice_tag) for peer in self._peers}
         if not self._watched:
             self._watched = True
@@ -499,8 +524,8 @@ class GroupMessages:
         for peer in [] if self.closed else self._peers:
             for tag in tags:
                 with suppress(RuntimeError):
-                    message = _message(header)
-                    self._unfinished += [message, self._send(message, peer, tag)]
+                    send = self._open_group().send
+                    self._unfinished.extend(map(send, ([_message(header)],), (peer,), (tag,)))
 
     # The thread that looks after long waits.
 

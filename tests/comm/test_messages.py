@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.comm.messages import EAGER_BYTES, HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
+from moe_mk.comm.messages import EAGER_BYTES, EPOCHS, HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
 from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
@@ -80,3 +80,48 @@ def sizes_around_the_limit(rank: int) -> list[bool]:
 def test_rows_arrive_whole_on_both_sides_of_the_limit_of_eager_ones() -> None:
     with RankWorld(2) as world:
         assert all(map(all, world.call(sizes_around_the_limit)))
+
+
+def many_recoveries(rank: int) -> list[str]:
+    """Rank 0 leaves a call under way each time, whose messages are never received; then the last epoch comes."""
+    comm, rows = DistributedCommunicator(dist.new_group(), timeout_s=20.0), pattern(rank, 2 * EAGER_BYTES)
+    wrong, expected = [], torch.cat([pattern(r, 2 * EAGER_BYTES) for r in range(2)])
+    for round in range(20):
+        if rank == 0:
+            flight = comm.all_gather(rows, [len(rows)] * 2, "rows")
+            next(flight)
+            flight.close()
+        wait(comm.recover())
+        if not torch.equal(wait(comm.all_gather(rows, [len(rows)] * 2, "rows")), expected):
+            wrong.append(f"round {round}")
+    assert comm._messages is not None
+    comm._messages._epoch = EPOCHS - 1
+    with pytest.raises(CommError, match=f"recovered {EPOCHS - 1} times.*build the layer over a new group"):
+        wait(comm.recover())
+    return wrong
+
+
+def test_what_failed_calls_left_under_way_is_never_received() -> None:
+    with RankWorld(2) as world:
+        assert world.call(many_recoveries) == [[], []]
+
+
+def late_for_its_peer(rank: int) -> list[str]:
+    """Rank 1 makes its second call after rank 0 has given up; both then try to go on."""
+    comm, texts = DistributedCommunicator(dist.new_group(), timeout_s=1.0), []
+    wait(comm.gather_count(1, "counts"))
+    if rank == 1:
+        time.sleep(2.0)
+    for call in (lambda: wait(comm.gather_count(1, "counts")), lambda: wait(comm.recover())):
+        try:
+            call()
+        except CommError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_late_rank_learns_that_it_was_waited_for() -> None:
+    with RankWorld(2) as world:
+        (failed, closed), (late, *_) = world.call(late_for_its_peer)
+    assert "peer 1: sent nothing within 1 s" in failed and "connections of the group are closed" in closed
+    assert "peer 1: ranks [0] waited for this rank longer than kernel.timeout_s and closed the connections" in late
