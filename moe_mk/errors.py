@@ -74,7 +74,12 @@ class CommError(MoEMKError, RuntimeError):
 
 
 class LostExpertError(MoEMKError, RuntimeError):
-    """Experts have no live copy since their rank was lost, and the layer may not serve without them."""
+    """Experts have no live copy since their rank was lost, and the layer may not serve without them.
+
+    Every rank raises it at the same step.
+    """
+
+    harmless_to_peers = True
 
     def __init__(self, message: str, *, layer: str, experts: Sequence[int]) -> None:
         self.layer, self.experts, self.detail = layer, tuple(experts), message

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe_mk.comm.agreement import agree
 from moe_mk.comm.communicator import Communicator
-from moe_mk.comm.failure import AbortOnError
 from moe_mk.comm.groups import ParallelGroups, communicator
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight
@@ -65,10 +64,6 @@ class Grid:
                 comm.fail(CommError(str(error), rank=comm.rank, phase=error.phase, layer=self.name, peer=comm.rank))
             else:
                 comm.fail(error)
-
-    def abort_on_error(self) -> AbortOnError:
-        """Report whatever is raised inside to the ranks of both groups."""
-        return AbortOnError(self.fail)
 
     def recover(self) -> Flight[None]:
         """Go on after a failed call, see `Communicator.recover`. All ranks of both groups do."""

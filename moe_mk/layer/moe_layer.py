@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError, WeightError
+from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, UnsupportedError, WeightError
 from moe_mk.experts.base import FusedExperts
 from moe_mk.external.device import usable_device
 from moe_mk.flight import Flight, wait
@@ -290,15 +290,18 @@ class MoELayer(nn.Module):
         self, x_TH: Tensor, expert_load_E: Tensor | None = None, token_ids_T: Tensor | None = None
     ) -> Flight[Tensor]:
         """The forward as a flight: for several ranks in one process, or several micro-batches at once."""
-        placed, gate, shared = self._placement, self._gate, self._shared
-        if placed.weights is None:
-            _ = self.weights  # raises
-        load_E = self.expert_load if expert_load_E is None else expert_load_E
-        router = self.router if self.hash_router is None else self._router_of(x_TH, token_ids_T)
-        yield from placed.grid.agree(self._notes)
-        if placed.lost is not None:
-            placed.lost.check()
+        placed, is_accepted = self._placement, False
+        # From the first instruction to the last: an interrupt may arise at any of them while peers are in this call.
         try:
+            gate, shared = self._gate, self._shared
+            if placed.weights is None:
+                _ = self.weights  # raises
+            load_E = self.expert_load if expert_load_E is None else expert_load_E
+            router = self.router if self.hash_router is None else self._router_of(x_TH, token_ids_T)
+            is_accepted = True
+            yield from placed.grid.agree(self._notes)
+            if placed.lost is not None:
+                placed.lost.check()
             fused_weights = self._with_shared(placed)
             with self.spans.span("route"):
                 routing, logits_TE = gate.route(x_TH, router)
@@ -318,7 +321,8 @@ class MoELayer(nn.Module):
                 y_TH = total_TH.to(self.dtype)
             return (yield from self._late_reduce(y_TH, placed))
         except BaseException as error:
-            placed.grid.fail(error)
+            if is_accepted or not isinstance(error, MoEMKError):
+                placed.grid.fail(error)
             raise
 
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
@@ -337,15 +341,18 @@ class MoELayer(nn.Module):
 
     def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         placed = self._placement
-        yield from placed.grid.agree(self._notes)
-        if placed.lost is not None:
-            placed.lost.check()
-        assert not isinstance(placed.kernel, MonolithicKernel)
-        with placed.grid.abort_on_error():
+        try:
+            yield from placed.grid.agree(self._notes)
+            if placed.lost is not None:
+                placed.lost.check()
+            assert not isinstance(placed.kernel, MonolithicKernel)
             self._record(routing, self.expert_load)
             physical = self._physical(routing, placed)
             y_TH = yield from placed.kernel.steps(x_TH, physical, placed.laid_out)
             return (yield from self._late_reduce(y_TH, placed))
+        except BaseException as error:
+            placed.grid.fail(error)
+            raise
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts and weights of each token. token_ids_T: as of `forward`."""

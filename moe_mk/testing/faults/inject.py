@@ -25,6 +25,9 @@ from moe_mk.layer import MoELayer
 from moe_mk.testing.faults.plans import Fault, World
 from moe_mk.trace.clock import now
 
+POSTPONED_S = 0.0005
+"""How long an interrupt waits that did not meet a call."""
+
 
 class Log:
     """Lines of JSON that are in the file when `write` returns."""
@@ -60,7 +63,7 @@ class Injector:
         """Note that the call itself begins: interrupts are raised in it, and nowhere else."""
         self._is_calling = True
         if self._is_interrupted:
-            self._interrupt()
+            signal.setitimer(signal.ITIMER_REAL, POSTPONED_S)
         f = self.fault
         if f is not None and f.kind in ("micro_batch", "other_layer") and f.call == self.call and not self._fired:
             self._note()
@@ -103,14 +106,21 @@ class Injector:
             self._fire(f)
 
     def watch_signals(self) -> None:
-        """Signals of the supervisor, for faults at a time: SIGINT raises in a call, SIGUSR2 cuts connections."""
+        """Signals of the supervisor, for faults at a time: SIGINT raises in a call, SIGUSR2 cuts connections.
+
+        A signal that comes when the library is not in a call is raised a moment later: what Python runs before a call
+        begins and after it has returned is the engine's, and its peers know nothing of it.
+        """
 
         def interrupt(number: int, frame: FrameType | None) -> None:
-            if self._is_calling:
-                self._interrupt()
             self._is_interrupted = True
+            if self._is_calling and _is_in_call(frame):
+                self._interrupt()
+            elif self._is_calling:
+                signal.setitimer(signal.ITIMER_REAL, POSTPONED_S)
 
         signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGALRM, interrupt)
         signal.signal(signal.SIGUSR2, lambda number, frame: self._cut())
 
     def _interrupt(self) -> NoReturn:
@@ -186,6 +196,15 @@ class Injector:
         chosen = mine & self.group_sockets if self.fault.detail == "group" else mine - self.group_sockets
         cut = [number for number in sorted(chosen) if _shut_down(number)]
         self.log.write(event="cut", connections=len(cut))
+
+
+def _is_in_call(frame: FrameType | None) -> bool:
+    """Whether a call of a layer has begun and has not returned; at its very first instruction it has not begun."""
+    while frame is not None:
+        if frame.f_code is MoELayer.steps.__code__:
+            return frame.f_lineno != frame.f_code.co_firstlineno
+        frame = frame.f_back
+    return False
 
 
 def error_named(name: str) -> BaseException:

@@ -1,0 +1,157 @@
+"""Ranks of which one is interrupted wherever Python may run the handler of a signal within a call of a layer."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moe_mk
+from moe_mk import CommError, MoELayer
+from moe_mk.comm import DistributedCommunicator
+from moe_mk.comm.messages import EAGER_BYTES
+from moe_mk.flight import wait
+from moe_mk.runner import run_dual
+from tests.layer.failing_ranks import built, outcome, references, tokens
+
+TIMEOUT_S = 4.0
+PACKAGE = str(Path(moe_mk.__file__).parent)
+CHECKED = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
+"""Instructions after which CPython runs handlers of signals."""
+
+
+class Interrupts:
+    """Counts the places within one call where an interrupt may arise, and raises one at a place."""
+
+    def __init__(self, place: int | None = None, within: CodeType = MoELayer.steps.__code__) -> None:
+        """within: the function of the call. At its very first instruction nothing of it has begun."""
+        self.places, self.at = 0, ""
+        self._place, self._within = place, within
+        self._names: dict[CodeType, list[str]] = {}
+        self._inside = 0
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if code is self._within:
+            self._inside += 1
+        if not self._inside or not code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        last = frame.f_lasti
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal last
+            if event == "return" and code is self._within:
+                self._inside -= 1
+            if event != "opcode":
+                return trace
+            before, last = last, frame.f_lasti
+            name = self._name(code, before)
+            if name in CHECKED and not (code is self._within and name == "RESUME"):
+                self.places += 1
+                if self.places == self._place:
+                    self.at = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}, after {name}"
+                    raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    def _name(self, code: CodeType, at: int) -> str:
+        """The instruction at an offset, or before its inline cache."""
+        if code not in self._names:
+            names = [""] * (len(code.co_code) // 2 + 1)
+            for each in dis.get_instructions(code):
+                names[each.offset // 2] = each.opname
+            self._names[code] = names
+        return self._names[code][at // 2] if at >= 0 else ""
+
+
+def _call(made: MoELayer, rank: int, seed: int, dual: bool) -> torch.Tensor:
+    if not dual:
+        return made(tokens(rank, 6, seed))
+    with torch.no_grad():
+        return torch.cat(run_dual([made.steps(tokens(rank, 6, seed + more)) for more in (0, 1)]))
+
+
+def _traced(interrupts: Interrupts, made: MoELayer, rank: int, dual: bool) -> torch.Tensor:
+    with interrupts.traced():
+        return _call(made, rank, 0, dual)
+
+
+def places_in(rank: int, transport: str, first: bool, dual: bool) -> int:
+    """How many there are on rank 0, in the first call of a layer or in a later one."""
+    made = built(transport, timeout_s=TIMEOUT_S)
+    for _ in range(0 if first else 2):
+        _call(made, rank, 0, dual)
+    interrupts = Interrupts()
+    with interrupts.traced():
+        _call(made, rank, 0, dual)
+    return interrupts.places
+
+
+def interrupted(rank: int, transport: str, places: list[int], first: bool, dual: bool) -> list[str]:
+    """Rank 0 is interrupted at each of these places; then all recover and call again. Returns what went wrong."""
+    expected = references(rank, 4, 6)
+    wanted = [torch.cat(expected[seed : seed + 2]) if dual else expected[seed] for seed in range(3)]
+    made = built(transport, timeout_s=TIMEOUT_S)
+    wrong: list[str] = []
+    for place in places:
+        if first:
+            made = built(transport, made.groups, timeout_s=TIMEOUT_S)
+        else:
+            _call(made, rank, 0, dual)
+        interrupts = Interrupts(place if rank == 0 else None)
+        failed = outcome(partial(_traced, interrupts, made, rank, dual), wanted[0])
+        allowed = ("right", "KeyboardInterrupt" if rank == 0 else "CommError")
+        if failed["is"] not in allowed or failed["seconds"] > TIMEOUT_S / 2:
+            wrong.append(f"place {place}, {interrupts.at}: {failed}")
+        try:
+            made.recover()
+        except moe_mk.MoEMKError as error:
+            return [*wrong, f"place {place}, {interrupts.at}: not recovered: {error}"]
+        for seed in (1, 2):
+            again = outcome(partial(_call, made, rank, seed, dual), wanted[seed])
+            if again["is"] != "right":
+                return [*wrong, f"place {place}, {interrupts.at}: then {again}"]
+    return wrong
+
+
+def long_rows(rank: int, step: int) -> list[str]:
+    """Rows that follow their header in a message of their own, interrupted at every `step`th place on rank 0."""
+    comm, wrong = DistributedCommunicator(dist.new_group(), timeout_s=TIMEOUT_S), []
+    rows, counts = torch.full((2 * EAGER_BYTES, 1), rank, dtype=torch.uint8), [2 * EAGER_BYTES] * 2
+    expected = torch.arange(2).repeat_interleave(2 * EAGER_BYTES).view(-1, 1).to(torch.uint8)
+    within = DistributedCommunicator._swap.__code__
+
+    def gathered(interrupts: Interrupts) -> torch.Tensor:
+        with interrupts.traced():
+            return wait(comm.all_gather(rows, counts, "rows"))
+
+    gathered(Interrupts())
+    gathered(counting := Interrupts(within=within))
+    for place in range(1, wait(comm.gather_count(counting.places, "places"))[0] + 1, step):
+        interrupts = Interrupts(place if rank == 0 else None, within)
+        try:
+            gathered(interrupts)
+        except (KeyboardInterrupt, CommError) as error:
+            comm.fail(error)
+        wait(comm.recover())
+        if not torch.equal(wait(comm.all_gather(rows, counts, "rows")), expected):
+            wrong.append(f"place {place}, {interrupts.at}")
+    return wrong

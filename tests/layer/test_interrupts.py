@@ -1,0 +1,47 @@
+"""An interrupt (Ctrl-C) anywhere within a call ends it on all ranks at once, and a recovery serves again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from moe_mk.testing.on_ranks import RankWorld
+from tests.layer import interrupted_ranks as ranks
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with RankWorld(2) as two:
+        yield two
+
+
+def tried(world: RankWorld, transport: str, most: int, *, first: bool, dual: bool) -> None:
+    """So many places of a call, drawn with a fixed seed."""
+    count = world.call(ranks.places_in, transport, first, dual)[0]
+    places = sorted(random.Random(0).sample(range(1, count + 1), min(count, most)))
+    found = world.call(ranks.interrupted, transport, places, first, dual, timeout_s=600.0)
+    assert found == [[], []]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("transport", ["all_to_all", "one_sided"])
+def test_an_interrupt_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
+    world: RankWorld, transport: str, first: bool
+) -> None:
+    tried(world, transport, 25, first=first, dual=False)
+
+
+def test_messages_that_were_posted_outlive_an_interrupt(world: RankWorld) -> None:
+    assert world.call(ranks.long_rows, 5) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dual", [False, True])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather", "hierarchical", "one_sided", "one_sided_network"])
+def test_an_interrupt_at_any_instruction_can_be_recovered_from(
+    world: RankWorld, transport: str, first: bool, dual: bool
+) -> None:
+    tried(world, transport, 400, first=first, dual=dual)
