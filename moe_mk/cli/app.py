@@ -89,9 +89,9 @@ def run(
 ) -> int:
     """Run one MoE layer of a checkpoint over N ranks: planned, explained, timed and verified."""
     from moe_mk.cli.inputs import RunSettings, dtype_of, expect_checkpoint, tokens_of
-    from moe_mk.cli.job import run_rank
     from moe_mk.cli.plan import plan_run
     from moe_mk.cli.processes import run_ranks
+    from moe_mk.cli.run import run_rank
     from moe_mk.cli.screen import Screen
     from moe_mk.cli.show import show_plan
     from moe_mk.cli.world import world_of

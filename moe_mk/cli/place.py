@@ -7,84 +7,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from rich.table import Table
 
 from moe_mk.cli.exits import OK
 from moe_mk.cli.loads import Recording, read_recording
 from moe_mk.cli.outputs import expect_outputs, format_of, save_picture
-from moe_mk.cli.place_compare import Offer, Placing, mark_best, offer_of, show
-from moe_mk.cli.screen import Screen
+from moe_mk.cli.screen import Screen, amount
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.library import find
-from moe_mk.placement.eplb import EPLB_POLICIES, Policy, Topology, plan
+from moe_mk.placement.eplb import EPLB_POLICIES, PlacementPlan, Policy, Topology, plan
 from moe_mk.placement.traffic import NodesPerToken, Slotted
 from moe_mk.rebalance.ledger import Ledger
-from moe_mk.rebalance.metrics import measure_balance, rank_times
+from moe_mk.rebalance.metrics import Balance, measure_balance, rank_times
 from moe_mk.registry import did_you_mean
-
-
-def save_placement_plot(
-    before_XW: NDArray[np.float64],
-    after_XW: NDArray[np.float64],
-    topology: Topology,
-    policy: str,
-    file: Path,
-    offers: Sequence[Offer] = (),
-) -> None:
-    """Two heat maps, layer by GPU, in units of the layer's ideal time, and the busiest GPU of every layer below.
-
-    Beside that, where a trace tells what crosses nodes, every policy by balance, remote nodes and what it moves.
-    Raises LibraryMissing without matplotlib.
-    """
-    find("matplotlib")
-    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
-    figure = figures.Figure(figsize=(11, 6.2), layout="constrained")
-    agg.FigureCanvasAgg(figure)
-    top, bottom = figure.subfigures(2, 1, height_ratios=(2, 1))
-    sides = top.subplots(1, 2, sharey=True)
-    speed_W = topology.speed_W
-    relative = [each / np.maximum(each @ speed_W / speed_W.sum(), 1e-300)[:, None] for each in (before_XW, after_XW)]
-    for axes, values, title in zip(sides, relative, ("before: experts in order", f"after: {policy}"), strict=True):
-        image = axes.imshow(values, aspect="auto", cmap="RdBu_r", vmin=0.0, vmax=2.0, interpolation="none")
-        axes.set_title(f"{title}, busiest GPU {values.max(1).mean():.3f} x ideal")
-        axes.set_xlabel("GPU")
-        for node in range(1, topology.nodes):
-            axes.axvline(node * topology.gpus / topology.nodes - 0.5, color="black", linewidth=0.6)
-    sides[0].set_ylabel("layer")
-    top.colorbar(image, ax=list(sides), label="time over the layer's ideal", extend="max")
-    traced = [offer for offer in offers if offer.nodes is not None]
-    line, *rest = np.atleast_1d(bottom.subplots(1, 2 if traced else 1))
-    for axes in rest:
-        _draw_trade(axes, traced)
-    layers = np.arange(len(before_XW))
-    line.plot(layers, relative[0].max(1), color="tab:red", label="before", marker="." if len(layers) < 5 else None)
-    line.plot(layers, relative[1].max(1), color="tab:blue", label="after", marker="." if len(layers) < 5 else None)
-    line.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-    line.set_xlabel("layer")
-    line.set_ylabel("busiest GPU")
-    line.legend()
-    save_picture(figure, file)
-
-
-def _draw_trade(axes: Any, offers: Sequence[Offer]) -> None:
-    """Remote nodes against balance; the more an offer moves the larger its disc, and what nothing beats is filled."""
-    most = max(max(offer.moved_experts for offer in offers), 1)
-    for offer in offers:
-        assert offer.nodes is not None
-        at, size = (offer.nodes.remote, 1.0 / offer.step_over_ideal), 30 + 270 * offer.moved_experts / most
-        colour = "tab:green" if offer.best else "none"
-        axes.scatter(*at, s=size, facecolor=colour, edgecolor="tab:green", alpha=0.7)
-        axes.annotate(offer.name, at, textcoords="offset points", xytext=(6, 4), fontsize="small")
-    axes.margins(0.25)
-    axes.set_xlabel("remote nodes a token")
-    axes.set_ylabel("balance")
-
 
 DEEPSEEK_V3_EXPERT = 3 * 7168 * 2048 + 3 * 56 * 16 * 4
 """Bytes of an expert of DeepSeek-V3: e4m3 codes and f32 scales of 128 x 128 blocks."""
@@ -115,6 +57,72 @@ class PlaceOrder:
     """The part of a trace to place for; None is all of it."""
     experts: int | None = None
     """Routed experts, where a trace of another program does not say."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """One policy's answer and how it stands up."""
+
+    asked: Policy
+    plan: PlacementPlan
+    ledger: Ledger
+    balance: Balance
+    later: Balance | None
+    """Under the second half of a recording, where the plan was made from the first."""
+    nodes: NodesPerToken | None = None
+    """Nodes that tokens reach, where a trace tells."""
+
+    @property
+    def name(self) -> str:
+        """What was asked, and what ran for it."""
+        return self.plan.policy if self.asked == self.plan.policy else f"{self.asked}: {self.plan.policy}"
+
+    def as_dict(self) -> dict[str, object]:
+        """Numbers for JSON."""
+        made = self.plan
+        return {
+            "policy": made.policy,
+            "balance_mean": float(made.balance_X.mean()),
+            "balance_worst": float(made.balance_X.min()),
+            "bound_mean": float(made.bound_X.mean()),
+            "step_over_ideal": self.balance.step_over_ideal,
+            "later_step_over_ideal": None if self.later is None else self.later.step_over_ideal,
+            "nodes_per_token": None if self.nodes is None else self.nodes.all,
+            "remote_nodes_per_token": None if self.nodes is None else self.nodes.remote,
+            "moved_experts": made.moves.transfers,
+            "moved_bytes": made.moved_bytes,
+            "rounds": made.moves.rounds,
+            "lent_to_other_nodes": float(made.exported_X.mean()),
+            "lost_with_worst_gpu": float(made.lost_XW.max()),
+            "bytes_per_gpu": made.bytes_per_gpu.tolist(),
+            "map_bytes": made.map_bytes,
+            "reason": made.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one placement costs, in the three ways that can be traded; less is better in each."""
+
+    name: str
+    step_over_ideal: float
+    moved_experts: int
+    moved_bytes: int
+    nodes: NodesPerToken | None
+    best: bool = False
+    """Whether no other offer is as good in every way and better in one."""
+
+    def costs(self) -> tuple[float, ...]:
+        """Time, moves, and remote nodes where they are known; times that differ by a millionth are alike."""
+        remote = () if self.nodes is None else (round(self.nodes.remote, 6),)
+        return (round(self.step_over_ideal, 6), float(self.moved_experts), *remote)
+
+    def as_dict(self) -> dict[str, object]:
+        """Numbers for JSON."""
+        remote = None if self.nodes is None else self.nodes.remote
+        return {name: value for name, value in asdict(self).items() if name != "nodes"} | {
+            "remote_nodes_per_token": remote
+        }
 
 
 def place(screen: Screen, order: PlaceOrder, *, as_json: bool) -> int:
@@ -236,3 +244,143 @@ def judged(
         later = measure_balance(loads_NXE[half:].sum(0), early_ledger)
     balance = measure_balance(loads_NXE.sum(0), ledger)
     return Placing(policy, made, ledger, balance, later, nodes_of(recording, made, topology))
+
+
+def offer_of(placing: Placing) -> Offer:
+    """The costs of one policy's answer."""
+    made = placing.plan
+    return Offer(placing.name, placing.balance.step_over_ideal, made.moves.transfers, made.moved_bytes, placing.nodes)
+
+
+def mark_best(offers: list[Offer]) -> list[Offer]:
+    """Find the offers that nothing beats in every way: the Pareto front."""
+
+    def beaten(one: Offer) -> bool:
+        return any(
+            other.costs() != one.costs() and all(a <= b for a, b in zip(other.costs(), one.costs(), strict=True))
+            for other in offers
+        )
+
+    return [replace(each, best=not beaten(each)) for each in offers]
+
+
+def show(
+    screen: Screen,
+    recording: Recording,
+    topology: Topology,
+    now: Balance,
+    placings: list[Placing],
+    offers: list[Offer],
+    expert_bytes: int,
+) -> None:
+    """The machines, both sides in two lines, and a row for every policy."""
+    windows, layers, experts = recording.loads_NXE.shape
+    slots = sorted(set(topology.slots_W.tolist()))
+    screen.fact("load", f"{layers} layers of {experts} experts, {windows} {'window' if windows == 1 else 'windows'}")
+    if recording.trace is not None:
+        traced, facts = recording.trace, recording.trace.facts
+        ranks = f"{facts.num_ranks} {'rank' if facts.num_ranks == 1 else 'ranks'}"
+        screen.fact(
+            "trace", f"{traced.num_rows} rows of {facts.top_k} experts in {traced.num_forwards} forwards of {ranks}"
+        )
+    where = f"{topology.gpus} GPUs on {topology.nodes} {'node' if topology.nodes == 1 else 'nodes'}"
+    screen.fact("machines", f"{where}, {' or '.join(map(str, slots))} slots a GPU, {topology.num_slots} in all")
+    for label, each in (("before", now), ("after", placings[0].balance)):
+        values = each.as_dict()
+        peak, worst = values["balance.rank_max_over_mean"], values["balance.rank_max_over_mean_worst"]
+        screen.fact(
+            label,
+            f"busiest GPU {peak:.3f} x mean, worst layer {worst:.3f} x; expert CV {values['balance.expert_cv']:.3f}",
+        )
+    if expert_bytes:
+        held = int(placings[0].plan.bytes_per_gpu.max())
+        screen.fact("memory", f"{amount(held)} of experts on a GPU, maps {amount(placings[0].plan.map_bytes)}")
+    screen.console.print(comparison(placings, expert_bytes))
+    if recording.trace is not None:
+        screen.console.print(pareto_table(offers, expert_bytes))
+    screen.fact("because", placings[0].plan.reason)
+
+
+def comparison(placings: list[Placing], expert_bytes: int) -> Table:
+    """A row for every policy: how even, what it costs to get there, what crosses nodes, what a lost GPU takes along."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    heads = ("policy", "balance mean", "worst", "no better than", "later", "moved", "rounds", "lent", "lost with a GPU")
+    for head in heads:
+        table.add_column(head, justify="left" if head == "policy" else "right")
+    for each in placings:
+        made = each.plan
+        moved = f"{made.moves.transfers} ({amount(made.moved_bytes)})" if expert_bytes else str(made.moves.transfers)
+        later = "" if each.later is None else f"{1 / each.later.step_over_ideal:.4f}"
+        balance = [f"{made.balance_X.mean():.4f}", f"{made.balance_X.min():.4f}", f"{made.bound_X.mean():.4f}", later]
+        lost = f"{made.lost_XW.max():.1%}"
+        table.add_row(each.name, *balance, moved, str(made.moves.rounds), f"{made.exported_X.mean():.1%}", lost)
+    return table
+
+
+def pareto_table(offers: list[Offer], expert_bytes: int) -> Table:
+    """What can be traded for what, on the trace: the starred ones are beaten by no other in every way."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in ("trade", "balance", "moved", "nodes a token", "remote nodes a token", "unbeaten"):
+        table.add_column(head, justify="left" if head == "trade" else "right")
+    for each in offers:
+        moved = f"{each.moved_experts} ({amount(each.moved_bytes)})" if expert_bytes else str(each.moved_experts)
+        nodes = ("", "") if each.nodes is None else (f"{each.nodes.all:.3f}", f"{each.nodes.remote:.3f}")
+        table.add_row(each.name, f"{1 / each.step_over_ideal:.4f}", moved, *nodes, "*" if each.best else "")
+    return table
+
+
+def save_placement_plot(
+    before_XW: NDArray[np.float64],
+    after_XW: NDArray[np.float64],
+    topology: Topology,
+    policy: str,
+    file: Path,
+    offers: Sequence[Offer] = (),
+) -> None:
+    """Two heat maps, layer by GPU, in units of the layer's ideal time, and the busiest GPU of every layer below.
+
+    Beside that, where a trace tells what crosses nodes, every policy by balance, remote nodes and what it moves.
+    Raises LibraryMissing without matplotlib.
+    """
+    find("matplotlib")
+    figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
+    figure = figures.Figure(figsize=(11, 6.2), layout="constrained")
+    agg.FigureCanvasAgg(figure)
+    top, bottom = figure.subfigures(2, 1, height_ratios=(2, 1))
+    sides = top.subplots(1, 2, sharey=True)
+    speed_W = topology.speed_W
+    relative = [each / np.maximum(each @ speed_W / speed_W.sum(), 1e-300)[:, None] for each in (before_XW, after_XW)]
+    for axes, values, title in zip(sides, relative, ("before: experts in order", f"after: {policy}"), strict=True):
+        image = axes.imshow(values, aspect="auto", cmap="RdBu_r", vmin=0.0, vmax=2.0, interpolation="none")
+        axes.set_title(f"{title}, busiest GPU {values.max(1).mean():.3f} x ideal")
+        axes.set_xlabel("GPU")
+        for node in range(1, topology.nodes):
+            axes.axvline(node * topology.gpus / topology.nodes - 0.5, color="black", linewidth=0.6)
+    sides[0].set_ylabel("layer")
+    top.colorbar(image, ax=list(sides), label="time over the layer's ideal", extend="max")
+    traced = [offer for offer in offers if offer.nodes is not None]
+    line, *rest = np.atleast_1d(bottom.subplots(1, 2 if traced else 1))
+    for axes in rest:
+        _draw_trade(axes, traced)
+    layers = np.arange(len(before_XW))
+    line.plot(layers, relative[0].max(1), color="tab:red", label="before", marker="." if len(layers) < 5 else None)
+    line.plot(layers, relative[1].max(1), color="tab:blue", label="after", marker="." if len(layers) < 5 else None)
+    line.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    line.set_xlabel("layer")
+    line.set_ylabel("busiest GPU")
+    line.legend()
+    save_picture(figure, file)
+
+
+def _draw_trade(axes: Any, offers: Sequence[Offer]) -> None:
+    """Remote nodes against balance; the more an offer moves the larger its disc, and what nothing beats is filled."""
+    most = max(max(offer.moved_experts for offer in offers), 1)
+    for offer in offers:
+        assert offer.nodes is not None
+        at, size = (offer.nodes.remote, 1.0 / offer.step_over_ideal), 30 + 270 * offer.moved_experts / most
+        colour = "tab:green" if offer.best else "none"
+        axes.scatter(*at, s=size, facecolor=colour, edgecolor="tab:green", alpha=0.7)
+        axes.annotate(offer.name, at, textcoords="offset points", xytext=(6, 4), fontsize="small")
+    axes.margins(0.25)
+    axes.set_xlabel("remote nodes a token")
+    axes.set_ylabel("balance")
