@@ -1,6 +1,6 @@
-"""The verbs of `moe-mk`. Each is a thin door: it reads options, calls the library, and speaks.
+"""The verbs of `moe-mk`: each reads its options, calls the library and prints the result.
 
-A verb imports what it needs when it is called. Help, completion and mistakes in a command so answer at once.
+A verb imports its modules when it is called, so that help, completion and usage errors do not import torch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 
 from moe_mk.cli.checkpoint_verbs import checkpoint_verbs
-from moe_mk.cli.exits import speaking
+from moe_mk.cli.exits import with_exit_code
 from moe_mk.cli.predictions import predictions
 from moe_mk.cli.workbench import workbench
 
 app = typer.Typer(
     name="moe-mk",
-    help="Expert-parallel MoE layers: chosen, explained, verified.",
+    help="Run, explain, verify and measure expert-parallel MoE layers.",
     no_args_is_help=True,
     add_completion=True,
 )
@@ -28,11 +28,11 @@ app.add_typer(predictions, name="plan")
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
 PrepareFinalize = Annotated[str, typer.Option("--prepare-finalize", help="pin the transport")]
 Experts = Annotated[str, typer.Option("--experts-backend", help="pin the experts")]
-AllowEmulated = Annotated[bool, typer.Option("--allow-emulated", help="let emulated libraries be chosen")]
+AllowEmulated = Annotated[bool, typer.Option("--allow-emulated", help="make emulated libraries eligible")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         from moe_mk.cli.version import own_version
 
@@ -43,51 +43,55 @@ def _tell_version(asked: bool) -> None:
 @app.callback()
 def _every_verb(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """What stands before a verb; `app` says what the command is for."""
+    """Options that precede a verb."""
 
 
 @app.command()
-@speaking
+@with_exit_code
 def run(
     checkpoint: Annotated[
         Path, typer.Argument(help="a checkpoint folder in the official layout, with its config.json")
     ],
     layer: Annotated[int, typer.Option(help="which layer")] = 3,
-    ranks: Annotated[int | None, typer.Option(min=1, help="processes to start; torchrun's, or 1, if not given")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="ranks that share the slices of an expert")] = 1,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="plan as if so many ranks shared a node")] = None,
-    tokens: Annotated[str | None, typer.Option(help="tokens of each EP rank: 64, or 0,0,7,1; 64 if not given")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="processes to start; default: as under torchrun, else 1")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size: ranks over which experts are sliced")] = 1,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="treat this many ranks as one node")] = None,
+    tokens: Annotated[str | None, typer.Option(help="tokens of each EP rank: 64, or 0,0,7,1; default 64")] = None,
     hidden_states: Annotated[
-        Path | None, typer.Option(help="rows from a .safetensors or .npy file, shared out")
+        Path | None, typer.Option(help="rows from a .safetensors or .npy file, split over ranks")
     ] = None,
     token_ids: Annotated[
-        Path | None, typer.Option(help="their ids, for layers that choose experts by them; drawn if not given")
+        Path | None, typer.Option(help="token ids, for layers that route by them; default random")
     ] = None,
-    replicated: Annotated[bool, typer.Option("--replicated", help="all ranks bring the same tokens")] = False,
+    replicated: Annotated[bool, typer.Option("--replicated", help="all ranks have the same tokens")] = False,
     prepare_finalize: PrepareFinalize = "auto",
     experts_backend: Experts = "auto",
     allow_emulated: AllowEmulated = False,
-    wire: Annotated[str, typer.Option(help="auto, plain, fp8 or checkpoint: what tokens travel in")] = "auto",
-    activations: Annotated[str, typer.Option(help="auto, checkpoint or plain: what experts multiply")] = "auto",
+    wire: Annotated[str, typer.Option(help="auto, plain, fp8 or checkpoint: format of dispatched tokens")] = "auto",
+    activations: Annotated[
+        str, typer.Option(help="auto, checkpoint or plain: format of the experts' activations")
+    ] = "auto",
     router_dtype: Annotated[str, typer.Option(help="float32 or model")] = "float32",
     placement: Annotated[str, typer.Option(help="linear or round_robin")] = "linear",
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="of the random tokens")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="timed forwards")] = 3,
-    timeout: Annotated[float, typer.Option(help="seconds a peer may be late")] = 120.0,
-    network: Annotated[str, typer.Option(help="where one_sided_network meets: 10.0.0.0/24")] = "127.0.0.0/8",
-    inject: Annotated[str | None, typer.Option(help="a fault that verification must find")] = None,
-    verify: Annotated[bool, typer.Option(help="check against the reference")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write everything as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="write the expert load as a picture")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the random tokens")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="timed forward passes")] = 3,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for a peer")] = 120.0,
+    network: Annotated[str, typer.Option(help="network of one_sided_network, such as 10.0.0.0/24")] = "127.0.0.0/8",
+    inject: Annotated[str | None, typer.Option(help="inject a fault that verification must detect")] = None,
+    verify: Annotated[bool, typer.Option(help="verify against the reference")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all results as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the expert load")] = None,
     trace: Annotated[Path | None, typer.Option(help="write one prefill of all ranks as a Chrome trace")] = None,
-    record_trace: Annotated[Path | None, typer.Option(help="write what was routed, for place --trace")] = None,
+    record_trace: Annotated[Path | None, typer.Option(help="write the routing, for place --trace")] = None,
 ) -> int:
-    """Run one MoE layer of a checkpoint over N ranks: planned, explained, timed and verified."""
+    """Run one MoE layer of a checkpoint on N ranks, explain the backends, measure times and verify the output."""
     from moe_mk.cli.inputs import RunSettings, dtype_of, expect_checkpoint, tokens_of
     from moe_mk.cli.plan import plan_run
     from moe_mk.cli.processes import run_ranks
@@ -135,30 +139,32 @@ def run(
         ranks_per_node=ranks_per_node,
     )
     plan = plan_run(settings, world)
-    show_plan(Screen(quiet=not world.speaks), plan)
+    show_plan(Screen(quiet=not world.prints), plan)
     return run_ranks(run_rank, plan, world, collective_backend(device, world.local_size), timeout)
 
 
 @app.command()
-@speaking
+@with_exit_code
 def explain(
-    config: Annotated[str, typer.Argument(help="a shipped model by name, our YAML or JSON, or a config.json")],
-    device: Annotated[str, typer.Option(help="a shipped device profile by name, or a file of one")] = "cpu",
-    ranks: Annotated[int, typer.Option(min=1, help="ranks that share out the experts")] = 1,
-    nodes: Annotated[int | None, typer.Option(min=1, help="nodes they lie on; default by the device profile")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="ranks that share the slices of an expert")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens a rank")] = 128,
+    config: Annotated[str, typer.Argument(help="name of a shipped model, a YAML or JSON file, or a config.json")],
+    device: Annotated[str, typer.Option(help="name of a shipped device profile, or a file")] = "cpu",
+    ranks: Annotated[int, typer.Option(min=1, help="expert-parallel size")] = 1,
+    nodes: Annotated[int | None, typer.Option(min=1, help="number of nodes; default: by the device profile")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel size: ranks over which experts are sliced")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens per rank")] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     graphs: Annotated[bool, typer.Option("--graphs", help="calls must be capturable in a CUDA graph")] = False,
-    replicated: Annotated[bool, typer.Option("--replicated", help="all ranks bring the same tokens")] = False,
-    comm_units: Annotated[int | None, typer.Option(min=1, help="SMs or threads that a transport may keep")] = None,
-    installed: Annotated[str | None, typer.Option(help="libraries to assume, by comma; default those here")] = None,
+    replicated: Annotated[bool, typer.Option("--replicated", help="all ranks have the same tokens")] = False,
+    comm_units: Annotated[int | None, typer.Option(min=1, help="SMs or threads that a transport may reserve")] = None,
+    installed: Annotated[
+        str | None, typer.Option(help="libraries to assume, by comma; default: the installed ones")
+    ] = None,
     prepare_finalize: PrepareFinalize = "auto",
     experts_backend: Experts = "auto",
     allow_emulated: AllowEmulated = False,
     as_json: AsJson = False,
 ) -> int:
-    """Explain which transport and experts would serve, and why not the others, on any device, here or not."""
+    """List eligible pairs of transport and experts with their cost, and why others are rejected, for any device."""
     from moe_mk.cli.explain import Question, explain_config
     from moe_mk.cli.screen import Screen
 
@@ -177,36 +183,40 @@ def explain(
 
 
 @app.command("place")
-@speaking
+@with_exit_code
 def place_command(
     loads: Annotated[
         Path | None,
         typer.Option(
-            help="counts of experts, layers x experts, or windows x layers x experts: .json, .npy, .safetensors or .pt"
+            help="token counts, layers x experts or windows x layers x experts: .json, .npy, .safetensors or .pt"
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="a routing trace in place of counts; tells what crosses nodes")
+        Path | None, typer.Option(help="a routing trace instead of counts; also gives node traffic")
     ] = None,
-    phase: Annotated[str | None, typer.Option(help="of the trace: prefill or decode; both if not given")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="routed experts, if the trace does not say")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that share out the experts")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="nodes they stand in")] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="physical experts a GPU; default evens any load")] = None,
+    phase: Annotated[str | None, typer.Option(help="phase of the trace: prefill or decode; default both")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="number of routed experts, if not in the trace")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="number of nodes")] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="physical experts per GPU; default: enough to balance any load")
+    ] = None,
     groups: Annotated[
-        int | None, typer.Option(min=1, help="expert groups that routing keeps together; 1, or as the trace says")
+        int | None, typer.Option(min=1, help="expert groups of the router; default 1, or that of the trace")
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="auto, compat, flat, hybrid, one of another wheel, or all to compare them")
-    ] = "all",
+    policy: Annotated[str, typer.Option(help="auto, compat, flat, hybrid, a plugin, or all to compare them")] = "all",
     speeds: Annotated[str | None, typer.Option(help="relative speeds of GPUs: 1,1,0.5,0.5 or 1*16,0.5*16")] = None,
     preset: Annotated[str | None, typer.Option(help="DeepSeek-V3's prefill-ep32 or decode-ep144")] = None,
-    min_copies: Annotated[int, typer.Option(min=1, help="2 survives the loss of any one GPU")] = 1,
-    expert_bytes: Annotated[int | None, typer.Option(min=0, help="of one expert, to tell memory and traffic")] = None,
-    plot: Annotated[Path | None, typer.Option(help="write GPU loads before and after as a picture")] = None,
+    min_copies: Annotated[
+        int, typer.Option(min=1, help="copies of an expert; 2 tolerates the loss of any one GPU")
+    ] = 1,
+    expert_bytes: Annotated[
+        int | None, typer.Option(min=0, help="bytes of one expert, to compute memory and traffic")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw GPU loads before and after")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say where experts should lie for a recorded load: balance, moves and memory, policy beside policy."""
+    """Compute a placement of experts for a recorded load; compare policies by balance, moves and memory."""
     from moe_mk.cli.place import PlaceOrder, place
     from moe_mk.cli.screen import Screen
 
@@ -217,9 +227,9 @@ def place_command(
 
 
 @app.command()
-@speaking
+@with_exit_code
 def doctor(as_json: AsJson = False) -> int:
-    """Say what is installed, what works here, and why the rest does not."""
+    """List installed libraries and backends, and why a backend does not work on this machine."""
     from moe_mk.cli.doctor import examine
     from moe_mk.cli.screen import Screen
 
@@ -227,7 +237,7 @@ def doctor(as_json: AsJson = False) -> int:
 
 
 @app.command()
-@speaking
+@with_exit_code
 def schema() -> int:
     """Print the JSON schema of a configuration file."""
     import json

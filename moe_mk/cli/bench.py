@@ -1,4 +1,4 @@
-"""`moe-mk bench`: milliseconds of each stage over several batch sizes, for the decided pair or a pinned one."""
+"""`moe-mk bench`: milliseconds of each stage over several batch sizes, for the selected pair or a pinned one."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from moe_mk.weights import CheckpointShape, write_checkpoint
 
 @dataclass(frozen=True)
 class BenchOrder:
-    """What is to be measured."""
+    """The settings of a measurement."""
 
     checkpoint: Path | None
     """None: a random layer of `shape` in a temporary folder."""
     shape: CheckpointShape
     layer: int
     tokens: tuple[int, ...]
-    """Of each rank, one measurement each."""
+    """Per rank, one measurement each."""
     repeats: int
     device: str
     dtype: str
@@ -53,7 +53,7 @@ class BenchOrder:
 
 
 def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> int:
-    """Measure on every rank, tell on one. Raises what building the layer raises."""
+    """Measure on every rank, print on one. Raises the errors of building the layer."""
     dtype_of(order.dtype)
     expect_outputs({"--out": order.out, "--plot": order.plot})
     if order.checkpoint is not None:
@@ -77,7 +77,7 @@ def bench(screen: Screen, order: BenchOrder, world: World, *, as_json: bool) -> 
 
 @dataclass(frozen=True)
 class BenchJob:
-    """What travels to every rank."""
+    """The settings sent to every rank."""
 
     order: BenchOrder
     folder: Path
@@ -86,7 +86,7 @@ class BenchJob:
 
 @torch.no_grad()
 def bench_rank(job: BenchJob, place: Place) -> int:
-    """One rank; rank 0 writes what was measured."""
+    """Measure one rank; rank 0 writes the results."""
     order = job.order
     torch.set_num_threads(order.threads)
     team, groups = team_of(place, order.timeout_s, "bench"), groups_of(place)
@@ -164,16 +164,16 @@ def _report(screen: Screen, order: BenchOrder, facts: dict[str, Any], *, as_json
 
 
 def bench_head(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was measured, and where."""
+    """The settings and the machine of a measurement."""
     e, shape = facts["environment"], facts["layer"]
     sizes = f"{shape['num_experts']} experts, hidden {shape['hidden_size']}"
     inner = f"intermediate {shape['moe_intermediate_size']}, top-{shape['top_k']}, {shape['dtype']}"
-    ran = "it is what ran" if facts["ran_as_decided"] else "SOMETHING ELSE RAN"
+    ran = "it ran as decided" if facts["ran_as_decided"] else "ANOTHER BACKEND RAN"
     ranks, threads = _several(e["ranks"], "rank"), _several(e["threads"], "thread")
     return [
         ("layer", f"{sizes}, {inner}"),
         ("pair", f"{facts['pair']}: {facts['because']}; {ran}"),
-        ("where", f"{ranks}, {e['device']}, {threads} a rank, torch {e['torch']}"),
+        ("where", f"{ranks}, {e['device']}, {threads} per rank, torch {e['torch']}"),
     ]
 
 
@@ -182,8 +182,8 @@ def _several(count: int, what: str) -> str:
 
 
 def bench_table(facts: Mapping[str, Any]) -> Table:
-    """Milliseconds of each stage, one column a batch size."""
-    title = f"milliseconds: median of {facts['repeats']} forwards, slowest rank"
+    """Milliseconds per stage, one column per batch size."""
+    title = f"milliseconds: median of {facts['repeats']} forward passes, slowest rank"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("stage")
     for result in facts["results"]:
@@ -206,7 +206,7 @@ def save_bench_plot(facts: Mapping[str, Any], file: Path) -> None:
         heights = [result["stages_ms"][stage] for result in results]
         axes.bar(labels, heights, bottom=bottoms, label=stage)
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
-    axes.set_xlabel("tokens of a rank")
+    axes.set_xlabel("tokens per rank")
     axes.set_ylabel("ms")
     axes.set_title(f"{facts['pair']}, {facts['environment']['ranks']} ranks")
     axes.legend(fontsize="small")

@@ -25,7 +25,7 @@ FORMATS = ("plain", "fp8")
 
 @dataclass(frozen=True)
 class BisectOrder:
-    """What is to be compared, and on what."""
+    """The settings of a comparison."""
 
     one: str
     other: str
@@ -44,17 +44,17 @@ class BisectOrder:
 
 
 def bisect_backends(screen: Screen, order: BisectOrder, *, as_json: bool) -> int:
-    """Compare and tell; the exit code says whether a difference was found."""
+    """Compare and print; exit code 1 if there is a difference."""
     found = bisect(order.one, order.other, scene_of(order), exact=order.exact)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
-        _tell(screen, found)
+        _show(screen, found)
     return OK if found.first is None else MISMATCH
 
 
 def scene_of(order: BisectOrder) -> Scene:
-    """Random tokens, routes and experts; raises ConfigError for what does not fit together."""
+    """Random tokens, routing and experts; raises ConfigError for contradicting options."""
     for what, value in (("--weights", order.weights), ("--activations", order.activations)):
         if value not in FORMATS:
             raise ConfigError(f"{what} {value!r} is unknown{did_you_mean(value, FORMATS)}")
@@ -76,7 +76,7 @@ def scene_of(order: BisectOrder) -> Scene:
     return Scene(x_TH.to(dtype.dtype), routing, stack, order.ranks, dtype, compute, wire=compute)
 
 
-def _tell(screen: Screen, found: Bisection) -> None:
+def _show(screen: Screen, found: Bisection) -> None:
     screen.fact("compared", f"{found.names[0]} and {found.names[1]}, limit {found.limit:.1e} by their number formats")
     for stage in STAGES:
         if stage in found.compared:
@@ -89,6 +89,6 @@ def _tell(screen: Screen, found: Bisection) -> None:
         screen.fact("verdict", "no stage differs")
         return
     first = found.first
-    whom = {"reduce": f"rank {first.expert}", "combine": "home"}.get(first.stage, f"expert {first.expert}")
-    where = f"token {first.token}, {whom}, columns {first.block * 128} and on"
+    whom = {"reduce": f"rank {first.expert}", "combine": "combined output"}.get(first.stage, f"expert {first.expert}")
+    where = f"token {first.token}, {whom}, columns from {first.block * 128}"
     screen.fact("first", f"stage {first.stage}: {where}: relative error {first.error:.2e}, {first.what}")

@@ -1,4 +1,4 @@
-"""`moe-mk certify NAME`: the conformance kit on one backend, a table for a person and a certificate for a file."""
+"""`moe-mk certify NAME`: the conformance kit on one backend, with a table and a certificate."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from moe_mk.testing.certify import certify
 
 @dataclass(frozen=True)
 class CertifyOrder:
-    """What is to be certified."""
+    """The settings of a certification."""
 
     name: str
     out: Path | None
     """None: NAME.certificate.json in the working directory."""
     modules: tuple[str, ...] = ()
-    """Modules to import first: for a backend that registers itself and is in no wheel yet."""
+    """Modules to import first, for a backend that is not installed as a wheel."""
     against: Path | None = None
-    """A certificate of somebody else, whose digests must be equal."""
+    """Another certificate, whose digests must be equal."""
     processes: bool = True
     faults: bool = False
-    """Whether a transport also runs in worlds with faults."""
+    """Whether a transport is also tested with injected faults."""
 
 
 def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> int:
-    """Certify, write, tell. Raises ConfigError for unknown names and modules."""
+    """Certify, write, print. Raises ConfigError for unknown names and modules."""
     out = order.out or Path(f"{order.name}.certificate.json")
     import_modules(order.modules)
     theirs = None if order.against is None else _read(order.against)
@@ -53,11 +53,11 @@ def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> in
     if as_json:
         typer.echo(json.dumps(facts | {"differing": differing}, indent=2))
     else:
-        _tell(screen, certificate, out, differing)
+        _show(screen, certificate, out, differing)
     return OK if certificate.passed and not differing else MISMATCH
 
 
-def _tell(screen: Screen, certificate: Certificate, out: Path, differing: list[str]) -> None:
+def _show(screen: Screen, certificate: Certificate, out: Path, differing: list[str]) -> None:
     screen.fact("backend", f"{certificate.backend}, {certificate.kind} of {certificate.origin}")
     where = ", ".join(f"{name} {value}" for name, value in certificate.environment.items())
     screen.fact("environment", where)
@@ -70,9 +70,9 @@ def _tell(screen: Screen, certificate: Certificate, out: Path, differing: list[s
         table.add_row(Text("FAIL", "bold red"), failure.check, "", Text(f"law {failure.law!r}: {failure.text}", "red"))
     screen.console.print(table)
     for failure in certificate.failures:
-        screen.fact("broken law", f"{failure.law}: {failure.text}\n{' ' * 12}{failure.check}: {failure.message}")
+        screen.fact("violated law", f"{failure.law}: {failure.text}\n{' ' * 12}{failure.check}: {failure.message}")
     for claim in certificate.not_covered:
-        screen.fact("not tried", claim)
+        screen.fact("not tested", claim)
     for line in differing:
         screen.fact("differs", line)
     screen.fact("certificate", str(out))
@@ -92,7 +92,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Checks that one has and the other has not, and digests that differ."""
+    """Checks in only one of the certificates, and digests that differ."""
     mine, others = ({one["check"]: one["digest"] for one in facts["coverage"]} for facts in (ours, theirs))
     lines = [f"contract {ours['contract']} here, {theirs['contract']} there"] * (ours["contract"] != theirs["contract"])
     lines += [f"{check}: passed {'here' if check in mine else 'there'} only" for check in sorted(mine.keys() ^ others)]

@@ -1,4 +1,4 @@
-"""`moe-mk chaos`: worlds of processes with one fault each, a table for a person and a report for a file."""
+"""`moe-mk chaos`: groups of processes with one fault each, with a table and a report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN_FAILURES = 20
 
 @dataclass(frozen=True)
 class ChaosOrder:
-    """What is to be run."""
+    """The settings of a fault test."""
 
     config: str | None
     transport: str
@@ -73,7 +73,7 @@ def chaos(screen: Screen, order: ChaosOrder, *, as_json: bool) -> int:
 
 
 def import_modules(modules: Sequence[str]) -> None:
-    """Import what registers backends. Raises ConfigError."""
+    """Import modules that register backends. Raises ConfigError."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -108,7 +108,7 @@ def table_of(what: str, lines: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(what)
     shown = [name for name in OUTCOMES if name in ACCEPTED or any(line["outcomes"][name] for line in lines)]
-    for column in ("worlds", *shown, "names victim", "carries cause", "median s", "max s"):
+    for column in ("worlds", *shown, "names victim", "has cause", "median s", "max s"):
         table.add_column(column, justify="right")
     for line in lines:
         cells = [str(line["worlds"])]
@@ -122,7 +122,7 @@ def table_of(what: str, lines: Sequence[dict[str, Any]]) -> Table:
 
 
 def _print_world(screen: Screen, world: WorldResult) -> None:
-    """What each rank saw, call by call."""
+    """Outcomes of each rank, call by call."""
     screen.fact(f"world {world.plan.number}", world.plan.describe())
     for row in world.rows:
         delay = "" if row.delay_s is None else f" after {row.delay_s:.3f} s"

@@ -7,29 +7,30 @@ from typing import Annotated
 
 import typer
 
-from moe_mk.cli.exits import speaking
+from moe_mk.cli.exits import with_exit_code
 from moe_mk.cli.words import FORMATS, TARGETS
 
 checkpoint_verbs = typer.Typer()
 
 
 @checkpoint_verbs.command("make-checkpoint")
-@speaking
+@with_exit_code
 def make_checkpoint(
     directory: Annotated[Path, typer.Argument(help="folder to write")],
     experts: Annotated[int, typer.Option(help="routed experts; 256 is the full layer, 11.3 GB")] = 32,
     layer: Annotated[int, typer.Option(help="number of the MoE layer")] = 3,
     hidden: Annotated[int, typer.Option(help="hidden size")] = 7168,
     intermediate: Annotated[int, typer.Option(help="intermediate size of an expert")] = 2048,
-    quant: Annotated[str, typer.Option(help=f"how experts are stored: {FORMATS}")] = "fp8",
-    ue8m0: Annotated[bool, typer.Option("--ue8m0", help="scales that are powers of two")] = False,
+    quant: Annotated[str, typer.Option(help=f"format of the experts: {FORMATS}")] = "fp8",
+    ue8m0: Annotated[bool, typer.Option("--ue8m0", help="power-of-two scales")] = False,
     hash_vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="a DeepSeek-V4 layer whose table chooses experts by token id: its rows")
+        int | None,
+        typer.Option(min=1, help="write a DeepSeek-V4 hash layer, which routes by token id; rows of its table"),
     ] = None,
     seed: Annotated[int, typer.Option(help="equal seeds give equal bytes")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="write again even if it is complete")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite a complete checkpoint")] = False,
 ) -> int:
-    """Write one MoE layer of DeepSeek-V3, or a hash layer of DeepSeek-V4: deterministic, quantised from normals."""
+    """Write one MoE layer of DeepSeek-V3, or a hash layer of DeepSeek-V4, with seeded random weights."""
     from moe_mk.cli.checkpoints import WriteOrder, make
     from moe_mk.cli.screen import Screen
     from moe_mk.weights.checkpoint_shape import HASHED, CheckpointShape
@@ -48,13 +49,13 @@ def make_checkpoint(
 
 
 @checkpoint_verbs.command("convert")
-@speaking
+@with_exit_code
 def convert_command(
     source: Annotated[Path, typer.Argument(help="checkpoint folder to read")],
-    target: Annotated[Path, typer.Argument(help="folder to write; must be empty or not there yet")],
-    to: Annotated[str, typer.Option(help=f"how experts shall be stored: {TARGETS}")],
+    target: Annotated[Path, typer.Argument(help="folder to write; must be empty or not exist")],
+    to: Annotated[str, typer.Option(help=f"target format of the experts: {TARGETS}")],
 ) -> int:
-    """Store the experts of a checkpoint in another format, expert by expert, and report what that did to them."""
+    """Convert the experts of a checkpoint to another format, one at a time, and report the error of each."""
     from moe_mk.cli.convert import ConvertOrder, convert
     from moe_mk.cli.screen import Screen
 
@@ -62,12 +63,12 @@ def convert_command(
 
 
 @checkpoint_verbs.command("inspect-checkpoint")
-@speaking
+@with_exit_code
 def inspect_checkpoint_command(
     directory: Annotated[Path, typer.Argument(help="checkpoint folder or file")],
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
-    """Say what a checkpoint holds, from its headers alone, and what is wrong with it."""
+    """List the contents of a checkpoint and its defects; reads headers only."""
     from moe_mk.cli.checkpoints import inspect
     from moe_mk.cli.screen import Screen
     from moe_mk.weights.inspect import inspect_checkpoint

@@ -25,13 +25,13 @@ class WriteOrder:
     shape: CheckpointShape
     seed: int = 0
     force: bool = False
-    """Write again what is complete already."""
+    """Overwrite a complete checkpoint."""
 
 
 def make(screen: Screen, order: WriteOrder) -> int:
     """Write a checkpoint unless it is already there."""
     if not order.force and is_complete(order.directory, order.shape, order.seed):
-        screen.fact("checkpoint", f"{order.directory} is complete already; --force writes it again")
+        screen.fact("checkpoint", f"{order.directory} is already complete; --force overwrites it")
         return OK
     start, shape = now(), order.shape
     with screen.progress("write") as advance:
@@ -41,7 +41,7 @@ def make(screen: Screen, order: WriteOrder) -> int:
         groups = f"{shape.num_groups} groups of {shape.num_experts // shape.num_groups}"
         kept = f" of DeepSeek-V3's {FULL.num_experts}, in {groups}"
     if shape.hash_vocabulary is not None:
-        kept = f", of which a table of {shape.hash_vocabulary} tokens chooses {shape.top_k} each"
+        kept = f", routed by a table of {shape.hash_vocabulary} token ids, top-{shape.top_k}"
     layers = ", ".join(map(str, shape.layers))
     size = f"{amount(total)} in {now() - start:.1f} s"
     screen.fact("checkpoint", f"{order.directory}: layer {layers}, {shape.num_experts} experts{kept}, {size}")
@@ -49,17 +49,17 @@ def make(screen: Screen, order: WriteOrder) -> int:
 
 
 def inspect(screen: Screen, facts: CheckpointFacts, *, as_json: bool) -> int:
-    """Print what a checkpoint holds; the exit code says whether it is sound."""
+    """Print the contents of a checkpoint; exit code 1 if it has defects."""
     if as_json:
         typer.echo(json.dumps(facts.as_dict(), indent=2))
         return OK if facts.sound else MISMATCH
     show_checkpoint(screen, facts)
-    screen.fact("verdict", "sound" if facts.sound else "not usable as it is")
+    screen.fact("verdict", "sound" if facts.sound else "not usable")
     return OK if facts.sound else MISMATCH
 
 
 def show_checkpoint(screen: Screen, facts: CheckpointFacts) -> None:
-    """The facts for a person."""
+    """Print the contents of a checkpoint."""
     block = f", FP8 blocks {facts.block[0]}x{facts.block[1]}" if facts.block else ""
     files = f"{facts.num_files} {'file' if facts.num_files == 1 else 'files'}"
     size = f"{files}, {facts.num_tensors} tensors, {amount(facts.num_bytes)}"
@@ -72,7 +72,7 @@ def show_checkpoint(screen: Screen, facts: CheckpointFacts) -> None:
 
 def _what_chooses(layer: LayerFacts) -> str:
     if layer.table is not None:
-        return f"chosen by token id from a table of {layer.table[0]} tokens"
+        return f"routed by a table of {layer.table[0]} token ids"
     return "with a gate bias" if layer.has_gate_bias else "no gate bias"
 
 

@@ -1,4 +1,4 @@
-"""`moe-mk convert`: the experts of a checkpoint in another type, with what that did to each of them."""
+"""`moe-mk convert`: convert the experts of a checkpoint to another format, with the error of each."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class ConvertOrder:
 
 
 def convert(screen: Screen, order: ConvertOrder) -> int:
-    """Convert, and tell sizes and errors layer by layer."""
+    """Convert, and print sizes and errors per layer."""
     start = now()
     with screen.progress("convert") as advance:
         report = convert_checkpoint(order.source, order.target, order.to, on_progress=advance)
     size = f"{amount(report.bytes_read)} to {amount(report.bytes_written)} in {now() - start:.1f} s"
     screen.fact("converted", f"{order.target}: experts in {order.to}, {size}")
     for layer in dict.fromkeys(error.layer for error in report.errors):
-        screen.fact(f"layer {layer}", _told([error for error in report.errors if error.layer == layer]))
+        screen.fact(f"layer {layer}", _summary([error for error in report.errors if error.layer == layer]))
     for line in report.dropped:
         screen.fact("dropped", line)
     screen.fact("report", f"{order.target / REPORT}: the error of every expert and matrix")
     return OK
 
 
-def _told(errors: list[ExpertError]) -> str:
+def _summary(errors: list[ExpertError]) -> str:
     """Mean and worst relative distance of the weights of one layer."""
     worst = max(errors, key=lambda error: error.worst)
     mean = sum(error.worst for error in errors) / len(errors)
     which = "the shared experts" if worst.expert is None else f"expert {worst.expert}"
-    return f"{len(errors)} experts moved by {mean:.2e} on average, {worst.worst:.2e} at most ({which})"
+    return f"relative change of {len(errors)} experts: mean {mean:.2e}, maximum {worst.worst:.2e} ({which})"

@@ -1,4 +1,4 @@
-"""`moe-mk demo hf`: a tiny FP8 DeepSeek-V3 in transformers, its experts computed here and compared with its own."""
+"""`moe-mk demo hf`: a tiny FP8 DeepSeek-V3 in transformers, with experts of this library compared to its own."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ HOSTS = ("hf",)
 PROMPTS = 2
 PROMPT_LENGTH = 7
 SAME = 1e-4
-"""In f32 only sums run in another order; where an ulp rounds an activation to the FP8 number beside it, see LIMIT."""
+"""In f32 only the order of sums differs; if an ulp rounds an activation to the adjacent FP8 number, LIMIT applies."""
 LIMIT = 0.1
 """Relative L2 of logits: five roundings to FP8 e4m3 of 2.6 % each, as squares, through two layers."""
 
 
 @dataclass(frozen=True)
 class DemoOrder:
-    """What is to be shown."""
+    """The settings of a demonstration."""
 
     host: str
     tokens: int
@@ -46,13 +46,13 @@ class DemoOrder:
 def demo_hf(screen: Screen, order: DemoOrder, *, as_json: bool) -> int:
     """Write, load, generate, compare. Raises LibraryMissing without transformers."""
     if order.host not in HOSTS:
-        raise ConfigError(f"no demonstration is called {order.host!r}{did_you_mean(order.host, HOSTS)}")
+        raise ConfigError(f"unknown demonstration {order.host!r}{did_you_mean(order.host, HOSTS)}")
     find("transformers")
     facts = _shown(order)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
-        _tell(screen, facts)
+        _show(screen, facts)
     return OK if facts["passed"] else MISMATCH
 
 
@@ -99,17 +99,19 @@ def _generated(model: Any, ids: Tensor, tokens: int) -> list[list[int]]:
     return [[int(token) for token in row] for row in made[:, ids.shape[1] :].tolist()]
 
 
-def _tell(screen: Screen, facts: dict[str, Any]) -> None:
+def _show(screen: Screen, facts: dict[str, Any]) -> None:
     module, count = facts["modules"][0], len(facts["modules"])
     screen.fact("model", f"a random DeepSeek-V3 of {count} MoE layers, FP8 blocks of 128x128, written and loaded")
     stored = ", ".join(facts["experts_stored_as"])
-    screen.fact("experts", f"held as {stored}; transformers {facts['transformers']} alone makes them bf16 on a CPU")
+    screen.fact(
+        "experts", f"stored as {stored}; unmodified transformers {facts['transformers']} converts them to bf16 on a CPU"
+    )
     screen.fact("backend", f"{module['backend']} ({module['because']}), tokens in {facts['dtype']}")
     for rival in module["others"]:
-        why = "; ".join(reason["text"] for reason in rival["reasons"]) or f"{rival['cost_us']:,.0f} us by the model"
+        why = "; ".join(reason["text"] for reason in rival["reasons"]) or f"{rival['cost_us']:,.0f} us (cost model)"
         screen.fact("", f"not {rival['experts']}: {why}")
     for number, row in enumerate(facts["tokens"]):
         screen.fact(f"prompt {number}", " ".join(map(str, row)))
-    same = f"{facts['tokens_equal']} of {facts['tokens_total']} tokens as with transformers' own experts"
-    error = f"logits differ by {facts['logits_error']:.1e} of their size (limit {facts['logits_limit']:g})"
+    same = f"{facts['tokens_equal']} of {facts['tokens_total']} tokens equal to those of transformers' own experts"
+    error = f"relative difference of logits {facts['logits_error']:.1e} (limit {facts['logits_limit']:g})"
     screen.fact("verify", f"{'PASS' if facts['passed'] else 'FAIL'}  {same}; {error}")

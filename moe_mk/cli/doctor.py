@@ -1,4 +1,4 @@
-"""`moe-mk doctor`: versions, devices, libraries, and every backend with what keeps it from running here."""
+"""`moe-mk doctor`: versions, devices, libraries, and every backend with the reasons against running on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_mk.quant.plain import BF16
 
 
 def examine(screen: Screen, *, as_json: bool) -> int:
-    """Look, and tell."""
+    """Print the findings. Exit code 0."""
     facts = findings()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -36,11 +36,14 @@ def examine(screen: Screen, *, as_json: bool) -> int:
         (name, library["version"] or f"not installed: {library['install']}")
         for name, library in facts["libraries"].items()
     ]
-    judged = ("backends", "judged for DeepSeek-V3 on the best device here, on as few ranks as each of them takes")
+    judged = (
+        "backends",
+        "checked for DeepSeek-V3 on the best device of this machine, each with its minimum number of ranks",
+    )
     screen.facts([*facts["versions"].items(), *facts["devices"].items(), *libraries, judged])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("kind", "backend", "here", "what"):
-        table.add_column(column, no_wrap=column != "what", overflow="fold")
+    for column in ("kind", "backend", "works", "details"):
+        table.add_column(column, no_wrap=column != "details", overflow="fold")
     for backend in facts["backends"]:
         why = "; ".join(backend["reasons"]) or backend["summary"]
         state = (
@@ -52,7 +55,7 @@ def examine(screen: Screen, *, as_json: bool) -> int:
 
 
 def findings() -> dict[str, Any]:
-    """Everything as plain values."""
+    """The findings as JSON values."""
     return {
         "versions": versions(),
         "devices": _devices(),
@@ -75,7 +78,7 @@ def _devices() -> dict[str, str]:
 
 
 def _backends() -> list[dict[str, Any]]:
-    """Every registered backend, judged for DeepSeek-V3 on the best device here, on as many ranks as it needs."""
+    """Every registered backend, checked for DeepSeek-V3 on the best device, with its minimum number of ranks."""
     try:
         device = usable_device("cuda")
     except UnsupportedError:

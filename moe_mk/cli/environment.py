@@ -1,4 +1,4 @@
-"""The one place that reads and sets the process environment: what torchrun says, and where local ranks meet."""
+"""The only module that reads and sets the process environment: variables of torchrun, and the interface of gloo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launched:
-    """The place that a launcher such as torchrun gave this process."""
+    """Rank and sizes set by a launcher such as torchrun."""
 
     rank: int
     world_size: int
@@ -18,7 +18,7 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """What torchrun put into the environment, or None if this process was started by hand."""
+    """The variables of torchrun, or None without a launcher."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not all(name in os.environ for name in names):
         return None
@@ -26,7 +26,7 @@ def launched() -> Launched | None:
 
 
 def stay_on_this_machine() -> None:
-    """Let gloo use the loopback interface for ranks that are all here, unless the user chose one."""
+    """Let gloo use the loopback interface for local ranks, unless the user selected one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 

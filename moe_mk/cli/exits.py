@@ -1,4 +1,4 @@
-"""Exit codes: 0 ok, 1 mismatch or a failed peer, 2 usage, 3 unsupported here. Errors become one message, once."""
+"""Exit codes: 0 ok, 1 mismatch or a failed peer, 2 usage, 3 unsupported here. Errors are printed once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
 
 OK, MISMATCH, USAGE, UNSUPPORTED = 0, 1, 2, 3
 INTERRUPTED = 130
-"""What shells expect of a process that Ctrl-C ended."""
+"""The exit code of shells after Ctrl-C."""
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "out of memory",
     "Storage size calculation overflowed",
     "multiplication overflow",
 )
-"""How torch says that a tensor is too large."""
+"""Parts of torch's messages for tensors that are too large."""
 
 P = ParamSpec("P")
 
 
 class RanksFailed(MoEMKError):
-    """What ended a run on some of its ranks, in their words, with the exit code it stands for."""
+    """Some ranks failed: their messages, and the exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         self.code = code
@@ -46,7 +46,7 @@ def exit_code_of(problem: MoEMKError) -> int:
 
 
 def named(problem: Exception) -> MoEMKError | None:
-    """What the system refused, a file or memory, as an error to tell; None for a defect or a closed pipe."""
+    """An error of the system (file, memory) as a ConfigError; None for a defect or a closed pipe."""
     if isinstance(problem, OSError) and problem.errno not in (None, errno.EPIPE):
         file = problem.filename2 or problem.filename
         where = "" if file is None else f"{os.fsdecode(file) if isinstance(file, bytes) else file}: "
@@ -57,10 +57,10 @@ def named(problem: Exception) -> MoEMKError | None:
     return None
 
 
-def tell(problem: MoEMKError) -> int:
-    """Say what is wrong, unless the first of several ranks does, and return its exit code.
+def print_error(problem: MoEMKError) -> int:
+    """Print an error on the first rank only, and return its exit code.
 
-    A peer may be out of reach, so then the first rank of each host speaks.
+    After a CommError the first rank of each host prints it, because other hosts may be unreachable.
     """
     place = environment.launched()
     if place is None or place.rank == 0 or (isinstance(problem, CommError) and place.local_rank == 0):
@@ -71,7 +71,7 @@ def tell(problem: MoEMKError) -> int:
 def leave_at_once(code: int) -> NoReturn:
     """End this rank without shutting the interpreter down.
 
-    A thread of gloo that lets go of a tensor meanwhile would abort the process (torch 2.13, pytorch/pytorch#179291),
+    A gloo thread that releases a tensor meanwhile would abort the process (torch 2.13, pytorch/pytorch#179291),
     and after a failure its threads wait for peers that are gone.
     """
     sys.stdout.flush()
@@ -79,20 +79,20 @@ def leave_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def speaking(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Turn a command's result and its errors into exit codes; of several ranks only the first one speaks."""
+def with_exit_code(command: Callable[P, int | None]) -> Callable[P, None]:
+    """Convert the result and the errors of a verb into exit codes."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             code = command(*args, **kwargs)
         except MoEMKError as problem:
-            code = tell(problem)
+            code = print_error(problem)
         except (OSError, MemoryError, RuntimeError) as problem:
-            told = named(problem)
-            if told is None:
+            error = named(problem)
+            if error is None:
                 raise
-            code = tell(told)
+            code = print_error(error)
         except KeyboardInterrupt:
             code = INTERRUPTED
         raise typer.Exit(code or OK)

@@ -1,6 +1,6 @@
-"""`moe-mk explain`: the oracle's decision for a device that need not be here.
+"""`moe-mk explain`: the oracle's decision for any device.
 
-Who would serve how many tokens, and how near the price is to what the device can do at all.
+Also by number of tokens, with the lower bound of the device.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ BUCKETS = (1, 16, 64, 128, 512, 1024, 4096)
 
 
 def show_buckets(screen: Screen, decide: Callable[[int], Decision]) -> None:
-    """One line a number of tokens: the winner, its price and what it rests on, and the floor of its experts.
+    """One line per number of tokens: the selected pair, its cost and basis, and the lower bound of its experts.
 
-    decide: the decision for a number of tokens a rank.
+    decide: returns the decision for a number of tokens per rank.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("tokens", "price", "experts' floor"):
+    for column in ("tokens", "cost", "lower bound"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("pair")
-    table.add_column("other experts on that transport")
+    table.add_column("other experts with that transport")
     for tokens in BUCKETS:
         try:
             decision = decide(tokens)
@@ -50,12 +50,14 @@ def show_buckets(screen: Screen, decide: Callable[[int], Decision]) -> None:
         table.add_row(
             str(tokens), f"{chosen.cost_us:,.0f} us", f"{experts_floor_us(decision):,.0f} us", pair, rivals_of(decision)
         )
-    screen.fact("by tokens", "the floor is reading each weight and row once, or multiplying, whichever takes longer")
+    screen.fact(
+        "by tokens", "the lower bound is the time to read each weight and row once, or to multiply, whichever is longer"
+    )
     screen.console.print(table)
 
 
 def rivals_of(decision: Decision) -> str:
-    """What else could have computed behind the chosen transport, cheapest first."""
+    """Other eligible experts with the selected transport, cheapest first."""
     chosen = decision.chosen
     able = [
         verdict
@@ -67,7 +69,7 @@ def rivals_of(decision: Decision) -> str:
 
 
 def experts_floor_us(decision: Decision) -> float:
-    """The least time of both grouped GEMMs in FP8 on the fullest rank of a decision."""
+    """The minimum time of both grouped GEMMs in FP8 on the most loaded rank of a decision."""
     p, model = decision.problem, decision.problem.config.model
     shape = LayerShape(model.hidden_size, p.intermediate, model.num_experts, p.config.router.top_k, ep=p.ranks)
     return experts_us(shape, p.num_tokens, Rates.of(p.device))
@@ -75,7 +77,7 @@ def experts_floor_us(decision: Decision) -> float:
 
 @dataclass(frozen=True)
 class Question:
-    """What `moe-mk explain` was asked."""
+    """The options of `moe-mk explain`."""
 
     config: str
     """A shipped model, or a file."""
@@ -83,15 +85,15 @@ class Question:
     tokens: int
     """Of each rank."""
     nodes: int | None = None
-    """None is as many as the device profile needs."""
+    """None: by the device profile."""
     dtype: str = "bfloat16"
     libraries: str | None = None
-    """By comma; None is those installed here."""
+    """Separated by commas; None: the installed ones."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 def explain_config(screen: Screen, question: Question, *, as_json: bool) -> int:
-    """Decide and print. Raises ConfigError for unknown names, UnsupportedError if nothing serves."""
+    """Decide and print. Raises ConfigError for unknown names, UnsupportedError if no pair is eligible."""
     decision = decide_on(question)
     if as_json:
         typer.echo(json.dumps(decision.as_dict(), indent=2))
@@ -104,7 +106,7 @@ def explain_config(screen: Screen, question: Question, *, as_json: bool) -> int:
 
 
 def decide_on(question: Question) -> Decision:
-    """The oracle's decision; the config's limit of tokens is raised where the question exceeds it."""
+    """The oracle's decision; kernel.max_num_tokens is raised to the number of tokens if necessary."""
     profile = device_profile(question.device)
     settings = load_config(question.config).with_(**question.overrides)
     settings = settings.with_(max_num_tokens=max(question.tokens, settings.kernel.max_num_tokens))
@@ -118,17 +120,17 @@ def decide_on(question: Question) -> Decision:
 
 
 def show(screen: Screen, decision: Decision) -> None:
-    """The decision for a person."""
+    """Print the decision."""
     p, model, decided = decision.problem, decision.problem.config.model, decision.as_dict()["bytes"]
     active = f"{100 * p.config.active_fraction():.2f} % of parameters active"
     experts = f"{model.num_experts} experts, top-{p.config.router.top_k}, {p.weights.name}"
     screen.fact("model", f"{model.name}: {experts}, {active}")
     nodes = f"{p.nodes} {'node' if p.nodes == 1 else 'nodes'} of {p.device.name}"
-    screen.fact("fabric", f"ep={p.ranks} tp={p.config.parallel.tp} on {nodes}, {p.num_tokens} tokens a rank")
+    screen.fact("fabric", f"ep={p.ranks} tp={p.config.parallel.tp} on {nodes}, {p.num_tokens} tokens per rank")
     screen.fact("decision", f"{decision.chosen.name}: {decision.because}")
     graphs = "can be captured in a CUDA graph" if decision.graph_safe else "cannot be captured in a CUDA graph"
     screen.fact("", f"wire {decision.wire.name}, experts compute {decision.compute.name}, {graphs}")
-    screen.fact("bytes", f"{decided['dispatch']:,} out, {decided['combine']:,} home, a rank and call")
+    screen.fact("bytes", f"{decided['dispatch']:,} dispatch, {decided['combine']:,} combine, per rank and call")
     for label, line in zip(("memory", "", ""), memory_lines(decision), strict=False):
         screen.fact(label, line)
     if line := _budget_line(decision):
@@ -140,16 +142,16 @@ def show(screen: Screen, decision: Decision) -> None:
 
 
 def memory_lines(decision: Decision) -> list[str]:
-    """What is held and by whom, what a smaller kernel.max_num_tokens makes of it, and which one there is room for."""
+    """Memory by part, with the current and a smaller kernel.max_num_tokens, and the largest one that fits."""
     p, pair, held = decision.problem, decision.chosen, decision.buffers
     limit, fits, device = p.config.kernel.max_num_tokens, decision.tokens_that_fit, p.device
-    most = f"buffers of at most {amount(held.total)} for {limit} tokens a rank [kernel.max_num_tokens]"
+    most = f"buffers of at most {amount(held.total)} for {limit} tokens per rank [kernel.max_num_tokens]"
     parts = {"rows": held.rows, pair.experts: held.workspace, pair.prepare_finalize: held.transport}
     by = ", ".join(f"{who} {amount(num_bytes)}" for who, num_bytes in parts.items() if num_bytes)
     least = "" if p.num_tokens == limit else f"; {amount(decision.least_buffers.total)} with a limit of {p.num_tokens}"
     lines = [
         f"{amount(decision.weights_bytes)} of experts, {most}",
-        f"worst routing, all tokens of all ranks come here: {by}{least}",
+        f"worst routing (all tokens of all ranks on this rank): {by}{least}",
     ]
     if fits < limit:
         lines.append(f"more than the {device.memory_gib:.0f} GiB of {device.name}, which hold a limit of {fits}")
@@ -157,7 +159,7 @@ def memory_lines(decision: Decision) -> list[str]:
 
 
 def _budget_line(decision: Decision) -> str:
-    """What the transport keeps for itself; empty where nothing can be set and nothing was."""
+    """Compute units reserved by the transport; empty if it has none and none were requested."""
     asked = decision.problem.config.kernel.comm_units
     if decision.budget is not None:
         setting = " [kernel.comm_units]" if asked is None else ""

@@ -1,6 +1,6 @@
-"""What goes into a run: its settings, and the tokens of each rank, random and RMS-normed or from files.
+"""Inputs of a run: its settings, and the tokens of each rank, random and RMS-normalised or from files.
 
-Rows that a person brings to a run: hidden states and token ids from .npy and .safetensors files.
+Files of hidden states and token ids are .npy and .safetensors.
 """
 
 from __future__ import annotations
@@ -68,41 +68,41 @@ DEFAULT_TOKENS = (64,)
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything `moe-mk run` was asked for; travels to every rank."""
+    """The options of `moe-mk run`; sent to every rank."""
 
     checkpoint: Path
     layer: int
     config: MoEConfig
     tokens: tuple[int, ...] | None = None
-    """One number for every batch, or one each; None is 64 a batch, or an even share of the file."""
+    """One number for every batch, or one each; None: 64 per batch, or an even share of the file."""
     dtype: str = "bfloat16"
     device: str = "cpu"
     seed: int = 0
     repeats: int = 3
     hidden_states: Path | None = None
     token_ids: Path | None = None
-    """Of the rows of all batches; None draws them where the layer chooses experts by them."""
+    """For the rows of all batches; None: random, if the layer routes by token id."""
     inject: str | None = None
     verify: bool = True
     json: Path | None = None
     plot: Path | None = None
     trace: Path | None = None
-    """A file for the spans of one prefill of all ranks, to look at."""
+    """File for the spans of one prefill of all ranks."""
     record_trace: Path | None = None
-    """A file for the routing of the verified prefill and decode, by all ranks."""
+    """File for the routing of the verified prefill and decode of all ranks."""
     threads: int = 1
     """Of one rank."""
     ranks_per_node: int | None = None
-    """As if so many neighbouring ranks shared a node; None is as they do."""
+    """Number of neighbouring ranks to treat as a node; None: those of this host."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens that one rank brings."""
+    """The tokens of one rank."""
 
     x_TH: Tensor
     token_ids_T: Tensor | None = None
-    """int64, tokens of the vocabulary; None where nobody asks for them."""
+    """int64, tokens of the vocabulary; None if not needed."""
 
     @property
     def first(self) -> Batch:
@@ -122,12 +122,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def draws(seed: int) -> torch.Generator:
-    """What draws numbers on the CPU. seed: any integer, taken modulo 2^64."""
+    """A random generator on the CPU. seed: any integer, taken modulo 2^64."""
     return torch.Generator(device="cpu").manual_seed(seed % 2**64)
 
 
 def expect_checkpoint(path: Path) -> None:
-    """Raise ConfigError, with the way to write one, if there is no such checkpoint."""
+    """Raise ConfigError, with the command to write one, if the checkpoint does not exist."""
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist; name a checkpoint folder, or write one: moe-mk make-checkpoint {path}"
@@ -146,7 +146,7 @@ def tokens_of(text: str) -> tuple[int, ...]:
 
 
 def token_counts(settings: RunSettings, batches: int) -> tuple[int, ...]:
-    """How many tokens each batch brings; reads the file of hidden states, if any, and checks it."""
+    """Number of tokens per batch; reads and checks the file of hidden states, if any."""
     asked = None if settings.tokens is None else _one_each(settings.tokens, batches)
     if settings.hidden_states is None:
         return asked or DEFAULT_TOKENS * batches
@@ -178,7 +178,7 @@ def hidden_states(settings: RunSettings, counts: tuple[int, ...], batch: int) ->
 
 
 def token_ids(settings: RunSettings, counts: tuple[int, ...], batch: int) -> Tensor | None:
-    """(T,) of one batch: its share of the file; drawn where experts are chosen by them; None where nobody asks."""
+    """(T,) of one batch: its share of the file; random if the layer routes by token id; otherwise None."""
     vocabulary = settings.config.router.hash_vocabulary
     if settings.token_ids is not None:
         ids, start = read_token_ids(settings.token_ids), sum(counts[:batch])
@@ -190,17 +190,17 @@ def token_ids(settings: RunSettings, counts: tuple[int, ...], batch: int) -> Ten
 
 
 def batch_of(settings: RunSettings, counts: tuple[int, ...], batch: int) -> Batch:
-    """What one batch brings."""
+    """The tokens of one batch."""
     return Batch(hidden_states(settings, counts, batch), token_ids(settings, counts, batch))
 
 
 def check_token_ids(settings: RunSettings, counts: tuple[int, ...]) -> None:
-    """Raise ConfigError for --token-ids that are not one id a token, and for rows of a file that need ids."""
+    """Raise ConfigError if --token-ids does not have one id per token, or is missing for rows of a file."""
     vocabulary, file = settings.config.router.hash_vocabulary, settings.token_ids
     if file is None:
         if vocabulary is not None and settings.hidden_states is not None:
             raise ConfigError(
-                f"layer {settings.layer} chooses experts by token id, so rows of --hidden-states need "
+                f"layer {settings.layer} routes by token id, so rows of --hidden-states need "
                 f"--token-ids FILE: an integer of [0, {vocabulary}) for each of the {sum(counts)} rows"
             )
         return
@@ -210,6 +210,8 @@ def check_token_ids(settings: RunSettings, counts: tuple[int, ...]) -> None:
     least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
     if least < 0 or (vocabulary is not None and most >= vocabulary):
         known = (
-            "at least 0" if vocabulary is None else f"in [0, {vocabulary}), as the table of layer {settings.layer} is"
+            "at least 0"
+            if vocabulary is None
+            else f"in [0, {vocabulary}), the range of the table of layer {settings.layer}"
         )
         raise ConfigError(f"--token-ids {file} holds ids from {least} to {most}; they must be {known}")

@@ -18,47 +18,47 @@ from moe_mk.trace.importers import import_trace
 from moe_mk.trace.routing import Phase, RoutingTrace, TraceError
 
 NAMES = ("logical_count", "load", "expert_load", "counts")
-"""What a recording may call its counts; "logical_count" is SGLang's word."""
+"""Names of the counts in recordings; SGLang uses "logical_count"."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What there is to place for."""
+    """Recorded loads to compute a placement for."""
 
     source: Path
     loads_NXE: NDArray[np.float64]
     """Tokens of [windows, layers, experts]."""
     groups: int
-    """Expert groups that routing keeps together."""
+    """Expert groups of the router."""
     trace: RoutingTrace | None = None
-    """Every token's experts, where they were recorded."""
+    """The experts of every token, if they were recorded."""
 
 
 def read_recording(
     loads: Path | None, trace: Path | None, phase: str | None, num_experts: int | None, groups: int | None
 ) -> Recording:
-    """Read loads or a trace, whichever is given. A trace of several steps makes two windows.
+    """Read loads or a trace. A trace of several steps is split into two windows.
 
-    groups: None is what the trace says, or 1. Raises ConfigError, or TraceError for a trace that cannot be read.
+    groups: None: those of the trace, or 1. Raises ConfigError, or TraceError for a trace that cannot be read.
     """
     if (loads is None) == (trace is None):
         raise ConfigError("--loads and --trace are both given; use one" if loads else "give --loads or --trace")
     if loads is not None:
         if only := [name for name, value in (("--phase", phase), ("--experts", num_experts)) if value is not None]:
-            raise ConfigError(f"{' and '.join(only)} tell about a --trace; --loads has neither")
+            raise ConfigError(f"{' and '.join(only)} only apply to --trace")
         return Recording(loads, read_loads(loads), groups or 1)
     assert trace is not None
-    whole = import_trace(trace, num_experts=num_experts)
-    part = whole if phase is None else whole.filter(phase=cast(Phase, phase))
+    full = import_trace(trace, num_experts=num_experts)
+    part = full if phase is None else full.filter(phase=cast(Phase, phase))
     if part.num_rows == 0:
         raise TraceError(f"trace {trace} has no tokens{'' if phase is None else f' of phase {phase}'} to place for")
-    return Recording(trace, part.windows(2), groups or whole.facts.num_groups, part)
+    return Recording(trace, part.windows(2), groups or full.facts.num_groups, part)
 
 
 def read_loads(file: Path) -> NDArray[np.float64]:
     """Tokens of [windows, layers, experts]; a file of [layers, experts] is one window, of [experts] one layer.
 
-    Raises ConfigError that says what the file holds instead.
+    Raises ConfigError with the contents of the file.
     """
     if not file.is_file():
         raise ConfigError(f"--loads {file} is not a file")
@@ -93,9 +93,9 @@ def _from_safetensors(file: Path) -> object:
 
 
 def _from_recording(file: Path) -> object:
-    """What SGLang's expert distribution recorder dumps: a dict with "logical_count" [windows, layers, experts].
+    """A recording of SGLang's expert distribution recorder: a dict with "logical_count" [windows, layers, experts].
 
-    Only tensors and plain containers are read; a file that would run code is refused.
+    Only tensors and plain containers are read; a file that would execute code is rejected.
     """
     try:
         content = read_pt(file)
@@ -108,7 +108,7 @@ def _from_recording(file: Path) -> object:
 
 
 def _named(content: dict[str, object], file: Path) -> object:
-    """The entry with the counts: by a known name, or the only one there is."""
+    """The entry with the counts: the one with a known name, or the only one."""
     for name in NAMES:
         if name in content:
             return content[name]

@@ -1,4 +1,4 @@
-"""Stage times of a layer: forwards that are recorded one by one, and the median of each stage."""
+"""Stage times of a layer: the median of each stage over separately recorded forward passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDED = {"permute": "experts", "reduce": "experts", "late_reduce": "combine"}
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Milliseconds of each stage, and of the whole forward, on the slowest rank of each."""
+    """Milliseconds of each stage, and of the forward pass, each on its slowest rank."""
 
     stages: dict[str, float]
     total: float
@@ -29,7 +29,7 @@ class StageTimes:
     """Of each batch."""
 
     def for_tokens(self, tokens: Sequence[int]) -> StageTimes:
-        """The same times, with what they are of."""
+        """The same times with the numbers of tokens."""
         return replace(self, tokens=tuple(tokens))
 
 

@@ -1,4 +1,4 @@
-"""Files that a verb writes at its end: checked before it works, pictures under exactly the name that was asked for."""
+"""Output files of verbs: checked before the work starts; pictures are written to exactly the given name."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def expect_outputs(files: Mapping[str, Path | None]) -> None:
     """Raise ConfigError, by option, for files that could not be written at the end."""
     for option, file in files.items():
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            what = "is a folder" if file.is_dir() else "lies in a folder that does not exist"
-            raise ConfigError(f"{option} {file} {what}; name a file in a folder that is there")
+            what = "is a folder" if file.is_dir() else "is in a folder that does not exist"
+            raise ConfigError(f"{option} {file} {what}; name a file in an existing folder")
 
 
 def format_of(file: Path) -> str:
-    """What a picture is written as, by the end of its name; png where it has none.
+    """The format of a picture by its suffix; png without one.
 
-    Raises LibraryMissing without matplotlib, ConfigError for an end that it does not know.
+    Raises LibraryMissing without matplotlib, ConfigError for an unknown suffix.
     """
     find("matplotlib.figure")
     known = find("matplotlib.backends.backend_agg").FigureCanvasAgg.get_supported_filetypes()
     kind = file.suffix[1:].lower() or "png"
     if kind not in known:
-        raise ConfigError(f"--plot {file} ends in none of {', '.join(sorted(known))}; name it {file.stem}.png")
+        raise ConfigError(f"--plot {file} has none of the suffixes {', '.join(sorted(known))}; name it {file.stem}.png")
     return kind
 
 

@@ -1,6 +1,6 @@
-"""`moe-mk place`: where experts should lie for a recorded load or trace, before and after, policy beside policy.
+"""`moe-mk place`: placement of experts for a recorded load or trace, with a comparison of policies.
 
-GPU load before and after placing, and what policies trade, as a picture, for `moe-mk place --plot`.
+`--plot` draws the GPU load before and after, and the policies by balance, traffic and moves.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from moe_mk.registry import did_you_mean
 DEEPSEEK_V3_EXPERT = 3 * 7168 * 2048 + 3 * 56 * 16 * 4
 """Bytes of an expert of DeepSeek-V3: e4m3 codes and f32 scales of 128 x 128 blocks."""
 PRESETS = {"prefill-ep32": (32, 4, 9), "decode-ep144": (144, 18, 2)}
-"""DeepSeek-V3's deployments: GPUs, nodes, slots a GPU for its 256 experts."""
+"""DeepSeek-V3's deployments: GPUs, nodes, slots per GPU for its 256 experts."""
 
 
 @dataclass(frozen=True)
 class PlaceOrder:
-    """What `moe-mk place` was asked."""
+    """The options of `moe-mk place`."""
 
     loads: Path | None = None
     gpus: int | None = None
     nodes: int | None = None
     slots: int | None = None
-    """Physical experts a GPU; None is the least with which any load can be made even."""
+    """Physical experts per GPU; None: the least with which any load can be balanced."""
     groups: int | None = None
-    """Expert groups that routing keeps together; None is what the trace says, or 1."""
+    """Expert groups of the router; None: those of the trace, or 1."""
     policy: str = "auto"
     speeds: str | None = None
     preset: str | None = None
@@ -52,29 +52,29 @@ class PlaceOrder:
     expert_bytes: int | None = None
     plot: Path | None = None
     trace: Path | None = None
-    """A routing trace in place of loads: tells what crosses nodes, too."""
+    """A routing trace instead of loads; also gives the traffic between nodes."""
     phase: str | None = None
-    """The part of a trace to place for; None is all of it."""
+    """The phase of a trace to use; None: all of it."""
     experts: int | None = None
-    """Routed experts, where a trace of another program does not say."""
+    """Number of routed experts, if the trace of another program does not contain it."""
 
 
 @dataclass(frozen=True)
 class Placing:
-    """One policy's answer and how it stands up."""
+    """The placement of one policy and its balance."""
 
     asked: Policy
     plan: PlacementPlan
     ledger: Ledger
     balance: Balance
     later: Balance | None
-    """Under the second half of a recording, where the plan was made from the first."""
+    """Balance in the second half of a recording of a plan from its first half."""
     nodes: NodesPerToken | None = None
-    """Nodes that tokens reach, where a trace tells."""
+    """Nodes per token, with a trace."""
 
     @property
     def name(self) -> str:
-        """What was asked, and what ran for it."""
+        """The requested policy, and the one that ran."""
         return self.plan.policy if self.asked == self.plan.policy else f"{self.asked}: {self.plan.policy}"
 
     def as_dict(self) -> dict[str, object]:
@@ -102,7 +102,7 @@ class Placing:
 
 @dataclass(frozen=True)
 class Offer:
-    """What one placement costs, in the three ways that can be traded; less is better in each."""
+    """The three costs of a placement; less is better in each."""
 
     name: str
     step_over_ideal: float
@@ -110,10 +110,10 @@ class Offer:
     moved_bytes: int
     nodes: NodesPerToken | None
     best: bool = False
-    """Whether no other offer is as good in every way and better in one."""
+    """Whether it is Pareto-optimal."""
 
     def costs(self) -> tuple[float, ...]:
-        """Time, moves, and remote nodes where they are known; times that differ by a millionth are alike."""
+        """Time, moves, and remote nodes if known; times are rounded to a millionth."""
         remote = () if self.nodes is None else (round(self.nodes.remote, 6),)
         return (round(self.step_over_ideal, 6), float(self.moved_experts), *remote)
 
@@ -166,23 +166,23 @@ def place(screen: Screen, order: PlaceOrder, *, as_json: bool) -> int:
 
 
 def nodes_of(recording: Recording, placement: Slotted, topology: Topology) -> NodesPerToken | None:
-    """Nodes a token of the trace reaches; None without a trace."""
+    """Nodes per token of the trace; None without a trace."""
     return None if recording.trace is None else recording.trace.nodes_per_token(placement, topology)
 
 
 def different(placings: list[Placing]) -> list[Placing]:
-    """Without the policy that "auto" stands for, which has the same answer."""
+    """Without the policy that "auto" selected, which has the same result."""
     return placings[:1] + [each for each in placings[1:] if each.plan.policy != placings[0].plan.policy]
 
 
 def topology_of(order: PlaceOrder, num_experts: int) -> tuple[Topology, int]:
-    """The machines, and the bytes of an expert; a preset gives what was not said."""
+    """The machines, and the bytes of an expert; a preset supplies missing options."""
     if order.preset is not None and order.preset not in PRESETS:
         raise ConfigError(f"--preset {order.preset!r} is unknown{did_you_mean(order.preset, list(PRESETS))}")
     gpus, nodes, slots = PRESETS[order.preset] if order.preset else (order.gpus, order.nodes or 1, order.slots)
     gpus, nodes, slots = order.gpus or gpus, order.nodes or nodes, order.slots or slots
     if gpus is None:
-        raise ConfigError("--gpus is missing; say how many GPUs share out the experts, or take a --preset")
+        raise ConfigError("--gpus is missing; give the number of GPUs or a --preset")
     slots = slots or -(-(num_experts + gpus - 1) // gpus)
     default = DEEPSEEK_V3_EXPERT if order.preset else 0
     size = default if order.expert_bytes is None else order.expert_bytes
@@ -204,7 +204,7 @@ def speeds_of(text: str | None, gpus: int) -> tuple[float, ...] | None:
 
 
 def policies_of(name: str) -> tuple[Policy, tuple[Policy, ...]]:
-    """The policy to use, and those to show beside it: with "all", every one, those of other wheels too."""
+    """The policy to use, and those to compare it with: with "all", every registered one."""
     if name == "all":
         return "auto", tuple(policy for policy in EPLB_POLICIES if policy != "auto")
     if name not in EPLB_POLICIES and name not in EPLB_POLICIES.broken:
@@ -213,7 +213,7 @@ def policies_of(name: str) -> tuple[Policy, tuple[Policy, ...]]:
 
 
 def in_order(loads_NXE: NDArray[np.float64], topology: Topology) -> Ledger:
-    """Experts in their order, the first ones once more in the slots that are left: what an engine starts with."""
+    """Experts in order, the first ones replicated in the remaining slots: the initial placement of an engine."""
     layers, num_experts = loads_NXE.shape[1:]
     if topology.num_slots < num_experts:
         raise ConfigError(
@@ -230,9 +230,9 @@ def in_order(loads_NXE: NDArray[np.float64], topology: Topology) -> Ledger:
 def judged(
     recording: Recording, topology: Topology, policy: Policy, order: PlaceOrder, expert_bytes: int, before: Ledger
 ) -> Placing:
-    """Plan from what an engine starts with, and see how even the load becomes, on later windows too."""
+    """Plan from the initial placement, and measure the balance, also on later windows."""
     loads_NXE, groups, copies = recording.loads_NXE, recording.groups, order.min_copies
-    # Without thresholds: what is asked is where experts should lie, not whether a change pays today.
+    # Without thresholds: the best placement is wanted, whether or not the change pays off.
     options = {"min_gain": 0.0, "move_cost": 0.0, "min_copies": copies, "expert_bytes": expert_bytes}
     made = plan(loads_NXE.sum(0), topology, groups=groups, policy=policy, old=before.phy2log, **options)  # type: ignore[arg-type]
     ledger = Ledger(topology, before.num_experts, made.phy2log, made.share)
@@ -247,13 +247,13 @@ def judged(
 
 
 def offer_of(placing: Placing) -> Offer:
-    """The costs of one policy's answer."""
+    """The costs of the placement of one policy."""
     made = placing.plan
     return Offer(placing.name, placing.balance.step_over_ideal, made.moves.transfers, made.moved_bytes, placing.nodes)
 
 
 def mark_best(offers: list[Offer]) -> list[Offer]:
-    """Find the offers that nothing beats in every way: the Pareto front."""
+    """Mark the Pareto-optimal offers."""
 
     def beaten(one: Offer) -> bool:
         return any(
@@ -273,7 +273,7 @@ def show(
     offers: list[Offer],
     expert_bytes: int,
 ) -> None:
-    """The machines, both sides in two lines, and a row for every policy."""
+    """Print the machines, balance before and after, and a row per policy."""
     windows, layers, experts = recording.loads_NXE.shape
     slots = sorted(set(topology.slots_W.tolist()))
     screen.fact("load", f"{layers} layers of {experts} experts, {windows} {'window' if windows == 1 else 'windows'}")
@@ -284,7 +284,7 @@ def show(
             "trace", f"{traced.num_rows} rows of {facts.top_k} experts in {traced.num_forwards} forwards of {ranks}"
         )
     where = f"{topology.gpus} GPUs on {topology.nodes} {'node' if topology.nodes == 1 else 'nodes'}"
-    screen.fact("machines", f"{where}, {' or '.join(map(str, slots))} slots a GPU, {topology.num_slots} in all")
+    screen.fact("machines", f"{where}, {' or '.join(map(str, slots))} slots per GPU, {topology.num_slots} in total")
     for label, each in (("before", now), ("after", placings[0].balance)):
         values = each.as_dict()
         peak, worst = values["balance.rank_max_over_mean"], values["balance.rank_max_over_mean_worst"]
@@ -302,9 +302,19 @@ def show(
 
 
 def comparison(placings: list[Placing], expert_bytes: int) -> Table:
-    """A row for every policy: how even, what it costs to get there, what crosses nodes, what a lost GPU takes along."""
+    """A row per policy: balance, moves, load sent to other nodes, load lost with a GPU."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    heads = ("policy", "balance mean", "worst", "no better than", "later", "moved", "rounds", "lent", "lost with a GPU")
+    heads = (
+        "policy",
+        "balance mean",
+        "worst",
+        "bound",
+        "second half",
+        "moved",
+        "rounds",
+        "to other nodes",
+        "lost with a GPU",
+    )
     for head in heads:
         table.add_column(head, justify="left" if head == "policy" else "right")
     for each in placings:
@@ -318,10 +328,10 @@ def comparison(placings: list[Placing], expert_bytes: int) -> Table:
 
 
 def pareto_table(offers: list[Offer], expert_bytes: int) -> Table:
-    """What can be traded for what, on the trace: the starred ones are beaten by no other in every way."""
+    """A row per placement; Pareto-optimal ones are marked with a star."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("trade", "balance", "moved", "nodes a token", "remote nodes a token", "unbeaten"):
-        table.add_column(head, justify="left" if head == "trade" else "right")
+    for head in ("placement", "balance", "moved", "nodes per token", "remote nodes per token", "Pareto"):
+        table.add_column(head, justify="left" if head == "placement" else "right")
     for each in offers:
         moved = f"{each.moved_experts} ({amount(each.moved_bytes)})" if expert_bytes else str(each.moved_experts)
         nodes = ("", "") if each.nodes is None else (f"{each.nodes.all:.3f}", f"{each.nodes.remote:.3f}")
@@ -339,7 +349,7 @@ def save_placement_plot(
 ) -> None:
     """Two heat maps, layer by GPU, in units of the layer's ideal time, and the busiest GPU of every layer below.
 
-    Beside that, where a trace tells what crosses nodes, every policy by balance, remote nodes and what it moves.
+    With a trace, also every policy by balance, remote nodes per token and moved experts.
     Raises LibraryMissing without matplotlib.
     """
     find("matplotlib")
@@ -373,7 +383,7 @@ def save_placement_plot(
 
 
 def _draw_trade(axes: Any, offers: Sequence[Offer]) -> None:
-    """Remote nodes against balance; the more an offer moves the larger its disc, and what nothing beats is filled."""
+    """Remote nodes against balance; larger discs move more experts, filled ones are Pareto-optimal."""
     most = max(max(offer.moved_experts for offer in offers), 1)
     for offer in offers:
         assert offer.nodes is not None
@@ -382,5 +392,5 @@ def _draw_trade(axes: Any, offers: Sequence[Offer]) -> None:
         axes.scatter(*at, s=size, facecolor=colour, edgecolor="tab:green", alpha=0.7)
         axes.annotate(offer.name, at, textcoords="offset points", xytext=(6, 4), fontsize="small")
     axes.margins(0.25)
-    axes.set_xlabel("remote nodes a token")
+    axes.set_xlabel("remote nodes per token")
     axes.set_ylabel("balance")

@@ -1,4 +1,4 @@
-"""Everything about a run that can be known, and refused, before any process is started or any weight is read."""
+"""The plan of a run: all checks that are possible before processes are started and weights are read."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from moe_mk.weights.source import SafetensorsSource
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run that nothing known speaks against."""
+    """A run that has passed all checks."""
 
     settings: RunSettings
-    """As asked for; the config with the sizes of this run."""
+    """As requested; the configuration has the sizes of this run."""
     facts: CheckpointFacts
     decision: Decision
     counts: tuple[int, ...]
-    """Tokens of each batch: one an EP rank, or one for all if tokens are replicated."""
+    """Tokens of each batch: one per EP rank, or one for all if tokens are replicated."""
     experts: tuple[tuple[int, ...], ...]
     """Of each rank."""
     memory: tuple[MemoryReport, ...]
     """Of each rank."""
     command: tuple[str, ...]
-    """As it was typed."""
+    """The command line."""
 
     def batch_of(self, ep_rank: int) -> int:
-        """Which batch a rank brings."""
+        """The batch of a rank."""
         return ep_rank if len(self.counts) > 1 else 0
 
 
 def plan_run(settings: RunSettings, world: World) -> RunPlan:
-    """Check the settings and decide for the tokens of this run.
+    """Check the settings and select backends for the tokens of this run.
 
-    Raises ConfigError, ShapeError or WeightError for what cannot be meant, UnsupportedError for what cannot run here.
+    Raises ConfigError, ShapeError or WeightError for invalid input, UnsupportedError if it cannot run here.
     """
     device = usable_device(settings.device)
     if settings.inject:
@@ -77,12 +77,12 @@ def plan_run(settings: RunSettings, world: World) -> RunPlan:
 
 
 def _ranks_per_node(settings: RunSettings, world: World) -> int:
-    """Ranks that share a node, or shall be taken to. Raises ConfigError for nodes that cannot be meant."""
+    """Ranks per node. Raises ConfigError if nodes would split TP groups or exceed the world."""
     asked = settings.ranks_per_node
     if asked is None:
         return world.local_size
     if asked > world.size or asked % world.tp:
-        what = f"exceeds {world.size} ranks" if asked > world.size else f"tears TP groups of {world.tp} apart"
+        what = f"exceeds {world.size} ranks" if asked > world.size else f"splits TP groups of {world.tp}"
         fitting = [n for n in range(world.tp, world.size + 1, world.tp) if world.size % n == 0]
         raise ConfigError(f"--ranks-per-node {asked} {what}; use one of {', '.join(map(str, fitting))}")
     return asked
@@ -92,7 +92,7 @@ def _checked(facts: CheckpointFacts, layer: int) -> CheckpointFacts:
     """The facts of one layer; raises WeightError if it is not there or its headers are not sound."""
     found = tuple(each for each in facts.layers if each.layer == layer)
     if len(found) != 1:
-        find_prefix(SafetensorsSource(facts.where), layer)  # says which layers there are
+        find_prefix(SafetensorsSource(facts.where), layer)  # raises with the existing layers
     problems = [*facts.problems, *(problem for each in found for problem in each.problems)]
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
@@ -101,7 +101,7 @@ def _checked(facts: CheckpointFacts, layer: int) -> CheckpointFacts:
 
 
 def _check_outputs(settings: RunSettings) -> None:
-    """Raise ConfigError for files that could not be written at the end, LibraryMissing without matplotlib."""
+    """Raise ConfigError for files that cannot be written, LibraryMissing without matplotlib."""
     files = {"--json": settings.json, "--plot": settings.plot, "--trace": settings.trace}
     files["--record-trace"] = settings.record_trace
     expect_outputs(files)

@@ -1,4 +1,4 @@
-"""`moe-mk plan`: what an exchange costs on a fabric that need not be here, beside what has been published of it."""
+"""`moe-mk plan`: cost of an exchange on any fabric, compared with published measurements."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @dataclass(frozen=True)
 class ExchangeOrder:
-    """What `moe-mk plan exchange` was asked."""
+    """The options of `moe-mk plan exchange`."""
 
     links: str
-    """A shipped link profile, or a file of one."""
+    """Name of a shipped link profile, or a file."""
     ranks: int
     tokens: int
     """Of each rank."""
@@ -37,11 +37,11 @@ class ExchangeOrder:
     top_k: int
     hidden: int
     nodes_kept: int | None = None
-    """Nodes that routing keeps a token on; None is any."""
+    """Maximum number of nodes per token; None: any."""
 
 
 def predict_exchange(screen: Screen, order: ExchangeOrder, *, as_json: bool) -> int:
-    """Bytes and times of both ways. Raises ConfigError for unknown links and modes."""
+    """Print bytes and times of dispatch and combine. Raises ConfigError for unknown links and modes."""
     profile, kind = link_profile(order.links), _mode(order.mode)
     exchange = Exchange(
         order.tokens, order.ranks, profile.ranks_per_node, order.hidden, order.top_k, order.experts, order.nodes_kept
@@ -66,7 +66,7 @@ def predict_exchange(screen: Screen, order: ExchangeOrder, *, as_json: bool) -> 
 
 
 def show_tables(screen: Screen, links: str | None, *, as_json: bool) -> int:
-    """Published rows beside predictions. links: one profile; None is every shipped one."""
+    """Print published rows and predictions. links: one profile; None: every shipped one."""
     rows = [row for name in ([links] if links else shipped_links()) for row in published_rows(name)]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -78,15 +78,15 @@ def show_tables(screen: Screen, links: str | None, *, as_json: bool) -> int:
     for row in rows:
         table.add_row(
             row["links"], row["mode"], str(row["ranks"]), row["direction"], f"{row['bytes'] / 1e6:.1f}",
-            _told(row["published_us"]), _told(row["published_gbs"]), _told(row["implied_mb"], 1),
-            _told(row["line_us"]), "-" if row["error"] is None else f"{100 * row['error']:+.1f} %",
+            _number(row["published_us"]), _number(row["published_gbs"]), _number(row["implied_mb"], 1),
+            _number(row["line_us"]), "-" if row["error"] is None else f"{100 * row['error']:+.1f} %",
         )  # fmt: skip
     screen.console.print(table)
     return OK
 
 
 def compare_relay(screen: Screen, relay: Relay, *, as_json: bool) -> int:
-    """A full mesh beside a relay in two levels."""
+    """Print the times of a full mesh and of a two-level relay."""
     between, inside = relay.legs_us
     said = {
         "mesh_us": relay.mesh_us, "between_us": between, "inside_us": inside, "relayed_us": relay.relayed_us,
@@ -103,7 +103,7 @@ def compare_relay(screen: Screen, relay: Relay, *, as_json: bool) -> int:
 
 
 def compare_volumes(screen: Screen, v: Volumes) -> int:
-    """Tensor beside expert parallelism."""
+    """Print the volumes of tensor and expert parallelism."""
     screen.fact("tensor", f"{v.tp_elements:,} values a rank, {v.tp_resident_tokens:,} tokens held")
     screen.fact("expert", f"{round(v.ep_elements):,} values a rank, {v.ep_resident_tokens:,} tokens held")
     beyond = f"expert parallelism sends less beyond {break_even_ranks(v.top_k)} ranks"
@@ -112,7 +112,7 @@ def compare_volumes(screen: Screen, v: Volumes) -> int:
 
 
 def show_layout(screen: Screen, strategy: str, devices: int) -> int:
-    """Who owns what. Raises ConfigError for an unknown strategy."""
+    """Print the layout of weights and batch. Raises ConfigError for an unknown strategy."""
     for line in layout(strategy, devices).lines():
         screen.console.print(line)
     return OK
@@ -141,5 +141,5 @@ def _mode(name: str) -> Mode:
     raise ConfigError(f"--mode {name!r} is unknown{did_you_mean(name, get_args(Mode))}")
 
 
-def _told(value: float | None, digits: int = 0) -> str:
+def _number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:.{digits}f}"

@@ -6,31 +6,33 @@ from typing import Annotated
 
 import typer
 
-from moe_mk.cli.exits import speaking
+from moe_mk.cli.exits import with_exit_code
 from moe_mk.cli.words import STRATEGIES
 
 predictions = typer.Typer(help="Predict bytes and times of an exchange on any fabric.", no_args_is_help=True)
 
-Links = Annotated[str, typer.Option(help="a shipped link profile by name, or a file of one")]
+Links = Annotated[str, typer.Option(help="name of a shipped link profile, or a file")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-TopK = Annotated[int, typer.Option(min=1, help="experts a token")]
+TopK = Annotated[int, typer.Option(min=1, help="experts per token")]
 Hidden = Annotated[int, typer.Option(min=1, help="hidden size")]
 
 
 @predictions.command("exchange")
-@speaking
+@with_exit_code
 def exchange_command(
     links: Links = "h800_cx7",
-    ranks: Annotated[int, typer.Option(min=1, help="ranks that share out the experts")] = 32,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens a rank")] = 4096,
+    ranks: Annotated[int, typer.Option(min=1, help="expert-parallel size")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens per rank")] = 4096,
     mode: Annotated[str, typer.Option(help="throughput or latency kernels")] = "throughput",
     experts: Annotated[int, typer.Option(min=1, help="routed experts")] = 256,
     top_k: TopK = 8,
     hidden: Hidden = 7168,
-    nodes_kept: Annotated[int | None, typer.Option(min=1, help="nodes that routing keeps a token on")] = None,
+    nodes_kept: Annotated[
+        int | None, typer.Option(min=1, help="maximum number of nodes per token, by group-limited routing")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Predict dispatch and combine of one layer: bytes, bytes that cross nodes, time and what that stands on."""
+    """Predict dispatch and combine of one layer: bytes, bytes between nodes, and time with its basis."""
     from moe_mk.cli.predict import ExchangeOrder, predict_exchange
     from moe_mk.cli.screen import Screen
 
@@ -39,12 +41,12 @@ def exchange_command(
 
 
 @predictions.command("tables")
-@speaking
+@with_exit_code
 def tables_command(
-    links: Annotated[str | None, typer.Option(help="one link profile; all shipped ones if not given")] = None,
+    links: Annotated[str | None, typer.Option(help="one link profile; default all shipped ones")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Set every published row of the fabrics beside the prediction."""
+    """Compare every published measurement of the fabrics with the prediction."""
     from moe_mk.cli.predict import show_tables
     from moe_mk.cli.screen import Screen
 
@@ -52,17 +54,17 @@ def tables_command(
 
 
 @predictions.command("relay")
-@speaking
+@with_exit_code
 def relay_command(
     links: Links = "ascend_910",
     nodes: Annotated[int, typer.Option(min=1, help="nodes")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens a rank")] = 16,
-    nodes_kept: Annotated[int | None, typer.Option(min=1, help="nodes a token visits; uniform if not given")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens per rank")] = 16,
+    nodes_kept: Annotated[int | None, typer.Option(min=1, help="nodes per token; default: uniform routing")] = None,
     top_k: TopK = 8,
     hidden: Hidden = 7168,
     as_json: AsJson = False,
 ) -> int:
-    """Compare a full mesh with a relay in two levels, by bytes."""
+    """Compare a full mesh with a two-level relay."""
     from moe_mk.cli.predict import compare_relay
     from moe_mk.cli.screen import Screen
     from moe_mk.plan.links import link_profile
@@ -73,14 +75,14 @@ def relay_command(
 
 
 @predictions.command("volumes")
-@speaking
+@with_exit_code
 def volumes_command(
     tokens: Annotated[int, typer.Option(min=1, help="tokens of the instance")] = 4096,
     hidden: Hidden = 7168,
     top_k: TopK = 8,
     ranks: Annotated[int, typer.Option(min=1, help="ranks")] = 32,
 ) -> int:
-    """Compare what tensor and expert parallelism send and hold on a rank."""
+    """Compare the communication and the tokens per rank of tensor and expert parallelism."""
     from moe_mk.cli.predict import compare_volumes
     from moe_mk.cli.screen import Screen
     from moe_mk.plan.exchange import Volumes
@@ -89,12 +91,12 @@ def volumes_command(
 
 
 @predictions.command("layout")
-@speaking
+@with_exit_code
 def layout_command(
     strategy: Annotated[str, typer.Argument(help=f"one of {STRATEGIES}")],
     devices: Annotated[int, typer.Option(min=1, help="devices")] = 16,
 ) -> int:
-    """Say who owns which weights and which part of the batch."""
+    """Print the weights and the part of the batch that each device holds."""
     from moe_mk.cli.predict import show_layout
     from moe_mk.cli.screen import Screen
 

@@ -1,7 +1,7 @@
-"""Ranks as processes of this machine, watched by the one that started them.
+"""Ranks as processes of this machine, monitored by their parent.
 
-This process is no rank: it only listens, so that a dead rank, Ctrl-C or its own end always ends all of them. Ranks meet
-over loopback. One that fails says why through its pipe; one that is killed only closes it.
+The parent is not a rank: it only monitors, so that a dead rank, Ctrl-C or its own end always ends all ranks. Ranks
+connect over loopback. A rank that fails sends its error through a pipe; one that is killed only closes it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 from moe_mk.cli import environment
-from moe_mk.cli.exits import MISMATCH, OK, RanksFailed, exit_code_of, leave_at_once, named, tell
+from moe_mk.cli.exits import MISMATCH, OK, RanksFailed, exit_code_of, leave_at_once, named, print_error
 from moe_mk.cli.world import Job, Place, World, join, run_and_leave
 from moe_mk.errors import MoEMKError
 from moe_mk.trace.clock import now
 
 S = TypeVar("S")
 GRACE_S = 10.0
-"""How long the other ranks may go on after the first one said what is wrong."""
+"""Seconds that the other ranks may continue after the first error."""
 JOINED = b"joined"
 
 
 @dataclass(frozen=True)
 class Task(Generic[S]):
-    """What a started process has to do."""
+    """The task of a started process."""
 
     job: Job[S]
     settings: S
@@ -45,7 +45,7 @@ class Task(Generic[S]):
 
 @dataclass
 class Rank:
-    """A started process as its watcher sees it."""
+    """The state of a started process."""
 
     number: int
     process: BaseProcess
@@ -53,12 +53,12 @@ class Rank:
     joined: bool = False
     gone: bool = False
     code: int | None = None
-    """What it says it ends with; None until it says so."""
+    """Its exit code; None until it has reported one."""
     words: str = ""
-    """Why it fails."""
+    """Its error message."""
 
     def listen(self) -> None:
-        """Take in what it has said, and notice its end."""
+        """Receive its messages, and detect its end."""
         while not self.gone and self.pipe.poll():
             try:
                 said = self.pipe.recv_bytes()
@@ -74,27 +74,27 @@ class Rank:
 
     @property
     def died(self) -> bool:
-        """Whether it ended without a word."""
+        """Whether it ended without a report."""
         return self.gone and self.code is None
 
     @property
     def death(self) -> str:
-        """How it ended without a word."""
+        """How it ended, from its exit code."""
         code = self.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"rank {self.number} {how}"
 
     @property
     def is_silent(self) -> bool:
-        """Whether it is still there and has not said what it ends with."""
+        """Whether it is running and has not reported an exit code."""
         return not self.gone and self.code is None
 
 
 def run_ranks(job: Job[S], settings: S, world: World, backend: str, timeout_s: float) -> int:
-    """Run `job(settings, place)` on every rank that is ours to run, and return the worst exit code.
+    """Run `job(settings, place)` on every rank of this machine, and return the worst exit code.
 
-    timeout_s: how late a peer may be. Raises RanksFailed if ranks that were started here failed. A rank that a launcher
-    started tells what failed, and ends here.
+    timeout_s: seconds to wait for a peer. Raises RanksFailed if ranks that were started here failed. A rank that a
+    launcher started prints its error and exits.
     """
     if world.launched is not None:
         _run_launched(job, settings, world.place(0), backend)
@@ -104,19 +104,19 @@ def run_ranks(job: Job[S], settings: S, world: World, backend: str, timeout_s: f
 
 
 def _run_launched(job: Job[S], settings: S, place: Place, backend: str) -> NoReturn:
-    """Be the rank that the launcher made this process."""
+    """Run the rank that the launcher assigned to this process."""
     try:
         join(place, backend)
         code = run_and_leave(job, settings, place)
     except MoEMKError as problem:
-        code = tell(problem)
+        code = print_error(problem)
     leave_at_once(code)
 
 
 def run_processes(job: Job[S], settings: S, world: World, backend: str, timeout_s: float) -> int:
-    """Start every rank, wait for all, and return the worst exit code. timeout_s: how late a peer may be.
+    """Start every rank, wait for all, and return the worst exit code. timeout_s: seconds to wait for a peer.
 
-    Raises RanksFailed, with what the ranks said, if any failed or died; then none is left.
+    Raises RanksFailed with the messages of the ranks if any failed or died; no rank is left running.
     """
     environment.stay_on_this_machine()
     with tempfile.TemporaryDirectory(prefix="moe-mk-") as folder:
@@ -131,27 +131,27 @@ def run_processes(job: Job[S], settings: S, world: World, backend: str, timeout_
 
 
 def _start(task: Task[S]) -> Rank:
-    """Start a process that leaves Ctrl-C to this one."""
+    """Start a process that ignores Ctrl-C."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_main_of_rank, args=(task, theirs), daemon=True)
-    with _deaf_to_interrupts():
+    with _ignoring_interrupts():
         process.start()
     theirs.close()
     return Rank(task.place.rank, process, ours)
 
 
 def _watch(ranks: Sequence[Rank], timeout_s: float) -> None:
-    """Return when all ranks have ended, or are not worth waiting for any longer."""
+    """Return when all ranks have ended, or the deadline after a failure has passed."""
     deadline = float("inf")
     while listening := [rank.pipe for rank in ranks if not rank.gone]:
         wait(listening, None if deadline == float("inf") else max(0.0, deadline - now()))
         for rank in ranks:
             rank.listen()
-        died, told = any(rank.died for rank in ranks), any(rank.words for rank in ranks)
+        died, failed = any(rank.died for rank in ranks), any(rank.words for rank in ranks)
         if died and not all(rank.joined for rank in ranks):
-            return  # the others would wait for it where nothing can tell them
-        if told or all(rank.code is not None for rank in ranks):
+            return  # the others would wait for it without a deadline
+        if failed or all(rank.code is not None for rank in ranks):
             deadline = min(deadline, now() + min(GRACE_S, timeout_s))
         elif died or ranks[0].code is not None:  # the first rank verifies when the others are done, so it ends last
             deadline = min(deadline, now() + timeout_s + GRACE_S)
@@ -161,17 +161,17 @@ def _watch(ranks: Sequence[Rank], timeout_s: float) -> None:
 
 def _verdict(ranks: Sequence[Rank]) -> int:
     deaths = [rank.death for rank in ranks if rank.died]
-    told = [rank for rank in ranks if rank.words]
+    failed = [rank for rank in ranks if rank.words]
     late = [rank.number for rank in ranks if rank.is_silent and not deaths]
-    if deaths or told or late:
-        code = MISMATCH if deaths or not told else told[0].code or MISMATCH
-        silent = [f"rank {number} was still at work when the others had ended, and was ended" for number in late]
-        raise RanksFailed("\n".join([*deaths, *(rank.words for rank in told[:1]), *silent]), code)
+    if deaths or failed or late:
+        code = MISMATCH if deaths or not failed else failed[0].code or MISMATCH
+        silent = [f"rank {number} was still running after the others had ended, and was terminated" for number in late]
+        raise RanksFailed("\n".join([*deaths, *(rank.words for rank in failed[:1]), *silent]), code)
     return max(rank.code or OK for rank in ranks)
 
 
 def _main_of_rank(task: Task[S], pipe: Connection) -> NoReturn:
-    """A rank from birth to death."""
+    """The main function of a rank."""
     _end_with_parent()
     try:
         join(task.place, task.backend, task.meeting)
@@ -180,17 +180,17 @@ def _main_of_rank(task: Task[S], pipe: Connection) -> NoReturn:
     except MoEMKError as problem:
         code, words = exit_code_of(problem), str(problem)
     except Exception as problem:
-        told = named(problem)
-        if told is None:
+        error = named(problem)
+        if error is None:
             traceback.print_exc()
             leave_at_once(MISMATCH)
-        code, words = exit_code_of(told), str(told)
+        code, words = exit_code_of(error), str(error)
     pipe.send_bytes(f"{code}\n{words}".encode())
     leave_at_once(code)
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it does, however that ends."""
+    """End this process when its parent ends, in any way."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -202,8 +202,8 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """What is started meanwhile does not hear Ctrl-C."""
+def _ignoring_interrupts() -> Iterator[None]:
+    """Processes started in this context ignore Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

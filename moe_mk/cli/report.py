@@ -1,6 +1,6 @@
-"""What a run found out, for the screen and for --json.
+"""The results of a run, for the terminal and for --json.
 
-Expert load as a picture, for --plot.
+`--plot` draws the expert load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_mk.external.library import find
 
 
 def save_load_plot(load_E: Sequence[int], experts_of_rank: Sequence[Sequence[int]], file: Path) -> None:
-    """Bars of tokens an expert, one colour a rank, with the mean. Raises LibraryMissing without matplotlib."""
+    """Draw tokens per expert as bars, one colour per rank, with the mean. Raises LibraryMissing without matplotlib."""
     find("matplotlib")
     figures, agg = find("matplotlib.figure"), find("matplotlib.backends.backend_agg")
     figure = figures.Figure(figsize=(10, 3.2), layout="constrained")
@@ -49,12 +49,12 @@ class RankReport:
     bytes: int
     """Of weights it read."""
     peak_bytes: int
-    """The most that was resident, mapped files included, until the timed forwards were done."""
+    """The most that was resident, including mapped files, until the timed forwards were done."""
 
 
 @dataclass
 class Report:
-    """Filled in as the run goes on; the same on every rank, except where only rank 0 knows."""
+    """Filled in during the run; equal on every rank, except for fields of rank 0."""
 
     plan: RunPlan
     device: str
@@ -63,13 +63,13 @@ class Report:
     read_seconds: float = 0.0
     """Until everything was read and checked, on the slowest rank."""
     load_seconds: float = 0.0
-    """Until the experts lay as their backend wants them, likewise."""
+    """Until the experts were in the layout of their backend, likewise."""
     prefill: StageTimes | None = None
     decode: StageTimes | None = None
     traffic: dict[str, int] = field(default_factory=dict)
     """Bytes that rank 0 sends in one prefill, by phase."""
     links: dict[str, int] = field(default_factory=dict)
-    """The same bytes by the kind of link that they cross, one of `comm.traffic.LINKS`."""
+    """The same bytes by kind of link, one of `comm.traffic.LINKS`."""
     expert_load: list[int] = field(default_factory=list)
     """Tokens of the prefill that chose each expert."""
     verification: dict[str, Any] | None = None
@@ -104,7 +104,7 @@ class Report:
         }
 
     def save(self) -> list[tuple[str, str]]:
-        """Write what --json and --plot ask for; returns (what, where) of each. Raises ConfigError if that fails."""
+        """Write the files of --json and --plot; returns (option, file) of each. Raises ConfigError if that fails."""
         settings, saved = self.plan.settings, []
         try:
             if settings.json is not None:
@@ -119,6 +119,6 @@ class Report:
 
 
 def versions() -> dict[str, str]:
-    """What ran."""
+    """Versions of the software."""
     here = {"python": platform.python_version(), "torch": str(torch.__version__), "platform": platform.platform()}
     return {"moe_mk": own_version(), **here}

@@ -1,8 +1,8 @@
-"""What each rank of `moe-mk run` does: build, load, run, measure, and let rank 0 verify and tell.
+"""`moe-mk run` on each rank: build, load, run and measure; rank 0 verifies and prints.
 
-What `moe-mk run --record-trace` writes: the routing of the two forwards that are verified, of all batches.
+`--record-trace` writes the routing of the two verified forward passes, of all batches.
 
-What `--trace` writes: one prefill of all ranks on one time axis, for a viewer of Chrome traces.
+`--trace` writes one prefill of all ranks on one time axis, for a viewer of Chrome traces.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def save_timeline(layer: MoELayer, batch: Batch, team: Communicator, file: Path)
 
 
 def gathered(spans: list[Span], met: float, team: Communicator) -> tuple[list[list[Span]], list[float]]:
-    """The spans of every rank, and what its clock said when all had met."""
+    """The spans of every rank, and its clock at a common point in time."""
     rows = [[STAGES.index(span.stage), span.start, span.end, span.own] for span in spans]
     mine = torch.tensor([[-1, met, met, 0.0], *rows], dtype=torch.float64, device="cpu")
     counts = wait(team.gather_count(len(mine), "report"))
@@ -80,10 +80,10 @@ def gathered(spans: list[Span], met: float, team: Communicator) -> tuple[list[li
 
 
 class Recorded:
-    """Listens to a layer on every rank, if a trace is asked for; then the first rank has what all of them routed."""
+    """Records the routing of a layer on every rank, if requested; the first rank gathers all of it."""
 
     def __init__(self, layer: MoELayer, ep_rank: int, settings: RunSettings, batches: int) -> None:
-        """batches: of different tokens; one where all ranks bring the same."""
+        """batches: number of batches with different tokens; one if all ranks have the same."""
         config, self.layer, self.settings = settings.config, layer, settings
         self.facts = TraceFacts(
             config.model.num_experts, config.router.top_k, config.router.num_expert_group, batches, config.model.name
@@ -92,7 +92,7 @@ class Recorded:
 
     @contextmanager
     def step(self, phase: Phase, token_ids_T: Tensor | None = None) -> Iterator[None]:
-        """Record the forwards within as one step."""
+        """Record the forward passes in this context as one step."""
         if self.settings.record_trace is None:
             yield
             return
@@ -101,7 +101,7 @@ class Recorded:
             yield
 
     def save(self) -> bool:
-        """Bring the steps of all batches together; whether this rank wrote the file. All ranks must call it."""
+        """Gather the steps of all batches; returns whether this rank wrote the file. All ranks must call it."""
         assert self.settings.record_trace is not None
         mine = list(self.recorder.take().forwards())
         if self.facts.num_ranks > 1:
@@ -130,7 +130,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank at work."""
+    """The state of one rank."""
 
     plan: RunPlan
     place: Place
@@ -148,7 +148,7 @@ class Rank:
 
 @torch.no_grad()
 def run_rank(plan: RunPlan, place: Place) -> int:
-    """Run one rank; rank 0 returns the exit code of the whole run."""
+    """Run one rank; rank 0 returns the exit code of the run."""
     settings = plan.settings
     torch.set_num_threads(settings.threads)
     name = f"layer {settings.layer}"
@@ -184,18 +184,18 @@ def _compile(plan: RunPlan, screen: Screen) -> None:
 
 
 def _load(rank: Rank) -> tuple[float, float]:
-    """Seconds until everything was read and checked, and until the experts lay as their backend wants them."""
+    """Seconds until everything was read and checked, and until experts were in the layout of their backend."""
     settings, layer = rank.plan.settings, rank.layer
     start = read = now()
     with rank.screen.progress("load") as advance:
 
-        def tell(stage: str, done: int, total: int) -> None:
+        def on_progress(stage: str, done: int, total: int) -> None:
             nonlocal read
             if stage != "pack":
                 read = now()
             advance(stage, done, total)
 
-        layer.load_from_safetensors(settings.checkpoint, settings.layer, on_progress=tell)
+        layer.load_from_safetensors(settings.checkpoint, settings.layer, on_progress=on_progress)
     seconds = read - start, now() - start
     if settings.inject:
         layer.take(faulty_weights(layer.weights, settings.inject))
@@ -206,7 +206,7 @@ def _load(rank: Rank) -> tuple[float, float]:
 
 
 def _run(rank: Rank) -> list[Answer]:
-    """Run and time prefill and decode; what they gave is for verification."""
+    """Run and time prefill and decode; returns their outputs for verification."""
     settings, counts, layer, report = rank.plan.settings, rank.plan.counts, rank.layer, rank.report
     batch = batch_of(settings, counts, rank.plan.batch_of(rank.place.ep_rank)).to(layer.device)
     recorded = Recorded(layer, rank.place.ep_rank, settings, len(counts))
@@ -238,9 +238,9 @@ def _answer(layer: DeepseekV3MoE, batch: Batch) -> Answer:
 
 
 def _verify(rank: Rank, answers: list[Answer]) -> int:
-    """Gather what all ranks gave; rank 0 judges it."""
+    """Gather the outputs of all ranks; rank 0 verifies them."""
     settings, layer = rank.plan.settings, rank.layer
-    whole = _whole(rank, answers)
+    gathered_answer = _gathered_answer(rank, answers)
     if rank.place.rank:
         return OK
     torch.set_num_threads(environment.usable_cores())
@@ -249,7 +249,7 @@ def _verify(rank: Rank, answers: list[Answer]) -> int:
     with rank.screen.progress("check") as advance:
         weights = load_layer(source, settings.layer, layer.spec, owned=everybody, on_progress=advance)
     with rank.screen.progress("verify", in_bytes=False) as advance:
-        judged = verify(whole, layer.decision, weights, advance)
+        judged = verify(gathered_answer, layer.decision, weights, advance)
     rank.report.verification = judged.as_dict()
     show_verdict(rank.screen, judged, layer.decision)
     return OK if judged.passed else MISMATCH
@@ -266,7 +266,7 @@ def _describe_ranks(rank: Rank, seconds: tuple[float, float]) -> None:
 
 
 def _links(rank: Rank) -> dict[str, int]:
-    """What this rank sent to others, by link; ranks of a TP group share a node."""
+    """Bytes this rank has sent, by link; ranks of a TP group share a node."""
     ep, tp, total = rank.layer.ep, rank.layer.tp, Counter[str]()
     per_node = rank.plan.decision.problem.ep_ranks_per_node
     for comm, nodes in ((ep, Nodes.of(ep.size, per_node)), (tp, Nodes.of(tp.size))):
@@ -276,14 +276,14 @@ def _links(rank: Rank) -> dict[str, int]:
 
 
 def _summed(rank: Rank, load_E: Tensor) -> list[int]:
-    """Expert load of the whole batch: summed over EP ranks that bring different tokens."""
+    """Expert load of the complete batch: summed over EP ranks with different tokens."""
     if not rank.shares_tokens:
         load_E = wait(rank.layer.ep.all_reduce(load_E, "report"))
     return [int(number) for number in load_E.tolist()]
 
 
-def _whole(rank: Rank, answers: list[Answer]) -> Answer:
-    """What all ranks were asked and gave, prefill before decode."""
+def _gathered_answer(rank: Rank, answers: list[Answer]) -> Answer:
+    """Inputs and outputs of all ranks, prefill before decode."""
     gathered = [[_gathered(rank, tensor) for tensor in answer[:3]] for answer in answers]
     x_TH, y_TH, ids_TK = (torch.cat(parts) for parts in zip(*gathered, strict=True))
     known = [_gathered(rank, answer.token_ids_T[:, None]) for answer in answers if answer.token_ids_T is not None]

@@ -1,4 +1,4 @@
-"""One voice for a person: labelled lines, tables and progress bars; silent on every rank but the first."""
+"""Terminal output: labelled lines, tables and progress bars; silent on every rank except the first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 Advance = Callable[[str, int, int], None]
 LABEL = 12
 FILE_WIDTH = 140
-"""Columns of what is written to a file or a pipe."""
+"""Columns of output to a file or a pipe."""
 
 
 class Screen:
@@ -24,13 +24,13 @@ class Screen:
             self.console.width = FILE_WIDTH
 
     def fact(self, label: str, text: str | Text, width: int = LABEL) -> None:
-        """One labelled line. What is no text, as in names of files, is written as its code."""
+        """Print one labelled line. Undecodable characters, as in file names, are escaped."""
         if isinstance(text, str):
             text = text.encode("utf-8", "backslashreplace").decode("utf-8")
         self.console.print(Text.assemble((f"{label:<{width}}", "bold cyan"), text))
 
     def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Labelled lines, their texts below each other however long the labels are."""
+        """Print labelled lines with aligned texts."""
         pairs = list(pairs)
         width = max([LABEL, *(len(label) + 2 for label, _ in pairs)])
         for label, text in pairs:
@@ -38,7 +38,7 @@ class Screen:
 
     @contextmanager
     def progress(self, what: str, *, in_bytes: bool = True) -> Iterator[Advance]:
-        """A bar that is fed with (stage, done, total); only a terminal shows it, and only while it runs."""
+        """A progress bar, updated with (stage, done, total); shown in a terminal while it runs."""
         amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
         columns = (TextColumn("[bold cyan]{task.description:<12}"), BarColumn(30), amount, TimeRemainingColumn())
         off = not self.console.is_terminal or self.console.quiet
@@ -48,7 +48,7 @@ class Screen:
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes for a person: 11.3 GB, 704 MB, 12 kB."""
+    """Bytes in readable units: 11.3 GB, 704 MB, 12 kB."""
     for power, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= power:
             value = num_bytes / power

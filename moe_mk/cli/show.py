@@ -1,4 +1,4 @@
-"""What a person sees of a run: checkpoint, plan, decision, times, load, verdict."""
+"""Terminal output of a run: checkpoint, plan, decision, times, load, verdict."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONGEST = 60
 
 
 def show_plan(screen: Screen, plan: RunPlan) -> None:
-    """What will be read, which rank will own what, who was chosen, and why not the others."""
+    """Print the checkpoint, the experts and memory of each rank, and the decision."""
     show_checkpoint(screen, plan.facts)
     if subset := subset_note(plan.settings.config):
         screen.fact("subset", subset)
@@ -36,71 +36,71 @@ def show_plan(screen: Screen, plan: RunPlan) -> None:
     if len(plan.counts) < p.ranks:
         tokens += ", the same on all ranks"
     threads = plan.settings.threads
-    where = f"{p.device.name}, {threads} {'thread' if threads == 1 else 'threads'} a rank"
+    where = f"{p.device.name}, {threads} {'thread' if threads == 1 else 'threads'} per rank"
     nodes = "" if p.nodes == 1 else f"{p.nodes} nodes of {p.ranks_per_node} ranks, "
     screen.fact("plan", f"ep={p.ranks} tp={parallel.tp} on {nodes}{where}, {p.dtype.name}, {tokens}")
     for rank, (experts, memory) in enumerate(zip(plan.experts, plan.memory, strict=True)):
         sizes = f"experts {amount(memory.experts)}, shared {amount(memory.shared)}, gate {amount(memory.gate)}"
-        total = f"buffers at most {amount(memory.buffers)}, together {amount(memory.total)}"
+        total = f"buffers at most {amount(memory.buffers)}, total {amount(memory.total)}"
         screen.fact(f"rank {rank}", f"experts {listed(experts)}: {sizes}, {total}")
     show_decision(screen, plan.decision)
 
 
 def show_decision(screen: Screen, decision: Decision) -> None:
-    """The winner, and every other pair with its price or all its reasons."""
+    """Print the selected pair, and every other pair with its cost or all reasons against it."""
     screen.fact("decision", f"{decision.chosen.name}: {decision.because}")
-    bytes_ = f"about {decision.dispatch_bytes:,} B out and {decision.combine_bytes:,} B home a rank and call"
+    bytes_ = f"about {decision.dispatch_bytes:,} B dispatch and {decision.combine_bytes:,} B combine per rank and call"
     gate = f"gate {decision.gate.tier}"
     screen.fact("", f"wire {decision.wire.name}, experts compute {decision.compute.name}, {gate}, {bytes_}")
     screen.console.print(verdict_table(decision.verdicts))
 
 
 def subset_note(config: MoEConfig) -> str:
-    """What a checkpoint with fewer experts than its model changes; empty for a whole layer."""
+    """The effect of a checkpoint with fewer experts than its model; empty for a complete layer."""
     name, experts, groups = config.model.name, config.model.num_experts, config.router.num_expert_group
     twins = [shipped for shipped in map(load_config, shipped_models()) if shipped.model.name == name]
-    whole = max(twins, key=lambda shipped: shipped.model.num_experts, default=None)
-    if whole is None or experts >= whole.model.num_experts:
+    full = max(twins, key=lambda shipped: shipped.model.num_experts, default=None)
+    if full is None or experts >= full.model.num_experts:
         return ""
-    all_groups = whole.router.num_expert_group
-    said = f"{experts} of the {whole.model.num_experts} experts of {name}"
+    all_groups = full.router.num_expert_group
+    note = f"{experts} of the {full.model.num_experts} experts of {name}"
     if (groups, all_groups) != (1, 1):
-        said += (
-            f", in {groups} groups of {experts // groups}, not {all_groups} of {whole.model.num_experts // all_groups}"
+        note += (
+            f", in {groups} groups of {experts // groups}, not {all_groups} of {full.model.num_experts // all_groups}"
         )
-    return f"{said}: tokens route among these only"
+    return f"{note}: tokens are routed among these only"
 
 
 def show_results(screen: Screen, report: Report) -> None:
-    """Load time and memory, times of stages, bytes on the wire, and the heat strip of expert load."""
+    """Print load time and memory, times of stages, sent bytes, and a heat strip of expert load."""
     for rank in report.ranks:
-        peak = f"peak memory {amount(rank.peak_bytes)}, mapped files included"
+        peak = f"peak memory {amount(rank.peak_bytes)}, including mapped files"
         screen.fact(f"rank {rank.rank}", f"read {amount(rank.bytes)}, {peak}")
     total, read, seconds = sum(rank.bytes for rank in report.ranks), report.read_seconds, report.load_seconds
-    rate = f"{amount(total / max(read, 1e-9))} a second, all ranks together"
-    layout = f"in the layout of {report.decision['chosen']['experts']} after {seconds:.2f} s"
+    rate = f"{amount(total / max(read, 1e-9))}/s over all ranks"
+    layout = f"converted to the layout of {report.decision['chosen']['experts']} after {seconds:.2f} s"
     screen.fact("load", f"{amount(total)} read and checked in {read:.2f} s ({rate}), {layout}")
     screen.console.print(stage_table(report.prefill, report.decode))
     screen.fact("sent", sent_bytes(report.traffic, report.decision))
     if report.plan.decision.problem.nodes > 1 and report.traffic:
         near, far = report.links[INTRA_NODE], report.links[INTER_NODE]
-        screen.fact("", f"{near:,} B of it inside the node, {far:,} B between nodes")
+        screen.fact("", f"of these, {near:,} B inside the node and {far:,} B between nodes")
     show_load(screen, report)
 
 
 def sent_bytes(traffic: Mapping[str, int], decision: Mapping[str, Any]) -> str:
-    """Bytes by phase as they were counted; what a library sends by itself is not, so that its plan stands there."""
+    """Counted bytes by phase; for libraries, whose traffic is not counted, the planned bytes."""
     name = decision["chosen"]["prepare_finalize"]
     library = PREPARE_FINALIZE[name].traits.library if name in dict(PREPARE_FINALIZE.items()) else ""
     if library and not traffic:
-        out, home = (decision["bytes"][way] for way in ("dispatch", "combine"))
-        return f"not counted, {library} does; planned {out:,} B out, {home:,} B home a rank"
+        dispatch, combine = (decision["bytes"][way] for way in ("dispatch", "combine"))
+        return f"not counted (sent by {library}); planned {dispatch:,} B dispatch, {combine:,} B combine per rank"
     sent = ", ".join(f"{phase} {count:,} B" for phase, count in traffic.items()) or "nothing"
     return f"{sent} (rank 0, one prefill)"
 
 
 def show_load(screen: Screen, report: Report) -> None:
-    """One strip a rank: each cell an expert, the hotter the more tokens chose it."""
+    """Print one strip per rank: one cell per expert, coloured by its number of tokens."""
     load, hottest = report.expert_load, max(report.expert_load)
     for rank in report.ranks:
         strip = Text.assemble((f"load rank {rank.rank:<2}", "bold cyan"))
@@ -109,15 +109,15 @@ def show_load(screen: Screen, report: Report) -> None:
         total = sum(load[expert] for expert in rank.experts)
         screen.console.print(strip, Text(f"{total} assignments", "dim"))
     mean = sum(load) / len(load)
-    balance = f"max/mean {hottest / mean:.2f}" if hottest else "no token chose any"
-    screen.fact("balance", f"tokens an expert: min {min(load)}, mean {mean:.1f}, max {hottest}; {balance}")
+    balance = f"max/mean {hottest / mean:.2f}" if hottest else "no assignments"
+    screen.fact("balance", f"tokens per expert: min {min(load)}, mean {mean:.1f}, max {hottest}; {balance}")
 
 
 def show_verdict(screen: Screen, judged: Verification, decision: Decision) -> None:
-    """Pass or fail, with the numbers and where their limits come from."""
+    """Print pass or fail, with the errors and the origin of their limits."""
     word = Text("PASS", "bold green") if judged.passed else Text("FAIL", "bold red")
     if not judged.num_tokens:
-        screen.fact("verify", word.append("  there were no tokens, so nothing was compared", "default not bold"))
+        screen.fact("verify", word.append("  no tokens, nothing was compared", "default not bold"))
         return
     same = judged.routing_equal + judged.routing_ties
     ties = f", {judged.routing_ties} of them by a tie" if judged.routing_ties else ""
@@ -131,10 +131,10 @@ def show_verdict(screen: Screen, judged: Verification, decision: Decision) -> No
 
 
 def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
-    """Every pair: chosen, or its price; then all reasons against the others, each once for whoever causes it."""
+    """Eligible pairs with their cost; then each rejection reason once, with the backends that cause it."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    for column in ("mark", "transport", "experts", "price"):
-        table.add_column(column, no_wrap=True, justify="right" if column == "price" else "left")
+    for column in ("mark", "transport", "experts", "cost"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "cost" else "left")
     table.add_column("why", overflow="fold")
     for verdict in verdicts:
         if verdict.cost_us is not None:
@@ -150,8 +150,8 @@ def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
 
 
 def stage_table(prefill: StageTimes | None, decode: StageTimes | None) -> Table:
-    """Milliseconds of each stage; where batches are several, shared experts run while tokens are in flight."""
-    title = "milliseconds of each stage: median of the forwards, slowest rank"
+    """Milliseconds of each stage; with several batches, shared experts run during dispatch."""
+    title = "milliseconds per stage: median of the forward passes, slowest rank"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("stage")
     named = [(name, times) for name, times in (("prefill", prefill), ("decode", decode)) if times is not None]
@@ -159,13 +159,13 @@ def stage_table(prefill: StageTimes | None, decode: StageTimes | None) -> Table:
         table.add_column(f"{name} {'+'.join(map(str, times.tokens))} tok", justify="right")
     travel = any(len(times.tokens) > 1 for _, times in named)
     for stage in named[0][1].stages if named else ():
-        label = "shared, while tokens travel" if stage == "shared" and travel else stage
+        label = "shared, during dispatch" if stage == "shared" and travel else stage
         table.add_row(label, *(f"{times.stages[stage]:.2f}" for _, times in named))
     table.add_row("forward", *(f"{times.total:.2f}" for _, times in named), style="bold")
     return table
 
 
 def listed(experts: tuple[int, ...]) -> str:
-    """Experts in short, and how many if they do not fit."""
+    """Experts as ranges, shortened with their number if too long."""
     text = ranges(sorted(experts))
     return text if len(text) <= LONGEST else f"{text[:LONGEST].rsplit(',', 1)[0]}, ... ({len(experts)})"

@@ -1,4 +1,4 @@
-"""`moe-mk tune EXPERTS`: measure a backend's parameters on this machine, within a budget, and go on after a stop."""
+"""`moe-mk tune EXPERTS`: measure a backend's parameters within a time budget; resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moe_mk.weights.expert_weights import ExpertWeights
 
 @dataclass(frozen=True)
 class TuneOrder:
-    """What is to be tuned."""
+    """The settings of a tuning session."""
 
     experts: str
     hidden: int
@@ -47,12 +47,12 @@ class TuneOrder:
 
 
 def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
-    """Measure and tell where it lies; a session that the budget ended says so and how to go on."""
+    """Measure, and print the tuned file; a session that the budget ended can be resumed."""
     case = case_of(order)
-    # A dry run asks about devices that are elsewhere, too.
+    # A dry run also accepts devices that this machine does not have.
     device = parsed_device(order.device) if order.dry_run else usable_device(order.device)
     if not order.dry_run:
-        _expect_home(order.experts, device)
+        _expect_device(order.experts, device)
     where = "device" if order.dry_run and device.type != "cpu" else describe(device)
     path = tuned_path(where.split(",")[0], order.experts, case.name, order.folder)
     if order.dry_run:
@@ -77,26 +77,26 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
         typer.echo(json.dumps(asdict(result) | {"path": str(path)}, indent=2))
         return OK
     screen.fact("case", f"{order.experts}: {case.name} on {where}")
-    screen.fact("measured", f"{result.measured} candidates now, {result.resumed} by an earlier session")
+    screen.fact("measured", f"{result.measured} candidates in this session, {result.resumed} in earlier ones")
     screen.console.print(points_table(result.points))
     screen.fact("file", str(path))
     if not result.complete:
-        screen.fact("budget", f"{order.budget_s:g} s were not enough; the same command goes on from here")
+        screen.fact("budget", f"{order.budget_s:g} s elapsed before completion; run the same command again to resume")
     return OK
 
 
-def _expect_home(experts: str, device: torch.device) -> None:
-    """Raise UnsupportedError where a backend cannot run at all."""
+def _expect_device(experts: str, device: torch.device) -> None:
+    """Raise UnsupportedError if a backend cannot run on a device."""
     kinds = EXPERTS[experts].traits.kinds
     if device.type not in {"cuda" if kind == "rocm" else kind for kind in kinds}:
         raise UnsupportedError(
             f"experts {experts!r} run on {' or '.join(sorted(kinds))}, this device is {device}",
-            ["--device cuda, on a machine with such a GPU", "--dry-run says what would be tried"],
+            ["--device cuda, on a machine with such a GPU", "--dry-run lists the candidates"],
         )
 
 
 def case_of(order: TuneOrder) -> TuneCase:
-    """The case; raises ConfigError for formats and sizes that cannot be meant."""
+    """The case; raises ConfigError for unknown formats and contradicting sizes."""
     options = (("--weights", order.weights, WEIGHTS), ("--activations", order.activations, ACTIVATIONS))
     for what, value, known in options:
         if value not in ("plain", *known):
@@ -111,12 +111,12 @@ def case_of(order: TuneOrder) -> TuneCase:
 
 
 def command_of(case: TuneCase) -> str:
-    """The command that measures a case, for whoever misses its file."""
+    """The command that measures a case."""
     return tune_command(case.experts, case.shape, case.weights, case.compute)
 
 
 def _tried(case: TuneCase, order: TuneOrder, device: torch.device) -> dict[str, int]:
-    """How many candidates every number of tokens has; nothing is built or measured."""
+    """Number of candidates per number of tokens; nothing is built or measured."""
     context, backend, cores = case.context(device), EXPERTS[case.experts], environment.usable_cores()
     return {str(count): len(space_of(backend, context, count, cores).candidates) for count in order.tokens}
 

@@ -1,4 +1,4 @@
-"""What version this is."""
+"""The installed version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def own_version() -> str:
-    """The version that is installed, or the words "not installed" for sources on the path."""
+    """The installed version, or "not installed" for sources on the path."""
     try:
         return version("moe-mk")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Words that help texts list. They stand here because their homes import torch; a test compares the two."""
+"""Words listed in help texts, copied because the modules that define them import torch; a test compares both."""
 
 from __future__ import annotations
 

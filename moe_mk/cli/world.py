@@ -1,4 +1,4 @@
-"""The ranks of one command: started here as processes, found as torchrun started them, or this process alone."""
+"""The ranks of one command: processes started here, those started by torchrun, or a single process."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ S = TypeVar("S")
 T = TypeVar("T")
 Job = Callable[[S, "Place"], int]
 START_TIMEOUT_S = 120.0
-"""How long ranks may take to import torch and meet."""
+"""Seconds that ranks may take to import torch and connect."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among the ranks of the command."""
+    """The rank of this process among those of the command."""
 
     rank: int
     size: int
     tp: int = 1
     """Neighbouring ranks share a TP group: rank = ep_rank * tp + tp_rank."""
     local_rank: int = 0
-    """Its number among the ranks of this machine."""
+    """Its index among the ranks of this machine."""
 
     @property
     def ep_rank(self) -> int:
-        """Which share of the experts, and which batch of tokens."""
+        """Index of its experts and of its batch of tokens."""
         return self.rank // self.tp
 
 
@@ -51,7 +51,7 @@ class World:
     size: int
     tp: int
     launched: Launched | None = None
-    """This process's place, if a launcher started the ranks."""
+    """The place of this process, if a launcher started the ranks."""
 
     @property
     def ep(self) -> int:
@@ -59,8 +59,8 @@ class World:
         return self.size // self.tp
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process is the one that a person hears."""
+    def prints(self) -> bool:
+        """Whether this process prints."""
         return self.launched is None or self.launched.rank == 0
 
     @property
@@ -70,18 +70,18 @@ class World:
 
     @property
     def threads(self) -> int:
-        """Of each rank, so that the ranks of this machine share its cores."""
+        """Threads per rank, so that the ranks of this machine share its cores."""
         return max(1, environment.usable_cores() // self.local_size)
 
     def place(self, rank: int) -> Place:
-        """The place of a rank that is started here, or this process's own as the launcher gave it."""
+        """The place of a rank that is started here, or the one that the launcher assigned to this process."""
         if self.launched is not None:
             return Place(self.launched.rank, self.size, self.tp, self.launched.local_rank)
         return Place(rank, self.size, self.tp, rank)
 
 
 def world_of(ranks: int | None, tp: int) -> World:
-    """The ranks there will be. ranks: None is what torchrun says, else 1.
+    """The ranks of the command. ranks: None: as under torchrun, else 1.
 
     Raises ConfigError if --ranks is not what torchrun started, or --tp does not divide them.
     """
@@ -90,7 +90,7 @@ def world_of(ranks: int | None, tp: int) -> World:
         raise ConfigError(f"--ranks {ranks}, but torchrun started {launched.world_size} ranks; drop --ranks")
     size = launched.world_size if launched else ranks or 1
     if size > MOST_RANKS:
-        raise ConfigError(f"--ranks {size} exceeds {MOST_RANKS}, the most processes that are started; use fewer")
+        raise ConfigError(f"--ranks {size} exceeds {MOST_RANKS}, the maximum number of processes; use fewer")
     if size % tp:
         raise ConfigError(f"--tp {tp} does not divide {size} ranks; use a divisor of {size}")
     return World(size, tp, launched)
@@ -113,34 +113,34 @@ def _subgroup(members: list[list[int]]) -> dist.ProcessGroup:
 
 
 def team_of(place: Place, timeout_s: float, layer: str) -> Communicator:
-    """All ranks of the command together, for what lies outside the layer."""
+    """A communicator of all ranks of the command, for communication outside the layer."""
     return communicator(dist.group.WORLD if place.size > 1 else None, timeout_s=timeout_s, layer=layer)
 
 
 def together(team: Communicator, step: Callable[[], T]) -> T:
-    """Take a step on every rank; where it fails on any, every rank raises what the first one said.
+    """Run a step on every rank; if it fails on any, every rank raises the error of the first one.
 
-    CommError is raised at once: there is nobody to tell.
+    CommError is raised immediately, because peers cannot be notified.
     """
-    result, said, code = None, "", 0
+    result, message, code = None, "", 0
     try:
         result = step()
     except CommError:
         raise
     except MoEMKError as problem:
-        said, code = str(problem), exit_code_of(problem)
-    everyone = _told(team, f"{code} {said}")
+        message, code = str(problem), exit_code_of(problem)
+    everyone = _exchange(team, f"{code} {message}")
     failed = [rank for rank, words in enumerate(everyone) if words[0] != "0"]
     if failed:
         first_code, words = everyone[failed[0]].split(" ", 1)
-        alone = "" if len(failed) == team.size else f"rank {failed[0]}: "
-        raise RanksFailed(alone + words, int(first_code))
+        prefix = "" if len(failed) == team.size else f"rank {failed[0]}: "
+        raise RanksFailed(prefix + words, int(first_code))
     assert result is not None
     return result
 
 
-def _told(team: Communicator, words: str) -> list[str]:
-    """What each rank says."""
+def _exchange(team: Communicator, words: str) -> list[str]:
+    """The message of each rank."""
     data = words.encode()
     counts = wait(team.gather_count(len(data), "report"))
     column = torch.tensor(list(data), dtype=torch.uint8, device="cpu").view(len(data), 1)
@@ -150,20 +150,24 @@ def _told(team: Communicator, words: str) -> list[str]:
 
 
 def join(place: Place, backend: str, meeting: str | None = None) -> None:
-    """Meet the other ranks. meeting: a URL, or None for where the launcher says. Raises CommError if they stay away."""
+    """Connect to the other ranks. meeting: a URL, or None under a launcher. Raises CommError on a timeout."""
     timeout = timedelta(seconds=START_TIMEOUT_S)
     try:
         dist.init_process_group(backend, meeting, timeout=timeout, rank=place.rank, world_size=place.size)
-        if backend == "gloo":  # gloo returns before its peers are connected too: who left now would fail their start
+        if (
+            backend == "gloo"
+        ):  # gloo returns before its peers are connected: a rank that left now would make their start fail
             dist.monitored_barrier(timeout=timeout)
     except (RuntimeError, ValueError) as problem:
         first_line = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        raise CommError(f"{place.size} ranks did not meet: {first_line}", rank=place.rank, phase="start") from problem
+        raise CommError(
+            f"{place.size} ranks failed to connect: {first_line}", rank=place.rank, phase="start"
+        ) from problem
 
 
 def run_and_leave(job: Job[S], settings: S, place: Place) -> int:
-    """Run the job of one rank that has joined, and leave the group if all went well."""
+    """Run the job of one connected rank, and destroy the group after success."""
     code = job(settings, place)
-    with contextlib.suppress(RuntimeError):  # a peer that is already gone spoils nothing any more
+    with contextlib.suppress(RuntimeError):  # a peer that has already exited is no error
         dist.destroy_process_group()
     return code

@@ -46,10 +46,10 @@ def test_what_was_measured_is_told_as_it_is() -> None:
     facts = {"layer": layer, "environment": where, "pair": "a + b", "because": "pinned", "ran_as_decided": True}
     head = dict(bench_head(facts))
     assert head["layer"] == "16 experts, hidden 64, intermediate 32, top-8, bfloat16"
-    assert head["pair"] == "a + b: pinned; it is what ran" and head["where"].startswith(
-        "1 rank, a CPU, 2 threads a rank"
+    assert head["pair"] == "a + b: pinned; it ran as decided" and head["where"].startswith(
+        "1 rank, a CPU, 2 threads per rank"
     )
-    assert "SOMETHING ELSE RAN" in dict(bench_head(facts | {"ran_as_decided": False}))["pair"]
+    assert "ANOTHER BACKEND RAN" in dict(bench_head(facts | {"ran_as_decided": False}))["pair"]
 
 
 def test_a_pin_that_cannot_serve_ends_with_its_reasons() -> None:

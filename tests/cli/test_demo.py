@@ -40,6 +40,6 @@ def test_it_tells_a_person_why_the_others_do_not_serve() -> None:
 
 def test_what_cannot_be_shown_is_refused() -> None:
     done = runner.invoke(app, ["demo", "vllm"])
-    assert done.exit_code == 2 and "no demonstration is called 'vllm'" in done.stderr
+    assert done.exit_code == 2 and "unknown demonstration 'vllm'" in done.stderr
     done = runner.invoke(app, ["demo", "hf", "--experts-backend", "torch_cpu"])
     assert done.exit_code == 3 and "multiplies with PLAIN activations only" in done.stderr.replace("plain", "PLAIN")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import typer
 
-from moe_mk.cli.exits import RanksFailed, speaking
+from moe_mk.cli.exits import RanksFailed, with_exit_code
 from moe_mk.errors import CommError, ConfigError, LibraryMissing, MoEMKError, ShapeError, UnsupportedError, WeightError
 
 
 def raising(problem: BaseException) -> int:
-    @speaking
+    @with_exit_code
     def command() -> int:
         raise problem
 
@@ -57,5 +57,5 @@ def test_only_the_first_rank_of_a_launcher_speaks(
 def test_results_are_codes() -> None:
     for result, code in ((None, 0), (0, 0), (1, 1)):
         with pytest.raises(typer.Exit) as ended:
-            speaking(lambda result=result: result)()
+            with_exit_code(lambda result=result: result)()
         assert ended.value.exit_code == code

@@ -25,7 +25,7 @@ def hashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = ("--experts", EXPERTS, "--hidden", HIDDEN, "--intermediate", 128, "--hash-vocabulary", VOCABULARY)
     done = moe_mk("make-checkpoint", folder, *sizes)
     assert done.exit_code == 0, done.output
-    assert "12 experts, of which a table of 40 tokens chooses 6 each" in done.stdout
+    assert "12 experts, routed by a table of 40 token ids, top-6" in done.stdout
     return folder
 
 
@@ -42,7 +42,7 @@ def files(folder: Path, rows: int, ids: object) -> tuple[object, ...]:
 def test_inspection_says_how_it_chooses(invoke: Invoke, hashed: Path) -> None:
     done = invoke("inspect-checkpoint", hashed)
     assert done.exit_code == 0, done.output
-    assert "deepseek_v4" in done.stdout and "chosen by token id from a table of 40 tokens" in done.stdout
+    assert "deepseek_v4" in done.stdout and "routed by a table of 40 token ids" in done.stdout
 
 
 def test_two_ranks_route_the_ids_of_a_file_as_the_table_says(invoke: Invoke, hashed: Path, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_rows_without_ids_are_refused_by_name(invoke: Invoke, hashed: Path, tmp_
     "ids,complaint",
     [
         ([0, 1], "holds 2 ids for 3 tokens; give one id a token"),
-        ([0, 40, 1], "holds ids from 0 to 40; they must be in [0, 40), as the table of layer 3 is"),
+        ([0, 40, 1], "holds ids from 0 to 40; they must be in [0, 40), the range of the table of layer 3"),
         ([0, -1, 1], "holds ids from -1 to 1"),
         ([0.0, 1.0, 2.0], "--token-ids"),
         ([[0], [1], [2]], "--token-ids"),

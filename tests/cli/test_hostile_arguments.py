@@ -71,7 +71,7 @@ def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
         (("bisect", "reference", "reference", "--hidden", 2**31 - 1, "--tokens", 2**31 - 1), "fit into memory"),
         (("certify", "reference", "--import", ""), "--import : Empty module name"),
         (("certify", "reference", "--import", "."), "--import .: "),
-        (("certify", "reference", "--out", "nowhere/x"), "--out nowhere/x lies in a folder that does not exist"),
+        (("certify", "reference", "--out", "nowhere/x"), "--out nowhere/x is in a folder that does not exist"),
         (("bench", "--out", "/"), "--out / is a folder"),
         (("tune", "torch_cpu", "--device", "cpu:-1", "--dry-run"), "'cpu:-1' is not a device"),
         (("tune", "torch_cpu", "--tuned-dir", "nowhere", "--budget", "nan"), "the budget of nan s"),

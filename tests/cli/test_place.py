@@ -119,7 +119,7 @@ def test_before_and_after_are_reported_on_a_recording(tmp_path: Path) -> None:
     said = moe_mk("place", "--loads", skewed(tmp_path / "l.npy", windows=4), "--preset", "prefill-ep32", "--groups", 8)
     assert said.exit_code == 0, said.output
     assert "6 layers of 256 experts, 4 windows" in said.output
-    assert "32 GPUs on 4 nodes, 9 slots a GPU, 288 in all" in said.output
+    assert "32 GPUs on 4 nodes, 9 slots per GPU, 288 in total" in said.output
     assert all(word in said.output for word in ("before", "after", "auto: hybrid", "compat", "flat", "lost with a GPU"))
 
 
@@ -212,7 +212,7 @@ def test_the_table_marks_what_nothing_beats(tmp_path: Path) -> None:
     assert said.exit_code == 0, said.output
     assert "12800 rows of 4 experts in 32 forwards of 8 ranks" in said.output
     rows = {line.split("  ")[0].strip(): line for line in said.output.splitlines() if line.rstrip().endswith("*")}
-    assert "in order" in rows and "remote nodes a token" in said.output
+    assert "in order" in rows and "remote nodes per token" in said.output
 
 
 def test_offers_by_hand() -> None:
@@ -256,7 +256,7 @@ def test_what_a_trace_cannot_be_asked_is_said(tmp_path: Path, loads: Path) -> No
     for words, says in (
         (("--gpus", 2), "give --loads or --trace"),
         (("--loads", loads, "--trace", loads, "--gpus", 2), "--loads and --trace are both given; use one"),
-        (("--loads", loads, "--phase", "decode", "--gpus", 2), "--phase tell about a --trace; --loads has neither"),
+        (("--loads", loads, "--phase", "decode", "--gpus", 2), "--phase only apply to --trace"),
         (("--trace", tmp_path / "t.safetensors", *WORDS, "--phase", "decode"), "has no tokens of phase decode"),
         (("--trace", tmp_path / "t.safetensors", *WORDS, "--phase", "decod"), "did you mean 'decode'"),
         (("--trace", tmp_path / "nowhere.safetensors", *WORDS), "is not there"),

@@ -87,14 +87,14 @@ def test_one_rank_needs_no_process(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from moe_mk.cli.exits import speaking
+from moe_mk.cli.exits import with_exit_code
 from moe_mk.cli.processes import run_ranks
 from moe_mk.cli.world import World
 from tests.cli.test_processes import sleeps
 if __name__ == "__main__":
     import typer
     try:
-        speaking(run_ranks)(sleeps, Path(sys.argv[1]), World(2, 1), "gloo", 20.0)
+        with_exit_code(run_ranks)(sleeps, Path(sys.argv[1]), World(2, 1), "gloo", 20.0)
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
 """
@@ -218,7 +218,7 @@ def test_a_rank_that_sleeps_ends_the_run_within_the_timeout_with_rank_and_phase(
         run_ranks(late_on_rank_1, tmp_path, TWO, "gloo", 2.0)
     told, late = str(caught.value).split("\n", 1)
     assert told.startswith("rank 0, phase 'dispatch', layer 'layer 3', peer 1: sent nothing within 2 s"), told
-    assert late == "rank 1 was still at work when the others had ended, and was ended"
+    assert late == "rank 1 was still running after the others had ended, and was terminated"
     assert caught.value.code == 1
     assert time.monotonic() - started < 60, "2 s late, 2 s of grace; the rest is starting Python twice"
 

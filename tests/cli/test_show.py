@@ -20,7 +20,7 @@ def test_fewer_experts_than_the_model_say_what_that_changes() -> None:
     config = load_config("deepseek_v3")
     assert subset_note(config) == ""
     assert subset_note(config.with_(num_experts=32)) == (
-        "32 of the 256 experts of deepseek_v3, in 8 groups of 4, not 8 of 32: tokens route among these only"
+        "32 of the 256 experts of deepseek_v3, in 8 groups of 4, not 8 of 32: tokens are routed among these only"
     )
     assert subset_note(config.with_(name="of my own", num_experts=32)) == ""
 
@@ -54,7 +54,7 @@ def test_a_table_has_a_column_for_each_kind_of_batch(capsys: pytest.CaptureFixtu
     Console(width=140).print(stage_table(StageTimes(stages, 3.25, (64, 0)), StageTimes(stages, 3.5, (1, 0))))
     out = capsys.readouterr().out
     assert "prefill 64+0 tok" in out and "decode 1+0 tok" in out
-    assert re.search(r"shared, while tokens travel +2\.00 +2\.00", out) and re.search(r"forward +3\.25 +3\.50", out)
+    assert re.search(r"shared, during dispatch +2\.00 +2\.00", out) and re.search(r"forward +3\.25 +3\.50", out)
     Console(width=140).print(stage_table(StageTimes(stages, 3.25, (64,)), None))
     assert re.search(r"shared +2\.00\n", re.sub(" +\n", "\n", capsys.readouterr().out)), "nothing travels on one rank"
 
@@ -65,5 +65,5 @@ def test_what_a_library_sends_by_itself_is_not_called_nothing() -> None:
 
     assert sent_bytes({"dispatch": 7456}, decided("all_to_all")) == "dispatch 7,456 B (rank 0, one prefill)"
     assert sent_bytes({}, decided("inside")) == "nothing (rank 0, one prefill)"
-    planned = "planned 7,456 B out, 14,336 B home a rank"
-    assert sent_bytes({}, decided("nvlink_one_sided")) == f"not counted, flashinfer does; {planned}"
+    planned = "planned 7,456 B dispatch, 14,336 B combine per rank"
+    assert sent_bytes({}, decided("nvlink_one_sided")) == f"not counted (sent by flashinfer); {planned}"

@@ -39,4 +39,4 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tiny: Pat
     where = tmp_path / "nowhere" / "out.json"
     words = [BIN / "moe-mk", "run", tiny, "--trace", where]
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "--trace" in done.stderr and "lies in a folder that does not exist" in done.stderr
+    assert done.returncode == 2 and "--trace" in done.stderr and "is in a folder that does not exist" in done.stderr

@@ -86,7 +86,7 @@ def test_a_lower_limit_changes_nothing_else() -> None:
 def test_an_explanation_says_who_holds_it_and_what_makes_it_less() -> None:
     pins = {"prepare_finalize": "all_to_all", "experts": "triton"}
     total, parts, room = memory_lines(oracle.select(problem(144, **pins)))
-    assert "for 8192 tokens a rank [kernel.max_num_tokens]" in total
+    assert "for 8192 tokens per rank [kernel.max_num_tokens]" in total
     assert "worst routing" in parts and "triton 202 GB" in parts and parts.endswith("GB with a limit of 128")
     assert room.startswith("more than the 139 GiB of h200, which hold a limit of ")
     enough = memory_lines(oracle.select(problem(32, max_num_tokens=128, **pins)))
