@@ -110,6 +110,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_experts_of_the_tiny_model_are_told_by_kind_and_leave_a_trace(tiny_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[plot]'")
     file = tmp_path / "trace.safetensors"
@@ -126,6 +127,7 @@ def test_experts_of_the_tiny_model_are_told_by_kind_and_leave_a_trace(tiny_model
 
 
 @pytest.mark.row("23a")
+@pytest.mark.thorough
 def test_a_block_looks_back_only_and_adds_its_experts_to_the_residual(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_block_looks_back_only_and_adds_its_experts_to_the_residual(
     assert torch.equal(seen["model.norm"], residual_TH + delta_TH)
 
 
+@pytest.mark.thorough
 def test_the_engine_writes_the_same_on_one_rank_and_on_two(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +173,7 @@ def test_the_engine_writes_the_same_on_one_rank_and_on_two(
     assert written == other and "def main(" in written
 
 
+@pytest.mark.thorough
 def test_the_engine_chooses_what_a_full_forward_finds_likeliest(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +195,7 @@ def test_the_engine_chooses_what_a_full_forward_finds_likeliest(
     assert drawn[0].written == drawn[1].written and drawn[0].written != requests[0].written
 
 
+@pytest.mark.thorough
 def test_the_engine_refuses_a_prompt_that_never_fits(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     engine = importlib.import_module("05_nano_engine")
@@ -210,6 +215,7 @@ def test_the_engine_refuses_a_prompt_that_never_fits(tiny_model: Path, monkeypat
         ("07_train_tiny", ["--experts", "6"], "4 groups of 2 experts or more"),
     ],
 )
+@pytest.mark.thorough
 def test_what_cannot_work_is_refused_before_any_work(
     script: str,
     arguments: list[str],
