@@ -12,10 +12,12 @@ from rich.table import Table
 
 from moe_mk.cli.exits import OK
 from moe_mk.cli.screen import Screen, amount
+from moe_mk.config.shipped import device_profile
 from moe_mk.errors import ConfigError
 from moe_mk.plan.exchange import Exchange, Volumes, break_even_ranks
 from moe_mk.plan.layouts import layout
 from moe_mk.plan.links import Direction, Mode, link_profile, shipped_links
+from moe_mk.plan.paths import MOVERS, HostBound, dispatch_us
 from moe_mk.plan.predict import exchange_of, predict
 from moe_mk.plan.two_level import Relay
 from moe_mk.registry import did_you_mean
@@ -108,6 +110,40 @@ def compare_volumes(screen: Screen, v: Volumes) -> int:
     screen.fact("expert", f"{round(v.ep_elements):,} values a rank, {v.ep_resident_tokens:,} tokens held")
     beyond = f"expert parallelism sends less beyond {break_even_ranks(v.top_k)} ranks"
     screen.fact("ratio", f"{float(v.ep_over_tp):.4g}; {beyond}")
+    return OK
+
+
+@dataclass(frozen=True)
+class PathsOrder:
+    """The arguments of `moe-mk plan paths`."""
+
+    device: str
+    ranks: int
+    tokens: int
+    """Of each rank."""
+    top_k: int
+    hidden: int
+
+
+def compare_paths(screen: Screen, order: PathsOrder) -> int:
+    """Ways to move bytes, then the fixed costs of those that exchange tokens. Raises ConfigError for part of a node."""
+    table = Table()
+    for head in ("path", "scope", "CPU thread", "GPU direct", "from a kernel", "one-sided", "small copy"):
+        table.add_column(head)
+    for each in MOVERS.values():
+        flags = (each.needs_cpu, each.gpu_direct, each.from_kernel, each.one_sided)
+        cost = "-" if each.small_copy_us is None else f"{each.small_copy_us:g} us"
+        table.add_row(each.name, each.scope, *("yes" if flag else "no" for flag in flags), cost)
+    screen.console.print(table)
+    device = device_profile(order.device)
+    if order.ranks > device.ranks_per_node:
+        call = (order.tokens, order.ranks)
+        proxy = dispatch_us("cpu_proxy", *call, top_k=order.top_k, ranks_per_node=device.ranks_per_node)
+        gpu = dispatch_us("gpu", *call, top_k=order.top_k, ranks_per_node=device.ranks_per_node)
+        screen.fact("dispatch", f"{proxy:.0f} us by a CPU proxy, {gpu:.0f} us by the GPU (fit to pplx-kernels)")
+    bound = HostBound.on(device, order.ranks, order.tokens * order.top_k * order.hidden)
+    screen.fact("collective", f"{bound.collective_us:.0f} us driven by the host, {bound.wire_us:.0f} us of them bytes")
+    screen.fact("one-sided", f"{bound.one_sided_us:.0f} us")
     return OK
 
 

@@ -1,4 +1,4 @@
-"""The verbs of `moe-mk plan`: exchange, tables, relay, volumes, layout."""
+"""The verbs of `moe-mk plan`: exchange, tables, relay, volumes, paths, layout."""
 
 from __future__ import annotations
 
@@ -88,6 +88,22 @@ def volumes_command(
     from moe_mk.plan.exchange import Volumes
 
     return compare_volumes(Screen(), Volumes(tokens, hidden, top_k, ranks))
+
+
+@predictions.command("paths")
+@speaking
+def paths_command(
+    device: Annotated[str, typer.Option(help="a shipped device profile by name, or a file of one")] = "h100",
+    ranks: Annotated[int, typer.Option(min=1, help="ranks")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens a rank")] = 128,
+    top_k: TopK = 8,
+    hidden: Hidden = 7168,
+) -> int:
+    """Compare ways to move bytes, dispatch by CPU proxy and by GPU, and collectives with one-sided sends."""
+    from moe_mk.cli.predict import PathsOrder, compare_paths
+    from moe_mk.cli.screen import Screen
+
+    return compare_paths(Screen(), PathsOrder(device, ranks, tokens, top_k, hidden))
 
 
 @predictions.command("layout")

@@ -1,1 +1,1 @@
-"""What a layer costs before anything is built: floors of time and bytes."""
+"""Planning models: lower bounds on time and bytes of a layer, computed without building it."""

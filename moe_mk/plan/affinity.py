@@ -1,8 +1,8 @@
-"""Placement by affinity: experts that the same tokens choose go to the same node, so that a token visits fewer nodes.
+"""Placement by affinity: experts selected by the same tokens are placed on one node, so that tokens reach fewer nodes.
 
-Swaps of two experts between two nodes, best first, while pairs chosen together gain company (Kernighan and Lin 1970 on
-the graph of co-choices). The pairwise gain is only a guide: what counts is the nodes that tokens of the trace visit,
-and the linear placement stays where it is better.
+Swaps pairs of experts between nodes, best gain first, while the number of co-selected pairs inside nodes grows
+(Kernighan and Lin 1970, on the co-selection graph). The result is accepted only if tokens of the trace reach fewer
+nodes than under the linear placement.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AffinityPlacement:
-    """A placement and what it does to the tokens it was made from."""
+    """A placement, and the nodes per token of the trace it was computed from."""
 
     expert_map: ExpertMap
     nodes_per_token: float
     linear_nodes_per_token: float
-    """Of consecutive experts together."""
+    """With consecutive experts on one node."""
     swaps: int
 
 
 def place_by_affinity(ids_TK: Ints, num_experts: int, *, ranks: int, nodes: int) -> AffinityPlacement:
-    """Choose nodes of experts from the choices of a trace; equal experts a node and a rank, never worse than linear.
+    """Place experts by the selections of a trace: equally many per node and rank, never worse than linear.
 
-    ids_TK: logical experts of each token; -1 goes nowhere. Host only, O(E^2) a swap.
+    ids_TK: logical experts of each token; -1: no expert. Runs on the host, O(E^2) a swap.
     Raises ConfigError for numbers that do not divide, or ids outside [-1, E).
     """
     if min(num_experts, ranks, nodes) < 1 or num_experts % ranks or ranks % nodes:
-        raise ConfigError(f"{num_experts} experts, {ranks} ranks and {nodes} nodes must divide, each the one before")
+        raise ConfigError(
+            f"{num_experts} experts, {ranks} ranks and {nodes} nodes must divide: experts by ranks, ranks by nodes"
+        )
     if ids_TK.ndim != 2 or (ids_TK.size and not -1 <= ids_TK.min() <= ids_TK.max() < num_experts):
         raise ConfigError(f"ids must be (tokens, choices) in [-1, {num_experts}), got shape {ids_TK.shape}")
     linear_E = np.arange(num_experts, dtype=np.int64) // (num_experts // nodes)

@@ -1,24 +1,27 @@
-"""Ways to move bytes to or from a GPU, as records: who drives them, how far they reach, what a small copy costs.
+"""Paths for bytes to and from a GPU: what they can do, who initiates transfers, and the fixed costs of each.
 
-`tools/transports.py` writes the tables of docs/transports.md from these records. Sources: NVSHMEM and NCCL
-documentation; README of GDRCopy for its copies (about 1 us against 7 us of cudaMemcpy, host to device, DGX-1V).
+Three models, printed by `moe-mk plan paths`:
 
-Who posts work to the network card, a proxy thread on the CPU (IBRC) or the GPU itself (IBGDA), and what it costs.
+`MOVERS` lists ways to move bytes; `tools/transports.py` writes the tables of docs/transports.md from it. Sources: the
+NVSHMEM and NCCL documentation; README of GDRCopy for its copies (about 1 us against 7 us of cudaMemcpy, host to device,
+DGX-1V).
+
+`dispatch_us` compares a proxy thread on the CPU (IBRC) with the GPU itself (IBGDA) as the initiator:
 
     t = alpha + sigma log2(nodes) + max(near copies, far messages)
-    near    nu for each row to a rank of the own node: SMs copy it
-    far     gamma a message from the GPU, many queue pairs at once;
+    near    nu for each row to a rank of the own node, copied by SMs
+    far     gamma a message from the GPU, over many queue pairs in parallel;
             tau sqrt(remote nodes) a message through the proxy, one after the other: the serial term
 
-Semi-empirical. The constants are a least-squares fit to the 16 dispatch times that the README of pplx-kernels gives for
-1 and 128 tokens a GPU, top-8, on 16 to 128 GPUs. Ratios of the two come out within 19 %. Outside that range, and where
-messages are much longer than a row, it says nothing: there the proxy can win, as it does by 5 % in the combine of 128
-tokens on 16 GPUs (633 against 668 us).
+It is semi-empirical: a least-squares fit to the 16 dispatch times in the README of pplx-kernels for 1 and 128 tokens a
+GPU, top-8, on 16 to 128 GPUs. Ratios of the two initiators are reproduced within 19 %. It does not extend beyond that
+range or to messages much longer than a row; there the proxy can be faster, as by 5 % in the combine of 128 tokens on 16
+GPUs (633 against 668 us).
 
-What an exchange costs beside its bytes when the host drives it: a launch a peer, and a handshake around it.
+`HostBound` compares a collective that the host drives with one-sided sends:
 
-collective    metadata round trip + launches that grow with the ranks + handshake before and after + bytes
-one-sided     one launch, flags instead of a handshake + bytes
+    collective    metadata round trip + launches that grow with the ranks + handshake before and after + bytes
+    one-sided     one launch, flags instead of a handshake + bytes
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ Scope = Literal["one device", "one host", "cluster"]
 
 @dataclass(frozen=True)
 class Mover:
-    """What one way of moving bytes is."""
+    """Properties of one way to move bytes."""
 
     name: str
     what: str
@@ -52,7 +55,7 @@ class Mover:
     one_sided: bool
     """Whether the receiver takes no part."""
     fine_grained: bool
-    """Whether transfers of a few bytes to a few kilobytes are what it is for."""
+    """Whether it is designed for transfers of a few bytes to a few kilobytes."""
     unit: str
     """What one call moves."""
     small_copy_us: float | None = None
@@ -92,14 +95,14 @@ MOVERS: Mapping[str, Mover] = MappingProxyType(
 
 
 def mover(name: str) -> Mover:
-    """One record; raises ConfigError for an unknown name."""
+    """The record of a name; raises ConfigError for an unknown one."""
     if name not in MOVERS:
         raise ConfigError(f"no way to move bytes is called {name!r}{did_you_mean(name, list(MOVERS))}")
     return MOVERS[name]
 
 
 def movers(**wanted: object) -> Iterator[Mover]:
-    """The records that have all the given values: `movers(scope="cluster", needs_cpu=False)`."""
+    """Records that match all given values: `movers(scope="cluster", needs_cpu=False)`."""
     fields = Mover.__dataclass_fields__
     if unknown := [name for name in wanted if name not in fields]:
         raise ConfigError(f"movers have no field {unknown[0]!r}{did_you_mean(unknown[0], list(fields))}")
@@ -107,13 +110,13 @@ def movers(**wanted: object) -> Iterator[Mover]:
 
 
 def small_copy_us(name: str, num_bytes: int, gbs: float) -> float:
-    """One copy from host to device: the fixed cost, then bytes at the rate of the bus.
+    """Microseconds of one copy from host to device: the fixed cost plus bytes at the bus bandwidth.
 
     Raises ConfigError for a mover whose fixed cost is not published.
     """
     fixed = mover(name).small_copy_us
     if fixed is None:
-        raise ConfigError(f"the cost of a small copy by {name} is not published; known of gdrcopy and cuda_memcpy")
+        raise ConfigError(f"no small-copy cost is published for {name}; use gdrcopy or cuda_memcpy")
     return fixed + num_bytes / (gbs * BYTES_PER_US)
 
 
@@ -122,14 +125,14 @@ Initiator = Literal["cpu_proxy", "gpu"]
 
 @dataclass(frozen=True)
 class Constants:
-    """Microseconds."""
+    """Fitted constants of one initiator, in microseconds."""
 
     alpha: float
-    """Of a call between two nodes."""
+    """Fixed cost of a call between two nodes."""
     sigma: float
-    """Of each doubling of nodes."""
+    """Added by each doubling of nodes."""
     message: float
-    """Of a message to another node; of the proxy, times the root of the remote nodes."""
+    """Per message to another node; for the proxy, times the square root of the number of remote nodes."""
 
 
 FITTED: dict[Initiator, Constants] = {
@@ -137,11 +140,11 @@ FITTED: dict[Initiator, Constants] = {
     "gpu": Constants(alpha=96.0, sigma=7.8, message=0.20),
 }
 NEAR_US = 1.0
-"""A row to a rank of the own node."""
+"""Microseconds of a row to a rank of the own node."""
 
 
 def dispatch_us(initiator: Initiator, tokens: int, ranks: int, *, top_k: int = 8, ranks_per_node: int = 8) -> float:
-    """One dispatch of so many tokens a rank; raises ConfigError unless there are two nodes or more, all full."""
+    """Microseconds of one dispatch of `tokens` tokens a rank; raises ConfigError unless two or more nodes are full."""
     if tokens < 0 or ranks < 2 * ranks_per_node or ranks % ranks_per_node:
         least = f"give tokens of at least 0 and two full nodes of {ranks_per_node} or more"
         raise ConfigError(f"tokens={tokens} on {ranks} ranks: {least}")
@@ -153,48 +156,48 @@ def dispatch_us(initiator: Initiator, tokens: int, ranks: int, *, top_k: int = 8
 
 
 def proxy_over_gpu(tokens: int, ranks: int, *, top_k: int = 8) -> float:
-    """How many times longer a dispatch takes through the proxy."""
+    """Time of a dispatch through the proxy over the time when the GPU initiates it."""
     return dispatch_us("cpu_proxy", tokens, ranks, top_k=top_k) / dispatch_us("gpu", tokens, ranks, top_k=top_k)
 
 
 @dataclass(frozen=True)
 class HostBound:
-    """One host-driven variable all-to-all of a rank."""
+    """The variable-size all-to-all of one rank, driven by the host or one-sided."""
 
     ranks: int
     num_bytes: float
-    """Sent over the slow links."""
+    """Bytes sent over the slow links."""
     gbs: float
     launch_us: float
-    """Of one send or receive that the host posts."""
+    """Of one send or receive posted by the host."""
     round_trip_us: float
-    """Of a handshake, and of the collective that tells sizes."""
+    """Of a handshake, and of the collective that exchanges sizes."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.gbs <= 0 or min(self.num_bytes, self.launch_us, self.round_trip_us) < 0:
-            raise ConfigError(f"a rate must be above 0 and nothing else below it: {self}")
+            raise ConfigError(f"gbs must be above 0, ranks at least 1 and all other values at least 0: {self}")
 
     @classmethod
     def on(cls, device: DeviceProfile, ranks: int, num_bytes: float) -> HostBound:
-        """With the fixed costs of a device profile: a kernel launch, and a collective as the round trip."""
+        """Use the fixed costs of a device profile: launch_us, and collective_us as the round trip."""
         return cls(ranks, num_bytes, device.inter_node_gbs, device.launch_us, device.collective_us)
 
     @property
     def slope_us(self) -> float:
-        """Microseconds that one rank more costs: a send and a receive to post."""
+        """Microseconds added by each further rank: one send and one receive to post."""
         return 2.0 * self.launch_us
 
     @property
     def collective_us(self) -> float:
-        """Sizes first, handshakes before and after, and a post for each peer each way."""
+        """Size exchange, handshakes before and after, and one post for each peer and direction."""
         return 3.0 * self.round_trip_us + self.slope_us * (self.ranks - 1) + self.wire_us
 
     @property
     def one_sided_us(self) -> float:
-        """One launch writes to all peers and polls their flags."""
+        """One launch that writes to all peers and polls their flags."""
         return self.launch_us + self.wire_us
 
     @property
     def wire_us(self) -> float:
-        """Bytes alone."""
+        """Time of the bytes alone."""
         return self.num_bytes / (self.gbs * BYTES_PER_US)

@@ -1,4 +1,4 @@
-"""How much of one kind of stage was hidden behind another, from spans."""
+"""The part of communication time that overlapped with computation, from spans."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Collection, Iterable, Sequence
 
 from moe_mk.trace.recorder import Span
 
-JOURNEYS = frozenset({"dispatch", "combine"})
+COMMUNICATION = frozenset({"dispatch", "combine"})
 WORK = frozenset({"experts", "shared"})
 
 Range = tuple[float, float]
 
 
 def hidden_share(
-    spans: Sequence[Span], *, journeys: Collection[str] = JOURNEYS, work: Collection[str] = WORK
+    spans: Sequence[Span], *, communication: Collection[str] = COMMUNICATION, work: Collection[str] = WORK
 ) -> float | None:
-    """The part of the time with a journey under way in which work was done too, from 0 to 1; None without journeys.
+    """The part of communication time during which experts computed too, from 0 to 1; None without communication.
 
-    Time in which two journeys are under way counts once. 0: one after the other; 1: journeys that nobody waits for.
+    Time covered by two communication spans counts once. 0: no overlap; 1: communication is fully hidden.
     """
-    under_way = merged((s.start, s.end) for s in spans if s.stage in journeys)
+    under_way = merged((s.start, s.end) for s in spans if s.stage in communication)
     working = merged((s.start, s.end) for s in spans if s.stage in work)
     whole = sum(end - start for start, end in under_way)
     if whole <= 0:
@@ -29,7 +29,7 @@ def hidden_share(
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same time as ranges that do not touch, in order."""
+    """The union of ranges as sorted, disjoint ranges."""
     found: list[Range] = []
     for start, end in sorted(ranges):
         if found and start <= found[-1][1]:

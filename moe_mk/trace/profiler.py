@@ -1,4 +1,4 @@
-"""Stages as ranges of torch.profiler, so that a layer's parts show in the host's own timeline by their names.
+"""Stages as ranges of torch.profiler, so that the timeline of the host program shows the stages of a layer by name.
 
 with profiled(layer.spans, layer.name), torch.profiler.profile() as profile:
     layer(hidden_states)
@@ -16,7 +16,7 @@ from moe_mk.trace.recorder import Recorder, Spans
 
 
 class ProfilerRecorder(Recorder):
-    """Times stages as any recorder does, and opens a profiler range for each."""
+    """A recorder that also opens a profiler range for each stage."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class ProfilerRecorder(Recorder):
 
 @contextmanager
 def profiled(spans: Spans, name: str) -> Iterator[Recorder]:
-    """Let a layer's stages open profiler ranges; whoever listened before listens again afterwards."""
+    """Open a profiler range for every stage of a layer; the previous recorder is restored afterwards."""
     before, spans.recorder = spans.recorder, ProfilerRecorder(name)
     try:
         yield spans.recorder

@@ -1,7 +1,4 @@
-"""How many activations are close to zero: counted for given tensors, never assumed.
-
-Sparse activation is often claimed of gated experts. What is true of a model is what this finds on its own tokens.
-"""
+"""Count activations close to zero, to measure the sparsity of a model's gated experts on its own tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +15,20 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class NearZero:
-    """What was counted."""
+    """A count of activations close to zero."""
 
     near_zero: int
     total: int
     threshold: float
-    """Absolute; at most this counts as close to zero."""
+    """Absolute values up to this one are close to zero."""
 
     @property
     def share(self) -> float:
-        """Of all; 0 of none."""
+        """Fraction of all values; 0 if there are none."""
         return self.near_zero / self.total if self.total else 0.0
 
     def __add__(self, other: NearZero) -> NearZero:
-        """Both together; raises ConfigError for other thresholds."""
+        """The sum of two counts; raises ConfigError if their thresholds differ."""
         if other.threshold != self.threshold:
             raise ConfigError(f"counts under {self.threshold} and {other.threshold} do not add up")
         return NearZero(self.near_zero + other.near_zero, self.total + other.total, self.threshold)

@@ -48,6 +48,13 @@ def test_a_relay_volumes_and_a_layout() -> None:
     assert lines[11].split() == "11 expert 2 of 4, slice 3 of 4 batch 2 of 4".split()
 
 
+def test_paths_compare_initiators_and_collectives() -> None:
+    text = said("paths", "--device", "h100", "--ranks", "32", "--tokens", "128").stdout
+    assert "nvshmem" in text and "7 us" in text  # a copy by cudaMemcpy
+    assert "by a CPU proxy" in text and "driven by the host" in text and "one-sided" in text
+    assert "CPU proxy" not in said("paths", "--ranks", "8").stdout  # the fit starts at two nodes
+
+
 @pytest.mark.parametrize(
     "asked, told",
     [
