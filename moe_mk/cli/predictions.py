@@ -91,7 +91,7 @@ def volumes_command(
 
 
 @predictions.command("paths")
-@speaking
+@with_exit_code
 def paths_command(
     device: Annotated[str, typer.Option(help="a shipped device profile by name, or a file of one")] = "h100",
     ranks: Annotated[int, typer.Option(min=1, help="ranks")] = 32,

@@ -1,6 +1,6 @@
-"""A question to the oracle, as plain data, and the reasons that answer it.
+"""The input of the oracle as plain data, and the reasons against backends.
 
-Nothing in a Problem is looked up: a laptop can ask about 18 nodes of H200.
+A Problem reads nothing from the machine: a laptop can plan for 18 nodes of H200.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_mk.quant.tensor import QuantScheme
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a backend cannot serve. code: stable, for tests. fix: the setting or command that removes the reason."""
+    """Why a backend is not eligible. code: stable, for tests. fix: the setting or command that removes the reason."""
 
     code: str
     text: str
@@ -35,12 +35,12 @@ class Problem:
     config: MoEConfig
     device: DeviceProfile
     dtype: Plain
-    """The layer's own number format: what comes in, what goes out, what plain experts compute with."""
+    """The layer's dtype: of inputs and outputs, and of plain experts."""
     num_tokens: int
     installed: frozenset[str] = frozenset()
-    """Optional libraries that are there, by module name."""
+    """Optional libraries that are installed, by module name."""
     emulated: frozenset[str] = frozenset()
-    """Libraries of which an emulation is there; used only when kernel.allow_emulated."""
+    """Libraries that have an emulation; used only with kernel.allow_emulated."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
@@ -58,32 +58,32 @@ class Problem:
 
     @property
     def nodes(self) -> int:
-        """Nodes that the EP ranks of one TP slice lie on."""
+        """Nodes over which the EP ranks of one TP slice are spread."""
         return -(-self.ranks * self.config.parallel.tp // self.ranks_per_node)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of one host: as stated, or as the device profile has it."""
+        """Ranks of one host: parallel.ranks_per_node, else the value of the device profile."""
         return self.config.parallel.ranks_per_node or self.device.ranks_per_node
 
     @property
     def ep_ranks_per_node(self) -> int:
-        """EP ranks of one host: TP neighbours share it."""
+        """EP ranks of one host, which TP ranks share."""
         return max(self.ranks_per_node // self.config.parallel.tp, 1)
 
     @property
     def weights(self) -> QuantScheme:
-        """How the experts are stored."""
+        """The scheme of the stored experts."""
         return self.config.model.quant.weight_scheme
 
     @property
     def activations(self) -> QuantScheme | None:
-        """The rounded activations that the checkpoint asks for, or None."""
+        """The activation scheme that the checkpoint defines, or None."""
         return self.config.model.quant.activation_scheme
 
     @property
     def slots(self) -> int:
-        """L of the fullest rank."""
+        """L, physical experts on the rank with the most."""
         placement = self.config.parallel.placement
         physical = self.config.model.num_experts if isinstance(placement, str) else len(placement)
         return -(-physical // self.ranks)
@@ -95,16 +95,16 @@ class Problem:
 
     @property
     def ranks_per_token(self) -> float:
-        """Expected distinct ranks that one token visits, its own included: `comm.visits`."""
+        """Expected distinct ranks that one token is sent to, its own included: `comm.visits`."""
         return self._visited(self.ranks)
 
     @property
     def nodes_per_token(self) -> float:
-        """Expected distinct nodes that one token visits, its own included; as many as the router's groups allow."""
+        """Expected distinct nodes that one token is sent to, its own included, limited by the router's groups."""
         return self._visited(min(self.nodes, self.ranks))
 
     def _visited(self, groups: int) -> float:
-        """Under uniform routing. Only a linear placement keeps the router's groups together."""
+        """Under uniform routing. Only a linear placement keeps the router's groups on one node or rank."""
         router, parallel, num_experts = self.config.router, self.config.parallel, self.config.model.num_experts
         if parallel.placement != "linear" or router.hash_vocabulary is not None:
             return expected_groups(num_experts, router.top_k, groups)
@@ -113,7 +113,7 @@ class Problem:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The question as JSON."""
+        """The problem as JSON."""
         return {
             "config": self.config.model_dump(mode="json"),
             "device": self.device.model_dump(mode="json"),

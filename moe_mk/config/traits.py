@@ -1,4 +1,4 @@
-"""What every backend declares about itself, and the reasons that follow from it without any code."""
+"""Traits that every backend declares, and the reasons that follow from them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from moe_mk.config.problem import Problem, Reason
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Facts of one backend. Defaults are the most permissive answer."""
+    """Properties of one backend; the defaults are the most permissive."""
 
     summary: str
     """One line: what it is and when to choose it."""
     kinds: frozenset[str] = frozenset({"cpu", "cuda", "rocm"})
     """Kinds of device it runs on."""
     min_arch: tuple[int, int] = (0, 0)
-    """Lowest CUDA compute capability; devices without one are not asked."""
+    """Lowest CUDA compute capability; not checked on devices without one."""
     library: str = ""
     """Module name of the optional library it needs."""
     extra: str = ""
@@ -28,9 +28,9 @@ class Traits:
 
 
 def common_reasons(traits: Traits, problem: Problem) -> list[Reason]:
-    """Everything that device, libraries and the promises asked for say against a backend."""
+    """Reasons against a backend from the device, missing libraries and required guarantees."""
     device, kernel, reasons = problem.device, problem.config.kernel, []
-    # An emulation needs no device of its own: it runs on the host.
+    # An emulation runs on the host.
     kinds = traits.kinds | {"cpu"} if runs_emulated(traits, problem) else traits.kinds
     if device.kind not in kinds:
         reasons.append(Reason("device", f"runs on {', '.join(sorted(kinds))}, this device is {device.kind}"))
@@ -42,12 +42,18 @@ def common_reasons(traits: Traits, problem: Problem) -> list[Reason]:
     if kernel.graphs and not traits.graph_safe:
         reasons.append(Reason("graphs", "cannot be captured in a CUDA graph", "kernel.graphs = false"))
     if kernel.deterministic and not traits.deterministic:
-        reasons.append(Reason("deterministic", "does not give equal bits twice", "kernel.deterministic = false"))
+        reasons.append(
+            Reason(
+                "deterministic",
+                "is not deterministic",
+                "kernel.deterministic = false",
+            )
+        )
     return reasons
 
 
 def runs_emulated(traits: Traits, problem: Problem) -> bool:
-    """Whether a backend would run on the emulation of its library: that is there, allowed, and the real one is not."""
+    """Whether a backend would use the emulation of its library: present, allowed, and the real library is absent."""
     stands_in = traits.library in problem.emulated and traits.library not in problem.installed
     return bool(traits.library) and stands_in and problem.config.kernel.allow_emulated
 

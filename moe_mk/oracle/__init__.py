@@ -1,4 +1,4 @@
-"""Which transport and which experts, and why not the others: decided from data, explained in full."""
+"""Backend selection: chooses a transport and an experts backend, and records the reasons against all others."""
 
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError
@@ -10,12 +10,15 @@ from moe_mk.oracle.verdict import Decision, Verdict
 
 
 def select(problem: Problem) -> Decision:
-    """Ask the oracle that serves the problem's quantisation type."""
+    """Decide with the oracle of the problem's quantisation type.
+
+    Raises ConfigError if no oracle serves the type, UnsupportedError with all reasons if no pair is eligible.
+    """
     stored = problem.config.model.quant.weights
     for _, oracle in ORACLES.items():
         if stored in oracle.stored:
             return decide(problem, oracle)
-    raise ConfigError(f"no oracle serves experts stored as {stored!r}")
+    raise ConfigError(f"no oracle serves experts stored as {stored!r}; registered: {', '.join(ORACLES)}")
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""From a decision to a kernel: the second phase, the same for every quantisation type."""
+"""Build the kernel of a decision: the second phase, the same for every quantisation type."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from moe_mk.trace.recorder import Spans
 
 @dataclass(frozen=True)
 class Parts:
-    """What a kernel is built from beside its decision: this rank's place in the world."""
+    """The arguments of a kernel other than its decision: placement, device and communicator of this rank."""
 
     expert_map: ExpertMap
     device: torch.device
     comm: Communicator = field(default_factory=SingleRank)
     spans: Spans = field(default_factory=Spans)
     tables: PlacementTables | None = None
-    """The placement on the device, where the caller has it already."""
+    """The placement tables on the device; None builds them."""
 
 
 def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKernel:
-    """Build the chosen pair, or the chosen monolithic experts, on this rank."""
+    """Build the chosen pair, or the chosen monolithic kernel, on this rank."""
     chosen, tables = decision.chosen, parts.tables or parts.expert_map.tables(parts.device)
     num_slots = parts.expert_map.num_slots(parts.comm.rank)
     context = experts_context(decision, parts, num_slots, decision.problem.intermediate)
@@ -66,7 +66,7 @@ def build_experts(decision: Decision, name: str, context: ExpertsContext) -> Fus
 
 
 def experts_context(decision: Decision, parts: Parts, num_slots: int, intermediate_size: int) -> ExpertsContext:
-    """What the experts of a decision are built from; the shared experts are one slot of another size."""
+    """The context in which experts are built; shared experts are one slot of another intermediate size."""
     return ExpertsContext(
         dtype=decision.problem.dtype,
         compute=decision.compute,

@@ -1,9 +1,7 @@
-"""What one quantisation type declares; the engine in `decide.py` does the rest.
+"""The declaration of one quantisation type; `decide.py` evaluates it.
 
-What every type with rounded activations declares alike: what experts compute with, what travels, what else to hold.
-
-Experts that read rounded activations and a transport that can carry them quantise before sending; else tokens travel in
-the layer's dtype and the experts round. Never both.
+Tokens are quantised once: before dispatch if the experts consume quantised activations and the transport supports them,
+otherwise by the experts, after a dispatch in the layer's dtype.
 """
 
 from __future__ import annotations
@@ -20,25 +18,25 @@ from moe_mk.registry import Registry
 
 
 class Oracle(ABC):
-    """The choices that depend on how experts are stored."""
+    """Choices that depend on the quantisation type of the stored weights."""
 
     name: ClassVar[str]
     stored: ClassVar[frozenset[str]]
-    """Values of model.quant.weights it serves."""
+    """The values of model.quant.weights that this oracle serves."""
 
     @classmethod
     @abstractmethod
     def compute_scheme(cls, problem: Problem, experts: ExpertsTraits) -> QuantScheme:
-        """What the experts round activations to."""
+        """The scheme to which the experts quantise activations."""
 
     @classmethod
     @abstractmethod
     def wire_scheme(cls, problem: Problem, transport: TransportTraits, compute: QuantScheme) -> QuantScheme:
-        """What tokens are quantised to before they travel, given what the experts compute with."""
+        """The scheme of tokens in dispatch, given the scheme that the experts compute with."""
 
     @classmethod
     def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
-        """The formats the weights may be held in, best first. By default only the one they are stored in."""
+        """Formats in which weights may be held, best first; by default only the stored one."""
         return (as_stored(problem),)
 
 
@@ -46,11 +44,11 @@ ORACLES: Registry[type[Oracle]] = Registry("oracle", Oracle, group="moe_mk.oracl
 
 
 class RoundedOracle(Oracle):
-    """A type whose checkpoints ask for rounded activations, or leave them in the layer's dtype (weight-only)."""
+    """A type whose checkpoints define quantised activations, or keep the layer's dtype (weight-only)."""
 
     @classmethod
     def compute_scheme(cls, problem: Problem, experts: ExpertsTraits) -> QuantScheme:
-        """What kernel.activations asks for, else the first that the experts name among the two that are possible."""
+        """The scheme set by kernel.activations; with auto, the first possible one in the experts' traits."""
         activations, wish = problem.activations, problem.config.kernel.activations
         if activations is None or wish == "plain":
             return problem.dtype
@@ -60,7 +58,7 @@ class RoundedOracle(Oracle):
 
     @classmethod
     def wire_scheme(cls, problem: Problem, transport: TransportTraits, compute: QuantScheme) -> QuantScheme:
-        """The rounded activations if they may travel and the experts read them, or if kernel.wire insists."""
+        """Quantised activations if the transport supports them, and the experts or kernel.wire require them."""
         activations, wish = problem.activations, problem.config.kernel.wire
         if activations is None or activations.family not in transport.wire or wish == "plain":
             return problem.dtype
@@ -68,5 +66,5 @@ class RoundedOracle(Oracle):
 
     @classmethod
     def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:
-        """As stored, with rounded activations or weight-only; else in FP8; else in the layer's dtype."""
+        """The stored format, with quantised activations or weight-only; then FP8; then the layer's dtype."""
         return as_stored(problem), in_fp8(problem), in_layer_dtype(problem)

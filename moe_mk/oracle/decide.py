@@ -1,4 +1,4 @@
-"""One engine for every quantisation type: all reasons, then cost, then the pin. Pure: data in, data out."""
+"""The selection algorithm of all quantisation types: collect reasons, estimate costs, apply pins. A pure function."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import choose_gate_tier
 
 INSIDE = "inside"
-"""The transport name of monolithic experts: they route inside, tokens are gathered around them where needed."""
+"""The transport name of monolithic kernels: they route internally, and tokens are gathered around them if needed."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One pair with what it would do."""
+    """One pair of transport and experts, with the schemes it would use."""
 
     transport: str
     experts: str
@@ -40,21 +40,21 @@ class Candidate:
     workspace: Workspace
 
     def volume(self, problem: Problem) -> Volume:
-        """Rows on the wire."""
+        """Rows that the transport sends."""
         return self.transport_type.volume(problem)
 
     def buffers(self, problem: Problem) -> Buffers:
-        """What it holds beside the weights in calls of the problem's tokens."""
+        """Memory in addition to the weights, for calls of the problem's number of tokens."""
         return buffers_of(self.transport_type, self.wire, self.workspace, problem)
 
 
 def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
-    """Judge every registered pair and choose the cheapest that can serve, or the pinned one.
+    """Evaluate every registered pair and choose the eligible one with the lowest cost, within the pins.
 
     Weights keep their stored format if any backend other than the reference reads it, else the first format of the
     oracle that such a backend reads; the decision then states the cost (`Decision.effect`).
-    Raises UnsupportedError with all reasons against all pairs if none can, ConfigError for an unknown pin or a
-    problem of another quantisation type.
+    Raises UnsupportedError with all reasons against all pairs if none is eligible, ConfigError for an unknown pin or
+    a problem of another quantisation type.
     """
     _check_pins(problem)
     _check_type(problem, oracle)
@@ -76,7 +76,7 @@ def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
 
 
 def _allowed_formats(problem: Problem, oracle: type[Oracle]) -> tuple[WeightFormat, ...]:
-    """Requantised weights have no rounded activations of their own: who insists on those gets no fallback."""
+    """Formats to try. Requantised weights have no activation scheme, so activations = checkpoint allows no fallback."""
     formats, kernel = oracle.formats(problem), problem.config.kernel
     insists = kernel.activations == "checkpoint" and problem.activations is not None
     return formats if kernel.fallback and not insists else formats[:1]
@@ -97,7 +97,7 @@ def _try(weight_format: WeightFormat, problem: Problem, oracle: type[Oracle]) ->
     candidates = _candidates(held, oracle)
     verdicts = [_verdict(candidate, held) for candidate in candidates]
     able = [(v, c) for v, c in zip(verdicts, candidates, strict=True) if not v.reasons and _is_wanted(v, held)]
-    if not weight_format.is_stored:  # experts that route inside take weights only as they are
+    if not weight_format.is_stored:  # monolithic kernels support only the stored format
         able = [(v, c) for v, c in able if v.prepare_finalize != INSIDE]
     return Attempt(weight_format, held, verdicts, able)
 
@@ -110,12 +110,12 @@ def _rejected_format(attempt: Attempt) -> RejectedFormat:
         if not experts.traits.definition and (reasons := experts.reasons_against(attempt.problem))
     }
     lines = [f"{name} {', '.join(map(str, reasons))}" for name, reasons in reasons_of.items()]
-    left = "; only the reference reads it" if attempt.able else ""
-    return RejectedFormat(attempt.problem.weights.name, ("; ".join(lines) or "no transport goes with it") + left)
+    left = "; only the reference backend reads it" if attempt.able else ""
+    return RejectedFormat(attempt.problem.weights.name, ("; ".join(lines) or "no transport supports it") + left)
 
 
 def judge(problem: Problem, oracle: type[Oracle]) -> list[Verdict]:
-    """A verdict on every registered pair, pins aside, with the weights as stored; also where nothing can serve."""
+    """The verdict on every registered pair with the stored weights, without pins, even if none is eligible."""
     _check_type(problem, oracle)
     return [_verdict(candidate, problem) for candidate in _candidates(problem, oracle)]
 
@@ -151,9 +151,11 @@ def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
 
 
 def _tile_reasons(problem: Problem) -> list[Reason]:
-    """What `kernel.tiles` says against a kernel that is one piece."""
+    """The reason against a monolithic kernel if `kernel.tiles` asks for more than one tile."""
     tiles = problem.config.kernel.tiles
-    return [Reason("tiles", f"is one piece, which cannot be cut into {tiles} tiles", "kernel.tiles = 1")] * (tiles > 1)
+    return [Reason("tiles", f"a monolithic kernel cannot be split into {tiles} tiles", "kernel.tiles = 1")] * (
+        tiles > 1
+    )
 
 
 def _verdict(candidate: Candidate, problem: Problem) -> Verdict:
@@ -175,7 +177,7 @@ def _with_memory(candidate: Candidate, problem: Problem) -> Candidate:
         return candidate
     sizes = f"{need / 2**30:.1f} GiB of weights and buffers exceed the device's {have / 2**30:.0f} GiB"
     fewer = "use fewer tokens a call, or a smaller kernel.max_num_tokens"
-    fix = "use more ranks" if weights_bytes(problem) > have else fewer  # of which more send more rows here
+    fix = "use more ranks" if weights_bytes(problem) > have else fewer  # more ranks would send more rows here
     return replace(candidate, reasons=(*candidate.reasons, Reason("memory", sizes, fix)))
 
 
@@ -215,7 +217,7 @@ def _decision(
 
 
 def _gate_kernels(candidate: Candidate, problem: Problem) -> frozenset[str]:
-    """The native gate is part of the library that the native experts have loaded anyway; it knows not all scores."""
+    """The native gate is in the library that native experts load; it supports sigmoid and softmax scores only."""
     config = problem.config
     scored = config.router.scoring_func in ("sigmoid", "softmax")
     native = candidate.traits.library == COMPILER and config.kernel.fused_router and scored
@@ -246,13 +248,13 @@ def _because(problem: Problem, rivals: int) -> str:
     if pins and not rivals:
         return f"pinned by {pins}"
     if not rivals:
-        return "the only pair that can serve"
-    return f"cheapest of {rivals + 1} pairs that can serve" + (f", pinned by {pins}" if pins else "")
+        return "the only eligible pair"
+    return f"lowest cost of {rivals + 1} eligible pairs" + (f", pinned by {pins}" if pins else "")
 
 
 def _no_such_pair() -> str:
     inside = ", ".join(MONOLITHIC)
-    return f"there is no such pair: {inside} route inside, so that their transport is {INSIDE!r}, and no others' is"
+    return f"no such pair is registered: {inside} route internally, with transport {INSIDE!r}, which only they have"
 
 
 def _nothing_serves(problem: Problem) -> str:

@@ -21,7 +21,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One way to hold the weights of a problem."""
+    """A format in which the weights of a problem may be held."""
 
     quant: QuantConfig
     stored: QuantConfig
@@ -57,14 +57,14 @@ class Effect:
     stored: str
     held: str
     memory: float
-    """Bytes held, relative to those stored."""
+    """Bytes held over bytes stored."""
     rounding: float
     """Root mean square relative error that requantising adds to a weight; 0 where the new format holds every value."""
     speed: str
 
     def __str__(self) -> str:
-        kept = "no rounding is added to weights"
-        added = kept if self.rounding == 0 else f"weights are rounded once more, by {self.rounding:.1%}"
+        kept = "no rounding error is added"
+        added = kept if self.rounding == 0 else f"rounding adds a relative error of {self.rounding:.1%}"
         return f"{self.stored} weights are held as {self.held}: {self.memory:.2f}x the memory; {added}; {self.speed}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def in_fp8(problem: Problem) -> WeightFormat:
 
 
 def in_layer_dtype(problem: Problem) -> WeightFormat:
-    """Decoded once, for experts that read plain weights."""
+    """Weights dequantised to the layer's dtype at load, for experts that read plain weights."""
     return WeightFormat(QuantConfig.parse({"weights": problem.dtype.name}, "a fallback"), problem.config.model.quant)
 
 
@@ -103,15 +103,15 @@ def effect_of(weight_format: WeightFormat, problem: Problem) -> Effect | None:
     held = weight_format.of(problem)
     memory = expert_bytes(held) / expert_bytes(problem)
     if memory <= 1:
-        speed = "decoding reads no more bytes than before"
+        speed = "decode reads no more bytes than in the stored format"
     else:
         stored = problem.weights.name
-        speed = f"a decode that is bound by memory takes up to {memory:.2f}x the time of a kernel for {stored}"
+        speed = f"memory-bound decode takes up to {memory:.2f}x the time of a kernel for {stored}"
     return Effect(problem.weights.name, held.weights.name, memory, added_rounding(problem.weights, held.weights), speed)
 
 
 def added_rounding(stored: QuantScheme, held: QuantScheme) -> float:
-    """The error of requantising: none where four-bit floats or FP8 codes times powers of two stay what they are."""
+    """The relative RMS error added by requantising; 0 if every stored value is representable in the new format."""
     if isinstance(held, Plain):
         # Every stored value is a code of at most 8 significant bits times a scale; only a scale that is no power of
         # two needs rounding to bf16.

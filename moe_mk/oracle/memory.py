@@ -1,4 +1,4 @@
-"""What a pair holds beside the weights, and how many tokens of a rank and call a device has room for."""
+"""Memory of a pair in addition to the weights, and the most tokens per rank and call that fit the device."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.quant.wire import row_bytes
 
 Workspace = Callable[[Problem, int], int]
-"""Bytes that experts allocate for so many received rows."""
+"""(problem, received rows) to the bytes that experts allocate."""
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """The most bytes that one rank holds beside the weights, by who needs them: worst routing."""
+    """Upper bound on the bytes of one rank in addition to the weights, by use, for the worst routing."""
 
     rows: int
     """Received rows as bytes and as tensors, and their outputs in f32 and in the layer's dtype."""
     workspace: int
-    """Of the experts, during a call."""
+    """Temporary memory of the experts during a call."""
     transport: int
-    """What the transport or its library keeps between calls."""
+    """Memory that the transport or its library keeps between calls."""
 
     @property
     def total(self) -> int:
-        """All of it at once."""
+        """The sum."""
         return self.rows + self.workspace + self.transport
 
 
 def weights_bytes(problem: Problem) -> int:
-    """Of this layer's experts on the fullest rank."""
+    """Bytes of this layer's experts on the rank with the most slots."""
     return problem.slots * cost.expert_bytes(problem)
 
 
 def buffers_of(
     transport_type: type[PrepareFinalize], wire: QuantScheme, workspace: Workspace, problem: Problem
 ) -> Buffers:
-    """For calls of `problem.num_tokens` tokens a rank."""
+    """Buffers for calls of `problem.num_tokens` tokens a rank."""
     rows, hidden = transport_type.max_rows(problem), problem.config.model.hidden_size
     per_row = 2 * row_bytes(wire, hidden) + hidden * (4 + problem.dtype.dtype.itemsize)
     return Buffers(rows * per_row, workspace(problem, rows), transport_type.buffer_bytes(problem))
@@ -53,19 +53,19 @@ def limited_to(problem: Problem, num_tokens: int) -> Problem:
 
 
 def room_of(problem: Problem) -> int:
-    """Bytes of the device."""
+    """Bytes of device memory."""
     return round(problem.device.memory_gib * 2**30)
 
 
 def most_tokens(problem: Problem, buffers: Callable[[Problem], Buffers]) -> int:
-    """The most tokens a rank, up to kernel.max_num_tokens, whose buffers fit the device beside the weights; at least 1.
+    """The most tokens a rank, up to kernel.max_num_tokens, whose buffers and the weights fit the device; at least 1.
 
-    buffers: those of a problem's number of tokens; they grow with it.
+    buffers: returns the buffers for a problem's num_tokens, and grows with it.
     """
     free = room_of(problem) - weights_bytes(problem)
     fits, beyond = 1, problem.config.kernel.max_num_tokens + 1
     while beyond - fits > 1:
-        # The limit itself first: it nearly always fits.
+        # The limit first: it nearly always fits.
         middle = beyond - 1 if beyond > problem.config.kernel.max_num_tokens else (fits + beyond) // 2
         if buffers(limited_to(problem, middle)).total <= free:
             fits = middle

@@ -1,4 +1,4 @@
-"""What speaks against a pair: the reasons of each half, and those that only the two together have."""
+"""Reasons against a pair: those of its transport, of its experts, and of the combination."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_mk.tokens import LAYOUT_NAMES
 def reasons_against_pair(
     transport: type[PrepareFinalize], experts: type[FusedExperts], problem: Problem
 ) -> list[Reason]:
-    """Every reason against a pair, those of the transport first; empty if the pair can serve."""
+    """Every reason against a pair, those of the transport first; empty if the pair is eligible."""
     return [
         *transport.reasons_against(problem),
         *experts.reasons_against(problem),
@@ -30,27 +30,29 @@ def pair_reasons(transport: TransportTraits, experts: ExpertsTraits, problem: Pr
         yield Reason("layout", f"the transport delivers {produced} tokens, the experts read {read}")
     elif experts.emits[layout] > transport.wants:
         have, want = experts.emits[layout].name.lower(), transport.wants.name.lower()
-        yield Reason("reduce", f"the experts' output is already {have}, the transport takes it {want} and sums itself")
+        yield Reason("reduce", f"the experts return {have} output, the transport reduces {want} output itself")
     if layout is not None and layout is not transport.produces and problem.config.kernel.graphs:
-        yield Reason("graphs", "permuting rows reads counts on the host", "kernel.graphs = false")
+        yield Reason("graphs", "permuting rows synchronises with the host to read counts", "kernel.graphs = false")
     yield from wire_reasons(transport.wire, problem)
 
 
 def wire_reasons(carries: frozenset[str], problem: Problem) -> Iterator[Reason]:
-    """Reasons against a pinned wire scheme, where anything travels at all."""
+    """Reasons against a pinned wire scheme; none on a single rank, where nothing is sent."""
     wish, activations = problem.config.kernel.wire, problem.activations
     if wish in ("auto", "plain") or problem.ranks == 1:
         return
     family = activations.family if wish == "checkpoint" and activations is not None else "fp8"
     if family not in carries:
-        yield Reason("wire", f"the transport cannot carry {family.upper()} rows", "kernel.wire = auto")
+        yield Reason("wire", f"the transport does not support {family.upper()} rows", "kernel.wire = auto")
     if activations is None or (wish == "fp8" and activations.family != "fp8"):
         stored = problem.weights.name
-        yield Reason("wire", f"{stored} experts say of no FP8 activations how to scale them", "kernel.wire = auto")
+        yield Reason(
+            "wire", f"the checkpoint ({stored} experts) defines no FP8 activation scales", "kernel.wire = auto"
+        )
 
 
 def layout_read(transport: TransportTraits, experts: ExpertsTraits) -> type | None:
-    """The layout the experts get from a transport: as delivered if they read it, else permuted; None if neither."""
+    """The layout that experts read from a transport: as produced if they consume it, else permuted; None if neither."""
     if transport.produces in experts.consumes:
         return transport.produces
     best = experts.consumes[0]

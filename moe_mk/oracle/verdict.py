@@ -1,9 +1,7 @@
-"""What the oracle says: a verdict on every pair, and the decision with everything that follows from it.
+"""Verdicts on pairs, the decision, and its explanation.
 
-What stands against pairs, each reason told once of whoever causes it: a transport, experts, or the two together.
-
-With twenty transports and six experts a table of pairs repeats itself a hundred times. A reason against a transport
-whatever the experts is told of the transport alone, likewise of experts; what is left is told of pairs.
+An explanation lists eligible pairs with their estimated cost. Each reason against a pair is printed once: under the
+transport if it holds with all experts, under the experts if it holds with all transports, otherwise under the pair.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ ANY = "any"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reasons, and every pair of one of these transports and one of these experts against which they stand."""
+    """Reasons that hold against every pair of these transports and these experts."""
 
     prepare_finalize: tuple[str, ...]
-    """Empty for any."""
+    """Empty: any."""
     experts: tuple[str, ...]
-    """Empty for any."""
+    """Empty: any."""
     reasons: Reasons
 
     def covers(self, verdict: Verdict) -> bool:
-        """Whether it speaks of a pair."""
+        """Whether the reasons hold against this pair."""
         of_transport = not self.prepare_finalize or verdict.prepare_finalize in self.prepare_finalize
         return of_transport and (not self.experts or verdict.experts in self.experts)
 
@@ -49,13 +47,13 @@ class Refusal:
 
 
 def group_refusals(verdicts: Sequence[Verdict]) -> list[Refusal]:
-    """All reasons against all refused pairs. For each pair, the refusals that cover it have exactly its reasons."""
+    """Group the reasons against all pairs. For each pair, the refusals that cover it have exactly its reasons."""
     of_transport = _in_all(verdicts, [verdict.prepare_finalize for verdict in verdicts])
     left = {verdict: _without(verdict.reasons, of_transport.get(verdict.prepare_finalize, ())) for verdict in verdicts}
     of_experts: dict[str, Reasons] = {}
     for name, common in _in_all(verdicts, [verdict.experts for verdict in verdicts]).items():
-        untold = {reason for verdict, reasons in left.items() if verdict.experts == name for reason in reasons}
-        if new := tuple(reason for reason in common if reason in untold):
+        remaining = {reason for verdict, reasons in left.items() if verdict.experts == name for reason in reasons}
+        if new := tuple(reason for reason in common if reason in remaining):
             of_experts[name] = new
     of_pairs = {
         (verdict.prepare_finalize, verdict.experts): rest
@@ -69,13 +67,13 @@ def group_refusals(verdicts: Sequence[Verdict]) -> list[Refusal]:
     ]
 
 
-def _without(reasons: Reasons, told: Reasons) -> Reasons:
-    """Reasons that are not told yet, each once."""
-    return tuple(reason for reason in dict.fromkeys(reasons) if reason not in told)
+def _without(reasons: Reasons, listed: Reasons) -> Reasons:
+    """Reasons that are not listed yet, without duplicates."""
+    return tuple(reason for reason in dict.fromkeys(reasons) if reason not in listed)
 
 
 def _in_all(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[str, Reasons]:
-    """By name, the reasons that all of its verdicts have, where it has more than one."""
+    """By name, the reasons that all of its verdicts share; names with a single verdict are left out."""
     mine: dict[str, list[Reasons]] = {}
     for name, verdict in zip(names, verdicts, strict=True):
         mine.setdefault(name, []).append(verdict.reasons)
@@ -88,7 +86,7 @@ def _in_all(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[str, Reas
 
 
 def _of_pairs(left: Mapping[Pair, Reasons]) -> Iterator[Refusal]:
-    """Pairs with the same reasons, in rectangles: transports that have them with the same experts."""
+    """Merge pairs with equal reasons into products of transports and experts."""
     for pairs, reasons in _grouped(left.items()):
         experts_of: dict[str, list[str]] = {}
         for transport, experts in pairs:
@@ -98,7 +96,7 @@ def _of_pairs(left: Mapping[Pair, Reasons]) -> Iterator[Refusal]:
 
 
 def _grouped(items: Iterable[tuple[K, V]]) -> Iterator[tuple[tuple[K, ...], V]]:
-    """Keys by what they have, in the order in which that is met first."""
+    """Group keys by value, in order of first occurrence."""
     met: dict[V, list[K]] = {}
     for key, value in items:
         met.setdefault(value, []).append(key)
@@ -108,7 +106,7 @@ def _grouped(items: Iterable[tuple[K, V]]) -> Iterator[tuple[tuple[K, ...], V]]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One pair: chosen, eligible at a price, or refused for every one of its reasons."""
+    """One pair: chosen, eligible with a cost, or refused with every reason."""
 
     prepare_finalize: str
     experts: str
@@ -150,33 +148,33 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Decision:
-    """The oracle's answer. Pure data: it prints, serialises, and is compared across ranks."""
+    """The oracle's answer: pure data, printed, serialised, and compared across ranks."""
 
     problem: Problem
     oracle: str
     verdicts: tuple[Verdict, ...]
-    """Every pair, the chosen one first, then by cost, then the refused."""
+    """Every pair: the chosen one, then the eligible ones by cost, then the refused ones."""
     because: str
     wire: QuantScheme
-    """What tokens are quantised to before they travel."""
+    """The scheme of tokens in dispatch."""
     compute: QuantScheme
-    """What the experts round activations to before each GEMM."""
+    """The scheme to which the experts quantise activations before each GEMM."""
     dispatch_bytes: int
-    """Expected bytes one rank sends outward in one call, under uniform routing."""
+    """Expected bytes that one rank sends in dispatch of one call, under uniform routing."""
     combine_bytes: int
     weights_bytes: int
     """Bytes of this layer's experts on the fullest rank."""
     buffers: Buffers
-    """What calls of kernel.max_num_tokens tokens a rank hold beside the weights."""
+    """Memory in addition to the weights, for calls of kernel.max_num_tokens tokens a rank."""
     least_buffers: Buffers
-    """The same with kernel.max_num_tokens as low as the problem's tokens a rank."""
+    """The same with kernel.max_num_tokens = num_tokens."""
     tokens_that_fit: int
-    """The most kernel.max_num_tokens, up to the one that is set, whose buffers fit the device beside the weights."""
+    """The largest kernel.max_num_tokens, up to the configured one, whose buffers and the weights fit the device."""
     graph_safe: bool
     deterministic: bool
     gate: GateChoice
     budget: Budget | None = None
-    """What the transport keeps of the device for itself; None where it has nothing that `kernel.comm_units` counts."""
+    """Compute units that the transport reserves; None if it has none that `kernel.comm_units` counts."""
     effect: Effect | None = None
     """The cost of requantising the weights at load; None if they keep the stored format. `problem` describes the
     weights as they are held."""
@@ -190,11 +188,11 @@ class Decision:
 
     @property
     def buffer_bytes(self) -> int:
-        """The most bytes one call holds for received rows, their outputs and the experts' workspace: worst routing."""
+        """Upper bound on the bytes of received rows, outputs, workspace and transport buffers: worst routing."""
         return self.buffers.total
 
     def notes(self) -> Mapping[str, str]:
-        """What every rank of a group must agree on, by name."""
+        """Values that must be equal on every rank of a group, by name."""
         config = self.problem.config
         return {
             "prepare_finalize": self.chosen.prepare_finalize,
@@ -241,22 +239,22 @@ class Decision:
 
     def _tiles(self) -> list[str]:
         kernel = self.problem.config.kernel
-        who = {"turns": "the calling thread, in turns with the experts", "thread": "a thread of their own"}
-        return [f"  {kernel.tiles} tiles a call, carried by {who[kernel.tile_carrier]}"] * (kernel.tiles > 1)
+        thread = {"turns": "the calling thread, alternating with the experts", "thread": "a separate thread"}
+        return [f"  {kernel.tiles} tiles per call, sent by {thread[kernel.tile_carrier]}"] * (kernel.tiles > 1)
 
     def __str__(self) -> str:
-        """The decision for a terminal: every pair that can serve, and every reason against the others, once."""
+        """The explanation as text: eligible pairs with their cost, and each reason against the others once."""
         p = self.problem
         head = (
             f"{self.chosen.name}: {self.because}\n"
             f"  on {p.device.name}, ep={p.ranks} tp={p.config.parallel.tp}, {p.num_tokens} tokens a rank, "
             f"{p.dtype.name}; wire {self.wire.name}, experts compute {self.compute.name}\n"
-            f"  one call sends {self.dispatch_bytes:,} B out and {self.combine_bytes:,} B home; "
-            f"{self.weights_bytes / 2**30:.2f} GiB of experts, buffers at most {self.buffer_bytes / 2**20:,.0f} MiB\n"
+            f"  per call: {self.dispatch_bytes:,} B dispatched, {self.combine_bytes:,} B combined; "
+            f"{self.weights_bytes / 2**30:.2f} GiB of experts, buffers up to {self.buffer_bytes / 2**20:,.0f} MiB\n"
             f"  gate {self.gate.tier}; "
             + "; ".join(f"not {t}: {', '.join(why)}" for t, why in self.gate.reasons.items())
         )
-        kept = [] if self.budget is None else [f"  {self.chosen.prepare_finalize} keeps {self.budget}"]
+        kept = [] if self.budget is None else [f"  {self.chosen.prepare_finalize} reserves {self.budget}"]
         kept += self._tiles()
         formats = [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
         served = [verdict.line() for verdict in self.verdicts if verdict.cost_us is not None]

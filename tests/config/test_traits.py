@@ -41,7 +41,7 @@ def test_every_reason_is_listed() -> None:
         "runs on cuda, this device is cpu",
         "deep_ep is not installed [build it]",
         "cannot be captured in a CUDA graph [kernel.graphs = false]",
-        "does not give equal bits twice [kernel.deterministic = false]",
+        "is not deterministic [kernel.deterministic = false]",
     ]
     assert codes(PICKY, problem(installed="deep_ep")) == []
 

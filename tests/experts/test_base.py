@@ -43,7 +43,7 @@ def test_every_reason_is_told_at_once() -> None:
     )  # fmt: skip
     assert told(traits, problem(activations="checkpoint", deterministic=True)) == {
         "arch": "needs sm_100, this device is sm_90",
-        "deterministic": "does not give equal bits twice [kernel.deterministic = false]",
+        "deterministic": "is not deterministic [kernel.deterministic = false]",
         "block": "reads FP8 blocks with sides 64, the experts have 128x128",
         "activation": "has relu2, the model needs silu",
         "dtype": "computes in bf16, the layer is fp16",

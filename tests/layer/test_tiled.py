@@ -75,8 +75,8 @@ def test_tiles_outlive_another_placement(x_TH: Tensor) -> None:
 
 def test_a_decision_says_that_there_are_tiles_and_who_carries_them() -> None:
     said = {who: str(layer(8, 2, tiles=4, tile_carrier=who).explain()) for who in ("turns", "thread")}
-    assert "4 tiles a call, carried by the calling thread, in turns with the experts" in said["turns"]
-    assert "4 tiles a call, carried by a thread of their own" in said["thread"]
+    assert "4 tiles per call, sent by the calling thread, alternating with the experts" in said["turns"]
+    assert "4 tiles per call, sent by a separate thread" in said["thread"]
     assert "tiles a call" not in str(layer(8, 2).explain())
 
 
@@ -110,7 +110,7 @@ def test_a_carrying_thread_cannot_be_captured() -> None:
 
 
 def test_a_kernel_that_is_one_piece_is_refused_with_the_reason() -> None:
-    with pytest.raises(UnsupportedError, match=r"is one piece, which cannot be cut into 2 tiles \[kernel.tiles = 1\]"):
+    with pytest.raises(UnsupportedError, match=r"monolithic kernel cannot be split into 2 tiles \[kernel.tiles = 1\]"):
         layer(8, 2, tiles=2, prepare_finalize="inside")
     with pytest.raises(ConfigError, match=r"tiles"):
         config(8, 2, tiles=0)

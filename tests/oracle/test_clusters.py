@@ -169,4 +169,4 @@ def test_decoding_takes_low_latency_and_prefill_high_throughput_from_the_modelle
     monkeypatch.setattr(EXPERTS, "_entries", {"reference": EXPERTS["reference"]})
     for tokens, wanted in ((crossover - 1, "deepep_ll"), (crossover, "deepep_ht")):
         decision = oracle.select(asked("h200", ranks, tokens, prepare_finalize="auto", experts="reference"))
-        assert decision.chosen.prepare_finalize == wanted and "cheapest of 2 pairs" in decision.because
+        assert decision.chosen.prepare_finalize == wanted and "lowest cost of 2 eligible pairs" in decision.because

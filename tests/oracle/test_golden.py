@@ -94,7 +94,7 @@ def check_fallback(decision: Decision, problem: Problem) -> None:
     assert decision.passed_over[0].format == problem.weights.name and decision.passed_over[0].why
     told = str(decision)
     assert f"{problem.weights.name} weights are held as {decision.problem.weights.name}" in told
-    assert "x the memory" in told and ("rounded once more" in told or "no rounding is added" in told)
+    assert "x the memory" in told and ("rounding adds a relative error" in told or "no rounding error is added" in told)
     assert f"not held as {problem.weights.name}: " in told
 
 

@@ -67,7 +67,7 @@ def test_a_stage_can_be_advanced_and_never_undone(have: OutputStage, want: Outpu
     assert ("reduce" in reasons) == refused
     if refused:
         name = have.name.lower()
-        assert reasons["reduce"] == f"the experts' output is already {name}, the transport takes it raw and sums itself"
+        assert reasons["reduce"] == f"the experts return {name} output, the transport reduces raw output itself"
 
 
 @pytest.mark.parametrize("reads", [{"grouped": RAW}, {"batched": RAW}])

@@ -94,8 +94,8 @@ def test_four_bits_where_nothing_reads_them_are_held_in_fp8_and_said_so(
     # 1 B and a scale for 16,384, against half a byte and a scale for 32.
     assert decision.effect.memory == pytest.approx((1 + 1 / 16384) / 0.53125, rel=1e-6)
     told = str(decision)
-    assert "mxfp4 weights are held as fp8_128x128_ue8m0: 1.88x the memory; no rounding is added to weights" in told
-    assert "not held as mxfp4: mine reads fp8_block weights, the experts are mxfp4; only the reference reads it" in told
+    assert "mxfp4 weights are held as fp8_128x128_ue8m0: 1.88x the memory; no rounding error is added" in told
+    assert "mine reads fp8_block weights, the experts are mxfp4; only the reference backend reads it" in told
     assert decision.as_dict()["fallback"]["held"] == "fp8_128x128_ue8m0"
     assert decision.as_dict()["passed_over"][0]["form"] == "mxfp4"
 

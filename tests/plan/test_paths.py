@@ -25,5 +25,5 @@ def test_small_copies_through_a_window_and_through_the_driver() -> None:
     assert small_copy_us("cuda_memcpy", 0, 12.0) / small_copy_us("gdrcopy", 0, 12.0) == 7.0
     # 12 kB at 12 GB/s are one microsecond for both
     assert small_copy_us("cuda_memcpy", 12_000, 12.0) == 8.0 and small_copy_us("gdrcopy", 12_000, 12.0) == 2.0
-    with pytest.raises(ConfigError, match="not published; known of gdrcopy and cuda_memcpy"):
+    with pytest.raises(ConfigError, match="no small-copy cost is published for mpi; use gdrcopy or cuda_memcpy"):
         small_copy_us("mpi", 8, 12.0)

@@ -168,7 +168,7 @@ def test_a_decision_tells_what_is_kept_and_by_whose_word() -> None:
     assert by_default.as_dict()["budget"] == {"unit": "SMs", "count": 20, "source": "the library's default"}
     held = decided("deepep_ht", comm_units=12)
     assert held.budget == Budget("SMs", 12, "kernel.comm_units")
-    assert "deepep_ht keeps 12 SMs: kernel.comm_units" in str(held)
+    assert "deepep_ht reserves 12 SMs: kernel.comm_units" in str(held)
     assert held.buffer_bytes < by_default.buffer_bytes
     assert held.notes() != by_default.notes(), "ranks that disagree would wait for each other"
     # NVLink of 160 GB/s: 7/8 of the rows cross it, each is written once: 3.66 SMs and a quarter more, made even.

@@ -145,7 +145,7 @@ class ModulePlan:
             if pin != "auto":
                 return f"pinned by experts={pin!r}"
             able = [v for v in verdicts if v.prepare_finalize == chosen.prepare_finalize and not v.reasons]
-            return f"cheapest of {len(able)} that can serve" if len(able) > 1 else "the only one that can serve"
+            return f"lowest cost of {len(able)} eligible" if len(able) > 1 else "the only eligible one"
         return f"the module has {', '.join(self.facts.oddities)}, which no registered backend reads"
 
     def run(self, x_TH: Tensor, routing: Routing) -> Tensor:
