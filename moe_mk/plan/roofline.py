@@ -23,6 +23,8 @@ from moe_mk.errors import ConfigError
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_128x128
 from moe_mk.quant.wire import row_bytes
 
+__all__ = ["Floor", "LayerShape", "Rates", "experts_us", "floors", "layer_us", "table"]
+
 BF16 = 2
 """Bytes of a bf16 value."""
 TABLE = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
