@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moe_mk.comm.visits import expected_groups
+from moe_mk.comm.destinations import expected_groups
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
@@ -95,7 +95,7 @@ class Problem:
 
     @property
     def ranks_per_token(self) -> float:
-        """Expected distinct ranks that one token is sent to, its own included: `comm.visits`."""
+        """Expected distinct ranks that one token is sent to, its own included: `comm.destinations`."""
         return self._visited(self.ranks)
 
     @property

@@ -5,7 +5,7 @@ Routing is assumed uniform. The estimate is used to rank pairs; a Decision marks
 
 from __future__ import annotations
 
-from moe_mk.comm.visits import expected_experts
+from moe_mk.comm.destinations import expected_experts
 from moe_mk.config.device import BYTES_PER_US, Rates
 from moe_mk.config.problem import Problem
 from moe_mk.experts.base import ExpertsTraits

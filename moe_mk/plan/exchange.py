@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from moe_mk.comm.visits import expected_groups
+from moe_mk.comm.destinations import expected_groups
 from moe_mk.errors import ConfigError
 from moe_mk.plan.links import Direction, Mode
 from moe_mk.quant.fp8_block import activation_scheme

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moe_mk.comm.visits import expected_experts
+from moe_mk.comm.destinations import expected_experts
 from moe_mk.config.device import Rates
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import device_profile, load_config

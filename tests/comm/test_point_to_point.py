@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld
-from moe_mk.comm.point_to_point import PointToPoint
 from moe_mk.comm.single import SingleRank
 from moe_mk.flight import Flight, interleave, wait
+from moe_mk.prepare_finalize.all_to_all import PointToPoint
 from moe_mk.testing.on_ranks import RankError, RankWorld
 
 # SEND[r][p]: rows from rank r to rank p. Rank 1 sends nothing, some pairs exchange nothing.

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.lockstep import LockstepWorld
-from moe_mk.comm.point_to_point import PointToPoint
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.flight import Flight, interleave
 from moe_mk.oracle import select
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
+from moe_mk.prepare_finalize.all_to_all import PointToPoint
 from moe_mk.quant.plain import BF16, FP32
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 

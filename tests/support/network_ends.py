@@ -9,16 +9,13 @@ from threading import Event, Lock
 
 import torch
 
-from moe_mk.comm.network.atomics import Counters
 from moe_mk.comm.network.channel import Channel
-from moe_mk.comm.network.command import Op, TransferCommand
-from moe_mk.comm.network.events import OnStep
+from moe_mk.comm.network.command import CommandRing, Op, TransferCommand, ring_bytes
+from moe_mk.comm.network.events import OnStep, Watch
 from moe_mk.comm.network.exchange import Exchange, no_step
 from moe_mk.comm.network.link import Link, PipeLink, SharedPipe
-from moe_mk.comm.network.ring import CommandRing, ring_bytes
 from moe_mk.comm.network.tcp import TcpPipe
-from moe_mk.comm.network.watch import Watch
-from moe_mk.comm.network.window import OwnWindow
+from moe_mk.comm.network.window import Counters, OwnWindow
 from moe_mk.comm.symmetric.flags import words_of
 from moe_mk.trace.clock import now
 from tests.support.network_shuffled import ShuffledLink

@@ -1,10 +1,18 @@
-"""A transfer command: 128 bits that say what to do, to whom, and where the bytes lie.
+"""Transfer commands and the ring that a producer writes them to.
 
     put, get      op 4 | peer 8 | flag 12 | size 24 | source 40 | at 40
     store, add    op 4 | peer 8 | flag 12 | size 24 |  16 unused | value 64
 
-A command is small so that a producer can pack one with two stores, whatever it moves; the proxy does the rest. The
-split of duties, and a rank of 8 and a size of 24 bits in 128, are those of UCCL-EP.
+A command has 128 bits, which a producer writes with two stores whatever the size of the transfer; the proxy does the
+rest. The division of work, and 8 bits of rank and 24 bits of size in a command, are those of UCCL-EP.
+
+`CommandRing` is a lock-free queue between one producer and one consumer, in memory that both map.
+
+    [ head, written by the producer | tail, written by the consumer | command 0 | ... | command capacity - 1 ]
+
+Head and tail count commands since the start: they are equal when all commands are done, and any capacity is valid. The
+producer stores the head after the command and reads the tail only when the ring seems full (Lamport's queue with a
+cached index). A command between tail and head is committed: every consumer, also a later one, starts at the tail.
 """
 
 from __future__ import annotations
@@ -12,7 +20,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from moe_mk.errors import UnsupportedError
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from moe_mk.comm.symmetric.flags import WORD_BYTES, words_of
+from moe_mk.errors import ShapeError, UnsupportedError
 
 COMMAND_BYTES = 16
 FIELD_BITS = {"peer": 8, "flag": 12, "size": 24, "source": 40, "at": 40, "value": 64}
@@ -20,6 +33,12 @@ MOST_BYTES = (1 << FIELD_BITS["size"]) - 1
 """What one command may move."""
 _FIELD_MASKS = {name: (1 << bits) - 1 for name, bits in FIELD_BITS.items()}
 _WORD = (1 << 64) - 1
+
+
+HEAD_AT, TAIL_AT, COMMANDS_AT = 0, 128, 256
+"""Head and tail two cache lines apart: processors fetch lines in pairs."""
+Packed = npt.NDArray[np.uint64]
+"""(X, 2): commands as they lie in memory."""
 
 
 class Op(IntEnum):
@@ -86,3 +105,84 @@ class TransferCommand:
     def to_bytes(self) -> bytes:
         """The command as it lies in memory."""
         return b"".join(word.to_bytes(8, "little") for word in self.pack())
+
+
+def ring_bytes(capacity: int) -> int:
+    """What a ring takes."""
+    return COMMANDS_AT + capacity * COMMAND_BYTES
+
+
+def packed(commands: list[TransferCommand]) -> Packed:
+    """Commands as they lie in memory."""
+    return np.array([command.pack() for command in commands], dtype=np.uint64).reshape(-1, 2)
+
+
+class CommandRing:
+    """One end of a ring; zeroed memory is an empty one. Each end belongs to one thread."""
+
+    def __init__(self, memory: Tensor, capacity: int) -> None:
+        """memory: uint8. Raises ShapeError where it is not what `ring_bytes` says."""
+        if memory.numel() != ring_bytes(capacity) or capacity < 1:
+            raise ShapeError(f"a ring of {capacity} commands takes {ring_bytes(capacity)} B, got {memory.numel()} B")
+        self.capacity = capacity
+        self._words = words_of(memory)
+        self._slots: Packed = memory.numpy()[COMMANDS_AT:].view(np.uint64).reshape(capacity, 2)
+        self._head, self._seen_tail = self.head, self.tail
+
+    @property
+    def head(self) -> int:
+        """Commands committed since the beginning."""
+        return self._words.load(HEAD_AT)
+
+    @property
+    def tail(self) -> int:
+        """Commands completed since the beginning."""
+        return self._words.load(TAIL_AT)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more command can be committed."""
+        return self._room() > 0
+
+    def push(self, command: TransferCommand) -> bool:
+        """Commit one command; False if the ring is full."""
+        if self._room() < 1:
+            return False
+        self._slots[self._head % self.capacity] = command.pack()
+        self._commit(1)
+        return True
+
+    def push_many(self, commands_X2: Packed) -> int:
+        """Commit as many commands as there is room for; returns how many."""
+        count = min(self._room(), len(commands_X2))
+        first = self._head % self.capacity
+        before_end = min(count, self.capacity - first)
+        self._slots[first : first + before_end] = commands_X2[:before_end]
+        self._slots[: count - before_end] = commands_X2[before_end:count]
+        if count:
+            self._commit(count)
+        return count
+
+    def read(self, number: int, most: int) -> Packed:
+        """A copy of the committed commands from a number on, at most so many."""
+        count = min(most, self.head - number)
+        places = (number + np.arange(count, dtype=np.int64)) % self.capacity
+        return self._slots[places]
+
+    def complete(self, tail: int) -> None:
+        """All commands before this number are done, and their places free."""
+        self._words.store(TAIL_AT, tail)
+
+    def _room(self) -> int:
+        room = self.capacity - (self._head - self._seen_tail)
+        if room < 1:
+            self._seen_tail = self.tail
+            room = self.capacity - (self._head - self._seen_tail)
+        return room
+
+    def _commit(self, count: int) -> None:
+        self._head += count
+        self._words.store(HEAD_AT, self._head)
+
+
+assert COMMAND_BYTES % WORD_BYTES == 0

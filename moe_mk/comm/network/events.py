@@ -1,20 +1,25 @@
-"""The steps of one message, by name and by who takes them: through a proxy on the CPU, and without one.
+"""Measurements of a proxy: the steps of one message, and statistics by peer.
 
-Through a proxy the processor posts the work in twelve steps (NVSHMEM's IBRC); a device that posts it itself needs eight
-(IBGDA), and none of them is the processor's. Here the device is the producing thread, the card is the link: the twelve
-steps are taken and noted one by one; the eight are a model (`device_path.py`).
+A CPU proxy posts a message in twelve steps (as NVSHMEM's IBRC); a device that posts it itself needs eight (IBGDA), none
+of them on the CPU. Here the producing thread stands for the device and the link for the network card: the twelve steps
+are recorded one by one, the eight are a model in the tests. `Watch` measures how long messages take to be confirmed and
+lists slow peers.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
+from statistics import median
 
 Key = tuple[int, int]
 """Of a message: its channel, and the number of its last command in the ring."""
+
+
+US = 1e6
 
 
 class Actor(Enum):
@@ -87,3 +92,48 @@ class StepLog:
         """From the first step to the last: the sum of all between."""
         times = [time for _, time in self.notes[key]]
         return sum(after - before for before, after in pairwise(times))
+
+
+@dataclass
+class Completion:
+    """Times from the link to the confirmation, of one peer."""
+
+    count: int = 0
+    total_s: float = 0.0
+    longest_s: float = 0.0
+    by_us: Counter[int] = field(default_factory=Counter)
+    """Messages by the power of two of microseconds that they took at most."""
+
+    def add(self, seconds: float) -> None:
+        """One message more."""
+        self.count, self.total_s = self.count + 1, self.total_s + seconds
+        self.longest_s = max(self.longest_s, seconds)
+        self.by_us[1 << max(int(seconds * US), 0).bit_length()] += 1
+
+    @property
+    def mean_s(self) -> float:
+        """Of all messages; 0 if there is none."""
+        return self.total_s / self.count if self.count else 0.0
+
+
+@dataclass
+class Watch:
+    """What is measured while a proxy works. Written by its threads, each for peers on its own channels."""
+
+    completion: dict[int, Completion] = field(default_factory=lambda: defaultdict(Completion))
+    messages: Counter[int] = field(default_factory=Counter)
+    """Sent to each peer, acknowledgements not counted."""
+    sizes: Counter[int] = field(default_factory=Counter)
+    """Messages with payload by its size, as the power of two it is at most."""
+    most_in_flight: Counter[int] = field(default_factory=Counter)
+    """Bytes to each peer that were at some time sent and not confirmed."""
+    held_back: Counter[int] = field(default_factory=Counter)
+    """How often a message to each peer had to wait for confirmations of earlier ones."""
+
+    def slow_peers(self, times: float = 4.0) -> list[int]:
+        """Peers whose mean is so many times that of the median peer, slowest first."""
+        means = {peer: each.mean_s for peer, each in self.completion.items() if each.count}
+        if len(means) < 2:
+            return []
+        limit = times * median(means.values())
+        return sorted((peer for peer in means if means[peer] > limit), key=lambda peer: -means[peer])

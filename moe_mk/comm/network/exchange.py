@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_mk.comm.network.channel import MOST_OPEN_PARTS, Channel, Flying, Stream
-from moe_mk.comm.network.coalesce import Message
+from moe_mk.comm.network.channel import MOST_OPEN_PARTS, Channel, Flying, Message, Stream
 from moe_mk.comm.network.command import MOST_BYTES
-from moe_mk.comm.network.events import OnStep, Step
-from moe_mk.comm.network.frames import Frame, FrameError
+from moe_mk.comm.network.events import OnStep, Step, Watch
+from moe_mk.comm.network.frames import WINDOW, Frame, FrameError, GroupError, Kind
 from moe_mk.comm.network.link import NOTHING, Link
-from moe_mk.comm.network.sequence import WINDOW, GroupError, Kind
-from moe_mk.comm.network.watch import Watch
 from moe_mk.comm.network.window import OwnWindow
 
 AT_ONCE = 64

@@ -1,18 +1,157 @@
-"""What a message looks like on a stream of bytes: a header of 32 bytes, then its payload.
+"""Frames of the network protocol, and the order in which a receiver applies them.
 
-immediate u32 | size u32 | at u64 | value u64 | part u16 | covers u16 | serial u32
+    header, 32 bytes      immediate u32 | size u32 | at u64 | value u64 | part u16 | covers u16 | serial u32
+    immediate, 32 bits    sequence 4 | lap 12 | kind 4 | flag 12
+
+A network that reorders messages (SRD of EFA) may deliver a flag before the rows it announces. Each message therefore
+has the number of a group: payload parts, then the control message that closes the group and states how many parts it
+covers. The low four bits of the number select a place in a window of 16 groups that may be in flight. Payload is
+written on arrival, in any order; a group is applied when all its parts have arrived and all earlier groups have been
+applied.
+
+The lap, the bits above those four, orders nothing. It distinguishes messages of an earlier pass over the window from
+those of the current one: a late duplicate is dropped, and more than 16 groups in flight raise an error instead of
+setting a wrong flag. Sequence numbers of four bits in immediate data are UCCL-EP's; groups and laps are additions.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Generic, TypeVar
 
-from moe_mk.comm.network.sequence import Immediate, Kind
 from moe_mk.errors import MoEMKError
+
+SEQUENCE_BITS, LAP_BITS, KIND_BITS, FLAG_BITS = 4, 12, 4, 12
+WINDOW = 1 << SEQUENCE_BITS
+TURN = 1 << (SEQUENCE_BITS + LAP_BITS)
+"""Numbers repeat after so many groups."""
+MOST_PARTS = (1 << 16) - 1
+
+C = TypeVar("C")
+
 
 _LAYOUT = struct.Struct("<IIQQHHI")
 HEADER_BYTES = _LAYOUT.size
+
+
+class GroupError(MoEMKError, RuntimeError):
+    """A message whose group or part cannot be."""
+
+
+class WindowOverflow(GroupError):
+    """A message of a group that is further ahead than the window reaches."""
+
+
+class Kind(IntEnum):
+    """What a message does on arrival."""
+
+    PAYLOAD = 0
+    FENCE = 1
+    """Closes a group and does no more."""
+    STORE = 2
+    ADD = 3
+    GET = 4
+    REPLY = 5
+    """The bytes of a get; belongs to no group of its sender."""
+    ACK = 6
+    """How many groups have been applied; belongs to none either."""
+    BYE = 7
+    """The last message of a rank that needs its peers no more; without it the end of a link is a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Immediate:
+    """What travels beside the bytes of a write."""
+
+    number: int
+    """Of the group, modulo TURN."""
+    kind: Kind
+    flag: int = 0
+
+    def pack(self) -> int:
+        """32 bits."""
+        assert 0 <= self.flag < 1 << FLAG_BITS
+        lap_at = SEQUENCE_BITS
+        kind_at = lap_at + LAP_BITS
+        number = self.number % TURN
+        return number % WINDOW | number // WINDOW << lap_at | self.kind << kind_at | self.flag << (kind_at + KIND_BITS)
+
+    @classmethod
+    def unpack(cls, bits: int) -> Immediate:
+        """Raises ValueError for a kind that is none."""
+        kind_at = SEQUENCE_BITS + LAP_BITS
+        kind = Kind(bits >> kind_at & ((1 << KIND_BITS) - 1))
+        return cls(bits & (TURN - 1), kind, bits >> (kind_at + KIND_BITS))
+
+
+@dataclass(slots=True)
+class _Place(Generic[C]):
+    """What has come of one group."""
+
+    parts: int = 0
+    """One bit a part."""
+    covers: int = -1
+    control: C | None = None
+
+
+@dataclass
+class Reorder(Generic[C]):
+    """The receiving end of one stream of groups."""
+
+    applied: int = 0
+    """Groups applied since the beginning."""
+    _places: list[_Place[C]] = field(default_factory=lambda: [_Place() for _ in range(WINDOW)])
+
+    def is_new(self, number: int) -> bool:
+        """Whether a group has not been applied yet. Raises WindowOverflow if it is ahead of the window."""
+        ahead = (number - self.applied) % TURN
+        if ahead < WINDOW:
+            return True
+        if ahead >= TURN // 2:
+            return False
+        raise WindowOverflow(
+            f"group {number} is {ahead} ahead of the next one to apply, a window of {SEQUENCE_BITS} bits reaches "
+            f"{WINDOW - 1}; the sender must wait for acknowledgements"
+        )
+
+    def part(self, number: int, part: int) -> None:
+        """A part of a group has landed; a second time counts for nothing. Raises GroupError behind the last part."""
+        if self.is_new(number):
+            place = self._places[number % WINDOW]
+            place.parts |= 1 << part
+            self._check_parts(number, place)
+
+    def control(self, number: int, covers: int, control: C) -> None:
+        """The message that closes a group has come. covers: how many parts the group has.
+
+        Raises GroupError where a part behind the last one has come: such a group would never be complete.
+        """
+        if self.is_new(number):
+            place = self._places[number % WINDOW]
+            place.covers, place.control = covers, control
+            self._check_parts(number, place)
+
+    def _check_parts(self, number: int, place: _Place[C]) -> None:
+        if place.control is not None and place.parts >> place.covers:
+            last = place.parts.bit_length() - 1
+            raise GroupError(f"part {last} of group {number}, which has {place.covers} parts")
+
+    def ready(self) -> list[C]:
+        """What can be applied now, in order; it counts as applied from here on."""
+        found: list[C] = []
+        while True:
+            place = self._places[self.applied % WINDOW]
+            if place.control is None or place.parts != (1 << place.covers) - 1:
+                return found
+            found.append(place.control)
+            self._places[self.applied % WINDOW] = _Place()
+            self.applied += 1
+
+    def forget_parts(self) -> None:
+        """The sender begins anew behind what has been applied."""
+        self._places = [_Place() for _ in range(WINDOW)]
 
 
 class LinkError(MoEMKError, RuntimeError):

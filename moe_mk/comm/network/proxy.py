@@ -26,14 +26,11 @@ import torch
 
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.network.channel import Channel
-from moe_mk.comm.network.command import TransferCommand
-from moe_mk.comm.network.door import Door
-from moe_mk.comm.network.events import OnStep, Step
+from moe_mk.comm.network.command import CommandRing, TransferCommand, ring_bytes
+from moe_mk.comm.network.events import OnStep, Step, Watch
 from moe_mk.comm.network.exchange import Exchange, no_step
 from moe_mk.comm.network.frames import LinkEnded, LinkError
-from moe_mk.comm.network.ring import CommandRing, ring_bytes
-from moe_mk.comm.network.tcp import WELCOME_BYTES, Address, Hello, TcpPipe, call, welcome
-from moe_mk.comm.network.watch import Watch
+from moe_mk.comm.network.tcp import WELCOME_BYTES, Address, Door, Hello, TcpPipe, call, welcome
 from moe_mk.comm.network.window import OwnWindow
 from moe_mk.comm.network.worker import Worker
 from moe_mk.errors import ConfigError

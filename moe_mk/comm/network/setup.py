@@ -16,16 +16,14 @@ import torch
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.distributed import DEFAULT_TIMEOUT_S, DistributedCommunicator
-from moe_mk.comm.network.atomics import Counters
 from moe_mk.comm.network.command import FIELD_BITS
 from moe_mk.comm.network.events import OnStep
 from moe_mk.comm.network.exchange import no_step
 from moe_mk.comm.network.frames import LinkEnded, LinkError
-from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap
+from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap, Staging, WaitingForHosts
 from moe_mk.comm.network.proxy import RESUME_S, Proxy, ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
-from moe_mk.comm.network.wait import Staging, WaitingForHosts
-from moe_mk.comm.network.window import OwnWindow
+from moe_mk.comm.network.window import Counters, OwnWindow
 from moe_mk.comm.symmetric.flags import (
     Clock,
     Process,

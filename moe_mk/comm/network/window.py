@@ -1,16 +1,45 @@
-"""What a proxy may touch of its rank: the window that peers write, and the memory that commands may name."""
+"""The memory of a rank that its proxy may access: the window that peers write, registered memory, and counters.
+
+Counters implement remote atomic additions in software: a value arrives in a message, and the receiving proxy adds it to
+a counter. The network needs no remote atomics, only writes (as in UCCL-EP). A counter has one word for each source, and
+each word has one writer: the source itself where it shares the memory, else the proxy of the owner. Reading a counter
+adds up its words, so concurrent additions are not lost and the processor needs no atomic addition.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Event
+from threading import Event, Lock
 
-from moe_mk.comm.network.atomics import Counters
 from moe_mk.comm.network.command import MOST_BYTES
-from moe_mk.comm.network.frames import Frame, FrameError, LinkError
-from moe_mk.comm.network.sequence import Kind
+from moe_mk.comm.network.frames import Frame, FrameError, Kind, LinkError
 from moe_mk.comm.symmetric.flags import Words
+
+_WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Counters of one window."""
+
+    words: Words
+    sources: int
+    at: Callable[[int], int]
+    """Where word number n lies, in bytes."""
+    lock: Lock
+    """Between threads of this process that serve one source."""
+
+    def add(self, source: int, counter: int, value: int) -> None:
+        """Add a number, modulo 2^64, for one source."""
+        place = self.at(counter * self.sources + source)
+        with self.lock:
+            self.words.store(place, self.words.load(place) + value & _WORD)
+
+    def value(self, counter: int) -> int:
+        """What all sources have added so far, modulo 2^64."""
+        first = counter * self.sources
+        return sum(self.words.load(self.at(first + source)) for source in range(self.sources)) & _WORD
 
 
 @dataclass(frozen=True)

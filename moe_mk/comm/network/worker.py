@@ -15,11 +15,11 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 from moe_mk.comm.fork import in_child
-from moe_mk.comm.network.door import Door
 from moe_mk.comm.network.events import Step
 from moe_mk.comm.network.exchange import Exchange
 from moe_mk.comm.network.frames import Frame, LinkError
 from moe_mk.comm.network.link import Link, Pipe, PipeLink
+from moe_mk.comm.network.tcp import Door
 
 
 class Doorbell:

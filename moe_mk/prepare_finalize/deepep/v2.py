@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_mk.comm.visits import expected_groups
+from moe_mk.comm.destinations import expected_groups
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.deepep_limits import (
     ELASTIC_EXPERTS,

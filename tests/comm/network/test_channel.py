@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_mk.comm.network.channel import Channel, Stream
-from moe_mk.comm.network.command import TransferCommand
-from moe_mk.comm.network.frames import Frame
-from moe_mk.comm.network.ring import CommandRing, ring_bytes
-from moe_mk.comm.network.sequence import Kind
+from moe_mk.comm.network.command import CommandRing, TransferCommand, ring_bytes
+from moe_mk.comm.network.frames import Frame, Kind
 from tests.support.network_ends import links, put, store
 
 

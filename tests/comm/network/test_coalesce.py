@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from moe_mk.comm.network.coalesce import Message, Taken, messages_of
+from moe_mk.comm.network.channel import Message, Taken, messages_of
 from moe_mk.comm.network.command import Op, TransferCommand
-from moe_mk.comm.network.sequence import Kind
+from moe_mk.comm.network.frames import Kind
 from tests.support.network_ends import add, put, store
 
 

@@ -14,10 +14,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_mk.comm.network.door import HELD_PER_PEER, LONGEST_PAUSE_S, PATIENCE_S, Door
 from moe_mk.comm.network.frames import LinkEnded
 from moe_mk.comm.network.proxy import ProxySettings
-from moe_mk.comm.network.tcp import LOOPBACK, TOKEN_BYTES, Address, Hello, TcpPipe, call, listen
+from moe_mk.comm.network.tcp import (
+    HELD_PER_PEER,
+    LONGEST_PAUSE_S,
+    LOOPBACK,
+    PATIENCE_S,
+    TOKEN_BYTES,
+    Address,
+    Door,
+    Hello,
+    TcpPipe,
+    call,
+    listen,
+)
 from moe_mk.trace.clock import now
 from tests.support.network_ends import store
 from tests.support.network_proxies import cut, flag_of, proxies, wait_for

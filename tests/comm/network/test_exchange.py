@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from moe_mk.comm.network.command import Op, TransferCommand
-from moe_mk.comm.network.frames import Frame, FrameError, LinkError
+from moe_mk.comm.network.frames import WINDOW, Frame, FrameError, Kind, LinkError
 from moe_mk.comm.network.link import Link, PipeLink
-from moe_mk.comm.network.sequence import WINDOW, Kind
 from tests.support.network_ends import FLAG_BYTES, FLAGS, KINDS, End, add, an_end, joined, links, put, run, store
 from tests.support.network_shuffled import ShuffledLink
 

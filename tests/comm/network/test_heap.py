@@ -15,11 +15,10 @@ import torch
 
 from moe_mk.comm import Communicator, LockstepWorld, SingleRank
 from moe_mk.comm.network import setup as symmetric_network_setup
-from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap
+from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap, Staging
 from moe_mk.comm.network.proxy import Proxy, ProxySettings
 from moe_mk.comm.network.setup import reasons_against_network
 from moe_mk.comm.network.tcp import Address, listen
-from moe_mk.comm.network.wait import Staging
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import wait

@@ -12,9 +12,8 @@ import pytest
 
 from moe_mk.comm.network.command import TransferCommand
 from moe_mk.comm.network.events import Key, Step, StepLog
-from moe_mk.comm.network.frames import Frame, LinkError
+from moe_mk.comm.network.frames import Frame, Kind, LinkError
 from moe_mk.comm.network.proxy import MOST_FUTILE, Proxy, ProxySettings
-from moe_mk.comm.network.sequence import Kind
 from moe_mk.comm.network.tcp import Hello
 from moe_mk.comm.network.worker import Doorbell
 from moe_mk.errors import ConfigError

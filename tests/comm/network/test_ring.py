@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_mk.comm.network.command import Op, TransferCommand
-from moe_mk.comm.network.ring import COMMANDS_AT, CommandRing, packed, ring_bytes
+from moe_mk.comm.network.command import COMMANDS_AT, CommandRing, Op, TransferCommand, packed, ring_bytes
 from moe_mk.comm.symmetric.memory import attach, create, unlink
 from moe_mk.errors import ShapeError
 from moe_mk.testing.on_ranks import run_ranks

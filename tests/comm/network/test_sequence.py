@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moe_mk.comm.network.sequence import TURN, WINDOW, Immediate, Kind, Reorder, WindowOverflow
+from moe_mk.comm.network.frames import TURN, WINDOW, Immediate, Kind, Reorder, WindowOverflow
 
 
 def test_an_immediate_is_32_bits_with_the_sequence_in_the_lowest_four() -> None:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from moe_mk.comm.network.command import Op, TransferCommand
-from moe_mk.comm.network.frames import HEADER_BYTES, Frame, LinkError
+from moe_mk.comm.network.frames import HEADER_BYTES, Frame, Kind, LinkError
 from moe_mk.comm.network.proxy import Proxy, ProxySettings
-from moe_mk.comm.network.sequence import Kind
 from moe_mk.comm.network.tcp import (
     HELLO_BYTES,
     LOOPBACK,

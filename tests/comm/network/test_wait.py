@@ -8,7 +8,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-from moe_mk.comm.network.wait import GRACE_S, WaitingForHosts
+from moe_mk.comm.network.heap import GRACE_S, WaitingForHosts
 from moe_mk.errors import CommError
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import Flight, interleave
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext, packing
-from moe_mk.prepare_finalize.hierarchical import legs as hierarchical_legs
-from moe_mk.prepare_finalize.hierarchical.legs import Held, Leg, handed_on, wanted
+from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext, hierarchical, packing
+from moe_mk.prepare_finalize.hierarchical import Held, Leg, handed_on, wanted
 from moe_mk.prepare_finalize.packing import side_by_side
 from moe_mk.prepare_finalize.rows import exchange as row_exchange
 from moe_mk.prepare_finalize.rows import exchange as scratch
@@ -27,7 +26,7 @@ from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 
 CPU, HIDDEN, EXPERTS, TOP_K, MOST = torch.device("cpu"), 128, 12, 3, 8
 LIMITS: tuple[tuple[ModuleType, str], ...] = (
-    (hierarchical_legs, "SMALL_BYTES"), (packing, "SMALL_BYTES"), (row_exchange, "SMALL_BYTES"),
+    (hierarchical, "SMALL_BYTES"), (packing, "SMALL_BYTES"), (row_exchange, "SMALL_BYTES"),
     (scratch, "SMALL_BYTES"), (row_sums, "FEW_BYTES"),
 )  # fmt: skip
 

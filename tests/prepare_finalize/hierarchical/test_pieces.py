@@ -17,7 +17,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight, interleave
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
-from moe_mk.prepare_finalize.hierarchical.transport import Hierarchical
+from moe_mk.prepare_finalize.hierarchical import Hierarchical
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.transports import hops_of, virtual_groups

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, Nodes
-from moe_mk.comm.traffic_model import (
+from moe_mk.comm.traffic import (
     Flow,
     RowBytes,
     all_gather_flow,
@@ -26,7 +26,7 @@ from moe_mk.flight import Flight, interleave, wait
 from moe_mk.oracle import cost
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, PrepareFinalize, TransportContext
-from moe_mk.prepare_finalize.hierarchical.transport import Hierarchical
+from moe_mk.prepare_finalize.hierarchical import Hierarchical
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import BF16, FP32
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0

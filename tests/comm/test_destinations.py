@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_mk.comm.visits import expected_groups
+from moe_mk.comm.destinations import expected_groups
 
 
 @pytest.mark.row(37)
