@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moe_mk.comm.communicator import add_in_order
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import (
     LAYOUT_NAMES,
@@ -136,9 +137,7 @@ def sum_in_order(wide: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     source_RX[row_N, place_N] = order_N
     padded = torch.cat((wide, wide.new_zeros((1, wide.shape[1]))))
     total_RH = torch.zeros((num_rows, wide.shape[1]), dtype=torch.float32, device=wide.device)
-    for source_R in source_RX.unbind(1):
-        total_RH += padded[source_R]
-    return total_RH
+    return add_in_order(total_RH, ((padded[source_R], None) for source_R in source_RX.unbind(1)))
 
 
 def _weighted(y: Tensor, tokens: Tokens) -> Tensor:

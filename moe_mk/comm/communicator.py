@@ -7,7 +7,7 @@ Rows are tensors of shape (rows, X). Every collective is a flight: posted, in th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from threading import RLock
@@ -217,9 +217,20 @@ def summing_dtype(dtype: torch.dtype) -> torch.dtype:
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     """Add the parts of ranks 0, 1, ... one after the other, on every device alike; rounded once at the end."""
     total = parts[0].to(summing_dtype(parts[0].dtype), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(parts[0].dtype)
+    return add_in_order(total, ((part, None) for part in parts[1:])).to(parts[0].dtype)
+
+
+def add_in_order(total: Tensor, parts: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """Add parts to `total` in place, one after the other, so that equal inputs give equal bits on every device.
+
+    parts: rows, and for each the row of `total` that it is added to (int64, each at most once); None: all in order.
+    """
+    for rows, row_X in parts:
+        if row_X is None:
+            total += rows
+        else:
+            total[row_X] += rows
+    return total
 
 
 def even_parts(count: int, ranks: int) -> list[int]:

@@ -5,6 +5,7 @@ from moe_mk.prepare_finalize import (
     all_to_all,
     deepep,
     flashinfer,
+    functional,
     hierarchical,
     mori,
     no_ep,
@@ -20,9 +21,18 @@ from moe_mk.prepare_finalize.base import (
     TransportTraits,
     Volume,
 )
+from moe_mk.prepare_finalize.functional import (
+    Dispatched,
+    DistributeOptions,
+    DistributePlan,
+    distribute_combine,
+    distribute_dispatch,
+    plan_distribute,
+)
 
 __all__ = [
-    "PREPARE_FINALIZE", "PrepareFinalize", "TransportContext", "TransportPlan", "TransportTraits", "Volume",
-    "all_gather", "all_to_all", "deepep", "flashinfer", "hierarchical", "mori", "no_ep", "one_sided", "one_sided_gpu",
-    "replicated",
+    "PREPARE_FINALIZE", "Dispatched", "DistributeOptions", "DistributePlan", "PrepareFinalize", "TransportContext",
+    "TransportPlan", "TransportTraits", "Volume", "all_gather", "all_to_all", "deepep", "distribute_combine",
+    "distribute_dispatch", "flashinfer", "functional", "hierarchical", "mori", "no_ep", "one_sided", "one_sided_gpu",
+    "plan_distribute", "replicated",
 ]  # fmt: skip

@@ -52,8 +52,3 @@ class AllGather(PrepareFinalize):
         """Each token goes to every other rank, and a partial sum of it comes from each."""
         others = problem.ranks - 1
         return Volume(problem.num_tokens * others, problem.num_tokens * others, 3)
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """The tokens of all ranks, whatever the routing."""
-        return problem.num_tokens * problem.ranks

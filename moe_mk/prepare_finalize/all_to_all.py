@@ -114,6 +114,7 @@ class DispatchHandle:
 class AllToAll(PrepareFinalize):
     """Uneven all-to-all, one copy of a token per destination rank."""
 
+    collectives: ClassVar[int] = 3
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="torch.distributed all-to-all, one copy of a token per rank; between processes without an EP library",
         produces=RowTokens,
@@ -181,17 +182,6 @@ class AllToAll(PrepareFinalize):
         weights_XK = torch.where(there_XK, routing.weights_TK[token_X], 0.0)
         scales_XX = None if scales_TX is None else scales_TX[token_X]
         return tails(scales_XX, slots_XK.to(torch.int32), weights_XK.to(torch.float32))
-
-    @classmethod
-    def volume(cls, problem: Problem) -> Volume:
-        """Each token goes to the distinct other ranks of its experts, and a sum comes back from each."""
-        remote = problem.num_tokens * problem.ranks_per_token * (problem.ranks - 1) / problem.ranks
-        return Volume(remote, remote, 3)
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """All tokens of all ranks may want an expert of this one."""
-        return problem.num_tokens * problem.ranks
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

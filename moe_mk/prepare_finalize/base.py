@@ -137,6 +137,12 @@ class PrepareFinalize(ABC):
     """One communication backend."""
 
     traits: ClassVar[TransportTraits]
+    collectives: ClassVar[int] = 2
+    """Collectives, launches or flags that ranks wait for in one call, for `volume`."""
+    relays: ClassVar[bool] = False
+    """Whether a token crosses to each node once and is forwarded there while others still cross, for `volume`."""
+    pads_rows: ClassVar[bool] = False
+    """Whether `prepare` returns room for kernel.max_num_tokens tokens of each rank, whatever the routing."""
 
     def __init__(self, context: TransportContext) -> None:
         self.context = context
@@ -179,14 +185,25 @@ class PrepareFinalize(ABC):
         return active
 
     @classmethod
-    @abstractmethod
     def volume(cls, problem: Problem) -> Volume:
-        """What one call moves under uniform routing, for the plan."""
+        """What one call moves under uniform routing, for the plan.
+
+        By default a row for each distinct other rank of a token, a sum back from each, and `collectives`; where it
+        `relays` between nodes, a row for each distinct other node, and there for each distinct other rank.
+        """
+        tokens, ranks, nodes = problem.num_tokens, problem.ranks, problem.nodes
+        if nodes == 1 or not cls.relays:
+            remote = tokens * problem.ranks_per_token * (ranks - 1) / ranks
+            return Volume(remote, remote, cls.collectives)
+        per_node = ranks / nodes
+        far = tokens * problem.nodes_per_token * (nodes - 1) / nodes
+        near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
+        return Volume(far + near, far + near, cls.collectives, far_rows=far, pipelined=True)
 
     @classmethod
-    @abstractmethod
     def max_rows(cls, problem: Problem) -> int:
-        """R of the worst routing: every token of every rank that can reach this one does."""
+        """R of the worst routing. By default every token of every rank has an expert on this one, see `pads_rows`."""
+        return problem.ranks * (problem.config.kernel.max_num_tokens if cls.pads_rows else problem.num_tokens)
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

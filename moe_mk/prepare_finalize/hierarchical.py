@@ -341,11 +341,6 @@ class Hierarchical(PrepareFinalize):
         return Volume(far + near, far + near, 1 + a_piece * pieces, far_rows=far, pipelined=pieces > 1)
 
     @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """All tokens of all ranks may want an expert of this one."""
-        return problem.num_tokens * problem.ranks
-
-    @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
         """Rows that a rank relays, worst routing: a token of every rank of its place, packed, and their sums in f32."""
         row = packed_row_bytes(problem.dtype, problem.config.model.hidden_size, problem.config.router.top_k)

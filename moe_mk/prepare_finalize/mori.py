@@ -27,7 +27,6 @@ from moe_mk.prepare_finalize.base import (
     PrepareFinalize,
     TransportContext,
     TransportTraits,
-    Volume,
 )
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
 from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, expect_room, payloads_of, rows_of
@@ -54,6 +53,8 @@ class DispatchHandle:
 class Mori(PrepareFinalize):
     """MoRI's EpDispatchCombineOp, one copy of a token per destination rank."""
 
+    relays: ClassVar[bool] = True
+    pads_rows: ClassVar[bool] = True
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="MoRI, over xGMI and RDMA; between AMD GPUs",
         kinds=frozenset({"rocm"}),
@@ -152,26 +153,10 @@ class Mori(PrepareFinalize):
         return self._ops.EpDispatchCombineOp(self._ops.EpDispatchCombineConfig(**self._settings()))
 
     @classmethod
-    def volume(cls, problem: Problem) -> Volume:
-        """The rows of all-to-all inside a node; between nodes each token crosses once to each and is forwarded."""
-        tokens, ranks, nodes = problem.num_tokens, problem.ranks, problem.nodes
-        per_node = ranks / nodes
-        near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
-        if nodes == 1:
-            return Volume(near, near, 2)
-        far = tokens * problem.nodes_per_token * (nodes - 1) / nodes
-        return Volume(far + near, far + near, 2, far_rows=far, pipelined=True)
-
-    @classmethod
     def own_budget(cls, problem: Problem) -> Budget:
         """What the library launches."""
         del problem
         return Budget(cls.traits.comm_unit, BLOCKS, "the library's default")
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """Room for all tokens of all ranks, filled or not."""
-        return problem.ranks * problem.config.kernel.max_num_tokens
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

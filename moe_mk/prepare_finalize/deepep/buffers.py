@@ -9,49 +9,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from moe_mk.comm.communicator import Communicator
-from moe_mk.comm.failure import Failure, GroupResource
+from moe_mk.comm.failure import Failure
 from moe_mk.errors import CommError, MoEMKError, UnsupportedError
 from moe_mk.prepare_finalize.base import TransportContext
+from moe_mk.prepare_finalize.buffer_pool import BufferPool, BufferSlot
 
 B = TypeVar("B")
 MAX_OPEN_CALLS = 8
 
 
-@dataclass
-class LibraryBufferSlot(Generic[B]):
-    """What a library gives for one call at a time, and the number of the call that it serves."""
+class LibraryBufferSlot(BufferSlot, Generic[B]):
+    """What a library provides for one call at a time, and the number of the call that uses it."""
 
-    buffer: B
-    call: int = 0
-    busy: bool = False
+    def __init__(self, buffer: B) -> None:
+        self.buffer, self.call = buffer, 0
+
+    def serve(self, comm: Communicator) -> None:
+        """Begin the next call."""
+        del comm
+        self.call += 1
 
 
-@dataclass(eq=False)
-class LibraryBufferPool(GroupResource, Generic[B]):
+class LibraryBufferPool(BufferPool[LibraryBufferSlot[B]], Generic[B]):
     """What is open of a library over one group, for rows of one geometry."""
 
-    buffer: B | None = None
-    size: tuple[int, ...] = ()
-    """What the buffer was asked to hold, in the units of the library's own arguments."""
-    slots: list[LibraryBufferSlot[B]] = field(default_factory=list)
-    in_flight: int = 0
-    """Operations that were issued and have not arrived, of all layers."""
-    failure: str = ""
-    left_out: frozenset[int] = frozenset()
-    """Ranks that take no part, see `PrepareFinalize.leave_out`."""
+    MAX_OPEN_CALLS = MAX_OPEN_CALLS
 
-    @classmethod
-    def of(cls, comm: Communicator, key: Hashable) -> LibraryBufferPool[Any]:
-        """What the communicator keeps; something new if there is nothing, or nothing that works."""
-        kept = comm.kept.get((cls, key))
-        if not isinstance(kept, cls) or kept.failure:
-            comm.kept[cls, key] = kept = cls()
-        comm.keep(kept)
-        return kept
+    def __init__(self, geometry: Hashable) -> None:
+        super().__init__(geometry)
+        self.buffer: B | None = None
+        self.size: tuple[int, ...] = ()
+        """What the buffer was asked to hold, in the units of the library's own arguments."""
+        self.in_flight = 0
+        """Operations that were issued and have not arrived, of all layers."""
+        self.failure = ""
+        self.left_out: frozenset[int] = frozenset()
+        """Ranks that take no part, see `PrepareFinalize.leave_out`."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no call has failed."""
+        return not self.failure
 
     def abort(self, failure: Failure) -> None:
         """Refuse further calls; peers hear of it from the group, or from the library's own timeout inside of a call."""
@@ -71,7 +72,8 @@ class LibrarySession(Generic[B]):
 
     def __init__(self, context: TransportContext, library: str, geometry: Hashable = ()) -> None:
         """geometry: whatever layers must have in common to share a buffer."""
-        self._rank, self._layer, self._library = context.comm.rank, context.comm.layer, library
+        self._comm, self._rank, self._layer = context.comm, context.comm.rank, context.comm.layer
+        self._library = library
         self.pool: LibraryBufferPool[B] = LibraryBufferPool.of(context.comm, (library, geometry))
 
     @property
@@ -94,29 +96,21 @@ class LibrarySession(Generic[B]):
             pool.size = most
 
     def open_first_slot(self, make: Callable[[int], B]) -> None:
-        """Open the first buffer slot if there is none, so that what stands against it is known before any call."""
+        """Open the first buffer slot if there is none, so that errors are raised before any call."""
         if not self.pool.slots:
-            self._one_more_slot("open", make)
+            self.pool.add(self._comm, "open", lambda: self._slot("open", make))
 
     def take(self, phase: str, make: Callable[[int], B]) -> LibraryBufferSlot[B]:
-        """An idle buffer slot for one call; where all are busy one more, which every rank makes at the same call.
+        """An idle buffer slot for one call; if all are busy a new one, which every rank makes at the same call.
 
-        make: given how many there are. Raises CommError with too many calls open.
+        make: given the number of slots. Raises CommError with too many calls open.
         """
-        idle = next((buffer_slot for buffer_slot in self.pool.slots if not buffer_slot.busy), None)
-        buffer_slot = idle or self._one_more_slot(phase, make)
-        buffer_slot.call, buffer_slot.busy = buffer_slot.call + 1, True
-        return buffer_slot
+        return self.pool.take(self._comm, lambda: self._slot(phase, make))
 
-    def _one_more_slot(self, phase: str, make: Callable[[int], B]) -> LibraryBufferSlot[B]:
-        slots = self.pool.slots
-        if len(slots) == MAX_OPEN_CALLS:
-            text = f"{MAX_OPEN_CALLS} calls were prepared and not finalized; finalize each before the next"
-            raise CommError(text, rank=self._rank, phase=phase, layer=self._layer)
+    def _slot(self, phase: str, make: Callable[[int], B]) -> LibraryBufferSlot[B]:
         self._expect_all_ranks("one more workspace")
         with self.call(phase):
-            slots.append(LibraryBufferSlot(make(len(slots))))
-        return slots[-1]
+            return LibraryBufferSlot(make(len(self.pool.slots)))
 
     def _expect_all_ranks(self, what: str) -> None:
         if gone := sorted(self.pool.left_out):

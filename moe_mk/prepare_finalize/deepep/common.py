@@ -36,7 +36,7 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.external.deepep_limits import HIGH_THROUGHPUT_ROW_BYTES, SCALE_GROUP, up_to
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.plain import BF16, Plain
@@ -151,18 +151,6 @@ def fp8_reasons(problem: Problem) -> list[Reason]:
     return [Reason("wire", f"carries FP8 in groups of 1x{SCALE_GROUP}, not {asked.name}", "kernel.wire = plain")]
 
 
-def one_row_a_rank(problem: Problem, *, collectives: int) -> Volume:
-    """A row to each distinct rank and back; between nodes one to each node, which hands it on. Uniform routing."""
-    tokens, ranks, nodes = problem.num_tokens, problem.ranks, problem.nodes
-    if nodes == 1:
-        remote = tokens * problem.ranks_per_token * (ranks - 1) / ranks
-        return Volume(remote, remote, collectives)
-    per_node = ranks / nodes
-    far = tokens * problem.nodes_per_token * (nodes - 1) / nodes
-    near = tokens * problem.ranks_per_token * (per_node - 1) / per_node
-    return Volume(far + near, far + near, collectives, far_rows=far, pipelined=True)
-
-
 DEEPEP = TransportTraits(
     summary="",
     kinds=frozenset({"cuda"}),
@@ -199,6 +187,7 @@ class DispatchHandle:
 class RowKernels(PrepareFinalize):
     """Rows to experts and sums home."""
 
+    relays: ClassVar[bool] = True
     kernels: ClassVar[str]
     """Which; layers of one group share a buffer of the same."""
     later: ClassVar[str]
@@ -234,11 +223,6 @@ class RowKernels(PrepareFinalize):
         with self._session.call(phase):
             if getattr(event, "event", None) is not None:
                 event.current_stream_wait()
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """All tokens of all ranks may want an expert of this one."""
-        return problem.num_tokens * problem.ranks
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:

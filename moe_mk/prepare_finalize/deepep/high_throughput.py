@@ -34,7 +34,7 @@ from moe_mk.external.deepep_limits import (
 from moe_mk.external.device import capturing
 from moe_mk.external.library import find, load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.common import (
     DEEPEP,
     Call,
@@ -43,7 +43,6 @@ from moe_mk.prepare_finalize.deepep.common import (
     Surface,
     from_library,
     no_more_tokens,
-    one_row_a_rank,
     padded_row,
     to_library,
 )
@@ -58,6 +57,7 @@ class HighThroughputTransport(RowKernels):
 
     kernels: ClassVar[str] = "high throughput"
     later: ClassVar[str] = "async_finish"
+    collectives: ClassVar[int] = 3
     surface: ClassVar[str] = ""
     """The module with the library's `Buffer`, where that is not the library itself."""
 
@@ -141,11 +141,6 @@ class HighThroughputTransport(RowKernels):
             Call(buffer.combine, ["handle", self.later, *by_budget]),
             Call(buffer.get_dispatch_layout, ["topk_idx", "num_experts"]),
         )
-
-    @classmethod
-    def volume(cls, problem: Problem) -> Volume:
-        """A row to each distinct rank and back, after counts."""
-        return one_row_a_rank(problem, collectives=3)
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

@@ -32,7 +32,7 @@ from moe_mk.external.deepep_limits import (
 from moe_mk.external.device import capturing
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, Budget, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.common import (
     DEEPEP,
     Call,
@@ -41,7 +41,6 @@ from moe_mk.prepare_finalize.deepep.common import (
     Surface,
     from_library,
     no_more_tokens,
-    one_row_a_rank,
     padded_row,
     to_library,
 )
@@ -117,11 +116,6 @@ class ElasticTransport(RowKernels):
         mine_RK = (number_R < came)[:, None] & (slots_RK >= 0)
         slots_RK, weights_RK = torch.where(mine_RK, slots_RK, -1), torch.where(mine_RK, weights_RK, 0.0)
         return RowTokens(x_RH, slots_RK.to(torch.int32), weights_RK, self.context.num_slots, handle=handle)
-
-    @classmethod
-    def volume(cls, problem: Problem) -> Volume:
-        """The same rows as V1, in one launch each way."""
-        return one_row_a_rank(problem, collectives=2)
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

@@ -27,7 +27,7 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import UnsupportedError
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
 from moe_mk.prepare_finalize.deepep.common import Call, UniformExpertIds, expect_room, payloads_of, rows_of
 from moe_mk.prepare_finalize.flashinfer.mapping import DOMAIN, LIBRARY, domain_of
@@ -52,6 +52,7 @@ class DispatchHandle:
 class NvlinkOneSided(PrepareFinalize):
     """FlashInfer's MoeAlltoAll, one copy of a token per destination rank."""
 
+    pads_rows: ClassVar[bool] = True
     traits: ClassVar[TransportTraits] = replace(
         DOMAIN,
         summary="FlashInfer, rows written straight into peers' memory; inside one NVLink domain",
@@ -168,17 +169,6 @@ class NvlinkOneSided(PrepareFinalize):
             workspace_size_per_rank=self._size + LINE_BYTES * number, mnnvl_config=self._config,
             **({"enable_rank_mask": True} if self._masks else {}),
         )  # fmt: skip
-
-    @classmethod
-    def volume(cls, problem: Problem) -> Volume:
-        """The rows of all-to-all; two launches, no counts before rows."""
-        remote = problem.num_tokens * problem.ranks_per_token * (problem.ranks - 1) / problem.ranks
-        return Volume(remote, remote, 2)
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """The windows of all ranks, full or not."""
-        return problem.ranks * problem.config.kernel.max_num_tokens
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.external.library import load
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import LibrarySession
 from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, expect_room, payloads_of, rows_of
 from moe_mk.prepare_finalize.flashinfer.mapping import DOMAIN, LIBRARY, domain_of
@@ -51,6 +51,9 @@ class DispatchHandle:
 class NvlinkTwoSided(PrepareFinalize):
     """FlashInfer's MnnvlMoe, one copy of a token per destination rank."""
 
+    pads_rows: ClassVar[bool] = True
+    collectives: ClassVar[int] = 4
+    """Prepare, values, scales and combine are launches of their own."""
     traits: ClassVar[TransportTraits] = replace(
         DOMAIN,
         summary="FlashInfer, rows pushed through FIFOs whose size knows no tokens; inside one NVLink domain",
@@ -108,17 +111,6 @@ class NvlinkTwoSided(PrepareFinalize):
         c = self.context
         arrived: Tensor = self._moe.mnnvl_moe_alltoallv(_aligned(part_TX), route, workspace, c.comm.rank, c.comm.size)
         return arrived[:, : part_TX.shape[1]].contiguous()
-
-    @classmethod
-    def volume(cls, problem: Problem) -> Volume:
-        """The rows of all-to-all; prepare, values, scales and combine are launches of their own."""
-        remote = problem.num_tokens * problem.ranks_per_token * (problem.ranks - 1) / problem.ranks
-        return Volume(remote, remote, 4)
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """Room for all tokens of all ranks, filled or not."""
-        return problem.ranks * problem.config.kernel.max_num_tokens
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:

@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
-from moe_mk.comm.failure import Failure, GroupResource
+from moe_mk.comm.failure import Failure
 from moe_mk.comm.symmetric.heap import NOTE_BYTES, PAGE_BYTES, SymmetricHeap, aligned
 from moe_mk.comm.symmetric.setup import open_heap
-from moe_mk.errors import CommError
 from moe_mk.kernels.native import exchange
 from moe_mk.kernels.native.exchange import Exchange, FaultKind, PeerFault, WindowPlaces
 from moe_mk.kernels.native.library import Native
+from moe_mk.prepare_finalize.buffer_pool import BufferPool, BufferSlot
 from moe_mk.trace.clock import now
 
 
@@ -110,11 +110,11 @@ PATIENCE_US = 1000
 """How long a native wait looks at flags before the heap's own wait, which knows of deadlines and dead peers."""
 
 
-class OneSidedBufferSlot:
+class OneSidedBufferSlot(BufferSlot):
     """The windows of all ranks for one call at a time, and the number of that call."""
 
     def __init__(self, comm: Communicator, region: RegionShape, native: Native | None) -> None:
-        self.region, self.epoch, self.busy = region, 0, False
+        self.region, self.epoch = region, 0
         self.heap = self._open(comm)
         # Not the communicator itself: it keeps this buffer, and a circle of the two would keep its group from ending.
         self.rank, self.size, self.sums_at = comm.rank, comm.size, region.sums_at(comm.size)
@@ -143,10 +143,10 @@ class OneSidedBufferSlot:
         """The windows of all ranks."""
         return open_heap(comm, 2 * comm.size, self.region.data_bytes(comm.size), now)
 
-    def serve(self, layer: str, layer_number: int) -> None:
-        """Begin the next call."""
-        self.busy, self.epoch, self.heap.layer = True, self.epoch + 1, layer
-        number = layer_number % LAYERS
+    def serve(self, comm: Communicator) -> None:
+        """Begin the next call; errors name the layer that `comm` belongs to."""
+        layer, number = comm.layer, comm.layer_number % LAYERS
+        self.epoch, self.heap.layer = self.epoch + 1, layer
         self._layer_bits = number << LAYER_AT
         if self.exchange is not None:
             self.exchange.serve(layer, number)
@@ -287,57 +287,20 @@ class OneSidedBufferSlot:
         )
 
 
-class OneSidedBufferPool(GroupResource):
-    """As many slots as calls are under way at once; made when first needed, by every rank at the same call.
-
-    The communicator keeps them (`Communicator.kept`): layers of one model, given the same groups, share one set as long
-    as their rows have the same geometry. Each call has a buffer of its own until it is finalized.
-    """
+class OneSidedBufferPool(BufferPool[OneSidedBufferSlot]):
+    """The windows that layers of a group share. geometry: `RegionShape`."""
 
     MAX_OPEN_CALLS = 16
-
-    def __init__(self, region: RegionShape) -> None:
-        self._region = region
-        self.slots: list[OneSidedBufferSlot] = []
-
-    @classmethod
-    def of(cls, comm: Communicator, region: RegionShape) -> OneSidedBufferPool:
-        """Those that are kept over a group for rows of this geometry; new ones if there are none."""
-        kept = comm.kept.setdefault((cls, region), cls(region))
-        assert isinstance(kept, cls)
-        comm.keep(kept)
-        return kept
-
-    def take(self, comm: Communicator) -> OneSidedBufferSlot:
-        """The first idle buffer, at its next epoch; the layer that `comm` belongs to is named in errors.
-
-        Raises CommError after a failure, or with too many calls open.
-        """
-        comm.check("dispatch")
-        for buffer in self.slots:
-            if not buffer.busy:
-                break
-        else:
-            buffer = self._new(comm)
-        buffer.serve(comm.layer, comm.layer_number)
-        return buffer
+    geometry: RegionShape
 
     def abort(self, failure: Failure) -> None:
-        """Let peers know in every buffer, whichever call they are in."""
+        """Report the failure to peers in every slot, whichever call they are in."""
         for buffer in self.slots:
             buffer.report(failure)
 
-    def reopen(self) -> None:
-        """Begin with new windows: nobody knows what was written to those of calls that failed."""
-        self.slots.clear()
-
-    def _new(self, comm: Communicator) -> OneSidedBufferSlot:
-        if len(self.slots) == self.MAX_OPEN_CALLS:
-            text = f"{self.MAX_OPEN_CALLS} calls were prepared and not finalized; finalize each before the next"
-            raise CommError(text, rank=comm.rank, phase="dispatch", layer=comm.layer)
-        with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
-            self.slots.append(self._open(comm))
-        return self.slots[-1]
+    def _make(self, comm: Communicator) -> OneSidedBufferSlot:
+        with torch.inference_mode(False):  # else experts could not write sums there outside of that mode
+            return self._open(comm)
 
     def _open(self, comm: Communicator) -> OneSidedBufferSlot:
-        return OneSidedBufferSlot(comm, self._region, exchange.ready())
+        return OneSidedBufferSlot(comm, self.geometry, exchange.ready())

@@ -32,7 +32,6 @@ from moe_mk.prepare_finalize.base import (
     PrepareFinalize,
     TransportContext,
     TransportTraits,
-    Volume,
 )
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot, RegionShape
 from moe_mk.prepare_finalize.one_sided.rows_native import KernelRows
@@ -99,18 +98,20 @@ class NetworkBufferSlot(OneSidedBufferSlot):
 
 
 class NetworkBufferPool(OneSidedBufferPool):
-    """OneSidedBufferPool over a network."""
+    """The windows that layers of a group over several hosts share."""
 
-    _region: NetworkRegion
+    geometry: NetworkRegion
 
     def _open(self, comm: Communicator) -> OneSidedBufferSlot:
-        return NetworkBufferSlot(comm, self._region, None)
+        return NetworkBufferSlot(comm, self.geometry, None)
 
 
 @PREPARE_FINALIZE.register("one_sided_network")
 class OneSidedNetwork(OneSided):
     """Puts and flags in shared memory inside a host, and by proxies over TCP between hosts."""
 
+    collectives: ClassVar[int] = 4
+    """Each of the two flags passes a proxy on either side."""
     traits: ClassVar[TransportTraits] = replace(
         OneSided.traits,
         summary="writes into the memory of peers, by CPU proxies over TCP between hosts; one copy of a token per rank",
@@ -139,11 +140,6 @@ class OneSidedNetwork(OneSided):
         self._region = NetworkRegion(*parts, nodes, context.network, threads)
         self._pool = NetworkBufferPool.of(context.comm, self._region)
         self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
-
-    @classmethod
-    def volume(cls, problem: Problem) -> Volume:
-        """Rows as in `one_sided`; each of the two flags passes a proxy on either side."""
-        return replace(super().volume(problem), collectives=4)
 
     @classmethod
     def own_budget(cls, problem: Problem) -> Budget:

@@ -1,24 +1,18 @@
-"""Rows into the windows of peers and sums out of them, put and read with torch operations.
+"""Writes rows into the windows of peers and reads sums from them with torch operations.
 
-`one_sided_kernels` does the same with kernels that write there themselves. Both lay rows out alike, bit for bit, so
-that ranks of one group may differ. The steps of a call in either:
+`rows_native` does the same with native kernels that write there directly. Both use the same layout, bit for bit, so
+ranks of one group may differ. The steps of a call in either:
 
-    send      write values [Q] and tails [scales | ids | weights] of each token to each rank it visits, then a flag
+    send      write values [Q] and tails [scales | ids | weights] of each token to each of its ranks, then a flag
     arrived   wait for the flags of all peers
-    receive   the rows of all sources one behind the other, as they lie in the own window
-    add_up    wait for the sums of all peers, then add those of each rank to their tokens, rank after rank from zero in
+    receive   the rows of all sources one after the other, in the own window
+    add_up    wait for the sums of all peers, then add those of each rank to their tokens, in rank order from zero in
               f32, rounded once
-
-Adding up what came home: rows of each rank to their tokens, rank after rank in f32, rounded once.
-
-Tokens are finished a few at a time, while their sums lie in the cache. Most tokens visit the same ranks as their
-neighbours, and a run of those needs no index: its rows lie one behind the other in every part. Two 16-bit rows are
-added without a detour, because torch widens, adds and rounds them in one pass; that gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,75 +20,16 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import offsets
+from moe_mk.kernels.native.exchange import ready
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferSlot
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
+from moe_mk.prepare_finalize.rows.sums import Part, add_up
 from moe_mk.quant.blocked import BlockedScheme
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.quant.wire import as_bytes, from_bytes, row_bytes
 from moe_mk.tokens import Routing
-
-TOKENS_AT_ONCE = 64
-"""Tokens that are added up together: their f32 sums at H = 7168 are 1.8 MB, which a core keeps in its cache."""
-TOKENS_OF_A_RUN = 8
-"""Below this many on average an index is cheaper than one operation a run."""
-
-
-def add_up(parts: Sequence[Tensor], token_of_W: Sequence[Tensor], num_tokens: int) -> Tensor:
-    """Add the rows of each rank to their tokens; (T, H) in the rows' dtype, zero where no rank has any.
-
-    token_of_W: ascending and each once.
-    """
-    hidden, dtype, device = parts[0].shape[1], parts[0].dtype, parts[0].device
-    y_TH = torch.empty((num_tokens, hidden), dtype=dtype, device=device)
-    edges = segments(token_of_W, num_tokens)
-    cuts_of_W = [torch.searchsorted(token_X, edges).tolist() for token_X in token_of_W]
-    longest = min(num_tokens, TOKENS_AT_ONCE)
-    total_XH, wide_XH = (torch.empty((longest, hidden), dtype=torch.float32, device=device) for _ in range(2))
-    for number, (first, last) in enumerate(zip(edges.tolist(), edges.tolist()[1:], strict=False)):
-        rows_of_W = [slice(cuts[number], cuts[number + 1]) for cuts in cuts_of_W]
-        pieces = [
-            (part_XH[rows], token_X[rows] - first)
-            for part_XH, token_X, rows in zip(parts, token_of_W, rows_of_W, strict=True)
-            if rows.stop > rows.start
-        ]
-        _add_segment(y_TH[first:last], pieces, total_XH[: last - first], wide_XH)
-    return y_TH
-
-
-def segments(token_of_W: Sequence[Tensor], num_tokens: int) -> Tensor:
-    """Where to cut the tokens, int64 from 0 to T: at every few, and between runs that visit the same ranks if long."""
-    device = token_of_W[0].device
-    regular = torch.arange(0, num_tokens + TOKENS_AT_ONCE, TOKENS_AT_ONCE, dtype=torch.int64, device=device)
-    edges = regular.clamp_max_(num_tokens)
-    if all(len(token_X) == num_tokens for token_X in token_of_W):
-        return edges
-    visits_WT = torch.zeros((len(token_of_W), num_tokens), dtype=torch.bool, device=device)
-    for visits_T, token_X in zip(visits_WT, token_of_W, strict=True):
-        visits_T[token_X] = True
-    changes = torch.nonzero((visits_WT[:, 1:] != visits_WT[:, :-1]).any(dim=0)).flatten() + 1
-    return edges if len(changes) * TOKENS_OF_A_RUN > num_tokens else torch.unique(torch.cat((edges, changes)))
-
-
-def _add_segment(y_XH: Tensor, pieces: Sequence[tuple[Tensor, Tensor]], total_XH: Tensor, wide_XH: Tensor) -> None:
-    """Write the sums of a few tokens. pieces: rows of each rank that has any, and their places among the tokens."""
-    whole = [rows_XH for rows_XH, _ in pieces if rows_XH.shape[0] == y_XH.shape[0]]
-    if len(whole) == len(pieces) == 1:
-        y_XH.copy_(whole[0])
-    elif len(whole) == len(pieces) == 2:
-        torch.add(*whole, out=y_XH)
-    else:
-        total_XH.zero_()
-        for number, (rows_XH, place_X) in enumerate(pieces):
-            if rows_XH.shape[0] < y_XH.shape[0]:
-                total_XH.index_add_(0, place_X, wide_XH[: rows_XH.shape[0]].copy_(rows_XH))
-            elif number:
-                total_XH += wide_XH[: rows_XH.shape[0]].copy_(rows_XH)
-            else:
-                total_XH.copy_(rows_XH)
-        y_XH.copy_(total_XH)
-
 
 Sent = tuple[Tensor, ...] | None
 """The tokens sent to each rank, ascending; None: kernels keep them in their buffer."""
@@ -222,11 +157,13 @@ class PutRows:
         assert sent is not None
         firsts = buffer.await_sums()
         own_XH = y_RH[own].to(self._context.dtype.dtype).contiguous()
-        parts = [
+        sums = [
             buffer.sums_of(rank, firsts[rank], len(token_X)).view(own_XH.dtype) if rank in firsts else own_XH
             for rank, token_X in enumerate(sent)
         ]
-        return add_up(parts, sent, handle.num_tokens)
+        parts = [Part(*each) for each in zip(sums, sent, strict=True)]
+        y_TH = torch.empty((handle.num_tokens, own_XH.shape[1]), dtype=own_XH.dtype, device=own_XH.device)
+        return add_up([parts], y_TH, ready())
 
     def _sorted_by_rank(self, x_TH: QuantTensor, routing: Routing) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """For each rank its tokens, ascending, and the tails of their rows. Assignments elsewhere become -1 there."""

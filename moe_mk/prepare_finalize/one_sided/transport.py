@@ -23,7 +23,7 @@ from moe_mk.comm.symmetric.setup import reasons_against_heap
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, RegionShape
 from moe_mk.prepare_finalize.one_sided.rows_native import KernelRows
 from moe_mk.prepare_finalize.one_sided.rows_torch import DispatchHandle, PutRows, RowBytes
@@ -74,6 +74,7 @@ class OneSided(PrepareFinalize):
             )
         with c.spans.span("dispatch"), c.comm.abort_on_error():
             with c.comm.exclusive("dispatch"):
+                c.comm.check("dispatch")
                 buffer = self._pool.take(c.comm)
                 way = self._put if buffer.exchange is None else self._kernels
                 sent, sent_W = way.send(buffer, x_TH, routing, self.encode)
@@ -122,22 +123,11 @@ class OneSided(PrepareFinalize):
         comm.traffic.sent(flags, words, comm.rank)
 
     @classmethod
-    def volume(cls, problem: Problem) -> Volume:
-        """Each token goes to the distinct other ranks of its experts, a sum comes back from each; flags meet twice."""
-        remote = problem.num_tokens * problem.ranks_per_token * (problem.ranks - 1) / problem.ranks
-        return Volume(remote, remote, 2)
-
-    @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
         """One window of this rank; its pages are taken as calls need them."""
         hidden = problem.config.model.hidden_size
         row = packed_row_bytes(problem.dtype, hidden, problem.config.router.top_k)
         return RegionShape(problem.num_tokens, row, 0, row_bytes(problem.dtype, hidden)).data_bytes(problem.ranks)
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """All tokens of all ranks may want an expert of this one; a window has room for them."""
-        return problem.num_tokens * problem.ranks
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -32,6 +32,7 @@ from moe_mk.external.symmetric_memory import SymmetricMemory, addresses_of, libr
 from moe_mk.flight import wait
 from moe_mk.kernels.native.exchange import FaultKind, PeerFault
 from moe_mk.kernels.triton.one_sided import Windows, await_flags
+from moe_mk.prepare_finalize.buffer_pool import BufferSlot
 from moe_mk.trace.clock import now
 
 NOTE_BYTES = 1024
@@ -121,11 +122,11 @@ def _exchanged(comm: Communicator, text: str) -> list[str]:
 PHASES = ("dispatch", "combine")
 
 
-class GpuBufferSlot:
-    """The windows of all ranks for one call at a time. `busy` says whether one is."""
+class GpuBufferSlot(BufferSlot):
+    """The windows of all ranks for one call at a time."""
 
     def __init__(self, comm: Communicator, rows: int, row_bytes: int, sum_bytes: int, device: torch.device) -> None:
-        self.busy, self.rank, self.size, self.device, self.layer = False, comm.rank, comm.size, device, ""
+        self.rank, self.size, self.device, self.layer = comm.rank, comm.size, device, ""
         shape = Windows(torch.zeros(comm.size, dtype=torch.int64, device=device), comm.rank, rows, row_bytes, sum_bytes)
         mapped = self._mapped = map_windows(comm, shape.num_bytes, device)
         self.own, self.how = mapped.own, mapped.how
@@ -143,9 +144,9 @@ class GpuBufferSlot:
         self._faults_seen_4W = self._seen_2W.new_zeros((4, comm.size), pin_memory=device.type == "cuda")
         self._num_experts = 0
 
-    def serve(self, layer: str) -> None:
+    def serve(self, comm: Communicator) -> None:
         """Begin the next call. Raises CommError if a rank is known to have been late in an earlier one."""
-        self.busy, self.layer = True, layer
+        self.layer = comm.layer
         self.expect_punctual()
 
     def expect_punctual(self) -> None:

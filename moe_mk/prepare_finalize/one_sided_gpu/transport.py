@@ -15,19 +15,21 @@ ids are all -1 goes nowhere, so that a graph of M tokens serves fewer. Ranks tha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_mk.comm.failure import Failure, GroupResource
+from moe_mk.comm.communicator import Communicator
+from moe_mk.comm.failure import Failure
 from moe_mk.comm.symmetric.setup import reasons_against_heap
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.external.library import find
 from moe_mk.flight import Flight, InFlight
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
+from moe_mk.prepare_finalize.buffer_pool import BufferPool
 from moe_mk.prepare_finalize.packing import pack, packed_row_bytes, unpack
 from moe_mk.quant.wire import row_bytes
 from moe_mk.shapes import expect
@@ -52,24 +54,42 @@ class DispatchHandle:
     sums_RH: Tensor
 
 
-class GpuBufferPool(GroupResource):
-    """The slots that layers of a group share."""
+class Geometry(NamedTuple):
+    """What layers must have in common to share windows."""
 
-    def __init__(self) -> None:
-        self.slots: list[GpuBufferSlot] = []
+    max_num_tokens: int
+    packed_bytes: int
+    """Of a row with its scales, ids and weights."""
+    sum_bytes: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class GpuBufferPool(BufferPool["GpuBufferSlot"]):
+    """The windows that layers of a group share."""
+
+    geometry: Geometry
 
     def abort(self, failure: Failure) -> None:
-        """Nothing: kernels of peers look at flags a bounded number of times, and the group refuses further calls."""
+        """Nothing: kernels of peers read flags a bounded number of times, and the group refuses further calls."""
 
-    def reopen(self) -> None:
-        """Begin with new windows."""
-        self.slots.clear()
+    def _make(self, comm: Communicator) -> GpuBufferSlot:
+        from moe_mk.prepare_finalize.one_sided_gpu.buffers import GpuBufferSlot
+
+        if any(bool((each.active_W == 0).any()) for each in self.slots):
+            fix = "finalize each call before the next is prepared"
+            refusal = UnsupportedError("one more window needs every rank, and some are left out", [fix])
+            refusal.harmless_to_peers = True
+            raise refusal
+        rows, packed, sum_bytes, _, device = self.geometry
+        return GpuBufferSlot(comm, rows, -(-packed // LINE_BYTES) * LINE_BYTES, sum_bytes, device)
 
 
 @PREPARE_FINALIZE.register(NAME)
 class OneSidedGpu(PrepareFinalize):
     """Triton kernels on addresses of peers' windows, one copy of a token per rank."""
 
+    pads_rows: ClassVar[bool] = True
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="Triton kernels write into the memory of peers' GPUs, inside one host; compiled, not yet measured",
         kinds=frozenset({"cuda"}),
@@ -98,12 +118,9 @@ class OneSidedGpu(PrepareFinalize):
         if reasons:
             raise UnsupportedError(f"transport '{NAME}' cannot serve this group", reasons)
         self._packed = packed_row_bytes(context.wire, context.hidden_size, context.top_k)
-        # Layers of one model, given the same groups, share windows where their rows have the same geometry.
-        geometry = (context.max_num_tokens, self._packed, context.hidden_size, context.dtype.dtype, context.device)
-        kept = context.comm.kept.setdefault((type(self), geometry), GpuBufferPool())
-        assert isinstance(kept, GpuBufferPool)
-        self._pool = kept
-        context.comm.keep(kept)
+        sum_bytes = row_bytes(context.dtype, context.hidden_size)
+        geometry = Geometry(context.max_num_tokens, self._packed, sum_bytes, context.dtype.dtype, context.device)
+        self._pool = GpuBufferPool.of(context.comm, geometry)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts."""
@@ -118,7 +135,7 @@ class OneSidedGpu(PrepareFinalize):
             )
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
-            buffer = self._take()
+            buffer = self._pool.take(c.comm)
             rank_TK = torch.where(routing.ids_TK >= 0, c.tables.rank_of_P[routing.ids_TK.clamp_min(0).long()], -1)
             ranks_W = torch.arange(c.comm.size, dtype=rank_TK.dtype, device=rank_TK.device)
             visits_WT = (rank_TK[None] == ranks_W[:, None, None]).any(dim=2) & (buffer.active_W != 0)[:, None]
@@ -179,31 +196,6 @@ class OneSidedGpu(PrepareFinalize):
         rows = self.local_rows(x_RH, physical_RK, weights_RK, DispatchHandle(buffer, slots_WT, sums_RH))
         return RowTokens(rows.x_RH, rows.ids_RK, rows.weights_RK, rows.num_slots, rows.handle, sums_RH)
 
-    def _take(self) -> GpuBufferSlot:
-        """The first idle buffer, or a new one that every rank opens at the same call."""
-        from moe_mk.prepare_finalize.one_sided_gpu.buffers import GpuBufferSlot
-
-        c = self.context
-        buffer = next((buffer for buffer in self._pool.slots if not buffer.busy), None)
-        if buffer is None:
-            if any(bool((each.active_W == 0).any()) for each in self._pool.slots):
-                way_out = "finalize each call before the next is prepared"
-                refusal = UnsupportedError("one more window needs every rank, and some are left out", [way_out])
-                refusal.harmless_to_peers = True
-                raise refusal
-            row = -(-self._packed // LINE_BYTES) * LINE_BYTES
-            sums = row_bytes(c.dtype, c.hidden_size)
-            buffer = GpuBufferSlot(c.comm, c.max_num_tokens, row, sums, c.device)
-            self._pool.slots.append(buffer)
-        buffer.serve(c.comm.layer)
-        return buffer
-
-    @classmethod
-    def volume(cls, problem: Problem) -> Volume:
-        """Each token goes to the distinct other ranks of its experts, a sum comes back from each; flags meet twice."""
-        remote = problem.num_tokens * problem.ranks_per_token * (problem.ranks - 1) / problem.ranks
-        return Volume(remote, remote, 2)
-
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """Sums are moved 16 bytes at a time; not yet measured on a GPU, so selected only when pinned."""
@@ -222,11 +214,6 @@ class OneSidedGpu(PrepareFinalize):
         hidden, limit = problem.config.model.hidden_size, problem.config.kernel.max_num_tokens
         row = packed_row_bytes(problem.dtype, hidden, problem.config.router.top_k) + LINE_BYTES
         return problem.ranks * (limit * (row + row_bytes(problem.dtype, hidden)) + 256)
-
-    @classmethod
-    def max_rows(cls, problem: Problem) -> int:
-        """Every place of the window is a row, filled or not."""
-        return problem.config.kernel.max_num_tokens * problem.ranks
 
 
 def _odd_sums(num_bytes: int) -> list[Reason]:

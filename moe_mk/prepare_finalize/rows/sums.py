@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moe_mk.comm.communicator import add_in_order
 from moe_mk.kernels.native.exchange import ROW_TYPES, add_rows
 from moe_mk.kernels.native.library import Native
 
@@ -94,11 +95,7 @@ def total(groups: Sequence[Sequence[Part]], shape: Sequence[int], device: torch.
     for number, group in enumerate(groups):
         apart = number > 0 and len(group) > 1
         sum_RH = torch.zeros_like(total_RH) if apart else total_RH
-        for part in group:
-            if len(part.rows) == len(sum_RH):
-                sum_RH += part.rows
-            else:
-                sum_RH[part.row_X] += part.rows  # a row is at most once in each part, so nothing is lost
+        add_in_order(sum_RH, ((part.rows, None if len(part.rows) == len(sum_RH) else part.row_X) for part in group))
         if apart:
             total_RH += sum_RH
     return total_RH

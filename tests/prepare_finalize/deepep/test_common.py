@@ -12,10 +12,10 @@ from moe_mk.prepare_finalize.deepep.common import (
     fp8_reasons,
     from_library,
     no_more_tokens,
-    one_row_a_rank,
     padded_row,
     to_library,
 )
+from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
@@ -58,10 +58,10 @@ def test_formats_that_do_not_travel() -> None:
 
 def test_a_row_goes_to_each_rank_or_first_to_each_node() -> None:
     # 8 ranks, 256 experts, top-8 of 4 of 8 groups: a token visits 3.983 of 8 ranks, 7 of 8 of them elsewhere.
-    one = one_row_a_rank(asked(), collectives=3)
+    one = DeepEPHighThroughput.volume(asked())
     assert round(one.dispatch_rows / 128, 2) == round(3.983 * 7 / 8, 2) and one.far_rows is None
     # 4 nodes: 3.133 of them, 3 of 4 elsewhere; inside, 6.820 ranks of 32, 7 of 8 others of the same node.
-    many = one_row_a_rank(asked(ep=32), collectives=3)
+    many = DeepEPHighThroughput.volume(asked(ep=32))
     assert many.far_rows is not None and round(many.far_rows / 128, 2) == 2.35
     assert round((many.dispatch_rows - many.far_rows) / 128, 2) == round(6.820 * 7 / 8, 2)
 

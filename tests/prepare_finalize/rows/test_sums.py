@@ -122,3 +122,24 @@ def test_parts_are_cut_at_edges_and_count_from_there() -> None:
         [0],
         [],
     ]
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 200])
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (0.99, 0.99), (1.0, 1.0, 1.0), (0.995, 0.99, 1.0, 0.98), (1.0,)])
+def test_a_flat_sum_has_the_bits_of_adding_rank_after_rank(
+    rows: int, dtype: torch.dtype, shares: tuple[float, ...]
+) -> None:
+    groups = drawn([list(shares)], rows, dtype)
+    wanted = one_by_one(groups, torch.empty((rows, 24), dtype=dtype))
+    for native in (None, ready()):
+        assert torch.equal(add_up(groups, torch.empty((rows, 24), dtype=dtype), native), wanted)
+
+
+@KERNELS
+def test_f32_keeps_the_order_of_ranks() -> None:
+    # (1e8 + 1) - 1e8 + 1 is 1 in rank order; every other order gives 2 or 0.
+    parts = [part([[number]], [0]) for number in (1e8, 1.0, -1e8, 1.0)]
+    for native in (None, ready()):
+        assert add_up([parts], torch.empty(1, 1), native).item() == 1.0
