@@ -76,10 +76,10 @@ def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, An
     routing, weights = layer.route(x_TH), layer._placement.laid_out
     records: dict[str, list[TileRecord]] = defaultdict(list)
 
-    def tiled(name: str, tiles: int, carrier: str) -> Tensor:
+    def tiled(name: str, tiles: int, executor: str) -> Tensor:
         same = {field.name: getattr(kernel, field.name) for field in fields(FusedMoEKernel)}
         records[name].append(TileRecord())
-        each = TiledKernel(**same, tiles=tiles, carrier=carrier, record=records[name][-1])  # type: ignore[arg-type]
+        each = TiledKernel(**same, tiles=tiles, executor=executor, record=records[name][-1])  # type: ignore[arg-type]
         return wait(each.steps(x_TH, routing, weights))
 
     def dual() -> Tensor:
@@ -90,9 +90,9 @@ def measure(rank: int, size: Size, transport: str, experts: str) -> dict[str, An
 
     ways = {"whole": lambda: wait(kernel.steps(x_TH, routing, weights)), "dual": dual}
     for tiles in TILES:
-        for carrier in ("turns", "thread"):
-            name = f"{tiles} {carrier}"
-            ways[name] = partial(tiled, name, tiles, carrier)
+        for executor in ("turns", "thread"):
+            name = f"{tiles} {executor}"
+            ways[name] = partial(tiled, name, tiles, executor)
     with torch.no_grad():
         same = [way() for way in ways.values()]
         assert all(torch.equal(same[0], other) for other in same), "outputs must agree bit for bit"

@@ -167,9 +167,9 @@ class KernelConfig(Settings):
     relay_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a rank that cross between nodes and are relayed there at a time; None: all of a call at once."""
     tiles: int = Field(default=1, ge=1, le=64)
-    """Parts of a call's tokens that go out, are multiplied and come home one behind the other; 1: all at once."""
+    """Parts of a call's tokens that are dispatched, multiplied and combined in a pipeline; 1: all at once."""
     tile_carrier: Literal["turns", "thread"] = "turns"
-    """Who carries tiles. turns: the calling thread, which takes turns with the experts. thread: one of their own."""
+    """The thread that communicates. turns: the calling thread, in turns with the experts. thread: one of its own."""
     comm_units: int | None = Field(default=None, ge=1)
     """Compute units that the transport may keep for itself: SMs of a GPU, proxy threads of a CPU. None: its default."""
     graphs: bool = False

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.shipped import device_profile, shipped_devices
@@ -92,7 +91,7 @@ def stream_of(device: torch.device) -> int:
 
 
 class Queues:
-    """Work of several threads on one device: a stream for each lane, and marks that others wait for.
+    """Streams of one device for several threads, and marks that other streams wait for.
 
     On a CPU there is nothing to wait for: what a thread has called is done when the call returns.
     """
@@ -107,8 +106,8 @@ class Queues:
         return self.device.type == "cuda"
 
     @contextmanager
-    def lane(self, name: str) -> Iterator[None]:
-        """Queue what this thread calls within on a stream of the lane's own, the same one in every call."""
+    def on_stream(self, name: str) -> Iterator[None]:
+        """Queue what this thread calls within on the stream of that name, the same one in every call."""
         if not self.run_later:
             yield
             return
@@ -126,15 +125,6 @@ class Queues:
         """Let what this thread queues from here on wait for a mark, on the device alone."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
-
-    def read_here(self, tensor: Tensor) -> Tensor:
-        """A tensor of another lane that outlives the lanes: its memory is not used anew before this stream is through.
-
-        Wait for its mark first; the memory of a tensor belongs to the stream on which it was made.
-        """
-        if self.run_later:
-            tensor.record_stream(torch.cuda.current_stream(self.device))
-        return tensor
 
 
 def capturing(device: torch.device) -> bool:

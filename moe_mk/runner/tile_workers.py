@@ -1,33 +1,48 @@
-"""A thread for each lane of a plan: steps wait for those that they need, whoever takes them.
+"""Workers that execute a plan of tiles concurrently: a thread for each, and a step waits for the steps that it needs.
 
-    carry     D0  D1  C0 D2  C1 D3  C2  C3
+    comm      D0  D1  C0 D2  C1 D3  C2  C3
     experts       M0  M1     M2     M3            the caller's thread
     onward               S0     S1      S2  S3
 
-On a device each lane has a stream too, and steps wait for marks of those that they need, on the device alone. What a
-lane frees, its own stream uses next; outputs of experts are kept until the end, because another stream reads them.
+On a device each worker has a stream too, and steps wait for marks of those that they need, on the device alone. Memory
+that a worker frees is used again by its own stream; outputs of experts are kept to the end, because another stream
+reads them.
 
-A lane that fails stops the others at their next step. The caller hears of the first failure once all threads have
-ended, which they do within the time that a transport waits for a peer.
+A worker that fails stops the others at their next step. The caller gets the first failure once all threads have ended,
+which they do within the timeout of the transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from moe_mk.external.device import Queues
 from moe_mk.flight import Flight, InFlight, wait
-from moe_mk.runner.overlap import with_modes_of_here
-from moe_mk.runner.tiles import Lane, Step, TilePlan, TileRecord, TileWork
+from moe_mk.runner.tiles import Step, TilePlan, TileRecord, TileWork, Worker
+
+X = TypeVar("X")
+P = ParamSpec("P")
 
 
-class Crew:
-    """What lanes know of each other: which steps have ended, their marks on the device, and the first failure."""
+def with_modes_of_caller(job: Callable[P, X]) -> Callable[P, X]:
+    """The same job for another thread, under autograd's modes of this one: they belong to a thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def with_modes(*args: P.args, **kwargs: P.kwargs) -> X:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return job(*args, **kwargs)
+
+    return with_modes
+
+
+class WorkerGroup:
+    """The shared state of workers: which steps have ended, their marks on the device, and the first failure."""
 
     def __init__(self, work: TileWork, plan: TilePlan, record: TileRecord, queues: Queues) -> None:
         self._work, self._plan, self._record, self._queues = work, plan, record, queues
@@ -38,19 +53,19 @@ class Crew:
         self.stopped = False
         self.failure: BaseException | None = None
 
-    def serve(self, lane: Lane) -> None:
-        """Walk a lane in a thread of its own, on a stream of its own."""
+    def start(self, worker: Worker) -> None:
+        """Run a worker in this thread, on a stream of its own."""
         try:
-            with self._queues.lane(lane):
+            with self._queues.on_stream(worker):
                 self._queues.after(self._begin)
-                self.walk(self._plan.lanes[lane])
-        except BaseException as failure:  # a device without another stream: nobody may wait for this lane
+                self.run(self._plan.workers[worker])
+        except BaseException as failure:  # a device without another stream: no worker may wait for this one
             self.stop(failure)
 
-    def walk(self, lane: Sequence[Step]) -> None:
-        """Take the steps of a lane, each as soon as it can be, until the end or until somebody fails."""
+    def run(self, steps: Sequence[Step]) -> None:
+        """Take a worker's steps, each as soon as it is ready, to the end or until a worker fails."""
         try:
-            for step in lane:
+            for step in steps:
                 if not self._ready(step):
                     return
                 self._record.note(step, "begins")
@@ -59,23 +74,23 @@ class Crew:
                 with self._changed:
                     self._marks[step] = self._queues.mark()
                     self._changed.notify_all()
-        except BaseException as failure:  # told to the caller by `failure`, whatever it is
+        except BaseException as failure:  # of any type: `on_workers` raises it in the caller's thread
             self.stop(failure)
 
     def stop(self, failure: BaseException | None = None) -> None:
-        """Let no lane begin another step."""
+        """Let no worker begin another step."""
         with self._changed:
             self.stopped = True
             self.failure = self.failure or failure
             self._changed.notify_all()
 
-    def meet(self) -> None:
-        """Let what the caller queues next come after all that was queued here."""
+    def join_stream(self) -> None:
+        """Let the caller's stream wait for everything that was queued here."""
         for mark in self._marks.values():
             self._queues.after(mark)
 
     def _ready(self, step: Step) -> bool:
-        """Wait for what a step needs; False if it will not come."""
+        """Wait for the steps that a step needs; False once a worker has failed."""
         needs = self._plan.needs(step)
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or all(need in self._marks for need in needs))
@@ -87,29 +102,31 @@ class Crew:
         return True
 
 
-def on_lanes(work: TileWork, plan: TilePlan, record: TileRecord, queues: Queues | None = None) -> Flight[list[Tensor]]:
-    """Run the lanes side by side; a flight with one hop, during which the first tile is on its way.
+def on_workers(
+    work: TileWork, plan: TilePlan, record: TileRecord, queues: Queues | None = None
+) -> Flight[list[Tensor]]:
+    """Run the workers concurrently; a flight with one yield point, at which the first tile is being dispatched.
 
     queues: streams of the device, best the same ones for every call; None makes them. Threads live as long as the call.
-    Nobody else may use the transport meanwhile, other micro-batches included: two carriers would meet peers in another
-    order on every rank. Raises what the first lane that failed raised.
+    The transport must not be used by anything else meanwhile, other micro-batches included: two comm threads would
+    issue collectives in a different order on every rank. Raises the exception of the first worker that failed.
     """
     queues = queues or Queues(work.tiles[0].x_TH.device)
-    crew, work.keeps = Crew(work, plan, record, queues), queues.run_later
-    others = [lane for lane in plan.lanes if lane != "experts"]
+    group, work.keeps = WorkerGroup(work, plan, record, queues), queues.run_later
+    others = [worker for worker in plan.workers if worker != "experts"]
     threads = ThreadPoolExecutor(len(others), thread_name_prefix="tiles")
     try:
-        for lane in others:
-            threads.submit(with_modes_of_here(crew.serve), lane)
+        for worker in others:
+            threads.submit(with_modes_of_caller(group.start), worker)
         yield InFlight("dispatch")
-        crew.walk(plan.lanes["experts"])
+        group.run(plan.workers["experts"])
     except BaseException:
-        crew.stop()  # the caller gives up: no lane may go on without it
+        group.stop()  # the caller has closed the flight or failed: no worker may continue
         raise
     finally:
         threads.shutdown()
-        work.give_up()
-        crew.meet()
-    if crew.failure is not None:
-        raise crew.failure
+        work.cancel()
+        group.join_stream()
+    if group.failure is not None:
+        raise group.failure
     return work.outputs()

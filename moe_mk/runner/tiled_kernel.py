@@ -14,9 +14,8 @@ from moe_mk.external.device import Queues
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner.monolithic import MonolithicKernel
-from moe_mk.runner.overlap import MicroBatch
-from moe_mk.runner.tile_workers import on_lanes
-from moe_mk.runner.tiles import Carrier, Onward, TileRecord, TileWork, cut, in_turns, plan_for
+from moe_mk.runner.tile_workers import on_workers
+from moe_mk.runner.tiles import Executor, MicroBatch, Onward, TileRecord, TileWork, cut, in_turns, plan_for
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import Weights
 
@@ -26,14 +25,14 @@ class TiledKernel(FusedMoEKernel):
     """A transport and experts, over tiles of a call's tokens: all ranks with the same number of tiles."""
 
     tiles: int = 2
-    carrier: Carrier = "turns"
-    """thread: for a layer that nobody interleaves with other flights."""
+    executor: Executor = "turns"
+    """thread: for a layer that is not interleaved with other flights."""
     onward: Onward | None = None
-    """Where tiles go when they are home, for a kernel that ends a pipeline stage."""
+    """Where combined tiles are sent, for a kernel that ends a pipeline stage."""
     record: TileRecord | None = None
-    """Where events are noted, if anybody listens."""
+    """Where events are recorded; None: nowhere."""
     queues: Queues | None = None
-    """Streams of the device for a thread that carries; None makes them for each call."""
+    """Streams of the device for the workers; None makes them for each call."""
 
     def steps(self, x_TH: Tensor, routing: Routing, weights: Weights) -> Flight[Tensor]:
         """Run the layer's routed experts on the tokens of this rank: (T, H) to (T, H)."""
@@ -42,8 +41,8 @@ class TiledKernel(FusedMoEKernel):
         work = TileWork(self.prepare_finalize, lambda tokens: self.multiply(tokens, weights), tiles, self.onward)
         plan = plan_for(self.prepare_finalize, self.tiles, onward=self.onward is not None)
         record = self.record or TileRecord()
-        on_threads = self.carrier == "thread"
-        outputs = yield from on_lanes(work, plan, record, self.queues) if on_threads else in_turns(work, plan, record)
+        on_threads = self.executor == "thread"
+        outputs = yield from on_workers(work, plan, record, self.queues) if on_threads else in_turns(work, plan, record)
         for tile, y_XH in zip(tiles, outputs, strict=True):
             ran("dispatch", who, tile.x_TH.nbytes)
             ran("combine", who, y_XH.nbytes)
@@ -51,9 +50,9 @@ class TiledKernel(FusedMoEKernel):
 
 
 def tiled(kernel: FusedMoEKernel | MonolithicKernel, settings: KernelConfig) -> FusedMoEKernel | MonolithicKernel:
-    """The kernel as the settings want it run; itself where they ask for one tile.
+    """The kernel with the tiles of the settings; itself where they ask for one tile.
 
-    Raises ConfigError for a carrying thread on ranks that share one, which nobody could wait in, and in CUDA graphs.
+    Raises ConfigError for a comm thread on ranks that share one thread, where it could not wait, and in CUDA graphs.
     """
     if settings.tiles == 1 or isinstance(kernel, MonolithicKernel):
         return kernel
@@ -65,7 +64,7 @@ def tiled(kernel: FusedMoEKernel | MonolithicKernel, settings: KernelConfig) -> 
             )
         _expect_ranks_that_wait(kernel.prepare_finalize.context.comm)
     parts, queues = (kernel.prepare_finalize, kernel.experts, kernel.spans), Queues(kernel.experts.context.device)
-    return TiledKernel(*parts, tiles=settings.tiles, carrier=settings.tile_carrier, queues=queues)
+    return TiledKernel(*parts, tiles=settings.tiles, executor=settings.tile_carrier, queues=queues)
 
 
 def _expect_ranks_that_wait(comm: Communicator) -> None:

@@ -1,48 +1,40 @@
-"""Tile by tile: experts of one tile compute while the next goes out and the one before comes home.
+"""Overlap within one call: experts of one tile compute while the next is dispatched and the one before is combined.
 
-`TilePlan` says which step needs which; two executors take the same plan over the same steps:
+A tile is a part of a rank's tokens. Its transfers have two halves each, issued (i) and received (r): D dispatch,
+C combine, and S onward to the next pipeline stage; M are its experts. `TilePlan` is the order and the dependencies of
+these steps, and two executors take the same plan:
 
-    in_turns   one thread, a flight: steps in the plan's order, at most two journeys under way. For ranks in lockstep,
-               for layers that other flights interleave with, and for transports that move data by themselves.
-    on_lanes   a thread for each lane: one carries, the caller's multiplies, one sends onward. For transports whose
-               calls take a processor's time or wait inside a library.
-
-Both give the bits of one tile after the other. Against one call with all tokens, a token's row meets other rows in its
-GEMM: with kernel.batch_invariant, and with experts that multiply row by row, bits are the same there too; else they
-differ as between two batches of any sizes, within the rounding of the compute scheme.
-
-Which step of which tile needs what, said apart from whoever executes it.
-
-A tile is a part of a rank's tokens. Its journeys have two halves each, issued (i) and received (r), by the names of
-`schedule`: D dispatch, M experts, C combine, and S onward to the next pipeline stage.
+    in_turns     one thread, a flight: steps in the plan's order, at most two transfers in flight. For ranks in
+                 lockstep, for layers interleaved with other flights, and for transports that move data by themselves.
+    on_workers   a worker for each kind of work: one thread communicates, the caller's multiplies, one sends onward; see
+                 `tile_workers`. For transports whose calls occupy a processor or block inside a library.
 
     step   needs                                        phase    0        1        2                3
-    D3i    C0r, the room of a tile that is home         carry    D0i D0r  D1i D1r  C0i D2i C0r D2r  C1i D3i C1r D3r
+    D3i    C0r, whose buffer it reuses                  comm     D0i D0r  D1i D1r  C0i D2i C0r D2r  C1i D3i C1r D3r
     D3r    D3i                                          experts           M0       M1               M2
     M3     D3r                                          onward                                      S0i S0r
     C3i    M3
     C3r    C3i
     S3i    C3r
 
-So tile 2 goes out and tile 0 comes home while tile 1 is multiplied: three tiles are open, two journeys under way. A
-transport that keeps less open gets a plan of depth 2 (the next tile goes out while one is multiplied) or 1 (nothing
-overlaps). Lanes run side by side; within one, steps keep their order, which is the same on all ranks whatever ends
-first. Sources of the idea: FlashMoE (arXiv 2506.04667) and COMET (arXiv 2502.19811), where tiles of a fused kernel wait
-for flags instead of for a whole dispatch.
+So tile 2 is dispatched and tile 0 combined while tile 1 is multiplied: three tiles are open, two transfers in flight. A
+transport that allows less gets a plan of depth 2 (the next tile is dispatched while one is multiplied) or 1 (no
+overlap). Workers run concurrently; within one, steps keep their order, which is the same on all ranks. The tiles may
+be micro-batches of different sizes as well. Sources of the idea: FlashMoE (arXiv 2506.04667), COMET (arXiv 2502.19811)
+and, for transfers in two halves, DeepEP's low-latency kernels with receive hooks (github.com/deepseek-ai/DeepEP).
 
-What happened to tiles, in the order in which it happened: events, the intervals they make, and which overlapped.
+Both executors give the bits of one tile after the other. Compared with one call over all tokens, a row shares its GEMM
+with other rows: with kernel.batch_invariant bits are equal there too; else they differ as between two batch sizes,
+within the rounding of the compute scheme.
 
-That one interval overlaps another is read from the order of events, which is exact on any machine under any load; how
-much of the time was hidden is read from the clock.
+`TileRecord` records the order of events, from which it follows exactly which intervals overlapped, whatever the load
+of the machine; the share of hidden time is read from the clock. `StageLink` sends finished tiles to the next stage:
 
-The way from one pipeline stage to the next, tile by tile.
+    stage 0, a rank           C0r  S0 ...  C1r  S1 ...        a finished tile leaves while others are still combined
+    stage 1, the same rank         x0           x1            and the next stage begins with what has arrived
 
-    stage 0, a rank    C0 home  S0 ...  C1 home  S1 ...        a finished tile leaves while others still come home
-    stage 1, its twin           x0 here          x1 here       and the next stage begins with what has arrived
-
-A link is a group of two: a rank, and the one in the same place of the next stage. Its messages meet nobody else's, so
-they may overlap with anything that goes on inside a stage. How many tiles, and of which sizes, both ends know: the next
-stage has the tokens of this one.
+A link is a group of two: a rank, and the one in the same place of the next stage, so its messages may overlap with
+anything inside a stage. Both ends know the number and sizes of tiles: the next stage has the same tokens.
 """
 
 from __future__ import annotations
@@ -50,21 +42,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import ConfigError
-from moe_mk.flight import Flight, cancel
+from moe_mk.flight import Flight, InFlight, cancel
 from moe_mk.prepare_finalize.base import PrepareFinalize
-from moe_mk.runner.overlap import Issued, MicroBatch
 from moe_mk.tokens import ExpertOutput, Routing, Tokens
 from moe_mk.trace.clock import now
 from moe_mk.trace.overlap import hidden_share
 from moe_mk.trace.recorder import Span
 
+X = TypeVar("X")
 STAGES: dict[Kind, str] = {"D": "dispatch", "M": "experts", "C": "combine", "S": "onward"}
 
 
@@ -82,7 +74,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Interval:
-    """From the first event of a journey, or of experts, to its last: places in the order of events, and seconds."""
+    """From the first event of a transfer, or of experts, to its last: positions in the order of events, and seconds."""
 
     name: str
     """D2, M0, ..."""
@@ -107,10 +99,10 @@ class TileRecord:
         self.events.append(Event(step, what, now()))
 
     def intervals(self) -> list[Interval]:
-        """What has begun and ended, by its beginning. A journey lasts from its issue until it is received."""
+        """What has begun and ended, sorted by begin. A transfer lasts from its issue until it is received."""
         found: dict[str, list[int]] = {}
         for place, event in enumerate(self.events):
-            found.setdefault(event.step.journey, []).append(place)
+            found.setdefault(event.step.transfer, []).append(place)
         bounds = [(name, places[0], places[-1]) for name, places in found.items() if len(places) > 1]
         return [Interval(n, a, b, self.events[a].seconds, self.events[b].seconds) for n, a, b in bounds]
 
@@ -129,7 +121,7 @@ class TileRecord:
         return [Span(_stage(i.name), i.start, i.end, i.end - i.start) for i in self.intervals()]
 
     def hidden_share(self) -> float | None:
-        """The part of the time on the way, from 0 to 1, in which experts computed; None if nothing travelled."""
+        """The share of communication time, from 0 to 1, in which experts computed; None without communication."""
         return hidden_share(self.spans())
 
 
@@ -138,8 +130,8 @@ def _stage(name: str) -> str:
 
 
 Kind = Literal["D", "M", "C", "S"]
-Lane = Literal["carry", "experts", "onward"]
-LANES: Mapping[Kind, Lane] = {"D": "carry", "M": "experts", "C": "carry", "S": "onward"}
+Worker = Literal["comm", "experts", "onward"]
+WORKERS: Mapping[Kind, Worker] = {"D": "comm", "M": "experts", "C": "comm", "S": "onward"}
 DEEPEST = 3
 
 _PHASES: Mapping[int, tuple[tuple[Kind, str, int], ...]] = {
@@ -158,16 +150,16 @@ class Step:
 
     kind: Kind
     half: str
-    """i issued, r received; empty for experts, which do not travel."""
+    """i issued, r received; empty for experts."""
     tile: int
 
     @property
-    def journey(self) -> str:
-        """What both halves have in common, such as D2."""
+    def transfer(self) -> str:
+        """The name of both halves together, such as D2."""
         return f"{self.kind}{self.tile}"
 
     def __str__(self) -> str:
-        return self.journey + self.half
+        return self.transfer + self.half
 
 
 @dataclass(frozen=True)
@@ -176,9 +168,9 @@ class TilePlan:
 
     tiles: int
     depth: int = DEEPEST
-    """The most tiles that are dispatched and not yet home."""
+    """The most tiles that are dispatched and not yet combined."""
     onward: bool = False
-    """Whether tiles that are home are sent on."""
+    """Whether combined tiles are sent to the next pipeline stage."""
 
     def __post_init__(self) -> None:
         if self.tiles < 1 or self.depth not in _PHASES:
@@ -186,7 +178,7 @@ class TilePlan:
 
     @cached_property
     def order(self) -> tuple[Step, ...]:
-        """All steps as one thread takes them: journeys are issued before experts begin, received after."""
+        """All steps as one thread takes them: transfers are issued before experts begin, received after."""
         steps = []
         for phase in range(self.tiles + self.depth):
             for kind, half, behind in _PHASES[self.depth]:
@@ -196,15 +188,15 @@ class TilePlan:
         return tuple(steps)
 
     @cached_property
-    def lanes(self) -> Mapping[Lane, tuple[Step, ...]]:
-        """The same steps by who takes them; lanes without steps are left out."""
-        of_lane: dict[Lane, list[Step]] = {}
+    def workers(self) -> Mapping[Worker, tuple[Step, ...]]:
+        """The same steps by worker; workers without steps are left out."""
+        steps_of: dict[Worker, list[Step]] = {}
         for step in self.order:
-            of_lane.setdefault(LANES[step.kind], []).append(step)
-        return {lane: tuple(steps) for lane, steps in of_lane.items()}
+            steps_of.setdefault(WORKERS[step.kind], []).append(step)
+        return {worker: tuple(steps) for worker, steps in steps_of.items()}
 
     def needs(self, step: Step) -> tuple[Step, ...]:
-        """The steps that must have ended before this one begins, beside those before it in its lane."""
+        """The steps of other workers, and own ones, that must have ended before this one begins."""
         tile = step.tile
         match step.kind, step.half:
             case "D", "i":
@@ -222,8 +214,8 @@ class TilePlan:
 def deepest(open_calls: int | None, in_flight: int | None) -> int:
     """The depth that a transport allows.
 
-    open_calls: calls that may be dispatched and not yet home. in_flight: operations issued and not yet received. None
-    is as many as one likes.
+    open_calls: calls that may be dispatched and not yet combined. in_flight: operations issued and not yet received.
+    None: no limit.
     """
     for depth, operations in ((DEEPEST, 2), (2, 1)):
         if (open_calls is None or open_calls >= depth) and (in_flight is None or in_flight >= operations):
@@ -231,10 +223,43 @@ def deepest(open_calls: int | None, in_flight: int | None) -> int:
     return 1
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of a rank's tokens, with their routing to physical experts."""
+
+    x_TH: Tensor
+    routing: Routing
+
+
+class Issued(Generic[X]):
+    """A flight that has run to its first yield point: its data is being sent."""
+
+    def __init__(self, flight: Flight[X]) -> None:
+        self._flight = flight
+        self._point: InFlight | None = None
+        self._result: list[X] = []
+        try:
+            self._point = next(flight)
+        except StopIteration as end:
+            self._result.append(cast(X, end.value))
+
+    @property
+    def flight(self) -> Flight[X]:
+        """The flight itself, to cancel it."""
+        return self._flight
+
+    def receive(self) -> Flight[X]:
+        """The rest of the flight."""
+        if self._point is None:
+            return self._result.pop()
+        yield self._point
+        return (yield from self._flight)
+
+
 Multiply = Callable[[Tokens], ExpertOutput]
 Onward = Callable[[int, Tensor], Flight[None]]
-"""Sends a tile, by number and rows (t, H), to whoever comes next; called once a tile, in order."""
-Carrier = Literal["turns", "thread"]
+"""Sends a tile, by number and rows (t, H), to the next stage; called once a tile, in order."""
+Executor = Literal["turns", "thread"]
 
 
 def cut(batch: MicroBatch, tiles: int) -> list[MicroBatch]:
@@ -249,7 +274,7 @@ def plan_for(transport: PrepareFinalize, tiles: int, *, onward: bool = False) ->
 
 
 class TileWork:
-    """What each step of a plan means: the tiles, where they are now, and who carries and multiplies them."""
+    """The tiles of a call with the transport and the experts, and what each step of a plan does to them."""
 
     def __init__(
         self,
@@ -260,36 +285,36 @@ class TileWork:
     ) -> None:
         self.transport, self.multiply, self.tiles, self.onward = transport, multiply, tiles, onward
         self.kept: list[ExpertOutput] = []
-        """Outputs that a device may still read when a step has ended; empty where steps end with their work."""
+        """Outputs that a device may still read when a step has returned; empty on a CPU."""
         self.keeps = False
         self._flying: dict[str, Issued[Any]] = {}
         self._tokens: dict[int, Tokens] = {}
         self._multiplied: dict[int, ExpertOutput] = {}
-        self._home: dict[int, Tensor] = {}
+        self._combined: dict[int, Tensor] = {}
 
     def perform(self, step: Step) -> Flight[None]:
-        """Take one step. What it needs must have been done. What it raises ends the call on every rank."""
+        """Take one step, whose dependencies have ended. An exception ends the call on every rank."""
         with self.transport.context.comm.abort_on_error():
             if step.kind == "M":
                 self._multiplied[step.tile] = self.multiply(self._tokens[step.tile])
             elif step.half == "i":
-                self._flying[step.journey] = Issued(step.journey, self._journey(step), lambda event: None)
+                self._flying[step.transfer] = Issued(self._transfer(step))
             else:
-                arrived = yield from self._flying.pop(step.journey).receive()
+                arrived = yield from self._flying.pop(step.transfer).receive()
                 if step.kind == "D":
                     self._tokens[step.tile] = arrived
                 elif step.kind == "C":
-                    self._home[step.tile] = arrived
+                    self._combined[step.tile] = arrived
 
-    def give_up(self) -> None:
-        """End the journeys that were issued and not received, of which a whole call leaves none."""
+    def cancel(self) -> None:
+        """Cancel transfers that were issued and not received; a complete call has none."""
         cancel(issued.flight for issued in self._flying.values())
 
     def outputs(self) -> list[Tensor]:
         """(t, H) of each tile, once every step was taken."""
-        return [self._home[tile] for tile in range(len(self.tiles))]
+        return [self._combined[tile] for tile in range(len(self.tiles))]
 
-    def _journey(self, step: Step) -> Flight[Any]:
+    def _transfer(self, step: Step) -> Flight[Any]:
         tile = step.tile
         if step.kind == "D":
             return self.transport.prepare(self.tiles[tile].x_TH, self.tiles[tile].routing)
@@ -298,7 +323,7 @@ class TileWork:
             self.kept += [output] * self.keeps
             return self.transport.finalize(output, self._tokens.pop(tile))
         assert self.onward is not None
-        return self.onward(tile, self._home[tile])
+        return self.onward(tile, self._combined[tile])
 
 
 def in_turns(work: TileWork, plan: TilePlan, record: TileRecord) -> Flight[list[Tensor]]:
@@ -309,7 +334,7 @@ def in_turns(work: TileWork, plan: TilePlan, record: TileRecord) -> Flight[list[
             yield from work.perform(step)
             record.note(step, "ends")
     finally:
-        work.give_up()
+        work.cancel()
     return work.outputs()
 
 
@@ -333,7 +358,7 @@ class StageLink:
             )
 
     def send(self, tile: int, y_XH: Tensor) -> Flight[None]:
-        """Send a tile; the flight lands when it may be forgotten. An `Onward` of `runner.tiles`."""
+        """Send a tile; the flight ends when its memory may be reused. An `Onward` of `runner.tiles`."""
         del tile  # tiles arrive in the order in which they are sent
         yield from self.comm.all_to_all(y_XH, [0, len(y_XH)], [0, 0], PHASE)
 

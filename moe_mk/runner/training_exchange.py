@@ -1,9 +1,9 @@
 """Gradients through dispatch and combine: an exchange that autograd runs backwards, for layers that are being trained.
 
     forward     dispatch   rows and their weights go to the ranks of their experts
-                combine    sums come home
-    backward    combine    gradients of sums go out again
-                dispatch   gradients of rows and weights come home
+                combine    sums are returned
+    backward    combine    gradients of sums are sent
+                dispatch   gradients of rows and weights are returned
 
 Four all-to-alls a step and layer; ids go ahead of the rows and have no gradient. Plain torch on plain tensors: what the
 experts are, and their gradients, is the caller's. Layers that serve hold quantised weights and have no gradients.
@@ -29,8 +29,8 @@ Expert = Callable[[int, Tensor], Tensor]
 """The expert in a slot of this rank, of rows (N, H): (N, H)."""
 
 
-class _Hop(torch.autograd.Function):
-    """An all-to-all whose gradient travels the same way back."""
+class _AllToAll(torch.autograd.Function):
+    """An all-to-all whose gradient is the all-to-all in the opposite direction."""
 
     @staticmethod
     def forward(
@@ -71,7 +71,7 @@ class TrainingExchange:
         expect("x", x_TH, "T H", FLOATS)
         expect("ids", ids_TK, "T K", (torch.int32, torch.int64), x_TH.device, T=x_TH.shape[0])
         expect("weights", weights_TK, "T K", FLOATS, x_TH.device, T=x_TH.shape[0], K=ids_TK.shape[1])
-        rank_TK, slot_TK = self._homes(ids_TK)
+        rank_TK, slot_TK = self._ranks_and_slots(ids_TK)
         ranks_W = torch.arange(self.comm.size, dtype=torch.int64, device=x_TH.device)
         peer_X, token_X = torch.nonzero((rank_TK[None] == ranks_W[:, None, None]).any(2), as_tuple=True)
         sent = torch.bincount(peer_X, minlength=self.comm.size).tolist()
@@ -80,28 +80,28 @@ class TrainingExchange:
         slots_RK = wait(self.comm.all_to_all(slots_XK, sent, received, "dispatch ids"))
         wide = torch.promote_types(x_TH.dtype, weights_TK.dtype)
         rows_XB = torch.cat((x_TH[token_X].to(wide), weights_TK[token_X].to(wide)), dim=1)
-        arrived_RB = _hop(rows_XB, self.comm, sent, received, "dispatch")
+        arrived_RB = _all_to_all(rows_XB, self.comm, sent, received, "dispatch")
         hidden = x_TH.shape[1]
         y_RH = _at_experts(arrived_RB[:, :hidden], slots_RK, arrived_RB[:, hidden:], expert, self._num_slots)
-        home_XH = _hop(y_RH, self.comm, received, sent, "combine")
-        return torch.zeros_like(x_TH, dtype=wide).index_add(0, token_X, home_XH).to(x_TH.dtype)
+        summed_XH = _all_to_all(y_RH, self.comm, received, sent, "combine")
+        return torch.zeros_like(x_TH, dtype=wide).index_add(0, token_X, summed_XH).to(x_TH.dtype)
 
     @property
     def _num_slots(self) -> int:
         return self.expert_map.num_slots(self.comm.rank)
 
-    def _homes(self, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def _ranks_and_slots(self, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Rank and slot of every choice, -1 for nowhere."""
         tables = self.expert_map.tables(ids_TK.device)
         physical_E = torch.tensor(self.expert_map.global_to_physical(), dtype=torch.int64, device=ids_TK.device)
         physical_TK, nowhere_TK = physical_E[ids_TK.clamp_min(0).long()], ids_TK < 0
-        homes = (tables.rank_of_P[physical_TK], tables.slot_of_P[physical_TK])
-        rank_TK, slot_TK = (home.long().masked_fill(nowhere_TK, -1) for home in homes)
+        places = (tables.rank_of_P[physical_TK], tables.slot_of_P[physical_TK])
+        rank_TK, slot_TK = (place.long().masked_fill(nowhere_TK, -1) for place in places)
         return rank_TK, slot_TK
 
 
-def _hop(rows: Tensor, comm: Communicator, send: Sequence[int], receive: Sequence[int], phase: str) -> Tensor:
-    out: Tensor = _Hop.apply(rows, comm, send, receive, phase)  # type: ignore[no-untyped-call]
+def _all_to_all(rows: Tensor, comm: Communicator, send: Sequence[int], receive: Sequence[int], phase: str) -> Tensor:
+    out: Tensor = _AllToAll.apply(rows, comm, send, receive, phase)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -1,4 +1,4 @@
-"""A stream that carries beside one that multiplies, on a GPU: the bits of tiles in turns, of batches in turn."""
+"""A stream for communication and one for experts, on a GPU, with the bits of tiles in turns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.external.device import Queues
-from moe_mk.flight import wait
-from moe_mk.kernel import FusedMoEKernel
-from moe_mk.runner import run_on_two_streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
 CUDA = torch.device("cuda")
@@ -21,7 +18,7 @@ def test_marks_order_streams() -> None:
     for _ in range(20):
         total += 1.0
     mark = queues.mark()
-    with queues.lane("carry"):
+    with queues.on_stream("comm"):
         queues.after(mark)
         copied = total.clone()
         done = queues.mark()
@@ -45,26 +42,10 @@ def rows(count: int, seed: int) -> Tensor:
     return torch.randn((count, 256), generator=torch.Generator().manual_seed(seed)).to(CUDA, torch.bfloat16)
 
 
-@pytest.mark.row(42)
-def test_a_carrying_stream_gives_the_bits_of_turns() -> None:
+@pytest.mark.row(42, 49)
+def test_a_comm_stream_gives_the_bits_of_turns() -> None:
     (config, tensors), x_TH = config_and_tensors(), rows(512, 1)
     asked = [config.with_(tiles=4, tile_carrier=who) for who in ("turns", "thread")]
     by_turns, by_thread = (MoELayer(one, device=CUDA).load_weights(tensors) for one in asked)
     for _ in range(5):
         assert torch.equal(by_turns(x_TH), by_thread(x_TH))
-
-
-@pytest.mark.row(49)
-def test_two_streams_give_the_bits_of_one_batch_after_the_other() -> None:
-    config, tensors = config_and_tensors()
-    layer = MoELayer(config, device=CUDA).load_weights(tensors)
-    kernel, queues = layer.kernel, Queues(CUDA)
-    assert isinstance(kernel, FusedMoEKernel)
-    weights = kernel.experts.relayout(layer.weights.experts)
-    for call in range(5):
-        batches = [(x_TH := rows(512, 4 * call + number), layer.route(x_TH)) for number in range(4)]
-        serial = [wait(kernel.steps(x_TH, routing, weights)) for x_TH, routing in batches]
-        outputs = run_on_two_streams(
-            kernel.prepare_finalize, lambda tokens: kernel.multiply(tokens, weights), batches, queues
-        )
-        assert all(torch.equal(y_TH, one_TH) for y_TH, one_TH in zip(outputs, serial, strict=True))

@@ -1,4 +1,4 @@
-"""Queues of a device that is not here: threads are told apart by the lane they are in."""
+"""Queues of an imitated device: threads are distinguished by the stream they are on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from moe_mk.external.device import Queues
 
 
-class NamedLanes(Queues):
-    """What a queue would do later is told by `run_later`; `stream` is the lane of this thread, else "caller"."""
+class NamedWorkers(Queues):
+    """`run_later` is true as on a GPU; `stream` is the name of this thread's stream, else "caller"."""
 
     def __init__(self, *, broken: bool = False) -> None:
         super().__init__(torch.device("cpu"))
@@ -27,7 +27,7 @@ class NamedLanes(Queues):
         return getattr(self._here, "name", "caller")
 
     @contextmanager
-    def lane(self, name: str) -> Iterator[None]:
+    def on_stream(self, name: str) -> Iterator[None]:
         if self.broken:
             raise RuntimeError("no more streams")
         self._here.name = name

@@ -13,7 +13,7 @@ from tests.support.layers import HIDDEN, layer
 
 
 def journey(name: str, events: list[str]) -> Flight[str]:
-    """Out, work, home: one hop each way."""
+    """Dispatch, work, combine: one yield point each way."""
     events.append(f"{name} out")
     yield InFlight("dispatch")
     events.append(f"{name} experts")
@@ -100,23 +100,24 @@ def test_shared_experts_run_while_the_dispatch_is_in_flight(x_TH: Tensor, ep: in
     events: list[str] = []
     layers = [layer(8, 2, groups, num_shared_experts=1, prepare_finalize=transport) for groups in virtual_groups(ep)]
     first = layers[0]
-    first._shared_on = noted(first._shared_on, "shared", events)  # type: ignore[method-assign, assignment]
+    assert first._shared is not None
+    first._shared.experts.run = noted(first._shared.experts.run, "shared", events)  # type: ignore[method-assign]
     inner = first.kernel.experts.run
     first.kernel.experts.run = noted(inner, "experts", events)  # type: ignore[method-assign]
 
-    def hops() -> Flight[Tensor]:
+    def noting() -> Flight[Tensor]:
         flight = first.steps(x_TH)
         while True:
             try:
-                hop = next(flight)
-            except StopIteration as landed:
-                return landed.value  # type: ignore[no-any-return]
-            events.append(f"{hop.what}...")
-            yield hop
+                point = next(flight)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            events.append(f"{point.what}...")
+            yield point
 
-    got = interleave([hops(), *(one.steps(x_TH) for one in layers[1:])])[0]
+    got = interleave([noting(), *(one.steps(x_TH) for one in layers[1:])])[0]
     start = events.index("shared")
-    assert events[start : start + 2] == ["shared", "dispatch..."], "before the hop is handed on, so nobody waits for it"
+    assert events[start : start + 2] == ["shared", "dispatch..."], "before the flight yields, so no rank waits for it"
     assert events.index("experts") > start and events.count("shared") == 1
     torch.testing.assert_close(got, layer(8, 2, num_shared_experts=1)(x_TH), atol=1e-6, rtol=1e-6)
 

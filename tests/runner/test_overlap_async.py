@@ -11,7 +11,7 @@ from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, assemble, select
-from moe_mk.runner import Half, finalize_async, prepare_async
+from moe_mk.runner import AsyncResult, finalize_async, prepare_async
 from moe_mk.runner.overlap import ReceivedTwice
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.experts import random_experts
@@ -33,28 +33,28 @@ def counting(events: list[str]) -> Flight[str]:
 
 def test_posting_happens_at_the_call_and_waiting_in_the_hook() -> None:
     events: list[str] = []
-    half = Half(counting(events))
+    result = AsyncResult(counting(events))
     assert events == ["posted"]
-    half.hook()
+    result.hook()
     assert events == ["posted", "counts here", "rows here"]
-    half.hook()
-    half.hook()
+    result.hook()
+    result.hook()
     assert events == ["posted", "counts here", "rows here"], "a second hook is harmless"
-    assert half.receive() == "tokens"
+    assert result.receive() == "tokens"
 
 
 def test_the_receiver_waits_if_nobody_called_the_hook() -> None:
     events: list[str] = []
-    assert Half(counting(events)).receive() == "tokens"
+    assert AsyncResult(counting(events)).receive() == "tokens"
     assert events[-1] == "rows here"
 
 
 def test_receiving_twice_is_an_error_of_its_own() -> None:
-    half = Half(counting([]))
-    half.receive()
+    result = AsyncResult(counting([]))
+    result.receive()
     with pytest.raises(ReceivedTwice, match="already received; keep the result of the first call"):
-        half.receive()
-    half.hook()
+        result.receive()
+    result.hook()
 
 
 def test_a_flight_that_lands_at_once_is_a_half_as_well() -> None:
@@ -62,9 +62,9 @@ def test_a_flight_that_lands_at_once_is_a_half_as_well() -> None:
         return 7
         yield
 
-    half = Half(nothing_to_wait_for())
-    half.hook()
-    assert half.receive() == 7
+    result = AsyncResult(nothing_to_wait_for())
+    result.hook()
+    assert result.receive() == 7
 
 
 def test_what_goes_wrong_on_the_wire_is_raised_by_the_hook() -> None:
@@ -72,9 +72,9 @@ def test_what_goes_wrong_on_the_wire_is_raised_by_the_hook() -> None:
         yield InFlight("dispatch")
         raise CommError("is dead", rank=0, phase="dispatch", peer=1)
 
-    half = Half(lost())
+    result = AsyncResult(lost())
     with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is dead"):
-        half.hook()
+        result.hook()
 
 
 def kernels(case: RoutingCase, transport: str) -> list[tuple[FusedMoEKernel, ExpertWeights, Tensor]]:
@@ -107,21 +107,21 @@ def test_halves_and_stages_by_hand_equal_the_whole_forward_bit_for_bit(ranks: in
 @pytest.mark.row(92)
 @pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
 def test_halves_on_several_ranks_equal_the_whole_forward_bit_for_bit(transport: str) -> None:
-    # Two ranks in one thread: each half is hooked in turn, hop by hop, as two processes would.
+    # Two ranks in one thread: each result is advanced in turn, one yield point at a time, as in two processes.
     case = next(c for c in hostile_routings(2, num_experts=EXPERTS, top_k=TOP_K) if c.name == "replicas")
     ranks = kernels(case, transport)
     expected = interleave([k.steps(x, r, w) for (k, w, x), r in zip(ranks, case.routings, strict=True)])
     out = [prepare_async(k.prepare_finalize, x, r) for (k, _, x), r in zip(ranks, case.routings, strict=True)]
     hook_in_turn(out)
-    tokens = [half.receive() for half in out]
+    tokens = [result.receive() for result in out]
     home = [finalize_async(k.prepare_finalize, k.multiply(t, w), t) for (k, w, _), t in zip(ranks, tokens, strict=True)]
     hook_in_turn(home)
-    for half, y_TH in zip(home, expected, strict=True):
-        assert torch.equal(half.receive(), y_TH)
+    for result, y_TH in zip(home, expected, strict=True):
+        assert torch.equal(result.receive(), y_TH)
 
 
-def hook_in_turn(halves: list[Half]) -> None:  # type: ignore[type-arg]
-    while not all(half._landed for half in halves):
-        for half in halves:
-            if not half._landed:
-                half._advance()
+def hook_in_turn(results: list[AsyncResult]) -> None:  # type: ignore[type-arg]
+    while not all(result._done for result in results):
+        for result in results:
+            if not result._done:
+                result._advance()

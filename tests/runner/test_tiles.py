@@ -12,8 +12,8 @@ import torch
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight, wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
-from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, in_turns, plan_for, staggered, tile_sizes
-from moe_mk.runner.tile_workers import on_lanes
+from moe_mk.runner import MicroBatch, TilePlan, TileRecord, TileWork, cut, in_turns, plan_for, tile_sizes
+from moe_mk.runner.tile_workers import on_workers
 from moe_mk.testing.bits import equal_bits
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.transports import NO_WEIGHTS
@@ -54,7 +54,7 @@ def kept_the_plan(record: TileRecord, plan: TilePlan) -> None:
     for step in plan.order:
         assert told[str(step), "begins"] < told[str(step), "ends"]
         assert all(told[str(need), "ends"] < told[str(step), "begins"] for need in plan.needs(step)), str(step)
-    for steps in plan.lanes.values():
+    for steps in plan.workers.values():
         assert [told[str(step), "begins"] for step in steps] == sorted(told[str(step), "begins"] for step in steps)
 
 
@@ -63,16 +63,16 @@ def kept_the_plan(record: TileRecord, plan: TilePlan) -> None:
 def test_every_transport_carries_every_hostile_case_in_tiles(name: str, ranks: int) -> None:
     traits = PREPARE_FINALIZE[name].traits
     for number, case in enumerate(cases_of(name, ranks)):
-        # A thread for the carrier needs ranks that wait; the other way, all ranks in one thread where that is possible.
+        # A comm thread needs ranks that wait; the other way, all ranks in one thread where that is possible.
         # Windows of one process do not wait: tests/runner/test_tiles_processes.py has one_sided with a thread.
         waits = number < 5 and (name != "one_sided" or ranks == 1)
-        for carrier in ("turns", "thread") if waits else ("turns",):
-            made = Ranks(name, case, threads=traits.blocking or carrier == "thread")
+        for executor in ("turns", "thread") if waits else ("turns",):
+            made = Ranks(name, case, threads=traits.blocking or executor == "thread")
             serial, tiles = made.forward(made.kernels), (2, 3, 5)[number % 3]
-            kernels = [in_tiles(kernel, tiles, carrier=carrier) for kernel in made.kernels]
+            kernels = [in_tiles(kernel, tiles, executor=executor) for kernel in made.kernels]
             got = made.forward(kernels)
             if traits.deterministic:
-                assert equal_bits(serial, got), f"{case.name}, {carrier}"
+                assert equal_bits(serial, got), f"{case.name}, {executor}"
             else:
                 torch.testing.assert_close(got, serial, msg=lambda text: f"{case.name}: {text}")  # noqa: B023
             for kernel in kernels:
@@ -105,7 +105,7 @@ def test_with_a_thread_that_carries_experts_and_journeys_are_under_way_at_once(n
         journeys = {"D1": first, "D2": second, "C1": third}
         experts = MeetingExperts(kernel.experts, {"M0": first, "M1": second, "M2": third})
         transport = Rendezvous(kernel.prepare_finalize, journeys)
-        kernels.append(in_tiles(kernel, 4, carrier="thread", prepare_finalize=transport, experts=experts))
+        kernels.append(in_tiles(kernel, 4, executor="thread", prepare_finalize=transport, experts=experts))
     assert_same_as_serial(made, kernels)
     for kernel in kernels:
         assert {("D1", "M0"), ("M1", "D2"), ("C1", "M2")} <= both_ways(kernel.record)
@@ -119,15 +119,15 @@ def assert_same_as_serial(made: Ranks, kernels: list[Any]) -> None:
 
 
 @pytest.mark.row(42)
-@pytest.mark.parametrize("carrier", ["turns", "thread"])
-def test_a_transport_that_keeps_less_open_gets_a_shallower_plan(carrier: str) -> None:
+@pytest.mark.parametrize("executor", ["turns", "thread"])
+def test_a_transport_that_keeps_less_open_gets_a_shallower_plan(executor: str) -> None:
     made = Ranks("all_to_all", hostile_routings(2)[0], threads=True)
     for open_calls, in_flight, forbidden in ((2, None, ("C0", "D2")), (None, 1, ("C0", "D2")), (1, None, ("D1", "M0"))):
         kernels = []
         for kernel in made.kernels:
             narrow = Rendezvous(kernel.prepare_finalize, {})
             narrow.traits = replace(narrow.traits, open_calls=open_calls, in_flight=in_flight)
-            kernels.append(in_tiles(kernel, 4, carrier=carrier, prepare_finalize=narrow))
+            kernels.append(in_tiles(kernel, 4, executor=executor, prepare_finalize=narrow))
         assert_same_as_serial(made, kernels)
         assert all(forbidden not in both_ways(kernel.record) for kernel in kernels)
 
@@ -158,8 +158,8 @@ class Failing:
 @pytest.mark.row(42)
 def test_experts_that_fail_end_the_call_and_its_threads() -> None:
     made = Ranks("no_ep", hostile_routings(1)[0], threads=True)
-    for carrier in ("turns", "thread"):
-        kernel = in_tiles(made.kernels[0], 5, carrier=carrier, experts=Failing(made.kernels[0].experts))
+    for executor in ("turns", "thread"):
+        kernel = in_tiles(made.kernels[0], 5, executor=executor, experts=Failing(made.kernels[0].experts))
         with pytest.raises(ValueError, match="no second tile"):
             made.forward([kernel])
         assert no_thread_is_left()
@@ -187,7 +187,7 @@ class Holding:
             self.held.discard(id(flight))
 
 
-@pytest.mark.parametrize("executor", ["turns", "thread", "staggered"])
+@pytest.mark.parametrize("executor", ["turns", "thread"])
 def test_a_call_that_fails_leaves_no_journey_under_way_whoever_keeps_its_error(executor: str) -> None:
     made = Ranks("no_ep", hostile_routings(1)[0], threads=False)
     kernel, batch = made.kernels[0], MicroBatch(made.tokens()[0], made.case.routings[0])
@@ -203,8 +203,7 @@ def test_a_call_that_fails_leaves_no_journey_under_way_whoever_keeps_its_error(e
     work = TileWork(transport, multiply, tiles)  # type: ignore[arg-type]
     flights: dict[str, Callable[[], Flight[Any]]] = {
         "turns": lambda: in_turns(work, plan, TileRecord()),
-        "thread": lambda: on_lanes(work, plan, TileRecord()),
-        "staggered": lambda: staggered(transport, multiply, tiles),  # type: ignore[arg-type]
+        "thread": lambda: on_workers(work, plan, TileRecord()),
     }
     with pytest.raises(ValueError, match="no second tile") as told:
         wait(flights[executor]())
@@ -216,7 +215,7 @@ def test_a_call_that_fails_leaves_no_journey_under_way_whoever_keeps_its_error(e
 def test_a_peer_that_never_comes_ends_in_an_error_within_its_time() -> None:
     made = Ranks("all_to_all", hostile_routings(2)[0], threads=True)
     made.world.timeout_s = 0.3  # type: ignore[attr-defined]
-    kernel, x_TH, routing = in_tiles(made.kernels[0], 4, carrier="thread"), made.tokens()[0], made.case.routings[0]
+    kernel, x_TH, routing = in_tiles(made.kernels[0], 4, executor="thread"), made.tokens()[0], made.case.routings[0]
     with pytest.raises(CommError, match=r"peer 1: is later than 0.3 s"):
         wait(kernel.steps(x_TH, routing, NO_WEIGHTS))
     assert no_thread_is_left() and str(kernel.record.events[-1]) == "D0r begins", "nothing went on after it"
@@ -225,7 +224,7 @@ def test_a_peer_that_never_comes_ends_in_an_error_within_its_time() -> None:
 @pytest.mark.row(42)
 def test_a_call_that_is_given_up_leaves_no_thread() -> None:
     made = Ranks("no_ep", hostile_routings(1)[0], threads=True)
-    flight = in_tiles(made.kernels[0], 4, carrier="thread").steps(made.tokens()[0], made.case.routings[0], NO_WEIGHTS)
+    flight = in_tiles(made.kernels[0], 4, executor="thread").steps(made.tokens()[0], made.case.routings[0], NO_WEIGHTS)
     assert next(flight).what == "dispatch"
     flight.close()
     assert no_thread_is_left()
@@ -241,7 +240,7 @@ def test_threads_find_the_switches_of_autograd_as_the_caller_has_them() -> None:
 
     made = Ranks("no_ep", hostile_routings(1)[0], threads=True)
     kernel = in_tiles(
-        made.kernels[0], 1, carrier="thread", prepare_finalize=Seeing(made.kernels[0].prepare_finalize, {})
+        made.kernels[0], 1, executor="thread", prepare_finalize=Seeing(made.kernels[0].prepare_finalize, {})
     )
     for modes in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
         with modes:

@@ -52,10 +52,10 @@ def test_the_order_meets_every_need_and_no_limit_is_passed(tiles: int, depth: in
 @pytest.mark.row(42)
 def test_lanes_hold_all_steps_in_their_order() -> None:
     plan = TilePlan(3, onward=True)
-    carry, experts, onward = (" ".join(map(str, plan.lanes[lane])) for lane in ("carry", "experts", "onward"))
+    carry, experts, onward = (" ".join(map(str, plan.workers[lane])) for lane in ("comm", "experts", "onward"))
     assert carry == "D0i D0r D1i D1r C0i D2i C0r D2r C1i C1r C2i C2r"
     assert experts == "M0 M1 M2" and onward == "S0i S0r S1i S1r S2i S2r"
-    assert set(TilePlan(3).lanes) == {"carry", "experts"}
+    assert set(TilePlan(3).workers) == {"comm", "experts"}
 
 
 @pytest.mark.parametrize(

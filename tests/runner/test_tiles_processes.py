@@ -62,7 +62,7 @@ def overlapped(rank: int, transport: str) -> list[list[str]]:
     whole, record = built(rank, prepare_finalize=transport), TileRecord()
     first, second = Meeting(2), Meeting(2)
     tiled = in_tiles(
-        whole.kernel, 4, carrier="thread", record=record,  # type: ignore[arg-type]
+        whole.kernel, 4, executor="thread", record=record,  # type: ignore[arg-type]
         experts=MeetingExperts(whole.kernel.experts, {"M0": first, "M2": second}),
         prepare_finalize=Rendezvous(whole.kernel.prepare_finalize, {"D1": first, "C1": second}),  # type: ignore[union-attr]
     )  # fmt: skip
@@ -81,7 +81,7 @@ def sends_onward(rank: int, transport: str) -> bool:
         arrived.append((yield from link.receive(len(y_XH), HIDDEN, torch.bfloat16, torch.device("cpu"))))
 
     onward = receive if rank else link.send
-    tiled = in_tiles(whole.kernel, 4, carrier="thread", onward=onward)  # type: ignore[arg-type]
+    tiled = in_tiles(whole.kernel, 4, executor="thread", onward=onward)  # type: ignore[arg-type]
     y_TH = wait(tiled.steps(x_TH, whole.route(x_TH), whole._placement.laid_out))
     dist.broadcast(first_TH := y_TH.clone(), 0)
     return torch.equal(torch.cat(arrived) if rank else y_TH, first_TH) and len(arrived) == 4 * rank

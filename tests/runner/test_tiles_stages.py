@@ -55,10 +55,10 @@ def test_a_tile_goes_to_the_next_stage_while_the_next_one_comes_home(case: int) 
     for rank, (here, there) in enumerate(links()):
         meeting = Meeting(2)
         transport = Rendezvous(early.kernels[rank].prepare_finalize, {"C1": meeting})
-        settings = {"carrier": "thread", "record": records[rank], "prepare_finalize": transport}
+        settings = {"executor": "thread", "record": records[rank], "prepare_finalize": transport}
         leave = partial(meeting_send, here, meeting)
         stage = in_tiles(early.kernels[rank], TILES, onward=leave, **settings)
-        routing, own = given.routings[rank], in_tiles(late.kernels[rank], TILES, carrier="thread")
+        routing, own = given.routings[rank], in_tiles(late.kernels[rank], TILES, executor="thread")
         jobs.append(partial(wait, stage.steps(early.tokens()[rank], routing, NO_WEIGHTS)))
         jobs.append(partial(later_stage, there, own, given.num_tokens[rank], routing))
     with ThreadPoolExecutor(4) as ranks:

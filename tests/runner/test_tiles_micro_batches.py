@@ -1,19 +1,19 @@
-"""Micro-batches in the six steps of a low-latency decode: the order of events, and the bits of one after the other."""
+"""Micro-batches as the tiles of a plan: the order of events, and the bits of one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_mk.comm.lockstep import LockstepWorld
-from moe_mk.flight import Flight, interleave, wait
+from moe_mk.flight import Flight, interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.runner import MicroBatch, finishes_async, run_dual, staggered
+from moe_mk.runner import MicroBatch, TileRecord, TileWork, finishes_async, in_turns, plan_for, run_dual
 from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import ExpertWeights
@@ -47,53 +47,37 @@ def batches(rank: int, counts: tuple[int, ...]) -> list[MicroBatch]:
 
 
 def in_turn(
-    kernel: FusedMoEKernel, weights: ExpertWeights, given: list[MicroBatch], note: Callable[[str], None] = str
+    kernel: FusedMoEKernel, weights: ExpertWeights, given: list[MicroBatch], record: TileRecord | None = None
 ) -> Flight[list[Tensor]]:
-    return staggered(kernel.prepare_finalize, lambda tokens: kernel.multiply(tokens, weights), given, note)
+    transport = kernel.prepare_finalize
+    work = TileWork(transport, lambda tokens: kernel.multiply(tokens, weights), given)
+    return in_turns(work, plan_for(transport, len(given)), record or TileRecord())
 
 
 @pytest.mark.row(48)
 @pytest.mark.parametrize("transport", ["no_ep", "all_to_all", "one_sided"])
-@pytest.mark.parametrize(
-    "counts,order",
-    [
-        ((), ""),
-        ((3,), "D0i D0r M0 C0i C0r"),
-        ((5, 2), "D0i / D0r D1i / M0 / C0i D1r / M1 / C1i C0r / C1r"),
-        ((5, 0, 2), "D0i / D0r D1i / M0 / C0i D1r C0r D2i / M1 / C1i D2r / M2 / C2i C1r / C2r"),
-    ],
-)
-def test_journeys_are_issued_and_received_in_the_six_steps(transport: str, counts: tuple[int, ...], order: str) -> None:
+@pytest.mark.parametrize("counts", [(3,), (5, 2), (5, 0, 2), (1, 2, 3, 4, 0, 6)])
+def test_micro_batches_of_any_sizes_take_turns_with_the_bits_of_one_after_the_other(
+    transport: str, counts: tuple[int, ...]
+) -> None:
     ranks = kernels(transport)
-    events: list[list[str]] = [[] for _ in ranks]
-    flights = [
-        in_turn(kernel, weights, batches(rank, counts), events[rank].append)
+    records = [TileRecord() for _ in ranks]
+    outputs = interleave([
+        in_turn(kernel, weights, batches(rank, counts), records[rank])
         for rank, (kernel, weights) in enumerate(ranks)
-    ]
-    home = interleave(flights)
-    assert all(log == order.replace("/ ", "").split() for log in events)
+    ])  # fmt: skip
+    for record, (kernel, _) in zip(records, ranks, strict=True):
+        began = [str(event.step) for event in record.events if event.what == "begins"]
+        assert began == [str(step) for step in plan_for(kernel.prepare_finalize, len(counts)).order]
+        in_flight = list(accumulate({"i": 1, "r": -1}.get(name[-1], 0) for name in began))
+        assert max(in_flight) <= 2 and in_flight[-1] == 0, "two alternating buffers are enough"
     # The same kernels, one batch after the other.
     for number in range(len(counts)):
         alone = interleave([
             kernel.steps(*vars(batches(rank, counts)[number]).values(), weights)
             for rank, (kernel, weights) in enumerate(ranks)
         ])  # fmt: skip
-        assert all(torch.equal(home[rank][number], alone[rank]) for rank in range(len(ranks)))
-
-
-@pytest.mark.row(48)
-@pytest.mark.parametrize("counts", [(4, 4), (1, 2, 3, 4, 0, 6)])
-def test_no_more_than_two_journeys_are_under_way(counts: tuple[int, ...]) -> None:
-    ((kernel, weights),) = kernels("no_ep")
-    under_way, most = 0, 0
-
-    def watch(event: str) -> None:
-        nonlocal under_way, most
-        under_way += {"i": 1, "r": -1}.get(event[-1], 0)
-        most = max(most, under_way)
-
-    wait(in_turn(kernel, weights, batches(0, counts), watch))
-    assert (most, under_way) == (2, 0)
+        assert all(torch.equal(outputs[rank][number], alone[rank]) for rank in range(len(ranks)))
 
 
 def test_two_layers_of_micro_batches_are_a_flight_as_well() -> None:
@@ -105,8 +89,8 @@ def test_two_layers_of_micro_batches_are_a_flight_as_well() -> None:
         again = [MicroBatch(x_TH, routing) for x_TH, routing in zip(first, routed, strict=True)]
         return (yield from in_turn(kernel, weights, again))
 
-    home = run_dual([both(rank, *made) for rank, made in enumerate(ranks)])
-    assert [[len(y_TH) for y_TH in outputs] for outputs in home] == [[3, 2]] * RANKS
+    outputs = run_dual([both(rank, *made) for rank, made in enumerate(ranks)])
+    assert [[len(y_TH) for y_TH in each] for each in outputs] == [[3, 2]] * RANKS
 
 
 @pytest.mark.row(95)
