@@ -10,7 +10,11 @@ from tests.cli.conftest import Invoke
 def test_a_conversion_tells_sizes_and_errors(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
     done = invoke("convert", tiny, tmp_path / "out", "--to", "nvfp4")
     assert done.exit_code == 0, done.stderr
-    assert "experts in nvfp4" in done.stdout and "relative change of 33 experts: mean" in done.stdout and "maximum" in done.stdout
+    assert (
+        "experts in nvfp4" in done.stdout
+        and "relative change of 33 experts: mean" in done.stdout
+        and "maximum" in done.stdout
+    )
     looked = invoke("inspect-checkpoint", tmp_path / "out")
     assert looked.exit_code == 0 and "sound" in looked.stdout
 

@@ -144,6 +144,7 @@ def survivors(world: RankWorld, tmp_path_factory: pytest.TempPathFactory) -> dic
     return died.value.results  # type: ignore[return-value]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_survivors_get_commerror_that_names_rank_and_phase_in_time(
     name: str, survivors: dict[int, dict[str, Outcome]]

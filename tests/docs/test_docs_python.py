@@ -53,6 +53,7 @@ def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path, problems:
     assert not problems[str(page)], problems[str(page)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -71,6 +72,7 @@ def test_a_page_that_is_wrong_is_found(text: str, complaint: str, tmp_path: Path
     assert re.search(complaint, done.stderr, re.DOTALL), done.stderr
 
 
+@pytest.mark.thorough
 def test_the_backends_of_the_page_work_from_a_wheel(tmp_path: Path) -> None:
     page = ROOT / "docs/add-a-backend.md"
     wheel, facts = tmp_path / "my_wheel", tmp_path / "my_wheel-0.1.dist-info"

@@ -114,6 +114,7 @@ def rank_main(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 @pytest.mark.row(13)
 def test_importance_over_four_ranks_equals_that_of_the_whole_batch(tmp_path: Path) -> None:
     spawn(rank_main, (str(tmp_path),), nprocs=NUM_RANKS)  # type: ignore[no-untyped-call]

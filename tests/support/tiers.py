@@ -18,3 +18,8 @@ def quick_where(quick: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
         values = case if isinstance(case, tuple) else (case,)
         marked.append(pytest.param(*values, marks=[] if quick(*values) else [pytest.mark.thorough]))
     return marked
+
+
+def thorough(*cases: Any) -> list[Any]:
+    """The cases as parameters marked `thorough`."""
+    return quick_where(lambda *_: False, cases)

@@ -22,6 +22,7 @@ from moe_mk.kernels.native import (
 from moe_mk.kernels.native.scales import Shard
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, error, spread
+from tests.support.tiers import thorough
 
 FP8_ROWS = ExpertsMode(quantize=Rounding.FP8)
 
@@ -51,7 +52,9 @@ def test_one_row_worked_by_hand(isa_here: IsaHere) -> None:
 
 @pytest.mark.row(96)
 @pytest.mark.parametrize("storage", list(Storage))
-@pytest.mark.parametrize(("slots", "hidden", "inter"), [(4, 256, 384), (3, 200, 72), (2, 96, 144), (1, 40, 8)])
+@pytest.mark.parametrize(
+    ("slots", "hidden", "inter"), [(3, 200, 72), (1, 40, 8), *thorough((4, 256, 384), (2, 96, 144))]
+)
 def test_rows_equal_f64_whatever_their_number(
     native: Native, isas: list[IsaHere], storage: Storage, slots: int, hidden: int, inter: int
 ) -> None:

@@ -37,12 +37,14 @@ def test_experts_equal_the_reference() -> None:
     assert re.search(r"\b([5-9]|[1-9][0-9]) passed", run_interpreted("interpreted_experts.py", "-m", "not slow"))
 
 
+@pytest.mark.thorough
 @pytest.mark.row(84)
 @pytest.mark.timeout(240)
 def test_every_type_of_weights_equals_the_reference() -> None:
     assert re.search(r"\b43 passed", run_interpreted("interpreted_weight_types.py", seconds=230))
 
 
+@pytest.mark.thorough
 def test_biases_and_clamps_equal_the_reference() -> None:
     assert re.search(r"\b21 passed", run_interpreted("interpreted_biases.py"))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
+from tests.support.tiers import quick_where
 
 pytestmark = pytest.mark.sm90
 
@@ -80,7 +81,9 @@ GEMMS = {
 }
 
 
-@pytest.mark.parametrize("tile", GEMMS, ids=lambda tile: f"{tile.engine}-{tile.rows}")
+@pytest.mark.parametrize(
+    "tile", quick_where(lambda tile: tile.rows == 16, GEMMS), ids=lambda tile: f"{tile.engine}-{tile.rows}"
+)
 def test_rows_that_came_in_bf16(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_rows
 
@@ -90,6 +93,7 @@ def test_rows_that_came_in_bf16(tile: Tile, launches: list[tuple[str, int, Any]]
     assert names(launches) == ["_prologue", *GEMMS[tile], "_combine"], "four launches in decode"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tile", GEMMS, ids=lambda tile: f"{tile.engine}-{tile.rows}")
 def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_batched
@@ -101,6 +105,7 @@ def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: l
     assert names(launches) == ["_tile_map", *GEMMS[tile]]
 
 
+@pytest.mark.thorough
 def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import experts_grouped
 
@@ -109,6 +114,7 @@ def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: l
     assert names(launches) == ["_tile_map", "_w13", "_w2"]
 
 
+@pytest.mark.thorough
 def test_clamps_are_told_to_the_kernels_by_hand_and_biases_go_to_their_twins(
     launches: list[tuple[str, int, Any]],
 ) -> None:
@@ -130,6 +136,7 @@ def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, 
     assert names(launches) == ["_count", "_prefix_over_chunks", "_prefix_over_slots", "_place"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("format", ["w_fp8", "w_nvfp4", "int8"])
 def test_weights_of_every_type_take_the_same_way(format: str, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import Experts, experts_rows

@@ -23,6 +23,7 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.bits import bits_of
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
+from tests.support.tiers import thorough
 
 CPU, HIDDEN, EXPERTS, TOP_K, MOST = torch.device("cpu"), 128, 12, 3, 8
 LIMITS: tuple[tuple[ModuleType, str], ...] = (
@@ -123,12 +124,12 @@ def there_and_back(comm_ranks: int, per_node: int, name: str, wire: QuantScheme,
     return seen
 
 
-@pytest.mark.parametrize("wire", [BF16, FP8_1x128], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("wire", [*thorough(BF16), FP8_1x128], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize(
     "name,ranks,per_node,pieces",
     [
-        ("hierarchical", 4, 2, None), ("hierarchical", 4, 2, 3), ("hierarchical", 4, 1, 3),
-        ("hierarchical", 6, 2, None), ("hierarchical", 2, 2, None), ("all_to_all", 4, 2, None),
+        ("hierarchical", 4, 2, None), ("hierarchical", 4, 2, 3), *thorough(("hierarchical", 4, 1, 3)),
+        *thorough(("hierarchical", 6, 2, None), ("hierarchical", 2, 2, None), ("all_to_all", 4, 2, None)),
     ],
 )  # fmt: skip
 def test_no_bit_depends_on_how_many_bytes_travel_or_on_kernels(
