@@ -1,4 +1,4 @@
-"""Measured kernel parameters: what may be tried, trying it within a budget, and files of what was found."""
+"""Tuned kernel parameters: candidates, measurement within a budget, and files of results."""
 
 from moe_mk.config.tuned import Candidate, Measured, TunedPoint, load_measured, tuned_path
 from moe_mk.tuning.files import save_measured

@@ -1,4 +1,4 @@
-"""Writing measured points: `configs/tuned/<device>/<experts>/<case>.json`, and beside each a `.meta.json`."""
+"""Write measured points: `configs/tuned/<device>/<experts>/<case>.json`, each with a `.meta.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_mk.config.tuned import TunedPoint
 
 
 def save_measured(path: Path, points: Sequence[TunedPoint], meta: Mapping[str, Any]) -> None:
-    """Write points in order and, beside them, what they were measured with; each file appears whole or not at all."""
+    """Write points in order, and the conditions of measurement to `.meta.json`; both are replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = sorted(points, key=lambda point: point.tokens)
     _replace(path, json.dumps({"points": [asdict(point) for point in ordered]}, indent=2) + "\n")
@@ -20,6 +20,6 @@ def save_measured(path: Path, points: Sequence[TunedPoint], meta: Mapping[str, A
 
 
 def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,12 +1,17 @@
-"""Measure candidates within a budget of seconds, keep what was measured, and go on from there after an interruption.
+"""Tuning sessions: measure candidates within a budget of seconds, keep all measurements, resume after an interruption.
 
-Each number of tokens begins with the built-in choice beside itself, which says how far apart two measurements of the
-same thing lie here. Then every other candidate runs beside it, and the best one a second time (`judge`). A session that
-is killed loses the trial it was in; the next one with the same case reads the others and does the rest.
+For each number of tokens the session first measures the built-in parameters against themselves, which gives the noise
+of the measurement, then every other candidate against the built-in parameters, and the best candidate a second time.
+Each trial is one line of `<case>.part.jsonl`, written before the next trial starts: an interrupted session loses one
+trial, and the next session with the same case continues from the file.
 
-What a session has measured so far: `<case>.part.jsonl`, a line a trial, written before the next one starts.
+Candidates are compared in paired rounds. Built-in parameters and candidate run alternately, each first in every other
+round, so that slowdowns of the machine affect both; the ratio of the two times of each round is kept. A candidate
+replaces the built-in parameters if the upper end of a confidence interval of the median ratio is below 1 - MARGIN, in
+its first rounds and in a second set of rounds, because the best of many candidates looks better than it is.
 
-Times of experts with one choice of parameters beside those with another, on the same rows.
+The interval is that of order statistics: from the k-th smallest to the k-th largest of n ratios, with the largest k for
+which the median lies above it with a probability of at most 2.5 %. It only assumes that rounds are alike.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import comb
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,11 +37,102 @@ from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import RowTokens, Tokens
 from moe_mk.trace.clock import now
-from moe_mk.tuning import judge
 from moe_mk.tuning.files import save_measured
-from moe_mk.tuning.judge import Rounds, Trial, best_of, chosen, compare, ratio_of
 from moe_mk.tuning.space import Space, space_of, threads_of
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
+
+ROUNDS = 12
+MARGIN = 0.02
+"""The smallest gain for which the built-in parameters are replaced."""
+TAIL = 0.025
+
+Rounds = tuple[tuple[float, float], ...]
+"""Microseconds of (the built-in choice, the candidate)."""
+RULE = (
+    f"alternating rounds with the built-in choice, {ROUNDS} of each candidate and {ROUNDS} more of the best; one "
+    f"replaces it where the upper end of the 95 % interval of the median ratio is below {1 - MARGIN:g} both times"
+)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time of a candidate over that of the built-in choice."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the whole interval is below 1 - MARGIN."""
+        return self.high < 1.0 - MARGIN
+
+
+def extremes_allowed(rounds: int) -> int:
+    """k: the number of ratios at or beyond either end of the interval; 0: too few rounds."""
+    tail, k = 0.0, 0
+    while k < rounds // 2 and (tail := tail + comb(rounds, k) / 2**rounds) <= TAIL:
+        k += 1
+    return k
+
+
+def ratio_of(rounds: Rounds) -> Ratio:
+    """The median ratio and its interval, which is unbounded for too few rounds."""
+    ratios = sorted(candidate / built_in for built_in, candidate in rounds)
+    k = extremes_allowed(len(ratios))
+    if k == 0:
+        return Ratio(median(ratios), 0.0, float("inf"))
+    return Ratio(median(ratios), ratios[k - 1], ratios[-k])
+
+
+def compare(built_in: Callable[[], float], candidate: Callable[[], float], *, whole: bool = False) -> Rounds:
+    """Run rounds of both; each callable runs once and returns its microseconds.
+
+    Stops early when the remaining rounds cannot show a gain any more. whole: run all rounds in any case.
+    """
+    rounds: list[tuple[float, float]] = []
+    lost, most = 0, extremes_allowed(ROUNDS)
+    while len(rounds) < ROUNDS and (whole or lost < most or most == 0):
+        first = len(rounds) % 2 == 0
+        before = built_in() if first else 0.0
+        its = candidate()
+        rounds.append((before if first else built_in(), its))
+        lost += its / rounds[-1][0] >= 1.0 - MARGIN
+    return tuple(rounds)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Measurements of one candidate at one number of tokens."""
+
+    parameters: Candidate
+    rounds: Rounds
+    confirmed: Rounds = ()
+    """The second set of rounds, for the best candidate."""
+
+    @property
+    def ratio(self) -> Ratio:
+        """The ratio of its first rounds; a candidate whose rounds were stopped early is not faster."""
+        whole = len(self.rounds) >= ROUNDS
+        found = ratio_of(self.rounds)
+        return found if whole else Ratio(found.median, 0.0, float("inf"))
+
+    @property
+    def microseconds(self) -> float:
+        """Median of all its runs."""
+        return median(its for _, its in (*self.rounds, *self.confirmed))
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """The candidate to measure again: of the faster ones, that with the smallest median ratio."""
+    faster = [trial for trial in trials if trial.ratio.is_faster]
+    return min(faster, key=lambda trial: trial.ratio.median, default=None)
+
+
+def chosen(built_in: Trial, trials: Sequence[Trial]) -> Trial:
+    """The parameters to use: the best candidate if it was faster in its second rounds too, else the built-in ones."""
+    best = best_of(trials)
+    return best if best is not None and best.confirmed and ratio_of(best.confirmed).is_faster else built_in
 
 
 class Stopwatch:
@@ -199,7 +297,7 @@ def tune(
     resumed = session.done
     complete = session.measure(now() + budget_s)
     points = session.points()
-    about = {"case": case.name, "complete": complete, "rule": judge.RULE, "judged": session.judged()}
+    about = {"case": case.name, "complete": complete, "rule": RULE, "judged": session.judged()}
     save_measured(path, points, dict(meta) | about)
     if complete:
         session.parts.done()

@@ -1,14 +1,13 @@
-"""What may be tuned: a backend declares its parameters and takes a choice of them.
+"""Tuning spaces: the parameters that a backend declares for tuning.
 
-A backend that can be tuned has two methods beside its contract:
+A backend that can be tuned has two further methods:
 
     @classmethod
-    def tuning_space(cls, context, rows) -> Sequence[Mapping[str, int | bool | str]]     what is worth trying; the first
-                                                                                         one is what serves untuned
-    def tuned_with(self, parameters) -> FusedExperts                                     itself with a choice of them
+    def tuning_space(cls, context, rows) -> Sequence[Mapping[str, int | bool | str]]     candidates, the built-in
+                                                                                         parameters first
+    def tuned_with(self, parameters) -> FusedExperts                                     the backend with one candidate
 
-One that declares nothing and runs on a CPU has the number of threads: it is torch's, and every CPU backend follows it;
-all cores serve untuned.
+A CPU backend without these methods is tuned by torch's number of threads; the built-in choice is all cores.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ class Space:
 
     @property
     def built_in(self) -> Candidate:
-        """What serves where nothing was measured."""
+        """The parameters in use if nothing was measured."""
         return self.candidates[0]
 
 
 def space_of(backend: type[FusedExperts], context: ExpertsContext, rows: int, cores: int) -> Space:
-    """What can be tried. Raises UnsupportedError for a backend that declares nothing and does not run on a CPU."""
+    """The candidates of a backend. Raises UnsupportedError if it declares none and does not run on a CPU."""
     declared = getattr(backend, "tuning_space", None)
     if declared is not None:
         candidates: Sequence[Candidate] = declared(context, rows)
         return Space(tuple(dict(c) for c in candidates), lambda experts, c: experts.tuned_with(c))  # type: ignore[attr-defined]
     if context.device.type != "cpu" or "cpu" not in backend.traits.kinds:
         raise UnsupportedError(
-            f"{backend.__name__} declares nothing to tune",
-            ["add tuning_space() and tuned_with() as moe_mk.tuning.space says"],
+            f"{backend.__name__} declares no tuning space",
+            ["implement tuning_space() and tuned_with() (see moe_mk.tuning.space)"],
         )
     threads = sorted(thread_counts(cores), key=lambda count: (count != cores, count))
     return Space(tuple({"threads": n} for n in threads), lambda experts, c: experts, threads_only=True)
@@ -62,7 +61,7 @@ def thread_counts(cores: int) -> list[int]:
 
 @contextmanager
 def threads_of(candidate: Candidate, space: Space) -> Iterator[None]:
-    """torch's threads as a candidate says, and as they were afterwards."""
+    """Set torch's number of threads to a candidate's, and restore it afterwards."""
     before = torch.get_num_threads()
     if space.threads_only:
         torch.set_num_threads(int(candidate["threads"]))

@@ -1,6 +1,6 @@
-"""vLLM's tuned files, read as they are: E=256,N=256,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json.
+"""Read vLLM's tuned files: E=256,N=256,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json.
 
-Keys are numbers of tokens, values Triton parameters; "triton_version" may stand beside them. Format as of vLLM 0.33.
+Keys are numbers of tokens, values Triton parameters; "triton_version" is an optional key. Format of vLLM 0.33.
 Parameters serve inside the tuned range only: a file with small sizes alone once cost prefill 2 % (vllm-project/vllm
 issue 52192).
 """
@@ -53,7 +53,9 @@ def read_vllm(path: str | Path) -> VllmTuned:
     path = Path(path)
     named = NAME.match(path.name)
     if named is None:
-        raise ConfigError(f"{path.name} is no name of a tuned file of vLLM: E=..,N=..,device_name=..[,dtype=..].json")
+        raise ConfigError(
+            f"{path.name} is not the name of a tuned file of vLLM: E=..,N=..,device_name=..[,dtype=..].json"
+        )
     try:
         data = dict(read_json(path))
         version = data.pop(VERSION, None)
@@ -61,7 +63,7 @@ def read_vllm(path: str | Path) -> VllmTuned:
         if not sizes or min(sizes) < 1 or max(sizes) > MOST_TOKENS:
             raise ValueError(f"it has no sizes, or one that is not positive or above {MOST_TOKENS}")
     except (OSError, TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"{path} holds no tuned parameters of vLLM: {problem}") from None
+        raise ConfigError(f"{path} contains no tuned parameters of vLLM: {problem}") from None
     block = (int(named["rows"]), int(named["columns"])) if named["rows"] else None
     return VllmTuned(
         num_experts=int(named["experts"]),

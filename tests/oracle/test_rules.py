@@ -10,7 +10,7 @@ from moe_mk import Problem
 from moe_mk.config import device_profile, load_config
 from moe_mk.experts import ExpertsTraits
 from moe_mk.experts.reference import ReferenceExperts
-from moe_mk.oracle.rules import layout_read, pair_reasons
+from moe_mk.oracle.decide import layout_read, pair_reasons
 from moe_mk.prepare_finalize import TransportTraits
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.quant.plain import BF16

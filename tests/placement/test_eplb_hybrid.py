@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_mk.placement.balance.hybrid import NodeShelf, export_excess
+from moe_mk.placement.balance.policies import NodeShelf, export_excess
 from moe_mk.placement.eplb import Topology, plan
 from tests.placement.plans import check, nodes_per_group, skewed
 

@@ -19,7 +19,7 @@ from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.quant.plain import FP32
 from moe_mk.testing.experts import random_experts
-from moe_mk.tuning import TuneCase, TuneResult, judge, load_measured, session, space_of, tune
+from moe_mk.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
 from moe_mk.tuning.session import Stopwatch
 from moe_mk.tuning.space import thread_counts
 from moe_mk.weights.expert_weights import ExpertWeights
@@ -32,7 +32,7 @@ runner = CliRunner()
 @pytest.fixture(autouse=True)
 def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """More threads than cores make a run slow on a busy machine; what is tested is not the time."""
-    monkeypatch.setattr(judge, "ROUNDS", 1)
+    monkeypatch.setattr(session, "ROUNDS", 1)
 
 
 def stack(case: TuneCase, device: torch.device) -> ExpertWeights:
@@ -129,7 +129,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, micros: Mapping[int, float]) -> list[
         ran.append(parameters["threads"])
         return micros[parameters["threads"]]
 
-    monkeypatch.setattr(judge, "ROUNDS", 9)
+    monkeypatch.setattr(session, "ROUNDS", 9)
     monkeypatch.setattr(Stopwatch, "microseconds", microseconds)
     return ran
 
@@ -186,7 +186,7 @@ def test_lines_of_an_older_method_are_measured_again(tmp_path: Path) -> None:
 
 def test_what_cannot_be_tuned_is_refused() -> None:
     context = ExpertsContext(FP32, FP32, "silu", 4, 32, 16, torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match=r"ReferenceExperts declares nothing to tune\n.*tuning_space"):
+    with pytest.raises(UnsupportedError, match=r"ReferenceExperts declares no tuning space\n.*tuning_space"):
         space_of(ReferenceExperts, context, 1, 2)
 
 

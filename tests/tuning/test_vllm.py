@@ -50,11 +50,11 @@ def test_every_way_to_name_a_file(tmp_path: Path, name: str, dtype: str | None, 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("tuned.json", {"1": SMALL}, "is no name of a tuned file"),
+        ("tuned.json", {"1": SMALL}, "is not the name of a tuned file"),
         (NAME, {}, "has no sizes"),
         (NAME, {"0": SMALL}, "not positive"),
-        (NAME, {"many": SMALL}, "holds no tuned parameters"),
-        (NAME, {"1": 3}, "holds no tuned parameters"),
+        (NAME, {"many": SMALL}, "contains no tuned parameters"),
+        (NAME, {"1": 3}, "contains no tuned parameters"),
     ],
 )
 def test_anything_else_is_refused(tmp_path: Path, name: str, content: object, said: str) -> None:

@@ -26,7 +26,7 @@ from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import GroupedTokens, RowTokens
-from moe_mk.tuning import TuneCase, TunedPoint, TuneResult, judge, save_measured, tune
+from moe_mk.tuning import TuneCase, TunedPoint, TuneResult, save_measured, session, tune
 
 SLOTS, HIDDEN, INNER, TOP_K = 4, 256, 128, 2
 CONTEXT = ExpertsContext(BF16, BF16, "silu", SLOTS, HIDDEN, INNER, torch.device("cpu"))
@@ -172,7 +172,7 @@ def measured(path: Path, stop: int | None = None) -> TuneResult:
 
 @compiled
 def test_a_killed_session_goes_on_and_its_file_is_read_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "ROUNDS", 1)
+    monkeypatch.setattr(session, "ROUNDS", 1)
     path = tuned_path("A B", "cpu_native", CASE.name)
     with pytest.raises(KeyboardInterrupt):
         measured(path, stop=5)

@@ -31,7 +31,7 @@ from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import BatchedTokens, GroupedTokens, RowTokens
-from moe_mk.tuning import TuneCase, judge, tune, tuned_path
+from moe_mk.tuning import TuneCase, session, tune, tuned_path
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from moe_mk.weights.layer_weights import as_mapped
 from tests.kernels.triton.interpreted_experts import CPU, HIDDEN, IDS, INNER, SLOTS, close, context, rows
@@ -99,7 +99,7 @@ def test_shared_experts_are_one_more_slot_of_the_same_pass(
 
 def test_a_tuning_session_writes_what_the_backend_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = [Tile(16, True, 4, 5), Tile(32, True, 4, 4)]
-    monkeypatch.setattr(judge, "ROUNDS", 1)
+    monkeypatch.setattr(session, "ROUNDS", 1)
     monkeypatch.setattr(triton, "CANDIDATES", tuple(tiles))
     monkeypatch.setattr(triton, "profile_here", lambda device: device_profile("h200"))
     monkeypatch.setattr(triton, "load_tuned", partial(load_tuned, folder=tmp_path))
