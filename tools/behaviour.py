@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 import typer.main
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -460,7 +461,7 @@ def outputs_of_run(folder: Path, ranks: int) -> object:
         raise RuntimeError(done.stderr)
     found = json.loads(report.read_text(encoding="utf-8"))
     kept = ("tokens", "expert_load", "sent_bytes", "sent_bytes_by_link", "verification", "nodes")
-    return {key: numbers_of(found[key]) for key in kept if key in found} | {"trace": sha256(recorded)}
+    return {key: numbers_of(found[key]) for key in kept if key in found} | {"trace": digest(load_file(recorded))}
 
 
 def tokens(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -612,7 +613,7 @@ def shown(value: object) -> object:
 
 
 def numbers_of(value: Any) -> Any:
-    """JSON without sentences: a text is kept if it is one word."""
+    """JSON without sentences and paths: a text is kept if it is one word."""
     if isinstance(value, Mapping):
         return {key: numbers_of(each) for key, each in value.items() if not is_sentence(each)}
     if isinstance(value, list):
@@ -621,8 +622,8 @@ def numbers_of(value: Any) -> Any:
 
 
 def is_sentence(value: object) -> bool:
-    """Whether a value is more than a number or a name."""
-    return isinstance(value, str) and len(value.split()) > 1
+    """Whether a value is more than a number or a name: several words, or a path."""
+    return isinstance(value, str) and (len(value.split()) > 1 or value.startswith("/"))
 
 
 # --------------------------------------------------------------------------------------------------------- texts
