@@ -1,4 +1,4 @@
-"""Number formats: schemes by name, quantised tensors, and rows as bytes on a wire."""
+"""Number formats: quantisation schemes by name, quantised tensors, and rows as bytes for transports."""
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant.blocked import WHOLE, BlockedScheme, Element
@@ -37,7 +37,7 @@ SCHEMES: dict[str, QuantScheme] = {
 
 
 def scheme_named(name: str) -> QuantScheme:
-    """The scheme of a name; an unknown one raises ConfigError with what was probably meant."""
+    """The scheme of a name; an unknown one raises ConfigError with a suggestion."""
     if name not in SCHEMES:
         raise ConfigError(f"no quantisation scheme is called {name!r}{did_you_mean(name, list(SCHEMES))}")
     return SCHEMES[name]

@@ -1,8 +1,7 @@
-"""What every scheme with scales shares: elements of one format, and a scale for every block of rows x columns.
+"""The common base of schemes with scales: elements of one format, and one scale per block of rows x columns.
 
-A side of WHOLE spans the matrix: (1, WHOLE) is a scale for a row (an output channel of a weight, a token of
-activations), (WHOLE, WHOLE) one for all. Scales of whole matrices that are stacked above each other, gate over up, are
-one for every equal part of the rows.
+A side of WHOLE spans the matrix: (1, WHOLE) is one scale per row (output channel of a weight, token of activations),
+(WHOLE, WHOLE) one for the matrix. Stacked matrices (gate above up) have one such scale per equal part of the rows.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ class Element:
 
     name: str
     dtype: torch.dtype
-    """Of the tensor that holds the values."""
+    """Dtype of the tensor that holds the values."""
     largest: float
     relative_spacing: float
-    """Between neighbours, relative to mantissas in [1, 2); 0 for integers."""
+    """Spacing of adjacent values, relative to mantissas in [1, 2); 0 for integers."""
     step: float
-    """Between neighbours at zero."""
+    """Spacing of adjacent values at zero."""
     per_byte: int = 1
     """Values in one byte of a tensor."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """f32 numbers to the nearest values, ties to even, saturating; NaN becomes what the format has for it."""
+        """f32 numbers to the nearest values, ties to even, saturating; NaN becomes the format's NaN, if it has one."""
         if self.per_byte == 2:
             return e2m1.pack(e2m1.encode(x))
         x = x.clamp(-self.largest, self.largest)
@@ -57,7 +56,7 @@ E2M1 = Element("e2m1", torch.uint8, e2m1.E2M1_MAX, 2.0**-1, 0.5, per_byte=2)
 
 
 class BlockedScheme(QuantScheme):
-    """Values of one element format with one scale a block."""
+    """Values of one element format with one scale per block."""
 
     rows: int
     columns: int
@@ -78,7 +77,7 @@ class BlockedScheme(QuantScheme):
         return self.element.per_byte
 
     has_global_scale: ClassVar[bool] = False
-    """Whether one more f32 scale holds for the whole matrix."""
+    """Whether the matrix has an additional global f32 scale."""
 
     @property
     def block(self) -> tuple[int, int]:
@@ -87,11 +86,11 @@ class BlockedScheme(QuantScheme):
 
     @property
     def is_static(self) -> bool:
-        """Whether the scale is part of the scheme, so that none travels with the values."""
+        """Whether the scale is part of the scheme, so that none is transported with the values."""
         return False
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """How many blocks a (rows, columns) tensor starts."""
+        """The number of blocks of a (rows, columns) tensor, partial ones included."""
         return blocks_of(rows, columns, self.block)
 
     def value_shape(self, rows: int, columns: int) -> tuple[int, int]:
@@ -100,20 +99,20 @@ class BlockedScheme(QuantScheme):
         return rows, columns // self.per_byte
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of values, of a scale for every started block, and of the global scale."""
+        """Bytes of values, of one scale per block (partial ones included), and of the global scale."""
         tall, wide = (0, 0) if self.is_static else self.scale_shape(rows, columns)
         values = math.prod(self.value_shape(rows, columns))
         return values + tall * wide * self.scale_dtype.itemsize + 4 * (self.has_global_scale and rows > 0)
 
     def sides_of(self, q: QuantTensor) -> tuple[int, int]:
-        """The sides of a block in a tensor; whole ones are cut into as many parts as there are scales."""
+        """The sides of a block in a tensor; WHOLE sides are divided by the number of scales."""
         assert q.scales is not None
         (n, k), (tall, wide) = q.shape[-2:], q.scales.shape[-2:]
         rows = -(-n // tall) if self.rows == WHOLE and tall else self.rows
         return max(rows, 1), (-(-k // wide) if self.columns == WHOLE and wide else self.columns)
 
     def spread_scales(self, q: QuantTensor) -> Tensor:
-        """The scale of every element, f32, as far as it must be spread to broadcast."""
+        """The f32 scales, repeated as far as needed to broadcast to the elements."""
         assert q.scales is not None
         n, k = q.shape[-2:]
         scales = spread(q.scales, n, k, self.sides_of(q))
@@ -127,7 +126,7 @@ class BlockedScheme(QuantScheme):
         return (self.element.decode(q.values) * self.spread_scales(q)).to(dtype)
 
     def expect_even(self, columns: int) -> None:
-        """Raise ShapeError if values that share a byte do not come out even."""
+        """Raise ShapeError if the columns do not fill whole bytes."""
         if columns % self.per_byte:
             raise ShapeError(f"{self.name} holds {self.per_byte} values a byte; {columns} columns must be even")
 
@@ -135,8 +134,8 @@ class BlockedScheme(QuantScheme):
 def expected_error(element: Element, scale_of_amax: float, values_in_block: int) -> float:
     """Root mean square error of one element relative to that of its numbers, for normals under one scale a block.
 
-    Rounding is uniform over a spacing: relative to the number where the format floats, of fixed size near zero and for
-    integers, there scale_of_amax * amax. The largest of n normals is about sqrt(2 ln 2n), never more on average.
+    Rounding errors are uniform over a spacing, which is relative to the number for floats, and fixed near zero and for
+    integers (scale_of_amax * amax). The largest of n normals is about sqrt(2 ln 2n), never more on average.
     """
     crest = math.sqrt(2.0 * math.log(2.0 * max(values_in_block, 2)))
     floor = element.step * scale_of_amax * crest / math.sqrt(12.0)

@@ -1,8 +1,8 @@
-"""FP8 e4m3 with scales of whole rows or whole tensors, and with a static scale that never travels.
+"""FP8 e4m3 with scales of whole rows or whole tensors, and with a static scale that is not transported.
 
 A weight: FP8_CHANNEL (one scale an output channel) or FP8_TENSOR. Activations: FP8_TOKEN (dynamic, one scale a token),
-FP8_DYNAMIC_TENSOR (one scale for all rows of a call, so that rows depend on each other and cannot travel), or a static
-scale from calibration, which saturates what is beyond it.
+FP8_DYNAMIC_TENSOR (one scale for all rows of a call, so that rows depend on each other and cannot be dispatched), or a
+static scale from calibration, with saturation.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FP8_DYNAMIC_TENSOR = Fp8Block("fp8_dynamic_tensor", WHOLE, WHOLE)
 
 @dataclass(frozen=True)
 class Fp8Static(BlockedScheme):
-    """Activations in FP8 under one scale that is known beforehand."""
+    """Activations in FP8 with one static scale."""
 
     name: str
     scale: float
     hidden_scale: float | None = None
-    """Of the rows between the two products of an expert; None is the same."""
+    """Scale of the rows between the two products of an expert; None: the same."""
     rows: int = WHOLE
     columns: int = WHOLE
 
@@ -52,7 +52,7 @@ class Fp8Static(BlockedScheme):
 
     @property
     def is_static(self) -> bool:
-        """The scale is known to everybody."""
+        """True: the scale is a constant on all ranks."""
         return True
 
     @property
@@ -62,11 +62,11 @@ class Fp8Static(BlockedScheme):
 
     @property
     def relative_rms(self) -> float:
-        """That of FP8, if the scale fits: what is beyond 448 scales saturates."""
+        """The error of FP8, if no value exceeds 448 times the scale, where it saturates."""
         return E4M3.relative_spacing / math.sqrt(24.0)
 
     def quantize(self, x: Tensor) -> QuantTensor:
-        """Divide by the scale and round; NaN stays NaN, what is too large saturates."""
+        """Divide by the scale and round; NaN stays NaN, large values saturate."""
         return QuantTensor(E4M3.encode(x.to(torch.float32) / self.scale), None, self)
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
@@ -75,7 +75,7 @@ class Fp8Static(BlockedScheme):
 
 
 def fp8_static(scale: float, hidden_scale: float | None = None) -> Fp8Static:
-    """The scheme of calibrated scales, of tokens and of the rows between an expert's products, where they differ.
+    """The scheme of calibrated scales: of tokens, and of the rows between an expert's products if different.
 
     Raises ConfigError for scales that are not positive.
     """

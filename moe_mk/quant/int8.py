@@ -45,9 +45,9 @@ class Int8Block(BlockedScheme):
 
     @property
     def relative_rms(self) -> float:
-        """A step is amax / 127 for all values of a block, however small.
+        """The spacing is amax / 127 for all values of a block.
 
-        What a gate leaves are products of two normals, whose tail falls like exp(-x): the largest of n is about ln n.
+        Gated hidden rows are products of two normals, whose tail falls like exp(-x): the largest of n is about ln n.
         """
         crest = math.log(min(self.rows, TYPICAL_WIDTH) * min(self.columns, TYPICAL_WIDTH))
         return crest / INT8.largest / math.sqrt(12.0)
@@ -61,7 +61,7 @@ class Int8Block(BlockedScheme):
 
 
 INT8_CHANNEL = Int8Block("int8_channel", 1, WHOLE)
-"""Weights: one scale an output channel."""
+"""Weights: one scale per output channel."""
 INT8_TOKEN = Int8Block("int8_token", 1, WHOLE)
-"""Activations: one scale a token, found as it comes."""
+"""Activations: one dynamic scale per token."""
 INT8_128x128 = Int8Block("int8_128x128", 128, 128)

@@ -1,4 +1,4 @@
-"""The types in which checkpoints store experts, by the names that settings use."""
+"""The formats in which checkpoints store experts, by their names in settings."""
 
 from __future__ import annotations
 

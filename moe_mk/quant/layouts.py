@@ -1,13 +1,13 @@
-"""How scales lie in memory for kernels that read them: a value, with its way back. Numbers never change.
+"""Memory layouts of scales for kernels; every conversion is exact and has an inverse.
 
-    row_major        (m, g), as they are quantised and as they travel
-    column_major     g columns of m, one behind the other
-    tma_aligned      the same, each column padded so that it starts on 16 bytes (DeepGEMM on Hopper)
+    row_major        (m, g), as quantised and transported
+    column_major     g contiguous columns of m
+    tma_aligned      column-major, each column padded to start at a multiple of 16 bytes (DeepGEMM on Hopper)
     packed           four power-of-two scales of a row in one int32, columns padded to 16 bytes (DeepGEMM on Blackwell)
     swizzled         tiles of 128 x 4 bytes, in each the row r at 16 (r mod 32) + 4 (r div 32) (Blackwell tensor cores)
 
-Only what lies at its expert is brought into a layout: a transport carries rows, and swizzled tiles are no rows. Padding
-holds zeros. Sources: DeepGEMM (`transform_sf_into_required_layout`), cuBLAS 12.8 (block scaling factors layout).
+Scales are converted at the experts, because transports send rows, which swizzled tiles do not have. Padding is zero.
+Sources: DeepGEMM (`transform_sf_into_required_layout`), cuBLAS 12.8 (block scaling factors layout).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TILE_ROWS, TILE_COLUMNS, TILE_STRIPE = 128, 4, 32
 
 
 class ScaleLayout(Enum):
-    """Where the scale of (row, group) lies."""
+    """The memory order of (row, group) scales."""
 
     ROW_MAJOR = "row_major"
     COLUMN_MAJOR = "column_major"
@@ -36,7 +36,7 @@ class ScaleLayout(Enum):
 
 @dataclass(frozen=True)
 class LaidOutScales:
-    """Scales in a layout, with what is needed to find them again."""
+    """Scales in a layout, with the data needed to invert it."""
 
     data: Tensor
     layout: ScaleLayout
@@ -45,7 +45,7 @@ class LaidOutScales:
     dtype: torch.dtype
 
     def row_major(self) -> Tensor:
-        """The scales as (rows, groups), bit for bit what was laid out."""
+        """The scales as (rows, groups), bit for bit."""
         rows, groups = self.shape
         if self.layout is ScaleLayout.PACKED:
             words = torch.empty(self.data.shape, dtype=torch.int32, device=self.data.device).copy_(self.data)
@@ -60,10 +60,10 @@ class LaidOutScales:
 
 
 def lay_out(scales: Tensor, layout: ScaleLayout) -> LaidOutScales:
-    """Bring (rows, groups) scales into a layout.
+    """Convert (rows, groups) scales to a layout.
 
-    packed needs UE8M0 scales, swizzled any of one byte. Raises ShapeError for other than two dimensions,
-    UnsupportedError for a dtype that the layout does not have.
+    packed requires UE8M0 scales, swizzled scales of one byte. Raises ShapeError for other than two dimensions,
+    UnsupportedError for a dtype that the layout does not support.
     """
     if scales.dim() != 2:
         raise ShapeError(f"scales have shape {tuple(scales.shape)}; a layout is of (rows, groups)")
@@ -81,7 +81,7 @@ def lay_out(scales: Tensor, layout: ScaleLayout) -> LaidOutScales:
 
 
 def _columns(scales: Tensor, stride: int) -> Tensor:
-    """A view of (rows, groups) whose columns lie `stride` elements apart, in memory of its own."""
+    """A copy of (rows, groups) whose columns are `stride` elements apart."""
     rows, groups = scales.shape
     memory = torch.zeros((groups, stride), dtype=torch.uint8, device=scales.device)
     if scales.element_size() > 1:

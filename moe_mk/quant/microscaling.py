@@ -22,7 +22,7 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Microscaled(BlockedScheme):
-    """Small floats, one E8M0 scale for every 32 of a row."""
+    """Small floats with one E8M0 scale per 32 values of a row."""
 
     name: str
     format: Element
@@ -41,7 +41,7 @@ class Microscaled(BlockedScheme):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """E8M0: the exponent of an f32, and nothing else."""
+        """E8M0: the exponent of an f32."""
         return torch.float8_e8m0fnu
 
     @property

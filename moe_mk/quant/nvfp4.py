@@ -1,7 +1,7 @@
 """NVFP4: e2m1 values, two a byte; 16 along a row share an e4m3 scale, and a matrix one f32 scale above them.
 
-Weights get their global scale from their own largest magnitude. Activations have it in the scheme, because a row must
-mean the same wherever it travels: 4,032 B for 7,168 values. Source: NVIDIA's description of the format for Blackwell.
+Weights get their global scale from their own largest magnitude. Activations have it in the scheme, because the scale
+must be the same on all ranks: 4,032 B for 7,168 values. Source: NVIDIA's description of the format for Blackwell.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP = 16
 
 @dataclass(frozen=True)
 class Nvfp4(BlockedScheme):
-    """e2m1 values under e4m3 scales under one f32 scale.
+    """e2m1 values with e4m3 block scales and one global f32 scale.
 
     fixed_scale: the f32 scale as part of the scheme, for activations; None finds one for each matrix, for weights.
     """
@@ -49,7 +49,7 @@ class Nvfp4(BlockedScheme):
 
     @property
     def has_global_scale(self) -> bool:  # type: ignore[override]
-        """Whether a matrix carries its f32 scale."""
+        """Whether a matrix has its own f32 scale."""
         return self.fixed_scale is None
 
     @property

@@ -1,4 +1,4 @@
-"""Unquantised numbers: a scheme without scales, so that everything above speaks of schemes alone."""
+"""Unquantised numbers as a scheme without scales, so that callers handle schemes only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
 @dataclass(frozen=True)
 class Plain(QuantScheme):
-    """Values of one floating dtype as they are."""
+    """Unquantised values of one floating-point dtype."""
 
     name: str
     dtype: torch.dtype
@@ -30,11 +30,11 @@ class Plain(QuantScheme):
         return torch.finfo(self.dtype).eps / math.sqrt(24.0)
 
     def quantize(self, x: Tensor) -> QuantTensor:
-        """Cast, where the dtype differs."""
+        """Cast to the dtype if it differs."""
         return QuantTensor(x.to(self.dtype), None, self)
 
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
-        """Cast, where the dtype differs."""
+        """Cast to the dtype if it differs."""
         return q.values.to(dtype)
 
     def num_bytes(self, rows: int, columns: int) -> int:

@@ -1,4 +1,4 @@
-"""A quantised tensor: values, their scales and the scheme that ties them. Its shape is logical whatever the packing."""
+"""A quantised tensor: values, scales and scheme. Its shape is logical, independent of packing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class QuantScheme(ABC):
-    """How numbers become bytes and back. A value: two schemes with the same name are the same scheme."""
+    """A conversion of numbers to bytes and back. Schemes with the same name are equal."""
 
     name: str
 
     @property
     def family(self) -> str:
-        """What transports and experts call it: plain, fp8, int8, mxfp8, mxfp4 or nvfp4."""
+        """The format family: plain, fp8, int8, mxfp8, mxfp4 or nvfp4."""
         return "plain"
 
     @property
@@ -36,7 +36,7 @@ class QuantScheme(ABC):
 
     @property
     def hidden(self) -> QuantScheme:
-        """How experts that round their input to this scheme round the rows between their two products."""
+        """The scheme of the rows between the two products, for experts that quantise their input to this scheme."""
         return self
 
     @abstractmethod
@@ -45,7 +45,7 @@ class QuantScheme(ABC):
 
     @abstractmethod
     def dequantize(self, q: QuantTensor, dtype: torch.dtype) -> Tensor:
-        """Bring values back to `dtype`, rounding once."""
+        """Convert values to `dtype`, rounding once."""
 
     @abstractmethod
     def num_bytes(self, rows: int, columns: int) -> int:
@@ -70,12 +70,12 @@ class QuantTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the values lie."""
+        """The device of the values."""
         return self.values.device
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values and scales as they are held, each element once."""
+        """Bytes of values and scales, each element counted once."""
         return sum(t.numel() * t.element_size() for t in (self.values, self.scales, self.global_scale) if t is not None)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -95,14 +95,14 @@ class QuantTensor:
         return replace(self, **move)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the elements alone, as bytes: a view would drag the whole mapped file along, and torch 2.13 writes
-        FP8 tensors that it cannot read.
+        """Pickle only the elements, as bytes: a view would include the whole mapped file, and torch 2.13 writes FP8
+        tensors that it cannot read.
         """
         parts = {name: None if part is None else (_as_bytes(part), part.dtype) for name, part in self._parts().items()}
         return _from_parts, (parts, self.scheme)
 
     def __deepcopy__(self, memo: dict[int, object]) -> QuantTensor:
-        """Copy the elements alone, not the storage behind a view."""
+        """Copy only the elements, not the storage behind a view."""
         copied = {name: None if part is None else part.clone() for name, part in self._parts().items()}
         return replace(self, **copied)  # type: ignore[arg-type]
 
@@ -111,7 +111,7 @@ class QuantTensor:
 
 
 def _as_bytes(part: Tensor) -> Tensor:
-    """The elements of a tensor as bytes, one more dimension, in memory of their own."""
+    """A copy of the elements of a tensor as bytes, with one more dimension."""
     copied = part.clone(memory_format=torch.contiguous_format)
     return copied.view(torch.uint8).view(*part.shape, part.element_size())
 

@@ -1,4 +1,4 @@
-"""Is it right? An independent reference, limits that follow from the number formats, and faults that must be found."""
+"""Verification of layers: an independent reference, error limits derived from number formats, and fault injection."""
 
 from moe_mk.verify.compare import Answer, Verification, error_of, verify
 from moe_mk.verify.dense import DenseResult, dense_layer

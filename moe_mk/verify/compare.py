@@ -1,15 +1,15 @@
-"""The verdict: whether what a layer computed agrees with the reference, within what its number formats allow.
+"""Compares the output of a layer with the reference, within the error expected from its number formats.
 
-The limit comes from the decision, not from experience. Each place where numbers are rounded contributes the mean square
-of its relative error (`QuantScheme.relative_rms`). What enters gate and up enters their product twice, so it counts
-2^2 = 4; what enters the down projection counts once:
+The limit is derived from the decision. Each rounding contributes the mean square of its relative error
+(`QuantScheme.relative_rms`). Errors of the inputs of gate and up enter their product twice and count 2^2 = 4; errors of
+the input of the down projection count once:
 
     e^2 = 4 x^2 + x^2     activations before both GEMMs, in the compute scheme
         + 4 w^2 + w^2     weights decoded to the layer's dtype, where the experts compute in it
-        + 4 d^2 + 4 d^2   in the layer's dtype: gate and up; hidden, output, what travels home, sum
+        + 4 d^2 + 4 d^2   in the layer's dtype: gate and up; hidden, output, combined rows, sum
         + 4 a^2 + b^2     f32 sums over H terms, then over I, at worst one after the other: a^2 = f^2 H / 2,
                           b^2 = f^2 I / 2, f of one rounding, I of the widest experts
-        + 4 q^2           tokens that travel in a scheme in which the experts do not compute
+        + 4 q^2           tokens dispatched in a scheme in which the experts do not compute
         + 4 r^2 + r^2     weights requantised at load, where they are held in another scheme than the stored one
 
 All tokens together must stay within 1.5 e, and every single one within 3 e, as relative L2 error.
@@ -38,11 +38,11 @@ ONE_TOKEN = 3.0
 
 @dataclass(frozen=True)
 class Verification:
-    """How near two results are, and whether that is near enough."""
+    """The difference of two results, and whether it is within the limit."""
 
     num_tokens: int
     routing_equal: int
-    """Tokens that went to the same set of experts."""
+    """Tokens with the same set of experts."""
     routing_ties: int
     """Tokens that differ only between experts whose scores are equal within rounding."""
     error: float
@@ -56,7 +56,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """NaN fails, and so does any token routed elsewhere without a tie."""
+        """False for NaN, and for any token routed differently without a tie."""
         if not self.num_tokens:
             return True
         routed = self.routing_equal + self.routing_ties == self.num_tokens
@@ -68,7 +68,7 @@ class Verification:
 
 
 def error_of(decision: Decision) -> float:
-    """The root mean square relative error e that the number formats of a decision lead one to expect."""
+    """The expected root mean square relative error e of the number formats of a decision."""
     problem, compute, wire = decision.problem, decision.compute, decision.wire
     model = problem.config.model
     widest = max(model.moe_intermediate_size, model.shared_size)
@@ -81,7 +81,7 @@ def error_of(decision: Decision) -> float:
 def experts_error(
     dtype: Plain, compute: QuantScheme, weights: QuantScheme, hidden_size: int, intermediate_size: int | None = None
 ) -> float:
-    """The same for w13 -> act -> w2 and its way home, without what the way out may round.
+    """The expected error of w13 -> act -> w2 and combine, without that of dispatch.
 
     intermediate_size: None is the hidden size.
     """
@@ -92,24 +92,23 @@ def experts_error(
 
 
 class Answer(NamedTuple):
-    """What a layer was asked, and what it gave."""
+    """The inputs and outputs of a layer."""
 
     x_TH: Tensor
     y_TH: Tensor
     ids_TK: Tensor
-    """The logical experts it chose."""
+    """The chosen logical experts."""
     token_ids_T: Tensor | None = None
-    """Tokens of the vocabulary, of a layer that chooses experts by them."""
+    """Token ids, for layers that choose experts by token id."""
 
 
 def verify(
     answer: Answer, decision: Decision, weights: LayerWeights, on_progress: Progress | None = None
 ) -> Verification:
-    """Judge a layer's output and its choice of experts against the independent reference.
+    """Compare a layer's output and its choice of experts with the independent reference.
 
-    weights: of all experts, unsliced. Tokens whose choice differs by a tie are computed again with the layer's choice;
-    a table of experts by token id leaves no ties. Raises ShapeError or ConfigError for token ids that it needs and that
-    are missing or do not fit.
+    weights: of all experts, unsliced. Tokens whose choice differs by a tie are recomputed with the layer's choice;
+    layers that choose by token id have no ties. Raises ShapeError or ConfigError for missing or invalid token ids.
     """
     config, ids = decision.problem.config, answer.ids_TK.cpu().numpy().astype(np.int64)
     expected = dense_layer(answer.x_TH, config, weights, on_progress=on_progress, token_ids_T=answer.token_ids_T)

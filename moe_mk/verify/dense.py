@@ -1,12 +1,9 @@
-"""The independent reference: one token and one expert at a time in thought, no permutation, no communication.
+"""The independent reference: a dense computation without permutation or communication.
 
-It shares no arithmetic with the layer: its own dequantisation in f32, its own routing (numpy, token by token), its own
-MLP. Sums run in f64: two f32 sums over the same library would make the same errors, and none would be seen.
-It takes weights as the checkpoint reader maps them, and a config for the numbers of the model.
-
-Numbers as a checkpoint means them, decoded with arithmetic of its own: nothing here is shared with the schemes.
-
-Four-bit values are read bit by bit, scales by their block, in numpy; each product is rounded to f32 once.
+It shares no arithmetic with the layer: separate dequantisation in f32 (numpy; four-bit values bit by bit, scales by
+block, each product rounded to f32 once), separate routing (numpy, token by token), and a separate MLP. Sums run in f64,
+because two f32 sums with the same library could make the same errors. Inputs are weights as mapped by the checkpoint
+reader, and a config.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ def _both_scales(q: QuantTensor) -> F32:
 
 
 def _over_blocks(scales: F32, q: QuantTensor) -> F32:
-    """Each scale repeated over its block, the last of which may be cut off; one of a whole side over what there is."""
+    """Each scale repeated over its block, the last of which may be partial; a side of WHOLE spans the matrix."""
     assert q.scheme.block is not None
     out = scales
     for axis in (0, 1):
@@ -77,12 +74,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class DenseResult:
-    """What the layer should give for some tokens."""
+    """The expected output of the layer for some tokens."""
 
     y_TH: Tensor
     """f64, on the CPU."""
     biased_TE: Array
-    """Scores that choose: with the bias, before groups are struck out."""
+    """Scores used for the choice: with the bias, before groups are masked."""
     ids_TK: NDArray[np.int64]
     weights_TK: Array
 
@@ -123,7 +120,7 @@ def dense_layer(
 def _chosen(
     biased_TE: Array, router: RouterConfig, table_XK: Tensor | None, token_ids_T: Tensor | None
 ) -> NDArray[np.int64]:
-    """What the table says of each token where the layer has one, else the best of the scores."""
+    """The experts of each token from the table if the layer has one, else those with the best scores."""
     if table_XK is None:
         return _best(_kept(biased_TE, router), router.top_k)
     if token_ids_T is None or tuple(token_ids_T.shape) != (len(biased_TE),):
@@ -157,19 +154,19 @@ def _scores(x_TH: Tensor, weights: LayerWeights, router: RouterConfig) -> Array:
 
 
 def num_counted(router: RouterConfig, num_experts: int) -> int:
-    """How many scores make what a group is worth: the best, or the two best where a bias takes part."""
+    """The number of scores in the score of a group: the best, or the two best with a bias."""
     return min(2 if router.has_correction_bias else 1, num_experts // router.num_expert_group)
 
 
 def group_worth(biased_E: Array, router: RouterConfig) -> list[float]:
-    """What each group of one token is worth: the sum of its best scores."""
+    """The score of each group of one token: the sum of its best scores."""
     size, counted = len(biased_E) // router.num_expert_group, num_counted(router, len(biased_E))
     groups = [biased_E[g * size : (g + 1) * size] for g in range(router.num_expert_group)]
     return [float(np.sort(group)[::-1][:counted].sum()) for group in groups]
 
 
 def _kept(biased_TE: Array, router: RouterConfig) -> Array:
-    """Strike out all but the best groups of each token."""
+    """Mask all but the best groups of each token."""
     if router.num_expert_group == 1:
         return biased_TE
     kept_TE, size = np.full_like(biased_TE, -np.inf), biased_TE.shape[1] // router.num_expert_group

@@ -1,4 +1,4 @@
-"""Faults on purpose, to show that verification bites: the mistakes that have cost engines their accuracy."""
+"""Fault injection, to show that verification detects known mistakes of weight loading and routing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_fault(fault: str, scheme: QuantScheme) -> None:
 
 
 def faulty_weights(weights: LayerWeights, fault: str) -> LayerWeights:
-    """The same weights with gate and up exchanged, or with all scales at 1; double-scale leaves weights alone.
+    """The same weights with gate and up exchanged, or with all scales at 1; double-scale does not change weights.
 
     Raises ConfigError for a fault that cannot be injected into them.
     """

@@ -1,7 +1,7 @@
-"""Ties: two choices of experts can both be right, where scores are equal within rounding.
+"""Ties: two choices of experts are both correct if their scores are equal within rounding.
 
-A choice is judged by itself, not by its distance from another one: is there a way to move every score by no more than
-a rounding error, so that these groups and these experts are the best?
+A choice is accepted if every score can be changed by at most a rounding error such that these groups and experts are
+the best.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from moe_mk.verify.dense import Array, group_worth, num_counted
 
 
 def tie_tolerance(decision: Decision) -> float:
-    """How far rounding may move a score: by f32 sums of logits, or by one spacing of a layer's dtype below 1.
+    """The largest rounding error of a score: of f32 sums of logits, or one spacing of a layer's dtype below 1.
 
-    A sigmoid is flat: one spacing of a logit moves it by less than half of its own spacing, and it is rounded once.
+    One spacing of a logit changes its sigmoid by less than half of the sigmoid's spacing, which is rounded once.
     """
     coarse = decision.problem.config.router.router_dtype == "model"
     return torch.finfo(decision.problem.dtype.dtype).eps if coarse else 1e-5
 
 
 def could_choose(ids_K: NDArray[np.int64], biased_E: Array, router: RouterConfig, tolerance: float) -> bool:
-    """Whether these experts of one token are the best ones, if every score may be off by `tolerance`.
+    """Whether these experts of one token are the best ones if every score has an error of up to `tolerance`.
 
-    biased_E: scores as they are compared. An id that is missing, repeated or -1 is never right.
+    biased_E: the compared scores. A missing or repeated id and -1 are never accepted.
     """
     chosen, size = set(ids_K.tolist()), len(biased_E) // router.num_expert_group
     if len(chosen) != router.top_k or min(chosen) < 0:
@@ -47,7 +47,7 @@ def _are_best(chosen: set[int], experts: list[int], biased_E: Array, tolerance: 
 
 
 def _kept_groups(touched: set[int], biased_E: Array, router: RouterConfig, tolerance: float) -> Iterator[set[int]]:
-    """Every set of groups that could be kept and holds those touched: none outside is better by more than rounding."""
+    """Every set of kept groups that includes those used and is the best within the tolerance."""
     worth = group_worth(biased_E, router)
     margin = 2.0 * tolerance * num_counted(router, len(biased_E))
     others = [g for g in range(len(worth)) if g not in touched]

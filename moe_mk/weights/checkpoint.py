@@ -1,6 +1,6 @@
-"""Load one layer: find its block, check that it is complete, map the owned experts, look for NaN codes.
+"""Load one layer: find its block, check that it is complete, map the owned experts, search for NaN codes.
 
-Everything wrong is told at once. Owned experts stay views of the memory-mapped file; no other expert is opened.
+All problems are reported in one error. Owned experts are views of the memory-mapped file; no other expert is opened.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def load_layer(
     """Load the gate, the shared experts and the owned experts of one layer.
 
     owned: logical experts in slot order; a replica names its expert again. May be empty.
-    tp_rank, tp_size: which rows of gate and up and which columns of down, of routed and shared experts alike.
-    prefix: what stands before "experts.0..."; {N} becomes the layer. None looks for the layer's block.
+    tp_rank, tp_size: select the rows of gate and up and the columns of down, of routed and shared experts.
+    prefix: the part of names before "experts.0..."; {N} is replaced by the layer. None: the layer's block is searched.
     Raises ConfigError for an impossible request, WeightError listing all that is missing, unexpected, half filled, of
     a wrong shape or dtype, cut off; then, after reading, all NaN codes and broken scales.
     """

@@ -1,4 +1,4 @@
-"""Which tensors a synthetic checkpoint has, in which shard, and the recipe by which it is known again."""
+"""The tensors of a synthetic checkpoint, their shards, and the recipe that identifies the checkpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan_shards(shape: CheckpointShape, shard_bytes: int) -> list[list[Planned]]
 
 
 def matrices(tensors: Sequence[Planned]) -> Iterator[list[Planned]]:
-    """Each tensor that is no scale, together with its scales, and the scale above them, where it has any."""
+    """Each tensor of values together with its scales and global scale, if any."""
     group: list[Planned] = []
     for tensor in tensors:
         if group and not _is_scale(tensor):

@@ -1,4 +1,4 @@
-"""Is a layer complete? Compares the names and headers of a checkpoint with what a layer must have; reads no weights."""
+"""Compares the names and headers of a checkpoint with the tensors a layer requires; reads no weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = 5
 
 
 def some(examples: Iterable[object]) -> str:
-    """Up to five examples, and how many more there are."""
+    """Up to five examples and the number of further ones."""
     texts = [str(each) for each in examples]
     more = f" and {len(texts) - EXAMPLES} more" if len(texts) > EXAMPLES else ""
     return ", ".join(texts[:EXAMPLES]) + more
@@ -40,8 +40,8 @@ def name_problems(present: Iterable[str], expected: Mapping[str, Expected], conv
     if absent:
         lines.append(f"{len(absent)} of {len(num_of)} experts are missing: {some(absent)}")
     if half:
-        told = [f"expert {e} lacks {', '.join(names)}" for e, names in half.items()]
-        lines.append(f"{len(half)} experts are half filled: {'; '.join(told[:EXAMPLES])}")
+        examples = [f"expert {e} lacks {', '.join(names)}" for e, names in half.items()]
+        lines.append(f"{len(half)} experts are half filled: {'; '.join(examples[:EXAMPLES])}")
     if others:
         lines.append(f"{len(others)} tensors are missing: {some(others)}")
     if unexpected:

@@ -1,4 +1,4 @@
-"""What a conversion of experts did: how far each of them moved, and what was left behind."""
+"""The report of a conversion of experts: requantisation errors, and what was not converted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class ExpertError:
-    """How far requantising moved the weights of one expert, as relative L2 distances."""
+    """The relative L2 errors that requantising added to the weights of one expert."""
 
     layer: int | None
     expert: int | None
@@ -24,17 +24,17 @@ class ExpertError:
 
 @dataclass
 class ConversionReport:
-    """What was written."""
+    """The result of a conversion."""
 
     to: str
     bytes_read: int
     bytes_written: int = 0
     errors: list[ExpertError] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    """What the source holds and the new checkpoint does not, a line a block, each with its reason."""
+    """Contents of the source that the new checkpoint does not have: one line per block, with the reason."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, for JSON."""
+        """The report as JSON."""
         told = [{**vars(error), "worst": error.worst} for error in self.errors]
         sizes = {"bytes_read": self.bytes_read, "bytes_written": self.bytes_written}
         return {"to": self.to, **sizes, "dropped": self.dropped, "experts": told}

@@ -1,7 +1,7 @@
-"""From one type of experts to another: a checkpoint read expert by expert and written anew, in constant memory.
+"""Convert a checkpoint to another expert format, expert by expert, in constant memory.
 
-Any layout that `load_layer` reads becomes the official names of our writers; what is not a MoE block is copied byte for
-byte. Each expert is decoded to f32 and quantised once, and how far that moved its weights is reported.
+Any layout that `load_layer` reads is written with the official names; tensors outside MoE blocks are copied byte for
+byte. Each expert is decoded to f32 and quantised once; the error of its weights is reported.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def convert_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     on_progress: Progress | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint with its experts in another type; the source is never touched.
+    """Write a checkpoint with its experts in another format; the source is not changed.
 
-    to: one of TARGETS; "fp8" is blocks of 128 x 128 with f32 scales. The folder `target` must not hold anything. It is
-    written beside, in a new folder `target.*.partial`, and moved at the end, so that nothing that is broken off looks
-    whole; that folder is left behind only where a run is killed.
+    to: one of TARGETS; "fp8" is blocks of 128 x 128 with f32 scales. The folder `target` must be empty or absent. The
+    checkpoint is written to a new folder `target.*.partial` and renamed at the end, so that an interrupted conversion
+    never looks complete; the folder remains only if the process is killed.
     Raises ConfigError for an unknown type or a target in use, WeightError for a source that is not sound.
     """
     if to not in TARGETS:
@@ -78,8 +78,8 @@ def convert_checkpoint(
 
 @contextmanager
 def _beside(home: Path) -> Iterator[Path]:
-    """A new folder that becomes `home`, or goes if it cannot be finished."""
-    home = Path(os.path.realpath(home))  # "." has no name to write beside, and a link stays one
+    """A new folder that is renamed to `home`, or removed on failure."""
+    home = Path(os.path.realpath(home))  # resolves "." and keeps symbolic links
     partial = home.with_name(f"{home.name}.{uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
     try:
@@ -94,7 +94,7 @@ def _beside(home: Path) -> Iterator[Path]:
 
 @dataclass
 class _Block:
-    """One MoE block of the source, and what it becomes."""
+    """One MoE block of the source and its conversion."""
 
     reader: LayerReader
     spec: LayerSpec
@@ -188,7 +188,7 @@ class _Conversion:
         return lambda: iter((self._tensor_of(block, part),))
 
     def _tensor_of(self, block: _Block, part: Part) -> Tensor:
-        """One tensor of a projection. Experts are converted when their first tensor is asked for, and then let go."""
+        """One tensor of a projection. An expert is converted at its first tensor and released after its last."""
         if part.expert not in block.slots:
             block.slots.clear()
             block.slots[part.expert] = self._converted(block, part)
@@ -215,14 +215,14 @@ class _Conversion:
 
 
 def _dropped(source: SafetensorsSource, layer: LayerFacts, to: str) -> list[str]:
-    """What nothing in the new checkpoint stands for: calibrated scales of activations."""
+    """Contents without counterpart in the new checkpoint: calibrated activation scales."""
     names = input_scale_names({n.removeprefix(layer.prefix) for n in source.names() if n.startswith(layer.prefix)})
     why = f"experts in {to} round activations as they come, and config.json says so"
     return [f"layer {layer.layer}: {len(names)} input scales ({some(names)}): {why}"] if names else []
 
 
 def _check(reader: LayerReader, what: str) -> None:
-    """NaN codes and broken scales are refused where they are met."""
+    """Raise WeightError for NaN codes and invalid scales."""
     problems = reader.content_problems(None)
     reader.values.clear()
     reader.scales.clear()
@@ -245,7 +245,7 @@ def _distance(old: QuantTensor, new: QuantTensor) -> float:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor in runs of rows, so that a large one is never in memory as a whole."""
+    """A tensor in runs of rows, so that a large tensor is never completely in memory."""
     if tensor.dim() == 0 or not tensor.numel():
         yield tensor
         return
@@ -265,9 +265,9 @@ def _shards(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planned]]
 
 
 def _write_config(source: Path, home: Path, to: str) -> None:
-    """config.json with the new type, and every other small file beside the weights as it is.
+    """Write config.json for the new format and copy the other small files of the checkpoint.
 
-    A link that leaves the folder is left out: what it shows is no part of the checkpoint.
+    Symbolic links to files outside the folder are skipped.
     """
     if not source.is_dir():
         return

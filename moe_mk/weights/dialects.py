@@ -1,4 +1,4 @@
-"""What a config.json calls each type of experts: our types to `quantization_config`, in the words each came with.
+"""The `quantization_config` of a config.json for each expert format, in the notation of its origin.
 
 The other direction is `config/hf.py`. Sources: DeepSeek-V3 (fp8), compressed-tensors (INT8, FP8 of whole rows and
 tensors), NVIDIA modelopt (NVFP4, MXFP8), gpt-oss (MXFP4).

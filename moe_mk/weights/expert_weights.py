@@ -1,7 +1,7 @@
-"""The weights of the experts of one rank, stacked or left where the checkpoint lies in memory.
+"""The weights of the experts of one rank, stacked or as views of a memory-mapped checkpoint.
 
-Both answer the same question, `slot(l)`: the three matrices of one physical expert as views, nothing copied. A backend
-that wants another layout makes it with `relayout()` and tags it.
+Both provide `slot(l)`: the three matrices of one physical expert as views, without a copy. A backend that needs another
+layout converts to it in `relayout()` and sets `layout`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAPPED = "mapped"
 
 @dataclass(frozen=True)
 class SlotBiases:
-    """What is added to the three products of one expert, in a plain dtype."""
+    """Biases of the three products of one expert, in a plain dtype."""
 
     gate_I: Tensor | None
     up_I: Tensor
@@ -31,7 +31,7 @@ class SlotBiases:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that are there, in order."""
+        """The existing biases, in order."""
         return tuple(bias for bias in (self.gate_I, self.up_I, self.down_H) if bias is not None)
 
     def to(self, device: torch.device) -> SlotBiases:
@@ -74,7 +74,7 @@ class SlotWeights:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """All experts of one rank in one stack: the canonical layout, or a backend's own with its tag."""
+    """All experts of one rank in one stack: the canonical layout, or a backend's layout with its tag."""
 
     w13: QuantTensor
     """(L, 2I, H): gate rows, then up rows; (L, I, H) for ungated experts."""
@@ -110,13 +110,13 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class MappedExpertWeights:
-    """Experts as the checkpoint holds them, each matrix a view of the memory-mapped file: no second copy."""
+    """Experts in the checkpoint's format, each matrix a view of the memory-mapped file, without a copy."""
 
     slots: Sequence[SlotWeights]
     scheme: QuantScheme
     layout: str = MAPPED
     file_backed: bool = False
-    """Whether the views map a file, so that pages which have been copied may be given back to the system."""
+    """Whether the views map a file, so that their pages may be released after copying."""
 
     @property
     def num_slots(self) -> int:
@@ -139,7 +139,7 @@ class MappedExpertWeights:
 
 
 class Weights(Protocol):
-    """What every layout of a rank's experts answers; a backend that reads one layout asks for it by its class."""
+    """The interface of every layout of a rank's experts; backends check the class of the layout they read."""
 
     @property
     def layout(self) -> str:
@@ -166,9 +166,9 @@ class Weights(Protocol):
 
 
 def expect_one_width(weights: Weights, who: str) -> None:
-    """Raise UnsupportedError where experts have different intermediate sizes; `who` lays them out as equals.
+    """Raise UnsupportedError if experts have different intermediate sizes. who: the backend, for the message.
 
-    Backends that compute expert by expert (reference, torch_cpu) take them as they are.
+    Backends that compute expert by expert (reference, torch_cpu) support them.
     """
     if not isinstance(weights, MappedExpertWeights):
         return

@@ -1,8 +1,8 @@
-"""Calibrated scales of activations, as checkpoints store them beside the weights of every expert.
+"""Calibrated activation scales, which checkpoints store with the weights of every expert.
 
-Each projection has one: compressed-tensors and modelopt call it `input_scale`. Gate and up see the same tokens, and a
-token travels before anybody knows which experts round it, so one scale serves them all: the largest, which nothing that
-was calibrated saturates. Down has one of its own.
+Each projection has one: compressed-tensors and modelopt call it `input_scale`. Gate and up read the same tokens, and a
+token may be quantised before dispatch to several experts, so one scale is used for all gates and ups: the largest, with
+which no calibrated value saturates. Down projections have a separate scale.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ PROJECTIONS = ("gate", "up", "down")
 
 @dataclass(frozen=True)
 class InputScales:
-    """Of the routed experts of one layer."""
+    """Activation scales of the routed experts of one layer."""
 
     tokens: float
-    """The largest of all gates and ups."""
+    """The largest scale of all gates and ups."""
     hidden: float
-    """The largest of all downs."""
+    """The largest scale of all downs."""
     num_experts: int
     spread: float
-    """Largest over least scale of gates and ups: what sharing one costs in range."""
+    """Ratio of the largest to the smallest scale of gates and ups: the range lost by sharing one."""
 
 
 def read_input_scales(source: TensorSource, layer: int, *, prefix: str | None = None) -> InputScales | None:
-    """The scales of one layer, of all its experts and not those of a rank alone; None where there are none.
+    """The scales of all experts of one layer, not only those of a rank; None if the checkpoint has none.
 
-    prefix: what stands before "experts.0..."; None looks for the layer's block. Raises WeightError for experts without
-    a scale beside experts with one, and for scales that are not finite and positive.
+    prefix: the part of names before "experts.0..."; None: the layer's block is searched. Raises WeightError if only
+    some experts have a scale, and for scales that are not finite and positive.
     """
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
     local = {name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)}

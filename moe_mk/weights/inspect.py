@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its index, headers and config.json alone: not one weight is read."""
+"""The contents of a checkpoint, from its index, headers and config.json, without reading weights."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import SafetensorsSource
 
 E8M0 = (torch.float8_e8m0fnu, torch.uint8)
-"""What files hold power-of-two scales in."""
+"""Dtypes of power-of-two scales in files."""
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One MoE block as its headers show it."""
+    """One MoE block, as described by file headers."""
 
     layer: int | None
-    """None: the prefix names no layer."""
+    """None: the prefix contains no layer number."""
     prefix: str
     convention: str
     num_experts: int
@@ -49,22 +49,22 @@ class LayerFacts:
     shared_intermediate_size: int
     has_gate_bias: bool
     dtype: str
-    """Of the expert weights, as safetensors calls it."""
+    """Dtype of the expert weights, in safetensors notation."""
     scale_dtype: str
-    """Empty without scales."""
+    """Dtype of the scales; empty without scales."""
     block: tuple[int, int] | None
     num_tensors: int
     num_bytes: int
     problems: tuple[str, ...]
     kind: str = ""
-    """How the experts are stored, as `model.quant.weights` calls it; empty if it cannot be told."""
+    """The format of the experts, a value of `model.quant.weights`; empty if unknown."""
     has_expert_bias: bool = False
     has_logit_bias: bool = False
     table: tuple[int, int] | None = None
-    """Of a layer that chooses experts by token id: tokens of the vocabulary, and experts of each."""
+    """For layers that choose experts by token id: (vocabulary size, experts per token)."""
 
     def layer_spec(self) -> LayerSpec:
-        """What `load_layer` needs to know of the layer; WeightError if its problems hide that."""
+        """The specification for `load_layer`; WeightError if the layer's problems prevent it."""
         if not self.num_experts or not self.kind:
             raise WeightError(f"layer {self.layer} cannot be described: {'; '.join(self.problems)}")
         scheme = scheme_of_kind(self.kind, self.block or (128, 128))
@@ -78,21 +78,21 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint at a glance."""
+    """The summary of a checkpoint."""
 
     where: str
     model_type: str
-    """Of config.json; empty without one."""
+    """The model type of config.json; empty without one."""
     quant_method: str
     block: tuple[int, int] | None
     """weight_block_size of config.json."""
     num_files: int
     num_tensors: int
     num_bytes: int
-    """Of all files together."""
+    """Total of all files."""
     layers: tuple[LayerFacts, ...]
     problems: tuple[str, ...]
-    """Of files and config; those of a layer are with the layer."""
+    """Problems of files and config; those of a layer are in the layer."""
 
     @property
     def sound(self) -> bool:
@@ -100,7 +100,7 @@ class CheckpointFacts:
         return bool(self.layers) and not self.problems and not any(layer.problems for layer in self.layers)
 
     def as_dict(self) -> dict[str, object]:
-        """Everything as plain values, for JSON."""
+        """The summary as JSON."""
         return {**asdict(self), "sound": self.sound}
 
 
@@ -186,7 +186,7 @@ def _entries(source: SafetensorsSource, prefix: str, local: list[str]) -> tuple[
 def _guess(
     parts: dict[Part, TensorEntry], convention: Convention, block: tuple[int, int] | None
 ) -> tuple[LayerSpec | None, str]:
-    """The sizes that most down projections and the gate agree on, as a spec to hold the rest against."""
+    """The sizes of most down projections and of the gate, as the expected specification of the layer."""
     downs = [
         (part, entry)
         for part, entry in parts.items()
@@ -222,7 +222,7 @@ def _guess(
 
 
 def _table_of(parts: dict[Part, TensorEntry]) -> tuple[int, int] | None:
-    """The sizes of the table of experts by token id; None without one, or where it is no table."""
+    """The sizes of the table of experts by token id; None without a valid table."""
     table = parts.get(Part(Role.TABLE))
     return None if table is None or len(table.shape) != 2 else (table.shape[0], table.shape[1])
 
@@ -230,7 +230,7 @@ def _table_of(parts: dict[Part, TensorEntry]) -> tuple[int, int] | None:
 def _scheme(
     dtype: torch.dtype | None, shape: tuple[int, ...], parts: dict[Part, TensorEntry], block: tuple[int, int] | None
 ) -> QuantScheme | None:
-    """The scheme that dtypes and shapes of a down projection and its scales tell."""
+    """The scheme that follows from dtypes and shapes of a down projection and its scales."""
     if dtype in FLOATS:
         return plain(dtype)
     downs = {part: e for part, e in parts.items() if part.role is Role.EXPERT and part.projection == "down"}

@@ -1,4 +1,4 @@
-"""Open the tensors of one layer as views, slice them for a tensor-parallel rank, and check what they hold."""
+"""Open the tensors of one layer as views, slice them for a tensor-parallel rank, and check their contents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_mk.weights.source import TensorSource
 
 @dataclass
 class LayerReader:
-    """Opens the tensors of one layer, keeps account of what was opened, and checks it."""
+    """Opens and records the tensors of one layer, and checks their contents."""
 
     source: TensorSource
     prefix: str
@@ -41,11 +41,11 @@ class LayerReader:
     table: Tensor | None = None
     """The experts of every token of the vocabulary, once opened."""
     codes: int = 0
-    """Bytes of formats without NaN, which nothing needs to look for."""
+    """Bytes of formats without NaN, which need no check."""
 
     def layer(self, owned: Sequence[int], layer: int) -> LayerWeights:
         """Open everything."""
-        # The small ones are copied: a view would carry the mapped file along wherever the weights are copied to.
+        # Small tensors are copied: copying a view may copy the whole mapped file.
         gate_EH = self._vector(Part(Role.ROUTER)).clone()
         bias_E = self._vector(Part(Role.BIAS)).to(torch.float32, copy=True) if self.spec.has_gate_bias else None
         told = self.spec.has_logit_bias and self.convention.logit_bias
@@ -65,7 +65,7 @@ class LayerReader:
         return LayerWeights(gate_EH, bias_E, shared, mapped, facts, logit_bias_E, self.table)
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:
-        """Read everything that was opened once and list NaN codes and broken scales."""
+        """Read every opened tensor once and list NaN codes and invalid scales."""
         power_of_two = isinstance(self.spec.scheme, Fp8Block) and self.spec.scheme.ue8m0
         broken, uneven = count_bad_scales(self.scales, power_of_two=power_of_two)
         wild = count_non_finite(self.values, threads=torch.get_num_threads(), on_progress=on_progress)
@@ -108,11 +108,11 @@ class LayerReader:
 
     @property
     def _order(self) -> str:
-        """How gate and up lie in one tensor: as the convention fixes it, else as the caller says."""
+        """The order of gate and up in one tensor: that of the convention, else that of the caller."""
         return self.spec.gate_up_order if self.convention.order == "gate_up" else self.convention.order
 
     def _half(self, part: Part, expert: int | None, which: str, share: tuple[int, int]) -> QuantTensor:
-        """The rows of gate or up, of a tensor that holds both."""
+        """The rows of gate or up in a tensor with both."""
         whole = self._quantised(part, expert)
         start, length = share
         if self._order == "interleaved":
@@ -142,7 +142,7 @@ class LayerReader:
         return (name, scale_name), QuantTensor(values, scales.reshape(tall_wide), scheme, above)
 
     def _noted(self, q: QuantTensor, names: tuple[str, str]) -> QuantTensor:
-        """Keep what was opened for the check of its contents, and bring scales into the format of the scheme."""
+        """Record opened tensors for the check of their contents, and convert scales to the scheme's dtype."""
         if q.scheme.per_byte == 1 and q.values.dtype.is_floating_point:
             self.values.append((names[0], q.values))
         else:
@@ -158,7 +158,7 @@ class LayerReader:
         return replace(q, scales=q.scales.to(torch.float32).to(q.scheme.scale_dtype))
 
     def _biases(self, both: Part, down: Part, expert: int | None, share: tuple[int, int]) -> SlotBiases:
-        """The biases of an expert, copied. Under TP each rank has its share of gate and up, the first down's."""
+        """The biases of an expert, copied. With TP each rank has a share of gate and up; only rank 0 has down's."""
         name, gate_up = self._open(replace(both, extra="bias"), expert)
         down_name, down_H = self._open(replace(down, extra="bias"), expert)
         self.values += [(name, gate_up), (down_name, down_H)]

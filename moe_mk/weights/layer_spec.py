@@ -1,4 +1,4 @@
-"""What a layer must look like in a checkpoint: its sizes and formats, and from them every tensor it must have."""
+"""The specification of a layer in a checkpoint: sizes and formats, and the list of required tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_mk.shapes import divisors_of
 from moe_mk.weights.names import Convention, Part, Role
 
 ORDERS = ("gate_up", "up_gate", "interleaved")
-"""interleaved: a row of the gate, the same row of up, the next of the gate."""
+"""interleaved: rows of gate and up alternate."""
 MOST_EXPERTS = 2**16
-"""What a header may say before anybody believes it: every expert is asked for by name."""
+"""Upper limit of the number of experts in a header: every expert is looked up by name."""
 INTEGERS = (torch.int64, torch.int32)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 VALUE_DTYPES = {
@@ -23,7 +23,7 @@ VALUE_DTYPES = {
     torch.int8: (torch.int8,),
     torch.uint8: (torch.uint8, torch.int8),
 }
-"""What files hold the values of a scheme in: two four-bit values a byte have no type of their own."""
+"""Dtypes of the values of a scheme in files; four-bit values are stored two per byte."""
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
 
 
@@ -31,8 +31,8 @@ SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float
 class LayerSpec:
     """Sizes and formats of one MoE layer.
 
-    shared_intermediate_size: of all shared experts together, which checkpoints store as one MLP.
-    gate_up_order: which half comes first where gate and up lie in one tensor; the other order is turned round at load.
+    shared_intermediate_size: the total of all shared experts, which checkpoints store as one MLP.
+    gate_up_order: the order of gate and up if one tensor holds both; other orders are converted at load.
     """
 
     num_experts: int
@@ -72,19 +72,19 @@ class LayerSpec:
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """(rows, columns) under one scale; None for plain weights."""
+        """(rows, columns) of one scale block; None for plain weights."""
         return self.scheme.block
 
     @property
     def edges(self) -> tuple[int, int]:
-        """(rows, columns): the sides at whose multiples a weight may be cut. A scale of whole rows is no hindrance."""
+        """(rows, columns): a weight may be sliced at multiples of these. Scales of whole rows are no restriction."""
         rows, columns = (1 if side == WHOLE else side for side in self.block or (1, 1))
         return rows, columns
 
     def slice_of(self, width: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
         """(start, length) of a tensor-parallel rank's share of an intermediate width.
 
-        Raises ConfigError, with the sizes that are possible, if the share is no whole number or cuts a block.
+        Raises ConfigError with the possible sizes if the share is not an integer or splits a block.
         """
         if not 0 <= tp_rank < tp_size:
             raise ConfigError(f"tp_rank={tp_rank} is not in 0..{tp_size - 1} (tp_size={tp_size})")
@@ -101,7 +101,7 @@ class LayerSpec:
         return tp_rank * (width // tp_size), width // tp_size
 
     def legal_tp_sizes(self) -> list[int]:
-        """The tensor-parallel sizes that cut routed and shared experts into equal shares, at block edges."""
+        """The tensor-parallel sizes that divide routed and shared experts equally at block boundaries."""
         common = gcd(self.intermediate_size, self.shared_intermediate_size)
         return [n for n in divisors_of(common) if n == 1 or self._cuts_at_edges(n)]
 
@@ -112,15 +112,15 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Expected:
-    """What one tensor must be."""
+    """The requirements of one tensor."""
 
     part: Part
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     also: tuple[tuple[int, ...], ...] = ()
-    """Other shapes that mean the same."""
+    """Equivalent shapes."""
     optional: bool = False
-    """Whether a checkpoint may do without it."""
+    """Whether the tensor may be missing."""
 
 
 def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expected]:
@@ -139,7 +139,7 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
 
 
 def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
-    """What the layer has and the convention has no name for: nothing of it could be found, or missed."""
+    """Parts of the layer for which the convention defines no name, so that they cannot be found."""
     scheme = spec.scheme
     above = isinstance(scheme, BlockedScheme) and scheme.has_global_scale
     asked = {

@@ -1,4 +1,4 @@
-"""The weights of one MoE layer on one rank, as loaded, and their way to a stack and back to a state dict."""
+"""The weights of one MoE layer on one rank, and their conversion to a stack and to a state dict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_mk.weights.names import OFFICIAL, Part, Role
 
 @dataclass(frozen=True)
 class LoadFacts:
-    """What was read, and from where."""
+    """The source and extent of loaded weights."""
 
     where: str
     layer: int
@@ -34,9 +34,9 @@ class LoadFacts:
     tp_rank: int
     tp_size: int
     bytes_read: int
-    """Bytes of all weights, scales, gate and bias that this rank owns, each once."""
+    """Bytes of all weights, scales, gate and bias of this rank, each counted once."""
     names: tuple[str, ...]
-    """Tensors that were opened, in order."""
+    """Opened tensors, in order."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class LayerWeights:
     """Gate, shared experts and owned experts of one layer on one rank."""
 
     gate_EH: Tensor
-    """In the dtype of the checkpoint."""
+    """The gate in the dtype of the checkpoint."""
     bias_E: Tensor | None
-    """f32, used to choose experts only; None where the layer has none."""
+    """f32, used only to choose experts; None if the layer has none."""
     shared: SlotWeights | None
     """All shared experts as one MLP; None where the layer has none."""
     experts: MappedExpertWeights
     facts: LoadFacts
     logit_bias_E: Tensor | None = None
-    """f32, added to the router's logits; None where the layer has none."""
+    """f32, added to the router's logits; None if the layer has none."""
     table_XK: Tensor | None = None
-    """The experts of every token of the vocabulary; None where the layer chooses by scores."""
+    """The experts of every token of the vocabulary; None if the layer chooses by scores."""
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +66,7 @@ class LayerWeights:
 
 
 def to_stacked(weights: Weights, device: torch.device) -> ExpertWeights:
-    """Copy mapped experts into one canonical stack on a device: gate rows, then up rows. A stack is only moved.
+    """Copy mapped experts into one canonical stack on a device: gate rows, then up rows. Stacks are only moved.
 
     Needs at least one expert. Raises ConfigError if a scale block would straddle gate and up.
     """
@@ -99,8 +99,8 @@ def as_mapped(stacked: ExpertWeights) -> MappedExpertWeights:
 def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Tensor]:
     """All tensors under their official names, as views. Loading them again gives equal weights.
 
-    prefix: what stands before "experts.0...", for instance "model.layers.3.mlp.".
-    Raises ConfigError for a tensor-parallel shard: under an official name a shard would pass for the whole.
+    prefix: the part of names before "experts.0...", for instance "model.layers.3.mlp.".
+    Raises ConfigError for a tensor-parallel shard, because official names denote whole tensors.
     """
     if weights.facts.tp_size != 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""How checkpoints name the tensors of a MoE block: conventions as data, and where the blocks lie among all names.
+"""Naming conventions of the tensors of MoE blocks in checkpoints, and the search for blocks among all names.
 
 A name is a prefix, "model.layers.3.mlp.", and a local name, "experts.0.gate_proj.weight". Prefixes are found by looking
 for ".experts."; the local names decide the convention. Sources: files of deepseek-ai/DeepSeek-V3 and its `convert.py`,
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
 
 
 class Role(Enum):
-    """What a tensor serves."""
+    """The purpose of a tensor."""
 
     ROUTER = "router"
     BIAS = "bias"
@@ -31,7 +31,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """What one tensor of a MoE block is, whatever it is called."""
+    """One tensor of a MoE block, independent of its name."""
 
     role: Role
     projection: str = ""
@@ -40,17 +40,17 @@ class Part:
     """None: all experts in one tensor, or not a routed expert."""
     is_scale: bool = False
     extra: str = ""
-    """What else belongs to a projection: "global", the f32 scale above its scales; "input", a calibrated scale of its
-    activations; "bias". "" for the values and their scales."""
+    """Additional tensors of a projection: "global", the global f32 scale; "input", a calibrated activation scale;
+    "bias". "" for the values and their scales."""
 
 
 @dataclass(frozen=True)
 class Convention:
-    """One way to name the tensors of a block. Templates hold {e}, the expert, and {p}, the projection's word."""
+    """A naming convention. Templates contain {e}, the expert, and {p}, the name of the projection."""
 
     name: str
     prefix: str
-    """Where writers put the block; {N} is the layer."""
+    """Prefix of the block in written checkpoints; {N} is the layer."""
     router: str
     bias: str
     expert: str
@@ -60,14 +60,14 @@ class Convention:
     expert_words: Mapping[str, str]
     shared_words: Mapping[str, str]
     expert_extras: Mapping[str, str] = field(default_factory=dict)
-    """Templates of what else belongs to a projection, by `Part.extra`."""
+    """Templates of the additional tensors of a projection, by `Part.extra`."""
     shared_extras: Mapping[str, str] = field(default_factory=dict)
     logit_bias: str = ""
-    """A bias of the router's logits, which weighs as it chooses; "" where the convention has none."""
+    """A bias of the router's logits, which affects choice and weights; "" if the convention has none."""
     table: str = "gate.tid2eid"
     """The experts of every token of the vocabulary, in layers that choose by token id."""
     order: str = "gate_up"
-    """How gate and up lie where one tensor holds both: "gate_up", "up_gate" or "interleaved"."""
+    """The order of gate and up in a tensor with both: "gate_up", "up_gate" or "interleaved"."""
     blocks_apart: bool = False
     """Whether a row of packed values is written as (blocks, bytes of a block)."""
 
@@ -95,7 +95,7 @@ class Convention:
         return template.format(e=part.expert, p=words[part.projection])
 
     def parse(self, local: str) -> Part | None:
-        """The part that a local name means, None if the convention does not know it."""
+        """The part of a local name; None if the convention does not define it."""
         for pattern, like, words in _patterns(self.name):
             found = pattern.fullmatch(local)
             if found is not None:
@@ -106,7 +106,7 @@ class Convention:
         return None
 
     def holds(self, role: Role, extra: str) -> bool:
-        """Whether the convention has a name for something that belongs to a projection."""
+        """Whether the convention defines a name for an additional tensor of a projection."""
         return extra in (self.shared_extras if role is Role.SHARED else self.expert_extras)
 
 
@@ -188,7 +188,7 @@ def _compile(template: str, words: Mapping[str, str]) -> re.Pattern[str]:
 
 
 def recognise(local_names: Iterable[str]) -> Convention:
-    """The convention that knows most of the local names of a block; the earlier one in a tie."""
+    """The convention that defines most of the local names of a block; the earlier one in a tie."""
     names = list(local_names)
     return max(CONVENTIONS.values(), key=lambda c: sum(c.parse(name) is not None for name in names))
 
@@ -200,6 +200,6 @@ def block_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def layer_of(prefix: str) -> int | None:
-    """The layer that a block's prefix names: its last number; None if it has none."""
+    """The layer of a block's prefix: its last number; None if it has none."""
     numbers = _NUMBER.findall(prefix)
     return int(numbers[-1]) if numbers else None

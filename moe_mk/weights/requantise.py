@@ -1,7 +1,7 @@
-"""Weights held in another format than the checkpoint's: decoded and quantised once, expert by expert, at load.
+"""Requantise weights at load to another format than the checkpoint's, expert by expert.
 
-The weights that were loaded stay as they are, so that a reload or a move of experts starts from the stored values and
-rounding never adds up.
+The loaded weights are kept, so that a reload or a move of experts starts from the stored values and rounding errors do
+not accumulate.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Sl
 
 
 def requantised(q: QuantTensor, scheme: QuantScheme) -> QuantTensor:
-    """A matrix, or a stack of them, in another scheme; one that is in it already stays as it is."""
+    """A matrix or a stack in another scheme; unchanged if it already has it."""
     return q if q.scheme == scheme else scheme.quantize(q.dequantize(torch.float32))
 
 
 def held_as(weights: Weights, scheme: QuantScheme) -> Weights:
-    """All experts of a rank in another scheme, one by one. Canonical stacks stay stacks, others become mapped."""
+    """All experts of a rank in another scheme. Canonical stacks stay stacks, other layouts become mapped."""
     if weights.scheme == scheme:
         return weights
     if isinstance(weights, ExpertWeights):
@@ -30,6 +30,6 @@ def held_as(weights: Weights, scheme: QuantScheme) -> Weights:
 
 
 def slot_held_as(slot: SlotWeights, scheme: QuantScheme) -> SlotWeights:
-    """One expert in another scheme; biases stay as they are."""
+    """One expert in another scheme; biases are not changed."""
     gate = None if slot.gate_IH is None else requantised(slot.gate_IH, scheme)
     return replace(slot, gate_IH=gate, up_IH=requantised(slot.up_IH, scheme), down_HI=requantised(slot.down_HI, scheme))

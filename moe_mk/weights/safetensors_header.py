@@ -1,7 +1,7 @@
-"""The header of a safetensors file: which tensors it holds, where they lie, and whether the file is long enough.
+"""The header of a safetensors file: its tensors, their byte ranges, and whether the file is complete.
 
-Read without the library, because a reader must be able to name everything that is wrong with a damaged file, and to
-know byte ranges. Source: the format description of github.com/huggingface/safetensors (8 bytes of length, JSON, data).
+It is parsed here instead of by the library, in order to report all problems of a damaged file and to get byte ranges.
+Source: the format description of github.com/huggingface/safetensors (8 bytes of length, JSON, data).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_mk.errors import WeightError
 from moe_mk.files import HEADER_BYTES, parse_json
 
 LARGEST = 2**62
-"""Above every size and offset that a file can have."""
+"""Upper limit of sizes and offsets."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -29,18 +29,18 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a header says about one tensor."""
+    """The entry of one tensor."""
 
     name: str
     dtype: torch.dtype | None
-    """None: a dtype that torch does not have; `dtype_name` says which."""
+    """None: a dtype that torch does not support, see `dtype_name`."""
     dtype_name: str
     shape: tuple[int, ...]
     num_bytes: int
     start: int = 0
     """First byte, counted from the start of the file."""
     missing_bytes: int = 0
-    """How many of its bytes lie behind the end of the file."""
+    """Number of its bytes beyond the end of the file."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read a header; WeightError says what is wrong with the file as a whole."""
+    """Read a header. Raises WeightError for a damaged file."""
     text, num_bytes = _text_of(path)
     length = len(text)
     try:
@@ -72,9 +72,9 @@ def read_header(path: Path) -> Header:
 
 
 def _text_of(path: Path) -> tuple[bytes, int]:
-    """The bytes of the header, and how many the file has."""
+    """The bytes of the header, and the size of the file."""
     try:
-        if not path.is_file():  # a pipe would let its reader wait for ever
+        if not path.is_file():  # reading a pipe may block forever
             raise WeightError(f"{path.name} is no regular file")
         num_bytes = path.stat().st_size
         with path.open("rb") as file:
@@ -94,7 +94,7 @@ def _text_of(path: Path) -> tuple[bytes, int]:
 
 
 def is_text(name: str) -> bool:
-    """Whether a name can be written as UTF-8: JSON has a spelling for halves of characters too."""
+    """Whether a name is valid UTF-8: JSON can also encode unpaired surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -103,7 +103,7 @@ def is_text(name: str) -> bool:
 
 
 def _expect_no_gaps(path: Path, tensors: Iterable[TensorEntry], origin: int, file_bytes: int) -> None:
-    """Every byte behind the header belongs to one tensor, as the format has it; what is cut off is told by tensor."""
+    """Check that every byte behind the header belongs to one tensor; truncation is reported per tensor."""
     end, before = origin, "the header"
     for entry in sorted(tensors, key=lambda entry: (entry.start, entry.num_bytes)):
         if entry.start != end:

@@ -1,7 +1,7 @@
-"""Find NaN codes and broken scales, at the speed of memory. Reading every byte once also pages a mapped file in.
+"""Search for NaN codes and invalid scales at memory speed. Reading every byte once also pages a mapped file in.
 
-Two maxima find every non-finite number: seen as signed integers the positive ones are the largest, seen as unsigned
-ones the negative ones are. FP8 e4m3: 0x7f and 0xff; bf16: from 0x7f80 and 0xff80 on; and so on.
+Two maxima find every non-finite number: as signed integers the positive ones are the largest, as unsigned integers the
+negative ones. FP8 e4m3: 0x7f and 0xff; bf16: from 0x7f80 and 0xff80 on; and so on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Progress = Callable[[str, int, int], None]
-"""(what, bytes done, bytes in all), called in the caller's thread."""
+"""Called with (stage, bytes done, total bytes) in the caller's thread."""
 
 CACHE_BYTES = 512 << 10
 JOB_BYTES = 8 << 20
@@ -37,7 +37,7 @@ def count_non_finite(
 ) -> dict[str, int]:
     """How many elements of each tensor are NaN or infinite; tensors without any are left out.
 
-    Reads at most `threads` tensors' pieces at a time; progress is told as "check" after every piece.
+    Reads at most `threads` tensors' pieces at a time; on_progress is called with "check" after every piece.
     """
     total = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
     bad: dict[str, int] = defaultdict(int)
@@ -59,9 +59,9 @@ def count_non_finite(
 def count_bad_scales(
     scales: Sequence[tuple[str, Tensor]], *, power_of_two: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """How many scales of each tensor are not finite and positive, and how many of the good ones no power of two.
+    """How many scales of each tensor are not finite and positive, and how many of the others are not powers of two.
 
-    power_of_two: whether that is asked for; otherwise the second answer is empty.
+    power_of_two: whether to check the latter; else the second result is empty.
     """
     broken: dict[str, int] = defaultdict(int)
     uneven: dict[str, int] = defaultdict(int)

@@ -1,7 +1,7 @@
-"""Where tensors come from: a directory of safetensors files, or a dictionary in memory. Names first, bytes when asked.
+"""Sources of tensors: a directory of safetensors files, or a dictionary in memory.
 
-A tensor opened from a file is a view of its memory map: nothing is read until it is touched, and what is touched stays
-shared with every other process that maps the file.
+A tensor opened from a file is a view of its memory map: pages are read on first access and shared with every other
+process that maps the file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ INDEX = "model.safetensors.index.json"
 
 
 class TensorSource(ABC):
-    """Names to tensors, opened one by one."""
+    """A mapping of names to tensors, which are opened one at a time."""
 
     where: str
-    """How messages call the source."""
+    """The source in messages."""
     file_backed: bool = False
-    """Whether what `open` gives maps a file."""
+    """Whether `open` returns views of a mapped file."""
 
     @abstractmethod
     def names(self) -> Collection[str]:
@@ -37,15 +37,15 @@ class TensorSource(ABC):
 
     @abstractmethod
     def entry(self, name: str) -> TensorEntry:
-        """What is known of a tensor without reading it; WeightError if its file is missing or damaged."""
+        """The header of a tensor, without reading its data; WeightError if its file is missing or damaged."""
 
     @abstractmethod
     def open(self, name: str) -> Tensor:
-        """The tensor, as a view wherever that is possible. Never write to it."""
+        """The tensor, as a view if possible. It must not be modified."""
 
     @abstractmethod
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
-        """Hint that these bytes of a tensor will be read soon; costs nothing where it does not apply."""
+        """Hint that these bytes of a tensor will be read soon; no effect where not supported."""
 
 
 class MappingSource(TensorSource):
@@ -60,7 +60,7 @@ class MappingSource(TensorSource):
         return self._tensors.keys()
 
     def entry(self, name: str) -> TensorEntry:
-        """Dtype and shape of the tensor; one on the meta device holds no data and is refused."""
+        """Dtype and shape of the tensor; WeightError for tensors on the meta device, which have no data."""
         tensor = self._tensors[name]
         if tensor.is_meta:
             raise WeightError(f"{name} lies on the meta device and holds no data")
@@ -72,14 +72,14 @@ class MappingSource(TensorSource):
         return self._tensors[name].detach()
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
-        """Nothing to do: it is in memory."""
+        """No effect: the tensor is in memory."""
 
 
 class SafetensorsSource(TensorSource):
     """A checkpoint directory with an index, a directory of safetensors files without one, or a single file.
 
-    Only headers are read here. Shards must lie inside the directory, those that an index names and those that are just
-    there; symbolic links may leave it only within a Hugging Face cache (snapshots/ -> blobs/).
+    Only headers are read here. All shards must be inside the directory; symbolic links may leave it only within a
+    Hugging Face cache (snapshots/ -> blobs/).
     """
 
     file_backed = True
@@ -96,7 +96,7 @@ class SafetensorsSource(TensorSource):
         return self._file_of.keys()
 
     def entry(self, name: str) -> TensorEntry:
-        """What the header of the tensor's file says of it."""
+        """The entry of the tensor in the header of its file."""
         file = self._file_of[name]
         found = self.header(file).tensors.get(name)
         if found is None:
@@ -116,7 +116,7 @@ class SafetensorsSource(TensorSource):
         return tensor
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
-        """Ask the system to fetch the bytes into its page cache, where it can be asked and has not done so."""
+        """Request the bytes from the system's page cache, if supported and not yet cached."""
         entry = self.entry(name)
         if hasattr(os, "posix_fadvise"):
             first = entry.start + start
@@ -192,14 +192,14 @@ class SafetensorsSource(TensorSource):
 
 
 def is_inside(folder: Path, name: str) -> bool:
-    """Whether a file named in a folder lies in it, links resolved, or among the blobs of its Hugging Face cache."""
+    """Whether a file is inside a folder after resolving links, or among the blobs of its Hugging Face cache."""
     if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         return False
     home = folder.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     try:
         real = (home / name).resolve()
-    except (OSError, RuntimeError, ValueError):  # links in a circle, and names that no system can have
+    except (OSError, RuntimeError, ValueError):  # circular links and invalid file names
         return False
     return real.is_relative_to(home) or real.is_relative_to(blobs)
 
@@ -212,7 +212,7 @@ def _exists(file: Path) -> bool:
 
 
 def _is_cached(fd: int, offset: int) -> bool:
-    """Whether a byte can be read without waiting; asking is 10 times cheaper than advising in vain."""
+    """Whether a byte is in the page cache; the check is 10 times cheaper than an unnecessary madvise call."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):

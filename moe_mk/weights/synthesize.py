@@ -2,9 +2,8 @@
 
 Every tensor has its own seed, so that the files do not depend on the number of threads. Standard deviations keep the
 outputs of RMS-normed inputs near 1 (0.02 at DeepSeek-V3 width). Scales differ between blocks by more than quantising
-explains, and gate biases are negative, because a router that masks groups with 0 instead of -inf only fails then.
-
-A random table of experts by token id, as DeepSeek-V4's first layers have one: every token goes to other experts.
+explains, and gate biases are negative, because only then a router that masks groups with 0 instead of -inf fails.
+Layers that choose experts by token id (DeepSeek-V4) get a random table.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ def write_checkpoint(
 ) -> int:
     """Write shards, config.json and, last, the index; returns the bytes of all tensors.
 
-    Constant memory: a few MB a thread. Everything is written beside and moved at the end, so that an interrupted run
-    leaves no checkpoint. A checkpoint written here before is replaced; a foreign one is never touched (ConfigError).
-    threads: None takes as many as torch uses. Progress is told as "write".
+    Constant memory: a few MB per thread. Files are written under temporary names and renamed at the end, so that an
+    interrupted run leaves no checkpoint. An earlier checkpoint of this function is replaced; other files are never
+    changed (ConfigError). threads: None uses as many as torch. on_progress is called with "write".
     Raises ConfigError if the disk is too small, with both numbers.
     """
     home = Path(directory)
@@ -140,7 +139,7 @@ def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: Checkpoi
     else:
         assert isinstance(scheme, BlockedScheme)
         n, k = weight.shape[0], weight.shape[1] * scheme.per_byte
-        # A scale of the whole matrix is known when all of it is.
+        # The scale of a whole matrix requires all of its values.
         together = n if WHOLE in scheme.block[:1] or scheme.has_global_scale else scheme.rows
         strips = _strips(random, weight.name, (n, k), together)
         _write_quantised(file, group, scheme, strips, _spreads(random, shape))
@@ -162,7 +161,7 @@ def _write_quantised(
     strips: Iterator[Tensor],
     spread: Callable[[torch.Size], Tensor | float],
 ) -> None:
-    """Values strip by strip, then their scales in the format the file has for them."""
+    """Values strip by strip, then their scales in the dtype of the file."""
     scales: list[Tensor] = []
 
     def values() -> Iterator[Tensor]:
@@ -179,7 +178,7 @@ def _write_quantised(
 
 
 def _spreads(random: np.random.Generator, shape: CheckpointShape) -> Callable[[torch.Size], Tensor | float]:
-    """Factors of scales. FP8 scales of NVFP4 differ anyway, and must not leave their range."""
+    """Factors of scales; 1 for NVFP4, whose FP8 scales differ already and must stay in range."""
     if shape.quant == "nvfp4":
         return lambda size: 1.0
     whole = shape.power_of_two_scales or shape.quant in ("mxfp4", "mxfp8")
@@ -187,7 +186,7 @@ def _spreads(random: np.random.Generator, shape: CheckpointShape) -> Callable[[t
 
 
 def _strips(random: np.random.Generator, name: str, shape: tuple[int, ...], rows_together: int) -> Iterator[Tensor]:
-    """Rows of normals, some blocks high; the buffer is used again for every strip."""
+    """Normally distributed rows, a few blocks at a time; the buffer is reused for every strip."""
     rows, columns = shape if len(shape) == 2 else (1, shape[0])
     mean, std = _distribution(name, columns)
     height = rows_together * max(1, STRIP_ELEMENTS // (rows_together * columns))
@@ -222,7 +221,7 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _expect_room(home: Path, total: int) -> None:
-    """Raise ConfigError, before anything is made or removed, if the files would not fit in place of earlier ones."""
+    """Raise ConfigError, before any file is created or removed, if the disk is too small."""
     there = next(folder for folder in (home.absolute(), *home.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(there).free + sum(file.lstat().st_size for file in home.glob("*.safetensors"))
     if free < total + (64 << 20):
@@ -254,7 +253,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _remove(home: Path) -> None:
-    """Remove an earlier checkpoint, its index first, and what an interrupted run left."""
+    """Remove an earlier checkpoint, its index first, and the files of an interrupted run."""
     for path in (home / INDEX, home / "config.json", *sorted(home.glob("*.safetensors"))):
         path.unlink(missing_ok=True)
     shutil.rmtree(home / PARTIAL, ignore_errors=True)

@@ -1,9 +1,9 @@
 """Native CPU kernels: C++ from the wheel or compiled on first use, called through ctypes, on raw tensors only.
 
     native = load(cache_dir=None, which=shutil.which, progress=None)      # selfcheck.py; UnsupportedError with reasons
-    native = loaded()                                                     # the same for everybody in this process
-    compile_and_open(on_unit=lambda done, total: ...)                     # for somebody who watches; unchecked
-    reasons_against(cache_dir, which) -> list[str]                        # for an oracle; compiles nothing
+    native = loaded()                                                     # the same, shared by the process
+    compile_and_open(on_unit=lambda done, total: ...)                     # with progress; without self-check
+    reasons_against(cache_dir, which) -> list[str]                        # does not compile
     native.isas, native.best, native.refused                              # Isa.SCALAR < AVX2 < AVX512_BF16 < AMX_BF16
 
     layout13 = MatrixLayout(num_outputs=I, num_inputs=H, gated=True, format=Format.FP8)    # packed.py; 1.0x the bytes
@@ -13,7 +13,7 @@
     # Format: BF16; FP8, INT8 (f32 scales of blocks, or by_output=True); MXFP8, MXFP4, NVFP4 (above=: its f32 scales)
     touch_slot(native, w13, slot) -> bool                                 # after allocate(..., touch=False)
     unpack_slot(native, w13, slot) -> (gate_IH, up_IH)                    # bit-equal
-    w13.copy_slot(source, target)                                         # moving an expert is moving bytes
+    w13.copy_slot(source, target)                                         # copies the bytes of one expert
 
     experts_rows(native, x_RH, ids_RK, weights_RK, w13, w2, mode=ExpertsMode(), x_scales_RX=None, threads=n, isa=None,
                  shared=None)                                             # (w13, w2) of one slot for every row
@@ -28,7 +28,7 @@
                                                                           # cpu_route, cpu_quantize_1x128
     scratch_bytes(native) -> int; release(native)                         # the kernels' own memory, kept between calls
 
-`threads` is an argument everywhere (torch.get_num_threads() is the caller's business); results do not depend on it.
+`threads` is an argument of every function; results do not depend on it.
 """
 
 from __future__ import annotations

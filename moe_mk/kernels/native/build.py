@@ -1,8 +1,8 @@
 """Compile the C++ kernels on first use and keep the result in the user's cache directory.
 
-The cache belongs to the user alone (mode 0700, refused when somebody else owns it): whoever can write there can run
-code here. A library is built beside its place and renamed into it, with a file that records its SHA-256; a library
-whose bytes differ from that record is compiled again. A lock file lets one process build while the others wait.
+The cache is private to the user (mode 0700, rejected if owned by another user), because files in it are executed. A
+library is built in a temporary folder and renamed, with a file that records its SHA-256; a library whose bytes differ
+from that record is compiled again. A lock file lets one process build while the others wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_mk.kernels.native.toolchain import LINK_FLAGS, Compiler, Unit, damage, 
 
 Progress = Callable[[str], None]
 OnUnit = Callable[[int, int], None]
-"""Told after each source how many of how many are compiled."""
+"""Called after each source with the numbers of compiled and of all sources."""
 
 NO_COMPILER = (
     "no C++ compiler was found (looked for c++, g++, clang++); install one (Debian: apt install g++); without one "
@@ -38,16 +38,16 @@ NO_COMPILER = (
 )
 
 LOCK_TIMEOUT_S = 900.0
-"""How long a process waits for another one that compiles: minutes on a loaded machine."""
+"""Seconds a process waits for another one that compiles, which may take minutes on a loaded machine."""
 POLL_S, GONE_POLLS = 0.05, 20
-"""Between two attempts to take the lock, and how many find its holder ended before the lock is taken over."""
+"""Seconds between attempts to take the lock, and attempts that find its holder ended before it is taken over."""
 DRAIN_S = 5.0
-"""How long to wait for programs outside the process group of a compiler that hold its pipe open."""
+"""Seconds to wait for programs outside the process group of a compiler that hold its pipe open."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is compiled and with what: everything that decides the bytes of the library."""
+    """The inputs of a compilation, which determine the bytes of the library."""
 
     compiler: Compiler
     units: tuple[Unit, ...]
@@ -62,7 +62,7 @@ class Recipe:
 
 
 def processor() -> tuple[str, ...]:
-    """Say what makes this processor another one for a compiler: its architecture and feature flags."""
+    """The properties of this processor that affect compilation: architecture and feature flags."""
     cpuinfo = Path("/proc/cpuinfo")
     words = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
     flags = [line for line in words.splitlines() if line.lower().startswith(("flags", "features"))]
@@ -70,15 +70,15 @@ def processor() -> tuple[str, ...]:
 
 
 def default_cache_dir(home: Path | None = None) -> Path:
-    """Say where compiled kernels live unless told otherwise; home: the user's, asked of the system if not given."""
+    """The default cache directory of compiled kernels. home: the user's home directory; None: that of the system."""
     base = home or Path.home()
     return base / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "moe_mk" / "kernels"
 
 
 def own_directory(path: Path) -> Path:
-    """Create the cache directory with mode 0700, or check that it is ours and nobody else's.
+    """Create the cache directory with mode 0700, or check that only this user can write to it.
 
-    Raises UnsupportedError when it belongs to another user or is no directory.
+    Raises UnsupportedError if it belongs to another user or is not a directory.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,12 +106,12 @@ def own_directory(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Holder:
-    """The process that a lock file names."""
+    """The process recorded in a lock file."""
 
     pid: int
     host: str
     started: str
-    """Clock ticks after boot, so that a later process with the same pid is not taken for it; "" where unknown."""
+    """Clock ticks after boot, to distinguish a later process with the same pid; "" where unknown."""
     namespace: int
     """Inode of its pid namespace; 0 where unknown."""
 
@@ -124,14 +124,14 @@ class _Holder:
 
     @classmethod
     def recorded(cls, handle: int) -> _Holder | None:
-        """The holder that a lock file names; None while it names none."""
+        """The holder recorded in a lock file; None if there is none."""
         try:
             return cls(**json.loads(os.pread(handle, 4096, 0)))
         except (ValueError, TypeError):
             return None
 
     def is_gone(self) -> bool:
-        """Whether it has ended, reaped or not; False where it cannot be seen from here."""
+        """Whether it has ended, reaped or not; False if it is not visible from this process."""
         this = _Holder.this()
         if (self.host, self.namespace) != (this.host, this.namespace):
             return False
@@ -140,7 +140,7 @@ class _Holder:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """State letter and start time of a process; the letter is "" if there is none of this number."""
+    """State letter and start time of a process; the letter is "" if the process does not exist."""
     if Path("/proc/self/stat").exists():
         try:
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -159,11 +159,10 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 
 @contextmanager
 def only_one(lock: Path, timeout_s: float = LOCK_TIMEOUT_S, progress: Progress | None = None) -> Iterator[None]:
-    """Let one process or thread at a time through; the system frees the lock when its holder ends.
+    """A lock between processes and threads; the system frees it when its holder ends.
 
     A child that the holder forked keeps the lock although the holder has ended; such a lock is taken over.
-    Raises UnsupportedError that names the holder when the lock is not free within timeout_s, or where the file cannot
-    be written.
+    Raises UnsupportedError with the holder if the lock is not free within timeout_s, or if the file cannot be written.
     """
     handle, owner = _locked(lock, timeout_s, progress), os.getpid()
     try:
@@ -176,7 +175,7 @@ def only_one(lock: Path, timeout_s: float = LOCK_TIMEOUT_S, progress: Progress |
 
 
 def _locked(lock: Path, timeout_s: float, progress: Progress | None) -> int:
-    """Take the lock; returns its descriptor. The clock is not asked: the time slept counts, so it may wait longer."""
+    """Take the lock; returns its descriptor. Only the time slept is counted, so it may wait longer."""
     waited, gone_polls, last = 0.0, 0, None
     while True:
         with _writing(lock.parent):
@@ -191,7 +190,7 @@ def _locked(lock: Path, timeout_s: float, progress: Progress | None) -> int:
             is_gone = holder is not None and holder.is_gone()
             gone_polls = gone_polls + 1 if is_gone and holder == last else 0
             if gone_polls >= GONE_POLLS and _is_at(lock, handle):
-                lock.unlink()  # whoever takes the lock makes a new file; the old one frees itself with its last user
+                lock.unlink()  # the next holder creates a new file; the old one is freed with its last user
             last = holder
         except BaseException:
             os.close(handle)
@@ -211,7 +210,7 @@ def _locked(lock: Path, timeout_s: float, progress: Progress | None) -> int:
 
 
 def _try_lock(lock: Path, handle: int) -> bool:
-    """Lock the file and record this process in it; False if another one has it, or has replaced it meanwhile."""
+    """Lock the file and record this process in it; False if another process holds it or has replaced it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -225,7 +224,7 @@ def _try_lock(lock: Path, handle: int) -> bool:
 
 
 def _is_at(lock: Path, handle: int) -> bool:
-    """Whether an open lock file is the one that its path leads to."""
+    """Whether an open lock file is still the file at its path."""
     try:
         return os.path.samestat(lock.lstat(), os.fstat(handle))
     except FileNotFoundError:
@@ -233,7 +232,7 @@ def _is_at(lock: Path, handle: int) -> bool:
 
 
 def _held_by(holder: _Holder | None, since: float) -> str:
-    """The holder of a lock in words; since: when it was taken, seconds since 1970."""
+    """The holder of a lock for messages. since: the time it was taken, seconds since 1970."""
     taken = datetime.fromtimestamp(since, UTC).isoformat(timespec="seconds")
     if holder is None:
         return f"held by a process that it does not name, since {taken} (`fuser` lists it)"
@@ -241,7 +240,7 @@ def _held_by(holder: _Holder | None, since: float) -> str:
 
 
 def reason_against(library: Path) -> str:
-    """Why a cached library may not be loaded; empty if it is ours, writable by nobody else, and as it was linked."""
+    """Why a cached library must not be loaded; empty if only this user can write it and its bytes are unchanged."""
     for path in (library, digest_file(library)):
         try:
             state = path.lstat()
@@ -262,9 +261,9 @@ def build(
 ) -> Path:
     """Return the compiled library, building it if this recipe is not in the cache yet, or damaged there.
 
-    Safe when any number of processes start at once: one builds, the others wait for it, lock_timeout_s at most.
-    Raises UnsupportedError with the compiler's own words when it fails, with the holder of a lock that is not freed,
-    or when the cache is not ours or cannot be written.
+    Safe for concurrent processes: one builds, the others wait for at most lock_timeout_s. Raises UnsupportedError with
+    the output of a failed compiler, with the holder of a lock that is not freed, or if the cache belongs to another
+    user or cannot be written.
     """
     library = own_directory(cache_dir) / f"moe_mk-{recipe.key()}.so"
     if not reason_against(library):
@@ -279,7 +278,7 @@ def build(
 
 @contextmanager
 def _writing(cache_dir: Path) -> Iterator[None]:
-    """Turn what the file system refuses into an error that names the cache."""
+    """Convert OSError to UnsupportedError with the path of the cache."""
     try:
         yield
     except OSError as error:
@@ -316,7 +315,7 @@ def _compile(recipe: Recipe, library: Path, progress: Progress | None, on_unit: 
 
 
 def _write_through(folder: Path) -> None:
-    """Write a folder's names to the disk: a renamed file has both its name and its bytes after a power failure."""
+    """Flush a directory to disk, so that renamed files are complete after a power failure."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -325,9 +324,9 @@ def _write_through(folder: Path) -> None:
 
 
 def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> None:
-    """Run all commands at once; when this returns, raises, or this process ends, so have they and their children.
+    """Run all commands concurrently. They and their children end when this returns, raises, or the process ends.
 
-    Raises UnsupportedError with what each failed command wrote.
+    Raises UnsupportedError with the output of each failed command.
     """
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     running: list[subprocess.Popen[str]] = []
@@ -346,7 +345,7 @@ def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> No
                     command_line = " ".join(commands[done - 1])
                     failed.append(f"`{command_line}` ended with {process.returncode}: {written.strip()[-2000:]}")
         finally:
-            # A compiler is a driver that starts the programs which do the work: all of them are in the group.
+            # A compiler driver starts further programs; all of them are in the group.
             os.killpg(group, signal.SIGKILL)
             for process in running:
                 _drain(process)
@@ -356,7 +355,7 @@ def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> No
 
 @contextmanager
 def _process_group() -> Iterator[int]:
-    """A process group that the system ends with this process, however it ends; yields its number.
+    """A process group that ends with this process, whatever the cause; yields its id.
 
     The first member waits for the end of a pipe that only this process holds open, and kills the group then.
     """
@@ -374,15 +373,15 @@ def _process_group() -> Iterator[int]:
             yield first.pid
         finally:
             first.kill()
-            first.wait()  # until here its number is not given to another group
+            first.wait()  # until here its id is not reused
     finally:
         os.close(write_end)
 
 
 def _drain(process: subprocess.Popen[str]) -> None:
-    """Wait until a killed process and its children have ended: they hold its pipe, and write into a folder until then.
+    """Wait until a killed process and its children have ended, i.e. have closed its pipe.
 
-    A program outside the group that has inherited the pipe delays this by DRAIN_S at most.
+    A program outside the group that has inherited the pipe delays this by at most DRAIN_S.
     """
     process.wait()
     if process.stderr is not None and not process.stderr.closed:

@@ -1,17 +1,18 @@
-"""Rows straight into windows of peers, rows out of a window, and sums of rows in rank order, on raw memory.
+"""Dispatch and combine through shared memory windows: writes rows to peers, reads rows, and sums rows in rank order.
 
-Windows are addresses: whoever calls answers for their being mapped and long enough. Equal inputs give equal bits,
-whatever the threads and the instruction set, and those of the reference: FP8 as `reference/quantize_rows`, sums from
-zero in rank order in f32, rounded once.
+Windows are addresses; the caller guarantees that they are mapped and large enough. Results are bit-identical for any
+number of threads and instruction set, and equal to the reference: FP8 as `reference/quantize_rows`, sums from zero in
+rank order in f32, rounded once.
 
-    dispatch  sort tokens by the ranks they visit, write values (as they are, or rounded to FP8 on the way) and tails
-              [scales | slots | weights] there, raise a flag a peer
-    arrived   look at flags until they have come to an epoch, for no longer than so many microseconds
-    receive   tails taken apart, rows that lie elsewhere put in order
-    show      tell peers where their sums are
-    add_up    the rows of each rank to their tokens; `collect` looks at flags first, as `arrived` does
+    dispatch  sorts tokens by destination rank, writes values (unchanged, or quantised to FP8) and tails
+              [scales | slots | weights], and sets one flag per peer
+    arrived   polls flags until they have reached an epoch, for a limited time
+    receive   splits tails, and copies rows stored apart into order
+    show      sends peers the positions of their sums
+    collect   polls flags like `arrived`, then adds the rows of all ranks to their tokens
 
-An `Exchange` is what a set of windows can do for whoever uses it; what one layer sends through it is `exchange_calls`.
+`Exchange` is a set of windows; `ExchangeCalls` are the calls of one layer, whose structures are filled in once: for
+small batches the Python code around a kernel dominates its time. `add_rows` applies the same sum to tensors.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ from moe_mk.kernels.native.library import Isa, Native, Status
 from moe_mk.kernels.native.selfcheck import is_compiled, loaded
 
 ROW_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""The dtypes of rows that are rounded or added up."""
+"""The dtypes of rows that can be quantised or summed."""
 BYTES_FOR_THREADS = 1 << 20
-"""A call that moves less is done before a second thread has woken."""
+"""Calls that move fewer bytes use one thread: waking a second one takes longer."""
 EPOCHS = 1 << 32
 UNASSIGNED_RANK = -1
 """The rank of a call without windows: no part of the sums is its own."""
 FormOfRows = tuple[torch.dtype, int, int, bool, bool]
-"""dtype, columns, elements from one column to the next, whether they are rounded on the way, whether without scales."""
+"""dtype, columns, column stride in elements, whether rows are quantised by the kernel, whether without scales."""
 Apart = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
-"""Scales (R, X) or None where rows have none, ids (R, K) int32, weights (R, K) f32."""
+"""Scales (R, X) or None, ids (R, K) int32, weights (R, K) f32."""
 
 
 class Rounding(IntEnum):
-    """`Quantize` of csrc/exchange.h: what becomes of rows on their way."""
+    """`Quantize` of csrc/exchange.h: the quantisation of rows during dispatch."""
 
     NONE = 0
     FP8 = 1
-    """e4m3 with an f32 scale for every 128 of a row."""
+    """e4m3 with one f32 scale per 128 columns."""
     FP8_UE8M0 = 2
-    """The same with powers of two, a byte each."""
+    """e4m3 with power-of-two scales, one byte each."""
 
 
 class FaultKind(IntEnum):
-    """`FaultKind` of csrc/exchange.h: which word of a peer is outside of its limits."""
+    """`FaultKind` of csrc/exchange.h: the word of a peer that is out of range."""
 
     TOO_MANY_ROWS = 1
     """The count of a dispatch flag."""
@@ -64,7 +65,7 @@ class FaultKind(IntEnum):
     OTHER_LAYER = 4
     """The layer number of a flag."""
     PEER_FAILED = 5
-    """A flag that reports a failure; the cause is in a note beside it."""
+    """A flag that reports a failure; the cause is in a separate note."""
 
 
 _FAULTS = {
@@ -85,7 +86,7 @@ _FAULTS = {
 
 @dataclass(frozen=True)
 class PeerFault:
-    """A word that a peer wrote and that cannot be used as a size, an offset or an index: `MoeMkFault`."""
+    """A word of a peer that is out of range as a size, an offset or an index: `MoeMkFault`."""
 
     kind: FaultKind
     peer: int
@@ -94,9 +95,9 @@ class PeerFault:
     row: int = 0
 
     def error(self, rank: int, epoch: int, layer: str, phase: str = "") -> CommError:
-        """The error that names peer, phase, value and limit, the same for native kernels and torch.
+        """The error with peer, phase, value and limit; the same for native kernels and torch.
 
-        phase: for faults that may be found in any.
+        phase: used for faults that can occur in any phase.
         """
         of_fault, text = _FAULTS[self.kind]
         phase = of_fault or phase
@@ -106,19 +107,19 @@ class PeerFault:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a row lies at its destination: its values in one place, its tail [scales | K ids | K weights] in another."""
+    """The layout of a row at its destination: values, and separately a tail [scales | K ids | K weights]."""
 
     value_bytes: int
     scale_bytes: int
     top_k: int
     rounding: Rounding = Rounding.NONE
-    """What can be made of rows that come in one of ROW_TYPES."""
+    """The quantisation available for rows of ROW_TYPES."""
     scale_dtype: torch.dtype = torch.uint8
 
 
 @dataclass(frozen=True)
 class WindowPlaces:
-    """Addresses by rank, as `rank` sees the windows of all: `MoeMkWindows` of csrc/exchange.h. 0: none."""
+    """Addresses of the windows of all ranks as mapped by `rank`: `MoeMkWindows` of csrc/exchange.h. 0: none."""
 
     rank: int
     values_to: Sequence[int]
@@ -131,35 +132,35 @@ class WindowPlaces:
     flags_from: Sequence[int]
     sums: Sequence[int]
     most_rows: int
-    """That a rank may send to another in one call: words of peers are checked against it."""
+    """The most rows a rank may send to another in one call; words of peers are checked against it."""
 
 
 def ready() -> Native | None:
-    """The kernels, if they came with the wheel or somebody has compiled them: an exchange waits for no compiler."""
+    """The kernels if they are in the wheel or compiled already, else None: an exchange never compiles."""
     return loaded() if is_compiled() else None
 
 
 class Exchange:
-    """One rank's hold on one set of windows, for one call at a time: what was sent is known until it is added up.
+    """The windows of one rank, used by one call at a time from dispatch to combine.
 
-    Structures for the kernels are made once and filled in place, so that a call costs what its bytes cost.
+    The structures of the kernels are created once and updated in place.
     """
 
     def __init__(self, native: Native, places: WindowPlaces, *, isa: Isa | None = None) -> None:
         self.native, self.rank, ranks = native, places.rank, len(places.values_to)
         self.isa, numbers = int(native.isa_or_best(isa)), c_int64 * ranks
         self.room, self.counts, self.received = numbers(), numbers(), numbers()
-        """Rows by rank. room: that there are pages for at each, set by the owner. counts: sent by the last dispatch.
-        received: come with the last flags."""
+        """Rows by rank. room: those the mapped pages hold, set by the owner. counts: sent by the last dispatch.
+        received: reported by the last flags."""
         self._held: list[Array[c_void_p] | Array[c_int64]] = [
             _addresses(places.values_to), numbers(*places.back_to), _addresses(places.tails_to), self.room,
             _addresses(places.flags_to), _addresses(places.values_from), numbers(*places.back_from),
             _addresses(places.tails_from), _addresses(places.flags_from), _addresses(places.sums),
         ]  # fmt: skip
         self._fault, self.layer, self.epoch = CFault(), "", 0
-        """layer: that is served now; epoch: of the call under way. For errors."""
+        """The current layer and epoch, for error messages."""
         self.failure_of: Callable[[int, str], CommError] | None = None
-        """What a peer has reported, given the phase in which it was seen; None: no more than that it failed."""
+        """Returns the error reported by a failed peer in a phase; None: a generic error is raised."""
         addresses = (addressof(each) for each in (*self._held, self._fault))
         self._windows = CWindows(*addresses, places.most_rows, places.rank, ranks, 0)
         self.windows = byref(self._windows)
@@ -167,33 +168,33 @@ class Exchange:
         self._received_at, self._functions = addressof(self.received), native.functions
 
     def serve(self, layer: str, layer_number: int) -> None:
-        """Begin a call of a layer; the number goes with every flag."""
+        """Begin a call of a layer; every flag contains the number."""
         self.layer, self._windows.layer = layer, layer_number
 
     def token_of(self, tokens: int) -> int:
-        """The address of [W][T] int32 for the tokens of each rank."""
+        """The address of an int32 [W][T] buffer for the tokens of each rank."""
         if tokens > self._tokens:
             self._token_of = torch.empty(tokens * len(self.counts), dtype=torch.int32, device="cpu")
             self._tokens = tokens
         return self._token_of.data_ptr()
 
     def arrived(self, epoch: int, microseconds: int) -> list[int] | None:
-        """Rows received from each rank, once all flags for rows have come; what goes to itself is known by `dispatch`.
+        """Rows received from each rank after all dispatch flags have arrived, those of this rank included.
 
-        None: not all have come in time. Raises CommError for a count beyond the window.
+        None: not all flags have arrived in time. Raises CommError for a count beyond the window.
         """
         self.received[self.rank], self.epoch = self.counts[self.rank], epoch
         come = self.call("exchange_await", 0, epoch % EPOCHS, microseconds, self._received_at)
         return self.received[:] if come else None
 
     def received_from(self, counts: Mapping[int, int]) -> list[int]:
-        """Rows received from each rank, given those of all peers after a wait by other means that has checked them."""
+        """Rows received from each rank, given the checked counts of all peers after a wait by other means."""
         for peer, count in counts.items():
             self.received[peer] = count
         return self.received[:]
 
     def call(self, name: str, *arguments: object) -> bool:
-        """Call a kernel on these windows; False: peers are late. Raises CommError for a peer's word out of limits."""
+        """Call a kernel on these windows; False: peers are late. Raises CommError for a word of a peer out of range."""
         status = self._functions[name](self.windows, *arguments)
         if status == Status.OK:
             return True
@@ -210,7 +211,7 @@ class Exchange:
         return False
 
     def show(self, epoch: int) -> None:
-        """Tell each rank the number of the first of its sums here: they lie in the order of the rows received."""
+        """Send each rank the index of its first sum here; sums are in the order of received rows."""
         self._functions["exchange_show"](self.windows, epoch % EPOCHS, self._received_at)
 
 
@@ -221,7 +222,7 @@ def _addresses(addresses: Sequence[int]) -> Array[c_void_p]:
 class ExchangeCalls:
     """The calls of one layer over one exchange.
 
-    tables: rank_of_P and slot_of_P (int32). slots: those of this rank. dtype: that of sums.
+    tables: rank_of_P and slot_of_P (int32). slots: number of slots of this rank. dtype: of the sums.
     """
 
     def __init__(
@@ -260,14 +261,14 @@ class ExchangeCalls:
         *,
         rounding: bool = False,
     ) -> list[int] | None:
-        """Write every row to every rank it visits, then raise a flag a peer. Returns rows by rank.
+        """Write every row to its destination ranks, then set one flag per peer. Returns rows by rank.
 
-        None: some rank would get more rows than there is room for. Nothing is written then, and the exchange's `counts`
-        say how many.
+        None: some rank would get more rows than its window holds. Nothing is written then, and the exchange's `counts`
+        are the required numbers.
 
-        x: values (T, X) with their scales, rows of any stride; or, with `rounding`, rows of ROW_TYPES that are rounded
-        here. routing: ids (int32; below zero: nowhere) and weights (f32), (T, K), dense. Raises ShapeError for rows
-        that are no such thing, and for an id that is no expert.
+        x: values (T, X) with their scales, rows of any stride; or, with `rounding`, rows of ROW_TYPES that are
+        quantised here. routing: ids (int32; below zero: dropped) and weights (f32), (T, K), contiguous. Raises
+        ShapeError for other rows, and for ids out of range.
         """
         (values_TX, scales_TX), (ids_TK, weights_TK), call = x, routing, self._send
         (tokens, columns), (stride, step) = values_TX.shape, values_TX.stride()
@@ -283,10 +284,10 @@ class ExchangeCalls:
         return self._exchange.counts[:] if call.sent else None
 
     def receive(self, total: int, values_to: int) -> Apart:
-        """Take the tails of all rows that have arrived apart, in rank order.
+        """Split the tails of all received rows, in rank order.
 
-        values_to: where values belong, one behind the other; those that lie elsewhere are copied there. Raises
-        CommError for a row whose slot is none of this rank.
+        values_to: the address of the values, contiguous; values stored apart are copied there. Raises CommError for a
+        slot out of range.
         """
         form, call, scales_RX = self._form, self._receive, None
         ids_RK = torch.empty((total, form.top_k), dtype=torch.int32, device="cpu")
@@ -299,11 +300,11 @@ class ExchangeCalls:
         return scales_RX, ids_RK, weights_RK
 
     def collect(self, own: int, epoch: int, microseconds: int, wait: Callable[[], Mapping[int, int]]) -> torch.Tensor:
-        """Add the sums of all ranks to the tokens of the last dispatch: (T, H); zero where no rank has any.
+        """Add the sums of all ranks to the tokens of the last dispatch: (T, H); zero for tokens without sums.
 
-        own: the address of the first sum of this rank for itself. Peers that are not ready within so many microseconds
-        are waited for by `wait`, which returns for each of them the number of the first sum for this rank, checked.
-        Raises CommError for a number beyond the sums of a peer.
+        own: the address of the first sum of this rank for itself. If peers are not ready within the given microseconds,
+        `wait` is called; it returns for each late peer the checked index of its first sum for this rank. Raises
+        CommError for an index out of range.
         """
         tokens, call, exchange = self._send.num_tokens, self._add_up, self._exchange
         y_TH = torch.empty((tokens, self._hidden), dtype=self._dtype, device="cpu")
@@ -311,13 +312,13 @@ class ExchangeCalls:
         call.epoch, call.microseconds, call.threads = epoch % EPOCHS, microseconds, _threads(tokens * self._row_bytes)
         exchange.epoch = epoch
         if not self._call("exchange_collect", self._add_up_at):
-            for peer, first in wait().items():  # loaded once there, and not again by the kernel
+            for peer, first in wait().items():  # loaded and checked by wait; the kernel does not load it again
                 self._firsts[peer] = first
             self._call("exchange_add_up", self._add_up_at)
         return y_TH
 
     def _check(self, values_TX: torch.Tensor, scales_TX: torch.Tensor | None, form_of_x: FormOfRows) -> None:
-        """Refuse rows of another form; those that pass are remembered and need no second look."""
+        """Raise ShapeError for rows of another format; accepted formats are cached."""
         dtype, columns, step, rounding, _ = form_of_x
         wrong = _wrong_layout(step, scales_TX)
         wrong += (
@@ -333,7 +334,7 @@ class ExchangeCalls:
 def _wrong_layout(step: int, scales_TX: torch.Tensor | None) -> list[str]:
     if step == 1 and (scales_TX is None or scales_TX.is_contiguous()):
         return []
-    return ["values must lie close within a row, scales close everywhere"]
+    return ["values must be contiguous within a row, scales contiguous"]
 
 
 def _wrong_plain(form: RowFormat, values_TX: torch.Tensor, scales_TX: torch.Tensor | None) -> list[str]:
@@ -360,10 +361,10 @@ def _threads(num_bytes: int) -> int:
 def add_rows(
     native: Native, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], out_RH: torch.Tensor, *, isa: Isa | None = None
 ) -> torch.Tensor:
-    """Write the sums of all parts to `out_RH`, dense, in a dtype of ROW_TYPES; zeros where no part has a row.
+    """Write the sums of all parts to `out_RH`, contiguous, in a dtype of ROW_TYPES; zeros for rows in no part.
 
-    parts: rows (X, H) of the same dtype, and for each the number of the row of `out_RH` that it adds to (int64;
-    ascending, each once). Reads them once and writes once, without a copy in f32.
+    out[r] is the sum from zero of the row of r in each part, in the order of parts, in f32, rounded once. parts: rows
+    (X, H) of the same dtype, and the row of `out_RH` each is added to (int64; ascending, unique).
     """
     held = [rows_XH.contiguous() for rows_XH, _ in parts]
     place_PR = torch.empty((len(parts), len(out_RH)), dtype=torch.int32, device="cpu")

@@ -1,6 +1,7 @@
-"""Fused experts on packed weights: raw tensors in, raw tensors out.
+"""Fused experts on packed weights, on raw tensors.
 
-One call does w13, bias, activation, w2, bias, routing weights and the sum over k, on row or grouped tokens.
+One call computes w13, bias, activation, w2, bias, routing weights and the sum over k. `FusedLayer` adds gate, choice,
+load and the map of logical experts to slots, bit-identical to `route` and `experts_rows` in sequence.
 """
 
 from __future__ import annotations
@@ -34,11 +35,10 @@ def experts_rows(
 ) -> torch.Tensor:
     """Run every row through its local experts and return the weighted sum over k, [R, H] in bf16.
 
-    x_RH: bf16, or e4m3 with x_scales_RX (f32, one per 128 of H), or where the mode rounds to INT8 int8 with one a row.
-    Rows without a local expert are not read.
-    ids_RK: int32 local slots, -1 goes nowhere. weights_RK: f32; None: all ones.
-    shared: w13 and w2 of one slot that every row visits with weight 1, in the same pass; I may be another.
-    out_RH: where to write, bf16 or f32; made when not given. Bit-equal for any number of threads.
+    x_RH: bf16, or e4m3 with x_scales_RX (f32, one per 128 of H), or int8 with one per row if the mode quantises to
+    INT8. Rows without a local expert are not read. ids_RK: int32 local slots, -1: dropped. weights_RK: f32; None: all
+    ones. shared: w13 and w2 of one slot applied to every row with weight 1, in the same call; its I may differ. out_RH:
+    the output, bf16 or f32; allocated if None. Bit-equal for any number of threads.
     """
     mode = mode or ExpertsMode()
     if shared is not None:
@@ -102,7 +102,7 @@ def experts_grouped(
 ) -> torch.Tensor:
     """Run rows that are sorted by local expert, [N, H] -> [N, H] bf16, each row times its weight (None: raw).
 
-    counts_L: rows of each expert; rows beyond their sum go nowhere and come out zero.
+    counts_L: rows of each expert; rows beyond their sum are dropped, their output is zero.
     """
     slots = torch.arange(counts_L.shape[0], dtype=torch.int32, device="cpu")
     ids_N = torch.full((x_NH.shape[0],), -1, dtype=torch.int32, device="cpu")
@@ -188,7 +188,7 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Gating:
-    """What chooses: gate bf16 or f32 [E, H] with dense rows, an f32 bias [E] of the choice, and how it is made."""
+    """The router: gate bf16 or f32 [E, H] with contiguous rows, an f32 bias [E] of the choice, and the mode."""
 
     gate_EH: torch.Tensor
     bias_E: torch.Tensor | None
@@ -197,10 +197,10 @@ class Gating:
 
 @dataclass(frozen=True)
 class Places:
-    """Where each logical expert lies, int32: read at every call, so they may be rewritten in between."""
+    """The placement of logical experts, int32; read at every call, so it may be changed between calls."""
 
     physical_of_E: torch.Tensor
-    """-1: nobody holds it."""
+    """-1: on no rank."""
     rank_of_P: torch.Tensor
     slot_of_P: torch.Tensor
     rank: int
@@ -208,7 +208,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Stack:
-    """The experts of this rank, packed, and a slot that every row visits as well."""
+    """The packed experts of this rank, and optionally shared experts, applied to every row."""
 
     w13: PackedMatrix
     w2: PackedMatrix
@@ -216,7 +216,7 @@ class Stack:
 
 
 class FusedLayer:
-    """A prepared call; it holds what it points to. Calls may run at once: none writes to the block."""
+    """A prepared call for a layer without token exchange. Concurrent calls are allowed: none changes the block."""
 
     def __init__(self, native: Native, gating: Gating, places: Places, stack: Stack, mode: ExpertsMode) -> None:
         """Raises ShapeError for tensors that do not fit, ConfigError for groups that do not."""
@@ -242,7 +242,7 @@ class FusedLayer:
         self._at = ctypes.byref(self._block)
 
     def __call__(self, x_TH: torch.Tensor, load_E: torch.Tensor, threads: int) -> torch.Tensor:
-        """Run bf16 [T, H], dense, to bf16 [T, H]; load_E, int64 [E], counts how often each expert was chosen."""
+        """Run contiguous bf16 [T, H] to bf16 [T, H]; adds the number of choices of each expert to load_E, int64 [E]."""
         out_TH = torch.empty_like(x_TH)
         x, load, out = x_TH.data_ptr(), load_E.data_ptr(), out_TH.data_ptr()
         self._held[0].call("layer", self._at, x, x_TH.shape[0], load, out, threads)

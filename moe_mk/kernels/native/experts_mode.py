@@ -1,4 +1,4 @@
-"""How the native experts compute, and what a call of them must look like."""
+"""The modes of the native experts, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Activation(IntEnum):
 
 
 class Rounding(IntEnum):
-    """`Rounding` of csrc/abi.h: what x and h pass through before they are multiplied."""
+    """`Rounding` of csrc/abi.h: the quantisation of x and h before their products."""
 
     NONE = 0
     FP8 = 1
-    """e4m3 with a scale for 128 values, as FP8 GPU kernels do: a reference for parity, slower, less exact."""
+    """e4m3 with one scale per 128 values, as FP8 GPU kernels: for parity tests; slower and less exact."""
     INT8 = 2
-    """A scale a row, multiplied with INT8 weights in exact integers."""
+    """INT8 with one scale per row, multiplied with INT8 weights in exact integer arithmetic."""
     FP8_UE8M0 = 3
-    """FP8 with scales that are rounded up to powers of two."""
+    """FP8 with scales rounded up to powers of two."""
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
@@ -41,18 +41,18 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "prefetch_bytes": (64, 16384),
     "gather_kib": (128, 4096),
 }
-"""The least and the most of each parameter of a Tuning, as csrc/experts.cpp checks them."""
+"""The limits of the parameters of a Tuning, which csrc/experts.cpp checks too."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What may be chosen for a machine and a number of rows; 0: built in. No bit of a result depends on it.
+    """Tuning parameters for a machine and a number of rows; 0: built-in value. Results do not depend on them.
 
     panel_rows: rows of an expert from which its weights are decoded into a panel first instead of being multiplied
-    straight from memory. It counts where both ways give the same bits: AVX-512, weights without group scales.
-    task_pairs: most pairs of 16 columns a task has. prefetch_bytes: how far ahead a stream of weights is asked for.
-    gather_kib: memory for rows that are gathered at a time, a share of a core's L2.
-    Raises ConfigError with every parameter that is beyond its limits.
+    straight from memory; used where both give the same bits (AVX-512, weights without group scales).
+    task_pairs: the most pairs of 16 columns in a task. prefetch_bytes: prefetch distance of a stream of weights.
+    gather_kib: memory for rows gathered at a time, part of a core's L2.
+    Raises ConfigError with every parameter out of range.
     """
 
     panel_rows: int = 0
@@ -72,13 +72,13 @@ class Tuning:
 
 @dataclass(frozen=True)
 class ExpertsMode:
-    """How the experts compute.
+    """The computation of the experts.
 
     alpha: the sigmoid's factor of SWIGLU_OAI. limit: gate is clamped from above, up from both sides; 0: no clamp.
-    quantize: what x and h are rounded to; INT8 needs INT8 weights.
-    batch_invariant: a row's bits do not depend on its batch-mates. AMX pays for it at one or two rows an expert; the
-    other instruction sets are so anyway.
-    tuning: what only the time depends on.
+    quantize: the quantisation of x and h; INT8 requires INT8 weights.
+    batch_invariant: the result of a row does not depend on other rows of the batch. With AMX this is slower at one or
+    two rows per expert; other instruction sets are always batch-invariant.
+    tuning: parameters that affect only the time.
     """
 
     activation: Activation = Activation.SILU
@@ -118,13 +118,13 @@ def check_call(
 def _wrong_with_rounding(
     mode: ExpertsMode, x: torch.Tensor, x_scales: torch.Tensor | None, matrices: tuple[PackedMatrix, ...]
 ) -> list[str]:
-    """Everything wrong with rounded rows."""
+    """All problems of quantised rows."""
     integers, (rows, hidden) = mode.quantize == Rounding.INT8, x.shape
     coded, each = (torch.int8, 1) if integers else (torch.float8_e4m3fn, -(-hidden // 128))
     wrong = []
     if x.dtype != (torch.bfloat16 if x_scales is None else coded):
-        told = "without" if x_scales is None else "with"
-        wrong.append(f"x is {x.dtype} {told} scales; bf16 goes without, {'int8' if integers else 'e4m3'} with")
+        which = "without" if x_scales is None else "with"
+        wrong.append(f"x is {x.dtype} {which} scales; bf16 goes without, {'int8' if integers else 'e4m3'} with")
     if x_scales is not None and (x_scales.dtype != torch.float32 or tuple(x_scales.shape) != (rows, each)):
         wrong.append(f"x_scales is {tuple(x_scales.shape)} {x_scales.dtype}, expected {(rows, each)} float32")
     if integers and any(matrix.layout.format is not Format.INT8 for matrix in matrices):
@@ -133,7 +133,7 @@ def _wrong_with_rounding(
 
 
 def check_shared(shared: tuple[PackedMatrix, PackedMatrix], w13: PackedMatrix, w2: PackedMatrix) -> None:
-    """List everything in which shared experts do not fit the routed ones."""
+    """Raise ShapeError with all mismatches between shared and routed experts."""
     first, second = shared
     wrong = []
     if (first.num_slots, second.num_slots) != (1, 1):

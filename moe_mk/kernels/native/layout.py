@@ -1,4 +1,4 @@
-"""What a packed projection looks like: the format of its codes, its logical shape, and the scales beside it."""
+"""The layout of a packed projection: the format of its codes, its logical shape, and its scales."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ TILE, PAIR, STEP, SCALE_BLOCK = 16, 32, 32, 128
 
 
 class Format(IntEnum):
-    """How a packed weight is stored: `Format` of csrc/abi.h."""
+    """The format of packed weights: `Format` of csrc/abi.h."""
 
     FP8 = 0
-    """e4m3 under f32 scales, of blocks or of whole outputs."""
+    """e4m3 with f32 scales of blocks or of whole outputs."""
     BF16 = 1
     INT8 = 2
-    """Signed bytes under f32 scales, of blocks or of whole outputs."""
+    """Signed bytes with f32 scales of blocks or of whole outputs."""
     MXFP8 = 3
-    """e4m3, 32 inputs of an output under a power of two (E8M0)."""
+    """e4m3, one power-of-two scale (E8M0) per 32 inputs of an output."""
     MXFP4 = 4
-    """e2m1, two a byte, likewise."""
+    """e2m1, two per byte, scales as MXFP8."""
     NVFP4 = 5
-    """e2m1, two a byte, 16 inputs of an output under an e4m3 scale, all under one f32 scale."""
+    """e2m1, two per byte, one e4m3 scale per 16 inputs of an output, and one global f32 scale."""
 
     @property
     def bits(self) -> int:
@@ -33,19 +33,19 @@ class Format(IntEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor that holds the codes; four-bit ones lie two in a byte, the even input in the low bits."""
+        """Dtype of the tensor of codes; four-bit codes are stored two per byte, the even input in the low bits."""
         if self.bits == 4:
             return torch.uint8
         return {Format.BF16: torch.bfloat16, Format.INT8: torch.int8}.get(self, torch.float8_e4m3fn)
 
     @property
     def group(self) -> int:
-        """Inputs of one output that share a scale of one byte; 0: none do."""
+        """Inputs of one output that share a one-byte scale; 0: not supported."""
         return {Format.MXFP8: 32, Format.MXFP4: 32, Format.NVFP4: 16}.get(self, 0)
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of the scales of blocks or groups."""
+        """Dtype of the scales of blocks or groups."""
         if self.group == 0:
             return torch.float32
         return torch.float8_e4m3fn if self is Format.NVFP4 else torch.float8_e8m0fnu
@@ -56,9 +56,9 @@ class MatrixLayout:
     """The logical shape of one projection and how it is packed.
 
     num_outputs: output columns of ONE half when gated (I), else all of them. num_inputs: k; even for four-bit codes.
-    gated: packed from two sources, gate and up, whose tiles lie side by side.
+    gated: packed from two sources, gate and up, whose tiles alternate.
     block: inputs covered by one f32 scale, a multiple of 32 up to 128.
-    by_output: FP8 and INT8 with one f32 scale an output (or for all outputs) instead of blocks.
+    by_output: FP8 and INT8 with one f32 scale per output (or for all outputs) instead of blocks.
     """
 
     num_outputs: int
@@ -95,7 +95,7 @@ class MatrixLayout:
 
     @property
     def groups(self) -> int:
-        """Groups along k that have a byte of scale each, those of padding included."""
+        """Groups along k with a one-byte scale each, padding included."""
         return self.steps * STEP // self.format.group if self.format.group else 0
 
     @property

@@ -1,6 +1,6 @@
 """The compiled kernels as a Python object: C structures, function signatures, status codes.
 
-Every call goes through ctypes, which releases the GIL; the library itself is re-entrant and survives fork.
+Calls go through ctypes, which releases the GIL; the library is re-entrant and can be used after fork.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ABI_VERSION = 7
 
 
 class Isa(IntEnum):
-    """The instruction sets the kernels are written for, worst first."""
+    """The supported instruction sets, slowest first."""
 
     SCALAR = 0
     AVX2 = 1
@@ -31,7 +31,7 @@ class Isa(IntEnum):
 
 
 class Status(IntEnum):
-    """What a kernel returns."""
+    """The status returned by a kernel."""
 
     OK = 0
     BAD_ID = 1
@@ -119,7 +119,7 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
 
 @dataclass(frozen=True)
 class Native:
-    """The loaded kernels: which instruction sets they may use here, and why not the others."""
+    """The loaded kernels: usable instruction sets, and reasons against the others."""
 
     path: Path
     functions: Mapping[str, Callable[..., int]]
@@ -132,7 +132,7 @@ class Native:
         return self.isas[-1]
 
     def isa_or_best(self, isa: Isa | None) -> Isa:
-        """Return the instruction set asked for, or the best; raise UnsupportedError when it cannot be used here."""
+        """Return the given instruction set, or the best one; UnsupportedError if it cannot be used on this machine."""
         if isa is None:
             return self.best
         if isa not in self.isas:
@@ -162,7 +162,7 @@ class Native:
 def open_library(path: Path) -> dict[str, Callable[..., int]]:
     """Load a compiled library and give its functions their signatures.
 
-    Raises UnsupportedError when the file speaks another version of the interface.
+    Raises UnsupportedError if the file has another interface version.
     """
     try:
         library = ctypes.CDLL(str(path))
@@ -189,10 +189,10 @@ def compile_and_open(
     on_unit: OnUnit | None = None,
     emulate_amx: bool = False,
 ) -> Native:
-    """Open the kernels, compiled if need be unless the wheel brought them, with whatever the processor has, unchecked.
+    """Open the kernels of the wheel or the cache, or compile them; the instruction sets are not self-checked.
 
-    on_unit: told after each source how many of how many are compiled.
-    Raises UnsupportedError when there is no compiler, it fails, or the cache is not ours.
+    on_unit: called after each source with the numbers of compiled and of all sources.
+    Raises UnsupportedError if there is no compiler, it fails, or the cache belongs to another user.
     """
     listed = units(emulate_amx=emulate_amx)
     functions, path, refused = _open_prebuilt(prebuilt(listed), progress)
@@ -210,7 +210,7 @@ def compile_and_open(
 def _open_prebuilt(
     path: Path | None, progress: Progress | None
 ) -> tuple[dict[str, Callable[..., int]] | None, Path, list[str]]:
-    """The wheel's library and its path; None and why not where it is damaged or this system cannot load it."""
+    """The wheel's library and its path; None and reasons if it is damaged or cannot be loaded."""
     if path is None:
         return None, Path(), []
     if problem := damage(path):
@@ -226,10 +226,10 @@ def _open_prebuilt(
 
 
 def scratch_bytes(native: Native) -> int:
-    """Memory the kernels hold for their own use: it grows with the largest call and is kept for the next."""
+    """Bytes of scratch memory of the kernels: it grows with the largest call and is kept for later calls."""
     return native.functions["scratch_bytes"]()
 
 
 def release(native: Native) -> None:
-    """Give back the scratch memory of every team of threads that is not at work."""
+    """Free the scratch memory of all idle thread pools."""
     native.functions["release_scratch"]()

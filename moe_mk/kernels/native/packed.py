@@ -1,7 +1,7 @@
-"""Packed weights: the layout the kernels read, one slot an expert, at 1.0x the bytes of the checkpoint.
+"""Packed weights: the layout the kernels read, one slot per expert, at 1.0x the bytes of the checkpoint.
 
 A slot holds one projection of one expert and can be copied, sent or swapped as plain bytes. Packing is a permutation
-of the values (csrc/pack.cpp draws it) and of their scales (scales.py): `unpack_slot` gives them back bit for bit.
+of the values (documented in csrc/pack.cpp) and of their scales (scales.py), which `unpack_slot` inverts bit for bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PackedMatrix:
 
     @property
     def num_slots(self) -> int:
-        """Experts there is room for."""
+        """Number of slots."""
         return self.values_LB.shape[0]
 
     @property
@@ -55,7 +55,7 @@ class PackedMatrix:
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     def copy_slot(self, source: int, target: int) -> None:
-        """Make one slot the copy of another: all it takes to move an expert."""
+        """Copy the packed expert of one slot to another."""
         for part in (self.values_LB, self.scales_LX, self.output_scales_LX, self.bias_LX):
             if part is not None:
                 part[target].copy_(part[source])
@@ -69,9 +69,9 @@ def allocate(
     *,
     touch: bool = True,
 ) -> PackedMatrix:
-    """Make room for `num_slots` packed experts, on 2 MiB pages where the system gives them; values are undefined.
+    """Allocate `num_slots` packed experts, on 2 MiB pages if the system provides them; values are undefined.
 
-    touch=False: takes addresses only; `touch_slot` takes memory slot by slot, as what is packed gives its own back.
+    touch=False: reserves addresses only; `touch_slot` allocates memory slot by slot while source pages are released.
     """
     needed = num_slots * layout.slot_bytes
     values_B = torch.empty(needed + HUGE_PAGE, dtype=torch.uint8, device="cpu")
@@ -91,7 +91,7 @@ def _zeros(num_slots: int, each: int, dtype: torch.dtype) -> torch.Tensor | None
 
 
 def touch_slot(native: Native, packed: PackedMatrix, slot: int) -> bool:
-    """Take memory for one slot on 2 MiB pages; False: they come too slowly, better not to ask for the next slots."""
+    """Allocate memory of one slot on 2 MiB pages; False: the system is too slow, do not request them for more slots."""
     values_B = packed.values_LB[slot]
     return native.functions["advise_huge"](values_B.data_ptr(), values_B.numel()) == 0
 
@@ -112,8 +112,8 @@ def pack_slot(
 
     sources: (gate, up) or (weight,), each [outputs, inputs] (four-bit codes: [outputs, inputs / 2]) in the format's
     dtype; they may be memory-mapped and strided between rows.
-    scales: one tensor per source. f32 128x128 grids, whose block (0, 0) is the one the shard's first value lies in; f32
-    (outputs, 1) or (1, 1) for a layout by output; else the format's own, (outputs, inputs / group).
+    scales: one tensor per source. f32 128x128 grids, whose block (0, 0) contains the shard's first value; f32
+    (outputs, 1) or (1, 1) for a layout by output; else scales of the format, (outputs, inputs / group).
     above: NVFP4's f32 scale of each source, (1, 1).
     Raises WeightError for NaN codes and scales, ShapeError for shapes and alignments that cannot be packed.
     """
@@ -173,7 +173,7 @@ def _pack_scales(
 
 
 def unpack_slot(native: Native, packed: PackedMatrix, slot: int, *, threads: int = 1) -> tuple[torch.Tensor, ...]:
-    """Give one slot's values back: (gate, up) or (weight,), bit-equal to what was packed."""
+    """The values of one slot: (gate, up) or (weight,), bit-identical to the packed ones."""
     layout = packed.layout
     targets = [
         torch.empty(layout.source_shape, dtype=layout.format.dtype, device="cpu")
@@ -194,9 +194,9 @@ def unpack_slot(native: Native, packed: PackedMatrix, slot: int, *, threads: int
 
 
 def unpack_scales(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
-    """Give one slot's scales as they are applied, per source.
+    """The scales of one slot as applied, per source.
 
-    Of blocks: [outputs / 16, k blocks] f32 (the grid, spread to tiles); of groups: [outputs, groups] as they came.
+    Blocks: [outputs / 16, k blocks] f32 (the grid, repeated per tile); groups: [outputs, groups] in their stored dtype.
     """
     if packed.scales_LX is None:
         return ()
@@ -205,7 +205,7 @@ def unpack_scales(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
 
 
 def unpack_output_scales(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
-    """Give one slot's f32 factors of whole outputs, per source, [outputs, 1]; () without."""
+    """The f32 factors of whole outputs of one slot, per source, [outputs, 1]; () without."""
     if packed.output_scales_LX is None:
         return ()
     return gathered_outputs(packed.layout, packed.output_scales_LX[slot])
@@ -219,10 +219,9 @@ def _same_strides(sources: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 def release_pages(tensors: Iterable[torch.Tensor]) -> None:
-    """Drop the whole pages under tensors that map a FILE: they stay readable, and are read again when touched.
+    """Release the pages of tensors that map a file; the next access reads them from the file again.
 
-    Never call this on memory that is not a file mapping: its contents would be lost. Does nothing where the system has
-    no such call.
+    Must not be called for other memory, whose contents would be lost. No effect on systems without madvise.
     """
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is None or not hasattr(mmap, "MADV_DONTNEED"):

@@ -42,7 +42,7 @@ def quantize_1x128(
 
 
 def count_nans(native: Native, codes: torch.Tensor, *, threads: int = 1, isa: Isa | None = None) -> int:
-    """Count the e4m3 codes that are NaN (0x7f, 0xff) in a dense tensor, at the speed of memory."""
+    """Count the e4m3 codes that are NaN (0x7f, 0xff) in a contiguous tensor, at memory speed."""
     if codes.dtype not in (torch.float8_e4m3fn, torch.uint8) or not codes.is_contiguous():
         raise ShapeError(f"codes are {codes.dtype}, strides {codes.stride()}; expected dense float8_e4m3fn or uint8")
     found = ctypes.c_int64(0)

@@ -21,10 +21,10 @@ class Scoring(IntEnum):
 
 @dataclass(frozen=True)
 class RouteMode:
-    """How experts are chosen and weighed.
+    """The choice and the weights of experts.
 
-    num_groups, top_groups: only experts of the best groups can be chosen; 1, 1: no groups. A group is worth the sum of
-    its two best choices with a bias, its best one without. scale multiplies the weights, after renormalisation.
+    num_groups, top_groups: only experts of the best groups can be chosen; 1, 1: no groups. The score of a group is the
+    sum of its two best scores with a bias, its best one without. scale multiplies the weights after renormalisation.
     """
 
     top_k: int
@@ -47,9 +47,9 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose each token's experts: ids [T, K] int32, weights [T, K] f32, logits [T, E] f32.
 
-    x_TH: bf16. gate_EH: bf16 or f32; products and sums are f32. bias_E: f32, moves the choice, never the weights.
-    Ties go to the lower index. A token with a NaN among its biased scores goes nowhere, ids -1 and weights 0; a choice
-    whose biased score is -inf goes nowhere, as in router.grouped_topk.
+    x_TH: bf16. gate_EH: bf16 or f32; products and sums are f32. bias_E: f32, affects the choice, not the weights.
+    Ties go to the lower index. A token with a NaN among its biased scores is dropped (ids -1, weights 0); a choice with
+    a biased score of -inf is dropped, as in router.grouped_topk.
     """
     tokens = x_TH.shape[0]
     num_experts = gate_EH.shape[0]
@@ -71,7 +71,7 @@ def route(
 def route_block(
     native: Native, gate_EH: torch.Tensor, bias_E: torch.Tensor | None, mode: RouteMode, isa: Isa | None = None
 ) -> CRoute:
-    """The arguments of a call that do not depend on its tokens. The gate has dense rows, the bias is dense."""
+    """The arguments of a call that do not depend on its tokens. The rows of the gate and the bias are contiguous."""
     return CRoute(
         gate=gate_EH.data_ptr(),
         bias=None if bias_E is None else bias_E.data_ptr(),

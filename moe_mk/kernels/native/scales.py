@@ -1,7 +1,7 @@
-"""Scales beside packed codes, in the order the kernels meet them; all of it can be undone.
+"""Scales of packed codes in the order the kernels read them; every conversion has an inverse.
 
-f32 scales of blocks are spread to one a 16-column tile and k block, so that any shard whose edges are multiples of 16
-columns and 32 inputs can be packed. Scales of groups stay one byte each, 32 outputs side by side for every group of k.
+f32 block scales are repeated to one per 16-column tile and k block, so that any shard whose edges are multiples of 16
+columns and 32 inputs can be packed. Group scales stay one byte each, those of 32 outputs adjacent for every group of k.
 f32 factors of whole outputs are applied to finished sums.
 """
 
@@ -21,7 +21,7 @@ _ONE_E8M0 = 127
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a tensor-parallel shard starts inside its expert: what decides which scale block a value lies in."""
+    """The start of a tensor-parallel shard in its expert, which determines the scale block of a value."""
 
     first_output: int = 0
     first_input: int = 0
@@ -30,7 +30,7 @@ class Shard:
 def scale_block(shard: Shard) -> int:
     """The packed scale block a shard needs: 128, or less when it starts inside a block.
 
-    Raises UnsupportedError when a tile of 16 outputs or a step of 32 inputs would meet two scales.
+    Raises UnsupportedError if a tile of 16 outputs or a step of 32 inputs would have two scales.
     """
     outputs, inputs = shard.first_output % SCALE_BLOCK, shard.first_input % SCALE_BLOCK
     wrong = []
@@ -118,7 +118,7 @@ def _side_by_side(layout: MatrixLayout, sources: list[Tensor], fill: int = 0) ->
 
 
 def _apart(layout: MatrixLayout, columns: Tensor) -> tuple[Tensor, ...]:
-    """The way back from `_side_by_side`."""
+    """The inverse of `_side_by_side`."""
     halves = 2 if layout.gated else 1
     return tuple(part.reshape(-1, columns.shape[-1])[: layout.num_outputs] for part in columns.chunk(halves, dim=1))
 

@@ -1,4 +1,4 @@
-"""Load the kernels and let every instruction set prove itself on a tiny layer before it is offered."""
+"""Load the kernels and check every instruction set on a small layer before it is used."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def load(
     Every instruction set is compared with the scalar one.
 
     cache_dir: where compiled libraries are kept, default_cache_dir() if not given. which: how compilers are found.
-    An instruction set whose answers differ is refused with the difference as reason and never used.
-    Raises UnsupportedError when there is no compiler, it fails, or the cache belongs to somebody else.
+    An instruction set with other results is rejected, with the difference as the reason, and never used.
+    Raises UnsupportedError if there is no compiler, it fails, or the cache belongs to another user.
     """
     native = compile_and_open(cache_dir, which, progress, emulate_amx=emulate_amx)
     return checked(native)
@@ -50,7 +50,7 @@ def loaded(cache_dir: Path | None = None) -> Native:
 
 
 def reasons_against(cache_dir: Path | None = None, which: Callable[[str], str | None] = shutil.which) -> list[str]:
-    """List why load() would fail here, without compiling; empty: it should not."""
+    """List reasons why load() would fail, without compiling; empty if it should succeed."""
     if prebuilt_here() is not None or find_compiler(which) is not None:
         return []
     return [NO_COMPILER]
@@ -68,12 +68,12 @@ def is_compiled(cache_dir: Path | None = None, which: Callable[[str], str | None
 
 @cache
 def _key_with(compiler: Compiler) -> str:
-    """The name of this machine's library, hashed once: whoever exchanges rows asks for it with every new window."""
+    """The key of this machine's library, computed once; it is needed for every new exchange window."""
     return Recipe(compiler, units()).key()
 
 
 def checked(native: Native) -> Native:
-    """Keep the instruction sets that agree with the scalar kernels; say of the others why not."""
+    """Keep the instruction sets that agree with the scalar kernels; reject the others with a reason."""
     kept, refused = [Isa.SCALAR], dict(native.refused)
     for isa in native.isas:
         if isa is Isa.SCALAR:
@@ -87,7 +87,7 @@ def checked(native: Native) -> Native:
 
 
 def difference(native: Native, isa: Isa) -> str | None:
-    """Compare one instruction set with the scalar kernels on a small layer; None: they agree."""
+    """Compare one instruction set with the scalar kernels on a small layer; None if they agree."""
     for storage in Format:
         w13, w2 = _tiny_weights(native, storage)
         for num_rows in (1, 5, 40):
@@ -126,7 +126,7 @@ def _tiny_weights(native: Native, storage: Format) -> tuple[PackedMatrix, Packed
 
 
 def _codes(layout: MatrixLayout, seed: int) -> torch.Tensor:
-    """Numbers of every size a format has."""
+    """Codes of all magnitudes of a format."""
     wave = _pattern(*layout.source_shape, seed=seed)
     if layout.format.bits == 4:
         return ((wave + 1) * 127.5).to(torch.uint8)
@@ -144,6 +144,6 @@ def _scales(layout: MatrixLayout, seed: int) -> torch.Tensor:
 
 
 def _pattern(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    """Numbers between -1 and 1 that no generator has to be asked for, small ones (subnormal in e4m3) included."""
+    """Deterministic numbers between -1 and 1, including small ones (subnormal in e4m3)."""
     wave = torch.arange(rows * columns, dtype=torch.float32, device="cpu").view(rows, columns)
     return torch.sin(wave * 0.73 + wave * wave * 1e-4 + seed) ** 3

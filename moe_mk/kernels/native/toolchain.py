@@ -1,4 +1,4 @@
-"""The system compiler: which one there is, what it calls itself, and the flags of each C++ source.
+"""The system compiler: its path and version, and the flags of each C++ source.
 
 Only the standard library is imported here: `hatch_build.py` loads this file by itself when it builds a wheel.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
-"""Where a wheel carries the compiled kernels."""
+"""The folder of compiled kernels in a wheel."""
 LINK_FLAGS = ("-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 COMMON_FLAGS = ("-O3", "-fPIC", "-std=c++17", "-pthread", "-fvisibility=hidden", "-fno-math-errno")
@@ -71,7 +71,7 @@ class Unit:
 
 
 def find_compiler(which: Callable[[str], str | None], names: Sequence[str] = COMPILERS) -> Compiler | None:
-    """Look for a C++ compiler; `which` is shutil.which or anything that answers like it."""
+    """Search for a C++ compiler. which: shutil.which or a compatible function."""
     for name in names:
         path = which(name)
         if path is None:
@@ -80,13 +80,13 @@ def find_compiler(which: Callable[[str], str | None], names: Sequence[str] = COM
             state = Path(path).stat()
             return _asked(path, (state.st_ino, state.st_size, state.st_mtime_ns))
         except (OSError, subprocess.SubprocessError):
-            continue  # a broken wrapper is no compiler; the next name may be one
+            continue  # not a working compiler; try the next name
     return None
 
 
 @cache
 def _asked(path: str, state: tuple[int, ...]) -> Compiler:
-    """Ask a compiler for its version, once per file and its `state`: whoever describes this machine asks for one."""
+    """The version of a compiler, cached by file and `state`."""
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
     return Compiler(path, answer.stdout.splitlines()[0] if answer.stdout else path)
 
@@ -95,7 +95,7 @@ def units(machine: str | None = None, *, emulate_amx: bool = False, extra: Seque
     """List the sources for one kind of processor with their flags.
 
     machine: as platform.machine() says; only x86-64 has vector units of its own, others run the portable kernels.
-    emulate_amx: AMX's tile instructions imitated in plain C++, to test the AMX kernels on any x86-64 (slow).
+    emulate_amx: emulates AMX tile instructions in C++, to test the AMX kernels on any x86-64 (slow).
     """
     common = (*COMMON_FLAGS, *QUIET_FLAGS, *extra)
     listed = [Unit(SOURCES / name, common) for name in PLAIN_UNITS]
@@ -116,7 +116,7 @@ def headers() -> tuple[Path, ...]:
 
 
 def digest(units: Sequence[Unit]) -> str:
-    """Hash everything of the sources that decides what the kernels do: names, flags and contents, headers included."""
+    """Hash names, flags and contents of the sources, headers included."""
     hashed = hashlib.sha256()
     for unit in units:
         hashed.update("\0".join((unit.source.name, *unit.flags)).encode() + b"\0" + unit.source.read_bytes())
@@ -126,7 +126,7 @@ def digest(units: Sequence[Unit]) -> str:
 
 
 def digest_file(library: Path) -> Path:
-    """Where the SHA-256 of a compiled library is recorded: beside it, as `sha256sum --check` reads it."""
+    """The file with the SHA-256 of a compiled library, in the format of `sha256sum --check`."""
     return library.with_name(f"{library.name}.sha256")
 
 
@@ -144,7 +144,7 @@ def record_digest(library: Path) -> Path:
 
 
 def damage(library: Path) -> str:
-    """Why a library may not be loaded: its bytes are not those that were linked; empty if they are.
+    """Why a library must not be loaded (its bytes differ from the linked ones); empty if they agree.
 
     The file is read and not mapped: touching a mapped page beyond the end of a truncated file ends the process.
     Costs 1 to 5 ms for the 1.2 MB of all kernels.
@@ -160,7 +160,7 @@ def damage(library: Path) -> str:
 
 
 def prebuilt(units: Sequence[Unit], folder: Path = PREBUILT) -> Path | None:
-    """The library that came with the wheel, if it was compiled from exactly these sources and flags."""
+    """The library of the wheel, if it was compiled from exactly these sources and flags."""
     library = folder / prebuilt_name(units)
     return library if library.is_file() else None
 
@@ -173,5 +173,5 @@ def prebuilt_here() -> Path | None:
 
 
 def prebuilt_name(units: Sequence[Unit]) -> str:
-    """What a wheel calls the kernels compiled from these sources for this kind of processor."""
+    """The file name in a wheel of the kernels compiled from these sources for this kind of processor."""
     return f"moe_mk-{platform.machine().lower()}-{digest(units)}.so"

@@ -28,9 +28,9 @@ def test_rows_that_pass_do_not_vouch_for_those_of_the_next_call(native: Native) 
     for x, rounding, complaint in (
         ((codes_TH, None), False, r"rows have 128 \+ 0 bytes, expected 128 \+ 4"),
         ((codes_TH, scales_TX.repeat(1, 2)), False, r"rows have 128 \+ 8 bytes"),
-        ((codes_TH, scales_TX.repeat(1, 2)[:, :1]), False, "scales close everywhere"),
+        ((codes_TH, scales_TX.repeat(1, 2)[:, :1]), False, "scales contiguous"),
         ((x_TH.double(), None), True, "float64"),
-        ((x_TH.repeat(1, 2)[:, ::2], None), True, "values must lie close within a row"),
+        ((x_TH.repeat(1, 2)[:, ::2], None), True, "values must be contiguous within a row"),
     ):
         with pytest.raises(ShapeError, match=complaint):
             calls.dispatch(x, routing, 3, rounding=rounding)
@@ -76,7 +76,7 @@ def test_sums_that_are_not_there_in_time_are_waited_for_elsewhere(native: Native
         (torch.zeros((1, 8)), RowFormat(8, 0, 1), r"rows have 32 \+ 0 bytes, expected 8 \+ 0"),
         (torch.zeros((1, 8), dtype=torch.float64), RowFormat(8, 4, 1, Rounding.FP8), r"float64, expected \(T, 8\)"),
         (torch.zeros((1, 256)), RowFormat(256, 4, 1, Rounding.FP8), r"4 bytes of scales, 2 groups of 128"),
-        (torch.zeros((8, 2)).T, RowFormat(32, 0, 1), r"values must lie close within a row"),
+        (torch.zeros((8, 2)).T, RowFormat(32, 0, 1), r"values must be contiguous within a row"),
     ],
 )
 def test_rows_of_another_shape_are_refused(native: Native, x: Tensor, form: RowFormat, complaint: str) -> None:
