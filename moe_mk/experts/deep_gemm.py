@@ -1,11 +1,10 @@
 """Experts by DeepGEMM's grouped GEMMs, contiguous and masked, with our activation and quantisation between them.
 
-Choose it on Hopper for prefill where DeepGEMM is installed: its contiguous GEMM pads each expert to 128 rows, so that
-many rows an expert are needed to fill it. On Blackwell it multiplies FP8 rows with MXFP4 weights too, and takes scales
-as powers of two alone: it packs the exponents of f32 ones and drops the rest. Read at DeepGEMM 2.6.1 (github.com/
-deepseek-ai/DeepGEMM, csrc/apis) and sgl-deep-gemm 0.1.5, which compile a kernel a shape at its first call.
-
-Where DeepGEMM wants rows and scales: padded places of grouped rows, blocks with room, stacks of mapped matrices.
+Use it on Hopper for prefill if DeepGEMM is installed: its contiguous GEMM pads each expert to 128 rows, so that it is
+efficient only with many rows per expert. On Blackwell it also multiplies FP8 rows with MXFP4 weights, and supports only
+power-of-two scales: it packs the exponents of f32 scales and ignores their mantissas. Read at DeepGEMM 2.6.1
+(github.com/ deepseek-ai/DeepGEMM, csrc/apis) and sgl-deep-gemm 0.1.5, which compile one kernel per shape at its first
+call.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from moe_mk.weights.scan import Progress
 
 
 def padded_places(counts_L: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
-    """Where grouped rows go if each expert starts at a multiple of `alignment`, and whose row every place is.
+    """Positions of grouped rows if each expert starts at a multiple of `alignment`, and the expert of every position.
 
-    Returns int64 (N,) and int32 (room,), -1 for padding; the room is that of the worst routing, known from shapes.
+    Returns int64 (N,) and int32 (positions,), -1 for padding; sized for the worst routing, from shapes only.
 
         counts 3 0 2, alignment 4      rows 0 1 2 3 4 -> places 0 1 2 4 5      experts 0 0 0 -1 2 2 -1 -1 ...
     """
@@ -48,7 +47,7 @@ def padded_places(counts_L: Tensor, num_rows: int, alignment: int) -> tuple[Tens
 
 
 def widened(part: Tensor, rows: int) -> Tensor:
-    """Blocks of more rows; what is added is zero."""
+    """Blocks padded with zero rows."""
     made = torch.zeros((part.shape[0], rows, part.shape[2]), dtype=part.dtype, device=part.device)
     if part.element_size() == 1:
         made.view(torch.uint8)[:, : part.shape[1]] = part.view(torch.uint8)
@@ -71,7 +70,7 @@ def stacked(weights: Weights) -> ExpertWeights:
 
 
 def scales_of(q: QuantTensor) -> Tensor:
-    """In f32, whatever they are held in."""
+    """Scales in f32, whatever their dtype."""
     assert q.scales is not None
     return q.scales.to(torch.float32)
 
@@ -80,13 +79,13 @@ BLOCK = 128
 MASKED_ROWS = 64
 """Blocks of the masked GEMM hold a multiple of this (DeepGEMM issue 268)."""
 LAYOUT = "deep_gemm"
-"""Of weights whose scales are packed, which only Blackwell wants."""
+"""Layout of weights with packed scales, used only on Blackwell."""
 HOPPER, BLACKWELL = 9, 10
 """Major compute capabilities with kernels."""
 NEEDED = (
     "m_grouped_fp8_fp4_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_masked", "transform_sf_into_required_layout",
 )  # fmt: skip
-"""Names that the library and its fork share; older ones have neither FP4 nor these."""
+"""Functions of both the library and its fork; older versions have neither FP4 nor these."""
 
 
 @EXPERTS.register("deep_gemm")
@@ -112,7 +111,9 @@ class DeepGemmExperts(FusedExperts):
     )
 
     def __init__(self, context: ExpertsContext) -> None:
-        """Raises LibraryMissing where DeepGEMM is not installed; a CPU gets the emulation that the oracle allowed."""
+        """Raises LibraryMissing if DeepGEMM is not installed; on a CPU the emulation is used, if the oracle allowed
+        it.
+        """
         super().__init__(context)
         self.library: Any = load("deep_gemm", allow_emulated=context.device.type == "cpu")
         _expect_recent(self.library)
@@ -123,7 +124,7 @@ class DeepGemmExperts(FusedExperts):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Beside the traits: whole blocks in both directions, and what each architecture multiplies."""
+        """Adds to the traits: whole blocks in both dimensions, and the formats of each architecture."""
         reasons, kind = super().reasons_against(problem), problem.config.model.quant.kind
         if kind in cls.traits.weights:
             reasons += _arch_reasons(problem)
@@ -139,7 +140,7 @@ class DeepGemmExperts(FusedExperts):
 
     @classmethod
     def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
-        """A model of the library's published rates; the adapter has met the emulation only."""
+        """An estimate from the library's published rates; the adapter has been tested only with the emulation."""
         return None, "model; not yet measured"
 
     @classmethod
@@ -149,7 +150,7 @@ class DeepGemmExperts(FusedExperts):
         return padded * (3 * problem.config.model.hidden_size + 5 * problem.intermediate)
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> ExpertWeights:
-        """One stack on the device, its scales as the architecture wants them.
+        """One stack on the device, with scales in the layout of the architecture.
 
         Raises UnsupportedError for experts of different sizes.
         """
@@ -163,7 +164,7 @@ class DeepGemmExperts(FusedExperts):
         return ExpertWeights(w13, w2, LAYOUT if packed else weights.layout, weights.gated)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """Multiply in the layout the tokens have; nothing is read on the host."""
+        """Apply the experts in the layout of the tokens, without host synchronisation."""
         assert isinstance(weights, ExpertWeights)
         if isinstance(tokens, GroupedTokens):
             return ExpertOutput(self._contiguous(tokens, weights), OutputStage.RAW)
@@ -190,7 +191,7 @@ class DeepGemmExperts(FusedExperts):
             return d
 
         wide = multiply((x.view(torch.float8_e4m3fn), self._of_rows(spread)), weights.w13)
-        # Rows of padding hold whatever was there; they are rounded with the others and never read again.
+        # Padding rows are undefined; they are quantised with the others and not read again.
         hidden, made = self._between(wide, gated=weights.gated)
         return multiply((hidden, self._of_rows(made)), weights.w2)[place_N]
 
@@ -215,7 +216,7 @@ class DeepGemmExperts(FusedExperts):
         return multiply((hidden.view(slots, room, -1), made), weights.w2)[:, :given]
 
     def _between(self, wide: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
-        """Activation and quantisation of hidden rows: one kernel where Triton has a GPU, the reference elsewhere."""
+        """Activation and quantisation of hidden rows: one Triton kernel on GPUs, else the reference."""
         context, name = self.context, self.context.activation
         alpha, limit = context.swiglu_alpha, context.swiglu_limit
         if self.fused and gated:
@@ -227,13 +228,13 @@ class DeepGemmExperts(FusedExperts):
         return quantize_rows(hidden, self.group, power_of_two=self.power_of_two)
 
     def _rounded(self, x: QuantTensor) -> tuple[Tensor, Tensor]:
-        """Codes and f32 scales; tokens that came in the scheme are not rounded twice."""
+        """Codes and f32 scales; tokens already in the scheme are not quantised again."""
         q = x if x.scheme == self.context.compute else self.context.compute.quantize(x.dequantize(torch.bfloat16))
         assert q.scales is not None
         return q.values, q.scales.to(torch.float32)
 
     def _of_rows(self, scales: Tensor) -> Tensor:
-        """Scales of rows (m, k / group) or (L, m, k / group) f32, as the architecture wants them."""
+        """Scales of rows (m, k / group) or (L, m, k / group) f32, in the layout of the architecture."""
         batch, (m, groups) = scales.shape[:-2], scales.shape[-2:]
         recipe = ((1, BLOCK, BLOCK), True) if self.group == BLOCK else ((1, self.group), None)
         made: Tensor = self.library.transform_sf_into_required_layout(
@@ -258,7 +259,7 @@ class DeepGemmExperts(FusedExperts):
         return QuantTensor(values.view(torch.int8) if four else values, scales, q.scheme)
 
     def _recipes(self, scheme: QuantScheme) -> dict[str, tuple[int, int]]:
-        """How many rows and columns share a scale; what the library assumes of FP8 blocks need not be said."""
+        """Rows and columns per scale; omitted for FP8 blocks, which are the library's default."""
         each = (1, self.group)
         return {"recipe_a": each, "recipe_b": each} if scheme.per_byte == 2 else {}
 
@@ -280,7 +281,7 @@ def _arch_reasons(problem: Problem) -> list[Reason]:
 
 
 def _expect_recent(library: Any) -> None:
-    """Raise LibraryMissing for a DeepGEMM without the names of the version this is written for."""
+    """Raise LibraryMissing for a DeepGEMM without the required functions."""
     lacking = [name for name in NEEDED if not hasattr(library, name)]
     if lacking:
         raise LibraryMissing(

@@ -1,13 +1,10 @@
-"""Experts by FlashInfer's `cutlass_fused_moe`: routing rows in, weighted sums out, one call of the library.
+"""Experts by FlashInfer's `cutlass_fused_moe`: one library call from routed rows to weighted sums.
 
-Choose it where FlashInfer is installed and four-bit weights meet Blackwell, or to compare on Hopper. It reads up rows
-before gate rows: weights are turned round once, at load. Tokens come in the layer's dtype and the library rounds them,
-except where it wants codes (calibrated FP8, MXFP8). Read at FlashInfer 0.6.18 to 0.7.2 (github.com/flashinfer-ai/
-flashinfer, flashinfer/fused_moe/core.py) and at its call in vLLM 0.33.
-
-Where a call of FlashInfer writes: bf16 rows, straight into the tensor that is asked for wherever it can be used.
-
-What a backend of FlashInfer serves of one type of weights, and every reason that follows from it.
+Use it for four-bit weights on Blackwell, or for comparisons on Hopper, if FlashInfer is installed. It reads up rows
+before gate rows: weights are reordered once, at load. Tokens are passed in the layer's dtype and quantised by the
+library, except for formats it takes as codes (calibrated FP8, MXFP8). Read at FlashInfer 0.6.18 to 0.7.2
+(github.com/flashinfer-ai/ flashinfer, flashinfer/fused_moe/core.py) and at its call in vLLM 0.33. The library writes
+bf16 rows, directly into the output tensor if possible.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
-from moe_mk.experts.flashinfer.cutlass_weights import CutlassWeights, turned_round
+from moe_mk.experts.flashinfer.cutlass_weights import CutlassWeights, reordered
 from moe_mk.external.library import load
 from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.layouts import ScaleLayout, lay_out
@@ -36,23 +33,23 @@ Arch = tuple[int, int]
 
 @dataclass(frozen=True)
 class Served:
-    """One type of weights as a library serves it, with its limits."""
+    """The support of one weight format by the library, with its limits."""
 
     activations: tuple[str, ...]
-    """Families the products can have: "plain", or what tokens are rounded to."""
+    """Activation families of the products: "plain", or a quantised family."""
     multiple: int
-    """The hidden and the intermediate size are multiples of this."""
+    """The hidden and the intermediate size must be multiples of this."""
     oldest: Arch = (9, 0)
     newest: Arch | None = None
     """First and last compute capability with kernels for it; None: all newer ones."""
     calibrated: bool = False
-    """Whether activations need a scale that is known beforehand."""
+    """Whether activations need a static scale."""
     flags: Mapping[str, bool] | None = None
-    """What a call says beside the tensors."""
+    """Keyword arguments of a call besides the tensors."""
 
 
 def reasons_of_served(problem: Problem, served: Served) -> Iterator[Reason]:
-    """Of architecture, plain weights, activations and sizes, in this order."""
+    """Reasons of architecture, plain weights, activations and sizes, in this order."""
     yield from _arch_reasons(problem, served)
     if isinstance(problem.weights, Plain) and problem.weights != problem.dtype:
         text = f"reads plain weights in the layer's {problem.dtype.name} alone, the experts are {problem.weights.name}"
@@ -65,7 +62,7 @@ def reasons_of_served(problem: Problem, served: Served) -> Iterator[Reason]:
 
 
 def _arch_reasons(problem: Problem, served: Served) -> Iterator[Reason]:
-    """Why a CUDA device has no kernels for the weights; a profile without a compute capability is not asked."""
+    """Reasons why a CUDA device has no kernels for the weights; none for profiles without a compute capability."""
     arch, name = problem.device.arch, problem.weights.name
     if problem.device.kind != "cuda" or arch is None:
         return
@@ -94,7 +91,7 @@ def _digits(arch: Arch) -> str:
 
 
 def summed_rows(tokens: RowTokens, wide: int, call: Callable[[Tensor], None]) -> ExpertOutput:
-    """Let a call fill (R, wide) rows, unless there are none, and hand over those columns that the tokens have."""
+    """Run a call that fills (R, wide) rows, unless there are none, and return the columns of the tokens."""
     (rows, hidden), asked = tokens.x_RH.shape, tokens.out_RH
     fits = asked is not None and asked.dtype is torch.bfloat16 and asked.is_contiguous() and wide == hidden
     out = (
@@ -148,13 +145,13 @@ class FlashInferCutlassExperts(FusedExperts):
     )
 
     def __init__(self, context: ExpertsContext) -> None:
-        """Raises LibraryMissing where FlashInfer is not installed; a CPU gets the emulation that the oracle allowed."""
+        """Raises LibraryMissing if FlashInfer is not installed; on a CPU the emulation is used, if allowed."""
         super().__init__(context)
         self.library = load("flashinfer.fused_moe.core", allow_emulated=context.device.type == "cpu")
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Beside the traits: the architectures of a type, what it is multiplied with, and sizes."""
+        """Adds to the traits: the architectures, activations and sizes of a weight format."""
         reasons, served = super().reasons_against(problem), SERVED.get(problem.config.model.quant.kind)
         if served is not None:
             reasons += reasons_of_served(problem, served)
@@ -162,20 +159,20 @@ class FlashInferCutlassExperts(FusedExperts):
 
     @classmethod
     def priced(cls, problem: Problem, compute: object) -> tuple[float | None, str]:
-        """A model; the adapter has met the emulated library only."""
+        """The cost model; the adapter has been tested only with the emulated library."""
         return None, "model; never run on a device"
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> CutlassWeights:
-        """Up before gate, scales in the layout and the order that the library takes them in.
+        """Up before gate, scales in the layout and order of the library.
 
-        Raises UnsupportedError for an activation that the library has only with, or only without, a gate.
+        Raises UnsupportedError for an activation that the library supports only with, or only without, a gate.
         """
         if isinstance(weights, CutlassWeights):
             return weights
-        return turned_round(weights, self.context, ACTIVATIONS)
+        return reordered(weights, self.context, ACTIVATIONS)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """One call; -1 becomes the number of experts, which is nobody's."""
+        """One call; -1 is replaced by the number of experts, which is out of range and ignored."""
         assert isinstance(tokens, RowTokens) and isinstance(weights, CutlassWeights)
         return summed_rows(tokens, self.context.hidden_size, lambda out: self._call(tokens, weights, out))
 
@@ -190,9 +187,9 @@ class FlashInferCutlassExperts(FusedExperts):
         )  # fmt: skip
 
     def _input(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
-        """Rows and, where they are codes of groups, their scales in tiles; else rows in bf16, for the library to round.
+        """Codes with group scales in tiles, or bf16 rows, which the library quantises.
 
-        NVFP4 rows that came as such stay as they are; others the library rounds under the same global scale.
+        NVFP4 rows are passed unchanged; others are quantised by the library with the same global scale.
         """
         compute = self.context.compute
         arrived = x.scheme == compute

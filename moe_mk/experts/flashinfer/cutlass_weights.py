@@ -1,4 +1,4 @@
-"""Weights as FlashInfer's CUTLASS experts read them: up rows before gate rows, and a list of scales a type.
+"""Weights for FlashInfer's CUTLASS experts: up rows before gate rows, and a list of scales per format.
 
     bf16         no scales
     fp8_block    w13 (L, 2I / 128, H / 128) and w2 (L, H / 128, I / 128), f32
@@ -6,7 +6,7 @@
     nvfp4        1 / the input's, w13's in tiles, both global ones multiplied (L); the same for hidden rows and w2
     mxfp4        w13's in tiles, ones (L), w2's in tiles, ones (L)
 
-Four-bit values are handed over as int64, tiles of scales (128 x 4 bytes) as int32.
+Four-bit values are passed as int64, tiles of scales (128 x 4 bytes) as int32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYOUT = "flashinfer_cutlass"
 
 @dataclass(frozen=True)
 class CutlassWeights:
-    """The experts of one rank in the order the library reads."""
+    """The experts of one rank in the library's order."""
 
     w13: Tensor
     """(L, 2I, H) of values: up rows, then gate rows; (L, I, H) without a gate."""
@@ -44,7 +44,7 @@ class CutlassWeights:
     kind: str
     """Key of SERVED."""
     activation: str
-    """Its name in the library."""
+    """The name of the activation in the library."""
     gated: bool
     layout: str = LAYOUT
 
@@ -59,16 +59,14 @@ class CutlassWeights:
         return sum(t.numel() * t.element_size() for t in (self.w13, self.w2, *self.quant_scales))
 
     def slot(self, index: int) -> SlotWeights:
-        """Not to be had: rows are turned round and scales multiplied."""
+        """Not supported: rows are reordered and scales multiplied."""
         raise UnsupportedError(
             f"expert {index} cannot be read back", [f"layout {self.layout!r} belongs to its backend"]
         )
 
 
-def turned_round(
-    weights: Weights, context: ExpertsContext, activations: Mapping[tuple[str, bool], str]
-) -> CutlassWeights:
-    """Copy every expert into the library's order. Raises UnsupportedError for an activation it does not have."""
+def reordered(weights: Weights, context: ExpertsContext, activations: Mapping[tuple[str, bool], str]) -> CutlassWeights:
+    """Copy every expert in the library's order. Raises UnsupportedError for an unsupported activation."""
     name = activations.get((context.activation, weights.gated))
     if name is None:
         served = ", ".join(f"{act} {'with' if gated else 'without'} a gate" for act, gated in activations)
@@ -86,13 +84,13 @@ def turned_round(
 
 
 def above(parts: list[QuantTensor], index: int) -> QuantTensor:
-    """Matrices above each other, under one scale where the type has one for all.
+    """Concatenated matrices with one scale, for formats with one scale per matrix.
 
-    Where those differ, the matrices are rounded once more under a common one: the library has room for one an expert.
+    If the scales differ, the matrices are requantised with a common one, because the library takes one per expert.
     """
     scheme, whole = parts[0].scheme, [q.scales if q.scheme.block == (WHOLE, WHOLE) else q.global_scale for q in parts]
     if any(one is not None and not torch.equal(one.reshape(-1)[:1], whole[0].reshape(-1)[:1]) for one in whole[1:]):  # type: ignore[union-attr]
-        LOGGER.warning("gate and up of expert %d have scales of their own; rounded once more to share one", index)
+        LOGGER.warning("gate and up of expert %d have different scales; requantised to one scale", index)
         return scheme.quantize(torch.cat([q.dequantize(torch.float32) for q in parts]))
     values = torch.cat([q.values.view(torch.uint8) for q in parts]).view(parts[0].values.dtype)
     scales = parts[0].scales
@@ -110,7 +108,7 @@ def _values(stack: list[QuantTensor]) -> Tensor:
 def _scales(
     first: list[QuantTensor], second: list[QuantTensor], context: ExpertsContext
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """The type and its list of scales."""
+    """The format and its list of scales."""
     scheme, compute = first[0].scheme, context.compute
     if isinstance(scheme, Plain):
         return "plain", ()
@@ -136,7 +134,7 @@ def _blocks(stack: list[QuantTensor]) -> Tensor:
 
 
 def _wholes(stack: list[QuantTensor], factor: float) -> Tensor:
-    """The scale of a whole matrix times that of its activations, one an expert."""
+    """The scale of a whole matrix times that of its activations, one per expert."""
     found = [q.scales if q.scheme.block == (WHOLE, WHOLE) else q.global_scale for q in stack]
     return torch.stack([one.reshape(-1)[0] for one in found if one is not None]).to(torch.float32) * factor
 

@@ -1,8 +1,8 @@
-"""Experts by FlashInfer's TRT-LLM kernels for Blackwell: rows and their routing in, weighted sums out, one call.
+"""Experts by FlashInfer's TRT-LLM kernels for Blackwell: one call from routed rows to weighted sums.
 
-Choose it on sm_100 for FP8 blocks, MXFP8, NVFP4, MXFP4 (with MXFP8 or bf16 rows) and bf16. The entry points taken are
-those for tokens that are routed already, so that any router and any transport go with it; the library sorts rows, does
-both products, the activation, and the weighted sum. Read at FlashInfer 0.7.0 to 0.7.2 (github.com/flashinfer-ai/
+Use it on sm_100 for FP8 blocks, MXFP8, NVFP4, MXFP4 (with MXFP8 or bf16 rows) and bf16. The adapter uses the
+entry points for routed tokens, which work with any router and transport; the library sorts rows and computes both
+products, the activation, and the weighted sum. Read at FlashInfer 0.7.0 to 0.7.2 (github.com/flashinfer-ai/
 flashinfer, flashinfer/fused_moe/core.py and csrc/trtllm_fused_moe_kernel_launcher.cu).
 """
 
@@ -29,7 +29,7 @@ from moe_mk.weights.expert_weights import Weights
 from moe_mk.weights.scan import Progress
 
 BLACKWELL, NEWEST = (10, 0), (10, 9)
-"""The library has its kernels for sm_100, sm_103 and sm_107; built for sm_120 they fail when they are run."""
+"""The library has kernels for sm_100, sm_103 and sm_107; built for sm_120 they fail at run time."""
 
 SERVED: Mapping[str, Served] = {
     "plain": Served(("plain",), 128, BLACKWELL, NEWEST),
@@ -38,19 +38,19 @@ SERVED: Mapping[str, Served] = {
     "nvfp4": Served(("nvfp4",), 128, BLACKWELL, NEWEST),
     "mxfp4": Served(("mxfp8", "plain"), 32, BLACKWELL, NEWEST),
 }
-"""By value of `quant.kind`. MXFP4 experts of other sizes than the tiles' are filled up."""
+"""By value of `quant.kind`. MXFP4 experts are padded to multiples of the tile size."""
 
 NO_BF16_ROWS = (10, 3)
-"""Where MXFP4 weights go with MXFP8 rows only (FlashInfer issue 1754)."""
+"""Architectures that support MXFP4 weights only with MXFP8 rows (FlashInfer issue 1754)."""
 MOST_CHOICES, MOST_EXPERTS = 32, 2048
-"""Of a token, and of a call with the one that is nobody's: what the library's sorting of rows is compiled for."""
+"""Limits of the library's row sorting: experts per token, and experts of a call including the unassigned one."""
 OLDEST_LIBRARY = (0, 7)
-"""Since then ids and f32 weights are taken apart; before, weights were bf16 in the ids' lower halves."""
+"""First version with separate ids and f32 weights; before, bf16 weights were in the lower halves of the ids."""
 
 
 @EXPERTS.register("flashinfer_trtllm")
 class FlashInferTrtllmExperts(FusedExperts):
-    """One call for routed rows; weights are shuffled once, at load, and can be had back."""
+    """One call for routed rows; weights are shuffled once, at load, and can be restored."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="FlashInfer's TRT-LLM experts on Blackwell: FP8 blocks, MXFP8, NVFP4, MXFP4 and bf16",
@@ -65,14 +65,14 @@ class FlashInferTrtllmExperts(FusedExperts):
         biases=True,
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({128}),
-        bandwidth=0.8,  # vLLM 0.33 takes it before all others on Blackwell
+        bandwidth=0.8,  # vLLM 0.33 prefers it on Blackwell
         compute=0.7,
         launches=6,
-        deterministic=False,  # the library promises nothing, and its tuner may take another kernel next time
+        deterministic=False,  # not guaranteed by the library, whose tuner may select other kernels
     )
 
     def __init__(self, context: ExpertsContext) -> None:
-        """Raises LibraryMissing where FlashInfer 0.7 is not installed; a CPU gets the emulation the oracle allowed."""
+        """Raises LibraryMissing if FlashInfer 0.7 is not installed; on a CPU the emulation is used, if allowed."""
         super().__init__(context)
         self.library: Any = load("flashinfer.fused_moe.core", allow_emulated=context.device.type == "cpu")
         _expect_recent(installed_version("flashinfer"))
@@ -80,16 +80,16 @@ class FlashInferTrtllmExperts(FusedExperts):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Beside the traits: what a type is multiplied with and where, sizes, choices, clamps and biases."""
+        """Adds to the traits: activations and architectures of a format, sizes, choices, clamps and biases."""
         reasons, kind = super().reasons_against(problem), problem.config.model.quant.kind
         if kind in SERVED:
-            reasons += [r for r in reasons_of_served(problem, SERVED[kind]) if not _told(r, reasons)]
+            reasons += [r for r in reasons_of_served(problem, SERVED[kind]) if not _is_too_old(r, reasons)]
             reasons += _own_reasons(problem, kind)
         return reasons
 
     @classmethod
     def priced(cls, problem: Problem, compute: object) -> tuple[float | None, str]:
-        """A model; the adapter has met the emulated library only."""
+        """The cost model; the adapter has been tested only with the emulated library."""
         return None, "model; never run on a device"
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> TrtllmWeights:
@@ -100,7 +100,7 @@ class FlashInferTrtllmExperts(FusedExperts):
         return shuffled_weights(weights, "fp8_block" if kind == "fp8" else kind, self.context)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """One call; -1 becomes an expert of another rank, of which the library makes nothing."""
+        """One call; -1 is replaced by an expert of another rank, which the library ignores."""
         assert isinstance(tokens, RowTokens) and isinstance(weights, TrtllmWeights)
         return summed_rows(tokens, weights.room[1], lambda out: self._call(tokens, weights, out))
 
@@ -120,7 +120,7 @@ class FlashInferTrtllmExperts(FusedExperts):
         if weights.kind in ("fp8_block", "mxfp8"):
             core.trtllm_fp8_block_scale_routed_moe(
                 routing, None, x, scales, w13.values, w13.scales, w2.values, w2.scales, use_shuffled_weight=True,
-                **self._fp8_form(weights.kind), **common,
+                **self._fp8_format(weights.kind), **common,
             )  # fmt: skip
             return
         assert w13.scales is not None and w2.scales is not None
@@ -132,7 +132,7 @@ class FlashInferTrtllmExperts(FusedExperts):
         )  # fmt: skip
 
     def _common(self, weights: TrtllmWeights, *, top_k: int) -> dict[str, Any]:
-        """What every entry point is told: this rank's experts come first, then room for those that are nobody's."""
+        """Common arguments of all entry points: this rank's experts come first, then one unassigned expert."""
         slots = weights.num_slots
         return self.clamp | {
             "num_experts": -(-max(slots + 1, top_k + 1) // 4) * 4, "top_k": top_k, "n_group": None, "topk_group": None,
@@ -141,17 +141,16 @@ class FlashInferTrtllmExperts(FusedExperts):
             "activation_type": int(self.library.ActivationType.Swiglu),
         }  # fmt: skip
 
-    def _fp8_form(self, kind: str) -> dict[str, Any]:
+    def _fp8_format(self, kind: str) -> dict[str, Any]:
         core, panels = self.library, ORDERS[kind].panels
-        form = core.Fp8QuantizationType.DeepSeekFp8 if kind == "fp8_block" else core.Fp8QuantizationType.MxFp8
+        format = core.Fp8QuantizationType.DeepSeekFp8 if kind == "fp8_block" else core.Fp8QuantizationType.MxFp8
         layout = core.WeightLayout.BlockMajorK if panels else core.WeightLayout.MajorK
-        return {"fp8_quantization_type": form, "weight_layout": int(layout)}
+        return {"fp8_quantization_type": format, "weight_layout": int(layout)}
 
     def _wholes(self, weights: TrtllmWeights) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What up, gate and the output are multiplied with, for each expert; None where groups have all the scales.
+        """Factors of up, gate and the output for each expert; None if groups have all scales.
 
-        Hidden rows are rounded under the global scale of rows, and up alone is divided by it: silu has the gate as it
-        is.
+        Hidden rows are quantised with the global scale of rows; only up is divided by it, because silu is not linear.
         """
         compute, first, second = self.context.compute, weights.w13.whole, weights.w2.whole
         if first is None or second is None:
@@ -160,7 +159,7 @@ class FlashInferTrtllmExperts(FusedExperts):
         return first.clone(), first * rows, second * rows
 
     def _input(self, x: QuantTensor, weights: TrtllmWeights) -> tuple[Tensor, Tensor | None]:
-        """Codes and the scales of their groups, or bf16 rows, as the type wants them; nothing is rounded twice."""
+        """Codes and group scales, or bf16 rows, as required by the format; codes are not quantised again."""
         compute, kind, wide = self.context.compute, weights.kind, weights.room[1]
         if isinstance(compute, Plain):
             plain = x.dequantize(torch.bfloat16)
@@ -176,7 +175,7 @@ class FlashInferTrtllmExperts(FusedExperts):
 
 
 def _clamp(context: ExpertsContext) -> dict[str, Tensor | None]:
-    """Slope of the sigmoid, what is added to up, and the limit, for each expert; None where SwiGLU is plain."""
+    """Slope of the sigmoid, offset of up, and limit, for each expert; None for plain SwiGLU."""
     oai = context.activation == "swiglu_oai"
     asked = {
         "gemm1_alpha": context.swiglu_alpha if oai else None,
@@ -211,13 +210,13 @@ def _own_reasons(problem: Problem, kind: str) -> list[Reason]:
     return reasons
 
 
-def _told(reason: Reason, reasons: list[Reason]) -> bool:
-    """Whether the traits have said that the device is too old, so that a type's own limit need not say it again."""
+def _is_too_old(reason: Reason, reasons: list[Reason]) -> bool:
+    """Whether the reasons of the traits already cover this reason about the architecture."""
     return reason.code == "arch" and any(each.code == "arch" for each in reasons)
 
 
 def _expect_recent(found: str | None) -> None:
-    """Raise LibraryMissing for a FlashInfer that takes no f32 weights apart from ids. None: the emulation."""
+    """Raise LibraryMissing for a FlashInfer without separate f32 weights. None: the emulation."""
     parts = (found or "").split(".")
     if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
         return

@@ -1,4 +1,4 @@
-"""Weights as FlashInfer's TRT-LLM experts read them: up before gate, rows shuffled for the tensor cores, and back.
+"""Weights for FlashInfer's TRT-LLM experts: up before gate, rows shuffled for the tensor cores; invertible.
 
     type         rows of w13              shuffled by   columns                  scales
     bf16         up and gate alternate    32            128 bytes by 128 bytes   none
@@ -8,8 +8,8 @@
     mxfp4        up and gate alternate    32            as they are              rows shuffled alike, in tiles
 
 Shuffled by 32: of every 32 rows, (0 4 8 ... 28) (1 5 ... 29) (2 ...) (3 ...); by 16: (0 2 4 ... 14) (1 3 ... 15).
-w2 is shuffled likewise and has no halves. MXFP4 matrices whose sizes fit no tile are filled up with zeros (gpt-oss:
-2,880 to 3,072). All of it only moves bytes, so `slot` gives every matrix back bit for bit.
+w2 is shuffled in the same way, without halves. MXFP4 matrices are padded with zeros to whole tiles (gpt-oss: 2,880 to
+3,072). Only bytes are moved, so `slot` restores every matrix bit for bit.
 Source: flashinfer-ai/flashinfer, flashinfer/fused_moe/prepare.py at 0.7.2, and its tests for blocks of FP8.
 """
 
@@ -31,32 +31,32 @@ from moe_mk.weights.expert_weights import SlotBiases, SlotWeights, Weights, narr
 
 LAYOUT = "flashinfer_trtllm"
 LANES = 8
-"""Rows of a stripe that lie side by side before the next of their neighbours do."""
+"""Rows of a stripe that are contiguous after shuffling."""
 PANEL = 128
-"""Bytes of a row that lie together where columns are cut."""
+"""Bytes of a row in one column panel."""
 FILL = 256
-"""Sizes are filled up to a multiple of this, which every tile of the library divides; vLLM 0.33 does the same."""
+"""Sizes are padded to multiples of this, which every tile of the library divides, as in vLLM 0.33."""
 ONE = 127
 """1.0 as an E8M0 byte."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Where the bytes of a type lie."""
+    """The byte order of a format."""
 
     alternate: bool
     """Whether rows of up and gate alternate; else up's come first, then gate's."""
     stripe: int
-    """Rows that are shuffled among each other."""
+    """Number of rows of one shuffle."""
     panels: bool = False
-    """Whether columns are cut into panels, one behind the other."""
+    """Whether columns are split into contiguous panels."""
     tiled: bool = False
-    """Whether scales are shuffled with their rows and lie in tiles."""
+    """Whether scales are shuffled with their rows and stored in tiles."""
     fills: bool = False
-    """Whether sizes that no tile fits are filled up."""
+    """Whether sizes are padded to whole tiles."""
 
     def room(self, size: int) -> int:
-        """What a size is filled up to."""
+        """The padded size."""
         return -(-size // FILL) * FILL if self.fills and size % PANEL else size
 
 
@@ -72,18 +72,18 @@ ORDERS: Mapping[str, Order] = {
 
 @dataclass(frozen=True)
 class Stack:
-    """One of the two products of all experts, as the library takes it."""
+    """One projection of all experts, as the library takes it."""
 
     values: Tensor
     scales: Tensor | None
     whole: Tensor | None
-    """(L,) f32, the scales above those of groups; None where the type has none."""
+    """(L,) f32, the global scales; None if the format has none."""
     bias: Tensor | None
     """(L, rows) f32, in the order of the rows."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of everything."""
+        """Bytes of all tensors."""
         return sum(t.nbytes for t in (self.values, self.scales, self.whole, self.bias) if t is not None)
 
 
@@ -102,7 +102,7 @@ class TrtllmWeights:
 
     @property
     def room(self) -> tuple[int, int]:
-        """What (I, H) are filled up to."""
+        """The padded (I, H)."""
         order, (inner, hidden) = ORDERS[self.kind], self.shape
         return order.room(inner), order.room(hidden)
 
@@ -117,7 +117,7 @@ class TrtllmWeights:
         return self.w13.num_bytes + self.w2.num_bytes
 
     def slot(self, index: int) -> SlotWeights:
-        """One expert as it was before, bit for bit; a copy."""
+        """One expert in its stored format, bit for bit; a copy."""
         (inner, hidden), (tall, wide), order = self.shape, self.room, ORDERS[self.kind]
         both = _restored(self.w13, index, (2 * tall, wide), self.scheme, order, halves=True)
         down = _restored(self.w2, index, (wide, tall), self.scheme, order, halves=False)
@@ -131,7 +131,7 @@ class TrtllmWeights:
 
 
 def shuffled_weights(weights: Weights, kind: str, context: ExpertsContext) -> TrtllmWeights:
-    """Copy every expert into the library's order. Raises UnsupportedError for experts without a gate."""
+    """Copy every expert in the library's order. Raises UnsupportedError for experts without a gate."""
     if not weights.gated:
         raise UnsupportedError(
             "flashinfer_trtllm cannot compute experts without a gate", ["use experts='flashinfer_cutlass'"]
@@ -155,7 +155,7 @@ def shuffled_weights(weights: Weights, kind: str, context: ExpertsContext) -> Tr
 
 
 def filled(q: QuantTensor, rows: int, columns: int) -> QuantTensor:
-    """Zeros behind the rows and columns of MXFP4 or MXFP8; other types come with sizes that need none."""
+    """Rows and columns of MXFP4 or MXFP8 padded with zeros; other formats need no padding."""
     down, across = rows - q.shape[0], columns - q.shape[1]
     if not down and not across:
         return q
@@ -167,7 +167,7 @@ def filled(q: QuantTensor, rows: int, columns: int) -> QuantTensor:
 
 
 def out_of_order(rows: Tensor, order: Order, *, halves: bool) -> Tensor:
-    """Rows of (M, B) in the library's order. halves: whether they are those of up, then those of gate."""
+    """Rows of (M, B) in the library's order. halves: whether they are up rows, then gate rows."""
     if halves and order.alternate:
         rows = torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
     stripes = rows.reshape(-1, LANES, order.stripe // LANES, rows.shape[1])
@@ -175,7 +175,7 @@ def out_of_order(rows: Tensor, order: Order, *, halves: bool) -> Tensor:
 
 
 def in_order(rows: Tensor, order: Order, *, halves: bool) -> Tensor:
-    """The reverse of `out_of_order`."""
+    """The inverse of `out_of_order`."""
     stripes = rows.reshape(-1, order.stripe // LANES, LANES, rows.shape[1])
     rows = stripes.transpose(1, 2).reshape(rows.shape)
     return torch.cat([rows[0::2], rows[1::2]]) if halves and order.alternate else rows

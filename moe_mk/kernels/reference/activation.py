@@ -1,4 +1,4 @@
-"""Gate activations by name: what stands between the two GEMMs of an expert.
+"""Gate activations by name, applied between the two GEMMs of an expert.
 
 Reads gate (m, i) or None and up (m, i), writes (m, i) in the dtype of `up`. silu * mul is SwiGLU.
 """
@@ -22,7 +22,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 def activation(name: str, gate: Tensor | None, up: Tensor, *, alpha: float = 1.0, limit: float | None = None) -> Tensor:
     """act(gate) * up, or act(up) for an expert without a gate.
 
-    alpha, limit: of the clamped kinds, "swiglu_limit" and "swiglu_oai"; the others take no notice.
+    alpha, limit: of the clamped kinds, "swiglu_limit" and "swiglu_oai"; others ignore them.
     """
     if name in CLAMPED:
         assert gate is not None, f"{name} needs a gate"
@@ -31,7 +31,7 @@ def activation(name: str, gate: Tensor | None, up: Tensor, *, alpha: float = 1.0
 
 
 def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    """The gate from above, up from both sides."""
+    """Clamp the gate from above and up from both sides."""
     if limit is None:
         return gate, up
     return gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -41,7 +41,7 @@ CLAMPED: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "swiglu_limit": lambda gate, up, alpha: functional.silu(gate) * up,
     "swiglu_oai": lambda gate, up, alpha: gate * torch.sigmoid(alpha * gate) * (up + 1.0),
 }
-"""SwiGLU behind clamps: DeepSeek-V4's, and gpt-oss's with a slope in the sigmoid and one added to up.
+"""Clamped SwiGLU: DeepSeek-V4's, and gpt-oss's with a slope in the sigmoid and one added to up.
 
 Source: DeepseekV4MLP and GptOssExperts of transformers 5.23.
 """

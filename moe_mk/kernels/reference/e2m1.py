@@ -14,9 +14,9 @@ E2M1_MAX = 6.0
 
 
 def encode(x: Tensor) -> Tensor:
-    """f32 numbers to the nearest codes (uint8, 0 to 15), ties to even; what is too large, NaN included, becomes 6."""
+    """f32 numbers to the nearest codes (uint8, 0 to 15), ties to even; larger values and NaN become 6."""
     size = torch.nan_to_num(x.to(torch.float32).abs(), nan=E2M1_MAX).clamp_max(E2M1_MAX)
-    # Codes count on in steps of a half below 2, of 1 below 4, of 2 from there: whole steps, and 2 codes more a binade.
+    # The spacing of codes is 0.5 below 2, 1 below 4, and 2 above; each further binade has 2 codes.
     binade = (size >= 2.0).to(torch.float32) + (size >= 4.0).to(torch.float32)
     codes = torch.round(size * 2.0 * torch.exp2(-binade)) + 2.0 * binade
     return codes.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
@@ -40,7 +40,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def swap_nibbles(packed: Tensor) -> Tensor:
-    """From files that hold the even column in the high four bits, or to them; its own inverse."""
+    """Convert from or to files with the even column in the high four bits; its own inverse."""
     return (packed << 4) | (packed >> 4)
 
 

@@ -1,7 +1,7 @@
 """Group-limited top-k routing: keep the best groups of experts, then choose k experts inside them.
 
 Reads logits (T, E) and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). No synchronisation, no
-value-dependent shapes. Experts of one group are neighbours: group g holds ids [g * E/G, (g + 1) * E/G).
+value-dependent shapes. Experts of one group are contiguous: group g holds ids [g * E/G, (g + 1) * E/G).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def grouped_topk(
     routed_scaling_factor: float,
     score_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Choose each token's top_k experts inside its topk_group best groups, weighed by their unbiased scores.
+    """Choose each token's top_k experts inside its topk_group best groups, weighted by their unbiased scores.
 
     Source: DeepSeek-V2 and -V3 model code (group maximum without a bias, sum of the two best with one).
     """
@@ -38,7 +38,7 @@ def grouped_topk(
 def mask_other_groups(biased_TE: Tensor, num_expert_group: int, topk_group: int, num_counted: int) -> Tensor:
     """Set the experts of all but the topk_group best groups to -inf.
 
-    num_counted: a group counts as the sum of this many of its best experts, or of all where it has fewer.
+    num_counted: the score of a group is the sum of this many best experts, or of all if it has fewer.
     """
     per_group = biased_TE.shape[-1] // num_expert_group
     biased_TGX = biased_TE.reshape(-1, num_expert_group, per_group)

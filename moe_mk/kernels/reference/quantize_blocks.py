@@ -1,4 +1,4 @@
-"""Quantise weights to FP8 e4m3 with one scale for every block of rows x columns, and back.
+"""Quantise weights to FP8 e4m3 with one scale per block of rows x columns, and dequantise.
 
 Reads w (n, k), writes values (n, k) fp8 and scales (ceil(n / rows), ceil(k / columns)) f32. Blocks at the lower and
 right edge may be smaller.
@@ -13,7 +13,7 @@ from moe_mk.kernels.reference.quantize_rows import FP8_MAX, scales_of
 
 
 def quantize_blocks(w: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantise each block of a weight by its own largest magnitude; the scale multiplies on the way back."""
+    """Quantise each block of a weight by its own largest magnitude; the scale multiplies in dequantisation."""
     (n, k), (rows, columns) = w.shape, block
     tall, wide = -(-n // rows), -(-k // columns)
     padded = w.to(torch.float32)
@@ -26,7 +26,7 @@ def quantize_blocks(w: Tensor, block: tuple[int, int], *, power_of_two: bool = F
 
 
 def dequantize_blocks(values: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Multiply each block by its scale in f32 and round once to `dtype`. Leading dimensions are carried along."""
+    """Multiply each block by its scale in f32 and round once to `dtype`. Leading dimensions are preserved."""
     (n, k), (rows, columns) = values.shape[-2:], block
     spread = scales.to(torch.float32).repeat_interleave(rows, dim=-2)[..., :n, :]
     spread = spread.repeat_interleave(columns, dim=-1)[..., :k]

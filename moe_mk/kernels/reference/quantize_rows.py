@@ -31,7 +31,7 @@ def quantize_rows(x: Tensor, group: int, *, power_of_two: bool = False) -> tuple
 
 
 def scales_of(amax: Tensor, *, power_of_two: bool) -> Tensor:
-    """Turn largest magnitudes (f32) into scales; a piece of zeros gets the floor, not a division by zero."""
+    """Convert largest magnitudes (f32) to scales; zeros get the lower bound."""
     scales = amax.clamp_min(AMAX_FLOOR) / FP8_MAX
     return round_up_to_power_of_two(scales) if power_of_two else scales
 
@@ -39,7 +39,7 @@ def scales_of(amax: Tensor, *, power_of_two: bool) -> Tensor:
 def round_up_to_power_of_two(scales: Tensor) -> Tensor:
     """The smallest power of two that is not below each positive f32, exactly: by its exponent, not by log2.
 
-    Infinity and NaN stay, so that what has them comes back as NaN.
+    Infinity and NaN are preserved, so that blocks with them dequantise to NaN.
     """
     mantissa, exponent = torch.frexp(scales)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)

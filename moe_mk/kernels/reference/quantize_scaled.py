@@ -1,8 +1,8 @@
 """Largest magnitudes to scales, for the formats whose scale is f32, a power of two (E8M0), or FP8 under a global scale.
 
 Reads the largest magnitude of each block (f32), writes its scale (f32 that the scale's own format holds exactly). A
-block of zeros gets a scale of 1 or the smallest there is, never 0. NaN or infinity anywhere in a block makes its scale
-NaN, so that it comes back as NaN and never as a plausible number.
+block of zeros gets a scale of 1 or the smallest there is, never 0. NaN or infinity in a block makes its scale NaN,
+so that the block dequantises to NaN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One scale for every block of rows x columns: largest magnitudes, and scales spread over what they scale.
+"""One scale per block of rows x columns: largest magnitudes, and scales repeated over their blocks.
 
 Reads (..., n, k), writes (..., ceil(n / rows), ceil(k / columns)), and back. Blocks at the edges may be smaller; a side
-longer than the matrix is the whole of it. NaN and infinity make the largest magnitude of their block NaN or infinite.
+longer than the matrix spans it. NaN and infinity make the largest magnitude of their block NaN or infinite.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Block = tuple[int, int]
 
 
 def blocks_of(n: int, k: int, block: Block) -> Block:
-    """How many blocks an (n, k) matrix starts, down and across."""
+    """The numbers of blocks of an (n, k) matrix, partial ones included."""
     return -(-n // block[0]), -(-k // block[1])
 
 

@@ -1,7 +1,7 @@
-"""Top-k routing: score every expert, choose k of them, weigh the chosen.
+"""Top-k routing: score every expert, choose k of them, and compute their weights.
 
 Reads logits (T, E) and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). No synchronisation, no
-value-dependent shapes. The pieces are shared with grouped_topk.py.
+value-dependent shapes. The functions are shared with grouped_topk.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def topk(
     e_score_correction_bias: Tensor | None,
     score_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Choose each token's top_k experts over all of them, and weigh the chosen with their unbiased scores."""
+    """Choose each token's top_k experts, weighted by their unbiased scores."""
     scores_TE = expert_scores(router_logits, scoring_func, score_dtype)
     biased_TE = scores_TE if e_score_correction_bias is None else scores_TE + e_score_correction_bias.float()
     weights_TK, ids_TK = weigh_best(scores_TE, biased_TE, top_k, renormalize, routed_scaling_factor)
@@ -51,11 +51,11 @@ def sqrtsoftplus(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The logistic function of f32 values, the same bits for the same value wherever it stands in the tensor.
+    """The logistic function of f32 values, bit-identical for equal values at any position of a tensor.
 
     NOTE: torch.sigmoid on CPU takes one code path in the vector body and another in the tail, in strided tensors and at
     thread boundaries, one ulp apart (seen in 2.13 with AVX-512): equal logits would not tie, and a token's experts
-    could depend on its neighbours. exp and the division have no such seam.
+    could depend on other tokens. exp and the division do not differ by position.
     """
     # Beyond -88 exp(-x) overflows, and its gradient would be 0 * inf.
     return (1.0 + (-x.clamp(min=-88.0)).exp()).reciprocal().masked_fill(x < -88.0, 0.0)
@@ -64,9 +64,9 @@ def sigmoid(x: Tensor) -> Tensor:
 def best(values_TX: Tensor, count: int) -> Tensor:
     """Indices of the `count` greatest values of each row, best first; of equal values the lowest index.
 
-    Each pass relies on argmax answering with the first of equal maxima; torch.topk promises no order among them.
+    Each pass relies on argmax returning the first of equal maxima; torch.topk guarantees no order among them.
     """
-    # -inf marks what has been taken, so a -inf that came in is lifted above it and keeps its turn.
+    # -inf marks chosen entries, so an input of -inf is raised above it and can still be chosen.
     remaining_TX = values_TX.detach().clamp(min=torch.finfo(values_TX.dtype).min)
     found: list[Tensor] = []
     for _ in range(count):
@@ -78,7 +78,7 @@ def best(values_TX: Tensor, count: int) -> Tensor:
 def weigh_best(
     scores_TE: Tensor, biased_TE: Tensor, top_k: int, renormalize: bool, routed_scaling_factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Choose by biased score, weigh by unbiased score; a choice of -inf goes nowhere: id -1, weight 0."""
+    """Choose by biased score, weight by unbiased score; a choice of -inf is dropped: id -1, weight 0."""
     ids_TK = best(biased_TE, top_k)
     nowhere_TK = biased_TE.gather(-1, ids_TK) == -torch.inf
     weights_TK = scores_TE.gather(-1, ids_TK).masked_fill(nowhere_TK, 0.0)
@@ -88,6 +88,6 @@ def weigh_best(
 
 
 def drop_undecidable(weights_TK: Tensor, ids_TK: Tensor, biased_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """Send a token with a NaN among its biased scores nowhere at all: every id -1, every weight 0."""
+    """Drop tokens with a NaN among their biased scores: every id -1, every weight 0."""
     undecidable_T1 = biased_TE.isnan().any(-1, keepdim=True)
     return weights_TK.masked_fill(undecidable_T1, 0.0), ids_TK.masked_fill(undecidable_T1, -1)

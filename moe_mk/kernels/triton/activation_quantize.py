@@ -29,7 +29,7 @@ def activation_quantize(
 ) -> tuple[Tensor, Tensor]:
     """act(gate) * up in f32, each 1 x group piece quantised by its own largest magnitude.
 
-    alpha, limit: of the clamped activations; the others take no notice.
+    alpha, limit: of the clamped activations; others ignore them.
     """
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
     groups = triton.cdiv(width, group)

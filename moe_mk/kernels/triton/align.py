@@ -1,8 +1,8 @@
-"""Sort assignments by local expert on the device, and cut each expert's rows into tiles.
+"""Sort assignments by local expert on the device, and split each expert's rows into tiles.
 
-Reads ids (R, K), writes the order (R * K) and the tile list; assignments of -1 come last and are in no tile. Stable:
-rows of one expert keep their order, so that equal inputs give equal bits. Up to SMALL assignments one program compares
-all pairs; beyond, chunks count, a prefix over chunks and experts follows, and chunks place their assignments.
+Reads ids (R, K), writes the order (R * K) and the tile list; assignments of -1 come last and are in no tile. The sort
+is stable, so that equal inputs give equal bits. Up to SMALL assignments one program compares all pairs; with more,
+chunks are counted, a prefix sum runs over chunks and experts, and chunks write their assignments.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Alignment:
     """int32: the assignment r * K + k at each position; those of -1 are behind the last tile."""
     tiles: TileMap
     ids_RK: Tensor
-    """As given; with shared experts one column more, of the last slot."""
+    """The given ids; with shared experts one more column, of the last slot."""
     weights_RK: Tensor | None
-    """As given; with shared experts one column more, of ones."""
+    """The given weights; with shared experts one more column of ones."""
 
 
 def align(
     ids_RK: Tensor, num_slots: int, tile_rows: int, *, empty: Empty = torch.empty, beside: Tensor | None = None
 ) -> Alignment:
-    """Sort the assignments of received rows by local slot; no synchronisation, sizes depend on shapes alone.
+    """Sort the assignments of received rows by local slot; no synchronisation, sizes depend only on shapes.
 
-    beside: the routing weights, f32, where every row visits the last slot as well, with weight 1 (shared experts).
+    beside: the routing weights, f32, if the last slot is applied to every row with weight 1 (shared experts).
     """
     aligned, given = room_of(ids_RK, num_slots, tile_rows, empty, beside), (ids_RK, beside)
     num, tiles = aligned.ids_RK.numel(), aligned.tiles
@@ -56,7 +56,7 @@ def align(
 
 
 def room_of(ids_RK: Tensor, num_slots: int, tile_rows: int, empty: Empty, beside: Tensor | None) -> Alignment:
-    """Memory for what `align` finds; ids and weights are those given where nothing is added to them."""
+    """Memory for the results of `align`; ids and weights are the given ones without shared experts."""
     rows, top_k = ids_RK.shape
     all_ids, all_weights = ids_RK, beside
     if beside is not None:
@@ -69,7 +69,7 @@ def room_of(ids_RK: Tensor, num_slots: int, tile_rows: int, empty: Empty, beside
 
 
 def pointers(aligned: Alignment, given: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
-    """What the kernels read and write, in the order of their arguments."""
+    """The pointer arguments of the kernels, in order."""
     ids, weights = given
     all_weights = aligned.weights_RK if aligned.weights_RK is not None else aligned.order_N
     return (
@@ -79,12 +79,12 @@ def pointers(aligned: Alignment, given: tuple[Tensor, Tensor | None]) -> tuple[T
 
 
 def sizes(num: int, num_slots: int) -> dict[str, int]:
-    """How many pairs and slots one program compares."""
+    """The number of pairs and slots that one program compares."""
     return {"PAIRS": max(triton.next_power_of_2(num), 16), "STEP": 16, "SLOTS": triton.next_power_of_2(num_slots + 1)}
 
 
 def choices(ids_RK: Tensor, beside: Tensor | None) -> dict[str, int | bool]:
-    """Experts a row was given, and whether it visits the last slot as well."""
+    """Experts per row, and whether the last slot is added."""
     return {"TOP_K": ids_RK.shape[1], "BESIDE": beside is not None}
 
 
@@ -117,7 +117,7 @@ def _align_chunks(
 def _slot(ids_ptr, index, num, num_slots, TOP_K: tl.constexpr, BESIDE: tl.constexpr):
     """The slot of an assignment; the one past the last for -1 and for lanes past the end.
 
-    BESIDE: the last of a row's TOP_K + 1 assignments is that to the last slot, whatever the ids are.
+    BESIDE: the last of a row's TOP_K + 1 assignments is to the last slot, whatever the ids are.
     """
     there = index < num
     if BESIDE:
@@ -133,7 +133,7 @@ def _slot(ids_ptr, index, num, num_slots, TOP_K: tl.constexpr, BESIDE: tl.conste
 def _write_all(
     weights_ptr, all_ids_ptr, all_weights_ptr, index, slot, num, num_slots, TOP_K: tl.constexpr, BESIDE: tl.constexpr
 ):
-    """Ids and weights with those of the last slot among them."""
+    """Ids and weights including those of the last slot."""
     if BESIDE:
         k, there = index % (TOP_K + 1), index < num
         weight = tl.load(weights_ptr + index // (TOP_K + 1) * TOP_K + k, mask=there & (k < TOP_K), other=1.0)
@@ -147,7 +147,7 @@ def sort_pairs(
     PAIRS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
     BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """All of it for few assignments: one program compares every pair of them."""
+    """The complete alignment of few assignments: one program compares every pair."""
     index, expert = tl.arange(0, PAIRS), tl.arange(0, SLOTS)
     own = _slot(ids_ptr, index, num, num_slots, TOP_K, BESIDE)
     _write_all(weights_ptr, all_ids_ptr, all_weights_ptr, index, own, num, num_slots, TOP_K, BESIDE)
@@ -192,7 +192,7 @@ def _count(
 
 @triton.jit
 def _prefix_over_chunks(before_ptr, total_ptr, chunks, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
-    """Turn each chunk's counts into how many of the same slot lie in earlier chunks."""
+    """Replace each chunk's counts by the number of assignments to the same slot in earlier chunks."""
     after_the_one_before()
     slot = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.int32)

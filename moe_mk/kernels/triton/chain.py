@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: kernels of one chain start while the one before still drains.
+"""Programmatic dependent launch: kernels of one chain start while the previous one drains.
 
-Each first waits until the one before has finished and its writes are seen, then lets the next one start. So whatever
-runs before the wait may touch only what no kernel of the chain writes, and what those before the one before wrote: they
-were complete when it let this one start. After it, a kernel may read what any earlier one wrote. Source: CUDA
-programming guide, programmatic dependent launch (`griddepcontrol`, sm_90).
+Each kernel waits until the previous one has finished and its writes are visible, then allows the next one to start.
+Before the wait a kernel may access only memory that no kernel of the chain writes, and results of kernels before the
+previous one, which were complete when the previous one allowed this launch. After the wait it may read all earlier
+results. Source: CUDA programming guide, programmatic dependent launch (`griddepcontrol`, sm_90).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ CHAINED = tl.constexpr(not INTERPRETED)
 
 
 def chained() -> dict[str, Any]:
-    """What a launch says so that it may start early."""
+    """Launch options that allow an early start."""
     return {} if INTERPRETED else {"launch_pdl": True}
 
 
 @triton.jit
 def after_the_one_before():
-    """Wait for the kernel before, then let the next one start; nothing in the interpreter."""
+    """Wait for the previous kernel, then allow the next one to start; no effect in the interpreter."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()

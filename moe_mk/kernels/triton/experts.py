@@ -4,24 +4,17 @@
     grouped   quantise, tile list, w13, w2
     batched   the same over blocks with padding: rows past the count of a block are computed or not, never stored
 
-Biases and clamps are in the epilogues of the GEMMs.
+Biases and clamps are applied in the epilogues of the GEMMs. Rows are quantised for FP8 and INT8 products only; rows
+with one scale per token are quantised between the GEMMs in a separate launch. Weight-only formats are decoded in the
+GEMMs. Each launch may start while the previous one drains (`chain.py`). Intermediate tensors are allocated by `empty`.
+Padding rows, and positions of dropped assignments, never contribute to a stored row.
 
-Rows are quantised for FP8 and INT8 products only; rows with one scale a token are rounded between the GEMMs
-in a launch of their own. Weight-only formats decode inside the GEMMs. Each launch may start while the one
-before drains (`chain.py`).
+For few assignments `align_and_quantize` sorts them and quantises their rows in one launch: program 0 computes `align`,
+the others `quantize_rows`, eight groups each.
 
-Everything between input and output lies in memory that `empty` hands out. Rows of padding, and positions of dropped
-assignments, are never read into a row that is stored.
-
-Sort few assignments and quantise their rows in one launch: the two need nothing of each other.
-
-Program 0 does what `align` does, the others what `quantize_rows` does, eight groups each; both read and write the same.
-
-Bring the rows of all assignments home: each received row is the sum of its own, in the order of its choices.
-
-Reads ids (R, K) and the rows of y (R * K, H) whose id is not -1, writes (R, H). Rows of dropped assignments are never
-read and may hold anything. Sums run in f32 in the order k = 0 ... K - 1 and are rounded once: equal inputs, equal bits.
-Moves (K + 1) R H elements; no atomics.
+`combine` sums the rows of the assignments of each received row. It reads ids (R, K) and the rows of y (R * K, H) whose
+id is not -1, and writes (R, H). Sums run in f32 in the order k = 0 ... K - 1 and are rounded once: equal inputs give
+equal bits. It moves (K + 1) R H elements, without atomics.
 """
 
 from __future__ import annotations
@@ -57,8 +50,8 @@ COLUMNS = 1024
 def combine(y: Tensor, ids_RK: Tensor, weights_RK: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Sum the K rows of each received row, each times its weight if weights are given: (R, H) in the dtype of y.
 
-    y: (R * K, H); row r * K + k belongs to choice k of received row r. out: where to put the sums instead, in any
-    float dtype.
+    y: (R * K, H); row r * K + k belongs to choice k of received row r. out: the output, in any float
+    dtype; None: allocated.
     """
     rows, top_k = ids_RK.shape
     out_RH = torch.empty((rows, y.shape[1]), dtype=y.dtype, device=y.device) if out is None else out
@@ -137,12 +130,12 @@ def _prologue(
 
 
 Scaled = tuple[Tensor, Tensor | None]
-"""Values and their scales; None: plain values."""
+"""Values and scales; scales are None for plain values."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of one rank and how they compute."""
+    """The experts of one rank and their parameters."""
 
     w13: Scaled
     """(L, 2I, H) and, in FP8, f32 (L, 2I / 128, ceil(H / 128)); (L, I, H) without a gate."""
@@ -153,9 +146,9 @@ class Experts:
     power_of_two: bool = False
     """Whether activation scales are powers of two (UE8M0)."""
     declared_format: KernelFormat | None = None
-    """How the weights lie; None: FP8 blocks where they have scales, else bf16."""
+    """The format of the weights; None: FP8 blocks if they have scales, else bf16."""
     w13_rows: Tensor | None = None
-    """f32 (L, 2I): scales of whole rows, for formats that have them."""
+    """f32 (L, 2I): row scales, for formats with row scales."""
     w2_rows: Tensor | None = None
     b13: Tensor | None = None
     """f32 (L, 2I), or (L, I) without a gate: added to the first products."""
@@ -163,9 +156,9 @@ class Experts:
     """f32 (L, H)."""
     alpha: float = 1.0
     limit: float | None = None
-    """Of the clamped activations."""
+    """Parameters of the clamped activations."""
     fixed: tuple[float, float] | None = None
-    """Calibrated scales of FP8 rows, before both products; None finds them row by row."""
+    """Calibrated scales of FP8 rows before both products; None: dynamic scales per row."""
 
     @property
     def inner(self) -> int:
@@ -187,10 +180,10 @@ def experts_rows(
     x: Scaled, ids_RK: Tensor, weights_RK: Tensor, experts: Experts, tile: Tile, empty: Empty,
     *, out: Tensor | None = None, beside: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Every row through its experts, weighed and summed: (R, H) in bf16.
+    """The weighted sum of the experts of every row: (R, H) in bf16.
 
-    x: (R, H) bf16, or FP8 with scales of 128 columns. ids_RK: int32, -1 drops out. out: where to put the sums instead.
-    beside: whether every row visits the last slot as well, with weight 1 (shared experts).
+    x: (R, H) bf16, or FP8 with scales of 128 columns. ids_RK: int32, -1: dropped. out: the output; None: allocated.
+    beside: whether the last slot is applied to every row with weight 1 (shared experts).
     """
     rows, hidden = x[0].shape
     if rows == 0:
@@ -211,7 +204,7 @@ def experts_rows(
 
 
 def experts_grouped(x: Scaled, counts_L: Tensor, experts: Experts, tile: Tile, empty: Empty) -> Tensor:
-    """Rows sorted by expert, one output row each, unweighed: (N, H) in bf16."""
+    """Experts on rows sorted by expert, without routing weights: (N, H) in bf16."""
     y = torch.empty(x[0].shape, dtype=torch.bfloat16, device=x[0].device)
     if y.shape[0]:
         tiles = tile_map(counts_L, y.shape[0], tile.rows, empty=empty)
@@ -220,7 +213,7 @@ def experts_grouped(x: Scaled, counts_L: Tensor, experts: Experts, tile: Tile, e
 
 
 def experts_batched(x: Scaled, counts_L: Tensor, experts: Experts, tile: Tile, empty: Empty) -> Tensor:
-    """One padded block an expert, outputs in the same places, unweighed: (L, S, H) in bf16; padding holds anything."""
+    """Experts on one padded block each, without routing weights: (L, S, H) in bf16; padding is undefined."""
     slots, block, hidden = x[0].shape
     y = torch.empty((slots, block, hidden), dtype=torch.bfloat16, device=x[0].device)
     if y.numel():
@@ -234,7 +227,7 @@ def _both(
     x: Scaled, experts: Experts, y: Tensor, tiles: TileMap, tile: Tile, empty: Empty,
     *, order: Tensor | None = None, top_k: int = 1, weights: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Both GEMMs over a list of tiles; the rows between them are as many as positions."""
+    """Both GEMMs over a list of tiles; hidden rows are indexed by position."""
     positions, format = y.shape[0], experts.format
     h: Scaled = (empty((positions, experts.inner), dtype=torch.bfloat16, device=y.device), None)
     if format.name == "fp8":
@@ -252,11 +245,11 @@ def _both(
 
 
 def _kernels(tile: Tile, experts: Experts) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Both GEMMs by the engine of a tile; Gluon ones know FP8 alone and no biases."""
+    """Both GEMMs of the engine of a tile; Gluon kernels support only FP8 without biases."""
     by_hand = experts.format.name in ("plain", "fp8") and experts.b13 is None
     if tile.engine == "triton" or not by_hand:
         return grouped_w13, grouped_w2
-    from moe_mk.kernels.triton import gluon_gemms  # Gluon is experimental: loaded where a tile asks
+    from moe_mk.kernels.triton import gluon_gemms  # Gluon is experimental: imported only for its tiles
 
     return gluon_gemms.grouped_w13, gluon_gemms.grouped_w2
 
@@ -273,7 +266,7 @@ def _clamped(experts: Experts) -> dict[str, Any]:
 
 
 def _rounded(x: Scaled, experts: Experts, empty: Empty) -> Scaled:
-    """Rows as the first GEMM reads them: quantised here where they came plain and the products are of codes."""
+    """Rows as the first GEMM reads them: plain rows are quantised if the products are in FP8 or INT8."""
     values, scales = _contiguous(x[0]), x[1]
     if scales is not None or not (experts.format.name == "fp8" or experts.format.by_token):
         return values, scales
@@ -286,12 +279,12 @@ def _rounded(x: Scaled, experts: Experts, empty: Empty) -> Scaled:
 
 
 def _contiguous(values: Tensor) -> Tensor:
-    """Rows whose columns lie side by side."""
+    """Rows with contiguous columns."""
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
 def _by_token(values: Tensor, experts: Experts, product: int, empty: Empty) -> tuple[Tensor, Tensor]:
-    """Codes with one scale a row, of the rows before the first product (0) or the second (1)."""
+    """Codes with one scale per row, of the input of the first product (0) or the second (1)."""
     (rows, columns), int8 = values.shape, experts.format.name.startswith("int8")
     dtype = torch.int8 if int8 else torch.float8_e4m3fn
     codes, scales = _empty_codes(rows, columns, dtype, columns, empty, values.device)
@@ -305,6 +298,6 @@ def _by_token(values: Tensor, experts: Experts, product: int, empty: Empty) -> t
 def _empty_codes(
     rows: int, columns: int, dtype: torch.dtype, group: int, empty: Empty, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Room for codes and for one f32 scale a group of columns."""
+    """Empty codes, and one f32 scale per group of columns."""
     codes = empty((rows, columns), dtype=dtype, device=device)
     return codes, empty((rows, -(-columns // group)), dtype=torch.float32, device=device)

@@ -1,8 +1,8 @@
-"""Both grouped GEMMs written for Hopper by hand, in Gluon: FP8, and SwiGLU with or without clamps.
+"""Both grouped GEMMs for Hopper in Gluon: FP8, and SwiGLU with or without clamps.
 
-One kernel serves both products and every tile: `gluon_decode.py` divides its warps for few rows an expert,
-`gluon_prefill.py` for many. Gluon does not run in the interpreter: `grouped_w13` and `grouped_w2` are the twins that
-do, and that serve what this does not. Clamps and activation are theirs too, by the same function.
+One kernel computes both products and every tile: `gluon_decode.py` divides its warps for few rows per expert,
+`gluon_prefill.py` for many. Gluon does not run in the interpreter: `grouped_w13` and `grouped_w2` are equivalent
+kernels that do, and that are used for unsupported cases. Clamps and activations share one function.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def grouped_w13(
     alpha: float = 1.0,
     limit: float | None = None,
 ) -> None:
-    """As `grouped_w13.grouped_w13`, which serves what this does not: bf16, other activations, ragged columns."""
+    """As `grouped_w13.grouped_w13`, which is used for bf16, other activations and partial column blocks."""
     if x[1] is None or w13[1] is None or h[1] is None or not serves(x[0], x[1], activation, gated=gated):
         plain_w13.grouped_w13(
             x, w13, h, tiles, tile, order=order, top_k=top_k, activation=activation, gated=gated,
@@ -92,8 +92,8 @@ def grouped_w2(
     order: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> None:
-    """As `grouped_w2.grouped_w2`, which serves bf16 and widths that are no multiple of 256: columns come in pairs of
-    blocks.
+    """As `grouped_w2.grouped_w2`, which is used for bf16 and widths that are not multiples of 256 (columns are
+    processed in pairs of blocks).
     """
     k, width = h[0].shape[1], y.shape[1]
     if h[1] is None or w2[1] is None or not serves(h[0], h[1], "silu", gated=True) or width % 256:
@@ -123,7 +123,7 @@ def _by_hand(
     how: gl.constexpr = How(
         ROWS, STAGES, MODE, GATHER, SCATTER, WEIGHTED, TOP_K, PROGRAMS, POWER_OF_TWO, ACTIVATION, ALPHA, LIMIT
     )
-    # One arrival for the boxes of a stage, one more for each thread that gathers rows of it.
+    # One arrival for the boxes of a stage, and one for each thread that gathers rows of it.
     PREFILL: gl.constexpr = ROWS == 128
     THREADS: gl.constexpr = 128 if PREFILL else 32
     ring = ring_of(w, ROWS, STAGES, 1 + THREADS if GATHER else 1, 2 if PREFILL else 1)

@@ -1,8 +1,8 @@
-"""What both Gluon GEMMs share on the device: the ring, where a unit of work lies, and the epilogues.
+"""Device code shared by both Gluon GEMMs: the ring buffer, the position of a unit of work, and the epilogues.
 
 A unit is 128 columns twice: of gate and of up in w13, two neighbouring blocks of 128 columns in w2. One producer warp
-runs ahead over units and keeps a ring of shared memory full; the others multiply. full[s]: stage s has landed;
-empty[s]: every multiplier is done with it. Both flip once a round, phase = (step / stages) & 1.
+runs ahead over units and keeps a ring of shared memory full; the others multiply. full[s]: stage s is loaded;
+empty[s]: every multiplier has finished with it. Both flip once a round, phase = (step / stages) & 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ W13, W2 = gl.constexpr(0), gl.constexpr(1)
 
 
 class Units(NamedTuple):
-    """The work of a launch, which all warps of a program walk through alike."""
+    """The work of a launch, which all warps of a program process in the same order."""
 
     tiles_ptr: Any
     tiles_stride: Any
@@ -55,7 +55,7 @@ class Scales(NamedTuple):
 
 
 class Out(NamedTuple):
-    """Where finished units go."""
+    """The outputs."""
 
     ptr: Any
     width: Any
@@ -67,7 +67,7 @@ class Out(NamedTuple):
 
 
 class How(NamedTuple):
-    """What a kernel is compiled for."""
+    """Compile-time parameters of a kernel."""
 
     rows: Any
     """Token rows of a tile."""
@@ -93,14 +93,14 @@ def columns_of(n, mode):
 
 @gluon.jit
 def after_the_one_before():
-    """Wait for the kernel before, then let the next one start."""
+    """Wait for the previous kernel, then allow the next one to start."""
     gdc_wait()
     gdc_launch_dependents()
 
 
 @gluon.jit
 def ring_of(boxes, ROWS: gl.constexpr, STAGES: gl.constexpr, COPIERS: gl.constexpr, READERS: gl.constexpr):
-    """Room for token rows and both blocks of weights in every stage.
+    """Shared memory for token rows and both blocks of weights in every stage.
 
     boxes: the descriptor of the weights, whose layout the rows share. COPIERS: arrivals that fill a stage, one for all
     boxes and one for each thread that gathers rows. READERS: those that empty it.

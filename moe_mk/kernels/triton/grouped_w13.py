@@ -2,13 +2,14 @@
 
     h = quantise(act(x w_gate^T + b_gate) * (x w_up^T + b_up))   per tile: ROWS tokens x 128 columns of gate and of up
 
-Reads x (rows, H) at `order` (gathered, no permuted copy) or as it lies, w13 (L * 2I, H) through the tensor memory
+Reads x (rows, H) at `order` (gathered, no permuted copy) or in place, w13 (L * 2I, H) through the tensor memory
 accelerator, only of experts that have rows. Writes h (positions, I) and, in FP8, its scales: one group of 128 columns
 is one tile wide, so its amax is known in registers. FP8 products are promoted to f32 after every 128 terms (one scale
-block): the matrix unit adds with about 14 bits. Minimum bytes: hit experts x 2 I H + x + h.
+block): the matrix unit adds with about 14 bits. Minimum bytes: active experts x 2 I H + x + h.
 
-A tile never crosses experts; rows past the end of an expert are computed and not stored. With SWAP the weights are the
-left operand, so that 16 tokens still fill the matrix unit: below 64 rows on the left, Triton leaves it.
+A tile never spans two experts; rows past the end of an expert are computed and not stored. With SWAP the weights are
+the left operand, so that 16 tokens still fill the matrix unit: with fewer than 64 rows on the left Triton does not use
+it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def grouped_w13(
 
     order: int32, the assignment at each position, row order // top_k of x; None: position p is row p of x. format: of
     the weights; None: FP8 where rows have scales, else bf16. row_scales: f32, one a row of w13, for formats with them.
-    bias: f32, one a row of w13. alpha, limit: of the clamped activations; the others take no notice.
+    bias: f32, one a row of w13. alpha, limit: of the clamped activations; others ignore them.
     """
     (x_values, x_scales), (w_values, w_scales), (h_values, h_scales) = x, w13, h
     k, inner = x_values.shape[1], h_values.shape[1]
@@ -161,7 +162,7 @@ def _w13(
     M: tl.constexpr = 128 if SWAP else ROWS
     N: tl.constexpr = ROWS if SWAP else 128
     ACC: tl.constexpr = tl.int32 if FORMAT == "int8" else tl.float32
-    # Neighbouring programs share an expert's rows and differ in its columns: every weight is read once.
+    # Adjacent programs share an expert's rows and differ in its columns: every weight is read once.
     for t in tl.range(tl.program_id(0), tl.load(count_ptr) * across, PROGRAMS):
         tile, n = t // across, t % across
         expert = tl.load(tiles_ptr + tile)
@@ -185,7 +186,7 @@ def _w13(
             )  # fmt: skip
             x_rows = x_scales_ptr + row.to(tl.int64) * x_scales_m
             gate = with_row_scales(gate, x_rows, there, w_rows_ptr, gate_row, inner - n * 128, SWAP, FORMAT)
-            if BIASED:  # one sum is finished before the scales of the other one are loaded
+            if BIASED:  # one sum is finished before the scales of the other are loaded
                 gate = with_bias(gate, bias_ptr, gate_row, inner - n * 128, SWAP)
             up = with_row_scales(up, x_rows, there, w_rows_ptr, up_row, inner - n * 128, SWAP, FORMAT)
         if BIASED:

@@ -1,20 +1,20 @@
-"""How weights lie for the grouped GEMMs: data that the host and the kernels agree on, no kernel and no triton in it.
+"""Weight formats of the grouped GEMMs, shared by host code and kernels; this module does not import triton.
 
     plain         bf16 times bf16
     fp8           FP8 times FP8, both with scales of 128 columns
-    int8          INT8 times INT8 in int32, a scale a row on both sides, applied at the end
-    int8_block    INT8 times INT8, a scale for 128 x 128 weights after every 128 terms, one a token at the end
+    int8          INT8 times INT8 in int32, one scale per row on both sides, applied at the end
+    int8_block    INT8 times INT8, one scale per 128 x 128 weights after every 128 terms, one per token at the end
     fp8_row       FP8 times FP8, scales as int8
-    w_fp8         weights e4m3 with a scale for 128 x 128, rows bf16
+    w_fp8         weights e4m3 with one scale per 128 x 128, rows bf16
     w_int8_block  weights INT8, the same
-    w_int8        weights INT8 with a scale a row, rows bf16
+    w_int8        weights INT8 with one scale per row, rows bf16
     w_fp8_row     weights e4m3, the same
-    w_mxfp8       weights e4m3, 32 columns under a power of two, rows bf16
+    w_mxfp8       weights e4m3, one power-of-two scale per 32 columns, rows bf16
     w_mxfp4       weights e2m1, the same
-    w_nvfp4       weights e2m1, 16 columns under an e4m3 scale, and a scale a row above them
+    w_nvfp4       weights e2m1, one e4m3 scale per 16 columns, and one scale per row
 
-Four-bit weights are dealt anew once at load: a byte holds columns j and j + 64 of a step of 128, so that either half of
-the bits is a block of whole columns and nothing is interleaved. Scales of groups lie step by step.
+Four-bit weights are interleaved at load: a byte holds columns j and j + 64 of a step of 128, so that the low and the
+high bits are contiguous column blocks. Group scales are stored step by step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelFormat:
-    """One way that weights lie and are multiplied."""
+    """The storage of weights and the kind of their products."""
 
     name: str
     step: int
@@ -33,13 +33,13 @@ class KernelFormat:
     per_byte: int = 1
     """Values in one element of the weight's tensor."""
     group: int = 0
-    """Columns under one scale of a byte; 0 without such scales."""
+    """Columns per one-byte scale; 0 without such scales."""
     row_scales: bool = False
-    """Whether every weight row has a scale that is applied at the end."""
+    """Whether every weight row has a scale, applied at the end."""
 
     @property
     def by_token(self) -> bool:
-        """Whether token rows are codes with one scale a row, those between the products too."""
+        """Whether token rows and hidden rows are codes with one scale per row."""
         return self.name in ("int8", "int8_block", "fp8_row")
 
     @property

@@ -1,4 +1,4 @@
-"""How kernels are launched: how many programs stay resident, and tensors as raw pointers or as TMA boxes."""
+"""Launch parameters: number of persistent programs, and tensors as raw pointers or as TMA boxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_mk.kernels.triton.numerics import INTERPRETED
 
 
 def resident_programs(device: torch.device) -> int:
-    """Programs of a persistent kernel: one for every multiprocessor; two in the interpreter, to try the loop."""
+    """Programs of a persistent kernel: one per multiprocessor; two in the interpreter, to test the loop."""
     if INTERPRETED:
         return 2
     index = device.index or 0
@@ -28,6 +28,6 @@ def readable_scales(scales: Tensor) -> Tensor:
 def boxes(matrix: Tensor, rows: int, columns: int) -> Any:
     """A row-major matrix (m, k) as boxes of rows x columns that the tensor memory accelerator copies.
 
-    What lies beyond an edge reads as zero. Rows must start at multiples of 16 bytes.
+    Elements beyond an edge read as zero. Rows must start at multiples of 16 bytes.
     """
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])

@@ -1,12 +1,10 @@
-"""Device functions that every kernel shares: roundings that mean the same on a GPU and in the interpreter.
+"""Device functions shared by all kernels: conversions with the same result on a GPU and in the interpreter.
 
 NOTE: the interpreter of Triton 3.6 converts f32 to e4m3 without carry, subnormals or saturation, and f32 to bf16 by
-cutting bits off. Under it alone, values are brought onto the target's grid first; the conversion is then exact.
+truncation. Only in the interpreter, values are rounded to the target's grid first, so that the conversion is exact.
 
-What the interpreter of Triton 3.6 needs to run beside NumPy 2.4; imported by nothing unless it is in use.
-
-NOTE: it turns a scalar into a Python integer with int(array of one element), which NumPy 2.4 refuses. `.item()`
-does not care. Without this no loop can run to a bound that is an argument.
+NOTE: the interpreter of Triton 3.6 converts a scalar to a Python integer with int(array of one element), which NumPy
+2.4 rejects; it is patched to use `.item()`. Without this, loops with a bound that is an argument do not run.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from triton.runtime import interpreter
 
 
 def let_scalars_be_loop_bounds() -> None:
-    """Let the interpreter read a one-element array as an integer. Calling it twice changes nothing more."""
+    """Patch the interpreter to convert one-element arrays to integers. Idempotent."""
     patch = interpreter._patch_lang_tensor
     if getattr(patch, "reads_items", False):
         return
@@ -54,7 +52,7 @@ def to_e4m3(x):
         # Adding 1.5 * 2^(e + 20) leaves three mantissa bits, rounded to nearest even by the addition itself.
         shift = ((exponent + 147) << 23).to(tl.float32, bitcast=True) * 1.5
         rounded = ((x + shift) - shift).to(tl.int32, bitcast=True)
-        x = (rounded | ((bits >> 31) << 31)).to(tl.float32, bitcast=True)  # a sum of zero has lost its sign
+        x = (rounded | ((bits >> 31) << 31)).to(tl.float32, bitcast=True)  # restores the sign of zero
     return x.to(tl.float8e4nv)
 
 
@@ -109,7 +107,7 @@ def activate(x, NAME: tl.constexpr):
         return x / (1.0 + tl.exp(-2.0 * inner))
     else:
         tl.static_assert(NAME == "relu2")
-        positive = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+        positive = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
         return positive * positive
 
 
@@ -117,7 +115,7 @@ def activate(x, NAME: tl.constexpr):
 def hidden_of(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr):
     """Both sums of the first product to a value of the second, in f32: `activation` of kernels/reference/activation.py.
 
-    LIMIT: where the gate is clamped from above and up from both sides; 0 clamps nothing. A NaN stays one.
+    LIMIT: the gate is clamped from above and up from both sides; 0: no clamp. NaN stays NaN.
     """
     if LIMIT > 0.0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)

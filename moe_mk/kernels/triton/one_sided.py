@@ -1,18 +1,19 @@
-"""Send, receive and sum tokens through the memory of peers: dispatch and combine on pointers of their windows.
+"""Dispatch and combine through the memory of peers, on pointers of their windows.
 
     window of a rank   [ dispatch flag of each source | combine flag of each peer | rows of source 0 |
                          rows of source 1 | ... | sums of source 0 | sums of source 1 | ... ]
 
-`send_rows` copies each token once to each rank it visits, behind the rows sent before it, and the last program of a
-launch raises one flag a peer: the number of rows and the call, in one word. `await_flags` waits for the flags of all
-sources, for no longer than so many looks, and says who was late. `show` tells peers that sums are ready; `pull_sums`
-adds them in rank order, in f32, rounded once. Slots are counted before, in token order: equal inputs, equal bits.
-Nothing reads the host, and calls are counted on the device: a launch can be captured in a CUDA graph and replayed.
+`send_rows` copies each token once to each destination rank, and the last program of a launch sets one flag per peer:
+the number of rows and the call, in one word. `await_flags` polls the flags of all sources a limited number of times and
+reports late ones. `show` signals peers that sums are ready; `pull_sums` adds them in rank order, in f32, rounded once.
+Positions are computed before, in token order: equal inputs give equal bits. There is no host synchronisation, and calls
+are counted on the device: a launch can be captured in a CUDA graph and replayed.
 
-Reads and writes T x (ranks visited) rows. Rows are multiples of 16 bytes and move as such: the hint stands on the
-pointer, because an address made from an integer is aligned to nothing. Flags are stored with release and loaded with
-acquire at system scope: what was written before one is seen by who sees it, over NVLink too. The protocol is that of
-`prepare_finalize/one_sided/buffers.py`; DeepEP's low-latency kernels and FlashInfer's one-sided all-to-all are akin.
+Reads and writes T x (destination ranks) rows, in units of 16 bytes: the alignment hint is on the pointer, because an
+address computed from an integer has no known alignment. Flags are stored with release and loaded with acquire semantics
+at system scope, so that earlier writes are visible to a rank that reads a flag, over NVLink too. The protocol is that
+of `prepare_finalize/one_sided/buffers.py`; it is similar to DeepEP's low-latency kernels and FlashInfer's one-sided
+all-to-all.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ WORDS = 1024
 """32-bit words that a program moves at a time."""
 COLUMNS = 1024
 LOOKS = 1 << 26
-"""At a flag, before a source counts as late."""
+"""Polls of a flag before a source counts as late."""
 ON_TIME, LATE = 0, 1
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of all ranks as one rank sees them."""
+    """The windows of all ranks as mapped by one rank."""
 
     bases_W: Tensor
     """int64. The address of each rank's window, this rank's own included."""
     rank: int
     max_rows: int
-    """M, rows that a source may send to a rank."""
+    """M, the most rows a source may send to a rank."""
     row_bytes: int
     sum_bytes: int
 
@@ -89,7 +90,7 @@ def slots_of(visits_WT: Tensor) -> Tensor:
 
 
 def send_rows(windows: Windows, rows_WTB: Tensor, slots_WT: Tensor, call_1: Tensor, done_1: Tensor) -> None:
-    """Write the rows of tokens to the ranks they visit and raise a flag at each.
+    """Write the rows of tokens to their destination ranks and set a flag at each.
 
     rows_WTB: uint8 (W, T, bytes of a row); a row may differ by rank, or be expanded over ranks. call_1: int64, the
     number of the last call; counted up by this one. done_1: int32 zero, and zero again afterwards.
@@ -104,7 +105,7 @@ def send_rows(windows: Windows, rows_WTB: Tensor, slots_WT: Tensor, call_1: Tens
 
 
 def show(windows: Windows, call_1: Tensor) -> None:
-    """Tell every peer that the sums of its rows are ready."""
+    """Signal every peer that the sums of its rows are ready."""
     _show[(windows.size,)](
         windows.bases_W, call_1, windows.rank, windows.size, FLAG=FLAG_BYTES, num_warps=1
     )  # fmt: skip
@@ -113,12 +114,12 @@ def show(windows: Windows, call_1: Tensor) -> None:
 def await_flags(
     windows: Windows, call_1: Tensor, *, sums: bool, looks: int = LOOKS, active_W: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Wait for the flags of all ranks. Returns counts (int32) and ON_TIME or LATE of each; a late one counts nothing.
+    """Wait for the flags of all ranks. Returns counts (int32, 0 for late ranks) and ON_TIME or LATE per rank.
 
-    Counts are what peers stored, up to 2^31 - 1: whoever uses one as a size compares it with `max_rows` first.
+    Counts are values stored by peers, up to 2^31 - 1: compare them with `max_rows` before use as a size.
 
-    sums: wait for what `show` raises, else for what `send_rows` does. active_W: int32, 0 for ranks that nobody waits
-    for; read at every launch. Never traps: who was late is read when it suits.
+    sums: wait for the flags of `show` instead of `send_rows`. active_W: int32, 0 for ranks to skip; read at every
+    launch. Never traps: the status can be read later.
     """
     if active_W is None:
         active_W = torch.ones(windows.size, dtype=torch.int32, device=windows.bases_W.device)
@@ -131,7 +132,7 @@ def await_flags(
 
 
 def pull_sums(windows: Windows, slots_WT: Tensor, status_W: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Add what the ranks have for each token: (T, H). A late rank adds nothing; status_W says which was."""
+    """Sum the rows of all ranks for each token: (T, H). Late ranks, by status_W, are skipped."""
     ranks, tokens = slots_WT.shape
     y_TH = torch.empty((tokens, hidden), dtype=dtype, device=slots_WT.device)
     if y_TH.numel():
@@ -151,13 +152,13 @@ def _send_rows(
     slot = tl.load(slots_ptr + peer * tokens + token, mask=token < tokens, other=-1)
     if slot >= 0:
         there = tl.load(bases_ptr + peer) + rows_at + (rank * max_rows + slot).to(tl.int64) * (4 * ROW_WORDS)
-        # NOTE: the hint must stand on the pointer; on the integer before the cast it is lost, and stores are 4 bytes.
+        # NOTE: the hint must be on the pointer; on the integer before the cast it is lost, and stores are 4 bytes.
         to_ptr = tl.multiple_of(there.to(tl.pointer_type(tl.int32)), 16)
         from_ptr = tl.multiple_of(words_ptr + peer * fours_a_rank * 4 + token * ROW_WORDS, 16)
         for start in tl.static_range(0, ROW_WORDS, WORDS):
             word = start + tl.arange(0, WORDS)
             tl.store(to_ptr + word, tl.load(from_ptr + word, mask=word < ROW_WORDS), mask=word < ROW_WORDS)
-    # Every program is done with its row before it says so; the last to say so publishes all of them.
+    # Every program counts itself after writing its row; the last one publishes all rows.
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1)
     if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
@@ -184,7 +185,7 @@ def _await_flags(
     source = tl.program_id(0)
     call = tl.load(call_ptr)
     flag = (tl.load(bases_ptr + rank) + (first + source) * FLAG).to(tl.pointer_type(tl.int64))
-    # Adding nothing with acquire is a plain acquiring load on the GPU. Calls only grow: a fast peer is not missed.
+    # An atomic add of 0 with acquire is an acquiring load. Call numbers only grow, so a fast peer is not missed.
     word = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     looked = 1
     looks = tl.where(tl.load(active_ptr + source) != 0, looks, 1)

@@ -22,7 +22,7 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Quantise each 1 x group piece of a row by its own largest magnitude.
 
-    group: a power of two. column_major: scales of neighbouring rows lie side by side, (m, groups) with strides (1, m).
+    group: a power of two. column_major: scales of adjacent rows are contiguous, (m, groups) with strides (1, m).
     """
     m, k = x.shape
     groups = triton.cdiv(k, group)
@@ -36,7 +36,7 @@ def quantize_rows(
 
 
 def quantize_rows_into(x: Tensor, values: Tensor, scales: Tensor, group: int, *, power_of_two: bool = False) -> None:
-    """The same into tensors that are there already; the strides of `scales` say how it lies."""
+    """Quantise into existing tensors; the strides of `scales` define its layout."""
     m, k = x.shape
     if m == 0:
         return
@@ -93,7 +93,7 @@ def _quantize_int8(x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, CO
     x = tl.load(x_ptr + row * x_stride + column, mask=column < k, other=0.0).to(tl.float32)
     amax = tl.max(tl.abs(x), axis=0)
     scale = tl.where(amax > 0.0, tl.maximum(tl.div_rn(amax, 127.0), 1.1754943508222875e-38), 1.0)
-    # Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
+    # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
     value = (tl.div_rn(x, tl.broadcast_to(scale, [COLUMNS])) + 12582912.0) - 12582912.0
     value = tl.minimum(tl.maximum(value, -127.0), 127.0)
     tl.store(values_ptr + row * values_stride + column, value.to(tl.int8), mask=column < k)
@@ -101,7 +101,7 @@ def _quantize_int8(x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, CO
 
 
 def quantize_rows_fp8(x: Tensor, values: Tensor, scales_M1: Tensor, *, fixed: float | None = None) -> None:
-    """Each row of x (m, k) to e4m3 by its own largest magnitude over 448, or by a scale that is known beforehand."""
+    """Each row of x (m, k) to e4m3 by its own largest magnitude over 448, or by a static scale."""
     m, k = x.shape
     if m:
         _quantize_fp8[(m,)](

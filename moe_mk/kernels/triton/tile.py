@@ -1,18 +1,18 @@
-"""How a grouped GEMM is cut: data that tuning writes and a backend reads, no kernel and no triton in it."""
+"""Tile parameters of the grouped GEMMs, written by tuning; this module does not import triton."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BLOCK = 128
-"""Rows and columns of a weight that share a scale, columns of an activation row that do."""
+"""Rows and columns of a weight block with one scale, and columns of an activation group."""
 SHARED_MEMORY = 232_448
-"""Bytes of shared memory that one program may have on sm_90."""
+"""Bytes of shared memory available to one program on sm_90."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One way to run both GEMMs for a range of rows an expert."""
+    """The parameters of both GEMMs for a range of rows per expert."""
 
     rows: int
     """Token rows of a tile."""
@@ -20,9 +20,9 @@ class Tile:
     """Whether the weights are the left operand: their 128 rows fill the matrix unit however few tokens there are."""
     warps: int
     stages: int
-    """Steps of the reduction whose operands are on their way at once."""
+    """Pipeline stages: steps of the reduction whose operands are loaded ahead."""
     engine: str = "triton"
-    """Which kernels: "triton", or "gluon" where a producer warp and the multiplying warps are told apart by hand."""
+    """The kernels: "triton", or "gluon" with explicitly specialised producer and multiplier warps."""
 
     def __post_init__(self) -> None:
         rows = {("triton", True): (16, 32, 64), ("triton", False): (16, 32, 64, 128)}
@@ -32,10 +32,10 @@ class Tile:
         if self.warps not in (4, 8) or not 1 <= self.stages <= 8:
             raise ValueError(f"{self} needs 4 or 8 warps and 1 to 8 stages")
         if self.shared_bytes > SHARED_MEMORY:
-            text = f"{self} keeps {self.shared_bytes} B on their way, a program may have {SHARED_MEMORY}"
+            text = f"{self} needs {self.shared_bytes} B of shared memory, a program has {SHARED_MEMORY}"
             raise ValueError(f"{text}; at most {SHARED_MEMORY * self.stages // self.shared_bytes} stages fit")
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes on their way at once: two blocks of 128 weight rows and the token rows, 128 bytes of each, a stage."""
+        """Bytes of all stages, each with two blocks of 128 weight rows and the token rows, 128 bytes per row."""
         return self.stages * (2 * BLOCK + self.rows) * 128

@@ -1,7 +1,7 @@
-"""Which rows every tile of a grouped GEMM multiplies, made on the device: no count ever travels to the host.
+"""The tile list of a grouped GEMM, built on the device without copying counts to the host.
 
-Reads assignments of each expert (L), writes a list of tiles (expert, first row, end row) and how many there are. The
-list is as long as the worst routing needs; persistent kernels stop at the count.
+Reads assignments of each expert (L), writes a list of tiles (expert, first row, end row) and their number. The list
+has the size of the worst routing; persistent kernels stop at the number of tiles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_mk.kernels.triton.chain import after_the_one_before, chained
 
 Empty = Callable[..., Tensor]
-"""torch.empty, or what answers alike out of memory that is there already."""
+"""torch.empty, or a compatible allocator."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,21 @@ class TileMap:
     """Tiles of up to `tile_rows` rows, none across two experts; every row of an expert is in exactly one."""
 
     tiles_3X: Tensor
-    """int32 (3, worst case): expert, first row, end of the expert's rows. Beyond the count: anything."""
+    """int32 (3, worst case): expert, first row, end of the expert's rows. Undefined beyond the count."""
     count: Tensor
-    """int32 (1,): tiles that are there."""
+    """int32 (1,): the number of tiles."""
     tile_rows: int
 
 
 def worst_tiles(num_rows: int, num_slots: int, tile_rows: int) -> int:
-    """The most tiles that any routing of this many rows makes: each expert ends in one that is not full."""
+    """The most tiles for any routing of this many rows: each expert may have one partial tile."""
     return max(min(num_rows, num_rows // tile_rows + num_slots), 1)
 
 
 def empty_tile_map(
     num_rows: int, num_slots: int, tile_rows: int, device: torch.device, empty: Empty = torch.empty
 ) -> TileMap:
-    """Room for the tiles of the worst routing."""
+    """Memory for the tiles of the worst routing."""
     tiles_3X = empty((3, worst_tiles(num_rows, num_slots, tile_rows)), dtype=torch.int32, device=device)
     return TileMap(tiles_3X, empty((1,), dtype=torch.int32, device=device), tile_rows)
 
@@ -47,10 +47,10 @@ def empty_tile_map(
 def tile_map(
     counts_L: Tensor, num_rows: int, tile_rows: int, *, block: int | None = None, empty: Empty = torch.empty
 ) -> TileMap:
-    """Cut the rows of each expert into tiles.
+    """Split the rows of each expert into tiles.
 
-    num_rows: of all experts, for the room; with `block` the rows of all blocks. block: expert l starts at row
-    l * block ("batched"); None: experts follow each other without a gap ("grouped").
+    num_rows: of all experts, for the size of the list; with `block` the rows of all blocks. block: expert l starts at
+    row l * block ("batched"); None: experts are contiguous ("grouped").
     """
     made = empty_tile_map(num_rows, counts_L.shape[0], tile_rows, counts_L.device, empty)
     _tile_map[(1,)](
@@ -63,7 +63,7 @@ def tile_map(
 
 @triton.jit
 def write_tiles(tiles_ptr, count_ptr, first, rows, expert, stride, TILE: tl.constexpr):
-    """Write the tiles of experts that start at `first` and have `rows` rows, one expert behind the other."""
+    """Write the tiles of experts that start at `first` and have `rows` rows, in the order of experts."""
     tiles = (rows + TILE - 1) // TILE
     place = tl.cumsum(tiles, axis=0) - tiles
     for t in range(tl.max(tiles)):

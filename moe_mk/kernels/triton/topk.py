@@ -1,12 +1,8 @@
-"""Top-k routing: the grouped kernel with a single group.
+"""Top-k routing, plain and group-limited, in one launch: score, add the bias, keep the best groups, choose, weight.
 
-Reads logits (T, E) and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K).
-
-Group-limited top-k routing in one launch: score, add the bias, keep the best groups, choose inside them, weigh.
-
-Reads logits (T, E) once and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). One program a token;
-experts lie as groups x experts of a group in registers, both padded to a power of two. Of equal scores the lower id
-wins, as in the reference.
+Reads logits (T, E) once and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). One program per
+token; experts are held as groups x experts of a group in registers, both padded to a power of two. Of equal scores the
+lower id is chosen, as in the reference. `topk` is the grouped kernel with a single group.
 """
 
 from __future__ import annotations
@@ -33,14 +29,14 @@ def grouped_topk(
     routed_scaling_factor: float,
     score_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Choose each token's top_k experts inside its topk_group best groups, weighed by their unbiased scores.
+    """Choose each token's top_k experts inside its topk_group best groups, weighted by their unbiased scores.
 
     score_dtype: float32 or bfloat16. Raises UnsupportedError for scores that are neither sigmoid nor softmax.
     Source: DeepSeek-V2 and -V3 model code, as the reference.
     """
     if scoring_func not in ("sigmoid", "softmax"):
-        told = f"scores are {scoring_func}, this kernel computes sigmoid and softmax; use the reference"
-        raise UnsupportedError("Triton's grouped_topk cannot run", [told])
+        reason = f"scores are {scoring_func}, this kernel computes sigmoid and softmax; use the reference"
+        raise UnsupportedError("Triton's grouped_topk cannot run", [reason])
     num_tokens, num_experts = router_logits.shape
     weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32, device=router_logits.device)
     ids_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=router_logits.device)
@@ -92,7 +88,7 @@ def _grouped_topk(
     biased = tl.where(real, biased, float("-inf"))
     undecidable = tl.max(tl.where(real & (biased != biased), 1, 0)) > 0
 
-    # A group counts as its best expert, or as its two best where a bias corrects the scores.
+    # The score of a group is that of its best expert, or the sum of the two best with a bias.
     best = tl.max(biased, axis=1)
     if BIASED and PER_GROUP > 1:
         first = tl.min(tl.where(biased == best[:, None], place[None, :], WIDTH), axis=1)
@@ -134,7 +130,7 @@ def topk(
     e_score_correction_bias: Tensor | None,
     score_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Choose each token's top_k experts over all of them, and weigh the chosen with their unbiased scores."""
+    """Choose each token's top_k experts, weighted by their unbiased scores."""
     return grouped_topk(
         router_logits, top_k, 1, 1, scoring_func, e_score_correction_bias, renormalize, routed_scaling_factor,
         score_dtype,

@@ -18,9 +18,11 @@ POWER_126 = tl.constexpr(2.0**126)
 
 @triton.jit
 def scale_codes(ptr, expert, step, steps, row, rows_an_expert, GROUPS: tl.constexpr, FORMAT: tl.constexpr):
-    """Codes of the group scales of 128 weight rows in one step, twice (128, groups): those of the step's first half of
-    columns and of its second where two codes share a byte, else all of them twice. They lie (expert, step, row, group).
-    For formats with blocks the f32 scale of one, twice; nothing for formats without either.
+    """Codes of the group scales of 128 weight rows in one step, twice (128, groups).
+
+    For two codes per byte those of the first and of the second half of the step's columns, else all of them twice.
+    Stored as (expert, step, row, group). For formats with blocks: the f32 block scale, twice; unused for formats
+    without either.
     """
     if FORMAT == "w_fp8" or FORMAT == "w_int8_block" or FORMAT == "int8_block":
         HALVED: tl.constexpr = 1 if FORMAT == "int8_block" else 2  # steps in a block
@@ -72,7 +74,7 @@ def halves(packed, low, high, NVFP4: tl.constexpr):
 def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORMAT: tl.constexpr):
     """Add the product of one step. a, b: token rows of both halves of its columns, b only where codes share a byte.
 
-    low, high: what `scale_codes` gave.
+    low, high: the result of `scale_codes`.
     """
     if FORMAT == "w_mxfp4" or FORMAT == "w_nvfp4":
         first, second = halves(w, low, high, FORMAT == "w_nvfp4")
@@ -81,8 +83,8 @@ def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORMAT: tl.conste
     elif FORMAT == "w_mxfp8":
         return total + multiply(a, to_bf16(w.to(tl.float32) * over_columns(low, w.shape[1], False)), SWAP)
     elif FORMAT == "w_fp8" or FORMAT == "w_int8_block":
-        # NOTE: beside a wide tile of sums there are no registers for the products alone; beside a narrow one Triton
-        # would bring scaled weights to shared memory.
+        # NOTE: with a wide tile of sums there are no registers for separate products; with a narrow one Triton would
+        # move scaled weights to shared memory.
         if SWAP:
             return total + multiply(a, to_bf16(w.to(tl.float32)), SWAP) * low
         else:
@@ -102,10 +104,9 @@ def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORMAT: tl.conste
 
 @triton.jit
 def with_row_scales(total, x_rows, there, ptr, row, count, SWAP: tl.constexpr, FORMAT: tl.constexpr):
-    """A finished sum times the scales of whole rows, where the format has them; f32.
+    """A finished sum times the row scales of the format, if any; f32.
 
-    x_rows: pointers to those of the tokens, where they are codes too. row: the first weight row, of which `count` are
-    left.
+    x_rows: pointers to the scales of the tokens, if they are codes too. row: the first weight row; `count` rows remain.
     """
     if FORMAT == "int8" or FORMAT == "int8_block" or FORMAT == "fp8_row":
         total = total.to(tl.float32) * spread(tl.load(x_rows, mask=there, other=0.0), SWAP)
@@ -117,9 +118,9 @@ def with_row_scales(total, x_rows, there, ptr, row, count, SWAP: tl.constexpr, F
 
 @triton.jit
 def with_bias(total, ptr, row, count, SWAP: tl.constexpr):
-    """A finished sum plus the f32 biases of its weight rows. row: the first of them, of which `count` are left.
+    """A finished sum plus the f32 biases of its weight rows. row: the first of them; `count` rows remain.
 
-    NOTE: without the barrier ptxas brings the biases up beside the scales of whole rows, and spills.
+    NOTE: without the barrier ptxas hoists the biases to the loads of row scales, and spills.
     """
     if not SWAP:
         tl.debug_barrier()
@@ -130,7 +131,7 @@ def with_bias(total, ptr, row, count, SWAP: tl.constexpr):
 
 @triton.jit
 def spread(scale, SWAP: tl.constexpr):
-    """Scales of token rows beside an accumulator."""
+    """Scales of token rows, broadcast to an accumulator."""
     return scale[None, :] if SWAP else scale[:, None]
 
 
@@ -145,10 +146,10 @@ def multiply(x, w, SWAP: tl.constexpr):
 
 @triton.jit
 def pinned(total):
-    """The same values, needed here: an accumulator is finished before the next product starts.
+    """The same values behind a barrier: an accumulator is finished before the next product starts.
 
-    NOTE: ptxas 12.8 sinks the additions below the next product otherwise, and spills the products that wait for them.
-    The move itself is not in the code.
+    NOTE: otherwise ptxas 12.8 sinks the additions below the next product, and spills the pending products. The move is
+    eliminated from the code.
     """
     if not IN_INTERPRETER:
         total = tl.inline_asm_elementwise(

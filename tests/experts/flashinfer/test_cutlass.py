@@ -88,7 +88,7 @@ def test_gate_and_up_under_scales_of_their_own_get_a_common_one_and_it_is_said(
     with caplog.at_level(logging.WARNING):
         got = run(MappedExpertWeights(slots, scheme), compute)
     assert [record.message for record in caplog.records] == [
-        f"gate and up of expert {index} have scales of their own; rounded once more to share one" for index in (0, 1)
+        f"gate and up of expert {index} have different scales; requantised to one scale" for index in (0, 1)
     ]
     w13 = torch.stack(
         [torch.cat([q.dequantize(torch.bfloat16) for q in (s.gate_IH, s.up_IH) if q is not None]) for s in slots]

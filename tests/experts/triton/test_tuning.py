@@ -174,7 +174,7 @@ def launched(
         ({"rows": 24}, r"no kernel multiplies .*rows=24"),
         ({"stages": 9}, "1 to 8 stages"),
         ({"warps": 3}, "4 or 8 warps"),
-        ({"stages": 8}, r"keeps 278528 B on their way, a program may have 232448; at most 6 stages fit"),
+        ({"stages": 8}, r"needs 278528 B of shared memory, a program has 232448; at most 6 stages fit"),
         ({"colour": 1}, "unexpected keyword"),
     ],
 )
