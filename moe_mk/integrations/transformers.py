@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +24,81 @@ from transformers.integrations import moe
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.hf.blocks import blocks_of, layer_of
+from moe_mk.integrations.hf.blocks import LAYER, PatchedForward, blocks_of, layer_of
 from moe_mk.integrations.hf.fp8 import cpu_fp8
 from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
-from moe_mk.integrations.hf.op import ExpertsFunction
-from moe_mk.integrations.hf.patched import LAYER, PatchedForward
-from moe_mk.integrations.hf.plan import enter, keep_only_plan, plan_of
-from moe_mk.integrations.hf.registries import fp8_registry, function_of, parallel_registry, refuse_others
-from moe_mk.integrations.hf.report import ModelReport, ModuleReport, report_of
+from moe_mk.integrations.hf.op import ExpertsFunction, fp8_registry, function_of, parallel_registry, refuse_others
+from moe_mk.integrations.hf.plan import ModulePlan, enter, keep_only_plan, plan_of
+from moe_mk.oracle.verdict import Verdict, group_refusals
+from moe_mk.weights.expert_weights import CANONICAL, MAPPED
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """One experts module."""
+
+    path: str
+    cls: str
+    backend: str
+    because: str
+    scheme: str
+    num_bytes: int
+    """Of the weights in the layout of the backend."""
+    copied: bool
+    """Whether these bytes lie beside the module's own parameters."""
+    others: tuple[Verdict, ...]
+    """Of the other experts backends, for a module as other backends could read it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        plain = {key: value for key, value in vars(self).items() if key != "others"}
+        return plain | {"others": [verdict.as_dict() for verdict in self.others]}
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """All experts modules of a model."""
+
+    model: str
+    modules: tuple[ModuleReport, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {"model": self.model, "modules": [module.as_dict() for module in self.modules]}
+
+    def __str__(self) -> str:
+        """One line a module, and under the first module of each class why the others were refused."""
+        lines, seen = [f"{self.model}: {len(self.modules)} experts modules by moe_mk"], set()
+        for module in self.modules:
+            copied = ", a copy beside the module's own" if module.copied else ""
+            lines.append(f"{module.path} ({module.cls}): {module.backend}, {module.because}")
+            lines.append(f"    {module.scheme}, {module.num_bytes:,} B{copied}")
+            if (module.cls, module.backend) not in seen:
+                lines += [f"    {verdict.line()}" for verdict in module.others if verdict.cost_us is not None]
+                lines += [f"    {refusal.line()}" for refusal in group_refusals(module.others)]
+            seen.add((module.cls, module.backend))
+        return "\n".join(lines)
+
+
+def report_of(path: str, plan: ModulePlan, held_bytes: int) -> ModuleReport:
+    """What there is to tell about one plan. held_bytes: of the module's own parameters, 0 if they were given up."""
+    transport = plan.decision.chosen.prepare_finalize
+    others = tuple(
+        verdict
+        for verdict in plan.decision.verdicts
+        if verdict.prepare_finalize == transport and (not plan.facts.canonical or not verdict.chosen)
+    )
+    return ModuleReport(
+        path=path,
+        cls=plan.facts.name,
+        backend=plan.experts,
+        because=plan.because,
+        scheme=plan.facts.scheme.name,
+        num_bytes=plan.weights.num_bytes,
+        copied=plan.weights.layout not in (CANONICAL, MAPPED) and held_bytes > 0,
+        others=others,
+    )
+
 
 __all__ = [
     "ModelReport", "ModuleReport", "config_from_hf", "cpu_fp8", "explain", "patch_blocks", "patched_blocks", "prepare",
