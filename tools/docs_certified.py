@@ -37,7 +37,7 @@ def line_of(certificate: Certificate) -> str:
     """One row of the table."""
     verdict = "certified" if certificate.passed else "**refused**: " + ", ".join(sorted(_laws(certificate)))
     cases = sum(check.cases for check in certificate.coverage)
-    emulated = [text.split()[0] for text in certificate.not_covered if text.endswith("its emulation answered")]
+    emulated = [text.split()[0] for text in certificate.not_covered if text.endswith("tested on its emulation")]
     note = f"on an emulation of {emulated[0]}" if emulated else ""
     digest = certificate.digest[:12] if any(check.digest for check in certificate.coverage) else "not deterministic"
     cells = (f"`{certificate.backend}`", certificate.kind, verdict, len(certificate.coverage), cases, digest, note)

@@ -1,7 +1,7 @@
-"""Routed experts over weights that an engine holds: what the adapters for engines have in common.
+"""Routed experts over weights of an engine: the common part of the adapters.
 
-The engine routes, moves tokens between ranks and adds shared experts; here the experts of one rank are multiplied, by
-the backend that the oracle chooses. Inference only.
+The engine computes routing, communication and shared experts; this module computes the experts of one rank, with
+the backend that the oracle selects. Inference only.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class EngineWeights:
 
 
 class EngineExperts:
-    """The experts of one layer on one rank, decided and laid out.
+    """The experts of one layer on one rank, with a selected backend and converted weights.
 
     name: for messages. settings: bare keys of `MoEConfig.kernel`, for instance experts="torch_cpu".
-    Raises ShapeError for weights that do not fit each other, UnsupportedError with every reason where nothing serves.
+    Raises ShapeError for inconsistent weights, UnsupportedError with every reason if no backend is eligible.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EngineExperts:
     def __call__(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """(T, H) with weights (T, K) and ids (T, K) of this rank's experts to (T, H), weighted and summed.
 
-        Ids outside this rank's experts go nowhere. Weights are normalised and scaled already.
+        Ids outside this rank's experts are skipped. Weights must be normalised and scaled.
         """
         if not torch.compiler.is_compiling():
             self._check(hidden_states, topk_weights, topk_ids)
@@ -94,7 +94,7 @@ class EngineExperts:
 
     def _check(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         if torch.is_grad_enabled() and x_TH.requires_grad:
-            raise UnsupportedError(f"gradients through {self.name}", ["it serves inference; run under torch.no_grad()"])
+            raise UnsupportedError(f"gradients through {self.name}", ["inference only; run under torch.no_grad()"])
         dtype = self.decision.problem.dtype.dtype
         expect("hidden_states", x_TH, "T H", dtype, H=self.hidden_size)
         expect("topk_ids", ids_TK, "T K", (torch.int32, torch.int64), x_TH.device, T=x_TH.shape[0])
@@ -102,7 +102,7 @@ class EngineExperts:
             raise ShapeError(f"topk_weights is {tuple(weights_TK.shape)}, topk_ids is {tuple(ids_TK.shape)}")
 
     def run(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """What the operator does."""
+        """The implementation of the operator."""
         here = (ids_TK >= 0) & (ids_TK < self.num_experts)
         ids = torch.where(here, ids_TK, -1).to(torch.int32)
         routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
@@ -127,7 +127,7 @@ def _(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, number: int
 
 
 class HeldExperts:
-    """For engines that hand over their weights in every call: laid out once, and anew where they changed."""
+    """For engines that pass their weights with every call: converted once, and again when they change."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[tuple[object, ...], Sequence[Tensor], EngineExperts]] = {}

@@ -1,6 +1,6 @@
 """mini-sglang: `--moe-backend moe_mk`, after `register()`.
 
-It hands over the router's logits; softmax, top-k and the experts run here, the sum over tensor-parallel ranks outside.
+mini-sglang passes router logits; softmax, top-k and experts run here, the tensor-parallel sum in mini-sglang.
 A process that serves must call `register()` before it parses its arguments. Its contract is tested against a stand-in.
 """
 
@@ -20,7 +20,7 @@ NAME = "moe_mk"
 
 
 def register(name: str = NAME, **settings: Any) -> bool:
-    """Enter a backend in mini-sglang's table; False if the name is there already. settings: of MoEConfig.kernel."""
+    """Register a backend in mini-sglang's table; False if the name exists. settings: of MoEConfig.kernel."""
     from minisgl.moe import SUPPORTED_MOE_BACKENDS
 
     if name in SUPPORTED_MOE_BACKENDS.supported_names():
@@ -31,7 +31,7 @@ def register(name: str = NAME, **settings: Any) -> bool:
 
 
 class MoeMkBackend:
-    """What mini-sglang calls for every MoE layer of a model."""
+    """The object that mini-sglang calls for every MoE layer of a model."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings, self._held = dict(settings), HeldExperts()

@@ -1,4 +1,4 @@
-"""Layers as Prometheus metrics, read when they are scraped, with a bound on how many series there can be.
+"""Metrics of layers for Prometheus, read on scrape, with a limit on the number of series.
 
     from prometheus_client import REGISTRY, start_http_server
     from moe_mk.integrations.prometheus import LayerMetrics
@@ -6,7 +6,7 @@
     REGISTRY.register(LayerMetrics(layers))
     start_http_server(9400)
 
-A forward pays nothing: counters are those the layer keeps anyway. A scrape reads them, which waits for a GPU once for
+A forward pass has no additional cost: the layer keeps the counters anyway. A scrape synchronises with the GPU once for
 each layer. Written for prometheus-client 0.26 (`pip install 'moe-mk[metrics]'`).
 """
 
@@ -28,7 +28,7 @@ class LayerMetrics:
     """A collector: expert load, traffic and attestation of some layers.
 
     most_experts: of a layer, the busiest ones get a series each; all others share one, labelled "other". 61 layers of
-    256 experts would be 15,616 series, which is what takes metrics systems down. most_layers: more raise ConfigError.
+    256 experts would be 15,616 series, too many for metrics systems. most_layers: more raise ConfigError.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class LayerMetrics:
         self.layers, self.most_experts = tuple(layers), most_experts
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering must not read a device."""
+        """No metrics: registration must not read a device."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All series, now."""
+        """The current values of all series."""
         loads = {layer.name: [int(count) for count in layer.expert_load.tolist()] for layer in self.layers}
         yield self._tokens(loads)
         yield self._imbalance(loads)
@@ -87,7 +87,7 @@ class LayerMetrics:
         )
         sent = GaugeMetricFamily("moe_mk_sent_bytes", "Bytes put on the wire", labels=("layer", "phase"))
         departures = GaugeMetricFamily(
-            "moe_mk_departures", "Stages that another backend ran than was decided; 0 is right", labels=("layer",)
+            "moe_mk_departures", "Stages that ran another backend than decided; 0 is correct", labels=("layer",)
         )
         for layer in self.layers:
             report = layer.report()

@@ -1,6 +1,6 @@
 """SGLang: `--moe-runner-backend moe_mk`, by the entry point in `sglang.srt.plugins`.
 
-The runner core takes what SGLang's standard dispatcher hands over and gives back what its combine takes: routed experts
+The runner core has the inputs of SGLang's standard dispatcher and the outputs of its combine: routed experts
 of one rank, unquantised. Read at SGLang 0.5.23; its contract is tested against a stand-in, not on a GPU.
 """
 
@@ -26,13 +26,13 @@ QUANTISED = (
 )
 """Flags of its quant info under which weights are not plain (E, 2I, H) and (E, H, I)."""
 UNWANTED = ("apply_router_weight_on_input", "no_combine", "gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
-"""Settings of its runner config that nothing here computes."""
+"""Unsupported settings of its runner config."""
 
 
 def register(**settings: Any) -> bool:
-    """Enter the runner core under its name; False if the name is known. Nothing uses it unless it is chosen.
+    """Register the runner core under its name; False if it exists. It is used only when selected.
 
-    settings: of MoEConfig.kernel by their bare key, where a program calls this before SGLang's entry point does.
+    settings: of MoEConfig.kernel by key, if a program calls this before SGLang's entry point.
     """
     from sglang.srt.layers.moe.moe_runner.runner import register_moe_runner_core
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
@@ -46,14 +46,14 @@ def register(**settings: Any) -> bool:
 
 
 def core(config: Any, settings: Mapping[str, Any]) -> Any:
-    """A runner core for one layer, a subclass of SGLang's; raises UnsupportedError for what nothing here computes."""
+    """A runner core for one layer, a subclass of SGLang's; raises UnsupportedError for unsupported features."""
     from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
     refuse(config)
 
     class MoeMkRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
-        """Routed experts by the backend that the oracle chooses."""
+        """Routed experts by the backend that the oracle selects."""
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)

@@ -53,7 +53,7 @@ class MoeMkGroupedExperts(GroupedExperts):  # type: ignore[misc]
 
 @override(target=GroupedExperts.Config, description="moe_mk experts, inference only", exact=True)  # type: ignore[untyped-decorator]
 def inference_experts(config: Any, **settings: Any) -> Any:
-    """What torchtitan builds in place of its grouped experts. settings: of MoEConfig.kernel by their bare key."""
+    """Replacement of torchtitan's grouped experts. settings: of MoEConfig.kernel by key."""
     kept = {one.name: getattr(config, one.name) for one in fields(config) if not one.name.startswith("_")}
     return MoeMkGroupedExperts.Config(**kept, settings=settings)
 
@@ -79,6 +79,6 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _held(module: Any) -> HeldExperts:
-    """Beside the module's own attributes: what is laid out is no part of its state."""
+    """Stored outside of nn.Module's attributes: converted weights are not part of its state."""
     held: HeldExperts = vars(module).setdefault("_moe_mk_held", HeldExperts())
     return held

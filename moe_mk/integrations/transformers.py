@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `from_pretrained(path, experts_implementation="moe_mk")`, and what goes with it.
+"""Hugging Face transformers: `from_pretrained(path, experts_implementation="moe_mk")`.
 
     from moe_mk.integrations.transformers import explain, register
 
@@ -6,7 +6,7 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_mk")
     print(explain(model))
 
-Tested with transformers 5.16 and 5.23; features are looked for, versions are not compared. Inference only: a backward
+Tested with transformers 5.16 and 5.23; features are detected, versions are not compared. Inference only: a backward
 pass through the experts raises.
 """
 
@@ -45,9 +45,9 @@ class ModuleReport:
     num_bytes: int
     """Of the weights in the layout of the backend."""
     copied: bool
-    """Whether these bytes lie beside the module's own parameters."""
+    """Whether these bytes are in addition to the module's parameters."""
     others: tuple[Verdict, ...]
-    """Of the other experts backends, for a module as other backends could read it."""
+    """Of the other experts backends."""
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -67,10 +67,10 @@ class ModelReport:
         return {"model": self.model, "modules": [module.as_dict() for module in self.modules]}
 
     def __str__(self) -> str:
-        """One line a module, and under the first module of each class why the others were refused."""
+        """One line per module, and reasons against others below the first module of each class."""
         lines, seen = [f"{self.model}: {len(self.modules)} experts modules by moe_mk"], set()
         for module in self.modules:
-            copied = ", a copy beside the module's own" if module.copied else ""
+            copied = ", in addition to the module's weights" if module.copied else ""
             lines.append(f"{module.path} ({module.cls}): {module.backend}, {module.because}")
             lines.append(f"    {module.scheme}, {module.num_bytes:,} B{copied}")
             if (module.cls, module.backend) not in seen:
@@ -81,7 +81,7 @@ class ModelReport:
 
 
 def report_of(path: str, plan: ModulePlan, held_bytes: int) -> ModuleReport:
-    """What there is to tell about one plan. held_bytes: of the module's own parameters, 0 if they were given up."""
+    """The report of one plan. held_bytes: of the module's parameters, 0 if they were freed."""
     transport = plan.decision.chosen.prepare_finalize
     others = tuple(
         verdict
@@ -107,10 +107,10 @@ __all__ = [
 
 
 def register(name: str = "moe_mk", **settings: Any) -> tuple[str, ...]:
-    """Make `experts_implementation=name` known, for bf16 and for FP8 experts, and `ep_implementation=name`.
+    """Register `experts_implementation=name` for bf16 and FP8 experts, and `ep_implementation=name`.
 
-    settings: of MoEConfig.kernel by their bare key, for instance experts="torch_cpu" or activations="checkpoint".
-    Returns the registries it was entered in; a second call with other settings replaces them. Raises ConfigError for an
+    settings: of MoEConfig.kernel by key, for instance experts="torch_cpu" or activations="checkpoint".
+    Returns the names of the registries; a second call with other settings replaces them. Raises ConfigError for an
     unknown setting.
     """
     function, entered = ExpertsFunction(name, settings), ["experts"]
@@ -129,19 +129,19 @@ def register(name: str = "moe_mk", **settings: Any) -> tuple[str, ...]:
 
 
 def prepare(model: nn.Module, name: str = "moe_mk", *, in_place: bool = False) -> ModelReport:
-    """Choose and lay out the experts of every module now, not at the first forward; needed before `torch.compile`.
+    """Select backends and convert weights now instead of at the first forward pass; needed before `torch.compile`.
 
-    A later call lays out once more, for weights that were written through `.data`, which torch does not count; any
-    other change of a weight is noticed at the next forward.
-    in_place: where a backend keeps the weights in a layout of its own, free the module's parameters. The model then
-    runs by this library alone, and can neither be saved nor switched to other experts; load it again for that.
-    Raises UnsupportedError naming every module that cannot be computed, with all reasons, before any is laid out.
+    A later call converts again, for weights that were written through `.data`, which torch does not track; any
+    other change of a weight is detected at the next forward pass.
+    in_place: if a backend keeps the weights in its own layout, free the module's parameters. The model then
+    runs only with this library, and can neither be saved nor switched to other experts without loading it again.
+    Raises UnsupportedError with every unsupported module and all reasons, before any is converted.
     """
     return _planned(model, name, in_place=in_place, again=True)
 
 
 def explain(model: nn.Module, name: str = "moe_mk") -> ModelReport:
-    """Every experts module of a model: its backend, why, and why not the others. Print it, or take `as_dict()`."""
+    """Report the backend of every experts module, and the reasons against others. Print it, or use `as_dict()`."""
     return _planned(model, name, in_place=False, again=False)
 
 
@@ -155,7 +155,7 @@ def _planned(model: nn.Module, name: str, *, in_place: bool, again: bool) -> Mod
         for reason in (reasons_against(module) if tensors_of(module) else [])
     ]
     if refused:
-        raise UnsupportedError(f"moe_mk cannot serve {type(model).__name__}", refused)
+        raise UnsupportedError(f"moe_mk does not support {type(model).__name__}", refused)
     modules = []
     for path, module in found.items():
         enter(module)
@@ -177,16 +177,16 @@ def config_from_hf(config: PretrainedConfig | dict[str, Any], **overrides: Any) 
 
 
 def patch_blocks(model: nn.Module, **settings: Any) -> dict[str, Any]:
-    """Compute every block of DeepSeek-V3's shape in a `MoELayer`: gate, routing, routed and shared experts.
+    """Compute every block with DeepSeek-V3's structure in a `MoELayer`: gate, routing, routed and shared experts.
 
-    Returns the layers by path. All blocks are tried before any is changed. Router logits are recorded as before.
-    Raises UnsupportedError for a model without such blocks, and for blocks that compute something else.
+    Returns the layers by path. All blocks are checked before any is changed. Router logits are recorded as before.
+    Raises UnsupportedError for a model without such blocks, and for blocks with a different result.
     """
     blocks = blocks_of(model)
     if not blocks:
         raise UnsupportedError(
             f"{type(model).__name__} has no block with DeepSeek-V3's parts",
-            ["use experts_implementation='moe_mk', which serves the experts of every family"],
+            ["use experts_implementation='moe_mk', which supports the experts of every family"],
         )
     layers, refused = {}, []
     for path, block in blocks.items():
@@ -199,14 +199,14 @@ def patch_blocks(model: nn.Module, **settings: Any) -> dict[str, Any]:
     if refused:
         raise UnsupportedError(f"blocks of {type(model).__name__} cannot be patched", refused)
     for path, layer in layers.items():
-        # Not through nn.Module.__setattr__: the layer's counter and views are no part of the model's state.
+        # Not through nn.Module.__setattr__: the layer's counter and views are not part of the model's state.
         vars(blocks[path])[LAYER] = layer
         vars(blocks[path])["forward"] = PatchedForward(blocks[path], layer)
     return layers
 
 
 def unpatch_blocks(model: nn.Module) -> int:
-    """Give patched blocks their own forward back; returns how many there were."""
+    """Restore the forward methods of patched blocks; returns their number."""
     patched = [block for block in model.modules() if LAYER in vars(block)]
     for block in patched:
         del vars(block)[LAYER], vars(block)["forward"]
@@ -215,7 +215,7 @@ def unpatch_blocks(model: nn.Module) -> int:
 
 @contextmanager
 def patched_blocks(model: nn.Module, **settings: Any) -> Iterator[dict[str, Any]]:
-    """Patch for the time of a `with` block."""
+    """Patch blocks inside a `with` statement."""
     try:
         yield patch_blocks(model, **settings)
     finally:
@@ -225,12 +225,14 @@ def patched_blocks(model: nn.Module, **settings: Any) -> Iterator[dict[str, Any]
 def _function(module: nn.Module, name: str) -> ExpertsFunction:
     function = function_of(module, name)
     if function is None:
-        raise UnsupportedError(f"experts implementation {name!r} is not ours", [f"call register({name!r}) first"])
+        raise UnsupportedError(
+            f"experts implementation {name!r} is not one of moe_mk", [f"call register({name!r}) first"]
+        )
     return function
 
 
 def _dtype_of(model: nn.Module, module: nn.Module) -> torch.dtype:
-    """What tokens come in: the weights' dtype, or of an FP8 model that of its first wider parameter."""
+    """The dtype of tokens: that of the weights, or for an FP8 model that of its first wider parameter."""
     wide = (torch.bfloat16, torch.float16, torch.float32)
     if not hasattr(module, "down_proj_scale_inv") and isinstance(module.down_proj, torch.Tensor):
         return module.down_proj.dtype

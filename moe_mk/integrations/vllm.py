@@ -1,9 +1,9 @@
-"""vLLM: the unquantised experts of its models, computed here.
+"""vLLM: computes the unquantised experts of its models.
 
     VLLM_PLUGINS=moe_mk vllm serve MODEL --additional-config '{"moe_mk": {"experts": "cpu_native"}}'
 
-vLLM loads every installed plugin in each of its processes. This one does nothing unless `VLLM_PLUGINS` names it; vLLM
-reads that variable, and hands it on to its workers. `enable()` does the same from a program. vLLM still routes, gathers
+vLLM loads every installed plugin in each of its processes. This one is inactive unless `VLLM_PLUGINS` lists it; vLLM
+reads that variable and passes it to its workers. `enable()` does the same from a program. vLLM still routes, gathers
 tokens, adds shared experts and sums over ranks. Read and run with vLLM 0.32 for CPUs.
 """
 
@@ -20,20 +20,20 @@ from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
 
 NAME = "moe_mk"
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2_no_mul": "relu2"}
-"""Names of vLLM's MoEActivation, and ours."""
+"""Activations: names of vLLM's MoEActivation, and of moe_mk."""
 
 
 def register() -> bool:
-    """The entry point in `vllm.general_plugins`: enable, if `VLLM_PLUGINS` names this plugin. May be called again."""
+    """The entry point in `vllm.general_plugins`: calls `enable()` if `VLLM_PLUGINS` lists this plugin. Idempotent."""
     from vllm import envs
 
     return NAME in (envs.VLLM_PLUGINS or ()) and enable()
 
 
 def enable() -> bool:
-    """Let vLLM make its unquantised MoE method from the class here, in models built from now on; False if it does so.
+    """Replace vLLM's unquantised MoE method in models built from now on; False if already done.
 
-    Raises ConfigError where another plugin has taken its place already.
+    Raises ConfigError if another plugin has replaced it.
     """
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
@@ -51,10 +51,10 @@ def enable() -> bool:
 
 
 def method_over(base: Any) -> type:
-    """The class that vLLM makes in place of `base`; a subclass, because Python skips `__init__` of any other."""
+    """The class that vLLM instantiates instead of `base`; a subclass, because `__init__` of others is skipped."""
 
     class MoeMkMethod(base):  # type: ignore[misc]
-        """Experts by the backend that the oracle chooses; parameters keep vLLM's names and layout."""
+        """Experts by the backend that the oracle selects; parameters keep vLLM's names and layout."""
 
         of_moe_mk = True
 
@@ -69,7 +69,7 @@ def method_over(base: Any) -> type:
             return False
 
         @property
-        def supports_eplb(self) -> bool:  # it would exchange weights below a copy in another layout
+        def supports_eplb(self) -> bool:  # it would exchange weights without updating the converted copy
             return False
 
         def maybe_roundup_sizes(
@@ -95,7 +95,7 @@ def method_over(base: Any) -> type:
             shared_experts: Any,
             shared_experts_input: Tensor | None,
         ) -> Tensor:
-            del shared_experts, shared_experts_input  # vLLM runs them itself for methods without a kernel of its own
+            del shared_experts, shared_experts_input  # vLLM runs them itself for methods without a modular kernel
             assert self.experts_here is not None, "weights are processed after loading"
             return self.experts_here(x, topk_weights, local_ids(topk_ids, layer.expert_map))
 
@@ -111,7 +111,7 @@ def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
 
 
 def refuse(moe: Any) -> None:
-    """Raise UnsupportedError with everything about a vLLM FusedMoEConfig that nothing here computes."""
+    """Raise UnsupportedError with all unsupported features of a vLLM FusedMoEConfig."""
     parallel, reasons = moe.moe_parallel_config, []
     if moe.activation.value not in ACTIVATIONS:
         reasons.append(f"activation {moe.activation.value!r}; known: {', '.join(ACTIVATIONS)}")
@@ -124,11 +124,13 @@ def refuse(moe: Any) -> None:
     if parallel.dp_size > 1:
         reasons.append(f"data parallel size {parallel.dp_size}: vLLM's all-to-all backends need its own experts")
     if reasons:
-        raise UnsupportedError("moe_mk cannot serve this model in vLLM", [*reasons, "leave moe_mk out of VLLM_PLUGINS"])
+        raise UnsupportedError(
+            "moe_mk does not support this model in vLLM", [*reasons, "leave moe_mk out of VLLM_PLUGINS"]
+        )
 
 
 def _settings() -> Mapping[str, Any]:
-    """What `--additional-config` says under our name: bare keys of MoEConfig.kernel."""
+    """The kernel settings in vLLM's `--additional-config`."""
     from vllm.config import get_current_vllm_config
 
     said = (get_current_vllm_config().additional_config or {}).get(NAME, {})

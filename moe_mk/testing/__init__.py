@@ -1,4 +1,4 @@
-"""What tests of this library and of its plugins share."""
+"""The conformance kit, for tests of this library and of plugins."""
 
 from moe_mk.testing.certify import backend_conformance, certify
 

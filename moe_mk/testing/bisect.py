@@ -1,4 +1,4 @@
-"""Two pairs of backends on one input, stage by stage: the first stage where they differ, and where in it.
+"""Compare two pairs of backends on one input, stage by stage: the first stage that differs, and the position.
 
     dispatch   what each rank received, for every (token, expert)
     experts    what the experts made of it, for every (token, expert), before weights
@@ -33,18 +33,18 @@ from moe_mk.weights.expert_weights import ExpertWeights
 
 STAGES = ("dispatch", "experts", "reduce", "combine")
 BLOCK = 128
-"""Columns that are judged together, as one scale covers them."""
+"""Columns per block, as covered by one scale."""
 Key = tuple[int, int]
 """(token, expert), (token, rank), or (token, -1)."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The input of a comparison: tokens of all ranks, where they go, and the experts of all ranks."""
+    """The input of a comparison: tokens, routing and experts of all ranks."""
 
     x_TH: Tensor
     routing: Routing
-    """With logical experts; every rank brings an equal share of the rows."""
+    """With logical experts; every rank has an equal share of the rows."""
     weights: ExpertWeights
     ranks: int
     dtype: Plain
@@ -53,14 +53,14 @@ class Scene:
 
     @property
     def error(self) -> float:
-        """What the formats allow two right backends to be apart."""
+        """The error limit between two correct backends, by the formats."""
         both = experts_error(self.dtype, self.compute, self.weights.scheme, self.x_TH.shape[1])
         return ALL_TOKENS * 2**0.5 * both
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two results part."""
+    """A difference between two results."""
 
     stage: str
     token: int
@@ -69,13 +69,13 @@ class Difference:
     block: int
     """Columns [128 block, 128 (block + 1))."""
     error: float
-    """Relative L2 in that block; infinite for a row that one of them lacks."""
+    """Relative L2 in that block; infinite for a missing row."""
     what: str
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """What a comparison found."""
+    """The result of a comparison."""
 
     names: tuple[str, str]
     compared: Mapping[str, int]
@@ -111,7 +111,7 @@ def bisect(one: str, other: str, scene: Scene, *, exact: bool = False) -> Bisect
 
 
 def _pair(name: str, ranks: int) -> tuple[str, str]:
-    """Two names joined by a plus, or one of the two: the other is then what serves anywhere."""
+    """Two names joined by a plus, or one name; the other backend is then a default that always works."""
     parts = [part.strip() for part in name.split("+")]
     if len(parts) == 2:
         transport, experts = parts
@@ -127,7 +127,7 @@ def _pair(name: str, ranks: int) -> tuple[str, str]:
 
 
 def _layouts(traits: Sequence[ExpertsTraits]) -> list[type]:
-    """For each backend the layout in which it leaves rows raw, so that experts can be told apart; else its best."""
+    """For each backend a layout with raw outputs, to compare per expert; otherwise its preferred one."""
     return [
         next((layout for layout, stage in t.emits.items() if stage is OutputStage.RAW), t.consumes[0]) for t in traits
     ]
@@ -153,7 +153,7 @@ def _views(pair: tuple[str, str], layout: type, scene: Scene) -> Views:
 
 
 class _Rank:
-    """One rank of a pair, noting what passes by."""
+    """One rank of a pair that records intermediate results."""
 
     def __init__(
         self, pair: tuple[str, str], layout: type, scene: Scene, expert_map: ExpertMap, comm: Communicator
@@ -174,7 +174,7 @@ class _Rank:
         self.seen: dict[str, dict[Key, Tensor] | None] = {stage: {} for stage in STAGES}
 
     def steps(self) -> Flight[Tensor]:
-        """The forward of `kernel.py`, with notes."""
+        """The forward pass of `kernel.py`, with recording."""
         scene, count = self.scene, len(self.scene.x_TH)
         cut = slice(0, count)
         if not self.partial:
@@ -217,7 +217,7 @@ def _rows_of(tokens: Tokens) -> QuantTensor:
 
 
 def _assignments(tokens: Tokens) -> list[tuple[tuple[int, ...], int]]:
-    """Where each assignment's row lies, and its slot."""
+    """Row and slot of each assignment."""
     if isinstance(tokens, RowTokens):
         held = torch.nonzero(tokens.ids_RK >= 0).tolist()
         return [((r,), int(tokens.ids_RK[r, k])) for r, k in held]
@@ -254,12 +254,12 @@ def _picked(q: QuantTensor, index: Tensor) -> QuantTensor:
 
 
 def _differences(stage: str, mine: dict[Key, Tensor], its: dict[Key, Tensor], limit: float) -> list[Difference]:
-    """All vectors beyond the limit, in order of token and expert; what one of them lacks comes first."""
+    """All vectors beyond the limit, in order of token and expert; missing ones first."""
     found = []
     for key in sorted(mine.keys() | its.keys()):
         if key not in mine or key not in its:
             who = "second" if key in mine else "first"
-            found.append(Difference(stage, *key, block=0, error=float("inf"), what=f"the {who} lacks it"))
+            found.append(Difference(stage, *key, block=0, error=float("inf"), what=f"missing in the {who}"))
             continue
         blocks = [
             float((a - b).norm() / torch.maximum(a.norm(), b.norm()).clamp_min(torch.finfo(torch.float64).tiny))

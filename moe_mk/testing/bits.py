@@ -1,4 +1,4 @@
-"""Bits of what a backend got and gave: to see that inputs stay as they were, and that two calls agree."""
+"""The bits of inputs and outputs of a backend, to check that inputs are unchanged and that two calls agree."""
 
 from __future__ import annotations
 

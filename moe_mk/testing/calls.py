@@ -1,4 +1,4 @@
-"""What must hold from call to call: weights are those that are given, outputs stay, and nothing is left behind."""
+"""Checks across calls: the given weights are used, outputs stay unchanged, and no tensors leak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, RowTokens, T
 from moe_mk.weights.expert_weights import ExpertWeights
 
 WARM, CALLS = 2, 6
-"""Calls before anything is counted, and calls after which it is counted again."""
+"""Calls before tensors are counted, and calls between two counts."""
 
 
 def check_calls_of_experts(
@@ -28,7 +28,7 @@ def check_calls_of_experts(
     error: float,
     what: str,
 ) -> None:
-    """Two sets of weights in turn through one backend: each output is that of its own weights, and stays as it is."""
+    """Two sets of weights in turn through one backend: each output belongs to its weights, and stays unchanged."""
     tokens = permute(rows, (backend.traits.consumes[0],))
     kept = []
     for stack, which in zip((*stacks, stacks[0]), ("first", "second", "first"), strict=True):
@@ -42,7 +42,7 @@ def check_calls_of_experts(
 
 
 def check_batch_invariance(backend: FusedExperts, stack: ExpertWeights, rows: RowTokens, what: str) -> None:
-    """Every row alone gets the bits that it gets among the others."""
+    """A row in a batch of its own has the same bits as in the full batch."""
     weights, layout = backend.relayout(stack), backend.traits.consumes[0]
 
     def reduced(some: RowTokens) -> Tensor:
@@ -54,7 +54,7 @@ def check_batch_invariance(backend: FusedExperts, stack: ExpertWeights, rows: Ro
         one = slice(row, row + 1)
         x = replace(rows.x_RH, values=rows.x_RH.values[one], scales=_cut(rows.x_RH.scales, one))
         alone = reduced(replace(rows, x_RH=x, ids_RK=rows.ids_RK[one], weights_RK=rows.weights_RK[one]))
-        require(torch.equal(alone[0], together_RH[row]), f"{what}: row {row} alone has other bits than in company")
+        require(torch.equal(alone[0], together_RH[row]), f"{what}: row {row} has other bits in a batch of its own")
 
 
 def _cut(scales: Tensor | None, rows: slice) -> Tensor | None:
@@ -70,13 +70,13 @@ def _filled(output: ExpertOutput, tokens: Tokens) -> Tensor:
 
 
 def check_leaves_nothing(call: Callable[[], object], what: str) -> None:
-    """Tensors that Python holds do not grow by one a call; what a library allocates by itself is not seen."""
+    """The number of tensors held by Python does not grow with each call; memory of a library is not counted."""
     for _ in range(WARM):
         call()
     if _growth(call, collect=False) < CALLS:
         return
-    grown = _growth(call, collect=True)  # cycles that hold tensors go when the collector runs, which takes long
-    require(grown < CALLS, f"{what}: {CALLS} calls leave {grown} tensors behind")
+    grown = _growth(call, collect=True)  # the collector, which is slow, frees cycles that hold tensors
+    require(grown < CALLS, f"{what}: {CALLS} calls leak {grown} tensors")
 
 
 def _growth(call: Callable[[], object], *, collect: bool) -> int:

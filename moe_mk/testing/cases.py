@@ -1,4 +1,4 @@
-"""Routings that have broken expert-parallel layers before, as data: one case holds the tokens of every rank."""
+"""Hostile routings as data: one case contains the tokens of every rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moe_mk.tokens import Routing
 
 @dataclass(frozen=True)
 class RoutingCase:
-    """What every rank of a group brings to one call."""
+    """The routings of all ranks in one call."""
 
     name: str
     expert_map: ExpertMap
     routings: tuple[Routing, ...]
-    """Of each rank, with physical experts, as a transport gets them."""
+    """Per rank, with physical experts, as passed to a transport."""
     logical_ids: tuple[Tensor, ...]
     """The same assignments with logical experts."""
 
@@ -29,7 +29,7 @@ class RoutingCase:
         return [routing.num_tokens for routing in self.routings]
 
     def replicated(self) -> RoutingCase:
-        """The case with the tokens of the busiest rank on every rank, as where attention is tensor-parallel."""
+        """The case with the tokens of the busiest rank on every rank, as with tensor-parallel attention."""
         source = max(range(len(self.routings)), key=self.num_tokens.__getitem__)
         count, routing = len(self.routings), self.routings[source]
         return RoutingCase(self.name, self.expert_map, (routing,) * count, (self.logical_ids[source],) * count)
@@ -104,12 +104,12 @@ def _draw_ids(
 
 
 def _uneven_map(num_experts: int, num_ranks: int) -> ExpertMap:
-    """One expert on every rank but the last, which has all others."""
+    """One expert on every rank except the last, which has all others."""
     single = tuple((rank,) for rank in range(num_ranks - 1))
     return ExpertMap((*single, tuple(range(num_ranks - 1, num_experts))), num_experts)
 
 
 def _replicated_map(num_experts: int, num_ranks: int) -> ExpertMap:
-    """The linear placement, and expert 0 once more on every other rank."""
+    """The linear placement, with a replica of expert 0 on every other rank."""
     linear = ExpertMap.linear(num_experts, num_ranks).experts_of_rank
     return ExpertMap((linear[0], *((*experts, 0) for experts in linear[1:])), num_experts)

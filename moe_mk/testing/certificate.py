@@ -1,4 +1,4 @@
-"""What certification hands out: which checks a backend passed, on what, with digests that others can compare."""
+"""The certificate of a backend: passed and failed checks, environment, and digests to compare."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from moe_mk.external.device import describe
 from moe_mk.testing.laws import LAWS
 
 CONTRACT = 2
-"""Rises when a backend that was right could become wrong."""
+"""Incremented when a conforming backend could become non-conforming."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """One check that held."""
+    """A passed check."""
 
     check: str
     cases: int
     digest: str
-    """SHA-256 over the bits of all its outputs; empty where equal inputs need not give equal bits."""
+    """SHA-256 over the bits of all its outputs; empty if equal inputs need not give equal bits."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """One check that did not."""
+    """A failed check."""
 
     check: str
     law: str
     text: str
-    """The law in words."""
+    """The text of the law."""
     message: str
 
 
@@ -52,12 +52,12 @@ class Certificate:
     coverage: tuple[Passed, ...]
     failures: tuple[Failed, ...]
     not_covered: tuple[str, ...] = ()
-    """What the traits claim beyond what is checked here."""
+    """Traits that are not checked."""
     environment: dict[str, str] = field(default_factory=lambda: environment())
 
     @property
     def passed(self) -> bool:
-        """Whether everything was checked and nothing failed."""
+        """Whether there are checks and none failed."""
         return bool(self.coverage) and not self.failures
 
     @property
@@ -85,7 +85,7 @@ class Certificate:
 
 
 def environment() -> dict[str, str]:
-    """What the bits may depend on."""
+    """The environment that bits may depend on."""
     try:
         own = version("moe-mk")
     except PackageNotFoundError:  # run from a source tree

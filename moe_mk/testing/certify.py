@@ -1,4 +1,4 @@
-"""The conformance kit as one command and as one line of a test file: every check a backend's traits call for.
+"""The conformance kit as a function and as a pytest class: every check that a backend's traits require.
 
 certificate = certify("one_by_one")            # or an experts backend
 TestOneByOne = backend_conformance("one_by_one")   # a pytest class, one test a check
@@ -15,13 +15,13 @@ from moe_mk.external.library import emulated, installed
 from moe_mk.testing.bits import bits_of
 from moe_mk.testing.certificate import Certificate, Failed, Passed, traits_of
 from moe_mk.testing.certify_checks import KINDS, Check, checks_of, fault_check, kind_of, untried
-from moe_mk.testing.laws import HOPS, LOADS, RUNS, SIGNATURE, VALUES, Law, law_of
+from moe_mk.testing.laws import LOADS, RUNS, SIGNATURE, VALUES, YIELD_POINTS, Law, law_of
 from moe_mk.testing.limits import NonConforming
 
 __all__ = ["backend_conformance", "certify", "checks_of", "kind_of"]
 
 OnCheck = Callable[[str, int, int], None]
-"""Told (check, done, total)."""
+"""Called with (check, done, total)."""
 
 
 def certify(
@@ -32,12 +32,12 @@ def certify(
     faults: bool = False,
     modules: Sequence[str] = (),
 ) -> Certificate:
-    """Run every check on a registered backend and collect all failures, not the first.
+    """Run every check on a registered backend and collect all failures.
 
     processes: also run a transport on real processes over gloo, which takes seconds.
-    faults: also run a transport in worlds of processes with one fault each, which takes a minute or two.
-    modules: what those processes import first, where the transport registers itself and is no plugin of a wheel.
-    Raises ConfigError for a name that nobody registered and for faults in experts, UnsupportedError for a backend that
+    faults: also run a transport in groups of processes with one fault each, which takes a minute or two.
+    modules: imported by these processes first, for a transport that is not installed as a wheel.
+    Raises ConfigError for an unknown name and for `faults` with experts, UnsupportedError for a backend that
     cannot run here at all.
     """
     kind = kind_of(name)
@@ -56,12 +56,12 @@ def certify(
         (passed if isinstance(result, Passed) else failed).append(result)  # type: ignore[arg-type]
     missed = untried(name)
     if traits.library and traits.library not in installed():
-        missed = (*missed, f"{traits.library} itself: its emulation answered")
+        missed = (*missed, f"{traits.library} itself: tested on its emulation")
     return Certificate(name, kind, KINDS[kind].origin(name), traits_of(traits), tuple(passed), tuple(failed), missed)
 
 
 def backend_conformance(name: str, *, processes: bool = False) -> type:
-    """A test class for a backend: one test a check, in one line of a test file. The backend must be registered."""
+    """A pytest class for a registered backend, with one test per check."""
     body: dict[str, object] = {"__doc__": f"Conformance of {name}."}
     for check in checks_of(name, processes=processes):
         body[f"test_{_identifier(check.name)}"] = _as_test(check)
@@ -76,8 +76,8 @@ def _tried(check: Check) -> Passed | Failed:
     except NonConforming as problem:
         return _failed(check.name, _law(check, str(problem)), str(problem))
     except CommError as problem:
-        return _failed(check.name, HOPS, str(problem))
-    except Exception as problem:  # a foreign backend may fail in any way; a certificate says in which
+        return _failed(check.name, YIELD_POINTS, str(problem))
+    except Exception as problem:  # backends may fail in any way; the certificate contains the error
         return _failed(check.name, RUNS, f"{type(problem).__name__}: {problem}")
 
 

@@ -1,6 +1,6 @@
-"""The checks of a certificate: what the traits of a backend call for, less what it refuses beforehand.
+"""The checks of a certificate: those that the traits of a backend require, without rejected formats.
 
-Why a transport's tokens came home wrong: the simplest explanation that fits what arrived.
+Wrong results of a transport are classified by the simplest explanation that fits.
 
 What a backend says beforehand that it cannot serve, so that certification asks for nothing it has refused.
 """
@@ -57,13 +57,13 @@ from moe_mk.testing.transports import check_transport
 PASSED_OVER = frozenset({"device", "library"})
 """Codes of reasons: certification runs on a CPU, and on an emulation where the library is not installed."""
 SIZES = ((HIDDEN, INNER), (256, 256))
-"""Hidden and intermediate size; the first that a backend serves is tried. 192 is no multiple of 128."""
+"""Hidden and intermediate size; the first that a backend supports is used. 192 is no multiple of 128."""
 MOST_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Format:
-    """What experts are tried with: how weights are stored, the layer's dtype, and what activations are rounded to."""
+    """Formats of a check of experts: stored weights, the layer's dtype, and rounded activations."""
 
     quant: Mapping[str, Any]
     """As in a configuration file."""
@@ -78,25 +78,27 @@ class Format:
 
 
 def dtype_of(wire: QuantScheme) -> Plain:
-    """The layer's dtype beside a wire format."""
+    """The layer's dtype for a wire format."""
     return wire if isinstance(wire, Plain) else BF16
 
 
 def refusal_of_transport(name: str, ranks: int, wire: QuantScheme, ranks_per_node: int | None = None) -> str:
-    """Why a transport cannot serve a format on some ranks; empty if it can. ranks_per_node: None is all on one host."""
+    """Reasons against a format of a transport on some ranks; empty if supported. ranks_per_node: None: one host."""
     cls, dtype = PREPARE_FINALIZE[name], dtype_of(wire)
     model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": 8, "quant": {"weights": dtype.name}}
     tokens = next(iter(cls.traits.tokens))
-    return _told(cls.reasons_against(_problem(model, dtype, ep=ranks, tokens=tokens, ranks_per_node=ranks_per_node)))
+    return _settings_json(
+        cls.reasons_against(_problem(model, dtype, ep=ranks, tokens=tokens, ranks_per_node=ranks_per_node))
+    )
 
 
 def refusal_of_experts(name: str, given: Format, sizes: tuple[int, int], *, batch_invariant: bool = False) -> str:
-    """Why experts cannot serve a format at a hidden and an intermediate size; empty if they can."""
+    """Reasons against a format of experts at a hidden and an intermediate size; empty if supported."""
     hidden, inner = sizes
     model = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": 8, "quant": dict(given.quant)}
     model |= {"activation": given.activation, "swiglu_limit": CLAMPED_AT if given.activation in CLAMPED else None}
     activations = "plain" if isinstance(given.compute, Plain) else "checkpoint"
-    return _told(
+    return _settings_json(
         EXPERTS[name].reasons_against(
             _problem(model, given.dtype, activations=activations, batch_invariant=batch_invariant)
         )
@@ -112,20 +114,20 @@ def _problem(model: Mapping[str, Any], dtype: Plain, **settings: Any) -> Problem
 
 @cache
 def _machine() -> tuple[DeviceProfile, frozenset[str]]:
-    """Once a process: looking for a compiler starts one."""
+    """Cached, because the search for a compiler starts a process."""
     return device_profile("cpu"), installed()
 
 
-def _told(reasons: Iterable[Reason]) -> str:
+def _settings_json(reasons: Iterable[Reason]) -> str:
     return "; ".join(reason.text for reason in reasons if reason.code not in PASSED_OVER)
 
 
 SAME = 0.02
-"""Relative, above what bf16 rounds: mistakes are told apart here, rounding is judged elsewhere."""
+"""Relative, above the rounding of bf16: distinguishes mistakes; rounding is checked elsewhere."""
 
 
 def explained(got: list[Tensor], tokens: list[Tensor], weights: list[Tensor]) -> Law | None:
-    """The law that explains a wrong journey through identity experts, or None.
+    """The law that explains a wrong result of identity experts, or None.
 
     got, tokens: (T, H) of each rank. weights: (T,) of each rank, what each token should be multiplied by.
     """
@@ -147,9 +149,9 @@ def explained(got: list[Tensor], tokens: list[Tensor], weights: list[Tensor]) ->
 KINDS: Mapping[str, Registry[Any]] = {"transport": PREPARE_FINALIZE, "experts": EXPERTS}
 RANKS = (1, 2, 4)
 PER_NODE = (None, 2)
-"""Ranks of one host: all, or two where a transport needs several hosts."""
+"""Ranks per host: all, or two for transports that need several hosts."""
 FAULT_WORLDS = 24
-"""Worlds with faults that a transport is tried in."""
+"""Number of fault worlds per transport."""
 WIRES: Mapping[str, tuple[QuantScheme, ...]] = {
     "plain": (FP32, BF16),
     "fp8": (FP8_1x128, FP8_1x128_UE8M0),
@@ -157,23 +159,23 @@ WIRES: Mapping[str, tuple[QuantScheme, ...]] = {
     "mxfp8": (MXFP8,),
     "nvfp4": (NVFP4_TOKENS,),
 }
-"""What is sent for each family that a transport says it carries."""
+"""The wire format tested for each family in the traits of a transport."""
 FP8_BLOCKS = tuple({"weights": "fp8_block", "block": (128, 128), "scale": scale} for scale in ("float32", "ue8m0"))
 FURTHER = frozenset(KINDS_OF_WEIGHTS) - {*PLAIN_KINDS, "fp8_block"}
-"""Types of stored experts beside plain ones and FP8 blocks, which are tried in every dtype."""
+"""Formats of stored experts in addition to plain ones and FP8 blocks, which are tested in every dtype."""
 WEIGHTS = FURTHER | {"plain", "fp8_block"}
-"""Types of weights that experts are tried with."""
+"""Tested formats of weights."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to check. run: returns the number of cases, or raises. outputs: what the digest is made of."""
+    """One check. run: returns the number of cases, or raises. outputs: the tensors of the digest."""
 
     name: str
     run: Callable[[], int]
     outputs: Callable[[], list[Tensor]] | None
     blame: Callable[[], Law | None]
-    """The law behind wrong values, where it can be told."""
+    """The law behind wrong values, if it can be determined."""
 
 
 def kind_of(name: str) -> str:
@@ -184,11 +186,11 @@ def kind_of(name: str) -> str:
         if name in names:
             return kind
         known += names
-    raise ConfigError(f"no transport or experts backend is called {name!r}{did_you_mean(name, known)}")
+    raise ConfigError(f"unknown transport or experts backend {name!r}{did_you_mean(name, known)}")
 
 
 def checks_of(name: str, *, processes: bool) -> list[Check]:
-    """Everything the traits of a backend call for."""
+    """The checks that the traits of a backend require."""
     traits = KINDS[kind_of(name)][name].traits
     if isinstance(traits, TransportTraits):
         served = [place for place in _places(traits) if not _refused(name, place)]
@@ -205,9 +207,9 @@ def checks_of(name: str, *, processes: bool) -> list[Check]:
 
 
 def fault_check(name: str, modules: Sequence[str] = ()) -> Check:
-    """Worlds of processes with one fault each. Raises ConfigError for experts and for transports of one rank."""
+    """A check in processes with one fault each. Raises ConfigError for experts and for transports of one rank."""
     if kind_of(name) != "transport":
-        raise ConfigError(f"{name} is an experts backend; faults are tried on transports, certify it without them")
+        raise ConfigError(f"{name} is an experts backend; fault tests are for transports only")
     campaign = Campaign(transports_of(name), modules=tuple(modules))
 
     def run() -> int:
@@ -221,7 +223,7 @@ def fault_check(name: str, modules: Sequence[str] = ()) -> Check:
 
 
 def untried(name: str) -> tuple[str, ...]:
-    """Families of formats that the traits claim and the kit does not try, and what the backend refuses by itself."""
+    """Formats that the traits claim and the kit does not test, and formats that the backend rejects."""
     traits = KINDS[kind_of(name)][name].traits
     if isinstance(traits, TransportTraits):
         unknown = [f"{family} on the wire, which its traits claim" for family in sorted(traits.wire - WIRES.keys())]
@@ -237,14 +239,14 @@ def untried(name: str) -> tuple[str, ...]:
 
 
 def _places(traits: TransportTraits) -> list[tuple[int, QuantScheme]]:
-    """Numbers of ranks with formats on the wire, as the traits have them."""
+    """Numbers of ranks and wire formats, by the traits."""
     counts = [n for n in RANKS if traits.min_ranks <= n <= (traits.max_ranks or n)]
     schemes = [scheme for family in sorted(traits.wire) for scheme in WIRES.get(family, ())]
     return [(ranks, wire) for ranks in counts for wire in schemes]
 
 
 def _refused(name: str, place: tuple[int, QuantScheme]) -> str:
-    """Why a transport serves a place on no arrangement of hosts; empty if it serves it on one."""
+    """Reasons against a number of ranks in any arrangement of hosts; empty if one is supported."""
     said = [refusal_of_transport(name, *place, per_node) for per_node in PER_NODE]
     return "" if "" in said else said[0]
 
@@ -285,7 +287,7 @@ def _process_check(name: str, traits: TransportTraits, ranks: int) -> Check:
 
 
 def _formats(traits: ExpertsTraits) -> Iterator[Format]:
-    """Stored weights with what they are multiplied with, as the traits have them; further types in one dtype."""
+    """Stored weights and activations, by the traits; further formats in one dtype."""
     dtypes = [dtype for dtype in (FP32, BF16, FP16) if dtype.name in traits.dtypes]
     for dtype in dtypes:
         if "plain" in traits.weights:
@@ -301,7 +303,7 @@ def _formats(traits: ExpertsTraits) -> Iterator[Format]:
 
 
 def _computed(quant: Mapping[str, Any], dtype: Plain, traits: ExpertsTraits) -> Iterator[Format]:
-    """One type of weights with plain activations, and with its own, where the traits have them."""
+    """One format of weights with plain activations, and with its own if the traits have them."""
     own = QuantConfig.parse(quant, "certify").activation_scheme
     for family in traits.computes:
         if family == "plain":
@@ -321,7 +323,7 @@ def _name_of(given: Format) -> str:
 
 
 def _invariant(name: str, given: Format, sizes: tuple[int, int]) -> bool:
-    """Whether a backend that can be batch-invariant is so in this format."""
+    """Check batch invariance in one format, if the backend supports it."""
     return given.activation == "silu" and not refusal_of_experts(name, given, sizes, batch_invariant=True)
 
 

@@ -1,4 +1,4 @@
-"""What every backend must do, checked by name: run these on a backend of your own.
+"""The checks of every backend by name, to run on a backend of your own.
 
     check_transport("my_transport", num_ranks=4)
     check_experts("my_experts", FP8_128x128, dtype=BF16, compute=FP8_1x128)

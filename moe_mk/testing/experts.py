@@ -1,4 +1,4 @@
-"""What every experts backend must do, checked against the reference in f32."""
+"""Checks of experts backends against the reference in f32."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from moe_mk.weights.expert_weights import CANONICAL, ExpertWeights, Weights
 from moe_mk.weights.layer_weights import as_mapped
 
 OF_ACTIVATIONS = ("even", "no tokens anywhere", "some -1")
-"""Cases for activations beside silu: what differs is the arithmetic, not the way of a token."""
+"""Cases for activations other than silu, which differ in arithmetic only."""
 CLAMPED_AT = 1.5
 UNGATED = frozenset({"relu2"})
-"""Activations that models have in experts without a gate."""
+"""Activations of models with ungated experts."""
 
 
 def check_experts(
@@ -85,7 +85,7 @@ class _Pair:
     error: float
 
     def check(self, rows: RowTokens, stack: ExpertWeights, own: Weights, what: str) -> int:
-        """The same rows in every layout that the backend reads; returns in how many. own: the stack as it reads it."""
+        """Run the same rows in every layout of the backend; returns their number. own: the stack in its layout."""
         expected = weight_and_reduce(self.reference.run(rows, stack), rows, OutputStage.REDUCED).y
         layouts = self.backend.traits.consumes
         for layout in layouts:
@@ -98,7 +98,7 @@ def check_invariance(
     name: str, weights: QuantScheme, *, dtype: Plain, compute: QuantScheme, hidden_size: int, intermediate_size: int,
     num_slots: int = 5,
 ) -> int:  # fmt: skip
-    """A batch of one expert after the other, each row alone and among all: returns the number of rows compared."""
+    """A batch sorted by expert, each row separately and together; returns the number of rows compared."""
     cpu = torch.device("cpu")
     context = context_of(dtype, compute, "silu", num_slots, hidden_size, intermediate_size, cpu)
     backend = EXPERTS[name](replace(context, batch_invariant=True))
@@ -113,7 +113,7 @@ def context_of(
     dtype: Plain, compute: QuantScheme, activation: str, num_slots: int, hidden_size: int, intermediate_size: int,
     device: torch.device,
 ) -> ExpertsContext:  # fmt: skip
-    """What experts are built from; activations that clamp do so where about one value in six is beyond."""
+    """The context of experts; clamped activations clamp about one value in six."""
     sizes = num_slots, hidden_size, intermediate_size
     context = ExpertsContext(dtype, compute, activation, *sizes, device)
     return replace(context, swiglu_limit=CLAMPED_AT, swiglu_alpha=1.702) if activation in CLAMPED else context
@@ -123,7 +123,7 @@ def random_experts(
     scheme: QuantScheme, num_slots: int, hidden_size: int, intermediate_size: int, device: torch.device, seed: int = 11,
     *, gated: bool = True,
 ) -> ExpertWeights:  # fmt: skip
-    """A stack whose outputs have the size of its inputs; gate and up differ, so that swapping them shows."""
+    """A stack whose outputs have the size of its inputs; gate and up differ, so that swapping them is detected."""
     draw = torch.Generator("cpu").manual_seed(seed)
 
     def normal(rows: int, columns: int, gain: float) -> QuantTensor:
@@ -142,9 +142,9 @@ def _check_run(
     before = bits_of(tokens)
     output = backend.run(tokens, weights)
     declared = backend.traits.emits[type(tokens)]
-    require(output.stage is declared, f"{what}: output is {output.stage.name}, traits say {declared.name}")
+    require(output.stage is declared, f"{what}: output is {output.stage.name}, the traits declare {declared.name}")
     require(output.y.dtype is backend.context.dtype.dtype, f"{what}: output is {output.y.dtype}")
-    require(output.y.device == expected.device, f"{what}: output lies on {output.y.device}")
+    require(output.y.device == expected.device, f"{what}: output is on device {output.y.device}")
     wanted = _shape(tokens, output.stage)
     require(output.y.shape == wanted, f"{what}: output has shape {tuple(output.y.shape)}, not {tuple(wanted)}")
     require(bits_of(tokens) == before, f"{what}: the tokens were changed")
@@ -156,7 +156,7 @@ def _check_run(
 
 
 def _shape(tokens: Tokens, stage: OutputStage) -> torch.Size:
-    """(R, H) once reduced, else that of the tokens."""
+    """(R, H) if reduced, otherwise that of the tokens."""
     if isinstance(tokens, RowTokens):
         return tokens.x_RH.shape
     x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH

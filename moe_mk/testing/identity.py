@@ -1,6 +1,6 @@
-"""Experts that return what they get, so that a transport can be judged alone: token times the sum of its weights.
+"""Experts that return their input, to check a transport separately: token times the sum of its weights.
 
-With factors, each expert multiplies by one of its own, so that a row in the wrong slot shows.
+With factors, each expert multiplies by its own, so that a row in a wrong slot is detected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class IdentityExperts(FusedExperts):
     """Every expert is the identity, or a factor (L,). Never registered."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
-        summary="returns its input, to judge transports by",
+        summary="returns its input, to check transports",
         emits={GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
         weights=frozenset({"plain", "fp8_block"}),
         computes=("plain",),
@@ -30,7 +30,7 @@ class IdentityExperts(FusedExperts):
         self.factors_L = factors_L
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """The rows as they came, times the factor of their slot, in the layer's dtype."""
+        """The received rows, times the factor of their slot, in the layer's dtype."""
         assert not isinstance(tokens, RowTokens)
         x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH
         y = x.dequantize(self.context.dtype.dtype)
@@ -41,6 +41,6 @@ class IdentityExperts(FusedExperts):
         factors_L = self.factors_L.to(y.dtype)
         if isinstance(tokens, BatchedTokens):
             return factors_L[:, None, None]
-        spare = y.shape[0] - int(tokens.counts_L.sum())  # rows behind the last expert's belong to nobody
+        spare = y.shape[0] - int(tokens.counts_L.sum())  # rows after those of the last expert are unassigned
         factors_N = torch.repeat_interleave(factors_L, tokens.counts_L.long())
         return torch.cat((factors_N, factors_N.new_zeros(spare)))[:, None]

@@ -1,4 +1,4 @@
-"""What a backend owes, law by law, and which law a failed check speaks of."""
+"""The laws of the contract of backends, and the law that a failed check violates."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ class Law:
 
 LOADS = Law("loads", "a plugin can be imported")
 SIGNATURE = Law("signature", "methods take the parameters of the contract, and traits are declared")
-INPUTS = Law("inputs", "what a backend is given stays as it was")
+INPUTS = Law("inputs", "a backend does not modify its inputs")
 SHAPE = Law("shape", "outputs have the shape, the dtype and the device that the contract names")
-STAGE = Law("stage", "an output has come as far as the traits say")
+STAGE = Law("stage", "an output has the stage that the traits declare")
 WEIGHTING = Law("weighting", "every assignment counts once, times its routing weight")
-ORDER = Law("order", "tokens come home in the order in which they left")
-LOST = Law("lost", "no token is lost on its way")
-NOWHERE = Law("nowhere", "an id of -1 goes nowhere and adds nothing")
+ORDER = Law("order", "combined tokens have the order of the dispatched tokens")
+LOST = Law("lost", "no token is lost")
+NOWHERE = Law("nowhere", "an id of -1 contributes nothing")
 PADDING = Law("padding", "padding is never read")
-DETERMINISTIC = Law("deterministic", "equal inputs give equal bits, where the traits say so")
-HOPS = Law("hops", "every rank makes the same hops per call, with zero tokens too")
-INVARIANT = Law("invariant", "a row gets the same bits in any company, where the traits say so")
+DETERMINISTIC = Law("deterministic", "equal inputs give equal bits, if the traits declare it")
+YIELD_POINTS = Law("yield points", "every rank yields at the same points of a call, with zero tokens too")
+INVARIANT = Law("invariant", "a row gets the same bits in any batch, if the traits declare it")
 SLOTS = Law("slots", "every assignment reaches the slot of its expert")
-CALLS = Law("calls", "a call depends on what it is given, not on the calls before it")
-KEPT = Law("kept", "what is handed over stays as it is through later calls, and is no input")
-NOTHING_LEFT = Law("nothing left", "a call leaves no tensors behind")
-PROCESSES = Law("processes", "processes give the bits that ranks of one process give")
-VALUES = Law("values", "outputs are as near to the reference as the number formats allow")
-FAULTS = Law("faults", "a fault on one rank ends in a typed error in time on the others, never in a wrong output")
-RUNS = Law("runs", "every case runs to its end")
+CALLS = Law("calls", "a call does not depend on earlier calls")
+KEPT = Law("kept", "outputs are not changed by later calls and share no memory with inputs")
+NOTHING_LEFT = Law("nothing left", "a call does not leak tensors")
+PROCESSES = Law("processes", "processes and ranks of one process give the same bits")
+VALUES = Law("values", "outputs are within the error limit of the number formats")
+FAULTS = Law(
+    "faults", "after a fault on one rank the others raise a typed error in time, and never return a wrong output"
+)
+RUNS = Law("runs", "every case runs without an unexpected exception")
 
 LAWS = (
     LOADS, SIGNATURE, INPUTS, SHAPE, STAGE, WEIGHTING, ORDER, LOST, NOWHERE, PADDING, DETERMINISTIC, INVARIANT,
-    SLOTS, CALLS, KEPT, NOTHING_LEFT, HOPS, PROCESSES, VALUES, FAULTS, RUNS,
+    SLOTS, CALLS, KEPT, NOTHING_LEFT, YIELD_POINTS, PROCESSES, VALUES, FAULTS, RUNS,
 )  # fmt: skip
 
 WITH_NOWHERE = re.compile(r"(all to one rank|all to one expert|all -1|some -1)\b")
@@ -49,21 +51,21 @@ SAID = (
     (re.compile(r"breaks the contract|registered twice"), SIGNATURE),
     (re.compile(r"could not be loaded"), LOADS),
     (re.compile(r"input changed|(weights|tokens) were changed"), INPUTS),
-    (re.compile(r"tensors behind"), NOTHING_LEFT),
+    (re.compile(r"calls leak \d+ tensors"), NOTHING_LEFT),
     (re.compile(r"changed in a later call|shares memory with an input"), KEPT),
     (re.compile(r"after a smaller call|of two weights in turn"), CALLS),
-    (re.compile(r"with a factor of its own"), SLOTS),
-    (re.compile(r"than in company"), INVARIANT),
-    (re.compile(r"hops|other ranks (wait|call)|disagree"), HOPS),
+    (re.compile(r"with its own factor"), SLOTS),
+    (re.compile(r"in a batch of its own"), INVARIANT),
+    (re.compile(r"yield points|other ranks (wait|call)|disagree"), YIELD_POINTS),
     (re.compile(r"different bits|changes? bits"), DETERMINISTIC),
-    (re.compile(r"traits say"), STAGE),
-    (re.compile(r"output is torch|lies on|got \(|shape \(|got torch"), SHAPE),
+    (re.compile(r"the traits declare"), STAGE),
+    (re.compile(r"output is torch|is on device|got \(|shape \(|got torch"), SHAPE),
     (re.compile(r"not finite"), PADDING),
 )
 
 
 def law_of(message: str) -> Law:
-    """The law that a message of the kit speaks of."""
+    """The law that a message of the kit refers to."""
     for pattern, law in SAID:
         if pattern.search(message):
             return law

@@ -1,4 +1,4 @@
-"""How far two correct results may be apart: from the number formats alone, never from experience."""
+"""Error limits between two correct results, derived from the number formats only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_mk.verify.compare import ALL_TOKENS, ONE_TOKEN
 
 
 class NonConforming(MoEMKError, AssertionError):
-    """A backend broke its contract; the message says with which case, and how."""
+    """A backend violates its contract; the message contains the case and the difference."""
 
 
 def require(holds: bool, what: str) -> None:

@@ -1,4 +1,4 @@
-"""What a backend gives in every case of the kit: for digests, for diagnosis, and to compare with real processes.
+"""Outputs of a backend in every case of the kit, for digests, diagnosis, and comparison with real processes.
 
 Ranks as processes of this machine, for tests: a gloo world on loopback that runs functions and always ends.
 
@@ -43,11 +43,11 @@ from moe_mk.trace.clock import now
 R = TypeVar("R")
 
 PRELOADED = ("torch.distributed", "numpy", "pydantic", "safetensors.torch", "yaml")
-"""What is imported once for all worlds of a process. This package is not: only ranks know the path it is found on."""
+"""Modules imported once for all worlds of a process. This package is not among them: ranks set its path."""
 START_S = 120.0
-"""How long processes may take to import torch and meet."""
+"""Seconds that processes may take to import torch and connect."""
 GRACE_S = 20.0
-"""How long the other ranks may go on after the first one failed."""
+"""Seconds that the other ranks may continue after the first failure."""
 
 
 class RankError(MoEMKError):
@@ -115,7 +115,7 @@ class RankWorld:
         meeting = (Path(self._folder.name) / "meeting").as_uri()
         try:
             self._ranks = [_Rank(rank, self.world_size, meeting) for rank in range(self.world_size)]
-            problems, _ = self._collect(START_S)  # each rank says once that it has met the others
+            problems, _ = self._collect(START_S)  # each rank reports once that it is connected
         except BaseException:
             self.close()
             raise
@@ -123,7 +123,7 @@ class RankWorld:
             raise RankError(problems, {}, self.world_size)
 
     def _collect(self, timeout_s: float) -> tuple[dict[int, str], dict[int, object]]:
-        """One answer from every rank: what went wrong, and what was returned, by rank."""
+        """One answer from every rank: errors and results by rank."""
         problems: dict[int, str] = {}
         results: dict[int, object] = {}
         waiting = {rank.connection: index for index, rank in enumerate(self._ranks)}
@@ -172,7 +172,7 @@ class _Rank:
 
 
 def _serve(rank: int, world_size: int, meeting: str, requests: Connection) -> None:
-    """Meet the others, then answer requests until the other end is closed."""
+    """Connect to the others, then answer requests until the pipe is closed."""
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -203,7 +203,7 @@ TIMEOUT_S = 60.0
 
 
 def suitable_cases(name: str, num_ranks: int) -> list[RoutingCase]:
-    """The hostile cases that a transport has to carry, as its traits say."""
+    """The hostile cases of a transport, by its traits."""
     traits, cases = PREPARE_FINALIZE[name].traits, hostile_routings(num_ranks)
     if not traits.uneven:
         cases = [case for case in cases if len(set(map(len, case.expert_map.experts_of_rank))) == 1]
@@ -213,7 +213,7 @@ def suitable_cases(name: str, num_ranks: int) -> list[RoutingCase]:
 def outputs_of_transport(
     name: str, num_ranks: int, wire: QuantScheme, dtype: Plain, ranks_per_node: int | None = None
 ) -> list[Tensor]:
-    """What every rank gets, case by case and rank by rank, on ranks of one process."""
+    """Outputs of every rank in every case, on ranks of one process."""
     outputs: list[Tensor] = []
     for case in suitable_cases(name, num_ranks):
         ranks = _VirtualTransport(name, case, wire, dtype, HIDDEN, CPU, ranks_per_node)
@@ -224,7 +224,7 @@ def outputs_of_transport(
 def call_of_transport(
     name: str, num_ranks: int, wire: QuantScheme, dtype: Plain, ranks_per_node: int | None = None
 ) -> Callable[[], object]:
-    """The plainest case on ranks that stay, to be carried out as often as one likes."""
+    """The simplest case on persistent ranks, for repeated calls."""
     ranks = _VirtualTransport(name, suitable_cases(name, num_ranks)[0], wire, dtype, HIDDEN, CPU, ranks_per_node)
     tokens = ranks.tokens()
     return lambda: ranks.run(tokens)
@@ -233,7 +233,7 @@ def call_of_transport(
 def journey(
     name: str, num_ranks: int, wire: QuantScheme, dtype: Plain, ranks_per_node: int | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The plainest case: what came home to each rank, what it sent, and what each token should be multiplied by."""
+    """The simplest case: output and input of each rank, and the factor of each token."""
     case = suitable_cases(name, num_ranks)[0]
     ranks = _VirtualTransport(name, case, wire, dtype, HIDDEN, CPU, ranks_per_node)
     tokens = ranks.tokens()
@@ -275,7 +275,7 @@ def _kernel(name: str, case: RoutingCase, comm: Communicator, ranks_per_node: in
 def outputs_of_experts(
     name: str, weights: QuantScheme, dtype: Plain, compute: QuantScheme, sizes: tuple[int, int] = (HIDDEN, INNER)
 ) -> list[Tensor]:
-    """What experts make of every case, in every layout they read; of padded blocks only what is filled."""
+    """Outputs of experts in every case and layout, without padding."""
     backend = EXPERTS[name](ExpertsContext(dtype, compute, "silu", SLOTS, *sizes, CPU))
     own = backend.relayout(random_experts(weights, SLOTS, *sizes, CPU))
     outputs = []
@@ -294,7 +294,7 @@ def outputs_of_experts(
 def call_of_experts(
     name: str, weights: QuantScheme, dtype: Plain, compute: QuantScheme, sizes: tuple[int, int] = (HIDDEN, INNER)
 ) -> Callable[[], object]:
-    """One run over the plainest case, to be done as often as one likes."""
+    """One run over the simplest case, for repeated calls."""
     backend = EXPERTS[name](ExpertsContext(dtype, compute, "silu", SLOTS, *sizes, CPU))
     own = backend.relayout(random_experts(weights, SLOTS, *sizes, CPU))
     rows = _rows(hostile_routings(1, num_experts=SLOTS, top_k=TOP_K)[0], dtype, dtype, sizes[0], SLOTS)

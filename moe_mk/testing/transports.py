@@ -1,4 +1,4 @@
-"""What every transport must do, checked with experts that return what they get.
+"""Checks of transports, with experts that return their input.
 
 Virtual ranks: all ranks of an EP x TP grid in one process and one thread, advanced in lockstep.
 """
@@ -34,7 +34,7 @@ from moe_mk.weights.expert_weights import MappedExpertWeights
 X = TypeVar("X")
 
 PATIENCE_S = 100.0
-"""How long a rank that is a thread waits for its peers: a machine with other work may set each aside for long."""
+"""Seconds that a rank in a thread waits for its peers; long, because the machine may be loaded."""
 
 
 def virtual_groups(ep: int = 1, tp: int = 1) -> list[ParallelGroups]:
@@ -53,52 +53,52 @@ def virtual_groups(ep: int = 1, tp: int = 1) -> list[ParallelGroups]:
 def run_together(
     layers: Sequence[MoELayer], tokens: Sequence[Tensor], token_ids: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """One forward of every rank's layer on that rank's tokens. token_ids: theirs, where they choose the experts."""
+    """One forward pass of each rank's layer on its tokens. token_ids: for layers that route by token id."""
     known = token_ids or [None] * len(layers)
     each = zip(layers, tokens, known, strict=True)
     return interleave([layer.steps(x_TH, token_ids_T=ids_T) for layer, x_TH, ids_T in each])
 
 
 def world_of(traits: TransportTraits, size: int) -> LockstepWorld:
-    """Where virtual ranks of a transport meet: in lockstep, or in threads where its calls wait for peers."""
+    """The world of virtual ranks: in lockstep, or in threads for transports whose calls block."""
     return ThreadWorld(size, timeout_s=PATIENCE_S) if traits.blocking else LockstepWorld(size)
 
 
 def each_rank(world: LockstepWorld, jobs: Sequence[Callable[[], X]]) -> list[X]:
-    """Do one job a rank: at once where ranks are threads, else one after the other."""
+    """Run one job per rank: concurrently in threads, otherwise one after the other."""
     return world.together(jobs) if isinstance(world, ThreadWorld) else [job() for job in jobs]
 
 
 def fly_together(world: LockstepWorld, flights: Sequence[Flight[X]]) -> list[X]:
-    """Land one flight of every rank."""
+    """Wait for one flight of every rank."""
     if isinstance(world, ThreadWorld):
         return world.together([partial(wait, flight) for flight in flights])
     return interleave(flights)
 
 
 def fly_dual(world: LockstepWorld, flights: Sequence[tuple[Flight[X], ...]]) -> list[list[X]]:
-    """Land several flights of every rank, all in the air at once, in each rank's order."""
+    """Wait for several concurrent flights of every rank, in the order of each rank."""
     if isinstance(world, ThreadWorld):
         return world.together([partial(interleave, own) for own in flights])
     landed = iter(interleave([flight for own in flights for flight in own]))
     return [[next(landed) for _ in own] for own in flights]
 
 
-def hops_of(flight: Flight[X], hops: list[str]) -> Flight[X]:
-    """The same flight, with the name of every hop noted."""
+def yield_points_of(flight: Flight[X], points: list[str]) -> Flight[X]:
+    """The same flight; records the name of every yield point."""
     while True:
         try:
-            hop = next(flight)
+            point = next(flight)
         except StopIteration as landed:
             return cast(X, landed.value)
-        hops.append(hop.what)
-        yield hop
+        points.append(point.what)
+        yield point
 
 
 _MOST_TOKENS = 8
-"""A rank's most tokens here; libraries size their buffers by it."""
-TOLD_APART = ("even", "uneven experts", "replicas")
-"""Cases in which experts have factors of their own: placements in which a slot is found in three ways."""
+"""Maximum number of tokens per rank; determines buffers of libraries."""
+WITH_FACTORS = ("even", "uneven experts", "replicas")
+"""Cases with a factor per expert: placements with three kinds of slot lookup."""
 NO_WEIGHTS = MappedExpertWeights((), FP32)
 
 
@@ -117,7 +117,7 @@ def check_transport(
     """Every hostile case through one transport with identity experts, on virtual ranks.
 
     Checks the output, that inputs stay as they were, that two calls give equal bits, that every rank makes the same
-    hops with and without tokens, and that overlap with other work or with a second micro-batch changes no bit.
+    yield points with and without tokens, and that overlap with other work or with a second micro-batch changes no bit.
     wire: what travels; None is the layer's dtype. ranks_per_node: of one host; None is all of them.
     """
     traits, where = PREPARE_FINALIZE[name].traits, torch.device(device)
@@ -134,13 +134,15 @@ def check_transport(
         ranks = ranks_of(case)
         what, tokens = f"{name}, {num_ranks} ranks, {ranks.wire.name}, {case.name}", ranks.tokens()
         before = bits_of(*tokens, *case.routings)
-        hops: list[list[str]] = [[] for _ in range(num_ranks)]
-        alone = ranks.run(tokens, hops)
+        points: list[list[str]] = [[] for _ in range(num_ranks)]
+        alone = ranks.run(tokens, points)
         require(before == bits_of(*tokens, *case.routings), f"{what}: an input changed")
         _check_identity(ranks, case, alone, tokens, what)
-        require(all(log == hops[0] for log in hops), f"{what}: ranks make different hops: {hops}")
-        require(hops[0] == ranks.hops_without_tokens(), f"{what}: hops depend on the number of tokens")
-        if case.name in TOLD_APART:
+        require(all(log == points[0] for log in points), f"{what}: ranks have different yield points: {points}")
+        require(
+            points[0] == ranks.yield_points_without_tokens(), f"{what}: yield points depend on the number of tokens"
+        )
+        if case.name in WITH_FACTORS:
             _check_slots(ranks, tokens, what)
         for law, again in (
             ("two calls give different bits", ranks.run(tokens)),
@@ -187,7 +189,7 @@ class _VirtualTransport:
         self.kernels = each_rank(self.world, [partial(kernel, comm) for comm in self.world.communicators()])
 
     def tokens(self) -> list[Tensor]:
-        """Normal rows, other ones on each rank unless the transport wants the same."""
+        """Random rows, different on each rank unless the transport requires equal ones."""
         made: list[Tensor] = []
         for rank, count in enumerate(self.case.num_tokens):
             draw = torch.Generator("cpu").manual_seed(0 if self.partial else rank)
@@ -196,7 +198,7 @@ class _VirtualTransport:
         return made
 
     def telling_ranks(self) -> _VirtualTransport:
-        """The same ranks anew, with experts that can be told apart."""
+        """New ranks with a different factor per expert."""
         return _VirtualTransport(
             self.name,
             self.case,
@@ -211,9 +213,9 @@ class _VirtualTransport:
     def flights(self, tokens: list[Tensor], routings: tuple[Routing, ...]) -> list[Flight[Tensor]]:
         return [k.steps(x, r, NO_WEIGHTS) for k, x, r in zip(self.kernels, tokens, routings, strict=True)]
 
-    def run(self, tokens: list[Tensor], hops: list[list[str]] | None = None) -> list[Tensor]:
+    def run(self, tokens: list[Tensor], points: list[list[str]] | None = None) -> list[Tensor]:
         flights = self.flights(tokens, self.case.routings)
-        watched = flights if hops is None else [hops_of(f, h) for f, h in zip(flights, hops, strict=True)]
+        watched = flights if points is None else [yield_points_of(f, h) for f, h in zip(flights, points, strict=True)]
         return fly_together(self.world, watched)
 
     def run_first(self, tokens: list[Tensor], count: int) -> list[Tensor]:
@@ -233,21 +235,21 @@ class _VirtualTransport:
             cut = [slice(0, len(x) // 2) if half == 0 else slice(len(x) // 2, None) for x in tokens]
             routings = [Routing(r.ids_TK[c], r.weights_TK[c]) for r, c in zip(self.case.routings, cut, strict=True)]
             parts.append(self.flights([x[c] for x, c in zip(tokens, cut, strict=True)], tuple(routings)))
-        # Rank by rank, first micro-batch before second, as `run_dual` does in each process.
+        # Rank by rank, first micro-batch before second, as in `run_dual`.
         return [torch.cat(both) for both in fly_dual(self.world, list(zip(*parts, strict=True)))]
 
-    def hops_without_tokens(self) -> list[str]:
-        hops: list[list[str]] = [[] for _ in self.kernels]
+    def yield_points_without_tokens(self) -> list[str]:
+        points: list[list[str]] = [[] for _ in self.kernels]
         nothing = [Routing(r.ids_TK[:0], r.weights_TK[:0]) for r in self.case.routings]
         flights = self.flights([x[:0] for x in self.tokens()], tuple(nothing))
-        fly_together(self.world, [hops_of(flight, log) for flight, log in zip(flights, hops, strict=True)])
-        return hops[0]
+        fly_together(self.world, [yield_points_of(flight, log) for flight, log in zip(flights, points, strict=True)])
+        return points[0]
 
 
 def _check_identity(
     ranks: _VirtualTransport, case: RoutingCase, outputs: list[Tensor], tokens: list[Tensor], what: str
 ) -> None:
-    """Token times the sum of its weights, as the wire rounds the token; each rank's part is rounded once more."""
+    """Token times the sum of its weights, with the rounding of the wire; each rank's part is rounded once more."""
     if ranks.partial:
         outputs = [torch.stack([y.float() for y in outputs]).sum(dim=0)] * len(outputs)
     rounding = torch.finfo(ranks.dtype.dtype).eps * (len(outputs) + 1)
@@ -255,29 +257,29 @@ def _check_identity(
         kept_TK = routing.weights_TK.masked_fill(routing.ids_TK < 0, 0.0).double()
         kept_T = (kept_TK * factors_of(case.logical_ids[rank]) if ranks.telling else kept_TK).sum(dim=1)
         expected_TH = ranks.wire.quantize(x_TH).dequantize(ranks.dtype.dtype).double() * kept_T[:, None]
-        require(y_TH.device == x_TH.device, f"{what}: the output of rank {rank} lies on {y_TH.device}")
+        require(y_TH.device == x_TH.device, f"{what}: the output of rank {rank} is on device {y_TH.device}")
         require(y_TH.shape == x_TH.shape, f"{what}: rank {rank} got {tuple(y_TH.shape)}, not {tuple(x_TH.shape)}")
         require(ranks.partial or y_TH.dtype is x_TH.dtype, f"{what}: rank {rank} got {y_TH.dtype}, not {x_TH.dtype}")
         wrong = (y_TH.double() - expected_TH).abs() > rounding * expected_TH.abs()
         if bool(wrong.any()):
             token = int(wrong.any(dim=1).nonzero()[0])
             got, want = y_TH[token, :4].tolist(), expected_TH[token, :4].tolist()
-            require(False, f"{what}: token {token} of rank {rank} came home as {got}..., expected {want}...")
+            require(False, f"{what}: token {token} of rank {rank} was combined to {got}..., expected {want}...")
 
 
 def factors_of(ids: Tensor) -> Tensor:
-    """1, 2, 4 or 8 for each logical expert: neighbours differ, and so do experts that are two or three apart. f32."""
+    """f32 factors 1, 2, 4 or 8 per logical expert: different for experts up to three apart."""
     return torch.exp2((ids % 4).to(torch.float32))
 
 
 def _check_slots(ranks: _VirtualTransport, tokens: list[Tensor], what: str) -> None:
-    """Identity experts answer alike in every slot; these do not."""
+    """Check slots with experts that have different factors."""
     told = ranks.telling_ranks()
-    _check_identity(told, ranks.case, told.run(tokens), tokens, f"{what}, each expert with a factor of its own")
+    _check_identity(told, ranks.case, told.run(tokens), tokens, f"{what}, each expert with its own factor")
 
 
 def _check_calls(ranks: _VirtualTransport, what: str) -> None:
-    """A small call first, then a full one, then one with other tokens: the second is right, and stays as it is."""
+    """A small call, a full one, and one with other tokens: the second is correct and stays unchanged."""
     tokens = ranks.tokens()
     ranks.run_first(tokens, 1)
     full = ranks.run(tokens)

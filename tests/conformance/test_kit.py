@@ -76,11 +76,11 @@ class RemembersTheLastCall(NoEP):
 @pytest.mark.parametrize(
     "cls,ranks,found",
     [
-        (ForgetsWeights, 2, r"token 0 of rank 0 came home as \[.*expected \["),
-        (LosesTheLastToken, 4, r"came home as \[0\.0"),
-        (ShiftsTokens, 1, r"broken, 1 ranks, fp32, even: token 0 of rank 0 came home as"),
+        (ForgetsWeights, 2, r"token 0 of rank 0 was combined to \[.*expected \["),
+        (LosesTheLastToken, 4, r"was combined to \[0\.0"),
+        (ShiftsTokens, 1, r"broken, 1 ranks, fp32, even: token 0 of rank 0 was combined to"),
         (WritesIntoItsInput, 2, r"an input changed"),
-        (SkipsAHopWithoutTokens, 1, r"hops depend on the number of tokens"),
+        (SkipsAHopWithoutTokens, 1, r"yield points depend on the number of tokens"),
         (RemembersTheLastCall, 1, r"two calls give different bits"),
     ],
 )
@@ -146,7 +146,7 @@ class MutatesTokens(ReferenceExperts):
         (SwapsHalves, r"canonical.*away"),
         (ReadsPadding, r"batched: the output is not finite"),
         (TenthOfAPercentTooLarge, r"away"),
-        (LiesAboutItsStage, r"grouped: output is WEIGHTED, traits say RAW"),
+        (LiesAboutItsStage, r"grouped: output is WEIGHTED, the traits declare RAW"),
         (ReadsDroppedAssignments, r"all to one expert, rows: tokens"),
         (MutatesWeights, r"canonical weights were changed"),
         (MutatesTokens, r"rows: the tokens were changed"),

@@ -108,7 +108,7 @@ def test_a_lost_assignment_is_told_before_any_difference_of_numbers(monkeypatch:
     first = bisect("all_to_all", "wrong", replace(SCENE, ranks=2)).first
     assert first is not None
     assert (first.stage, first.expert, first.token) == ("dispatch", 3, first_token_of(3))
-    assert first.what == "the second lacks it" and first.error == float("inf")
+    assert first.what == "missing in the second" and first.error == float("inf")
 
 
 def test_what_the_wire_rounded_is_found_at_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_the_command_tells_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     done = runner.invoke(app, ["bisect", "reference", "wrong", *options])
     assert done.exit_code == 1
     token = first_token_of(WRONG_EXPERT)
-    assert f"stage experts: token {token}, expert 4, columns 128 and on: relative error" in done.stdout
+    assert f"stage experts: token {token}, expert 4, columns from 128: relative error" in done.stdout
     done = runner.invoke(app, ["bisect", "reference", "wrong", *options, "--json"])
     assert json.loads(done.stdout)["first"]["block"] == 1
     assert runner.invoke(app, ["bisect", "reference", "torch_cpu", "--weights", "fp8"]).exit_code == 0

@@ -45,29 +45,29 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
 @pytest.mark.parametrize(
     ("cls", "law", "said"),
     [
-        (wrong.WeighsTwice, "weighting", "came home as"),
+        (wrong.WeighsTwice, "weighting", "was combined to"),
         (wrong.MutatesInputs, "inputs", "an input changed"),
         (wrong.ReadsPadding, "padding", "batched: the output is not finite"),
         (wrong.IgnoresNowhere, "nowhere", "all to one expert"),
         (wrong.NotDeterministic, "deterministic", "two calls give different bits"),
-        (wrong.WrongOrderHome, "order", "came home as"),
-        (wrong.SkipsHopsWhenIdle, "hops", ""),
+        (wrong.WrongOrderHome, "order", "was combined to"),
+        (wrong.SkipsHopsWhenIdle, "yield points", ""),
         (wrong.WrongDtype, "shape", "output is torch.float64"),
         (wrong.WrongShape, "shape", r"output has shape"),
-        (wrong.LosesTheLast, "lost", r"came home as \[0.0"),
-        (wrong.LiesAboutItsStage, "stage", "output is WEIGHTED, traits say RAW"),
+        (wrong.LosesTheLast, "lost", r"was combined to \[0.0"),
+        (wrong.LiesAboutItsStage, "stage", "output is WEIGHTED, the traits declare RAW"),
         (wrong.TooLarge, "values", "away"),
         (wrong.Crashes, "runs", "IndexError: no such tile"),
-        (wrong.WrongSlot, "slots", "even, each expert with a factor of its own: token 0 of rank 0 came home as"),
-        (wrong.SizedByItsFirstCall, "calls", "after a smaller call: token 1 of rank 0 came home as"),
-        (wrong.LeavesTokensBehind, "nothing left", "on the wire: 6 calls leave 12 tensors behind"),
+        (wrong.WrongSlot, "slots", "even, each expert with its own factor: token 0 of rank 0 was combined to"),
+        (wrong.SizedByItsFirstCall, "calls", "after a smaller call: token 1 of rank 0 was combined to"),
+        (wrong.LeavesTokensBehind, "nothing left", "on the wire: 6 calls leak 12 tensors"),
         (wrong.TakesNowhereForFirst, "inputs", "all to one expert: an input changed"),
         (wrong.GivesUpWhenIdle, "runs", "ValueError: nothing to send"),
-        (wrong.OtherDevice, "shape", "the output of rank 0 lies on meta"),
-        (wrong.RoundsWhatItCombines, "values", "2 ranks, fp32, even: token 0 of rank 0 came home as"),
+        (wrong.OtherDevice, "shape", "the output of rank 0 is on device meta"),
+        (wrong.RoundsWhatItCombines, "values", "2 ranks, fp32, even: token 0 of rank 0 was combined to"),
         (wrong.RemembersWeights, "calls", "the second of two weights in turn: tokens"),
         (wrong.HandsOutItsBuffer, "kept", "an output changed in a later call"),
-        (wrong.InvariantByName, "invariant", "row 0 alone has other bits than in company"),
+        (wrong.InvariantByName, "invariant", "row 0 has other bits in a batch of its own"),
         (wrong.KnowsSiluOnly, "values", "even, rows: tokens"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -106,7 +106,18 @@ def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_says_so(
 
 
 def test_every_law_is_shown_to_be_broken_by_something() -> None:
-    shown = {"weighting", "inputs", "padding", "nowhere", "deterministic", "order", "hops", "shape", "lost", "stage"}
+    shown = {
+        "weighting",
+        "inputs",
+        "padding",
+        "nowhere",
+        "deterministic",
+        "order",
+        "yield points",
+        "shape",
+        "lost",
+        "stage",
+    }
     shown |= {
         "values",
         "runs",
@@ -165,7 +176,7 @@ def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with(monkeypatch:
     monkeypatch.setattr(certify_checks, "FP8_BLOCKS", certify_checks.FP8_BLOCKS[:1])
     certificate = certify("deep_gemm", processes=False)  # its library needs multiples of 128, 192 is none
     assert certificate.passed, certificate.failures
-    assert "deep_gemm itself: its emulation answered" in certificate.not_covered or "deep_gemm" in installed()
+    assert "deep_gemm itself: tested on its emulation" in certificate.not_covered or "deep_gemm" in installed()
 
 
 def test_a_combination_that_a_backend_refuses_is_told_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +206,7 @@ def test_a_backend_of_another_device_is_refused_not_failed(monkeypatch: pytest.M
     name = install(monkeypatch, Elsewhere)
     with pytest.raises(UnsupportedError, match=r"runs on cuda.*\n.*not_there is not installed: build it"):
         certify(name)
-    with pytest.raises(ConfigError, match=r"no transport or experts backend is called 'al_gather'; did you mean"):
+    with pytest.raises(ConfigError, match=r"unknown transport or experts backend 'al_gather'; did you mean"):
         certify("al_gather")
 
 
@@ -208,7 +219,7 @@ def test_a_conformance_class_has_one_test_a_check(monkeypatch: pytest.MonkeyPatc
     assert len(tests) == len(checks_of("all_gather", processes=False)) and "test_2_ranks__fp32_on_the_wire" in tests
     suite().test_2_ranks__fp32_on_the_wire()
     broken = backend_conformance(install(monkeypatch, wrong.WeighsTwice))
-    with pytest.raises(NonConforming, match="came home as"):
+    with pytest.raises(NonConforming, match="was combined to"):
         broken().test_2_ranks__fp32_on_the_wire()
 
 
@@ -234,7 +245,7 @@ def test_the_simplest_explanation_is_found(got: list[list[float]], law: Any) -> 
 
 
 def test_messages_of_the_kit_name_their_law() -> None:
-    assert law_of("x, 2 ranks, bf16, even: ranks make different hops: []").name == "hops"
+    assert law_of("x, 2 ranks, bf16, even: ranks have different yield points: []").name == "yield points"
     assert law_of("x, fp32 canonical, some -1, rows: tokens [1] are up to 2e-1 away").name == "nowhere"
     assert law_of("x, fp32 canonical, even, rows: tokens [1] are up to 2e-1 away").name == "values"
 
@@ -264,7 +275,7 @@ def test_the_command_fails_with_the_law(monkeypatch: pytest.MonkeyPatch, tmp_pat
     name = install(monkeypatch, wrong.WrongOrderHome)
     done = runner.invoke(app, ["certify", name, "--no-processes", "--out", str(tmp_path / "c.json")])
     assert done.exit_code == 1 and "REFUSED" in done.stdout
-    assert "order: tokens come home in the order in which they left" in done.stdout
+    assert "order: combined tokens have the order of the dispatched tokens" in done.stdout
     assert json.loads((tmp_path / "c.json").read_text())["failures"][0]["law"] == "order"
 
 
@@ -282,7 +293,7 @@ def test_every_type_of_stored_experts_is_tried_where_the_traits_claim_it() -> No
 
 
 def test_ranks_that_are_threads_wait_longer_than_a_busy_machine_keeps_one_aside() -> None:
-    # With 30 s a certificate once failed by the law of hops because a dozen other processes had the cores.
+    # With 30 s a certificate once failed by the law of yield points because a dozen other processes had the cores.
     world = world_of(PREPARE_FINALIZE["deepep_ll"].traits, 2)
     assert isinstance(world, ThreadWorld) and world.timeout_s >= 100.0
 
@@ -297,4 +308,4 @@ def test_an_emulated_library_is_certified_as_what_it_is(monkeypatch: pytest.Monk
     assert "2 ranks, bf16 on the wire" in {one.check for one in certificate.coverage}
     assert any(line.startswith("2 ranks, fp32 on the wire: ") for line in certificate.not_covered)
     if "deep_ep" not in installed():
-        assert "deep_ep itself: its emulation answered" in certificate.not_covered
+        assert "deep_ep itself: tested on its emulation" in certificate.not_covered

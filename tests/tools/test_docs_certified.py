@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_row_by_hand() -> None:
     passed = (Passed("a", 12, "0" * 64), Passed("b", 2, ""))
-    certificate = Certificate("x", "experts", "here", {}, passed, (), ("lib itself: its emulation answered",))
+    certificate = Certificate("x", "experts", "here", {}, passed, (), ("lib itself: tested on its emulation",))
     row = docs_certified.line_of(certificate)
     assert row.startswith("| `x` | experts | certified | 2 | 14 | ") and row.endswith(" | on an emulation of lib |")
     failed = (Failed("a", "order", "...", "..."), Failed("b", "hops", "...", "..."))

@@ -1,7 +1,7 @@
-"""Whole MoE blocks of DeepSeek-V3's shape in a `MoELayer`: gate, routing, routed and shared experts in one call.
+"""MoE blocks with DeepSeek-V3's structure in a `MoELayer`: gate, routing, routed and shared experts in one call.
 
-Whether a block has that shape is found by trying: the layer built from its weights must route and compute a random
-batch as the block does, or the block is left alone and named.
+The structure of a block is determined by a test: the layer built from its weights must route and compute a random
+batch as the block does; otherwise the block is not patched and is reported.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def _has_parts(block: nn.Module) -> bool:
 
 @torch.no_grad()
 def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any]) -> MoELayer:
-    """A layer that computes what a block computes, from views of its weights.
+    """A layer equivalent to a block, from views of its weights.
 
-    Raises UnsupportedError where the two differ on a random batch.
+    Raises UnsupportedError if the two differ on a random batch.
     """
     experts, gate = block.experts, block.gate
     assert isinstance(experts, nn.Module) and isinstance(gate, nn.Module)
@@ -60,7 +60,7 @@ def layer_of(path: str, block: nn.Module, settings: Mapping[str, Any]) -> MoELay
 
 
 def dtype_of(gate: nn.Module, facts: ModuleFacts) -> torch.dtype:
-    """What tokens come in: the weights' dtype, or beside FP8 experts that of the gate."""
+    """The dtype of tokens: that of the weights, or with FP8 experts that of the gate."""
     if facts.scheme.block is not None:
         return next(p.dtype for p in gate.parameters())
     return facts.scheme.dtype  # type: ignore[attr-defined, no-any-return]
@@ -127,12 +127,12 @@ def _must_agree(path: str, block: nn.Module, layer: MoELayer) -> None:
     shape = (PROBES, layer.config.model.hidden_size)
     x_TH = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(layer.device, layer.dtype)
     gate: Any = block.gate
-    _, weights_TK, ids_TK = gate.forward(x_TH)  # not gate(): hooks listen to the model's own tokens only
+    _, weights_TK, ids_TK = gate.forward(x_TH)  # not gate(): hooks must only see the tokens of the model
     ours = layer.route(x_TH)
     reasons = []
     same_T = (ours.ids_TK.sort(dim=1).values == ids_TK.sort(dim=1).values).all(dim=1)
     if not bool(same_T.all()):
-        reasons.append(f"its gate chooses other experts for {int((~same_T).sum())} of {PROBES} tokens")
+        reasons.append(f"its gate selects other experts for {int((~same_T).sum())} of {PROBES} tokens")
     elif not torch.allclose(ours.weights_TK.sum(dim=1), weights_TK.float().sum(dim=1), rtol=1e-5):
         reasons.append("its gate gives other weights")
     else:
@@ -150,7 +150,7 @@ def _differences(block: nn.Module, layer: MoELayer, x_TH: Tensor) -> list[str]:
     expected = experts(x_TH, ids_TK, weights_TK).float() + (0 if shared is None else shared(x_TH).float())
     error = float((layer(x_TH).float() - expected).norm() / expected.norm())
     problem = layer.decision.problem
-    # Both round, each in its own way: the block as the checkpoint says, the layer as decided.
+    # Both round: the block as defined by the checkpoint, the layer as decided.
     theirs = experts_error(problem.dtype, problem.activations or problem.dtype, problem.weights, x_TH.shape[1])
     limit = ALL_TOKENS * math.hypot(error_of(layer.decision), theirs)
     return [] if error <= limit else [f"its output differs by {error:.1e} of its size, formats allow {limit:.1e}"]
@@ -162,14 +162,14 @@ AGAIN = "call unpatch_blocks(model), then patch_blocks(model)"
 
 @dataclass(frozen=True)
 class Parts:
-    """What a block is made of. Not the block itself: it holds this, and would never be freed by its last owner."""
+    """The parts of a block. Not the block itself, which would create a reference cycle."""
 
     gate: nn.Module
     experts: nn.Module
     shared_experts: nn.Module | None
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that the layer was loaded from."""
+        """All tensors that the layer was loaded from."""
         held = [part for part in (self.gate, self.shared_experts) if part is not None]
         return [
             *tensors_of(self.experts),
@@ -178,11 +178,11 @@ class Parts:
 
 
 class PatchedForward:
-    """What a patched block does instead of its own forward.
+    """The forward of a patched block.
 
-    A layer reads views of the weights, or a copy in the layout of its backend. Where a weight was written to or
-    replaced, as in a copy of the model, the layer is loaded again before it runs. A graph of `torch.compile` does not
-    look.
+    A layer reads views of the weights, or a copy in the layout of its backend. If a weight was modified or
+    replaced, as in a copy of the model, the layer is reloaded before it runs. A graph of `torch.compile` does not
+    check.
     """
 
     def __init__(self, block: nn.Module, layer: MoELayer) -> None:
@@ -202,7 +202,7 @@ class PatchedForward:
         return y_TH.view(hidden_states.shape)
 
     def _follow(self) -> None:
-        """Load the layer again where a weight of the block is another one, or has another value."""
+        """Reload the layer if a weight of the block was replaced or modified."""
         stamp = stamp_of_tensors(self.parts.tensors())
         if stamp == self.stamp:
             return

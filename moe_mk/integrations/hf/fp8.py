@@ -1,8 +1,8 @@
-"""FP8 models of transformers on a CPU, as FP8: three matrix products that its FP8 layers ask a GPU kernel for.
+"""FP8 models of transformers on a CPU: three matrix products that replace GPU kernels.
 
-Without them transformers turns an FP8 checkpoint into bf16 on a machine without a GPU, twice the memory. Each product
+Without them transformers converts an FP8 checkpoint to bf16 on a machine without a GPU, twice the memory. Each product
 rounds activations to FP8 per token and group of columns, as the checkpoint was made for, and decodes the weight a block
-row at a time. Names as of transformers 5.23: they are not public, so each is looked for before anything is changed.
+row at a time. Names as of transformers 5.23: they are not public, so their existence is checked first.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ REWRITES = "_impl_tp_layer_overrides"
 
 @contextmanager
 def cpu_fp8() -> Iterator[None]:
-    """While it is entered, FP8 checkpoints load and run as FP8 on a CPU. Experimental; one thread at a time.
+    """Context in which FP8 checkpoints load and run as FP8 on a CPU. Experimental; one thread at a time.
 
-    Load the model and generate inside it. Raises UnsupportedError, changing nothing, where the installed transformers
-    is put together in another way.
+    Load the model and generate inside it. Raises UnsupportedError, without changes, if the installed transformers
+    has another structure.
     """
     layers, quantizer = _parts()
     own = getattr(layers, BUNDLE)(matmul=matmul, batched_matmul=batched_matmul, grouped_matmul=grouped_matmul)
@@ -62,9 +62,9 @@ def _parts() -> tuple[ModuleType, type]:
 
 
 def _plans_of_every_name(layers: ModuleType) -> list[tuple[Any, str, Any]]:
-    """What transformers 5.16 needs to load FP8 experts at all: a table that knows names other than its own kernel's.
+    """Needed by transformers 5.16 to load FP8 experts: a table with names other than that of its own kernel.
 
-    It looks the name up to rewrite the parallel plan, and fails on None for every name that rewrites nothing.
+    It looks up the name to rewrite the parallel plan, and fails for names without an entry.
     """
     held = getattr(layers.FP8Experts, REWRITES, None)
     if held is None:
@@ -74,7 +74,7 @@ def _plans_of_every_name(layers: ModuleType) -> list[tuple[Any, str, Any]]:
 
 
 def _check_dynamic(self: Any, *args: object, **kwargs: object) -> None:
-    """In place of the check that asks for a GPU: what these products cannot compute is refused at loading."""
+    """Replaces the check for a GPU: unsupported settings are rejected at loading."""
     del args, kwargs
     config, reasons = self.quantization_config, []
     if getattr(config, "dequantize", False):
@@ -99,7 +99,7 @@ def matmul(
 ) -> Tensor:
     """(..., k) times an FP8 weight (n, k) transposed: (..., n) in output_dtype, summed in f32."""
     if activation_scale is not None or weight.dtype is not torch.float8_e4m3fn or block_size is None:
-        raise UnsupportedError("an FP8 layer asks for more than e4m3 blocks and dynamic activations")
+        raise UnsupportedError("an FP8 layer requires other features than e4m3 blocks and dynamic activations")
     rows, columns = int(block_size[0]), int(block_size[1])
     x = activation_scheme(columns).quantize(input.reshape(-1, input.shape[-1]).float())
     scheme = weight_scheme((rows, columns), ue8m0=weight_scale_inv.dtype is torch.float8_e8m0fnu)

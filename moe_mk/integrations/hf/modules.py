@@ -1,9 +1,9 @@
-"""An experts module of transformers as this library sees it: sizes, layout, weights, and what speaks against it.
+"""Facts about an experts module of transformers: sizes, layout, weights, and reasons against it.
 
 Flags and parameter names as of `transformers.integrations.moe` and `.finegrained_fp8` of transformers 5.23. Shapes are
 read from the parameters, never from attributes: under tensor parallelism those keep the global sizes.
 
-What the gate of a foreign experts module computes, found by trying it: a name or a flag could say something else.
+The activation of a module is determined by a test, because its name and flags may be misleading.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CLOSE = 1e-5
 
 
 def activation_of(compute: Callable[[Tensor], Tensor], *, gated: bool, device: torch.device) -> str | None:
-    """The name of the activation that `compute` is, or None if it is none of ours.
+    """The name of the activation that `compute` implements, or None if it is unknown.
 
     compute: (N, 2I) gate columns, then up columns, to (N, I); ungated (N, I) to (N, I).
     """
     probe = _probe(2 * WIDTH if gated else WIDTH, device)
     try:
         got = compute(probe.clone())
-    except (RuntimeError, TypeError, ValueError, AttributeError):  # it wants other shapes or dtypes: not one of ours
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # it expects other shapes or dtypes: unknown
         return None
     gate, up = probe.chunk(2, dim=-1) if gated else (None, probe)
     for name in ACTIVATIONS:
@@ -63,7 +63,7 @@ PARAMETERS = (
 
 @dataclass(frozen=True)
 class ModuleFacts:
-    """What one experts module is."""
+    """The properties of one experts module."""
 
     name: str
     """Of its class."""
@@ -73,31 +73,31 @@ class ModuleFacts:
     intermediate_size: int
     gated: bool
     transposed: bool
-    """Whether weights lie as (inputs, outputs)."""
+    """Whether weights are stored as (inputs, outputs)."""
     interleaved: bool
     """Whether gate and up columns alternate."""
     biased: bool
     post_norm: bool
     activation: str | None
-    """One of ours, or None: a gate of the module's own."""
+    """A known activation, or None: the module has a custom gate."""
     scheme: QuantScheme
     device: torch.device
 
     @property
     def canonical(self) -> bool:
-        """Whether registered experts backends can read the weights as they lie and do all the module does."""
+        """Whether registered experts backends can read the weights directly and support all features of the module."""
         odd = self.transposed or self.interleaved or self.biased or self.post_norm
         return self.activation is not None and not odd
 
     @property
     def oddities(self) -> tuple[str, ...]:
-        """What keeps registered backends from serving it."""
+        """The features that registered backends do not support."""
         named = {
             "transposed weights": self.transposed,
             "interleaved gate and up": self.interleaved,
             "biases": self.biased,
             "a norm after each expert": self.post_norm,
-            "a gate of its own": self.activation is None,
+            "a custom gate": self.activation is None,
         }
         return tuple(what for what, holds in named.items() if holds)
 
@@ -108,13 +108,13 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """The tensors a forward reads, in a fixed order; none that were given up."""
+    """The tensors that a forward pass reads, in a fixed order, without freed ones."""
     held = [getattr(module, name, None) for name in PARAMETERS]
     return [tensor for tensor in held if tensor is not None and tensor.device.type != "meta"]
 
 
-def give_up(module: nn.Module) -> None:
-    """Free the module's own tensors: their shapes stay, on the meta device, and what reads their values raises."""
+def free_weights(module: nn.Module) -> None:
+    """Free the module's tensors: they keep their shapes on the meta device, and reading their values raises."""
     for name in PARAMETERS:
         held = module._parameters.get(name)
         if held is not None:
@@ -123,7 +123,7 @@ def give_up(module: nn.Module) -> None:
 
 
 def facts_of(module: nn.Module) -> ModuleFacts:
-    """Describe a module; raises UnsupportedError naming the class and everything that cannot be served."""
+    """Describe a module; raises UnsupportedError with the class and everything unsupported."""
     reasons = reasons_against(module)
     if reasons:
         raise UnsupportedError(f"moe_mk cannot compute {type(module).__name__}", reasons)
@@ -148,11 +148,11 @@ def facts_of(module: nn.Module) -> ModuleFacts:
 
 
 def reasons_against(module: nn.Module) -> list[str]:
-    """Everything about a module that nothing here can compute; empty for all classes of transformers 5.23 in bf16."""
+    """All unsupported features of a module; empty for all classes of transformers 5.23 in bf16."""
     first, down = (getattr(module, name, None) for name in (_first_name(module), "down_proj"))
     if not isinstance(first, Tensor) or not isinstance(down, Tensor):
         return [f"it has no {_first_name(module)} and down_proj"]
-    gone = "its weights are on the meta device: not loaded yet, or given up by prepare(in_place=True); load the model"
+    gone = "its weights are on the meta device: not loaded yet, or freed by prepare(in_place=True); load the model"
     reasons = [gone] if down.device.type == "meta" else []
     if down.dtype is torch.float8_e4m3fn:
         return reasons + _fp8_reasons(module, first)
@@ -177,7 +177,7 @@ def _fp8_reasons(module: nn.Module, first: Tensor) -> list[str]:
 
 
 def weights_of(module: nn.Module, facts: ModuleFacts) -> Weights:
-    """The module's experts as weights of ours, as views; (out, in) each, transposed ones by a view as well."""
+    """The module's experts as `Weights`, as views; (out, in) each, transposed ones by a view as well."""
     first, down = _matrix(module, _first_name(module), facts), _matrix(module, "down_proj", facts)
     if isinstance(facts.scheme, Fp8Block):
         scales = [_tensor(module, f"{name}_scale_inv") for name in (_first_name(module), "down_proj")]
@@ -188,7 +188,7 @@ def weights_of(module: nn.Module, facts: ModuleFacts) -> Weights:
 
 
 def _fp8_slot(facts: ModuleFacts, first: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> SlotWeights:
-    """Gate and up have scales of their own: in a narrow expert both halves start a block."""
+    """Gate and up have separate scales: in a narrow expert both start a block."""
     values, scales = first
     if not facts.gated:
         return SlotWeights(None, QuantTensor(values, scales, facts.scheme), QuantTensor(*down, facts.scheme))

@@ -1,4 +1,4 @@
-"""The experts of a foreign module as one operator of torch, so that `torch.compile(fullgraph=True)` sees one node."""
+"""The experts of a transformers module as one torch operator, so that `torch.compile` sees one node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_mk.tokens import Routing
 def hf_experts(
     hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, tensors: Sequence[Tensor], number: int, settings: str
 ) -> Tensor:
-    """Run the experts of a module on (T, H), (T, K) ids and (T, K) weights; ids outside its experts go nowhere."""
+    """Run the experts of a module on (T, H), (T, K) ids and (T, K) weights; ids outside its experts are skipped."""
     module = module_of(number)
     check_tensors(module, tensors)
     plan = plan_of(module, hidden_states.dtype, json.loads(settings))
@@ -43,7 +43,7 @@ def _no_gradient(ctx: Any, *grads: Tensor) -> None:
     del ctx, grads
     raise UnsupportedError(
         "gradients through experts_implementation='moe_mk'",
-        ["it serves inference; train with experts_implementation='grouped_mm'"],
+        ["inference only; train with experts_implementation='grouped_mm'"],
     )
 
 
@@ -51,12 +51,12 @@ hf_experts.register_autograd(_no_gradient, setup_context=lambda ctx, inputs, out
 
 
 class ExpertsFunction:
-    """What a registry of transformers holds: called as if it were the forward of an experts module."""
+    """The entry of a transformers registry, called like the forward of an experts module."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         check_settings(settings)
         self.name, self.settings = name, dict(settings)
-        self._told = json.dumps(self.settings)
+        self._settings_json = json.dumps(self.settings)
 
     def __call__(
         self,
@@ -67,19 +67,19 @@ class ExpertsFunction:
         *args: object,
         **kwargs: object,
     ) -> Tensor:
-        """(T, H) to (T, H). top_k_weights are renormalised and scaled already, and nothing is scaled again."""
-        if torch.compiler.is_compiling():  # no tables while tracing: a number of 0 is refused when the graph runs
+        """(T, H) to (T, H). top_k_weights must be renormalised and scaled; they are not scaled again."""
+        if torch.compiler.is_compiling():  # no tables while tracing: the number 0 is rejected when the graph runs
             number = getattr(module, NUMBER, 0)
         else:
             _check(module, hidden_states, top_k_index, top_k_weights, args, kwargs)
             number = enter(module)
         tensors = tensors_of(module)
-        out: Tensor = hf_experts(hidden_states, top_k_index, top_k_weights, tensors, number, self._told)
+        out: Tensor = hf_experts(hidden_states, top_k_index, top_k_weights, tensors, number, self._settings_json)
         return out
 
 
 def routing_of(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
-    """Whatever id a host uses for "not here" (E, -1) becomes -1, and weighs nothing."""
+    """Ids outside of the experts (E or -1) become -1 with weight 0."""
     here = (topk_ids >= 0) & (topk_ids < num_experts)
     ids_TK = torch.where(here, topk_ids, -1).to(torch.int32)
     return Routing(ids_TK, topk_weights.to(torch.float32).masked_fill(~here, 0.0))
@@ -108,7 +108,7 @@ def _check(
 
 
 def fp8_registry() -> Any:
-    """The table of FP8 experts, or None."""
+    """The registry of FP8 experts, or None."""
     try:
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     except ImportError:
@@ -117,7 +117,7 @@ def fp8_registry() -> Any:
 
 
 def parallel_registry() -> Any:
-    """The table of expert parallelism, or None: 5.19 has none."""
+    """The registry of expert parallelism, or None: 5.19 has none."""
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
     except ImportError:
@@ -126,16 +126,16 @@ def parallel_registry() -> Any:
 
 
 def function_of(module: nn.Module, name: str) -> ExpertsFunction | None:
-    """What a name stands for in the table that this module asks; None if it is not ours."""
+    """The entry of a name in the registry of a module; None if it is not of moe_mk."""
     registry = fp8_registry() if hasattr(module, "down_proj_scale_inv") else moe.ExpertsInterface
     function = registry._global_mapping.get(name) if registry is not None else None
     return function if isinstance(function, ExpertsFunction) else None
 
 
 def refuse_others(module: nn.Module) -> None:
-    """From now on the module computes by this library alone, and cannot be saved.
+    """Restrict the module to this library, and disable saving.
 
-    Its parameters are on the meta device: torch 2.13 multiplies with those and gives arbitrary numbers, not an error.
+    Its parameters are on the meta device, with which torch 2.13 computes arbitrary numbers without an error.
     """
     module.register_forward_pre_hook(_must_be_ours)
     module.register_state_dict_pre_hook(_cannot_be_saved)  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ def _must_be_ours(module: nn.Module, args: object) -> None:
     name = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if not isinstance(name, str) or function_of(module, name) is None:
         raise UnsupportedError(
-            f"{type(module).__name__} gave up its weights to moe_mk and is asked for experts_implementation={name!r}",
+            f"{type(module).__name__} has freed its weights for moe_mk, but has experts_implementation={name!r}",
             ["set_experts_implementation back to moe_mk, or load the model again"],
         )
 
@@ -154,6 +154,6 @@ def _must_be_ours(module: nn.Module, args: object) -> None:
 def _cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     del keep_vars
     raise UnsupportedError(
-        f"{prefix}{type(module).__name__} gave up its weights to moe_mk and cannot be saved",
+        f"{prefix}{type(module).__name__} has freed its weights for moe_mk and cannot be saved",
         ["load the model again; prepare(model) without in_place keeps the weights"],
     )

@@ -1,4 +1,4 @@
-"""The communication half of transformers' expert parallelism, carried by our transports.
+"""Communication of transformers' expert parallelism with the transports of this library.
 
 `DistributedConfig(ep_implementation="moe_mk")` builds one of these for each experts module. The rank's experts are
 computed by the same plan as without expert parallelism. Interface as of transformers 5.23.
@@ -20,7 +20,7 @@ from moe_mk.integrations.hf.plan import Ranks, plan_of
 
 
 class MoeMkEP(EPImplementation):
-    """Carry tokens to the ranks of their experts, multiply there, carry them home."""
+    """Dispatch tokens to the ranks of their experts, compute, and combine."""
 
     settings: Mapping[str, Any] = {}
 
@@ -34,7 +34,7 @@ class MoeMkEP(EPImplementation):
         """The rank's tokens (T, H) with ids of all experts: (T, H), weighted and summed. Every rank must call it."""
         if torch.is_grad_enabled() and hidden_states.requires_grad:
             raise UnsupportedError(
-                "gradients through ep_implementation='moe_mk'", ["it serves inference; call it under torch.no_grad()"]
+                "gradients through ep_implementation='moe_mk'", ["inference only; call it under torch.no_grad()"]
             )
         plan = plan_of(self.experts, hidden_states.dtype, self.settings, self.ranks)
         routing = routing_of(top_k_index, top_k_weights, plan.facts.num_experts * self.ranks.comm.size)
@@ -42,5 +42,5 @@ class MoeMkEP(EPImplementation):
 
 
 def ep_class(settings: Mapping[str, Any]) -> type[MoeMkEP]:
-    """The implementation with its settings, as the registry wants it: a class that takes three arguments."""
+    """The implementation with its settings, as required by the registry: a class with three arguments."""
     return type("MoeMkEP", (MoeMkEP,), {"settings": dict(settings), "__doc__": MoeMkEP.__doc__})

@@ -1,11 +1,11 @@
-"""How one experts module is computed: which backend, why, and its weights in that backend's layout.
+"""The plan of one experts module: backend, decision, and weights in the layout of the backend.
 
-A plan belongs to one module and is thrown away when the module's tensors change. Modules go by a number in a weak
-table, because an operator of torch takes tensors and numbers only; it keeps nothing alive and configures nothing.
+A plan belongs to one module and is discarded when the module's tensors change. Modules have a number in a weak
+table, because a torch operator takes tensors and numbers only.
 
-Experts that do what a foreign module does between its GEMMs: its own gate, its biases, its norm.
+`ModuleExperts` computes features of a module between its GEMMs: custom gate, biases, norm.
 
-Choose it for modules that no registered backend can read; it is never registered, because it belongs to one module.
+It is used for modules that no registered backend supports, and is never registered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
-from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, give_up, tensors_of, weights_of
+from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, free_weights, tensors_of, weights_of
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
@@ -43,7 +43,7 @@ NAME = "module_loop"
 
 
 class ModuleExperts(FusedExperts):
-    """One expert after the other, over rows sorted by expert."""
+    """A loop over experts, on rows sorted by expert."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="a loop over experts around the gate, the biases and the norm of a transformers module",
@@ -59,7 +59,7 @@ class ModuleExperts(FusedExperts):
         self._module, self.facts = ref(module), facts
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
-        """They are read where the module holds them."""
+        """Returns the weights unchanged; they are read from the module."""
         return weights
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
@@ -104,12 +104,12 @@ def _matrices(weights: Weights, slot: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 NUMBER = "_moe_mk_number"
 Settings = Mapping[str, Any]
-"""Bare keys of MoEConfig.kernel, for instance experts="torch_cpu"."""
+"""Keys of MoEConfig.kernel, for instance experts="torch_cpu"."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who shares the experts out, and whether all of them bring the same tokens."""
+    """The ranks that share the experts, and whether all have the same tokens."""
 
     comm: Communicator
     replicated: bool = False
@@ -120,7 +120,7 @@ ALONE = Ranks(SingleRank())
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """One module, decided and laid out."""
+    """The decision and the converted weights of one module."""
 
     facts: ModuleFacts
     decision: Decision
@@ -162,7 +162,7 @@ _plans: WeakKeyDictionary[nn.Module, ModulePlan] = WeakKeyDictionary()
 
 
 def enter(module: nn.Module) -> int:
-    """The number of a module; a copy of a module gets one of its own."""
+    """The number of a module; a copy of a module gets a new one."""
     number = getattr(module, NUMBER, 0)
     if _modules.get(number) is not module:
         number = next(_numbers)
@@ -175,7 +175,7 @@ def module_of(number: int) -> nn.Module:
     """The module of a number; raises UnsupportedError for one that was never entered, or is gone."""
     if number == 0:
         raise UnsupportedError(
-            "a model that this library has not met was compiled",
+            "a model was compiled before prepare(model)",
             ["call moe_mk.integrations.transformers.prepare(model) before torch.compile"],
         )
     if number not in _modules:
@@ -186,7 +186,7 @@ def module_of(number: int) -> nn.Module:
 def plan_of(
     module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE, *, again: bool = False
 ) -> ModulePlan:
-    """The plan of a module, made anew where its tensors, their contents, dtype or settings changed, or `again`."""
+    """The plan of a module, recreated if its tensors, contents, dtype or settings changed, or with `again`."""
     held, stamp, wanted = _plans.get(module), stamp_of(module), tuple(sorted(settings.items()))
     if held and not again and (held.stamp, held.dtype, held.settings, held.ranks) == (stamp, dtype, wanted, ranks):
         return held
@@ -195,26 +195,26 @@ def plan_of(
 
 
 def keep_only_plan(module: nn.Module, plan: ModulePlan) -> bool:
-    """Free the module's own tensors where the plan holds a copy in another layout; returns whether it did."""
+    """Free the module's tensors if the plan holds a copy in another layout; returns whether it did."""
     if plan.weights.layout in (CANONICAL, MAPPED):
         return False
-    give_up(module)
+    free_weights(module)
     _plans[module] = replace(plan, stamp=stamp_of(module))
     return True
 
 
 def stamp_of(module: nn.Module) -> tuple[object, ...]:
-    """What changes when a tensor of the module is replaced, moved, cast or written to."""
+    """A value that changes when a tensor of the module is replaced, moved, cast or modified."""
     return stamp_of_tensors(tensors_of(module))
 
 
 def stamp_of_tensors(tensors: Iterable[Tensor]) -> tuple[object, ...]:
-    """What changes when one of some tensors is replaced, moved, cast or written to."""
+    """A value that changes when one of the tensors is replaced, moved, cast or modified."""
     return tuple((t.data_ptr(), t.device, t.dtype, t.shape, 0 if t.is_inference() else t._version) for t in tensors)
 
 
 def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan:
-    """Decide and lay out; raises UnsupportedError with every reason, before any work."""
+    """Select a backend and convert weights; raises UnsupportedError with every reason, before any work."""
     facts = facts_of(module)
     decision = select(_problem(module, facts, dtype, settings, ranks))
     parts = Parts(ExpertMap.linear(facts.num_experts * ranks.comm.size, ranks.comm.size), facts.device, ranks.comm)
@@ -231,14 +231,14 @@ def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: 
 def _problem(module: nn.Module, facts: ModuleFacts, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> Problem:
     config = MoEConfig.parse(_described(module, facts, ranks), facts.name).with_(**settings)
     if config.kernel.prepare_finalize == "auto" and ranks.comm.size == 1:
-        config = config.with_(prepare_finalize="no_ep")  # the router of the model has routed already
+        config = config.with_(prepare_finalize="no_ep")  # the model has its own router
     if not facts.canonical:
         if config.kernel.experts != "auto":
             has = f"{facts.name} has {', '.join(facts.oddities)}"
             raise UnsupportedError(
                 f"{config.kernel.experts} cannot compute {facts.name}", [f"{has}; use experts='auto'"]
             )
-        # The transport alone is asked for; the reference serves wherever torch does.
+        # Only the transport is needed; the reference works wherever torch does.
         config = config.with_(experts="reference", activations="plain", wire="plain")
     return Problem(config, profile_here(facts.device), plain(dtype), config.kernel.max_num_tokens, installed())
 
@@ -265,7 +265,7 @@ def _described(module: nn.Module, facts: ModuleFacts, ranks: Ranks) -> dict[str,
 
 
 def top_k_of(module: nn.Module, num_experts: int) -> int:
-    """Experts a token, as the model's configuration says; it only weighs in the choice of a backend."""
+    """Experts per token in the model's configuration; used for the cost estimate only."""
     config = getattr(module, "config", None)
     for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token", "top_k"):
         value = getattr(config, name, None)
@@ -275,9 +275,9 @@ def top_k_of(module: nn.Module, num_experts: int) -> int:
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise ConfigError for a setting that is not one of the kernel's, and for a value that it cannot have."""
+    """Raise ConfigError for unknown kernel settings and invalid values."""
     unknown = sorted(set(settings) - set(KernelConfig.model_fields))
     if unknown:
         known = ", ".join(KernelConfig.model_fields)
-        raise ConfigError(f"no kernel setting is called {', '.join(map(repr, unknown))} (known: {known})")
+        raise ConfigError(f"unknown kernel setting {', '.join(map(repr, unknown))} (known: {known})")
     KernelConfig.parse(settings, "register")

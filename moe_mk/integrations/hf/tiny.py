@@ -1,6 +1,6 @@
-"""A tiny random DeepSeek-V3 in transformers' layout, stored as FP8: something to try the integration with.
+"""A tiny random DeepSeek-V3 in transformers' layout, stored as FP8, to try the integration.
 
-The weights are drawn wide enough that the experts decide which token comes next: with the usual spread of 0.02 a model
+The weights have a large spread, so that the experts determine the next token: with the usual 0.02 a model
 generates the same tokens whatever its experts compute.
 """
 
@@ -51,7 +51,7 @@ def tiny_config(**changes: Any) -> DeepseekV3Config:
 
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> DeepseekV3ForCausalLM:
-    """A random model with correction biases that matter; leaves torch's global generator as it was."""
+    """A random model with significant correction biases; does not change torch's global generator."""
     config = tiny_config(**changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

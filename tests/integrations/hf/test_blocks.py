@@ -80,7 +80,7 @@ def test_a_block_that_routes_in_another_way_is_left_alone() -> None:
     gate.forward = lambda x: (lambda out: (out[0], out[1], (out[2] + 1) % 8))(own(x))
     wanted = logits(model, ids)
     with pytest.raises(
-        UnsupportedError, match=r"layers\.2\.mlp.*not DeepSeek-V3's block.*chooses other experts for 48"
+        UnsupportedError, match=r"layers\.2\.mlp.*not DeepSeek-V3's block.*selects other experts for 48"
     ):
         patch_blocks(model)
     assert torch.equal(logits(model, ids), wanted), "nothing was patched"

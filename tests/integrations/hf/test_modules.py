@@ -28,10 +28,10 @@ from tests.integrations.hf.classes import EXPERTS, HIDDEN, experts_classes, tiny
         ("NemotronHExperts", (), "relu2"),
         ("AriaExperts", ("transposed weights",), "silu"),
         ("MuseSparkExperts", ("a norm after each expert",), "silu"),
-        ("DeepseekV4Experts", ("a gate of its own",), None),
+        ("DeepseekV4Experts", ("a custom gate",), None),
         (
             "GptOssExperts",
-            ("transposed weights", "interleaved gate and up", "biases", "a gate of its own"),
+            ("transposed weights", "interleaved gate and up", "biases", "a custom gate"),
             None,
         ),
     ],
