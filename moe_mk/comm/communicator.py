@@ -127,6 +127,24 @@ class Communicator(ABC):
                 text = f"announced {count} rows, at most {most} can come from a rank [kernel.max_num_tokens]"
                 raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, peer=peer)
 
+    def check_ids(self, ids_RK: Tensor, counts: Sequence[int], limit: int, what: str, phase: str) -> None:
+        """Raise CommError naming the first rank that sent a row with an id that does not exist; -1 is no assignment.
+
+        ids_RK: integers, of rows in the order of ranks. counts: rows by rank, over again for each further piece.
+        limit: ids are below it. what: they number, such as slots. Checked on the host alone: elsewhere it would wait.
+        """
+        if ids_RK.device.type != "cpu" or not ids_RK.numel():
+            return
+        lowest, highest = torch.aminmax(ids_RK)
+        if lowest.item() >= -1 and highest.item() < limit:
+            return
+        row, k = torch.nonzero((ids_RK < -1) | (ids_RK >= limit))[0].tolist()
+        value, piece = int(ids_RK[row, k]), 0
+        while row >= counts[piece]:
+            row, piece = row - counts[piece], piece + 1
+        text = f"row {row} is for {what} {value}, out of range (0 <= {what} < {limit}, or -1 for no assignment)"
+        raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, peer=piece % self.size)
+
     def _report(self, failure: Failure) -> None:
         """Send a failure of this rank to all peers. Never raises, never waits. The status alone does in one thread."""
         del failure

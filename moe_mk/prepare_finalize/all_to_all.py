@@ -148,6 +148,7 @@ class AllToAll(PrepareFinalize):
                 _writer(values_TB, token_X, tails_XB), widths, sent, received, "dispatch"
             )
             x_RH, slots_RK, weights_RK = opened(rows, c.wire, c.top_k)
+            c.comm.check_ids(slots_RK, received, c.num_slots, "slot", "dispatch")
         handle = DispatchHandle(token_X, sent, received, x_TH.shape[0])
         return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle=handle)
 

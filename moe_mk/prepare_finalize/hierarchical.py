@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import ClassVar, TypeVar
 
 import torch
@@ -200,6 +200,8 @@ class Hierarchical(PrepareFinalize):
                 pieces, legs
             )
             x_RH, physical_RK, weights_RK = opened(joined(arrived), c.wire, c.top_k)
+            received = list(chain.from_iterable(handle.within.received for handle in handles))
+            c.comm.check_ids(physical_RK, received, len(self._node_of_P), "expert", "relay")
             return self.local_rows(x_RH, physical_RK, weights_RK, handle=tuple(handles))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
@@ -238,7 +240,7 @@ class Hierarchical(PrepareFinalize):
             held = Held.by_node(
                 piece, side_by_side(landed.rows, piece.values.shape[1]), between, self.context.comm.rank
             )
-            lists = [wanted(self._rank_of(held), {rank: rank for rank in self._members})]
+            lists = [wanted(self._rank_of(held, between), {rank: rank for rank in self._members})]
             (within,) = yield from self._exchange_counts(lists, self._members, [held], "relay counts")
             write = held.writer(within.row_X, within.sent)
             arrived.append(
@@ -320,9 +322,11 @@ class Hierarchical(PrepareFinalize):
         none = torch.empty(0, dtype=torch.int64, device=self.context.device)
         return [Leg.of(*each, none) for each in zip(lists, sent_XW, received_XW, map(len, held), strict=True)]
 
-    def _rank_of(self, held: Held) -> Tensor:
-        """(X, K): the rank of each assignment of held rows, -1 for nowhere."""
-        ids_XK = held.ids(self.context.top_k)
+    def _rank_of(self, held: Held, between: Leg) -> Tensor:
+        """(X, K): the rank of each assignment of held rows, -1 for nowhere. Raises CommError for ids of no expert."""
+        ids_XK, comm = held.ids(self.context.top_k), self.context.comm
+        counts = [between.held if rank == comm.rank else count for rank, count in enumerate(between.received)]
+        comm.check_ids(ids_XK, counts, len(self._node_of_P), "expert", "dispatch")
         return torch.where(ids_XK >= 0, self.context.tables.rank_of_P[ids_XK.clamp_min(0).long()], -1)
 
     @classmethod

@@ -187,6 +187,24 @@ def hostile_counts(rank: int, transport: str, count: int) -> list[dict[str, Any]
     return [outcome(lambda: made(tokens(rank, 5)))]
 
 
+def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[dict[str, Any]]:
+    """Rank 1 sends rows whose first assignment is none that exists."""
+    made = built(transport, **({"ranks_per_node": per_node} if transport == "hierarchical" else {}))
+    made(tokens(rank, 12))
+    if rank == 1:
+        messages: Any = made.kernel.prepare_finalize.context.comm._messages  # type: ignore[union-attr]
+        exchange, ids_at = messages.exchange, -TOP_K * (4 + 4)
+
+        def lying(caller: Any, phase: str, counts: Any, outgoing: Any, incoming: Any) -> Any:
+            if phase == "dispatch":
+                for rows_XB in outgoing.values():
+                    rows_XB[:, ids_at : ids_at + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
+            return exchange(caller, phase, counts, outgoing, incoming)
+
+        messages.exchange = lying
+    return [outcome(lambda: made(tokens(rank, 12)))]
+
+
 def go_on(rank: int, transport: str, _: object = None) -> list[dict[str, Any]]:
     """Rank 1 is killed between two calls; the others go on over the same process group, with every expert."""
     warnings.simplefilter("ignore")

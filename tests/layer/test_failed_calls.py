@@ -98,6 +98,23 @@ def test_counts_that_cannot_be_are_refused_before_memory_is_asked_for(
             assert found["peer"] == 1 and f"announced {count} rows, at most 64" in found["text"], found
 
 
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather", "hierarchical"])
+@pytest.mark.parametrize("number", [1 << 30, -2])
+def test_rows_for_experts_that_do_not_exist_are_refused_by_the_name_of_their_sender(
+    world: RankWorld, transport: str, number: int
+) -> None:
+    for rank, (found,) in enumerate(world.call(ranks.hostile_ids, transport, number, 1)):
+        assert found["is"] == "CommError" and found["peer"] == 1, (rank, found)
+        assert f"{number}, out of range (0 <= " in found["text"], found
+
+
+def test_a_relay_refuses_rows_for_experts_that_do_not_exist() -> None:
+    with RankWorld(4) as four:
+        for rank, (found,) in enumerate(four.call(ranks.hostile_ids, "hierarchical", 8, 2)):
+            assert found["is"] == "CommError" and found["peer"] == 1, (rank, found)
+            assert "is for expert 8, out of range (0 <= expert < 8, or -1" in found["text"], found
+
+
 @pytest.mark.parametrize(
     "transport",
     quick_where(["all_to_all"].__contains__, ["all_to_all", "all_gather", "one_sided", "one_sided_network"]),
