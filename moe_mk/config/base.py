@@ -1,4 +1,4 @@
-"""What all settings share: frozen, no unknown keys, problems told all at once with a did-you-mean."""
+"""Base of all settings: frozen, no unknown keys, errors that list every problem with a suggestion."""
 
 from __future__ import annotations
 

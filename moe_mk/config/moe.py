@@ -1,6 +1,6 @@
-"""The settings of a MoE layer: what the model is, how it routes, and how it should be computed.
+"""The configuration of an MoE layer: the model, its router, how the layer is distributed, and how it is computed.
 
-Settings named by their bare key, as keyword arguments are, put where they belong.
+`with_` assigns settings given by their bare key to the section that has the key.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from moe_mk.shapes import divisors_of
 
 
 def place_overrides(data: dict[str, Any], overrides: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
-    """Write each override into the group of settings that has its key; an unknown key raises ConfigError."""
-    home = {
+    """Write each override into the section that has its key; raises ConfigError for an unknown key."""
+    section_of = {
         key: group
         for group, cls in groups.items()
         if isinstance(cls, type) and issubclass(cls, BaseModel)
         for key in cls.model_fields
     }
     for key, value in overrides.items():
-        if key not in home:
-            raise ConfigError(f"unknown setting {key!r}{did_you_mean(key, list(home))}")
-        data[home[key]][key] = value
+        if key not in section_of:
+            raise ConfigError(f"unknown setting {key!r}{did_you_mean(key, list(section_of))}")
+        data[section_of[key]][key] = value
 
 
 Size = Field(ge=1, le=2**31 - 1)
-"""What kernels count in 32 bits."""
+"""Limited by 32-bit counters in kernels."""
 Experts = Field(ge=1, le=2**16)
-"""Every rank keeps tables of all of them."""
+"""Every rank holds tables of all experts."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_limit", "swiglu_oai"]
 
 
@@ -53,11 +53,11 @@ class ModelConfig(Settings):
     """Intermediate size of all shared experts together; None is num_shared_experts times moe_intermediate_size."""
     activation: Activation = "silu"
     swiglu_limit: float | None = Field(default=None, gt=0)
-    """Where swiglu_limit and swiglu_oai clamp: the gate from above, up from both sides."""
+    """Clamp of swiglu_limit and swiglu_oai: the gate from above, up on both sides."""
     swiglu_alpha: float = Field(default=1.702, gt=0)
-    """The slope of swiglu_oai's sigmoid."""
+    """The factor inside the sigmoid of swiglu_oai."""
     expert_bias: bool = False
-    """Whether the products of routed experts have biases."""
+    """Whether routed experts have biases."""
     total_params_b: float | None = Field(default=None, gt=0)
     """Parameters of the whole model in billions, for information."""
     active_params_b: float | None = Field(default=None, gt=0)
@@ -66,14 +66,14 @@ class ModelConfig(Settings):
 
     @property
     def shared_size(self) -> int:
-        """Intermediate size of the one MLP that all shared experts make."""
+        """Intermediate size of the MLP that computes all shared experts."""
         return self.shared_intermediate_size or self.num_shared_experts * self.moe_intermediate_size
 
     @model_validator(mode="after")
     def _limit_agrees(self) -> Self:
         clamps = self.activation in ("swiglu_limit", "swiglu_oai")
         if clamps != (self.swiglu_limit is not None):
-            needed = "needs a swiglu_limit" if clamps else "clamps nothing; drop the limit or use swiglu_limit"
+            needed = "needs a swiglu_limit" if clamps else "has no clamp; drop the limit or use swiglu_limit"
             raise ValueError(f"swiglu_limit={self.swiglu_limit} but activation={self.activation!r} {needed}")
         return self
 
@@ -100,28 +100,28 @@ class ModelConfig(Settings):
 
 
 class RouterConfig(Settings):
-    """How tokens choose experts."""
+    """The selection of experts for each token."""
 
     kind: Literal["topk", "noisy_topk", "expert_capacity"] = "topk"
     """topk: the best experts, in one group or several. For training only (`moe_mk.layer.TrainingMoE`): noisy_topk adds
     trainable Gaussian noise to the logits; expert_capacity limits the tokens of each expert."""
     top_k: int = Experts
     scoring_func: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "softmax"
-    """What logits become before experts are chosen; sqrtsoftplus is DeepSeek-V4's, the root of ln(1 + exp(x))."""
+    """The function from logits to scores; sqrtsoftplus, the root of ln(1 + exp(x)), is DeepSeek-V4's."""
     num_expert_group: int = Field(default=1, ge=1)
     topk_group: int = Field(default=1, ge=1)
     has_correction_bias: bool = False
-    """Whether a bias takes part in the choice (noaux_tc), never in the weights."""
+    """Whether a bias is added to the scores for selection only (noaux_tc), not for the routing weights."""
     has_logit_bias: bool = False
-    """Whether a bias is added to the logits, so that it takes part in the choice and in the weights."""
+    """Whether a bias is added to the logits, for both selection and routing weights."""
     renormalize: bool = True
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     hash_vocabulary: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    """Tokens of the vocabulary, of a layer whose experts a table fixes by token id (DeepSeek-V4's first layers); None:
-    experts are chosen by scores."""
+    """Vocabulary size of a layer that selects experts by a table of token ids (DeepSeek-V4's first layers); None:
+    experts are selected by scores."""
     router_dtype: Literal["float32", "model"] = "float32"
-    """float32: gate and scores in f32, as transformers does. model: in the layer's dtype, as DeepSeek's own code does.
-    They choose other experts for several percent of tokens."""
+    """float32: gate and scores in f32, as in transformers. model: in the layer's dtype, as in DeepSeek's code. The two
+    select different experts for several percent of tokens."""
     noise_std: float = Field(default=1.0, ge=0)
     """noisy_topk: standard deviation of the noise before it is scaled by softplus(x @ noise.T); 0 adds none."""
     capacity_factor: float = Field(default=1.25, gt=0)
@@ -131,62 +131,62 @@ class RouterConfig(Settings):
 
 
 class ParallelConfig(Settings):
-    """How the layer is spread. Groups passed to the layer must have these sizes; 1 everywhere takes theirs."""
+    """Distribution of the layer. Groups passed to it must have these sizes; if all are 1, their sizes are used."""
 
     ep: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
     dp: int = Field(default=1, ge=1)
     tokens: Literal["sharded", "replicated"] = "sharded"
-    """sharded: every EP rank brings its own tokens. replicated: all EP ranks bring the same ones."""
+    """sharded: every EP rank has its own tokens. replicated: all EP ranks have the same tokens."""
     ranks_per_node: int | None = Field(default=None, ge=1)
-    """Ranks of one host; None is what the device profile says."""
+    """Ranks of one host; None: the value of the device profile."""
     placement: Literal["linear", "round_robin"] | tuple[int, ...] = "linear"
-    """A tuple is the logical expert of each physical one, rank by rank; replicas allowed."""
+    """A tuple lists the logical expert of each physical one, rank by rank; replicas are allowed."""
     on_lost_expert: Literal["raise", "drop", "renormalise"] = "raise"
-    """What calls do while an expert has no live copy, because its rank was lost. raise: every call raises
-    LostExpertError on every rank. drop: its assignments go nowhere. renormalise: as drop, and the other weights of the
-    token are scaled so that their sum stays what it was."""
+    """Behaviour of calls while an expert has no live copy, because its rank was lost. raise: every call raises
+    LostExpertError on every rank. drop: its assignments are skipped. renormalise: as drop, and the other weights of the
+    token are scaled to keep their sum."""
 
 
 class KernelConfig(Settings):
-    """Which backends, and within which limits."""
+    """Selection of backends, and limits."""
 
     prepare_finalize: str = "auto"
     experts: str = "auto"
     wire: Literal["auto", "plain", "fp8", "checkpoint"] = "auto"
-    """What travels to the experts: auto sends rounded activations when the experts read them, else the layer's dtype.
-    fp8 and checkpoint insist on the checkpoint's activations, fp8 on their being FP8."""
+    """Format of dispatched tokens. auto: quantised activations if the experts consume them, else the layer's dtype.
+    checkpoint requires the activation scheme of the checkpoint; fp8 requires in addition that it is FP8."""
     activations: Literal["auto", "checkpoint", "plain"] = "auto"
-    """What the experts compute with: the checkpoint's rounded activations, or the layer's dtype (more accurate)."""
+    """Activations of the experts' GEMMs: quantised as in the checkpoint, or in the layer's dtype (more accurate)."""
     fallback: bool = True
-    """Whether weights of a type that only the reference reads may be requantised at load; a Decision then says so."""
+    """Whether weights that only the reference backend reads may be requantised at load; recorded in the Decision."""
     fused_router: bool = True
-    """Whether gate and choice of experts may be one native call beside native experts; false: torch, op by op."""
+    """Whether the router may run as one native call, with native experts; false: torch operators."""
     max_num_tokens: int = Field(default=8192, ge=1, le=2**31 - 1)
-    """The most tokens one rank may bring to one call; buffers are sized by it."""
+    """Maximum number of tokens per rank and call; determines the size of buffers."""
     relay_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a rank that cross between nodes and are relayed there at a time; None: all of a call at once."""
+    """Tokens per rank that are sent between nodes and relayed at a time; None: all tokens of a call."""
     tiles: int = Field(default=1, ge=1, le=64)
     """Parts of a call's tokens that are dispatched, multiplied and combined in a pipeline; 1: all at once."""
     tile_carrier: Literal["turns", "thread"] = "turns"
     """The thread that communicates. turns: the calling thread, in turns with the experts. thread: one of its own."""
     comm_units: int | None = Field(default=None, ge=1)
-    """Compute units that the transport may keep for itself: SMs of a GPU, proxy threads of a CPU. None: its default."""
+    """Compute units that the transport may reserve: SMs of a GPU, proxy threads on a CPU. None: its default."""
     graphs: bool = False
     """Whether calls must be capturable in a CUDA graph."""
     deterministic: bool = False
     batch_invariant: bool = False
-    """Whether a token's experts must give the same bits in any batch; at small batches some backends pay for it."""
+    """Whether the bits of a token must not depend on the batch; some backends are slower for it at small batches."""
     allow_emulated: bool = False
-    """Whether emulated libraries may be chosen; a Decision then says "emulated"."""
+    """Whether emulated libraries are eligible; the Decision marks them "emulated"."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """How long a peer may be late before CommError."""
+    """Seconds that a peer may be late before CommError."""
     network: str = "127.0.0.0/8"
-    """The IPv4 network between hosts, such as 10.0.0.0/24: proxies listen on this host's address in it, on no other."""
+    """The IPv4 network between hosts, such as 10.0.0.0/24: proxies listen only on this host's address in it."""
 
 
 class MoEConfig(Settings):
-    """Everything that makes a MoE layer, and nothing ambient."""
+    """The complete configuration of an MoE layer."""
 
     model: ModelConfig
     router: RouterConfig
@@ -247,13 +247,13 @@ class MoEConfig(Settings):
         problems = []
         if self.router.has_correction_bias:
             problems.append(
-                "router.has_correction_bias=True but router.hash_vocabulary fixes the experts of every token, which "
-                "no bias can change; set has_correction_bias=false"
+                "router.has_correction_bias=True but router.hash_vocabulary fixes the experts of every token, so a "
+                "bias has no effect; set has_correction_bias=false"
             )
         if self.kernel.graphs:
             problems.append(
-                "kernel.graphs=True but router.hash_vocabulary has token ids read on the host, to refuse those outside "
-                "the table; set graphs=false"
+                "kernel.graphs=True but router.hash_vocabulary reads token ids on the host to check their range; set "
+                "graphs=false"
             )
         return problems
 
@@ -264,7 +264,7 @@ class MoEConfig(Settings):
         physical = model.num_experts if isinstance(p.placement, str) else len(p.placement)
         if p.ep > physical:
             problems.append(
-                f"parallel.ep={p.ep} exceeds {where}={physical}, so that a rank would hold no expert; "
+                f"parallel.ep={p.ep} exceeds {where}={physical}, which leaves ranks without experts; "
                 f"use 1 to {physical} ranks"
             )
         elif not isinstance(p.placement, str) and physical % p.ep:
@@ -285,7 +285,7 @@ class MoEConfig(Settings):
         return problems
 
     def _legal_tp_sizes(self) -> list[int]:
-        """Tensor-parallel sizes that cut routed and shared experts into equal shares, at block edges."""
+        """Tensor-parallel sizes that split routed and shared experts evenly, at block edges."""
         widths = [width for width in (self.model.moe_intermediate_size, self.model.shared_size) if width]
         sides = self.model.quant.edges
         common = gcd(*widths)
@@ -310,7 +310,7 @@ class MoEConfig(Settings):
         return type(self).parse(data, "overrides")
 
     def active_fraction(self) -> float:
-        """Share of the parameters that one token uses: of the model where its size is known, else of this layer."""
+        """Fraction of the parameters used by one token: of the model if its size is known, else of this layer."""
         if self.model.total_params_b and self.model.active_params_b:
             return self.model.active_params_b / self.model.total_params_b
         shared = self.model.shared_size / self.model.moe_intermediate_size

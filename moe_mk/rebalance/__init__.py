@@ -1,4 +1,4 @@
-"""Expert placement kept even while serving: loads recorded, plans made beside, weights moved gently, maps flipped."""
+"""Expert load balancing while serving: record loads, plan in the background, move weights in chunks, switch maps."""
 
 from moe_mk.rebalance.hysteresis import Hysteresis, Thresholds
 from moe_mk.rebalance.ledger import Ledger

@@ -1,4 +1,4 @@
-"""Work beside serving, on a thread of its own, whose end is always told: a result, an error, or that it is too slow."""
+"""Background jobs on a daemon thread. Every job ends in a result, an error, or a timeout."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ X = TypeVar("X")
 
 @dataclass(frozen=True)
 class Done(Generic[X]):
-    """What a job returned."""
+    """The result of a job."""
 
     value: X
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What a job raised, or why it was given up."""
+    """The exception of a job, or its timeout."""
 
     error: BaseException
 
@@ -30,7 +30,7 @@ class BackgroundJob(Generic[X]):
     """Runs one job at a time. The thread is a daemon: a job that hangs keeps no program from ending."""
 
     def __init__(self, name: str, *, limit_s: float, inline: bool = False) -> None:
-        """limit_s: a job that runs longer is given up. inline: run jobs where they are started, for repeatable runs."""
+        """limit_s: jobs that run longer are abandoned. inline: run jobs inside `start`, for repeatable runs."""
         self.name, self.limit_s, self.inline = name, limit_s, inline
         self._box: list[Done[X] | Failed] | None = None
         self._thread: threading.Thread | None = None
@@ -38,11 +38,11 @@ class BackgroundJob(Generic[X]):
 
     @property
     def busy(self) -> bool:
-        """Whether a job was started whose end has not been told yet."""
+        """Whether a job was started whose outcome `poll` has not returned yet."""
         return self._box is not None
 
     def start(self, job: Callable[[], X]) -> None:
-        """Start a job; there must be none."""
+        """Start a job; the previous one must have ended."""
         assert not self.busy, f"{self.name} has a job already"
         box: list[Done[X] | Failed] = []
         self._box, self._since = box, now()
@@ -53,20 +53,20 @@ class BackgroundJob(Generic[X]):
         self._thread.start()
 
     def poll(self) -> Done[X] | Failed | None:
-        """How the job ended, told once; None while there is nothing to tell. Never waits."""
+        """The outcome of the job, returned once; None while it runs or if there is none. Never blocks."""
         if self._box is None:
             return None
         if self._box:
             return self._end(self._box[0])
         if self._thread is not None and not self._thread.is_alive() and not self._box:
-            return self._end(Failed(RuntimeError(f"{self.name} ended without a word")))
+            return self._end(Failed(RuntimeError(f"{self.name} ended without a result")))
         seconds = now() - self._since
         if seconds > self.limit_s:
-            return self._end(Failed(TimeoutError(f"{self.name} took more than {self.limit_s:g} s and was given up")))
+            return self._end(Failed(TimeoutError(f"{self.name} took more than {self.limit_s:g} s and was abandoned")))
         return None
 
     def forget(self) -> None:
-        """Give up the job; what it returns later goes nowhere."""
+        """Abandon the job; a later result is discarded."""
         self._box = self._thread = None
 
     def _end(self, outcome: Done[X] | Failed) -> Done[X] | Failed:

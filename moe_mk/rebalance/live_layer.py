@@ -1,4 +1,4 @@
-"""What a layer must offer to be rebalanced while it serves. `MoELayer` does."""
+"""The interface of a layer that can be rebalanced while it serves; `MoELayer` implements it."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class LiveLayer(Protocol):
         ep: Communicator | None = None,
         epoch: int | None = None,
     ) -> Any:
-        """Build another placement beside what serves; arrived by slot. ep: another group of ranks."""
+        """Build another placement while the current one serves. arrived: by slot. ep: another group of ranks."""
 
-    def try_out(self, half: Any) -> Flight[None]:
+    def try_out(self, state: Any) -> Flight[None]:
         """Run what was staged once without tokens, on all ranks of its group."""
 
-    def flip(self, half: Any) -> Any:
+    def flip(self, state: Any) -> Any:
         """Serve what was staged from the next forward on."""

@@ -27,7 +27,7 @@ class LoadWindow:
         self._seen_XE: Tensor | None = None
 
     def record(self, layer: int, ids_TK: Tensor, phase: Phase, num_tokens: Tensor | int | None = None) -> None:
-        """Count the logical experts of one layer's tokens; -1 counts for nobody.
+        """Count the logical experts of one layer's tokens; -1 is not counted.
 
         num_tokens: how many of the rows are tokens, the rest is padding; a tensor is not read by the host.
         """

@@ -1,14 +1,14 @@
-"""Rebalancing while serving: count, decide, plan beside the serving thread, move weights gently, flip together.
+"""Online rebalancing: count expert loads, plan in the background, move weights in chunks, switch all ranks together.
 
     manager = RebalanceManager(layers)
     while serving:
         for layer in layers: ...                 one forward of the model
         manager.step("decode")                   between two forwards, on every rank
 
-    watching   one small sum over all ranks every `sync_every` steps; it also tells of a plan the first rank has made
-    moving     a chunk of weights and a vote a step, then the flip; see `migration`
+    watching   one small all-reduce every `sync_every` steps, which also announces a plan made by the first rank
+    moving     one chunk of weights and one vote a step, then the switch; see `migration`
 
-Every rank calls `step` equally often. What ranks decide follows from what all of them received, so they decide alike.
+Every rank calls `step` equally often. Decisions depend only on data that all ranks receive, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moe_mk.rebalance.status import IncidentLog, RebalanceStatus, RebalanceWarni
 
 
 class RebalanceManager:
-    """Keeps the experts of some layers, all of the same kind, evenly spread over the ranks of a group."""
+    """Balances the experts of layers of equal sizes over the ranks of a group."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class RebalanceManager:
         tp: Communicator | None = None,
         planner: Planner | None = None,
     ) -> None:
-        """comm, tp: how EP ranks, and the ranks with slices of the same experts, talk here; the layers' own groups
-        unless given. planner: what the first rank plans with. Raises ConfigError for layers of different sizes.
+        """comm, tp: communicators of the EP ranks and of the ranks with slices of the same experts; the layers' groups
+        by default. planner: the placement function of the first rank. Raises ConfigError for layers of different sizes.
         """
         self.settings = settings or RebalanceSettings()
         self.layers = tuple(layers)
@@ -74,7 +74,7 @@ class RebalanceManager:
         self._predicted_bytes = self._received_bytes = self._read_bytes = 0
         self._reason, self._halted, self._sync_now = "no plan yet", False, False
         self._initial_slots_W: list[int] = self.ledger.topology.slots_W.tolist()
-        """Slots of each rank of the machine as it was set up; more of them are given back when ranks join."""
+        """Initial slots of each rank; slots added after a loss are released when ranks join."""
         self._warn_of_fatal_ranks()
 
     def _warn_of_fatal_ranks(self) -> None:
@@ -96,11 +96,11 @@ class RebalanceManager:
         return self.peers.ep
 
     def step(self, phase: Phase = "decode") -> None:
-        """Do one step's share of the work. phase: of the forward before it. Never raises for a failed rebalance."""
+        """Advance by one step. phase: of the preceding forward. A failed rebalance is recorded and never raises."""
         wait(self.steps(phase))
 
     def plan_soon(self) -> None:
-        """Ask for a plan whatever the thresholds say; the first rank makes it and announces it at the sync after."""
+        """Request a plan regardless of the thresholds; the first rank makes it and announces it at the next sync."""
         self._planner.wanted = True
 
     def steps(self, phase: Phase = "decode") -> Flight[None]:
@@ -128,7 +128,7 @@ class RebalanceManager:
             self._post_load()
 
     def _post_load(self) -> None:
-        """Send this rank's window off; it lands at the next step. The leader adds the size of a plan it has ready."""
+        """Start the all-reduce of this window's loads, completed at the next step, with the size of a finished plan."""
         outbox = self._planner.outbox if self.peers.leads and self._migration is None else None
         counts_X = self.window.close().flatten()
         size_X = torch.tensor([0 if outbox is None else len(outbox)], dtype=torch.int64, device=counts_X.device)
@@ -145,13 +145,13 @@ class RebalanceManager:
             self._hysteresis, fires = self._hysteresis.observe(value, self._step, limits)
             self._planner.wanted |= fires
         size = int(total_X[-1])
-        if self.peers.tp.size > 1:  # only the EP group of the leader has heard of it
+        if self.peers.tp.size > 1:  # only the leader's EP group has received the size
             size = max((yield from self.peers.tp.gather_count(size, "rebalance load")))
         if size:
             yield from self._receive_plan(size)
 
     def _receive_plan(self, size: int) -> Flight[None]:
-        """Get the plan from the leader, and follow it if every rank got it whole and stands where it starts from."""
+        """Receive the leader's plan; start it if all ranks received it and serve the placement it starts from."""
         column = yield from self.peers.from_leader(self._planner.outbox, size, self.layers[0].device, "rebalance plan")
         self._planner.outbox, trouble = None, ""
         try:
@@ -162,7 +162,7 @@ class RebalanceManager:
             trouble = str(problem)
         digest = column[:DIGEST].cpu().numpy().tobytes()
         if self.peers.tp.size > 1 and not (yield from self.peers.agree(digest, "rebalance vote")):
-            trouble = trouble or "ranks were sent different plans; do all of them have the same leader?"
+            trouble = trouble or "ranks received different plans; check that all of them have the same leader"
         votes = yield from self.peers.gather(Vote.REFUSE if trouble else Vote.READY, "rebalance vote")
         if max(votes) != Vote.READY:
             against = [rank for rank, vote in enumerate(votes) if vote != Vote.READY]
@@ -182,23 +182,23 @@ class RebalanceManager:
             self._migration = None
             self.balance = measure_balance(self.history.load(self.settings.phase), self.ledger)
 
-    # Ranks are lost, and join.
+    # Lost and joining ranks.
 
     def rank_lost(self, ranks: int | Sequence[int], comm: Group | None) -> None:
-        """Go on without some ranks. Every one that is left calls this before its next forward.
+        """Continue without lost ranks. Every remaining rank calls this before its next forward.
 
-        ranks: their numbers in the group that served. comm: the group of those that are left, in the same order: a
-        process group, a communicator, or None for one rank. Where experts are cut into slices, all ranks with slices of
-        the same experts leave together: a part of an expert serves nobody.
+        ranks: the lost ranks, numbered in the previous group. comm: the group of the remaining ranks, in the same
+        order: a process group, a communicator, or None for one rank. With tensor-parallel experts, all ranks with
+        slices of the same experts must leave together.
 
-        Where `parallel.on_lost_expert` is raise, experts without a copy on the ranks that are left are read again from
-        where the layers were loaded before this returns, and slots grow where there are too few. With drop and
-        renormalise the layers serve at once without them, and they are read beside serving, step by step. Transports
-        are decided anew for the new size.
+        With `parallel.on_lost_expert` = raise, experts without a copy on the remaining ranks are read from the source
+        of the layers before this returns, and slots are added where there are too few. With drop and renormalise the
+        layers serve at once without these experts, which are read in the background, step by step. The transport is
+        selected anew for the new group size.
 
-        Raises RegroupError on every rank, with what each rank has against it, if ranks name different losses or any of
-        them cannot go on; CommError if a rank of the new group does not answer. Then nothing has changed, and the same
-        call may be made again. While it runs, every layer's experts need room twice in the layout of their backend.
+        Raises RegroupError on every rank, with the reasons of each rank, if ranks report different losses or any of
+        them cannot continue; CommError if a rank of the new group does not answer. In both cases nothing has changed,
+        and the same call may be made again. Meanwhile every layer holds its experts twice.
         """
         wait(self.rank_lost_steps(ranks, comm))
 
@@ -209,9 +209,9 @@ class RebalanceManager:
         members = tuple(member for rank, member in enumerate(living) if rank not in lost)
         problem = ""
         if not lost or not all(0 <= rank < size for rank in lost):
-            problem = f"names ranks {lost} of a group of {size}; name at least one, 0 <= rank < {size}"
+            problem = f"lost ranks {lost} are out of range; pass at least one, 0 <= rank < {size}"
         elif self.comm.rank in lost:
-            problem = f"names itself, rank {self.comm.rank}, among the lost ranks {lost}"
+            problem = f"rank {self.comm.rank} is itself among the lost ranks {lost}"
         elif group.size != len(members):
             problem = f"without ranks {lost}, {len(members)} ranks are left; the new group has {group.size}"
         repairs = self.layers[0].on_lost_expert == "raise"
@@ -231,12 +231,12 @@ class RebalanceManager:
         self.journal.record(self._step, what, policy if left else f"all experts serve in the group of {self.comm.size}")
 
     def rank_joined(self, ranks: int | Sequence[int], comm: Group | None) -> None:
-        """Go on with more ranks. Every rank of the new group calls this between two forwards, new processes included.
+        """Continue with additional ranks. Every rank of the new group calls this between two forwards, new ones too.
 
-        ranks: the numbers of the new processes in the new group. comm: that group; those that served keep their order
-        in it. A new process builds its layers for that group, loads them, makes its own manager with equal settings and
-        calls this first. Experts that the new ranks hold are served there as well; slots that grew when others were
-        lost are given back, and a plan to spread the load follows. Raises as `rank_lost` does.
+        ranks: the new processes, numbered in the new group. comm: the new group, in which previous ranks keep their
+        order. A new process builds its layers for that group, loads them, creates a manager with equal settings and
+        calls this first. Experts loaded by the new ranks are served there too; slots added after a loss are released,
+        and a plan that spreads the load follows. Raises the errors of `rank_lost`.
         """
         wait(self.rank_joined_steps(ranks, comm))
 
@@ -246,7 +246,7 @@ class RebalanceManager:
         new = sorted({ranks} if isinstance(ranks, int) else set(ranks))
         joins, problem, served = group.rank in new, "", iter(living)
         if not new or not all(0 <= rank < group.size for rank in new):
-            problem = f"names ranks {new} of a group of {group.size}; name at least one, 0 <= rank < {group.size}"
+            problem = f"new ranks {new} are out of range; pass at least one, 0 <= rank < {group.size}"
         elif not joins and group.size != len(living) + len(new):
             problem = f"{len(living)} ranks serve and {len(new)} join; the new group has {group.size}"
         members: tuple[int | None, ...] = ()
@@ -307,25 +307,25 @@ class RebalanceManager:
         return work
 
     def _machine_of(self, rank_states: Sequence[RankState]) -> tuple[Topology, list[int]]:
-        """The machines that served, as all ranks that served with them state them, and the slots they started with."""
+        """The topology of the previous group, which all its ranks must report equally, and its initial slots."""
         stated = [each.machine for each in rank_states if each.machine is not None]
         if any(each != stated[0] for each in stated):
             raise ConfigError(f"ranks come from different groups: {stated}; end the processes and start anew")
         return Topology(**stated[0]["topology"]), list(stated[0]["initial_slots"])
 
     def _follow(self, flips: int) -> None:
-        """Flip what all ranks have voted for: the loss may have come between two ranks' last votes."""
+        """Apply the flip that all ranks voted for, if the loss occurred between the last votes of two ranks."""
         if flips > self._flips and self._migration is not None and self._migration.staged is not None:
             self._migration.flip()
             self._flips += 1
 
     def _commit(self, work: Regrouping, initial_slots_W: list[int]) -> None:
-        """Serve in the new group. Warnings that are errors here are raised when all is done."""
+        """Switch to the new group. Warnings turned into errors are raised at the end."""
         assert work.ledger is not None
         raised: list[Warning] = []
-        for layer, half in zip(self.layers, work.halves, strict=True):
+        for layer, state in zip(self.layers, work.staged_states, strict=True):
             try:
-                layer.flip(half)
+                layer.flip(state)
             except Warning as warning:
                 raised.append(warning)
         self.ledger, self.peers, self._initial_slots_W = work.ledger, work.peers, initial_slots_W
@@ -342,7 +342,7 @@ class RebalanceManager:
             raise raised[0]
 
     def _gone(self, members: Iterable[int]) -> int:
-        """How many experts of all layers are only on these ranks of the machine."""
+        """Number of experts, over all layers, whose only copies are on these ranks."""
         dead_P = np.isin(self.ledger.topology.gpu_P, list(members))
         return sum(
             len(set(row[dead_P & (row >= 0)].tolist()) - set(row[~dead_P].tolist())) for row in self.ledger.phy2log
@@ -352,17 +352,17 @@ class RebalanceManager:
         timeout_s = getattr(self.comm, "timeout_s", DEFAULT_TIMEOUT_S)
         return communicator(group, timeout_s=timeout_s, layer=f"{len(self.layers)} layers")
 
-    # What it is doing.
+    # Status.
 
     def _lost_numbers(self) -> dict[str, float]:
-        """What is lost, for a metrics system; nothing while nothing is and was."""
+        """Metrics of lost experts; empty if no expert is or was lost."""
         experts = sum(len(layer.expert_map.lost) for layer in self.layers)
         dropped = sum(layer.dropped_assignments for layer in self.layers)
         return {"lost.experts": experts, "lost.dropped_assignments": dropped} if experts or dropped else {}
 
     @property
     def state(self) -> State:
-        """In one word."""
+        """The current state of the manager."""
         if self._halted:
             return "halted"
         if self._migration is not None:
@@ -372,7 +372,7 @@ class RebalanceManager:
         return "degraded" if any(layer.expert_map.lost for layer in self.layers) else "watching"
 
     def status(self) -> RebalanceStatus:
-        """Everything worth knowing, at no cost to other ranks; counters are read from the device."""
+        """A snapshot of this rank, without communication; counters are read from the device."""
         migration = self._migration
         lost = {layer.name: tuple(sorted(layer.expert_map.lost)) for layer in self.layers if layer.expert_map.lost}
         return RebalanceStatus(
@@ -396,7 +396,7 @@ class RebalanceManager:
 
 
 def _fatal_ranks(layer: LiveLayer) -> list[int]:
-    """Ranks that hold the only copy of an expert which cannot be read again."""
+    """Ranks that hold the only copy of an expert whose weights cannot be read again."""
     placed = layer.expert_map
     if layer.can_read_experts or placed.num_ranks == 1:
         return []
@@ -406,10 +406,12 @@ def _fatal_ranks(layer: LiveLayer) -> list[int]:
 
 def _check(layers: Sequence[LiveLayer]) -> None:
     if not layers:
-        raise ConfigError("there are no layers to rebalance; pass at least one")
+        raise ConfigError("no layers were passed; pass at least one")
     slices = {layer.tp.size for layer in layers}
     if len(slices) > 1:
-        raise ConfigError(f"experts of the layers are cut into {sorted(slices)} slices; they must all be cut alike")
+        raise ConfigError(
+            f"experts of the layers are cut into {sorted(slices)} slices; use equal tensor-parallel sizes"
+        )
     ranks = {layer.expert_map.num_ranks for layer in layers} | {layer.ep.size for layer in layers}
     if len(ranks) > 1:
         raise ConfigError(f"layers and their groups have {sorted(ranks)} ranks; they must all have the same")

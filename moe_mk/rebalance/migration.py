@@ -1,9 +1,9 @@
-"""One announced plan put into practice: new shares at once, then layer by layer, each flipped by all ranks together.
+"""Execution of one announced plan: new shares at once, then layer by layer, switched by all ranks together.
 
-    chunk landed -> vote -> next chunk ... all here -> stage -> vote -> flip
+    chunk received -> vote -> next chunk ... all received -> stage -> vote -> flip
 
-A vote is one number of every rank; all ranks see all votes and so decide alike at the same step. Until the last vote
-nothing that serves is touched, and after it nothing can fail any more.
+A vote is one number per rank. All ranks see all votes and so decide alike at the same step. What serves is unchanged
+until the last vote; after it, no step can fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_mk.weights.expert_weights import SlotWeights
 
 
 class Vote(IntEnum):
-    """What one rank says; the highest one counts."""
+    """The vote of one rank; the highest vote decides."""
 
     READY = 0
     WAIT = 1
@@ -56,7 +56,7 @@ class Migration:
         self.dropped = False
         self.received_bytes = self.read_bytes = 0
         self.staged: list[tuple[int, Any]] | None = None
-        """(layer, half) of the present batch once it is built."""
+        """(layer, state) of the present batch once it is built."""
         self._transfer: ExpertTransfer | None = None
         self._reader: BackgroundJob[dict[int, SlotWeights]] = BackgroundJob(
             "expert reader", limit_s=settings.plan_limit_s
@@ -94,8 +94,8 @@ class Migration:
     def flip(self) -> None:
         """Serve from the staged batch; every rank does so at the same step."""
         assert self.staged is not None
-        for x, half in self.staged:
-            self.layers[x].flip(half)
+        for x, state in self.staged:
+            self.layers[x].flip(state)
             self.ledger.phy2log[x], self.ledger.share[x] = self.message.phy2log[x], self.message.share[x]
         if self._transfer is not None:
             self.received_bytes += self._transfer.received_bytes
@@ -120,7 +120,7 @@ class Migration:
         return self._transfer
 
     def _stage(self, transfer: ExpertTransfer) -> Vote:
-        """Build the other half of every layer of the batch, once all its experts are here."""
+        """Build the other state of every layer of the batch, once all its experts are here."""
         if transfer.waits_for_reading():
             return Vote.WAIT
         if transfer.trouble or self.staged is not None:

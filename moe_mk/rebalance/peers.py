@@ -1,10 +1,10 @@
-"""Everyone who must decide alike: EP ranks share out the experts, the TP ranks of each hold slices of the same ones.
+"""The ranks that must decide together: EP ranks hold different experts, the TP ranks of each hold slices of the same.
 
              tp 0            tp 1
-    ep 0     leader          its slices of the same experts        an expert moves along a column: every TP rank
-    ep 1     ...             ...                                   sends its own slice to the EP rank that gets it
+    ep 0     leader          its slices of the same experts        experts move along a column: every TP rank
+    ep 1     ...             ...                                   sends its own slice to the receiving EP rank
 
-All of them vote, and all of them hear the same votes: a slice that is missing on one rank holds everybody back.
+All of them vote and receive the same votes, so a slice that is missing on one rank stops all ranks.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from moe_mk.flight import Flight
 
 @dataclass(frozen=True)
 class Peers:
-    """One rank's place among those that rebalance together."""
+    """The communicators of one rank."""
 
     ep: Communicator
     tp: Communicator
 
     @property
     def leads(self) -> bool:
-        """Whether this rank plans for all."""
+        """Whether this rank makes the plans."""
         return self.ep.rank == 0 and self.tp.rank == 0
 
     def gather(self, number: int, phase: str) -> Flight[list[int]]:
-        """Tell everybody a number; return, the same everywhere, the largest among the slices of each EP rank."""
+        """All-gather a number; returns, equal on all ranks, the largest among the slices of each EP rank."""
         if self.tp.size > 1:
             number = max((yield from self.tp.gather_count(number, phase)))
         return (yield from self.ep.gather_count(number, phase))
 
     def gather_texts(self, text: str, phase: str) -> Flight[list[str]]:
-        """Give everybody a text; return everybody's, by EP rank, with those of its slices joined by line breaks."""
+        """All-gather a text; returns the texts by EP rank, those of its slices joined by line breaks."""
         if self.tp.size > 1:
             text = "\n".join(filter(None, dict.fromkeys((yield from _texts(self.tp, text, phase)))))
         return (yield from _texts(self.ep, text, phase))
 
     def from_leader(self, mine: Tensor | None, size: int, device: torch.device, phase: str) -> Flight[Tensor]:
-        """Give the leader's column of `size` bytes to everybody: to its slices first, and from each along its EP group.
+        """Broadcast the leader's column of `size` bytes: first over its TP group, then over every EP group.
 
         mine: the column on the leader, None elsewhere.
         """
@@ -54,20 +54,20 @@ class Peers:
         return (yield from _spread(self.ep, column, size, phase))
 
     def agree(self, text: bytes, phase: str) -> Flight[bool]:
-        """Whether everybody has the same bytes."""
+        """Whether all ranks have the same bytes."""
         mine = int.from_bytes(digest({"": text.hex()})[:7], "big")
         for comm in (self.tp, self.ep):
             if comm.size > 1 and len(set((yield from comm.gather_count(mine, phase)))) > 1:
-                mine = -1  # told along the other group as well
+                mine = -1  # reported to the other group as well
         return mine >= 0
 
     def renewed(self, ep: Communicator) -> Peers:
-        """The same slices with other EP ranks, after one has died."""
+        """The same TP group with another EP group, after a rank was lost."""
         return Peers(ep, self.tp)
 
 
 def _spread(comm: Communicator, column: Tensor, size: int, phase: str) -> Flight[Tensor]:
-    """The first rank's column to all ranks of a group; nothing travels where the size is 0."""
+    """Broadcast the first rank's column in a group; nothing is sent if the size is 0."""
     first = comm.rank == 0 and size > 0
     rows = column.repeat(comm.size, 1) if first else column[:0]
     send = [size if first else 0] * comm.size

@@ -1,4 +1,4 @@
-"""A plan on its way from rank 0 to all ranks: slots, shares, and a digest over every byte of both."""
+"""The message that sends a plan from rank 0 to all ranks: slots, shares, and a digest of all bytes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DIGEST = 32
 
 
 class BadPlanMessage(MoEMKError):
-    """A plan that did not arrive as it was sent, or that does not follow on what serves here."""
+    """A plan that was damaged in transfer, or that does not start from the placement of this rank."""
 
 
 @dataclass(frozen=True)
 class PlanMessage:
-    """What ranks need of a plan. [X layers, P slots], slots numbered over all ranks, dead ones too."""
+    """A plan as sent to all ranks: [X layers, P slots], with slots numbered over all ranks, dead ones included."""
 
     plan_id: int
     base: int

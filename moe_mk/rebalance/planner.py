@@ -1,4 +1,4 @@
-"""Rank 0's planning, on a thread of its own, with a watchdog: a plan that fails or hangs is told and tried again."""
+"""Planning on a background thread of rank 0, with a timeout: plans that fail or hang are recorded and retried."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Planner = Callable[[NDArray[np.float64], Topology, NDArray[np.int64]], Placement
 
 
 class PlacementPlanner:
-    """What rank 0 does beside serving. The other ranks keep one too: any of them may become rank 0."""
+    """The planner of rank 0. The other ranks have one too, because any of them may become rank 0."""
 
     def __init__(self, settings: RebalanceSettings, journal: IncidentLog, planner: Planner | None) -> None:
         self.settings, self.journal = settings, journal
@@ -34,7 +34,7 @@ class PlacementPlanner:
         self.reason = ""
         """Why the last plan was not announced; empty after one was."""
         self._planner = planner or self._plan
-        assignment_solver()  # imported now, not on the thread beside the first steps
+        assignment_solver()  # imported here, not on the thread during the first steps
         self._thread: BackgroundJob[PlanMessage | str] = BackgroundJob(
             "moe_mk planner", limit_s=settings.plan_limit_s, inline=settings.inline
         )

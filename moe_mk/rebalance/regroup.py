@@ -1,14 +1,14 @@
-"""From one group of ranks to another, after a loss or a join: agreed on, staged, tried out, then committed at once.
+"""Changing the group of ranks after a loss or a join: agreed, staged, tried out, then committed at once.
 
-    agree      every rank states who goes on, and what it holds; a difference ends the attempt on every rank
-    place      all ranks compute the same placement from what all of them hold
-    carry      experts with a living copy travel, the others are read from where the layers were loaded
-    stage      every layer builds its half for the new group: transport decided anew, weights laid out
-    try out    every staged half runs once without tokens, which opens its windows
+    agree      every rank reports its state; a difference ends the attempt on every rank
+    place      all ranks compute the same placement from the experts that all of them hold
+    move       experts with a living copy are sent, the others are read from the source of the layers
+    stage      every layer builds its placement state for the new group: transport selected, weights in their layout
+    try out    every staged state runs once without tokens, which opens its windows
     commit     assignments that cannot fail
 
-Each stage ends with a vote. What one rank has against it, every rank hears and raises; what serves is not touched
-before the commit, so that the same call may be made again.
+Each stage ends with a vote; the reasons of one rank are raised on all ranks. Nothing that serves is changed before the
+commit, so the same call may be made again.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ Rows = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class RankState:
-    """Where one rank stands before the others are heard. Equal on all ranks but for `member`, counts and rows."""
+    """The state of one rank at the start of an attempt. Equal on all ranks but for `member`, counts and rows."""
 
     member: int | None
-    """Its number in the whole machine; None for a process that joins."""
+    """Its rank in the machine; None for a process that joins."""
     members: tuple[int | None, ...]
-    """Who goes on, by rank of the new group; None for who joins."""
+    """Rank in the machine, by rank of the new group; None for processes that join."""
     problem: str
-    """What is wrong with the arguments of the call on this rank."""
+    """The problem with the arguments of the call on this rank; empty if there is none."""
     must_equal: dict[str, str]
-    """By name: what has to be the same on every rank."""
+    """Values that must be equal on every rank, by name."""
     step: int
     flips: int
     plan_id: int
     epochs: list[int]
     machine: dict[str, Any] | None
-    """Topology of the ranks that served; None from who joins."""
+    """Topology of the previous group; None on processes that join."""
 
     def encode(self) -> str:
-        """As a text on one line."""
+        """JSON on one line."""
         return json.dumps(vars(self))
 
     @classmethod
     def decode(cls, text: str) -> RankState:
-        """Of one rank, or of several slices, of which the first counts where none of them differs in a check."""
+        """Decode the state of one rank; of several TP slices the first is used if all checked values are equal."""
         each = [cls(**json.loads(line)) for line in text.splitlines()]
         each = [replace(one, members=tuple(one.members)) for one in each]
         checked = {json.dumps([one.member, one.members, one.must_equal]) for one in each}
@@ -82,7 +82,7 @@ class RankState:
 
 
 def disagreements(rank_states: Sequence[RankState]) -> list[str]:
-    """What keeps these ranks from going on together, in words; the same on every rank, empty if nothing does."""
+    """The reasons for which these ranks cannot form a group; equal on every rank, empty if they can."""
     lines = [f"rank {rank}: {each.problem}" for rank, each in enumerate(rank_states) if each.problem]
     served = [each for each in rank_states if each.member is not None]
     if len({each.members for each in served}) > 1:
@@ -111,7 +111,7 @@ def _named(members: Sequence[int | None]) -> str:
 
 
 def slots_for(slots_W: Sequence[int], needed: int) -> list[int]:
-    """Slots of each rank, grown one by one where there are fewest until there are `needed` in all."""
+    """Slots of each rank, increased one by one on the rank with the fewest until there are `needed` in total."""
     grown = list(slots_W)
     while sum(grown) < needed:
         grown[grown.index(min(grown))] += 1
@@ -151,11 +151,11 @@ def fit(rows_WL: Sequence[Sequence[int]], slots_W: Sequence[int], num_experts: i
 
 @dataclass
 class Regrouping:
-    """One attempt of one rank. `steps` ends with everything staged, or raises and leaves nothing behind."""
+    """One attempt of one rank. `steps` ends with all layers staged, or raises and releases what it staged."""
 
     layers: Sequence[LiveLayer]
     peers: Peers
-    """Those of the new group."""
+    """The communicators of the new group."""
     settings: RebalanceSettings
     rank_state: RankState
     follow: Callable[[int], None]
@@ -163,19 +163,19 @@ class Regrouping:
     target: Callable[[Sequence[RankState], Rows], tuple[Topology, Rows]]
     """From what all ranks state and hold: the machines that go on, and what each shall hold."""
     ledger: Ledger | None = None
-    halves: list[Any] = field(default_factory=list)
+    staged_states: list[Any] = field(default_factory=list)
     rank_states: list[RankState] = field(default_factory=list)
     read_bytes: int = 0
     received_bytes: int = 0
 
     def steps(self) -> Flight[None]:
-        """Agree, place, carry, stage and try out. Raises RegroupError on every rank, CommError if a peer is lost."""
+        """Agree, place, move, stage and try out. Raises RegroupError on every rank, CommError if a peer is lost."""
         kept = self.peers.ep.kept
         before = dict(kept)
         try:
             yield from self._steps()
         except BaseException:
-            self.halves = []
+            self.staged_states = []
             kept.clear()  # windows of this attempt: some ranks may have opened them and others not
             kept.update(before)
             raise
@@ -195,18 +195,18 @@ class Regrouping:
         except Exception as error:
             problem = error
         yield from self._vote("placing experts", problem)
-        arrived = yield from self._carry(moves)
+        arrived = yield from self._move(moves)
         try:
             self._stage(arrived)
         except Exception as error:
             problem = error
         yield from self._vote("staging", problem)
         try:
-            for layer, half in zip(self.layers, self.halves, strict=True):
-                yield from layer.try_out(half)
+            for layer, state in zip(self.layers, self.staged_states, strict=True):
+                yield from layer.try_out(state)
         except Exception as error:
             problem = error
-        if self.peers.ep.status.failure is not None:  # the vote needs a group that carries messages
+        if self.peers.ep.status.failure is not None:  # the vote needs a working group
             yield from self.peers.ep.recover()
         yield from self._vote("trying out", problem)
 
@@ -234,8 +234,8 @@ class Regrouping:
         plan_id = max(each.plan_id for each in self.rank_states) + 1
         return base, PlanMessage(plan_id, 0, after.phy2log, after.share, "another group")
 
-    def _carry(self, moves: dict[int, LayerMoves]) -> Flight[dict[int, dict[int, SlotWeights]]]:
-        """Bring the experts of all layers to their new ranks; returns them by layer and slot."""
+    def _move(self, moves: dict[int, LayerMoves]) -> Flight[dict[int, dict[int, SlotWeights]]]:
+        """Transfer the experts of all layers to their new ranks; returns them by layer and slot."""
         arrived: dict[int, dict[int, SlotWeights]] = {}
         for x, each in sorted(moves.items()):
             reader: BackgroundJob[dict[int, SlotWeights]] = BackgroundJob(
@@ -266,22 +266,22 @@ class Regrouping:
         epochs = [max(column) + 1 for column in zip(*(each.epochs for each in self.rank_states), strict=True)]
         for x, layer in enumerate(self.layers):
             placed = self.ledger.map_of(self.ledger.phy2log[x], self.ledger.share[x])
-            self.halves.append(layer.stage(placed, arrived.get(x), ep=self.peers.ep, epoch=epochs[x]))
+            self.staged_states.append(layer.stage(placed, arrived.get(x), ep=self.peers.ep, epoch=epochs[x]))
 
     def _vote(self, what: str, problem: Exception | None, trouble: str = "") -> Flight[None]:
-        """Raise RegroupError on every rank if any has something against going on, with what each of them has."""
+        """Raise RegroupError on every rank, with the problems of each, if any rank has one."""
         text = trouble if problem is None else f"{type(problem).__name__}: {problem}"
         texts = yield from self.peers.gather_texts(text, PHASE)
         if lines := [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]:
             raise RegroupError(
-                f"{what} failed, so that the group of {self.peers.ep.size} cannot go on yet; nothing was changed, and "
+                f"{what} failed, so the group of {self.peers.ep.size} cannot be formed yet; nothing was changed, and "
                 "the same call may be made again",
                 lines,
             ) from problem
 
 
 def settings_digest(settings: RebalanceSettings) -> str:
-    """Equal for equal settings."""
+    """A digest, equal for equal settings."""
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 

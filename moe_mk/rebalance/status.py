@@ -1,4 +1,4 @@
-"""What live rebalancing is doing, what it has done, and everything that went wrong: never silent, always readable."""
+"""Status of online rebalancing: current state, counters, and incidents."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Literal
 from moe_mk.errors import MoEMKWarning
 
 State = Literal["watching", "planning", "moving", "backing off", "halted", "degraded"]
-"""degraded: experts have no live copy, and nothing is being done about it."""
+"""degraded: experts have no live copy, and no repair is in progress."""
 
 
 class RebalanceWarning(MoEMKWarning):
-    """Rebalancing met a problem; the layers go on serving from the placement they have."""
+    """Rebalancing failed; the layers continue to serve with the current placement."""
 
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that went wrong, at which step, and what is done about it."""
+    """A failure, its step, and the reaction to it."""
 
     step: int
     what: str
@@ -31,7 +31,7 @@ class Incident:
 
 @dataclass(frozen=True)
 class RebalanceStatus:
-    """One look at the manager of one rank."""
+    """A snapshot of the manager of one rank."""
 
     state: State
     step: int
@@ -40,7 +40,7 @@ class RebalanceStatus:
     plan_id: int
     """The last plan that was announced; 0 before the first."""
     reason: str
-    """Why the last plan is as it is, or why none was made."""
+    """The reason of the last plan, or why none was made."""
     layers_left: int
     predicted_bytes: int
     """Bytes that the announced plans send from rank to rank, all ranks together."""
@@ -53,7 +53,7 @@ class RebalanceStatus:
     """The step of the next attempt while it backs off."""
     balance: Mapping[str, float] = field(default_factory=dict)
     lost_experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By layer: experts that no rank holds; `on_lost_expert` says what calls do until they are repaired."""
+    """By layer: experts that no rank holds; `on_lost_expert` is the behaviour of calls until they are repaired."""
     on_lost_expert: str = "raise"
     dropped_assignments: int = 0
     """Assignments of this rank's tokens to lost experts that were left out, all layers together."""
@@ -66,12 +66,12 @@ class RebalanceStatus:
 
 @dataclass
 class IncidentLog:
-    """Incidents of one rank, the last hundred of them."""
+    """The last hundred incidents of one rank."""
 
     incidents: list[Incident] = field(default_factory=list)
 
     def record(self, step: int, what: str, then: str) -> None:
-        """Keep an incident and warn of it."""
+        """Record an incident and issue a RebalanceWarning."""
         incident = Incident(step, what, then)
         self.incidents = [*self.incidents[-99:], incident]
         warnings.warn(f"rebalancing: {incident}", RebalanceWarning, stacklevel=2)

@@ -1,9 +1,9 @@
-"""Carries the experts of one layer to their new ranks: rounds of pairs, chunk by chunk, while the layer serves.
+"""Transfer of the experts of one layer to their new ranks: rounds of pairs, chunk by chunk, while the layer serves.
 
-    round 0   rank 0 -> 2, rank 3 -> 1      each rank sends one expert and receives one at most
-    round 1   rank 2 -> 0                   a chunk a step, posted at one step and landed at the next
+    round 0   rank 0 -> 2, rank 3 -> 1      each rank sends at most one expert and receives at most one
+    round 1   rank 2 -> 0                   one chunk a step, posted in one step and completed in the next
 
-Every chunk says what it is and has a checksum. What is wrong with it is this rank's vote; the others hear of it.
+Every chunk has a header and a checksum. A rank votes against a chunk that is wrong, and all ranks receive the vote.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADER = 32
 
 @dataclass(frozen=True)
 class Link:
-    """One expert on its way between two ranks of the group. Slots are local to their rank."""
+    """The transfer of one expert between two ranks of the group. Slots are local to their rank."""
 
     expert: int
     src: int
@@ -38,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True)
 class LayerMoves:
-    """What one layer needs before its new map can serve. Ranks of the group."""
+    """The transfers and reads of one layer before its new map can be used. Ranks are those of the group."""
 
     layer: int
     rounds: tuple[tuple[Link, ...], ...] = ()
@@ -62,11 +62,11 @@ class ExpertTransfer:
     bytes_per_step: int
     reader: BackgroundJob[dict[int, SlotWeights]]
     arrived: dict[int, SlotWeights] = field(default_factory=dict)
-    """By slot of this rank: experts that are here, whole and checked."""
+    """By slot of this rank: experts received completely and verified."""
     received_bytes: int = 0
     read_bytes: int = 0
     trouble: str = ""
-    """What this rank has against the attempt; empty while all is well."""
+    """The problem of this rank; empty if there is none."""
 
     def __post_init__(self) -> None:
         self._round, self._offset = 0, 0
@@ -105,7 +105,7 @@ class ExpertTransfer:
         return False
 
     def post(self) -> None:
-        """Put the next chunk of this round on its way; ranks without a pair take part with nothing."""
+        """Start sending the next chunk of this round; ranks without a pair send and receive nothing."""
         send, receive = [0] * self.comm.size, [0] * self.comm.size
         chunk = torch.empty(0, dtype=torch.uint8, device=self.layer.device)
         for number, link in enumerate(self._links):
@@ -118,7 +118,7 @@ class ExpertTransfer:
         next(self._flight)
 
     def land(self) -> Flight[None]:
-        """Take the chunk that was posted last; `trouble` tells whether it was good."""
+        """Receive the chunk that was posted last; `trouble` is set if it is wrong."""
         assert self._flight is not None
         flight, self._flight = self._flight, None
         rows = yield from flight
@@ -127,7 +127,7 @@ class ExpertTransfer:
                 self._check(rows.flatten(), number, link)
 
     def accept(self) -> None:
-        """Go on to the next chunk: all ranks have found theirs good."""
+        """Advance to the next chunk: all ranks have accepted theirs."""
         for link in self._links:
             if link.dst == self.comm.rank and self._incoming is not None:
                 self.received_bytes += self._chunk_size
@@ -146,7 +146,7 @@ class ExpertTransfer:
         return min(self.bytes_per_step, self._size - self._offset)
 
     def _chunk(self, number: int, link: Link) -> Tensor:
-        """Header and bytes; if they cannot be had, zeros with a header that nobody takes for good."""
+        """Header and bytes of a chunk; if they cannot be read, zeros with an invalid header."""
         try:
             slot = self.layer.export_slot(link.from_slot)
             data = read_bytes(slot, self._offset, self._offset + self._chunk_size).to(self.layer.device)

@@ -65,7 +65,7 @@ def test_all_problems_across_groups_are_told_at_once() -> None:
         (
             {},
             {"ep": 17},
-            r"parallel.ep=17 exceeds model.num_experts=16, so that a rank would hold no expert; use 1 to 16 ranks",
+            r"parallel.ep=17 exceeds model.num_experts=16, which leaves ranks without experts; use 1 to 16 ranks",
         ),
         (
             {},

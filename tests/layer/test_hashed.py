@@ -160,7 +160,7 @@ def test_a_table_that_the_settings_do_not_know_is_a_problem(checkpoint: Path) ->
 
 def test_settings_that_do_not_go_with_a_table_are_refused(checkpoint: Path) -> None:
     config = MoEConfig.from_hf(checkpoint)
-    with pytest.raises(ConfigError, match="no bias can change; set has_correction_bias=false"):
+    with pytest.raises(ConfigError, match="bias has no effect; set has_correction_bias=false"):
         config.with_(hash_vocabulary=11)
     with pytest.raises(ConfigError, match="token ids read on the host"):
         config.with_(hash_vocabulary=11, has_correction_bias=False, graphs=True)

@@ -1,4 +1,4 @@
-"""A job beside serving always ends in a word: its result, its error, or that it was given up."""
+"""A background job always ends in its result, its error, or a timeout."""
 
 import threading
 
@@ -45,7 +45,7 @@ def test_a_job_that_hangs_is_given_up_and_the_next_one_runs() -> None:
     thread: BackgroundJob[int] = BackgroundJob("sleeper", limit_s=0.01)
     thread.start(lambda: int(release.wait(60)))
     outcome = wait_for(thread)
-    assert isinstance(outcome, Failed) and "sleeper took more than 0.01 s and was given up" in str(outcome.error)
+    assert isinstance(outcome, Failed) and "sleeper took more than 0.01 s and was abandoned" in str(outcome.error)
     thread.limit_s = 60.0
     thread.start(lambda: 7)
     release.set()

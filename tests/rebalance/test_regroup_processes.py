@@ -344,8 +344,8 @@ def test_ranks_that_name_different_losses_all_hear_of_it(world: RankWorld) -> No
         one, two, three = told["texts"]
         assert "rank 0 (rank 0 of the machine) goes on with ranks [0, 1, 2]" in one
         assert "rank 1 (rank 1 of the machine) goes on with ranks [0, 1, 3]" in one
-        assert "rank 2: names ranks [9] of a group of 4" in two
-        assert "rank 2: names itself, rank 2, among the lost ranks [2, 3]" in three
+        assert "rank 2: lost ranks [9] are out of range; pass at least one, 0 <= rank < 4" in two
+        assert "rank 2: rank 2 is itself among the lost ranks [2, 3]" in three
         assert told["equal"] and told["worst"] < 1e-5
 
 
