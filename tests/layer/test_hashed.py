@@ -162,7 +162,7 @@ def test_settings_that_do_not_go_with_a_table_are_refused(checkpoint: Path) -> N
     config = MoEConfig.from_hf(checkpoint)
     with pytest.raises(ConfigError, match="bias has no effect; set has_correction_bias=false"):
         config.with_(hash_vocabulary=11)
-    with pytest.raises(ConfigError, match="token ids read on the host"):
+    with pytest.raises(ConfigError, match="reads token ids on the host"):
         config.with_(hash_vocabulary=11, has_correction_bias=False, graphs=True)
     with pytest.raises(
         UnsupportedError,
