@@ -45,6 +45,7 @@ def test_inspection_says_how_it_chooses(invoke: Invoke, hashed: Path) -> None:
     assert "deepseek_v4" in done.stdout and "routed by a table of 40 token ids" in done.stdout
 
 
+@pytest.mark.thorough
 def test_two_ranks_route_the_ids_of_a_file_as_the_table_says(invoke: Invoke, hashed: Path, tmp_path: Path) -> None:
     ids = [3, 39, 0, 3, 17, 8, 8]  # shared out 4 + 3
     report, traced = tmp_path / "run.json", tmp_path / "trace.safetensors"

@@ -65,6 +65,7 @@ def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
         assert float(error) < 2 * 2**-8
 
 
+@pytest.mark.thorough
 def test_the_oracle_plans_machines_that_are_not_here() -> None:
     said = run(example("03_explain_hypothetical.py"))
     table = dict(re.findall(r"^(\w+ +\d+ +\d+) +(\w+ \+ \w+)", said, re.MULTILINE))

@@ -253,6 +253,7 @@ def test_messages_of_the_kit_name_their_law() -> None:
 # The command.
 
 
+@pytest.mark.thorough
 def test_the_command_writes_a_certificate_and_compares_it(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     done = runner.invoke(app, ["certify", "no_ep", "--out", str(first)])

@@ -199,6 +199,7 @@ def test_modules_that_ranks_cannot_import_are_named() -> None:
         run_plans([replace(world("all_to_all", None), modules=("no_such_module",))])
 
 
+@pytest.mark.thorough
 def test_only_repeats_a_world_bit_for_bit(tmp_path: Path) -> None:
     number = str(next(n for n in range(99) if Campaign(("all_to_all",), seed=5).world(n).kind == "delay"))
     file = tmp_path / "report"

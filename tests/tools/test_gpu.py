@@ -43,6 +43,7 @@ def test_every_part_ends_within_nine_minutes_and_names_a_file_that_is_there() ->
         assert len(files) == 1 and (gpu.ROOT / files[0]).is_file()
 
 
+@pytest.mark.thorough
 def test_a_dry_run_asks_each_part_what_it_would_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--dry-run", "--out", str(tmp_path), "--only", "ceilings", "report", "measure: 8"]) == 0
     said = capfd.readouterr().out

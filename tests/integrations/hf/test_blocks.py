@@ -91,6 +91,7 @@ def test_a_block_that_routes_in_another_way_is_left_alone() -> None:
         patch_blocks(family("mixtral"))
 
 
+@pytest.mark.thorough
 def test_patched_blocks_compile_into_one_graph() -> None:
     model, ids = tiny_model(), prompt()
     with patched_blocks(model):

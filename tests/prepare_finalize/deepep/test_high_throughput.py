@@ -27,6 +27,7 @@ def test_each_rank_gets_each_token_once_in_the_order_of_ranks_and_tokens() -> No
     assert second.weights_RK.tolist() == [[0.0, 0.25], [1.0, 0.0]]
 
 
+@pytest.mark.thorough
 @pytest.mark.row(74)
 @pytest.mark.parametrize("wire", [BF16, FP8_1x128], ids=lambda wire: wire.name)
 def test_the_conformance_kit_passes_on_the_twin(wire: QuantScheme) -> None:

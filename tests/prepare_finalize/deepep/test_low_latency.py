@@ -48,6 +48,7 @@ def test_each_expert_gets_its_tokens_and_padding_is_never_read() -> None:
     assert come_home(ranks, [first, second]) == [[[2.5, 5.0], [12.0, 16.0], [0.0, 0.0]], [[5.0, 6.0]]]
 
 
+@pytest.mark.thorough
 @pytest.mark.row(75)
 @pytest.mark.parametrize("wire", [BF16, FP8_1x128], ids=lambda wire: wire.name)
 def test_the_conformance_kit_passes_on_the_twin(wire: QuantScheme) -> None:
