@@ -14,7 +14,7 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.quant.plain import FP32
 from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.transports import hops_of
+from moe_mk.testing.transports import yield_points_of
 from moe_mk.tokens import OutputStage, Routing, RowTokens
 from moe_mk.trace.recorder import Recorder, Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights
@@ -36,7 +36,7 @@ def kernel(spans: Spans | None = None) -> FusedMoEKernel:
 
 def test_identity_experts_give_each_token_the_sum_of_its_weights() -> None:
     hops: list[str] = []
-    y_TH = wait(hops_of(kernel().steps(X, ROUTING, NO_WEIGHTS), hops))
+    y_TH = wait(yield_points_of(kernel().steps(X, ROUTING, NO_WEIGHTS), hops))
     assert y_TH.tolist() == [[0.75, 1.5], [0.0, 0.0], [10.0, 12.0]]
     assert hops == ["dispatch", "combine"]
 

@@ -18,7 +18,7 @@ from moe_mk.flight import wait
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.experts import random_experts
-from moe_mk.testing.transports import hops_of
+from moe_mk.testing.transports import yield_points_of
 from moe_mk.trace.recorder import Recorder
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.support.formats import EXPERTS, HIDDEN, INNER, TOP_K, Format
@@ -59,7 +59,7 @@ def case_flight(rank: int, comm: Any, number: int, transport: str, form: Format)
     own = case.expert_map.local_to_global(rank)
     weights = ExpertWeights(_rows(stack.w13, own), _rows(stack.w2, own))
     hops: list[str] = []
-    return hops_of(kernel.steps(x_TH, case.routings[rank], weights), hops), hops
+    return yield_points_of(kernel.steps(x_TH, case.routings[rank], weights), hops), hops
 
 
 def _rows(q: Any, experts: list[int]) -> Any:
@@ -75,7 +75,7 @@ def layer_forward(
     recorder = built.spans.recorder = Recorder()
     y_TH = built(tokens[rank])
     hops: list[str] = []
-    again = wait(hops_of(built.steps(tokens[rank]), hops))
+    again = wait(yield_points_of(built.steps(tokens[rank]), hops))
     started = sorted(recorder.spans, key=lambda span: span.start)
     return {
         "y": y_TH,

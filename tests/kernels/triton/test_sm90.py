@@ -124,7 +124,7 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
         {"COLUMNS": 8192, "FIXED": False},
     ),
     (
-        "grouped_topk", "_grouped_topk",
+        "topk", "_grouped_topk",
         {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "weights_ptr": "*fp32", "ids_ptr": "*i32", "factor": "fp32"},
         {
             "NUM_GROUPS": 8, "PER_GROUP": 32, "KEPT_GROUPS": 4, "TOP_K": 8, "GROUPS": 8, "WIDTH": 32, "KS": 8,
@@ -133,7 +133,7 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     ),
     ("align", "_align_small", WEIGHTS, {"PAIRS": 256, "STEP": 16, "TILE": 16, "SLOTS": 128, **CHOICES}),
     (
-        "prologue", "_prologue", WEIGHTS | {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
+        "experts", "_prologue", WEIGHTS | {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
         {"PAIRS": 256, "STEP": 16, "TILE": 16, "SLOTS": 128, "GROUP": 128, "GROUPS": 8, "POWER_OF_TWO": False}
         | CHOICES,
     ),
@@ -143,7 +143,7 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     ("align", "_place", WEIGHTS, {"CHUNK": 128, "SLOTS": 512, **CHOICES}),
     ("tile_map", "_tile_map", {"counts_ptr": "*i64"}, {"TILE": 64, "SLOTS": 256, "BLOCKED": True}),
     (
-        "combine", "_combine",
+        "experts", "_combine",
         {"y_ptr": "*bf16", "ids_ptr": "*i32", "weights_ptr": "*fp32", "out_ptr": "*bf16"},
         {"TOP_K": 8, "WEIGHTED": False, "COLUMNS": 1024},
     ),
@@ -165,5 +165,5 @@ def test_a_small_kernel_keeps_to_registers(case: tuple[str, str, dict[str, str],
     kernel = getattr(importlib.import_module(f"moe_mk.kernels.triton.{file}"), name)
     rest = [argument for argument in kernel.arg_names if argument not in constants]
     types = {argument: "*i32" if argument.endswith("_ptr") else "i32" for argument in rest} | given
-    built = compile_for_hopper(kernel, types, constants, num_warps=1 if file == "grouped_topk" else 4)
+    built = compile_for_hopper(kernel, types, constants, num_warps=1 if file == "topk" else 4)
     assert built.spills == 0 and built.scratch == 0 and built.shared < SHARED_MEMORY // 4

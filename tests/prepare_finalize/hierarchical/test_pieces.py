@@ -20,7 +20,7 @@ from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.hierarchical import Hierarchical
 from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.testing.cases import hostile_routings
-from moe_mk.testing.transports import hops_of, virtual_groups
+from moe_mk.testing.transports import virtual_groups, yield_points_of
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer
@@ -83,7 +83,7 @@ def test_there_are_as_many_hops_for_no_tokens_as_for_all() -> None:
         comms, hops = LockstepWorld(4).communicators(), [[] for _ in range(4)]
         routing = Routing(torch.zeros(count, TOP_K, dtype=torch.int32), torch.ones(count, TOP_K))
         flights = [there_and_back(each, rows(count, 0), routing) for each in transports(comms, 2, 3)]
-        interleave([hops_of(flight, log) for flight, log in zip(flights, hops, strict=True)])
+        interleave([yield_points_of(flight, log) for flight, log in zip(flights, hops, strict=True)])
         logs += hops
     assert all(log == logs[0] for log in logs)
     assert logs[0].count("relay") == 3, "8 tokens in pieces of 3"
