@@ -1,9 +1,9 @@
-"""Expert parallelism over two processes: each rank owns half of the experts and brings its own tokens.
+"""Expert parallelism over two processes: each rank owns half of the experts and has its own tokens.
 
 torchrun --standalone --nproc-per-node 2 examples/02_torchrun_ep.py
 python examples/02_torchrun_ep.py                                     # starts the two ranks by itself
 
-The layer gets the group and never makes one. Rank 1 brings fewer tokens, to show that ranks need not be even.
+The layer uses the given group and creates none. Rank 1 has fewer tokens, because ranks may have different numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ask the oracle about machines that are not here: a Problem is plain data, so a laptop can plan a cluster.
+"""Select backends for machines that are not available: a Problem is plain data, so a laptop can plan a cluster.
 
 python examples/03_explain_hypothetical.py
 """
@@ -18,20 +18,20 @@ def ask(config: MoEConfig, device: str, ranks: int, tokens: int, **settings: obj
 
 
 def main() -> None:
-    """Print a table over devices and ranks, one decision in full, and a wish that nothing can serve."""
+    """Print a table over devices and ranks, one complete decision, and a request that no pair supports."""
     config = load_config("deepseek_v3")
-    print("DeepSeek-V3, 128 tokens a rank (from the cost model, nothing is measured)\n")
-    heads = f"{'MB out':>8}{'MB home':>8}{'GiB of experts':>16}"
-    print(f"{'device':<8}{'ranks':>6}{'nodes':>6}  {'chosen':<24}{'wire':<11}{heads}")
+    print("DeepSeek-V3, 128 tokens per rank (from the cost model, not measured)\n")
+    heads = f"{'MB disp':>8}{'MB comb':>8}{'GiB of experts':>16}"
+    print(f"{'device':<8}{'ranks':>6}{'nodes':>6}  {'selected':<24}{'wire':<11}{heads}")
     for device, ranks in (("cpu", 2), ("h100", 8), ("h200", 8), ("h200", 32), ("h200", 144), ("b200", 32)):
         d = ask(config, device, ranks, tokens=128)
         sizes = f"{d.dispatch_bytes / 1e6:8.2f}{d.combine_bytes / 1e6:8.2f}{d.weights_bytes / 2**30:16.2f}"
         print(f"{device:<8}{ranks:>6}{d.problem.nodes:>6}  {d.chosen.name:<24}{d.wire.name:<11}{sizes}")
 
-    print("\nOne of them in full:\n")
+    print("\nOne complete decision:\n")
     print(ask(config, "h200", 32, tokens=128))
 
-    print("\nA wish that cannot be served is refused with every reason:\n")
+    print("\nAn unsupported request is rejected with every reason:\n")
     try:
         ask(config, "h200", 32, tokens=128, prepare_finalize="no_ep", graphs=True)
     except UnsupportedError as refusal:

@@ -1,12 +1,12 @@
-"""A whole inference engine in one file: text in, text out, a DeepSeek-V3 end to end over two ranks.
+"""An inference engine in one file: a DeepSeek-V3 end to end over two ranks, text in, text out.
 
-python examples/07_train_tiny.py build/tiny-ds3                                       # makes the model, once
+python examples/07_train_tiny.py build/tiny-ds3                                       # creates the model, once
 python examples/05_nano_engine.py build/tiny-ds3 --prompt "def main(" --prompt "class "
 torchrun --standalone --nproc-per-node 2 examples/05_nano_engine.py build/tiny-ds3 --prompt "import "
 
-What an engine needs around the layer: multi-head latent attention with its cache (in the absorbed form, so that the
-cache holds one latent vector and one rotary key a token), continuous batching of prompts and single tokens in one
-forward, greedy and sampled decoding. Attention is data parallel: each rank has requests of its own. Experts are spread
+Around the layer it implements multi-head latent attention with its cache (in the absorbed form, so that the
+cache holds one latent vector and one rotary key per token), continuous batching of prompts and single tokens in one
+forward, greedy and sampled decoding. Attention is data parallel: each rank has its own requests. Experts are spread
 over the ranks: every rank calls every layer in every step, with zero tokens too, until the last request of the last
 rank is done. The experts stay FP8; bytes are the tokens.
 """
@@ -97,10 +97,10 @@ class NanoModel:
         turns_TR = torch.polar(torch.ones((), dtype=torch.float64), positions_T[:, None] * self.frequencies_R)
         x_TH = self.tensors["model.embed_tokens.weight"][tokens_T]
         for number in range(self.facts["num_hidden_layers"]):
-            home = f"model.layers.{number}"
-            x_TH = x_TH + self._attend(self._norm(x_TH, f"{home}.input_layernorm"), number, parts, turns_TR)
-            normed_TH = self._norm(x_TH, f"{home}.post_attention_layernorm")
-            x_TH = x_TH + (self.moe[number](normed_TH) if number in self.moe else self._mlp(normed_TH, home))
+            prefix = f"model.layers.{number}"
+            x_TH = x_TH + self._attend(self._norm(x_TH, f"{prefix}.input_layernorm"), number, parts, turns_TR)
+            normed_TH = self._norm(x_TH, f"{prefix}.post_attention_layernorm")
+            x_TH = x_TH + (self.moe[number](normed_TH) if number in self.moe else self._mlp(normed_TH, prefix))
         return linear(self._norm(x_TH, "model.norm"), self.tensors["lm_head.weight"]).float()
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
@@ -109,14 +109,14 @@ class NanoModel:
 
     def _attend(self, x_TH: Tensor, number: int, parts: list[tuple[Cache, list[int]]], turns_TR: Tensor) -> Tensor:
         """Multi-head latent attention. Source: DeepSeek-V2 technical report, section 2.1 and appendix C."""
-        home, heads, w = f"model.layers.{number}.self_attn", self.facts["num_attention_heads"], self.tensors
-        low_TQ = self._norm(linear(x_TH, w[f"{home}.q_a_proj.weight"]), f"{home}.q_a_layernorm")
-        query_TAX = linear(low_TQ, w[f"{home}.q_b_proj.weight"]).view(len(x_TH), heads, -1).float()
-        both_TX = linear(x_TH, w[f"{home}.kv_a_proj_with_mqa.weight"])
-        latent_TL = self._norm(both_TX[:, : -self.rope], f"{home}.kv_a_layernorm")
+        prefix, heads, w = f"model.layers.{number}.self_attn", self.facts["num_attention_heads"], self.tensors
+        low_TQ = self._norm(linear(x_TH, w[f"{prefix}.q_a_proj.weight"]), f"{prefix}.q_a_layernorm")
+        query_TAX = linear(low_TQ, w[f"{prefix}.q_b_proj.weight"]).view(len(x_TH), heads, -1).float()
+        both_TX = linear(x_TH, w[f"{prefix}.kv_a_proj_with_mqa.weight"])
+        latent_TL = self._norm(both_TX[:, : -self.rope], f"{prefix}.kv_a_layernorm")
         rotary_TR = turned(both_TX[:, -self.rope :].float(), turns_TR).to(torch.bfloat16)
         # What turns a latent into keys and values is applied to queries and sums instead: nothing is unpacked.
-        up_AXL = w[f"{home}.kv_b_proj.weight"].view(heads, -1, latent_TL.shape[1]).float()
+        up_AXL = w[f"{prefix}.kv_b_proj.weight"].view(heads, -1, latent_TL.shape[1]).float()
         key_ANL, value_AVL = up_AXL[:, : self.nope], up_AXL[:, self.nope :]
         query_TAL = torch.einsum("tan,anl->tal", query_TAX[..., : self.nope], key_ANL)
         query_TAR = turned(query_TAX[..., self.nope :], turns_TR[:, None])
@@ -133,10 +133,10 @@ class NanoModel:
             scores_ATS = (scores_ATS * (self.nope + self.rope) ** -0.5).masked_fill(later_TS, -torch.inf)
             sums.append(torch.einsum("ats,sl->tal", scores_ATS.softmax(-1), latent_SL))
         values_TAV = torch.einsum("tal,avl->tav", torch.cat(sums), value_AVL)
-        return linear(values_TAV.flatten(1).to(torch.bfloat16), w[f"{home}.o_proj.weight"])
+        return linear(values_TAV.flatten(1).to(torch.bfloat16), w[f"{prefix}.o_proj.weight"])
 
-    def _mlp(self, x_TH: Tensor, home: str) -> Tensor:
-        gate, up, down = (self.tensors[f"{home}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    def _mlp(self, x_TH: Tensor, prefix: str) -> Tensor:
+        gate, up, down = (self.tensors[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return linear(silu(linear(x_TH, gate)) * linear(x_TH, up), down)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:

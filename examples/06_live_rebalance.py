@@ -1,9 +1,9 @@
-"""Experts move between four processes while they serve: the load turns, a plan is made, weights travel, maps flip.
+"""Experts move between four processes while serving: the load changes, a plan is made, weights are sent, maps switch.
 
-python examples/06_live_rebalance.py                   # starts its four ranks by itself
+python examples/06_live_rebalance.py                   # starts four ranks
 
-Tokens favour a few experts of a linear placement with one spare slot a rank. `RebalanceManager.step` between forwards
-does the rest; nothing stops, and no rank ever serves another placement than its peers.
+Tokens favour a few experts of a linear placement with one spare slot per rank. `RebalanceManager.step` is called
+between forward passes; serving continues, and all ranks always use the same placement.
 """
 
 from __future__ import annotations

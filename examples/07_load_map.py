@@ -82,7 +82,7 @@ def record(folder: Path) -> tuple[RoutingTrace, Counts]:
     text, kinds = held_out()
     draw = torch.Generator(CPU).manual_seed(2)
     starts = torch.randint(len(text) - LENGTH, (WINDOWS,), generator=draw, device=CPU).tolist()
-    model = import_module("05_nano_engine").NanoModel.load(folder)  # beside this file
+    model = import_module("05_nano_engine").NanoModel.load(folder)  # in this folder
     config = json.loads((folder / "config.json").read_text())
     facts = TraceFacts(
         config["n_routed_experts"], config["num_experts_per_tok"], config["n_group"], RANKS, "tiny-deepseek-v3"

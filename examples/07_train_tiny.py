@@ -1,13 +1,13 @@
-"""Make a DeepSeek-V3 of your own: minutes on two cores, Python's own sources as text, the official FP8 layout.
+"""Train a small DeepSeek-V3 on Python's own sources, and write it in the official FP8 layout.
 
 python examples/07_train_tiny.py build/tiny-ds3                        # minutes on two cores
-python examples/07_train_tiny.py build/tiny-ds3 --steps 30             # seconds, and a model that can only mumble
-python examples/05_nano_engine.py build/tiny-ds3 --prompt "def "       # let it write
-python examples/07_load_map.py build/tiny-ds3                          # what its experts are for, and a routing trace
+python examples/07_train_tiny.py build/tiny-ds3 --steps 30             # seconds; the model is barely trained
+python examples/05_nano_engine.py build/tiny-ds3 --prompt "def "       # generates text
+python examples/07_load_map.py build/tiny-ds3                          # its experts, and a routing trace
 
-Bytes are the tokens. Experts are kept even by the bias update that needs no auxiliary loss, `router.balance`. At the
-end, held-out text goes through the trained model in bf16 and through the FP8 checkpoint as this library runs it. What
-was seen on the way is left beside the checkpoint, in training.json.
+Bytes are the tokens. Experts are balanced by the bias update without an auxiliary loss, `router.balance`. At the
+end, held-out text is evaluated with the trained model in bf16 and with the FP8 checkpoint in this library. The
+results are written to training.json in the folder of the checkpoint.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def train(model: DeepseekV3ForCausalLM, text: Tensor, steps: int) -> tuple[list[
 
     Returns how often each expert of each layer was chosen in the last tenth of the steps, and bits a byte by step.
     """
-    told: dict[int, float] = {}
+    bits_of: dict[int, float] = {}
     loads: dict[nn.Module, Tensor] = {}
 
     def count(gate: nn.Module, _: object, routed: tuple[Tensor, ...]) -> None:
@@ -96,11 +96,11 @@ def train(model: DeepseekV3ForCausalLM, text: Tensor, steps: int) -> tuple[list[
             gate.e_score_correction_bias.copy_(updated_bias(gate.e_score_correction_bias, loads[gate], GAMMA * rate))  # type: ignore[operator,arg-type]
             totals[number] += loads[gate] if step >= steps - last else 0
         if step % 20 == 0 or step == steps - 1:
-            told[step] = loss.item() / math.log(2)
-            print(f"step {step:4d}: {told[step]:.3f} bits a byte", flush=True)
+            bits_of[step] = loss.item() / math.log(2)
+            print(f"step {step:4d}: {bits_of[step]:.3f} bits a byte", flush=True)
     for hook in hooks:
         hook.remove()
-    return totals, told
+    return totals, bits_of
 
 
 def save(model: DeepseekV3ForCausalLM, folder: Path) -> int:
@@ -127,15 +127,15 @@ QUANTISED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 12
 def official_names(model: DeepseekV3ForCausalLM) -> Iterator[tuple[str, Tensor]]:
     """Each tensor as DeepSeek names it: experts one by one, where transformers keeps them in stacks."""
     for name, value in model.state_dict().items():
-        home, _, stack = name.rpartition(".experts.")
+        prefix, _, stack = name.rpartition(".experts.")
         if stack == "gate_up_proj":
             for expert, both in enumerate(value):
                 gate, up = both.chunk(2)
-                yield f"{home}.experts.{expert}.gate_proj.weight", gate.contiguous()
-                yield f"{home}.experts.{expert}.up_proj.weight", up.contiguous()
+                yield f"{prefix}.experts.{expert}.gate_proj.weight", gate.contiguous()
+                yield f"{prefix}.experts.{expert}.up_proj.weight", up.contiguous()
         elif stack == "down_proj":
             for expert, down in enumerate(value):
-                yield f"{home}.experts.{expert}.down_proj.weight", down.contiguous()
+                yield f"{prefix}.experts.{expert}.down_proj.weight", down.contiguous()
         else:
             yield name, value
 
@@ -161,7 +161,7 @@ def main() -> None:
     numbers = sum(p.numel() for p in model.parameters())
     print(f"{numbers:,} parameters, {asked.experts} experts a layer; {len(seen):,} bytes to learn from")
     began = time.monotonic()
-    loads, told = train(model, seen, asked.steps)
+    loads, bits_of = train(model, seen, asked.steps)
     seconds = time.monotonic() - began
     busiest = [float(load.max() / load.float().mean()) for load in loads]
     for number, uneven in enumerate(busiest):
@@ -169,7 +169,7 @@ def main() -> None:
     stored = save(model, asked.folder)
     print(f"wrote {stored:,} B to {asked.folder}")
 
-    engine = import_module("05_nano_engine")  # beside this file
+    engine = import_module("05_nano_engine")  # in this folder
     tokens = windows(held_out, HELD_OUT, torch.Generator(CPU).manual_seed(1))
     with torch.no_grad():
         ours = bits_per_byte(engine.NanoModel.load(asked.folder).logits(tokens), tokens)
@@ -180,7 +180,7 @@ def main() -> None:
         "command": f"python examples/07_train_tiny.py {asked.folder} --steps {asked.steps} --experts {asked.experts}",
         "device": f"{platform.machine()} CPUs, threads: {torch.get_num_threads()}", "torch": torch.__version__,
         "seconds": seconds, "parameters": numbers, "experts": asked.experts, "bytes_learned": len(seen),
-        "bytes_stored": stored, "bits_by_step": told, "busiest_of_layers": busiest, "held_out_bits_bf16": theirs,
+        "bytes_stored": stored, "bits_by_step": bits_of, "busiest_of_layers": busiest, "held_out_bits_bf16": theirs,
         "held_out_bits_fp8": ours, "perplexity_ratio": ratio,
     }  # fmt: skip
     (asked.folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n")

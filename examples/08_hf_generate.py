@@ -1,4 +1,4 @@
-"""transformers generates with its experts computed here: one line at loading, the same tokens, and a report.
+"""Generate text with transformers and the experts of this library: one argument at loading, and a report.
 
 python examples/08_hf_generate.py
 

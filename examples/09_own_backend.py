@@ -1,4 +1,4 @@
-"""An experts backend of your own: one class, one decorator, and it is judged, explained and run like any other.
+"""An experts backend of your own: one class with one decorator, checked, explained and run like the built-in ones.
 
 python examples/09_own_backend.py
 """
