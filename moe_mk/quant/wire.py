@@ -94,15 +94,15 @@ def when_to_round(activations: QuantScheme | None, transport: WireSupport, *, ex
     if not experts_read:
         return WhenToRound(Timing.AFTER, f"the experts do not read {name} rows; they round for themselves, if at all")
     if activations.is_static:
-        return _carried(activations, transport, "its scale is known everywhere")
+        return _supported(activations, transport, "its scale is known everywhere")
     if activations.rows == WHOLE:
         if transport.whole_scale:
             return WhenToRound(Timing.EITHER, "every rank sees all rows: one scale means the same on both sides")
         return WhenToRound(Timing.AFTER, "its scale depends on rows of other ranks, and does not travel with a row")
-    return _carried(activations, transport, "each row carries its own scales")
+    return _supported(activations, transport, "each row carries its own scales")
 
 
-def _carried(activations: BlockedScheme, transport: WireSupport, reason: str) -> WhenToRound:
+def _supported(activations: BlockedScheme, transport: WireSupport, reason: str) -> WhenToRound:
     if activations.family not in transport.families:
         return WhenToRound(Timing.AFTER, f"the transport does not carry {activations.family} rows")
     if transport.whole_scale:

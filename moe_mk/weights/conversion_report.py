@@ -35,6 +35,6 @@ class ConversionReport:
 
     def as_dict(self) -> dict[str, object]:
         """The report as JSON."""
-        told = [{**vars(error), "worst": error.worst} for error in self.errors]
+        listed = [{**vars(error), "worst": error.worst} for error in self.errors]
         sizes = {"bytes_read": self.bytes_read, "bytes_written": self.bytes_written}
-        return {"to": self.to, **sizes, "dropped": self.dropped, "experts": told}
+        return {"to": self.to, **sizes, "dropped": self.dropped, "experts": listed}

@@ -62,14 +62,14 @@ def convert_checkpoint(
     """
     if to not in TARGETS:
         raise ConfigError(f"experts cannot be converted to {to!r}; use one of {', '.join(TARGETS)}")
-    home, facts = Path(target), inspect_checkpoint(source)
+    root, facts = Path(target), inspect_checkpoint(source)
     problems = [*facts.problems, *(line for layer in facts.layers for line in layer.problems)]
     if not facts.layers or problems:
         raise WeightError(f"{source} cannot be converted:" + "".join(f"\n  - {line}" for line in problems))
-    if home.exists() and (not home.is_dir() or any(home.iterdir())):
-        raise ConfigError(f"{home} is in use; choose a folder that is empty or not there yet")
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise ConfigError(f"{root} is in use; choose a folder that is empty or not there yet")
     report = ConversionReport(to, facts.num_bytes)
-    with _beside(home) as partial:
+    with _partial_folder(root) as partial:
         _Conversion(SafetensorsSource(source), facts.layers, to, report, on_progress).write(partial, shard_bytes)
         _write_config(Path(source), partial, to)
         (partial / REPORT).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
@@ -77,16 +77,16 @@ def convert_checkpoint(
 
 
 @contextmanager
-def _beside(home: Path) -> Iterator[Path]:
-    """A new folder that is renamed to `home`, or removed on failure."""
-    home = Path(os.path.realpath(home))  # resolves "." and keeps symbolic links
-    partial = home.with_name(f"{home.name}.{uuid4().hex[:8]}.partial")
+def _partial_folder(root: Path) -> Iterator[Path]:
+    """A new folder that is renamed to `root`, or removed on failure."""
+    root = Path(os.path.realpath(root))  # resolves "." and keeps symbolic links
+    partial = root.with_name(f"{root.name}.{uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
     try:
         yield partial
-        if home.exists():
-            home.rmdir()
-        os.replace(partial, home)
+        if root.exists():
+            root.rmdir()
+        os.replace(partial, root)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -130,13 +130,13 @@ class _Conversion:
                     raise WeightError(f"{name} is {entry.dtype_name}, which cannot be copied")
                 self._plan(name, entry.dtype, entry.shape, self._copier(name))
 
-    def write(self, home: Path, shard_bytes: int) -> None:
+    def write(self, root: Path, shard_bytes: int) -> None:
         """Write all shards, then the index."""
         shards = _shards(self.planned, shard_bytes)
         total = sum(t.num_bytes for t in self.planned)
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
         for name, shard in zip(names, shards, strict=True):
-            with SafetensorsWriter(home / name, shard, {"format": "pt"}) as file:
+            with SafetensorsWriter(root / name, shard, {"format": "pt"}) as file:
                 for tensor in shard:
                     self._write_tensor(file, tensor)
                     self.report.bytes_written += tensor.num_bytes
@@ -144,7 +144,7 @@ class _Conversion:
                         self.on_progress("convert", self.report.bytes_written, total)
         weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (home / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (root / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write_tensor(self, file: SafetensorsWriter, tensor: Planned) -> None:
         offset = 0
@@ -264,7 +264,7 @@ def _shards(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planned]]
     return shards
 
 
-def _write_config(source: Path, home: Path, to: str) -> None:
+def _write_config(source: Path, root: Path, to: str) -> None:
     """Write config.json for the new format and copy the other small files of the checkpoint.
 
     Symbolic links to files outside the folder are skipped.
@@ -274,11 +274,11 @@ def _write_config(source: Path, home: Path, to: str) -> None:
     for file in sorted(source.iterdir()):
         own = file.is_file() and is_inside(source, file.name)
         if own and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json", REPORT):
-            shutil.copy2(file, home / file.name)
+            shutil.copy2(file, root / file.name)
     if not (source / "config.json").is_file():
         return
     config = read_json(source / "config.json")
     config.pop("quantization_config", None)
-    said = quantization_config("fp8_block" if to == "fp8" else to, (128, 128))
-    config |= {"quantization_config": said} if said else {"torch_dtype": "bfloat16"}
-    (home / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    quantization = quantization_config("fp8_block" if to == "fp8" else to, (128, 128))
+    config |= {"quantization_config": quantization} if quantization else {"torch_dtype": "bfloat16"}
+    (root / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

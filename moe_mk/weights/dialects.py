@@ -12,8 +12,13 @@ from typing import Any
 def quantization_config(quant: str, block: tuple[int, int], *, ue8m0: bool = False) -> dict[str, Any]:
     """The `quantization_config` of a config.json; empty for plain weights."""
     if quant == "fp8_block":
-        said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block), "activation_scheme": "dynamic"}
-        return {**said, "scale_fmt": "ue8m0"} if ue8m0 else said
+        fields = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": list(block),
+            "activation_scheme": "dynamic",
+        }
+        return {**fields, "scale_fmt": "ue8m0"} if ue8m0 else fields
     if quant == "mxfp4":
         return {"quant_method": "mxfp4"}
     if quant in ("nvfp4", "mxfp8"):

@@ -174,8 +174,8 @@ def expect_one_width(weights: Weights, who: str) -> None:
         return
     widths = [slot.up_IH.shape[0] for slot in weights.slots]
     if len(set(widths)) > 1:
-        told = f"experts have intermediate sizes {', '.join(map(str, sorted(set(widths))))}, {who} holds equal ones"
-        raise UnsupportedError("the experts cannot be laid out", [f"{told}; use experts='reference' or 'torch_cpu'"])
+        text = f"experts have intermediate sizes {', '.join(map(str, sorted(set(widths))))}, {who} holds equal ones"
+        raise UnsupportedError("the experts cannot be laid out", [f"{text}; use experts='reference' or 'torch_cpu'"])
 
 
 def stacked_biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:

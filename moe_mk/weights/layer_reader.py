@@ -48,8 +48,8 @@ class LayerReader:
         # Small tensors are copied: copying a view may copy the whole mapped file.
         gate_EH = self._vector(Part(Role.ROUTER)).clone()
         bias_E = self._vector(Part(Role.BIAS)).to(torch.float32, copy=True) if self.spec.has_gate_bias else None
-        told = self.spec.has_logit_bias and self.convention.logit_bias
-        logit_bias_E = self._vector(Part(Role.LOGIT_BIAS)).to(torch.float32, copy=True) if told else None
+        has_bias = self.spec.has_logit_bias and self.convention.logit_bias
+        logit_bias_E = self._vector(Part(Role.LOGIT_BIAS)).to(torch.float32, copy=True) if has_bias else None
         if self.spec.table is not None:
             self.table = self._open(Part(Role.TABLE), None)[1].clone()
             self.codes += self.table.nbytes
@@ -69,13 +69,13 @@ class LayerReader:
         power_of_two = isinstance(self.spec.scheme, Fp8Block) and self.spec.scheme.ue8m0
         broken, uneven = count_bad_scales(self.scales, power_of_two=power_of_two)
         wild = count_non_finite(self.values, threads=torch.get_num_threads(), on_progress=on_progress)
-        told = (
+        findings = (
             ("values are NaN or infinite", wild),
             ("scales are not finite and positive", broken),
             ("scales are no power of two, as UE8M0 needs,", uneven),
         )
         return self._table_problems() + [
-            f"{sum(bad.values())} {what} in {len(bad)} tensors: {_counts(bad)}" for what, bad in told if bad
+            f"{sum(bad.values())} {what} in {len(bad)} tensors: {_counts(bad)}" for what, bad in findings if bad
         ]
 
     def _table_problems(self) -> list[str]:

@@ -185,12 +185,12 @@ class _Matrices:
         tall, wide = scheme.scale_shape(rows, columns)
         shorter = ((*stack, tall), stack) if tall == wide == 1 else ((*stack, tall),) if wide == 1 else ()
         scale = Part(part.role, part.projection, part.expert, is_scale=True)
-        told = [Expected(scale, (*stack, tall, wide), _scale_dtypes(scheme), shorter)]
+        tensors_of_part = [Expected(scale, (*stack, tall, wide), _scale_dtypes(scheme), shorter)]
         if scheme.has_global_scale:
-            told.append(self._scalar(part, stack, "global", optional=False))
+            tensors_of_part.append(self._scalar(part, stack, "global", optional=False))
         if self.convention.holds(part.role, "input"):
-            told.append(self._scalar(part, stack, "input", optional=True))
-        return told
+            tensors_of_part.append(self._scalar(part, stack, "input", optional=True))
+        return tensors_of_part
 
     def _bias(self, part: Part, stack: tuple[int, ...], rows: int) -> list[Expected]:
         if not self.spec.has_expert_bias or not self.convention.holds(part.role, "bias"):

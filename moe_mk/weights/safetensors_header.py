@@ -66,7 +66,7 @@ def read_header(path: Path) -> Header:
     metadata = raw.pop("__metadata__", {})
     if broken := [name for name in raw if not is_text(name)]:
         raise _damaged(path, f"{len(broken)} names of tensors are no text, the first is {broken[0]!r}")
-    tensors = {name: _entry(path, name, said, 8 + length, num_bytes) for name, said in raw.items()}
+    tensors = {name: _entry(path, name, given, 8 + length, num_bytes) for name, given in raw.items()}
     _expect_no_gaps(path, tensors.values(), 8 + length, num_bytes)
     return Header(tensors, metadata if isinstance(metadata, dict) else {}, num_bytes)
 
@@ -107,18 +107,18 @@ def _expect_no_gaps(path: Path, tensors: Iterable[TensorEntry], origin: int, fil
     end, before = origin, "the header"
     for entry in sorted(tensors, key=lambda entry: (entry.start, entry.num_bytes)):
         if entry.start != end:
-            what = "shares bytes with" if entry.start < end else f"lies {entry.start - end} bytes behind"
+            what = "shares bytes with" if entry.start < end else f"starts {entry.start - end} bytes after"
             raise _damaged(path, f"{entry.name} {what} {before}")
         end, before = entry.start + entry.num_bytes, entry.name
     if end < file_bytes:
         raise _damaged(path, f"{file_bytes - end} bytes behind {before} belong to no tensor")
 
 
-def _entry(path: Path, name: str, said: object, origin: int, file_bytes: int) -> TensorEntry:
+def _entry(path: Path, name: str, given: object, origin: int, file_bytes: int) -> TensorEntry:
     try:
-        dtype_name, shape, (start, end) = _said(said)
+        dtype_name, shape, (start, end) = _parsed(given)
     except (KeyError, TypeError, ValueError) as problem:
-        raise _damaged(path, f"the entry of {name} is {str(said)[:200]}") from problem
+        raise _damaged(path, f"the entry of {name} is {str(given)[:200]}") from problem
     dtype = DTYPES.get(dtype_name)
     wanted = end - start if dtype is None else math.prod(shape) * dtype.itemsize
     if start < 0 or end - start != wanted or any(size < 0 for size in shape):
@@ -129,11 +129,11 @@ def _entry(path: Path, name: str, said: object, origin: int, file_bytes: int) ->
     return TensorEntry(name, dtype, dtype_name, shape, end - start, origin + start, missing)
 
 
-def _said(said: object) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _parsed(given: object) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Dtype, shape and range of an entry; raises KeyError, TypeError or ValueError for anything else."""
-    if not isinstance(said, dict):
-        raise TypeError(type(said))
-    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    if not isinstance(given, dict):
+        raise TypeError(type(given))
+    dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
     numbers = [*shape, *offsets]
     if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
         raise TypeError(type(shape))

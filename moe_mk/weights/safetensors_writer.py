@@ -62,14 +62,18 @@ class SafetensorsWriter:
 
 
 def _layout(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    said: dict[str, object] = {"__metadata__": dict(metadata)}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     start_of: dict[str, int] = {}
     end = 0
     for t in tensors:
         start_of[t.name] = end
         end += t.num_bytes
-        said[t.name] = {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start_of[t.name], end]}
-    text = json.dumps(said, separators=(",", ":")).encode()
+        entries[t.name] = {
+            "dtype": DTYPE_NAMES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [start_of[t.name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, start_of
 

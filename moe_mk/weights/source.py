@@ -63,7 +63,7 @@ class MappingSource(TensorSource):
         """Dtype and shape of the tensor; WeightError for tensors on the meta device, which have no data."""
         tensor = self._tensors[name]
         if tensor.is_meta:
-            raise WeightError(f"{name} lies on the meta device and holds no data")
+            raise WeightError(f"{name} is on the meta device and holds no data")
         size, dtype = tensor.numel() * tensor.element_size(), tensor.dtype
         return TensorEntry(name, dtype, DTYPE_NAMES.get(dtype, str(dtype)), tuple(tensor.shape), size)
 
@@ -195,13 +195,13 @@ def is_inside(folder: Path, name: str) -> bool:
     """Whether a file is inside a folder after resolving links, or among the blobs of its Hugging Face cache."""
     if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         return False
-    home = folder.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    root = folder.resolve()
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     try:
-        real = (home / name).resolve()
+        real = (root / name).resolve()
     except (OSError, RuntimeError, ValueError):  # circular links and invalid file names
         return False
-    return real.is_relative_to(home) or real.is_relative_to(blobs)
+    return real.is_relative_to(root) or real.is_relative_to(blobs)
 
 
 def _exists(file: Path) -> bool:

@@ -67,20 +67,20 @@ def write_checkpoint(
     changed (ConfigError). threads: None uses as many as torch. on_progress is called with "write".
     Raises ConfigError if the disk is too small, with both numbers.
     """
-    home = Path(directory)
+    root = Path(directory)
     shards = plan_shards(shape, shard_bytes)
     total = sum(t.num_bytes for shard in shards for t in shard)
     recipe = recipe_of(shape, seed)
-    _expect_own(home)
-    _expect_room(home, total)
-    home.mkdir(parents=True, exist_ok=True)
-    _remove(home)
-    partial = home / PARTIAL
+    _expect_own(root)
+    _expect_room(root, total)
+    root.mkdir(parents=True, exist_ok=True)
+    _remove(root)
+    partial = root / PARTIAL
     partial.mkdir()
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     done = 0
 
-    def tell(num_bytes: int) -> None:
+    def report(num_bytes: int) -> None:
         nonlocal done
         done += num_bytes
         if on_progress is not None:
@@ -88,25 +88,25 @@ def write_checkpoint(
 
     for name, shard in zip(names, shards, strict=True):
         with SafetensorsWriter(partial / name, shard, {"format": "pt", RECIPE: recipe}) as file:
-            _write_shard(file, shard, shape, seed, threads or torch.get_num_threads(), tell)
+            _write_shard(file, shard, shape, seed, threads or torch.get_num_threads(), report)
     weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
     index = {"metadata": {"total_size": total, RECIPE: recipe}, "weight_map": weight_map}
     (partial / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     for name in (*names, "config.json", INDEX):
-        os.replace(partial / name, home / name)
+        os.replace(partial / name, root / name)
     partial.rmdir()
     return total
 
 
 def is_complete(directory: str | os.PathLike[str], shape: CheckpointShape, seed: int = 0) -> bool:
     """Whether a directory holds the whole checkpoint of this shape and seed, by its index and its file sizes."""
-    home = Path(directory)
+    root = Path(directory)
     try:
-        index = read_json(home / INDEX, INDEX_BYTES)
-        if index["metadata"].get(RECIPE) != recipe_of(shape, seed) or not (home / "config.json").is_file():
+        index = read_json(root / INDEX, INDEX_BYTES)
+        if index["metadata"].get(RECIPE) != recipe_of(shape, seed) or not (root / "config.json").is_file():
             return False
-        source = SafetensorsSource(home)
+        source = SafetensorsSource(root)
         wanted = planned_tensors(shape)
         return all(source.entry(t.name).missing_bytes == 0 for t in wanted)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, WeightError):
@@ -119,12 +119,12 @@ def _write_shard(
     shape: CheckpointShape,
     seed: int,
     threads: int,
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> None:
     pool = ThreadPoolExecutor(max_workers=threads)
     try:
         for job in as_completed([pool.submit(_write_matrix, file, group, shape, seed) for group in matrices(shard)]):
-            tell(job.result())
+            report(job.result())
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -220,27 +220,27 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
 
 
-def _expect_room(home: Path, total: int) -> None:
+def _expect_room(root: Path, total: int) -> None:
     """Raise ConfigError, before any file is created or removed, if the disk is too small."""
-    there = next(folder for folder in (home.absolute(), *home.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free + sum(file.lstat().st_size for file in home.glob("*.safetensors"))
+    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free + sum(file.lstat().st_size for file in root.glob("*.safetensors"))
     if free < total + (64 << 20):
         raise ConfigError(
-            f"the checkpoint needs {total / 1e9:.2f} GB and 64 MiB to spare, {home} has {free / 1e9:.2f} GB free; "
+            f"the checkpoint needs {total / 1e9:.2f} GB and 64 MiB to spare, {root} has {free / 1e9:.2f} GB free; "
             "write fewer experts or choose another directory"
         )
 
 
-def _expect_own(home: Path) -> None:
-    if home.exists() and not home.is_dir():
-        raise ConfigError(f"{home} is a file; choose a directory")
-    shards = sorted(home.glob("*.safetensors"))
+def _expect_own(root: Path) -> None:
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"{root} is a file; choose a directory")
+    shards = sorted(root.glob("*.safetensors"))
     foreign = [path.name for path in shards if not _is_own(path)]
     if not shards:
-        foreign = [name for name in ("config.json", INDEX) if (home / name).exists()]
+        foreign = [name for name in ("config.json", INDEX) if (root / name).exists()]
     if foreign:
         raise ConfigError(
-            f"{home} holds {len(foreign)} files that were not written here, e.g. {foreign[0]}; "
+            f"{root} holds {len(foreign)} files that were not written here, e.g. {foreign[0]}; "
             "choose an empty directory"
         )
 
@@ -252,8 +252,8 @@ def _is_own(path: Path) -> bool:
         return False
 
 
-def _remove(home: Path) -> None:
+def _remove(root: Path) -> None:
     """Remove an earlier checkpoint, its index first, and the files of an interrupted run."""
-    for path in (home / INDEX, home / "config.json", *sorted(home.glob("*.safetensors"))):
+    for path in (root / INDEX, root / "config.json", *sorted(root.glob("*.safetensors"))):
         path.unlink(missing_ok=True)
-    shutil.rmtree(home / PARTIAL, ignore_errors=True)
+    shutil.rmtree(root / PARTIAL, ignore_errors=True)

@@ -55,7 +55,7 @@ def file_of(path: Path, header: dict[str, Any] | str, data: int = 8) -> Path:
         ({"\ud800": F32}, "1 names of tensors are no text"),
         ({"a": F32, "b": F32}, "b shares bytes with a"),
         ({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, "b shares bytes with a"),
-        ({"a": F32 | {"data_offsets": [8, 16]}}, "a lies 8 bytes behind the header"),
+        ({"a": F32 | {"data_offsets": [8, 16]}}, "a starts 8 bytes after the header"),
         ({"a": F32 | {"shape": [1], "data_offsets": [0, 4]}}, "4 bytes behind a belong to no tensor"),
     ],
     ids=str,

@@ -181,5 +181,5 @@ def test_a_state_dict_is_a_source_too() -> None:
     assert source.open("a").data_ptr() == weight.data_ptr()
     assert not source.open("a").requires_grad
     source.read_ahead("a")
-    with pytest.raises(WeightError, match="m lies on the meta device"):
+    with pytest.raises(WeightError, match="m is on the meta device"):
         source.entry("m")

@@ -164,8 +164,8 @@ class CpuNativeExperts(FusedExperts):
         rounded = problem.activations
         asked = problem.config.kernel.activations == "checkpoint" and rounded is not None
         if asked and rounded is not None and rounded.family == "fp8" and rounded not in (FP8_1x128, FP8_1x128_UE8M0):
-            said = f"rounds tokens to FP8 with a scale for {BLOCK} values only, not to {rounded.name}"
-            reasons.append(Reason("activations", said, "kernel.activations = auto"))
+            text = f"rounds tokens to FP8 with a scale for {BLOCK} values only, not to {rounded.name}"
+            reasons.append(Reason("activations", text, "kernel.activations = auto"))
         return reasons
 
     @classmethod

@@ -32,7 +32,7 @@ from moe_mk.experts.triton.tuning import (
 )
 from moe_mk.experts.triton.weights import (
     BLOCK,
-    Beside,
+    FusedShared,
     PackedWeights,
     PaddedStack,
     joined,
@@ -104,7 +104,7 @@ class TritonExperts(FusedExperts):
         self.workspace = workspace or workspace_of(context.device)
         self.tuned: Tuned[Tile] | None = None
         """Tiles by rows per expert; loaded when the scheme of the weights is known."""
-        self.together: Beside | None = None
+        self.fused: FusedShared | None = None
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
@@ -168,10 +168,10 @@ class TritonExperts(FusedExperts):
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """Writes the shared experts into the spare slot behind the routed ones; repeated calls reuse the result."""
-        if self.together is None or not self.together.made_of(weights, shared):
+        if self.fused is None or not self.fused.made_of(weights, shared):
             both = joined(weights, shared)
-            self.together = None if both is None else Beside(both, weights, shared)
-        return None if self.together is None else self.together.weights
+            self.fused = None if both is None else FusedShared(both, weights, shared)
+        return None if self.fused is None else self.fused.weights
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens; queued on the current stream without synchronisation."""
@@ -183,7 +183,7 @@ class TritonExperts(FusedExperts):
                 tile = self._tile(tuned, ids.numel() / self.context.num_slots)
                 y = self.kernels.experts_rows(
                     x, ids.contiguous(), share.contiguous(), experts, tile, empty, out=tokens.out_RH,
-                    beside=weights.num_slots > tokens.num_slots,
+                    fuse_shared=weights.num_slots > tokens.num_slots,
                 )  # fmt: skip
                 return ExpertOutput(y, OutputStage.REDUCED)
             if isinstance(tokens, GroupedTokens):

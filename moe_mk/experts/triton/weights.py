@@ -329,7 +329,7 @@ def spare_of(num_slots: int) -> int:
 
 
 @dataclass(frozen=True)
-class Beside:
+class FusedShared:
     """Routed and shared experts in one stack, with references to their sources."""
 
     weights: Weights

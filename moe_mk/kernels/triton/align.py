@@ -37,29 +37,29 @@ class Alignment:
 
 
 def align(
-    ids_RK: Tensor, num_slots: int, tile_rows: int, *, empty: Empty = torch.empty, beside: Tensor | None = None
+    ids_RK: Tensor, num_slots: int, tile_rows: int, *, empty: Empty = torch.empty, fuse_shared: Tensor | None = None
 ) -> Alignment:
     """Sort the assignments of received rows by local slot; no synchronisation, sizes depend only on shapes.
 
-    beside: the routing weights, f32, if the last slot is applied to every row with weight 1 (shared experts).
+    fuse_shared: the routing weights, f32, if the last slot is applied to every row with weight 1 (shared experts).
     """
-    aligned, given = room_of(ids_RK, num_slots, tile_rows, empty, beside), (ids_RK, beside)
+    aligned, given = room_of(ids_RK, num_slots, tile_rows, empty, fuse_shared), (ids_RK, fuse_shared)
     num, tiles = aligned.ids_RK.numel(), aligned.tiles
     if num <= SMALL:
         _align_small[(1,)](
             *pointers(aligned, given), num, num_slots, tiles.tiles_3X.stride(0), **sizes(num, num_slots),
-            **choices(ids_RK, beside), TILE=tile_rows, num_warps=8, **chained(),
+            **choices(ids_RK, fuse_shared), TILE=tile_rows, num_warps=8, **chained(),
         )  # fmt: skip
     else:
         _align_chunks(aligned, given, num, num_slots, empty)
     return aligned
 
 
-def room_of(ids_RK: Tensor, num_slots: int, tile_rows: int, empty: Empty, beside: Tensor | None) -> Alignment:
+def room_of(ids_RK: Tensor, num_slots: int, tile_rows: int, empty: Empty, fuse_shared: Tensor | None) -> Alignment:
     """Memory for the results of `align`; ids and weights are the given ones without shared experts."""
     rows, top_k = ids_RK.shape
-    all_ids, all_weights = ids_RK, beside
-    if beside is not None:
+    all_ids, all_weights = ids_RK, fuse_shared
+    if fuse_shared is not None:
         all_ids = empty((rows, top_k + 1), dtype=torch.int32, device=ids_RK.device)
         all_weights = empty((rows, top_k + 1), dtype=torch.float32, device=ids_RK.device)
     num = all_ids.numel()
@@ -83,16 +83,16 @@ def sizes(num: int, num_slots: int) -> dict[str, int]:
     return {"PAIRS": max(triton.next_power_of_2(num), 16), "STEP": 16, "SLOTS": triton.next_power_of_2(num_slots + 1)}
 
 
-def choices(ids_RK: Tensor, beside: Tensor | None) -> dict[str, int | bool]:
+def choices(ids_RK: Tensor, fuse_shared: Tensor | None) -> dict[str, int | bool]:
     """Experts per row, and whether the last slot is added."""
-    return {"TOP_K": ids_RK.shape[1], "BESIDE": beside is not None}
+    return {"TOP_K": ids_RK.shape[1], "SHARED": fuse_shared is not None}
 
 
 def _align_chunks(
     aligned: Alignment, given: tuple[Tensor, Tensor | None], num: int, num_slots: int, empty: Empty
 ) -> None:
-    (ids_RK, beside), tiles = given, aligned.tiles
-    chunks, slots, chosen = triton.cdiv(num, CHUNK), triton.next_power_of_2(num_slots + 1), choices(ids_RK, beside)
+    (ids_RK, fuse_shared), tiles = given, aligned.tiles
+    chunks, slots, chosen = triton.cdiv(num, CHUNK), triton.next_power_of_2(num_slots + 1), choices(ids_RK, fuse_shared)
     before_XL = empty((chunks, slots), dtype=torch.int32, device=ids_RK.device)
     total_L = empty((slots,), dtype=torch.int32, device=ids_RK.device)
     first_L = empty((slots,), dtype=torch.int32, device=ids_RK.device)
@@ -114,13 +114,13 @@ def _align_chunks(
 
 
 @triton.jit
-def _slot(ids_ptr, index, num, num_slots, TOP_K: tl.constexpr, BESIDE: tl.constexpr):
+def _slot(ids_ptr, index, num, num_slots, TOP_K: tl.constexpr, SHARED: tl.constexpr):
     """The slot of an assignment; the one past the last for -1 and for lanes past the end.
 
-    BESIDE: the last of a row's TOP_K + 1 assignments is to the last slot, whatever the ids are.
+    SHARED: the last of a row's TOP_K + 1 assignments is to the last slot, whatever the ids are.
     """
     there = index < num
-    if BESIDE:
+    if SHARED:
         k = index % (TOP_K + 1)
         chosen = tl.load(ids_ptr + index // (TOP_K + 1) * TOP_K + k, mask=there & (k < TOP_K), other=-1).to(tl.int32)
         slot = tl.where(there & (k == TOP_K), num_slots - 1, chosen)
@@ -131,10 +131,10 @@ def _slot(ids_ptr, index, num, num_slots, TOP_K: tl.constexpr, BESIDE: tl.conste
 
 @triton.jit
 def _write_all(
-    weights_ptr, all_ids_ptr, all_weights_ptr, index, slot, num, num_slots, TOP_K: tl.constexpr, BESIDE: tl.constexpr
+    weights_ptr, all_ids_ptr, all_weights_ptr, index, slot, num, num_slots, TOP_K: tl.constexpr, SHARED: tl.constexpr
 ):
     """Ids and weights including those of the last slot."""
-    if BESIDE:
+    if SHARED:
         k, there = index % (TOP_K + 1), index < num
         weight = tl.load(weights_ptr + index // (TOP_K + 1) * TOP_K + k, mask=there & (k < TOP_K), other=1.0)
         tl.store(all_ids_ptr + index, tl.where(slot == num_slots, -1, slot), mask=there)
@@ -145,18 +145,18 @@ def _write_all(
 def sort_pairs(
     ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
     PAIRS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
-    BESIDE: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """The complete alignment of few assignments: one program compares every pair."""
     index, expert = tl.arange(0, PAIRS), tl.arange(0, SLOTS)
-    own = _slot(ids_ptr, index, num, num_slots, TOP_K, BESIDE)
-    _write_all(weights_ptr, all_ids_ptr, all_weights_ptr, index, own, num, num_slots, TOP_K, BESIDE)
+    own = _slot(ids_ptr, index, num, num_slots, TOP_K, SHARED)
+    _write_all(weights_ptr, all_ids_ptr, all_weights_ptr, index, own, num, num_slots, TOP_K, SHARED)
     key = own * PAIRS + index
     position = tl.zeros([PAIRS], tl.int32)
     first, rows = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.int32)
     for start in range(0, num, STEP):
         other = start + tl.arange(0, STEP)
-        slot = _slot(ids_ptr, other, num, num_slots, TOP_K, BESIDE)
+        slot = _slot(ids_ptr, other, num, num_slots, TOP_K, SHARED)
         there = other < num
         earlier = ((slot * PAIRS + other)[None, :] < key[:, None]) & there[None, :]
         position += tl.sum(earlier.to(tl.int32), axis=1)
@@ -170,23 +170,23 @@ def sort_pairs(
 def _align_small(
     ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
     PAIRS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
-    BESIDE: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
     sort_pairs(
         ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
-        PAIRS, STEP, TILE, SLOTS, TOP_K, BESIDE,
+        PAIRS, STEP, TILE, SLOTS, TOP_K, SHARED,
     )  # fmt: skip
 
 
 @triton.jit
 def _count(
     ids_ptr, before_ptr, num, num_slots,
-    CHUNK: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BESIDE: tl.constexpr,
+    CHUNK: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
     index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    slot = _slot(ids_ptr, index, num, num_slots, TOP_K, BESIDE)
+    slot = _slot(ids_ptr, index, num, num_slots, TOP_K, SHARED)
     tl.store(before_ptr + tl.program_id(0) * SLOTS + tl.arange(0, SLOTS), tl.histogram(slot, SLOTS))
 
 
@@ -221,14 +221,14 @@ def _prefix_over_slots(
 @triton.jit
 def _place(
     ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, before_ptr, first_ptr, num, num_slots,
-    CHUNK: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BESIDE: tl.constexpr,
+    CHUNK: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
     lane = tl.arange(0, CHUNK)
     index = tl.program_id(0) * CHUNK + lane
-    slot = _slot(ids_ptr, index, num, num_slots, TOP_K, BESIDE)
-    _write_all(weights_ptr, all_ids_ptr, all_weights_ptr, index, slot, num, num_slots, TOP_K, BESIDE)
-    other = _slot(ids_ptr, tl.program_id(0) * CHUNK + lane, num, num_slots, TOP_K, BESIDE)
+    slot = _slot(ids_ptr, index, num, num_slots, TOP_K, SHARED)
+    _write_all(weights_ptr, all_ids_ptr, all_weights_ptr, index, slot, num, num_slots, TOP_K, SHARED)
+    other = _slot(ids_ptr, tl.program_id(0) * CHUNK + lane, num, num_slots, TOP_K, SHARED)
     same = (slot[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
     position = tl.load(first_ptr + slot) + tl.load(before_ptr + tl.program_id(0) * SLOTS + slot)
     tl.store(order_ptr + position + tl.sum(same.to(tl.int32), axis=1), index, mask=index < num)

@@ -91,18 +91,18 @@ def align_and_quantize(
     *,
     power_of_two: bool,
     empty: Empty,
-    beside: Tensor | None,
+    fuse_shared: Tensor | None,
 ) -> tuple[Alignment, tuple[Tensor, Tensor]]:
     """The alignment of at most SMALL assignments, and rows (R, H) in FP8 with f32 scales of 128 columns."""
-    aligned = room_of(ids_RK, num_slots, tile_rows, empty, beside)
+    aligned = room_of(ids_RK, num_slots, tile_rows, empty, fuse_shared)
     (rows, hidden), num = x.shape, aligned.ids_RK.numel()
     codes = empty((rows, hidden), dtype=torch.float8_e4m3fn, device=x.device)
     scales = empty((rows, triton.cdiv(hidden, BLOCK)), dtype=torch.float32, device=x.device)
     parts = triton.cdiv(triton.cdiv(hidden, BLOCK), GROUPS_A_PROGRAM)
     _prologue[(1 + rows * parts,)](
-        *pointers(aligned, (ids_RK, beside)), num, num_slots, aligned.tiles.tiles_3X.stride(0),
+        *pointers(aligned, (ids_RK, fuse_shared)), num, num_slots, aligned.tiles.tiles_3X.stride(0),
         x, codes, scales, parts, hidden, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
-        **sizes(num, num_slots), **choices(ids_RK, beside), TILE=tile_rows, GROUP=BLOCK, GROUPS=GROUPS_A_PROGRAM,
+        **sizes(num, num_slots), **choices(ids_RK, fuse_shared), TILE=tile_rows, GROUP=BLOCK, GROUPS=GROUPS_A_PROGRAM,
         POWER_OF_TWO=power_of_two, num_warps=8, **chained(),
     )  # fmt: skip
     return aligned, (codes, scales)
@@ -112,14 +112,14 @@ def align_and_quantize(
 def _prologue(
     ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
     x_ptr, codes_ptr, scales_ptr, parts, hidden, x_stride, codes_stride, scales_m, scales_k,
-    PAIRS: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, BESIDE: tl.constexpr,
+    PAIRS: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
     TILE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
     if tl.program_id(0) == 0:
         sort_pairs(
             ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots,
-            stride, PAIRS, STEP, TILE, SLOTS, TOP_K, BESIDE,
+            stride, PAIRS, STEP, TILE, SLOTS, TOP_K, SHARED,
         )  # fmt: skip
     else:
         part = tl.program_id(0) - 1
@@ -178,24 +178,24 @@ class Experts:
 
 def experts_rows(
     x: Scaled, ids_RK: Tensor, weights_RK: Tensor, experts: Experts, tile: Tile, empty: Empty,
-    *, out: Tensor | None = None, beside: bool = False,
+    *, out: Tensor | None = None, fuse_shared: bool = False,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of the experts of every row: (R, H) in bf16.
 
     x: (R, H) bf16, or FP8 with scales of 128 columns. ids_RK: int32, -1: dropped. out: the output; None: allocated.
-    beside: whether the last slot is applied to every row with weight 1 (shared experts).
+    fuse_shared: whether the last slot is applied to every row with weight 1 (shared experts).
     """
     rows, hidden = x[0].shape
     if rows == 0:
         return torch.empty((0, hidden), dtype=torch.bfloat16, device=x[0].device) if out is None else out
-    shared, num = weights_RK if beside else None, rows * (ids_RK.shape[1] + beside)
+    shared, num = weights_RK if fuse_shared else None, rows * (ids_RK.shape[1] + fuse_shared)
     if num <= SMALL and x[1] is None and experts.format.name == "fp8":
         aligned, x = align_and_quantize(
             ids_RK, _contiguous(x[0]), experts.num_slots, tile.rows, power_of_two=experts.power_of_two, empty=empty,
-            beside=shared,
+            fuse_shared=shared,
         )  # fmt: skip
     else:
-        aligned = align(ids_RK, experts.num_slots, tile.rows, empty=empty, beside=shared)
+        aligned = align(ids_RK, experts.num_slots, tile.rows, empty=empty, fuse_shared=shared)
         x = _rounded(x, experts, empty)
     y = empty((num, hidden), dtype=torch.bfloat16, device=x[0].device)
     ids, weights = aligned.ids_RK, weights_RK if aligned.weights_RK is None else aligned.weights_RK

@@ -27,7 +27,7 @@ from moe_mk.kernels.triton.gluon_parts import after_the_one_before, columns_of, 
 
 @gluon.jit
 def run(x, w, x_stride, order_ptr, units, ring, scales, out, how):
-    """Divide the warps of a program; how: constants alone."""
+    """Divide the warps of a program; how: constants only."""
     gl.warp_specialize(
         [
             (_multiply, (order_ptr, units, ring, scales, out, how)),

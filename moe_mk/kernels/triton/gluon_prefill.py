@@ -2,8 +2,8 @@
 
 Two warpgroups multiply 64 rows each; one warp copies weights (and rows, where they lie one behind the other) through
 the tensor memory accelerator, and where rows are gathered, four more warps copy them by cp.async. 256 columns a unit
-halve the traffic from L2 beside 128: 48 bytes a clock instead of 64. Each product of 128 terms is promoted to f32 at
-once. Reads and writes what `grouped_w13` and `grouped_w2` do.
+halve the traffic from L2 compared with 128: 48 bytes a clock instead of 64. Each product of 128 terms is promoted to
+f32 at once. Reads and writes what `grouped_w13` and `grouped_w2` do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_mk.kernels.triton.weight_formats import pinned
 
 @gluon.jit
 def run(x, w, x_stride, order_ptr, units, ring, scales, out, how):
-    """Divide the warps of a program; how: constants alone."""
+    """Divide the warps of a program; how: constants only."""
     if how.gather:
         gl.warp_specialize(
             [

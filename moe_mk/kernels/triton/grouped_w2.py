@@ -4,7 +4,7 @@
 
 Reads h (positions, I) and w2 (L * H, I) through the tensor memory accelerator, only of experts that have rows. Writes
 y (., H) at the assignment of each position, so that summing a received row's assignments needs no map (`combine`), or
-where the row lies. Minimum bytes: hit experts x I H + h + y. FP8 sums as in `grouped_w13`.
+where the row lies. Minimum bytes: active experts x I H + h + y. FP8 sums as in `grouped_w13`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Windows:
     def __post_init__(self) -> None:
         wrong = {name: size for name in ("row_bytes", "sum_bytes") if (size := getattr(self, name)) % 16}
         if wrong:
-            raise ShapeError(f"rows travel in 16 bytes at a time: {wrong} must be multiples of 16; pad them")
+            raise ShapeError(f"rows are copied in units of 16 bytes: {wrong} must be multiples of 16; pad them")
 
     @property
     def size(self) -> int:

@@ -168,7 +168,7 @@ def test_every_row_may_visit_the_last_slot_as_well(rows: int, monkeypatch: pytes
     ids = torch.randint(-1, 2, (rows, 2), dtype=torch.int32) if rows > 3 else torch.tensor([[1, -1], [-1, -1], [0, 1]])
     ids, weights = ids.int(), torch.rand(rows, 2)
     monkeypatch.setattr(align_module, "SMALL", SMALL if rows == 3 else 8)
-    aligned = align(ids, 3, 4, beside=weights)
+    aligned = align(ids, 3, 4, fuse_shared=weights)
     assert torch.equal(aligned.ids_RK, torch.cat((ids, torch.full((rows, 1), 2, dtype=torch.int32)), dim=1))
     assert aligned.weights_RK is not None
     assert torch.equal(aligned.weights_RK, torch.cat((weights, torch.ones(rows, 1)), dim=1))

@@ -166,5 +166,5 @@ def test_shared_experts_cost_no_launch(launches: list[tuple[str, int, Any]]) -> 
 
     ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
     weights, tile = torch.zeros((ROWS, TOP_K)), Tile(8, True, 4, 6, "gluon")
-    experts_rows((x, None), ids, weights, experts(), tile, torch.empty, beside=True)
+    experts_rows((x, None), ids, weights, experts(), tile, torch.empty, fuse_shared=True)
     assert names(launches) == ["_prologue", "_by_hand", "_by_hand", "_combine"]

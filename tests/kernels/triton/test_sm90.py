@@ -107,7 +107,7 @@ def test_without_swapping_few_rows_leave_the_fp8_matrix_unit() -> None:
 
 
 WEIGHTS = {"weights_ptr": "*fp32", "all_weights_ptr": "*fp32"}
-CHOICES: dict[str, Any] = {"TOP_K": 8, "BESIDE": True}
+CHOICES: dict[str, Any] = {"TOP_K": 8, "SHARED": True}
 SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (
         "quantize_rows", "_quantize",
