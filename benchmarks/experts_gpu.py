@@ -76,7 +76,7 @@ def measure(case: Case, tokens: int, weights: ExpertWeights, rates: Rates, round
     errors = {}
     if "vLLM, Triton" in calls:
         errors["vLLM, Triton"] = relative_error(calls["vLLM, Triton"][0](), calls[OURS][0]())
-    tile = backend.tuned.tile(given[0].ids_RK.numel() / case.experts)
+    tile = backend.tuned.at(given[0].ids_RK.numel() / case.experts)
     return {
         "experts": case.experts, "tokens": tokens, "rows_an_expert": case.rows_an_expert(tokens),
         "floor_us": round(floor, 2), "tile": vars(tile), "results": results, "skipped": skipped,

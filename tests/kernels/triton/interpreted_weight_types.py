@@ -115,4 +115,4 @@ def test_a_tuning_session_writes_what_the_backend_reads(tmp_path: Path, monkeypa
     backend.run(rows(BF16), backend.relayout(stack(case, CPU)))
     assert backend.tuned is not None and backend.tuned.built_in is DECODED
     assert [point.rows_an_expert for point in backend.tuned.points] == pytest.approx([2 / 3, 8 / 3])
-    assert all(point.tile in tiles for point in backend.tuned.points)
+    assert all(point.parameters in tiles for point in backend.tuned.points)
