@@ -45,7 +45,7 @@ def draw(floors: Sequence[Sequence[str]], imports: Iterable[tuple[str, str]]) ->
     height = 2 * MARGIN + len(floors) * (HEIGHT + BETWEEN) - BETWEEN
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
-        "<title>Rooms of moe_mk on their floors; arrows are imports, those that others imply are left out</title>",
+        "<title>Packages of moe_mk on their floors; arrows are imports, those that others imply are left out</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         "<defs>",
         *(_arrowhead(number) for number in range(len(floors))),

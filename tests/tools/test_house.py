@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.house import House, main, static_measurements
+from tools.house import ROOT, House, main, picture, static_measurements
+from tools.house_picture import draw, reduced
 
 FILES = {
     "moe_mk/__init__.py": "_ROOMS = frozenset('oracle unknown'.split())\n",
@@ -66,3 +67,17 @@ def test_lines_are_those_of_all_sources(repository: Path) -> None:
 
 def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
     assert House().circles(typing=False) == []
+
+
+def test_the_picture_has_every_room_and_only_arrows_that_no_other_arrows_imply() -> None:
+    imports = [("top", "middle"), ("middle", "ground"), ("top", "ground"), ("side", "middle"), ("top", "unknown")]
+    assert reduced(imports[:4]) == {("top", "middle"), ("middle", "ground"), ("side", "middle")}
+    drawn = draw([["ground"], ["middle", "side"], ["top"]], imports)
+    assert all(f">{room}</text>" in drawn for room in ("ground", "middle", "side", "top"))
+    assert "top imports middle<" in drawn and "top imports ground<" not in drawn and "unknown" not in drawn
+    assert drawn.count("stroke-dasharray") == 1, "side and middle are on one floor"
+
+
+def test_the_picture_of_the_documentation_is_current() -> None:
+    current = (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == picture(House())
+    assert current, "docs/house.svg is stale: make features"
