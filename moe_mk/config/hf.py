@@ -6,7 +6,7 @@ gpt-oss. The first layers of DeepSeek-V4 have the sizes of the others and choose
 From the `quantization_config` of a `config.json` to our settings: one reader for each way of saying it.
 
 Key names as of DeepSeek-V3 and DeepSeek-V4 (fp8), gpt-oss (mxfp4), compressed-tensors 0.12 (W8A8) and NVIDIA modelopt
-(NVFP4, MXFP8, FP8 of whole tensors). Static scales of activations lie beside the weights, see `weights.input_scales`.
+(NVFP4, MXFP8, FP8 of whole tensors). Static activation scales are stored with the weights, see `weights.input_scales`.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _router(hf: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
 
 
 def _v4_activation(hf: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
-    """SwiGLU clamped where the config says, and plain where it says 0 or nothing."""
+    """Clamped SwiGLU if the config has a limit, plain SwiGLU if it is 0 or absent."""
     stated, limit = hf.get("hidden_act", "silu"), hf.get("swiglu_limit")
     if stated != "silu":
         raise ConfigError(f"{where}: hidden_act={stated!r} is not what deepseek_v4 uses ('silu')")
@@ -189,9 +189,9 @@ def _quant(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"weights": names[dtype]}
     if not isinstance(quant, Mapping):
         raise ConfigError(f"{where}: quantization_config is a {type(quant).__name__}, expected a mapping")
-    # Checkpoints of DeepSeek-V4 say beside their quantisation in what experts are stored, later ones inside it.
-    beside = {"expert_dtype": hf["expert_dtype"]} if hf.get("expert_dtype") else {}
-    return quant_from_hf({**beside, **quant}, where)
+    # DeepSeek-V4 checkpoints give the dtype of experts next to the quantisation config, later ones inside it.
+    expert_dtype = {"expert_dtype": hf["expert_dtype"]} if hf.get("expert_dtype") else {}
+    return quant_from_hf({**expert_dtype, **quant}, where)
 
 
 def _first(hf: Mapping[str, Any], where: str, *names: str) -> Any:

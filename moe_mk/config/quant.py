@@ -24,7 +24,7 @@ _ROUNDED: Mapping[str, tuple[str, ...]] = {
     "fp8_block": ("fp8",), "fp8_channel": ("fp8",), "fp8_tensor": ("fp8",), "int8": ("int8",), "int8_block": ("int8",),
     "mxfp8": ("mxfp8",), "mxfp4": ("none", "mxfp8"), "nvfp4": ("nvfp4",),
 }  # fmt: skip
-"""The activations each type may have beside "none", its own habit first."""
+"""The activation types of each weight type other than "none", the default first."""
 
 
 class QuantConfig(Settings):

@@ -11,7 +11,7 @@ from moe_mk.registry import did_you_mean
 
 
 def config_folder() -> Path:
-    """Where `configs/` lies: inside an installed package, or beside it in a source tree."""
+    """The folder `configs/`: inside an installed package, or next to it in a source tree."""
     package = Path(__file__).resolve().parent.parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"

@@ -1,1 +1,1 @@
-"""What lies outside: the device, and optional libraries, real or emulated."""
+"""Access to the device and to optional libraries, real or emulated."""

@@ -81,12 +81,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def identity(device: torch.device) -> str:
-    """What tells a device from every other one, whatever number each process gives it."""
+    """An identifier of the physical device, independent of its index in each process."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
 def stream_of(device: torch.device) -> int:
-    """What tells the queues of a device apart: work on one stream runs in order; a CPU has one."""
+    """An identifier of the current queue: work on one stream runs in order; a CPU has one queue."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 

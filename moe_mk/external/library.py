@@ -89,7 +89,7 @@ def installed_version(name: str) -> str | None:
 def find(module: str) -> ModuleType:
     """Import an optional library, or a module of one ("matplotlib.figure").
 
-    Raises LibraryMissing with the install line, or with what its import said.
+    Raises LibraryMissing with the install line, or with the error of its import.
     """
     name = module.partition(".")[0]
     if name not in LIBRARIES:
@@ -98,8 +98,8 @@ def find(module: str) -> ModuleType:
         return importlib.import_module(module)
     except Exception as problem:  # a library built for another machine fails in its own ways
         what = f"{module} ({LIBRARIES[name].purpose}) cannot be imported"
-        said = str(problem) if isinstance(problem, ImportError) else f"{type(problem).__name__}: {problem}"
-        raise LibraryMissing(what, [said, LIBRARIES[name].install]) from problem
+        reason = str(problem) if isinstance(problem, ImportError) else f"{type(problem).__name__}: {problem}"
+        raise LibraryMissing(what, [reason, LIBRARIES[name].install]) from problem
 
 
 def load(name: str, *, allow_emulated: bool) -> ModuleType:

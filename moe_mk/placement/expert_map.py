@@ -40,7 +40,7 @@ class PlacementTables:
     edges_X: Tensor
     """int64, ascending: where the stretch of each choice ends, expert by expert; expert e ends at e + 1."""
     choice_X: Tensor
-    """int32. The physical expert of each stretch; -1 for an expert that nobody holds."""
+    """int32. The physical expert of each stretch; -1 for an expert without a live copy."""
     rank_of_P: Tensor
     """int32."""
     slot_of_P: Tensor
@@ -106,7 +106,7 @@ def seen_from(rank: int, shares: Sequence[float], ranks: Sequence[int], num_rank
     """How one rank should split its tokens of an expert, so that near replicas are used and the shares still hold.
 
     shares: of the replicas, over the tokens of all ranks, which are taken to bring equally many; they sum to 1.
-    ranks: where each replica lies. per_node: ranks of a node.
+    ranks: the rank of each replica. per_node: ranks of a node.
     Each rank first fills the replicas it holds, then those of its node, then all that are left, up to their shares.
     """
     want = [1.0 / num_ranks] * num_ranks
@@ -148,7 +148,7 @@ class ExpertMap:
     shares: tuple[float, ...] | None = None
     """What part of its expert's tokens each physical expert takes; sums to 1 per expert. None is equal parts."""
     lost: frozenset[int] = frozenset()
-    """Experts that nobody holds since a rank died: their assignments go nowhere until they are repaired."""
+    """Experts without a live copy since a rank was lost: their assignments are skipped until they are repaired."""
 
     def __post_init__(self) -> None:
         seen = [e for experts in self.experts_of_rank for e in experts]

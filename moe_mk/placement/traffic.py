@@ -1,6 +1,6 @@
 """How many nodes tokens must reach under a placement: exact expectations over the choice among copies.
 
-    token 7 of rank 0 (node 0) wants experts 3 and 9;  expert 3 lies on node 1 with share .5, on node 2 with .5
+    token 7 of rank 0 (node 0) selects experts 3 and 9;  expert 3 is on node 1 with share .5, on node 2 with .5
     expert 9 on node 1 alone                           nodes reached: 1 for certain, 2 with .5 -> 1.5 remote nodes
 
 E experts, P slots, W ranks that live; X is copies of one expert, or nodes.
@@ -89,7 +89,7 @@ def node_chances(
 ) -> Doubles:
     """Chance that a token of a living rank which wants an expert goes to a node, [W, E + 1, nodes].
 
-    The last expert is nobody: an assignment of -1 goes nowhere.
+    The last entry stands for assignments of -1, which are not sent.
     """
     if choice not in get_args(Choice):
         raise ConfigError(f"choice={choice!r} is unknown{did_you_mean(choice, get_args(Choice))}")
@@ -103,7 +103,7 @@ def node_chances(
     first = np.searchsorted(slots_P[by_expert], np.arange(num_experts + 1))
     for expert in range(num_experts):
         mine = by_expert[first[expert] : first[expert + 1]]
-        if len(mine) == 0:  # nobody holds it
+        if len(mine) == 0:  # no live copy
             continue
         share_X, rank_X = share_P[mine].astype(np.float64), number_W[topology.gpu_P[mine]]
         share_X = share_X / share_X.sum()
@@ -123,7 +123,7 @@ def expected_nodes(ids_TK: Ints, rank_T: Ints, chance_WEX: Doubles, node_W: Ints
     everywhere = remote = 0.0
     for start in range(0, len(ids_TK), ROWS):
         ids, rank = ids_TK[start : start + ROWS], rank_T[start : start + ROWS]
-        reached_TX = 1.0 - np.prod(1.0 - chance_WEX[rank[:, None], ids], axis=1)  # id -1 finds the last expert, nobody
+        reached_TX = 1.0 - np.prod(1.0 - chance_WEX[rank[:, None], ids], axis=1)  # id -1 indexes the last entry
         at_home = reached_TX[np.arange(len(rank)), node_W[rank]].sum()
         everywhere += float(reached_TX.sum())
         remote += float(reached_TX.sum() - at_home)

@@ -155,7 +155,7 @@ def mixed_gemm_problems(x_TH: Tensor, weight_EH: Tensor, router_dtype: str) -> l
     """List why these tensors cannot take the tier that reads bf16 and writes f32."""
     reasons: list[str] = []
     if x_TH.device.type != "cuda":
-        reasons.append(f"torch.mm(out_dtype=) needs a CUDA device, x lies on {x_TH.device}; use tier='plain'")
+        reasons.append(f"torch.mm(out_dtype=) needs a CUDA device, x is on {x_TH.device}; use tier='plain'")
     for name, tensor in (("x", x_TH), ("gate weight", weight_EH)):
         if tensor.dtype is not torch.bfloat16:
             reasons.append(f"reads torch.bfloat16, {name} is {tensor.dtype}; use tier='plain'")

@@ -25,7 +25,7 @@ def grouped_topk(
 
     Scores are f32. Scores plus e_score_correction_bias choose, scores alone weigh. A group counts as the sum of its two
     best biased scores, or as its best score where there is no bias. `renormalize` divides a token's weights by their
-    sum; routed_scaling_factor multiplies them afterwards, and nobody may multiply again.
+    sum; routed_scaling_factor multiplies them afterwards, and must not be applied again.
     Ids come best first. Of equal scores, of experts or of groups, the lowest id wins, on every device and every run.
     A token with a NaN among its scores (a NaN logit; +inf under softmax) goes nowhere: ids -1, weights 0. So does a
     choice whose biased score is -inf, which makes a bias of -inf an expert that is never chosen.

@@ -29,7 +29,7 @@ def routes_natively(router: Router) -> bool:
 
 
 def scored_natively(scoring_func: str) -> bool:
-    """Whether the native kernel knows how to score."""
+    """Whether the native kernel supports these settings."""
     return scoring_func in SCORED
 
 
@@ -47,8 +47,8 @@ def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router:
 def mode_of(router: Router) -> RouteMode:
     """A router's settings as the kernel takes them. Raises UnsupportedError for scores that it does not compute."""
     if not scored_natively(router.scoring_func):
-        told = f"scores are {router.scoring_func}, the native kernel computes {' and '.join(SCORED)}"
-        raise UnsupportedError("the native router cannot run", [f"{told}; route with the router itself"])
+        reason = f"scores are {router.scoring_func}, the native kernel computes {' and '.join(SCORED)}"
+        raise UnsupportedError("the native router cannot run", [f"{reason}; route with the router itself"])
     return RouteMode(
         top_k=router.top_k,
         scoring=SCORED[router.scoring_func],

@@ -65,6 +65,6 @@ def scoring_problems(scoring_func: str, routed_scaling_factor: float, score_dtyp
 
 
 def raise_all(what: str, problems: Sequence[str]) -> None:
-    """Raise one ConfigError that carries every problem, if there is any."""
+    """Raise one ConfigError that lists all problems, if there are any."""
     if problems:
         raise ConfigError(f"{what}: " + "; ".join(problems))

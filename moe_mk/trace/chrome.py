@@ -22,7 +22,7 @@ ONE_CLOCK_S = 1.0
 def chrome_trace(spans_of_W: Sequence[Sequence[Span]], met_W: Sequence[float] | None = None) -> dict[str, Any]:
     """The trace as JSON; zero is the earliest start.
 
-    met_W: what the clock of each rank said when all had just met. Only where those lie further apart than any meeting
+    met_W: the clock of each rank just after a barrier. Only where those lie further apart than any meeting
     takes are ranks moved onto the clock of the first one, as well as the meeting tells it.
     """
     shift_W = shifts(met_W or [0.0] * len(spans_of_W))
@@ -42,7 +42,7 @@ def write_chrome_trace(file: Path, spans_of_W: Sequence[Sequence[Span]], met_W: 
 
 
 def rows_of(spans: Sequence[Span]) -> list[int]:
-    """The row of each span: the first on which everything either holds it or lies apart from it."""
+    """The row of each span: the first in which every span contains it or is disjoint from it."""
     row_of: dict[int, int] = {}
     rows: list[list[Span]] = []
     order = sorted(range(len(spans)), key=lambda index: (spans[index].start, -spans[index].end))

@@ -25,10 +25,10 @@ UNPACKING = (zipfile.BadZipFile, zlib.error)
 ALWAYS_BYTES, MOST_TIMES, MOST_BYTES = 16 * MIB, 100, 16 * 1024 * MIB
 """What a file may stand for: 16 MiB, or 100 times its own bytes if that is more, and never above 16 GiB."""
 MOST_PICKLED = 16 * MIB
-"""Bytes of what a .pt file holds beside its tensors."""
+"""Limit on the bytes of a .pt file other than its tensors."""
 MOST_CONTAINERS = 1_000_000
 PACKED_BY = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""What NumPy writes. Readers of other methods make as much of a block as it says."""
+"""The methods that NumPy writes. Readers of other methods allocate whatever size a block states."""
 PICKLED = {
     "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter", "collections OrderedDict", "torch Size",
     "torch device", "_codecs encode", "builtins set", "__builtin__ set", "builtins complex", "__builtin__ complex",
@@ -45,7 +45,7 @@ def read_pt(file: Path) -> object:
         content = torch.load(file, map_location="cpu", weights_only=True)
         _expect_held(content, most)
         return content
-    except Exception as problem:  # torch says in many ways that a file is damaged, or holds more than data
+    except Exception as problem:  # torch raises many types for damaged files, and for files with more than data
         raise TraceError(f"{file} cannot be read as tensors and plain containers: {problem}") from problem
 
 

@@ -6,7 +6,7 @@
     .npy or .npz with a layer axis                                    `from_arrays`
     our own files and folders                                         `RoutingTrace.read`
 
-`import_trace` tells them apart.
+`import_trace` detects the kind.
 
 What Megatron-LM and programs like it keep of their routers: JSON lines of choices, and tensors by layer name.
 """
@@ -36,7 +36,7 @@ KINDS = {
     "topk_indices": "ids", "top_indices": "ids", "indices": "ids", "topk_ids": "ids",
     "topk_weights": "weights", "top_scores": "weights", "scores": "weights",
 }  # fmt: skip
-"""What the last word of a tensor's name says it is. map and probs are (T, E), ids and weights (T, K)."""
+"""The content of a tensor by the last word of its name. map and probs are (T, E), ids and weights (T, K)."""
 PIECE = 1 << 20
 """Entries of a map that are sorted at a time."""
 FIELDS = {"step": int, "layer": int, "rank": int, "topk": int, "top_indices": list}
@@ -165,7 +165,7 @@ DECODING = (2, 4, 5)
 
 
 def import_trace(path: str | PathLike[str], *, num_experts: int | None = None, num_groups: int = 1) -> RoutingTrace:
-    """Read a trace of any known kind, told apart by what the file is. Raises TraceError that lists the kinds.
+    """Read a trace of any known kind, detected from the file. Raises TraceError that lists the kinds.
 
     num_experts: where the file does not say it. num_groups: expert groups, which only our own files know.
     """
@@ -201,7 +201,7 @@ def from_sglang(files: Sequence[Path], *, num_groups: int = 1) -> RoutingTrace:
     """Recordings of SGLang in its mode "per_token", one file for every rank.
 
     Their ids are of physical experts, which the map at the end of the file turns into logical ones: it is the last map
-    of the recording, so that one that was rebalanced meanwhile cannot be told. Layers without experts are left out.
+    of the recording, so a rebalance during the recording cannot be detected. Layers without experts are left out.
     Routing weights are not in there. Source: sgl-project/sglang, srt/eplb/expert_distribution.py (0.5).
     """
     contents = [_recording(file) for file in files]

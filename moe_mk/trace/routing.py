@@ -234,7 +234,7 @@ class RoutingTrace:
             yield TracedForward(step, layer, rank, PHASES[phase], *tensors)
 
     def router(self, layer: int, rank: int = 0) -> ReplayRouter:
-        """What stands in for a layer's router and says again what was recorded, forward by forward."""
+        """A replacement for a layer's router that replays the recording, forward by forward."""
         return ReplayRouter(list(self.filter(layers=[layer], ranks=[rank]).forwards()), layer, rank)
 
     def loads(self) -> NDArray[np.float64]:

@@ -28,7 +28,7 @@ CHUNK = "chunk-{:06d}.safetensors"
 
 
 def save(path: Path, header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file beside its place and move it there, so that it is whole or not there. Raises TraceError."""
+    """Write a file atomically, through a temporary file in the same folder. Raises TraceError."""
     text = json.dumps(header, sort_keys=True)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = {"format": FORMAT, "version": str(VERSION), "header": text, "digest": digest(text, whole)}

@@ -1,4 +1,4 @@
-"""One recorded forward of one layer on one rank, and the router that says such forwards again."""
+"""One recorded forward of one layer on one rank, and the router that replays such forwards."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TracedForward:
     """The vocabulary's numbers of the tokens, where they were known."""
 
     def routing(self, device: torch.device | str = "cpu") -> Routing:
-        """What the router said. Without recorded weights all experts of a token count alike."""
+        """The recorded routing. Without recorded weights all experts of a token have equal weights."""
         ids_TK = self.ids_TK.to(device=device, dtype=torch.int32)
         if self.weights_TK is not None:
             return Routing(ids_TK, self.weights_TK.to(device))
@@ -98,7 +98,7 @@ class ReplayRouter:
     def __init__(self, forwards: Sequence[TracedForward], layer: int, rank: int) -> None:
         self.forwards, self.layer, self.rank = tuple(forwards), layer, rank
         self.position = 0
-        """Forwards that were said again."""
+        """Number of replayed forwards."""
 
     def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
         """The next recorded routing, on the device of the logits, of which only the number of rows is read."""

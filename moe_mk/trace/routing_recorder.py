@@ -28,7 +28,7 @@ from moe_mk.trace.routing_pack import id_dtype
 
 
 class RoutedLayer(Protocol):
-    """A layer that tells what it routes. `MoELayer` does."""
+    """A layer whose routing can be recorded, such as `MoELayer`."""
 
     on_routing: Callable[[Routing], None] | None
     """Called with the logical routing of every forward."""
@@ -37,7 +37,7 @@ class RoutedLayer(Protocol):
 class RoutingRecorder:
     """Collects what the layers of one rank route. Each forward costs a copy of its ids, and of its weights.
 
-    Nothing waits for the device before `take`. A forward that is replayed from a CUDA graph calls nobody and leaves
+    Nothing waits for the device before `take`. A forward that is replayed from a CUDA graph calls no hook and leaves
     no record: record before capture, or without graphs.
     """
 

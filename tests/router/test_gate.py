@@ -139,7 +139,7 @@ def test_no_tokens_and_strided_input() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
 def test_tiers_that_cannot_run_here_say_why() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"(?s)needs a CUDA device, x lies on cpu.*x is torch.float32.*gate weight is"
+        UnsupportedError, match=r"(?s)needs a CUDA device, x is on cpu.*x is torch.float32.*gate weight is"
     ):
         gate_logits(normal(2, 8), normal(4, 8), tier="bf16_to_fp32")
     with pytest.raises(UnsupportedError, match=r"(?s)small_m.*no such kernel is installed"):

@@ -103,8 +103,8 @@ def _hierarchical(
         ("num_replicas", num_slots, "num_gpus", gpus),
         at_least=("num_replicas", num_slots, "experts", num_experts),
     )
-    home = groups_to_nodes(load, groups, nodes)
-    local = load if home is None else np.take_along_axis(load, inverse(home), 1)
+    permutation = groups_to_nodes(load, groups, nodes)
+    local = load if permutation is None else np.take_along_axis(load, inverse(permutation), 1)
     local = local.reshape(layers * nodes, num_experts // nodes)
     copies, rank, count = _replicated(local, num_slots // nodes)
     slot_load: NDArray[np.float32] = np.take_along_axis(np.divide(local, count.astype(np.float32)), copies, 1)
@@ -114,11 +114,11 @@ def _hierarchical(
     np.put_along_axis(placed, slot, copies, 1)
     np.put_along_axis(placed_rank, slot, rank, 1)
     count, placed_rank = count.reshape(layers, num_experts), placed_rank.reshape(layers, num_slots)
-    if home is None:
+    if permutation is None:
         return placed, placed_rank, count
     placed = placed.reshape(layers, nodes, -1) + (np.arange(nodes) * (num_experts // nodes))[:, None]
-    phy2log = np.take_along_axis(inverse(home), placed.reshape(layers, num_slots), 1)
-    return phy2log, placed_rank, np.take_along_axis(count, home, 1)
+    phy2log = np.take_along_axis(inverse(permutation), placed.reshape(layers, num_slots), 1)
+    return phy2log, placed_rank, np.take_along_axis(count, permutation, 1)
 
 
 def groups_to_nodes(load: NDArray[np.float32], groups: int, nodes: int) -> Ints | None:
@@ -131,8 +131,8 @@ def groups_to_nodes(load: NDArray[np.float32], groups: int, nodes: int) -> Ints 
     group_load = torch.from_numpy(load).view(layers, groups, size).sum(-1).numpy()
     node, rank = pack(group_load, nodes)
     first = (node * (groups // nodes) + rank) * size
-    home: Ints = (first[..., None] + np.arange(size)).reshape(layers, num_experts)
-    return home
+    permutation: Ints = (first[..., None] + np.arange(size)).reshape(layers, num_experts)
+    return permutation
 
 
 def _as_load(weight: Tensor | NDArray[np.generic]) -> NDArray[np.float32]:

@@ -2,7 +2,7 @@
 
 Fact used: n experts, W GPUs of S slots and n <= W * (S - 1) + 1. Sort the experts; some run of S neighbours is the
 first whose load reaches the capacity of a GPU; all of it but the surplus of its heaviest member goes there, the rest of
-that member goes back. What is left obeys the same inequality with one GPU fewer, so every GPU carries exactly its part
+that member goes back. What is left obeys the same inequality with one GPU fewer, so every GPU is filled exactly
 whatever the loads: balance 1 for any load as soon as slots >= experts + GPUs - 1.
 """
 
@@ -20,7 +20,7 @@ def fill_limit(sites: Sites) -> int:
 
 
 def window_fill(load: Doubles, expert: Ints, sites: Sites) -> tuple[Ints, Doubles, Bools]:
-    """Cut and place the items of each row so that every GPU carries its capacity.
+    """Cut and place the items of each row so that every GPU is filled to its capacity.
 
     load, expert: [X, n]; an expert of -1 is padding. Slow and small GPUs are served first.
     Returns expert per slot (-1 empty) and the load it takes there, both [X, P], and which rows fitted: with unequal

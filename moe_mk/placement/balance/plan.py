@@ -137,7 +137,7 @@ class PlacementPlan:
     share [X, P]: part of its expert's tokens a slot takes; sums to 1 per expert.
     balance_X: ideal / largest predicted GPU time. before_X: the same for the old placement, NaN without one.
     bound_X: no placement on these slots can do better. lost_XW: load that would vanish with a GPU.
-    exported_X: part of the load lent to nodes that are not its home. method: how each layer came about.
+    exported_X: part of the load exported from the node of its group. method: the algorithm used for each layer.
     """
 
     topology: Topology
@@ -216,7 +216,7 @@ def plan(
 
     load: tokens per expert [layers, experts], or a window of them [steps, layers, experts], which is summed.
     groups: expert groups that routing keeps together.
-    policy: "compat" is DeepSeek's; "flat" ignores nodes; "hybrid" keeps groups at home and lends the excess; "auto" is
+    policy: "compat" is DeepSeek's; "flat" ignores nodes; "hybrid" keeps groups on a node, exporting the excess; "auto" is
     hybrid where it can be, else flat; other wheels add more (`EPLB_POLICIES`). split: "weighted" shares let copies
     take unequal parts.
     old: what serves now; without it everything is placed anew. min_gain: part of a layer's ideal time that must be

@@ -61,18 +61,18 @@ def hybrid_limit(sites: Sites) -> int:
 
 
 def hybrid(load: Doubles, sites: Sites, groups: int, *, target: float) -> tuple[Ints, Doubles, Doubles]:
-    """Place every row with groups at home. Returns expert and load per slot [X, P], and the exported part of the load.
+    """Place every row with groups kept on a node. Returns expert and load per slot [X, P], and the exported load part.
 
     target: a node whose whole copies stay below this balance has its experts cut evenly instead.
     """
     layers = len(load)
-    home = home_nodes(load, sites, groups)
+    node_of_expert = home_nodes(load, sites, groups)
     placed = np.full((layers, sites.num_slots), -1, np.int64)
     piece = np.zeros((layers, sites.num_slots))
     exported = np.zeros(layers)
     shelves: list[list[NodeShelf]] = []
     for layer in range(layers):
-        shelves.append(_shelves(load[layer], home[layer], sites))
+        shelves.append(_shelves(load[layer], node_of_expert[layer], sites))
         exported[layer] = export_excess(shelves[-1]) / max(float(load[layer].sum()), 1e-300)
     for nodes, part in _alike(sites):
         rows = [shelves[layer][node] for layer in range(layers) for node in nodes]
@@ -105,19 +105,19 @@ def home_nodes(load: Doubles, sites: Sites, groups: int) -> Ints:
     order = np.take_along_axis(inside + np.arange(groups)[:, None] * size, turn[..., None], 1).reshape(
         layers, num_experts
     )
-    home = np.empty((layers, num_experts), np.int64)
-    np.put_along_axis(home, order, np.broadcast_to(node_of_turn, order.shape), 1)
-    return home
+    node_of_expert = np.empty((layers, num_experts), np.int64)
+    np.put_along_axis(node_of_expert, order, np.broadcast_to(node_of_turn, order.shape), 1)
+    return node_of_expert
 
 
-def _shelves(load: Doubles, home: Ints, sites: Sites) -> list[NodeShelf]:
+def _shelves(load: Doubles, node_of_expert: Ints, sites: Sites) -> list[NodeShelf]:
     total, speed = max(float(load.sum()), 1e-300), float(sites.speed_W.sum())
     shelves = []
     for node, name in enumerate(np.unique(sites.node_W)):
         here = sites.node_W == name
         room = int((sites.slots_W[here] - 1).sum()) + 1
         shelf = NodeShelf(room, total * float(sites.speed_W[here].sum()) / speed)
-        shelf.held = {int(expert): float(load[expert]) for expert in np.flatnonzero(home == node)}
+        shelf.held = {int(expert): float(load[expert]) for expert in np.flatnonzero(node_of_expert == node)}
         shelf.load = sum(shelf.held.values())
         shelves.append(shelf)
     return shelves
@@ -278,9 +278,9 @@ _NODE_TARGET = 0.9985
 
 @EPLB_POLICIES.register("auto")
 class Auto(EplbPolicy):
-    """Hybrid where groups can stay at home, else flat."""
+    """Hybrid where groups can be kept on one node, else flat."""
 
-    summary = "hybrid where groups can stay at home, else flat"
+    summary = "hybrid where groups can be kept on one node, else flat"
 
     def reasons_against(self, request: PlacementRequest) -> list[str]:
         return []
@@ -331,13 +331,13 @@ class Flat(EplbPolicy):
 
 @EPLB_POLICIES.register("hybrid")
 class Hybrid(EplbPolicy):
-    """Groups stay at home on their node, which lends the excess of its hot experts to others."""
+    """Keep each group on one node and export the excess load of hot experts to other nodes."""
 
     summary = "groups stay on their node, which lends its excess to others"
     mends_near = True
 
     def reasons_against(self, request: PlacementRequest) -> list[str]:
-        """Why groups cannot stay at home here."""
+        """The reasons for which groups cannot be kept on one node."""
         experts, limit = request.load.shape[1], hybrid_limit(request.sites)
         wrong = []
         if len(np.unique(request.sites.node_W)) < 2:

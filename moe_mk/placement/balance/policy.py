@@ -1,4 +1,4 @@
-"""What a placement policy is, and the policies there are: built in, and of other wheels by entry point."""
+"""The interface of placement policies, and their registry: built-in policies and those of entry points."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Policy = str
 
 @dataclass
 class SlotPlacement:
-    """Expert and share of every living slot [X, P], how each layer came about, and the load sent away from home [X]."""
+    """Expert and share of every living slot [X, P], the method of each layer, and the exported part of the load [X]."""
 
     experts: Ints
     shares: Doubles
@@ -30,11 +30,11 @@ class SlotPlacement:
 
     @classmethod
     def of(cls, experts: Ints, request: PlacementRequest, method: str) -> SlotPlacement:
-        """A placement whose shares are solved for its slots, as `request.split` says."""
+        """A placement whose shares are solved for its slots, according to `request.split`."""
         return cls(experts, split_shares(experts, request), [method] * len(experts), np.zeros(len(experts)))
 
     def keep_better(self, other: SlotPlacement, load: Doubles, sites: Sites, cost: Cost) -> None:
-        """Take over the layers in which the other placement is faster."""
+        """Adopt the layers in which the other placement is faster."""
         mine = gpu_time(self.experts, self.shares, load, sites, cost).max(1)
         theirs = gpu_time(other.experts, other.shares, load, sites, cost).max(1)
         self.replace(np.flatnonzero(theirs < mine), other)
@@ -48,28 +48,28 @@ class SlotPlacement:
 
 
 class EplbPolicy(ABC):
-    """One way to place experts. Built anew, without arguments, for every plan; it keeps no state.
+    """An algorithm that places experts. Instantiated without arguments for every plan; it keeps no state.
 
-    Whether anything should move from an old placement is not its affair: `plan` asks it for a fresh placement and takes
-    from that what pays.
+    A policy does not consider the previous placement: `plan` requests a fresh placement and adopts the changes whose
+    gain exceeds their cost.
     """
 
     summary: ClassVar[str] = ""
     whole_nodes: ClassVar[bool] = True
-    """Whether nodes matter to it, so that a fresh placement is fitted to an old one node by node."""
+    """Whether it considers nodes: a fresh placement is then aligned with the previous one node by node."""
     mends_near: ClassVar[bool] = False
-    """Whether small changes should first be tried without leaving a node."""
+    """Whether small changes are first tried inside nodes."""
 
     @abstractmethod
     def reasons_against(self, request: PlacementRequest) -> list[str]:
-        """Everything that keeps it from serving; empty if it can."""
+        """Every reason for which it cannot place this request; empty if it can."""
 
     @abstractmethod
     def place(self, request: PlacementRequest) -> SlotPlacement:
         """Experts and shares of all slots of `request.sites`, [X, P]; every slot is filled, every expert somewhere."""
 
     def stands_for(self, request: PlacementRequest) -> tuple[str, str]:
-        """The policy that runs in its place, and why; no name for itself."""
+        """The policy to run instead, and why; an empty name for this policy itself."""
         return "", ""
 
 

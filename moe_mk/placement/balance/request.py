@@ -77,7 +77,7 @@ def one_copy_shares(experts: Ints, load: Doubles, sites: Sites, cost: Cost) -> D
 def best_balance(request: PlacementRequest) -> Doubles:
     """An upper bound on the balance [X] of any placement of these loads on these slots, whatever the shares.
 
-    Counts tokens only; with a cost per expert nothing is claimed. If no GPU is busier than t, a slot carries at most
+    Counts tokens only; with a cost per expert it is no bound. If no GPU is busier than t, a slot takes at most
     t * the fastest speed: sum(ceil(load / that)) slots are needed.
     """
     total, speed = request.load.sum(1), request.sites.speed_W

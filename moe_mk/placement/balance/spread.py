@@ -138,9 +138,9 @@ def _part_twins(placed: Ints, piece: Doubles, sites: Sites) -> None:
         gpu, expert = sites.site_P[slot], placed[slot]
         if expert < 0 or (placed[sites.site_P == gpu] == expert).sum() < 2:
             continue
-        home = placed[sites.site_P == gpu]
+        held = placed[sites.site_P == gpu]
         without = np.array([not (placed[sites.site_P == other] == expert).any() for other in range(sites.num_gpus)])
-        able = np.flatnonzero(without[sites.site_P] & ~np.isin(placed, home))
+        able = np.flatnonzero(without[sites.site_P] & ~np.isin(placed, held))
         if able.size:
             other = able[np.abs(piece[able] - piece[slot]).argmin()]
             for values in (placed, piece):
@@ -173,7 +173,7 @@ def swap_refined(
 
 
 def _swap_once(active: Ints, grid: Ints, held: Doubles, load: Doubles, sites: Sites) -> Bools:
-    """Make the best swap of the busiest GPU of each active row; says which rows found one."""
+    """Make the best swap of the busiest GPU of each active row; returns which rows found one."""
     row, speed = np.arange(active.size), sites.speed_W
     time = load[active] / speed
     hot = time.argmax(1)

@@ -13,7 +13,7 @@ from moe_mk.placement.balance.arrays import Bools, Doubles, Ints
 
 
 class InfeasiblePlacement(ConfigError):
-    """A placement that cannot exist; carries what was asked, the limit, and the next value that works."""
+    """No placement satisfies the request; holds the requested value, the limit, and the next feasible value."""
 
     def __init__(self, message: str, *, asked: int, limit: int, next_feasible: int | None = None) -> None:
         self.asked, self.limit, self.next_feasible, self.message = asked, limit, next_feasible, message
@@ -176,6 +176,6 @@ class Sites:
         return Sites(self.slots_W[sites], self.speed_W[sites], self.node_W[sites], slots, sites)
 
     def capacities(self, load_X: Doubles) -> Doubles:
-        """What each site [X, W] carries when all finish together."""
+        """The load of each site [X, W] if all finish at the same time."""
         part: Doubles = self.speed_W / self.speed_W.sum()
         return np.multiply(load_X[:, None], part)
