@@ -216,8 +216,8 @@ def plan(
 
     load: tokens per expert [layers, experts], or a window of them [steps, layers, experts], which is summed.
     groups: expert groups that routing keeps together.
-    policy: "compat" is DeepSeek's; "flat" ignores nodes; "hybrid" keeps groups on a node, exporting the excess; "auto" is
-    hybrid where it can be, else flat; other wheels add more (`EPLB_POLICIES`). split: "weighted" shares let copies
+    policy: "compat" is DeepSeek's; "flat" ignores nodes; "hybrid" keeps groups on a node and exports the rest; "auto"
+    is hybrid where it can be, else flat; other wheels add more (`EPLB_POLICIES`). split: "weighted" shares let copies
     take unequal parts.
     old: what serves now; without it everything is placed anew. min_gain: part of a layer's ideal time that must be
     saved before weights move; one moved expert costs `move_cost` of it. max_moves: most arrivals in all layers
