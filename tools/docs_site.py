@@ -47,6 +47,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def front_page(root: Path) -> str:
     """README.md with links relative to `docs/`."""
     text = (root / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^\]]*\]\()docs/", r"\1", text)  # pictures
     return LINK.sub(lambda link: f"[{link['text']}]({_from_docs(link['target'])})", text)
 
 

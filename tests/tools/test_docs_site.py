@@ -54,7 +54,7 @@ def test_links_that_leave_the_docs_become_names_and_the_others_stay() -> None:
 
 def test_the_front_page_links_into_the_site_and_out_of_it(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("[a](docs/a.md#b) [l](LICENSE) [w](https://x.y) ![p](docs/p.png)")
-    assert docs_site.front_page(tmp_path) == "[a](a.md#b) [l](../LICENSE) [w](https://x.y) ![p](docs/p.png)"
+    assert docs_site.front_page(tmp_path) == "[a](a.md#b) [l](../LICENSE) [w](https://x.y) ![p](p.png)"
 
 
 def test_kinds_of_blocks_that_tests_need_are_plain_on_the_site() -> None:
