@@ -1,4 +1,4 @@
-"""Ranks compare notes before the first collective: a differing decision becomes a diff, not a hang."""
+"""Ranks compare decisions before the first collective, so that a difference raises an error, not a hang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def agree(comm: Communicator, notes: Mapping[str, str], layer: str = "") -> Flig
     """Check that every rank of the group brings the same notes.
 
     notes: what must be equal, by name. Only a digest travels, unless ranks differ; then all notes do, and every rank
-    raises CommError with what each rank says about each differing name.
+    raises CommError with the value of each differing name on each rank.
     """
     ones = [1] * comm.size
     mine = _as_row(digest(notes))
@@ -41,7 +41,7 @@ def agree(comm: Communicator, notes: Mapping[str, str], layer: str = "") -> Flig
 
 
 def diff(texts: list[str]) -> str:
-    """List the names whose values differ between ranks, with what each rank says."""
+    """List the names whose values differ between ranks, with the value of each rank."""
     notes = [dict(line.split("=", 1) for line in text.splitlines()) for text in texts]
     names = sorted({name for note in notes for name in note})
     lines = []

@@ -1,7 +1,8 @@
-"""What a rank can ask of its group: rows to and from every peer, with sizes that differ and may be zero.
+"""Collectives of one rank over its group: rows to and from every peer, with sizes that differ and may be zero.
 
-Rows are tensors of shape (rows, X). Every collective is a flight: posted, in the air, landed. `Communicator` says what;
-`single`, `distributed` and `lockstep` say how. Failures end in CommError with rank, phase and layer, never in a hang.
+Rows are tensors of shape (rows, X). Every collective is a flight: posted, in flight, complete. `Communicator` is the
+interface; `single`, `distributed` and `lockstep` implement it. Failures end in CommError with rank, phase and layer,
+never in a hang.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Communicator(ABC):
     rank: int
     size: int
     layer: str = ""
-    """How errors call the layer that this view belongs to."""
+    """Name of the layer that this view belongs to, for errors."""
     layer_number: int = 0
-    """The same on all ranks: messages and flags carry it, so that calls of two layers are never taken for each other.
+    """The same on all ranks. Messages and flags contain it, so that calls of two layers cannot be confused.
     0: not numbered."""
 
     def __init__(self, kept: dict[Hashable, object] | None = None, status: GroupStatus | None = None) -> None:
-        """kept: what transports keep open over the group, by what it is; views that share it share windows.
+        """kept: resources that transports keep open over the group, by key; views that share it share windows.
 
         status: of the group, for all its views.
         """
@@ -45,7 +46,7 @@ class Communicator(ABC):
         self.kept: dict[Hashable, object] = {} if kept is None else kept
         self.status = GroupStatus() if status is None else status
         self.lock: Lock = RLock()
-        """Held by the thread that is in a call over the group, and by none between two steps of a call."""
+        """Held by the thread that runs a step of a call over the group, and released between two steps."""
 
     def check(self, phase: str) -> None:
         """Raise CommError if an earlier call over this group failed."""
@@ -55,8 +56,8 @@ class Communicator(ABC):
     def fail(self, error: BaseException) -> None:
         """End the calls of all ranks over this group: report an exception of this rank to its peers. Never raises.
 
-        Later calls are refused with the first cause, until `recover`. The exception gets a note that says so. Nothing
-        is to be reported of one that all ranks raise.
+        Later calls are refused with the first cause, until `recover`. A note is added to the exception.
+        An exception that all ranks raise need not be reported.
         """
         if self.size == 1 or self.status.failure is not None:
             return
@@ -74,19 +75,19 @@ class Communicator(ABC):
             )
 
     def abort_on_error(self) -> AbortOnError:
-        """Report whatever is raised inside to the peers, see `fail`."""
+        """A context that reports exceptions raised inside to the peers, see `fail`."""
         return AbortOnError(self.fail)
 
     def exclusive(self, phase: str) -> Exclusive:
-        """For one thread at a time, from one step of a call to the next. Raises CommError if another is inside."""
+        """A context for one thread at a time, for one step of a call. Raises CommError if another thread is inside."""
         return Exclusive(self.lock, lambda text: CommError(text, rank=self.rank, phase=phase, layer=self.layer))
 
     def keep(self, resource: GroupResource) -> None:
-        """Have something aborted and reopened with the group, for as long as somebody else holds it."""
+        """Abort and reopen a resource with the group. Only a weak reference is kept."""
         self.status.resources.add(resource)
 
     def recover(self) -> Flight[None]:
-        """Serve again after a failed call. All ranks call it; what earlier calls left in flight is never received.
+        """Continue after a failed call. All ranks call it; messages of earlier calls are never received.
 
         Raises CommError where connections are gone with a rank that is dead or was late, and UnsupportedError where
         something that is kept open over the group cannot start over: both need a new group.
@@ -100,7 +101,7 @@ class Communicator(ABC):
         self.status.epoch = self._epoch()
 
     def without(self, ranks: Collection[int]) -> Flight[Communicator]:
-        """The ranks that are left when some have died, as a group of their own over the same connections.
+        """A group of the remaining ranks when some have died, over the same connections.
 
         ranks: of this view. All others call it with the same ones, which is checked. The new view numbers them in the
         same order and keeps nothing open yet; this view serves no more. Raises CommError if the ranks that are left
@@ -118,7 +119,7 @@ class Communicator(ABC):
         self.layer_number = 0
 
     def check_counts(self, counts: Sequence[int], most: int, phase: str) -> None:
-        """Raise CommError naming the first rank whose count is none: below zero, or more than it may bring.
+        """Raise CommError naming the first rank whose count is out of range: below zero or above `most`.
 
         For counts that peers have sent, before anything is allocated by them.
         """
@@ -146,7 +147,7 @@ class Communicator(ABC):
         raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, peer=piece % self.size)
 
     def _report(self, failure: Failure) -> None:
-        """Send a failure of this rank to all peers. Never raises, never waits. The status alone does in one thread."""
+        """Send a failure of this rank to all peers. Never raises, never waits. By default it uses the shared status."""
         del failure
 
     def _recover(self) -> Flight[None]:
@@ -164,7 +165,7 @@ class Communicator(ABC):
     def all_to_others(
         self, received: Tensor, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str
     ) -> Flight[None]:
-        """`all_to_all` into rows that are there, without those that stay here: its caller copies them.
+        """`all_to_all` into existing rows, without the rows that stay on this rank: the caller copies them.
 
         send and receive are those of `all_to_all`; received and rows are dense and hold what is from and for others
         alone. What stays is counted as traffic with itself, as if it had come this way.
@@ -174,21 +175,21 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
-        """Give my rows to everybody; return everybody's in rank order. counts[r] is what rank r brings."""
+        """Gather the rows of all ranks in rank order. counts[r]: rows of rank r."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, phase: str) -> Flight[Tensor]:
         """Sum over the group; x is left as it was."""
 
     def library_group(self) -> object:
-        """What a communication library is given to find its peers: the process group, or the threads' stand-in for one.
+        """The group that a communication library is given: the process group, or its equivalent for threads.
 
-        Raises ConfigError where ranks are only pretended in one thread, where a library call would wait for ever.
+        Raises ConfigError for ranks of one thread, where a library call would never return.
         """
-        raise ConfigError(f"{type(self).__name__} has no group that a communication library could wait in")
+        raise ConfigError(f"{type(self).__name__} has no group for a communication library")
 
     def reduce_scatter(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
-        """Sum everybody's rows and keep my part of counts[rank] rows.
+        """Sum the rows of all ranks and return this rank's part of counts[rank] rows.
 
         Peers are added in rank order in f32 and rounded once, so the result does not depend on arrival or dtype.
         """
@@ -197,14 +198,14 @@ class Communicator(ABC):
         return sum_in_order(parts.view(self.size, mine, *rows.shape[1:]).unbind())
 
     def exchange_counts(self, counts: Sequence[int], phase: str) -> Flight[list[int]]:
-        """Tell each peer how many rows it will get; return how many each will send."""
+        """Exchange row counts: counts[r] goes to rank r; returns the number of rows that each rank will send."""
         ones = [1] * self.size
         mine = torch.tensor(counts, dtype=torch.int64, device="cpu").view(self.size, 1)
         theirs = yield from self.all_to_all(mine, ones, ones, phase)
         return [int(count) for count in theirs.flatten().tolist()]
 
     def gather_count(self, count: int, phase: str) -> Flight[list[int]]:
-        """Tell everybody one number; return everybody's."""
+        """Gather one number of each rank."""
         mine = torch.tensor([[count]], dtype=torch.int64, device="cpu")
         theirs = yield from self.all_gather(mine, [1] * self.size, phase)
         return [int(number) for number in theirs.flatten().tolist()]
@@ -220,7 +221,7 @@ class Communicator(ABC):
         return [0 if peer == self.rank else count for peer, count in enumerate(counts)]
 
     def _count_reduced(self, phase: str, x: Tensor) -> None:
-        """Each rank adds up its part of the tensor and sends the sum to all, in the dtype that sums run in."""
+        """Count an all-reduce: each rank adds up its part of the tensor and sends it to all, in `summing_dtype`."""
         parts, width = even_parts(x.numel(), self.size), summing_dtype(x.dtype).itemsize
         mine = parts[self.rank]
         sent = [0 if peer == self.rank else (part + mine) * width for peer, part in enumerate(parts)]
@@ -228,12 +229,12 @@ class Communicator(ABC):
 
 
 def summing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: f32 for 16-bit floats, else the dtype itself."""
+    """The dtype of sums: f32 for 16-bit floats, else the dtype itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Add the parts of ranks 0, 1, ... one after the other, on every device alike; rounded once at the end."""
+    """Add the parts of ranks 0, 1, ... in order, with the same result on every device; rounded once at the end."""
     total = parts[0].to(summing_dtype(parts[0].dtype), copy=True)
     return add_in_order(total, ((part, None) for part in parts[1:])).to(parts[0].dtype)
 
@@ -252,7 +253,7 @@ def add_in_order(total: Tensor, parts: Iterable[tuple[Tensor, Tensor | None]]) -
 
 
 def even_parts(count: int, ranks: int) -> list[int]:
-    """As many numbers as there are ranks that differ by one at most and add up to `count`."""
+    """`count` divided over ranks, as evenly as possible: parts differ by at most one."""
     return [count * (rank + 1) // ranks - count * rank // ranks for rank in range(ranks)]
 
 

@@ -12,13 +12,13 @@ from math import comb
 def expected_groups(
     num_experts: int, top_k: int, groups: int, *, expert_groups: int = 1, kept: int | None = None
 ) -> float:
-    """Distinct groups that one token visits under uniform routing; groups are ranks, or nodes.
+    """Distinct groups that one token is sent to under uniform routing; groups are ranks, or nodes.
 
     Without a limit g (1 - C(E - E/g, K) / C(E, K)): 5.295 of 8 and 7.267 of 32 for 256 experts and top-8.
 
-    kept: the router takes experts from so many of its `expert_groups` only, those whose best scores are highest: with
-    4 of 8 kept, 3.983 of 8 nodes and 6.820 of 32 ranks. Experts lie in order, so that each expert group lies on whole
-    ranks or nodes, or they on it; where neither divides the other, the limit is left out.
+    kept: the router takes experts from so many of its `expert_groups` only, those whose best scores are highest: with 4
+    of 8 kept, 3.983 of 8 nodes and 6.820 of 32 ranks. Experts are placed in order, so that each expert group is on
+    whole ranks or nodes, or they on it; where neither divides the other, the limit is left out.
     """
     most = min(kept or expert_groups, expert_groups)
     aligned = num_experts % expert_groups == 0 and (groups % expert_groups == 0 or expert_groups % groups == 0)
@@ -44,22 +44,22 @@ class _Limited:
     groups: int
 
     def missed(self, top_k: int) -> float:
-        """The chance that none of K experts lies on one given rank or node."""
-        homes = max(self.expert_groups // self.groups, 1)
+        """The chance that none of K experts is on one given rank or node."""
+        own_groups = max(self.expert_groups // self.groups, 1)
         own = max(self.per_group // max(self.groups // self.expert_groups, 1), 1)
-        # (expert groups seen, experts of the home group seen, all of them elsewhere): chance
+        # (expert groups seen, experts of the own group seen, all of them elsewhere): chance
         states = {(0, 0): 1.0}
         for drawn in range(top_k):
             after: dict[tuple[int, int], float] = defaultdict(float)
-            for (seen, at_home), chance in states.items():
+            for (seen, in_own), chance in states.items():
                 is_full = seen == self.kept
                 pool = (self.kept if is_full else self.expert_groups) * self.per_group - drawn
-                foreign = seen - (at_home > 0)
-                beside = self.per_group - own - at_home if at_home or not is_full else 0
-                known = foreign * self.per_group - (drawn - at_home)
-                new = 0 if is_full else (self.expert_groups - homes - foreign) * self.per_group
-                after[seen + (at_home == 0), at_home + 1] += chance * beside / pool
-                after[seen, at_home] += chance * known / pool
-                after[seen + 1, at_home] += chance * new / pool
+                foreign = seen - (in_own > 0)
+                others = self.per_group - own - in_own if in_own or not is_full else 0
+                known = foreign * self.per_group - (drawn - in_own)
+                new = 0 if is_full else (self.expert_groups - own_groups - foreign) * self.per_group
+                after[seen + (in_own == 0), in_own + 1] += chance * others / pool
+                after[seen, in_own] += chance * known / pool
+                after[seen + 1, in_own] += chance * new / pool
             states = after
         return sum(states.values())

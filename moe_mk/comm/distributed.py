@@ -1,10 +1,10 @@
-"""A group of `torch.distributed`: gloo between CPU processes, NCCL between GPUs. The group is passed in, never made.
+"""A group of `torch.distributed`: gloo between CPU processes, NCCL between GPUs. The group is given, never created.
 
-Over gloo everything goes by messages that say which call they belong to (`comm.messages`), with a deadline, because its
-own is 30 minutes. NCCL has collectives of agreed sizes, ordered on the stream and guarded by the watchdog of its group;
-the counts before them go by messages where the group has gloo for the host. gloo cannot carry CUDA tensors in every
-operation: those are staged through the host; counts and digests, made on the host, are staged through the GPU where a
-group has only NCCL.
+Over gloo all data is sent in messages that identify their call (`comm.messages`), with a deadline, because gloo's own
+is 30 minutes. NCCL collectives have agreed sizes, are ordered on the stream and guarded by the watchdog of the group;
+the counts before them are sent in messages where the group has gloo for the host. gloo does not support CUDA tensors in
+every operation: those are staged through the host. Counts and digests, made on the host, are staged through the GPU
+where a group has only NCCL.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class DistributedCommunicator(Communicator):
         """Straight into `received`."""
         self._count_sent(phase, rows, send)
         staged = self._stage(rows)
-        landing = received if received.device == staged.device else torch.empty_like(received, device=staged.device)
-        yield from self._exchange(landing, staged, self._to_others(send), self._to_others(receive), phase)
-        if landing is not received:
-            received.copy_(landing)
+        arrival = received if received.device == staged.device else torch.empty_like(received, device=staged.device)
+        yield from self._exchange(arrival, staged, self._to_others(send), self._to_others(receive), phase)
+        if arrival is not received:
+            received.copy_(arrival)
 
     def all_gather(self, rows: Tensor, counts: Sequence[int], phase: str) -> Flight[Tensor]:
         """A message to each rank; by NCCL into one tensor, padded to the longest rank."""
@@ -106,17 +106,17 @@ class DistributedCommunicator(Communicator):
         parts = even_parts(total.numel(), self.size)
         theirs = dict(enumerate(torch.split(total.view(-1), parts)))
         mine = theirs.pop(self.rank)
-        landing = mine.new_empty((self.size, len(mine)))
-        landing[self.rank] = mine
-        yield from self._swap(theirs, {peer: landing[peer] for peer in theirs}, phase)
-        mine.copy_(landing[0])
-        for part in landing[1:]:
+        parts = mine.new_empty((self.size, len(mine)))
+        parts[self.rank] = mine
+        yield from self._swap(theirs, {peer: parts[peer] for peer in theirs}, phase)
+        mine.copy_(parts[0])
+        for part in parts[1:]:
             mine += part
         yield from self._swap(dict.fromkeys(theirs, mine), theirs, phase)
         return total.to(device=x.device, dtype=x.dtype)
 
     def exchange_counts(self, counts: Sequence[int], phase: str) -> Flight[list[int]]:
-        """Counts travel in the headers of messages."""
+        """Counts are sent in the headers of messages."""
         if self._messages is None:
             return (yield from super().exchange_counts(counts, phase))
         self.traffic.sent(phase, [COUNT_BYTES] * self.size, self.rank)
@@ -134,7 +134,7 @@ class DistributedCommunicator(Communicator):
         return self.group
 
     def without(self, ranks: Collection[int]) -> Flight[Communicator]:
-        """Over gloo, as long as the connections between the others stand: they do when a process has died."""
+        """Supported over gloo while connections between the others are intact, as they are after a process died."""
         lost = sorted(set(ranks))
         wrong = [rank for rank in lost if not 0 <= rank < self.size or rank == self.rank]
         if wrong or not lost:
@@ -172,7 +172,7 @@ class DistributedCommunicator(Communicator):
         return [peer for peer in range(self.size) if peer != self.rank]
 
     def _stage(self, x: Tensor) -> Tensor:
-        return x.contiguous().to(carrier(x.device, self._backends))
+        return x.contiguous().to(staging_device(x.device, self._backends))
 
     def _by_messages(self, staged: Tensor) -> bool:
         return self._messages is not None and self._backends.get(staged.device.type) == "gloo"
@@ -189,9 +189,11 @@ class DistributedCommunicator(Communicator):
         if send[self.rank] != receive[self.rank]:
             text = f"keeps {send[self.rank]} rows, after it announced {receive[self.rank]}"
             raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, peer=self.rank)
-        at, landing = offsets(send), offsets(receive)
+        at, received_at = offsets(send), offsets(receive)
         outgoing = {peer: staged[at[peer] : at[peer + 1]] for peer in range(self.size) if send[peer]}
-        incoming = {peer: received[landing[peer] : landing[peer + 1]] for peer in range(self.size) if receive[peer]}
+        incoming = {
+            peer: received[received_at[peer] : received_at[peer + 1]] for peer in range(self.size) if receive[peer]
+        }
         if self.rank in outgoing:
             incoming.pop(self.rank).copy_(outgoing.pop(self.rank))
         yield from self._swap(outgoing, incoming, phase)
@@ -237,13 +239,13 @@ class DistributedCommunicator(Communicator):
 
 
 MOST_MEMBERS = 62
-"""Ranks of a group that can go on without some: who is left out travels in the bits of a number."""
+"""Maximum size of a group that can continue without some ranks: excluded ranks are sent as bits of a number."""
 COUNT_BYTES = 8
 """A count, as traffic has it; headers are not counted."""
 
 
-def carrier(device: torch.device, backends: Mapping[str, str]) -> torch.device:
-    """Where a tensor must lie to travel: where it is, unless gloo would have it on the host, or the group only on GPUs.
+def staging_device(device: torch.device, backends: Mapping[str, str]) -> torch.device:
+    """The device from which a tensor can be sent: its own, unless gloo needs it on the host, or the group needs a GPU.
 
     backends: the backend of the group for each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
     """

@@ -1,9 +1,9 @@
-"""What ranks of a group know of a call that failed, and how it ends on all of them.
+"""Failures of calls: how a failure on one rank ends the call on all ranks of the group.
 
-An exception between dispatch and combine on one rank leaves its peers waiting for rows that will not come, and would
-let its next call meet theirs. So the rank that fails reports it to its peers, which end their calls in CommError naming
-that rank and the cause, and every later call over the group is refused with the first cause until all ranks have agreed
-to go on (`Communicator.recover`).
+An exception between dispatch and combine on one rank leaves its peers waiting for rows that will never arrive, and its
+next call would be matched with their current one. The rank that fails therefore reports it to its peers, whose calls
+end in CommError with that rank and the cause. Every later call over the group is refused with the first cause until all
+ranks have agreed to continue (`Communicator.recover`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ABANDONED = "the call was abandoned before it ended: its flight was closed or dr
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a group, as one rank knows it."""
+    """The first failure of a group, as recorded on one rank."""
 
     text: str
     """The cause, on one line, with the type of the exception."""
@@ -56,7 +56,7 @@ def _one_line(text: str) -> str:
 
 
 class GroupResource(ABC):
-    """Something that layers keep open over a group, and that a failed call leaves in a state of its own."""
+    """A resource that layers keep open over a group, whose state is not defined after a failed call."""
 
     @abstractmethod
     def abort(self, failure: Failure) -> None:
@@ -73,7 +73,7 @@ class GroupStatus:
 
     failure: Failure | None = None
     epoch: int = 0
-    """How often the ranks have agreed to go on after a failure."""
+    """Number of recoveries after failures."""
     resources: WeakSet[GroupResource] = field(default_factory=WeakSet)
 
     def check(self, rank: int, phase: str, layer: str) -> None:
@@ -89,7 +89,7 @@ class GroupStatus:
 
 
 class Exclusive:
-    """A context for one thread at a time. Raises what `error` makes where another thread is inside."""
+    """A context for one thread at a time. Raises the exception made by `error` if another thread is inside."""
 
     __slots__ = ("_error", "_lock")
 
@@ -108,7 +108,7 @@ class Exclusive:
 
 
 class AbortOnError:
-    """A context that reports whatever is raised inside to the ranks of a group, and lets it pass."""
+    """A context that reports exceptions raised inside to the ranks of a group, and re-raises them."""
 
     __slots__ = ("_fail",)
 

@@ -1,8 +1,8 @@
-"""What a forked child does not keep: descriptors and memory by which peers would take this rank to be alive.
+"""Descriptors and memory that forked children release, so that peers detect the end of this rank.
 
 A connection ends when its last descriptor is closed. A helper that a rank forks (`os.fork`, multiprocessing with
 "fork") inherits them all, so that the peers of a rank that is killed would see its connections open as long as the
-helper lives. Processes that are spawned keep nothing: every descriptor is closed at exec.
+helper lives. Spawned processes inherit none: every descriptor is closed at exec.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The groups an engine hands to a layer, and the communicators made from them."""
+"""The process groups that an engine passes to a layer, and the communicators made from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ParallelGroups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ParallelGroups:
-        """Take the dimensions called ep, tp and dp of a device mesh; a mesh with none of them is refused."""
+        """Take the dimensions ep, tp and dp of a device mesh. Raises ConfigError for a mesh without any of them."""
         names = mesh.mesh_dim_names or ()
         dimensions: tuple[Literal["ep", "tp", "dp"], ...] = ("ep", "tp", "dp")
         known: dict[str, Any] = {name: mesh.get_group(name) for name in dimensions if name in names}

@@ -1,4 +1,4 @@
-"""W ranks in one process and one thread: each rank is a flight, `interleave` advances them hop by hop.
+"""W ranks in one process and one thread: each rank is a flight, `interleave` advances them step by step.
 
 The twin of a real group for tests, examples and virtual ranks on one GPU: same calls, same order, real sizes.
 """

@@ -1,6 +1,6 @@
-"""W ranks in one process, a thread each: for whatever waits for its peers inside a call, as libraries do.
+"""W ranks in one process with a thread each, for code that waits for peers inside a call, as libraries do.
 
-Same calls and bits as lockstep. A rank that dies or is late ends the others with CommError after `timeout_s`.
+Same calls and results as lockstep. If a rank fails or is late, the others raise CommError after `timeout_s`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ COUNT_BYTES = 8
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which node each rank of a group lies on."""
+    """The node of each rank of a group."""
 
     node_of_W: tuple[int, ...]
     """Numbers from 0 without a gap."""
@@ -121,7 +121,7 @@ class RowBytes:
     row: int
     """A token with its ids and weights, outward."""
     sum: int
-    """One row homeward."""
+    """One sum in combine."""
 
 
 @dataclass(frozen=True)
@@ -170,17 +170,17 @@ def all_gather_flow(ranks_of_W: Sequence[Tensor], size: RowBytes) -> Flow:
 
 def hierarchical_flow(ranks_of_W: Sequence[Tensor], size: RowBytes, nodes: Nodes) -> Flow:
     """One copy for each remote node to the rank of equal place there, which forwards it inside and adds up the sums."""
-    visits_of_W = [_visits(ranks_TK, len(ranks_of_W)) for ranks_TK in ranks_of_W]
+    sent_of_W = [_sent_to(ranks_TK, len(ranks_of_W)) for ranks_TK in ranks_of_W]
     between_WW, within_WW = (torch.zeros_like(_rows(ranks_of_W)) for _ in range(2))
     between_counts_WW, within_counts_WW = (torch.zeros_like(between_WW) for _ in range(2))
-    for source, visits_TW in enumerate(visits_of_W):
+    for source, sent_TW in enumerate(sent_of_W):
         for node in range(nodes.num_nodes):
             members = list(nodes.members(node))
             relay = members[nodes.local_index(source)]
             if node != nodes.node_of_W[source]:
-                between_WW[source, relay] += int(visits_TW[:, members].any(dim=1).sum())
+                between_WW[source, relay] += int(sent_TW[:, members].any(dim=1).sum())
             between_counts_WW[source, relay] = COUNT_BYTES
-            within_WW[relay, members] += visits_TW[:, members].sum(dim=0)
+            within_WW[relay, members] += sent_TW[:, members].sum(dim=0)
             within_counts_WW[relay, members] = COUNT_BYTES
     return Flow(
         {
@@ -194,12 +194,12 @@ def hierarchical_flow(ranks_of_W: Sequence[Tensor], size: RowBytes, nodes: Nodes
     )
 
 
-def _visits(ranks_TK: Tensor, size: int) -> Tensor:
+def _sent_to(ranks_TK: Tensor, size: int) -> Tensor:
     """(T, W) of 0 and 1: whether a token has an assignment on a rank."""
     ranks_W = torch.arange(size, dtype=ranks_TK.dtype, device=ranks_TK.device)
     return (ranks_TK[:, :, None] == ranks_W).any(dim=1).to(torch.int64).cpu()
 
 
 def _rows(ranks_of_W: Sequence[Tensor]) -> Tensor:
-    """(W, W): tokens of the first rank that visit the second."""
-    return torch.stack([_visits(ranks_TK, len(ranks_of_W)).sum(dim=0) for ranks_TK in ranks_of_W])
+    """(W, W): tokens of the first rank that are sent to the second."""
+    return torch.stack([_sent_to(ranks_TK, len(ranks_of_W)).sum(dim=0) for ranks_TK in ranks_of_W])

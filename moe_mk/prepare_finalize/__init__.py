@@ -1,4 +1,4 @@
-"""Communication backends: carry tokens to their experts and the output home. Importing this registers the built-ins."""
+"""Communication backends: dispatch tokens to experts and combine outputs. Importing it registers the built-ins."""
 
 from moe_mk.prepare_finalize import (
     all_gather,

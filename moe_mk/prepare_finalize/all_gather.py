@@ -1,6 +1,6 @@
 """All-gather + reduce-scatter: every rank sees all tokens, keeps those of its experts, and partial sums are added up.
 
-Always works and moves the most: choose it for few ranks, or when most tokens visit most ranks anyway.
+Always works and moves the most: choose it for few ranks, or when most tokens have experts on most ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AllGather(PrepareFinalize):
             return self.local_rows(x_RH, physical_RK, weights_RK, handle=counts)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Each rank has a partial sum of every token: add them up at their home."""
+        """Each rank has a partial sum of every token: add them up on its source rank."""
         counts = tokens.handle
         assert isinstance(counts, list)
         with self.context.spans.span("combine"):

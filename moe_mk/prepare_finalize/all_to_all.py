@@ -48,12 +48,12 @@ class PointToPoint(Communicator):
         self.messages[phase] += 2 * (self.size - 1)
         if isinstance(self.inner, DistributedCommunicator):
             return (yield from self.inner.all_to_all(rows, send, receive, phase))
-        starts, landing = offsets(send), offsets(receive)
+        starts, received_at = offsets(send), offsets(receive)
         received = torch.empty((sum(receive), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        mine = slice(landing[self.rank], landing[self.rank + 1])
+        mine = slice(received_at[self.rank], received_at[self.rank + 1])
         received[mine] = rows[starts[self.rank] : starts[self.rank + 1]]
         parts = [rows[starts[peer] : starts[peer + 1]] for peer in range(self.size)]
-        holes = [received[landing[peer] : landing[peer + 1]] for peer in range(self.size)]
+        holes = [received[received_at[peer] : received_at[peer + 1]] for peer in range(self.size)]
         yield from self._in_rounds(parts, holes, phase)
         return received
 
@@ -200,7 +200,7 @@ def _writer(values_TB: Tensor, token_X: Tensor, tails_XB: Tensor) -> Write:
 
 @PREPARE_FINALIZE.register("all_to_all_p2p")
 class AllToAllByMessages(AllToAll):
-    """The same rows in the same order, each hop as W - 1 messages out and W - 1 in."""
+    """The same rows in the same order, each exchange as W - 1 messages sent and W - 1 received."""
 
     traits: ClassVar[TransportTraits] = replace(
         AllToAll.traits,

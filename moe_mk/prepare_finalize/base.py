@@ -1,4 +1,4 @@
-"""The contract of a communication backend: carry tokens to their experts, carry the output home.
+"""The interface of a communication backend: `prepare` dispatches tokens, `finalize` combines outputs.
 
 One file, one class, one decorator make a backend:
 
@@ -36,43 +36,43 @@ class TransportTraits(Traits):
     """Facts of a transport."""
 
     produces: type
-    """The layout its `prepare` hands over: RowTokens, GroupedTokens or BatchedTokens."""
+    """The layout that `prepare` returns: RowTokens, GroupedTokens or BatchedTokens."""
     wants: OutputStage
-    """How far an output must be before `finalize` takes it."""
+    """The stage that an output must have reached for `finalize`."""
     wire: frozenset[str] = frozenset({"plain"})
-    """What it can carry: "plain", "fp8" (values and scales as bytes)."""
+    """Formats of dispatched rows: "plain", "fp8" (values and scales as bytes)."""
     min_ranks: int = 1
     max_ranks: int | None = None
     one_node: bool = False
     """Whether all ranks must share a node."""
     tokens: frozenset[str] = frozenset({"sharded"})
-    """Whether EP ranks may bring different tokens ("sharded"), the same ones ("replicated"), or both."""
+    """Whether EP ranks may have different tokens ("sharded"), the same ones ("replicated"), or both."""
     partial: bool = False
-    """Whether the output is a partial sum that the layer still has to add up over EP."""
+    """Whether the output is a partial sum that the layer must still all-reduce over EP."""
     uneven: bool = True
     """Whether ranks may own different numbers of experts."""
     blocking: bool = False
-    """Whether its calls wait for peers inside a library: ranks of one process then need a thread each."""
+    """Whether its calls wait for peers inside a library; ranks of one process then need one thread each."""
     open_calls: int | None = None
-    """How many calls may be dispatched and not yet home at once; None: as many as one likes."""
+    """How many calls may be dispatched and not yet combined at once; None: any number."""
     in_flight: int | None = None
-    """How many operations may be issued and not yet received at once; None: as many as one likes."""
+    """How many operations may be issued and not yet received at once; None: any number."""
     comm_unit: Literal["", "SMs", "CUs", "threads"] = ""
-    """What `kernel.comm_units` counts; empty: it keeps nothing that can be set."""
+    """What `kernel.comm_units` counts; empty: the transport does not support it."""
     masks_ranks: bool = False
-    """Whether calls can go on in the same group without ranks that are dead, see `PrepareFinalize.leave_out`."""
+    """Whether calls can continue in the same group without dead ranks, see `PrepareFinalize.leave_out`."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Compute units that a transport keeps for itself while it communicates."""
+    """Compute units that a transport reserves for communication."""
 
     unit: str
     """"SMs", "CUs" (AMD) or "threads"."""
     count: int | None
-    """None: its library decides when it runs."""
+    """None: the library decides at run time."""
     source: str
-    """Who says so: kernel.comm_units, a default, a formula."""
+    """Where the number comes from: kernel.comm_units, a default, a formula."""
 
     def __str__(self) -> str:
         return f"{self.unit if self.count is None else f'{self.count} {self.unit}'}: {self.source}"
@@ -80,30 +80,30 @@ class Budget:
 
 @dataclass(frozen=True)
 class Volume:
-    """Rows one rank expects to send to others in one call, and how many collectives that takes."""
+    """Rows that one rank is expected to send to others in one call, and the number of collectives."""
 
     dispatch_rows: float
     combine_rows: float
     collectives: int
     far_rows: float | None = None
-    """Of the rows each way those that cross nodes, the others being relayed; None: all peers get alike, all at once."""
+    """Rows each way that cross nodes, the others being relayed inside a node; None: rows go to all peers directly."""
     pipelined: bool = False
-    """Whether relays forward rows while others still cross, so that both kinds of link work at once."""
+    """Whether relays forward rows while others still cross, so that both kinds of link are busy at once."""
 
 
 @dataclass(frozen=True)
 class TransportPlan:
-    """What a transport would take and what stands against it, known before anything is allocated or imported."""
+    """Memory a transport needs and the limits that a problem exceeds, computed without allocations or imports."""
 
     buffer_bytes: int
-    """Bytes of one rank that the transport or its library keeps for itself."""
+    """Bytes that the transport or its library allocates on one rank."""
     reasons: tuple[Reason, ...]
-    """Every limit that the problem breaks; empty if it can serve."""
+    """Every limit that the problem exceeds; empty if the transport supports it."""
 
 
 @dataclass(frozen=True)
 class TransportContext:
-    """What a transport is built from. Nothing else is at hand: no ambient group, no global."""
+    """Everything a transport is built from; transports use no default process group and no globals."""
 
     comm: Communicator
     expert_map: ExpertMap
@@ -115,17 +115,17 @@ class TransportContext:
     device: torch.device
     spans: Spans = field(default_factory=Spans)
     max_num_tokens: int = KernelConfig.model_fields["max_num_tokens"].default
-    """The most tokens this rank brings to one call; windows are sized by it."""
+    """Maximum number of tokens of this rank in one call; determines the size of windows."""
     ranks_per_node: int | None = None
     """Ranks of this group on one host; None: all ranks share one."""
     relay_tokens: int | None = None
     """Tokens that are relayed between nodes at a time; None: all of a call."""
     comm_units: int | None = None
-    """Compute units that the transport may keep for itself; None: its default."""
+    """Compute units that the transport may reserve; None: its default."""
     allow_emulated: bool = False
-    """Whether an emulation may stand in for the library, see `external.library.load`."""
+    """Whether an emulation may replace the library, see `external.library.load`."""
     network: str = KernelConfig.model_fields["network"].default
-    """The addresses that a transport of our own listens on between hosts, such as 10.0.0.0/24."""
+    """The network whose addresses the built-in network transport listens on, such as 10.0.0.0/24."""
 
     @property
     def num_slots(self) -> int:
@@ -149,21 +149,21 @@ class PrepareFinalize(ABC):
 
     @abstractmethod
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        """Carry tokens to the ranks of their experts. routing.ids_TK are physical experts, -1 goes nowhere."""
+        """Dispatch tokens to the ranks of their experts. routing.ids_TK: physical experts, -1 for none."""
 
     @abstractmethod
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Carry the output home: (T, H) in the layer's dtype, in the order of x_TH. `tokens` is what prepare gave."""
+        """Combine outputs: (T, H) in the layer's dtype, in the order of x_TH. tokens: as returned by `prepare`."""
 
     def leave_out(self, active_W: Tensor) -> None:
-        """Go on without some ranks. active_W: int32 or bool; 0 for ranks that nothing is sent to and nobody waits for.
+        """Continue without some ranks. active_W: int32 or bool; 0 for ranks that no rank sends to or waits for.
 
         Assignments to experts of those ranks add nothing to the output; the weights of the others are not changed.
         Every active rank calls it with the same value between two calls, before any call has failed, once for each
         group of layers that share a buffer; repeating it changes nothing.
         Raises UnsupportedError where the transport or the installed build of its library has no rank mask, or inside
         a call; ConfigError if this rank is not active; ShapeError for a wrong shape or dtype.
-        Host sync. A captured CUDA graph must be captured again where the transport's documentation says so.
+        Host sync. A captured CUDA graph must be captured again where the transport's documentation requires it.
         """
         active = self.active_ranks(active_W)
         if all(active):
@@ -207,13 +207,13 @@ class PrepareFinalize(ABC):
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
-        """Bytes of one rank that the transport or its library keeps between calls, beside the rows of a call."""
+        """Bytes that the transport or its library keeps between calls on one rank; excludes the rows of a call."""
         del problem
         return 0
 
     @classmethod
     def budget(cls, problem: Problem) -> Budget | None:
-        """The compute units it keeps for itself, as set or as it is by default; None where there are none to set."""
+        """The compute units reserved for communication, as set or by default; None where they cannot be set."""
         asked = problem.config.kernel.comm_units
         if not cls.traits.comm_unit or problem.ranks == 1:
             return None
@@ -221,27 +221,27 @@ class PrepareFinalize(ABC):
 
     @classmethod
     def own_budget(cls, problem: Problem) -> Budget:
-        """What it keeps where kernel.comm_units says nothing. For transports with a `comm_unit`."""
+        """The budget if kernel.comm_units is not set, for transports with a `comm_unit`."""
         del problem
-        return Budget(cls.traits.comm_unit, None, "as many as it sees fit")
+        return Budget(cls.traits.comm_unit, None, "chosen by the library")
 
     @classmethod
     def plan(cls, problem: Problem) -> TransportPlan:
-        """Bytes and every violated limit, from the problem alone: no library is needed."""
+        """Bytes and every exceeded limit, from the problem alone; no library is needed."""
         return TransportPlan(cls.buffer_bytes(problem), tuple(cls.reasons_against(problem)))
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Every reason why this backend cannot serve the problem; empty if it can."""
+        """Every reason why this backend does not support the problem; empty if it does."""
         return [*common_reasons(cls.traits, problem), *_fabric_reasons(cls.traits, problem)]
 
     def encode(self, x_TH: Tensor) -> QuantTensor:
-        """Bring tokens into the wire scheme."""
+        """Quantise tokens to the wire scheme."""
         with self.context.spans.span("quantise"):
             return self.context.wire.quantize(x_TH)
 
     def local_rows(self, x_RH: QuantTensor, physical_RK: Tensor, weights_RK: Tensor, handle: object) -> RowTokens:
-        """Rows with the slots of this rank; assignments to experts of other ranks become -1 and weigh nothing."""
+        """Rows with the slots of this rank; assignments to experts of other ranks become -1 with weight 0."""
         c = self.context
         slots_RK = c.tables.local_slots(physical_RK, c.comm.rank)
         return RowTokens(x_RH, slots_RK, torch.where(slots_RK >= 0, weights_RK, 0.0), c.num_slots, handle)
@@ -261,7 +261,7 @@ def _fabric_reasons(traits: TransportTraits, problem: Problem) -> list[Reason]:
         reasons.append(Reason("tokens", f"ranks bring {have}", f"parallel.tokens = {fix}"))
     asked = problem.config.kernel.comm_units
     if ranks > 1 and asked is not None and not traits.comm_unit:
-        text = f"has no budget of SMs or threads that could be held to {asked}"
+        text = f"does not support kernel.comm_units (= {asked})"
         reasons.append(Reason("comm_units", text, "kernel.comm_units = null"))
     if not traits.uneven and problem.config.model.num_experts % ranks:
         reasons.append(Reason("uneven", f"{problem.config.model.num_experts} experts do not divide over {ranks} ranks"))

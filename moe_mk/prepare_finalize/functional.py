@@ -1,12 +1,16 @@
-"""Dispatch and combine as two calls that share nothing but what the first returned: no object, no handle, no state.
+"""Dispatch and combine as two functions: all state is in what dispatch returns, no transport object is needed.
 
-    plan      sizes of everything, from numbers alone; refuses options that are not served
-    dispatch  a row for each assignment, grouped by expert, with all that is needed on the way home
-    combine   rows back, times their weights, summed over the picks of each token in order, in f32
+    plan      sizes of everything, from numbers alone; raises UnsupportedError for unsupported options
+    dispatch  a row for each assignment, grouped by expert, with everything that combine needs
+    combine   rows back, times their weights, summed over the experts of each token in order, in f32
 
-For callers that have experts, streams and memory of their own, and want two functions rather than a transport. The
-pair, its outputs and its options are those of CANN's MoeDistributeDispatch and MoeDistributeCombine (version 2); here
-it runs over any communicator.
+For callers that manage experts, streams and memory themselves. The interface, outputs and options are those of CANN's
+MoeDistributeDispatch and MoeDistributeCombine (version 2); the functions run over any communicator:
+
+    options = DistributeOptions(num_experts=8)
+    rows = wait(distribute_dispatch(x_TH, ids_TK, weights_TK, comm, options))
+    y_NH = my_experts(rows.expand_x, rows.expert_token_nums)
+    y_TH = wait(distribute_combine(y_NH, ids_TK, weights_TK, rows.expand_idx, rows.ep_recv_counts, comm, options))
 """
 
 from __future__ import annotations
@@ -31,14 +35,14 @@ WEIGHT_BYTES, INDEX_BYTES = 4, 8
 
 @dataclass(frozen=True)
 class DistributeOptions:
-    """What both calls are told alike, on every rank."""
+    """Options of both calls, equal on every rank."""
 
     num_experts: int
     """Routed experts; the same number on each rank, rank 0 holding the first."""
     quant_mode: int = NO_QUANT
     """0 sends rows as they are, 2 rounds each to INT8 with an f32 scale of its own."""
     global_batch: int = 0
-    """Tokens of all ranks at most, as ranks times the most of one; 0: whatever the ranks bring."""
+    """Maximum number of tokens of all ranks, as ranks times the maximum of one; 0: no limit."""
     token_nums_type: int = COUNTS
     """Whether `expert_token_nums` are counts (1) or running sums (0)."""
     expert_shard_type: int = 0
@@ -49,7 +53,7 @@ class DistributeOptions:
     group_list: Tensor | None = None
 
     def reasons_against(self, ranks: int) -> list[str]:
-        """Every option that is not served over so many ranks, with the way out."""
+        """Every option that is not supported over this number of ranks, with the remedy."""
         asked = {
             "num_experts": (self.num_experts % ranks == 0, f"must divide over {ranks} ranks"),
             "quant_mode": (self.quant_mode in (NO_QUANT, DYNAMIC_INT8), "use 0 (as they are) or 2 (INT8 by token)"),
@@ -58,11 +62,11 @@ class DistributeOptions:
             "expert_shard_type": (self.expert_shard_type == 0, "only 0 is served"),
             "shared_expert_num": (self.shared_expert_num == 0, "compute shared experts where their tokens are"),
             "shared_expert_ranks": (self.shared_expert_ranks == 0, "compute shared experts where their tokens are"),
-            "comm_quant_mode": (self.comm_quant_mode == 0, "sums go home as they are; use 0"),
+            "comm_quant_mode": (self.comm_quant_mode == 0, "sums are returned unquantised; use 0"),
             "tp_size": (self.tp_size == 1, "gather over TP outside"),
             "group_list": (self.group_list is None, "groups are those of dispatch; leave it out"),
         }
-        return [f"{name} = {getattr(self, name)}: {way_out}" for name, (fits, way_out) in asked.items() if not fits]
+        return [f"{name} = {getattr(self, name)}: {remedy}" for name, (fits, remedy) in asked.items() if not fits]
 
 
 @dataclass(frozen=True)
@@ -100,15 +104,15 @@ def plan_distribute(
 ) -> DistributePlan:
     """Sizes of both calls, before any memory is there. num_tokens: the most that a rank brings.
 
-    Raises UnsupportedError with every option that is not served.
+    Raises UnsupportedError with every option that is not supported.
     """
     _expect_served(options, ranks)
     most = max(num_tokens, options.global_batch // ranks)
     sent, rows = most * top_k, ranks * most * min(top_k, options.num_experts // ranks)
-    wire, home = row_bytes(_wire(options, dtype), hidden_size) + WEIGHT_BYTES, row_bytes(plain(dtype), hidden_size)
-    # Out: rows are picked, packed and staged, then arrive, are put in order and taken apart; home: likewise.
+    wire, summed = row_bytes(_wire(options, dtype), hidden_size) + WEIGHT_BYTES, row_bytes(plain(dtype), hidden_size)
+    # Dispatch: rows are picked, packed and staged, then arrive, are put in order and taken apart; combine likewise.
     out = 4 * sent * wire + 4 * rows * wire
-    back = 3 * rows * home + 3 * sent * home + most * 4 * hidden_size * 4
+    back = 3 * rows * summed + 3 * sent * summed + most * 4 * hidden_size * 4
     indices = 12 * INDEX_BYTES * (sent + rows + most) + 16 * INDEX_BYTES * options.num_experts * ranks
     return DistributePlan(rows, max(out, back) + indices)
 
@@ -136,20 +140,20 @@ def distribute_dispatch(
     rows_XB = encode_rows(wire.quantize(x_TH))[token_X]
     weights_X = weights_TK.to(torch.float32).flatten()[order_X]
     counts_WL, ones = counts_E.view(comm.size, -1), [1] * comm.size
-    told_WL = yield from comm.all_to_all(counts_WL, ones, ones, "dispatch counts")
+    received_WL = yield from comm.all_to_all(counts_WL, ones, ones, "dispatch counts")
     sent = counts_WL.sum(dim=1).tolist()
     packed_XB = torch.cat((rows_XB, as_bytes(weights_X[:, None])), dim=1)
-    arrived_NB = yield from comm.all_to_all(packed_XB, sent, told_WL.sum(dim=1).tolist(), "dispatch")
-    arrived_NB = arrived_NB[_expert_major(told_WL)]
+    arrived_NB = yield from comm.all_to_all(packed_XB, sent, received_WL.sum(dim=1).tolist(), "dispatch")
+    arrived_NB = arrived_NB[_expert_major(received_WL)]
     x_NH = decode_rows(arrived_NB[:, :-WEIGHT_BYTES], wire, x_TH.shape[1])
-    nums_L = told_WL.sum(dim=0)
+    nums_L = received_WL.sum(dim=0)
     return Dispatched(
         x_NH.values,
         None if x_NH.scales is None else x_NH.scales.flatten(),
         _places(picked_TK),
         nums_L.cumsum(dim=0) if options.token_nums_type == PREFIX_SUMS else nums_L,
-        told_WL.T.flatten().cumsum(dim=0).to(torch.int32),
-        told_WL.sum().to(torch.int32)[None],
+        received_WL.T.flatten().cumsum(dim=0).to(torch.int32),
+        received_WL.sum().to(torch.int32)[None],
         from_bytes(arrived_NB[:, -WEIGHT_BYTES:], torch.float32).flatten(),
     )
 

@@ -67,7 +67,7 @@ class Leg:
     def of(
         cls, row_of: Mapping[int, Tensor], sent: Sequence[int], received: Sequence[int], held: int, none: Tensor
     ) -> Leg:
-        """From the rows for each peer that is spoken to; none: what there is for nobody, int64 (0)."""
+        """From the rows for each peer that takes part; none: an empty int64 tensor."""
         return cls(torch.cat([none, *(row_of[peer] for peer in sorted(row_of))]), tuple(sent), tuple(received), held)
 
 
@@ -89,10 +89,10 @@ class Held:
         return sum(map(len, self.pieces))
 
     @classmethod
-    def by_node(cls, own: Rows, landed: Rows, between: Leg, rank: int) -> Held:
+    def by_node(cls, own: Rows, crossed: Rows, between: Leg, rank: int) -> Held:
         """What a rank holds once rows of equal places have crossed to it."""
         before = sum(between.received[:rank])
-        return cls((landed[:before], own, landed[before:]))
+        return cls((crossed[:before], own, crossed[before:]))
 
     def ids(self, top_k: int) -> Tensor:
         """(X, K) int32: the physical experts of each row."""
@@ -186,7 +186,7 @@ class Hierarchical(PrepareFinalize):
         self._exchange = RowExchange(context.comm, context.device)
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        """Send each token to the relays of its nodes, and what lies here on to the ranks of its experts."""
+        """Send each token to the relays of its nodes, and forward received rows to the ranks of their experts."""
         c = self.context
         x_wire = self.encode(x_TH)
         rows = apart(x_wire, routing.ids_TK.to(torch.int32), routing.weights_TK.to(torch.float32))
@@ -205,7 +205,7 @@ class Hierarchical(PrepareFinalize):
             return self.local_rows(x_RH, physical_RK, weights_RK, handle=tuple(handles))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Return sums to the relays, add up those of this node, send them home, and add up the nodes."""
+        """Return sums to the relays, add up those of this node, return them to their source, and add up the nodes."""
         handles = tokens.handle
         assert isinstance(handles, tuple)
         with self.context.spans.span("combine"):
@@ -234,11 +234,11 @@ class Hierarchical(PrepareFinalize):
         crossing = _begun(self._cross(pieces[0], legs[0]))
         yield InFlight("dispatch")
         for number, (piece, between) in enumerate(zip(pieces, legs, strict=True)):
-            landed = yield from crossing
+            crossed = yield from crossing
             if number + 1 < len(pieces):
                 crossing = _begun(self._cross(pieces[number + 1], legs[number + 1]))
             held = Held.by_node(
-                piece, side_by_side(landed.rows, piece.values.shape[1]), between, self.context.comm.rank
+                piece, side_by_side(crossed.rows, piece.values.shape[1]), between, self.context.comm.rank
             )
             lists = [wanted(self._rank_of(held, between), {rank: rank for rank in self._members})]
             (within,) = yield from self._exchange_counts(lists, self._members, [held], "relay counts")
@@ -246,7 +246,7 @@ class Hierarchical(PrepareFinalize):
             arrived.append(
                 (yield from self._exchange.dispatch(write, piece.widths, within.sent, within.received, "relay"))
             )
-            self._exchange.scratch.give(landed)
+            self._exchange.scratch.give(crossed)
             handles.append(DispatchHandle(between, within))
         return handles, arrived
 
@@ -274,14 +274,14 @@ class Hierarchical(PrepareFinalize):
     def _cross(self, piece: Rows, leg: Leg) -> Flight[Borrowed]:
         """Send rows to the relays of their nodes: the packed rows of others that this rank relays, by source."""
         exchange, row_bytes = self._exchange, sum(piece.widths)
-        going, landed = (exchange.take((sum(counts), row_bytes), torch.uint8) for counts in (leg.sent, leg.received))
+        going, crossed = (exchange.take((sum(counts), row_bytes), torch.uint8) for counts in (leg.sent, leg.received))
         side_by_side(going.rows, piece.values.shape[1]).put(piece, leg.row_X)
-        yield from self.context.comm.all_to_others(landed.rows, going.rows, leg.sent, leg.received, "dispatch")
+        yield from self.context.comm.all_to_others(crossed.rows, going.rows, leg.sent, leg.received, "dispatch")
         exchange.scratch.give(going)
-        return landed
+        return crossed
 
     def _combine_nodes(self, gathered: ReturnedSums, between: Leg, like_RH: Tensor) -> Flight[Tensor]:
-        """Send the sums of foreign tokens home, and add up the nodes of this rank's own, in the dtype of `like_RH`."""
+        """Return sums of other ranks' tokens, and add up the nodes of this rank's own, in the dtype of `like_RH`."""
         (hidden, dtype), exchange = (like_RH.shape[1], like_RH.dtype), self._exchange
         before = sum(between.received[: self.context.comm.rank])  # rows of earlier nodes lie before this rank's tokens
         going, coming = (exchange.take((sum(counts), hidden), dtype) for counts in (between.received, between.sent))
@@ -306,7 +306,7 @@ class Hierarchical(PrepareFinalize):
     def _exchange_counts(
         self, lists: Sequence[dict[int, Tensor]], talks_to: Sequence[int], held: Sequence[Rows | Held], phase: str
     ) -> Flight[list[Leg]]:
-        """Legs of several exchanges, once peers have told how many rows come; only `talks_to` are spoken to."""
+        """Legs of several exchanges, once peers have sent their counts; only ranks in `talks_to` take part."""
         comm = self.context.comm
         sent_XW = [[len(row_of[peer]) if peer in row_of else 0 for peer in range(comm.size)] for row_of in lists]
         ones = [int(peer in talks_to) for peer in range(comm.size)]
@@ -364,7 +364,7 @@ class Hierarchical(PrepareFinalize):
 
 
 def _begun(flight: Flight[X]) -> Flight[X]:
-    """A flight that is in the air already; its first hop is left to whatever flies meanwhile."""
+    """Start a flight; its first yield point is consumed, so other flights can overlap with it."""
     next(flight)
     return flight
 

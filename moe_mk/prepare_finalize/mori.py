@@ -97,7 +97,7 @@ class Mori(PrepareFinalize):
                 )  # fmt: skip
             yield InFlight("dispatch")
             parts = [values_RX] if scales_RX is None else [values_RX, scales_RX]
-            # How many rows there are is known on the device alone: the others are told apart by their number.
+            # How many rows there are is known on the device alone: the others are recognised by their number.
             row_R1 = torch.arange(len(ids_RK), dtype=total.dtype, device=total.device)[:, None]
             slots_RK = torch.where(row_R1 < total, self._numbers.slots(ids_RK), -1)
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)

@@ -25,7 +25,7 @@ class NoEP(PrepareFinalize):
     )
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
-        """One hop, so that shared experts and micro-batches run in the same order as on many ranks."""
+        """One yield point, so that shared experts and micro-batches run in the same order as on many ranks."""
         yield InFlight("dispatch")
         return self.local_rows(self.encode(x_TH), routing.ids_TK, routing.weights_TK, handle=None)
 

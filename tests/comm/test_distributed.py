@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_mk.comm import Communicator, DistributedCommunicator, LockstepWorld, ParallelGroups, communicator
 from moe_mk.comm.agreement import agree
-from moe_mk.comm.distributed import carrier
+from moe_mk.comm.distributed import staging_device
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, interleave, wait
 from moe_mk.testing.on_ranks import RankError, RankWorld
@@ -333,6 +333,6 @@ def test_a_killed_rank_is_named_on_every_other(world: RankWorld) -> None:
 def test_tensors_travel_where_their_group_can_carry_them() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
     gloo, nccl, both = {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}
-    assert [carrier(device, gloo) for device in (cpu, gpu)] == [cpu, cpu]
-    assert [carrier(device, nccl) for device in (cpu, gpu)] == [torch.device("cuda"), gpu]
-    assert [carrier(device, both) for device in (cpu, gpu)] == [cpu, gpu]
+    assert [staging_device(device, gloo) for device in (cpu, gpu)] == [cpu, cpu]
+    assert [staging_device(device, nccl) for device in (cpu, gpu)] == [torch.device("cuda"), gpu]
+    assert [staging_device(device, both) for device in (cpu, gpu)] == [cpu, gpu]

@@ -153,7 +153,7 @@ def test_odd_numbers_are_refused_by_name_before_anything_is_made() -> None:
 
 def test_whoever_has_no_budget_says_so_where_one_is_set() -> None:
     assert {name: kind.traits.comm_unit for name, kind in PREPARE_FINALIZE.items() if kind.traits.comm_unit} == COUNTED
-    said = "has no budget of SMs or threads that could be held to 4 [kernel.comm_units = null]"
+    said = "does not support kernel.comm_units (= 4) [kernel.comm_units = null]"
     for name in PREPARE_FINALIZE:
         assert told(name, asked(comm_units=4)).get("comm_units") == (None if name in COUNTED else said), name
         assert "comm_units" not in told(name, asked()), name
@@ -233,8 +233,8 @@ def test_more_threads_than_peers_are_refused() -> None:
 
     assert OneSidedNetwork.reasons_against(problem(3)) == []
     assert [str(reason) for reason in OneSidedNetwork.reasons_against(problem(4))] == [
-        "has 3 peers to serve, each by one thread: 4 threads would be too many [kernel.comm_units = 3]"
+        "has 3 peers, each served by one thread: 4 threads are too many [kernel.comm_units = 3]"
     ]
     assert OneSidedNetwork.budget(problem(3)) == Budget("threads", 3, "kernel.comm_units")
-    with pytest.raises(UnsupportedError, match="has 3 peers to serve, each by one thread: 4 threads"):
+    with pytest.raises(UnsupportedError, match="has 3 peers, each served by one thread: 4 threads"):
         network_ranks(4, 4)

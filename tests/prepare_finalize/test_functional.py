@@ -200,7 +200,7 @@ def test_the_batch_of_all_ranks_bounds_that_of_one() -> None:
         ("expert_shard_type", 1, "only 0 is served"),
         ("shared_expert_num", 1, "compute shared experts where their tokens are"),
         ("shared_expert_ranks", 2, "compute shared experts where their tokens are"),
-        ("comm_quant_mode", 2, "sums go home as they are; use 0"),
+        ("comm_quant_mode", 2, "sums are returned unquantised; use 0"),
         ("tp_size", 2, "gather over TP outside"),
         ("group_list", 7, "groups are those of dispatch; leave it out"),
         ("num_experts", 5, "must divide over 2 ranks"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from moe_mk.comm.network.frames import Frame, LinkError
-from moe_mk.comm.network.link import NOTHING, Land, Link
+from moe_mk.comm.network.link import NOTHING, Link, Place
 
 
 @dataclass
@@ -38,7 +38,7 @@ class ShuffledLink(Link):
     def post(self, frame: Frame, payload: memoryview = NOTHING) -> None:
         self._away.messages.append((frame, bytes(payload)))
 
-    def progress(self, land: Land) -> Iterator[Frame]:
+    def progress(self, place: Place) -> Iterator[Frame]:
         if self._home.is_ended:
             raise LinkError("the other side has closed")
         messages = self._home.messages
@@ -47,9 +47,9 @@ class ShuffledLink(Link):
             frame, payload = messages[number]
             if self._draw.random() >= self._twice:
                 messages.pop(number)
-            place = land(frame)
+            to = place(frame)
             if frame.size:
-                place[:] = payload
+                to[:] = payload
             self.order.append(frame)
             yield frame
 

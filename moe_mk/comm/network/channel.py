@@ -55,13 +55,13 @@ class Message:
     flag: int = 0
     value: int = 0
     taken: list[Taken] = field(default_factory=list)
-    """The commands it carries out."""
+    """The commands it executes."""
     serial: int = -1
     """The number of its last command in the ring; -1 for a message that no command asked for."""
 
 
 def messages_of(taken: Iterable[Taken], most_bytes: int = MOST_BYTES) -> list[Message]:
-    """The fewest messages that carry commands out in their order for each peer."""
+    """The fewest messages that execute commands in their order for each peer."""
     made: list[Message] = []
     last_of: dict[int, Message] = {}
     for each in taken:
@@ -124,7 +124,7 @@ class Stream:
     in_flight_bytes: int = 0
     flying: deque[Flying] = field(default_factory=deque)
     inbox: Reorder[Frame] = field(default_factory=Reorder)
-    told: int = 0
+    acknowledged: int = 0
     """Groups of the peer that it knows to be applied."""
     is_asked: bool = False
     """Whether the peer waits for that number."""
@@ -165,7 +165,7 @@ class Stream:
             yield done
 
     def answered(self, frame: Frame) -> tuple[int, int]:
-        """Where a reply goes and how long it is. Raises FrameError for one that nobody asked for, or of other bytes."""
+        """Where a reply goes and how long it is. Raises FrameError for an unrequested one, or one of other size."""
         number = self.confirmed + (frame.number - self.confirmed) % TURN
         wanted = self.asked.get(number)
         if wanted is None:
@@ -181,7 +181,7 @@ class Stream:
         if applied < self.confirmed:
             raise FrameError(f"it has applied {applied} groups after it confirmed {self.confirmed}")
         self.link, self.number, self.parts, self.confirmed = link, applied, 0, applied
-        self.in_flight_bytes, self.told, self.has_left = 0, self.inbox.applied, False
+        self.in_flight_bytes, self.acknowledged, self.has_left = 0, self.inbox.applied, False
         self.flying.clear()
         self.asked.clear()
         self.inbox.forget_parts()
@@ -216,7 +216,7 @@ class Channel:
 
     @property
     def has_news(self) -> bool:
-        """Whether commands are committed that nobody has read, and that may be read now."""
+        """Whether there are committed commands that are unread and may be read now."""
         return not self.backlog and self.ring.head > self._tail + len(self.taken)
 
     def take(self, most: int) -> list[Taken]:

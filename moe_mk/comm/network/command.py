@@ -38,11 +38,11 @@ _WORD = (1 << 64) - 1
 HEAD_AT, TAIL_AT, COMMANDS_AT = 0, 128, 256
 """Head and tail two cache lines apart: processors fetch lines in pairs."""
 Packed = npt.NDArray[np.uint64]
-"""(X, 2): commands as they lie in memory."""
+"""(X, 2): commands in their memory format."""
 
 
 class Op(IntEnum):
-    """What a command asks for. Zero is none, so that memory nobody has written is no command."""
+    """What a command asks for. Zero is none, so unwritten memory is no command."""
 
     PUT = 1
     """Bytes of this rank to a peer."""
@@ -66,7 +66,7 @@ class TransferCommand:
     size: int = 0
     """Bytes to move."""
     source: int = 0
-    """Where they lie in this rank's registered memory; for a get, where they shall lie."""
+    """Position in this rank's registered memory: the source, for a get the destination."""
     at: int = 0
     """Where they go in the data of the peer's window; for a get, where they lie there."""
     flag: int = 0
@@ -103,7 +103,7 @@ class TransferCommand:
         return cls(op, peer, size, body >> FIELD_BITS["at"], body & _FIELD_MASKS["at"], flag)
 
     def to_bytes(self) -> bytes:
-        """The command as it lies in memory."""
+        """The command in its memory format."""
         return b"".join(word.to_bytes(8, "little") for word in self.pack())
 
 
@@ -113,7 +113,7 @@ def ring_bytes(capacity: int) -> int:
 
 
 def packed(commands: list[TransferCommand]) -> Packed:
-    """Commands as they lie in memory."""
+    """Commands in their memory format."""
     return np.array([command.pack() for command in commands], dtype=np.uint64).reshape(-1, 2)
 
 
@@ -121,7 +121,7 @@ class CommandRing:
     """One end of a ring; zeroed memory is an empty one. Each end belongs to one thread."""
 
     def __init__(self, memory: Tensor, capacity: int) -> None:
-        """memory: uint8. Raises ShapeError where it is not what `ring_bytes` says."""
+        """memory: uint8. Raises ShapeError where its size is not `ring_bytes`."""
         if memory.numel() != ring_bytes(capacity) or capacity < 1:
             raise ShapeError(f"a ring of {capacity} commands takes {ring_bytes(capacity)} B, got {memory.numel()} B")
         self.capacity = capacity

@@ -18,7 +18,7 @@ from moe_mk.comm.network.window import OwnWindow
 AT_ONCE = 64
 """Commands that are read together: what can be merged is among them."""
 CONFIRMED_TOGETHER = WINDOW // 2
-"""So many groups are confirmed at once, or fewer when nothing else is to do: nobody waits for it in between."""
+"""So many groups are confirmed at once, or fewer when nothing else is to do: no rank waits for it in between."""
 _OUT_OF_GROUPS = (Kind.ACK, Kind.REPLY, Kind.BYE)
 _WITHOUT_PAYLOAD = (Kind.FENCE, Kind.GET, Kind.ACK, Kind.BYE)
 
@@ -79,7 +79,7 @@ class Exchange:
                 self._post(stream, Message(peer, Kind.FENCE))
 
     def say_goodbye(self) -> None:
-        """Tell every peer that this rank ends on purpose."""
+        """Notify every peer that this rank ends on purpose."""
         for stream in self.channel.streams.values():
             self._confirm(stream)
             if stream.link is not None:
@@ -97,26 +97,26 @@ class Exchange:
                 worked = True
         except (FrameError, GroupError) as problem:
             raise FrameError(str(problem), peer) from problem
-        if stream.is_asked or stream.inbox.applied - stream.told >= CONFIRMED_TOGETHER:
+        if stream.is_asked or stream.inbox.applied - stream.acknowledged >= CONFIRMED_TOGETHER:
             self._confirm(stream)
         return worked
 
     def _confirm(self, stream: Stream) -> None:
-        """Tell a peer how many of its groups have been applied, if it does not know."""
-        if stream.link is not None and stream.inbox.applied != stream.told:
-            stream.told, stream.is_asked = stream.inbox.applied, False
-            stream.link.post(Frame(Kind.ACK, value=stream.told))
+        """Acknowledge the applied groups of a peer, unless acknowledged before."""
+        if stream.link is not None and stream.inbox.applied != stream.acknowledged:
+            stream.acknowledged, stream.is_asked = stream.inbox.applied, False
+            stream.link.post(Frame(Kind.ACK, value=stream.acknowledged))
 
     def _post(self, stream: Stream, message: Message) -> None:
         assert stream.link is not None
-        key, told = (self.channel.number, message.serial), bool(message.taken)
+        key, has_commands = (self.channel.number, message.serial), bool(message.taken)
         frame = stream.frame(message)
         payload = self.window.own(message.source, message.size) if message.size else NOTHING
         stream.flying.append(Flying(message, frame.number, self.clock()))
         stream.in_flight_bytes += message.size
         self._measure(message, stream)
         stream.link.post(frame, payload)
-        for step in (Step.WORK_QUEUED, Step.RECORD_WRITTEN, Step.DOORBELL_RUNG) if told else ():
+        for step in (Step.WORK_QUEUED, Step.RECORD_WRITTEN, Step.DOORBELL_RUNG) if has_commands else ():
             self.on_step(step, key)
         if stream.parts >= MOST_OPEN_PARTS:
             self._post(stream, Message(message.peer, Kind.FENCE))
@@ -129,7 +129,7 @@ class Exchange:
         watch.most_in_flight[peer] = max(watch.most_in_flight[peer], stream.in_flight_bytes)
 
     def _landing(self, stream: Stream, frame: Frame) -> memoryview:
-        """Where a payload goes; what was applied before lands beside the window, not in it. Raises FrameError."""
+        """Where a payload goes; payload of an applied group goes to scratch memory. Raises FrameError."""
         _check_form(frame)
         self.window.check(frame)
         if frame.kind is Kind.REPLY:

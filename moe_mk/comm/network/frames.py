@@ -63,7 +63,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Immediate:
-    """What travels beside the bytes of a write."""
+    """The immediate data of a write."""
 
     number: int
     """Of the group, modulo TURN."""
@@ -117,7 +117,7 @@ class Reorder(Generic[C]):
         )
 
     def part(self, number: int, part: int) -> None:
-        """A part of a group has landed; a second time counts for nothing. Raises GroupError behind the last part."""
+        """A part of a group has arrived; a duplicate is ignored. Raises GroupError behind the last part."""
         if self.is_new(number):
             place = self._places[number % WINDOW]
             place.parts |= 1 << part
@@ -155,7 +155,7 @@ class Reorder(Generic[C]):
 
 
 class LinkError(MoEMKError, RuntimeError):
-    """A link that cannot be used: it has ended, nobody answered, or a frame was refused."""
+    """A link that cannot be used: it has ended, the peer did not answer, or a frame was refused."""
 
 
 class LinkEnded(LinkError):

@@ -34,7 +34,7 @@ GRACE_S = 0.5
 
 
 CHUNK_BYTES = 1 << 20
-"""So much is staged before the proxy is told: it sends while the next piece is copied."""
+"""Bytes that are staged before the proxy is notified: it sends while the next piece is copied."""
 CLOSING_S = 5.0
 """How long the end of a heap waits for confirmations."""
 REPORTING_S = 0.2
@@ -43,7 +43,7 @@ REPORTING_S = 0.2
 
 @dataclass
 class Staging:
-    """Memory for rows on their way out, taken and freed in the same order."""
+    """Memory for rows that are being sent, taken and freed in the same order."""
 
     at: int
     num_bytes: int
@@ -158,7 +158,7 @@ class NetworkHeap(SymmetricHeap):
     def data(self, peer: int, at: int, num_bytes: int) -> Tensor:
         """Bytes of a window of this host as they lie there. Raises ShapeError beyond its end, or on another host."""
         if peer in self.far:
-            raise ShapeError(f"the window of rank {peer} lies on another host; put into it, or get from it")
+            raise ShapeError(f"the window of rank {peer} is on another host; put into it, or get from it")
         return super().data(peer, at, num_bytes)
 
     def put(self, peer: int, at: int, rows_RB: Tensor, index_X: Tensor | None = None) -> None:
@@ -178,7 +178,7 @@ class NetworkHeap(SymmetricHeap):
             self._put_staged(peer, at, rows_RB, index_X)
 
     def read(self, peer: int, at: int, num_bytes: int) -> Tensor:
-        """Bytes of a peer's window: where they lie on this host, a copy of those on another."""
+        """Bytes of a peer's window: a view on this host, a copy of those on another."""
         if peer not in self.far:
             return super().read(peer, at, num_bytes)
         self._check_far(peer, at, num_bytes)
@@ -295,7 +295,7 @@ class NetworkHeap(SymmetricHeap):
         return super().data(self.rank, source, size)
 
     def _registered_at(self, rows_RB: Tensor) -> int | None:
-        """Where rows lie in the registered memory; None if they do not, or not one behind the other."""
+        """Position of rows in the registered memory; None if they are not in it, or not contiguous."""
         registered = super().data(self.rank, 0, self.shape.data_bytes)
         at = rows_RB.data_ptr() - registered.data_ptr()
         inside = 0 <= at and at + rows_RB.numel() <= self.shape.data_bytes
@@ -304,4 +304,4 @@ class NetworkHeap(SymmetricHeap):
     def _check_far(self, peer: int, at: int, num_bytes: int) -> None:
         end = self.proxy.window.data_bytes
         if at < 0 or at + num_bytes > end:
-            raise ShapeError(f"bytes {at} to {at + num_bytes} of rank {peer} lie outside of a window of {end} bytes")
+            raise ShapeError(f"bytes {at} to {at + num_bytes} of rank {peer} are outside of a window of {end} bytes")

@@ -4,7 +4,7 @@
     Link      posts messages and hands over those that have come
 
 A link knows nothing of groups, flags or windows: where a payload goes is asked of the receiver before its bytes are
-read, so that they land in place.
+read, so that they arrive in place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from moe_mk.comm.network.frames import HEADER_BYTES, Frame, LinkEnded, LinkError
 from moe_mk.comm.symmetric.flags import words_of
 
-Land = Callable[[Frame], memoryview]
-"""Called with each message before its payload is read: where that goes, as many bytes as it says.
+Place = Callable[[Frame], memoryview]
+"""Called with each message before its payload is read: returns the destination, with the size of the payload.
 
 Raises LinkError where a message is refused.
 """
 OnSent = Callable[[Frame, str], None]
-"""Told what becomes of a posted message: "work_read", "data_read", "data_sent"."""
+"""Called with the progress of a posted message: "work_read", "data_read", "data_sent"."""
 NOTHING = memoryview(b"")
 
 
@@ -57,7 +57,7 @@ class Link(ABC):
         """Queue a message. The payload must stay as it is until the peer has it."""
 
     @abstractmethod
-    def progress(self, land: Land) -> Iterator[Frame]:
+    def progress(self, place: Place) -> Iterator[Frame]:
         """Send what can be sent, and yield what has come in whole. Raises LinkError."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class PipeLink(Link):
     def close(self) -> None:
         self._pipe.close()
 
-    def progress(self, land: Land) -> Iterator[Frame]:
+    def progress(self, place: Place) -> Iterator[Frame]:
         ended, received = None, 0
         try:
             self._send()
@@ -129,7 +129,7 @@ class PipeLink(Link):
             if len(self._queue) > self.MOST_QUEUED:
                 text = f"{len(self._queue)} messages wait to be sent: the peer asks and does not read the answers"
                 raise LinkError(text)
-            frame = self._receive(land)
+            frame = self._receive(place)
             if frame is None:
                 break
             received += HEADER_BYTES + frame.size
@@ -143,8 +143,8 @@ class PipeLink(Link):
             for out in batch:
                 if not out.begun:
                     out.begun = True
-                    self._tell(out.frame, "work_read")
-                    self._tell(out.frame, "data_read")
+                    self._notify(out.frame, "work_read")
+                    self._notify(out.frame, "data_read")
             parts = [part for out in batch for part in (out.header, out.payload) if part.nbytes]
             sent = self._pipe.send(parts)
             if not sent:
@@ -161,13 +161,13 @@ class PipeLink(Link):
             sent -= from_header + from_payload
             if not out.header.nbytes and not out.payload.nbytes:
                 self._queue.popleft()
-                self._tell(out.frame, "data_sent")
+                self._notify(out.frame, "data_sent")
 
-    def _tell(self, frame: Frame, what: str) -> None:
+    def _notify(self, frame: Frame, what: str) -> None:
         if self._on_sent is not None:
             self._on_sent(frame, what)
 
-    def _receive(self, land: Land) -> Frame | None:
+    def _receive(self, place: Place) -> Frame | None:
         """One whole message, or what there is of it."""
         while self._frame is None:
             got = self._pipe.receive(memoryview(self._header)[self._have :])
@@ -176,7 +176,7 @@ class PipeLink(Link):
             self._have += got
             if self._have == HEADER_BYTES:
                 frame = Frame.unpack(self._header)
-                self._into = land(frame)
+                self._into = place(frame)
                 self._frame, self._have = frame, 0
         while self._into.nbytes:
             got = self._pipe.receive(self._into)

@@ -1,16 +1,16 @@
-"""The proxy of one rank: threads that carry out the commands of its rings, and take in what those of its peers send.
+"""The proxy of one rank: threads that execute the commands of its rings, and receive what its peers send.
 
     producer            rings               threads                 links             peers' threads
-    push(command)  ->   channel 0    ->     take, merge, number ->  TCP connection -> land, restore order, apply
+    push(command)  ->   channel 0    ->     take, merge, number ->  TCP connection -> receive, restore order, apply
                         channel 1 ...                               of each channel   confirm
 
-The split of duties is that of UCCL-EP: a producer packs commands, and a processor, which can drive any network,
-executes them. What is committed survives the link that carried it. Where a connection ends and its peer has not said
-goodbye, the rank that called calls again for a while (`RESUME_S`), and the two go on where the receiver stands:
+The division of work is that of UCCL-EP: a producer packs commands, and a CPU thread, which can use any network, runs
+them. Committed commands survive the link that sent them. If a connection ends and the peer has not sent goodbye, the
+rank that connected reconnects for a while (`RESUME_S`), and both continue where the receiver stopped:
 
-    caller    drops the old link, then says how many groups it has applied        nothing more can arrive over that link
-    called    drops its old link, then answers how many it has applied            nor over this one
-    both      number on from there, and send what the other has not applied       each group is applied exactly once
+    caller    drops the old link, then sends the number of groups it has applied    nothing more can arrive over it
+    called    drops its old link, then answers with the number it has applied       nor over this one
+    both      number on from there, and send what the other has not applied         each group is applied exactly once
 
 A frame that is refused ends a link for good, and so does a peer that does not come back.
 """
@@ -30,7 +30,7 @@ from moe_mk.comm.network.command import CommandRing, TransferCommand, ring_bytes
 from moe_mk.comm.network.events import OnStep, Step, Watch
 from moe_mk.comm.network.exchange import Exchange, no_step
 from moe_mk.comm.network.frames import LinkEnded, LinkError
-from moe_mk.comm.network.tcp import WELCOME_BYTES, Address, Door, Hello, TcpPipe, call, welcome
+from moe_mk.comm.network.tcp import WELCOME_BYTES, Acceptor, Address, Hello, TcpPipe, call, welcome
 from moe_mk.comm.network.window import OwnWindow
 from moe_mk.comm.network.worker import Worker
 from moe_mk.errors import ConfigError
@@ -102,7 +102,7 @@ class Proxy:
         self._attempts: dict[tuple[int, int], int] = {}
         """Of this rank where it calls, else the last of the peer that was admitted."""
         self._changing, self._closing = Lock(), Event()
-        self._door = Door(*listening, clock, self._admit, self._awaited)
+        self._door = Acceptor(*listening, clock, self._admit, self._awaited)
         self._num_awaited = sum(peer > rank for peer in peers)
         """See `_awaited`."""
         self.channels = [Channel(number, self._ring(), peers) for number in range(settings.channels)]
@@ -224,7 +224,7 @@ class Proxy:
             self._worker_of(channel).adopt(channel, peer, pipe, lambda: theirs)
 
     def _admit(self, hello: Hello, pipe: TcpPipe) -> None:
-        """A member has called. Its old link is closed before it is told what was applied."""
+        """A peer has connected. Its old link is closed before it is sent the number of applied groups."""
         key = hello.rank, hello.channel
         if hello.rank not in self._peers or hello.rank < self.rank or hello.channel >= len(self.channels):
             raise LinkError(f"rank {hello.rank} has no channel {hello.channel} to call here")

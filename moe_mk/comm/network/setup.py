@@ -44,7 +44,7 @@ PHASE = "window set-up"
 NOTE_BYTES = 1024
 MOST_RANKS = 1 << FIELD_BITS["peer"]
 STAGING_BYTES = 64 << 20
-"""Rows on their way out; more are waited for."""
+"""For rows that are being sent; puts of more rows wait."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Network:
 
 
 def reasons_against_network(comm: Communicator) -> list[str]:
-    """Why a group cannot have windows over sockets, as far as one rank can tell alone; empty if it can."""
+    """Why a group cannot have windows over sockets, as far as one rank can determine; empty if it can."""
     kinds = (ThreadCommunicator, DistributedCommunicator)
     reasons = [] if isinstance(comm, kinds) else [f"ranks of a {type(comm).__name__} cannot wait for each other"]
     if comm.size > MOST_RANKS:

@@ -33,7 +33,7 @@ MAGIC = b"moe-mk proxy 1\0\0"
 TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<16s{TOKEN_BYTES}sHHIQ")
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 15}
-"""A side that was not told of the end of a connection finds out after 2 s; 30 s without any answer end one."""
+"""A lost connection is probed after 2 s and ended after 30 s without an answer."""
 _WELCOME = struct.Struct(f"<16s{TOKEN_BYTES}sQ")
 HELLO_BYTES, WELCOME_BYTES = _HELLO.size, _WELCOME.size
 _ASK_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
@@ -97,10 +97,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a caller says: who it is, which channel this is, and how many groups of the other side it has applied.
+    """The greeting of a connecting peer: its rank, the channel, and how many groups of the other side it has applied.
 
     attempt: how often it has called for this channel, from 1. A call that it has given up may be heard after a later
-    one; what that says was applied is out of date, and it is refused.
+    one; its number of applied groups is out of date, and it is refused.
     """
 
     token: bytes
@@ -132,14 +132,14 @@ def call(
 ) -> tuple[TcpPipe, int]:
     """Connect to a listening rank; the groups of ours that it has applied come with the pipe.
 
-    timeout_s: for all of it. Raises LinkError where nobody listens or another answers, LinkEnded where it is worth
-    another attempt: no answer in time, a connection that was closed, no descriptor left in this process.
+    timeout_s: for all of it. Raises LinkError where no process listens or another one answers, LinkEnded where it is
+    worth another attempt: no answer in time, a connection that was closed, no descriptor left in this process.
     """
     where, until = f"{address.host}:{address.port}", clock() + timeout_s
     try:
         connected = socket.create_connection((address.host, address.port), timeout=timeout_s)
     except OSError as problem:
-        text = f"nobody answers at {where}: {problem.strerror or problem} [kernel.network names the addresses to use]"
+        text = f"no answer at {where}: {problem.strerror or problem} [kernel.network names the addresses to use]"
         again = isinstance(problem, TimeoutError) or problem.errno in (errno.EMFILE, errno.ENFILE)
         raise (LinkEnded if again else LinkError)(text) from problem
     in_child(connected, socket.socket.close)
@@ -223,16 +223,16 @@ def own_addresses() -> dict[str, str]:
 class _Caller:
     connected: socket.socket
     began_s: float
-    said: bytes = b""
+    greeting: bytes = b""
 
 
 def _refuse(hello: Hello, pipe: TcpPipe) -> None:
-    """Let nobody in."""
+    """Refuse the connection."""
     pipe.close()
 
 
 @dataclass(eq=False)
-class Door:
+class Acceptor:
     """Takes calls without ever waiting for one. `admit` gets the greeting of a member and the pipe to it.
 
     wanted: how many peers are missing that will call; the port is closed while there are none.
@@ -255,7 +255,7 @@ class Door:
     _pause_until_s: float = 0.0
 
     def __post_init__(self) -> None:
-        in_child(self, Door._leave_to_parent)
+        in_child(self, Acceptor._leave_to_parent)
 
     def _leave_to_parent(self) -> None:
         """In a forked child: what is registered there stays so for the parent. Sockets close themselves."""
@@ -284,7 +284,7 @@ class Door:
             self._hang_up(caller)
 
     def answer(self) -> None:
-        """Take what calls there are, and hear what callers have said."""
+        """Accept connections, and read the greetings of pending ones."""
         for caller in list(self._callers):
             self._hear(caller)
         most = HELD_PER_PEER * self.wanted()
@@ -297,7 +297,7 @@ class Door:
         self.tend()
 
     def close(self) -> None:
-        """Take no more calls, and refer to nobody: what those hold would go with the next collection only."""
+        """Accept no more connections, and drop all references: cycles would be freed by the garbage collector only."""
         self._is_closed = True
         self.admit, self.wanted = _refuse, int
         self._shut()
@@ -338,22 +338,22 @@ class Door:
 
     def _hear(self, caller: _Caller) -> None:
         try:
-            piece = caller.connected.recv(HELLO_BYTES - len(caller.said))
+            piece = caller.connected.recv(HELLO_BYTES - len(caller.greeting))
         except BlockingIOError:
             return
         except OSError:
             piece = b""
-        caller.said += piece
+        caller.greeting += piece
         if not piece:
             self._hang_up(caller)
-        elif len(caller.said) == HELLO_BYTES:
+        elif len(caller.greeting) == HELLO_BYTES:
             self._let_in(caller)
 
     def _let_in(self, caller: _Caller) -> None:
         self._callers.remove(caller)
         self._events.unregister(caller.connected.fileno())
         try:
-            self.admit(Hello.unpack(caller.said, self.address.token), TcpPipe(caller.connected))
+            self.admit(Hello.unpack(caller.greeting, self.address.token), TcpPipe(caller.connected))
         except (LinkError, OSError):
             caller.connected.close()
 

@@ -26,7 +26,7 @@ class Counters:
     words: Words
     sources: int
     at: Callable[[int], int]
-    """Where word number n lies, in bytes."""
+    """Position of word number n, in bytes."""
     lock: Lock
     """Between threads of this process that serve one source."""
 
@@ -88,7 +88,7 @@ class OwnWindow:
     def own(self, source: int, size: int) -> memoryview:
         """Bytes that a command names. Raises LinkError beyond the registered memory."""
         if source + size > self.registered.nbytes:
-            raise LinkError(f"bytes {source} to {source + size} lie outside of {self.registered.nbytes} registered")
+            raise LinkError(f"bytes {source} to {source + size} are outside of {self.registered.nbytes} registered")
         return self.registered[source : source + size]
 
     def store(self, flag: int, word: int) -> None:
@@ -101,5 +101,5 @@ class OwnWindow:
 
     def _data(self, at: int, size: int) -> memoryview:
         if at + size > self.data_bytes:
-            raise FrameError(f"bytes {at} to {at + size} lie outside of a window of {self.data_bytes}")
+            raise FrameError(f"bytes {at} to {at + size} are outside of a window of {self.data_bytes}")
         return self.registered[at : at + size]

@@ -2,7 +2,7 @@
 
 A doorbell and its record: how a sleeping consumer learns of work, and learns of it although the bell was not heard.
 
-The record is a count that lies in memory: how much work was ever queued, the head of a ring. The doorbell only wakes.
+The record is a count in memory: how much work was ever queued, the head of a ring. The doorbell only wakes.
 A consumer that wakes for any reason works up to the record, so a lost doorbell costs time and nothing else.
 """
 
@@ -19,7 +19,7 @@ from moe_mk.comm.network.events import Step
 from moe_mk.comm.network.exchange import Exchange
 from moe_mk.comm.network.frames import Frame, LinkError
 from moe_mk.comm.network.link import Link, Pipe, PipeLink
-from moe_mk.comm.network.tcp import Door
+from moe_mk.comm.network.tcp import Acceptor
 
 
 class Doorbell:
@@ -29,7 +29,7 @@ class Doorbell:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         in_child(self, Doorbell.close)
         self.is_awaited = False
-        """Set by the consumer before its last look at the record; nobody rings for one that is awake."""
+        """Set by the consumer before its last look at the record; an awake consumer needs no ring."""
 
     def fileno(self) -> int:
         """What to wait for."""
@@ -77,14 +77,14 @@ Lost = Callable[[int, int, LinkError | None], None]
 
 
 class Worker:
-    """One thread of a proxy. All it knows of commands and peers lies in its exchanges."""
+    """One thread of a proxy. All state of commands and peers is in its exchanges."""
 
     def __init__(self, exchanges: list[Exchange], lost: Lost, failed: Callable[[BaseException], None]) -> None:
         self._exchanges = {exchange.channel.number: exchange for exchange in exchanges}
         self._lost, self._failed = lost, failed
         self.doorbell, self._adoptions = Doorbell(), deque[Adopt]()
         self._stop, self._leaving, self._epoll = Event(), Event(), select.epoll()
-        self._door: Door | None = None
+        self._door: Acceptor | None = None
         self._links: dict[int, tuple[Exchange, int]] = {}
         """By file descriptor."""
         self._writing: set[int] = set()
@@ -92,7 +92,7 @@ class Worker:
         self._thread = Thread(target=self._run, name="moe-mk proxy", daemon=True)
         in_child(self, Worker._leave_to_parent)
 
-    def listen(self, door: Door) -> None:
+    def listen(self, door: Acceptor) -> None:
         """Take calls too. Before `start`."""
         self._door = door
 
@@ -136,7 +136,7 @@ class Worker:
                 self._turn()
             if self._leaving.is_set():
                 self._go()
-        except BaseException as problem:  # told to whoever waits
+        except BaseException as problem:  # reported to those who wait
             self._failed(problem)
         finally:
             for exchange, peer in list(self._links.values()):

@@ -206,7 +206,7 @@ class WaitingInLockstep(Waiting):
 
     def pause(self, peer: int) -> None:
         """A word that is not there will not come."""
-        raise self.error(peer, "has made no such call; ranks of one process must be advanced hop by hop")
+        raise self.error(peer, "has made no such call; ranks of one process must be advanced step by step")
 
 
 class WaitingForProcess(Waiting):

@@ -2,21 +2,21 @@
 
     window of a rank   [ flags, one word a cache line pair | barrier flags, one a rank | data ]
 
-`put` then `signal` are seen in that order by whoever waits for the flag; nobody answers, nothing is sent back. Offsets
+A rank that waits for a flag sees the puts that precede its `signal`; no answer is sent. Offsets
 are bytes in the data of a window. The operations are those of a PGAS heap (NVSHMEM's put, put_signal, wait_until,
 quiet), between processes of one host over shared memory and between ranks of one process over its own.
 
-What a transport may rely on, whatever the heap is made of:
+The interface that every heap provides:
 
-    rank, size, shape, layer, traffic      who this is, how large windows are, whom it serves, what it has moved
-    put, signal, put_signal, quiet         outward; a signal is seen after every put before it to the same peer
+    rank, size, shape, layer, traffic      the rank, size of windows, the layer served, bytes moved
+    put, signal, put_signal, quiet         to a peer; a signal is seen after every put before it to the same peer
     wait_until                             flags of the own window; ends in CommError, never in a hang
-    data(rank, ...)                        the own window, where it lies
+    data(rank, ...)                        the own window, as a view
     read(peer, ...), get(peer, ...)        bytes of a peer's window: seen in place or fetched, and copied
     barrier                                between processes only
 
 A heap whose `is_addressable` is true offers more: `data` and `address` of any peer's window, `reserve` before kernels
-write there themselves, and `flag_address` of any flag. One that reaches peers by messages says false, and
+write there themselves, and `flag_address` of any flag. For one that reaches peers by messages it is false, and it
 has none of these but its own window.
 """
 
@@ -127,7 +127,7 @@ class SymmetricHeap:
             raise CommError(FORKED, rank=self.rank, phase="windows", layer=self.layer)
 
     is_addressable = True
-    """Whether windows of peers lie in this process's memory."""
+    """Whether windows of peers are in this process's memory."""
 
     @property
     def is_concurrent(self) -> bool:
@@ -135,14 +135,14 @@ class SymmetricHeap:
         return self._memory.is_shared
 
     def address(self, peer: int, at: int = 0) -> int:
-        """Where a byte of a peer's window lies in this process, for kernels that read and write there.
+        """Address of a byte of a peer's window in this process, for kernels that read and write there.
 
         Whoever writes reserves before and signals after, and counts its own traffic.
         """
         return self._memory.bytes.data_ptr() + self._data_at(peer) + at
 
     def flag_address(self, peer: int, flag: int) -> int:
-        """Where a flag of a peer's window lies in this process, for kernels that raise it or look at it."""
+        """Address of a flag of a peer's window in this process, for kernels that raise it or look at it."""
         return self._memory.bytes.data_ptr() + self._flag_at(peer, flag)
 
     def data(self, peer: int, at: int, num_bytes: int) -> Tensor:
@@ -150,7 +150,7 @@ class SymmetricHeap:
         self._check()
         if not (0 <= peer < self.size and 0 <= at and at + num_bytes <= self.shape.data_bytes):
             raise ShapeError(
-                f"bytes {at} to {at + num_bytes} of rank {peer} lie outside of {self.size} windows of "
+                f"bytes {at} to {at + num_bytes} of rank {peer} are outside of {self.size} windows of "
                 f"{self.shape.data_bytes} bytes"
             )
         start = self._data_at(peer) + at

@@ -1,12 +1,12 @@
 """Memory that several ranks write: a file in /dev/shm between processes of one host, plain pages within one process.
 
-The file is made exclusively, for its owner alone, under a name nobody can guess, and loses that name as soon as every
+The file is created exclusively, readable by its owner only, under a random name, and is unlinked as soon as every
 rank has mapped it: what is left disappears with the last process, however that one ends. Pages are taken when they are
 first written, so a window may be planned for the largest call and costs what the calls need.
 
 A process that is killed before its file has lost the name leaves the file behind. Its maker therefore holds a lock
 (`flock`) on it, which the kernel releases when the process ends, and `create` removes the files of its own user that
-nobody holds. A lock needs no process numbers: it holds across pid namespaces, and a reused number does not matter.
+no process holds. A lock needs no process numbers: it holds across pid namespaces, and a reused number does not matter.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def create(num_bytes: int, folder: Path = FOLDER) -> tuple[str, SharedMemory]:
     remove_abandoned(folder)
     name, descriptor = _locked_file(folder)
     try:
-        os.fchmod(descriptor, OURS_ALONE)  # whatever the umask says
+        os.fchmod(descriptor, OURS_ALONE)  # whatever the umask
         os.ftruncate(descriptor, num_bytes)
         return name, SharedMemory(descriptor, num_bytes)
     except BaseException:

@@ -34,7 +34,7 @@ NOTE_BYTES = 512
 
 
 def reasons_against_heap(comm: Communicator) -> list[str]:
-    """Why the ranks of a group can share no memory, as far as one rank can tell alone; empty if they may."""
+    """Why the ranks of a group can share no memory, as far as one rank can determine; empty if they can."""
     kinds = (LockstepCommunicator, DistributedCommunicator)
     reasons = [] if isinstance(comm, kinds) else [f"a {type(comm).__name__} joins neither processes nor virtual ranks"]
     return [*reasons, *filter(None, [reasons_against_words()])]
@@ -44,7 +44,7 @@ def open_heap(comm: Communicator, num_flags: int, data_bytes: int, clock: Clock)
     """Open the same heap on every rank; all ranks must do so in the same order.
 
     clock: seconds, for deadlines. Between processes it blocks until every rank has come; virtual ranks do not wait.
-    Raises UnsupportedError for a group that shares nothing, CommError if ranks disagree or lie on several hosts.
+    Raises UnsupportedError for a group that shares nothing, CommError if ranks disagree or are on several hosts.
     """
     if reasons := reasons_against_heap(comm):
         raise UnsupportedError("no memory can be shared in this group", reasons)
@@ -159,5 +159,5 @@ def _raise_problems(comm: DistributedCommunicator, notes: list[dict[str, Any]]) 
     lines = [f"rank {rank}: {note['problem']}" for rank, note in enumerate(notes) if note["problem"]]
     if lines:
         text = "not all ranks can map one piece of shared memory: " + "; ".join(lines)
-        text += " [kernel.prepare_finalize = all_to_all where ranks lie on several hosts or in several containers]"
+        text += " [kernel.prepare_finalize = all_to_all where ranks are on several hosts or in several containers]"
         raise CommError(text, rank=comm.rank, phase=PHASE, layer=comm.layer, on_all_ranks=True)

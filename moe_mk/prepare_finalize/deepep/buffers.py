@@ -1,8 +1,7 @@
-"""A session with a library over one group: what layers of a model share of it, and the failure that ends them all.
+"""Sessions of layers with a communication library over one group: shared buffers, and the failure that ends all calls.
 
-The first layer makes the library's buffer, on every rank at once; the communicator keeps it (`Communicator.kept`), and
-layers that are given the same groups find it there. It ends with the last of them. Nothing kept knows the communicator:
-a circle of the two would keep the process group from ending.
+The first layer makes the library's buffer, on every rank at once. The communicator keeps it (`Communicator.kept`), and
+layers that are given the same groups share it. It is freed with the last of them.
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ class LibrarySession(Generic[B]):
         """Make one call. Raises CommError for a peer that is dead, late or disagrees, and for calls after that;
         UnsupportedError for what the library refuses.
         """
-        if said := self.pool.failure:
-            text = f"an earlier call failed, so ranks no longer agree on a call: build the layer anew ({said})"
+        if cause := self.pool.failure:
+            text = f"an earlier call failed, so ranks no longer agree on a call: build the layer anew ({cause})"
             raise CommError(text, rank=self._rank, phase=phase, layer=self._layer)
         try:
             yield
@@ -151,9 +150,9 @@ class LibrarySession(Generic[B]):
             self.pool.failure = _first_line(problem)
             raise UnsupportedError(f"{self._library} refuses {phase}", [self.pool.failure]) from problem
         except (RuntimeError, OSError) as problem:
-            said = f"{self._library} failed, as it does when a peer is dead or late: {_first_line(problem)}"
-            self.pool.failure = said
-            raise CommError(said, rank=self._rank, phase=phase, layer=self._layer) from problem
+            cause = f"{self._library} failed, as it does when a peer is dead or late: {_first_line(problem)}"
+            self.pool.failure = cause
+            raise CommError(cause, rank=self._rank, phase=phase, layer=self._layer) from problem
 
 
 def _first_line(problem: Exception) -> str:

@@ -1,23 +1,17 @@
-"""What the adapters of the DeepEP family share: rows as libraries want them, and the limits of number formats.
+"""What the adapters of communication libraries share: row formats, limits of number formats, calls, expert ids.
 
-Kernels of DeepEP that move rows: what its high-throughput and its elastic ones have in common.
+`Call` calls a function of a library of which several builds exist. Builds differ in the arguments they accept and in
+their positions, and version strings do not identify them; the signature does.
 
-Rows are padded to what the kernels copy at once, a dispatch ends in an event, and combine takes the sums of a rank's
-experts, with the handle of the dispatch, through the buffer that it went through.
-
-How an adapter talks to a library of which there are several builds: by keyword, and by what its build knows.
-
-Builds of one library differ in which arguments they know and where those stand, so that positions and version strings
-say nothing; the signature does.
-
-Rows of any wire scheme as the payloads of a library that moves rows.
-
-Numbers of physical experts as libraries want them: equally many a rank, so that a division finds the rank.
-
-Ranks that hold fewer experts than others leave gaps. Three ranks with 2, 1 and 2 experts, two numbers a rank:
+`UniformExpertIds` numbers experts as libraries require: the same number of ids on each rank, so that a division yields
+the rank. Ranks with fewer experts than others leave gaps. Three ranks with 2, 1 and 2 experts, two ids a rank:
 
     physical expert   0  1 | 2    | 3  4
-    number            0  1 | 2    | 4  5        number // 2 = rank, number % 2 = slot
+    library id        0  1 | 2    | 4  5        id // 2 = rank, id % 2 = slot
+
+`RowKernels` is the common part of DeepEP's high-throughput and elastic kernels. Rows are padded to the unit that the
+kernels copy, a dispatch ends in an event, and combine takes the sums of a rank's experts with the handle of the
+dispatch, through the same buffer.
 """
 
 from __future__ import annotations
@@ -45,7 +39,7 @@ from moe_mk.tokens import ExpertOutput, OutputStage, RowTokens, Tokens
 
 
 class UniformExpertIds:
-    """Between physical ids, numbers and slots of this rank. multiple: of what there must be numbers in all."""
+    """Converts between physical ids, library ids and slots of this rank. multiple: divides the total number of ids."""
 
     def __init__(self, context: TransportContext, multiple: int = 1) -> None:
         ranks = context.comm.size
@@ -56,20 +50,20 @@ class UniformExpertIds:
         self._context = context
 
     def of(self, physical_TK: Tensor, nowhere: int = -1) -> Tensor:
-        """int32 numbers of physical ids; `nowhere` for -1."""
+        """int32 library ids of physical ids; `nowhere` for -1."""
         tables, at_TK = self._context.tables, physical_TK.clamp_min(0).long()
         number_TK = tables.rank_of_P[at_TK] * self.per_rank + tables.slot_of_P[at_TK]
         return torch.where(physical_TK >= 0, number_TK, nowhere).to(torch.int32)
 
     def slots(self, number_RK: Tensor) -> Tensor:
-        """int32 slots of this rank; -1 for every other number."""
+        """int32 slots of this rank; -1 for every other id."""
         slot_RK = number_RK - self.first
         mine_RK = (slot_RK >= 0) & (slot_RK < self._context.num_slots)
         return torch.where(mine_RK, slot_RK, -1).to(torch.int32)
 
 
 class Call:
-    """A function of a library, with what its build knows of its arguments."""
+    """A function of a library, called with the arguments that the installed build accepts."""
 
     def __init__(self, function: Callable[..., Any], needs: Sequence[str]) -> None:
         """needs: arguments without which the adapter cannot use it. Raises UnsupportedError with those it lacks."""
@@ -86,7 +80,7 @@ class Call:
         return self._takes_all or argument in self._known
 
     def __call__(self, needed: Mapping[str, object], options: Mapping[str, object] | None = None) -> Any:
-        """Call by keyword; options that this build does not know are left out."""
+        """Call by keyword; options that this build does not accept are omitted."""
         known = {name: value for name, value in (options or {}).items() if self.knows(name)}
         return self._function(**needed, **known)
 
@@ -137,7 +131,7 @@ def padded_row(hidden_size: int, row_bytes: int) -> int:
 
 
 def bf16_reasons(problem: Problem) -> list[Reason]:
-    """Libraries carry and sum bf16 rows."""
+    """Libraries send and sum bf16 rows."""
     if problem.dtype == BF16:
         return []
     return [Reason("dtype", f"carries bf16 rows, this layer computes in {problem.dtype.name}", "dtype = bf16")]
@@ -163,7 +157,7 @@ DEEPEP = TransportTraits(
     min_ranks=2,
     blocking=True,
 )
-"""What transports of this library, and of those that speak its language, have in common."""
+"""Traits common to the transports of DeepEP and of libraries with its interface."""
 
 
 @dataclass
@@ -185,13 +179,13 @@ class DispatchHandle:
 
 
 class RowKernels(PrepareFinalize):
-    """Rows to experts and sums home."""
+    """Dispatch of rows and combine of sums, for kernels that add the sums themselves."""
 
     relays: ClassVar[bool] = True
     kernels: ClassVar[str]
     """Which; layers of one group share a buffer of the same."""
     later: ClassVar[str]
-    """The argument by which a call is told not to wait for its kernels."""
+    """The argument that makes a call return before its kernels finish."""
 
     def __init__(self, context: TransportContext) -> None:
         """Check what travels; no buffer is made yet. Raises UnsupportedError."""
@@ -202,7 +196,7 @@ class RowKernels(PrepareFinalize):
         self._session: LibrarySession[Surface] = LibrarySession(context, self.traits.library, self.kernels)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Send sums home, where the library adds them up."""
+        """Return sums to the source ranks, where the library adds them."""
         c, handle = self.context, tokens.handle
         assert isinstance(handle, DispatchHandle)
         y_RH = pad(output.y, (0, self._hidden - c.hidden_size)).contiguous()

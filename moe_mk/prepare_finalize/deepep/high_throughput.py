@@ -2,7 +2,7 @@
 
     layout    who goes where, counted on the device
     dispatch  rows with ids and weights, quantised before; the host waits for how many come, except in a graph
-    combine   sums of each rank's experts go home, where ranks are added up
+    combine   sums of each rank's experts return to the source rank, which adds ranks up
 
 Inside one node a call can be captured: it then takes room for the worst routing instead of waiting for counts.
 
@@ -160,7 +160,7 @@ class HighThroughputTransport(RowKernels):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Every limit: ranks and how they lie on nodes, graphs, number formats."""
+        """Every limit: ranks and nodes, graphs, number formats."""
         reasons = super().reasons_against(problem)
         ranks, per_node = problem.ranks, problem.ep_ranks_per_node
         if ranks > 1 and ranks not in HIGH_THROUGHPUT_CHUNKS:

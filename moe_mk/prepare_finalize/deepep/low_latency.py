@@ -1,10 +1,10 @@
-"""Low-latency kernels of DeepEP and of the libraries that speak its language: one adapter, a table of dialects.
+"""Low-latency kernels of DeepEP and of libraries with its interface: one adapter, a table of differences.
 
     dispatch  every token to a slot of each of its experts; the kernel rounds to FP8 where FP8 travels
-    combine   every slot back to its token; the kernel weighs and sums, with the ids and weights of the home rank
+    combine   every slot back to its token; the kernel weighs and sums, with the ids and weights of the source rank
 
-No size is read on the host, so that calls can be captured. Two operations may be in flight, which is what two
-micro-batches need. The rows of an expert come in no particular order.
+No size is read on the host, so calls can be captured. Two operations may be in flight, as two micro-batches require.
+The order of the rows of an expert is not defined.
 
 DeepEP's low-latency kernels (V1): few tokens a rank, every call of the same shape, over NVLink and RDMA.
 
@@ -68,7 +68,7 @@ from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage, Routing, Tok
 
 @dataclass(frozen=True)
 class Dialect:
-    """In what one library differs from the others."""
+    """Differences of one library from the others."""
 
     hidden: tuple[int, ...]
     """Row lengths it is built for; shorter rows are padded to the next."""
@@ -334,7 +334,7 @@ class DeepEPLowLatency(LowLatencyTransport):
             surface.mask = MaskStatus.of(context.comm.size, context.device)
 
     def leave_out(self, active_W: Tensor) -> None:
-        """See `PrepareFinalize.leave_out`. Masks lie in device memory: captured graphs go on and read them anew.
+        """See `PrepareFinalize.leave_out`. Masks are in device memory: captured graphs read them at every replay.
 
         A rank that comes back must have kept its buffer and have ended its last call.
         """

@@ -7,7 +7,7 @@ Ranks may come and go between steps, while experts stay where they are:
     connect        ranks take part again: those that are there call it for the new ones, the new ones for all others
 
 Assignments to a rank that is away go nowhere, and weights of the others stay as they are. Ranks must agree on who is
-away before a step, each making the same calls; nobody waits for a rank that is away.
+away before a step, each making the same calls; no rank waits for an absent rank.
 
 Source: nixl_ep.Buffer (github.com/ai-dynamo/nixl, examples/device/ep), low-latency half.
 """
@@ -65,7 +65,7 @@ class NixlEP(LowLatencyTransport):
         return status
 
     def mask(self, ranks: Collection[int]) -> None:
-        """Leave ranks out. Raises ConfigError for ranks that cannot be meant, UnsupportedError inside a step."""
+        """Leave ranks out. Raises ConfigError for ranks out of range, UnsupportedError inside a step."""
         with self._change("mask", ranks, away=True) as buffer:
             for rank in ranks:
                 buffer.update_mask_buffer(rank, True)

@@ -1,10 +1,10 @@
 """DeepEP V2, `ElasticBuffer`: one kernel family for few and many tokens, over NCCL's symmetric windows.
 
     deepep_v2           a row for each token and rank, in no particular order
-    deepep_v2_grouped   a row for each assignment, grouped by expert: what a contiguous grouped GEMM reads as it lies
+    deepep_v2_grouped   a row for each assignment, grouped by expert: the layout that a contiguous grouped GEMM reads
 
-Whether the host waits for counts is said in each call: while a graph is captured it does not, and there is room for
-rows of the worst routing.
+Whether the host waits for counts is an argument of each call: while a graph is captured it does not, and there is room
+for rows of the worst routing.
 
 Source: deep_ep.ElasticBuffer of deep_ep 2.1.0 (github.com/deepseek-ai/DeepEP); wants NCCL 2.30.4 or later.
 """
@@ -128,7 +128,7 @@ class ElasticTransport(RowKernels):
 
     @classmethod
     def own_budget(cls, problem: Problem) -> Budget:
-        """What the library's formula says of the links in the profile; at run time it asks the links themselves."""
+        """The library's formula for the links in the profile; at run time the library queries the links."""
         near, far = problem.device.intra_node_gbs, problem.device.inter_node_gbs
         model, top_k = problem.config.model, problem.config.router.top_k
         # The formula knows of no routing that is limited to groups.

@@ -11,7 +11,7 @@ rank, and the ids that travel as a payload say -1. Top-k is filled up to one tha
 Workspaces are made with `enable_rank_mask` where the build knows it, and every call brings an `active_rank_mask`.
 Library API read at 0.6.18 and 0.7.2. Since 0.7.1 the library advises `flashinfer.moe_ep.NVLinkOneSidedAlltoAll` in
 place of MoeAlltoAll. That class builds a MoeAlltoAll and passes rows, scales, ids and weights through it, as is done
-here, so it is no transport of its own; the layers beside it bring experts of their own, which go with no others.
+here, so it is no transport of its own; the other layers have experts of their own.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def workspace_bytes(ranks: int, max_num_tokens: int, dispatch_row: int, combine_
     """Bytes of one rank's workspace, the library's own formula.
 
     Counters, two lines of flags, target ranks and slots for 22 picks of each token; then a window of M rows for each
-    rank, outward and homeward. Each part ends on a line of 128 bytes.
+    rank, for dispatch and combine. Each part ends on a line of 128 bytes.
     """
     notes = [8 + 8 * ranks, 4 * ranks, 4 * ranks, *[4 * TOP_KS[-1] * max_num_tokens] * 2]
     windows = [ranks * max_num_tokens * dispatch_row, ranks * max_num_tokens * combine_row]

@@ -7,7 +7,7 @@ The choice where memory must not grow with tokens: the FIFOs are as large for on
     arrival    rows of all sources one behind the other, those of a source in any order; the rest is padding
     combine    a sum from each rank into one of the K places of its token, then a sum over K
 
-An id finds its rank by division and one above all slots means nobody: -1 becomes that. The library wants slots in
+An id finds its rank by division and an id above all slots means no rank: -1 becomes that. The library wants slots in
 multiples of four and rows in multiples of 16 bytes: numbers and rows are filled up. It keeps one pair of workspaces a
 process, so that a process can serve one group. It has no rank mask, so that `leave_out` raises UnsupportedError.
 Library API read at 0.6.18 and 0.7.2.
@@ -41,7 +41,7 @@ CONNECTION_BYTES = 256
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """What the library said about a dispatch."""
+    """What the library returned for a dispatch."""
 
     route: Any
     num_tokens: int
@@ -78,7 +78,7 @@ class NvlinkTwoSided(PrepareFinalize):
         expect_room(x_TH, c)
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
-            # Numbers go up to `total`, which is the library's word for nobody.
+            # Numbers go up to `total`, which means no rank to the library.
             ids_TK = self._numbers.of(routing.ids_TK, nowhere=self._numbers.total).contiguous()
             weights_TK = routing.weights_TK.to(torch.float32).contiguous()
             for_ids, for_rows = self._session.buffer

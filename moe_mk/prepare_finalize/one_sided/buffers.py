@@ -1,23 +1,22 @@
-"""One buffer of the one-sided transport: a window on every rank in which one call at a time is under way.
+"""Windows of the one-sided transport: their layout, the flags of one call at a time, and the pool that layers share.
 
-Values of a source, its tails and its flag are written by that source alone and read by the owner. Sums are written by
-the owner alone, in the order of the received rows, so that experts may write them where they lie; the combine flag
-tells each rank where its own begin. So nobody counts for anybody else, and a single window serves call after call:
+A source writes its values, its tails and its flag; the owner of the window reads them. The owner writes sums, in the
+order of the received rows, so experts may write them in place; the combine flag contains the position of the first sum
+of the peer. No rank counts for another, and one window serves consecutive calls:
 
     a peer writes rows of call e+1 only after this rank's combine flag e, stored when its experts were done with call e;
     the owner writes sums of call e+1 only after every dispatch flag e+1, stored when the sums of call e had been read.
 
-Rows that experts read lie in the window until their call is finalized.
-
-How a window of the one-sided transport is laid out: who writes what where, known to all without a word.
+Rows that experts read stay in the window until their call is finalized. Every rank derives the layout from
+`RegionShape`:
 
     data of a window   [ the rows as experts read them, W M of values | values of W - 2 sources, M each |
                          tails of W sources: scales, ids, weights | sums of W M rows | notes of W ranks ]
 
-Experts read received rows one behind the other in rank order, and how many each source brings is known only when they
-are there. The owner and one neighbour (the rank after it; before it for the last rank) need not know: the rows of the
-lower of the two end at a seam, those of the higher begin there. Both write where experts read. The rows of other
-sources wait in a region of their own and are copied to their place around these; between two ranks nothing is.
+Experts read received rows in rank order without gaps, and the number of rows of a source is known only on arrival. The
+owner and one neighbour (the next rank; the previous one for the last rank) do not need to know it: the rows of the
+lower of the two end at a seam, and those of the higher begin there. Both write where experts read. The rows of other
+sources go to a region of their own and are copied next to these; with two ranks nothing is copied.
 
     owner 1 of 4                      seam
     ... [ rows of 0, copied | own rows | rows of 2 | rows of 3, copied ] ...
@@ -107,7 +106,7 @@ def lower_of_pair(ranks: int, owner: int) -> int:
 LAYER_AT, LAYERS = 24, 255
 COUNT_MASK = (1 << LAYER_AT) - 1
 PATIENCE_US = 1000
-"""How long a native wait looks at flags before the heap's own wait, which knows of deadlines and dead peers."""
+"""How long a native wait polls flags before the heap's own wait, which checks deadlines and dead peers."""
 
 
 class OneSidedBufferSlot(BufferSlot):
@@ -116,7 +115,7 @@ class OneSidedBufferSlot(BufferSlot):
     def __init__(self, comm: Communicator, region: RegionShape, native: Native | None) -> None:
         self.region, self.epoch = region, 0
         self.heap = self._open(comm)
-        # Not the communicator itself: it keeps this buffer, and a circle of the two would keep its group from ending.
+        # Not the communicator itself: it keeps this buffer, and a reference cycle would keep its group alive.
         self.rank, self.size, self.sums_at = comm.rank, comm.size, region.sums_at(comm.size)
         self.peers = [peer for peer in range(comm.size) if peer != comm.rank]
         self.sums_RB = self._own_rows(self.sums_at, region.sum_bytes)
@@ -152,7 +151,7 @@ class OneSidedBufferSlot(BufferSlot):
             self.exchange.serve(layer, number)
 
     def report(self, failure: Failure) -> None:
-        """Let peers that wait for this rank know that it has failed. Never raises, never waits."""
+        """Report the failure of this rank to peers that wait for it. Never raises, never waits."""
         self.heap.report(failure, [self.rank, self.size + self.rank])
 
     def out_at(self, owner: int, count: int) -> int:
@@ -170,7 +169,7 @@ class OneSidedBufferSlot(BufferSlot):
         return self._tails[source]
 
     def show_rows(self, peer: int, count: int) -> None:
-        """Tell a peer that its rows are there, and how many."""
+        """Signal a peer that its rows are written, with their number."""
         self.heap.signal(peer, self.rank, self.epoch, self._layer_bits | count)
 
     def await_rows(self) -> dict[int, int]:
@@ -211,7 +210,7 @@ class OneSidedBufferSlot(BufferSlot):
         return self.sums_RB[:count]
 
     def show_sums(self, peer: int, first: int) -> None:
-        """Tell a peer that the sums of its rows are there, from number `first` on."""
+        """Signal a peer that the sums of its rows are written, from number `first` on."""
         self.heap.signal(peer, self.size + self.rank, self.epoch, self._layer_bits | first)
 
     def await_sums(self) -> dict[int, int]:
@@ -223,7 +222,7 @@ class OneSidedBufferSlot(BufferSlot):
         return self._await(FaultKind.SUMS_BEYOND, first_flag=self.size, phase="combine", limit=limit)
 
     def sums_of(self, peer: int, first: int, count: int) -> Tensor:
-        """The sums that a peer has for this rank, as they lie in its window."""
+        """The sums that a peer has for this rank, a view of its window."""
         width = self.region.sum_bytes
         return self.heap.read(peer, self.sums_at + first * width, count * width).view(count, width)
 

@@ -1,13 +1,13 @@
-"""One-sided over hosts: the protocol of `one_sided`, with proxies on the CPU that carry puts over TCP sockets.
+"""One-sided transport over several hosts: the protocol of `one_sided`, with CPU proxies that send puts over TCP.
 
-The choice where CPU ranks lie on several hosts and nothing is to be installed. Inside a host ranks write each other's
-memory; between hosts a rank packs commands of 16 bytes, and a thread beside it carries them out (`comm/network`).
+For CPU ranks on several hosts without a communication library. Inside a host ranks write each other's memory; between
+hosts a rank packs commands of 16 bytes, and a thread of the rank executes them (`comm/network`).
 
-    dispatch  put rows at the peer, then one flag with their count; the flag rides on the last of them
-    combine   put each far peer its sums, then one flag; near peers read theirs where they are
+    dispatch  put rows at the peer, then one flag with their count, sent with the last of them
+    combine   put each remote peer its sums, then one flag; peers of the same host read theirs in place
 
-On a single host every peer is reached through proxies, over loopback: to try it out, `one_sided` is the choice there.
-The split of duties between a producer and a proxy is that of UCCL-EP. Results are those of `all_to_all`, bit for bit.
+On a single host every peer is reached through proxies over loopback, for tests; `one_sided` is the choice there. The
+division of work between producer and proxy is that of UCCL-EP. Results equal those of `all_to_all` bit for bit.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class NetworkBufferSlot(OneSidedBufferSlot):
         return self._received
 
     def show_sums(self, peer: int, first: int) -> None:
-        """Give a peer the sums of its rows, or tell it where they begin if it can read them there."""
+        """Send a peer the sums of its rows, or signal where they begin if it can read them there."""
         width = self.region.sum_bytes
         if peer in self.heap.far and (count := self._received[peer]):
             sums = self.heap.data(self.rank, self.sums_at + first * width, count * width)
@@ -156,7 +156,7 @@ class OneSidedNetwork(OneSided):
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
-        """One window of this rank, the sums that peers bring, and rows on their way out."""
+        """One window of this rank, the sums that peers bring, and rows that are being sent."""
         sums = problem.ranks * problem.num_tokens * row_bytes(problem.dtype, problem.config.model.hidden_size)
         return super().buffer_bytes(problem) + sums + STAGING_BYTES
 
@@ -165,4 +165,4 @@ def _idle_threads(units: int | None, ranks: int) -> list[str]:
     """A peer is served by one thread, so that a proxy has no use for more threads than peers."""
     if units is None or ranks == 1 or units < ranks:
         return []
-    return [f"has {ranks - 1} peers to serve, each by one thread: {units} threads would be too many"]
+    return [f"has {ranks - 1} peers, each served by one thread: {units} threads are too many"]

@@ -1,6 +1,6 @@
 """Rows into the windows of peers and sums out of them, by native kernels that write and read there themselves.
 
-What `one_sided_rows` does with torch, bit for bit. A call of a few tokens is mostly the Python around the kernels, so
+Same results as `rows_torch`, bit for bit. A call of a few tokens is mostly the Python around the kernels, so
 that whatever stays the same is made at the first call over a buffer.
 """
 
@@ -65,7 +65,7 @@ class KernelRows:
 
     def arrived(self, buffer: OneSidedBufferSlot, sent_W: list[int]) -> list[int]:
         """Rows received from each rank."""
-        del sent_W  # the exchange knows
+        del sent_W  # the exchange has it
         exchange = buffer.exchange
         assert exchange is not None
         received_W = exchange.arrived(buffer.epoch, buffer.patience_us)
@@ -84,7 +84,7 @@ class KernelRows:
         return x_RH, ids_RK, weights_RK, prepared.sums_RH[:total]
 
     def show(self, handle: DispatchHandle) -> None:
-        """Tell every peer that the sums of its rows are there."""
+        """Signal every peer that the sums of its rows are written."""
         assert handle.buffer.exchange is not None
         handle.buffer.exchange.show(handle.epoch)
 

@@ -128,7 +128,7 @@ class PutRows:
         return [counts[rank] for rank in range(buffer.size)]
 
     def receive(self, buffer: OneSidedBufferSlot, received_W: list[int]) -> Arrived:
-        """Copy what lies apart to its place; values are those of the window."""
+        """Copy rows of the separate regions to their place; values are those of the window."""
         total = sum(received_W)
         values_RB = buffer.own_values(buffer.region.rows_at(buffer.size, buffer.rank, received_W), total)
         for source, rows_XB in enumerate(torch.split(values_RB, received_W)):
@@ -146,7 +146,7 @@ class PutRows:
         return x_RH, ids_RK, weights_RK, buffer.own_sums(total).view(self._context.dtype.dtype)
 
     def show(self, handle: DispatchHandle) -> None:
-        """Tell every peer that the sums of its rows are there."""
+        """Signal every peer that the sums of its rows are written."""
         first_of_W = offsets(handle.received_W)
         for peer in handle.buffer.peers:
             handle.buffer.show_sums(peer, first_of_W[peer])

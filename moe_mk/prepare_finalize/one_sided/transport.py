@@ -1,14 +1,14 @@
-"""One-sided: ranks of one host write tokens into each other's memory, and read the sums from there.
+"""One-sided dispatch and combine: ranks of one host write tokens into each other's memory and read sums from there.
 
-The choice between CPU processes of one host: no sockets, no copy in between, no exchange of counts.
+The default between CPU processes of one host: no sockets, no intermediate copy, no exchange of counts.
 
     dispatch  put rows [values | scales | ids | weights] where the peer reads them, then one flag with their count
-    combine   each peer has its sums in its own window, then one flag; the home rank adds them in rank order, in f32
+    combine   each rank has its sums in its own window, then one flag; the source rank adds them in rank order, in f32
 
-Native kernels write the windows where they are compiled, torch does elsewhere: one pass over a token gathers, rounds
-(FP8) and writes it to every rank it visits. Received rows are read in the window until their call is finalized.
-Experts may write their sums where peers read them (`RowTokens.out_RH`); those of others are copied there. Results are
-those of `all_to_all`, bit for bit, in every way.
+Native kernels write the windows where they are compiled, else torch does: one pass over a token gathers it, rounds it
+(FP8) and writes it to each of its ranks. Received rows are read in the window until their call is finalized. Experts
+may write their sums where peers read them (`RowTokens.out_RH`); other sums are copied there. Results equal those of
+`all_to_all` bit for bit.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class OneSided(PrepareFinalize):
             return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, handle, sums_RH)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Show the sums to the peers, and add up what they have, per token."""
+        """Signal the sums to the peers, and add up theirs for each token."""
         handle, c, y_RH = tokens.handle, self.context, output.y
         assert isinstance(handle, DispatchHandle)
         buffer, received_W = handle.buffer, handle.received_W

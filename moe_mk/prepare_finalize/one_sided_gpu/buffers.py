@@ -1,17 +1,17 @@
-"""Windows of GPUs that every rank can reach, by the first way that serves all of them.
+"""Windows of the GPU one-sided transport: how ranks map them, and the state of one call at a time.
 
-    one piece           ranks of one process
+The first way that every rank supports is used:
+
+    one allocation      ranks of one process
     a file in memory    processes whose kernels are interpreted on a CPU
-    symmetric memory    processes with a GPU each: torch maps what it has taken for that
+    symmetric memory    processes with a GPU each, memory allocated by torch's symmetric memory
     CUDA IPC            any processes of a host, two on one GPU included: handles of ordinary memory
 
-The last two are a choice of all ranks together: each says what it lacks, and one that lacks anything is enough for IPC.
+All ranks agree on one of the last two: each reports what it lacks, and CUDA IPC is used if any rank lacks something.
 
-One buffer of the one-sided transport on GPUs: the windows of all ranks by address, and who failed in which call.
-
-Windows lie in memory that every rank can reach (`one_sided_gpu_buffers`). Nothing on the host is asked while a call
-is under way: calls are counted on the device, and lateness reaches the host one call later or so. So do counts and
-expert ids of a peer that are out of range; its rows are left out meanwhile, and nothing is indexed by them.
+During a call nothing is read on the host: calls are counted on the device, and a late peer is reported to the host
+about one call later. So are counts and expert ids of a peer that are out of range; its rows are dropped, and nothing is
+indexed by them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def between_gpus(
     torch_memory: SymmetricMemory | None,
     otherwise: Callable[[Communicator, int, torch.device], Mapped],
 ) -> Mapped:
-    """By torch's symmetric memory if every rank has that and a GPU of its own. gpu: what tells GPUs of a host apart."""
+    """By torch's symmetric memory if every rank has that and a GPU of its own. gpu: identifies a GPU of the host."""
     own, problem = window_of(num_bytes, device, torch_memory)
     synchronize(device)  # zeros before anybody knows of it
     reasons = _reasons_against(_exchanged(comm, f"{gpu}\n{problem}"))
@@ -112,7 +112,7 @@ def _reasons_against(notes: list[str]) -> str:
 
 
 def _exchanged(comm: Communicator, text: str) -> list[str]:
-    """What every rank says."""
+    """The text of every rank."""
     encoded = text.encode()[:NOTE_BYTES]
     note = torch.tensor([list(encoded.ljust(NOTE_BYTES))], dtype=torch.uint8, device="cpu")
     rows = wait(comm.all_gather(note, [1] * comm.size, PHASE))
@@ -136,7 +136,7 @@ class GpuBufferSlot(BufferSlot):
         self.call_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.done_1 = torch.zeros(1, dtype=torch.int32, device=device)
         self.active_W = torch.ones(comm.size, dtype=torch.int32, device=device)
-        """0 for ranks that are left out: nothing is sent to them, and nobody waits for them. Read at every launch."""
+        """0 for ranks that are left out: nothing is sent to them, and no rank waits for them. Read at every launch."""
         self._late_2W = torch.zeros((2, comm.size), dtype=torch.int64, device=device)
         self._seen_2W = torch.zeros((2, comm.size), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._faults_4W = torch.zeros((4, comm.size), dtype=torch.int64, device=device)
@@ -169,7 +169,7 @@ class GpuBufferSlot(BufferSlot):
                 raise CommError(text, rank=self.rank, phase="dispatch", layer=self.layer, peer=peer)
 
     def await_flags(self, phase: str, looks: int) -> tuple[Tensor, Tensor]:
-        """Counts and status of all ranks; who is late in this call is noted on the device, and told to the host."""
+        """Counts and status of all ranks; late ranks of this call are recorded on the device and copied to the host."""
         counts_W, status_W = await_flags(
             self.windows, self.call_1, sums=phase == "combine", looks=looks, active_W=self.active_W
         )
@@ -180,7 +180,7 @@ class GpuBufferSlot(BufferSlot):
         return counts_W, status_W
 
     def checked(self, counts_W: Tensor, ids_RK: Tensor, num_experts: int) -> Tensor:
-        """The expert ids of all places of the window, -1 where no row lies or a peer wrote what is out of range.
+        """The expert ids of all places of the window, -1 for places without a row and for ids out of range.
 
         counts_W: rows of each source, as `await_flags` returns them. ids_RK: physical ids, a copy of this rank's own.
         The first call of a peer with a count above the region or an id of no expert is noted for the host.

@@ -1,15 +1,15 @@
-"""One-sided between GPUs of one host: Triton kernels write tokens into peers' memory, and read the sums from there.
+"""One-sided transport between GPUs of one host: Triton kernels write tokens to peers and read sums from them.
 
-The choice between GPUs that reach each other's memory where no EP library is installed. Compiled for sm_90 and run in
-Triton's interpreter; not yet measured on a GPU. Processes reach each other's windows by torch's symmetric memory where
-every rank has a GPU of its own, else by CUDA IPC; `reached_by` says which, and why.
+For GPUs with peer access where no EP library is installed. Compiled for sm_90 and run in Triton's interpreter; not yet
+measured on a GPU. Processes map each other's windows by torch's symmetric memory where every rank has a GPU of its own,
+else by CUDA IPC; `reached_by` lists which, and why.
 
-    dispatch  one launch copies rows [values | scales | ids | weights] to every rank they visit and raises a flag each
-    arrival   (W, M) rows, those of each source at the front of its part; the rest says -1
-    combine   experts' sums lie where peers read them; one flag, then each rank adds up its own in rank order, in f32
+    dispatch  one launch copies rows [values | scales | ids | weights] to every rank of their experts and sets its flag
+    arrival   (W, M) rows, those of each source at the front of its part; the ids of the rest are -1
+    combine   experts' sums are stored where peers read them; one flag, then each rank adds its own in order, in f32
 
 No count is read on the host and no size depends on the routing: calls can be captured in a CUDA graph. A token whose
-ids are all -1 goes nowhere, so that a graph of M tokens serves fewer. Ranks that stay away are named by the next call.
+ids are all -1 is not sent, so a graph of M tokens serves fewer. The next call reports ranks that did not answer.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class OneSidedGpu(PrepareFinalize):
             return self._arrived(buffer, counts_W, slots_WT)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
-        """Show the sums to the peers, and add up what they have, per token."""
+        """Signal the sums to the peers, and add up theirs for each token."""
         from moe_mk.kernels.triton.one_sided import pull_sums, show
 
         handle, c = tokens.handle, self.context
@@ -169,11 +169,11 @@ class OneSidedGpu(PrepareFinalize):
 
     @property
     def reached_by(self) -> list[str]:
-        """By what way peers reach the windows that are open, and why by no better one."""
+        """How peers access the open windows, and why no better way is used."""
         return [buffer.how for buffer in self._pool.slots]
 
     def leave_out(self, active_W: Tensor) -> None:
-        """Change who takes part, int32 (W,): 0 for ranks that nothing is sent to and nobody waits for.
+        """Change who takes part, int32 (W,): 0 for ranks that no rank sends to or waits for.
 
         A rank learns of the failure of another by CommError and not from here; who stays must be agreed on by all.
         Captured graphs read it anew; 1 takes a rank back. Raises UnsupportedError before the first call, which opens
@@ -187,7 +187,7 @@ class OneSidedGpu(PrepareFinalize):
             buffer.active_W.copy_(active_W)
 
     def _arrived(self, buffer: GpuBufferSlot, counts_W: Tensor, slots_WT: Tensor) -> RowTokens:
-        """All places of the window as rows; those that nobody filled go nowhere."""
+        """All places of the window as rows; unfilled ones have no experts."""
         c, windows = self.context, buffer.windows
         rows_RB = windows.rows(buffer.own).view(-1, windows.row_bytes)[:, : self._packed]
         x_RH, physical_RK, weights_RK = unpack(rows_RB, c.wire, c.hidden_size, c.top_k)

@@ -1,13 +1,12 @@
-"""Rows to other ranks and sums back, with each row copied once on the way out and once on the way in.
+"""Exchange of rows with other ranks, and of sums back: each row is copied once on the sender and once on the receiver.
 
-What stays on a rank goes straight to its place, while the rest is in the air; what travels lies in memory that calls
-use again. The counts of every rank are those of a plain all-to-all, its own included.
+Rows that stay on a rank are copied directly to their place while the others are in flight. Traffic counts are those of
+a plain all-to-all, the rank's own rows included.
 
-Memory that exchanges use again: rows on their way lie in it from when they are packed until they are taken apart.
-
-Large tensors get new pages from the system every time they are made, and touching those for the first time takes far
-longer than copying into pages that are there (20 times as long on the machine of `benchmarks/results`). So what lives
-no longer than a call is kept, on the host and up to a limit, for the next call of any layer of the group.
+Rows that are sent are kept in host memory that calls reuse (`Scratch`), from when they are packed until they are
+unpacked. Large tensors get new pages from the system every time they are made, and the first access to a page takes far
+longer than a copy into mapped pages (20 times as long on the machine of `benchmarks/results`). Memory that is needed
+within a call only is therefore kept on the host, up to a limit, for the next call of any layer of the group.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ MAPPED_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Borrowed:
-    """Rows to write to, and the memory they lie in."""
+    """Rows to write to, and the memory that holds them."""
 
     rows: Tensor
     memory: Tensor | None
-    """None: it is nobody's to keep."""
+    """None: not reused."""
 
 
 @dataclass(eq=False)
 class Scratch:
-    """Pieces of host memory that nobody uses just now. Calls that are under way at once have one each."""
+    """Unused pieces of host memory. Concurrent calls use different pieces."""
 
     free: list[Tensor] = field(default_factory=list)
     """uint8, smallest first."""
@@ -80,7 +79,7 @@ class Scratch:
                 return self.free.pop(place)
         if self.free:
             self.free.pop()  # the new one takes its place
-        with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+        with torch.inference_mode(False):  # else it could not be written outside of that mode
             return torch.empty(-(-wanted // SMALL_BYTES) * SMALL_BYTES, dtype=torch.uint8, device="cpu")
 
 
@@ -179,19 +178,19 @@ class RowExchange:
     def _dispatch_apart(self, write: Write, widths: tuple[int, int], counts: Counts, phase: str) -> Flight[Rows]:
         """Many bytes: each is copied once on either side, and memory is used again."""
         counted, sent, received = counts
-        at, landing, me = offsets(sent), offsets(received), self.comm.rank
+        at, received_at, me = offsets(sent), offsets(received), self.comm.rank
         going, coming = (self.take((self._others(each), sum(widths)), torch.uint8) for each in (sent, received))
         self._fill(going.rows, widths[0], write, at)
         flight = self.comm.all_to_others(coming.rows, going.rows, counted, received, phase)
-        hop = next(flight)
-        shapes = ((landing[-1], width) for width in widths)
+        step = next(flight)
+        shapes = ((received_at[-1], width) for width in widths)
         arrived = Rows(*(new_rows(shape, torch.uint8, self.device, self.native) for shape in shapes))
-        write(arrived[landing[me] : landing[me + 1]], slice(at[me], at[me + 1]))
-        yield hop
+        write(arrived[received_at[me] : received_at[me + 1]], slice(at[me], at[me + 1]))
+        yield step
         yield from flight
-        landed = side_by_side(coming.rows, widths[0])
-        arrived[: landing[me]].put(landed[: landing[me]])
-        arrived[landing[me + 1] :].put(landed[landing[me] :])
+        others = side_by_side(coming.rows, widths[0])
+        arrived[: received_at[me]].put(others[: received_at[me]])
+        arrived[received_at[me + 1] :].put(others[received_at[me] :])
         self.scratch.give(going, coming)
         return arrived
 

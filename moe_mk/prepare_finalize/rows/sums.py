@@ -1,4 +1,4 @@
-"""Adding up what came home: rows to their tokens in a fixed order, in f32 from zero, rounded once.
+"""The ordered sum of combine: adds rows to their tokens in a fixed order, in f32 from zero, rounded once.
 
     total = 0
     for each group:    partial = 0;  for each part of it:  partial += its row;     total += partial
@@ -78,7 +78,7 @@ def _suits_kernels(parts: Sequence[Part], out_RH: Tensor) -> bool:
 
 
 def _add_up(groups: Sequence[Sequence[Part]], out_RH: Tensor) -> Tensor:
-    """With torch. Many sums are finished a few at a time on the host, while they lie in the cache."""
+    """With torch. Many sums are finished a few at a time on the host, while they are in the cache."""
     if len(out_RH) <= ROWS_AT_ONCE or out_RH.device.type != "cpu":
         return out_RH.copy_(total(groups, out_RH.shape, out_RH.device))
     edges = [*range(0, len(out_RH), ROWS_AT_ONCE), len(out_RH)]

@@ -22,8 +22,8 @@ from moe_mk.comm.network.tcp import (
     LOOPBACK,
     PATIENCE_S,
     TOKEN_BYTES,
+    Acceptor,
     Address,
-    Door,
     Hello,
     TcpPipe,
     call,
@@ -43,7 +43,7 @@ class Clock:
 
 
 @contextlib.contextmanager
-def a_door(wanted: list[int]) -> Iterator[tuple[Door, Clock, list[Hello]]]:
+def a_door(wanted: list[int]) -> Iterator[tuple[Acceptor, Clock, list[Hello]]]:
     """A door for as many peers as `wanted` holds, by hand; and whom it has let in."""
     let_in: list[Hello] = []
 
@@ -52,7 +52,7 @@ def a_door(wanted: list[int]) -> Iterator[tuple[Door, Clock, list[Hello]]]:
         pipe.close()
 
     clock = Clock()
-    door = Door(*listen(LOOPBACK), clock, admit, lambda: wanted[0])
+    door = Acceptor(*listen(LOOPBACK), clock, admit, lambda: wanted[0])
     door.tend()
     try:
         yield door, clock, let_in
@@ -60,7 +60,7 @@ def a_door(wanted: list[int]) -> Iterator[tuple[Door, Clock, list[Hello]]]:
         door.close()
 
 
-def caller(door: Door, said: bytes = b"") -> socket.socket:
+def caller(door: Acceptor, said: bytes = b"") -> socket.socket:
     made = socket.create_connection((door.address.host, door.address.port), timeout=5.0)
     made.sendall(said)
     select.select([door], [], [], 5.0)

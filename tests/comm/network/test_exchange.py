@@ -197,8 +197,8 @@ WINDOW_BYTES = 1 << 16
 @pytest.mark.parametrize(
     "frame,text",
     [
-        (Frame(Kind.PAYLOAD, size=10, at=WINDOW_BYTES - 9), "bytes 65527 to 65537 lie outside of a window of 65536"),
-        (Frame(Kind.PAYLOAD, size=1, at=1 << 63), "lie outside of a window"),
+        (Frame(Kind.PAYLOAD, size=10, at=WINDOW_BYTES - 9), "bytes 65527 to 65537 are outside of a window of 65536"),
+        (Frame(Kind.PAYLOAD, size=1, at=1 << 63), "are outside of a window"),
         (Frame(Kind.PAYLOAD, size=1 << 24), "a PAYLOAD message of 16777216 bytes; it may have at most 16777215"),
         (Frame(Kind.PAYLOAD), "a PAYLOAD message of 0 bytes"),
         (Frame(Kind.PAYLOAD, part=256, size=1), "as part 256 that covers 0 parts; a group has at most 256"),
@@ -211,7 +211,7 @@ WINDOW_BYTES = 1 << 16
         (Frame(Kind.STORE, covers=1, size=8, flag=4095), f"flag 4095 is none of {FLAGS}"),
         (Frame(Kind.STORE, flag=5), "flag 5 is a word of a counter"),
         (Frame(Kind.ADD, flag=2), "counter 2 is none of 2"),
-        (Frame(Kind.GET, at=0, value=WINDOW_BYTES + 1), "lie outside of a window"),
+        (Frame(Kind.GET, at=0, value=WINDOW_BYTES + 1), "are outside of a window"),
         (Frame(Kind.GET, covers=1, size=8), "a GET message of 8 bytes"),
         (Frame(Kind.REPLY, size=2, at=7), "a reply of 2 bytes to group 0, in which no get awaits one"),
         (Frame(Kind.REPLY), "a reply of 0 bytes to group 0, in which no get awaits one"),

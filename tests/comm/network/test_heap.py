@@ -122,7 +122,7 @@ def test_what_lies_outside_or_elsewhere_is_refused() -> None:
         return said
 
     for rank, said in enumerate(in_threads(2, job)):
-        assert said[0] == f"the window of rank {1 - rank} lies on another host; put into it, or get from it"
+        assert said[0] == f"the window of rank {1 - rank} is on another host; put into it, or get from it"
         assert "bytes 65525 to 65537 of rank" in said[1] and "bytes -1 to 3 of rank" in said[2]
 
 
