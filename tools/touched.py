@@ -44,8 +44,8 @@ def changed_files(root: Path) -> list[str] | None:
         if not found:
             continue
         fork = found[0]
-        if [fork] == _git(root, "rev-parse", "HEAD"):  # on the main branch: what its last commit changed
-            fork = "HEAD~1"
+        if [fork] == _git(root, "rev-parse", "HEAD"):  # on the main branch: what earlier runs tested is not known
+            return None
         differing, untracked = (
             _git(root, "diff", "--name-only", fork),
             _git(root, "ls-files", "-o", "--exclude-standard"),
