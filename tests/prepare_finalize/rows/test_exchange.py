@@ -42,7 +42,7 @@ def writer(rows: Rows) -> Write:
 def out(comm: Communicator, send: Sequence[Sequence[int]], here: str = "") -> Flight[Tensor]:
     mine, theirs = send[comm.rank], [counts[comm.rank] for counts in send]
     write = writer(side_by_side(packed(comm.rank, sum(mine)), VALUES))
-    rows = yield from RowExchange(comm, CPU).out(write, (VALUES, TAIL), mine, theirs, "dispatch", here)
+    rows = yield from RowExchange(comm, CPU).dispatch(write, (VALUES, TAIL), mine, theirs, "dispatch", here)
     assert rows.widths == (VALUES, TAIL)
     return torch.cat((rows.values, rows.tails), dim=1)
 
