@@ -103,8 +103,8 @@ class DistributedCommunicator(Communicator):
         if not self._by_messages(total):
             yield from self._fly(lambda: dist.all_reduce(total, group=self.group, async_op=True), phase)
             return total.to(device=x.device, dtype=x.dtype)
-        parts = even_parts(total.numel(), self.size)
-        theirs = dict(enumerate(torch.split(total.view(-1), parts)))
+        lengths = even_parts(total.numel(), self.size)
+        theirs = dict(enumerate(torch.split(total.view(-1), lengths)))
         mine = theirs.pop(self.rank)
         parts = mine.new_empty((self.size, len(mine)))
         parts[self.rank] = mine
