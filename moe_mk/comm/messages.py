@@ -19,17 +19,13 @@ is awaited before connections close. The rank that errors name is the end of tha
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from enum import IntEnum
-from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -38,22 +34,27 @@ from torch import Tensor
 
 from moe_mk.comm.failure import REPORTED, Exclusive, Failure, GroupStatus
 from moe_mk.comm.fork import FORKED, in_child
+from moe_mk.comm.header import (
+    EAGER_BYTES,
+    EPOCHS,
+    HANG_UP_TAG,
+    HEADER_BYTES,
+    RECOVERY_TAG,
+    UNKNOWN,
+    Header,
+    Kind,
+    as_bytes,
+    bytes_of,
+    described,
+    header_tag,
+    host_number,
+    notice_tag,
+    row_tag,
+)  # fmt: skip
 from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.trace.clock import now
-
-HEADER_BYTES = 256
-MAGIC = b"moe-mk 1"
-LAYOUT = struct.Struct("<8s 12q H")
-TEXT_BYTES = HEADER_BYTES - LAYOUT.size
-EAGER_BYTES = 1 << 16
-"""Rows of no more than this are copied into the message of their header: a message costs more than the copy."""
-
-# Tags of rows are 31 bits: 9 of the epoch, 6 of the call (never 0), 16 of the size. Below 2^16 are all others.
-# A rank never has 63 calls open. Epochs do not wrap: what was sent in one stays with gloo until somebody receives it.
-EPOCHS, CALLS, SIZES = 1 << 9, (1 << 6) - 1, (1 << 16) - 1
-HANG_UP_TAG, RECOVERY_TAG, NOTICE_TAGS, HEADER_TAGS = 0, 1, EPOCHS, 2 * EPOCHS
 
 PULSE_S = 0.05
 """How often peers are looked at during a long wait."""
@@ -67,67 +68,6 @@ CLOSING_S = 0.5
 """How long a process may take to end after its connections have."""
 PARKED_S = 5.0
 """How often the thread looks whether the group is still there while no call is made."""
-UNKNOWN = -1
-
-
-class Kind(IntEnum):
-    """What a header announces."""
-
-    ROWS = 0
-    FAILED = 1
-    """The sender, or a peer that it names, failed."""
-    WAITING = 2
-    """The sender has waited for a peer longer than its timeout."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """What announces one message. text: the phase of rows, the cause of a failure."""
-
-    kind: Kind
-    epoch: int
-    call: int
-    text: str
-    layer: int = 0
-    count: int = 0
-    num_bytes: int = 0
-    expected_bytes: int = 0
-    """That the sender awaits from the receiver in the same call."""
-    peer: int = UNKNOWN
-    """The rank that failed or is awaited."""
-    process: Process | None = None
-    host: int = 0
-    """Of the process, see `host_number`."""
-    rows: bytes = b""
-    """Those that came with the header."""
-
-    def packed(self) -> bytearray:
-        """256 bytes."""
-        process = self.process
-        who = (0, 0, 0) if process is None else (process.number, int(process.started), process.namespace)
-        text = self.text.encode()[:TEXT_BYTES]
-        numbers = (
-            self.kind, self.epoch, self.call, self.layer, self.count, self.num_bytes, self.expected_bytes, self.peer,
-            *who, self.host,
-        )  # fmt: skip
-        memory = bytearray(HEADER_BYTES)
-        LAYOUT.pack_into(memory, 0, MAGIC, *numbers, len(text))
-        memory[LAYOUT.size : LAYOUT.size + len(text)] = text
-        return memory
-
-    @classmethod
-    def unpacked(cls, memory: bytes | bytearray) -> Self:
-        """From a message, with the rows that are behind it. Raises ValueError for what no header can be."""
-        magic, kind, epoch, call, layer, count, num_bytes, expected, peer, number, started, namespace, host, length = (
-            LAYOUT.unpack_from(memory)
-        )
-        if magic != MAGIC or kind not in Kind.__members__.values() or length > TEXT_BYTES:
-            raise ValueError(f"no header of this version: it begins with {bytes(memory[:16])!r}")
-        text = bytes(memory[LAYOUT.size : LAYOUT.size + length]).decode(errors="replace")
-        process = Process(number, str(started), namespace) if number else None
-        eager = num_bytes if 0 < num_bytes <= EAGER_BYTES else 0
-        rows = bytes(memory[HEADER_BYTES : HEADER_BYTES + eager])
-        return cls(Kind(kind), epoch, call, text, layer, count, num_bytes, expected, peer, process, host, rows)
 
 
 @dataclass
@@ -245,9 +185,8 @@ class GroupMessages:
                 received = {}
                 for peer in counts.keys() | incoming.keys():
                     rows = incoming.get(peer)
-                    received[peer] = self._take(caller, phase, call, peer, rows, _bytes_of(outgoing.get(peer)))
-                for peer, work in works:
-                    self._finish(caller, phase, peer, work)
+                    received[peer] = self._take(caller, phase, call, peer, rows, bytes_of(outgoing.get(peer)))
+                self._finish_all(caller, phase, works)
                 for peer in received:
                     self._forget_sent(caller, phase, peer)
         except BaseException:
@@ -280,19 +219,15 @@ class GroupMessages:
         sends: list[tuple[int, dist.Work]] = []
         try:
             for peer in self._peers:
-                sends.append((peer, self._send(_message(mine), peer, RECOVERY_TAG)))
+                sends.append((peer, self._post_message("send", mine.message(), peer, RECOVERY_TAG)))
         except RuntimeError as problem:
             raise self._lost(caller, phase, peer, problem) from problem
         yield InFlight(phase)
-        theirs: dict[int, Header] = {}
-        for peer, receive in receives.items():
-            self._finish(caller, phase, peer, receive.work)
-            theirs[peer] = Header.unpacked(receive.memory)
-        for peer, work in sends:
-            self._finish(caller, phase, peer, work)
+        theirs = {peer: self._read(caller, phase, peer, receive) for peer, receive in receives.items()}
+        self._finish_all(caller, phase, sends)
         for peer, header in theirs.items():
             if header.count != left_out:
-                lists = (_ranks_of(header.count), _ranks_of(left_out))
+                lists = [[rank for rank in range(self.size) if bits >> rank & 1] for bits in (header.count, left_out)]
                 text = f"goes on without ranks {lists[0]} of the process group, this rank without {lists[1]}"
                 raise self._error(caller, phase, peer, text)
         epoch = 1 + max(self._epoch, *(header.epoch for header in theirs.values()))
@@ -327,19 +262,19 @@ class GroupMessages:
         peer = UNKNOWN
         try:
             for peer, rows in incoming.items():
-                if rows is not None and _bytes_of(rows) > EAGER_BYTES:
-                    works.append((peer, self._post_message("recv", rows, peer, self._tag(call, rows))))
+                if rows is not None and bytes_of(rows) > EAGER_BYTES:
+                    works.append((peer, self._post_message("recv", rows, peer, row_tag(self._epoch, call, rows))))
             for peer in counts.keys() | incoming.keys():
                 rows = outgoing.get(peer)
                 header = Header(
-                    Kind.ROWS, self._epoch, call, phase, caller.layer_number, counts.get(peer, 0), _bytes_of(rows),
-                    _bytes_of(incoming.get(peer)), process=self._process, host=self._host,
+                    Kind.ROWS, self._epoch, call, phase, caller.layer_number, counts.get(peer, 0), bytes_of(rows),
+                    bytes_of(incoming.get(peer)), process=self._process, host=self._host,
                 )  # fmt: skip
-                is_eager = rows is not None and _bytes_of(rows) <= EAGER_BYTES
+                is_eager = rows is not None and bytes_of(rows) <= EAGER_BYTES
                 if rows is not None and not is_eager:  # first: whoever has the header waits for the rows
-                    works.append((peer, self._post_message("send", rows, peer, self._tag(call, rows))))
-                message = _message(header, rows if is_eager else None)
-                self._sent[peer].append(self._send(message, peer, self._header_tag))
+                    works.append((peer, self._post_message("send", rows, peer, row_tag(self._epoch, call, rows))))
+                message = header.message(rows if is_eager else None)
+                self._sent[peer].append(self._post_message("send", message, peer, header_tag(self._epoch)))
         except RuntimeError as problem:
             self._unfinished += [works, outgoing, incoming]
             raise self._lost(caller, phase, peer, problem) from problem
@@ -356,14 +291,12 @@ class GroupMessages:
             self._early[peer, header.call] = header
             header = self._next_header(caller, phase, peer)
         theirs = (header.call, header.text, header.layer, header.num_bytes, header.expected_bytes)
-        ours = (call, phase, caller.layer_number, _bytes_of(rows), expected_bytes)
+        ours = (call, phase, caller.layer_number, bytes_of(rows), expected_bytes)
         if theirs != ours:
-            text = (
-                f"is in {_described(*theirs)}; this rank is in {_described(*ours)}; all ranks must make the same calls"
-            )
+            text = f"is in {described(*theirs)}; this rank is in {described(*ours)}; all ranks must make the same calls"
             raise self._error(caller, phase, peer, text)
         if rows is not None and header.rows:
-            _as_bytes(rows).copy_(torch.frombuffer(bytearray(header.rows), dtype=torch.uint8))
+            as_bytes(rows).copy_(torch.frombuffer(bytearray(header.rows), dtype=torch.uint8))
         return header.count
 
     def _forget_sent(self, caller: Caller, phase: str, peer: int) -> None:
@@ -377,17 +310,26 @@ class GroupMessages:
 
     def _next_header(self, caller: Caller, phase: str, peer: int) -> Header:
         receive = self._headers[peer]
-        self._finish(caller, phase, peer, receive.work)
-        try:
-            header = Header.unpacked(receive.memory)
-        except ValueError as problem:
-            raise self._error(caller, phase, peer, str(problem)) from problem
-        receive.work = self._receive_into(receive.tensor, peer, self._header_tag)
+        header = self._read(caller, phase, peer, receive)
+        receive.work = self._receive_into(receive.tensor, peer, header_tag(self._epoch))
         if header.process is not None and header.host == self._host != 0:
             self._processes[peer] = header.process
         if header.kind is Kind.FAILED:
             raise self._failed(caller, phase, header)
         return header
+
+    def _read(self, caller: Caller, phase: str, peer: int, receive: _Receive) -> Header:
+        """Wait for a header of a peer."""
+        self._finish(caller, phase, peer, receive.work)
+        try:
+            return Header.unpacked(receive.memory)
+        except ValueError as problem:
+            raise self._error(caller, phase, peer, str(problem)) from problem
+
+    def _finish_all(self, caller: Caller, phase: str, works: Iterable[tuple[int, dist.Work]]) -> None:
+        """Wait for messages to and from peers."""
+        for peer, work in works:
+            self._finish(caller, phase, peer, work)
 
     def _finish(self, caller: Caller, phase: str, peer: int, work: dist.Work | RuntimeError) -> None:
         """Wait for one message."""
@@ -467,18 +409,6 @@ class GroupMessages:
 
     # What stands at every peer.
 
-    @property
-    def _header_tag(self) -> int:
-        return HEADER_TAGS + self._epoch
-
-    @property
-    def _notice_tag(self) -> int:
-        return NOTICE_TAGS + self._epoch
-
-    def _tag(self, call: int, rows: Tensor) -> int:
-        number = self._epoch * (CALLS + 1) + 1 + call % CALLS
-        return number << 16 | _bytes_of(rows) % SIZES
-
     def _open_group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
@@ -493,9 +423,6 @@ class GroupMessages:
         """
         self._posted.extend(map(getattr(self._open_group(), how), ([message],), (peer,), (tag,)))
         return self._posted[-1]
-
-    def _send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
-        return self._post_message("send", message, peer, tag)
 
     def _receive(self, peer: int, tag: int, num_bytes: int = HEADER_BYTES) -> _Receive:
         memory = bytearray(num_bytes)
@@ -512,20 +439,20 @@ class GroupMessages:
     def _stand_by(self) -> None:
         """Await a header and a notice of every peer."""
         largest = HEADER_BYTES + EAGER_BYTES
-        self._headers = {peer: self._receive(peer, self._header_tag, largest) for peer in self._peers}
-        self._notices = {peer: self._receive(peer, self._notice_tag) for peer in self._peers}
+        self._headers = {peer: self._receive(peer, header_tag(self._epoch), largest) for peer in self._peers}
+        self._notices = {peer: self._receive(peer, notice_tag(self._epoch)) for peer in self._peers}
         if not self._watched:
             self._watched = True
             threading.Thread(target=_watch, args=(ref(self),), name="moe-mk group watch", daemon=True).start()
 
     def _notify(self, header: Header) -> None:
         """Send a notice to all peers, to where headers are awaited too if it is to end their calls."""
-        tags = [self._notice_tag] + [self._header_tag] * (header.kind is Kind.FAILED)
+        tags = [notice_tag(self._epoch)] + [header_tag(self._epoch)] * (header.kind is Kind.FAILED)
         for peer in [] if self.closed else self._peers:
             for tag in tags:
                 with suppress(RuntimeError):
                     send = self._open_group().send
-                    self._unfinished.extend(map(send, ([_message(header)],), (peer,), (tag,)))
+                    self._unfinished.extend(map(send, ([header.message()],), (peer,), (tag,)))
 
     # The thread that looks after long waits.
 
@@ -555,41 +482,6 @@ class GroupMessages:
         memory = torch.empty(1, dtype=torch.uint8, device="cpu")
         with suppress(RuntimeError):
             self._open_group().recv([memory], self._peers[0], HANG_UP_TAG).wait(timedelta(milliseconds=1))
-
-
-def host_number() -> int:
-    """A number of this host since it was started, in 63 bits; 0 where it cannot be read.
-
-    The namespace of a process does not tell hosts apart: the first one has the same inode on all of them.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        return 0
-    return int.from_bytes(hashlib.sha256(boot).digest()[:8], "big") >> 1
-
-
-def _bytes_of(rows: Tensor | None) -> int:
-    return 0 if rows is None else rows.numel() * rows.element_size()
-
-
-def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.view(-1).view(torch.uint8)
-
-
-def _message(header: Header, rows: Tensor | None = None) -> Tensor:
-    """A header, and rows behind it, in memory of its own."""
-    packed = torch.frombuffer(header.packed(), dtype=torch.uint8)
-    return packed if rows is None else torch.cat((packed, _as_bytes(rows)))
-
-
-def _ranks_of(bits: int) -> list[int]:
-    return [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
-
-
-def _described(call: int, phase: str, layer: int, there: int, back: int) -> str:
-    of = f" of layer number {layer}" if layer else ""
-    return f"call {call}, phase {phase!r}{of}, with {there} bytes one way and {back} the other"
 
 
 def _watch(of: ref[GroupMessages]) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.comm.messages import EAGER_BYTES, EPOCHS, HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
+from moe_mk.comm.header import EAGER_BYTES, EPOCHS, HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
 from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError
 from moe_mk.flight import wait

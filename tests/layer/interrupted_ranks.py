@@ -17,7 +17,7 @@ import torch.distributed as dist
 import moe_mk
 from moe_mk import CommError, MoELayer
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.comm.messages import EAGER_BYTES
+from moe_mk.comm.header import EAGER_BYTES
 from moe_mk.flight import wait
 from moe_mk.runner import run_dual
 from tests.layer.failing_ranks import built, outcome, references, tokens

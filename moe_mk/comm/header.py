@@ -1,0 +1,135 @@
+"""What announces a message between two ranks: a tag, and a header with a few rows behind it."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from moe_mk.comm.symmetric.flags import Process
+
+HEADER_BYTES = 256
+MAGIC = b"moe-mk 1"
+LAYOUT = struct.Struct("<8s 12q H")
+TEXT_BYTES = HEADER_BYTES - LAYOUT.size
+EAGER_BYTES = 1 << 16
+"""Rows of no more than this are copied into the message of their header: a message costs more than the copy."""
+# Tags of rows are 31 bits: 9 of the epoch, 6 of the call (never 0), 16 of the size. Below 2^16 are all others.
+# A rank never has 63 calls open. Epochs do not wrap: what was sent in one stays with gloo until somebody receives it.
+EPOCHS, CALLS, SIZES = 1 << 9, (1 << 6) - 1, (1 << 16) - 1
+HANG_UP_TAG, RECOVERY_TAG, NOTICE_TAGS, HEADER_TAGS = 0, 1, EPOCHS, 2 * EPOCHS
+UNKNOWN = -1
+
+
+class Kind(IntEnum):
+    """What a header announces."""
+
+    ROWS = 0
+    FAILED = 1
+    """The sender, or a peer that it names, failed."""
+    WAITING = 2
+    """The sender has waited for a peer longer than its timeout."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What announces one message. text: the phase of rows, the cause of a failure."""
+
+    kind: Kind
+    epoch: int
+    call: int
+    text: str
+    layer: int = 0
+    count: int = 0
+    num_bytes: int = 0
+    expected_bytes: int = 0
+    """That the sender awaits from the receiver in the same call."""
+    peer: int = UNKNOWN
+    """The rank that failed or is awaited."""
+    process: Process | None = None
+    host: int = 0
+    """Of the process, see `host_number`."""
+    rows: bytes = b""
+    """Those that came with the header."""
+
+    def packed(self) -> bytearray:
+        """256 bytes."""
+        process = self.process
+        who = (0, 0, 0) if process is None else (process.number, int(process.started), process.namespace)
+        text = self.text.encode()[:TEXT_BYTES]
+        numbers = (
+            self.kind, self.epoch, self.call, self.layer, self.count, self.num_bytes, self.expected_bytes, self.peer,
+            *who, self.host,
+        )  # fmt: skip
+        memory = bytearray(HEADER_BYTES)
+        LAYOUT.pack_into(memory, 0, MAGIC, *numbers, len(text))
+        memory[LAYOUT.size : LAYOUT.size + len(text)] = text
+        return memory
+
+    def message(self, rows: Tensor | None = None) -> Tensor:
+        """The header with rows behind it, uint8 in memory of its own."""
+        packed = torch.frombuffer(self.packed(), dtype=torch.uint8)
+        return packed if rows is None else torch.cat((packed, as_bytes(rows)))
+
+    @classmethod
+    def unpacked(cls, memory: bytes | bytearray) -> Self:
+        """From a message, with the rows that are behind it. Raises ValueError for what no header can be."""
+        magic, kind, epoch, call, layer, count, num_bytes, expected, peer, number, started, namespace, host, length = (
+            LAYOUT.unpack_from(memory)
+        )
+        if magic != MAGIC or kind not in Kind.__members__.values() or length > TEXT_BYTES:
+            raise ValueError(f"no header of this version: it begins with {bytes(memory[:16])!r}")
+        text = bytes(memory[LAYOUT.size : LAYOUT.size + length]).decode(errors="replace")
+        process = Process(number, str(started), namespace) if number else None
+        eager = num_bytes if 0 < num_bytes <= EAGER_BYTES else 0
+        rows = bytes(memory[HEADER_BYTES : HEADER_BYTES + eager])
+        return cls(Kind(kind), epoch, call, text, layer, count, num_bytes, expected, peer, process, host, rows)
+
+
+def host_number() -> int:
+    """A number of this host since it was started, in 63 bits; 0 where it cannot be read.
+
+    The namespace of a process does not distinguish hosts: the first one has the same inode on all of them.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return 0
+    return int.from_bytes(hashlib.sha256(boot).digest()[:8], "big") >> 1
+
+
+def bytes_of(rows: Tensor | None) -> int:
+    """The size of rows, 0 without any."""
+    return 0 if rows is None else rows.numel() * rows.element_size()
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Dense rows as one row of bytes, in the same memory."""
+    return rows.view(-1).view(torch.uint8)
+
+
+def header_tag(epoch: int) -> int:
+    """Of headers, and of the rows that come with them."""
+    return HEADER_TAGS + epoch
+
+
+def notice_tag(epoch: int) -> int:
+    """Of what a rank reports out of order."""
+    return NOTICE_TAGS + epoch
+
+
+def row_tag(epoch: int, call: int, rows: Tensor) -> int:
+    """Of rows that follow their header: those of another epoch, call or size have another tag."""
+    return (epoch * (CALLS + 1) + 1 + call % CALLS) << 16 | bytes_of(rows) % SIZES
+
+
+def described(call: int, phase: str, layer: int, num_bytes: int, expected_bytes: int) -> str:
+    """The call that a header belongs to, for an error."""
+    of = f" of layer number {layer}" if layer else ""
+    return f"call {call}, phase {phase!r}{of}, with {num_bytes} bytes one way and {expected_bytes} the other"
