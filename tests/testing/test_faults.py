@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from moe_mk.testing.faults.inject import error_named
 from moe_mk.testing.faults.plans import ERRORS
 from moe_mk.testing.faults.ranks import _difference
 from moe_mk.testing.faults.reference import ReferenceLayer
+from moe_mk.testing.faults.supervisor import _RankSeen, _Watch
 from moe_mk.verify.compare import ONE_TOKEN, error_of
 
 BROKEN = "tests.testing.broken_transports"
@@ -112,6 +114,20 @@ def test_a_world_without_a_fault_is_right(report: Report) -> None:
 
 
 @pytest.mark.thorough
+def test_an_interrupt_that_comes_between_calls_is_raised_in_the_next_one() -> None:
+    fault = Fault("raise", "time", victim=1, error="KeyboardInterrupt", at_ms=0)  # while its first tokens are drawn
+    (result,) = run_plans([world("right_after_all", fault, recovers=True)]).worlds
+    assert result.fired and not result.bad, result.bad
+    assert {row.outcome for row in result.rows if row.stage in ("recover", "again")} == {"right"}
+
+
+def test_a_rank_that_is_slow_between_calls_does_not_hang(tmp_path: Path) -> None:
+    watch = _Watch(SimpleNamespace(root=tmp_path), world("right_after_all", None), 0)  # type: ignore[arg-type]
+    watch._opened["serve"] = 10.0
+    seen = _RankSeen(rows=[{"ended": 30.0}], gate="serve", gates={"serve"})
+    assert watch._busy_since(0, seen) == (30.0, "after gate serve")
+
+
 def test_a_fault_that_is_not_reached_is_no_success(report: Report) -> None:
     result = report.worlds[6]
     assert not result.fired and [row.outcome for row in result.bad] == ["not injected"]

@@ -303,8 +303,8 @@ class _Watch:
             return max([self._opened.get("leave", 0.0), *(row["ended"] for row in rank.rows)]), "its end"
         if not rank.gates:
             return self._began, "start"
-        if rank.gate in self._opened:
-            return self._opened[rank.gate], f"after gate {rank.gate}"
+        if rank.gate in self._opened:  # between two calls: time goes into inputs and the reference
+            return max([self._opened[rank.gate], *(row["ended"] for row in rank.rows)]), f"after gate {rank.gate}"
         return None, ""
 
     def _last_change(self, number: int) -> float:
