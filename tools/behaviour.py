@@ -750,8 +750,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(sections) - set(SECTIONS):
         parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     if options.what == "record":
-        record = computed(sections, options.match)
-        options.file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        record: dict[str, Any] = {}
+        for section in sections:
+            record |= computed([section], options.match)
+            options.file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         return 0
     old = json.loads(options.file.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
