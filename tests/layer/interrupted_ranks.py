@@ -22,7 +22,8 @@ from moe_mk.flight import wait
 from moe_mk.runner import run_dual
 from tests.layer.failing_ranks import built, outcome, references, tokens
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 12.0
+"""An error in half of it was reported, and not waited for."""
 PACKAGE = str(Path(moe_mk.__file__).parent)
 CHECKED = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
 """Instructions after which CPython runs handlers of signals."""
