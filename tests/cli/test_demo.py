@@ -34,7 +34,7 @@ def test_the_experts_stay_fp8_and_say_the_same_tokens(tmp_path: Path) -> None:
 def test_it_tells_a_person_why_the_others_do_not_serve() -> None:
     done = runner.invoke(app, ["demo", "hf", "--tokens", "2"])
     assert done.exit_code == 0, done.output
-    assert "held as torch.float8_e4m3fn" in done.stdout and "PASS  4 of 4 tokens" in done.stdout
+    assert "stored as torch.float8_e4m3fn" in done.stdout and "PASS  4 of 4 tokens" in done.stdout
     assert "not cpu_native: computes in bf16, the layer is fp32" in done.stdout
 
 

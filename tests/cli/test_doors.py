@@ -23,7 +23,7 @@ DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
 VERBS = {
     *"run explain place doctor schema make-checkpoint convert inspect-checkpoint".split(),
     *"certify chaos bench tune bisect demo".split(),
-    *(f"plan {verb}" for verb in "exchange tables relay volumes layout".split()),
+    *(f"plan {verb}" for verb in "exchange tables relay volumes layout paths".split()),
 }
 SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")
 AT_ONCE = """

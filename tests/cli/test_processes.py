@@ -179,7 +179,7 @@ def test_a_rank_that_hangs_after_another_spoke_is_given_little_time(monkeypatch:
     ranks = [rank_that(0, 1, b"joined", b"1\nrank 0, phase 'x': late"), rank_that(1, 0, b"joined", ends=False)]
     _watch(ranks, timeout_s=600.0)
     with pytest.raises(
-        RanksFailed, match="^rank 0, phase 'x': late\nrank 1 was still at work when the others had ended"
+        RanksFailed, match="^rank 0, phase 'x': late\nrank 1 was still running after the others had ended"
     ):
         _verdict(ranks)
 
@@ -188,7 +188,7 @@ def test_a_rank_that_outlasts_the_first_one_is_ended_and_told(monkeypatch: pytes
     monkeypatch.setattr("moe_mk.cli.processes.GRACE_S", 0.05)
     ranks = [rank_that(0, 0, b"joined", b"0\n"), rank_that(1, 0, b"joined", ends=False)]
     _watch(ranks, timeout_s=0.05)
-    with pytest.raises(RanksFailed, match="^rank 1 was still at work when the others had ended") as caught:
+    with pytest.raises(RanksFailed, match="^rank 1 was still running after the others had ended") as caught:
         _verdict(ranks)
     assert caught.value.code == 1
 

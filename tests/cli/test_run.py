@@ -59,7 +59,7 @@ def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(tiny: Path, tmp_pa
     assert found["nodes"] == 2 and found["verification"]["num_tokens"] == 5 + 7 + 1 + 3
     near, far = (found["sent_bytes_by_link"][link] for link in ("intra_node", "inter_node"))
     assert near > 0 and far > 0 and near + far == sum(found["sent_bytes"].values())
-    assert f"{near:,} B of it inside the node, {far:,} B between nodes" in done.stdout
+    assert f"{near:,} B inside the node and {far:,} B between nodes" in done.stdout
 
 
 def test_idle_ranks_take_part(tiny: Path) -> None:

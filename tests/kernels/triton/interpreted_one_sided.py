@@ -96,5 +96,5 @@ def test_a_late_rank_is_named_and_adds_nothing() -> None:
 
 
 def test_rows_that_are_no_multiple_of_sixteen_bytes_are_refused() -> None:
-    with pytest.raises(ShapeError, match=r"16 bytes at a time: \{'sum_bytes': 50\}"):
+    with pytest.raises(ShapeError, match=r"units of 16 bytes: \{'sum_bytes': 50\}"):
         Windows(torch.zeros(2), 0, 4, 48, 50)

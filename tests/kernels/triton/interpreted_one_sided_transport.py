@@ -60,7 +60,7 @@ def test_virtual_ranks_give_the_bits_of_all_to_all(wire: QuantScheme) -> None:
             interleave([there_and_back(made[rank], *batches[rank]) for rank in range(ranks)]) for made in (ours, theirs)
         )
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-    assert [len(each._pool) for each in ours] == [1] * ranks
+    assert [len(each._pool.slots) for each in ours] == [1] * ranks
 
 
 def test_every_place_of_the_window_is_a_row_and_empty_ones_go_nowhere() -> None:
@@ -92,7 +92,7 @@ def test_a_rank_that_stays_away_is_named_by_the_next_call_and_may_be_left_out() 
     with pytest.raises(UnsupportedError, match=r"(?s)has no windows yet.*make one call with every rank"):
         fresh.leave_out(torch.tensor([1, 0], dtype=torch.int32))
     wait(there_and_back(fresh, *drawn(1, 0)))  # opens the window, and hears of rank 1
-    (buffer,) = fresh._pool
+    (buffer,) = fresh._pool.slots
     buffer._seen_2W.zero_()
     fresh.leave_out(torch.tensor([1, 0], dtype=torch.int32))
     buffer._late_2W.zero_()
@@ -108,7 +108,7 @@ def test_a_rank_that_stays_away_is_named_by_the_next_call_and_may_be_left_out() 
 @pytest.mark.parametrize("value", [TOKENS + 1, 0x7FFFFFFF, -1, -0x80000000])
 def test_a_count_beyond_the_window_leaves_its_rows_out_and_is_named_by_the_next_call(value: int) -> None:
     made, flights = sent()
-    (buffer,) = made[0]._pool
+    (buffer,) = made[0]._pool.slots
     buffer.own[FLAG_BYTES : FLAG_BYTES + 4].copy_(torch.tensor([value], dtype=torch.int64).view(torch.uint8)[:4])
     tokens = wait(flights[0])
     assert isinstance(tokens, RowTokens) and bool((tokens.ids_RK[TOKENS:] == -1).all())
@@ -123,7 +123,7 @@ def test_a_count_beyond_the_window_leaves_its_rows_out_and_is_named_by_the_next_
 @pytest.mark.parametrize("value", [EXPERTS, 0x7FFFFFFF, -2, -0x80000000])
 def test_an_id_of_no_expert_goes_nowhere_and_is_named_by_the_next_call(value: int) -> None:
     made, flights = sent()
-    (buffer,) = made[0]._pool
+    (buffer,) = made[0]._pool.slots
     ids_at = 4 * HIDDEN + 4
     row = buffer.windows.rows(buffer.own)[1, 2]
     row[ids_at : ids_at + 4].copy_(torch.tensor([value], dtype=torch.int32).view(torch.uint8))
