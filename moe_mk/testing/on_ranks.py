@@ -47,7 +47,7 @@ PRELOADED = ("torch.distributed", "numpy", "pydantic", "safetensors.torch", "yam
 START_S = 120.0
 """Seconds that processes may take to import torch and connect."""
 GRACE_S = 20.0
-"""Seconds that the other ranks may continue after the first failure."""
+"""Seconds that the other ranks may continue after one has raised; peers of a dead process have their whole time."""
 
 
 class RankError(MoEMKError):
@@ -134,7 +134,8 @@ class RankWorld:
                 try:
                     failed, answer = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True)
                 except (EOFError, ConnectionError):
-                    failed, answer, broken = True, self._ranks[index].last_words(), True
+                    problems[index], broken = self._ranks[index].last_words(), True
+                    continue
                 except Exception:  # whatever the reader of weights refuses, in whatever words
                     failed, answer = True, "returned more than tensors, numbers, texts, lists, tuples and dicts"
                 if failed:

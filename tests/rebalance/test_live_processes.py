@@ -186,8 +186,8 @@ def test_a_killed_rank_is_served_around_and_its_experts_are_read_again(
     world: RankWorld, victim: int, loses: bool
 ) -> None:
     with pytest.raises(RankError, match=f"rank {victim}: the process ended with exit code -9") as failed:
-        world.call(with_a_death, victim)
-    assert list(failed.value.problems) == [victim]
+        world.call(with_a_death, victim, timeout_s=100.0)
+    assert list(failed.value.problems) == [victim], failed.value
     told = [each for each in failed.value.results.values() if isinstance(each, dict)]
     assert len(told) == RANKS - 1
     # Rank 3 alone held experts 6 and 7; all that rank 0 held has another copy, so that outputs are right at once.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_mk.testing import on_ranks
 from moe_mk.testing.on_ranks import RankError, RankWorld, run_ranks
 
 
@@ -58,6 +59,20 @@ def test_the_others_have_time_to_end_after_a_failure(world: RankWorld) -> None:
     with pytest.raises(RankError, match="1 of 2 ranks failed") as caught:
         world.call(fail_or_be_slow)
     assert caught.value.results == {0: "slow"}
+
+
+def die_or_outlast_the_grace(rank: int, grace_s: float) -> str:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2 * grace_s)
+    return "survivor"
+
+
+def test_the_peers_of_a_dead_process_have_their_whole_time(world: RankWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ranks, "GRACE_S", 0.5)
+    with pytest.raises(RankError, match="rank 1: the process ended with exit code -9") as caught:
+        world.call(die_or_outlast_the_grace, 0.5)
+    assert caught.value.results == {0: "survivor"} and list(caught.value.problems) == [1]
 
 
 def die_on(rank: int, dying: int) -> int:
