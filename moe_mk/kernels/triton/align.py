@@ -1,8 +1,9 @@
 """Sort assignments by local expert on the device, and split each expert's rows into tiles.
 
 Reads ids (R, K), writes the order (R * K) and the tile list; assignments of -1 come last and are in no tile. The sort
-is stable, so that equal inputs give equal bits. Up to SMALL assignments one program compares all pairs; with more,
-chunks are counted, a prefix sum runs over chunks and experts, and chunks write their assignments.
+is stable, so that equal inputs give equal bits. Up to SMALL assignments one program counts those of every slot, then
+ranks them STEP at a time. With more, one program per chunk counts, a prefix sum runs over chunks and experts, and
+chunks write their assignments.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.tile_map import Empty, TileMap, empty_tile_map, write_tiles
 
 SMALL = 1024
+"""Assignments that one program sorts, in about 520 instructions for every STEP of them and 256 experts."""
+STEP = 64
 CHUNK = 128
 COLUMNS = 8
 CHUNKS_A_STEP = 128
+COUNTS = ("num", "num_slots", "stride", "chunks")
+"""Arguments that are bounds or the pitch of a list: every value uses the same compiled kernel."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def align(
     num, tiles = aligned.ids_RK.numel(), aligned.tiles
     if num <= SMALL:
         _align_small[(1,)](
-            *pointers(aligned, given), num, num_slots, tiles.tiles_3X.stride(0), **sizes(num, num_slots),
+            *pointers(aligned, given), num, num_slots, tiles.tiles_3X.stride(0), **sizes(num_slots),
             **choices(ids_RK, fuse_shared), TILE=tile_rows, num_warps=8, **chained(),
         )  # fmt: skip
     else:
@@ -78,9 +83,9 @@ def pointers(aligned: Alignment, given: tuple[Tensor, Tensor | None]) -> tuple[T
     )  # fmt: skip
 
 
-def sizes(num: int, num_slots: int) -> dict[str, int]:
-    """The number of pairs and slots that one program compares."""
-    return {"PAIRS": max(triton.next_power_of_2(num), 16), "STEP": 16, "SLOTS": triton.next_power_of_2(num_slots + 1)}
+def sizes(num_slots: int) -> dict[str, int]:
+    """Assignments of a step and bins of the count of one program."""
+    return {"STEP": STEP, "SLOTS": triton.next_power_of_2(num_slots + 1)}
 
 
 def choices(ids_RK: Tensor, fuse_shared: Tensor | None) -> dict[str, int | bool]:
@@ -142,44 +147,45 @@ def _write_all(
 
 
 @triton.jit
-def sort_pairs(
+def sort_small(
     ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
-    PAIRS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
+    STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """The complete alignment of few assignments: one program compares every pair."""
-    index, expert = tl.arange(0, PAIRS), tl.arange(0, SLOTS)
-    own = _slot(ids_ptr, index, num, num_slots, TOP_K, SHARED)
-    _write_all(weights_ptr, all_ids_ptr, all_weights_ptr, index, own, num, num_slots, TOP_K, SHARED)
-    key = own * PAIRS + index
-    position = tl.zeros([PAIRS], tl.int32)
-    first, rows = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.int32)
+    """The complete alignment by one program: count every slot, then give each step the positions behind the last one.
+
+    Assignments of -1 count as those of one more slot, as do lanes past the end: both come last, the latter unwritten.
+    """
+    expert, lane = tl.arange(0, SLOTS), tl.arange(0, STEP)
+    rows = tl.zeros([SLOTS], tl.int32)
     for start in range(0, num, STEP):
-        other = start + tl.arange(0, STEP)
-        slot = _slot(ids_ptr, other, num, num_slots, TOP_K, SHARED)
-        there = other < num
-        earlier = ((slot * PAIRS + other)[None, :] < key[:, None]) & there[None, :]
-        position += tl.sum(earlier.to(tl.int32), axis=1)
-        first += tl.sum(((slot[None, :] < expert[:, None]) & there[None, :]).to(tl.int32), axis=1)
-        rows += tl.sum(((slot[None, :] == expert[:, None]) & there[None, :]).to(tl.int32), axis=1)
-    tl.store(order_ptr + position, index, mask=index < num)
+        slot = _slot(ids_ptr, start + lane, num, num_slots, TOP_K, SHARED)
+        rows += tl.histogram(slot, SLOTS)
+    first = tl.cumsum(rows, axis=0) - rows
     write_tiles(tiles_ptr, count_ptr, first, tl.where(expert < num_slots, rows, 0), expert, stride, TILE)
+    for start in range(0, num, STEP):
+        index = start + lane
+        slot = _slot(ids_ptr, index, num, num_slots, TOP_K, SHARED)
+        _write_all(weights_ptr, all_ids_ptr, all_weights_ptr, index, slot, num, num_slots, TOP_K, SHARED)
+        other = _slot(ids_ptr, start + lane, num, num_slots, TOP_K, SHARED)
+        same = (slot[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
+        position = tl.gather(first, slot, 0) + tl.sum(same.to(tl.int32), axis=1)
+        tl.store(order_ptr + position, index, mask=index < num)
+        first += tl.histogram(slot, SLOTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _align_small(
     ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
-    PAIRS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
+    STEP: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
-    sort_pairs(
+    sort_small(
         ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
-        PAIRS, STEP, TILE, SLOTS, TOP_K, SHARED,
+        STEP, TILE, SLOTS, TOP_K, SHARED,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _count(
     ids_ptr, before_ptr, num, num_slots,
     CHUNK: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
@@ -190,7 +196,7 @@ def _count(
     tl.store(before_ptr + tl.program_id(0) * SLOTS + tl.arange(0, SLOTS), tl.histogram(slot, SLOTS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _prefix_over_chunks(before_ptr, total_ptr, chunks, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
     """Replace each chunk's counts by the number of assignments to the same slot in earlier chunks."""
     after_the_one_before()
@@ -206,7 +212,7 @@ def _prefix_over_chunks(before_ptr, total_ptr, chunks, SLOTS: tl.constexpr, COLU
     tl.store(total_ptr + slot, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _prefix_over_slots(
     total_ptr, first_ptr, tiles_ptr, count_ptr, num_slots, stride, TILE: tl.constexpr, SLOTS: tl.constexpr
 ):
@@ -218,7 +224,7 @@ def _prefix_over_slots(
     write_tiles(tiles_ptr, count_ptr, first, tl.where(expert < num_slots, total, 0), expert, stride, TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _place(
     ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, before_ptr, first_ptr, num, num_slots,
     CHUNK: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_mk.kernels.triton.align import SMALL, Alignment, align, choices, pointers, room_of, sizes, sort_pairs
+from moe_mk.kernels.triton.align import COUNTS, SMALL, Alignment, align, choices, pointers, room_of, sizes, sort_small
 from moe_mk.kernels.triton.chain import after_the_one_before, chained
 from moe_mk.kernels.triton.grouped_w2 import grouped_w2
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED, grouped_w13
@@ -102,24 +102,24 @@ def align_and_quantize(
     _prologue[(1 + rows * parts,)](
         *pointers(aligned, (ids_RK, fuse_shared)), num, num_slots, aligned.tiles.tiles_3X.stride(0),
         x, codes, scales, parts, hidden, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
-        **sizes(num, num_slots), **choices(ids_RK, fuse_shared), TILE=tile_rows, GROUP=BLOCK, GROUPS=GROUPS_A_PROGRAM,
+        **sizes(num_slots), **choices(ids_RK, fuse_shared), TILE=tile_rows, GROUP=BLOCK, GROUPS=GROUPS_A_PROGRAM,
         POWER_OF_TWO=power_of_two, num_warps=8, **chained(),
     )  # fmt: skip
     return aligned, (codes, scales)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _prologue(
     ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots, stride,
     x_ptr, codes_ptr, scales_ptr, parts, hidden, x_stride, codes_stride, scales_m, scales_k,
-    PAIRS: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+    STEP: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
     TILE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
     if tl.program_id(0) == 0:
-        sort_pairs(
+        sort_small(
             ids_ptr, weights_ptr, all_ids_ptr, all_weights_ptr, order_ptr, tiles_ptr, count_ptr, num, num_slots,
-            stride, PAIRS, STEP, TILE, SLOTS, TOP_K, SHARED,
+            stride, STEP, TILE, SLOTS, TOP_K, SHARED,
         )  # fmt: skip
     else:
         part = tl.program_id(0) - 1

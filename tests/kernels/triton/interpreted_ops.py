@@ -12,7 +12,7 @@ from moe_mk.kernels.reference import topk as reference_topk
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.triton import align as align_module
 from moe_mk.kernels.triton.activation_quantize import activation_quantize
-from moe_mk.kernels.triton.align import SMALL, align
+from moe_mk.kernels.triton.align import SMALL, STEP, align
 from moe_mk.kernels.triton.experts import combine
 from moe_mk.kernels.triton.numerics import INTERPRETED
 from moe_mk.kernels.triton.quantize_rows import quantize_rows, quantize_rows_fp8, quantize_rows_int8
@@ -145,7 +145,7 @@ def test_assignments_are_sorted_and_cut_into_tiles() -> None:
     assert listed(aligned.tiles) == [(0, 0, 3), (0, 2, 3), (2, 3, 5)]
 
 
-@pytest.mark.parametrize("assignments", [0, 1, SMALL, SMALL + 1, 2 * SMALL + 77])
+@pytest.mark.parametrize("assignments", [0, 1, STEP, STEP + 1, 200, SMALL, SMALL + 1, 2 * SMALL + 77])
 def test_both_ways_to_sort_keep_the_order_inside_an_expert(assignments: int) -> None:
     ids = torch.randint(-1, 5, (assignments, 1), dtype=torch.int32)
     aligned, flat = align(ids, 5, 64), ids.flatten()
@@ -162,12 +162,12 @@ def test_both_ways_to_sort_keep_the_order_inside_an_expert(assignments: int) -> 
     assert len(expected) <= worst_tiles(assignments, 5, 64) == aligned.tiles.tiles_3X.shape[1]
 
 
-@pytest.mark.parametrize("rows", [3, 300], ids=["one program", "chunks"])
-def test_every_row_may_visit_the_last_slot_as_well(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows,small", [(3, SMALL), (300, SMALL), (300, 8)], ids=["one step", "one program", "chunks"])
+def test_every_row_may_visit_the_last_slot_as_well(rows: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two choices a row among slots 0 and 1; slot 2 is everybody's.
     ids = torch.randint(-1, 2, (rows, 2), dtype=torch.int32) if rows > 3 else torch.tensor([[1, -1], [-1, -1], [0, 1]])
     ids, weights = ids.int(), torch.rand(rows, 2)
-    monkeypatch.setattr(align_module, "SMALL", SMALL if rows == 3 else 8)
+    monkeypatch.setattr(align_module, "SMALL", small)
     aligned = align(ids, 3, 4, fuse_shared=weights)
     assert torch.equal(aligned.ids_RK, torch.cat((ids, torch.full((rows, 1), 2, dtype=torch.int32)), dim=1))
     assert aligned.weights_RK is not None

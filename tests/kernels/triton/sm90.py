@@ -35,6 +35,8 @@ class Compiled:
     ptx: str
     spills_in_loop: int
     """Loads and stores of local memory between the first product and the last one."""
+    loops: tuple[int, ...]
+    """Instructions between each backward branch and its target, inclusive, in the order of the branches."""
 
     @property
     def spills(self) -> int:
@@ -73,7 +75,16 @@ def compile_for_hopper(
     products = [place for place, name in enumerate(names) if name.endswith("GMMA")]
     loop = names[products[0] : products[-1]] if products else []
     spilled = loop.count("LDL") + loop.count("STL")
-    return Compiled(registers, stack, built.metadata.shared, scratch, Counter(names), built.asm["ptx"], spilled)
+    return Compiled(
+        registers, stack, built.metadata.shared, scratch, Counter(names), built.asm["ptx"], spilled, _loops(code)
+    )
+
+
+def _loops(code: str) -> tuple[int, ...]:
+    """Instructions are 16 bytes; the branch to itself at the end of a kernel is none."""
+    branches = re.findall(r"/\*([0-9a-f]{4,})\*/[^\n;]*\bBRA\b[^\n;]*?\b0x([0-9a-f]+)", code)
+    spans = [int(at, 16) - int(to, 16) for at, to in branches]
+    return tuple(span // 16 + 1 for span in spans if span > 0)
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
