@@ -45,6 +45,8 @@ from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import Empty, TileMap, tile_map
 
 COLUMNS = 1024
+ROW_ALIGNMENT = 16
+"""Bytes."""
 
 
 def combine(y: Tensor, ids_RK: Tensor, weights_RK: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -279,8 +281,14 @@ def _rounded(x: Scaled, experts: Experts, empty: Empty) -> Scaled:
 
 
 def _contiguous(values: Tensor) -> Tensor:
-    """Rows with contiguous columns."""
-    return values if values.stride(-1) == 1 else values.contiguous()
+    """Rows as the kernels read them: contiguous columns, every row at a multiple of 16 bytes; copied if they are not.
+
+    Asynchronous copies and boxes move 16 bytes at a time. The first element of an allocation is aligned.
+    """
+    pitch, start = values.stride(0) * values.element_size(), values.storage_offset() * values.element_size()
+    if values.stride(-1) == 1 and pitch % ROW_ALIGNMENT == 0 and start % ROW_ALIGNMENT == 0:
+        return values
+    return values.clone(memory_format=torch.contiguous_format)
 
 
 def _by_token(values: Tensor, experts: Experts, product: int, empty: Empty) -> tuple[Tensor, Tensor]:

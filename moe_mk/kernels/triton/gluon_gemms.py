@@ -19,7 +19,17 @@ from moe_mk.kernels.triton import gluon_decode, gluon_prefill
 from moe_mk.kernels.triton import grouped_w2 as plain_w2
 from moe_mk.kernels.triton import grouped_w13 as plain_w13
 from moe_mk.kernels.triton.chain import chained
-from moe_mk.kernels.triton.gluon_parts import W2, W13, How, Out, Scales, Units, after_the_one_before, ring_of
+from moe_mk.kernels.triton.gluon_parts import (
+    W2,
+    W13,
+    How,
+    Out,
+    Scales,
+    Units,
+    after_the_one_before,
+    from_l2,
+    ring_of,
+)
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED
 from moe_mk.kernels.triton.launch import readable_scales, resident_programs
 from moe_mk.kernels.triton.tile import Tile
@@ -129,7 +139,7 @@ def _by_hand(
     ring = ring_of(w, ROWS, STAGES, 1 + THREADS if GATHER else 1, 2 if PREFILL else 1)
     if MODE == 0 or PREFILL:  # the second product of decode waits where it needs the first one
         after_the_one_before()
-    units = Units(tiles_ptr, tiles_stride, gl.load(count_ptr) * across, across, steps, rows_an_expert, second)
+    units = Units(tiles_ptr, tiles_stride, from_l2(count_ptr) * across, across, steps, rows_an_expert, second)
     scales = Scales(x_scales_ptr, x_scales_m, x_scales_k, w_scales_ptr)
     out = Out(out_ptr, width, out_scales_ptr, out_scales_m, out_scales_k, weights_ptr)
     if PREFILL:

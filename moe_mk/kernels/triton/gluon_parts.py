@@ -118,12 +118,21 @@ def ring_of(boxes, ROWS: gl.constexpr, STAGES: gl.constexpr, COPIERS: gl.constex
 
 
 @gluon.jit
+def from_l2(pointer):
+    """Load past the L1 cache, which may hold the value of an earlier replay of the same graph.
+
+    Required for what is read before `gdc_wait`: the launch does not invalidate L1 after that point.
+    """
+    return gl.load(pointer, cache_modifier=".cg")
+
+
+@gluon.jit
 def locate(t, units):
     """Expert, first row, end of its rows and column block of a unit of work."""
     tile = t // units.across
-    expert = gl.load(units.tiles_ptr + tile)
-    first = gl.load(units.tiles_ptr + units.tiles_stride + tile)
-    end = gl.load(units.tiles_ptr + 2 * units.tiles_stride + tile)
+    expert = from_l2(units.tiles_ptr + tile)
+    first = from_l2(units.tiles_ptr + units.tiles_stride + tile)
+    end = from_l2(units.tiles_ptr + 2 * units.tiles_stride + tile)
     return expert, first, end, t % units.across
 
 

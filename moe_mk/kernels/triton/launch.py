@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from moe_mk.kernels.triton.numerics import INTERPRETED
 
 def resident_programs(device: torch.device) -> int:
     """Programs of a persistent kernel: one per multiprocessor; two in the interpreter, to test the loop."""
-    if INTERPRETED:
-        return 2
-    index = device.index or 0
+    return 2 if INTERPRETED else _multiprocessors(device.index or 0)
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    """Multiprocessors of a device. A query of the driver takes microseconds and every launch needs the number."""
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["multiprocessor_count"])
 
 

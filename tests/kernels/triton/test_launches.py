@@ -168,3 +168,46 @@ def test_shared_experts_cost_no_launch(launches: list[tuple[str, int, Any]]) -> 
     weights, tile = torch.zeros((ROWS, TOP_K)), Tile(8, True, 4, 6, "gluon")
     experts_rows((x, None), ids, weights, experts(), tile, torch.empty, fuse_shared=True)
     assert names(launches) == ["_prologue", "_by_hand", "_by_hand", "_combine"]
+
+
+def test_fp8_rows_at_an_odd_pitch_are_copied_for_the_asynchronous_loads(launches: list[tuple[str, int, Any]]) -> None:
+    """Rows that start at no multiple of 16 bytes cannot be gathered by cp.async, nor read as boxes."""
+    from moe_mk.kernels.triton.experts import experts_rows
+
+    x, tile = torch.empty((ROWS, HIDDEN + 8), dtype=FP8)[:, :HIDDEN], Tile(8, True, 4, 6, "gluon")
+    ids, weights = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.zeros((ROWS, TOP_K))
+    scales = torch.empty((ROWS, HIDDEN // 128))
+    assert experts_rows((x, scales), ids, weights, experts(), tile, torch.empty).shape == (ROWS, HIDDEN)
+    assert names(launches) == ["_align_small", "_by_hand", "_by_hand", "_combine"]
+
+
+@pytest.mark.parametrize("pitch,start", [(HIDDEN, 0), (HIDDEN + 16, 32), (HIDDEN + 8, 0), (HIDDEN + 16, 8)])
+def test_rows_are_copied_only_where_they_are_not_aligned(pitch: int, start: int) -> None:
+    from moe_mk.kernels.triton.experts import _contiguous
+
+    x = torch.arange(3 * pitch + start, dtype=torch.int32).to(torch.uint8)[start:].view(3, pitch)[:, :HIDDEN]
+    aligned = pitch % 16 == start % 16 == 0
+    assert torch.equal(_contiguous(x), x) and (_contiguous(x) is x) == aligned
+    assert _contiguous(x).stride(0) % 16 == _contiguous(x).storage_offset() % 16 == 0
+
+
+def test_the_driver_is_asked_once_for_the_multiprocessors_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import driver
+
+    from moe_mk.kernels.triton import launch
+
+    asked: list[int] = []
+
+    class Utils:
+        def get_device_properties(self, index: int) -> dict[str, int]:
+            asked.append(index)
+            return {"multiprocessor_count": 132 - index}
+
+    class Driver(NoDriver):
+        utils = Utils()
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    launch._multiprocessors.cache_clear()
+    found = [launch.resident_programs(torch.device("cuda", index)) for index in (0, 1, 0, 1)]
+    launch._multiprocessors.cache_clear()
+    assert (found, asked) == ([132, 131, 132, 131], [0, 1])

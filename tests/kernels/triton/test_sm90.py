@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,14 @@ def test_the_second_product_of_decode_fills_its_ring_while_the_first_one_drains(
     assert second.count(copy, ahead, second.rindex(wait)) == 2, "both blocks of weights, before the copier's own wait"
     multiplier = second.index(wait)
     assert multiplier < second.index("griddepcontrol.launch_dependents") < second.index("wgmma.mma_async")
+
+
+def test_tiles_and_their_number_are_read_past_the_l1_cache_in_the_second_product_of_decode() -> None:
+    """It reads them before it waits, and each replay of a graph writes others to the same place."""
+    second = by_hand(8, second=True, gather=False, stages=6).ptx
+    before_waiting = second[: second.rindex("griddepcontrol.wait")]
+    loads = re.findall(r"\bld\.global(\S*)", before_waiting)
+    assert len([suffix for suffix in loads if ".cg" in suffix]) >= 4, "their number, expert, first row and end"
 
 
 def test_without_swapping_few_rows_leave_the_fp8_matrix_unit() -> None:
