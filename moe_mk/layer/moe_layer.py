@@ -304,9 +304,12 @@ class MoELayer(nn.Module):
                 placed.lost.check()
             fused_weights = self._with_shared(placed)
             with self.spans.span("route"):
-                routing, logits_TE = gate.route(x_TH, router)
-                self._record(routing, load_E)
-                physical = self._physical(routing, placed)
+                if self.device.type == "cuda":
+                    physical, logits_TE = self._route_on_gpu(x_TH, gate, router, load_E, placed)
+                else:
+                    routing, logits_TE = gate.route(x_TH, router)
+                    self._record(routing, load_E)
+                    physical = self._physical(routing, placed)
             if isinstance(placed.kernel, MonolithicKernel):
                 routed = placed.kernel.steps(x_TH, logits_TE, gate.bias_E, placed.laid_out)
             else:
@@ -337,7 +340,8 @@ class MoELayer(nn.Module):
         if isinstance(self.kernel, MonolithicKernel):
             chosen = self.decision.chosen.experts
             raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
-        return wait(self._routed_steps(hidden_states, Routing(topk_ids.to(torch.int32), topk_weights)))
+        routing = Routing(topk_ids.to(torch.int32), topk_weights.masked_fill(topk_ids < 0, 0.0))
+        return wait(self._routed_steps(hidden_states, routing))
 
     def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         placed = self._placement
@@ -397,6 +401,21 @@ class MoELayer(nn.Module):
     def _notes(self) -> dict[str, str]:
         """What all ranks must agree on before the first collective."""
         return {**self.decision.notes(), **self._placement.notes, **self._gate.notes()}
+
+    def _route_on_gpu(
+        self, x_TH: Tensor, gate: Gate, router: Router | HashedTokens, load_E: Tensor, placed: PlacementState
+    ) -> tuple[Routing, Tensor]:
+        """Physical routing and logits; after the gate one launch where the router has a kernel and nothing is lost."""
+        logits_TE, tables = gate(x_TH), placed.tables
+        if isinstance(router, Router) and placed.lost is None and tables.one_to_one:
+            both = router.placed(logits_TE, gate.bias_E, load_E, tables.choice_X)
+            if both is not None:
+                if self.on_routing is not None:
+                    self.on_routing(both[0])
+                return both[1], logits_TE
+        routing = router(logits_TE, gate.bias_E)
+        self._record(routing, load_E)
+        return self._physical(routing, placed), logits_TE
 
     def _record(self, routing: Routing, load_E: Tensor) -> None:
         """Count each chosen expert on the device, except ids of -1, and call `on_routing`."""

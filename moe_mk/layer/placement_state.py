@@ -73,7 +73,7 @@ class LostExperts:
             # A factor of exactly 1 leaves the weights of every other token as they are, to the bit.
             factor_T1 = torch.where(scales, asked_T1 / kept_T1.masked_fill(~scales, 1.0), 1.0)
             weights_TK = weights_TK * factor_T1
-        return Routing(ids_TK.masked_fill(lost_TK, -1), weights_TK, routing.losses)
+        return Routing(ids_TK.masked_fill(lost_TK, -1), weights_TK.masked_fill(lost_TK, 0.0), routing.losses)
 
     def warn(self) -> None:
         """Warn under the policies that serve without the lost experts."""

@@ -27,7 +27,8 @@ class NoEP(PrepareFinalize):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """One yield point, so that shared experts and micro-batches run in the same order as on many ranks."""
         yield InFlight("dispatch")
-        return self.local_rows(self.encode(x_TH), routing.ids_TK, routing.weights_TK, handle=None)
+        # On one rank the number of a physical expert is its slot.
+        return RowTokens(self.encode(x_TH), routing.ids_TK, routing.weights_TK, self.context.num_slots)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """The reduced rows are the tokens."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.reference import grouped_topk as kernel
-from moe_mk.router.topk import check_tensors, raise_all, scoring_problems
+from moe_mk.router.topk import check_tensors, fused_kernels, raise_all, scoring_problems
 
 
 def grouped_topk(
@@ -36,17 +36,12 @@ def grouped_topk(
     problems = scoring_problems(scoring_func, routed_scaling_factor, score_dtype)
     problems += group_problems(router_logits.shape[1], top_k, num_expert_group, topk_group)
     raise_all("grouped_topk", problems)
-    return kernel.grouped_topk(
-        router_logits,
-        top_k,
-        num_expert_group,
-        topk_group,
-        scoring_func,
-        e_score_correction_bias,
-        renormalize,
-        routed_scaling_factor,
-        score_dtype,
-    )
+    given = (
+        router_logits, top_k, num_expert_group, topk_group, scoring_func, e_score_correction_bias, renormalize,
+        routed_scaling_factor, score_dtype,
+    )  # fmt: skip
+    fused = fused_kernels(router_logits, top_k, num_expert_group, scoring_func, e_score_correction_bias, score_dtype)
+    return kernel.grouped_topk(*given) if fused is None else fused.grouped_topk(*given)
 
 
 def group_problems(num_experts: int, top_k: int, num_expert_group: int, topk_group: int) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_mk.registry import did_you_mean
 from moe_mk.router.gate import RouterDtype, check_router_dtype
 from moe_mk.router.grouped_topk import group_problems, grouped_topk
-from moe_mk.router.topk import check_tensors, raise_all, scoring_problems, topk
+from moe_mk.router.topk import check_tensors, fused_kernels, raise_all, scoring_problems, topk
 from moe_mk.tokens import Routing
 
 Simulation = Literal["balanced", "random"]
@@ -52,7 +52,7 @@ class Router:
         """
         if self.simulate is not None:
             return self._simulated(router_logits, e_score_correction_bias)
-        score_dtype = router_logits.dtype if self.router_dtype == "model" else torch.float32
+        score_dtype = self._score_dtype(router_logits)
         if self.num_expert_group == 1:
             weights_TK, ids_TK = topk(
                 router_logits,
@@ -76,6 +76,30 @@ class Router:
             score_dtype=score_dtype,
         )
         return Routing(ids_TK, weights_TK)
+
+    def placed(
+        self, router_logits: Tensor, e_score_correction_bias: Tensor | None, load_E: Tensor, physical_of_E: Tensor
+    ) -> tuple[Routing, Routing] | None:
+        """Logical and physical routing of a layer with one copy of each expert, counted, in one launch.
+
+        load_E: int64, to which the choices are added. physical_of_E: int32. None where no kernel computes it; nothing
+        is counted then. The same results as `__call__`, a count and a table look-up. Raises as `__call__`.
+        """
+        bias, (groups, kept) = e_score_correction_bias, (self.num_expert_group, self.topk_group)
+        score_dtype = self._score_dtype(router_logits)
+        check_tensors(router_logits, bias)
+        raise_all("Router", group_problems(router_logits.shape[1], self.top_k, groups, kept))
+        fused = fused_kernels(router_logits, self.top_k, groups, self.scoring_func, bias, score_dtype)
+        if fused is None or self.simulate is not None or not load_E.is_contiguous():
+            return None
+        weights_TK, ids_TK, physical_TK = fused.placed_topk(
+            router_logits, self.top_k, groups, kept, self.scoring_func, bias, self.renormalize,
+            self.routed_scaling_factor, score_dtype, load_E=load_E, physical_of_E=physical_of_E,
+        )  # fmt: skip
+        return Routing(ids_TK, weights_TK), Routing(physical_TK, weights_TK)
+
+    def _score_dtype(self, router_logits: Tensor) -> torch.dtype:
+        return router_logits.dtype if self.router_dtype == "model" else torch.float32
 
     def _simulated(self, router_logits: Tensor, e_score_correction_bias: Tensor | None) -> Routing:
         check_tensors(router_logits, e_score_correction_bias)

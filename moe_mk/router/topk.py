@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
+from moe_mk.external.device import profile_here
 from moe_mk.kernels.reference import topk as kernel
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
@@ -39,9 +43,41 @@ def topk(
             f"top_k={top_k} experts cannot be chosen among E={num_experts}; use top_k in [1, {num_experts}]"
         )
     raise_all("topk", problems)
-    return kernel.topk(
-        router_logits, top_k, scoring_func, renormalize, routed_scaling_factor, e_score_correction_bias, score_dtype
-    )
+    given = (scoring_func, renormalize, routed_scaling_factor, e_score_correction_bias, score_dtype)
+    fused = fused_kernels(router_logits, top_k, 1, scoring_func, e_score_correction_bias, score_dtype)
+    return kernel.topk(router_logits, top_k, *given) if fused is None else fused.topk(router_logits, top_k, *given)
+
+
+def fused_kernels(
+    router_logits: Tensor,
+    top_k: int,
+    num_expert_group: int,
+    scoring_func: str,
+    e_score_correction_bias: Tensor | None,
+    score_dtype: torch.dtype,
+) -> ModuleType | None:
+    """The Triton kernels that route in one launch, where they compute this case; None: the reference is used.
+
+    They run on NVIDIA GPUs from sm_90 on and have no gradient; traced and subclassed tensors take the reference.
+    """
+    if router_logits.device.type != "cuda" or not is_plain(router_logits) or not _has_kernels(router_logits.device):
+        return None
+    from moe_mk.kernels.triton import topk as fused
+
+    case = (router_logits, top_k, num_expert_group, scoring_func, e_score_correction_bias, score_dtype)
+    return fused if fused.serves(*case) else None
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a kernel may read this tensor's memory: no subclass, and nothing is being traced."""
+    return type(x) is Tensor and not torch.compiler.is_compiling()
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    profile = profile_here(device)
+    able = profile.kind == "cuda" and profile.arch is not None and profile.arch >= (9, 0)
+    return able and find_spec("triton") is not None
 
 
 def check_tensors(router_logits: Tensor, e_score_correction_bias: Tensor | None) -> None:

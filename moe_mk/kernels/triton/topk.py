@@ -3,6 +3,9 @@
 Reads logits (T, E) once and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). One program per
 token; experts are held as groups x experts of a group in registers, both padded to a power of two. Of equal scores the
 lower id is chosen, as in the reference. `topk` is the grouped kernel with a single group.
+
+`placed_topk` also counts the choices, by one atomic addition each, and writes the physical expert of each choice from a
+table (E): a layer with one copy of every expert needs no further launch between its gate and its experts.
 """
 
 from __future__ import annotations
@@ -11,11 +14,38 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.triton.numerics import to_bf16
+from moe_mk.kernels.triton.chain import after_the_one_before, chained
+from moe_mk.kernels.triton.numerics import IN_INTERPRETER, to_bf16
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+MOST_EXPERTS = 1024
+"""Experts that one program holds, with groups and their sizes padded to powers of two: 32 registers of each thread."""
+MOST_CHOICES = 32
+
+
+def serves(
+    router_logits: Tensor,
+    top_k: int,
+    num_expert_group: int,
+    scoring_func: str,
+    e_score_correction_bias: Tensor | None,
+    score_dtype: torch.dtype,
+) -> bool:
+    """Whether these kernels compute a case as the reference does; sizes must fit each other. They have no gradient."""
+    num_experts = router_logits.shape[1]
+    held = triton.next_power_of_2(num_expert_group) * triton.next_power_of_2(num_experts // num_expert_group)
+    given = [router_logits] if e_score_correction_bias is None else [router_logits, e_score_correction_bias]
+    return (
+        scoring_func in ("sigmoid", "softmax")
+        and (score_dtype in (torch.float32, torch.bfloat16) or scoring_func == "softmax")
+        and held <= MOST_EXPERTS
+        and top_k <= MOST_CHOICES
+        and all(each.stride(-1) == 1 for each in given)
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+    )
 
 
 def grouped_topk(
@@ -34,25 +64,66 @@ def grouped_topk(
     score_dtype: float32 or bfloat16. Raises UnsupportedError for scores that are neither sigmoid nor softmax.
     Source: DeepSeek-V2 and -V3 model code, as the reference.
     """
+    return _launch(
+        router_logits, top_k, num_expert_group, topk_group, scoring_func, e_score_correction_bias, renormalize,
+        routed_scaling_factor, score_dtype, None,
+    )[:2]  # fmt: skip
+
+
+def placed_topk(
+    router_logits: Tensor,
+    top_k: int,
+    num_expert_group: int,
+    topk_group: int,
+    scoring_func: str,
+    e_score_correction_bias: Tensor | None,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    score_dtype: torch.dtype,
+    *,
+    load_E: Tensor,
+    physical_of_E: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `grouped_topk`; also adds the choices to `load_E` and returns their physical experts, int32 (T, K).
+
+    load_E: int64, contiguous; ids of -1 are not counted. physical_of_E: int32, -1 for an expert without a copy.
+    """
+    return _launch(
+        router_logits, top_k, num_expert_group, topk_group, scoring_func, e_score_correction_bias, renormalize,
+        routed_scaling_factor, score_dtype, (load_E, physical_of_E),
+    )  # fmt: skip
+
+
+def _launch(
+    router_logits: Tensor, top_k: int, num_expert_group: int, topk_group: int, scoring_func: str, bias: Tensor | None,
+    renormalize: bool, factor: float, score_dtype: torch.dtype, placing: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if scoring_func not in ("sigmoid", "softmax"):
         reason = f"scores are {scoring_func}, this kernel computes sigmoid and softmax; use the reference"
         raise UnsupportedError("Triton's grouped_topk cannot run", [reason])
     num_tokens, num_experts = router_logits.shape
     weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32, device=router_logits.device)
     ids_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=router_logits.device)
+    physical_TK = ids_TK if placing is None else torch.empty_like(ids_TK)
     if num_tokens == 0:
-        return weights_TK, ids_TK
+        return weights_TK, ids_TK, physical_TK
     per_group = num_experts // num_expert_group
-    biased = e_score_correction_bias is not None
     _grouped_topk[(num_tokens,)](
-        router_logits, e_score_correction_bias if biased else router_logits, weights_TK, ids_TK,
-        router_logits.stride(0), routed_scaling_factor,
+        router_logits, bias if bias is not None else router_logits, weights_TK, ids_TK,
+        *(placing or (ids_TK, ids_TK)), physical_TK, router_logits.stride(0), factor,
         NUM_GROUPS=num_expert_group, PER_GROUP=per_group, KEPT_GROUPS=topk_group, TOP_K=top_k,
         GROUPS=triton.next_power_of_2(num_expert_group), WIDTH=triton.next_power_of_2(per_group),
-        KS=triton.next_power_of_2(top_k), BIASED=biased, SOFTMAX=scoring_func == "softmax", RENORMALIZE=renormalize,
-        ROUND_SCORES=scoring_func != "softmax" and score_dtype is torch.bfloat16, num_warps=1,
+        KS=triton.next_power_of_2(top_k), BIASED=bias is not None, SOFTMAX=scoring_func == "softmax",
+        RENORMALIZE=renormalize, ROUND_SCORES=scoring_func != "softmax" and score_dtype is torch.bfloat16,
+        PLACED=placing is not None, num_warps=1, **chained(),
     )  # fmt: skip
-    return weights_TK, ids_TK
+    return weights_TK, ids_TK, physical_TK
+
+
+@triton.jit
+def _exp(x):
+    """The exponential of CUDA's library, which torch uses: within 1 ulp, where `tl.exp` errs by |x| ulps."""
+    return tl.exp(x) if IN_INTERPRETER else libdevice.exp(x)
 
 
 @triton.jit
@@ -63,11 +134,12 @@ def _first_of(value, index, wanted):
 
 @triton.jit
 def _grouped_topk(
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, logits_stride, factor,
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, load_ptr, physical_of_ptr, physical_ptr, logits_stride, factor,
     NUM_GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, KEPT_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, KS: tl.constexpr, BIASED: tl.constexpr, SOFTMAX: tl.constexpr,
-    RENORMALIZE: tl.constexpr, ROUND_SCORES: tl.constexpr,
+    RENORMALIZE: tl.constexpr, ROUND_SCORES: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
+    after_the_one_before()
     token = tl.program_id(0).to(tl.int64)
     group, place = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
     real = (group[:, None] < NUM_GROUPS) & (place[None, :] < PER_GROUP)
@@ -75,10 +147,10 @@ def _grouped_topk(
 
     logit = tl.load(logits_ptr + token * logits_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
     if SOFTMAX:
-        exponential = tl.exp(logit - tl.max(logit))
+        exponential = _exp(logit - tl.max(logit))
         score = tl.div_rn(exponential, tl.broadcast_to(tl.sum(exponential), [GROUPS, WIDTH]))
     else:
-        score = tl.where(logit < -88.0, 0.0, tl.div_rn(1.0, 1.0 + tl.exp(-tl.maximum(logit, -88.0))))
+        score = tl.where(logit < -88.0, 0.0, tl.div_rn(1.0, 1.0 + _exp(-tl.maximum(logit, -88.0))))
         score = tl.where(logit == logit, score, logit)  # maximum() drops NaN
         if ROUND_SCORES:
             score = to_bf16(score).to(tl.float32)
@@ -119,6 +191,16 @@ def _grouped_topk(
     inside = choice < TOP_K
     tl.store(weights_ptr + token * TOP_K + choice, weights, mask=inside)
     tl.store(ids_ptr + token * TOP_K + choice, ids, mask=inside)
+    if PLACED:
+        _place(load_ptr, physical_of_ptr, physical_ptr + token * TOP_K, ids, choice, inside, KS)
+
+
+@triton.jit
+def _place(load_ptr, physical_of_ptr, physical_ptr, ids, choice, inside, KS: tl.constexpr):
+    """Count the choices of a token, and write their physical experts."""
+    chosen = inside & (ids >= 0)
+    tl.atomic_add(load_ptr + ids, tl.full([KS], 1, tl.int64), mask=chosen, sem="relaxed")
+    tl.store(physical_ptr + choice, tl.load(physical_of_ptr + ids, mask=chosen, other=-1), mask=inside)
 
 
 def topk(

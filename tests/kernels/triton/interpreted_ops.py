@@ -17,7 +17,7 @@ from moe_mk.kernels.triton.experts import combine
 from moe_mk.kernels.triton.numerics import INTERPRETED
 from moe_mk.kernels.triton.quantize_rows import quantize_rows, quantize_rows_fp8, quantize_rows_int8
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
-from moe_mk.kernels.triton.topk import grouped_topk, topk
+from moe_mk.kernels.triton.topk import grouped_topk, placed_topk, serves, topk
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN
 
@@ -131,6 +131,38 @@ def test_routing_without_groups() -> None:
     assert ids.tolist() == expected_ids.tolist()
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
     assert topk(logits[:0], 2, "softmax", True, 1.0, bias, torch.float32)[1].shape == (0, 2)
+
+
+@pytest.mark.parametrize("groups,kept,scoring,biased,renormalize,dtype", ROUTERS)
+def test_choices_are_counted_and_placed_in_the_same_launch(
+    groups: int, kept: int, scoring: str, biased: bool, renormalize: bool, dtype: torch.dtype
+) -> None:
+    logits, bias = torch.randn(9, 12), torch.randn(12) if biased else None
+    logits[2, 4] = float("nan")
+    given = (logits, min(3, kept * (12 // groups)), groups, kept, scoring, bias, renormalize, 2.5, dtype)
+    physical_of_E, load_E = torch.randperm(12).int() + 100, torch.arange(12)
+    weights, ids, physical = placed_topk(*given, load_E=load_E, physical_of_E=physical_of_E)
+    expected_weights, expected_ids = grouped_topk(*given)
+    assert torch.equal(weights, expected_weights) and torch.equal(ids, expected_ids)
+    went = ids[ids >= 0].long()
+    assert torch.equal(load_E, torch.arange(12) + torch.bincount(went, minlength=12))
+    assert torch.equal(physical, torch.where(ids >= 0, physical_of_E[ids.clamp_min(0).long()], -1))
+    assert physical.dtype == torch.int32 and physical[2].unique().tolist() == [-1]
+
+
+def test_the_kernel_refuses_what_only_the_reference_computes() -> None:
+    logits, f32 = torch.randn(2, 12), torch.float32
+    assert serves(logits, 3, 4, "sigmoid", None, f32) and serves(logits, 3, 1, "softmax", logits[0], torch.float16)
+    assert not serves(logits, 3, 1, "sqrtsoftplus", None, f32)
+    assert not serves(logits, 3, 1, "sigmoid", None, torch.float16), "rounds scores to bf16 only"
+    assert not serves(logits.T, 1, 1, "sigmoid", None, f32), "reads rows"
+    assert not serves(logits, 3, 1, "sigmoid", logits[:, 0][:12], f32), "and a dense bias"
+    assert not serves(torch.randn(1, 1025), 3, 1, "sigmoid", None, f32)
+    assert not serves(torch.randn(1, 1023), 33, 1, "sigmoid", None, f32)
+    trained = logits.clone().requires_grad_()
+    assert not serves(trained, 3, 1, "sigmoid", None, f32), "has no gradient"
+    with torch.no_grad():
+        assert serves(trained, 3, 1, "sigmoid", None, f32)
 
 
 def listed(tiles: TileMap) -> list[tuple[int, ...]]:
