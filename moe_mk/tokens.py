@@ -55,6 +55,9 @@ class RowTokens:
     out_RH: Tensor | None = None
     """Where the transport would have the REDUCED output, in the layer's dtype: memory that peers read. An output
     written there is not copied again; one that lies elsewhere is as good. None: anywhere."""
+    expected_N: float | None = None
+    """Assignments to expect under uniform routing, from shapes only. Most ids may be -1, and rows of a window may be
+    unfilled. None: about as many as there are ids."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class GroupedTokens:
     handle: object = None
     out_RH: Tensor | None = None
     """As of RowTokens."""
+    expected_N: float | None = None
+    """As of RowTokens, where there are more rows than assignments; None: about as many."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class BatchedTokens:
     home: RowsOfSlots | None
     """None: the transport weighs and sums in its combine, and wants the output RAW."""
     handle: object = None
+    expected_N: float | None = None
+    """As of RowTokens: blocks may be mostly padding. None: unknown."""
 
 
 Tokens = RowTokens | GroupedTokens | BatchedTokens

@@ -39,7 +39,7 @@ class AllGather(PrepareFinalize):
             gathered_RB = yield from c.comm.all_gather(rows_TB, counts, "dispatch")
             x_RH, physical_RK, weights_RK = unpack(gathered_RB, c.wire, c.hidden_size, c.top_k)
             c.comm.check_ids(physical_RK, counts, len(c.tables.rank_of_P), "expert", "dispatch")
-            return self.local_rows(x_RH, physical_RK, weights_RK, handle=counts)
+            return self.local_rows(x_RH, physical_RK, weights_RK, counts, self.expected_of_tokens(sum(counts)))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Each rank has a partial sum of every token: add them up on its source rank."""

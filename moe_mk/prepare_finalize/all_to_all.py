@@ -150,7 +150,8 @@ class AllToAll(PrepareFinalize):
             x_RH, slots_RK, weights_RK = opened(rows, c.wire, c.top_k)
             c.comm.check_ids(slots_RK, received, c.num_slots, "slot", "dispatch")
         handle = DispatchHandle(token_X, sent, received, x_TH.shape[0])
-        return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle=handle)
+        expected_N = self.expected_of_rows(len(slots_RK))
+        return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle, expected_N=expected_N)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back the way the rows came, and add them up per token."""

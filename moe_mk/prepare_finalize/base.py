@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from typing import ClassVar, Literal
 
 import torch
@@ -132,6 +134,11 @@ class TransportContext:
         """L of this rank."""
         return self.expert_map.num_slots(self.comm.rank)
 
+    @cached_property
+    def share(self) -> float:
+        """The part of the physical experts that this rank holds."""
+        return self.num_slots / max(len(self.expert_map.rank_of_physical), 1)
+
 
 class PrepareFinalize(ABC):
     """One communication backend."""
@@ -240,11 +247,32 @@ class PrepareFinalize(ABC):
         with self.context.spans.span("quantise"):
             return self.context.wire.quantize(x_TH)
 
-    def local_rows(self, x_RH: QuantTensor, physical_RK: Tensor, weights_RK: Tensor, handle: object) -> RowTokens:
+    def local_rows(
+        self, x_RH: QuantTensor, physical_RK: Tensor, weights_RK: Tensor, handle: object, expected_N: float | None
+    ) -> RowTokens:
         """Rows with the slots of this rank; assignments to experts of other ranks become -1 with weight 0."""
         c = self.context
-        slots_RK = c.tables.local_slots(physical_RK, c.comm.rank)
-        return RowTokens(x_RH, slots_RK, torch.where(slots_RK >= 0, weights_RK, 0.0), c.num_slots, handle)
+        slots_RK, mine = c.tables.local_slots(physical_RK, c.comm.rank), c.num_slots
+        weights_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
+        return RowTokens(x_RH, slots_RK, weights_RK, mine, handle, expected_N=expected_N)
+
+    def expected_of_tokens(self, num_tokens: int) -> float:
+        """Assignments to expect on this rank of all tokens of the group, under uniform routing."""
+        return num_tokens * self.context.top_k * self.context.share
+
+    def expected_in_window(self, num_tokens: int) -> float | None:
+        """The same where only the device has the other ranks' numbers: this rank's number stands for each of them.
+
+        None for a rank without tokens, which may receive any number.
+        """
+        return self.expected_of_tokens(num_tokens * self.context.comm.size) or None
+
+    def expected_of_rows(self, num_rows: int) -> float:
+        """The same of received rows, each of a token that has at least one expert on this rank."""
+        c, physical = self.context, len(self.context.expert_map.rank_of_physical)
+        # A token's experts are distinct: the part of tokens without one here falls with every choice.
+        without = prod(max(physical - c.num_slots - k, 0) / max(physical - k, 1) for k in range(c.top_k))
+        return self.expected_of_tokens(num_rows) / (1.0 - without) if c.num_slots else 0.0
 
 
 def _fabric_reasons(traits: TransportTraits, problem: Problem) -> list[Reason]:

@@ -202,7 +202,8 @@ class Hierarchical(PrepareFinalize):
             x_RH, physical_RK, weights_RK = opened(joined(arrived), c.wire, c.top_k)
             received = list(chain.from_iterable(handle.within.received for handle in handles))
             c.comm.check_ids(physical_RK, received, len(self._node_of_P), "expert", "relay")
-            return self.local_rows(x_RH, physical_RK, weights_RK, handle=tuple(handles))
+            expected_N = self.expected_of_rows(len(physical_RK))
+            return self.local_rows(x_RH, physical_RK, weights_RK, tuple(handles), expected_N)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Return sums to the relays, add up those of this node, return them to their source, and add up the nodes."""

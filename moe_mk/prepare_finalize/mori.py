@@ -101,7 +101,10 @@ class Mori(PrepareFinalize):
             row_R1 = torch.arange(len(ids_RK), dtype=total.dtype, device=total.device)[:, None]
             slots_RK = torch.where(row_R1 < total, self._numbers.slots(ids_RK), -1)
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
-            return RowTokens(rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle)
+            expected_N = self.expected_in_window(x_TH.shape[0])
+            return RowTokens(
+                rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle, expected_N=expected_N
+            )
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back, and add up those of this rank's tokens."""

@@ -31,7 +31,8 @@ class Replicated(PrepareFinalize):
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Keep the assignments of this rank's experts."""
         yield InFlight("dispatch")
-        return self.local_rows(self.encode(x_TH), routing.ids_TK, routing.weights_TK, handle=None)
+        expected_N = self.expected_of_tokens(x_TH.shape[0])
+        return self.local_rows(self.encode(x_TH), routing.ids_TK, routing.weights_TK, None, expected_N)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Leave the partial sum to the layer, which adds shared experts and tensor-parallel slices in the same pass."""

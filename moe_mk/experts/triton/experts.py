@@ -54,8 +54,8 @@ from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_wid
 from moe_mk.weights.scan import Progress
 
 MASKED_ROWS = 64
-"""Assumed upper bound of the mean rows per expert in padded blocks: the counts are on the device, and the transports
-with this layout are used for decoding.
+"""Assumed upper bound of the mean rows per expert in padded blocks whose transport states no expected number: the
+counts are on the device, and this layout is used for decoding.
 """
 FEWEST = 2.0**-10
 """Lower bound of the mean rows per expert."""
@@ -180,7 +180,8 @@ class TritonExperts(FusedExperts):
         with arena.frame(self.context.device) as empty:
             if isinstance(tokens, RowTokens):
                 x, ids, share = self._readable(tokens.x_RH), tokens.ids_RK.to(torch.int32), tokens.weights_RK
-                tile = self._tile(tuned, ids.numel() / self.context.num_slots)
+                expected_N = ids.numel() if tokens.expected_N is None else tokens.expected_N
+                tile = self._tile(tuned, expected_N / self.context.num_slots)
                 y = self.kernels.experts_rows(
                     x, ids.contiguous(), share.contiguous(), experts, tile, empty, out=tokens.out_RH,
                     fuse_shared=weights.num_slots > tokens.num_slots,
@@ -188,12 +189,14 @@ class TritonExperts(FusedExperts):
                 return ExpertOutput(y, OutputStage.REDUCED)
             if isinstance(tokens, GroupedTokens):
                 x = self._readable(tokens.x_NH)
-                tile = self._tile(tuned, len(x[0]) / self.context.num_slots)
+                expected_N = len(x[0]) if tokens.expected_N is None else tokens.expected_N
+                tile = self._tile(tuned, expected_N / self.context.num_slots)
                 return ExpertOutput(
                     self.kernels.experts_grouped(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW
                 )
             x = self._readable(tokens.x_LSH)
-            tile = self._tile(tuned, min(x[0].shape[1], MASKED_ROWS))
+            mean_rows = MASKED_ROWS if tokens.expected_N is None else tokens.expected_N / self.context.num_slots
+            tile = self._tile(tuned, min(x[0].shape[1], mean_rows))
             return ExpertOutput(self.kernels.experts_batched(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
 
     def _experts(self, weights: Weights) -> Any:
@@ -222,7 +225,7 @@ class TritonExperts(FusedExperts):
         return self.tuned
 
     def _tile(self, tuned: Tuned[Tile], rows_an_expert: float) -> Tile:
-        """The tile for a mean number of rows, computed from shapes only: dropped assignments count.
+        """The tile for a mean number of rows, which is computed from shapes only.
 
         With batch_invariant one tile is used for every number of rows; rows of a tile are independent of each other.
         """

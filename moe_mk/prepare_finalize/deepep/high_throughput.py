@@ -101,9 +101,12 @@ class HighThroughputTransport(RowKernels):
             self._wait(event, "dispatch")
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
             x_RH = from_library(received, c.wire, c.hidden_size)
+            # In a graph the library gives every rank room for all tokens of the group.
+            expected_N = self.expected_in_window(x_TH.shape[0]) if worst else self.expected_of_rows(len(slots_RK))
             return RowTokens(
-                x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, handle=DispatchHandle(buffer, handle)
-            )
+                x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, DispatchHandle(buffer, handle),
+                expected_N=expected_N,
+            )  # fmt: skip
 
     def _configs_of(self, library: ModuleType) -> tuple[Any, ...]:
         """Configs of dispatch and combine with a budget of their own; none where the library's are right.

@@ -187,7 +187,9 @@ class LowLatencyTransport(PrepareFinalize):
                 rows, counts_L, library_handle, _, hook = self._session.buffer.dispatch(needed, options)
             yield from self._arrival(hook, "dispatch")
             handle = DispatchHandle(library_handle, ids_TK, routing.weights_TK.to(torch.float32).contiguous())
-            return BatchedTokens(self._as_wire(rows), counts_L[: c.num_slots].to(torch.int64), home=None, handle=handle)
+            counts_L = counts_L[: c.num_slots].to(torch.int64)
+            expected_N = self.expected_in_window(x_TH.shape[0])
+            return BatchedTokens(self._as_wire(rows), counts_L, home=None, handle=handle, expected_N=expected_N)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send each slot back, weighed and summed on arrival."""

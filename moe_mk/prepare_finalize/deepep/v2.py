@@ -105,9 +105,11 @@ class ElasticTransport(RowKernels):
                 rows, slots, weights, handle, event = buffer.dispatch(needed, {"expert_alignment": 1})
             yield InFlight("dispatch")
             self._wait(event, "dispatch")
-            return self._tokens(
-                from_library(rows, c.wire, c.hidden_size), slots, weights, DispatchHandle(buffer, handle)
-            )
+            x_RH = from_library(rows, c.wire, c.hidden_size)
+            tokens = self._tokens(x_RH, slots, weights, DispatchHandle(buffer, handle))
+            if not isinstance(tokens, RowTokens):
+                return tokens
+            return replace(tokens, expected_N=self.expected_in_window(x_TH.shape[0]))
 
     def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor, weights_RK: Tensor, handle: DispatchHandle) -> Tokens:
         """Rows behind the last that came hold anything at all, and weights are those of all ranks' experts."""

@@ -100,6 +100,7 @@ class NvlinkOneSided(PrepareFinalize):
                 mine_RK,
                 c.num_slots,
                 handle=DispatchHandle(buffer_slot, buffer_slot.call),
+                expected_N=self.expected_in_window(x_TH.shape[0]),
             )
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:

@@ -92,7 +92,10 @@ class NvlinkTwoSided(PrepareFinalize):
             slots_RK = self._numbers.slots(ids_RK)
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
             handle = DispatchHandle(route, x_TH.shape[0])
-            return RowTokens(rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle)
+            expected_N = self.expected_in_window(x_TH.shape[0])
+            return RowTokens(
+                rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle, expected_N=expected_N
+            )
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Push sums back, and add up those of each token."""

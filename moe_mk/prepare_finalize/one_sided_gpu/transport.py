@@ -14,7 +14,7 @@ ids are all -1 is not sent, so a graph of M tokens serves fewer. The next call r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -146,7 +146,7 @@ class OneSidedGpu(PrepareFinalize):
             send_rows(buffer.windows, rows_WTB, slots_WT, buffer.call_1, buffer.done_1)
             yield InFlight("dispatch")
             counts_W, _ = buffer.await_flags("dispatch", self.looks)
-            return self._arrived(buffer, counts_W, slots_WT)
+            return self._arrived(buffer, counts_W, slots_WT, self.expected_in_window(x_TH.shape[0]))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Signal the sums to the peers, and add up theirs for each token."""
@@ -186,15 +186,17 @@ class OneSidedGpu(PrepareFinalize):
         for buffer in self._pool.slots:
             buffer.active_W.copy_(active_W)
 
-    def _arrived(self, buffer: GpuBufferSlot, counts_W: Tensor, slots_WT: Tensor) -> RowTokens:
+    def _arrived(
+        self, buffer: GpuBufferSlot, counts_W: Tensor, slots_WT: Tensor, expected_N: float | None
+    ) -> RowTokens:
         """All places of the window as rows; unfilled ones have no experts."""
         c, windows = self.context, buffer.windows
         rows_RB = windows.rows(buffer.own).view(-1, windows.row_bytes)[:, : self._packed]
         x_RH, physical_RK, weights_RK = unpack(rows_RB, c.wire, c.hidden_size, c.top_k)
         physical_RK = buffer.checked(counts_W, physical_RK, c.tables.rank_of_P.shape[0])
         sums_RH = windows.sums(buffer.own).view(-1, windows.sum_bytes).view(c.dtype.dtype)
-        rows = self.local_rows(x_RH, physical_RK, weights_RK, DispatchHandle(buffer, slots_WT, sums_RH))
-        return RowTokens(rows.x_RH, rows.ids_RK, rows.weights_RK, rows.num_slots, rows.handle, sums_RH)
+        handle = DispatchHandle(buffer, slots_WT, sums_RH)
+        return replace(self.local_rows(x_RH, physical_RK, weights_RK, handle, expected_N), out_RH=sums_RH)
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:

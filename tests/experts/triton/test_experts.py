@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from moe_mk import MoEConfig, Problem, oracle
 from moe_mk.config import device_profile
-from moe_mk.experts import EXPERTS
+from moe_mk.experts import EXPERTS, ExpertsContext
 from moe_mk.experts.triton import tuning as triton_tuning
 from moe_mk.experts.triton.experts import kernel_format_of
 from moe_mk.experts.triton.tuning import Case, Point, as_json, tuned_file
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.oracle.verdict import Verdict
-from moe_mk.quant import BF16, FP32
+from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_128x128
+from moe_mk.tokens import RowTokens
+from moe_mk.weights.expert_weights import ExpertWeights
 
 
 def problem(device: str = "h200", dtype: Any = BF16, installed: tuple[str, ...] = ("triton",), **given: Any) -> Problem:
@@ -115,3 +119,26 @@ def test_what_never_ran_is_called_so_until_a_file_says_what_it_took(
 def test_importing_the_package_does_not_import_triton() -> None:
     code = "import sys, moe_mk, moe_mk.experts.triton.experts; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("expected_N,rows", [(None, 128), (2.0 * 32, 16), (16.0 * 32, 32), (200.0 * 32, 128)])
+def test_the_tile_follows_the_expected_assignments_and_not_the_places_of_a_window(
+    expected_N: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of 8 ranks and 256 tokens has 2,048 places of 8 ids over 32 experts: 512 ids each, mostly -1."""
+    chosen: list[Tile] = []
+
+    def run(x: Any, ids: Any, weights: Any, experts: Any, tile: Tile, *_: Any, **__: Any) -> Tensor:
+        chosen.append(tile)
+        return x[0]
+
+    context = ExpertsContext(BF16, FP8_1x128, "silu", 32, 128, 128, torch.device("cpu"))
+    backend = EXPERTS["triton"](context)
+    monkeypatch.setattr(backend.kernels, "experts_rows", run)
+    q = FP8_128x128.quantize(torch.zeros((32, 256, 128)))
+    weights = ExpertWeights(q, FP8_128x128.quantize(torch.zeros((32, 128, 128))))
+    ids_RK = torch.full((2048, 8), -1, dtype=torch.int32)
+    x_RH = BF16.quantize(torch.zeros((2048, 128), dtype=torch.bfloat16))
+    backend.run(RowTokens(x_RH, ids_RK, torch.zeros(ids_RK.shape), 32, expected_N=expected_N), weights)
+    assert [tile.rows for tile in chosen] == [rows]

@@ -74,6 +74,7 @@ def test_every_place_of_the_window_is_a_row_and_empty_ones_go_nowhere() -> None:
     assert zero.x_RH.shape == one.out_RH.shape == (2 * TOKENS, HIDDEN) and bool((zero.ids_RK == -1).all())
     assert one.ids_RK[0].tolist() == [1, -1, -1] and bool((one.ids_RK[1:] == -1).all())
     assert one.weights_RK[0].tolist() == [2.0, 0.0, 0.0] and torch.equal(one.x_RH.values[0], x_TH[0])
+    assert (zero.expected_N, one.expected_N) == (2 * 1 * TOP_K / 2, None), "as if every rank had one token; unknown"
     outputs = [scaled(zero, torch.float32), scaled(one, torch.float32)]
     home, _ = interleave([m.finalize(o, t) for m, o, t in zip(made, outputs, (zero, one), strict=True)])
     assert torch.equal(home, 2 * x_TH)
