@@ -45,7 +45,7 @@ def activation_quantize(
     return values, scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride_m", "scale_stride_k"])
 def _activation_quantize(
     gate_up_ptr, values_ptr, scales_ptr, width, stride, scale_stride_m, scale_stride_k,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, POWER_OF_TWO: tl.constexpr,

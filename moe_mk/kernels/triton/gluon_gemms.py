@@ -121,7 +121,7 @@ def grouped_w2(
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tiles_stride"])
 def _by_hand(
     x, x_scales_ptr, w, w_scales_ptr, out_ptr, out_scales_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr,
     tiles_stride, across, steps, rows_an_expert, second, width, x_stride, x_scales_m, x_scales_k, out_scales_m,

@@ -147,7 +147,7 @@ def unscaled_sums(
     return gate, up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_stride"])
 def _w13(
     x, x_scales_ptr, w, w_scales_ptr, w_rows_ptr, bias_ptr, h_ptr, h_scales_ptr, order_ptr, tiles_ptr, count_ptr,
     tiles_stride, k, inner, x_stride, x_scales_m, x_scales_k, h_scales_m, h_scales_k,

@@ -100,7 +100,7 @@ def unscaled_sum(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_stride"])
 def _w2(
     h, h_scales_ptr, w, w_scales_ptr, w_rows_ptr, bias_ptr, y_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr,
     tiles_stride, k, width, h_scales_m, h_scales_k,

@@ -63,7 +63,7 @@ def quantize_part(
     tl.store(scales_ptr + row * scale_stride_m + group * scale_stride_k, scale, mask=group * GROUP < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride_m", "scale_stride_k"])
 def _quantize(
     x_ptr, values_ptr, scales_ptr, k, x_stride, values_stride, scale_stride_m, scale_stride_k,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,

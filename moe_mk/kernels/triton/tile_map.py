@@ -74,7 +74,7 @@ def write_tiles(tiles_ptr, count_ptr, first, rows, expert, stride, TILE: tl.cons
     tl.store(count_ptr, tl.sum(tiles))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "block"])
 def _tile_map(
     counts_ptr, tiles_ptr, count_ptr, num_slots, stride, block,
     TILE: tl.constexpr, SLOTS: tl.constexpr, BLOCKED: tl.constexpr,
