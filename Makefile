@@ -62,7 +62,7 @@ test-rest: venv  ## what `make test` leaves out and CI runs: more cases, the imi
 
 test-all: test test-rest  ## every test that needs neither a GPU nor minutes
 
-oldest: $(OLDEST_INSTALLED)  ## `make test-all` with the oldest torch that is supported, where it installs; TESTS says which
+oldest: $(OLDEST_INSTALLED)  ## `make test-all` with the oldest torch that is supported, where it installs; TESTS selects them
 	@echo "pytest    $$($(OLDEST)/bin/python -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)')"
 	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile $(TESTS)
 

@@ -4,8 +4,8 @@
     moe-mk bench --out after.json
     python benchmarks/compare.py before.json after.json [--limit 1.1]
 
-A ratio above 1 says that the second run is slower. Exit code 1 if any forward is slower than --limit allows, 2 if the
-two cannot be compared. What differs between the runs beside the times is said first.
+A ratio above 1 states that the second run is slower. Exit code 1 if any forward is slower than --limit allows, 2 if the
+two cannot be compared. What differs between the runs beside the times is stated first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def other_conditions(before: Facts, after: Facts) -> list[str]:
 
 
 def ratios(before: Facts, after: Facts) -> dict[int, dict[str, float]]:
-    """By batch size: the ratio of the forward, under "forward", and of every stage that took long enough to tell."""
+    """By batch size: the ratio of the forward, under "forward", and of every stage that took long enough to report."""
     ours, theirs = ({result["tokens"]: result for result in facts["results"]} for facts in (before, after))
     found: dict[int, dict[str, float]] = {}
     for tokens in sorted(ours.keys() & theirs.keys()):

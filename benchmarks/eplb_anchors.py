@@ -38,7 +38,7 @@ class Anchor:
     """Places experts for a load [layers, experts]."""
     file: Path
     release: str
-    """What its folder says it is, and the beginning of the file's SHA-256."""
+    """What its folder states it is, and the beginning of the file's SHA-256."""
 
     def slots(self, load: torch.Tensor, sizes: Sizes) -> np.ndarray:
         """The logical expert of each slot, [layers, slots]."""

@@ -103,7 +103,7 @@ def paused(results: dict[str, Any]) -> str:
 
 
 def section(results: dict[str, Any]) -> str:
-    """What a page says of one file."""
+    """What a page states of one file."""
     parts = (described(results), table(results), goals(results), paused(results))
     return "\n\n".join(part for part in parts if part)
 

@@ -64,7 +64,7 @@ def measure(case: Case, tokens: int, weights: ExpertWeights, rates: Rates, round
             calls[name] = [peer(weights, each) for each in given]
             calls[name][0]()
             torch.cuda.synchronize()
-        except Exception as problem:  # a foreign library may fail in any way; the line says so
+        except Exception as problem:  # a foreign library may fail in any way; the line states so
             skipped[name] = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
             calls.pop(name, None)
     graphs = {name: captured(each) for name, each in calls.items()}

@@ -4,7 +4,7 @@
 
 Each claim is two ways of doing the same with this project's own parts, timed in turn in rounds whose order changes. The
 ratio is the median of the first way over that of the second; above 1 the change pays. Claims are about other machines,
-mostly GPUs: nothing is asserted, and a ratio far from what is told says only that it is another machine.
+mostly GPUs: nothing is asserted, and a ratio far from what is reported states only that it is another machine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Claim:
     """One claim, and how it is measured here."""
 
     name: str
-    told: str
-    """As it is popularly told."""
-    told_ratio: tuple[float, float]
+    reported: str
+    """As it is popularly reported."""
+    reported_ratio: tuple[float, float]
     """The same as before / after, from and to."""
     how: str
     size: Size
@@ -124,16 +124,17 @@ def parse() -> argparse.Namespace:
 
 
 def measured(claims: tuple[Claim, ...], world: RankWorld, backend: str) -> list[dict[str, Any]]:
-    """Measure and print each claim as it comes: what is told, and the ratio here."""
+    """Measure and print each claim as it comes: what is reported, and the ratio here."""
     rows = []
     for claim in claims:
         got = claim.run(claim.size, world, backend)
         ratio = got["before"] / got["after"]
         shown = {way: round(value, 4) for way, value in got.items()}
-        facts = {"name": claim.name, "told": claim.told, "told_ratio": [round(r, 2) for r in claim.told_ratio]}
+        reported = {"reported": claim.reported, "reported_ratio": [round(r, 2) for r in claim.reported_ratio]}
+        facts = {"name": claim.name, **reported}
         rows.append({**facts, "how": claim.how, "size": asdict(claim.size), "unit": claim.unit, **shown,
                      "ratio": round(ratio, 3)})  # fmt: skip
-        print(f"{claim.name:<24} told {claim.told:<19} here {ratio:6.2f}x   {claim.how}", flush=True)
+        print(f"{claim.name:<24} reported {claim.reported:<19} here {ratio:6.2f}x   {claim.how}", flush=True)
     return rows
 
 

@@ -69,7 +69,7 @@ def held(size: Size, backend: str, weights: str) -> int:
 
 
 def exchange(rank: int, size: Size) -> Seconds:
-    """Tokens out and sums home over gloo, and through shared memory; without experts in between."""
+    """Tokens out and sums back over gloo, and through shared memory; without experts in between."""
     assert dist.group.WORLD is not None
     comm = DistributedCommunicator(dist.group.WORLD)
     place = ExpertMap.linear(size.experts, comm.size)

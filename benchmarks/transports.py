@@ -2,12 +2,12 @@
 
     python benchmarks/transports.py --ranks 2 4 --tokens 1 8 128 1024 --output benchmarks/results/transports_cpu.json
 
-In each round every way carries the same tokens out and their rows home, one after the other in an order that changes,
+In each round every way carries the same tokens out and their rows back, one after the other in an order that changes,
 so that all meet the same machine. Ranks begin together, awake, and meet nowhere else, as in a layer. A round's time is
 that of its slowest rank; tables show medians. What experts would do is left out but for writing their sums, known from
 the first round: `one_sided` gets them where peers read them, as by experts that take `out_RH`, `one_sided copied` gets
 them elsewhere. `one_sided fp8` rounds rows on their way. `hierarchical` and `one_sided_network` have the ranks on two
-nodes. `memcpy` copies the bytes that a rank sends to others (rows out, sums home) from a warm buffer to another,
+nodes. `memcpy` copies the bytes that a rank sends to others (rows out, sums back) from a warm buffer to another,
 all ranks at once.
 """
 
@@ -54,7 +54,7 @@ class Way:
     transport: str
     wire: QuantScheme = BF16
     in_window: bool = True
-    """Whether sums are written where the transport would have them, if it says so."""
+    """Whether sums are written where the transport would have them, if it states so."""
 
 
 WAYS = {
@@ -150,7 +150,7 @@ def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, round
     warm, names, together = max(2, rounds // 5), list(WAYS), Together(comm)
     sums: dict[str, Tensor] = {}
     for number in range(rounds + warm):
-        home = {}
+        combined = {}
         for name in random.Random(number).sample(names, len(names)):  # nobody always comes after the same one
             together.begin()
             start = now()
@@ -161,13 +161,13 @@ def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, round
             into_RH = arrived.out_RH if WAYS[name].in_window else None
             y = ExpertOutput.reduced(y_RH, torch.bfloat16, into_RH)
             ready = now()
-            home[name] = wait(made[name].finalize(y, arrived))
+            combined[name] = wait(made[name].finalize(y, arrived))
             note(seconds, name, there - start, now() - ready)
         together.begin()
         start = now()
         target.copy_(source)
         seconds.setdefault("memcpy", []).append(now() - start)
-        same = [home[name] for name in ("one_sided", "one_sided copied", "all_to_all")]
+        same = [combined[name] for name in ("one_sided", "one_sided copied", "all_to_all")]
         assert all(torch.equal(same[0], other) for other in same), "outputs must agree bit for bit"
     return {"sent_bytes": [float(sent_bytes)]} | {what: times[warm:] for what, times in seconds.items()}
 

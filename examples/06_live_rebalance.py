@@ -37,7 +37,7 @@ def hot_tokens(layer: moe_mk.MoELayer, rank: int) -> Tensor:
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Serve, and tell what changed."""
+    """Serve, and print what changed."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     config = moe_mk.MoEConfig.from_hf(folder, placement=PLACEMENT)

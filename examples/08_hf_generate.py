@@ -20,7 +20,7 @@ logging.disable_progress_bar()
 
 
 def main() -> None:
-    """Print which backend computes each layer, and that every way of running it says the same."""
+    """Print which backend computes each layer, and that every way of running it gives the same text."""
     register(activations="checkpoint")  # round activations to FP8 as the checkpoint was made for
     generator = torch.Generator(device="cpu").manual_seed(1)
     ids = torch.randint(1, 90, (1, 6), generator=generator, dtype=torch.int64, device="cpu")

@@ -104,7 +104,7 @@ class MoEMKWarning(UserWarning):
 
 
 class FallbackWarning(MoEMKWarning):
-    """Something slower or less accurate than asked for is used, and this says why."""
+    """Something slower or less accurate than requested is used; the message gives the reason."""
 
 
 class PluginWarning(MoEMKWarning):

@@ -94,8 +94,8 @@ def places(counts_L: Tensor) -> tuple[Tensor, Tensor]:
 def weight_and_reduce(output: ExpertOutput, tokens: Tokens, until: OutputStage) -> ExpertOutput:
     """Advance an output: times its routing weight, then summed to one row a received token, as far as `until`.
 
-    Sums run in f32 and are rounded once, to the dtype of the output, and lie where the transport wants them if it says
-    so. A stage is never undone: the oracle refuses pairs that would need it.
+    Sums run in f32 and are rounded once, to the dtype of the output, and written to the
+    transport's output if it has one. A stage is never undone: the oracle refuses pairs that would need it.
     """
     assert output.stage <= until, f"{output.stage.name} output cannot go back to {until.name}; the oracle refuses this"
     if output.stage == until:
@@ -151,9 +151,10 @@ def _reduced(y: Tensor, tokens: Tokens, *, weigh: bool) -> Tensor:
     if isinstance(tokens, GroupedTokens):
         return reduce_rows(y, tokens.weights_N if weigh else None, tokens.row_N, tokens.num_rows, tokens.out_RH)
     assert isinstance(tokens, BatchedTokens) and tokens.home is not None
-    home, filled_LS = tokens.home, tokens.home.row_LS >= 0  # padding may hold NaN: it is dropped, not multiplied by 0
-    weights_N = home.weights_LS[filled_LS] if weigh else None
-    return reduce_rows(y[filled_LS], weights_N, home.row_LS[filled_LS], home.num_rows, home.out_RH)
+    source = tokens.home
+    filled_LS = source.row_LS >= 0  # padding may hold NaN: it is dropped, not multiplied by 0
+    weights_N = source.weights_LS[filled_LS] if weigh else None
+    return reduce_rows(y[filled_LS], weights_N, source.row_LS[filled_LS], source.num_rows, source.out_RH)
 
 
 def _blocks(x_NH: QuantTensor, expert_N: Tensor, place_N: Tensor, num_slots: int, longest: int) -> QuantTensor:

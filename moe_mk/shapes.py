@@ -3,7 +3,7 @@
 T tokens on this rank      K experts per token            H hidden            I intermediate (this TP shard)
 E logical experts          P physical experts (replicas)  L physical experts on this rank
 R rows received            N assignments (row x expert)   S slots per expert in a batch
-G expert groups            W ranks                        B bytes             X anything else, said on the spot
+G expert groups            W ranks                        B bytes             X anything else, named where it is used
 
 Tensors carry their letters as a suffix: `x_TH`, `ids_TK`. An id of -1 always means "goes nowhere".
 GEMM-local m, n, k stay lower case inside `kernels/`.

@@ -51,7 +51,7 @@ class RowTokens:
     num_slots: int
     """L, the physical experts of this rank."""
     handle: object = None
-    """What the transport needs to carry the output home. Nobody else looks inside."""
+    """What the transport needs to carry the output combined. Nobody else looks inside."""
     out_RH: Tensor | None = None
     """Where the transport would have the REDUCED output, in the layer's dtype: memory that peers read. An output
     written there is not copied again; one that lies elsewhere is as good. None: anywhere."""
@@ -82,7 +82,7 @@ class GroupedTokens:
 
 @dataclass(frozen=True)
 class RowsOfSlots:
-    """Which received row fills each slot of a batch: the way home for a permuted batch."""
+    """Which received row fills each slot of a batch: the way back for a permuted batch."""
 
     row_LS: Tensor
     """int64; -1 is padding."""
@@ -100,7 +100,7 @@ class BatchedTokens:
     x_LSH: QuantTensor
     counts_L: Tensor
     """int64. The first counts_L[l] slots of block l are tokens, the others anything at all, NaN included."""
-    home: RowsOfSlots | None
+    combined: RowsOfSlots | None
     """None: the transport weighs and sums in its combine, and wants the output RAW."""
     handle: object = None
     expected_N: float | None = None
@@ -122,5 +122,5 @@ class ExpertOutput:
 
     @classmethod
     def reduced(cls, y_RH: Tensor, dtype: dtype, out_RH: Tensor | None = None) -> ExpertOutput:
-        """REDUCED rows rounded to a dtype, in `out_RH` where the transport has said where it wants them."""
+        """REDUCED rows rounded to a dtype, in `out_RH` if the transport has set it."""
         return cls(y_RH.to(dtype) if out_RH is None else out_RH.copy_(y_RH), OutputStage.REDUCED)

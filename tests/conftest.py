@@ -1,4 +1,4 @@
-"""What holds for every test: fixed seeds, no leaked defaults, known rows, and a skip that says what is missing."""
+"""What holds for every test: fixed seeds, no leaked defaults, known rows, and a skip that states what is missing."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_every_reason_is_in_the_message() -> None:
     assert error.reasons == ("needs a GPU", "needs sm_90")
 
 
-def test_a_comm_error_says_where_and_who() -> None:
+def test_a_comm_error_states_where_and_who() -> None:
     assert str(ERRORS[-2]) == "rank 3, phase 'dispatch', layer 'layers.3', peer 1: is dead"
     assert str(ERRORS[-1]) == "rank 0, phase 'combine': is dead"
 

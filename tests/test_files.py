@@ -132,7 +132,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 def hostile_files(folder: Path) -> list[tuple[str, Path, str]]:
-    """Reader, file, and what the error says; nothing where the file is read."""
+    """Reader, file, and what the error states; nothing where the file is read."""
     for name in ("index", "config"):
         (folder / name).mkdir()
     hollow(folder / "index" / INDEX)
@@ -181,7 +181,7 @@ def hostile_files(folder: Path) -> list[tuple[str, Path, str]]:
 
 
 def read_them_all(files: list[list[str]]) -> None:
-    """In a process of its own: what every reader says of its file, and the memory that all so far have taken."""
+    """In a process of its own: what every reader states of its file, and the memory that all so far have taken."""
     before = peak_bytes()
     for reader, file in files:
         try:

@@ -68,7 +68,7 @@ def test_all_of_it_can_be_taken_at_once() -> None:
     assert set(moe_mk.__all__) <= taken.keys()
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_what_is_not_there_is_stated() -> None:
     with pytest.raises(AttributeError, match=r"module 'moe_mk' has no attribute 'DeepSeekV3MoE'"):
         moe_mk.DeepSeekV3MoE  # noqa: B018
     assert not hasattr(moe_mk, "utils")

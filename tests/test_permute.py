@@ -133,10 +133,10 @@ def test_permutation_is_a_matrix_product(tokens: RowTokens) -> None:
     assert torch.equal(permutation.T @ permutation, torch.eye(len(kept)))
     grouped = group(tokens)
     assert torch.equal(permutation @ copies @ tokens.x_RH.values, grouped.x_NH.values)
-    # The way home is its transpose, weighed.
-    home = copies.T @ permutation.T @ (grouped.weights_N[:, None] * grouped.x_NH.values)
+    # The way back is its transpose, weighed.
+    combined = copies.T @ permutation.T @ (grouped.weights_N[:, None] * grouped.x_NH.values)
     reduced = weight_and_reduce(ExpertOutput(grouped.x_NH.values, RAW), grouped, until=REDUCED)
-    torch.testing.assert_close(reduced.y, home, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(reduced.y, combined, rtol=1e-5, atol=1e-5)
 
 
 @given(random_rows(), st.sampled_from(LAYOUTS), st.sampled_from([RAW, WEIGHTED]))

@@ -1,4 +1,4 @@
-"""Names to plugins: contracts checked, typos answered, nothing overwritten, broken wheels told by name."""
+"""Names to plugins: contracts checked, typos answered, nothing overwritten, broken wheels reported by name."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -121,7 +121,7 @@ def test_a_class_that_breaks_the_contract_is_refused(entry: type[Base], problem:
     assert "new" not in known
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     class Hopeless(Base):
         def run(self) -> int:  # type: ignore[override]
             return 0
@@ -175,7 +175,7 @@ def test_wheels_add_entries_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
     assert known.origin("lost") == "? (my_wheel.transport:Mine)"
 
 
-def test_a_broken_wheel_is_skipped_and_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_wheel_is_skipped_and_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     known = discovering(monkeypatch, FakeEntryPoint("broken", fail), FakeEntryPoint("mine", lambda: Good))
     with pytest.warns(PluginWarning, match=r"transport plugin 'broken' of my-wheel \(.*\) skipped: OSError: lib"):
         assert list(known) == ["all_gather", "mine"]

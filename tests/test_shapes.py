@@ -18,7 +18,7 @@ def test_a_tensor_as_announced_passes() -> None:
     expect("x", torch.zeros(0, 8), "T H", T=0)
 
 
-def test_everything_wrong_is_told_at_once() -> None:
+def test_everything_wrong_is_reported_at_once() -> None:
     with pytest.raises(ShapeError) as caught:
         expect("hidden_states", torch.zeros(3, 9), "T H", torch.bfloat16, torch.device("meta"), T=4, H=8)
     assert str(caught.value) == (

@@ -42,7 +42,7 @@ class Case:
 
     @property
     def settings(self) -> QuantConfig:
-        """As a configuration says it."""
+        """As a configuration states it."""
         return QuantConfig.parse(self.quant, self.title)
 
 

@@ -5,7 +5,7 @@ python tools/behaviour.py compare FILE      compute it again; print what differs
 
 `bits`: SHA-256 of outputs (dtype, shape, bytes): transports, experts, pairs, whole layers, routers, number formats,
 written checkpoints, real processes. They depend on the processor, on torch and on the number of threads, which are kept
-as the `machine` of a record: where it differs, bits are not compared, and the program says so.
+as the `machine` of a record: where it differs, bits are not compared, and the program states so.
 `decisions`: what the oracle decides for every problem of tests/oracle/golden.yaml and for shipped models on shipped
 devices, and what the verbs `plan` and `place` compute: numbers and names, no sentences.
 `texts`: help, explanations, tables; they change when sentences are rewritten.
@@ -86,7 +86,7 @@ WIRES = {
     "mxfp8": ["mxfp8"],
     "nvfp4": ["nvfp4_1x16"],
 }
-"""Schemes of each family that a transport says it carries."""
+"""Schemes of each family that a transport declares it carries."""
 Entry = tuple[str, Callable[[], object]]
 """A name, and what computes its value: tensors for `bits`, JSON for the others."""
 
@@ -593,7 +593,7 @@ def answered(*words: object, json_flag: bool = True) -> object:
 
 
 def traits_of(registry: Any) -> Iterator[tuple[str, object]]:
-    """What every backend says of itself, without its summary."""
+    """The declared traits of every backend, without its summary."""
     for name, kind in built_in(registry):
         traits = {key: value for key, value in vars(kind.traits).items() if key not in ("summary", "extra")}
         yield name, {key: shown(value) for key, value in sorted(traits.items())}

@@ -21,8 +21,8 @@ def claims(found: Facts) -> str:
     """One row per claim: the cited speedup, and that of the same change on this machine."""
     rows = []
     for claim in found["claims"]:
-        told = f"{claim['told']} | {_told(claim['told_ratio'])}"
-        rows.append(f"| {claim['name']} | {told} | **{claim['ratio']:.2f}** | {claim['how']} |")
+        reported = f"{claim['reported']} | {_reported(claim['reported_ratio'])}"
+        rows.append(f"| {claim['name']} | {reported} | **{claim['ratio']:.2f}** | {claim['how']} |")
     head = "| change | cited | as a ratio | measured | method: before / after |\n|---|---|---|---|---|\n"
     return head + "\n".join(rows) + "\n\n" + _where(found)
 
@@ -61,7 +61,7 @@ def with_figures(page: str, text: str, results: Path) -> str:
     return before + begin + show(found) + end + rest.split(end)[1]
 
 
-def _told(ratio: list[float]) -> str:
+def _reported(ratio: list[float]) -> str:
     low, high = ratio
     return f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
 

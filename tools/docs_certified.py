@@ -49,7 +49,7 @@ def _laws(certificate: Certificate) -> set[str]:
 
 
 def lines_of(names: Sequence[str], *, processes: bool) -> Iterator[tuple[str, bool]]:
-    """A row for each backend and whether it is certified; one that cannot run here says why."""
+    """A row for each backend and whether it is certified; one that cannot run here states why."""
     for name in names:
         try:
             certificate = certify(name, processes=processes)
@@ -66,7 +66,7 @@ def with_table(page: str, table: str) -> str:
 
 
 def verdicts(page: str) -> dict[str, str]:
-    """What the table of a page says of each backend."""
+    """The row of each backend in the table of a page."""
     table = page.partition(BEGIN)[2].partition(END)[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     return {row[1].strip(" `"): row[3].strip() for row in rows}
@@ -88,9 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = options.root / PAGE
     here = environment()
     where = f"torch {here['torch']}, Python {here['python']}, {here['device']}; "
-    said = where + ("ranks of one process and real processes" if options.processes else "ranks of one process")
+    stated = where + ("ranks of one process and real processes" if options.processes else "ranks of one process")
     text = with_table(
-        page.read_text(encoding="utf-8"), f"{HEAD}\n" + "\n".join(lines) + f"\n\nBy `make certify` on {said}."
+        page.read_text(encoding="utf-8"), f"{HEAD}\n" + "\n".join(lines) + f"\n\nBy `make certify` on {stated}."
     )
     if options.check:
         stale = verdicts(text) != verdicts(page.read_text(encoding="utf-8"))

@@ -147,8 +147,8 @@ def run(part: Part, environment: Mapping[str, str], *, dry: bool) -> Result:
             sys.stdout.write(line)
             sys.stdout.flush()
             lines = [*lines[-39:], line]
-    said = {0: "passed", 124: "ran out of time", 137: "ran out of time", MORE_TO_DO: "to be continued"}
-    return Result(said.get(process.returncode, "failed"), round(time.monotonic() - started, 1), "".join(lines))
+    stated = {0: "passed", 124: "ran out of time", 137: "ran out of time", MORE_TO_DO: "to be continued"}
+    return Result(stated.get(process.returncode, "failed"), round(time.monotonic() - started, 1), "".join(lines))
 
 
 def environment(wheels: Path, site: Path) -> dict[str, str]:

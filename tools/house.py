@@ -38,7 +38,7 @@ CORE = (
 )  # fmt: skip
 """Folders of the like-for-like core, beside the files of the package's root."""
 LEFT_OUT = ("testing", "cli", "kernels/csrc")
-"""Folders that the size of the package is told without."""
+"""Folders that the size of the package is reported without."""
 LIMITS = {
     "modules with one importer": 29,
     "circles": 0,

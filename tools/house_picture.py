@@ -2,8 +2,7 @@
 
 The picture depends on the names of rooms, on their floors and on which room imports which, on nothing else, so that it
 goes stale only when one of these changes. An arrow from a to c is left out where arrows from a to b and from b to c are
-there: what is drawn is the least that says the same (the transitive reduction of a graph without circles). Arrows along
-a floor are dashed.
+there (the transitive reduction of a graph without circles). Arrows along a floor are dashed.
 """
 
 from __future__ import annotations

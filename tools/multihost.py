@@ -92,7 +92,7 @@ class Hosts:
         self._made = []
 
     def start(self, host: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a command on one host, with everything it says in a file."""
+        """Start a command on one host, with its output in a file."""
         cores = {"GLOO_SOCKET_IFNAME": "cable0", "OMP_NUM_THREADS": "1"}
         with log.open("wb") as file:
             return subprocess.Popen(
@@ -144,8 +144,8 @@ def verified(options: argparse.Namespace, transport: str, folder: Path) -> bool:
         logs = [folder / f"{transport}-{host}" for host in range(2)]
         codes = ended([hosts.start(host, job.command(host), logs[host]) for host in range(2)])
         crossed = hosts.sent_bytes()
-    said = logs[0].read_text(errors="replace")
-    passed = codes == [0, 0] and "PASS" in said
+    stated = logs[0].read_text(errors="replace")
+    passed = codes == [0, 0] and "PASS" in stated
     print(f"{'ok' if passed else 'FAILED':<9} {transport} over two hosts, {crossed:,} B left the first one", flush=True)
     if not passed:
         report(logs, codes)
@@ -153,7 +153,7 @@ def verified(options: argparse.Namespace, transport: str, folder: Path) -> bool:
 
 
 def pinned(transport: str) -> tuple[str, ...]:
-    """The options that choose a transport; our own is told where hosts meet, gloo by its environment."""
+    """The options that choose a transport; our own receives the meeting address, gloo its environment."""
     network = ("--network", NETWORK) if transport == "one_sided_network" else ()
     return ("--prepare-finalize", transport, *network)
 
@@ -169,15 +169,15 @@ def cut_short(options: argparse.Namespace, transport: str, folder: Path) -> bool
         flowing = waited_for(lambda: hosts.sent_bytes() > FLOWING_BYTES, running)
         hosts.cut()
         start = time.monotonic()
-        told = flowing and waited_for(lambda: all("phase '" in log.read_text(errors="replace") for log in logs), [])
+        reported = flowing and waited_for(lambda: all("phase '" in log.read_text(errors="replace") for log in logs), [])
         seconds = time.monotonic() - start
         codes = ended(running)
-    said = [log.read_text(errors="replace") for log in logs]
+    stated = [log.read_text(errors="replace") for log in logs]
     limit = f"{LATE_S:g} s [kernel.timeout_s]"
-    passed = told and all(limit in text for text in said) and 0 not in codes
+    passed = reported and all(limit in text for text in stated) and 0 not in codes
     what = f"{transport}: both hosts named the lost peer {seconds:.1f} s after the cut"
     print(f"{'ok' if passed else 'FAILED':<9} {what}", flush=True)
-    for host, text in enumerate(said):
+    for host, text in enumerate(stated):
         print(*(f"          host {host}: {line}" for line in text.splitlines() if "phase '" in line), sep="\n")
     if not passed:
         report(logs, codes)
@@ -185,7 +185,7 @@ def cut_short(options: argparse.Namespace, transport: str, folder: Path) -> bool
 
 
 def reason_against(*, inside: bool) -> str:
-    """Why this machine permits no namespaces, as far as it says; empty if it does."""
+    """Why this machine permits no namespaces, as far as it is known; empty if it does."""
     if shutil.which("ip") is None:
         return "the command ip is missing (Debian: apt install iproute2)"
     if inside:  # a mount namespace of our own: what `ip netns` writes stays in it
@@ -228,7 +228,7 @@ def ended(running: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
 
 
 def ip(*words: str) -> str:
-    """Run `ip`; raises CalledProcessError with what it said."""
+    """Run `ip`; raises CalledProcessError with its output."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
@@ -239,11 +239,11 @@ def show(name: str, job: Job) -> None:
 
 
 def report(logs: Sequence[Path], codes: Sequence[int | None]) -> None:
-    """Print how each host ended, and what it said before the launcher told of its end."""
+    """Print how each host ended, and its output before the launcher reported the end."""
     for host, (log, code) in enumerate(zip(logs, codes, strict=True)):
-        said = log.read_text(errors="replace").splitlines()
-        end = next((n for n, line in enumerate(said) if "elastic" in line), len(said))
-        print(f"host {host} ended with {code}:", *said[max(end - 25, 0) : end], sep="\n  ")
+        stated = log.read_text(errors="replace").splitlines()
+        end = next((n for n, line in enumerate(stated) if "elastic" in line), len(stated))
+        print(f"host {host} ended with {code}:", *stated[max(end - 25, 0) : end], sep="\n  ")
 
 
 if __name__ == "__main__":

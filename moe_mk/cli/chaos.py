@@ -129,5 +129,5 @@ def _print_world(screen: Screen, world: WorldResult) -> None:
         thread = f", thread {row.thread}" if row.thread else ""
         style = "" if row.outcome in ACCEPTED else "bold red"
         place = f"{'':<12}rank {row.rank}, {row.stage} {row.call}{thread}: "
-        said = f" {row.error}{delay} {row.digest}{row.text}".rstrip()
-        screen.console.print(Text.assemble(place, (row.outcome, style), said))
+        stated = f" {row.error}{delay} {row.digest}{row.text}".rstrip()
+        screen.console.print(Text.assemble(place, (row.outcome, style), stated))

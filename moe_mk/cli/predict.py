@@ -90,12 +90,12 @@ def show_tables(screen: Screen, links: str | None, *, as_json: bool) -> int:
 def compare_relay(screen: Screen, relay: Relay, *, as_json: bool) -> int:
     """Print the times of a full mesh and of a two-level relay."""
     between, inside = relay.legs_us
-    said = {
+    stated = {
         "mesh_us": relay.mesh_us, "between_us": between, "inside_us": inside, "relayed_us": relay.relayed_us,
         "pipelined_us": relay.pipelined_us, "gain": relay.gain,
     }  # fmt: skip
     if as_json:
-        typer.echo(json.dumps(said, indent=2))
+        typer.echo(json.dumps(stated, indent=2))
         return OK
     screen.fact("mesh", f"{relay.mesh_us:.1f} us for {amount(relay.mesh_bytes)}")
     screen.fact("relay", f"{between:.1f} us between nodes + {inside:.1f} us inside = {relay.relayed_us:.1f} us")

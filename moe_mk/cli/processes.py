@@ -61,15 +61,15 @@ class Rank:
         """Receive its messages, and detect its end."""
         while not self.gone and self.pipe.poll():
             try:
-                said = self.pipe.recv_bytes()
+                stated = self.pipe.recv_bytes()
             except (EOFError, OSError):
                 self.gone = True
                 self.process.join()
                 return
-            if said == JOINED:
+            if stated == JOINED:
                 self.joined = True
             else:
-                code, self.words = said.decode().split("\n", 1)
+                code, self.words = stated.decode().split("\n", 1)
                 self.code = int(code)
 
     @property

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a gloo group, each behind a header that says which call it belongs to.
+"""Messages between the ranks of a gloo group, each behind a header that states which call it belongs to.
 
 gloo takes a shorter message for a longer one and ends the process for the opposite, so nothing of another call may ever
 meet a receive of this one. Every message is announced by a header of fixed size, and carries its call number and size
@@ -384,7 +384,7 @@ class GroupMessages:
         return self._error(caller, phase, peer, text)
 
     def _left_notices(self) -> dict[int, Header]:
-        """What peers have said before connections ended."""
+        """What peers have reported before connections ended."""
         notices: dict[int, Header] = {}
         for peer, receive in self._notices.items():
             if isinstance(receive.work, RuntimeError):

@@ -1,6 +1,6 @@
 """Memory of a GPU that several processes map: CUDA IPC, by the handles torch makes for it.
 
-The owner of a window says how it may be opened, as text that travels like any other; a peer opens it and holds it as
+The owner of a window states how it may be opened, as text that travels like any other; a peer opens it and holds it as
 long as it uses it. Legacy IPC handles name a whole block of the driver: an offset into it goes along.
 """
 

@@ -58,13 +58,13 @@ def addresses_of(
 ) -> tuple[list[int], object]:
     """Where the window of each rank lies in this process, and what must be held as long as they are used.
 
-    Every rank calls this with its own window; `exchange` tells all what each says. Raises RuntimeError where a peer
+    Every rank calls this with its own window; `exchange` gathers the notes of all. Raises RuntimeError where a peer
     cannot be mapped, or where the addresses are not those of these windows.
     """
     handle = torch_memory.rendezvous(window, group)
     offsets = map(int, exchange(str(handle.offset)))  # windows begin somewhere in an allocation, each in its own
     addresses = [int(base) + offset for base, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
     if addresses[handle.rank] != window.data_ptr():
-        text = f"its window at {window.data_ptr():#x} is said to lie at {addresses[handle.rank]:#x}"
+        text = f"its window at {window.data_ptr():#x} is reported at {addresses[handle.rank]:#x}"
         raise RuntimeError(f"symmetric memory of rank {handle.rank}: {text}")
     return addresses, handle

@@ -133,7 +133,7 @@ def _settings() -> Mapping[str, Any]:
     """The kernel settings in vLLM's `--additional-config`."""
     from vllm.config import get_current_vllm_config
 
-    said = (get_current_vllm_config().additional_config or {}).get(NAME, {})
-    if not isinstance(said, dict):
-        raise ConfigError(f"additional_config[{NAME!r}] is {said!r}, expected a table of kernel settings")
-    return said
+    stated = (get_current_vllm_config().additional_config or {}).get(NAME, {})
+    if not isinstance(stated, dict):
+        raise ConfigError(f"additional_config[{NAME!r}] is {stated!r}, expected a table of kernel settings")
+    return stated

@@ -57,7 +57,7 @@ class Gate:
         return logits_TE if self.logit_bias_E is None else logits_TE + self.logit_bias_E.to(logits_TE.dtype)
 
     def route(self, x_TH: Tensor, router: Router | HashedTokens) -> tuple[Routing, Tensor]:
-        """Routing and logits of the tokens: in one native call where the decision says so and the router allows it."""
+        """Routing and logits of the tokens: one native call if the decision and the router allow it."""
         assert self.weight_EH is not None
         native = self._native and self.logit_bias_E is None
         if native and isinstance(router, Router) and routes_natively(router):

@@ -1,4 +1,4 @@
-"""How much memory a layer takes on this rank, told before any of it is allocated.
+"""How much memory a layer takes on this rank, reported before any of it is allocated.
 
 What a layer's forwards really ran, beside what was decided: a silent fallback shows as a departure.
 """
@@ -153,7 +153,7 @@ class RunReport:
 
 
 def run_report(decision: Decision, ledger: Ledger, sent: Mapping[str, int]) -> RunReport:
-    """Compare what a ledger holds with what a decision says."""
+    """Compare what a ledger holds with what a decision states."""
     chosen = decision.chosen
     transport = "all_gather" if chosen.prepare_finalize == INSIDE else chosen.prepare_finalize
     planned = {"dispatch": transport, "experts": chosen.experts, "combine": transport, "shared": chosen.experts}

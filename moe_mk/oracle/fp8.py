@@ -16,7 +16,7 @@ from moe_mk.runner.monolithic import MonolithicKernel
 
 @ORACLES.register("fp8")
 class Fp8Oracle(RoundedOracle):
-    """FP8 e4m3 weights, activations in FP8 as the checkpoint says or in the layer's dtype."""
+    """FP8 e4m3 weights, activations in FP8 as the checkpoint states or in the layer's dtype."""
 
     name: ClassVar[str] = "fp8"
     stored: ClassVar[frozenset[str]] = frozenset({"fp8_block", "fp8_channel", "fp8_tensor"})

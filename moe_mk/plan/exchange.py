@@ -33,7 +33,7 @@ MESSAGE_HEADER = 16
 
 @dataclass(frozen=True)
 class Exchange:
-    """One layer's exchange on one fabric; FP8 with f32 scales outward, bf16 homeward."""
+    """One layer's exchange on one fabric; FP8 with f32 scales outward, bf16 returned."""
 
     tokens: int
     """Of each rank."""

@@ -2,8 +2,8 @@
 
     t = alpha + remote bytes / beta        least squares, where two rows or more with several nodes are published
 
-A prediction says what it stands on and how well the line meets its own rows, which two rows always are. `left_out` says
-how well it meets a row that it has not seen: one at the end is an extrapolation, and errs most.
+A prediction names its sources and the error of the line on its own rows, which is zero for two rows. `left_out` is the
+error on a row that was not fitted: a row at either end is an extrapolation, and errs most.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How even a load is, among experts and among ranks: the two numbers that tell whether placement can help."""
+"""How even a load is, among experts and among ranks: the two numbers that show whether placement can help."""
 
 from __future__ import annotations
 

@@ -59,10 +59,10 @@ class PlacementPlanner:
     def think(
         self, step: int, history: LoadHistory, ledger: Ledger, balance: Balance | None, plan_id: int, base: int
     ) -> None:
-        """Look after the thread: take up what it made, tell what went wrong, give it the next job. Never waits."""
+        """Collect what the planning thread made, report its errors, and start its next job. Never waits."""
         outcome = self._thread.poll()
         if isinstance(outcome, Failed):
-            self._tell(outcome.error, step)
+            self._report(outcome.error, step)
         elif outcome is not None:
             self._take(outcome.value)
         if self.busy or step < self._not_before:
@@ -88,7 +88,7 @@ class PlacementPlanner:
         if self._full:
             self.wanted = False
 
-    def _tell(self, error: BaseException, step: int) -> None:
+    def _report(self, error: BaseException, step: int) -> None:
         self._failures += 1
         self._not_before = step + self.settings.backoff * 2 ** (self._failures - 1)
         then = f"the placement stays; the next plan is tried at step {self._not_before}"

@@ -74,7 +74,7 @@ def checksum(data: Tensor) -> int:
     padded[: len(data)] = data
     words = padded.view(torch.int64)
     odd = 2 * torch.arange(len(words), dtype=torch.int64, device=data.device) + 1
-    # Odd factors can be undone modulo 2^64, so that no single change cancels; the constant tells lengths apart.
+    # Odd factors can be undone modulo 2^64, so that no single change cancels; the constant distinguishes lengths.
     return int((words * odd * 0x5851F42D4C957F2D).sum()) ^ len(data)
 
 

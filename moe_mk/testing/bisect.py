@@ -3,7 +3,7 @@
     dispatch   what each rank received, for every (token, expert)
     experts    what the experts made of it, for every (token, expert), before weights
     reduce     the same, weighted and summed, for every (token, rank)
-    combine    what came home, for every token
+    combine    what returned, for every token
 
 A received row is known by its content: random rows of two hundred numbers have no twins. So nothing is asked of a
 backend beyond its contract, whatever order its rows arrive in.
@@ -142,13 +142,13 @@ def _views(pair: tuple[str, str], layout: type, scene: Scene) -> Views:
     comms = LockstepWorld(scene.ranks).communicators()
     ranks = [_Rank(pair, layout, scene, expert_map, comm) for comm in comms]
     outputs = [y_TH.float() for y_TH in interleave([rank.steps() for rank in ranks])]
-    home = torch.stack(outputs).sum(dim=0) if ranks[0].partial else torch.cat(outputs)
+    combined = torch.stack(outputs).sum(dim=0) if ranks[0].partial else torch.cat(outputs)
     views: Views = {stage: {} for stage in STAGES}
     for rank in ranks:
         for stage in STAGES[:3]:
             held = views[stage]
             views[stage] = None if held is None or rank.seen[stage] is None else held | (rank.seen[stage] or {})
-    views["combine"] = {(token, -1): row for token, row in enumerate(home.double())}
+    views["combine"] = {(token, -1): row for token, row in enumerate(combined.double())}
     return views
 
 

@@ -2,7 +2,7 @@
 
 Wrong results of a transport are classified by the simplest explanation that fits.
 
-What a backend says beforehand that it cannot serve, so that certification asks for nothing it has refused.
+What a backend declares that it cannot serve, so that certification does not request it.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def _places(traits: TransportTraits) -> list[tuple[int, QuantScheme]]:
 
 def _refused(name: str, place: tuple[int, QuantScheme]) -> str:
     """Reasons against a number of ranks in any arrangement of hosts; empty if one is supported."""
-    said = [refusal_of_transport(name, *place, per_node) for per_node in PER_NODE]
-    return "" if "" in said else said[0]
+    stated = [refusal_of_transport(name, *place, per_node) for per_node in PER_NODE]
+    return "" if "" in stated else stated[0]
 
 
 def _per_node(name: str, ranks: int, wire: QuantScheme) -> int | None:

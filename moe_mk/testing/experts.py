@@ -46,8 +46,8 @@ def check_experts(
 
     weights: how the experts are stored; read as a stack and as mapped matrices. compute: what activations are rounded
     to; None is the layer's dtype. activation: one that its traits have; those beside silu run in fewer cases.
-    Checks the output, the stage it says it has, that padding is never read, that inputs and weights stay as they were,
-    that two calls give equal bits where the backend says so, and that outputs follow their weights and stay.
+    Checks the output, its declared stage, that padding is never read, that inputs and weights are not modified, that
+    two calls give equal bits if the backend is declared deterministic, and that outputs follow their weights.
     """
     where, compute = torch.device(device), compute or dtype
     backend = EXPERTS[name](context_of(dtype, compute, activation, num_slots, hidden_size, intermediate_size, where))
@@ -162,9 +162,9 @@ def _shape(tokens: Tokens, stage: OutputStage) -> torch.Size:
     x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH
     if stage is not OutputStage.REDUCED:
         return x.shape
-    home = tokens.home if isinstance(tokens, BatchedTokens) else tokens
-    assert home is not None
-    return torch.Size((home.num_rows, x.shape[-1]))
+    source = tokens.home if isinstance(tokens, BatchedTokens) else tokens
+    assert source is not None
+    return torch.Size((source.num_rows, x.shape[-1]))
 
 
 def _rows(case: RoutingCase, travelled: QuantScheme, dtype: Plain, hidden_size: int, num_slots: int) -> RowTokens:

@@ -46,7 +46,7 @@ LAWS = (
 WITH_NOWHERE = re.compile(r"(all to one rank|all to one expert|all -1|some -1)\b")
 """Cases in which some ids are -1; every case before them in the kit has none."""
 
-SAID = (
+STATED = (
     (re.compile(r"outcomes after faults"), FAULTS),
     (re.compile(r"breaks the contract|registered twice"), SIGNATURE),
     (re.compile(r"could not be loaded"), LOADS),
@@ -66,7 +66,7 @@ SAID = (
 
 def law_of(message: str) -> Law:
     """The law that a message of the kit refers to."""
-    for pattern, law in SAID:
+    for pattern, law in STATED:
         if pattern.search(message):
             return law
     return NOWHERE if WITH_NOWHERE.search(message) else VALUES

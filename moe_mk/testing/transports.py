@@ -274,8 +274,8 @@ def factors_of(ids: Tensor) -> Tensor:
 
 def _check_slots(ranks: _VirtualTransport, tokens: list[Tensor], what: str) -> None:
     """Check slots with experts that have different factors."""
-    told = ranks.telling_ranks()
-    _check_identity(told, ranks.case, told.run(tokens), tokens, f"{what}, each expert with its own factor")
+    reported = ranks.telling_ranks()
+    _check_identity(reported, ranks.case, reported.run(tokens), tokens, f"{what}, each expert with its own factor")
 
 
 def _check_calls(ranks: _VirtualTransport, what: str) -> None:

@@ -23,7 +23,7 @@ def chrome_trace(spans_of_W: Sequence[Sequence[Span]], met_W: Sequence[float] | 
     """The trace as JSON; zero is the earliest start.
 
     met_W: the clock of each rank just after a barrier. Only where those lie further apart than any meeting
-    takes are ranks moved onto the clock of the first one, as well as the meeting tells it.
+    takes are ranks moved onto the clock of the first one, as well as the meeting shows it.
     """
     shift_W = shifts(met_W or [0.0] * len(spans_of_W))
     zero = min((s.start + shift for own, shift in zip(spans_of_W, shift_W, strict=True) for s in own), default=0.0)

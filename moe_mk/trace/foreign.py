@@ -34,7 +34,7 @@ PICKLED = {
     "torch device", "_codecs encode", "builtins set", "__builtin__ set", "builtins complex", "__builtin__ complex",
 }  # fmt: skip
 """What the description of plain containers of tensors names, beside dtypes and storages of torch. Others are safe to
-call too, but make as much memory as a number in the file says: torch.FloatTensor, bytearray."""
+call too, but allocate as much memory as a number in the file asks for: torch.FloatTensor, bytearray."""
 
 
 def read_pt(file: Path) -> object:
@@ -76,7 +76,7 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
 
 def read_npy(file: Path) -> NDArray[Any]:
     """The array of a .npy file. Raises OSError or ValueError, before anything is allocated for it, where its header
-    says more than the file holds.
+    states more than the file holds.
     """
     with file.open("rb") as stream:
         return _array(stream, file.stat().st_size)
@@ -98,13 +98,13 @@ def _array(stream: IO[bytes], num_bytes: int) -> NDArray[Any]:
     except (tokenize.TokenError, SyntaxError, RecursionError, MemoryError) as problem:
         raise ValueError(f"its header is damaged ({problem})") from problem
     if any(side < 0 for side in shape) or math.prod(shape) * dtype.itemsize > num_bytes - stream.tell():
-        raise ValueError(f"its header says {shape} of {dtype}, which are more than its {num_bytes} bytes")
+        raise ValueError(f"its header states {shape} of {dtype}, which are more than its {num_bytes} bytes")
     stream.seek(0)
     return np.lib.format.read_array(stream, allow_pickle=False)
 
 
 def _expect_plain(file: Path, most: int) -> None:
-    """Whether a .pt file says no more than tensors that it holds. Raises OSError or ValueError otherwise.
+    """Whether a .pt file states no more than tensors that it holds. Raises OSError or ValueError otherwise.
 
     Source: the format of torch.serialization since 1.6, a zip file of records that are stored as they are.
     """
@@ -138,7 +138,7 @@ def _names_in(pickled: bytes) -> set[str]:
 def _expect_held(content: object, most: int) -> None:
     """Whether tensors are strided, lie in their storage, and have `most` bytes in all, each counted at every place.
 
-    Raises ValueError: what one file says twice, or spreads by strides of 0, would be copied as often as it says.
+    Raises ValueError: what one file states twice, or spreads by strides of 0, would be copied as often as it states.
     """
     waiting = [content] if isinstance(content, Tensor | dict | list | tuple | set) else []
     size = containers = 0

@@ -49,7 +49,7 @@ def from_megatron(
     """Routing traces of Megatron-LM, router_trace_rank0.jsonl and so on: one line a step, layer and rank.
 
     Lines of the multi-token prediction block are left out: their layers have numbers of their own. phase: of all
-    forwards, which the lines do not tell. Routing weights are not in there. Source: NVIDIA/Megatron-LM,
+    forwards, which the lines do not contain. Routing weights are not in there. Source: NVIDIA/Megatron-LM,
     --moe-routing-trace-path (2026).
     """
     records = [record for file in files for record in _lines(file)]

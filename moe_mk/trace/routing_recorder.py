@@ -85,7 +85,7 @@ class RoutingRecorder:
         weights_TK = routing.weights_TK.detach().to(torch.float32, copy=True) if self.weights else None
         known = self._token_ids_T
         if known is not None and len(known) != len(ids_TK):
-            raise TraceError(f"layer {layer} routed {len(ids_TK)} tokens, next_step() was told of {len(known)}")
+            raise TraceError(f"layer {layer} routed {len(ids_TK)} tokens, next_step() was called with {len(known)}")
         self._forwards.append(TracedForward(self.step, layer, self.rank, self._phase, ids_TK, weights_TK, known))
         self._begun = True
 

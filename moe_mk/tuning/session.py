@@ -227,7 +227,7 @@ def _key(tokens: int, candidate: Candidate) -> str:
 
 
 OnMeasured = Callable[[str, int, int], None]
-"""Told (what, done, total)."""
+"""Report (what, done, total)."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ class _Session:
         for count, space in self.spaces.items():
             watch: Stopwatch | None = None
             for candidate in space.candidates:
-                self._tell(count, done, total)
+                self._report(count, done, total)
                 done += 1
                 if self.parts.get(count, candidate) is not None:
                     continue
@@ -363,7 +363,7 @@ class _Session:
 
     def judged(self) -> list[dict[str, Any]]:
         """Why each point is what it is."""
-        told = []
+        reported = []
         for count in sorted(self.spaces):
             if not (trials := self.trials(count)):
                 continue
@@ -373,14 +373,14 @@ class _Session:
             if best is not None:
                 again = asdict(ratio_of(best.confirmed)) if best.confirmed else None
                 line["best"] = {"parameters": dict(best.parameters), "ratio": asdict(best.ratio), "again": again}
-            told.append(line)
-        return told
+            reported.append(line)
+        return reported
 
     def _stopwatch(self, count: int) -> Stopwatch:
         experts = EXPERTS[self.case.experts](self.context)
         self.weights = self.weights or experts.relayout(self.stack(self.case, self.context.device))
         return Stopwatch(experts, self.weights, self.spaces[count], count, self.case.top_k)
 
-    def _tell(self, count: int, done: int, total: int) -> None:
+    def _report(self, count: int, done: int, total: int) -> None:
         if self.on_measured is not None:
             self.on_measured(f"{count} tokens", done, total)

@@ -95,7 +95,7 @@ def _expect_order(spec: LayerSpec, convention: Convention) -> None:
     if spec.gate_up_order != "gate_up" and not convention.fused:
         raise ConfigError(
             f"gate_up_order={spec.gate_up_order!r} applies where gate and up lie in one tensor; {convention.name} "
-            "names tell them apart, so set gate_up_order='gate_up'"
+            "names distinguish them, so set gate_up_order='gate_up'"
         )
     scheme = spec.scheme
     if not convention.fused or not isinstance(scheme, BlockedScheme) or scheme.rows == WHOLE:

@@ -217,7 +217,7 @@ class _Conversion:
 def _dropped(source: SafetensorsSource, layer: LayerFacts, to: str) -> list[str]:
     """Contents without counterpart in the new checkpoint: calibrated activation scales."""
     names = input_scale_names({n.removeprefix(layer.prefix) for n in source.names() if n.startswith(layer.prefix)})
-    why = f"experts in {to} round activations as they come, and config.json says so"
+    why = f"experts in {to} round activations as they come, and config.json states so"
     return [f"layer {layer.layer}: {len(names)} input scales ({some(names)}): {why}"] if names else []
 
 

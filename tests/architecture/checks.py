@@ -159,7 +159,7 @@ def rule(check: Callable[[Source], Iterator[tuple[int, str]]]) -> Rule:
 
 
 def _forbidden(source: Source, names: list[str], *homes: str, why: str) -> Iterator[tuple[int, str]]:
-    """Uses of some names, or of anything below them, in a file that is none of their homes."""
+    """Uses of some names, or of anything below them, in a file that is none of their places."""
     if source.path.startswith(homes):
         return
     for line, used in source.uses:
@@ -210,7 +210,7 @@ DEPENDENCIES = _dependencies()
 
 @rule
 def no_relative_imports(source: Source) -> Iterator[tuple[int, str]]:
-    """Every import says the full name."""
+    """Every import states the full name."""
     for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node.lineno, f"relative import of {node.module or '.'}"

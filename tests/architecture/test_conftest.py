@@ -50,14 +50,14 @@ def run_pytest(folder: Path, source: str) -> str:
 
 
 def test_leaked_defaults_fail_and_seeds_are_fixed(tmp_path: Path) -> None:
-    said = run_pytest(tmp_path, LEAKS)
-    leaks = re.findall(r"^ERROR \S+::(\w+) - .*the test left", said, re.MULTILINE)
-    assert leaks == ["test_dtype_leaks", "test_device_leaks", "test_gradients_leak"], said
+    stated = run_pytest(tmp_path, LEAKS)
+    leaks = re.findall(r"^ERROR \S+::(\w+) - .*the test left", stated, re.MULTILINE)
+    assert leaks == ["test_dtype_leaks", "test_device_leaks", "test_gradients_leak"], stated
     if torch.cuda.is_available():
-        assert re.search(r"8 passed, 3 errors", said), said
+        assert re.search(r"8 passed, 3 errors", stated), stated
     else:
-        assert re.search(r"SKIPPED .* needs a CUDA device", said), said
-        assert re.search(r"7 passed, 1 skipped, 3 errors", said), said
+        assert re.search(r"SKIPPED .* needs a CUDA device", stated), stated
+        assert re.search(r"7 passed, 1 skipped, 3 errors", stated), stated
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,6 @@ def test_leaked_defaults_fail_and_seeds_are_fixed(tmp_path: Path) -> None:
     [("row(165)", r"test_small\.py::test_a: unknown row 165"), ("rwo(66)", r"'rwo' not found in `markers`")],
 )
 def test_an_unknown_row_or_mark_stops_the_run(tmp_path: Path, mark: str, complaint: str) -> None:
-    said = run_pytest(tmp_path, f"import pytest\n@pytest.mark.{mark}\ndef test_a(): ...\n")
-    assert re.search(complaint, said), said
-    assert "1 passed" not in said
+    stated = run_pytest(tmp_path, f"import pytest\n@pytest.mark.{mark}\ndef test_a(): ...\n")
+    assert re.search(complaint, stated), stated
+    assert "1 passed" not in stated

@@ -33,7 +33,7 @@ def test_imports_along_a_floor_are_no_circle_and_never_between_families() -> Non
 
 
 BAD = [
-    # rule, where the code stands, the code, what the finding says
+    # rule, where the code stands, the code, what the finding states
     ("imports_go_down", "quant/a.py", "from moe_mk.experts.base import X", r"quant \(floor 2\) .* \(floor 3\)"),
     ("imports_go_down", "router/a.py", "from moe_mk import errors, permute", r"router .* moe_mk\.permute"),
     ("imports_go_down", "experts/a.py", "import moe_mk.prepare_finalize.base as b", r"experts .*prepare_finalize"),

@@ -133,7 +133,7 @@ def test_what_cannot_be_explained_has_a_code(invoke: Invoke, words: str, code: i
     assert result.exit_code == code and complaint in result.stderr and result.stdout == ""
 
 
-def test_a_run_of_one_rank_tells_plan_times_and_verdict(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+def test_a_run_of_one_rank_reports_plan_times_and_verdict(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
     report, picture = tmp_path / "run.json", tmp_path / "load.png"
     result = invoke("run", tiny, "--tokens", 9, "--seed", 5, "--repeats", 1, "--json", report, "--plot", picture)
     assert result.exit_code == 0, result.output

@@ -40,7 +40,7 @@ def test_a_pinned_pair_is_measured_stage_by_stage(tmp_path: Path) -> None:
         assert 0 < result["stages_ms"]["experts"] <= result["total_ms"]
 
 
-def test_what_was_measured_is_told_as_it_is() -> None:
+def test_what_was_measured_is_reported_as_it_is() -> None:
     layer = {"num_experts": 16, "hidden_size": 64, "moe_intermediate_size": 32, "top_k": 8, "dtype": "bfloat16"}
     where = {"ranks": 1, "device": "a CPU", "threads": 2, "torch": "2.13"}
     facts = {"layer": layer, "environment": where, "pair": "a + b", "because": "pinned", "ran_as_decided": True}
@@ -76,9 +76,9 @@ def test_two_runs_are_compared_by_ratio(tmp_path: Path, capsys: pytest.CaptureFi
     before.write_text(json.dumps(run_of({1: 2.0, 16: 4.0, 64: 9.0})))
     after.write_text(json.dumps(run_of({1: 2.0, 16: 6.0}, pair="a + c")))
     assert compare().main([str(before), str(after)]) == 0
-    said = capsys.readouterr().out
-    assert "differs  pair: a + b -> a + c" in said and "quantise" not in said
-    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()}
+    stated = capsys.readouterr().out
+    assert "differs  pair: a + b -> a + c" in stated and "quantise" not in stated
+    rows = {line.split()[0]: line.split()[1:] for line in stated.splitlines()}
     assert rows["forward"] == ["1.00x", "1.50x"]  # 2/2 and 6/4
     assert rows["experts"] == ["1.00x", "1.67x"]  # 1/1 and 5/3
     assert compare().main([str(before), str(after), "--limit", "1.4"]) == 1
@@ -86,7 +86,7 @@ def test_two_runs_are_compared_by_ratio(tmp_path: Path, capsys: pytest.CaptureFi
     assert compare().main([str(after), str(before), "--limit", "1.1"]) == 0
 
 
-def test_what_cannot_be_compared_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     one.write_text(json.dumps(run_of({1: 2.0})))
     other.write_text(json.dumps(run_of({2: 2.0})))

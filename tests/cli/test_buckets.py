@@ -1,4 +1,4 @@
-"""`explain` says for every number of tokens who would serve, at what price, and what the floor is."""
+"""`explain` states for every number of tokens who would serve, at what price, and what the floor is."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_explain_ranks_triton_and_the_reference_by_number_of_tokens() -> None:
     decision = decide_on(H200)
     priced = {v.experts: v for v in decision.verdicts if v.prepare_finalize == "no_ep" and v.cost_us is not None}
     assert decision.chosen.experts == "triton" and priced["triton"].cost_us < priced["reference"].cost_us
-    said = CliRunner().invoke(app, ["explain", "deepseek_v3", "--device", "h200", "--installed", "triton"]).output
+    stated = CliRunner().invoke(app, ["explain", "deepseek_v3", "--device", "h200", "--installed", "triton"]).output
     for tokens in BUCKETS:
-        line = re.search(rf"^ *{tokens} +([\d,]+) us +([\d,]+) us +no_ep \+ triton, model;", said, re.MULTILINE)
-        assert line, said
+        line = re.search(rf"^ *{tokens} +([\d,]+) us +([\d,]+) us +no_ep \+ triton, model;", stated, re.MULTILINE)
+        assert line, stated
         price, floor = (int(figure.replace(",", "")) for figure in line.groups())
         assert price > floor > 40
 
 
 def test_no_floor_is_shown_where_there_is_no_fp8_unit() -> None:
-    said = CliRunner().invoke(app, ["explain", "deepseek_v3", "--device", "cpu"]).output
-    assert "by tokens" not in said
+    stated = CliRunner().invoke(app, ["explain", "deepseek_v3", "--device", "cpu"]).output
+    assert "by tokens" not in stated
 
 
 def test_every_line_ranks_the_other_experts_behind_the_same_transport() -> None:

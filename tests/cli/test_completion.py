@@ -32,5 +32,5 @@ def test_verbs_and_options_are_offered(words: str, offered: set[str]) -> None:
 
 
 def test_help_names_the_option_that_installs_it() -> None:
-    said = CliRunner().invoke(app, ["--help"]).stdout
-    assert "--install-completion" in said and "--show-completion" in said
+    stated = CliRunner().invoke(app, ["--help"]).stdout
+    assert "--install-completion" in stated and "--show-completion" in stated

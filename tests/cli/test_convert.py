@@ -1,4 +1,4 @@
-"""`moe-mk convert`: what it says, what it writes, and its exit code."""
+"""`moe-mk convert`: what it states, what it writes, and its exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.cli.conftest import Invoke
 
 
-def test_a_conversion_tells_sizes_and_errors(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+def test_a_conversion_reports_sizes_and_errors(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
     done = invoke("convert", tiny, tmp_path / "out", "--to", "nvfp4")
     assert done.exit_code == 0, done.stderr
     assert (

@@ -31,7 +31,7 @@ def test_the_experts_stay_fp8_and_say_the_same_tokens(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
 
 
-def test_it_tells_a_person_why_the_others_do_not_serve() -> None:
+def test_it_explains_why_the_others_do_not_serve() -> None:
     done = runner.invoke(app, ["demo", "hf", "--tokens", "2"])
     assert done.exit_code == 0, done.output
     assert "stored as torch.float8_e4m3fn" in done.stdout and "PASS  4 of 4 tokens" in done.stdout

@@ -1,4 +1,4 @@
-"""Which code an error stands for, and that it is told once."""
+"""Which code an error stands for, and that it is reported once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def raising(problem: BaseException) -> int:
 )
 def test_an_error_is_one_message_and_a_code(problem: MoEMKError, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(problem) == code
-    said = capsys.readouterr()
-    assert said.err == f"moe-mk: {problem}\n" and said.out == ""
+    stated = capsys.readouterr()
+    assert stated.err == f"moe-mk: {problem}\n" and stated.out == ""
 
 
 def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,14 +39,14 @@ def files(folder: Path, rows: int, ids: object) -> tuple[object, ...]:
     return ("--hidden-states", folder / "rows.npy", "--token-ids", folder / "ids.npy")
 
 
-def test_inspection_says_how_it_chooses(invoke: Invoke, hashed: Path) -> None:
+def test_inspection_states_how_it_chooses(invoke: Invoke, hashed: Path) -> None:
     done = invoke("inspect-checkpoint", hashed)
     assert done.exit_code == 0, done.output
     assert "deepseek_v4" in done.stdout and "routed by a table of 40 token ids" in done.stdout
 
 
 @pytest.mark.thorough
-def test_two_ranks_route_the_ids_of_a_file_as_the_table_says(invoke: Invoke, hashed: Path, tmp_path: Path) -> None:
+def test_two_ranks_route_the_ids_of_a_file_as_the_table_states(invoke: Invoke, hashed: Path, tmp_path: Path) -> None:
     ids = [3, 39, 0, 3, 17, 8, 8]  # shared out 4 + 3
     report, traced = tmp_path / "run.json", tmp_path / "trace.safetensors"
     done = invoke(
@@ -58,10 +58,10 @@ def test_two_ranks_route_the_ids_of_a_file_as_the_table_says(invoke: Invoke, has
     assert found["verification"]["passed"] and found["verification"]["routing_equal"] == 7 + 2
     assert found["expert_load"] == torch.bincount(table_XK[ids].flatten(), minlength=EXPERTS).tolist()
     trace = RoutingTrace.read(traced)
-    told = [each for each in trace.forwards() if each.phase == "prefill"]
-    known = [each.token_ids_T.tolist() for each in told if each.token_ids_T is not None]
+    reported = [each for each in trace.forwards() if each.phase == "prefill"]
+    known = [each.token_ids_T.tolist() for each in reported if each.token_ids_T is not None]
     assert known == [ids[:4], ids[4:]]
-    for each in told:
+    for each in reported:
         assert torch.equal(each.ids_TK.long(), table_XK[each.token_ids_T])
 
 

@@ -65,7 +65,7 @@ def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, stated",
     [
         (("bisect", "reference", "reference", "--hidden", HUGE), "2147483647"),
         (("bisect", "reference", "reference", "--hidden", 2**31 - 1, "--tokens", 2**31 - 1), "fit into memory"),
@@ -77,9 +77,9 @@ def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
         (("tune", "torch_cpu", "--tuned-dir", "nowhere", "--budget", "nan"), "the budget of nan s"),
     ],
 )
-def test_what_cannot_be_meant_is_told(invoke: Invoke, words: tuple[object, ...], said: str) -> None:
+def test_what_is_out_of_range_is_reported(invoke: Invoke, words: tuple[object, ...], stated: str) -> None:
     done = invoke(*words)
-    assert done.exit_code == 2 and said in " ".join(done.stderr.split())
+    assert done.exit_code == 2 and stated in " ".join(done.stderr.split())
 
 
 def test_experts_of_another_device_are_not_tuned_here(invoke: Invoke, tmp_path: Path) -> None:

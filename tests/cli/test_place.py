@@ -1,4 +1,4 @@
-"""`moe-mk place`: from a recording of expert loads to a placement, told, compared and drawn."""
+"""`moe-mk place`: from a recording of expert loads to a placement, reported, compared and drawn."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_format_gives_the_same_numbers(tmp_path: Path, loads: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "states"),
     [
         ("a.json", "{", "cannot be read"),
         ("a.json", '{"a": [1], "b": [2]}', r"holds \['a', 'b'\], none of them called logical_count or load"),
@@ -60,10 +60,10 @@ def test_every_format_gives_the_same_numbers(tmp_path: Path, loads: Path) -> Non
     ],
 )
 def test_a_file_that_is_no_recording_is_refused_by_what_it_holds(
-    tmp_path: Path, name: str, content: str, says: str
+    tmp_path: Path, name: str, content: str, states: str
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=states):
         read_loads(tmp_path / name)
 
 
@@ -116,17 +116,21 @@ def test_a_misspelt_policy_is_guessed() -> None:
 
 @pytest.mark.row(126)
 def test_before_and_after_are_reported_on_a_recording(tmp_path: Path) -> None:
-    said = moe_mk("place", "--loads", skewed(tmp_path / "l.npy", windows=4), "--preset", "prefill-ep32", "--groups", 8)
-    assert said.exit_code == 0, said.output
-    assert "6 layers of 256 experts, 4 windows" in said.output
-    assert "32 GPUs on 4 nodes, 9 slots per GPU, 288 in total" in said.output
-    assert all(word in said.output for word in ("before", "after", "auto: hybrid", "compat", "flat", "lost with a GPU"))
+    stated = moe_mk(
+        "place", "--loads", skewed(tmp_path / "l.npy", windows=4), "--preset", "prefill-ep32", "--groups", 8
+    )
+    assert stated.exit_code == 0, stated.output
+    assert "6 layers of 256 experts, 4 windows" in stated.output
+    assert "32 GPUs on 4 nodes, 9 slots per GPU, 288 in total" in stated.output
+    assert all(
+        word in stated.output for word in ("before", "after", "auto: hybrid", "compat", "flat", "lost with a GPU")
+    )
 
 
 @pytest.mark.row(124, 126)
 def test_json_holds_the_placement_and_its_price(tmp_path: Path) -> None:
-    said = moe_mk("place", "--loads", skewed(tmp_path / "l.npy"), "--preset", "prefill-ep32", "--groups", 8, "--json")
-    answer = json.loads(said.output)
+    stated = moe_mk("place", "--loads", skewed(tmp_path / "l.npy"), "--preset", "prefill-ep32", "--groups", 8, "--json")
+    answer = json.loads(stated.output)
     assert answer["before"]["balance.rank_max_over_mean"] > 1.3
     assert answer["after"]["balance.rank_max_over_mean_worst"] < 1.01
     assert answer["slots_per_gpu"] == [9] * 32
@@ -141,42 +145,42 @@ def test_json_holds_the_placement_and_its_price(tmp_path: Path) -> None:
 
 
 @pytest.mark.row(125)
-def test_decode_over_144_gpus_tells_what_no_placement_can_beat(tmp_path: Path) -> None:
-    said = moe_mk(
+def test_decode_over_144_gpus_reports_what_no_placement_can_beat(tmp_path: Path) -> None:
+    stated = moe_mk(
         "place", "--loads", skewed(tmp_path / "l.npy"), "--preset", "decode-ep144", "--policy", "auto", "--json"
     )
-    answer = json.loads(said.output)
+    answer = json.loads(stated.output)
     assert answer["slots_per_gpu"] == [2] * 144 and answer["compared"] == []
     assert answer["chosen"]["balance_mean"] <= answer["chosen"]["bound_mean"] + 1e-9 < 1.0
     assert "would make any load even" in answer["chosen"]["reason"]
 
 
 def test_slow_gpus_carry_less(loads: Path) -> None:
-    said = moe_mk(
+    stated = moe_mk(
         "place", "--loads", loads, "--gpus", 2, "--slots", 4, "--speeds", "1,0.5", "--policy", "flat", "--json"
     )
-    answer = json.loads(said.output)
+    answer = json.loads(stated.output)
     assert answer["after"]["balance.step_over_ideal"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_the_picture_is_written(tmp_path: Path, loads: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    said = moe_mk("place", "--loads", loads, "--gpus", 2, "--plot", tmp_path / "before_after.png")
-    assert said.exit_code == 0, said.output
-    assert "not hybrid" in said.output and "there is only one node" in said.output
+    stated = moe_mk("place", "--loads", loads, "--gpus", 2, "--plot", tmp_path / "before_after.png")
+    assert stated.exit_code == 0, stated.output
+    assert "not hybrid" in stated.output and "there is only one node" in stated.output
     assert (tmp_path / "before_after.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_missing_or_impossible_is_said_without_a_traceback(loads: Path) -> None:
-    for words, says in (
+def test_what_is_missing_or_impossible_is_reported_without_a_traceback(loads: Path) -> None:
+    for words, states in (
         (("--loads", loads), "--gpus is missing"),
         (("--loads", loads, "--preset", "prefil"), "did you mean"),
         (("--loads", loads, "--gpus", 3, "--nodes", 2), "gpus=3 does not divide by nodes=2"),
         (("--loads", loads, "--gpus", 2, "--min-copies", 3), "min_copies=3 needs as many different living GPUs"),
         (("--loads", "nowhere.json", "--gpus", 2), "is not a file"),
     ):
-        said = moe_mk("place", *words)
-        assert said.exit_code == 2 and says in said.output, said.output
+        stated = moe_mk("place", *words)
+        assert stated.exit_code == 2 and states in stated.output, stated.output
 
 
 def routed(num_ranks: int = 1) -> RoutingTrace:
@@ -187,7 +191,7 @@ WORDS = ("--gpus", 8, "--nodes", 4, "--slots", 10)
 
 
 @pytest.mark.row(126)
-def test_a_trace_tells_loads_groups_and_what_crosses_nodes(tmp_path: Path) -> None:
+def test_a_trace_reports_loads_groups_and_what_crosses_nodes(tmp_path: Path) -> None:
     trace = routed()
     trace.write(tmp_path / "t.safetensors")
     answer = json.loads(moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS, "--json").output)
@@ -208,11 +212,11 @@ def test_a_trace_tells_loads_groups_and_what_crosses_nodes(tmp_path: Path) -> No
 
 def test_the_table_marks_what_nothing_beats(tmp_path: Path) -> None:
     routed(num_ranks=8).write(tmp_path / "t.safetensors")
-    said = moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS)
-    assert said.exit_code == 0, said.output
-    assert "12800 rows of 4 experts in 32 forwards of 8 ranks" in said.output
-    rows = {line.split("  ")[0].strip(): line for line in said.output.splitlines() if line.rstrip().endswith("*")}
-    assert "in order" in rows and "remote nodes per token" in said.output
+    stated = moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS)
+    assert stated.exit_code == 0, stated.output
+    assert "12800 rows of 4 experts in 32 forwards of 8 ranks" in stated.output
+    rows = {line.split("  ")[0].strip(): line for line in stated.output.splitlines() if line.rstrip().endswith("*")}
+    assert "in order" in rows and "remote nodes per token" in stated.output
 
 
 def test_offers_by_hand() -> None:
@@ -237,8 +241,8 @@ def test_a_phase_of_a_trace_is_placed_alone(tmp_path: Path) -> None:
 def test_the_picture_shows_what_is_traded(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     routed().write(tmp_path / "t.safetensors")
-    said = moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS, "--plot", tmp_path / "trade.png")
-    assert said.exit_code == 0, said.output
+    stated = moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS, "--plot", tmp_path / "trade.png")
+    assert stated.exit_code == 0, stated.output
     assert (tmp_path / "trade.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -247,13 +251,13 @@ def test_traces_of_other_programs_are_placed_too(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", ids)
     words = ("place", "--trace", tmp_path / "ids.npy", *WORDS, "--policy", "flat")
     assert "pass num_experts, 64 or more" in moe_mk(*words).output
-    said = moe_mk(*words, "--experts", 64)
-    assert said.exit_code == 0 and "2 layers of 64 experts, 1 window" in said.output, said.output
+    stated = moe_mk(*words, "--experts", 64)
+    assert stated.exit_code == 0 and "2 layers of 64 experts, 1 window" in stated.output, stated.output
 
 
-def test_what_a_trace_cannot_be_asked_is_said(tmp_path: Path, loads: Path) -> None:
+def test_what_a_trace_cannot_be_asked_is_stated(tmp_path: Path, loads: Path) -> None:
     routed().filter(phase="prefill").write(tmp_path / "t.safetensors")
-    for words, says in (
+    for words, states in (
         (("--gpus", 2), "give --loads or --trace"),
         (("--loads", loads, "--trace", loads, "--gpus", 2), "--loads and --trace are both given; use one"),
         (("--loads", loads, "--phase", "decode", "--gpus", 2), "--phase only apply to --trace"),
@@ -261,20 +265,20 @@ def test_what_a_trace_cannot_be_asked_is_said(tmp_path: Path, loads: Path) -> No
         (("--trace", tmp_path / "t.safetensors", *WORDS, "--phase", "decod"), "did you mean 'decode'"),
         (("--trace", tmp_path / "nowhere.safetensors", *WORDS), "is not there"),
     ):
-        said = moe_mk("place", *words)
-        assert said.exit_code == 2 and says in said.output, said.output
+        stated = moe_mk("place", *words)
+        assert stated.exit_code == 2 and states in stated.output, stated.output
 
 
 @pytest.mark.row(9)
 def test_a_run_writes_a_trace_that_place_reads(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "t.safetensors"
-    said = moe_mk("run", tiny, "--tokens", 6, "--repeats", 1, "--record-trace", file, "--json", tmp_path / "r.json")
-    assert said.exit_code == 0, said.output
+    stated = moe_mk("run", tiny, "--tokens", 6, "--repeats", 1, "--record-trace", file, "--json", tmp_path / "r.json")
+    assert stated.exit_code == 0, stated.output
     trace, report = RoutingTrace.read(file), json.loads((tmp_path / "r.json").read_text())
     assert [(f.step, f.layer, f.phase, len(f.ids_TK)) for f in trace.forwards()] == [
         (0, 3, "prefill", 6), (1, 3, "decode", 1),
     ]  # fmt: skip
     assert trace.filter(phase="prefill").loads()[0].tolist() == report["expert_load"]
     assert (trace.facts.num_experts, trace.facts.top_k, trace.facts.num_groups) == (32, 8, 8)
-    said = moe_mk("place", "--trace", file, "--gpus", 4, "--nodes", 2, "--json")
-    assert said.exit_code == 0 and json.loads(said.output)["chosen"]["remote_nodes_per_token"] <= 1.0, said.output
+    stated = moe_mk("place", "--trace", file, "--gpus", 4, "--nodes", 2, "--json")
+    assert stated.exit_code == 0 and json.loads(stated.output)["chosen"]["remote_nodes_per_token"] <= 1.0, stated.output

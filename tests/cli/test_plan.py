@@ -60,7 +60,7 @@ USAGE = [
 
 
 @pytest.mark.parametrize("words,complaint", USAGE, ids=[words for words, _ in USAGE])
-def test_a_usage_error_is_told_once_before_anything_starts(
+def test_a_usage_error_is_reported_once_before_anything_starts(
     invoke: Invoke, tiny: Path, words: str, complaint: str
 ) -> None:
     result = invoke("run", tiny, *words.split())

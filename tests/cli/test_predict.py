@@ -1,4 +1,4 @@
-"""`moe-mk plan`: what it says of fabrics by hand, as text and as JSON, and what it refuses."""
+"""`moe-mk plan`: what it states of fabrics by hand, as text and as JSON, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from typer.testing import CliRunner, Result
 from moe_mk.cli import app
 
 
-def said(*arguments: str) -> Result:
+def stated(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
 def test_an_exchange_is_predicted_with_what_it_stands_on() -> None:
-    plain = said("exchange", "--links", "p5en_efa", "--ranks", "32", "--nodes-kept", "4")
+    plain = stated("exchange", "--links", "p5en_efa", "--ranks", "32", "--nodes-kept", "4")
     assert plain.exit_code == 0
     assert "32 ranks on 4 nodes, 4096 tokens each" in plain.stdout
     assert "a line within" in plain.stdout and "rates of the links" in plain.stdout
     asked = ("exchange", "--links", "h800_cx7", "--ranks", "64", "--tokens", "128", "--mode", "latency", "--json")
-    told = json.loads(said(*asked).stdout)
-    assert told["dispatch"]["bytes"] == 1024 * 7408 and told["combine"]["bytes"] == 1024 * 14336
-    assert told["dispatch"]["us"] == pytest.approx(178, abs=3)  # 173 were measured with ten choices masked
+    reported = json.loads(stated(*asked).stdout)
+    assert reported["dispatch"]["bytes"] == 1024 * 7408 and reported["combine"]["bytes"] == 1024 * 14336
+    assert reported["dispatch"]["us"] == pytest.approx(178, abs=3)  # 173 were measured with ten choices masked
 
 
 def test_tables_set_published_rows_beside_predictions() -> None:
-    rows = json.loads(said("tables", "--json").stdout)
+    rows = json.loads(stated("tables", "--json").stdout)
     by_row = {(row["links"], row["mode"], row["ranks"], row["direction"]): row for row in rows}
     assert len(by_row) == len(rows) > 60
     one = by_row["p6_efa", "throughput", 32, "combine"]
     assert one["implied_mb"] == pytest.approx(212.3, abs=0.1) and one["bytes"] / 1e6 == pytest.approx(212.2, abs=0.1)
     assert abs(one["error"]) < 0.01
     assert by_row["h800_cx7", "latency", 16, "dispatch"]["published_us"] == 118
-    text = said("tables", "--links", "h800_cx7").stdout
+    text = stated("tables", "--links", "h800_cx7").stdout
     assert len(text.splitlines()) == 1 + 20 and "h800_cx7" in text
 
 
 def test_a_relay_volumes_and_a_layout() -> None:
-    told = json.loads(said("relay", "--nodes-kept", "4", "--json").stdout)
-    assert (round(told["mesh_us"], 1), round(told["relayed_us"], 1)) == (86.1, 46.3)
-    assert "1.86 x" in said("relay", "--nodes-kept", "4").stdout
-    volumes = said("volumes", "--ranks", "144").stdout
+    reported = json.loads(stated("relay", "--nodes-kept", "4", "--json").stdout)
+    assert (round(reported["mesh_us"], 1), round(reported["relayed_us"], 1)) == (86.1, 46.3)
+    assert "1.86 x" in stated("relay", "--nodes-kept", "4").stdout
+    volumes = stated("volumes", "--ranks", "144").stdout
     assert "58,720,256 values a rank, 4,096 tokens held" in volumes and "0.05556" in volumes
-    lines = said("layout", "expert+model+data").stdout.splitlines()
+    lines = stated("layout", "expert+model+data").stdout.splitlines()
     assert len(lines) == 16
     assert lines[11].split() == "11 expert 2 of 4, slice 3 of 4 batch 2 of 4".split()
 
 
 def test_paths_compare_initiators_and_collectives() -> None:
-    text = said("paths", "--device", "h100", "--ranks", "32", "--tokens", "128").stdout
+    text = stated("paths", "--device", "h100", "--ranks", "32", "--tokens", "128").stdout
     assert "nvshmem" in text and "7 us" in text  # a copy by cudaMemcpy
     assert "by a CPU proxy" in text and "driven by the host" in text and "one-sided" in text
-    assert "CPU proxy" not in said("paths", "--ranks", "8").stdout  # the fit starts at two nodes
+    assert "CPU proxy" not in stated("paths", "--ranks", "8").stdout  # the fit starts at two nodes
 
 
 @pytest.mark.parametrize(
-    "asked, told",
+    "asked, reported",
     [
         (["exchange", "--links", "h800"], "did you mean 'h800_cx7'"),
         (["exchange", "--ranks", "12"], "12 ranks do not fill nodes of 8"),
@@ -65,6 +65,6 @@ def test_paths_compare_initiators_and_collectives() -> None:
         (["layout", "model+data", "--devices", "12"], "use 9 or 16"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(asked: list[str], told: str) -> None:
-    found = said(*asked)
-    assert found.exit_code == 2 and told in found.stderr
+def test_what_is_out_of_range_is_refused(asked: list[str], reported: str) -> None:
+    found = stated(*asked)
+    assert found.exit_code == 2 and reported in found.stderr

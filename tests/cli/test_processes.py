@@ -60,7 +60,7 @@ def test_every_rank_runs_and_the_worst_code_counts(tmp_path: Path) -> None:
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "2"
 
 
-def test_what_fails_on_one_rank_is_told_once_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_on_one_rank_is_reported_once_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(refuses_on_rank_1, tmp_path, TWO, "gloo", 20.0)
     assert str(caught.value) == "rank 1: it cannot be\n  - one reason\n  - another"
@@ -72,9 +72,9 @@ def test_a_killed_rank_is_named_by_its_watcher_and_by_its_peer(tmp_path: Path) -
     started = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(dies_on_rank_1, tmp_path, TWO, "gloo", 20.0)
-    died, told = str(caught.value).split("\n", 1)
+    died, reported = str(caught.value).split("\n", 1)
     assert died == "rank 1 was killed by SIGKILL"
-    assert re.match(r"rank 0, phase 'second', layer 'layer 3', peer 1: its process \d+ has ended", told), told
+    assert re.match(r"rank 0, phase 'second', layer 'layer 3', peer 1: its process \d+ has ended", reported), reported
     assert caught.value.code == 1
     assert time.monotonic() - started < 60
 
@@ -152,9 +152,9 @@ class Ended:
         pass
 
 
-def rank_that(number: int, exitcode: int, *said: bytes, ends: bool = True) -> Rank:
+def rank_that(number: int, exitcode: int, *stated: bytes, ends: bool = True) -> Rank:
     ours, theirs = Pipe(duplex=False)
-    for message in said:
+    for message in stated:
         theirs.send_bytes(message)
     if ends:
         theirs.close()
@@ -167,7 +167,7 @@ OPEN: list[Any] = []
 
 
 def test_a_rank_that_dies_before_they_met_is_not_waited_for() -> None:
-    # Rank 0 waits for rank 1 where nothing can tell it; it never speaks again.
+    # Rank 0 waits for rank 1 where nothing can report it; it never speaks again.
     ranks = [rank_that(0, 0, ends=False), rank_that(1, -9)]
     _watch(ranks, timeout_s=600.0)
     with pytest.raises(RanksFailed, match="^rank 1 was killed by SIGKILL$"):
@@ -184,7 +184,7 @@ def test_a_rank_that_hangs_after_another_spoke_is_given_little_time(monkeypatch:
         _verdict(ranks)
 
 
-def test_a_rank_that_outlasts_the_first_one_is_ended_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_outlasts_the_first_one_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_mk.cli.processes.GRACE_S", 0.05)
     ranks = [rank_that(0, 0, b"joined", b"0\n"), rank_that(1, 0, b"joined", ends=False)]
     _watch(ranks, timeout_s=0.05)
@@ -218,14 +218,14 @@ def test_a_rank_that_sleeps_ends_the_run_within_the_timeout_with_rank_and_phase(
     started = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(late_on_rank_1, tmp_path, TWO, "gloo", 2.0)
-    told, late = str(caught.value).split("\n", 1)
-    assert told.startswith("rank 0, phase 'dispatch', layer 'layer 3', peer 1: sent nothing within 2 s"), told
+    reported, late = str(caught.value).split("\n", 1)
+    assert reported.startswith("rank 0, phase 'dispatch', layer 'layer 3', peer 1: sent nothing within 2 s"), reported
     assert late == "rank 1 was still running after the others had ended, and was terminated"
     assert caught.value.code == 1
     assert time.monotonic() - started < 60, "2 s late, 2 s of grace; the rest is starting Python twice"
 
 
-def test_the_same_failure_of_many_is_told_once() -> None:
+def test_the_same_failure_of_many_is_reported_once() -> None:
     ranks = [rank_that(rank, 2, b"joined", b"2\nwrong\nin two lines") for rank in range(4)]
     _watch(ranks, timeout_s=600.0)
     with pytest.raises(RanksFailed, match="^wrong\nin two lines$") as caught:
@@ -233,7 +233,7 @@ def test_the_same_failure_of_many_is_told_once() -> None:
     assert caught.value.code == 2
 
 
-def test_an_unexpected_end_has_its_code_told() -> None:
+def test_an_unexpected_end_has_its_code_reported() -> None:
     ranks = [rank_that(0, 0, b"joined", b"0\n"), rank_that(1, 7, b"joined")]
     _watch(ranks, timeout_s=600.0)
     with pytest.raises(RanksFailed, match="^rank 1 ended with exit code 7$"):

@@ -42,8 +42,8 @@ def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Pa
     assert found["command"][1:3] == ["run", str(tiny)] and found["sent_bytes"]["dispatch"] > 0
     # The trace has what both ranks routed, prefill and decode, and adds up to the load that was reported.
     trace = RoutingTrace.read(traced)
-    told = [(f.step, f.phase, f.rank, len(f.ids_TK)) for f in trace.forwards()]
-    assert told == [(0, "prefill", 0, 6), (0, "prefill", 1, 6), (1, "decode", 0, 1), (1, "decode", 1, 1)]
+    reported = [(f.step, f.phase, f.rank, len(f.ids_TK)) for f in trace.forwards()]
+    assert reported == [(0, "prefill", 0, 6), (0, "prefill", 1, 6), (1, "decode", 0, 1), (1, "decode", 1, 1)]
     assert trace.filter(phase="prefill").loads()[0].tolist() == found["expert_load"]
     assert trace.facts.num_ranks == 2 and trace.weights_RK is not None
 
@@ -78,7 +78,7 @@ def test_torchrun_starts_the_ranks(tiny: Path, tmp_path: Path) -> None:
     assert "ep=2" in done.stdout and "2+1 tokens" in done.stdout
 
 
-def test_torchrun_of_the_script_tells_an_error_once(tiny: Path) -> None:
+def test_torchrun_of_the_script_reports_an_error_once(tiny: Path) -> None:
     torchrun = (BIN / "torchrun", "--standalone", "--nproc-per-node", 2)
     done = command(*torchrun, BIN / "moe-mk", "run", tiny, "--tokens", "1,2,3")
     assert done.returncode != 0 and done.stdout == ""

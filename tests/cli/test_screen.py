@@ -20,7 +20,7 @@ def test_a_file_is_wide_and_shows_no_bar(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == ""
 
 
-def test_a_quiet_screen_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quiet_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     Screen(quiet=True).fact("label", "text")
     assert capsys.readouterr().out == ""
 

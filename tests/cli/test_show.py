@@ -39,7 +39,7 @@ def test_every_pair_that_serves_and_every_reason_is_printed(capsys: pytest.Captu
         assert any(pair in row for row in rows) or verdict.reasons
         for reason in verdict.reasons:
             assert any(str(reason) in row for row in rows), f"{verdict.name}: {reason}"
-    assert len(rows) < len(decision.verdicts), "what is told of many pairs is told once"
+    assert len(rows) < len(decision.verdicts), "what is reported of many pairs is reported once"
 
 
 def test_lists_of_experts_stay_short() -> None:

@@ -83,18 +83,18 @@ def answer(arguments: list[str]) -> Any:
 
 # Names of libraries, models and the like are data, not contract: one of each stands for all.
 DATA: dict[str, Callable[[Any], Any]] = {
-    "schema": lambda said: (
-        {key: said[key] for key in ("title", "type", "required")} | {"properties": sorted(said["properties"])}
+    "schema": lambda stated: (
+        {key: stated[key] for key in ("title", "type", "required")} | {"properties": sorted(stated["properties"])}
     ),
-    "doctor": lambda said: said | {"libraries": list(said["libraries"].values()), "devices": {}},
-    "certify": lambda said: said | {"laws": {}, "backend": {**said["backend"], "traits": {}}},
-    "tune": lambda said: said | {"points": [{**point, "parameters": {}} for point in said["points"]]},
+    "doctor": lambda stated: stated | {"libraries": list(stated["libraries"].values()), "devices": {}},
+    "certify": lambda stated: stated | {"laws": {}, "backend": {**stated["backend"], "traits": {}}},
+    "tune": lambda stated: stated | {"points": [{**point, "parameters": {}} for point in stated["points"]]},
 }
 
 
 def snapshot(verb: str, folder: Path) -> Any:
-    said = answer(verbs(folder)[verb])
-    return shape_of(DATA.get(verb, lambda whole: whole)(said))
+    stated = answer(verbs(folder)[verb])
+    return shape_of(DATA.get(verb, lambda whole: whole)(stated))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_ranks_are_one_if_nobody_says_more() -> None:
+def test_there_is_one_rank_by_default() -> None:
     world = world_of(None, 1)
     assert (world.size, world.ep, world.prints) == (1, 1, True)
     assert world.threads == environment.usable_cores()
@@ -42,7 +42,7 @@ def test_threads_are_never_less_than_one() -> None:
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_a_launcher_says_who_is_where() -> None:
+def test_a_launcher_states_who_is_where() -> None:
     world = world_of(None, 2)
     assert (world.size, world.ep, world.prints) == (8, 4, False)
     assert world.place(0) == Place(rank=5, size=8, tp=2, local_rank=1)

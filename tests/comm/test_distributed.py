@@ -239,7 +239,7 @@ def test_equal_notes_agree(world: RankWorld) -> None:
     assert world.call(agreed_or_not, -1) == ["agreed"] * RANKS
 
 
-def test_a_differing_note_is_told_on_every_rank(world: RankWorld) -> None:
+def test_a_differing_note_is_reported_on_every_rank(world: RankWorld) -> None:
     for rank, text in enumerate(world.call(agreed_or_not, 2)):
         assert text == (
             f"rank {rank}, phase 'agreement', layer 'layers.3': ranks decided differently:\n"

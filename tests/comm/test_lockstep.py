@@ -144,16 +144,16 @@ def test_every_call_is_one_hop() -> None:
 def test_ranks_that_decided_differently_all_raise(other: dict[str, str]) -> None:
     comms = LockstepWorld(3).communicators()
     flights = [agree(comm, other if comm.rank == 1 else NOTES, "layers.0") for comm in comms]
-    told = []
+    reported = []
     for _ in range(5):  # every rank must raise, so each is advanced by hand
         for rank, flight in enumerate(flights):
             try:
                 next(flight, None)
             except CommError as problem:
-                told.append((rank, str(problem)))
+                reported.append((rank, str(problem)))
     wire = other.get("wire", "(nothing)")
-    assert [rank for rank, _ in told] == [0, 1, 2]
-    for rank, text in told:
+    assert [rank for rank, _ in reported] == [0, 1, 2]
+    for rank, text in reported:
         assert text.startswith(f"rank {rank}, phase 'agreement', layer 'layers.0': ranks decided differently")
         assert text.endswith(f"  wire:\n    rank 0: fp8_1x128\n    rank 1: {wire}\n    rank 2: fp8_1x128")
         assert ("experts:" in text) == ("experts" not in other)

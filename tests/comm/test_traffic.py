@@ -11,7 +11,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.flight import Flight, interleave
 
 
-def test_nodes_are_neighbouring_ranks_unless_told_otherwise() -> None:
+def test_nodes_are_neighbouring_ranks_by_default() -> None:
     nodes = Nodes.of(5, ranks_per_node=2)
     assert nodes.node_of_W == (0, 0, 1, 1, 2) and nodes.num_nodes == 3 and nodes.sizes == (2, 2, 1)
     assert nodes.members(1) == (2, 3) and nodes.local_index(3) == 1

@@ -46,7 +46,7 @@ def test_an_unknown_key_is_answered_at_any_depth() -> None:
         Outer.parse({"name": "x", "inner": {"zzz": 1}}, "here")
 
 
-def test_every_problem_is_told_with_its_key_and_value() -> None:
+def test_every_problem_is_reported_with_its_key_and_value() -> None:
     with pytest.raises(ConfigError) as caught:
         Outer.parse({"inner": {"side": 0, "scale": "wide"}}, "file.yaml")
     text = str(caught.value)

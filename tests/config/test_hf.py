@@ -82,7 +82,7 @@ def test_a_config_of_transformers_is_the_shipped_model(name: str, tmp_path: Path
     assert MoEConfig.from_hf(written(tmp_path, hf())) == shipped()
 
 
-def test_deepseek_v2_limits_groups_only_where_it_says_so() -> None:
+def test_deepseek_v2_limits_groups_only_where_it_states_so() -> None:
     big = transformers.DeepseekV2Config(
         n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6, n_group=8, topk_group=3,
         topk_method="group_limited_greedy", routed_scaling_factor=16.0, moe_intermediate_size=1536, hidden_size=5120,

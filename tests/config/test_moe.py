@@ -53,7 +53,7 @@ def test_a_router_that_does_not_fit_the_model_is_refused_with_a_fix(router: dict
         config(router=router)
 
 
-def test_all_problems_across_groups_are_told_at_once() -> None:
+def test_all_problems_across_groups_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"router.top_k=17.*router.topk_group=5.*parallel.ep=17.*parallel.tp=3"):
         config(router={"top_k": 17, "topk_group": 5}, parallel={"ep": 17, "tp": 3})
 

@@ -20,15 +20,15 @@ def test_what_we_write_is_what_we_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said,expected",
+    "stated,expected",
     [
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, {"weights": "mxfp4"}),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, {"weights": "mxfp4", "activations": "mxfp8"}),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {"weights": "nvfp4"}),
     ],
 )
-def test_other_ways_of_saying_it(said: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert quant_from_hf(said, "here") == expected
+def test_other_ways_of_saying_it(stated: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert quant_from_hf(stated, "here") == expected
 
 
 def compressed(weights: dict[str, Any], tokens: dict[str, Any] | None) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_weight_only_int8_rounds_no_activations() -> None:
 
 
 @pytest.mark.parametrize(
-    "said,problem",
+    "stated,problem",
     [
         (compressed({"num_bits": 4}, None), r"weights\.num_bits is 4"),
         (compressed({"strategy": "group"}, None), r"weights\.strategy is 'group', not one of channel, block"),
@@ -51,9 +51,9 @@ def test_weight_only_int8_rounds_no_activations() -> None:
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
     ],
 )
-def test_what_is_not_supported_is_named(said: dict[str, Any], problem: str) -> None:
+def test_what_is_not_supported_is_named(stated: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        quant_from_hf(said, "here")
+        quant_from_hf(stated, "here")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], problem:
         QuantConfig.parse(settings, "here")
 
 
-def test_activations_by_the_habit_of_a_type_or_as_told() -> None:
+def test_activations_by_the_habit_of_a_type_or_as_reported() -> None:
     def named(**settings: Any) -> str | None:
         scheme = QuantConfig(**settings).activation_scheme
         return None if scheme is None else scheme.name

@@ -154,7 +154,7 @@ def test_survivors_get_commerror_that_names_rank_and_phase_in_time(
         named, phase, text, seconds = outcomes[name]
         assert named == rank and phase and f"rank {rank}, phase '{phase}" in text, text
         assert seconds < OPEN_S / 2, f"{name}: rank {rank} waited {seconds:.1f} s, far beyond {TIMEOUT_S:g} s"
-        assert name != "one_sided" or f"peer {VICTIM}" in text, "flags of each peer tell which one is dead"
+        assert name != "one_sided" or f"peer {VICTIM}" in text, "flags of each peer report which one is dead"
 
 
 def test_every_transport_that_can_run_on_cpu_processes_was_killed() -> None:

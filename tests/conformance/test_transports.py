@@ -1,4 +1,4 @@
-"""Every registered transport carries every hostile case, in every wire scheme it says it can carry."""
+"""Every registered transport carries every hostile case, in every wire scheme it states it can carry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name,ranks,wire", CASES)
-def test_tokens_come_home_times_the_sum_of_their_weights(name: str, ranks: int, wire: QuantScheme) -> None:
+def test_tokens_return_times_the_sum_of_their_weights(name: str, ranks: int, wire: QuantScheme) -> None:
     dtype = FP32 if wire is FP32 else BF16
     form, tokens = next(f for f in FORMATS if f.dtype is dtype), next(iter(PREPARE_FINALIZE[name].traits.tokens))
     asked = form.problem(ep=ranks, tokens=tokens, allow_emulated=True)

@@ -3,8 +3,8 @@
 python run_blocks.py FILE ...
 
 Each file has a process of its own, forked from one that has imported torch and moe_mk, which takes longer than most
-pages do. What goes wrong is told on standard error, and by file name as JSON on standard output.
-A block whose fence says `python` is run. A block right after it whose fence says `text output` is what it must print.
+pages do. What goes wrong is reported on standard error, and by file name as JSON on standard output.
+A block with the fence `python` is run. A block with the fence `text output` right after it is what it must print.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def run(file: Path) -> list[str]:
         except Exception:
             return [f"{file.name}:{block.line}: {traceback.format_exc()}"]
         following = blocks[index + 1] if index + 1 < len(blocks) else None
-        said = printed.getvalue().strip()
-        if following and following.kind == "text output" and following.body.strip() != said:
-            return [f"{file.name}:{following.line}: expected\n{following.body}but the block above prints\n{said}"]
+        stated = printed.getvalue().strip()
+        if following and following.kind == "text output" and following.body.strip() != stated:
+            return [f"{file.name}:{following.line}: expected\n{following.body}but the block above prints\n{stated}"]
     return []
 
 
@@ -74,8 +74,8 @@ def run_apart(file: Path) -> str:
             os._exit(0)
     os.close(theirs)
     _, status = os.waitpid(child, 0)
-    with os.fdopen(ours, "rb") as said:
-        problem = said.read().decode(errors="replace")
+    with os.fdopen(ours, "rb") as stated:
+        problem = stated.read().decode(errors="replace")
     return problem or (f"{file.name}: its process ended with status {status}" if status else "")
 
 

@@ -25,7 +25,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES]
 
 
 @pages
-def test_every_block_says_what_it_is(page: Path) -> None:
+def test_every_block_states_what_it_is(page: Path) -> None:
     kinds = {block.kind for block in blocks_of(page.read_text(encoding="utf-8"))}
     assert kinds <= FENCES, kinds - FENCES
 

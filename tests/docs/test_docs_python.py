@@ -1,4 +1,4 @@
-"""The python of the README and the docs runs and prints what it says."""
+"""The python of the README and the docs runs and prints what it states."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def problems(workplace: Path) -> dict[str, str]:
 @pytest.mark.thorough
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path, problems: dict[str, str]) -> None:
+def test_the_python_of_a_page_runs_and_prints_what_it_states(page: Path, problems: dict[str, str]) -> None:
     assert not problems[str(page)], problems[str(page)]
 
 

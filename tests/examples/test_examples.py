@@ -1,4 +1,4 @@
-"""Every example runs as a newcomer runs it, and says something that is true."""
+"""Every example runs as a newcomer runs it, and states something that is true."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def run(*command: str) -> str:
-    """What an example prints; fails with all it said if it does not end well."""
+    """What an example prints; fails with all it stated if it does not end well."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SLOW_MACHINE_S
@@ -42,22 +42,22 @@ def test_every_example_is_run_here() -> None:
 
 
 def test_the_layer_explains_itself_and_counts_the_load() -> None:
-    said = run(example("01_layer.py"))
-    assert "rank 0: 16 experts" in said
-    assert re.search(r"^\* +no_ep \+ \w+ ", said, re.MULTILINE)
-    assert re.search(r"^ +all_gather, all_to_all, .* \+ any +refused +needs 2 ranks or more", said, re.MULTILINE)
-    assert "input (64, 256) -> output (64, 256) torch.bfloat16" in said
-    load = [int(count) for count in re.findall(r"chose each expert: \[(.*)\]", said)[0].split(", ")]
+    stated = run(example("01_layer.py"))
+    assert "rank 0: 16 experts" in stated
+    assert re.search(r"^\* +no_ep \+ \w+ ", stated, re.MULTILINE)
+    assert re.search(r"^ +all_gather, all_to_all, .* \+ any +refused +needs 2 ranks or more", stated, re.MULTILINE)
+    assert "input (64, 256) -> output (64, 256) torch.bfloat16" in stated
+    load = [int(count) for count in re.findall(r"chose each expert: \[(.*)\]", stated)[0].split(", ")]
     assert len(load) == 16 and sum(load) == 64 * 8
-    assert "512 assignments" in said
+    assert "512 assignments" in stated
 
 
 @pytest.mark.parametrize(
     "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.thorough)], ids=["by_itself", "torchrun"]
 )
 def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
-    said = run(*launcher, example("02_torchrun_ep.py"))
-    found = re.findall(r"rank (\d): experts ([\d-]+), (\d+) tokens, sent ([\d,]+) B, .* one rank (\S+)", said)
+    stated = run(*launcher, example("02_torchrun_ep.py"))
+    found = re.findall(r"rank (\d): experts ([\d-]+), (\d+) tokens, sent ([\d,]+) B, .* one rank (\S+)", stated)
     assert [(rank, owned, tokens) for rank, owned, tokens, _, _ in found] == [("0", "0-7", "48"), ("1", "8-15", "5")]
     for *_, sent, error in found:
         assert int(sent.replace(",", "")) > 0
@@ -67,8 +67,8 @@ def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
 
 @pytest.mark.thorough
 def test_the_oracle_plans_machines_that_are_not_here() -> None:
-    said = run(example("03_explain_hypothetical.py"))
-    table = dict(re.findall(r"^(\w+ +\d+ +\d+) +(\w+ \+ \w+)", said, re.MULTILINE))
+    stated = run(example("03_explain_hypothetical.py"))
+    table = dict(re.findall(r"^(\w+ +\d+ +\d+) +(\w+ \+ \w+)", stated, re.MULTILINE))
     assert [" ".join(row.split()) for row in table] == [
         "cpu 2 1",
         "h100 8 1",
@@ -77,48 +77,48 @@ def test_the_oracle_plans_machines_that_are_not_here() -> None:
         "h200 144 18",
         "b200 32 4",
     ]
-    assert "no pair that is pinned (kernel.prepare_finalize = no_ep) can serve" in said
-    assert "serves 1 rank, the group has 32" in said and "kernel.graphs = false" in said
+    assert "no pair that is pinned (kernel.prepare_finalize = no_ep) can serve" in stated
+    assert "serves 1 rank, the group has 32" in stated and "kernel.graphs = false" in stated
 
 
 def test_a_backend_of_ones_own_is_chosen_and_agrees_with_the_reference() -> None:
-    said = run(example("09_own_backend.py"))
-    assert "no_ep + my_loop: pinned by kernel.experts = my_loop" in said
-    assert {"  no_ep + my_loop", "  no_ep + reference"} <= set(said.splitlines())
+    stated = run(example("09_own_backend.py"))
+    assert "no_ep + my_loop: pinned by kernel.experts = my_loop" in stated
+    assert {"  no_ep + my_loop", "  no_ep + reference"} <= set(stated.splitlines())
     # bf16 once for each of seven roundings of the loop that the f32 reference does not make, added as squares.
-    assert float(re.findall(r"reference: (\S+),", said)[0]) < 7**0.5 * 2**-8
+    assert float(re.findall(r"reference: (\S+),", stated)[0]) < 7**0.5 * 2**-8
 
 
 @pytest.mark.thorough
 def test_experts_move_while_four_ranks_serve() -> None:
-    said = run(example("06_live_rebalance.py"))
-    moved, predicted = re.findall(r"moved ([\d,]+) B of ([\d,]+) B predicted; incidents: 0", said)[0]
+    stated = run(example("06_live_rebalance.py"))
+    moved, predicted = re.findall(r"moved ([\d,]+) B of ([\d,]+) B predicted; incidents: 0", stated)[0]
     assert moved == predicted != "0"
-    before, *_, after = re.findall(r"busiest rank (\S+) x mean", said)
+    before, *_, after = re.findall(r"busiest rank (\S+) x mean", stated)
     assert float(before) > 1.5 and float(after) < 1.01
-    assert "epoch 0, moving" in said and "epoch 1, watching" in said
+    assert "epoch 0, moving" in stated and "epoch 1, watching" in stated
 
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model after 15 steps of training: it mumbles, and its FP8 checkpoint is within 1 % of bf16 in perplexity."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    said = run(example("07_train_tiny.py"), str(folder), "--steps", "15", "--experts", "16")
-    bits = [float(number) for number in re.findall(r"step +\d+: (\S+) bits a byte", said)]
+    stated = run(example("07_train_tiny.py"), str(folder), "--steps", "15", "--experts", "16")
+    bits = [float(number) for number in re.findall(r"step +\d+: (\S+) bits a byte", stated)]
     assert bits[0] > 7.5 and bits[-1] < 6.0, f"it learns nothing: {bits}"
-    ratio = float(re.findall(r"perplexity x (\S+)", said)[0])
+    ratio = float(re.findall(r"perplexity x (\S+)", stated)[0])
     assert abs(ratio - 1) <= 0.01
     return folder
 
 
 @pytest.mark.thorough
-def test_experts_of_the_tiny_model_are_told_by_kind_and_leave_a_trace(tiny_model: Path, tmp_path: Path) -> None:
+def test_experts_of_the_tiny_model_are_reported_by_kind_and_leave_a_trace(tiny_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[plot]'")
     file = tmp_path / "trace.safetensors"
-    said = run(example("07_load_map.py"), str(tiny_model), "--trace", str(file), "--docs", str(tmp_path))
-    rows = re.findall(r"^\| (\d) \| (\S+) % \| (\S+) % ", said, re.MULTILINE)
+    stated = run(example("07_load_map.py"), str(tiny_model), "--trace", str(file), "--docs", str(tmp_path))
+    rows = re.findall(r"^\| (\d) \| (\S+) % \| (\S+) % ", stated, re.MULTILINE)
     assert [int(layer) for layer, _, _ in rows] == [1, 2, 3]
-    # Even a gate that has learned little tells kinds apart better than chance does.
+    # Even a gate that has learned little distinguishes kinds better than chance.
     assert all(float(kinds) > 2 * float(shuffled) for _, kinds, shuffled in rows)
     trace = RoutingTrace.read(file)
     assert (trace.num_rows, trace.facts.num_ranks, trace.facts.num_experts) == (3 * 64 * 128, 4, 16)
@@ -168,9 +168,9 @@ def test_the_engine_writes_the_same_on_one_rank_and_on_two(
     monkeypatch.setattr(sys, "argv", ["05_nano_engine.py", *asked, "--ranks", "1"])
     importlib.import_module("05_nano_engine").main()
     alone, together = capsys.readouterr().out, run(example("05_nano_engine.py"), *asked, "--ranks", "2")
-    for said, ranks in ((alone, 1), (together, 2)):
-        assert f"--- 2 requests on {ranks} rank" in said and "6 steps" in said
-    written, other = (said.split("--- 2 requests")[0] for said in (alone, together))
+    for stated, ranks in ((alone, 1), (together, 2)):
+        assert f"--- 2 requests on {ranks} rank" in stated and "6 steps" in stated
+    written, other = (stated.split("--- 2 requests")[0] for stated in (alone, together))
     assert written == other and "def main(" in written
 
 
@@ -205,7 +205,7 @@ def test_the_engine_refuses_a_prompt_that_never_fits(tiny_model: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "said"),
+    ("script", "arguments", "stated"),
     [
         ("05_nano_engine", ["--ranks", "0"], "--ranks 0 does not divide 16 experts"),
         ("05_nano_engine", ["--ranks", "3"], "--ranks 3 does not divide 16 experts"),
@@ -220,7 +220,7 @@ def test_the_engine_refuses_a_prompt_that_never_fits(tiny_model: Path, monkeypat
 def test_what_cannot_work_is_refused_before_any_work(
     script: str,
     arguments: list[str],
-    said: str,
+    stated: str,
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -230,18 +230,18 @@ def test_what_cannot_work_is_refused_before_any_work(
     before = sorted(tiny_model.iterdir())
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(script).main()
-    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert ended.value.code == 2 and stated in capsys.readouterr().err
     assert sorted(tiny_model.iterdir()) == before
 
 
 @pytest.mark.thorough
 def test_transformers_generates_with_its_experts_computed_here() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
-    said = run(example("08_hf_generate.py"))
-    assert "2 experts modules by moe_mk" in said and "computes in bf16, the layer is fp32" in said
-    assert "experts are held as torch.float8_e4m3fn" in said
-    assert "equal to transformers' own experts: True" in said
-    assert "equal with whole blocks patched: True" in said
+    stated = run(example("08_hf_generate.py"))
+    assert "2 experts modules by moe_mk" in stated and "computes in bf16, the layer is fp32" in stated
+    assert "experts are held as torch.float8_e4m3fn" in stated
+    assert "equal to transformers' own experts: True" in stated
+    assert "equal with whole blocks patched: True" in stated
     # 6 tokens of the prompt and the 11 that are fed back, top-2, 17 * 2; generation runs the layer on all of them.
-    load = [int(count) for count in re.findall(r"layers\.1\.mlp: \[(.*)\]", said)[0].split(", ")]
+    load = [int(count) for count in re.findall(r"layers\.1\.mlp: \[(.*)\]", stated)[0].split(", ")]
     assert len(load) == 8 and sum(load) == 17 * 2

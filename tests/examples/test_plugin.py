@@ -64,26 +64,26 @@ print(json.dumps([(one.exit_code, one.stdout, one.stderr) for one in done]))
 
 
 @pytest.fixture(scope="module")
-def said(with_plugin: Run) -> list[tuple[int, str, str]]:
+def stated(with_plugin: Run) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of each of COMMANDS; one process, because starting one takes longer than they do."""
     done = with_plugin("-c", IN_ONE_PROCESS, json.dumps(COMMANDS))
     assert done.returncode == 0, done.stderr
     return [(code, out, err) for code, out, err in json.loads(done.stdout)]
 
 
-def test_doctor_lists_both_and_the_wheel_they_come_from(said: list[tuple[int, str, str]]) -> None:
-    code, out, err = said[0]
+def test_doctor_lists_both_and_the_wheel_they_come_from(stated: list[tuple[int, str, str]]) -> None:
+    code, out, err = stated[0]
     assert code == 0, err
-    told = json.dumps(json.loads(out))
-    assert "one_by_one" in told and "matmul_loop" in told and "moe-mk-sample" in told
+    reported = json.dumps(json.loads(out))
+    assert "one_by_one" in reported and "matmul_loop" in reported and "moe-mk-sample" in reported
 
 
-def test_explain_prices_them_or_says_what_is_against_them(said: list[tuple[int, str, str]]) -> None:
-    code, out, err = said[1]
+def test_explain_prices_them_or_states_what_is_against_them(stated: list[tuple[int, str, str]]) -> None:
+    code, out, err = stated[1]
     assert code == 0, err
     decision = json.loads(out)
     assert (decision["chosen"]["prepare_finalize"], decision["chosen"]["experts"]) == ("one_by_one", "matmul_loop")
-    refused, _, why = said[2]
+    refused, _, why = stated[2]
     assert refused == 3
     assert "needs 2 ranks or more, the group has 1" in why
 
@@ -91,10 +91,10 @@ def test_explain_prices_them_or_says_what_is_against_them(said: list[tuple[int, 
 def test_they_run_and_agree_with_the_reference(with_plugin: Run) -> None:
     done = with_plugin(str(PLUGIN / "run.py"))
     assert done.returncode == 0, done.stderr
-    said = re.fullmatch(r"one_by_one \+ matmul_loop: relative difference from the reference (\S+)\n", done.stdout)
-    assert said, done.stdout
+    stated = re.fullmatch(r"one_by_one \+ matmul_loop: relative difference from the reference (\S+)\n", done.stdout)
+    assert stated, done.stdout
     # Seven roundings to bf16 of the loop, and one of each rank's part: far above it would be a lost assignment.
-    assert 0.0 < float(said[1]) < 8**0.5 * 2**-8
+    assert 0.0 < float(stated[1]) < 8**0.5 * 2**-8
 
 
 @pytest.mark.slow

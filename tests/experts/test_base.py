@@ -1,4 +1,4 @@
-"""What an experts backend says against a problem, from its traits alone."""
+"""What an experts backend states against a problem, from its traits alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_mk.weights.scan import Progress
 CPU = torch.device("cpu")
 
 
-def told(traits: ExpertsTraits, asked: Problem) -> dict[str, str]:
+def reported(traits: ExpertsTraits, asked: Problem) -> dict[str, str]:
     class Imagined(ReferenceExperts):
         pass
 
@@ -35,13 +35,13 @@ def problem(**settings: object) -> Problem:
     return Problem(load_config("deepseek_v3").with_(**settings), device_profile("h100"), FP16, 64)
 
 
-def test_every_reason_is_told_at_once() -> None:
+def test_every_reason_is_reported_at_once() -> None:
     traits = ExpertsTraits(
         summary="picky", emits={GroupedTokens: OutputStage.RAW}, weights=frozenset({"fp8_block"}), computes=("plain",),
         kinds=frozenset({"cuda"}), min_arch=(10, 0), block_sides=frozenset({64}), activations=frozenset({"relu2"}),
         dtypes=frozenset({"bf16"}), deterministic=False,
     )  # fmt: skip
-    assert told(traits, problem(activations="checkpoint", deterministic=True)) == {
+    assert reported(traits, problem(activations="checkpoint", deterministic=True)) == {
         "arch": "needs sm_100, this device is sm_90",
         "deterministic": "is not deterministic [kernel.deterministic = false]",
         "block": "reads FP8 blocks with sides 64, the experts have 128x128",
@@ -50,7 +50,7 @@ def test_every_reason_is_told_at_once() -> None:
         "activations": "multiplies with plain activations only [kernel.activations = auto]",
     }
     only_fp8 = replace(traits, computes=("fp8",), weights=frozenset({"plain"}))
-    both = told(only_fp8, problem(activations="plain"))
+    both = reported(only_fp8, problem(activations="plain"))
     assert both["activations"] == "multiplies with FP8 activations only [kernel.activations = auto]"
     assert both["weights"] == "reads plain weights, the experts are fp8_128x128"
 

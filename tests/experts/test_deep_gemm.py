@@ -101,11 +101,11 @@ def test_hidden_rows_are_one_kernel_where_triton_has_a_gpu(activation: str, monk
     signature, asked = inspect.signature(kernel.activation_quantize), []
 
     def in_its_place(*given: Any, **options: Any) -> Any:
-        said = dict(signature.bind(*given, **options).arguments)
-        asked.append(said)
-        gate, up = said["gate_up"].float().chunk(2, dim=1)
-        hidden = reference_activation(said["name"], gate, up, alpha=said["alpha"], limit=said["limit"])
-        return quantize_rows(hidden, said["group"], power_of_two=said["power_of_two"])
+        stated = dict(signature.bind(*given, **options).arguments)
+        asked.append(stated)
+        gate, up = stated["gate_up"].float().chunk(2, dim=1)
+        hidden = reference_activation(stated["name"], gate, up, alpha=stated["alpha"], limit=stated["limit"])
+        return quantize_rows(hidden, stated["group"], power_of_two=stated["power_of_two"])
 
     monkeypatch.setattr(kernel, "activation_quantize", in_its_place)
     mine = backend(FP8_1x128, activation, swiglu_limit=0.5, swiglu_alpha=1.702)
@@ -114,7 +114,7 @@ def test_hidden_rows_are_one_kernel_where_triton_has_a_gpu(activation: str, monk
     assert not asked, "a CPU has no such kernel"
     mine.fused = True
     assert torch.equal(mine.run(tokens, own).y, elsewhere)
-    assert [(said["alpha"], said["limit"]) for said in asked] == [(1.702, 0.5)]
+    assert [(stated["alpha"], stated["limit"]) for stated in asked] == [(1.702, 0.5)]
 
 
 def problem(*, emulated: bool, device: str = "cpu", hidden: int = 256) -> Problem:
@@ -127,8 +127,8 @@ def problem(*, emulated: bool, device: str = "cpu", hidden: int = 256) -> Proble
 def test_the_oracle_chooses_the_emulation_only_where_it_is_allowed() -> None:
     chosen = oracle.select(problem(emulated=True)).chosen
     assert chosen.experts == "deep_gemm" and chosen.emulated
-    said = [str(reason) for reason in EXPERTS["deep_gemm"].reasons_against(problem(emulated=False, device="h200"))]
-    assert said == [
+    stated = [str(reason) for reason in EXPERTS["deep_gemm"].reasons_against(problem(emulated=False, device="h200"))]
+    assert stated == [
         "deep_gemm is not installed [pip install sgl-deep-gemm, or build it from its repository, or "
         "kernel.allow_emulated = true]"
     ]
@@ -178,11 +178,11 @@ LIMITS: list[tuple[str, tuple[int, int] | None, dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("device,arch,quant,said", LIMITS)
+@pytest.mark.parametrize("device,arch,quant,stated", LIMITS)
 def test_every_architecture_has_its_limits(
-    device: str, arch: tuple[int, int] | None, quant: dict[str, Any], said: list[str]
+    device: str, arch: tuple[int, int] | None, quant: dict[str, Any], stated: list[str]
 ) -> None:
-    assert asked(device, arch, **quant) == said
+    assert asked(device, arch, **quant) == stated
 
 
 def test_an_older_library_is_refused_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

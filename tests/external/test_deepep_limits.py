@@ -24,10 +24,10 @@ def test_low_latency_buffers_grow_with_tokens_times_experts(tokens: int, gib: fl
 
 
 def test_a_small_low_latency_buffer() -> None:
-    # H=2048: 16 + 4096 out, 64 + 4096 = 4160 home. 4 tokens, 3 experts: 12 rows to send, 12 to receive, twice;
+    # H=2048: 16 + 4096 out, 64 + 4096 = 4160 combined. 4 tokens, 3 experts: 12 rows to send, 12 to receive, twice;
     # 12 bytes of counts take 128.
     assert low_latency_bytes(4, 2048, 3) == 2 * (2 * 12 * 4160 + 128)
-    # With one expert and one token the row to send is a message home too.
+    # With one expert and one token the row to send is also a message back.
     assert low_latency_bytes(1, 2048, 1) == up_to(2 * (2 * 4160 + 128), 128)
 
 
@@ -46,7 +46,7 @@ def test_queues_over_nvlink_and_rdma() -> None:
 def test_elastic_buffers_grow_with_tokens_times_ranks() -> None:
     plain = elastic_bytes(128, 7168, 8, 8, fp8=False, ranks_per_node=8)
     assert plain == up_to(9 * 128 * 14464, 2 << 20) == 16_777_216
-    # FP8 rows are 7168 + 224 + 128; sums still come home as bf16: 8 x 128 x 14464 is more.
+    # FP8 rows are 7168 + 224 + 128; sums still return as bf16: 8 x 128 x 14464 is more.
     assert elastic_bytes(128, 7168, 8, 8, fp8=True, ranks_per_node=8) == up_to(8 * 128 * 14464, 2 << 20)
     assert elastic_bytes(128, 7168, 8, 16, fp8=False, ranks_per_node=8) > 2 * plain
 

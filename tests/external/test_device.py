@@ -84,5 +84,5 @@ def test_a_person_reads_the_name_and_the_threads() -> None:
 def test_peak_memory_is_in_bytes() -> None:
     peak = peak_host_bytes()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    kernel_says = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    assert peak == pytest.approx(kernel_says, rel=0.05)
+    kernel_states = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    assert peak == pytest.approx(kernel_states, rel=0.05)

@@ -21,7 +21,7 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> str:
     return "no_such_library"
 
 
-def test_a_missing_library_says_how_to_get_it(absent: str) -> None:
+def test_a_missing_library_states_how_to_get_it(absent: str) -> None:
     with pytest.raises(LibraryMissing) as caught:
         find(absent)
     assert str(caught.value) == (

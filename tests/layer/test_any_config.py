@@ -52,8 +52,8 @@ def any_settings(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(any_settings(), st.sampled_from([1, 2, 9]), st.integers(0, 99), st.sampled_from(["bfloat16", "float32"]))
-def test_any_layer_gives_what_the_reference_gives(said: dict[str, Any], count: int, seed: int, dtype: str) -> None:
-    config = MoEConfig.parse(said, "drawn")
+def test_any_layer_gives_what_the_reference_gives(stated: dict[str, Any], count: int, seed: int, dtype: str) -> None:
+    config = MoEConfig.parse(stated, "drawn")
     try:
         layer = MoELayer(config, dtype=getattr(torch, dtype))
     except UnsupportedError:
@@ -83,11 +83,11 @@ def test_any_layer_gives_what_the_reference_gives(said: dict[str, Any], count: i
     st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2)),
 )
 def test_any_change_of_a_setting_is_a_setting_or_a_refusal(
-    said: dict[str, Any], group: str, data: st.DataObject, value: object
+    stated: dict[str, Any], group: str, data: st.DataObject, value: object
 ) -> None:
-    key = data.draw(st.sampled_from(sorted(said[group])))
+    key = data.draw(st.sampled_from(sorted(stated[group])))
     with suppress(ConfigError):
-        MoEConfig.parse({**said, group: {**said[group], key: value}}, "drawn")
+        MoEConfig.parse({**stated, group: {**stated[group], key: value}}, "drawn")
 
 
 def test_what_is_drawn_reaches_every_type_of_weights() -> None:

@@ -43,8 +43,10 @@ def block(number: int) -> Any:
 def ours(theirs: Any, **settings: Any) -> MoELayer:
     """The same block as a layer, by its own config and official names."""
     config = theirs.shared_experts.config
-    said = {**config.to_dict(), "torch_dtype": "float32", "quantization_config": None}
-    layer = MoELayer(MoEConfig.parse(settings_from_hf(said, "a test"), "a test").with_(**settings), dtype=torch.float32)
+    stated = {**config.to_dict(), "torch_dtype": "float32", "quantization_config": None}
+    layer = MoELayer(
+        MoEConfig.parse(settings_from_hf(stated, "a test"), "a test").with_(**settings), dtype=torch.float32
+    )
     tensors = {"gate.weight": theirs.gate.weight.data}
     if layer.config.router.has_correction_bias:
         tensors["gate.e_score_correction_bias"] = theirs.gate.e_score_correction_bias
@@ -87,5 +89,5 @@ def test_no_native_gate_is_promised_for_scores_that_it_does_not_compute() -> Non
     config = load_config("deepseek_v4_flash")
     decision = select(Problem(config, device_profile("cpu"), BF16, 4, frozenset({COMPILER})))
     assert decision.gate.tier == "plain"
-    told = next(text for text in decision.gate.reasons["native"] if "scores" in text)
-    assert "sigmoid or softmax scores" in told
+    reported = next(text for text in decision.gate.reasons["native"] if "scores" in text)
+    assert "sigmoid or softmax scores" in reported

@@ -47,7 +47,7 @@ def test_a_caught_exception_ends_the_call_on_all_ranks_and_a_recovery_serves_aga
         assert [call["is"] for call in recovered] == ["right"] * 4, recovered
 
 
-def test_the_rank_that_failed_is_told_what_its_peers_got(world: RankWorld) -> None:
+def test_the_rank_that_failed_receives_what_its_peers_got(world: RankWorld) -> None:
     found = world.call(ranks.caught, "all_to_all", "ValueError")
     assert "reported this to its 2 peers" in found[0][1]["text"]
     assert "ValueError: bad expert" in found[1][1]["text"]

@@ -1,4 +1,4 @@
-"""A forward in one native call: when it is taken, and that nobody can tell but by the clock."""
+"""A forward in one native call: when it is taken, and that nobody can report but by the clock."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

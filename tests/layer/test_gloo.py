@@ -195,7 +195,7 @@ def rows_sent(rank: int, transport: str, answers: list[Any], tokens: list[Tensor
 
 
 def rows_received(rank: int, transport: str, answers: list[Any], tokens: list[Tensor]) -> int:
-    """Rows whose sums go home from here: those that came from others, or every token of every other rank."""
+    """Rows whose sums return from here: those that came from others, or every token of every other rank."""
     others = [r for r in range(4) if r != rank]
     if transport == "all_gather":
         return sum(len(tokens[r]) for r in others)

@@ -48,7 +48,7 @@ def test_gradients_are_refused_and_not_dropped(made: MoELayer) -> None:
         assert made(x_TH).shape == (3, HIDDEN)
 
 
-def test_a_layer_without_weights_says_how_to_load_them() -> None:
+def test_a_layer_without_weights_states_how_to_load_them() -> None:
     empty = MoELayer(config(8, 2), dtype=torch.float32, name="layer 5")
     message = r"layer 'layer 5' has no weights yet; call load_from_safetensors\(path, layer"
     with pytest.raises(WeightError, match=message):

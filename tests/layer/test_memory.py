@@ -1,4 +1,4 @@
-"""What a layer says it will take, before anything is allocated, is what it takes."""
+"""What a layer states it will take, before anything is allocated, is what it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer on native CPU kernels says it will take, measured in a process of its own."""
+"""What a layer on native CPU kernels states it will take, measured in a process of its own."""
 
 import json
 import shutil

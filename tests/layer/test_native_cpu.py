@@ -1,4 +1,4 @@
-"""The layer on native CPU kernels: one call routes, one call multiplies routed and shared experts, and it says so."""
+"""The layer on native CPU kernels: one call routes, one call multiplies routed and shared experts, and it states so."""
 
 from pathlib import Path
 
@@ -81,10 +81,12 @@ def test_a_compiled_layer_and_an_eager_one_agree(checkpoint: Path, x_TH: Tensor)
     assert torch.equal(layer.expert_load, 2 * loads) and not eager.requires_grad
 
 
-def test_packing_tells_how_far_it_is(checkpoint: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+def test_packing_reports_how_far_it_is(checkpoint: Path) -> None:
+    reported: list[tuple[str, int, int]] = []
     config = MoEConfig.from_hf(checkpoint, experts="cpu_native", activations="plain", max_num_tokens=64)
-    layer = DeepseekV3MoE(config).load_from_safetensors(checkpoint, 3, on_progress=lambda *event: told.append(event))
-    packed = [event for event in told if event[0] == "pack"]
+    layer = DeepseekV3MoE(config).load_from_safetensors(
+        checkpoint, 3, on_progress=lambda *event: reported.append(event)
+    )
+    packed = [event for event in reported if event[0] == "pack"]
     assert [done for _, done, _ in packed] == sorted(done for _, done, _ in packed) and len(packed) == 16
     assert packed[-1][1] == packed[-1][2] == layer._placement.laid_out.num_bytes

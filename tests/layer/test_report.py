@@ -1,4 +1,4 @@
-"""What ran is told by what ran: a backend that is swapped, or that quietly asks another one, shows."""
+"""What ran is reported by what ran: a backend that is swapped, or that quietly asks another one, shows."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_backend_that_quietly_asks_another_shows(folder: Path, lazy: str) -> N
         layer.report().require_as_planned()
 
 
-def test_every_rank_attests_and_tells_what_it_sent(folder: Path) -> None:
+def test_every_rank_attests_and_reports_what_it_sent(folder: Path) -> None:
     layers = [
         layer_of(folder, experts="torch_cpu", groups=ParallelGroups(ep=comm), prepare_finalize="all_to_all")
         for comm in LockstepWorld(2).communicators()

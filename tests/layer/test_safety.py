@@ -140,7 +140,7 @@ def test_a_spawned_process_computes_the_same(x_TH: Tensor) -> None:
     torch.testing.assert_close(got, first(x_TH), atol=1e-6, rtol=0)  # threads may differ between the processes
 
 
-def test_a_layer_with_groups_says_why_it_cannot_be_pickled() -> None:
+def test_a_layer_with_groups_states_why_it_cannot_be_pickled() -> None:
     grouped = layer(8, 2, groups=virtual_groups(ep=2)[0])
     with pytest.raises(
         ConfigError, match=r"layer 'moe' holds process groups, which cannot be pickled; build it per process"

@@ -53,5 +53,5 @@ def test_a_group_ends_when_it_is_destroyed_after_a_forward(tmp_path: Path) -> No
         subprocess.Popen([*command, str(rank), *TRANSPORTS], stderr=subprocess.PIPE, text=True, env=environment)
         for rank in (0, 1)
     ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    stated = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(stated)

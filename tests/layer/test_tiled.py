@@ -73,10 +73,10 @@ def test_tiles_outlive_another_placement(x_TH: Tensor) -> None:
     torch.testing.assert_close(one(x_TH), before, atol=1e-6, rtol=1e-6)
 
 
-def test_a_decision_says_that_there_are_tiles_and_who_carries_them() -> None:
-    said = {who: str(layer(8, 2, tiles=4, tile_carrier=who).explain()) for who in ("turns", "thread")}
-    assert "4 tiles per call, sent by the calling thread, alternating with the experts" in said["turns"]
-    assert "4 tiles per call, sent by a separate thread" in said["thread"]
+def test_a_decision_states_that_there_are_tiles_and_who_carries_them() -> None:
+    stated = {who: str(layer(8, 2, tiles=4, tile_carrier=who).explain()) for who in ("turns", "thread")}
+    assert "4 tiles per call, sent by the calling thread, alternating with the experts" in stated["turns"]
+    assert "4 tiles per call, sent by a separate thread" in stated["thread"]
     assert "tiles a call" not in str(layer(8, 2).explain())
 
 
@@ -89,7 +89,7 @@ def test_the_report_counts_each_tile(x_TH: Tensor) -> None:
 
 
 @pytest.mark.row(42)
-def test_ranks_that_disagree_about_tiles_are_told(x_TH: Tensor) -> None:
+def test_ranks_that_disagree_about_tiles_are_reported(x_TH: Tensor) -> None:
     groups = virtual_groups(2)
     made = [layer(8, 2, groups[rank], tiles=2 + rank) for rank in range(2)]
     with pytest.raises(CommError, match=r"(?s)tiles:.*2 by turns.*3 by turns"):

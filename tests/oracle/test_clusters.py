@@ -1,4 +1,4 @@
-"""What the oracle says of whole clusters: every transport with its time or its reasons, and times that were published.
+"""Decisions for whole clusters: every transport with its time or its reasons, and times that were published.
 
 Reviewed by hand like `golden.yaml`: a line that changes must be looked at. Transports that are not named here are left
 out, so that a new one brings its own lines.
@@ -73,13 +73,15 @@ def test_every_transport_has_its_time_or_its_reasons(device: str, ranks: int) ->
     times = {name: transport_us(problem, kind.volume(problem), wire_of(name)) for name, kind in able.items()}
     known = {name for name, _ in order} | set(refused)
     assert [(n, round(us)) for us, n in sorted((round(us), n) for n, us in times.items()) if n in known] == order
-    told = {n: {r.code for r in kind.reasons_against(problem)} for n, kind in PREPARE_FINALIZE.items() if n in refused}
-    # Between nodes, limits of libraries come on top of the device: what is asked is that each named one is told.
-    assert told.keys() == refused.keys() and all(told[name] >= refused[name] for name in refused), told
+    reported = {
+        n: {r.code for r in kind.reasons_against(problem)} for n, kind in PREPARE_FINALIZE.items() if n in refused
+    }
+    # Between nodes, limits of libraries come on top of the device: what is asked is that each named one is reported.
+    assert reported.keys() == refused.keys() and all(reported[name] >= refused[name] for name in refused), reported
 
 
 def test_the_hand_worked_times_are_those_of_the_table() -> None:
-    # 128 tokens, a row of 7392 + 64 B out and 14336 B home = 21,792 B.
+    # 128 tokens, a row of 7392 + 64 B out and 14336 B back = 21,792 B.
     row = 7392 + 64 + 14336
     # H200, 8 ranks: 3.983 distinct ranks a token, 7/8 of them others: 446 rows over 160 GB/s, two launches of 20 us.
     assert 128 * 3.983 * 7 / 8 * row / 160e3 + 2 * 20 == pytest.approx(100.8, abs=0.1)
@@ -123,8 +125,8 @@ def test_a_cluster_of_mi300x_chooses_mori_where_it_is_installed(ranks: int) -> N
     problem = asked("mi300x", ranks)
     without = Problem(problem.config, problem.device, BF16, 128, frozenset({"triton"}))
     assert oracle.select(without).chosen.prepare_finalize != "mori"
-    told = [v for v in judge(without, Fp8Oracle) if v.prepare_finalize == "mori"]
-    assert all("mori is not installed" in v.line() for v in told)
+    reported = [v for v in judge(without, Fp8Oracle) if v.prepare_finalize == "mori"]
+    assert all("mori is not installed" in v.line() for v in reported)
 
 
 # DeepEP on H800 with ConnectX-7, 7168 values, top-8: dispatch in FP8 + combine in bf16, microseconds as published by

@@ -29,7 +29,7 @@ def problem(model: str = "deepseek_v3", device: str = "cpu", num_tokens: int = 6
     return Problem(load_config(model).with_(**settings), device_profile(device), BF16, num_tokens)
 
 
-def test_one_pair_can_have_three_reasons_and_all_are_told() -> None:
+def test_one_pair_can_have_three_reasons_and_all_are_reported() -> None:
     asked = problem(device="h200", ep=8, prepare_finalize="no_ep", experts="cpu_native", graphs=True)
     with pytest.raises(UnsupportedError) as refused:
         oracle.select(asked)
@@ -71,12 +71,12 @@ def test_an_unknown_pin_is_answered_with_what_was_meant(pins: dict[str, str], me
 
 
 @pytest.mark.parametrize("pins", [("inside", "reference"), ("all_to_all", "reference_monolithic")])
-def test_pins_that_make_no_pair_are_told_so(pins: tuple[str, str]) -> None:
+def test_pins_that_make_no_pair_are_reported_so(pins: tuple[str, str]) -> None:
     with pytest.raises(UnsupportedError, match=r"no such pair is registered: reference_monolithic route internally"):
         oracle.select(problem(ep=4, prepare_finalize=pins[0], experts=pins[1]))
 
 
-def test_the_oracle_of_another_format_says_what_it_serves() -> None:
+def test_the_oracle_of_another_format_states_what_it_serves() -> None:
     with pytest.raises(ConfigError, match=r"oracle 'unquantized' serves bf16, fp16, fp32; .* 'fp8_block'"):
         unquantized.select_unquantized_moe_backend(problem())
     with pytest.raises(
@@ -118,14 +118,14 @@ def test_a_decision_is_a_function_of_its_problem(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("settings", [{}, {"ep": 4}, {"ep": 4, "tokens": "replicated"}, {"experts": "reference"}])
 def test_a_decision_goes_to_json_and_back(settings: dict[str, Any]) -> None:
-    told = oracle.select(problem(**settings)).as_dict()
-    assert json.loads(json.dumps(told)) == told
-    assert told["verdicts"][0] == told["chosen"] and told["chosen"]["chosen"]
-    assert [v["chosen"] for v in told["verdicts"]].count(True) == 1
-    for verdict in told["verdicts"]:
+    reported = oracle.select(problem(**settings)).as_dict()
+    assert json.loads(json.dumps(reported)) == reported
+    assert reported["verdicts"][0] == reported["chosen"] and reported["chosen"]["chosen"]
+    assert [v["chosen"] for v in reported["verdicts"]].count(True) == 1
+    for verdict in reported["verdicts"]:
         assert (verdict["cost_us"] is None) == bool(verdict["reasons"])
         assert all(set(reason) == {"code", "text", "fix"} and reason["text"] for reason in verdict["reasons"])
-    assert len(told["verdicts"]) == len(PREPARE_FINALIZE.items()) * len(EXPERTS.items()) + 1
+    assert len(reported["verdicts"]) == len(PREPARE_FINALIZE.items()) * len(EXPERTS.items()) + 1
 
 
 @pytest.mark.row(88)
@@ -133,10 +133,10 @@ def test_a_printed_decision_has_every_pair_that_serves_and_every_reason_against_
     decision = oracle.select(problem(device="h200", ep=8))
     lines = str(decision).splitlines()
     for verdict in decision.verdicts:
-        told = [refusal for refusal in group_refusals(decision.verdicts) if refusal.covers(verdict)]
-        assert all(lines.count(refusal.line()) == 1 for refusal in told)
+        reported = [refusal for refusal in group_refusals(decision.verdicts) if refusal.covers(verdict)]
+        assert all(lines.count(refusal.line()) == 1 for refusal in reported)
         assert lines.count(verdict.line()) == (not verdict.reasons)
-        assert all(any(str(reason) in refusal.line() for refusal in told) for reason in verdict.reasons)
+        assert all(any(str(reason) in refusal.line() for refusal in reported) for reason in verdict.reasons)
     able = [verdict for verdict in decision.verdicts if not verdict.reasons]
     assert lines[0] == f"{decision.chosen.name}: lowest cost of {len(able)} eligible pairs"
 
@@ -239,5 +239,5 @@ def test_native_experts_round_tokens_to_fp8_with_the_scales_of_the_checkpoint() 
         asked = Problem(config, device_profile("cpu"), BF16, 64, frozenset({"c++"}))
         assert oracle.select(asked).compute.name == compute
     asked = problem(quant={"weights": "fp8_channel"}, activations="checkpoint")
-    told = [reason.text for reason in EXPERTS["cpu_native"].reasons_against(asked) if reason.code == "activations"]
-    assert told == ["rounds tokens to FP8 with a scale for 128 values only, not to fp8_token"]
+    reported = [reason.text for reason in EXPERTS["cpu_native"].reasons_against(asked) if reason.code == "activations"]
+    assert reported == ["rounds tokens to FP8 with a scale for 128 values only, not to fp8_token"]

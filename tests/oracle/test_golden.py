@@ -74,7 +74,7 @@ def test_the_decision_is_the_reviewed_one(case: dict[str, Any], monkeypatch: pyt
         wanted = {refusal.line() for refusal in group_refusals([v for v in verdicts if is_wanted(v.name, case)])}
         with pytest.raises(UnsupportedError) as refused:
             oracle.select(problem)
-        assert set(refused.value.reasons) == wanted and wanted, "the error tells every reason of every pair asked for"
+        assert set(refused.value.reasons) == wanted and wanted, "the error reports every reason of every pair asked for"
         return
     decision = oracle.select(problem)
     assert decision.chosen.name == case["winner"], case["why"]
@@ -92,10 +92,12 @@ def check_fallback(decision: Decision, problem: Problem) -> None:
     """What was given up is named, with its reasons and its effect on memory, speed and accuracy."""
     assert decision.effect is not None
     assert decision.passed_over[0].format == problem.weights.name and decision.passed_over[0].why
-    told = str(decision)
-    assert f"{problem.weights.name} weights are held as {decision.problem.weights.name}" in told
-    assert "x the memory" in told and ("rounding adds a relative error" in told or "no rounding error is added" in told)
-    assert f"not held as {problem.weights.name}: " in told
+    reported = str(decision)
+    assert f"{problem.weights.name} weights are held as {decision.problem.weights.name}" in reported
+    assert "x the memory" in reported and (
+        "rounding adds a relative error" in reported or "no rounding error is added" in reported
+    )
+    assert f"not held as {problem.weights.name}: " in reported
 
 
 def is_wanted(pair: str, case: dict[str, Any]) -> bool:

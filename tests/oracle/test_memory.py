@@ -41,14 +41,14 @@ def test_a_decision_counts_all_of_it_for_the_limit_and_for_the_tokens_asked_for(
     # Rows, workspace, and what the transport relays all grow with the limit, and so does their sum.
     assert decision.buffers.total == 64 * decision.least_buffers.total == decision.buffer_bytes
     assert decision.buffers.transport == 64 * decision.least_buffers.transport > 0
-    said = decision.as_dict()
+    stated = decision.as_dict()
     by = {
         "rows": decision.buffers.rows,
         "workspace": decision.buffers.workspace,
         "transport": decision.buffers.transport,
     }
-    assert said["bytes"]["buffers_by"] == by and said["bytes"]["buffers"] == sum(by.values())
-    assert said["bytes"]["least_buffers"] == decision.least_buffers.total and said["tokens_that_fit"] == 8192
+    assert stated["bytes"]["buffers_by"] == by and stated["bytes"]["buffers"] == sum(by.values())
+    assert stated["bytes"]["least_buffers"] == decision.least_buffers.total and stated["tokens_that_fit"] == 8192
 
 
 def test_the_most_tokens_just_fit() -> None:
@@ -83,7 +83,7 @@ def test_a_lower_limit_changes_nothing_else() -> None:
     assert (asked.num_tokens, asked.config.kernel.max_num_tokens) == (128, 8192)
 
 
-def test_an_explanation_says_who_holds_it_and_what_makes_it_less() -> None:
+def test_an_explanation_states_who_holds_it_and_what_makes_it_less() -> None:
     pins = {"prepare_finalize": "all_to_all", "experts": "triton"}
     total, parts, room = memory_lines(oracle.select(problem(144, **pins)))
     assert "for 8192 tokens per rank [kernel.max_num_tokens]" in total

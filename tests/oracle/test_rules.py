@@ -28,7 +28,7 @@ def experts(**emits: OutputStage) -> ExpertsTraits:
     return replace(ReferenceExperts.traits, emits={kinds[name]: stage for name, stage in emits.items()})
 
 
-def told(t: TransportTraits, e: ExpertsTraits, **settings: object) -> dict[str, str]:
+def reported(t: TransportTraits, e: ExpertsTraits, **settings: object) -> dict[str, str]:
     config = load_config("deepseek_v3").with_(ep=4, **settings)
     asked = Problem(config, device_profile("h100"), BF16, 64)
     return {reason.code: str(reason) for reason in pair_reasons(t, e, asked)}
@@ -52,18 +52,18 @@ def test_a_layout_that_cannot_be_read_is_refused_when_the_pair_is_judged(
 ) -> None:
     t, e = transport(produces), experts(**reads)
     assert layout_read(t, e) is layout
-    assert ("layout" in told(t, e)) == (layout is None)
+    assert ("layout" in reported(t, e)) == (layout is None)
 
 
 @pytest.mark.row(87)
 def test_the_refusal_names_both_layouts() -> None:
-    reasons = told(transport(BatchedTokens), experts(rows=REDUCED, grouped=RAW))
+    reasons = reported(transport(BatchedTokens), experts(rows=REDUCED, grouped=RAW))
     assert reasons == {"layout": "the transport delivers batched tokens, the experts read rows, grouped"}
 
 
 @pytest.mark.parametrize("have,want,refused", [(REDUCED, RAW, True), (WEIGHTED, RAW, True), (RAW, REDUCED, False)])
 def test_a_stage_can_be_advanced_and_never_undone(have: OutputStage, want: OutputStage, refused: bool) -> None:
-    reasons = told(transport(RowTokens, want), experts(rows=have))
+    reasons = reported(transport(RowTokens, want), experts(rows=have))
     assert ("reduce" in reasons) == refused
     if refused:
         name = have.name.lower()
@@ -72,11 +72,11 @@ def test_a_stage_can_be_advanced_and_never_undone(have: OutputStage, want: Outpu
 
 @pytest.mark.parametrize("reads", [{"grouped": RAW}, {"batched": RAW}])
 def test_permuting_reads_counts_on_the_host_so_no_graph_holds_it(reads: dict[str, OutputStage]) -> None:
-    assert "graphs" in told(transport(RowTokens), experts(**reads), graphs=True)
-    assert "graphs" not in told(transport(RowTokens), experts(**reads))
-    assert "graphs" not in told(transport(RowTokens), experts(rows=REDUCED), graphs=True)
+    assert "graphs" in reported(transport(RowTokens), experts(**reads), graphs=True)
+    assert "graphs" not in reported(transport(RowTokens), experts(**reads))
+    assert "graphs" not in reported(transport(RowTokens), experts(rows=REDUCED), graphs=True)
 
 
-def test_reasons_of_layout_and_wire_are_told_together() -> None:
+def test_reasons_of_layout_and_wire_are_reported_together() -> None:
     plain_wire = replace(transport(BatchedTokens), wire=frozenset({"plain"}))
-    assert set(told(plain_wire, experts(rows=REDUCED), wire="fp8")) == {"layout", "wire"}
+    assert set(reported(plain_wire, experts(rows=REDUCED), wire="fp8")) == {"layout", "wire"}

@@ -84,7 +84,7 @@ def test_both_phases_by_their_known_names(quant: str) -> None:
 
 
 @pytest.mark.row(103)
-def test_four_bits_where_nothing_reads_them_are_held_in_fp8_and_said_so(
+def test_four_bits_where_nothing_reads_them_are_held_in_fp8_and_stated_so(
     only: Callable[[type[FusedExperts]], None],
 ) -> None:
     only(FP8Only)
@@ -93,9 +93,9 @@ def test_four_bits_where_nothing_reads_them_are_held_in_fp8_and_said_so(
     assert decision.effect is not None and decision.effect.rounding == 0
     # 1 B and a scale for 16,384, against half a byte and a scale for 32.
     assert decision.effect.memory == pytest.approx((1 + 1 / 16384) / 0.53125, rel=1e-6)
-    told = str(decision)
-    assert "mxfp4 weights are held as fp8_128x128_ue8m0: 1.88x the memory; no rounding error is added" in told
-    assert "mine reads fp8_block weights, the experts are mxfp4; only the reference backend reads it" in told
+    reported = str(decision)
+    assert "mxfp4 weights are held as fp8_128x128_ue8m0: 1.88x the memory; no rounding error is added" in reported
+    assert "mine reads fp8_block weights, the experts are mxfp4; only the reference backend reads it" in reported
     assert decision.as_dict()["fallback"]["held"] == "fp8_128x128_ue8m0"
     assert decision.as_dict()["passed_over"][0]["form"] == "mxfp4"
 

@@ -1,4 +1,4 @@
-"""Reasons told once: of a transport, of experts, or of the pair, and none lost or added."""
+"""Reasons reported once: of a transport, of experts, or of the pair, and none lost or added."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ def verdict(transport: str, experts: str, *reasons: Reason) -> Verdict:
     return Verdict(transport, experts, reasons, None if reasons else 1.0)
 
 
-def test_each_reason_is_told_of_whoever_causes_it() -> None:
+def test_each_reason_is_reported_of_whoever_causes_it() -> None:
     verdicts = [
         verdict("near", "good"),
         verdict("near", "bad", OFF),
@@ -47,6 +47,6 @@ def test_nothing_is_lost_and_nothing_added(rows: list[tuple[str, str, set[Reason
     verdicts = [verdict(transport, experts, *sorted(reasons, key=str)) for transport, experts, reasons in rows]
     refusals = group_refusals(verdicts)
     for each in verdicts:
-        told = [reason for refusal in refusals if refusal.covers(each) for reason in refusal.reasons]
-        assert set(told) == set(each.reasons)
+        reported = [reason for refusal in refusals if refusal.covers(each) for reason in refusal.reasons]
+        assert set(reported) == set(each.reasons)
     assert all(any(refusal.covers(each) for each in verdicts) for refusal in refusals)

@@ -235,7 +235,7 @@ def test_a_gpu_that_came_back_is_filled_where_that_pays():
     assert (lazy.phy2log == without.phy2log).all() and lazy.logcnt.min() >= 1
 
 
-def test_repair_says_when_nothing_is_spare():
+def test_repair_states_when_nothing_is_spare():
     bench = Bench(np.array([0, 1]), np.ones(3), Topology(2, 1, 1).live_sites())
     with pytest.raises(
         InfeasiblePlacement, match=r"expert 2 has 0 of 1 copies and no spare slot is left among 2 living"

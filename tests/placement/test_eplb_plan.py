@@ -43,7 +43,7 @@ def test_prefill_preset_is_nine_experts_a_gpu():
 
 
 @pytest.mark.row(125)
-def test_decode_preset_is_two_experts_a_gpu_and_says_what_would_help():
+def test_decode_preset_is_two_experts_a_gpu_and_states_what_would_help():
     load = skewed(6)
     placed = plan(load, Topology(144, 18, 2), groups=8, expert_bytes=44_000_000)
     check(placed, load)

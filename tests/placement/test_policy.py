@@ -64,7 +64,7 @@ def test_an_old_placement_is_kept_whatever_the_policy_would_like(registry: Regis
     assert plan(LOAD, TOPOLOGY, policy="mine", old=old).moves.transfers == 0
 
 
-def test_its_reasons_are_told(registry: Registry[type[EplbPolicy]]) -> None:
+def test_its_reasons_are_reported(registry: Registry[type[EplbPolicy]]) -> None:
     registry.register("mine", "my_wheel")(Reversed)
     with pytest.raises(
         UnsupportedError, match=r"policy 'mine' cannot serve this topology(.|\n)*2 groups; it knows none"
@@ -90,7 +90,7 @@ def spoilt(change: Callable[[SlotPlacement], object]) -> Callable[[PlacementRequ
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "states"),
     [
         (
             spoilt(lambda p: p.experts.fill(0)),
@@ -105,10 +105,10 @@ def spoilt(change: Callable[[SlotPlacement], object]) -> Callable[[PlacementRequ
     ],
 )
 def test_an_answer_that_cannot_serve_is_refused_by_name(
-    registry: Registry[type[EplbPolicy]], answer: Callable[[PlacementRequest], SlotPlacement], says: str
+    registry: Registry[type[EplbPolicy]], answer: Callable[[PlacementRequest], SlotPlacement], states: str
 ) -> None:
     registry.register("mine", "my_wheel")(answering(answer))
-    with pytest.raises(UnsupportedError, match=rf"policy 'mine' of my_wheel(.|\n)*{says}"):
+    with pytest.raises(UnsupportedError, match=rf"policy 'mine' of my_wheel(.|\n)*{states}"):
         plan(LOAD, TOPOLOGY, policy="mine")
 
 
@@ -139,9 +139,9 @@ def test_wheels_bring_policies_and_broken_ones_are_named(monkeypatch: pytest.Mon
     made: Registry[type[EplbPolicy]] = Registry("EPLB policy", EplbPolicy, group=EPLB_POLICIES.group)
     made.register("flat")(EPLB_POLICIES["flat"])
     monkeypatch.setattr(home, "EPLB_POLICIES", made)
-    with pytest.warns(PluginWarning) as told:
+    with pytest.warns(PluginWarning) as reported:
         assert plan(LOAD, TOPOLOGY, policy="mine").policy == "mine"
-    assert [str(each.message).split(" skipped")[0] for each in told] == [
+    assert [str(each.message).split(" skipped")[0] for each in reported] == [
         f"EPLB policy plugin {name!r} of my-wheel (my_wheel.policies:Mine)" for name in ("lost", "half")
     ]
     assert set(made.broken) == {"lost", "half"} and "reasons_against() is not implemented" in made.broken["half"]

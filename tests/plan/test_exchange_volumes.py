@@ -46,7 +46,7 @@ def test_resident_tokens_by_hand() -> None:
 
 @pytest.mark.row(36)
 @pytest.mark.parametrize("name,gauge", [("replicated", "tp_resident_tokens"), ("all_to_all", "ep_resident_tokens")])
-def test_ranks_hold_what_the_gauge_says(name: str, gauge: str) -> None:
+def test_ranks_hold_what_the_gauge_states(name: str, gauge: str) -> None:
     # Twelve tokens on four ranks: the same twelve on each, or three each, before an exchange and after it.
     place, tokens = ExpertMap.linear(8, 4), 12
     own = tokens if name == "replicated" else tokens // 4

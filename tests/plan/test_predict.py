@@ -42,7 +42,7 @@ def test_published_throughput_tables_are_the_bytes_of_the_model() -> None:
     "ranks,dispatch_us,combine_us", [(8, 1050, 1972), (16, 1403, 2722), (32, 1889, 3728), (64, 2364, 4677)]
 )
 def test_deepep_rates_give_the_times_of_their_bytes(ranks: int, dispatch_us: float, combine_us: float) -> None:
-    # 153, 43, 58, 51 GB/s out and 158, 43, 57, 50 home. The times come from drawing the benchmark's own routings.
+    # 153, 43, 58, 51 GB/s out and 158, 43, 57, 50 back. The times come from drawing the benchmark's own routings.
     profile = link_profile("h800_cx7")
     row = profile.measured_at("throughput", ranks)
     exchange = exchange_of(profile, row)
@@ -77,7 +77,7 @@ def test_latency_is_a_line_in_what_crosses_nodes(
     line = Line.fit(points)
     assert line.alpha_us == pytest.approx(alpha, abs=0.1) and line.gbs == pytest.approx(gbs, abs=0.02)
     assert max(map(abs, line.errors(points))) < worst + 0.001
-    # Left out, a row in the middle is met, the first one is not: an extrapolation, and the answer says so.
+    # Left out, a row in the middle is met, the first one is not: an extrapolation, and the answer states so.
     alone = left_out(points)
     assert max(map(abs, alone[1:])) < inner + 0.005
     assert alone[0] == pytest.approx(end, abs=0.01)
@@ -93,8 +93,8 @@ def test_efa_dispatch_is_predicted_and_one_combine_is_not() -> None:
         assert found.us == pytest.approx(us, rel=0.01)
         # "about 50 GB/s between nodes, more than 300 inside one", as published
         assert found.logical_gbs > 300 if ranks == 8 else 49 < found.logical_gbs < 55
-    home = predict(profile, exchange_of(profile, Measured(mode="throughput", ranks=16)), "throughput", "combine")
-    assert "do not grow with the bytes" in home.basis and home.us < 6379 / 4
+    combined = predict(profile, exchange_of(profile, Measured(mode="throughput", ranks=16)), "throughput", "combine")
+    assert "do not grow with the bytes" in combined.basis and combined.us < 6379 / 4
 
 
 @pytest.mark.row(164)
@@ -111,7 +111,7 @@ def test_profiles_of_other_vendors_load_and_predict(name: str) -> None:
 
 
 def test_what_crosses_nodes_is_less_than_what_bandwidth_counts() -> None:
-    # 58 GB/s over a card of 50: a quarter of the rows of four nodes stays at home.
+    # 58 GB/s over a card of 50: a quarter of the rows of four nodes stays at combined.
     found = predict(link_profile("h800_cx7"), Exchange(4096, 32), "throughput", "dispatch")
     assert found.remote_gbs / found.logical_gbs == pytest.approx(3 / 4)
 
@@ -134,7 +134,7 @@ def test_without_anything_published_links_give_the_time() -> None:
     assert "rates of the links" in across.basis
 
 
-def test_unknown_names_and_rows_are_told() -> None:
+def test_unknown_names_and_rows_are_reported() -> None:
     with pytest.raises(ConfigError, match="h800_cx7"):
         link_profile("h800_cx")
     with pytest.raises(ConfigError, match="nothing is published of latency kernels on 12 ranks; rows: 8, 16"):

@@ -1,4 +1,4 @@
-"""A dispatch of two ranks followed by hand: who gets which row, with which ids, and what comes home."""
+"""A dispatch of two ranks followed by hand: who gets which row, with which ids, and what returns."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_all_gather_gives_everybody_everything_and_hides_the_others_experts() ->
     assert second.weights_RK.tolist() == [[0.0, 0.25], [1.0, 0.0], [0.0, 0.0]]
 
 
-def test_sums_come_home_to_the_row_they_left() -> None:
+def test_sums_return_to_the_row_they_left() -> None:
     ranks, tokens = dispatched("all_to_all")
     sums = [torch.tensor([[10.0, 0.0], [20.0, 0.0]]), torch.tensor([[1.0, 1.0], [2.0, 2.0]])]
     outputs = [ExpertOutput(y, OutputStage.REDUCED) for y in sums]
-    home = interleave([t.finalize(y, x) for t, y, x in zip(ranks, outputs, tokens, strict=True)])
+    combined = interleave([t.finalize(y, x) for t, y, x in zip(ranks, outputs, tokens, strict=True)])
     # a: 10 from rank 0 and 1 from rank 1.   b: from rank 1 alone.   c: from rank 0 alone.
-    assert home[0].tolist() == [[11.0, 1.0], [2.0, 2.0]]
-    assert home[1].tolist() == [[20.0, 0.0]]
+    assert combined[0].tolist() == [[11.0, 1.0], [2.0, 2.0]]
+    assert combined[1].tolist() == [[20.0, 0.0]]
 
 
 def test_sums_are_added_in_rank_order_in_f32_and_rounded_once() -> None:
@@ -83,9 +83,9 @@ def test_sums_are_added_in_rank_order_in_f32_and_rounded_once() -> None:
     tokens = interleave([t.prepare(x, r) for t, x, r in zip(ranks, [one, *[nothing] * 3], routings, strict=True)])
     parts: list[Tensor] = [torch.full(t.x_RH.shape, v) for t, v in zip(tokens, (1.0, 2.0**-8, 0, 0), strict=True)]  # type: ignore[union-attr]
     outputs = [ExpertOutput(p.to(torch.bfloat16), OutputStage.REDUCED) for p in parts]
-    home = interleave([t.finalize(y, x) for t, y, x in zip(ranks, outputs, tokens, strict=True)])[0]
-    assert home.dtype is torch.bfloat16
-    assert torch.equal(home, torch.full((1, 2), 1.0 + 2.0**-8).to(torch.bfloat16))
+    combined = interleave([t.finalize(y, x) for t, y, x in zip(ranks, outputs, tokens, strict=True)])[0]
+    assert combined.dtype is torch.bfloat16
+    assert torch.equal(combined, torch.full((1, 2), 1.0 + 2.0**-8).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather"])

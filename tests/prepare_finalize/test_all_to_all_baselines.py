@@ -42,9 +42,9 @@ def carried(name: str) -> tuple[list[PrepareFinalize], list[tuple[RowTokens, Ten
 @pytest.mark.row(33, 137)
 @pytest.mark.parametrize("name", ["all_to_all_p2p", "all_to_all_v"])
 def test_rows_and_sums_are_those_of_all_to_all(name: str) -> None:
-    for (one, home), (other, other_home) in zip(carried("all_to_all")[1], carried(name)[1], strict=True):
+    for (one, combined), (other, other_combined) in zip(carried("all_to_all")[1], carried(name)[1], strict=True):
         assert torch.equal(one.x_RH.values, other.x_RH.values) and torch.equal(one.ids_RK, other.ids_RK)
-        assert torch.equal(one.weights_RK, other.weights_RK) and torch.equal(home, other_home)
+        assert torch.equal(one.weights_RK, other.weights_RK) and torch.equal(combined, other_combined)
 
 
 @pytest.mark.row(137)

@@ -1,4 +1,4 @@
-"""What a transport says against a problem, from its traits alone, and what it expects to move."""
+"""What a transport states against a problem, from its traits alone, and what it expects to move."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def problem(num_tokens: int = 64, **settings: object) -> Problem:
     return Problem(load_config("deepseek_v3").with_(**settings), device_profile("h100"), BF16, num_tokens)
 
 
-def told(traits: TransportTraits, asked: Problem) -> dict[str, str]:
+def reported(traits: TransportTraits, asked: Problem) -> dict[str, str]:
     class Imagined(AllToAll):
         pass
 
@@ -28,9 +28,9 @@ def told(traits: TransportTraits, asked: Problem) -> dict[str, str]:
     return {reason.code: str(reason) for reason in Imagined.reasons_against(asked)}
 
 
-def test_every_reason_is_told_at_once() -> None:
+def test_every_reason_is_reported_at_once() -> None:
     traits = replace(AllToAll.traits, one_node=True, uneven=False, max_ranks=4, library="deep_ep", extra="build DeepEP")
-    assert told(traits, problem(ep=12, tokens="replicated", graphs=True)) == {
+    assert reported(traits, problem(ep=12, tokens="replicated", graphs=True)) == {
         "library": "deep_ep is not installed [build DeepEP]",
         "graphs": "cannot be captured in a CUDA graph [kernel.graphs = false]",
         "ranks": "serves up to 4 ranks, the group has 12",
@@ -43,9 +43,9 @@ def test_every_reason_is_told_at_once() -> None:
 def test_an_emulated_library_is_used_only_where_it_is_allowed() -> None:
     traits = replace(AllToAll.traits, library="deep_ep")
     asked = replace(problem(ep=8), emulated=frozenset({"deep_ep"}))
-    assert "kernel.allow_emulated = true" in told(traits, asked)["library"]
+    assert "kernel.allow_emulated = true" in reported(traits, asked)["library"]
     allowed = replace(problem(ep=8, allow_emulated=True), emulated=frozenset({"deep_ep"}))
-    assert told(traits, allowed) == {}
+    assert reported(traits, allowed) == {}
 
 
 @pytest.mark.parametrize("ep,visited", [(8, 3.98), (32, 6.82)])

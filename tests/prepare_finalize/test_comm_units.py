@@ -1,4 +1,4 @@
-"""A budget of compute units: bytes by hand, what each library call is told, threads that are there, and refusals."""
+"""A budget of compute units: bytes by hand, the units of each library call, existing threads, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moe_mk.testing.emulated.deep_ep.base import V1Buffer
 from moe_mk.testing.emulated.mori import ops as mori_ops
 from tests.prepare_finalize.one_sided.test_network import context, drawn, there_and_back
 from tests.support import library_ranks
-from tests.support.deepep_ranks import XB, Ranks, asked, ranks_of, told
+from tests.support.deepep_ranks import XB, Ranks, asked, ranks_of, reported
 from tests.support.layers import HIDDEN, layer
 
 pytestmark = pytest.mark.row(50)
@@ -38,7 +38,7 @@ COUNTED = {"one_sided_network": "threads", "mori": "CUs", **dict.fromkeys((*HIGH
 
 
 def listened(kind: type, monkeypatch: pytest.MonkeyPatch, argument: str) -> list[tuple[str, Any]]:
-    """What each dispatch and combine of a library's buffers is told from here on."""
+    """What each dispatch and combine of a library's buffers is reported from here on."""
     heard: list[tuple[str, Any]] = []
     for name in ("dispatch", "combine"):
         call = getattr(kind, name)
@@ -52,7 +52,7 @@ def listened(kind: type, monkeypatch: pytest.MonkeyPatch, argument: str) -> list
     return heard
 
 
-def there_and_home(ranks: Ranks) -> list[list[list[float]]]:
+def there_and_back_again(ranks: Ranks) -> list[list[list[float]]]:
     tokens = ranks.dispatched(XB)
     return [y_TH.tolist() for y_TH in ranks.combined([t.x_RH.values for t in tokens], tokens)]
 
@@ -75,10 +75,10 @@ def test_high_throughput_calls_carry_their_number_and_the_process_keeps_its_own(
     name: str, kind: type[V1Buffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = listened(kind, monkeypatch, "config")
-    home = there_and_home(ranks_of(name))
+    combined = there_and_back_again(ranks_of(name))
     assert heard and all(config is None for _, config in heard), "as the library does by itself"
     heard.clear()
-    assert there_and_home(ranks_of(name, comm_units=28)) == home
+    assert there_and_back_again(ranks_of(name, comm_units=28)) == combined
     assert [(call, config.num_sms) for call, config in heard] == [("dispatch", 28)] * 2 + [("combine", 28)] * 2
     # Two ranks: chunks of dispatch are 24 tokens long, those of combine 10.
     assert [config.num_max_nvl_chunked_send_tokens for _, config in heard] == [24, 24, 10, 10]
@@ -106,11 +106,11 @@ def test_between_nodes_every_multiprocessor_has_a_queue_pair(monkeypatch: pytest
 
 def test_elastic_calls_carry_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = listened(deep_ep.ElasticBuffer, monkeypatch, "num_sms")
-    home = there_and_home(ranks_of("deepep_v2"))
+    combined = there_and_back_again(ranks_of("deepep_v2"))
     assert heard and all(number is None for _, number in heard), "the library counts by itself"
     heard.clear()
     ranks = ranks_of("deepep_v2", comm_units=7)
-    assert there_and_home(ranks) == home
+    assert there_and_back_again(ranks) == combined
     assert heard == [("dispatch", 7)] * 2 + [("combine", 7)] * 2
     assert all(tokens.handle.library_handle.num_sms == 7 for tokens in ranks.dispatched(XB))
 
@@ -120,15 +120,15 @@ def test_mori_launches_as_many_blocks_in_every_call_and_its_own_number_by_defaul
 ) -> None:
     heard = listened(mori_ops.EpDispatchCombineOp, monkeypatch, "block_num")
 
-    def home(units: int | None) -> list[list[list[float]]]:
+    def combined(units: int | None) -> list[list[list[float]]]:
         ranks = library_ranks.Ranks("mori", comm_units=units)
         tokens = ranks.dispatched()
         return [y_TH.tolist() for y_TH in ranks.combined([t.x_RH.values for t in tokens], tokens)]
 
-    by_itself = home(None)
+    by_itself = combined(None)
     assert heard == [("dispatch", None)] * 2 + [("combine", None)] * 2, "the library counts by itself"
     heard.clear()
-    assert home(12) == by_itself
+    assert combined(12) == by_itself
     assert heard == [("dispatch", 12)] * 2 + [("combine", 12)] * 2
     default = inspect.signature(mori_ops.EpDispatchCombineConfig).parameters["block_num"].default
     amd = library_ranks.problem("mi300x")
@@ -139,28 +139,28 @@ def test_mori_launches_as_many_blocks_in_every_call_and_its_own_number_by_defaul
 
 def test_odd_numbers_are_refused_by_name_before_anything_is_made() -> None:
     for name in HIGH_THROUGHPUT:
-        said = "takes an even number of SMs, a pair for each channel, not 21 [kernel.comm_units = 22]"
-        assert told(name, asked(comm_units=21)) == {"comm_units": said}
-        assert told(name, asked(comm_units=22)) == {}
+        stated = "takes an even number of SMs, a pair for each channel, not 21 [kernel.comm_units = 22]"
+        assert reported(name, asked(comm_units=21)) == {"comm_units": stated}
+        assert reported(name, asked(comm_units=22)) == {}
         with pytest.raises(UnsupportedError, match=r"cannot be held to a budget\n.*even number of SMs.*not 21"):
             ranks_of(name, comm_units=21)
-    assert told("deepep_v2", asked(comm_units=21)) == {}
+    assert reported("deepep_v2", asked(comm_units=21)) == {}
     with pytest.raises(UnsupportedError, match="deepep_ht.*even number of SMs, a pair for each channel, not 5"):
         oracle.select(asked(comm_units=5, prepare_finalize="deepep_ht"))
     with pytest.raises(ConfigError, match="comm_units"):
         asked(comm_units=0)
 
 
-def test_whoever_has_no_budget_says_so_where_one_is_set() -> None:
+def test_whoever_has_no_budget_states_so_where_one_is_set() -> None:
     assert {name: kind.traits.comm_unit for name, kind in PREPARE_FINALIZE.items() if kind.traits.comm_unit} == COUNTED
-    said = "does not support kernel.comm_units (= 4) [kernel.comm_units = null]"
+    stated = "does not support kernel.comm_units (= 4) [kernel.comm_units = null]"
     for name in PREPARE_FINALIZE:
-        assert told(name, asked(comm_units=4)).get("comm_units") == (None if name in COUNTED else said), name
-        assert "comm_units" not in told(name, asked()), name
-        assert "comm_units" not in told(name, asked(ep=1, comm_units=4)), "a single rank sends nothing"
+        assert reported(name, asked(comm_units=4)).get("comm_units") == (None if name in COUNTED else stated), name
+        assert "comm_units" not in reported(name, asked()), name
+        assert "comm_units" not in reported(name, asked(ep=1, comm_units=4)), "a single rank sends nothing"
 
 
-def test_a_decision_tells_what_is_kept_and_by_whose_word() -> None:
+def test_a_decision_reports_what_is_kept_and_by_whose_word() -> None:
     def decided(name: str, **more: Any) -> oracle.Decision:
         return oracle.select(asked(prepare_finalize=name, experts="reference", **more))
 
@@ -191,7 +191,7 @@ def test_a_proxy_has_as_many_threads_as_its_budget(units: int | None) -> None:
     world, made = network_ranks(4, units)
     batches = [drawn(rank, 5, torch.float32) for rank in range(4)]
     jobs = [lambda t=t, b=b: wait(there_and_back(t, *b)) for t, b in zip(made, batches, strict=True)]  # type: ignore[misc]
-    home = world.together(jobs)
+    combined = world.together(jobs)
     for transport in made:
         (buffer,) = transport._pool.slots
         assert isinstance(buffer, NetworkBufferSlot)
@@ -200,7 +200,7 @@ def test_a_proxy_has_as_many_threads_as_its_budget(units: int | None) -> None:
         assert len(proxy.channels) == max(units or 1, 2), "a ring for each thread"
     assert len(set(threading.enumerate()) - before) >= 4 * (units or 1)
     # Experts scale by the sum of a rank's weights, so that the sums are x times all weights of a token.
-    for (x_TH, routing), y_TH in zip(batches, home, strict=True):
+    for (x_TH, routing), y_TH in zip(batches, combined, strict=True):
         torch.testing.assert_close(y_TH, x_TH * routing.weights_TK.sum(dim=1, keepdim=True))
 
 

@@ -1,4 +1,4 @@
-"""One message to each rank: whatever its tokens and their experts, a rank tells each peer once that rows are there."""
+"""One message to each rank: whatever its tokens and their experts, a rank signals each peer once."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def test_identity_experts_return_each_token_times_the_sum_of_its_weights(ranks: 
         weights = [r.weights_TK.float() for r in case.routings]
         comms = LockstepWorld(ranks).communicators()
         given = zip(x, case.logical_ids, weights, comms, strict=True)
-        home = interleave([there_and_back(*own, options) for own in given])
-        for y_TH, x_TH, ids, w in zip(home, x, case.logical_ids, weights, strict=True):
+        combined = interleave([there_and_back(*own, options) for own in given])
+        for y_TH, x_TH, ids, w in zip(combined, x, case.logical_ids, weights, strict=True):
             sent = x_TH if quant_mode == 0 else INT8_TOKEN.quantize(x_TH).dequantize(torch.float32).bfloat16()
             want = sent.double() * w.masked_fill(ids < 0, 0.0).double().sum(dim=1, keepdim=True)
             torch.testing.assert_close(y_TH.double(), want, rtol=2.0**-8, atol=1e-12, msg=case.name)
@@ -211,6 +211,6 @@ def test_what_is_not_served_is_refused_by_name(option: str, value: int, way_out:
 
 
 @pytest.mark.row(142)
-def test_all_that_is_not_served_is_told_at_once() -> None:
+def test_all_that_is_not_served_is_reported_at_once() -> None:
     text = refused(quant_mode=1, comm_quant_mode=2, shared_expert_ranks=1)
     assert text.count("\n") >= 3 and all(name in text for name in ("quant_mode", "comm_quant_mode", "shared_expert"))

@@ -178,8 +178,8 @@ def test_transports_without_a_rank_mask_say_so_with_the_way_out(name: str) -> No
     transport.leave_out(torch.ones(ranks, dtype=torch.bool))  # all ranks: nothing is asked for
     mask_W = torch.ones(ranks, dtype=torch.int32)
     mask_W[1] = 0
-    said = rf"(?s)transport '{name}' cannot leave out ranks \[1\].*no rank mask.*RebalanceManager.rank_lost\(\)"
-    with pytest.raises(UnsupportedError, match=said):
+    stated = rf"(?s)transport '{name}' cannot leave out ranks \[1\].*no rank mask.*RebalanceManager.rank_lost\(\)"
+    with pytest.raises(UnsupportedError, match=stated):
         transport.leave_out(mask_W)
 
 

@@ -28,7 +28,7 @@ def test_each_rank_gets_each_token_once_with_the_slots_that_are_its_own() -> Non
     assert bool((first.ids_RK[2:] == -1).all()) and bool((first.weights_RK[2:] == 0).all()), "behind the total"
 
 
-def test_sums_come_home_and_padding_is_never_read() -> None:
+def test_sums_return_and_padding_is_never_read() -> None:
     ranks = Ranks(NAME)
     tokens = ranks.dispatched()
     y = [10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)]
@@ -101,17 +101,20 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
     assert operator_bytes(32, 4, 128, 14336, 8, 224) - operator_bytes(32, 1, 128, 14336, 8, 224) == 13 * 128 * 14628
 
 
-def test_every_limit_is_told() -> None:
-    def told(asked: Problem) -> dict[str, str]:
+def test_every_limit_is_reported() -> None:
+    def reported(asked: Problem) -> dict[str, str]:
         return {reason.code: str(reason) for reason in PREPARE_FINALIZE[NAME].reasons_against(asked)}
 
-    assert told(problem("mi300x")) == {} and told(problem("mi300x", ep=32)) == {}
-    assert told(with_top_k(10, "mi300x"))["top_k"] == "the kernels take 9 experts a token, this router has 10"
-    assert "6 ranks lie 6 to a node [parallel.ranks_per_node]" in told(with_top_k(2, "mi300x", ep=6))["ranks"]
+    assert reported(problem("mi300x")) == {} and reported(problem("mi300x", ep=32)) == {}
+    assert reported(with_top_k(10, "mi300x"))["top_k"] == "the kernels take 9 experts a token, this router has 10"
+    assert "6 ranks lie 6 to a node [parallel.ranks_per_node]" in reported(with_top_k(2, "mi300x", ep=6))["ranks"]
     asked = problem("mi300x")
     half = Problem(asked.config, asked.device, FP16, 128, asked.installed)
-    assert told(half) == {"dtype": "sums bf16 and f32 rows, this layer computes in fp16"}
-    assert set(told(problem("h200"))) == {"device"} and told(problem("mi300x", deterministic=True))["deterministic"]
+    assert reported(half) == {"dtype": "sums bf16 and f32 rows, this layer computes in fp16"}
+    assert (
+        set(reported(problem("h200"))) == {"device"}
+        and reported(problem("mi300x", deterministic=True))["deterministic"]
+    )
 
 
 def test_a_cluster_of_mi300x_may_run_it_and_no_nvidia_device() -> None:

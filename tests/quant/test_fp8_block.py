@@ -50,7 +50,7 @@ def test_any_leading_dimensions_give_the_bytes_that_were_promised(scheme: Fp8Blo
 @pytest.mark.row(96)
 @pytest.mark.parametrize("scheme", ALL, ids=lambda s: s.name)
 @pytest.mark.parametrize("size", [1.0, 3.7e-5, 1e4])
-def test_rounding_of_normals_is_what_the_scheme_says(scheme: Fp8Block, size: float) -> None:
+def test_rounding_of_normals_is_what_the_scheme_states(scheme: Fp8Block, size: float) -> None:
     x = normal(512, 1024) * size
     error = scheme.quantize(x).dequantize(torch.float32) - x
     assert float(error.norm() / x.norm()) == pytest.approx(scheme.relative_rms, rel=0.05)

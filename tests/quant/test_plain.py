@@ -18,7 +18,7 @@ def test_values_are_cast_and_counted(scheme: Plain) -> None:
 
 
 @pytest.mark.parametrize("scheme", [BF16, FP16], ids=lambda s: s.name)
-def test_rounding_of_normals_is_what_the_scheme_says(scheme: Plain) -> None:
+def test_rounding_of_normals_is_what_the_scheme_states(scheme: Plain) -> None:
     x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
     error = scheme.quantize(x).dequantize(torch.float32) - x
     assert float(error.norm() / x.norm()) == pytest.approx(scheme.relative_rms, rel=0.05)

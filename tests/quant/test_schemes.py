@@ -77,7 +77,7 @@ def test_bytes_are_those_that_were_promised(scheme: BlockedScheme, shape: tuple[
 @pytest.mark.row(96, 101)
 @pytest.mark.parametrize("scheme", [*BLOCKED, STATIC], ids=lambda s: s.name)
 @pytest.mark.parametrize("size", [1.0, 1e-3])
-def test_rounding_of_normals_is_no_more_than_the_scheme_says(scheme: BlockedScheme, size: float) -> None:
+def test_rounding_of_normals_is_no_more_than_the_scheme_states(scheme: BlockedScheme, size: float) -> None:
     if scheme is STATIC and size < 1:
         scheme = fp8_static(0.02 * size)
     if scheme is NVFP4_TOKENS:

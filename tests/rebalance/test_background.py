@@ -23,14 +23,14 @@ def test_a_result_is_returned_once() -> None:
 
 
 @pytest.mark.parametrize("inline", [False, True])
-def test_an_error_is_told_and_not_raised(inline: bool) -> None:
+def test_an_error_is_reported_and_not_raised(inline: bool) -> None:
     thread: BackgroundJob[int] = BackgroundJob("divider", limit_s=60, inline=inline)
     thread.start(lambda: 1 // 0)
     outcome = wait_for(thread)
     assert isinstance(outcome, Failed) and isinstance(outcome.error, ZeroDivisionError)
 
 
-def test_a_thread_that_is_torn_down_is_told_too() -> None:
+def test_a_thread_that_is_torn_down_is_reported_too() -> None:
     def leave() -> int:
         raise SystemExit(3)
 

@@ -26,7 +26,7 @@ from moe_mk.rebalance.transfer import HEADER, PHASE
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.support.rebalance_world import RANKS, Rank, holds_right_weights, settings
 
-Told = dict[str, object]
+Report = dict[str, object]
 MOST_STEPS = 400
 
 
@@ -65,7 +65,7 @@ def serve_until(rank: Rank, done: Callable[[], bool], pause: Callable[[], None] 
     rank.serve_alone(5)
 
 
-def story(rank: Rank) -> Told:
+def story(rank: Rank) -> Report:
     status = rank.manager.status()
     return {
         "wrong": rank.wrong,
@@ -85,7 +85,7 @@ def slow_planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[n
     return plan(load, topology, old=slots)
 
 
-def with_delays(number: int) -> Told:
+def with_delays(number: int) -> Report:
     rank, draw = served(), random.Random(number)
     rank.manager = RebalanceManager(rank.layers, settings(inline=False), planner=slow_planner)
     serve_until(
@@ -96,17 +96,17 @@ def with_delays(number: int) -> Told:
 
 @pytest.mark.row(109, 120, 123)
 def test_weights_move_while_four_processes_serve_with_delays(world: RankWorld) -> None:
-    told = world.call(with_delays)
-    assert [each["wrong"] for each in told] == [[]] * RANKS
-    assert all(each["epochs"] == told[0]["epochs"] for each in told)
+    reported = world.call(with_delays)
+    assert [each["wrong"] for each in reported] == [[]] * RANKS
+    assert all(each["epochs"] == reported[0]["epochs"] for each in reported)
     # Rank 0 planned beside serving, so that some forwards came before the plan and some between the two flips.
-    epochs = told[0]["epochs"]
+    epochs = reported[0]["epochs"]
     assert isinstance(epochs, list) and epochs[0] == [0, 0] and epochs[-1] == [1, 1]
-    assert all(each["right"] and each["incidents"] == [] for each in told)
-    assert sum(int(str(each["received"])) for each in told) == told[0]["predicted"] != 0
+    assert all(each["right"] and each["incidents"] == [] for each in reported)
+    assert sum(int(str(each["received"])) for each in reported) == reported[0]["predicted"] != 0
 
 
-def sliced_with_delays(number: int) -> Told:
+def sliced_with_delays(number: int) -> Report:
     """Ranks 0 1 and 2 3 hold slices of the same experts; 0 2 and 1 3 share them out."""
     torch.set_grad_enabled(False)
     groups = [dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
@@ -126,15 +126,15 @@ def sliced_with_delays(number: int) -> Told:
 
 @pytest.mark.row(109, 120, 123)
 def test_slices_of_experts_move_between_processes_and_all_of_them_flip_at_one_step(world: RankWorld) -> None:
-    told = world.call(sliced_with_delays)
-    assert [each["wrong"] for each in told] == [[]] * RANKS
-    assert all(each["epochs"] == told[0]["epochs"] and each["right"] for each in told)
-    assert "were damaged on their way" in str(told[1]["incidents"])
-    assert all("refuse what they got" in str(told[rank]["incidents"]) for rank in (0, 2, 3))
-    assert sum(int(str(each["received"])) for each in told) == told[0]["predicted"] != 0
+    reported = world.call(sliced_with_delays)
+    assert [each["wrong"] for each in reported] == [[]] * RANKS
+    assert all(each["epochs"] == reported[0]["epochs"] and each["right"] for each in reported)
+    assert "were damaged on their way" in str(reported[1]["incidents"])
+    assert all("refuse what they got" in str(reported[rank]["incidents"]) for rank in (0, 2, 3))
+    assert sum(int(str(each["received"])) for each in reported) == reported[0]["predicted"] != 0
 
 
-def with_damage(number: int) -> Told:
+def with_damage(number: int) -> Report:
     rank = served()
     comm = rank.manager.comm
     assert isinstance(comm, Wire)
@@ -147,13 +147,15 @@ def with_damage(number: int) -> Told:
 
 @pytest.mark.row(120)
 def test_a_damaged_chunk_between_processes_is_sent_again(world: RankWorld) -> None:
-    told = world.call(with_damage)
-    assert [each["wrong"] for each in told] == [[]] * RANKS
-    assert all(each["epochs"] == told[0]["epochs"] and each["right"] for each in told)
-    assert "were damaged on their way" in str(told[0]["incidents"]) and "ranks [0] refuse" in str(told[1]["incidents"])
+    reported = world.call(with_damage)
+    assert [each["wrong"] for each in reported] == [[]] * RANKS
+    assert all(each["epochs"] == reported[0]["epochs"] and each["right"] for each in reported)
+    assert "were damaged on their way" in str(reported[0]["incidents"]) and "ranks [0] refuse" in str(
+        reported[1]["incidents"]
+    )
 
 
-def with_a_death(number: int, victim: int) -> Told:
+def with_a_death(number: int, victim: int) -> Report:
     rank = served(patience=100)
     try:
         while True:
@@ -188,10 +190,10 @@ def test_a_killed_rank_is_served_around_and_its_experts_are_read_again(
     with pytest.raises(RankError, match=f"rank {victim}: the process ended with exit code -9") as failed:
         world.call(with_a_death, victim, timeout_s=100.0)
     assert list(failed.value.problems) == [victim], failed.value
-    told = [each for each in failed.value.results.values() if isinstance(each, dict)]
-    assert len(told) == RANKS - 1
+    reported = [each for each in failed.value.results.values() if isinstance(each, dict)]
+    assert len(reported) == RANKS - 1
     # Rank 3 alone held experts 6 and 7; all that rank 0 held has another copy, so that outputs are right at once.
-    assert all((sum(each["lost at first"]) > 0) == loses and each["lost"] == [] for each in told)
-    assert [each["wrong"] for each in told] == [[]] * (RANKS - 1)
-    assert all(each["epochs"][-1] == told[0]["epochs"][-1] and each["right"] for each in told)
-    assert (sum(each["read"] for each in told) > 0) == loses
+    assert all((sum(each["lost at first"]) > 0) == loses and each["lost"] == [] for each in reported)
+    assert [each["wrong"] for each in reported] == [[]] * (RANKS - 1)
+    assert all(each["epochs"][-1] == reported[0]["epochs"][-1] and each["right"] for each in reported)
+    assert (sum(each["read"] for each in reported) > 0) == loses

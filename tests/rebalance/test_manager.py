@@ -134,7 +134,7 @@ def test_a_second_plan_moves_less_than_placing_anew_and_is_as_even() -> None:
     assert [rank.wrong for rank in ranks] == [[]] * RANKS
 
 
-def test_a_planner_that_raises_is_told_and_tried_again_later() -> None:
+def test_a_planner_that_raises_is_reported_and_tried_again_later() -> None:
     calls: list[int] = []
 
     def planner(load: NDArray[np.float64], topology: Topology, slots: NDArray[np.int64]) -> PlacementPlan:

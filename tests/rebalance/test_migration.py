@@ -1,4 +1,4 @@
-"""Four ranks in lockstep: what is damaged, refused or late leaves the old map serving, is told, and is tried again."""
+"""Four ranks in lockstep: data that is damaged, refused or late keeps the old map, is reported, and is sent again."""
 
 from __future__ import annotations
 
@@ -84,23 +84,23 @@ def flip_byte(at: int) -> Callable[[int, Tensor], Tensor | None]:
 
 @pytest.mark.row(120)
 @pytest.mark.parametrize(
-    ("at", "says"),
+    ("at", "states"),
     [
         (HEADER + 5, "256 bytes were damaged on their way"),
         (0, r"sent chunk 0 of link \d, plan 65"),
         (-1, "were damaged"),
     ],
 )
-def test_a_damaged_chunk_leaves_the_old_map_and_is_sent_again(at: int, says: str) -> None:
+def test_a_damaged_chunk_leaves_the_old_map_and_is_sent_again(at: int, states: str) -> None:
     ranks = world()
     victim = 1
     wire(ranks[victim]).damage = flip_byte(at)
-    with pytest.warns(RebalanceWarning, match=says):
+    with pytest.warns(RebalanceWarning, match=states):
         serve_until_it_backs_off(ranks)
     assert 0 in ranks[0].manager.status().epochs
-    told = [rank.manager.status().incidents for rank in ranks]
-    assert all(len(each) == 1 and "retry 1 at step" in each[0].then for each in told)
-    assert re.search(says, told[victim][0].what) and f"ranks [{victim}] refuse" in told[0][0].what
+    reported = [rank.manager.status().incidents for rank in ranks]
+    assert all(len(each) == 1 and "retry 1 at step" in each[0].then for each in reported)
+    assert re.search(states, reported[victim][0].what) and f"ranks [{victim}] refuse" in reported[0][0].what
     serve(ranks, 30)
     check_that_all_is_well(ranks)
     assert ranks[0].manager.status().epochs == (1, 1) and ranks[0].manager.state == "watching"
@@ -129,7 +129,7 @@ def test_a_wire_that_always_damages_ends_in_a_dropped_plan_with_growing_pauses()
     assert ranks[2].layers[1].expert_map.physical_to_global() == list(PLACEMENT)
 
 
-def test_a_rank_that_cannot_send_says_why() -> None:
+def test_a_rank_that_cannot_send_states_why() -> None:
     ranks = world()
     failing = ranks[3].layers[0]
     export, times = failing.export_slot, []
@@ -144,8 +144,8 @@ def test_a_rank_that_cannot_send_says_why() -> None:
     with pytest.warns(RebalanceWarning):
         serve(ranks, 40)
     check_that_all_is_well(ranks)
-    told = [str(incident) for rank in ranks for incident in rank.manager.status().incidents]
-    assert any("the file behind it is gone" in each for each in told)
+    reported = [str(incident) for rank in ranks for incident in rank.manager.status().incidents]
+    assert any("the file behind it is gone" in each for each in reported)
     assert ranks[0].manager.status().epochs == (1, 1)
 
 
@@ -199,7 +199,7 @@ def test_a_slow_read_is_waited_for_and_a_hopeless_one_is_given_up(patience: int,
     for layer in (layer for rank in ranks for layer in rank.layers):
         layer.read_expert = reading_after(release, layer.read_expert)  # type: ignore[method-assign]
     left, survivors = ranks[:3], LockstepWorld(RANKS - 1).communicators()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         interleave([r.manager.rank_lost_steps(3, comm) for r, comm in zip(left, survivors, strict=True)])
         serve(left, 20)
@@ -212,7 +212,7 @@ def test_a_slow_read_is_waited_for_and_a_hopeless_one_is_given_up(patience: int,
             if left[0].manager.state == "watching":
                 break
     assert sum(rank.manager.status().read_bytes for rank in left) > 0
-    assert any("still reading after 4 steps" in str(each.message) for each in told) == given_up
+    assert any("still reading after 4 steps" in str(each.message) for each in reported) == given_up
     assert all(rank.manager.status().lost_experts == {} for rank in left)
     assert all(holds_right_weights(layer, x) for rank in left for x, layer in enumerate(rank.layers))
 

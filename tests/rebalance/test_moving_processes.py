@@ -254,11 +254,14 @@ def run_case(seed: int, folder: Path) -> list[Outcome]:
         assert each["peer"] == case.victim, each
         assert f"peer {case.victim}" in each["error"], each
     for when in ("repaired", "joined", "at the end"):
-        told = [each[when] for each in outcomes if when in each]
-        assert len(told) == (RANKS - 1 if when == "repaired" else RANKS)
-        for each in told:
+        reported = [each[when] for each in outcomes if when in each]
+        assert len(reported) == (RANKS - 1 if when == "repaired" else RANKS)
+        for each in reported:
             assert each["lost"] == 0 and each["equal"] and each["slots"] and each["worst"] < 1e-5, (when, each)
-            assert each["alike"] == told[0]["alike"] and set(each["transports"]) == {case.transport}, (when, told)
+            assert each["alike"] == reported[0]["alike"] and set(each["transports"]) == {case.transport}, (
+                when,
+                reported,
+            )
             assert all(set().union(*maps) == set(range(EXPERTS)) for maps in each["maps"])
     assert "halted" not in {each["state"] for each in outcomes}
     return outcomes

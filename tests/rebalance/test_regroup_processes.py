@@ -30,7 +30,7 @@ from moe_mk.testing import on_ranks as processes
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from tests.support import layers as build
 
-Told = dict[str, Any]
+Report = dict[str, Any]
 EXPERTS, TOP_K, LAYERS, TOKENS = 8, 3, 2, 20
 TRANSPORTS = {"all_to_all": AllToAll, "one_sided": OneSided}
 TIMEOUT_S, LONG_S = 20.0, 110.0
@@ -100,18 +100,18 @@ def serve(manager: RebalanceManager, rank: int, steps: int) -> None:
         manager.step()
 
 
-def judged(layers: list[MoELayer], group: Any, transport: str, rank: int) -> Told:
+def judged(layers: list[MoELayer], group: Any, transport: str, rank: int) -> Report:
     """What these layers give, beside the reference and beside layers that were built as they are now."""
-    x_TH, told = tokens(rank), Told(transports=[], maps=[], worst=0.0, equal=True, lost=0)
+    x_TH, reported = tokens(rank), Report(transports=[], maps=[], worst=0.0, equal=True, lost=0)
     for layer in layers:
         y_TH, other = layer(x_TH), fresh(layer, group, transport)
-        told["worst"] = max(told["worst"], float((y_TH.double() - reference(layer, x_TH)).abs().max()))
-        told["equal"] &= torch.equal(y_TH, other(x_TH))
-        told["transports"] += [layer.decision.chosen.prepare_finalize, other.decision.chosen.prepare_finalize]
-        told["maps"] += [[list(row) for row in layer.expert_map.experts_of_rank]]
-        told["lost"] += len(layer.expert_map.lost)
+        reported["worst"] = max(reported["worst"], float((y_TH.double() - reference(layer, x_TH)).abs().max()))
+        reported["equal"] &= torch.equal(y_TH, other(x_TH))
+        reported["transports"] += [layer.decision.chosen.prepare_finalize, other.decision.chosen.prepare_finalize]
+        reported["maps"] += [[list(row) for row in layer.expert_map.experts_of_rank]]
+        reported["lost"] += len(layer.expert_map.lost)
         layer.report().require_as_planned()
-    return told
+    return reported
 
 
 def unreadable(expert: int) -> Any:
@@ -146,7 +146,7 @@ def fault(name: str, layers: list[MoELayer], transport: str, rank: int) -> Itera
         yield
 
 
-def with_a_death(number: int, ranks: int) -> Told:
+def with_a_death(number: int, ranks: int) -> Report:
     """All ranks serve, the last one is killed, the others come back after every fault that can be put in."""
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore", RebalanceWarning)
@@ -158,7 +158,7 @@ def with_a_death(number: int, ranks: int) -> Told:
         serve(manager, number, 3)
     if number == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    told = Told()
+    reported = Report()
     for manager in managers.values():
         with pytest.raises(CommError):
             serve(manager, number, 2)
@@ -166,7 +166,7 @@ def with_a_death(number: int, ranks: int) -> Told:
     for transport, manager in managers.items():
         layers = list(manager.layers)
         before = [(layer.expert_map, layer.epoch, layer.decision, layer._placement) for layer in layers]
-        seen = told[transport] = Told(refused=[])
+        seen = reported[transport] = Report(refused=[])
         faults = ["reading", "memory", "transport"] + ["window"] * (transport == "one_sided" and victim > 1)
         comm = over(group)
         for name in faults:
@@ -182,7 +182,7 @@ def with_a_death(number: int, ranks: int) -> Told:
         seen |= {"later": judged(layers, group, transport, number), "state": manager.state}
         seen["incidents"] = [str(each) for each in manager.status().incidents]
         seen["read"] = manager.status().read_bytes
-    return told
+    return reported
 
 
 def same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
@@ -197,10 +197,10 @@ def test_survivors_of_a_killed_rank_serve_every_expert_again(ranks: int, maps: l
     assert list(failed.value.problems) == [ranks - 1], failed.value
     survivors = list(failed.value.results.values())
     assert len(survivors) == ranks - 1
-    for told in survivors:
-        assert isinstance(told, dict)
+    for reported in survivors:
+        assert isinstance(reported, dict)
         for transport in TRANSPORTS:
-            seen = told[transport]
+            seen = reported[transport]
             wanted = [
                 r"reading experts failed.*rank 0: reading 'TR 1' failed: WeightError: expert \d: the file",
                 "staging failed.*rank 0: MemoryError: no room for the experts",
@@ -217,11 +217,11 @@ def test_survivors_of_a_killed_rank_serve_every_expert_again(ranks: int, maps: l
         assert sum(each["all_to_all"]["read"] for each in survivors) > 0
 
 
-def with_a_new_process(number: int, meeting: str) -> Told:
+def with_a_new_process(number: int, meeting: str) -> Report:
     """Ranks 0 to 3 serve, 3 is killed, the others go on, and process 4 takes its place."""
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore", RebalanceWarning)
-    told, managers = Told(), dict[str, RebalanceManager]()
+    reported, managers = Report(), dict[str, RebalanceManager]()
     if number < 4:
         first = group_of([0, 1, 2, 3])
         for transport in TRANSPORTS:
@@ -249,12 +249,12 @@ def with_a_new_process(number: int, meeting: str) -> Told:
             manager.rank_joined(3, comm)
         manager.rank_joined(3, comm)
         layers = list(manager.layers)
-        seen = told[transport] = judged(layers, group, transport, rank)  # type: ignore[arg-type]
+        seen = reported[transport] = judged(layers, group, transport, rank)  # type: ignore[arg-type]
         seen["refused"] = str(refused.value)
         serve(manager, rank, 8)
         seen["later"] = judged(layers, group, transport, rank)  # type: ignore[arg-type]
         seen["status"] = [manager.status().step, manager.status().plan_id, list(manager.status().epochs)]
-    return told
+    return reported
 
 
 @pytest.mark.slow
@@ -262,10 +262,10 @@ def test_a_new_process_takes_the_place_of_a_killed_one(tmp_path: Path) -> None:
     with RankWorld(5) as world, pytest.raises(RankError) as failed:
         world.call(with_a_new_process, (tmp_path / "meeting").as_uri(), timeout_s=LONG_S)
     assert list(failed.value.problems) == [3], failed.value
-    told = list(failed.value.results.values())
-    assert len(told) == 4
+    reported = list(failed.value.results.values())
+    assert len(reported) == 4
     for transport in TRANSPORTS:
-        for each in told:
+        for each in reported:
             assert isinstance(each, dict)
             seen = each[transport]
             assert "rank 0: MemoryError: no room for the experts" in seen["refused"]
@@ -273,10 +273,10 @@ def test_a_new_process_takes_the_place_of_a_killed_one(tmp_path: Path) -> None:
             assert set(seen["transports"]) == {transport}
             for when in (seen, seen["later"]):
                 assert when["lost"] == 0 and when["equal"] and when["worst"] < 1e-5
-            assert seen["status"] == told[0][transport]["status"]  # type: ignore[index]
+            assert seen["status"] == reported[0][transport]["status"]  # type: ignore[index]
 
 
-def with_disagreement(number: int) -> Told:
+def with_disagreement(number: int) -> Report:
     """Four ranks of which the last one is left out; the others do not name the same."""
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")
@@ -290,15 +290,15 @@ def with_disagreement(number: int) -> Told:
             manager.rank_lost(names[number], over(group))
         texts.append(str(refused.value))
     manager.rank_lost([3], over(group))
-    told = judged(list(manager.layers), group, "all_to_all", number)
-    return {"texts": texts, "equal": told["equal"], "worst": told["worst"]}
+    reported = judged(list(manager.layers), group, "all_to_all", number)
+    return {"texts": texts, "equal": reported["equal"], "worst": reported["worst"]}
 
 
-def with_policies(number: int) -> Told:
+def with_policies(number: int) -> Report:
     """What the two policies that serve give before the repair, and after it."""
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")
-    told = Told()
+    reported = Report()
     managers = {
         policy: RebalanceManager(layers_over(over(dist.group.WORLD), "all_to_all", on_lost_expert=policy), settings())
         for policy in ("drop", "renormalise")
@@ -321,7 +321,7 @@ def with_policies(number: int) -> Told:
             for expert, part in zip(ids, parts, strict=True):
                 wanted_TH[t] += part * build.mlp(x_TH[t].double(), tensors, f"experts.{expert}")
         first = manager.status()
-        seen = told[policy] = {
+        seen = reported[policy] = {
             "worst": float((y_TH.double() - wanted_TH).abs().max()),
             "dropped": first.dropped_assignments == int(missing_TK.sum()) > 0,
             "lost": [list(each) for each in first.lost_experts.values()],
@@ -330,7 +330,7 @@ def with_policies(number: int) -> Told:
         }
         serve(manager, number, 20)
         seen["after"] = judged(list(manager.layers), group, "all_to_all", number)  # type: ignore[arg-type]
-    return told
+    return reported
 
 
 @pytest.fixture(scope="module")
@@ -340,19 +340,19 @@ def world() -> Iterator[RankWorld]:
 
 
 def test_ranks_that_name_different_losses_all_hear_of_it(world: RankWorld) -> None:
-    for told in world.call(with_disagreement)[:3]:
-        one, two, three = told["texts"]
+    for reported in world.call(with_disagreement)[:3]:
+        one, two, three = reported["texts"]
         assert "rank 0 (rank 0 of the machine) goes on with ranks [0, 1, 2]" in one
         assert "rank 1 (rank 1 of the machine) goes on with ranks [0, 1, 3]" in one
         assert "rank 2: lost ranks [9] are out of range; pass at least one, 0 <= rank < 4" in two
         assert "rank 2: rank 2 is itself among the lost ranks [2, 3]" in three
-        assert told["equal"] and told["worst"] < 1e-5
+        assert reported["equal"] and reported["worst"] < 1e-5
 
 
 def test_policies_that_serve_leave_out_what_is_lost_until_it_is_read(world: RankWorld) -> None:
-    for told in world.call(with_policies)[:3]:
+    for reported in world.call(with_policies)[:3]:
         for policy in ("drop", "renormalise"):
-            seen = told[policy]
+            seen = reported[policy]
             assert seen["worst"] < 1e-5 and seen["dropped"] and seen["lost"] == [[6, 7], [6, 7]]
             assert seen["metric"]["lost.experts"] == 4 and seen["state"] in ("degraded", "planning")
             after = seen["after"]

@@ -81,9 +81,9 @@ def test_a_chunk_damaged_on_one_slice_holds_back_all_of_them(victim: int) -> Non
     serve(ranks, 60)
     stories_agree(ranks)
     assert ranks[0].epochs[-1] == (1, 1) and not comm.damages  # every rank of the grid gets an expert
-    told = [rank.manager.status().incidents for rank in ranks]
-    assert "were damaged on their way" in told[victim][0].what
-    assert all(len(each) == 1 and each[0].step == told[victim][0].step for each in told)
+    reported = [rank.manager.status().incidents for rank in ranks]
+    assert "were damaged on their way" in reported[victim][0].what
+    assert all(len(each) == 1 and each[0].step == reported[victim][0].step for each in reported)
 
 
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
@@ -99,9 +99,9 @@ def test_a_slice_that_cannot_be_staged_keeps_all_ranks_on_the_old_map() -> None:
     # Layer 1, which needs new shares alone, flipped everywhere, and layer 0 nowhere.
     stories_agree(ranks)
     assert ranks[0].epochs[-1] == (0, 1)
-    told = [rank.manager.status().incidents for rank in ranks]
-    assert "staging failed: MemoryError: no room" in told[3][0].what
-    assert all(any("dropped after 1 retries of 'layer 0'" in each.then for each in mine) for mine in told)
+    reported = [rank.manager.status().incidents for rank in ranks]
+    assert "staging failed: MemoryError: no room" in reported[3][0].what
+    assert all(any("dropped after 1 retries of 'layer 0'" in each.then for each in mine) for mine in reported)
     ranks[3].layers[0].stage = stage  # type: ignore[method-assign]
 
 

@@ -47,7 +47,7 @@ def test_loss_is_weight_times_variation_to_the_exponent() -> None:
 
 @pytest.mark.row(15)
 @pytest.mark.parametrize("exponent", [1.0, 2.0, 3.0])
-def test_loss_has_the_gradient_it_says(exponent: float) -> None:
+def test_loss_has_the_gradient_it_states(exponent: float) -> None:
     shares = torch.tensor([0.8, 0.15, 0.1, 0.05, 0.3], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda v: balance_loss(v, 0.7, exponent), (shares,))
 

@@ -37,7 +37,7 @@ def test_sixteen_and_seventeen_tokens_choose_different_tiers_on_sm_90() -> None:
 
 
 @pytest.mark.row(69)
-def test_a_kernel_that_is_not_installed_is_said_to_be_missing() -> None:
+def test_a_kernel_that_is_not_installed_is_reported_as_missing() -> None:
     choice = choose(available=frozenset())
     assert choice.tier == "bf16_to_fp32"
     assert choice.reasons["small_m"] == ("no such kernel is installed",)
@@ -136,7 +136,7 @@ def test_no_tokens_and_strided_input() -> None:
     assert gate_logits(x[:0], weight).shape == (0, 4)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="states what happens without a CUDA device")
 def test_tiers_that_cannot_run_here_say_why() -> None:
     with pytest.raises(
         UnsupportedError, match=r"(?s)needs a CUDA device, x is on cpu.*x is torch.float32.*gate weight is"

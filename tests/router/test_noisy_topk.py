@@ -48,7 +48,7 @@ def test_the_noise_weight_learns() -> None:
 def test_noise_is_seeded_scales_with_softplus_and_leaves_evaluation_alone() -> None:
     one, two, other = (noisy_topk(X, GATE, NOISE, 3, generator=seeded(s))[0] for s in (5, 5, 6))
     assert torch.equal(one, two) and not torch.equal(one, other)
-    # softplus(-1000) is 0: a noise weight that says so silences the noise.
+    # softplus(-1000) is 0: a noise weight that states so silences the noise.
     ones = torch.ones(64, 12, dtype=torch.float32)
     silent = noisy_topk(ones, GATE, torch.full_like(NOISE, -1e3), 3, generator=seeded(5))[0]
     assert torch.equal(silent, noisy_topk(ones, GATE, NOISE, 3, noise_std=0.0)[0])

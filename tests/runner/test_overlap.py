@@ -18,22 +18,22 @@ def journey(name: str, events: list[str]) -> Flight[str]:
     yield InFlight("dispatch")
     events.append(f"{name} experts")
     yield InFlight("combine")
-    events.append(f"{name} home")
+    events.append(f"{name} combined")
     return name
 
 
 def test_alone_nobody_uses_the_waiting_time() -> None:
     events: list[str] = []
     assert run_alone(journey("a", events)) == "a"
-    assert events == ["a out", "a experts", "a home"]
+    assert events == ["a out", "a experts", "a combined"]
 
 
 @pytest.mark.parametrize(
     "during,expected",
     [
-        ("dispatch", ["a out", "shared", "a experts", "a home"]),
-        ("combine", ["a out", "a experts", "shared", "a home"]),
-        ("nothing of that name", ["a out", "a experts", "a home", "shared"]),
+        ("dispatch", ["a out", "shared", "a experts", "a combined"]),
+        ("combine", ["a out", "a experts", "shared", "a combined"]),
+        ("nothing of that name", ["a out", "a experts", "a combined", "shared"]),
     ],
 )
 def test_other_work_is_done_once_while_the_named_hop_is_in_flight(during: str, expected: list[str]) -> None:
@@ -58,8 +58,8 @@ def test_the_second_hop_of_the_same_name_is_not_used_again() -> None:
 def test_micro_batches_compute_while_the_others_travel() -> None:
     events: list[str] = []
     assert run_dual([journey("a", events), journey("b", events)]) == ["a", "b"]
-    # b goes out before a computes, and a goes home while b's result is on its way.
-    assert events == ["a out", "b out", "a experts", "b experts", "a home", "b home"]
+    # b goes out before a computes, and a returns while b's result is on its way.
+    assert events == ["a out", "b out", "a experts", "b experts", "a combined", "b combined"]
 
 
 def test_what_fails_in_a_flight_reaches_the_caller() -> None:

@@ -100,8 +100,8 @@ def test_halves_and_stages_by_hand_equal_the_whole_forward_bit_for_bit(ranks: in
     out = prepare_async(kernel.prepare_finalize, x_TH, case.routings[0])
     out.hook()
     tokens = out.receive()
-    home = finalize_async(kernel.prepare_finalize, kernel.multiply(tokens, weights), tokens)
-    assert torch.equal(home.receive(), expected)
+    combined = finalize_async(kernel.prepare_finalize, kernel.multiply(tokens, weights), tokens)
+    assert torch.equal(combined.receive(), expected)
 
 
 @pytest.mark.row(92)
@@ -114,9 +114,11 @@ def test_halves_on_several_ranks_equal_the_whole_forward_bit_for_bit(transport: 
     out = [prepare_async(k.prepare_finalize, x, r) for (k, _, x), r in zip(ranks, case.routings, strict=True)]
     hook_in_turn(out)
     tokens = [result.receive() for result in out]
-    home = [finalize_async(k.prepare_finalize, k.multiply(t, w), t) for (k, w, _), t in zip(ranks, tokens, strict=True)]
-    hook_in_turn(home)
-    for result, y_TH in zip(home, expected, strict=True):
+    combined = [
+        finalize_async(k.prepare_finalize, k.multiply(t, w), t) for (k, w, _), t in zip(ranks, tokens, strict=True)
+    ]
+    hook_in_turn(combined)
+    for result, y_TH in zip(combined, expected, strict=True):
         assert torch.equal(result.receive(), y_TH)
 
 

@@ -70,10 +70,12 @@ def test_with_chunks_a_layer_gives_what_it_gives_without(transport: str, counts:
     plain, _ = two_pairs(transport)
     whole = interleave([one.steps(own) for one, own in zip(plain, x, strict=True)])
     layers, chunked = two_pairs(transport)
-    home = interleave([one.steps(own) for one, own in zip(chunked, x, strict=True)])
-    for got, want in zip(home, whole, strict=True):
+    combined = interleave([one.steps(own) for one, own in zip(chunked, x, strict=True)])
+    for got, want in zip(combined, whole, strict=True):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
-    assert torch.equal(home[0], home[1]) and torch.equal(home[2], home[3]), "ranks of a pair agree bit for bit"
+    assert torch.equal(combined[0], combined[1]) and torch.equal(combined[2], combined[3]), (
+        "ranks of a pair agree bit for bit"
+    )
     chosen = sum(int(one.expert_load.sum()) for one in layers)
     assert chosen == TOP_K * sum(counts), "each token was computed once"
     assert sum(int(one.expert_load.sum()) for one in plain) == 2 * chosen, "and without chunks twice"
@@ -90,9 +92,9 @@ def test_sliced_experts_are_added_up_before_the_chunks_are_gathered() -> None:
         SequenceParallelMoE(layer(8, TOP_K, g, experts="reference"), sequence[rank % 2][rank // 2])
         for rank, g in enumerate(groups)
     ]
-    home = interleave([one.steps(x_TH) for one in made])
+    combined = interleave([one.steps(x_TH) for one in made])
     (alone,) = interleave([layer(8, TOP_K, ParallelGroups(), experts="reference").steps(x_TH)])
-    for y_TH in home:
+    for y_TH in combined:
         torch.testing.assert_close(y_TH, alone, atol=1e-6, rtol=1e-5)
     phases = [*made[0].layer.tp.traffic.calls_by_phase], [*made[0].comm.traffic.calls_by_phase]
     assert "late reduce" in phases[0] and phases[1] == ["sequence gather"]

@@ -49,13 +49,15 @@ def cases_of(name: str, ranks: int) -> list[RoutingCase]:
 
 def kept_the_plan(record: TileRecord, plan: TilePlan) -> None:
     """Every step was taken once, after all that it needs, in its lane's order."""
-    told = {(str(event.step), event.what): place for place, event in enumerate(record.events)}
-    assert len(told) == len(record.events) == 2 * len(plan.order)
+    reported = {(str(event.step), event.what): place for place, event in enumerate(record.events)}
+    assert len(reported) == len(record.events) == 2 * len(plan.order)
     for step in plan.order:
-        assert told[str(step), "begins"] < told[str(step), "ends"]
-        assert all(told[str(need), "ends"] < told[str(step), "begins"] for need in plan.needs(step)), str(step)
+        assert reported[str(step), "begins"] < reported[str(step), "ends"]
+        assert all(reported[str(need), "ends"] < reported[str(step), "begins"] for need in plan.needs(step)), str(step)
     for steps in plan.workers.values():
-        assert [told[str(step), "begins"] for step in steps] == sorted(told[str(step), "begins"] for step in steps)
+        assert [reported[str(step), "begins"] for step in steps] == sorted(
+            reported[str(step), "begins"] for step in steps
+        )
 
 
 @pytest.mark.row(42)
@@ -205,9 +207,9 @@ def test_a_call_that_fails_leaves_no_journey_under_way_whoever_keeps_its_error(e
         "turns": lambda: in_turns(work, plan, TileRecord()),
         "thread": lambda: on_workers(work, plan, TileRecord()),
     }
-    with pytest.raises(ValueError, match="no second tile") as told:
+    with pytest.raises(ValueError, match="no second tile") as reported:
         wait(flights[executor]())
-    assert transport.held == set() and told.value.__traceback__ is not None
+    assert transport.held == set() and reported.value.__traceback__ is not None
     assert executor == "thread" or max(seen) > 0, "something was under way"
 
 

@@ -18,13 +18,13 @@ def words(plan: TilePlan) -> str:
 @pytest.mark.parametrize(
     "plan,order",
     [
-        # Tile 2 goes out and tile 0 comes home while tile 1 is multiplied.
+        # Tile 2 goes out and tile 0 returns while tile 1 is multiplied.
         (TilePlan(3), "D0i D0r / D1i M0 D1r / C0i D2i M1 C0r D2r / C1i M2 C1r / C2i C2r"),
         (TilePlan(1), "D0i D0r / M0 / C0i C0r"),
-        # Two open: the next goes out meanwhile, nothing comes home.
+        # Two open: the next goes out meanwhile, nothing returns.
         (TilePlan(3, 2), "D0i D0r / D1i M0 D1r C0i C0r / D2i M1 D2r C1i C1r / M2 C2i C2r"),
         (TilePlan(2, 1), "D0i D0r M0 C0i C0r / D1i D1r M1 C1i C1r"),
-        # S0 is under way while tile 1 comes home; it is waited for before S1 leaves.
+        # S0 is under way while tile 1 returns; it is waited for before S1 leaves.
         (TilePlan(2, 3, True), "D0i D0r / D1i M0 D1r / C0i M1 C0r S0i / C1i C1r S0r S1i / S1r"),
     ],
 )

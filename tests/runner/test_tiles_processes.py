@@ -102,13 +102,13 @@ def left_alone(rank: int, transports: list[str]) -> list[tuple[str, float, int]]
 
 def met(layer: MoELayer, x_TH: torch.Tensor) -> tuple[str, float, int]:
     """What a survivor hears, after how long, and how many threads are left then."""
-    began, said = time.monotonic(), "no error"
+    began, stated = time.monotonic(), "no error"
     try:
         layer(x_TH)
     except CommError as error:
-        said = str(error)
+        stated = str(error)
     left = sum(thread.name.startswith("tiles") for thread in threading.enumerate())
-    return said, time.monotonic() - began, left
+    return stated, time.monotonic() - began, left
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +140,6 @@ def test_tiles_go_on_over_another_group_meanwhile(world: RankWorld, transport: s
 def test_a_dead_peer_ends_in_an_error_and_no_thread_is_left(world: RankWorld) -> None:
     with pytest.raises(RankError, match="rank 1: the process ended with exit code 9") as died:
         world.call(left_alone, ["one_sided", "all_to_all"])
-    for said, seconds, threads in died.value.results[0]:  # type: ignore[attr-defined]
-        assert "rank 0, phase" in said and ("dead or later" in said or "peer 1" in said), said
+    for stated, seconds, threads in died.value.results[0]:  # type: ignore[attr-defined]
+        assert "rank 0, phase" in stated and ("dead or later" in stated or "peer 1" in stated), stated
         assert seconds < TIMEOUT_S + 4.0 and threads == 0

@@ -1,4 +1,4 @@
-"""Two pipeline stages of two expert-parallel ranks: finished tiles leave while later ones still come home."""
+"""Two pipeline stages of two expert-parallel ranks: finished tiles leave while later ones still return."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def later_stage(link: StageLink, kernel: Any, num_tokens: int, routing: Any) -> 
 
 @pytest.mark.row(28, 42)
 @pytest.mark.parametrize("case", [0, 2, 4], ids=["even", "an idle rank", "uneven"])
-def test_a_tile_goes_to_the_next_stage_while_the_next_one_comes_home(case: int) -> None:
+def test_a_tile_goes_to_the_next_stage_while_the_next_one_returns(case: int) -> None:
     """S0 and C1 end only together, and the later stage gets what one stage after the other would give it."""
     given = hostile_routings(2)[case]
     early, late = (Ranks("all_to_all", given, threads=True) for _ in range(2))

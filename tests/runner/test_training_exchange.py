@@ -82,19 +82,19 @@ def test_two_processes_go_backwards_as_one_does(world: RankWorld) -> None:
         x.requires_grad_(), weights.requires_grad_()
     outputs = [dense(x, ids, weights, matrices) for x, ids, weights in batches]
     sum(y.square().sum() for y in outputs).backward()  # type: ignore[union-attr]
-    for rank, said in enumerate(found):
-        assert said["correct"] is True
-        torch.testing.assert_close(said["y"], outputs[rank].detach())
+    for rank, stated in enumerate(found):
+        assert stated["correct"] is True
+        torch.testing.assert_close(stated["y"], outputs[rank].detach())
         x, _, weights = batches[rank]
-        expected = [x.grad, weights.grad, *(matrices[e].grad for e in said["owned"])]  # type: ignore[attr-defined]
-        for one, other in zip(said["grads"], expected, strict=True):  # type: ignore[call-overload]
+        expected = [x.grad, weights.grad, *(matrices[e].grad for e in stated["owned"])]  # type: ignore[attr-defined]
+        for one, other in zip(stated["grads"], expected, strict=True):  # type: ignore[call-overload]
             torch.testing.assert_close(one, other)
 
 
 @pytest.mark.row(23)
 def test_a_step_makes_four_all_to_alls(world: RankWorld) -> None:
-    for said in world.call(one_step):
-        calls = dict(said["calls"])  # type: ignore[call-overload]
+    for stated in world.call(one_step):
+        calls = dict(stated["calls"])  # type: ignore[call-overload]
         assert (calls.pop("dispatch counts"), calls.pop("dispatch ids")) == (1, 1)  # where to, without gradients
         assert calls == {"dispatch": 1, "combine": 1, "combine backward": 1, "dispatch backward": 1}
 

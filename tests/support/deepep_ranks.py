@@ -14,7 +14,7 @@ from tests.support.library_ranks import ROUTINGS, Ranks, X
 LIBRARIES = frozenset({"deep_ep", "nixl_ep", "uccl"})
 XB = [x.bfloat16() for x in X]
 
-__all__ = ["LIBRARIES", "ROUTINGS", "XB", "Ranks", "asked", "ranks_of", "small", "told"]
+__all__ = ["LIBRARIES", "ROUTINGS", "XB", "Ranks", "asked", "ranks_of", "small", "reported"]
 
 
 def ranks_of(name: str, wire: QuantScheme = BF16, **more: Any) -> Ranks:
@@ -36,6 +36,6 @@ def small(*, hidden: int = 256, experts: int = 64, top_k: int = 4, quant: Any = 
     return Problem(config, device_profile("h200"), BF16, 16, LIBRARIES)
 
 
-def told(name: str, problem: Problem) -> dict[str, str]:
+def reported(name: str, problem: Problem) -> dict[str, str]:
     """Every reason against a transport, by its code."""
     return {reason.code: str(reason) for reason in PREPARE_FINALIZE[name].reasons_against(problem)}

@@ -24,7 +24,7 @@ class Format:
     dtype: Plain
     activations: str
     rounded: str = "auto"
-    """What the checkpoint says of activations."""
+    """What the checkpoint states of activations."""
 
     def __str__(self) -> str:
         rounded = "" if self.rounded == "auto" else f"-{self.rounded}"

@@ -73,7 +73,7 @@ class Ranks:
         return self.each(lambda t, x_TH, r: wait(t.prepare(x_TH, r)), self.transports, x, routings)
 
     def combined(self, y: list[Tensor], tokens: list[RowTokens]) -> list[Tensor]:
-        """What comes home to every rank."""
+        """What returns to every rank."""
         out = [ExpertOutput(y_RH, OutputStage.REDUCED) for y_RH in y]
         return self.each(lambda t, o, got: wait(t.finalize(o, got)), self.transports, out, tokens)
 

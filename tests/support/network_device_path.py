@@ -2,8 +2,8 @@
 
     1 data   2 queue entry   3 record   4 doorbell   |   5 card reads the queue   6 the data   7 sends   8 completes
 
-The record counts what was queued and lies in memory; the doorbell tells the card the same number over the bus, and may
-be lost. The card compares its own count with the newest number it knows of: a doorbell, or the record that it is made
+The record counts what was queued and lies in memory; the doorbell brings the card that number over the bus, and may be
+lost. The card compares its own count with the newest number it knows of: a doorbell, or the record that it is made
 to read again (the replay of doorbell records, IBGDA). So work is neither lost with a doorbell nor done twice by two.
 """
 
@@ -28,7 +28,7 @@ class WorkQueue(Generic[W]):
     record: int = 0
     """Entries ever queued."""
     doorbell: int = 0
-    """The newest number the card has been told."""
+    """The newest number the card has been reported."""
     completed: int = 0
     """Entries the card has completed: the completion queue as a count."""
     _entries: dict[int, W] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class WorkQueue(Generic[W]):
         self.doorbell = self.record
 
     def serve(self, send: Callable[[W], None]) -> int:
-        """Steps 5 to 8, by the card, for everything it has been told of; returns how many entries."""
+        """Steps 5 to 8, by the card, for everything it has been reported of; returns how many entries."""
         begun = self.completed
         while self.completed < self.doorbell:
             number = self.completed

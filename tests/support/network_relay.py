@@ -14,7 +14,7 @@ HOLD_S = 0.01
 
 
 class Relay:
-    """Forwards connections to an address, in a thread of its own, until it is told otherwise."""
+    """Forwards connections to an address, in a thread of its own, until it is reported otherwise."""
 
     def __init__(self, to: Address) -> None:
         self._listener, own = listen("127.0.0.0/8")

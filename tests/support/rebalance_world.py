@@ -142,7 +142,7 @@ def serve(ranks: Sequence[Rank], steps: int) -> None:
 
 
 def holds_right_weights(layer: MoELayer, number: int) -> bool:
-    """Whether every slot of this rank holds, to the bit, what the checkpoint says of its expert."""
+    """Whether every slot of this rank holds, to the bit, what the checkpoint states of its expert."""
     weights, tp = tensors(number), layer.tp
     return all(
         matrices_equal(layer.export_slot(slot), weights, e, tp.rank, tp.size)

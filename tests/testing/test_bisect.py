@@ -103,7 +103,7 @@ def test_experts_that_weigh_inside_are_compared_from_the_next_stage_on(monkeypat
     assert found.first.error == pytest.approx(0.01, rel=0.02)
 
 
-def test_a_lost_assignment_is_told_before_any_difference_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_assignment_is_reported_before_any_difference_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, LosesAnExpert)
     first = bisect("all_to_all", "wrong", replace(SCENE, ranks=2)).first
     assert first is not None
@@ -144,7 +144,7 @@ def test_what_is_no_pair_is_refused() -> None:
         scene_of(replace(ORDER, ranks=4))
 
 
-def test_the_command_tells_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, WrongBlock)
     options = ["--tokens", "12", "--experts", "6", "--hidden", "384", "--dtype", "float32"]
     done = runner.invoke(app, ["bisect", "reference", "wrong", *options])

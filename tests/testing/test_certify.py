@@ -43,7 +43,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
 
 
 @pytest.mark.parametrize(
-    ("cls", "law", "said"),
+    ("cls", "law", "stated"),
     [
         (wrong.WeighsTwice, "weighting", "was combined to"),
         (wrong.MutatesInputs, "inputs", "an input changed"),
@@ -73,25 +73,25 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_wrong_plugin_fails_by_the_law_it_broke(
-    monkeypatch: pytest.MonkeyPatch, cls: Any, law: str, said: str
+    monkeypatch: pytest.MonkeyPatch, cls: Any, law: str, stated: str
 ) -> None:
     certificate = certify(install(monkeypatch, cls), processes=False)
     assert not certificate.passed
     assert {failure.law for failure in certificate.failures} == {law}
-    assert any(re.search(said, failure.message) for failure in certificate.failures)
+    assert any(re.search(stated, failure.message) for failure in certificate.failures)
     assert all(failure.text for failure in certificate.failures)
 
 
 @pytest.mark.parametrize(
-    ("value", "law", "said"),
+    ("value", "law", "stated"),
     [
         ("no_such_module:Plugin", "loads", "ModuleNotFoundError"),
         ("tests.support.wrong_plugins:WrongSignature", "signature", r"prepare\(self, hidden_states, routing, extra\)"),
         ("tests.support.wrong_plugins:PLAIN", "signature", "is not a subclass of PrepareFinalize"),
     ],
 )
-def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, value: str, law: str, said: str
+def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_states_so(
+    monkeypatch: pytest.MonkeyPatch, value: str, law: str, stated: str
 ) -> None:
     point = EntryPoint("wrong", value, "moe_mk.prepare_finalize")
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
@@ -102,7 +102,7 @@ def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_says_so(
         certificate = certify("wrong")
     (failure,) = certificate.failures
     assert failure.law == law and not certificate.passed and not certificate.coverage
-    assert re.search(said, failure.message)
+    assert re.search(stated, failure.message)
 
 
 def test_every_law_is_shown_to_be_broken_by_something() -> None:
@@ -162,7 +162,7 @@ def test_experts_are_tried_in_every_format_of_their_traits() -> None:
     }  # fmt: skip
 
 
-def test_every_built_in_backend_has_checks_or_says_why_it_cannot_run_here() -> None:
+def test_every_built_in_backend_has_checks_or_states_why_it_cannot_run_here() -> None:
     # A backend that refuses everything the kit knows would otherwise never be tried, and nobody would hear of it.
     names = [(name, registry[name].traits) for registry in (PREPARE_FINALIZE, EXPERTS) for name in registry]
     here = [name for name, traits in names if "cpu" in traits.kinds or traits.library in EMULATED]
@@ -179,7 +179,7 @@ def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with(monkeypatch:
     assert "deep_gemm itself: tested on its emulation" in certificate.not_covered or "deep_gemm" in installed()
 
 
-def test_a_combination_that_a_backend_refuses_is_told_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_combination_that_a_backend_refuses_is_reported_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     class Choosy(wrong.Experts):
         @classmethod
         def reasons_against(cls, problem: Any) -> list[Any]:
@@ -190,7 +190,7 @@ def test_a_combination_that_a_backend_refuses_is_told_and_not_tried(monkeypatch:
     assert certificate.not_covered == ("fp32 weights, fp32 activations, fp32 out: serves nobody on Sundays",)
 
 
-def test_what_is_claimed_and_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_claimed_and_not_tried_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     class Boastful(wrong.Experts):
         traits = wrong.replace(wrong.Experts.traits, weights=frozenset({"plain", "int3"}))
 
@@ -301,7 +301,7 @@ def test_ranks_that_are_threads_wait_longer_than_a_busy_machine_keeps_one_aside(
 
 @pytest.mark.thorough
 def test_an_emulated_library_is_certified_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two ranks and one format are enough for what a certificate says; `conformance/test_transports.py` runs the others.
+    # Two ranks and one format are enough here; `conformance/test_transports.py` runs the others.
     monkeypatch.setattr(certify_checks, "RANKS", (2,))
     monkeypatch.setattr(certify_checks, "WIRES", {"plain": certify_checks.WIRES["plain"]})
     certificate = certify("deepep_ll", processes=False)

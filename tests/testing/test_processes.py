@@ -1,4 +1,4 @@
-"""Ranks as processes: results, failures, deaths and lateness, each told by rank."""
+"""Ranks as processes: results, failures, deaths and lateness, each reported by rank."""
 
 import os
 import signal

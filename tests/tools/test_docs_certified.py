@@ -39,7 +39,7 @@ def test_a_table_is_put_between_its_marks_and_read_again(tmp_path: Path) -> None
     assert docs_certified.with_table(text, "new").count(docs_certified.BEGIN) == 1
 
 
-def test_check_tells_a_stale_table_from_one_with_other_digests(
+def test_check_reports_a_stale_table_from_one_with_other_digests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page(tmp_path, "| `no_ep` | transport | certified | 2 | 26 | 000000000000 |  |")
@@ -61,15 +61,15 @@ def test_a_wrong_backend_fails_the_command(
 
 
 def test_the_page_names_built_in_backends_only_and_refuses_none() -> None:
-    said = docs_certified.verdicts((ROOT / docs_certified.PAGE).read_text(encoding="utf-8"))
-    assert {"no_ep", "all_to_all", "reference", "torch_cpu"} <= said.keys() <= set(docs_certified.built_in())
-    assert set(said.values()) <= {"certified", "cannot run here"}
+    stated = docs_certified.verdicts((ROOT / docs_certified.PAGE).read_text(encoding="utf-8"))
+    assert {"no_ep", "all_to_all", "reference", "torch_cpu"} <= stated.keys() <= set(docs_certified.built_in())
+    assert set(stated.values()) <= {"certified", "cannot run here"}
 
 
 @pytest.mark.slow
 def test_the_page_has_every_built_in_backend() -> None:
-    said = docs_certified.verdicts((ROOT / docs_certified.PAGE).read_text(encoding="utf-8"))
-    assert said.keys() == set(docs_certified.built_in()), "run `make certify`"
+    stated = docs_certified.verdicts((ROOT / docs_certified.PAGE).read_text(encoding="utf-8"))
+    assert stated.keys() == set(docs_certified.built_in()), "run `make certify`"
 
 
 @pytest.mark.slow

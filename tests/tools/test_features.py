@@ -1,4 +1,4 @@
-"""The capability table says what the marks in the tests say, and nothing else."""
+"""The capability table states what the marks in the tests say, and nothing else."""
 
 import re
 from pathlib import Path

@@ -46,10 +46,10 @@ def test_every_part_ends_within_nine_minutes_and_names_a_file_that_is_there() ->
 @pytest.mark.thorough
 def test_a_dry_run_asks_each_part_what_it_would_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--dry-run", "--out", str(tmp_path), "--only", "ceilings", "report", "measure: 8"]) == 0
-    said = capfd.readouterr().out
-    assert "would read 8 GiB" in said and "0 results in" in said
-    assert "   8 experts     64 tokens    64.00 rows an expert" in said
-    assert "peer DeepGEMM, GEMMs only: left out, deep_gemm is not installed" in said
+    stated = capfd.readouterr().out
+    assert "would read 8 GiB" in stated and "0 results in" in stated
+    assert "   8 experts     64 tokens    64.00 rows an expert" in stated
+    assert "peer DeepGEMM, GEMMs only: left out, deep_gemm is not installed" in stated
     assert not (tmp_path / "state.json").exists(), "a dry run does nothing"
 
 
@@ -148,8 +148,8 @@ def test_everything_that_is_needed_is_pinned_and_nothing_is_missing(capsys: pyte
     with pytest.raises(KeyError, match="no-such-thing"):
         gpu_carry.pinned(["no-such-thing"], constraints)
     assert gpu_carry.main(["--dry-run", "--peers"]) == 0
-    said = capsys.readouterr().out
-    assert "--python-version 3.12 --only-binary=:all:" in said and "sgl-deep-gemm==0.1.5.post1" in said
+    stated = capsys.readouterr().out
+    assert "--python-version 3.12 --only-binary=:all:" in stated and "sgl-deep-gemm==0.1.5.post1" in stated
     # What the requirements need in turn is there as well: torch, numpy and triton are the machine's own.
     own, carried = {"torch", "numpy", "triton"}, {canonical(name) for name in gpu_carry.NEEDED}
     for name in sorted(carried):

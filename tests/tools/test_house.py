@@ -51,7 +51,7 @@ def test_an_orphan_is_reached_from_no_door(repository: Path) -> None:
     assert House(repository).orphans() == ["moe_mk.oracle.forgotten"]
 
 
-def test_check_fails_on_an_orphan_and_says_which(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_fails_on_an_orphan_and_states_which(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check", "--root", str(repository)]) == 1
     assert "moe_mk.oracle.forgotten" in capsys.readouterr().out
     (repository / "moe_mk/oracle/forgotten.py").unlink()

@@ -22,17 +22,17 @@ def test_hosts_run_the_same_command_but_for_their_number(tmp_path: Path) -> None
     assert first[first.index("--master-addr") + 1] == multihost.ADDRESSES[0]
 
 
-def test_a_machine_without_the_command_says_how_to_get_it(
+def test_a_machine_without_the_command_states_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(multihost.shutil, "which", lambda name: None)
     assert multihost.main(["--checkpoint", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("skipped   two hosts on one machine: the command ip is missing")
-    assert "apt install iproute2" in said
+    stated = capsys.readouterr().out
+    assert stated.startswith("skipped   two hosts on one machine: the command ip is missing")
+    assert "apt install iproute2" in stated
 
 
-def test_what_the_machine_says_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_states_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*words: str) -> str:
         raise subprocess.CalledProcessError(1, ["ip", *words], stderr="Operation not permitted\n")
 
@@ -51,8 +51,8 @@ def test_a_layer_runs_over_two_hosts_and_a_cut_cable_ends_it_on_both(
     shape = CheckpointShape(num_experts=32, hidden_size=256, intermediate_size=128)
     write_checkpoint(tmp_path / "ds3", shape)
     assert multihost.main(["--checkpoint", str(tmp_path / "ds3")]) == 0, capsys.readouterr().out
-    said = capsys.readouterr().out
-    assert [said.count(f"ok        {name} over two hosts") for name in multihost.TRANSPORTS] == [1, 1, 1, 1]
-    assert [said.count(f"ok        {name}: both hosts named the lost peer") for name in multihost.CUT] == [1, 1]
+    stated = capsys.readouterr().out
+    assert [stated.count(f"ok        {name} over two hosts") for name in multihost.TRANSPORTS] == [1, 1, 1, 1]
+    assert [stated.count(f"ok        {name}: both hosts named the lost peer") for name in multihost.CUT] == [1, 1]
     with Hosts() as hosts:
         assert hosts.sent_bytes() < multihost.FLOWING_BYTES

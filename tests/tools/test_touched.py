@@ -43,7 +43,7 @@ def test_commits_of_a_branch_and_uncommitted_files_count(tmp_path: Path) -> None
         (tmp_path / name).touch()
         git("add", ".")
         git("commit", "-m", name)
-    assert changed_files(tmp_path) is None, "nothing tells which commits of the main branch were tested"
+    assert changed_files(tmp_path) is None, "nothing reports which commits of the main branch were tested"
     git("checkout", "-b", "change")
     (tmp_path / "third").touch()
     git("add", ".")

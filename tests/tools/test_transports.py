@@ -1,4 +1,4 @@
-"""The page of transports says what the registry says, and tells when it no longer does."""
+"""The page of transports states what the registry states, and reports when it no longer does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_page_in_the_repository_is_current(capsys: pytest.CaptureFixture[str
     assert main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_a_stale_page_is_told_and_then_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_page_is_reported_and_then_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "docs" / "transports.md"
     assert main(["--check", "--root", str(tmp_path)]) == 1 and not page.exists()
     assert main(["--root", str(tmp_path)]) == 0 and page.read_text() == render()

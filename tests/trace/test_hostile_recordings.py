@@ -34,18 +34,18 @@ def rewritten(
 ) -> Path:
     """A trace with another header, and other tensors, under a digest that is right."""
     from_arrays(IDS, num_experts=4).write(folder / "good.safetensors")
-    said, kept = routing_file.load(folder / "good.safetensors")
+    stated, kept = routing_file.load(folder / "good.safetensors")
     held = {name: tensor for name, tensor in {**kept, **tensors}.items() if tensor is not None}
-    text = header(dict(said))
+    text = header(dict(stated))
     notes = {"format": routing_file.FORMAT, "version": version, "header": text}
     save_file(held, folder / "bad.safetensors", {**notes, "digest": routing_file.digest(text, held)})
     return folder / "bad.safetensors"
 
 
 @pytest.mark.parametrize("text", ["{", "1" * 5000, "[" * 100_000, ""], ids=len)
-def test_a_header_that_is_no_json_is_told(tmp_path: Path, text: str) -> None:
+def test_a_header_that_is_no_json_is_reported(tmp_path: Path, text: str) -> None:
     with pytest.raises(TraceError, match="has a header that is not JSON"):
-        RoutingTrace.read(rewritten(tmp_path, lambda said: text))
+        RoutingTrace.read(rewritten(tmp_path, lambda stated: text))
 
 
 def test_a_version_of_thousands_of_digits_is_from_the_future(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_a_version_of_thousands_of_digits_is_from_the_future(tmp_path: Path) -> 
         ({"num_ranks": 2**40}, f"num_ranks is above {MOST}"),
     ],
 )
-def test_facts_of_another_kind_are_told(tmp_path: Path, facts: dict[str, Any], problem: str) -> None:
+def test_facts_of_another_kind_are_reported(tmp_path: Path, facts: dict[str, Any], problem: str) -> None:
     with pytest.raises(TraceError, match=problem):
-        RoutingTrace.read(rewritten(tmp_path, lambda said: json.dumps(said | facts)))
+        RoutingTrace.read(rewritten(tmp_path, lambda stated: json.dumps(stated | facts)))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_steps_beyond_64_bits_are_refused(tmp_path: Path) -> None:
         ({"map": torch.full((1, 4), 2**40)}, "do not fit torch.int32|num_experts is above"),
     ],
 )
-def test_a_recording_of_sglang_with_other_kinds_of_values_is_told(
+def test_a_recording_of_sglang_with_other_kinds_of_values_is_reported(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     ids = torch.tensor([[[0, 1], [2, 3]]])
@@ -125,7 +125,7 @@ def test_a_recording_of_sglang_with_other_kinds_of_values_is_told(
 
 
 def npy(shape: str, rest: bytes = b"") -> bytes:
-    """A .npy file whose header says a shape. Source: numpy.lib.format, version 1.0."""
+    """A .npy file whose header states a shape. Source: numpy.lib.format, version 1.0."""
     header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + rest
 
@@ -157,7 +157,7 @@ def test_arrays_of_every_shape_are_read(tmp_path: Path, shape: tuple[int, ...]) 
 def test_members_that_say_more_than_they_hold_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as members:
         members.writestr("topk_ids.npy", npy("(100000000, 100000000)", bytes(64)))
-    with pytest.raises(TraceError, match=r"its header says \(100000000, 100000000\) of int64"):
+    with pytest.raises(TraceError, match=r"its header states \(100000000, 100000000\) of int64"):
         import_trace(tmp_path / "a.npz", num_experts=4)
 
 

@@ -55,12 +55,12 @@ def test_a_recording_of_sglang_becomes_a_trace_of_logical_experts(tmp_path: Path
     assert equal(import_trace(tmp_path / "ours.safetensors"), trace)
 
 
-def test_what_is_no_recording_per_token_is_told(tmp_path: Path) -> None:
+def test_what_is_no_recording_per_token_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "a.pt"
     whole = {"records": [record(0, 0, 1, [[0, 1]])], "last_physical_to_logical_map": PHYSICAL}
     bare = {name: value for name, value in record(0, 0, 1, [[0]]).items() if name != "topk_ids_of_layer"}
     wrong = record(0, 0, 1, [[0, 6]])
-    for content, says in (
+    for content, states in (
         ({"logical_count": torch.ones(2, 3, 4)}, "holds loads without tokens.*record in mode per_token"),
         ({"records": []}, "no recording of SGLang"),
         ({**whole, "records": [bare]}, r"record 0 lacks \['topk_ids_of_layer'\]; record in mode per_token"),
@@ -70,7 +70,7 @@ def test_what_is_no_recording_per_token_is_told(tmp_path: Path) -> None:
         (["text"], "holds a list, expected tensors by name"),
     ):
         torch.save(content, file)
-        with pytest.raises(TraceError, match=says):
+        with pytest.raises(TraceError, match=states):
             import_trace(file)
 
 
@@ -148,7 +148,7 @@ def test_json_lines_of_megatron(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "states"),
     [
         ("{", "line 1 is no record of a routing trace"),
         (line(0, 3, 0, []) + "\n[1]", "line 2 is no record of a routing trace"),
@@ -158,9 +158,9 @@ def test_json_lines_of_megatron(tmp_path: Path) -> None:
         (line(0, 3, 0, [[1, 9]]), r"ids_RK holds 1 to 9, outside \[-1, 8\)"),
     ],
 )
-def test_lines_that_are_no_trace_are_told_by_number(tmp_path: Path, text: str, says: str) -> None:
+def test_lines_that_are_no_trace_are_reported_by_number(tmp_path: Path, text: str, states: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(TraceError, match=says):
+    with pytest.raises(TraceError, match=states):
         import_trace(tmp_path / "a.jsonl", num_experts=8)
 
 

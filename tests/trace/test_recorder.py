@@ -12,7 +12,7 @@ from moe_mk.trace.clock import now
 
 
 class Clock:
-    """Stands still until told."""
+    """Stands still until reported."""
 
     def __init__(self) -> None:
         self.time = 100.0

@@ -63,7 +63,7 @@ def test_joined_parts_are_the_whole() -> None:
 
 
 @pytest.mark.row(9)
-def test_a_router_says_again_what_was_recorded() -> None:
+def test_a_router_repeats_what_was_recorded() -> None:
     trace = by_hand()
     router = trace.router(layer=3, rank=0)
     first = router(torch.zeros(2, 4))
@@ -155,8 +155,8 @@ def test_groups_that_stay_whole_on_a_node_bound_the_nodes_of_a_token() -> None:
     # Two of four groups a token, one group a node: two nodes, and one of them may be its own.
     trace = group_limited(experts=64, groups=4, kept=2, top_k=4, layers=2, steps=1, tokens=500)
     topology = Topology(8, 4, 10)
-    home = trace.nodes_per_token(plan(trace.loads(), topology, groups=4, policy="compat"), topology)
-    assert 1.0 < home.remote < home.all <= 2.0
+    combined = trace.nodes_per_token(plan(trace.loads(), topology, groups=4, policy="compat"), topology)
+    assert 1.0 < combined.remote < combined.all <= 2.0
     assert trace.nodes_per_token(plan(trace.loads(), topology, policy="flat"), topology).all > 2.0
 
 

@@ -1,4 +1,4 @@
-"""A routing trace on disk: nothing is lost, little is written, and what is damaged or foreign is told."""
+"""A routing trace on disk: nothing is lost, little is written, and what is damaged or foreign is reported."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_chunks_of_a_folder_are_one_trace(tmp_path: Path) -> None:
         RoutingTrace.read(tmp_path / "empty")
 
 
-def test_every_kind_of_damage_is_told(tmp_path: Path) -> None:
+def test_every_kind_of_damage_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     by_hand().write(file)
     whole = file.read_bytes()
@@ -98,7 +98,7 @@ def test_every_kind_of_damage_is_told(tmp_path: Path) -> None:
         RoutingTrace.read(file)
 
 
-def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
+def test_what_is_no_trace_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="nowhere.safetensors is not there"):
         RoutingTrace.read(tmp_path / "nowhere.safetensors")
     save_file({"load": torch.ones(2, 4)}, tmp_path / "weights.safetensors")
@@ -134,7 +134,7 @@ def test_a_file_that_was_made_to_deceive_is_refused(tmp_path: Path) -> None:
     by_hand().write(tmp_path / "a.safetensors")
     tensors = load_file(tmp_path / "a.safetensors")
     header = {"num_experts": 4, "top_k": 2, "num_groups": 2, "num_ranks": 2, "model": "toy"}
-    for changed, says in (
+    for changed, states in (
         ({"tokens_X": tensors["tokens_X"] + 1}, "token ids end at|the forwards need"),
         ({"ids_RK": tensors["ids_RK"].float()}, "ids are torch.float32"),
         ({"rank_X": tensors["rank_X"] + 5}, r"rank_X holds 5 to 6, outside \[0, 2\)"),
@@ -142,7 +142,7 @@ def test_a_file_that_was_made_to_deceive_is_refused(tmp_path: Path) -> None:
         ({"phase_X": tensors["phase_X"] + 2}, r"phase_X holds 2 to 3, outside \[0, 2\)"),
     ):
         save(tmp_path / "b.safetensors", header, {**tensors, **changed})
-        with pytest.raises(TraceError, match=says):
+        with pytest.raises(TraceError, match=states):
             RoutingTrace.read(tmp_path / "b.safetensors")
     without = {name: tensor for name, tensor in tensors.items() if name != "ids_RK"}
     save(tmp_path / "b.safetensors", header, without)

@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(TraceError, match="layer 1 routes to 3 experts, facts say 2"):
         recorder.record(1, Routing(torch.zeros(1, 3, dtype=torch.int32), torch.ones(1, 3)))
     recorder.next_step("prefill", torch.tensor([1, 2]))
-    with pytest.raises(TraceError, match=r"layer 1 routed 1 tokens, next_step\(\) was told of 2"):
+    with pytest.raises(TraceError, match=r"layer 1 routed 1 tokens, next_step\(\) was called with 2"):
         recorder.record(1, Routing(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)))
     with pytest.raises(ConfigError, match="did you mean 'prefill'"):
         recorder.next_step("prefil")  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def test_its_layers_load_experts_unevenly_and_ranks_nearly_evenly(trace: Routing
     assert (ranks_XW.max(1) / ranks_XW.mean(1) < 1.2).all()
 
 
-def test_it_can_be_said_again(trace: RoutingTrace) -> None:
+def test_it_can_be_stated_again(trace: RoutingTrace) -> None:
     router = trace.router(layer=2, rank=1)
     first = next(each for each in trace.forwards() if (each.layer, each.rank) == (2, 1))
     assert torch.equal(router(torch.zeros(128, 32)).ids_TK, first.ids_TK.to(torch.int32))

@@ -31,7 +31,7 @@ def test_a_tensor_by_hand() -> None:
 @pytest.mark.row(4)
 @pytest.mark.parametrize("kind,expected", [("relu2", (0.4, 0.6)), ("silu", (0.0, 0.15))])
 def test_the_share_is_that_of_the_tensor_and_not_a_claim(kind: str, expected: tuple[float, float]) -> None:
-    # A ReLU silences half of centred inputs, a SiLU hardly any: the counter tells them apart.
+    # A ReLU silences half of centred inputs, a SiLU hardly any: the counter distinguishes them.
     gate = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
     hidden = activation(kind, gate if kind != "relu2" else None, gate if kind == "relu2" else torch.ones_like(gate))
     found = count_near_zero(hidden, 0.01)

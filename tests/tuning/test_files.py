@@ -1,4 +1,4 @@
-"""Tuned files: what serves between and outside the points, and what is said where there are none."""
+"""Tuned files: what serves between and outside the points, and what is stated where there are none."""
 
 from __future__ import annotations
 

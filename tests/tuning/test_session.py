@@ -90,7 +90,7 @@ def test_a_killed_session_is_gone_on_with(tmp_path: Path) -> None:
     assert seen == [(done, 6) for done in range(6)]
 
 
-def test_a_spent_budget_leaves_a_file_and_says_that_more_is_to_do(
+def test_a_spent_budget_leaves_a_file_and_states_that_more_is_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, clock = tmp_path / "case.json", iter(float(second) for second in range(10_000))
@@ -122,7 +122,7 @@ def test_a_backend_declares_its_own_space(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, micros: Mapping[int, float]) -> list[int]:
-    """Runs take what is said of their threads, nine rounds a candidate; returns what was run."""
+    """Runs take what is stated of their threads, nine rounds a candidate; returns what was run."""
     ran: list[int] = []
 
     def microseconds(self: Stopwatch, tuned: FusedExperts, parameters: Mapping[str, int]) -> float:
@@ -134,7 +134,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, micros: Mapping[int, float]) -> list[
     return ran
 
 
-def test_a_faster_candidate_replaces_the_built_in_one_and_the_file_says_why(
+def test_a_faster_candidate_replaces_the_built_in_one_and_the_file_states_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = timed(monkeypatch, {1: 8.0, 2: 9.0, 3: 10.0})
@@ -144,10 +144,13 @@ def test_a_faster_candidate_replaces_the_built_in_one_and_the_file_says_why(
     assert len(ran) == 4 * 20 and [ran.count(threads) for threads in (1, 2, 3)] == [20, 10, 50]
     meta = json.loads((tmp_path / "case.meta.json").read_text())
     assert "alternating rounds" in meta["rule"] and meta["by"] == "a test"
-    (told,) = meta["judged"]
-    assert told["replaced"] and told["best"]["parameters"] == {"threads": 1}
-    assert told["best"]["ratio"] == told["best"]["again"] == {"median": 0.8, "low": 0.8, "high": 0.8}
-    assert told["built_in"] == {"parameters": {"threads": 3}, "beside_itself": {"median": 1.0, "low": 1.0, "high": 1.0}}
+    (reported,) = meta["judged"]
+    assert reported["replaced"] and reported["best"]["parameters"] == {"threads": 1}
+    assert reported["best"]["ratio"] == reported["best"]["again"] == {"median": 0.8, "low": 0.8, "high": 0.8}
+    assert reported["built_in"] == {
+        "parameters": {"threads": 3},
+        "beside_itself": {"median": 1.0, "low": 1.0, "high": 1.0},
+    }
 
 
 def test_a_gain_within_the_margin_keeps_what_is_built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,15 +207,15 @@ def test_threads_are_powers_of_two_and_all_cores(cores: int, counts: list[int]) 
 
 
 @pytest.mark.parametrize("weights,activations,kinds", [("mxfp4", "plain", 6), ("fp8", "fp8", 12), ("int8", "int8", 6)])
-def test_a_dry_run_says_what_a_gpu_would_try(weights: str, activations: str, kinds: int, tmp_path: Path) -> None:
+def test_a_dry_run_states_what_a_gpu_would_try(weights: str, activations: str, kinds: int, tmp_path: Path) -> None:
     options = (
         f"--weights {weights} --activations {activations} --slots 32 --top-k 8 --tokens 1,1024 --device cuda --dry-run"
     )
     done = runner.invoke(app, ["tune", "triton", *options.split(), "--tuned-dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["candidates"]["1"] == kinds and told["candidates"]["1024"] > 3 and not list(tmp_path.iterdir())
-    assert Path(told["path"]).parent.name == "triton" and weights in told["case"]
+    reported = json.loads(done.stdout)
+    assert reported["candidates"]["1"] == kinds and reported["candidates"]["1024"] > 3 and not list(tmp_path.iterdir())
+    assert Path(reported["path"]).parent.name == "triton" and weights in reported["case"]
 
 
 def test_the_command_measures_and_its_hint_can_be_run(tmp_path: Path) -> None:
@@ -220,16 +223,16 @@ def test_the_command_measures_and_its_hint_can_be_run(tmp_path: Path) -> None:
     options = ["tune", "torch_cpu", *sizes, "--tuned-dir", str(tmp_path)]
     done = runner.invoke(app, [*options, "--tokens", "1,4", "--json"])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["complete"] and Path(told["path"]).is_file()
+    reported = json.loads(done.stdout)
+    assert reported["complete"] and Path(reported["path"]).is_file()
     case = case_of(TuneOrder("torch_cpu", 32, 16, 4, 2, (1,), "plain", "plain", "bfloat16", "cpu", 1.0, None, False))
     hint = command_of(case).split()
     assert hint[0] == "moe-mk"
     dry = runner.invoke(app, [*hint[1:], "--tuned-dir", str(tmp_path), "--dry-run"])
     assert dry.exit_code == 0
-    told_dry = json.loads(dry.stdout)
-    assert told_dry.pop("candidates").keys() == {"1", "4", "16", "64", "256"}
-    assert told_dry == {"case": case.name, "path": told["path"]}
+    reported_dry = json.loads(dry.stdout)
+    assert reported_dry.pop("candidates").keys() == {"1", "4", "16", "64", "256"}
+    assert reported_dry == {"case": case.name, "path": reported["path"]}
     assert runner.invoke(app, ["tune", "torch_cpx", *sizes]).exit_code == 2
     assert runner.invoke(app, ["tune", "torch_cpu", "--weights", "int7"]).exit_code == 2
     narrow = runner.invoke(app, ["tune", "torch_cpu", "--intermediate", "64"])

@@ -48,7 +48,7 @@ def test_every_way_to_name_a_file(tmp_path: Path, name: str, dtype: str | None, 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "stated"),
     [
         ("tuned.json", {"1": SMALL}, "is not the name of a tuned file"),
         (NAME, {}, "has no sizes"),
@@ -57,6 +57,6 @@ def test_every_way_to_name_a_file(tmp_path: Path, name: str, dtype: str | None, 
         (NAME, {"1": 3}, "contains no tuned parameters"),
     ],
 )
-def test_anything_else_is_refused(tmp_path: Path, name: str, content: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_anything_else_is_refused(tmp_path: Path, name: str, content: object, stated: str) -> None:
+    with pytest.raises(ConfigError, match=stated):
         read_vllm(write(tmp_path, name, content))

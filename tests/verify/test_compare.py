@@ -145,7 +145,7 @@ def test_a_token_without_any_output_fails(bench: Callable[[Case], Bench]) -> Non
 def test_progress_counts_the_experts_that_are_hit(bench: Callable[[Case], Bench]) -> None:
     from moe_mk.verify import verify
 
-    ours, told = bench(Case("bf16")), []
+    ours, reported = bench(Case("bf16")), []
     answer = ours.answer(inputs(ours.case, 256, 0, num_tokens=1))
-    verify(answer, ours.first.decision, ours.whole, lambda *what: told.append(what))
-    assert told == [("verify", n, 4) for n in (1, 2, 3, 4)]
+    verify(answer, ours.first.decision, ours.whole, lambda *what: reported.append(what))
+    assert reported == [("verify", n, 4) for n in (1, 2, 3, 4)]

@@ -78,7 +78,7 @@ def answered(folder: Path, seed: int = 0) -> tuple[Answer, DeepseekV3MoE, LayerW
     return Answer(x_TH, layer(x_TH, ids_T), layer.route(x_TH, ids_T).ids_TK, ids_T), layer, whole
 
 
-def test_a_layer_from_a_checkpoint_passes_and_one_that_was_told_other_ids_does_not(tmp_path: Path) -> None:
+def test_a_layer_from_a_checkpoint_passes_and_one_that_was_reported_other_ids_does_not(tmp_path: Path) -> None:
     answer, layer, whole = answered(tmp_path)
     judged = verify(answer, layer.decision, whole)
     assert judged.passed and (judged.routing_equal, judged.routing_ties) == (20, 0)
@@ -90,7 +90,7 @@ def test_a_layer_from_a_checkpoint_passes_and_one_that_was_told_other_ids_does_n
 
 
 def test_a_table_leaves_no_ties(tmp_path: Path) -> None:
-    # All scores are equal, so that any choice would be a tie of scores; the table has said otherwise.
+    # All scores are equal, so that any choice would be a tie of scores; the table has stated otherwise.
     answer, layer, whole = answered(tmp_path)
     whole.gate_EH.zero_()
     layer.take(whole)

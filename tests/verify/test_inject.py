@@ -53,7 +53,7 @@ def test_faults_leave_what_they_are_given_as_it_was(bench: Callable[[Case], Benc
     assert torch.equal(ours.answer(x_TH).y_TH, before)
 
 
-def test_each_fault_changes_what_it_says(bench: Callable[[Case], Bench]) -> None:
+def test_each_fault_changes_what_it_states(bench: Callable[[Case], Bench]) -> None:
     ours = bench(Case("fp8", activations="plain"))
     weights: LayerWeights = ours.whole
     slot = weights.experts.slots[0]

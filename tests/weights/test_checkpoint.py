@@ -144,16 +144,16 @@ def test_the_other_order_of_a_fused_tensor_is_turned_round_once(
     assert official.gate_IH is not None
     assert same(slot.gate_IH, official.gate_IH.values, official.gate_IH.scales)
     assert same(slot.up_IH, official.up_IH.values, official.up_IH.scales)
-    with pytest.raises(ConfigError, match="official names tell them apart"):
+    with pytest.raises(ConfigError, match="official names distinguish them"):
         load(renamed("official"), replace(tiny.layer_spec(), gate_up_order="up_gate"))
 
 
 def test_progress_ends_at_all_bytes_of_weights(tiny: CheckpointShape, tiny_directory: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     source = SafetensorsSource(tiny_directory)
-    load_layer(source, 3, tiny.layer_spec(), owned=ALL, on_progress=lambda *said: told.append(said))
-    assert {what for what, _, _ in told} == {"check"}
-    assert told[-1][1] == told[-1][2] == 512 + 16 + 5 * 3 * 2048
+    load_layer(source, 3, tiny.layer_spec(), owned=ALL, on_progress=lambda *stated: reported.append(stated))
+    assert {what for what, _, _ in reported} == {"check"}
+    assert reported[-1][1] == reported[-1][2] == 512 + 16 + 5 * 3 * 2048
 
 
 def test_a_file_written_by_the_safetensors_library_loads_too(

@@ -21,7 +21,7 @@ def test_owned_experts_out_of_range_are_refused(tiny: CheckpointShape, tiny_stat
         load(tiny_state, tiny.layer_spec(), owned=[4, 0, -1])
 
 
-def test_missing_half_filled_and_unexpected_are_told_together(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_missing_half_filled_and_unexpected_are_reported_together(tiny: CheckpointShape, tiny_state: StateDict) -> None:
     for name in [name for name in tiny_state if ".experts.0." in name]:
         del tiny_state[name]
     del tiny_state[f"{PREFIX}experts.2.up_proj.weight_scale_inv"]
@@ -49,25 +49,25 @@ def test_more_experts_than_expected_are_unexpected_with_a_hint(tiny: CheckpointS
         load(tiny_state, replace(tiny.layer_spec(), num_experts=2), owned=[0])
 
 
-def test_a_spec_without_shared_experts_bias_or_scales_says_what_it_did_not_expect(
+def test_a_spec_without_shared_experts_bias_or_scales_states_what_it_did_not_expect(
     tiny: CheckpointShape, tiny_state: StateDict
 ) -> None:
     with pytest.raises(WeightError, match=r"shared experts where fewer .*; a gate bias where .*; scales where plain"):
         load(tiny_state, LayerSpec(4, 64, 32, BF16))
 
 
-def test_wrong_shapes_and_dtypes_are_told_together(tiny: CheckpointShape, tiny_state: StateDict) -> None:
+def test_wrong_shapes_and_dtypes_are_reported_together(tiny: CheckpointShape, tiny_state: StateDict) -> None:
     tiny_state[f"{PREFIX}experts.1.up_proj.weight"] = torch.zeros((64, 32), dtype=torch.float8_e4m3fn)
     tiny_state[f"{PREFIX}experts.2.up_proj.weight_scale_inv"] = torch.ones((2, 3))
     tiny_state[f"{PREFIX}experts.0.gate_proj.weight"] = torch.zeros((32, 64), dtype=torch.bfloat16)
     tiny_state[f"{PREFIX}gate.weight"] = torch.zeros((4, 64), dtype=torch.int32)
     with pytest.raises(WeightError) as caught:
         load(tiny_state, tiny.layer_spec())
-    told = str(caught.value)
-    assert "2 tensors are of a wrong shape: experts.1.up_proj.weight is [64, 32], expected [32, 64], " in told
-    assert "experts.2.up_proj.weight_scale_inv is [2, 3], expected [2, 4]" in told
-    assert "2 tensors are of a wrong dtype: gate.weight is I32, expected bfloat16 or float16 or float32, " in told
-    assert "experts.0.gate_proj.weight is BF16, expected float8_e4m3fn" in told
+    reported = str(caught.value)
+    assert "2 tensors are of a wrong shape: experts.1.up_proj.weight is [64, 32], expected [32, 64], " in reported
+    assert "experts.2.up_proj.weight_scale_inv is [2, 3], expected [2, 4]" in reported
+    assert "2 tensors are of a wrong dtype: gate.weight is I32, expected bfloat16 or float16 or float32, " in reported
+    assert "experts.0.gate_proj.weight is BF16, expected float8_e4m3fn" in reported
 
 
 def test_experts_of_other_ranks_are_not_examined(tiny: CheckpointShape, tiny_state: StateDict) -> None:
@@ -107,7 +107,7 @@ def test_nan_codes_of_another_tensor_parallel_rank_do_not_matter(tiny: Checkpoin
         load(tiny_state, tiny.layer_spec(), tp_rank=1, tp_size=2)
 
 
-def test_a_truncated_shard_is_told_before_anything_is_read(
+def test_a_truncated_shard_is_reported_before_anything_is_read(
     tiny: CheckpointShape, tiny_directory: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_directory, tmp_path / "cut")
@@ -116,10 +116,10 @@ def test_a_truncated_shard_is_told_before_anything_is_read(
     shards[0].unlink()
     with pytest.raises(WeightError) as caught:
         load_layer(SafetensorsSource(tmp_path / "cut"), 3, tiny.layer_spec(), owned=ALL)
-    told = str(caught.value)
-    assert f"{shards[0].name} is named by the index but does not exist (" in told
-    assert "1 tensors are cut off, their file is truncated: " in told
-    assert "lacks 1 of " in told
+    reported = str(caught.value)
+    assert f"{shards[0].name} is named by the index but does not exist (" in reported
+    assert "1 tensors are cut off, their file is truncated: " in reported
+    assert "lacks 1 of " in reported
 
 
 def test_a_layer_without_experts_names_the_layers_that_have_them(tiny: CheckpointShape, tiny_state: StateDict) -> None:

@@ -62,10 +62,10 @@ def test_a_conversion_reports_what_it_did(quant: str, to: str, written: Callable
     assert MoEConfig.from_hf(target).model.quant.weight_scheme == scheme
     pairs = zip(experts(source), experts(target), strict=True)
     distances = [float((new - old).norm() / old.norm()) for old, new in pairs]
-    told = [distance for error in report.errors for distance in (error.gate, error.up, error.down)]
-    assert told == pytest.approx(distances, rel=1e-4, abs=1e-9), "expert by expert, the shared ones last"
+    reported = [distance for error in report.errors for distance in (error.gate, error.up, error.down)]
+    assert reported == pytest.approx(distances, rel=1e-4, abs=1e-9), "expert by expert, the shared ones last"
     exact = to == quant or (quant == "mxfp4" and to in ("bf16", "mxfp8"))
-    assert (max(told) == 0) if exact else (0 < max(told) < 1.5 * scheme.relative_rms)
+    assert (max(reported) == 0) if exact else (0 < max(reported) < 1.5 * scheme.relative_rms)
     assert json.loads((target / REPORT).read_text(encoding="utf-8"))["experts"][0]["expert"] == 0
 
 

@@ -120,7 +120,7 @@ def test_slices_add_the_last_bias_once(tensors: dict[str, Tensor]) -> None:
     assert torch.equal(up, tensors["experts.gate_up_proj_bias"][1, 1::2])
 
 
-def test_its_headers_tell_what_it_is(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_its_headers_report_what_it_is(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     planned = [Planned(PREFIX + name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
     with SafetensorsWriter(tmp_path / "model.safetensors", planned, {}) as file:
         for name, tensor in tensors.items():
@@ -132,7 +132,7 @@ def test_its_headers_tell_what_it_is(tensors: dict[str, Tensor], tmp_path: Path)
     assert layer.layer_spec() == spec()
 
 
-def test_a_backend_without_biases_says_so() -> None:
+def test_a_backend_without_biases_states_so() -> None:
     problem = Problem(config(), device_profile("cpu"), FP32, 9)
     without = replace(ReferenceExperts.traits, biases=False)
     assert [str(reason) for reason in reasons_of_traits(without, problem)] == ["adds no biases, the experts have them"]

@@ -60,7 +60,7 @@ def file_of(path: Path, header: dict[str, Any] | str, data: int = 8) -> Path:
     ],
     ids=str,
 )
-def test_a_header_that_cannot_be_is_told(tmp_path: Path, header: dict[str, Any] | str, words: str) -> None:
+def test_a_header_that_cannot_be_is_reported(tmp_path: Path, header: dict[str, Any] | str, words: str) -> None:
     with pytest.raises(WeightError, match=rf"x.safetensors is damaged: {words}"):
         read_header(file_of(tmp_path / "x.safetensors", header))
 
@@ -111,7 +111,7 @@ def test_numbers_in_names_may_have_any_length() -> None:
 
 @pytest.mark.parametrize("router", [True, False])
 def test_billions_of_experts_in_a_header_are_not_listed_one_by_one(tmp_path: Path, router: bool) -> None:
-    # The header of the gate says 10^9 experts, or the name of the only expert does; the file holds neither.
+    # The header of the gate states 10^9 experts, or the name of the only expert does; the file holds neither.
     down = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}
     entries = {f"model.layers.0.mlp.experts.{0 if router else 10**8}.down_proj.weight": down}
     if router:
@@ -122,7 +122,7 @@ def test_billions_of_experts_in_a_header_are_not_listed_one_by_one(tmp_path: Pat
     assert any(f"num_experts={10**9 if router else 10**8 + 1} exceeds" in problem for problem in layer.problems)
 
 
-def test_what_names_have_no_word_for_is_told(
+def test_what_names_have_no_word_for_is_reported(
     renamed: Callable[[str], dict[str, Tensor]], tiny: CheckpointShape
 ) -> None:
     asked = replace(tiny.layer_spec(), has_expert_bias=True, has_logit_bias=True)

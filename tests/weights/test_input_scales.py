@@ -1,4 +1,4 @@
-"""Calibrated scales of activations: found, refused when broken, used by experts and on the wire, told when lost."""
+"""Calibrated scales of activations: found, refused when broken, used by experts and on the wire, reported when lost."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def tensors() -> dict[str, Tensor]:
 def checkpoint(tmp_path: Path) -> Callable[[dict[str, Tensor]], Path]:
     def write(content: dict[str, Tensor]) -> Path:
         save_file(content, tmp_path / "model.safetensors")
-        said = {
+        stated = {
             "model_type": "qwen3_moe", "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS,
             "num_experts_per_tok": 2, "norm_topk_prob": True,
             "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"},
         }  # fmt: skip
-        (tmp_path / "config.json").write_text(json.dumps(said))
+        (tmp_path / "config.json").write_text(json.dumps(stated))
         return tmp_path
 
     return write
@@ -136,15 +136,15 @@ def test_static_rows_travel_without_scales() -> None:
         y = (arrived.x_RH.dequantize(torch.float32) * here_R1).bfloat16()
         return (yield from transport.finalize(ExpertOutput(y, OutputStage.REDUCED), arrived))
 
-    for rank, home in enumerate(interleave([there_and_back(0), there_and_back(1)])):
+    for rank, combined in enumerate(interleave([there_and_back(0), there_and_back(1)])):
         x = wire.quantize(normal(5, HIDDEN, seed=rank).bfloat16()).dequantize(torch.float32)
-        torch.testing.assert_close(home.float(), x, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(combined.float(), x, rtol=2**-7, atol=2**-7)
         # A byte a value, and ids and weights of two choices: no scale goes along.
         assert packed_row_bytes(wire, HIDDEN, 2) == HIDDEN + 2 * 8
         assert comms[rank].traffic.bytes_by_phase["dispatch"] == 5 * (HIDDEN + 2 * 8)
 
 
-def test_what_a_conversion_drops_is_told(checkpoint: Callable[[dict[str, Tensor]], Path], tmp_path: Path) -> None:
+def test_what_a_conversion_drops_is_reported(checkpoint: Callable[[dict[str, Tensor]], Path], tmp_path: Path) -> None:
     folder = checkpoint(tensors())
     report = convert_checkpoint(folder, tmp_path / "new", "int8")
     assert len(report.dropped) == 1

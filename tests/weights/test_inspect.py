@@ -50,9 +50,9 @@ def test_the_facts_of_a_layer_are_enough_to_load_it(tiny: CheckpointShape, tiny_
 
 
 def test_facts_go_into_json(tiny_directory: Path) -> None:
-    said = json.loads(json.dumps(inspect_checkpoint(tiny_directory).as_dict()))
-    assert said["sound"] is True
-    assert said["layers"][0]["block"] == [16, 16]
+    stated = json.loads(json.dumps(inspect_checkpoint(tiny_directory).as_dict()))
+    assert stated["sound"] is True
+    assert stated["layers"][0]["block"] == [16, 16]
 
 
 @pytest.mark.parametrize("convention", ["fused", "mixtral", "converted"])
@@ -93,15 +93,15 @@ def test_damage_is_listed_with_its_layer(tiny_directory: Path, tmp_path: Path) -
     facts = inspect_checkpoint(tmp_path / "damaged")
     assert not facts.sound
     assert facts.problems == (f"{shards[1].name} is named by the index but does not exist",)
-    told = "\n".join(facts.layers[0].problems)
-    assert f"{shards[1].name} is named by the index but does not exist (" in told
-    assert f"{shards[0].name} does not hold tensors that the index looks for there (1 tensors" in told
-    assert "1 experts are half filled: expert 3 lacks experts.3.up_proj.weight" in told
-    assert "1 tensors are unexpected: surprise" in told
-    assert "1 tensors are cut off" in told
+    reported = "\n".join(facts.layers[0].problems)
+    assert f"{shards[1].name} is named by the index but does not exist (" in reported
+    assert f"{shards[0].name} does not hold tensors that the index looks for there (1 tensors" in reported
+    assert "1 experts are half filled: expert 3 lacks experts.3.up_proj.weight" in reported
+    assert "1 tensors are unexpected: surprise" in reported
+    assert "1 tensors are cut off" in reported
 
 
-def test_a_layer_of_an_unknown_kind_says_why(tmp_path: Path) -> None:
+def test_a_layer_of_an_unknown_kind_states_why(tmp_path: Path) -> None:
     packed = {f"layers.0.ffn.experts.0.w{i}.weight": torch.zeros((4, 4), dtype=torch.int8) for i in (1, 2, 3)}
     save_file(packed, tmp_path / "a.safetensors")
     (layer,) = inspect_checkpoint(tmp_path).layers

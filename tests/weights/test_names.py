@@ -56,7 +56,7 @@ def test_foreign_names_mean_nothing(name: str) -> None:
     assert [convention.parse(name) for convention in CONVENTIONS.values()] == [None] * len(CONVENTIONS)
 
 
-def test_conventions_are_told_apart_by_the_names_of_experts() -> None:
+def test_conventions_are_reported_apart_by_the_names_of_experts() -> None:
     assert recognise(["gate.weight", "experts.0.up_proj.weight"]).name == "official"
     assert recognise(["gate.weight", "experts.gate_up_proj", "shared_experts.up_proj.weight"]).name == "fused"
     assert recognise(["gate.weight", "experts.0.w1.weight"]).name == "mixtral"

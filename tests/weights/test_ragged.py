@@ -52,8 +52,8 @@ def test_widths_of_16_to_64_are_computed_as_they_are(name: str) -> None:
 
 @pytest.mark.row(8)
 def test_layouts_of_equal_experts_refuse_them_by_name() -> None:
-    told = "intermediate sizes 16, 32, 48, 64, a stack holds equal ones; use experts='reference' or 'torch_cpu'"
-    with pytest.raises(UnsupportedError, match=told):
+    reported = "intermediate sizes 16, 32, 48, 64, a stack holds equal ones; use experts='reference' or 'torch_cpu'"
+    with pytest.raises(UnsupportedError, match=reported):
         to_stacked(WEIGHTS, CPU)
 
 

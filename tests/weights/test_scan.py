@@ -45,12 +45,12 @@ def test_empty_tensors_have_no_nan() -> None:
 
 
 def test_progress_grows_to_the_number_of_bytes() -> None:
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     x = torch.zeros((3, 1024), dtype=torch.bfloat16, device="cpu")
-    count_non_finite([("a", x), ("b", x[:1])], threads=2, on_progress=lambda *said: told.append(said))
-    assert [what for what, _, _ in told] == ["check", "check"]
-    assert {total for _, _, total in told} == {8192}
-    assert sorted(done for _, done, _ in told)[-1] == 8192
+    count_non_finite([("a", x), ("b", x[:1])], threads=2, on_progress=lambda *stated: reported.append(stated))
+    assert [what for what, _, _ in reported] == ["check", "check"]
+    assert {total for _, _, total in reported} == {8192}
+    assert sorted(done for _, done, _ in reported)[-1] == 8192
 
 
 def test_an_error_in_the_progress_callback_reaches_the_caller() -> None:

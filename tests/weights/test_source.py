@@ -1,4 +1,4 @@
-"""Opening tensors by name: views of the files, never outside the directory, and damage told in words."""
+"""Opening tensors by name: views of the files, never outside the directory, and damage reported in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def save(directory: Path, shard_of: dict[str, str]) -> None:
-    """One tensor a name, and an index that says where it is."""
+    """One tensor a name, and an index that states where it is."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / INDEX).write_text(json.dumps({"weight_map": shard_of}))
     for shard in set(shard_of.values()):
@@ -117,7 +117,7 @@ def test_without_an_index_a_name_in_two_files_is_refused(tmp_path: Path) -> None
         SafetensorsSource(tmp_path)
 
 
-def test_a_missing_shard_and_a_missing_tensor_are_told(tmp_path: Path) -> None:
+def test_a_missing_shard_and_a_missing_tensor_are_reported(tmp_path: Path) -> None:
     save(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
     (tmp_path / "two.safetensors").unlink()
     index = {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}
@@ -129,7 +129,7 @@ def test_a_missing_shard_and_a_missing_tensor_are_told(tmp_path: Path) -> None:
         source.entry("c")
 
 
-def test_a_truncated_file_says_how_much_is_missing(tmp_path: Path) -> None:
+def test_a_truncated_file_states_how_much_is_missing(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2), "b": torch.zeros(100)}, tmp_path / "x.safetensors")
     os.truncate(tmp_path / "x.safetensors", (tmp_path / "x.safetensors").stat().st_size - 20)
     entries = read_header(tmp_path / "x.safetensors").tensors
@@ -156,7 +156,7 @@ def header_file(path: Path, header: bytes, data: bytes = b"", length: int | None
         (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}}', None, "is damaged"),
     ],
 )
-def test_a_damaged_header_is_told(tmp_path: Path, header: bytes, length: int | None, words: str) -> None:
+def test_a_damaged_header_is_reported(tmp_path: Path, header: bytes, length: int | None, words: str) -> None:
     with pytest.raises(WeightError, match=words):
         read_header(header_file(tmp_path / "x.safetensors", header, length=length))
 

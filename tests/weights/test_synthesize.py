@@ -46,7 +46,7 @@ def test_the_layout_is_the_official_one(tiny: CheckpointShape, tiny_directory: P
 
 
 @pytest.mark.row(5)
-def test_the_config_of_the_full_layer_says_what_deepseek_v3_says() -> None:
+def test_the_config_of_the_full_layer_states_what_deepseek_v3_states() -> None:
     config = CheckpointShape().hf_config()
     expected = {
         "model_type": "deepseek_v3", "hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256,
@@ -132,10 +132,10 @@ def test_several_layers_go_into_one_checkpoint(tiny: CheckpointShape, tmp_path: 
 
 
 def test_progress_grows_to_the_number_of_bytes(tiny: CheckpointShape, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    total = write_checkpoint(tmp_path, tiny, on_progress=lambda *said: told.append(said))
-    assert told[-1] == ("write", total, total)
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    reported: list[tuple[str, int, int]] = []
+    total = write_checkpoint(tmp_path, tiny, on_progress=lambda *stated: reported.append(stated))
+    assert reported[-1] == ("write", total, total)
+    assert [done for _, done, _ in reported] == sorted(done for _, done, _ in reported)
 
 
 def test_a_checkpoint_is_complete_only_for_its_shape_and_seed(
@@ -187,7 +187,9 @@ def test_a_foreign_checkpoint_is_never_touched(tiny: CheckpointShape, tmp_path: 
         write_checkpoint(tmp_path / name, tiny)
 
 
-def test_a_disk_that_is_too_small_is_told_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_reported_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=3_000_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"needs 11.32 GB .* has 3.00 GB free; write fewer experts or choose another"):
@@ -213,7 +215,7 @@ def test_a_disk_that_is_too_small_is_told_with_both_numbers(tmp_path: Path, monk
         ({"num_shared_experts": -1}, "num_shared_experts=-1 must not be negative"),
     ],
 )
-def test_a_shape_that_cannot_be_routed_says_what_could(change: dict[str, object], words: str) -> None:
+def test_a_shape_that_cannot_be_routed_states_what_could(change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(CheckpointShape(), **change)
 

@@ -208,12 +208,12 @@ def test_deepseek_v4_names_with_fp4_in_signed_bytes_are_read() -> None:
 def test_scales_that_are_none_are_refused(scheme: BlockedScheme, bad: int) -> None:
     tensors, _ = checkpoint(scheme, official)
     tensors["experts.1.down_proj.weight_scale"].view(torch.uint8)[3, 1] = bad
-    told = r"1 scales are not finite and positive .*experts\.1\.down_proj\.weight_scale"
-    with pytest.raises(WeightError, match=told):
+    reported = r"1 scales are not finite and positive .*experts\.1\.down_proj\.weight_scale"
+    with pytest.raises(WeightError, match=reported):
         read(tensors, scheme)
 
 
-def test_a_missing_scale_above_the_scales_is_told() -> None:
+def test_a_missing_scale_above_the_scales_is_reported() -> None:
     tensors, _ = checkpoint(NVFP4, official)
     del tensors["experts.0.up_proj.weight_scale_2"]
     with pytest.raises(WeightError, match=r"expert 0 lacks experts\.0\.up_proj\.weight_scale_2"):

@@ -44,7 +44,7 @@ class Step(Enum):
     DATA_SENT = ("data_sent", Actor.CARD)
     COMPLETION_WRITTEN = ("completion_written", Actor.CARD)
     COMPLETION_SEEN = ("completion_seen", Actor.CPU)
-    PRODUCER_TOLD = ("producer_told", Actor.CPU)
+    PRODUCER_REPORTED = ("producer_reported", Actor.CPU)
 
     @property
     def actor(self) -> Actor:

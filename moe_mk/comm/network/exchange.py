@@ -175,5 +175,5 @@ class Exchange:
                 self.on_step(Step.COMPLETION_WRITTEN, (number, flying.message.serial))
                 self.on_step(Step.COMPLETION_SEEN, (number, flying.message.serial))
         for taken in self.channel.settle():
-            self.on_step(Step.PRODUCER_TOLD, (number, taken.place))
+            self.on_step(Step.PRODUCER_REPORTED, (number, taken.place))
         self.window.arrived.set()

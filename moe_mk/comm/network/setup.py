@@ -113,7 +113,7 @@ class _Opening:
         try:
             mapping = self._tried(self._make_memory)[1]
             address = listening[1] if listening else Address("", 0, b"")
-            notes = self._told(
+            notes = self._reported(
                 {
                     "host": address.host, "port": address.port, "token": address.token.hex(), "name": self._name,
                     "bytes": self.shape.total_bytes, "process": vars(Process.this()), "problem": problem or mapping,
@@ -122,7 +122,7 @@ class _Opening:
             self._check_sizes([int(note["bytes"]) for note in notes])
             self._name = str(notes[self.near[0]]["name"])
             attaching = self._tried(lambda: self._attach(self._name))[1]
-            self._told({"problem": attaching})
+            self._reported({"problem": attaching})
             assert self._memory is not None and listening is not None
             words = words_of(self._memory.bytes)
             proxy = Proxy(
@@ -180,7 +180,7 @@ class _Opening:
             problem = "; ".join(proxy.lost.values())[: NOTE_BYTES // 3]
         elif not problem and proxy.missing:
             raise self._late(proxy, attempt)
-        self._told({"problem": problem})
+        self._reported({"problem": problem})
 
     def _late(self, proxy: Proxy, attempt: str) -> CommError:
         """Name the first rank that has not connected, or this one if it could not take the calls of others."""
@@ -220,7 +220,7 @@ class _Opening:
             memory, words, self.shape, rank, waits, proxy=proxy, far=self.far, staging=staging, layer=layer
         )
 
-    def _told(self, note: dict[str, object]) -> list[dict[str, Any]]:
+    def _reported(self, note: dict[str, object]) -> list[dict[str, Any]]:
         """Everybody's note. Raises CommError on every rank where one has a problem."""
         text = json.dumps(note).encode()
         assert len(text) <= NOTE_BYTES

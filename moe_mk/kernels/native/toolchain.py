@@ -94,7 +94,7 @@ def _asked(path: str, state: tuple[int, ...]) -> Compiler:
 def units(machine: str | None = None, *, emulate_amx: bool = False, extra: Sequence[str] = ()) -> tuple[Unit, ...]:
     """List the sources for one kind of processor with their flags.
 
-    machine: as platform.machine() says; only x86-64 has vector units of its own, others run the portable kernels.
+    machine: as platform.machine() states; only x86-64 has vector units of its own, others run the portable kernels.
     emulate_amx: emulates AMX tile instructions in C++, to test the AMX kernels on any x86-64 (slow).
     """
     common = (*COMMON_FLAGS, *QUIET_FLAGS, *extra)

@@ -2,5 +2,5 @@
 
 They let the real adapters run where the libraries cannot: same signatures, same refusals, same shapes and strides, and
 everything a library leaves uninitialised is poisoned. Slow on purpose; an oracle chooses them only where
-`kernel.allow_emulated` says so.
+`kernel.allow_emulated` states so.
 """

@@ -123,7 +123,7 @@ class Buffer:
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
-        """Rows to blocks of their experts; as many experts as there is capacity for, unless said."""
+        """Rows to blocks of their experts; as many experts as there is capacity for, unless stated."""
         shape = self._shape(num_max_dispatch_tokens_per_rank, x.shape[1])
         host_assert(num_experts in (None, shape.num_experts), "num_experts is the physical capacity")
         rows, scales, counts, token_LS, range_LW, event, hook = self._ready.dispatch(
@@ -150,7 +150,7 @@ class Buffer:
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Rows back home, summed with their weights."""
+        """Rows back, summed with their weights."""
         del combine_wait_recv_cost_stats
         token_LS, range_LW, max_tokens, hidden = handle
         got, event, hook = self._ready.combine(

@@ -56,7 +56,7 @@ class Buffer(V1Buffer):
         src_signals: Tensor | None = None,
         src_signal_expect_value: int = 0,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Rows back home, summed with their weights. Signals are taken and unused: nothing overlaps here."""
+        """Rows back, summed with their weights. Signals are taken and unused: nothing overlaps here."""
         del combine_wait_recv_cost_stats, overlap, packed_recv_count, comp_signal, block_m, threshold, num_sms
         del src_signals, src_signal_expect_value
         copies, finish = (use_logfmt, zero_copy), Finish(async_finish, return_recv_hook)

@@ -339,7 +339,7 @@ class _Rank:
         thread.join(timeout=0.5)
 
     def gate(self, name: str) -> dict[str, Any]:
-        """Wait until the supervisor lets all ranks go on; returns what it says."""
+        """Wait until the supervisor lets all ranks go on; returns its text."""
         self.log.write(event="gate", gate=name, at=now())
         file = self.folder / f"go-{name}"
         while not file.exists():

@@ -15,7 +15,7 @@ OUTCOMES = (
     "right", "typed error", "own", "late", "false alarm", "not recovered", "not injected", "untyped error", "abort",
     "hang", "WRONG",
 )  # fmt: skip
-"""What a rank may see in a call; docs/reliability.md says what each means."""
+"""What a rank may see in a call; docs/reliability.md states what each means."""
 ACCEPTED = frozenset({"right", "typed error", "own"})
 
 
@@ -36,7 +36,7 @@ class Row:
     named: bool | None = None
     """Whether an error of another rank than the victim names the victim, as its `peer` or in its text."""
     cause: bool | None = None
-    """Whether the error of the call after a failure carries what the first error said."""
+    """Whether the error of the call after a failure carries what the first error stated."""
     digest: str = ""
     """Over the bits of outputs that are right."""
     thread: int = 0

@@ -392,12 +392,12 @@ class _Judge:
         return note["peer"] == victim or bool(re.search(rf"\b(ranks?|peers?)\W+{victim}\b", note["text"]))
 
     def _carries_first(self, note: Mapping[str, Any]) -> bool:
-        """Whether an error repeats what the first one said behind its place, or names the same peer."""
+        """Whether an error repeats what the first one stated behind its place, or names the same peer."""
         assert self.first is not None
         if self.first["peer"] is not None and self.first["peer"] == note["peer"]:
             return True
-        said = self.first["text"].rpartition(": ")[2] or self.first["type"]
-        return said[:60] in note["text"] or (self.first["result"] == "own" and self.first["type"] in note["text"])
+        stated = self.first["text"].rpartition(": ")[2] or self.first["type"]
+        return stated[:60] in note["text"] or (self.first["result"] == "own" and self.first["type"] in note["text"])
 
     def _end(self) -> list[Row]:
         """Nothing for a rank that left, or that was killed as planned."""
@@ -419,7 +419,7 @@ class _Judge:
         notes = list(self.rank.open.values())
         stage, call = (notes[0]["stage"], notes[0]["call"]) if notes else ("end", 0)
         errors = self.watch.folder / f"rank{self.number}.err"
-        said = errors.read_text(encoding="utf-8", errors="replace") if errors.exists() else ""
-        if len(said) > 2 * KEPT:
-            said = f"{said[:KEPT]}\n...\n{said[-KEPT:]}"
-        return Row(self.number, stage, call, outcome, error=error, text=f"{where or f'in {stage} {call}'}\n{said}")
+        stated = errors.read_text(encoding="utf-8", errors="replace") if errors.exists() else ""
+        if len(stated) > 2 * KEPT:
+            stated = f"{stated[:KEPT]}\n...\n{stated[-KEPT:]}"
+        return Row(self.number, stage, call, outcome, error=error, text=f"{where or f'in {stage} {call}'}\n{stated}")

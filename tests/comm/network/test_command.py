@@ -57,10 +57,10 @@ def test_each_field_has_a_limit_that_is_named(name: str) -> None:
             TransferCommand(op, **{**fields, name: beyond})
 
 
-def test_all_limits_are_told_at_once() -> None:
-    with pytest.raises(UnsupportedError) as told:
+def test_all_limits_are_reported_at_once() -> None:
+    with pytest.raises(UnsupportedError) as reported:
         TransferCommand(Op.PUT, peer=256, size=1 << 24, value=3)
-    assert told.value.reasons == (
+    assert reported.value.reasons == (
         "peer=256 does not fit 8 bits: 0 to 255",
         "size=16777216 does not fit 24 bits: 0 to 16777215",
         "value=3 has no place in it",

@@ -34,9 +34,9 @@ def test_a_lost_doorbell_costs_time_and_nothing_else() -> None:
     queue.replay()
     assert queue.serve(sent.append) == 1 and sent == [0, 1]
     queue.replay()
-    assert queue.serve(sent.append) == 0, "the record tells nothing new"
+    assert queue.serve(sent.append) == 0, "the record reports nothing new"
     queue.post(2, is_doorbell_lost=True)
-    queue.post(3)  # its doorbell tells of both
+    queue.post(3)  # its doorbell reports of both
     assert queue.serve(sent.append) == 2 and sent == [0, 1, 2, 3]
 
 

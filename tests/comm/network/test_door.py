@@ -60,9 +60,9 @@ def a_door(wanted: list[int]) -> Iterator[tuple[Acceptor, Clock, list[Hello]]]:
         door.close()
 
 
-def caller(door: Acceptor, said: bytes = b"") -> socket.socket:
+def caller(door: Acceptor, stated: bytes = b"") -> socket.socket:
     made = socket.create_connection((door.address.host, door.address.port), timeout=5.0)
-    made.sendall(said)
+    made.sendall(stated)
     select.select([door], [], [], 5.0)
     door.answer()
     return made

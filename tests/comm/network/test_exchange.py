@@ -73,7 +73,7 @@ def test_every_flag_is_seen_after_all_that_was_put_before_it(kind: str) -> None:
 
 @pytest.mark.row(155)
 def test_payload_came_in_any_order() -> None:
-    """The fuzz above says something only if the link shuffles across groups."""
+    """The fuzz above states something only if the link shuffles across groups."""
     zero, one = joined("shuffled", 5)
     for n in range(40):
         zero.commit(put(1, 100 * n, 50 * n, 40), put(1, 7000 + n, 9000 + 2 * n, 1), store(1, n % FLAGS, n))
@@ -320,7 +320,7 @@ def test_an_end_without_peers_or_commands_is_done() -> None:
 
 
 @pytest.mark.row(161)
-def test_sizes_of_messages_are_told_for_decode_and_for_training() -> None:
+def test_sizes_of_messages_are_reported_for_decode_and_for_training() -> None:
     """Rows of 7168 FP8 values that lie apart, as in decoding, and runs of them cut at 256 KiB, as in training."""
     zero, one = joined(data_bytes=1 << 20, most_bytes=1 << 20)
     zero.commit(*(put(1, 8000 * n, 8000 * n, 7168) for n in range(9)), store(1, 0, 1))
@@ -346,7 +346,7 @@ def test_one_sided_and_two_sided_give_the_same_bytes() -> None:
 
 
 def resume(zero: End, one: End, draw: random.Random) -> None:
-    """What two proxies do with a link that has ended: both drop it, then tell each other what they have applied.
+    """What two proxies do with a link that has ended: both drop it, then report each other what they have applied.
 
     The answer of the one that is called may be lost: it has gone on then, and is called once more.
     """

@@ -109,21 +109,21 @@ def test_rows_of_the_own_window_travel_without_a_copy() -> None:
 
 def test_what_lies_outside_or_elsewhere_is_refused() -> None:
     def job(rank: int, heap: NetworkHeap) -> list[str]:
-        said = []
+        stated = []
         for attempt in (
             lambda: heap.data(1 - rank, 0, 4),
             lambda: heap.put(1 - rank, (1 << 16) - 11, X),
             lambda: heap.get(1 - rank, -1, 4),
         ):
-            with pytest.raises(ShapeError) as told:
+            with pytest.raises(ShapeError) as reported:
                 attempt()
-            said.append(str(told.value))
+            stated.append(str(reported.value))
         heap.barrier()
-        return said
+        return stated
 
-    for rank, said in enumerate(in_threads(2, job)):
-        assert said[0] == f"the window of rank {1 - rank} is on another host; put into it, or get from it"
-        assert "bytes 65525 to 65537 of rank" in said[1] and "bytes -1 to 3 of rank" in said[2]
+    for rank, stated in enumerate(in_threads(2, job)):
+        assert stated[0] == f"the window of rank {1 - rank} is on another host; put into it, or get from it"
+        assert "bytes 65525 to 65537 of rank" in stated[1] and "bytes -1 to 3 of rank" in stated[2]
 
 
 def test_groups_that_cannot_wait_are_refused() -> None:
@@ -138,41 +138,41 @@ def test_a_network_without_this_host_ends_the_opening_on_every_rank() -> None:
     world = ThreadWorld(2, timeout_s=10.0)
 
     def job(comm: Communicator) -> str:
-        with pytest.raises(CommError) as told:
+        with pytest.raises(CommError) as reported:
             opened(comm, addresses="203.0.113.0/24" if comm.rank else "127.0.0.0/8")
-        return str(told.value)
+        return str(reported.value)
 
     for rank, text in enumerate(world.together([lambda c=c: job(c) for c in world.communicators()])):  # type: ignore[misc]
         assert text.startswith(f"rank {rank}, phase 'window set-up': not all ranks can open windows over the network")
         assert "rank 1: kernel.network=203.0.113.0/24 holds no address of this host" in text
 
 
-def test_ranks_that_open_other_windows_are_told() -> None:
+def test_ranks_that_open_other_windows_are_reported() -> None:
     world = ThreadWorld(2, timeout_s=10.0)
 
     def job(comm: Communicator) -> str:
-        with pytest.raises(CommError) as told:
+        with pytest.raises(CommError) as reported:
             opened(comm, data_bytes=4096 * (1 + comm.rank))
-        return str(told.value)
+        return str(reported.value)
 
     texts = world.together([lambda c=c: job(c) for c in world.communicators()])  # type: ignore[misc]
     assert all("opens windows of" in text and f"peer {1 - rank}" in text for rank, text in enumerate(texts))
 
 
 def test_a_late_peer_is_named_with_phase_and_epoch() -> None:
-    told_by_zero = threading.Event()
+    reported_by_zero = threading.Event()
 
     def job(rank: int, heap: NetworkHeap) -> str:
         heap.barrier()
         if rank == 1:
-            assert told_by_zero.wait(60.0)
+            assert reported_by_zero.wait(60.0)
             return ""
         began = now()
-        with pytest.raises(CommError) as told:
+        with pytest.raises(CommError) as reported:
             heap.wait_until({1: 1}, 7, "dispatch")
         assert now() - began > 1.4
-        told_by_zero.set()
-        return str(told.value)
+        reported_by_zero.set()
+        return str(reported.value)
 
     zero, _ = in_threads(2, job, timeout_s=1.5)
     assert zero.startswith("rank 0, phase 'dispatch', peer 1: epoch 7: sent nothing within 1.5 s [kernel.timeout_s]")
@@ -194,7 +194,7 @@ def test_staging_is_taken_and_freed_in_order() -> None:
     assert staging.take(40) is None and staging.take(30) == 1070
 
 
-def test_a_rank_without_descriptors_says_so_when_its_peers_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_descriptors_states_so_when_its_peers_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(socket.socket):
         def accept(self) -> NoReturn:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

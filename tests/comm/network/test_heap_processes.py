@@ -86,7 +86,7 @@ def test_a_dropped_heap_leaves_no_thread_and_no_file(world: RankWorld) -> None:
 
 
 def until_one_dies(rank: int, how: str, signs: str) -> str:
-    """What a rank is told of rank 2, which is killed, or is stuck until the others have been told."""
+    """What a rank is reported of rank 2, which is killed, or is stuck until the others have been reported."""
     heap = opened(comm_of_world(timeout_s=30.0 if how == "killed" else 3.0), per_node=2)
     for epoch in range(1, 30):
         if epoch == 20 and rank == 2:

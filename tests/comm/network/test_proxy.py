@@ -242,7 +242,7 @@ def test_a_refused_frame_ends_a_link_for_good_on_both_sides() -> None:
 
 
 def test_a_call_of_an_attempt_that_is_over_is_refused() -> None:
-    """What it says was applied is out of date: to go on from there would lose or repeat something."""
+    """What it states was applied is out of date: to go on from there would lose or repeat something."""
     with proxies(2, ProxySettings(channels=1)) as (zero, one):
         for number in range(1, 6):
             commit(zero, store(1, 0, number))
@@ -256,7 +256,7 @@ def test_a_call_of_an_attempt_that_is_over_is_refused() -> None:
         wait_for(lambda: flag_of(one, 0) == 9)
 
 
-def test_a_peer_that_says_goodbye_is_not_lost() -> None:
+def test_a_peer_that_sends_goodbye_is_not_lost() -> None:
     with proxies(3, ProxySettings(channels=2)) as (zero, one, two):
         commit(one, store(0, 0, 9), channel=1)
         one.close(5.0)

@@ -40,7 +40,7 @@ def test_three_places_by_hand() -> None:
     assert consumer.read(2, 9).tolist() == [list(numbered(n).pack()) for n in (2, 3, 4)]
 
 
-def test_a_ring_is_as_large_as_it_says() -> None:
+def test_a_ring_is_as_large_as_it_states() -> None:
     assert ring_bytes(5) == COMMANDS_AT + 80
     with pytest.raises(ShapeError, match="a ring of 5 commands takes 336 B, got 335 B"):
         CommandRing(torch.zeros(335, dtype=torch.uint8), 5)

@@ -13,7 +13,7 @@ from moe_mk.errors import CommError
 
 
 def waiting(near_dead: Callable[[], int | None], clock: Iterator[float], ended: str = "") -> WaitingForHosts:
-    """Rank 3 awaits rank 0 of another host, which has said goodbye; rank 2 is on this host."""
+    """Rank 3 awaits rank 0 of another host, which has stated goodbye; rank 2 is on this host."""
     window = SimpleNamespace(arrived=threading.Event())
     proxy: Any = SimpleNamespace(lost={}, fault=None, left={0: ended}, window=window, resuming=lambda: "")
     near: Any = None

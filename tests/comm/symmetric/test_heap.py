@@ -74,7 +74,7 @@ def test_nobody_writes_beyond_a_window(peer: int, at: int, count: int) -> None:
         zero.put(peer, at, torch.zeros((1, count), dtype=torch.uint8))
 
 
-def test_heaps_of_one_world_are_told_apart_by_their_order() -> None:
+def test_heaps_of_one_world_are_distinguished_by_their_order() -> None:
     zero, one = LockstepWorld(2).communicators()
     first, second = open_heap(zero, 1, 8, now), open_heap(zero, 1, 8, now)
     theirs = [open_heap(one, 1, 8, now) for _ in range(2)]

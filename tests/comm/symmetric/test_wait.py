@@ -22,7 +22,7 @@ def test_a_wait_looks_once_more_before_it_gives_up() -> None:
         waiting.pause(1)
 
 
-def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
+def test_a_process_is_distinguished_from_a_later_one_of_its_number() -> None:
     me = Process.this()
     assert not me.is_gone(me)
     assert Process(me.number, "1", me.namespace).is_gone(me)

@@ -75,7 +75,7 @@ def test_what_is_tried_is_legal_different_and_begins_with_the_built_in() -> None
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "stated"),
     [
         ({"panel_rows": 6}, "panel_rows 6 is neither 0 .* nor from 1 to 5"),
         ({"task_pairs": 17, "gather_kib": 127}, "task_pairs 17 is .* from 1 to 16; gather_kib 127 is .* 128 to 4096"),
@@ -88,8 +88,8 @@ def test_what_is_tried_is_legal_different_and_begins_with_the_built_in() -> None
         ),
     ],
 )
-def test_parameters_that_the_kernels_do_not_have_are_refused(wrong: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_parameters_that_the_kernels_do_not_have_are_refused(wrong: dict[str, int], stated: str) -> None:
+    with pytest.raises(ConfigError, match=stated):
         tuning_of(wrong)
 
 
@@ -114,12 +114,12 @@ def test_a_missing_file_is_one_line_with_a_command_that_writes_it(
 ) -> None:
     with caplog.at_level(logging.INFO, "moe_mk"):
         assert [load_tuned(CONTEXT, FP8_128x128, TOP_K) for _ in range(3)] == [UNTUNED] * 3
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "\n" not in said
-    command = said.partition("To measure: moe-mk ")[2].split()
+    (stated,) = [record.getMessage() for record in caplog.records]
+    assert "\n" not in stated
+    command = stated.partition("To measure: moe-mk ")[2].split()
     done = CliRunner().invoke(app, [*command, "--tuned-dir", str(folder), "--dry-run"])
     assert done.exit_code == 0, done.output
-    assert Path(json.loads(done.stdout)["path"]).name in said
+    assert Path(json.loads(done.stdout)["path"]).name in stated
 
 
 def test_a_file_with_parameters_of_others_is_refused_by_name(folder: Path) -> None:
@@ -160,13 +160,13 @@ def test_every_candidate_gives_the_same_bits() -> None:
 
 
 def measured(path: Path, stop: int | None = None) -> TuneResult:
-    def told(what: str, done: int, total: int) -> None:
+    def reported(what: str, done: int, total: int) -> None:
         if done == stop:
             raise KeyboardInterrupt
 
     return tune(
         CASE, (1, 64), path, budget_s=60.0, cores=1, device=torch.device("cpu"), meta={"by": "a test"},
-        stack=lambda case, device: random_experts(case.weights, SLOTS, HIDDEN, INNER, device), on_measured=told,
+        stack=lambda case, device: random_experts(case.weights, SLOTS, HIDDEN, INNER, device), on_measured=reported,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The FlashInfer CUTLASS adapter on the emulated library: every type, both orders, and every limit as it is said."""
+"""The FlashInfer CUTLASS adapter on the emulated library: every type, both orders, and every limit as it is stated."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_experts_without_a_gate() -> None:
 @pytest.mark.parametrize(
     "scheme,compute", [(FP8_TENSOR, fp8_static(0.1)), (NVFP4, nvfp4_tokens())], ids=["fp8", "nvfp4"]
 )
-def test_gate_and_up_under_scales_of_their_own_get_a_common_one_and_it_is_said(
+def test_gate_and_up_under_scales_of_their_own_get_a_common_one_and_it_is_stated(
     scheme: QuantScheme, compute: QuantScheme, caplog: pytest.LogCaptureFixture
 ) -> None:
     def slot(seed: int) -> SlotWeights:
@@ -141,10 +141,10 @@ LIMITS: list[tuple[str, dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("device,quant,said", LIMITS, ids=lambda value: str(value) if isinstance(value, str) else "")
-def test_every_limit_is_said(device: str, quant: dict[str, Any], said: list[str]) -> None:
+@pytest.mark.parametrize("device,quant,stated", LIMITS, ids=lambda value: str(value) if isinstance(value, str) else "")
+def test_every_limit_is_stated(device: str, quant: dict[str, Any], stated: list[str]) -> None:
     found = [str(reason) for reason in EXPERTS["flashinfer_cutlass"].reasons_against(problem(device, **quant))]
-    assert found == said
+    assert found == stated
 
 
 def test_sizes_that_no_kernel_has_are_refused() -> None:

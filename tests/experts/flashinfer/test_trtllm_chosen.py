@@ -1,4 +1,4 @@
-"""How the oracle takes FlashInfer's TRT-LLM experts: every limit as it is said, and two ranks that exchange codes."""
+"""How the oracle takes FlashInfer's TRT-LLM experts: every limit as it is stated, and two ranks that exchange codes."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ LIMITS: list[tuple[str, dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("device,asked,said", LIMITS, ids=[f"{n}-{each[0]}" for n, each in enumerate(LIMITS)])
-def test_every_limit_is_said(device: str, asked: dict[str, Any], said: list[str]) -> None:
+@pytest.mark.parametrize("device,asked,stated", LIMITS, ids=[f"{n}-{each[0]}" for n, each in enumerate(LIMITS)])
+def test_every_limit_is_stated(device: str, asked: dict[str, Any], stated: list[str]) -> None:
     found = [str(reason) for reason in EXPERTS["flashinfer_trtllm"].reasons_against(problem(device, **asked))]
-    assert found == said
+    assert found == stated
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"])

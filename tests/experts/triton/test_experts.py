@@ -81,7 +81,7 @@ def test_every_type_is_served_as_it_is_stored(weights: str, activations: str, co
         ({"hidden_size": 136}, r"shape: .*a hidden size of 136"),
     ],
 )
-def test_it_says_what_it_cannot_do(given: dict[str, Any], expected: str) -> None:
+def test_it_states_what_it_cannot_do(given: dict[str, Any], expected: str) -> None:
     assert any(re.match(expected, reason) for reason in reasons(problem(**given))), reasons(problem(**given))
 
 
@@ -99,7 +99,7 @@ def test_the_oracle_ranks_it_before_the_definition() -> None:
     assert costs["triton"] is not None and costs["reference"] is not None and costs["triton"] < costs["reference"] / 10
 
 
-def test_what_never_ran_is_called_so_until_a_file_says_what_it_took(
+def test_what_never_ran_is_called_so_until_a_file_states_what_it_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def verdict() -> Verdict:

@@ -169,7 +169,7 @@ def launched(
 
 
 @pytest.mark.parametrize(
-    "wrong,said",
+    "wrong,stated",
     [
         ({"rows": 24}, r"no kernel multiplies .*rows=24"),
         ({"stages": 9}, "1 to 8 stages"),
@@ -178,8 +178,8 @@ def launched(
         ({"colour": 1}, "unexpected keyword"),
     ],
 )
-def test_a_tile_that_cannot_be_is_refused_by_name(wrong: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"is not a tile of the Triton experts: .*{said}"):
+def test_a_tile_that_cannot_be_is_refused_by_name(wrong: dict[str, int], stated: str) -> None:
+    with pytest.raises(ConfigError, match=rf"is not a tile of the Triton experts: .*{stated}"):
         tile_of(asdict(Tile(16, True, 4, 5)) | wrong)
 
 

@@ -65,7 +65,7 @@ def test_it_is_one_node_of_a_graph_and_keeps_the_rules_of_torch() -> None:
     torch.library.opcheck(torch.ops.moe_mk.engine_experts, (*tokens, here._number), test_utils=tests)
 
 
-def test_a_graph_whose_experts_are_gone_says_so() -> None:
+def test_a_graph_whose_experts_are_gone_states_so() -> None:
     here, tokens = made(Tiny.drawn()), call()
     number = here._number
     del here

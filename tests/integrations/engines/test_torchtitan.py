@@ -95,7 +95,7 @@ def test_a_new_weight_is_seen_and_rows_come_back_in_their_dtype(door: ModuleType
     assert module(x_RD.bfloat16(), counts_E).dtype is torch.bfloat16
 
 
-def test_training_is_refused_and_says_where_to_activate_it(door: ModuleType) -> None:
+def test_training_is_refused_and_states_where_to_activate_it(door: ModuleType) -> None:
     tiny, (x_RD, counts_E) = Tiny.drawn(), rows([3, 0, 4, 1, 2])
     module = built(door, tiny)
     with pytest.raises(UnsupportedError, match=r"gradients through moe_mk in torchtitan\n.*generator, not the trainer"):

@@ -58,7 +58,7 @@ def test_vllm_makes_our_method_and_gets_what_loops_compute(enabled: Vllm) -> Non
     assert method.maybe_roundup_sizes(32, 24, torch.float32, None) == (32, 24)
     method.process_weights_after_loading(layer)
     assert error(method.apply(layer, *tokens, None, None), tiny.loops(*tokens)) < CLOSE
-    assert method.experts_here.backend == "torch_cpu", "as --additional-config says"
+    assert method.experts_here.backend == "torch_cpu", "as --additional-config states"
     tiny.w2.mul_(2.0)  # new weights, as reinforcement learning loads them
     method.process_weights_after_loading(layer)
     assert error(method.apply(layer, *tokens, None, None), tiny.loops(*tokens)) < CLOSE
@@ -99,9 +99,9 @@ def test_what_nothing_here_computes_is_refused_with_every_reason(enabled: Vllm) 
     )
     with pytest.raises(UnsupportedError) as caught:
         enabled.method(odd)
-    said = "\n".join(caught.value.reasons)
+    stated = "\n".join(caught.value.reasons)
     for word in ("'situ'", "biases", "LoRA", "swiglu_limit=7.0", "data parallel size 2", "VLLM_PLUGINS"):
-        assert word in said
+        assert word in stated
     method = enabled.method(moe_config())
     with pytest.raises(UnsupportedError, match=r"layers.1\n.*applied to its input"):
         method.process_weights_after_loading(layer_of(Tiny.drawn(), apply_router_weight_on_input=True))

@@ -40,8 +40,8 @@ def generate(folder: str, calls: list[str]) -> list[int]:
     )  # fmt: skip
     sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     calls.clear()  # of the engine's own trial runs
-    (said,) = engine.generate([{"prompt_token_ids": PROMPT}], sampling)
-    return list(said.outputs[0].token_ids)
+    (stated,) = engine.generate([{"prompt_token_ids": PROMPT}], sampling)
+    return list(stated.outputs[0].token_ids)
 
 
 def main(folder: str) -> None:

@@ -134,7 +134,7 @@ def test_a_weight_written_after_patching_is_seen(name: str, experts: str) -> Non
     assert relative(patched, logits(model, ids)) < 0.02 < 0.1 < relative(patched, before)
 
 
-def test_a_model_that_is_cast_after_patching_says_what_to_do() -> None:
+def test_a_model_that_is_cast_after_patching_states_what_to_do() -> None:
     model, ids = tiny_model(), prompt()
     patch_blocks(model)
     with pytest.raises(UnsupportedError, match=r"patched for torch.float32 and gets torch.bfloat16\n.*torch.autocast"):

@@ -66,7 +66,7 @@ def test_fp8_in_bf16_is_as_near_as_its_formats_allow(fp8_folder: Path) -> None:
             got = experts(x_TH, ids_TK, weights_TK).float()
             model.set_experts_implementation("eager")
             want = experts(x_TH, ids_TK, weights_TK).float()
-    # transformers rounds activations to FP8, this library multiplies in bf16 unless told otherwise.
+    # transformers rounds activations to FP8, this library multiplies in bf16 unless reported otherwise.
     limit = (
         1.5
         * (experts_error(BF16, BF16, FP8_128x128, 128) ** 2 + experts_error(BF16, FP8_1x128, FP8_128x128, 128) ** 2)

@@ -74,7 +74,7 @@ def test_one_graph_without_breaks() -> None:
     assert torch.equal(logits(compiled, ids), wanted)
 
 
-def test_compiling_what_was_never_prepared_says_what_to_call() -> None:
+def test_compiling_what_was_never_prepared_states_what_to_call() -> None:
     module = deepseek()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     with pytest.raises(UnsupportedError, match=r"prepare\(model\) before torch.compile"), torch.no_grad():

@@ -83,7 +83,7 @@ def test_a_fault_in_ours_fails_the_sweep(monkeypatch: pytest.MonkeyPatch, fault:
 
 
 def test_a_fault_in_a_model_is_seen_in_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With the usual spread of 0.02 a model says the same whatever its experts do; these are drawn with 0.3.
+    # With the usual spread of 0.02 a model states the same whatever its experts do; these are drawn with 0.3.
     faults = {"deepseek_v3": (scaled, halves_swapped), "gpt_oss": (scaled, halves_swapped, bias_dropped)}
     for name, put_in in faults.items():
         model, ids = family(name), prompt()

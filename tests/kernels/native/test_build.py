@@ -35,20 +35,20 @@ def tiny_recipe(folder: Path, body: str = "int answer() { return 42; }") -> Reci
 
 
 def test_a_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
-    recipe, said = tiny_recipe(tmp_path), []
-    first = build(recipe, tmp_path / "cache", said.append)
+    recipe, stated = tiny_recipe(tmp_path), []
+    first = build(recipe, tmp_path / "cache", stated.append)
     stamp = first.stat().st_mtime_ns
     assert ctypes.CDLL(str(first)).answer() == 42
-    assert build(recipe, tmp_path / "cache", said.append) == first
+    assert build(recipe, tmp_path / "cache", stated.append) == first
     assert first.stat().st_mtime_ns == stamp
-    assert [line.split()[0] for line in said] == ["compiling", "compiled"]
+    assert [line.split()[0] for line in stated] == ["compiling", "compiled"]
 
 
-def test_each_compiled_source_is_told(tmp_path: Path) -> None:
-    recipe, told = tiny_recipe(tmp_path), []
-    build(recipe, tmp_path / "cache", on_unit=lambda done, total: told.append((done, total)))
-    build(recipe, tmp_path / "cache", on_unit=lambda done, total: told.append((done, total)))
-    assert told == [(1, 1)]
+def test_each_compiled_source_is_reported(tmp_path: Path) -> None:
+    recipe, reported = tiny_recipe(tmp_path), []
+    build(recipe, tmp_path / "cache", on_unit=lambda done, total: reported.append((done, total)))
+    build(recipe, tmp_path / "cache", on_unit=lambda done, total: reported.append((done, total)))
+    assert reported == [(1, 1)]
 
 
 def test_the_name_depends_on_source_flags_and_compiler(tmp_path: Path) -> None:
@@ -87,10 +87,10 @@ def test_eight_processes_at_once_compile_once(tmp_path: Path, is_damaged: bool) 
     for child in children:
         child.join(60)
     assert [child.exitcode for child in children] == [0] * 8
-    said = []
+    stated = []
     while not lines.empty():
-        said.append(lines.get())
-    assert sum(line.startswith("compiling 1 ") for line in said) == 1
+        stated.append(lines.get())
+    assert sum(line.startswith("compiling 1 ") for line in stated) == 1
     assert sorted(p.suffix for p in (tmp_path / "cache").iterdir()) == [".lock", ".sha256", ".so"]
 
 
@@ -143,8 +143,8 @@ def test_a_file_of_another_user_is_not_loaded(tmp_path: Path, given_away: Callab
 def test_the_recorded_digest_is_what_sha256sum_checks(tmp_path: Path) -> None:
     library = build(tiny_recipe(tmp_path), tmp_path / "cache")
     check = ["sha256sum", "--check", digest_file(library).name]
-    said = subprocess.run(check, cwd=library.parent, capture_output=True, check=True, text=True).stdout
-    assert said.endswith(": OK\n")
+    stated = subprocess.run(check, cwd=library.parent, capture_output=True, check=True, text=True).stdout
+    assert stated.endswith(": OK\n")
 
 
 HOLD = """
@@ -240,7 +240,7 @@ def build_as_owner(recipe: Recipe, cache: Path, answers: "multiprocessing.Queue[
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
-def test_a_cache_that_cannot_be_written_serves_what_it_has_and_says_so_otherwise(is_cached: bool) -> None:
+def test_a_cache_that_cannot_be_written_serves_what_it_has_and_states_so_otherwise(is_cached: bool) -> None:
     folder = Path(tempfile.mkdtemp(prefix="moe-mk-read-only-"))  # not under tmp_path, which only its owner may enter
     try:
         recipe, cache = tiny_recipe(folder), own_directory(folder / "cache")

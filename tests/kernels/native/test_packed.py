@@ -229,7 +229,7 @@ def test_a_shard_that_splits_a_tile_is_refused_with_every_reason() -> None:
         ((codes(64, 64),), (grid(64, 256),), r"block scales are \(1, 2\).*expected 1 of \(1, 1\)"),
     ],
 )
-def test_wrong_shapes_are_told(
+def test_wrong_shapes_are_reported(
     native: Native, sources: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor, ...], words: str
 ) -> None:
     packed = allocate(native, MatrixLayout(64, 64, False, Format.FP8), 1)
@@ -237,7 +237,7 @@ def test_wrong_shapes_are_told(
         pack_slot(native, packed, 0, sources, scales)
 
 
-def test_wrong_scales_of_groups_and_outputs_are_told(native: Native) -> None:
+def test_wrong_scales_of_groups_and_outputs_are_reported(native: Native) -> None:
     layout = MatrixLayout(64, 64, False, Format.NVFP4)
     sources, scales, above = drawn(layout)
     packed = allocate(native, layout, 1)

@@ -42,15 +42,15 @@ def test_the_library_of_the_wheel_is_opened_without_a_compiler(native: Native, m
 def test_a_library_that_does_not_load_here_is_passed_over_with_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken, said = tmp_path / "broken.so", []
+    broken, stated = tmp_path / "broken.so", []
     broken.write_bytes(b"for another system")
     with pytest.raises(UnsupportedError, match="cannot be loaded"):
         open_library(broken)
     record_digest(broken)
     monkeypatch.setattr(library, "prebuilt", lambda listed: broken)
     with pytest.raises(UnsupportedError, match=r"no C\+\+ compiler was found(.|\n)*do not load here: .*broken.so"):
-        compile_and_open(which=lambda name: None, progress=said.append)
-    assert said[0].startswith("compiling, because the kernels of the wheel do not load here: ")
+        compile_and_open(which=lambda name: None, progress=stated.append)
+    assert stated[0].startswith("compiling, because the kernels of the wheel do not load here: ")
 
 
 def test_a_damaged_library_of_the_wheel_is_not_opened(

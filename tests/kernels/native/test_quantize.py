@@ -61,7 +61,7 @@ def test_every_instruction_set_is_bit_equal_to_torch(isa_here, ue8m0: bool, gene
         wanted_values, wanted_scales = by_torch(x, ue8m0=ue8m0)
         assert torch.equal(scales, wanted_scales)
         assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
-        wanted_values, wanted_scales = quantize_rows(x, 128, power_of_two=ue8m0)  # the reference says the same
+        wanted_values, wanted_scales = quantize_rows(x, 128, power_of_two=ue8m0)  # the reference states the same
         assert torch.equal(scales, wanted_scales)
         assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
 
@@ -116,7 +116,7 @@ def test_strided_rows_and_no_rows(native: Native) -> None:
     assert values.shape == (0, 256) and scales.shape == (0, 2)
 
 
-def test_a_wrong_dtype_is_told(native: Native) -> None:
+def test_a_wrong_dtype_is_reported(native: Native) -> None:
     with pytest.raises(ShapeError, match=r"float64, expected \(T, H\) in bfloat16 or float32"):
         quantize_1x128(native, torch.zeros(1, 128, dtype=torch.float64))
 

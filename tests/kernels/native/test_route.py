@@ -116,7 +116,7 @@ def test_an_expert_with_a_bias_of_minus_infinity_is_never_chosen(native: Native)
     assert weights.sum().item() == pytest.approx(1.0)
 
 
-def test_impossible_requests_are_told(native: Native) -> None:
+def test_impossible_requests_are_reported(native: Native) -> None:
     x, gate = torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(6, 32)
     with pytest.raises(ConfigError, match="6 experts do not make 4 groups"):
         route(native, x, gate, None, RouteMode(1, num_groups=4))

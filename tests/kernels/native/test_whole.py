@@ -154,7 +154,7 @@ def test_a_forked_child_runs_the_same_block(native: Native) -> None:
     assert process.exitcode == 0
 
 
-def test_what_does_not_fit_is_told_before_any_call(native: Native) -> None:
+def test_what_does_not_fit_is_reported_before_any_call(native: Native) -> None:
     stack, good = stack_of(native), gating()
     with pytest.raises(ShapeError, match=r"gate is \(12, 64\).*expected \(E, 192\)"):
         FusedLayer(native, Gating(good.gate_EH[:, :64], good.bias_E, MODE), places(), stack, ExpertsMode())

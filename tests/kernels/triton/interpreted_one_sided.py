@@ -36,7 +36,7 @@ class Rank:
         send_rows(self.windows, rows_TB.expand(len(visits_WT), -1, -1), self.slots_WT, self.call, self.done)
 
     def compute(self, factor: float) -> tuple[list[int], list[int]]:
-        """Experts that scale rows in place of the window, and tell."""
+        """Experts that scale rows in place of the window, and report."""
         counts_W, status_W = await_flags(self.windows, self.call, sums=False, looks=3)
         rows, sums = (part(self.own).view(self.dtype) for part in (self.windows.rows, self.windows.sums))
         for source, count in enumerate(counts_W.tolist()):

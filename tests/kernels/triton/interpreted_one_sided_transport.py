@@ -76,8 +76,8 @@ def test_every_place_of_the_window_is_a_row_and_empty_ones_go_nowhere() -> None:
     assert one.weights_RK[0].tolist() == [2.0, 0.0, 0.0] and torch.equal(one.x_RH.values[0], x_TH[0])
     assert (zero.expected_N, one.expected_N) == (2 * 1 * TOP_K / 2, None), "as if every rank had one token; unknown"
     outputs = [scaled(zero, torch.float32), scaled(one, torch.float32)]
-    home, _ = interleave([m.finalize(o, t) for m, o, t in zip(made, outputs, (zero, one), strict=True)])
-    assert torch.equal(home, 2 * x_TH)
+    combined, _ = interleave([m.finalize(o, t) for m, o, t in zip(made, outputs, (zero, one), strict=True)])
+    assert torch.equal(combined, 2 * x_TH)
     with pytest.raises(CommError, match="finalized before"):
         wait(made[0].finalize(outputs[0], zero))
 

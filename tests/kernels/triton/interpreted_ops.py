@@ -65,8 +65,8 @@ def test_rows_are_quantised_to_fp8_under_one_scale_bit_for_bit(size: float, fixe
         expected = (FP8_TOKEN if fixed is None else fp8_static(fixed)).quantize(given)
         values, scales = torch.empty((3, 200), dtype=torch.float8_e4m3fn), torch.empty((3, 1))
         quantize_rows_fp8(given, values, scales, fixed=fixed)
-        told = expected.scales if expected.scales is not None else torch.full((3, 1), 0.02)
-        assert torch.equal(bits(values), bits(expected.values)) and torch.equal(scales, told)
+        reported = expected.scales if expected.scales is not None else torch.full((3, 1), 0.02)
+        assert torch.equal(bits(values), bits(expected.values)) and torch.equal(scales, reported)
 
 
 def test_scales_may_lie_column_by_column() -> None:
@@ -217,7 +217,7 @@ def test_tiles_of_counts() -> None:
     assert listed(tile_map(torch.zeros(3, dtype=torch.int64), 24, 4, block=8)) == []
 
 
-def test_rows_come_home_in_order_and_dropped_ones_are_not_read() -> None:
+def test_rows_return_in_order_and_dropped_ones_are_not_read() -> None:
     ids = torch.tensor([[0, -1], [1, 1], [-1, -1]], dtype=torch.int32)
     y = torch.tensor([[1.0], [torch.nan], [2.0], [3.0], [torch.nan], [torch.nan]])
     assert combine(y, ids).tolist() == [[1.0], [5.0], [0.0]]

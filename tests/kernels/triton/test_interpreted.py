@@ -56,5 +56,5 @@ def test_biases_and_clamps_equal_the_reference() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["fp8", "ue8m0", "bf16"])
 def test_experts_pass_the_whole_conformance_kit(form: str) -> None:
-    said = run_interpreted("interpreted_experts.py", "-m", "slow", "-k", f"whole_kit and {form}", seconds=590)
-    assert "1 passed" in said
+    stated = run_interpreted("interpreted_experts.py", "-m", "slow", "-k", f"whole_kit and {form}", seconds=590)
+    assert "1 passed" in stated

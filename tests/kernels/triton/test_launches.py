@@ -115,7 +115,7 @@ def test_what_the_kernels_by_hand_do_not_compute_goes_to_their_twins(launches: l
 
 
 @pytest.mark.thorough
-def test_clamps_are_told_to_the_kernels_by_hand_and_biases_go_to_their_twins(
+def test_clamps_are_passed_to_the_kernels_by_hand_and_biases_go_to_their_twins(
     launches: list[tuple[str, int, Any]],
 ) -> None:
     from moe_mk.kernels.triton.experts import experts_grouped

@@ -36,7 +36,7 @@ FP8_KERNELS: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FP8_KERNELS)
-def test_an_fp8_gemm_is_what_its_file_says(name: str) -> None:
+def test_an_fp8_gemm_is_what_its_file_states(name: str) -> None:
     built = FP8_KERNELS[name]()
     assert built.instructions["QGMMA"] >= 4, "the FP8 matrix unit of Hopper multiplies"
     assert not built.instructions["HMMA"] and not built.instructions["HGMMA"], "and nothing was widened to 16 bits"

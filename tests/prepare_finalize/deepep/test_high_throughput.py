@@ -12,7 +12,7 @@ from moe_mk.prepare_finalize.deepep.high_throughput import DeepEPHighThroughput
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.conformance import check_transport
-from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, small, told
+from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, reported, small
 from tests.support.library_ranks import live_rows
 
 NAME = "deepep_ht"
@@ -34,7 +34,7 @@ def test_the_conformance_kit_passes_on_the_twin(wire: QuantScheme) -> None:
     assert check_transport(NAME, num_ranks=4, wire=wire, dtype=BF16) >= 12
 
 
-def test_sums_come_home() -> None:
+def test_sums_return() -> None:
     ranks = ranks_of(NAME)
     tokens = ranks.dispatched(XB)
     first, second = ranks.combined([10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)], tokens)
@@ -103,14 +103,18 @@ def test_planned_bytes_do_not_grow_with_tokens() -> None:
     assert DeepEPHighThroughput.buffer_bytes(asked(ep=32)) == sum(-(-part // 128) * 128 for part in (near, far))
 
 
-def test_every_limit_is_told() -> None:
-    assert told(NAME, asked()) == {} and told(NAME, asked(ep=32)) == {} and told(NAME, asked(graphs=True)) == {}
-    assert told(NAME, small(hidden=8320, top_k=12, deterministic=True)) == {}
-    assert "is tuned for 2, 4, 8, 16, 24" in told(NAME, small(experts=60, ep=12))["ranks"]
-    assert "8 ranks must share a node, they span 2" in told(NAME, asked(ranks_per_node=4))["fabric"]
-    assert "takes nodes of 8 ranks, these have 4" in told(NAME, asked(ep=32, ranks_per_node=4))["fabric"]
-    assert "no CUDA graph can capture" in told(NAME, asked(ep=32, graphs=True))["graphs"]
-    assert "carries bf16 rows" in told(NAME, asked(dtype=FP32))["dtype"]
+def test_every_limit_is_reported() -> None:
+    assert (
+        reported(NAME, asked()) == {}
+        and reported(NAME, asked(ep=32)) == {}
+        and reported(NAME, asked(graphs=True)) == {}
+    )
+    assert reported(NAME, small(hidden=8320, top_k=12, deterministic=True)) == {}
+    assert "is tuned for 2, 4, 8, 16, 24" in reported(NAME, small(experts=60, ep=12))["ranks"]
+    assert "8 ranks must share a node, they span 2" in reported(NAME, asked(ranks_per_node=4))["fabric"]
+    assert "takes nodes of 8 ranks, these have 4" in reported(NAME, asked(ep=32, ranks_per_node=4))["fabric"]
+    assert "no CUDA graph can capture" in reported(NAME, asked(ep=32, graphs=True))["graphs"]
+    assert "carries bf16 rows" in reported(NAME, asked(dtype=FP32))["dtype"]
 
 
 def test_between_nodes_a_token_crosses_once_a_node() -> None:

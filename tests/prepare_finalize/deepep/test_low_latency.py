@@ -13,7 +13,7 @@ from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.conformance import check_transport
 from moe_mk.tokens import BatchedTokens, ExpertOutput, OutputStage
-from tests.support.deepep_ranks import ROUTINGS, XB, Ranks, asked, ranks_of, small, told
+from tests.support.deepep_ranks import ROUTINGS, XB, Ranks, asked, ranks_of, reported, small
 
 NAME = "deepep_ll"
 
@@ -31,7 +31,7 @@ def scaled(tokens: list[BatchedTokens]) -> list[ExpertOutput]:
     return [ExpertOutput(y.bfloat16(), OutputStage.RAW) for y in made]
 
 
-def come_home(ranks: Ranks, tokens: list[BatchedTokens]) -> list[list[list[float]]]:
+def combine_all(ranks: Ranks, tokens: list[BatchedTokens]) -> list[list[list[float]]]:
     outputs = ranks.each(lambda t, y, got: wait(t.finalize(y, got)), ranks.transports, scaled(tokens), tokens)
     return [y_TH.tolist() for y_TH in outputs]
 
@@ -45,7 +45,7 @@ def test_each_expert_gets_its_tokens_and_padding_is_never_read() -> None:
     assert rows_of_expert(second, 0) == [[3.0, 4.0]] and rows_of_expert(second, 1) == [[1.0, 2.0]]  # b, a
     assert first.x_LSH.shape == (2, 2 * 4, 2) and bool(first.x_LSH.values[0, 2:].isnan().all()), "never written"
     # a: (0.5 x 1 + 0.25 x 8) a; b: 1 x 4 b; d goes nowhere; c: (0.75 x 1 + 0.125 x 2) c
-    assert come_home(ranks, [first, second]) == [[[2.5, 5.0], [12.0, 16.0], [0.0, 0.0]], [[5.0, 6.0]]]
+    assert combine_all(ranks, [first, second]) == [[[2.5, 5.0], [12.0, 16.0], [0.0, 0.0]], [[5.0, 6.0]]]
 
 
 @pytest.mark.thorough
@@ -112,12 +112,12 @@ def test_combine_is_given_the_ids_and_weights_of_home() -> None:
         call = surface.combine
         surface.combine = lambda needed, call=call: (seen.append(needed["topk_idx"].tolist()), call(needed))[1]
     tokens = ranks.dispatched(XB)
-    come_home(ranks, tokens)
+    combine_all(ranks, tokens)
     assert sorted(seen) == [[[0, 1]], [[0, 3], [2, -1], [-1, -1]]]
 
 
 def test_planned_bytes_follow_experts_and_tokens_and_not_ranks() -> None:
-    # H=7168, E=256. A message: 16 + 14336 out; 4 x 56 + 14336 = 14560 home.
+    # H=7168, E=256. A message: 16 + 14336 out; 4 x 56 + 14336 = 14560 back.
     # M=128: twice 128 x 256 rows to send and as many to receive, each of 14560; and 2 x 1024 of counts.
     assert DeepEPLowLatency.buffer_bytes(asked()) == 2 * (2 * 32768 * 14560 + 1024) == 1_908_410_368
     assert DeepEPLowLatency.buffer_bytes(asked(ep=32)) == 1_908_410_368
@@ -129,34 +129,34 @@ def test_planned_bytes_follow_experts_and_tokens_and_not_ranks() -> None:
 def test_the_library_itself_asks_for_no_more() -> None:
     ranks = ranks_of(NAME)
     buffer = ranks.transports[0]._session.buffer.buffer
-    # Rows of 2 travel as 2048: a message home is 4 x 16 + 4096 = 4160; 4 tokens, 4 experts; 128 bytes of counts.
+    # Rows of 2 travel as 2048: a message back is 4 x 16 + 4096 = 4160; 4 tokens, 4 experts; 128 bytes of counts.
     assert buffer.num_rdma_bytes == 2 * (2 * 16 * 4160 + 128)
 
 
-def test_every_limit_is_told() -> None:
-    assert told(NAME, asked()) == {} and told(NAME, asked(ep=32)) == {}
-    assert "up to 8192, this layer has 8320" in told(NAME, small(hidden=8320))["hidden"]
-    assert "takes 11 experts a token, the router has 12" in told(NAME, small(top_k=12))["top_k"]
+def test_every_limit_is_reported() -> None:
+    assert reported(NAME, asked()) == {} and reported(NAME, asked(ep=32)) == {}
+    assert "up to 8192, this layer has 8320" in reported(NAME, small(hidden=8320))["hidden"]
+    assert "takes 11 experts a token, the router has 12" in reported(NAME, small(top_k=12))["top_k"]
     assert (
         "the requests of 511 tokens a rank, 512 are asked for [kernel.max_num_tokens = 508]"
-        in (told(NAME, asked(num_tokens=512))["tokens"])
+        in (reported(NAME, asked(num_tokens=512))["tokens"])
     )
-    assert told(NAME, asked(num_tokens=508)) == {}
-    assert "up to 8 ranks or a multiple, the group has 12" in told(NAME, small(experts=60, ep=12))["ranks"]
-    assert told(NAME, small(experts=60)) == {}, "ranks may hold 7 or 8"
-    assert "carries bf16 rows, this layer computes in fp32" in told(NAME, asked(dtype=FP32))["dtype"]
+    assert reported(NAME, asked(num_tokens=508)) == {}
+    assert "up to 8 ranks or a multiple, the group has 12" in reported(NAME, small(experts=60, ep=12))["ranks"]
+    assert reported(NAME, small(experts=60)) == {}, "ranks may hold 7 or 8"
+    assert "carries bf16 rows, this layer computes in fp32" in reported(NAME, asked(dtype=FP32))["dtype"]
     narrow = {"weights": "fp8_block", "block": (64, 64)}
-    assert "groups of 1x128, not fp8_1x64 [kernel.wire = plain]" in told(NAME, small(quant=narrow))["wire"]
-    assert told(NAME, small(quant=narrow, wire="plain")) == {}
-    assert "deterministic" in told(NAME, asked(deterministic=True)) and told(NAME, asked(graphs=True)) == {}
+    assert "groups of 1x128, not fp8_1x64 [kernel.wire = plain]" in reported(NAME, small(quant=narrow))["wire"]
+    assert reported(NAME, small(quant=narrow, wire="plain")) == {}
+    assert "deterministic" in reported(NAME, asked(deterministic=True)) and reported(NAME, asked(graphs=True)) == {}
 
 
 @pytest.mark.row(43)
-def test_all_prerequisites_that_are_missing_are_told_at_once() -> None:
+def test_all_prerequisites_that_are_missing_are_reported_at_once() -> None:
     problem = asked(num_tokens=1024, device="b200", ep=12, dtype=FP32, deterministic=True)
     bare = type(problem)(problem.config, problem.device, problem.dtype, problem.num_tokens)
-    assert set(told(NAME, bare)) == {"library", "deterministic", "ranks", "dtype", "tokens"}
-    assert "pip install sgl-deep-ep" in told(NAME, bare)["library"]
+    assert set(reported(NAME, bare)) == {"library", "deterministic", "ranks", "dtype", "tokens"}
+    assert "pip install sgl-deep-ep" in reported(NAME, bare)["library"]
 
 
 def test_more_tokens_than_planned_are_refused_before_any_work() -> None:
@@ -184,7 +184,7 @@ def test_an_idle_rank_makes_the_same_calls() -> None:
     nobody = [ROUTINGS[0], type(ROUTINGS[1])(ROUTINGS[1].ids_TK[:0], ROUTINGS[1].weights_TK[:0])]
     tokens = ranks.dispatched([XB[0], XB[1][:0]], nobody)
     assert [t.counts_L.tolist() for t in tokens] == [[1, 0], [1, 1]]
-    assert come_home(ranks, tokens)[1] == []
+    assert combine_all(ranks, tokens)[1] == []
 
 
 def test_ranks_may_hold_different_numbers_of_experts() -> None:
@@ -195,9 +195,9 @@ def test_ranks_may_hold_different_numbers_of_experts() -> None:
     assert [rows_of_expert(tokens[1], slot) for slot in range(3)] == [[[5.0, 6.0]], [[3.0, 4.0]], [[1.0, 2.0]]]
     y = [t.x_LSH.values * 10.0**rank for rank, t in enumerate(tokens)]
     outputs = [ExpertOutput(y_LSH, OutputStage.RAW) for y_LSH in y]
-    home = ranks.each(lambda t, out, got: wait(t.finalize(out, got)).tolist(), ranks.transports, outputs, tokens)
+    combined = ranks.each(lambda t, out, got: wait(t.finalize(out, got)).tolist(), ranks.transports, outputs, tokens)
     # a: (0.5 + 0.25 x 10) a; b: 10 b; d: nothing; c: (0.75 + 0.125 x 10) c
-    assert home == [[[3.0, 6.0], [30.0, 40.0], [0.0, 0.0]], [[10.0, 12.0]]]
+    assert combined == [[[3.0, 6.0], [30.0, 40.0], [0.0, 0.0]], [[10.0, 12.0]]]
 
 
 def test_hidden_rows_are_padded_to_the_next_length_the_kernels_know() -> None:

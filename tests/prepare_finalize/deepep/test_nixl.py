@@ -13,19 +13,19 @@ from moe_mk.flight import wait
 from moe_mk.prepare_finalize.deepep.nixl import NixlEP
 from moe_mk.quant import FP8_1x128_UE8M0
 from moe_mk.tokens import Routing
-from tests.prepare_finalize.deepep.test_low_latency import come_home, rows_of_expert
-from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, small, told
+from tests.prepare_finalize.deepep.test_low_latency import combine_all, rows_of_expert
+from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, reported, small
 from tests.support.library_layers import CPU, Model, batch, expect_exact, flight_of
 
 NAME = "nixl_ep"
 
 
-def test_each_expert_gets_its_tokens_and_sums_come_home() -> None:
+def test_each_expert_gets_its_tokens_and_sums_return() -> None:
     ranks = ranks_of(NAME)
     first, second = ranks.dispatched(XB)
     assert first.counts_L.tolist() == [2, 1] and second.counts_L.tolist() == [1, 1]
     assert rows_of_expert(first, 0) == [[1.0, 2.0], [5.0, 6.0]] and rows_of_expert(second, 1) == [[1.0, 2.0]]
-    assert come_home(ranks, [first, second]) == [[[2.5, 5.0], [12.0, 16.0], [0.0, 0.0]], [[5.0, 6.0]]]
+    assert combine_all(ranks, [first, second]) == [[[2.5, 5.0], [12.0, 16.0], [0.0, 0.0]], [[5.0, 6.0]]]
 
 
 def test_ids_are_those_of_the_library_and_every_rank_is_connected() -> None:
@@ -39,12 +39,12 @@ def test_ids_are_those_of_the_library_and_every_rank_is_connected() -> None:
 
 
 def test_limits_are_its_own() -> None:
-    assert told(NAME, asked()) == {} and told(NAME, asked(num_tokens=1024)) == {}, "no queue pairs to fill"
-    assert told(NAME, small(top_k=16)) == {}
-    assert "takes 16 experts a token, the router has 17" in told(NAME, small(top_k=17))["top_k"]
+    assert reported(NAME, asked()) == {} and reported(NAME, asked(num_tokens=1024)) == {}, "no queue pairs to fill"
+    assert reported(NAME, small(top_k=16)) == {}
+    assert "takes 16 experts a token, the router has 17" in reported(NAME, small(top_k=17))["top_k"]
     assert NixlEP.dialect.hidden_for(3200) == 3584
     assert NixlEP.buffer_bytes(small(hidden=3200)) == NixlEP.buffer_bytes(small(hidden=3584))
-    assert "nixl_ep is not installed" in told(NAME, _without_libraries())["library"]
+    assert "nixl_ep is not installed" in reported(NAME, _without_libraries())["library"]
 
 
 def _without_libraries() -> Problem:

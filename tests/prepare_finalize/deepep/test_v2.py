@@ -12,7 +12,7 @@ from moe_mk.prepare_finalize.deepep import v2 as deepep_v2
 from moe_mk.prepare_finalize.deepep.v2 import DeepEPElastic, DeepEPElasticGrouped
 from moe_mk.quant import FP32
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage
-from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, small, told
+from tests.support.deepep_ranks import ROUTINGS, XB, asked, ranks_of, reported, small
 from tests.support.library_ranks import live_rows
 
 NAME, GROUPED = "deepep_v2", "deepep_v2_grouped"
@@ -25,7 +25,7 @@ def test_each_rank_gets_each_token_once_and_weights_of_other_ranks_are_hidden() 
     assert live_rows(second) == [(A, (-1, 1), (0.0, 0.25)), (B, (0, -1), (1.0, 0.0))]
 
 
-def test_sums_come_home() -> None:
+def test_sums_return() -> None:
     ranks = ranks_of(NAME)
     tokens = ranks.dispatched(XB)
     first, second = ranks.combined([10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)], tokens)
@@ -63,12 +63,12 @@ def test_groups_hold_a_row_for_each_assignment_of_each_expert() -> None:
     def weighted(tokens: GroupedTokens) -> Tensor:
         return (tokens.x_NH.values.float() * tokens.weights_N[:, None]).bfloat16()
 
-    def home(transport: DeepEPElasticGrouped, tokens: GroupedTokens) -> list[list[float]]:
+    def combined(transport: DeepEPElasticGrouped, tokens: GroupedTokens) -> list[list[float]]:
         y_TH: Tensor = wait(transport.finalize(ExpertOutput(weighted(tokens), OutputStage.WEIGHTED), tokens))
         return y_TH.tolist()  # type: ignore[no-any-return]
 
     # a: (0.5 + 0.25) a; b: 1 b; d: nothing; c: (0.75 + 0.125) c
-    assert ranks.each(home, ranks.transports, [first, second]) == [
+    assert ranks.each(combined, ranks.transports, [first, second]) == [
         [[0.75, 1.5], [3.0, 4.0], [0.0, 0.0]],
         [[4.375, 5.25]],
     ]
@@ -93,15 +93,17 @@ def test_planned_bytes_follow_ranks_and_tokens_and_not_experts() -> None:
     assert DeepEPElastic.max_rows(asked()) == 8 * 128 and DeepEPElasticGrouped.max_rows(asked()) == 8 * 8 * 128
 
 
-def test_every_limit_is_told() -> None:
-    assert told(NAME, asked()) == {} and told(GROUPED, asked()) == {} and told(NAME, asked(graphs=True)) == {}
-    assert "graphs" in told(GROUPED, asked(graphs=True))
-    assert "takes 32 experts a token, here are 40" in told(NAME, small(top_k=40))["top_k"]
-    assert "takes 256 experts of a rank, here are 320" in told(NAME, small(experts=640, ep=2))["experts"]
-    assert "takes 2048 physical experts, here are 4096" in told(NAME, small(experts=4096, ep=128))["experts"]
-    assert "takes 1024 ranks, here are 2048" in told(NAME, small(experts=2048, ep=2048))["ranks"]
-    assert "carries bf16 rows" in told(NAME, asked(dtype=FP32))["dtype"]
-    assert "deterministic" in told(NAME, asked(deterministic=True))
+def test_every_limit_is_reported() -> None:
+    assert (
+        reported(NAME, asked()) == {} and reported(GROUPED, asked()) == {} and reported(NAME, asked(graphs=True)) == {}
+    )
+    assert "graphs" in reported(GROUPED, asked(graphs=True))
+    assert "takes 32 experts a token, here are 40" in reported(NAME, small(top_k=40))["top_k"]
+    assert "takes 256 experts of a rank, here are 320" in reported(NAME, small(experts=640, ep=2))["experts"]
+    assert "takes 2048 physical experts, here are 4096" in reported(NAME, small(experts=4096, ep=128))["experts"]
+    assert "takes 1024 ranks, here are 2048" in reported(NAME, small(experts=2048, ep=2048))["ranks"]
+    assert "carries bf16 rows" in reported(NAME, asked(dtype=FP32))["dtype"]
+    assert "deterministic" in reported(NAME, asked(deterministic=True))
 
 
 def test_a_late_peer_ends_in_an_error_with_rank_and_phase() -> None:

@@ -43,7 +43,7 @@ def test_an_id_of_minus_one_sends_nothing_to_rank_0() -> None:
     assert 5.0 not in first.x_RH.values[:, 0].tolist() and 5.0 in second.x_RH.values[:, 0].tolist()
 
 
-def test_sums_come_home_and_padding_is_never_read() -> None:
+def test_sums_return_and_padding_is_never_read() -> None:
     ranks = Ranks(NAME)
     tokens = ranks.dispatched()
     y = [10.0**rank * t.x_RH.values * (t.ids_RK >= 0).any(dim=1, keepdim=True) for rank, t in enumerate(tokens)]
@@ -144,7 +144,7 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
     # H200, EP8, 128 tokens of 7168 bf16, top-8: 29.4 MB.
     #   counters 8 + 64 -> 128, flags 32 -> 128 and 128, routes 128 * 22 * 4 = 11264 and 11264         22,912
     #   1024 windows of 14336 + 8 * 8 out                                                          14,745,600
-    #   1024 windows of 14336 home                                                                 14,680,064
+    #   1024 windows of 14336 back                                                                 14,680,064
     assert workspace_bytes(8, 128, 14400, 14336) == 22_912 + 14_745_600 + 14_680_064
     plan = NvlinkOneSided.plan(problem("h200"))
     assert plan.buffer_bytes == 29_448_576 and plan.reasons == ()
@@ -155,20 +155,20 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
 
 
 @pytest.mark.row(77)
-def test_every_limit_is_told() -> None:
-    def told(asked: object) -> dict[str, str]:
+def test_every_limit_is_reported() -> None:
+    def reported(asked: object) -> dict[str, str]:
         return {reason.code: str(reason) for reason in PREPARE_FINALIZE[NAME].reasons_against(asked)}  # type: ignore[arg-type]
 
-    assert told(problem("h200")) == {}
-    assert told(with_top_k(22, "h200")) == {}
-    assert told(with_top_k(23, "h200"))["top_k"] == "the kernels take 22 experts a token, this router has 23"
-    assert "needs all ranks in one node, 32 ranks span 4 nodes" in told(problem("h200", ep=32))["fabric"]
-    many = told(problem("h200", ep=128, num_tokens=16))
+    assert reported(problem("h200")) == {}
+    assert reported(with_top_k(22, "h200")) == {}
+    assert reported(with_top_k(23, "h200"))["top_k"] == "the kernels take 22 experts a token, this router has 23"
+    assert "needs all ranks in one node, 32 ranks span 4 nodes" in reported(problem("h200", ep=32))["fabric"]
+    many = reported(problem("h200", ep=128, num_tokens=16))
     assert set(many) == {"fabric", "ranks"} and "128" in many["ranks"]
-    assert set(told(problem("mi300x"))) == {"device"}
-    assert told(problem("h200", deterministic=True))["deterministic"]
+    assert set(reported(problem("mi300x"))) == {"device"}
+    assert reported(problem("h200", deterministic=True))["deterministic"]
     # A rack of 72 in one NVLink domain is one node.
-    assert set(told(problem("b200", ep=64, num_tokens=16, ranks_per_node=72))) == set()
+    assert set(reported(problem("b200", ep=64, num_tokens=16, ranks_per_node=72))) == set()
 
 
 def test_rows_of_one_number_format_after_the_other_pass_the_kit() -> None:

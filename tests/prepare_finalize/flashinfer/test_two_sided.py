@@ -38,7 +38,7 @@ def test_an_id_of_minus_one_sends_nothing_anywhere() -> None:
     assert bool(second.x_RH.values.isnan().all())
 
 
-def test_sums_come_home_and_padding_is_never_read() -> None:
+def test_sums_return_and_padding_is_never_read() -> None:
     ranks = Ranks(NAME)
     tokens = ranks.dispatched()
     y = [10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)]
@@ -94,12 +94,15 @@ def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
 
 
 @pytest.mark.row(76)
-def test_every_limit_is_told() -> None:
-    def told(asked: object) -> dict[str, str]:
+def test_every_limit_is_reported() -> None:
+    def reported(asked: object) -> dict[str, str]:
         return {reason.code: str(reason) for reason in PREPARE_FINALIZE[NAME].reasons_against(asked)}  # type: ignore[arg-type]
 
-    assert told(problem("h200")) == {} and told(with_top_k(32, "h200")) == {}
-    assert told(with_top_k(33, "h200"))["top_k"] == "the kernels take 32 experts a token, this router has 33"
-    assert "needs all ranks in one node, 32 ranks span 4 nodes" in told(problem("h200", ep=32))["fabric"]
-    assert set(told(problem("b200", ep=256, num_tokens=16, ranks_per_node=256))) == {"ranks"}
-    assert set(told(problem("mi300x"))) == {"device"} and told(problem("h200", deterministic=True))["deterministic"]
+    assert reported(problem("h200")) == {} and reported(with_top_k(32, "h200")) == {}
+    assert reported(with_top_k(33, "h200"))["top_k"] == "the kernels take 32 experts a token, this router has 33"
+    assert "needs all ranks in one node, 32 ranks span 4 nodes" in reported(problem("h200", ep=32))["fabric"]
+    assert set(reported(problem("b200", ep=256, num_tokens=16, ranks_per_node=256))) == {"ranks"}
+    assert (
+        set(reported(problem("mi300x"))) == {"device"}
+        and reported(problem("h200", deterministic=True))["deterministic"]
+    )

@@ -94,7 +94,7 @@ def test_sums_for_others_are_rounded_and_those_for_own_tokens_are_not(native: bo
 
 
 def there_and_back(comm_ranks: int, per_node: int, name: str, wire: QuantScheme, pieces: int | None) -> list[bytes]:
-    """The bits of what arrives and of what comes home, over all hostile routings."""
+    """The bits of what arrives and of what returns, over all hostile routings."""
     seen: list[bytes] = []
     for case in hostile_routings(comm_ranks, num_experts=EXPERTS, top_k=TOP_K):
         if case.expert_map.num_physical != EXPERTS or max(case.num_tokens) > MOST:

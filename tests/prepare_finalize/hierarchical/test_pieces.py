@@ -64,16 +64,19 @@ def test_output_and_rows_sent_do_not_depend_on_the_size_of_a_piece(ranks: int, p
         if len(case.expert_map.experts_of_rank[0]) * ranks != EXPERTS or case.expert_map.num_physical != EXPERTS:
             continue  # placements are not what is tried here
         x = [rows(count, rank) for rank, count in enumerate(case.num_tokens)]
-        home, sent = {}, {}
+        combined, sent = {}, {}
         for pieces in (None, 1, 3, MOST, 100):
             comms = LockstepWorld(ranks).communicators()
             made = transports(comms, per_node, pieces)
             given = zip(made, x, case.routings, strict=True)
-            home[pieces] = interleave([there_and_back(*each) for each in given])
+            combined[pieces] = interleave([there_and_back(*each) for each in given])
             phases = ("dispatch", "relay", "gather", "combine")
             sent[pieces] = [[dict(comm.traffic.bytes_by_peer[phase]) for phase in phases] for comm in comms]
         for pieces in (1, 3, MOST, 100):
-            assert all(torch.equal(a, b) for a, b in zip(home[pieces], home[None], strict=True)), (case.name, pieces)
+            assert all(torch.equal(a, b) for a, b in zip(combined[pieces], combined[None], strict=True)), (
+                case.name,
+                pieces,
+            )
             assert sent[pieces] == sent[None], (case.name, pieces)
 
 
@@ -112,7 +115,7 @@ class Watched(Communicator):
 
 
 def events_of(tokens: int, pieces: int | None) -> tuple[list[tuple[str, str, int]], list[tuple[str, str, int]]]:
-    """What rank 0 did on the way out, and on the way home."""
+    """What rank 0 did on the way out, and on the way back."""
     watched = [Watched(comm) for comm in LockstepWorld(4).communicators()]
     ids_TK = torch.arange(TOP_K, dtype=torch.int32).mul(5).expand(tokens, TOP_K)  # both nodes
     routing = Routing(ids_TK, torch.ones(tokens, TOP_K))
@@ -124,13 +127,13 @@ def events_of(tokens: int, pieces: int | None) -> tuple[list[tuple[str, str, int
 
 @pytest.mark.row(145)
 def test_a_piece_crosses_while_the_one_before_it_is_relayed() -> None:
-    out, home = events_of(4, 1)
+    out, combined = events_of(4, 1)
     for piece in range(3):
         crossing = out.index(("post", "dispatch", piece + 1)), out.index(("land", "dispatch", piece + 1))
         relaying = out.index(("post", "relay", piece)), out.index(("land", "relay", piece))
         assert crossing[0] < relaying[0] < relaying[1] < crossing[1], "in the air together"
-        crossing = home.index(("post", "combine", piece)), home.index(("land", "combine", piece))
-        gathering = home.index(("post", "gather", piece + 1)), home.index(("land", "gather", piece + 1))
+        crossing = combined.index(("post", "combine", piece)), combined.index(("land", "combine", piece))
+        gathering = combined.index(("post", "gather", piece + 1)), combined.index(("land", "gather", piece + 1))
         assert crossing[0] < gathering[0] < gathering[1] < crossing[1]
 
 
@@ -159,14 +162,14 @@ def test_a_pipeline_of_tokens_takes_little_more_than_the_longer_level() -> None:
 
 def test_a_layer_takes_the_size_of_a_piece_from_its_settings() -> None:
     x = [torch.randn((count, LAYER_HIDDEN), generator=torch.Generator().manual_seed(count)) for count in (5, 0, 1, 8)]
-    home = {}
+    combined = {}
     for pieces in (None, 3):
         settings = {"prepare_finalize": "hierarchical", "ranks_per_node": 2, "experts": "reference"}
         settings |= {"relay_tokens": pieces, "max_num_tokens": 8}
         layers = [layer(8, 2, groups, **settings) for groups in virtual_groups(4)]
         assert layers[0].kernel.prepare_finalize.context.relay_tokens == pieces  # type: ignore[union-attr]
-        home[pieces] = interleave([one.steps(own) for one, own in zip(layers, x, strict=True)])
-    for ours, theirs in zip(home[3], home[None], strict=True):
+        combined[pieces] = interleave([one.steps(own) for one, own in zip(layers, x, strict=True)])
+    for ours, theirs in zip(combined[3], combined[None], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
     with pytest.raises(ConfigError, match="kernel.relay_tokens"):
         load_config("deepseek_v3").with_(relay_tokens=0)
@@ -179,5 +182,5 @@ def test_the_plan_knows_a_pipeline() -> None:
     pieces = Hierarchical.volume(replace(asked, config=config.with_(relay_tokens=32)))
     assert (whole.collectives, whole.pipelined) == (6, False)
     alone = Hierarchical.volume(replace(asked, config=config.with_(ranks_per_node=1)))
-    assert alone.collectives == 3, "nodes of one rank relay nothing: counts, rows out, sums home"
+    assert alone.collectives == 3, "nodes of one rank relay nothing: counts, rows out, sums back"
     assert (pieces.collectives, pieces.pipelined) == (1 + 4 * 5, True) and pieces.far_rows == whole.far_rows

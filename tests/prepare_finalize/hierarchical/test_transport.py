@@ -82,8 +82,8 @@ def test_rows_relays_and_sums_by_hand() -> None:
     outputs = [
         ExpertOutput(each.x_RH.values * each.weights_RK.sum(dim=1)[:, None], OutputStage.REDUCED) for each in rows
     ]
-    home = interleave([m.finalize(o, t) for m, o, t in zip(made, outputs, rows, strict=True)])
-    assert [y.flatten().tolist() for y in home] == [[7.0, 80.0], [], [], [1600.0]]
+    combined = interleave([m.finalize(o, t) for m, o, t in zip(made, outputs, rows, strict=True)])
+    assert [y.flatten().tolist() for y in combined] == [[7.0, 80.0], [], [], [1600.0]]
     # Token a crossed once (4 B of value, 3 ids and 3 weights) where the flat way crosses twice; one sum came back.
     nodes, traffic = Nodes.of(4, 2), made[0].context.comm.traffic
     assert traffic.by_link(nodes, 0, ["dispatch"]) == {"self": 0, "intra_node": 0, "inter_node": 28}
@@ -95,7 +95,7 @@ def test_rows_relays_and_sums_by_hand() -> None:
     "ranks,per_node,wire,dtype",
     [(4, 2, FP32, FP32), (4, 2, FP8_1x128_UE8M0, BF16), (4, 1, FP32, FP32)],
 )
-def test_every_hostile_routing_comes_home(ranks: int, per_node: int, wire: QuantScheme, dtype: Plain) -> None:
+def test_every_hostile_routing_returns(ranks: int, per_node: int, wire: QuantScheme, dtype: Plain) -> None:
     options = {"ranks_per_node": per_node, "num_experts": 12, "hidden_size": 128}
     ran = check_transport("hierarchical", num_ranks=ranks, wire=wire, dtype=dtype, **options)  # type: ignore[arg-type]
     assert ran >= 13
@@ -126,11 +126,11 @@ def test_output_is_that_of_the_flat_way_and_bytes_are_those_of_the_model(ranks: 
     crossed = dict.fromkeys(COMPARED, 0)
     for case in hostile_routings(ranks, num_experts=EXPERTS, top_k=TOP_K):
         x, routings = exact(case)
-        home = {}
+        combined = {}
         for name in COMPARED:
             comms = LockstepWorld(ranks).communicators()
             made = [PREPARE_FINALIZE[name](context(comm, case.expert_map, per_node)) for comm in comms]
-            home[name] = interleave([there_and_back(*given) for given in zip(made, x, routings, strict=True)])
+            combined[name] = interleave([there_and_back(*given) for given in zip(made, x, routings, strict=True)])
             flow = flow_of(name, case, size, nodes)
             for rank, comm in enumerate(comms):
                 counted = comm.traffic.bytes_by_peer
@@ -140,7 +140,9 @@ def test_output_is_that_of_the_flat_way_and_bytes_are_those_of_the_model(ranks: 
                 assert comm.traffic.by_link(nodes, rank) == flow.by_link(nodes, rank)
                 crossed[name] += comm.traffic.by_link(nodes, rank, ["dispatch", "combine"])["inter_node"]
         for name in COMPARED[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(home[name], home["all_to_all"], strict=True)), case.name
+            assert all(torch.equal(a, b) for a, b in zip(combined[name], combined["all_to_all"], strict=True)), (
+                case.name
+            )
     assert 0 < crossed["hierarchical"] <= crossed["all_to_all"] < crossed["all_gather"]
     assert (crossed["hierarchical"] == crossed["all_to_all"]) is (per_node == 1), "a node of one rank saves nothing"
 
@@ -153,12 +155,12 @@ def test_nodes_are_added_in_their_order_and_rounded_once_on_the_way() -> None:
     x = [torch.randn((5, HIDDEN), generator=draw).to(torch.bfloat16) for _ in range(4)]
     weights = [torch.rand((5, 4), generator=draw) for _ in range(4)]
     routings = [Routing(ids_TK, w) for w in weights]
-    home = interleave([there_and_back(*given) for given in zip(made, x, routings, strict=True)])
+    combined = interleave([there_and_back(*given) for given in zip(made, x, routings, strict=True)])
     for rank in range(4):
         parts = [(x[rank].float() * weights[rank][:, e, None]).bfloat16().float() for e in range(4)]
         node = [parts[0] + parts[1], parts[2] + parts[3]]
         node[1 - rank // 2] = node[1 - rank // 2].bfloat16().float()
-        assert torch.equal(home[rank], (node[0] + node[1]).bfloat16())
+        assert torch.equal(combined[rank], (node[0] + node[1]).bfloat16())
 
 
 def test_the_order_of_nodes_is_that_of_their_numbers_on_every_rank() -> None:
@@ -167,8 +169,8 @@ def test_the_order_of_nodes_is_that_of_their_numbers_on_every_rank() -> None:
     made = [Hierarchical(context(c, expert_map, 1, top_k=4)) for c in LockstepWorld(4).communicators()]
     weights_TK = torch.tensor([[1e8, 1.0, -1e8, 1.0]])
     routing = Routing(torch.arange(4, dtype=torch.int32)[None], weights_TK)
-    home = interleave([there_and_back(transport, torch.ones(1, HIDDEN), routing) for transport in made])
-    assert all(torch.equal(y_TH, torch.ones(1, HIDDEN)) for y_TH in home)
+    combined = interleave([there_and_back(transport, torch.ones(1, HIDDEN), routing) for transport in made])
+    assert all(torch.equal(y_TH, torch.ones(1, HIDDEN)) for y_TH in combined)
 
 
 def problem(**settings: object) -> Problem:
@@ -212,13 +214,13 @@ def test_the_plan_knows_what_crosses_nodes() -> None:
 def test_a_layer_over_two_nodes_computes_what_it_does_over_one() -> None:
     draw = torch.Generator().manual_seed(0)
     x = [torch.randn((count, LAYER_HIDDEN), generator=draw) for count in (5, 0, 1, 9)]
-    home = {}
+    combined = {}
     for name in ("hierarchical", "all_to_all"):
         settings = {"prepare_finalize": name, "ranks_per_node": 2, "experts": "reference", "num_shared_experts": 1}
         layers = [layer(8, 2, groups, **settings) for groups in virtual_groups(4)]
         assert layers[0].decision.chosen.prepare_finalize == name
-        home[name] = interleave([one.steps(own) for one, own in zip(layers, x, strict=True)])
-    for ours, theirs in zip(home["hierarchical"], home["all_to_all"], strict=True):
+        combined[name] = interleave([one.steps(own) for one, own in zip(layers, x, strict=True)])
+    for ours, theirs in zip(combined["hierarchical"], combined["all_to_all"], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -239,28 +241,28 @@ def against_the_model(rank: int, ranks: int, per_node: int) -> list[str]:
         size = RowBytes(packed_row_bytes(wire, HIDDEN, TOP_K), row_bytes(dtype, HIDDEN))
         comm = DistributedCommunicator(dist.group.WORLD, timeout_s=30.0)
         for case in hostile_routings(ranks, num_experts=EXPERTS, top_k=TOP_K):
-            (x, routings), home = exact(case), {}
+            (x, routings), combined = exact(case), {}
             for name in COMPARED:
                 comm.traffic.reset()
                 transport = PREPARE_FINALIZE[name](context(comm, case.expert_map, per_node, wire, dtype))
-                home[name] = wait(there_and_back(transport, x[rank], routings[rank]))
+                combined[name] = wait(there_and_back(transport, x[rank], routings[rank]))
                 # Opening windows is no part of a call.
                 counted = comm.traffic.by_link(nodes, rank, set(comm.traffic.bytes_by_peer) - {"window set-up"})
                 modelled = flow_of(name, case, size, nodes).by_link(nodes, rank)
                 if counted != modelled:
                     found.append(f"{name}, {wire.name}, {case.name}: {counted}, not {modelled}")
-                if wire is FP32 and not torch.equal(home[name], home["all_to_all"]):
+                if wire is FP32 and not torch.equal(combined[name], combined["all_to_all"]):
                     found.append(f"{name}, {wire.name}, {case.name}: another output than all_to_all")
     return found
 
 
 @pytest.mark.row(39, 44)
-def test_processes_of_two_nodes_of_two_send_what_the_model_says(world: RankWorld) -> None:
+def test_processes_of_two_nodes_of_two_send_what_the_model_states(world: RankWorld) -> None:
     assert world.call(against_the_model, 4, 2) == [[]] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.row(144)
-def test_processes_of_two_nodes_of_four_send_what_the_model_says() -> None:
+def test_processes_of_two_nodes_of_four_send_what_the_model_states() -> None:
     with RankWorld(8) as eight:
         assert eight.call(against_the_model, 8, 4, timeout_s=100.0) == [[]] * 8

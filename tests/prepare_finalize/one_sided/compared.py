@@ -63,12 +63,12 @@ def differences(
     batch: tuple[Tensor, Routing],
     rank: int,
 ) -> list[str]:
-    """What tells the two transports, and both from the model, after one call of each."""
+    """What reports the two transports, and both from the model, after one call of each."""
     found, traffic = [], {name: made[name].context.comm.traffic for name in NAMES}
     for each in traffic.values():
         each.reset()
-    home = {name: wait(there_and_back(made[name], *batch)) for name in NAMES}
-    if not torch.equal(home["one_sided"], home["all_to_all"]):
+    combined = {name: wait(there_and_back(made[name], *batch)) for name in NAMES}
+    if not torch.equal(combined["one_sided"], combined["all_to_all"]):
         found.append(f"{wire.name} {tokens}: outputs differ")
     model = modelled(batch[1], wire, rank)
     for phase in ("dispatch", "combine"):

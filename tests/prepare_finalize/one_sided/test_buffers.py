@@ -151,7 +151,7 @@ def test_finalizing_an_output_that_lies_elsewhere_copies_only_what_others_read()
         each.out_RH.fill_(float("nan"))
         y_RH = each.x_RH.dequantize(torch.float32) * each.weights_RK.sum(dim=1, keepdim=True)
         outputs.append((rank, each, ExpertOutput(y_RH, OutputStage.REDUCED)))
-    home = interleave([made[rank].finalize(output, each) for rank, each, output in outputs])
-    for (x_TH, routing), y_TH in zip(batches, home, strict=True):
+    combined = interleave([made[rank].finalize(output, each) for rank, each, output in outputs])
+    for (x_TH, routing), y_TH in zip(batches, combined, strict=True):
         assert torch.equal(y_TH, x_TH * routing.weights_TK.sum(dim=1, keepdim=True))
     assert all(bool(t.out_RH.isnan().any()) for t in tokens if isinstance(t, RowTokens) and t.out_RH is not None)

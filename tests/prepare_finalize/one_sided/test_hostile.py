@@ -227,13 +227,13 @@ def test_words_that_change_during_a_call_give_the_right_rows_or_an_error(
 
 
 def both_halves(made: list[OneSided], batches: list[tuple[Tensor, Routing]]) -> tuple[list[RowTokens], list[Tensor]]:
-    """What ranks receive, copied, and what comes home to them."""
+    """What ranks receive, copied, and what returns to them."""
     tokens = interleave([t.prepare(*batch) for t, batch in zip(made, batches, strict=True)])
     rows = [each for each in tokens if isinstance(each, RowTokens)]
     kept = [replace(each, x_RH=replace(each.x_RH, values=each.x_RH.values.clone())) for each in rows]
     dtype = made[0].context.dtype.dtype
-    home = [t.finalize(scaled(each, dtype), each) for t, each in zip(made, rows, strict=True)]
-    return kept, interleave(home)
+    combined = [t.finalize(scaled(each, dtype), each) for t, each in zip(made, rows, strict=True)]
+    return kept, interleave(combined)
 
 
 def outcome_of(flight: Flight[Any]) -> object:

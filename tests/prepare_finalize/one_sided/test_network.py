@@ -63,9 +63,9 @@ def test_two_ranks_by_hand_and_the_messages_that_takes() -> None:
         lambda t=t, b=b: wait(there_and_back(t, *b))  # type: ignore[misc]
         for t, b in zip(made, batches, strict=True)
     ]
-    home, empty = world.together(jobs)
+    combined, empty = world.together(jobs)
     # [1, 2] * 2 and [3, 4] * (1 + 10)
-    assert home.tolist() == [[2.0, 4.0], [33.0, 44.0]] and empty.shape == (0, 2)
+    assert combined.tolist() == [[2.0, 4.0], [33.0, 44.0]] and empty.shape == (0, 2)
     traffic = [dict(transport.context.comm.traffic.bytes_by_phase) for transport in made]
     assert traffic[0]["dispatch"] == 48 and traffic[1]["combine"] == 16
     sent = []

@@ -96,7 +96,7 @@ def relayed(patch: pytest.MonkeyPatch) -> Iterator[list[Relay]]:
 def errors_of_both(
     relays: list[Relay], do: Callable[[Relay], None], phase: int, timeout_s: float
 ) -> list[tuple[str, float]]:
-    """What each rank is told of a call in whose middle rank 0 does something to all links, and after how long."""
+    """What each rank is reported of a call in whose middle rank 0 does something to all links, and after how long."""
     world = ThreadWorld(2, timeout_s=timeout_s)
 
     def job(comm: Communicator) -> tuple[str, float]:

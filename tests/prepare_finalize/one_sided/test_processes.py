@@ -101,13 +101,13 @@ def expected(x_TH: Tensor, routing: Routing) -> Tensor:
 
 
 @pytest.mark.row(55)
-def test_a_thousand_random_calls_with_delays_all_come_home(world: RankWorld) -> None:
+def test_a_thousand_random_calls_with_delays_all_return(world: RankWorld) -> None:
     assert world.call(stress, 1_000) == [{"wrong": 0, "slots": 3, "named files": 0}] * RANKS
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ten_thousand_random_calls_with_delays_all_come_home(world: RankWorld) -> None:
+def test_ten_thousand_random_calls_with_delays_all_return(world: RankWorld) -> None:
     result = world.call(stress, 10_000, timeout_s=500.0)
     assert result == [{"wrong": 0, "slots": 3, "named files": 0}] * RANKS
 

@@ -40,9 +40,9 @@ def test_rows_sums_and_bytes_by_hand() -> None:
     assert zero.x_RH.values.tolist() == [[3.0, 4.0]] and one.x_RH.values.tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert zero.ids_RK.tolist() == [[0, -1]] and one.ids_RK.tolist() == [[0, -1], [-1, 0]]
     assert zero.weights_RK.tolist() == [[1.0, 0.0]] and one.weights_RK.tolist() == [[2.0, 0.0], [0.0, 10.0]]
-    home, empty = interleave(finals)
+    combined, empty = interleave(finals)
     # [1, 2] * 2 and [3, 4] * (1 + 10)
-    assert home.tolist() == [[2.0, 4.0], [33.0, 44.0]] and empty.shape == (0, 2)
+    assert combined.tolist() == [[2.0, 4.0], [33.0, 44.0]] and empty.shape == (0, 2)
     # Two rows of 2 values (8 B), 2 ids and 2 weights (16 B) leave rank 0; two sums of 8 B leave rank 1.
     traffic = [dict(transport.context.comm.traffic.bytes_by_phase) for transport in made]
     assert traffic[0] == {"dispatch": 48, "dispatch flags": 8, "combine": 0, "combine flags": 8}
@@ -55,8 +55,8 @@ def test_more_tokens_than_a_window_holds_are_refused_before_anything_moves() -> 
         wait(made[0].prepare(*drawn(0, 7, torch.float32)))
     assert not made[0]._pool.slots
     everywhere = Routing(torch.tensor([[0, 4, 7]] * 6, dtype=torch.int32), torch.ones((6, 3)))
-    home = interleave([there_and_back(transport, torch.ones((6, HIDDEN)), everywhere) for transport in made])
-    assert all(torch.equal(y_TH, torch.full((6, HIDDEN), 3.0)) for y_TH in home), "a full window is full, not over"
+    combined = interleave([there_and_back(transport, torch.ones((6, HIDDEN)), everywhere) for transport in made])
+    assert all(torch.equal(y_TH, torch.full((6, HIDDEN), 3.0)) for y_TH in combined), "a full window is full, not over"
 
 
 def test_groups_and_devices_that_share_no_memory_are_refused() -> None:
@@ -143,9 +143,9 @@ def test_rows_stay_until_their_call_is_finalized_whatever_other_calls_do() -> No
         interleave([there_and_back(made[rank], *drawn(seed + rank, 6, torch.float32)) for rank in range(2)])
     assert all(torch.equal(each.x_RH.values, rows) for each, rows in zip(tokens, before, strict=True))
     outputs = [scaled(each, torch.float32) for each in tokens]
-    home = interleave([t.finalize(o, each) for t, o, each in zip(made, outputs, tokens, strict=True)])
+    combined = interleave([t.finalize(o, each) for t, o, each in zip(made, outputs, tokens, strict=True)])
     again = interleave([there_and_back(made[rank], *drawn(rank, 6, torch.float32)) for rank in range(2)])
-    assert all(torch.equal(one, other) for one, other in zip(home, again, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(combined, again, strict=True))
 
 
 def problem(device: str, **settings: object) -> Problem:
@@ -153,7 +153,7 @@ def problem(device: str, **settings: object) -> Problem:
     return Problem(config, device_profile(device), BF16, 64)
 
 
-def test_the_oracle_is_told_where_it_runs_and_that_it_is_cheaper_there() -> None:
+def test_the_oracle_is_reported_where_it_runs_and_that_it_is_cheaper_there() -> None:
     assert not OneSided.reasons_against(problem("cpu", ep=4))
     assert {r.code for r in OneSided.reasons_against(problem("h200", ep=4))} == {"device"}
     assert {r.code for r in OneSided.reasons_against(problem("cpu"))} == {"ranks"}

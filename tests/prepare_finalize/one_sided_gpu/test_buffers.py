@@ -67,18 +67,18 @@ def test_ranks_that_share_a_gpu_take_the_other_way() -> None:
     assert [each.how for each in windows] == ["IPC, not symmetric memory: ranks 0, 2 share GPU GPU-a"] * 3
 
 
-def test_memory_that_cannot_be_had_is_told_in_the_words_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_had_is_reported_in_the_words_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     made = standins(2)
     monkeypatch.setattr(made[0], "get_backend", lambda device: "CUDA")
     made[0].backend = None
-    said = {each.how for each in mapped([*made], GPUS[:2])}
-    assert said == {"IPC, not symmetric memory: rank 0: SymmetricMemory does not support device type cpu"}
+    stated = {each.how for each in mapped([*made], GPUS[:2])}
+    assert stated == {"IPC, not symmetric memory: rank 0: SymmetricMemory does not support device type cpu"}
 
 
 def test_an_address_that_is_not_that_of_the_window_ends_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     (only,) = standins(1)
     monkeypatch.setattr(only, "rendezvous", lambda tensor, group: Handle(0, 1, [4096], 0))
-    with pytest.raises(CommError, match=r"rank 0, phase 'window set-up': .* window at 0x.* is said to lie at 0x1000"):
+    with pytest.raises(CommError, match=r"rank 0, phase 'window set-up': .* window at 0x.* is stated to lie at 0x1000"):
         mapped([only], GPUS[:1])
 
 

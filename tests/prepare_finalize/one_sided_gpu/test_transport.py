@@ -28,7 +28,7 @@ def test_it_is_taken_by_name_alone_until_it_has_been_measured() -> None:
     assert reason.code == "unmeasured" and "not yet measured" in reason.text
 
 
-def test_every_limit_is_told() -> None:
+def test_every_limit_is_reported() -> None:
     far = problem("h200", ep=4, prepare_finalize=NAME)
     far = replace(far, device=far.device.model_copy(update={"ranks_per_node": 2}), installed=frozenset())
     assert {r.code for r in OneSidedGpu.reasons_against(far)} == {"fabric", "library"}

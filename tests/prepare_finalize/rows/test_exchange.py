@@ -1,4 +1,4 @@
-"""Rows out and sums home: by hand, few bytes and many alike, with the counts of a plain all-to-all."""
+"""Rows out and sums back: by hand, few bytes and many alike, with the counts of a plain all-to-all."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def out(comm: Communicator, send: Sequence[Sequence[int]], here: str = "") -> Fl
     return torch.cat((rows.values, rows.tails), dim=1)
 
 
-def home(comm: Communicator, send: Sequence[Sequence[int]], here: str = "") -> Flight[Tensor]:
-    """Every row comes back as 2 to the power of its sender's peer, so that a sum tells which ranks a row went to."""
+def combined(comm: Communicator, send: Sequence[Sequence[int]], here: str = "") -> Flight[Tensor]:
+    """Every row comes back as 2 to the power of its sender's peer, so that a sum reports which ranks a row went to."""
     mine, theirs = send[comm.rank], [counts[comm.rank] for counts in send]
     exchange, most = RowExchange(comm, CPU), max(mine, default=0)
     y_RH = torch.full((sum(theirs), 2), 2.0**comm.rank)
@@ -82,9 +82,9 @@ def test_rows_arrive_in_rank_order_with_the_own_ones_among_them() -> None:
     assert arrived[1][:, :2].tolist() == [[2, 1], [2, 2], [2, 3], [2, 4], [3, 0]]
 
 
-def test_sums_come_home_to_the_rows_they_are_of() -> None:
+def test_sums_return_to_the_rows_they_are_of() -> None:
     # Rank 0: both rows 0 and 1 went to rank 0, rows 0 to 2 to rank 2, row 0 to rank 3: 1 + 4 + 8, 1 + 4, 4.
-    sums, _ = everywhere(home, SEND)
+    sums, _ = everywhere(combined, SEND)
     assert sums[0][:, 0].tolist() == [13.0, 5.0, 4.0]
     assert sums[1].shape == (0, 2)
     assert sums[2][:, 1].tolist() == [1.0 + 2.0 + 8.0, 2.0 + 8.0, 2.0, 2.0]
@@ -104,8 +104,8 @@ def test_any_sizes_arrive_and_are_counted_as_by_a_plain_all_to_all(ranks: int, d
 
 def test_what_stays_can_be_counted_under_a_phase_of_its_own() -> None:
     _, comms = everywhere(out, SEND, "relay")
-    _, homeward = everywhere(home, SEND, "gather")
-    for rank, (comm, back) in enumerate(zip(comms, homeward, strict=True)):
+    _, returned = everywhere(combined, SEND, "gather")
+    for rank, (comm, back) in enumerate(zip(comms, returned, strict=True)):
         sent = [(VALUES + TAIL) * count * (peer != rank) for peer, count in enumerate(SEND[rank])]
         arrived = sum(counts[rank] for counts in SEND)
         assert [comm.traffic.bytes_by_peer["dispatch"][peer] for peer in range(4)] == sent
@@ -118,7 +118,7 @@ def test_memory_comes_back_after_a_call(request: pytest.FixtureRequest) -> None:
     comms = LockstepWorld(4).communicators()
     for _ in range(3):
         interleave([out(comm, SEND) for comm in comms])
-        interleave([home(comm, SEND) for comm in comms])
+        interleave([combined(comm, SEND) for comm in comms])
     free = [len(scratch.Scratch.of(comm).free) for comm in comms]
     if "many" in request.node.name:
         assert all(1 <= count <= 2 for count in free), "rows out and rows in, used again for sums"

@@ -153,16 +153,16 @@ def test_configs_are_there_for_some_numbers_of_ranks_and_must_make_sense() -> No
         deep_ep.Buffer.set_num_sms(21)
 
 
-@pytest.mark.parametrize("more,said", [
+@pytest.mark.parametrize("more,stated", [
     ({"allocate_on_comm_stream": True}, "previous_event and async_finish"),
     ({"x": torch.zeros(1, 4, dtype=torch.bfloat16)}, "% 16 == 0"),
     ({"x": torch.zeros(1, 128, dtype=torch.bfloat16)[:, ::2]}, "is_contiguous"),
     ({"x": torch.zeros(1, 8192, dtype=torch.bfloat16)}, r"num_nvl_bytes \(\d+\) >="),
 ])  # fmt: skip
-def test_calls_that_the_library_does_not_take_are_refused(more: dict[str, Any], said: str) -> None:
+def test_calls_that_the_library_does_not_take_are_refused(more: dict[str, Any], stated: str) -> None:
     def job(group: ThreadCommunicator) -> None:
         if group.rank == 1:
-            with pytest.raises(RuntimeError, match=said):
+            with pytest.raises(RuntimeError, match=stated):
                 dispatch(open_buffer(group), **more)
         else:
             open_buffer(group)

@@ -90,7 +90,7 @@ def test_rows_of_a_source_lie_in_no_order_unless_asked() -> None:
     assert len(some) > 1 and same == {(0.0, 1.0, 2.0, 3.0) * 2}
 
 
-@pytest.mark.parametrize("more,said", [
+@pytest.mark.parametrize("more,stated", [
     ({"previous_event": deep_ep.EventHandle()}, "previous_event wants allocate_on_comm_stream"),
     ({"previous_event": deep_ep.EventOverlap(), "allocate_on_comm_stream": True}, "is an EventHandle"),
     ({"topk_idx": torch.tensor([[0, 0]])}, "at most once in a row"),
@@ -101,14 +101,14 @@ def test_rows_of_a_source_lie_in_no_order_unless_asked() -> None:
     ({"x": (torch.zeros(1, 64).to(torch.float8_e4m3fn), torch.zeros(1, 1, dtype=torch.bfloat16))}, "4 bytes"),
     ({"x": torch.zeros(1, 1 << 19, dtype=torch.bfloat16)}, r"num_bytes \(\d+\) >="),
 ])  # fmt: skip
-def test_calls_that_the_library_does_not_take_are_refused(more: dict[str, Any], said: str) -> None:
+def test_calls_that_the_library_does_not_take_are_refused(more: dict[str, Any], stated: str) -> None:
     def job(group: ThreadCommunicator) -> None:
         one = {
             "x": torch.zeros(1, HIDDEN, dtype=torch.bfloat16),
             "topk_idx": torch.tensor([[0, 1]]),
             "topk_weights": torch.ones(1, 2),
         }
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=stated):
             dispatch(open_buffer(group), **{**one, **more})
 
     on_ranks(1, job)

@@ -91,7 +91,7 @@ def test_promised_contents_are_poison_until_revealed_and_keep_their_strides() ->
     assert torch.equal(held, content) and not pending.open
 
 
-def test_a_library_that_is_missing_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_states_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_is_there", lambda name: False)
     monkeypatch.setattr(library, "EMULATED", frozenset({"mori"}))
     with pytest.raises(LibraryMissing, match=r"(?s)mori .*is not installed.*or kernel\.allow_emulated = true"):

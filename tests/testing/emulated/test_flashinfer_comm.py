@@ -188,7 +188,7 @@ def test_misuse_is_refused_as_the_library_does(job: Any, error: type[Exception],
         on_ranks(2, job)
 
 
-def test_unequal_strides_are_told_instead_of_corrupting_rows() -> None:
+def test_unequal_strides_are_reported_instead_of_corrupting_rows() -> None:
     with pytest.raises(RuntimeError, match=r"ranks disagree .*\(0, 3\), \(0, 4\)"):
         on_ranks(2, lambda group: opened(group).dispatch(ids(), [EMPTY], 3 + group.rank))
 

@@ -70,13 +70,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("said,wrong", REFUSED, ids=[said for said, _ in REFUSED])
-def test_what_the_library_refuses_is_refused(said: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match=said):
+@pytest.mark.parametrize("stated,wrong", REFUSED, ids=[stated for stated, _ in REFUSED])
+def test_what_the_library_refuses_is_refused(stated: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match=stated):
         call(**wrong)
 
 
-def test_what_is_not_imitated_says_so() -> None:
+def test_what_is_not_imitated_states_so() -> None:
     with pytest.raises(NotImplementedError, match="min_latency_mode, use_w4_group_scaling"):
         call(min_latency_mode=True, use_w4_group_scaling=True)
 

@@ -113,7 +113,7 @@ def test_a_weight_in_the_lower_half_of_an_id() -> None:
     assert torch.equal(bf16_call(topk_ids=packed), bf16_call())
 
 
-def test_the_offset_says_which_experts_are_local() -> None:
+def test_the_offset_states_which_experts_are_local() -> None:
     got = bf16_call(local_expert_offset=1)
     assert not close(got[:1], by_definition()) and bool(got[1].any())
 
@@ -153,13 +153,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("said,wrong", REFUSED, ids=[f"{n}-{said}" for n, (said, _) in enumerate(REFUSED)])
-def test_what_the_library_refuses_is_refused(said: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match=said):
+@pytest.mark.parametrize("stated,wrong", REFUSED, ids=[f"{n}-{stated}" for n, (stated, _) in enumerate(REFUSED)])
+def test_what_the_library_refuses_is_refused(stated: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match=stated):
         bf16_call(**wrong)
 
 
-def test_what_is_not_imitated_says_so() -> None:
+def test_what_is_not_imitated_states_so() -> None:
     with pytest.raises(NotImplementedError, match="gemm1_lora_delta, unfinalized"):
         bf16_call(gemm1_lora_delta=torch.ones(1), do_finalize=False)
 
@@ -204,9 +204,9 @@ FP8_REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("said,wrong", FP8_REFUSED, ids=[said for said, _ in FP8_REFUSED])
-def test_fp8_calls_that_the_library_refuses_are_refused(said: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match=said):
+@pytest.mark.parametrize("stated,wrong", FP8_REFUSED, ids=[stated for stated, _ in FP8_REFUSED])
+def test_fp8_calls_that_the_library_refuses_are_refused(stated: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match=stated):
         fp8_call(**wrong)
 
 
@@ -245,9 +245,9 @@ FP4_REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("said,wrong", FP4_REFUSED, ids=[said for said, _ in FP4_REFUSED])
-def test_fp4_calls_that_the_library_refuses_are_refused(said: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match=said):
+@pytest.mark.parametrize("stated,wrong", FP4_REFUSED, ids=[stated for stated, _ in FP4_REFUSED])
+def test_fp4_calls_that_the_library_refuses_are_refused(stated: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match=stated):
         nvfp4_call(**wrong)
 
 

@@ -184,7 +184,7 @@ def test_high_throughput_calls_leave_the_buffer_dirty() -> None:
     on_ranks(2, job)
 
 
-@pytest.mark.parametrize("wrong,said", [
+@pytest.mark.parametrize("wrong,stated", [
     ({"x": torch.zeros(1, 2048)}, "x is contiguous bf16"),
     ({"x": torch.zeros(1, 2000, dtype=torch.bfloat16)}, "Unsupported hidden 2000"),
     ({"x": torch.zeros(1, 8192, dtype=torch.bfloat16)}, r"layout.total_bytes \(\d+\) <= num_rdma_bytes"),
@@ -197,10 +197,10 @@ def test_high_throughput_calls_leave_the_buffer_dirty() -> None:
     ({"use_fp8": True, "use_ue8m0": True}, "round_scale"),
     ({"dispatch_wait_recv_cost_stats": torch.zeros(1, 1, dtype=torch.int64)}, "int64 .ranks"),
 ])  # fmt: skip
-def test_what_the_kernels_are_not_built_for_is_refused(wrong: dict[str, Any], said: str) -> None:
+def test_what_the_kernels_are_not_built_for_is_refused(wrong: dict[str, Any], stated: str) -> None:
     def job(group: ThreadCommunicator) -> None:
         x = {"x": torch.zeros(1, 2048, dtype=torch.bfloat16), "ids": torch.zeros(1, 1, dtype=torch.int64)}
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=stated):
             dispatch(buffer_of(group), **{**x, **wrong})
 
     on_ranks(1, job)

@@ -171,7 +171,7 @@ class V1Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Rows back home, summed over ranks without weights."""
+        """Rows back, summed over ranks without weights."""
         self._check_events(previous_event, async_finish, allocate_on_comm_stream)
         config = tuned(self.group_size, self.num_sms, combine=True) if config is None else config
         self._check_room(config, x.shape[1] * x.element_size())

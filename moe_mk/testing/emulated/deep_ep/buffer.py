@@ -47,7 +47,7 @@ class Buffer(V1Buffer):
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Rows back home, summed with their weights."""
+        """Rows back, summed with their weights."""
         del combine_wait_recv_cost_stats
         copies, finish = (use_logfmt, zero_copy), Finish(async_finish, return_recv_hook)
         return self._low_latency_combine(x, topk_idx, topk_weights, handle, copies, finish, out)

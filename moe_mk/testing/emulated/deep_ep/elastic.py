@@ -1,6 +1,6 @@
 """`deep_ep.ElasticBuffer`: V2, with rows in no particular order, or one row an assignment grouped by expert.
 
-The rows of a V2 dispatch: where they go, in which order they lie on arrival, and how they find home.
+The rows of a V2 dispatch: where they go, in which order they lie on arrival, and how they return.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def expand(got: Arrived, num_local: int) -> Arrived:
     return replace(rows, ids_RK=got.ids_RK[row_N, k_N][:, None], weights_RK=got.weights_RK[row_N, k_N][:, None])
 
 
-def gather_home(exchange: Exchange, x: Tensor, handle: EPHandle, num_tokens: int) -> Tensor:
+def gather_back(exchange: Exchange, x: Tensor, handle: EPHandle, num_tokens: int) -> Tensor:
     """Send every row to its source and add up there, in f32."""
     rows = handle.recv_src_metadata
     known = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1]) if not handle.do_expand else len(rows)
@@ -273,14 +273,14 @@ class ElasticBuffer:
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Rows back home, summed without weights."""
+        """Rows back, summed without weights."""
         del num_sms, previous_event_before_epilogue
         self._check_call(num_qps, previous_event, allocate_on_comm_stream)
         host_assert(topk_weights is None and bias is None, "weights and bias of a combine are not emulated")
         host_assert(x.dim() == 2 and x.is_contiguous() and x.dtype == torch.bfloat16, "x is contiguous bf16 [N, H]")
         rows = len(handle.recv_src_metadata)
         host_assert(len(x) == rows, f"x.size(0) ({len(x)}) == recv_src_metadata.size(0) ({rows})")
-        total = gather_home(self.exchange, x, handle, len(handle.topk_idx))
+        total = gather_back(self.exchange, x, handle, len(handle.topk_idx))
         held, arrival = poison(torch.empty_like(total)), Arrival()
         arrival.then(lambda: held.copy_(total))
         return held, None, self._event(arrival, async_with_compute_stream)

@@ -155,9 +155,9 @@ class EpDispatchCombineOp:
         assert input.is_contiguous() and input.dtype in (torch.float32, torch.bfloat16), f"input {input.dtype}"
         assert len(input) >= len(place), f"input has {len(input)} rows, {len(place)} were dispatched here"
         self._sent = None
-        home = [[part] for part in torch.split(input[place], counts)]
+        combined = [[part] for part in torch.split(input[place], counts)]
         total = torch.zeros((len(ids_TK), input.shape[1]), dtype=torch.float32, device=input.device)
-        for order, (part,) in zip(order_of_W, self._exchange.swap(home, "combine"), strict=True):
+        for order, (part,) in zip(order_of_W, self._exchange.swap(combined, "combine"), strict=True):
             total.index_add_(0, order, part.to(torch.float32))
         for room in (self._rows, self._scales, self._weights, self._ids):
             poison(room)

@@ -77,10 +77,10 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"Unknown MoE all-to-all backend {backend!r}; only 'trtllm' is emulated")
 
 
-def check(holds: bool, said: str) -> None:
+def check(holds: bool, message: str) -> None:
     """Fail as an assertion of the C++ side does."""
     if not holds:
-        raise RuntimeError(said)
+        raise RuntimeError(message)
 
 
 def aligned(num_bytes: int) -> int:

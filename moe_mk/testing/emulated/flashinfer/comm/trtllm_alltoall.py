@@ -94,7 +94,7 @@ class MnnvlMoe:
         check(len(expert_ids) <= max_token_count_per_rank, "CUDA error: an illegal memory access was encountered")
         memory = MnnvlMemory.of(workspace)
         rank_TK = torch.div(expert_ids, slot_count // ep_size, rounding_mode="trunc")
-        order_of_W, home_of_W = _orders(rank_TK, memory, ep_size)
+        order_of_W, place_of_W = _orders(rank_TK, memory, ep_size)
         parts = []
         for rank, token_X in enumerate(order_of_W):
             mine_XK = rank_TK[token_X] == rank
@@ -113,7 +113,7 @@ class MnnvlMoe:
             _indices(order_of_W, max_token_count_per_rank * max(ep_size, top_k)),
             _cumsum([len(part[0]) for part in arrived]),
             _indices([torch.arange(len(received), dtype=torch.int64, device=ids.device)], rows),
-            _indices(home_of_W, max_token_count_per_rank * max(ep_size, top_k)),
+            _indices(place_of_W, max_token_count_per_rank * max(ep_size, top_k)),
             rows,
         )
         statics = None if expert_statics is None else torch.cat([part[-1] for part in arrived])
@@ -156,7 +156,7 @@ class MnnvlMoe:
         top_k: int,
         token_count: int,
     ) -> Tensor:
-        """Rows home into one of the K places of their token, then a sum over K in the dtype of x."""
+        """Rows back into one of the K places of their token, then a sum over K in the dtype of x."""
         assert x.dim() == 2, "2D tensor supported, please reshape."
         info = alltoall_info
         places = torch.zeros((token_count * top_k, x.shape[1]), dtype=x.dtype, device=x.device)
@@ -188,14 +188,14 @@ def _check_group(workspace: Tensor, config: MnnvlConfig | None) -> None:
 
 def _orders(rank_TK: Tensor, memory: MnnvlMemory, ep_size: int) -> tuple[list[Tensor], list[Tensor]]:
     """For each rank the tokens it gets, in any order, and the place token * K + k of the first pick of each."""
-    orders, homes = [], []
+    orders, places = [], []
     for rank in range(ep_size):
         wanted_TK = rank_TK == rank
         token_X = torch.nonzero(wanted_TK.any(dim=1)).flatten()
         token_X = token_X[torch.randperm(len(token_X), generator=memory.draw, dtype=torch.int64, device="cpu")]
         orders.append(token_X)
-        homes.append(token_X * rank_TK.shape[1] + wanted_TK[token_X].to(torch.int32).argmax(dim=1))
-    return orders, homes
+        places.append(token_X * rank_TK.shape[1] + wanted_TK[token_X].to(torch.int32).argmax(dim=1))
+    return orders, places
 
 
 def _moe_comm(

@@ -233,9 +233,11 @@ def _terms(memory: MnnvlMemory, most: int) -> Tensor:
 
 
 def _check_terms(memory: MnnvlMemory, most: int, terms: Sequence[Tensor]) -> None:
-    """On a GPU unequal strides corrupt rows, and unequal epochs hang; here they are told."""
-    told = [tuple(term.flatten().tolist()) for term in terms]
-    check(set(told) == {(memory.epoch, most)}, f"ranks disagree on (epoch, runtime_max_tokens_per_rank): {told}")
+    """On a GPU unequal strides corrupt rows, and unequal epochs hang; here they are reported."""
+    reported = [tuple(term.flatten().tolist()) for term in terms]
+    check(
+        set(reported) == {(memory.epoch, most)}, f"ranks disagree on (epoch, runtime_max_tokens_per_rank): {reported}"
+    )
     memory.epoch += 1
 
 
