@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,14 @@ def no_leaked_defaults() -> Iterator[None]:
     torch.set_default_device(None)
     torch.set_grad_enabled(before[2])
     assert after == before, f"the test left (dtype, device, gradients) at {after}, found {before}"
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as in a terminal: a shell in the background ignores it, and processes inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _defaults() -> tuple[torch.dtype, torch.device, bool]:

@@ -244,6 +244,7 @@ def processes_of_session(session: int) -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, ending: signal.Signals) -> None:
     script = (
         "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"

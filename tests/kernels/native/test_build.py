@@ -346,6 +346,7 @@ def test_an_interrupted_build_leaves_no_compiler_and_no_file_behind(
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_at_the_keyboard_ends_the_compilers(tmp_path: Path, slow_compiler: SlowCompiler) -> None:
     """SIGINT while the build waits for a compiler, not between two of them."""
 
