@@ -87,7 +87,7 @@ def test_every_claim_is_measured_and_prints_its_ratio(
         "15-30 % faster",
         "20-30 % faster",
     }
-    assert {claim.told for claim in CLAIMS} == reported and len(rows) == len(printed) == len(reported)
+    assert {claim.reported for claim in CLAIMS} == reported and len(rows) == len(printed) == len(reported)
     for row, line in zip(rows, printed, strict=True):
         assert math.isfinite(row["ratio"]) and row["ratio"] > 0
         assert row["ratio"] == pytest.approx(row["before"] / row["after"], rel=0.05)
