@@ -1,4 +1,6 @@
-"""Bounded readers of files that come from outside: sizes are compared with limits before anything is read.
+"""Bounded readers of files that come from outside, and writers that leave a file whole or as it was.
+
+Readers compare sizes with limits before anything is read.
 
 Text is bounded in bytes and in nesting, YAML also in values, where every use of an alias counts all values behind it.
 A header of safetensors is bounded before a library parses it. What is refused is a ValueError with the size and the
@@ -14,9 +16,13 @@ limit, or an OSError; the caller wraps both in an error of its kind that names t
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,8 @@ import yaml
 
 MIB = 1 << 20
 YAML_BYTES, JSON_BYTES, INDEX_BYTES, LINE_BYTES, HEADER_BYTES = 1 * MIB, 4 * MIB, 64 * MIB, 16 * MIB, 16 * MIB
+NO_HEADER = 1 << 40
+"""First eight bytes of a file that are a larger number than this are not the size of a header."""
 MOST_LEVELS = 100
 MOST_VALUES = 100_000
 
@@ -78,8 +86,45 @@ def expect_small_header(path: Path) -> None:
     _size_of(path)
     with path.open("rb") as file:
         announced = int.from_bytes(file.read(8), "little")
+    if announced > NO_HEADER:
+        raise ValueError("it is not a safetensors file: it does not begin with the size of a header")
     if announced > HEADER_BYTES:
         raise ValueError(f"its header has {announced} bytes, the limit is {HEADER_BYTES}")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file in the folder of `path`, which becomes `path` when the context ends without an exception.
+
+    Until then `path` keeps its content, and after an exception the temporary file is removed. A symbolic link goes on
+    to point to the same file; what exists and is no regular file (a pipe, a terminal) is written directly. Raises
+    OSError; on a full disk its text has the bytes that were written and those that are free.
+    """
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        yield path
+        return
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        temporary.replace(target)
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(problem.errno, problem.strerror, str(path)) from problem
+        written = temporary.stat().st_size if temporary.exists() else 0
+        free = shutil.disk_usage(target.parent).free
+        text = f"the disk is full: {written} bytes were written, {free} are free"
+        raise OSError(problem.errno, text, str(path)) from problem
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in UTF-8, whole or not at all; see `replacing`. Raises OSError."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _size_of(path: Path) -> int:

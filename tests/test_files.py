@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from moe_mk import files
 from moe_mk.cli.certify import _read as read_certificate
 from moe_mk.cli.inputs import read_token_ids
 from moe_mk.cli.loads import read_loads
@@ -278,3 +280,40 @@ def test_a_map_that_is_sorted_in_pieces_gives_what_it_gave_in_one(monkeypatch: p
     assert torch.equal(whole.weights_RK, pieces.weights_RK)
     for row, ids in zip(chosen, whole.ids_RK, strict=True):
         assert [int(e) for e in ids if e >= 0] == row.nonzero().flatten().tolist()
+
+
+def fail_half_way(path: Path, error: Exception) -> None:
+    with files.replacing(path) as temporary:
+        temporary.write_text("half")
+        raise error
+
+
+def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    target, link = tmp_path / "report.json", tmp_path / "link.json"
+    target.write_text("before")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    with pytest.raises(RuntimeError):
+        fail_half_way(link, RuntimeError())
+    assert target.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "report.json"]
+    files.write_text(link, "after")
+    assert target.read_text() == "after" and link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "report.json"]
+
+
+def test_a_full_disk_names_the_file_and_both_sizes(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    with pytest.raises(OSError, match=r"the disk is full: 4 bytes were written, \d+ are free.*report.json"):
+        fail_half_way(target, OSError(errno.ENOSPC, "No space left on device", "a temporary file"))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        files.write_text(pipe, "text")
+        assert os.read(reader, 100) == b"text"
+    finally:
+        os.close(reader)

@@ -12,6 +12,7 @@ import typer
 
 from moe_mk.cli.checkpoint_verbs import checkpoint_verbs
 from moe_mk.cli.exits import with_exit_code
+from moe_mk.cli.options import AllowEmulated, AsJson, Device, Experts, PrepareFinalize, Settings, settings_of
 from moe_mk.cli.predictions import predictions
 from moe_mk.cli.workbench import workbench
 
@@ -24,12 +25,8 @@ app = typer.Typer(
 app.add_typer(checkpoint_verbs)
 app.add_typer(workbench)
 app.add_typer(predictions, name="plan")
-
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
-PrepareFinalize = Annotated[str, typer.Option("--prepare-finalize", help="pin the transport")]
-Experts = Annotated[str, typer.Option("--experts-backend", help="pin the experts")]
-AllowEmulated = Annotated[bool, typer.Option("--allow-emulated", help="make emulated libraries eligible")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+SCHEMA = Path(__file__).parents[1] / "config" / "schema.json"
+"""The schema of `MoEConfig`, stored so that it is printed without importing torch; a test compares both."""
 
 
 def _print_version(asked: bool) -> None:
@@ -70,8 +67,9 @@ def run(
     ] = None,
     replicated: Annotated[bool, typer.Option("--replicated", help="all ranks have the same tokens")] = False,
     prepare_finalize: PrepareFinalize = "auto",
-    experts_backend: Experts = "auto",
+    experts: Experts = "auto",
     allow_emulated: AllowEmulated = False,
+    settings: Settings = None,
     wire: Annotated[str, typer.Option(help="auto, plain, fp8 or checkpoint: format of dispatched tokens")] = "auto",
     activations: Annotated[
         str, typer.Option(help="auto, checkpoint or plain: format of the experts' activations")
@@ -105,20 +103,20 @@ def run(
     dtype_of(dtype)
     expect_checkpoint(checkpoint)
     world = world_of(ranks, tp)
-    config = MoEConfig.from_hf(
-        checkpoint,
-        prepare_finalize=prepare_finalize,
-        experts=experts_backend,
-        allow_emulated=allow_emulated,
-        wire=wire,
-        activations=activations,
-        router_dtype=router_dtype,
-        placement=placement,
-        tokens="replicated" if replicated else "sharded",
-        timeout_s=timeout,
-        network=network,
-    )
-    settings = RunSettings(
+    overrides = {
+        "prepare_finalize": prepare_finalize,
+        "experts": experts,
+        "allow_emulated": allow_emulated,
+        "wire": wire,
+        "activations": activations,
+        "router_dtype": router_dtype,
+        "placement": placement,
+        "tokens": "replicated" if replicated else "sharded",
+        "timeout_s": timeout,
+        "network": network,
+    }
+    config = MoEConfig.from_hf(checkpoint, **(overrides | settings_of(settings)))
+    order = RunSettings(
         checkpoint=checkpoint,
         layer=layer,
         config=config,
@@ -138,7 +136,7 @@ def run(
         threads=world.threads,
         ranks_per_node=ranks_per_node,
     )
-    plan = plan_run(settings, world)
+    plan = plan_run(order, world)
     show_plan(Screen(quiet=not world.prints), plan)
     return run_ranks(run_rank, plan, world, collective_backend(device, world.local_size), timeout)
 
@@ -160,8 +158,9 @@ def explain(
         str | None, typer.Option(help="libraries to assume, by comma; default: the installed ones")
     ] = None,
     prepare_finalize: PrepareFinalize = "auto",
-    experts_backend: Experts = "auto",
+    experts: Experts = "auto",
     allow_emulated: AllowEmulated = False,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> int:
     """List eligible pairs of transport and experts with their cost, and why others are rejected, for any device."""
@@ -174,8 +173,9 @@ def explain(
         "graphs": graphs,
         "tokens": "replicated" if replicated else "sharded",
         "prepare_finalize": prepare_finalize,
-        "experts": experts_backend,
+        "experts": experts,
         "allow_emulated": allow_emulated,
+        **settings_of(settings),
     }
     overrides |= {} if comm_units is None else {"comm_units": comm_units}
     question = Question(config, device, tokens, nodes, dtype, installed, overrides)
@@ -195,7 +195,10 @@ def place_command(
         Path | None, typer.Option(help="a routing trace instead of counts; also gives node traffic")
     ] = None,
     phase: Annotated[str | None, typer.Option(help="phase of the trace: prefill or decode; default both")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="number of routed experts, if not in the trace")] = None,
+    experts: Annotated[
+        int | None,
+        typer.Option("--num-experts", "--experts", min=1, help="number of routed experts, if not in the trace"),
+    ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="number of nodes")] = None,
     slots: Annotated[
@@ -240,11 +243,7 @@ def doctor(as_json: AsJson = False) -> int:
 @with_exit_code
 def schema() -> int:
     """Print the JSON schema of a configuration file."""
-    import json
-
-    from moe_mk.config.moe import MoEConfig
-
-    typer.echo(json.dumps(MoEConfig.model_json_schema(), indent=2))
+    typer.echo(SCHEMA.read_text(encoding="utf-8"), nl=False)
     return 0
 
 

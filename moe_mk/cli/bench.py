@@ -26,6 +26,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
 from moe_mk.external.device import collective_backend, describe, device_of_rank
 from moe_mk.external.library import find
+from moe_mk.files import write_text
 from moe_mk.layer import DeepseekV3MoE
 from moe_mk.layer.settings import stated
 from moe_mk.weights import CheckpointShape, write_checkpoint
@@ -150,7 +151,7 @@ def _facts(
 
 def _report(screen: Screen, order: BenchOrder, facts: dict[str, Any], *, as_json: bool) -> None:
     if order.out is not None:
-        order.out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_text(order.out, json.dumps(facts, indent=2) + "\n")
     if order.plot is not None:
         save_bench_plot(facts, order.plot)
     if as_json:

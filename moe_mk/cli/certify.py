@@ -16,7 +16,7 @@ from moe_mk.cli.exits import MISMATCH, OK
 from moe_mk.cli.outputs import expect_outputs
 from moe_mk.cli.screen import Screen
 from moe_mk.errors import ConfigError
-from moe_mk.files import read_json
+from moe_mk.files import read_json, write_text
 from moe_mk.testing.certificate import Certificate
 from moe_mk.testing.certify import certify
 
@@ -49,7 +49,7 @@ def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> in
         )
     facts = certificate.as_dict()
     differing = [] if theirs is None else _differing(facts, theirs)
-    out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_text(out, json.dumps(facts, indent=2) + "\n")
     if as_json:
         typer.echo(json.dumps(facts | {"differing": differing}, indent=2))
     else:

@@ -20,6 +20,7 @@ from moe_mk.cli.outputs import expect_outputs
 from moe_mk.cli.screen import Screen
 from moe_mk.config.shipped import load_config
 from moe_mk.errors import ConfigError
+from moe_mk.files import write_text
 from moe_mk.testing.faults import ACCEPTED, OUTCOMES, Campaign, Report, WorldResult, run_worlds, transports_of
 
 SHOWN_FAILURES = 20
@@ -64,7 +65,7 @@ def chaos(screen: Screen, order: ChaosOrder, *, as_json: bool) -> int:
             command=order.command,
         )
     if order.out is not None:
-        order.out.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        write_text(order.out, json.dumps(report.as_dict(), indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:

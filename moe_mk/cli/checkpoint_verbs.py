@@ -17,7 +17,9 @@ checkpoint_verbs = typer.Typer()
 @with_exit_code
 def make_checkpoint(
     directory: Annotated[Path, typer.Argument(help="folder to write")],
-    experts: Annotated[int, typer.Option(help="routed experts; 256 is the full layer, 11.3 GB")] = 32,
+    experts: Annotated[
+        int, typer.Option("--num-experts", "--experts", help="routed experts; 256 is the full layer, 11.3 GB")
+    ] = 32,
     layer: Annotated[int, typer.Option(help="number of the MoE layer")] = 3,
     hidden: Annotated[int, typer.Option(help="hidden size")] = 7168,
     intermediate: Annotated[int, typer.Option(help="intermediate size of an expert")] = 2048,

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_mk.errors import ConfigError
 from moe_mk.external.library import find
+from moe_mk.files import replacing
 
 
 def expect_outputs(files: Mapping[str, Path | None]) -> None:
@@ -33,4 +34,6 @@ def format_of(file: Path) -> str:
 
 def save_picture(figure: Any, file: Path) -> None:
     """Write a figure to exactly this file."""
-    figure.savefig(file, dpi=120, format=format_of(file))
+    kind = format_of(file)
+    with replacing(file) as temporary:
+        figure.savefig(temporary, dpi=120, format=kind)

@@ -24,7 +24,7 @@ def exchange_command(
     ranks: Annotated[int, typer.Option(min=1, help="expert-parallel size")] = 32,
     tokens: Annotated[int, typer.Option(min=1, help="tokens per rank")] = 4096,
     mode: Annotated[str, typer.Option(help="throughput or latency kernels")] = "throughput",
-    experts: Annotated[int, typer.Option(min=1, help="routed experts")] = 256,
+    experts: Annotated[int, typer.Option("--num-experts", "--experts", min=1, help="routed experts")] = 256,
     top_k: TopK = 8,
     hidden: Hidden = 7168,
     nodes_kept: Annotated[

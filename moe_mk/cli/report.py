@@ -20,6 +20,7 @@ from moe_mk.cli.plan import RunPlan
 from moe_mk.cli.version import own_version
 from moe_mk.errors import ConfigError
 from moe_mk.external.library import find
+from moe_mk.files import write_text
 
 
 def save_load_plot(load_E: Sequence[int], experts_of_rank: Sequence[Sequence[int]], file: Path) -> None:
@@ -108,7 +109,7 @@ class Report:
         settings, saved = self.plan.settings, []
         try:
             if settings.json is not None:
-                settings.json.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+                write_text(settings.json, json.dumps(self.as_dict(), indent=2) + "\n")
                 saved.append(("json", str(settings.json)))
             if settings.plot is not None:
                 save_load_plot(self.expert_load, self.plan.experts, settings.plot)

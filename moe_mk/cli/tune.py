@@ -49,6 +49,7 @@ class TuneOrder:
 def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
     """Measure, and print the tuned file; a session that the budget ended can be resumed."""
     case = case_of(order)
+    _expect_parameters(order.experts)
     # A dry run also accepts devices that this machine does not have.
     device = parsed_device(order.device) if order.dry_run else usable_device(order.device)
     if not order.dry_run:
@@ -83,6 +84,16 @@ def tune_backend(screen: Screen, order: TuneOrder, *, as_json: bool) -> int:
     if not result.complete:
         screen.fact("budget", f"{order.budget_s:g} s elapsed before completion; run the same command again to resume")
     return OK
+
+
+def _expect_parameters(experts: str) -> None:
+    """Raise UnsupportedError for a backend without parameters."""
+    if not hasattr(EXPERTS[experts], "tuning_space"):
+        tunable = [name for name in EXPERTS if hasattr(EXPERTS[name], "tuning_space")]
+        raise UnsupportedError(
+            f"experts {experts!r} have no parameters to tune",
+            [f"backends with parameters: {', '.join(sorted(tunable))}", "a backend declares them in tuning_space()"],
+        )
 
 
 def _expect_device(experts: str, device: torch.device) -> None:

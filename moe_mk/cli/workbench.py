@@ -8,17 +8,12 @@ from typing import Annotated
 import typer
 
 from moe_mk.cli.exits import with_exit_code
+from moe_mk.cli.options import AllowEmulated, AsJson, Device, Experts, PrepareFinalize, Settings, settings_of
 from moe_mk.cli.words import FORMATS
 
 workbench = typer.Typer()
 LARGEST = 2**31 - 1
 """Larger sizes do not fit into the integers that are sent."""
-
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
-PrepareFinalize = Annotated[str, typer.Option("--prepare-finalize", help="pin the transport")]
-Experts = Annotated[str, typer.Option("--experts-backend", help="pin the experts")]
-AllowEmulated = Annotated[bool, typer.Option("--allow-emulated", help="make emulated libraries eligible")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @workbench.command("certify")
@@ -78,7 +73,7 @@ def chaos_command(
 def bench_command(
     checkpoint: Annotated[Path | None, typer.Argument(help="checkpoint folder; default: a random layer")] = None,
     layer: Annotated[int, typer.Option(help="which layer")] = 3,
-    experts: Annotated[int, typer.Option(help="routed experts of the random layer")] = 32,
+    num_experts: Annotated[int, typer.Option(help="routed experts of the random layer")] = 32,
     hidden: Annotated[int, typer.Option(help="hidden size of the random layer")] = 1024,
     intermediate: Annotated[int, typer.Option(help="intermediate size of the random layer")] = 512,
     quant: Annotated[str, typer.Option(help=f"format of the random layer: {FORMATS}")] = "fp8",
@@ -89,8 +84,9 @@ def bench_command(
     tokens: Annotated[str, typer.Option(help="batch sizes per rank, by comma")] = "1,16,64",
     repeats: Annotated[int, typer.Option(min=1, help="timed forward passes per size")] = 5,
     prepare_finalize: PrepareFinalize = "auto",
-    experts_backend: Experts = "auto",
+    experts: Experts = "auto",
     allow_emulated: AllowEmulated = False,
+    settings: Settings = None,
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     timeout: Annotated[float, typer.Option(help="seconds to wait for a peer")] = 120.0,
@@ -104,11 +100,14 @@ def bench_command(
     from moe_mk.cli.world import world_of
     from moe_mk.weights.checkpoint_shape import CheckpointShape
 
+    if experts.isdecimal():  # what --experts meant before 0.2
+        num_experts, experts = int(experts), "auto"
     world = world_of(ranks, tp)
     shape = CheckpointShape(
-        num_experts=experts, hidden_size=hidden, intermediate_size=intermediate, layers=(layer,), quant=quant
+        num_experts=num_experts, hidden_size=hidden, intermediate_size=intermediate, layers=(layer,), quant=quant
     )
-    pins = {"prepare_finalize": prepare_finalize, "experts": experts_backend, "allow_emulated": allow_emulated}
+    pins = {"prepare_finalize": prepare_finalize, "experts": experts, "allow_emulated": allow_emulated}
+    pins |= settings_of(settings)
     order = BenchOrder(
         checkpoint, shape, layer, sizes_of(tokens), repeats, device, dtype, pins, timeout, world.threads, out, plot
     )
@@ -155,7 +154,7 @@ def bisect_command(
     other: Annotated[str, typer.Argument(help="the pair to compare with")],
     ranks: Annotated[int, typer.Option(min=1, max=LARGEST, help="virtual ranks")] = 1,
     tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="tokens of all ranks together")] = 16,
-    experts: Annotated[int, typer.Option(min=1, max=LARGEST, help="routed experts")] = 8,
+    experts: Annotated[int, typer.Option("--num-experts", "--experts", min=1, max=LARGEST, help="routed experts")] = 8,
     top_k: Annotated[int, typer.Option(min=1, max=LARGEST, help="experts per token")] = 2,
     hidden: Annotated[int, typer.Option(min=1, max=LARGEST, help="hidden size")] = 256,
     intermediate: Annotated[int, typer.Option(min=1, max=LARGEST, help="intermediate size of an expert")] = 128,
@@ -181,7 +180,7 @@ def bisect_command(
 def demo_command(
     host: Annotated[str, typer.Argument(help="hf: generate text with an FP8 model in transformers")],
     tokens: Annotated[int, typer.Option(min=1, help="new tokens per prompt")] = 16,
-    experts_backend: Experts = "auto",
+    experts: Experts = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32: dtype of the computation")] = "float32",
     keep: Annotated[Path | None, typer.Option(help="folder in which to keep the tiny checkpoint")] = None,
     seed: Annotated[int, typer.Option(help="seed of the random model")] = 0,
@@ -191,4 +190,4 @@ def demo_command(
     from moe_mk.cli.demo import DemoOrder, demo_hf
     from moe_mk.cli.screen import Screen
 
-    return demo_hf(Screen(), DemoOrder(host, tokens, experts_backend, dtype, keep, seed), as_json=as_json)
+    return demo_hf(Screen(), DemoOrder(host, tokens, experts, dtype, keep, seed), as_json=as_json)

@@ -21,7 +21,10 @@ from moe_mk.shapes import divisors_of
 
 
 def place_overrides(data: dict[str, Any], overrides: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
-    """Write each override into the section that has its key; raises ConfigError for an unknown key."""
+    """Write each override into the section that has its key, a bare one or `section.key`.
+
+    Raises ConfigError for an unknown key.
+    """
     section_of = {
         key: group
         for group, cls in groups.items()
@@ -29,9 +32,11 @@ def place_overrides(data: dict[str, Any], overrides: Mapping[str, Any], groups: 
         for key in cls.model_fields
     }
     for key, value in overrides.items():
-        if key not in section_of:
-            raise ConfigError(f"unknown setting {key!r}{did_you_mean(key, list(section_of))}")
-        data[section_of[key]][key] = value
+        section, dot, bare = key.rpartition(".")
+        if section_of.get(bare) is None or (dot and section_of[bare] != section):
+            known = [f"{group}.{each}" for each, group in section_of.items()] if dot else list(section_of)
+            raise ConfigError(f"unknown setting {key!r}{did_you_mean(key, known)}")
+        data[section_of[bare]][bare] = value
 
 
 Size = Field(ge=1, le=2**31 - 1)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_mk.files import write_text
 from moe_mk.trace.recorder import Span
 
 MICROSECONDS = 1e6
@@ -38,7 +39,7 @@ def chrome_trace(spans_of_W: Sequence[Sequence[Span]], met_W: Sequence[float] | 
 
 def write_chrome_trace(file: Path, spans_of_W: Sequence[Sequence[Span]], met_W: Sequence[float] | None = None) -> None:
     """Write the trace of all ranks. Raises OSError."""
-    file.write_text(json.dumps(chrome_trace(spans_of_W, met_W)) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(chrome_trace(spans_of_W, met_W)) + "\n")
 
 
 def rows_of(spans: Sequence[Span]) -> list[int]:

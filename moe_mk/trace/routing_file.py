@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_mk.files import expect_small_header, parse_json
+from moe_mk.files import expect_small_header, parse_json, replacing
 from moe_mk.trace.routing_forward import TraceError
 
 FORMAT, VERSION = "moe_mk routing trace", 1
@@ -32,14 +31,11 @@ def save(path: Path, header: Mapping[str, object], tensors: Mapping[str, Tensor]
     text = json.dumps(header, sort_keys=True)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = {"format": FORMAT, "version": str(VERSION), "header": text, "digest": digest(text, whole)}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file(whole, partial, metadata=metadata)
-        os.replace(partial, path)
+        with replacing(path) as temporary:
+            save_file(whole, temporary, metadata=metadata)
     except (OSError, SafetensorError) as problem:
         raise TraceError(f"trace {path} cannot be written: {problem}") from problem
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:

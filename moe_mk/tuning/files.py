@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.config.tuned import TunedPoint
+from moe_mk.files import write_text
 
 
 def save_measured(path: Path, points: Sequence[TunedPoint], meta: Mapping[str, Any]) -> None:
     """Write points in order, and the conditions of measurement to `.meta.json`; both are replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = sorted(points, key=lambda point: point.tokens)
-    _replace(path, json.dumps({"points": [asdict(point) for point in ordered]}, indent=2) + "\n")
-    _replace(path.with_suffix(".meta.json"), json.dumps(dict(meta), indent=2) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps({"points": [asdict(point) for point in ordered]}, indent=2) + "\n")
+    write_text(path.with_suffix(".meta.json"), json.dumps(dict(meta), indent=2) + "\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from moe_mk.errors import WeightError
-from moe_mk.files import HEADER_BYTES, parse_json
+from moe_mk.files import HEADER_BYTES, NO_HEADER, parse_json
 
 LARGEST = 2**62
 """Upper limit of sizes and offsets."""
@@ -79,10 +79,10 @@ def _text_of(path: Path) -> tuple[bytes, int]:
         num_bytes = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            if length > NO_HEADER:
+                raise WeightError(f"{path.name} is not a safetensors file: it does not begin with the size of a header")
             if num_bytes < 8 or length > num_bytes - 8:
-                raise WeightError(
-                    f"{path.name} is truncated or no safetensors file: {num_bytes} bytes, header of {length} announced"
-                )
+                raise WeightError(f"{path.name} is truncated: {num_bytes} bytes, its header alone has {8 + length}")
             if length > HEADER_BYTES:
                 raise WeightError(
                     f"{path.name} has a header of {length} bytes, the limit is {HEADER_BYTES}; write the checkpoint as "

@@ -125,6 +125,12 @@ def test_an_explanation_shows_what_a_transport_keeps_for_itself(invoke: Invoke) 
         ("deepseek_v3 --dtype int8", 2, "--dtype 'int8' is unknown"),
         ("deepseek_v3 --ranks 0", 2, "--ranks"),
         ("deepseek_v3 --ranks 32 --prepare-finalize no_ep", 3, "serves 1 rank, the group has 32"),
+        ("deepseek_v3 --set kernel.timout_s=5", 2, "did you mean 'kernel.timeout_s'"),
+        ("deepseek_v3 --set router.timeout_s=5", 2, "unknown setting 'router.timeout_s'"),
+        ("deepseek_v3 --set experts", 2, "is not KEY=VALUE"),
+        ("deepseek_v3 --set kernel.timeout_s=[", 2, "has a value that is not YAML"),
+        ("deepseek_v3 --set kernel.timeout_s=none", 2, "kernel.timeout_s"),
+        ("deepseek_v3 --device h200 --experts torch_cpu", 3, "runs on cpu, this device is cuda"),
         ("deepseek_v3 --device h200 --experts-backend torch_cpu", 3, "runs on cpu, this device is cuda"),
     ],
 )

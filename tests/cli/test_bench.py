@@ -40,6 +40,18 @@ def test_a_pinned_pair_is_measured_stage_by_stage(tmp_path: Path) -> None:
         assert 0 < result["stages_ms"]["experts"] <= result["total_ms"]
 
 
+def test_options_are_named_like_settings_and_old_names_stay(tmp_path: Path) -> None:
+    for words in (
+        ["--num-experts", "16", "--experts", "torch_cpu"],
+        ["--experts", "16", "--set", "kernel.experts=torch_cpu"],
+    ):
+        small = ["bench", "--hidden", "128", "--intermediate", "128", "--tokens", "1", "--repeats", "1", *words]
+        done = runner.invoke(app, [*small, "--quant", "bf16", "--json"])
+        assert done.exit_code == 0, done.output
+        facts = json.loads(done.stdout)
+        assert facts["layer"]["num_experts"] == 16 and facts["pair"] == "no_ep + torch_cpu"
+
+
 def test_what_was_measured_is_reported_as_it_is() -> None:
     layer = {"num_experts": 16, "hidden_size": 64, "moe_intermediate_size": 32, "top_k": 8, "dtype": "bfloat16"}
     where = {"ranks": 1, "device": "a CPU", "threads": 2, "torch": "2.13"}

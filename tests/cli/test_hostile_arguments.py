@@ -73,8 +73,8 @@ def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
         (("certify", "reference", "--import", "."), "--import .: "),
         (("certify", "reference", "--out", "nowhere/x"), "--out nowhere/x is in a folder that does not exist"),
         (("bench", "--out", "/"), "--out / is a folder"),
-        (("tune", "torch_cpu", "--device", "cpu:-1", "--dry-run"), "'cpu:-1' is not a device"),
-        (("tune", "torch_cpu", "--tuned-dir", "nowhere", "--budget", "nan"), "the budget of nan s"),
+        (("tune", "cpu_native", "--device", "cpu:-1", "--dry-run"), "'cpu:-1' is not a device"),
+        (("tune", "cpu_native", "--tuned-dir", "nowhere", "--budget", "nan"), "the budget of nan s"),
     ],
 )
 def test_what_is_out_of_range_is_reported(invoke: Invoke, words: tuple[object, ...], stated: str) -> None:

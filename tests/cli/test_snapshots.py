@@ -20,7 +20,7 @@ from moe_mk.weights import CheckpointShape, write_checkpoint
 
 FILE = Path(__file__).parent / "snapshots.json"
 TINY = CheckpointShape(num_experts=16, hidden_size=128, intermediate_size=128)
-SIZES = ("--hidden", "64", "--intermediate", "128")
+SIZES = ("--hidden", "128", "--intermediate", "128")
 
 
 def verbs(folder: Path) -> dict[str, list[str]]:
@@ -32,7 +32,7 @@ def verbs(folder: Path) -> dict[str, list[str]]:
         "schema": ["schema"],
         "certify": ["certify", "no_ep", "--out", str(folder / "certificate.json"), "--json"],
         "bisect": ["bisect", "reference", "torch_cpu", "--exact", *SIZES, "--json"],
-        "tune": ["tune", "torch_cpu", *SIZES, "--tokens", "1", "--tuned-dir", str(folder / "tuned"), "--json"],
+        "tune": ["tune", "cpu_native", *SIZES, "--tokens", "1", "--tuned-dir", str(folder / "tuned"), "--json"],
     }
 
 

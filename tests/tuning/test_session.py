@@ -219,13 +219,13 @@ def test_a_dry_run_states_what_a_gpu_would_try(weights: str, activations: str, k
 
 
 def test_the_command_measures_and_its_hint_can_be_run(tmp_path: Path) -> None:
-    sizes = ["--hidden", "32", "--intermediate", "16", "--slots", "4", "--weights", "plain"]
-    options = ["tune", "torch_cpu", *sizes, "--tuned-dir", str(tmp_path)]
+    sizes = ["--hidden", "128", "--intermediate", "128", "--slots", "4"]
+    options = ["tune", "cpu_native", *sizes, "--tuned-dir", str(tmp_path)]
     done = runner.invoke(app, [*options, "--tokens", "1,4", "--json"])
     assert done.exit_code == 0, done.output
     reported = json.loads(done.stdout)
     assert reported["complete"] and Path(reported["path"]).is_file()
-    case = case_of(TuneOrder("torch_cpu", 32, 16, 4, 2, (1,), "plain", "plain", "bfloat16", "cpu", 1.0, None, False))
+    case = case_of(TuneOrder("cpu_native", 128, 128, 4, 2, (1,), "fp8", "plain", "bfloat16", "cpu", 1.0, None, False))
     hint = command_of(case).split()
     assert hint[0] == "moe-mk"
     dry = runner.invoke(app, [*hint[1:], "--tuned-dir", str(tmp_path), "--dry-run"])
@@ -234,6 +234,12 @@ def test_the_command_measures_and_its_hint_can_be_run(tmp_path: Path) -> None:
     assert reported_dry.pop("candidates").keys() == {"1", "4", "16", "64", "256"}
     assert reported_dry == {"case": case.name, "path": reported["path"]}
     assert runner.invoke(app, ["tune", "torch_cpx", *sizes]).exit_code == 2
-    assert runner.invoke(app, ["tune", "torch_cpu", "--weights", "int7"]).exit_code == 2
-    narrow = runner.invoke(app, ["tune", "torch_cpu", "--intermediate", "64"])
+    assert runner.invoke(app, ["tune", "cpu_native", "--weights", "int7"]).exit_code == 2
+    narrow = runner.invoke(app, ["tune", "cpu_native", "--intermediate", "64"])
     assert narrow.exit_code == 2 and "must be a multiple of 128 with --weights fp8" in narrow.stderr
+
+
+def test_a_backend_without_parameters_is_refused_at_once(tmp_path: Path) -> None:
+    done = runner.invoke(app, ["tune", "torch_cpu", "--tuned-dir", str(tmp_path / "tuned")])
+    assert done.exit_code == 3 and "have no parameters to tune" in done.stderr and "cpu_native" in done.stderr
+    assert not (tmp_path / "tuned").exists()

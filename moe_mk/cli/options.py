@@ -1,0 +1,35 @@
+"""Options that several verbs share, named like the settings of a configuration; old names stay as aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from moe_mk.errors import ConfigError
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
+PrepareFinalize = Annotated[str, typer.Option("--prepare-finalize", help="pin the transport")]
+Experts = Annotated[str, typer.Option("--experts", "--experts-backend", help="pin the experts backend")]
+AllowEmulated = Annotated[bool, typer.Option("--allow-emulated", help="make emulated libraries eligible")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="any setting, such as kernel.timeout_s=5; repeatable"),
+]
+
+
+def settings_of(words: Sequence[str] | None) -> dict[str, Any]:
+    """The overrides that --set gives, for `MoEConfig.with_`; values are read as YAML. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for word in words or ():
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {word!r} is not KEY=VALUE; write for example --set kernel.timeout_s=5")
+        try:
+            found[key.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError as problem:
+            raise ConfigError(f"--set {word!r} has a value that is not YAML: {problem}") from problem
+    return found
