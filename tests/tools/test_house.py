@@ -80,4 +80,4 @@ def test_the_picture_has_every_room_and_only_arrows_that_no_other_arrows_imply()
 
 def test_the_picture_of_the_documentation_is_current() -> None:
     current = (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == picture(House())
-    assert current, "docs/house.svg is stale: make features"
+    assert current, "docs/house.svg is stale: python tools/house.py --svg docs/house.svg"
