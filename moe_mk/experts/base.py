@@ -13,7 +13,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cached_property, wraps
 from typing import ClassVar
 
 import torch
@@ -27,7 +27,7 @@ from moe_mk.quant.kinds import KINDS, PLAIN_KINDS
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import Registry
-from moe_mk.tokens import ExpertOutput, OutputStage, Tokens
+from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, Weights, on_device
 from moe_mk.weights.scan import Progress
@@ -69,7 +69,7 @@ class ExpertsTraits(Traits):
     """Operator calls per run, or per active expert if `per_expert`."""
     per_expert: bool = False
 
-    @property
+    @cached_property
     def consumes(self) -> tuple[type, ...]:
         """The supported token layouts, best first."""
         return tuple(self.emits)
@@ -174,7 +174,10 @@ def _noted(run: Run) -> Run:
     def noted(self: FusedExperts, tokens: Tokens, weights: Weights) -> ExpertOutput:
         output = run(self, tokens, weights)
         if type(self).run is noted:
-            x = vars(tokens)[next(name for name in vars(tokens) if name.startswith("x_"))]
+            if isinstance(tokens, RowTokens):
+                x = tokens.x_RH
+            else:
+                x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH
             self.context.spans.ledger.ran("experts", type(self), x.num_bytes + output.y.nbytes)
         return output
 

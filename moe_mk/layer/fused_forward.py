@@ -17,10 +17,7 @@ from moe_mk.experts.base import FusedCall
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.placement_state import PlacementState
-from moe_mk.prepare_finalize.no_ep import NoEP
-from moe_mk.quant.plain import BF16
 from moe_mk.router.router import Router
-from moe_mk.tokens import RowTokens
 from moe_mk.trace.ledger import Ledger
 
 
@@ -61,20 +58,12 @@ def build_fused_forward(
     """Prepare a forward. weights: of the routed experts, fused with the shared ones if any; None if those run apart."""
     kernel = state.kernel
     call = None
-    if weights is not None and type(kernel) is FusedMoEKernel and _is_direct(state, kernel):
+    if weights is not None and isinstance(kernel, FusedMoEKernel) and state.is_direct:
         gating = gate.gating(router)
         if gating is not None:
             call = kernel.experts.fuse_router(weights, gating, state.tables, state.grid.ep.rank)
     load_shape = torch.Size((state.expert_map.num_experts,))
     return FusedForward(made_from, call, kernel, load_shape, _addresses(gate))
-
-
-def _is_direct(state: PlacementState, kernel: FusedMoEKernel) -> bool:
-    """Whether the experts read the layer's input rows unchanged and their output is the layer's output."""
-    transport = kernel.prepare_finalize
-    single = state.grid.ep.size == 1 and state.grid.tp.size == 1
-    unchanged = type(transport) is NoEP and transport.context.wire == BF16
-    return single and state.lost is None and unchanged and kernel.experts.traits.consumes[0] is RowTokens
 
 
 def _addresses(gate: Gate) -> tuple[int, int]:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Gating
+from moe_mk.kernels.native import Gating, RouteCall
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import choose_gate_tier, gate_logits
 from moe_mk.router.hashed import HashedTokens
-from moe_mk.router.native import mode_of, route_natively, routes_natively
+from moe_mk.router.native import mode_of, prepare_route, route_natively, routes_natively
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
+
+
+@dataclass(frozen=True)
+class _PreparedRoute:
+    """A call that routes, and the objects and addresses that it was prepared from."""
+
+    router: object
+    weight_EH: Tensor
+    bias_E: Tensor | None
+    logit_bias_E: Tensor | None
+    weight_at: int
+    bias_at: int
+    is_native: bool
+    """Whether gate and router run in one native call; else as separate operators."""
+    call: RouteCall | None
+    """That call, prepared; None for a gate that is not dense, which is copied at every call."""
 
 
 class Gate:
@@ -27,6 +44,7 @@ class Gate:
         """f32; takes part in the choice of experts only."""
         self.logit_bias_E: Tensor | None = None
         """f32; added to the logits."""
+        self._prepared: _PreparedRoute | None = None
 
     def notes(self) -> dict[str, str]:
         """What ranks compare: a layer has the same gate on all of them, and another layer has another one.
@@ -59,11 +77,40 @@ class Gate:
     def route(self, x_TH: Tensor, router: Router | HashedTokens) -> tuple[Routing, Tensor]:
         """Routing and logits of the tokens: one native call if the decision and the router allow it."""
         assert self.weight_EH is not None
-        native = self._native and self.logit_bias_E is None
-        if native and isinstance(router, Router) and routes_natively(router):
-            return route_natively(x_TH, self.weight_EH, self.bias_E, router)
+        weight_EH, bias_E, prepared = self.weight_EH, self.bias_E, self._prepared
+        if (
+            prepared is None
+            or prepared.router is not router
+            or prepared.weight_EH is not weight_EH
+            or prepared.bias_E is not bias_E
+            or prepared.logit_bias_E is not self.logit_bias_E
+            or prepared.weight_at != weight_EH.data_ptr()
+            or prepared.bias_at != (0 if bias_E is None else bias_E.data_ptr())
+        ):
+            prepared = self._prepare(router)
+        if prepared.call is not None:
+            ids_TK, weights_TK, logits_TE = prepared.call(x_TH, torch.get_num_threads())
+            return Routing(ids_TK, weights_TK), logits_TE
+        if prepared.is_native:
+            assert isinstance(router, Router)
+            return route_natively(x_TH, weight_EH, bias_E, router)
         logits_TE = self(x_TH)
-        return router(logits_TE, self.bias_E), logits_TE
+        return router(logits_TE, bias_E), logits_TE
+
+    def _prepare(self, router: Router | HashedTokens) -> _PreparedRoute:
+        """What routes in one native call, kept until the router, the gate or its memory is replaced."""
+        weight_EH, bias_E, call = self.weight_EH, self.bias_E, None
+        assert weight_EH is not None
+        is_native = (
+            self._native and self.logit_bias_E is None and isinstance(router, Router) and routes_natively(router)
+        )
+        if is_native:
+            assert isinstance(router, Router)
+            call = prepare_route(weight_EH, bias_E, router)
+        at = weight_EH.data_ptr(), 0 if bias_E is None else bias_E.data_ptr()
+        made = _PreparedRoute(router, weight_EH, bias_E, self.logit_bias_E, *at, is_native, call)
+        self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch
+        return made
 
     def gating(self, router: Router) -> Gating | None:
         """What a backend needs to route in its own call; None where `route` would not do so natively."""

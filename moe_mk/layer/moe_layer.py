@@ -279,7 +279,8 @@ class MoELayer(nn.Module):
 
     def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """The forward on checked tokens without torch's operator, whose dispatch costs about 0.1 ms."""
-        if self.spans.recorder is None and self.on_routing is None and self.hash_router is None:
+        quiet = self.spans.recorder is None and self.on_routing is None and self.hash_router is None
+        if quiet and self._placement.is_direct:
             fused = self._fused_forward()
             if fused.call is not None and fused.takes(x_TH, expert_load_E):
                 return fused.run(fused.call, x_TH, expert_load_E, self.spans.ledger)
@@ -302,7 +303,7 @@ class MoELayer(nn.Module):
             yield from placed.grid.agree(self._notes)
             if placed.lost is not None:
                 placed.lost.check()
-            fused_weights = self._with_shared(placed)
+            fused_weights = None if shared is None else self._with_shared(placed)
             with self.spans.span("route"):
                 if self.device.type == "cuda":
                     physical, logits_TE = self._route_on_gpu(x_TH, gate, router, load_E, placed)
@@ -322,7 +323,9 @@ class MoELayer(nn.Module):
                 total_TH = y_TH.to(torch.float32, copy=True)
                 total_TH[rows] += shared_XH
                 y_TH = total_TH.to(self.dtype)
-            return (yield from self._late_reduce(y_TH, placed))
+            if placed.is_partial or placed.grid.tp.size > 1:
+                y_TH = yield from self._late_reduce(y_TH, placed)
+            return y_TH
         except BaseException as error:
             if is_accepted or not isinstance(error, MoEMKError):
                 placed.grid.fail(error)

@@ -28,9 +28,11 @@ from moe_mk.layer.shared import SharedExperts
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
+from moe_mk.prepare_finalize.no_ep import NoEP
+from moe_mk.quant.plain import BF16
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.tiled_kernel import tiled
-from moe_mk.tokens import Routing
+from moe_mk.tokens import Routing, RowTokens
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
@@ -125,6 +127,16 @@ class PlacementState:
     def is_partial(self) -> bool:
         """Whether each EP rank computes only its experts' share of tokens that all EP ranks have."""
         return not isinstance(self.kernel, MonolithicKernel) and self.kernel.prepare_finalize.traits.partial
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether the experts read the layer's input rows unchanged and their output is the layer's output."""
+        kernel, single = self.kernel, self.grid.ep.size == 1 and self.grid.tp.size == 1
+        if type(kernel) is not FusedMoEKernel or not single or self.lost is not None:
+            return False
+        transport = kernel.prepare_finalize
+        unchanged = type(transport) is NoEP and transport.context.wire == BF16
+        return unchanged and kernel.experts.traits.consumes[0] is RowTokens
 
     @property
     def notes(self) -> dict[str, str]:

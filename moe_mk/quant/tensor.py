@@ -76,7 +76,8 @@ class QuantTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes of values and scales, each element counted once."""
-        return sum(t.numel() * t.element_size() for t in (self.values, self.scales, self.global_scale) if t is not None)
+        scales = 0 if self.scales is None else self.scales.nbytes
+        return self.values.nbytes + scales + (0 if self.global_scale is None else self.global_scale.nbytes)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The tensor in `dtype`; plain values of that dtype come back as they are."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import local
+from typing import cast
 
 from moe_mk.trace.clock import now
 from moe_mk.trace.ledger import Ledger
@@ -70,14 +71,22 @@ class Recorder:
         return time
 
 
+_SILENT: defaultdict[str, AbstractContextManager[None]] = defaultdict(nullcontext)
+
+
 class Spans:
     """Where the parts of one layer report their stages; silent, and almost free, until a recorder is set."""
+
+    recorder: Recorder | None
+    span: Callable[[str], AbstractContextManager[None]]
+    """A context that times a stage; without a recorder, one that does nothing, made once per stage."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder
         self.ledger = Ledger()
         """What ran, always kept: a few numbers a forward."""
 
-    def span(self, stage: str) -> AbstractContextManager[None]:
-        """Time what runs within, if anybody listens."""
-        return nullcontext() if self.recorder is None else self.recorder.span(stage)
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "recorder":
+            self.span = _SILENT.__getitem__ if value is None else cast(Recorder, value).span

@@ -29,6 +29,7 @@ from moe_mk.experts.cpu_native.weights import (
 )
 from moe_mk.kernels.native import (
     Activation,
+    ExpertsCall,
     ExpertsMode,
     FusedLayer,
     Gating,
@@ -40,7 +41,6 @@ from moe_mk.kernels.native import (
     allocate,
     experts_batched,
     experts_grouped,
-    experts_rows,
     touch_slot,
 )
 from moe_mk.kernels.native.packed import release_pages
@@ -230,15 +230,16 @@ class CpuNativeExperts(FusedExperts):
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens."""
         assert isinstance(weights, PackedExpertWeights)
-        w13, w2, threads, mode = weights.w13, weights.w2, torch.get_num_threads(), self._mode(tokens, weights)
+        tuned, threads = self.tuned, torch.get_num_threads()
+        mode = self.mode if tuned is not None and not tuned.points else self._mode(tokens, weights)
         if isinstance(tokens, RowTokens):
-            x, scales = self._codes(tokens.x_RH)
-            shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
-            y = experts_rows(
-                self.native, x, tokens.ids_RK, tokens.weights_RK, w13, w2, shared=shared,
-                mode=mode, x_scales_RX=scales, out_RH=tokens.out_RH, threads=threads,
-            )  # fmt: skip
-            return ExpertOutput(y, OutputStage.REDUCED)
+            call, x_RH = weights.calls.get(mode) or self._prepare(weights, mode), tokens.x_RH
+            plain = x_RH.scales is None and x_RH.values.dtype is torch.bfloat16
+            x, scales = (x_RH.values, None) if plain else self._codes(x_RH)
+            return ExpertOutput(
+                call(x, scales, tokens.ids_RK, tokens.weights_RK, tokens.out_RH, threads), OutputStage.REDUCED
+            )
+        w13, w2 = weights.w13, weights.w2
         assert weights.shared is None, "shared experts are fused for RowTokens only"
         if isinstance(tokens, GroupedTokens):
             x, scales = self._codes(tokens.x_NH)
@@ -249,6 +250,12 @@ class CpuNativeExperts(FusedExperts):
         x, scales = self._codes(tokens.x_LSH)
         y = experts_batched(self.native, x, tokens.counts_L, w13, w2, mode=mode, x_scales_LSX=scales, threads=threads)
         return ExpertOutput(y, OutputStage.RAW)
+
+    def _prepare(self, weights: PackedExpertWeights, mode: ExpertsMode) -> ExpertsCall:
+        """The call over these weights, kept with them."""
+        shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
+        call = weights.calls[mode] = ExpertsCall(self.native, weights.w13, weights.w2, shared, mode)
+        return call
 
     def _mode(self, tokens: Tokens, weights: PackedExpertWeights) -> ExpertsMode:
         """The mode with the parameters for this number of rows; dropped assignments count as rows."""

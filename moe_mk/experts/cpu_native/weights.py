@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moe_mk.kernels.native import (
+    ExpertsCall,
+    ExpertsMode,
     Format,
     MatrixLayout,
     Native,
@@ -70,6 +72,8 @@ class PackedExpertWeights:
     layout: str = LAYOUT
     shared: PackedExpertWeights | None = None
     """One slot that is applied to every row with weight 1 in the same call."""
+    calls: dict[ExpertsMode, ExpertsCall] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Prepared calls over these weights, by mode."""
 
     @property
     def num_slots(self) -> int:

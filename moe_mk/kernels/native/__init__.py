@@ -33,6 +33,7 @@
 
 from __future__ import annotations
 
+from moe_mk.kernels.native.experts import ExpertsCall as ExpertsCall
 from moe_mk.kernels.native.experts import FusedLayer as FusedLayer
 from moe_mk.kernels.native.experts import Gating as Gating
 from moe_mk.kernels.native.experts import Places as Places
@@ -60,6 +61,7 @@ from moe_mk.kernels.native.packed import unpack_scales as unpack_scales
 from moe_mk.kernels.native.packed import unpack_slot as unpack_slot
 from moe_mk.kernels.native.quantize import count_nans as count_nans
 from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
+from moe_mk.kernels.native.route import RouteCall as RouteCall
 from moe_mk.kernels.native.route import RouteMode as RouteMode
 from moe_mk.kernels.native.route import Scoring as Scoring
 from moe_mk.kernels.native.route import route as route

@@ -279,7 +279,8 @@ class ExchangeCalls:
         call.scales = None if scales_TX is None else scales_TX.data_ptr()
         call.ids, call.weights = ids_TK.data_ptr(), weights_TK.data_ptr()
         call.token_of, call.epoch = self._exchange.token_of(tokens), epoch % EPOCHS
-        call.threads = _threads(tokens * self._form.value_bytes)
+        moved = tokens * self._form.value_bytes
+        call.threads = 1 if moved < BYTES_FOR_THREADS else torch.get_num_threads()
         self._call("exchange_dispatch", self._send_at)
         return self._exchange.counts[:] if call.sent else None
 
@@ -309,7 +310,8 @@ class ExchangeCalls:
         tokens, call, exchange = self._send.num_tokens, self._add_up, self._exchange
         y_TH = torch.empty((tokens, self._hidden), dtype=self._dtype, device="cpu")
         call.token_of, call.own, call.out, call.num_tokens = self._send.token_of, own, y_TH.data_ptr(), tokens
-        call.epoch, call.microseconds, call.threads = epoch % EPOCHS, microseconds, _threads(tokens * self._row_bytes)
+        call.epoch, call.microseconds = epoch % EPOCHS, microseconds
+        call.threads = 1 if tokens * self._row_bytes < BYTES_FOR_THREADS else torch.get_num_threads()
         exchange.epoch = epoch
         if not self._call("exchange_collect", self._add_up_at):
             for peer, first in wait().items():  # loaded and checked by wait; the kernel does not load it again
@@ -352,10 +354,6 @@ def _wrong_rounded(form: RowFormat, dtype: torch.dtype, columns: int) -> list[st
     if form.scale_bytes != blocks * (4 if form.rounding is Rounding.FP8 else 1):
         return [f"{form.scale_bytes} bytes of scales, {blocks} groups of {SCALE_BLOCK}"]
     return []
-
-
-def _threads(num_bytes: int) -> int:
-    return 1 if num_bytes < BYTES_FOR_THREADS else torch.get_num_threads()
 
 
 def add_rows(

@@ -44,20 +44,65 @@ def experts_rows(
     if shared is not None:
         check_shared(shared, w13, w2)
     check_call(mode, x_RH, x_scales_RX, ids_RK, weights_RK, (w13, w2, *(shared or ())))
-    if out_RH is None:
-        out_RH = torch.empty(x_RH.shape[0], w2.layout.num_outputs, dtype=torch.bfloat16, device="cpu")
-    x_RH, ids_RK = _dense_rows(x_RH), ids_RK.contiguous()
-    weights_RK = None if weights_RK is None else weights_RK.contiguous()
-    x_scales_RX = None if x_scales_RX is None else _dense_rows(x_scales_RX)
-    call = experts_block(native, w13, w2, shared, mode, isa)
-    call.x, call.x_scales, call.ids = x_RH.data_ptr(), _pointer(x_scales_RX), ids_RK.data_ptr()
-    call.weights, call.out = _pointer(weights_RK), out_RH.data_ptr()
-    call.num_rows, call.top_k, call.threads = x_RH.shape[0], ids_RK.shape[1], threads
-    call.x_stride, call.out_stride = x_RH.stride(0), out_RH.stride(0)
-    call.x_scale_stride = 0 if x_scales_RX is None else x_scales_RX.stride(0)
-    call.out_f32 = out_RH.dtype == torch.float32
-    native.call("experts", ctypes.byref(call))
-    return out_RH
+    return ExpertsCall(native, w13, w2, shared, mode, isa)(x_RH, x_scales_RX, ids_RK, weights_RK, out_RH, threads)
+
+
+class ExpertsCall:
+    """`experts_rows` with the weights and the mode fixed: they are written into the arguments once.
+
+    The packed values are read at every call; the caller keeps the matrices alive. Calls may run concurrently.
+    """
+
+    def __init__(
+        self,
+        native: Native,
+        w13: PackedMatrix,
+        w2: PackedMatrix,
+        shared: tuple[PackedMatrix, PackedMatrix] | None,
+        mode: ExpertsMode,
+        isa: Isa | None = None,
+    ) -> None:
+        """Raises ShapeError for shared experts and biases that do not fit."""
+        if shared is not None:
+            check_shared(shared, w13, w2)
+        self._native, self._mode, self._matrices = native, mode, (w13, w2, *(shared or ()))
+        self._hidden, self._num_outputs = w13.layout.num_inputs, w2.layout.num_outputs
+        self._block = experts_block(native, w13, w2, shared, mode, isa)
+        self._checked = False
+
+    def __call__(
+        self,
+        x_RH: torch.Tensor,
+        x_scales_RX: torch.Tensor | None,
+        ids_RK: torch.Tensor,
+        weights_RK: torch.Tensor | None,
+        out_RH: torch.Tensor | None,
+        threads: int,
+    ) -> torch.Tensor:
+        """Run the rows as described in `experts_rows`; returns `out_RH`."""
+        rows = x_RH.shape[0]
+        plain = x_scales_RX is None and x_RH.dtype is torch.bfloat16 and x_RH.shape[1] == self._hidden
+        routed = weights_RK is not None and weights_RK.dtype is torch.float32 and weights_RK.shape == ids_RK.shape
+        fits = ids_RK.dtype is torch.int32 and ids_RK.dim() == 2 and ids_RK.shape[0] == rows
+        if not (self._checked and plain and routed and fits):
+            check_call(self._mode, x_RH, x_scales_RX, ids_RK, weights_RK, self._matrices)
+            self._checked = True
+        if out_RH is None:
+            out_RH = torch.empty(rows, self._num_outputs, dtype=torch.bfloat16, device="cpu")
+        x_RH, ids_RK = x_RH if x_RH.stride(-1) == 1 else x_RH.contiguous(), ids_RK.contiguous()
+        call = CExperts.from_buffer_copy(self._block)
+        call.x, call.ids, call.out = x_RH.data_ptr(), ids_RK.data_ptr(), out_RH.data_ptr()
+        call.num_rows, call.top_k, call.threads = rows, ids_RK.shape[1], threads
+        call.x_stride, call.out_stride = x_RH.stride(0), out_RH.stride(0)
+        call.out_f32 = out_RH.dtype == torch.float32
+        if weights_RK is not None:
+            weights_RK = weights_RK.contiguous()
+            call.weights = weights_RK.data_ptr()
+        if x_scales_RX is not None:
+            x_scales_RX = _dense_rows(x_scales_RX)
+            call.x_scales, call.x_scale_stride = x_scales_RX.data_ptr(), x_scales_RX.stride(0)
+        self._native.call("experts", ctypes.byref(call))
+        return out_RH
 
 
 def experts_block(

@@ -144,7 +144,9 @@ class Native:
 
     def call(self, name: str, *arguments: object) -> None:
         """Call one kernel and turn its status into a typed error."""
-        self.check(name, self.functions[name](*arguments))
+        status = self.functions[name](*arguments)
+        if status != Status.OK:
+            self.check(name, status)
 
     def check(self, name: str, status: int) -> None:
         """Raise the typed error of a status that is not OK."""

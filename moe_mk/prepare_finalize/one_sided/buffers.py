@@ -125,6 +125,8 @@ class OneSidedBufferSlot(BufferSlot):
         self.seam_row = region.seam_at(comm.size, comm.rank) // region.value_bytes
         """The rows up to those of rank `left` end there, the others begin there."""
         self._taken: dict[Hashable, int] = {}
+        self.sums_with_pages = 0
+        """Sums of this rank's window that have memory, from the first on."""
         ranks = range(comm.size)
         self._out = [region.place(comm.size, owner, comm.rank) for owner in ranks]
         self._in = [region.place(comm.size, comm.rank, source) for source in ranks]
@@ -233,8 +235,9 @@ class OneSidedBufferSlot(BufferSlot):
             self._taken[what] = num_bytes
 
     def take_pages_of_sums(self, count: int) -> None:
-        """Reserve the room of so many sums in this rank's window."""
+        """Reserve memory for this many sums in this rank's window."""
         self.take_pages("sums", self.rank, self.sums_at, count * self.region.sum_bytes)
+        self.sums_with_pages = max(self.sums_with_pages, count)
 
     def take_pages_around_seam(self, first: int, end: int) -> None:
         """Reserve the rows from one number to before another in this rank's window."""

@@ -34,8 +34,7 @@ from moe_mk.prepare_finalize.base import (
     TransportTraits,
 )
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot, RegionShape
-from moe_mk.prepare_finalize.one_sided.rows_native import KernelRows
-from moe_mk.prepare_finalize.one_sided.rows_torch import PutRows, RowBytes
+from moe_mk.prepare_finalize.one_sided.rows_torch import RowBytes
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
 from moe_mk.quant.wire import row_bytes
 from moe_mk.trace.clock import now
@@ -137,9 +136,8 @@ class OneSidedNetwork(OneSided):
         sums = row_bytes(context.dtype, context.hidden_size)
         parts = (context.max_num_tokens, self._size.values, self._size.tail, sums)
         threads = context.comm_units or ProxySettings.threads
-        self._region = NetworkRegion(*parts, nodes, context.network, threads)
-        self._pool = NetworkBufferPool.of(context.comm, self._region)
-        self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
+        region = NetworkRegion(*parts, nodes, context.network, threads)
+        self._use(region, NetworkBufferPool.of(context.comm, region))
 
     @classmethod
     def own_budget(cls, problem: Problem) -> Budget:

@@ -56,8 +56,14 @@ class KernelRows:
         """Write all rows in one call, the own ones where they are read, then a flag a peer."""
         prepared = self._calls_of_slot.get(buffer) or self._first_call(buffer)
         rounding = self._form.rounding is not Rounding.NONE and x_TH.dtype in ROW_TYPES and x_TH.stride(1) == 1
-        x = (x_TH, None) if rounding else self._encoded(x_TH, encode)
-        dense = _dense(routing.ids_TK, torch.int32), _dense(routing.weights_TK, torch.float32)
+        as_is = rounding or (x_TH.dtype is self._plain and x_TH.stride(1) == 1)
+        x = (x_TH, None) if as_is else self._encoded(x_TH, encode)
+        ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
+        if ids_TK.dtype is not torch.int32 or not ids_TK.is_contiguous():
+            ids_TK = ids_TK.to(torch.int32).contiguous()
+        if weights_TK.dtype is not torch.float32 or not weights_TK.is_contiguous():
+            weights_TK = weights_TK.to(torch.float32).contiguous()
+        dense = ids_TK, weights_TK
         while (counts := prepared.calls.dispatch(x, dense, buffer.epoch, rounding=rounding)) is None:
             assert buffer.exchange is not None
             buffer.make_room(buffer.exchange.counts[:])
@@ -79,7 +85,8 @@ class KernelRows:
             buffer.take_pages_around_seam(first, first + total)
         values_to = prepared.values_at + first * self._size.values
         scales_RX, ids_RK, weights_RK = prepared.calls.receive(total, values_to)
-        buffer.take_pages_of_sums(total)
+        if total > buffer.sums_with_pages:
+            buffer.take_pages_of_sums(total)
         x_RH = QuantTensor(prepared.values_RX[first : first + total], scales_RX, self._wire)
         return x_RH, ids_RK, weights_RK, prepared.sums_RH[:total]
 
@@ -122,7 +129,3 @@ def rounding_of(context: TransportContext) -> Rounding:
     if not isinstance(wire, Fp8Block) or wire.block != (1, GROUP):
         return Rounding.NONE
     return Rounding.FP8_UE8M0 if wire.ue8m0 else Rounding.FP8
-
-
-def _dense(x_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    return x_TK if x_TK.dtype is dtype and x_TK.is_contiguous() else x_TK.to(dtype).contiguous()

@@ -60,9 +60,16 @@ class OneSided(PrepareFinalize):
             raise UnsupportedError("transport 'one_sided' cannot serve this group", reasons)
         self._size = RowBytes.of(context)
         sums = row_bytes(context.dtype, context.hidden_size)
-        self._region = RegionShape(context.max_num_tokens, self._size.values, self._size.tail, sums)
-        self._pool = OneSidedBufferPool.of(context.comm, self._region)
+        region = RegionShape(context.max_num_tokens, self._size.values, self._size.tail, sums)
+        self._use(region, OneSidedBufferPool.of(context.comm, region))
+
+    def _use(self, region: RegionShape, pool: OneSidedBufferPool) -> None:
+        """Prepare what the calls over windows of a pool have in common."""
+        context, comm = self.context, self.context.comm
+        self._region, self._pool = region, pool
         self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
+        self._dispatching, self._combining = comm.exclusive("dispatch"), comm.exclusive("combine")
+        self._flag_bytes = [0 if peer == comm.rank else WORD_BYTES for peer in range(comm.size)]
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts, with the ids that are local there."""
@@ -72,19 +79,24 @@ class OneSided(PrepareFinalize):
                 f"x has T={num_tokens} tokens, a window holds {c.max_num_tokens} of each rank "
                 "[kernel.max_num_tokens]; raise the limit or bring fewer tokens a call"
             )
-        with c.spans.span("dispatch"), c.comm.abort_on_error():
-            with c.comm.exclusive("dispatch"):
-                c.comm.check("dispatch")
-                buffer = self._pool.take(c.comm)
-                way = self._put if buffer.exchange is None else self._kernels
-                sent, sent_W = way.send(buffer, x_TH, routing, self.encode)
-                self._note("dispatch", "dispatch flags", sent_W, self._region.value_bytes + self._region.tail_bytes)
-            yield DISPATCH
-            with c.comm.exclusive("dispatch"):
-                received_W = way.arrived(buffer, sent_W)
-                x_RH, ids_RK, weights_RK, sums_RH = way.receive(buffer, received_W)
-            handle = DispatchHandle(buffer, buffer.epoch, sent, sent_W, received_W, num_tokens, sums_RH)
-            return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, handle, sums_RH)
+        with c.spans.span("dispatch"):
+            try:
+                with self._dispatching:
+                    if c.comm.status.failure is not None:
+                        c.comm.check("dispatch")
+                    buffer = self._pool.take(c.comm)
+                    way = self._put if buffer.exchange is None else self._kernels
+                    sent, sent_W = way.send(buffer, x_TH, routing, self.encode)
+                    self._note("dispatch", "dispatch flags", sent_W, self._region.value_bytes + self._region.tail_bytes)
+                yield DISPATCH
+                with self._dispatching:
+                    received_W = way.arrived(buffer, sent_W)
+                    x_RH, ids_RK, weights_RK, sums_RH = way.receive(buffer, received_W)
+                handle = DispatchHandle(buffer, buffer.epoch, sent, sent_W, received_W, num_tokens, sums_RH)
+                return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, handle, sums_RH)
+            except BaseException as error:
+                c.comm.fail(error)
+                raise
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Signal the sums to the peers, and add up theirs for each token."""
@@ -93,21 +105,25 @@ class OneSided(PrepareFinalize):
         buffer, received_W = handle.buffer, handle.received_W
         if buffer.epoch != handle.epoch or not buffer.busy:
             raise CommError(f"epoch {handle.epoch} was finalized before", rank=c.comm.rank, phase="combine")
-        with c.spans.span("combine"), c.comm.abort_on_error():
-            with c.comm.exclusive("combine"):
-                way = self._put if buffer.exchange is None else self._kernels
-                first = sum(received_W[: buffer.rank])
-                own = slice(first, first + received_W[buffer.rank])
-                if y_RH is not handle.sums_RH and not _is_same(y_RH, handle.sums_RH):
-                    for rows in (slice(0, own.start), slice(own.stop, None)):
-                        handle.sums_RH[rows] = y_RH[rows]
-                way.show(handle)
-                self._note("combine", "combine flags", received_W, self._region.sum_bytes)
-            yield COMBINE
-            with c.comm.exclusive("combine"):
-                y_TH = way.add_up(handle, y_RH, own)
-                buffer.busy = False
-            return y_TH
+        with c.spans.span("combine"):
+            try:
+                with self._combining:
+                    way = self._put if buffer.exchange is None else self._kernels
+                    first = sum(received_W[: buffer.rank])
+                    own = slice(first, first + received_W[buffer.rank])
+                    if y_RH is not handle.sums_RH and not _is_same(y_RH, handle.sums_RH):
+                        for rows in (slice(0, own.start), slice(own.stop, None)):
+                            handle.sums_RH[rows] = y_RH[rows]
+                    way.show(handle)
+                    self._note("combine", "combine flags", received_W, self._region.sum_bytes)
+                yield COMBINE
+                with self._combining:
+                    y_TH = way.add_up(handle, y_RH, own)
+                    buffer.busy = False
+                return y_TH
+            except BaseException as error:
+                c.comm.fail(error)
+                raise
 
     @cached_property
     def _num_slots(self) -> int:
@@ -116,11 +132,10 @@ class OneSided(PrepareFinalize):
     def _note(self, phase: str, flags: str, rows_of_W: list[int], row_bytes: int) -> None:
         """Count what went to others: rows in whole, and a flag a peer. What stays here goes nowhere."""
         comm = self.context.comm
-        rows = [row_bytes * count for count in rows_of_W]
-        words = [WORD_BYTES] * comm.size
-        rows[comm.rank] = words[comm.rank] = 0
+        rows = list(map(row_bytes.__mul__, rows_of_W))
+        rows[comm.rank] = 0
         comm.traffic.sent(phase, rows, comm.rank)
-        comm.traffic.sent(flags, words, comm.rank)
+        comm.traffic.sent(flags, self._flag_bytes, comm.rank)
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
