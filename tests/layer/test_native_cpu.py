@@ -1,5 +1,6 @@
 """The layer on native CPU kernels: one call routes, one call multiplies routed and shared experts, and it states so."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk.experts.cpu_native.weights import PackedExpertWeights
 from moe_mk.testing.transports import virtual_groups
 from moe_mk.tokens import Routing
+from moe_mk.trace.recorder import Recorder
 from tests.layer.native import NEEDS_COMPILER, built, written
 
 pytestmark = NEEDS_COMPILER
@@ -90,3 +93,15 @@ def test_packing_reports_how_far_it_is(checkpoint: Path) -> None:
     packed = [event for event in reported if event[0] == "pack"]
     assert [done for _, done, _ in packed] == sorted(done for _, done, _ in packed) and len(packed) == 16
     assert packed[-1][1] == packed[-1][2] == layer._placement.laid_out.num_bytes
+
+
+def test_a_deep_copy_reads_its_own_weights(checkpoint: Path, x_TH: Tensor) -> None:
+    layer = built(checkpoint)
+    layer.spans.recorder = Recorder()  # stages run apart, and their prepared calls are kept with the weights
+    before = layer(x_TH)
+    twin = copy.deepcopy(layer)
+    weights = layer._placement.laid_out
+    assert isinstance(weights, PackedExpertWeights)
+    weights.w2.values_LB.zero_()
+    assert not torch.equal(layer(x_TH), before)
+    assert torch.equal(twin(x_TH), before)

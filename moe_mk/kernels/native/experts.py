@@ -6,6 +6,7 @@ load and the map of logical experts to slots, bit-identical to `route` and `expe
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from dataclasses import dataclass
 
@@ -67,8 +68,14 @@ class ExpertsCall:
             check_shared(shared, w13, w2)
         self._native, self._mode, self._matrices = native, mode, (w13, w2, *(shared or ()))
         self._hidden, self._num_outputs = w13.layout.num_inputs, w2.layout.num_outputs
+        self._isa = isa
         self._block = experts_block(native, w13, w2, shared, mode, isa)
         self._checked = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertsCall:
+        """A copy reads the copied matrices: the arguments hold addresses."""
+        w13, w2, *shared = copy.deepcopy(self._matrices, memo)
+        return ExpertsCall(self._native, w13, w2, (shared[0], shared[1]) if shared else None, self._mode, self._isa)
 
     def __call__(
         self,
