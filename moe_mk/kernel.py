@@ -34,13 +34,16 @@ class FusedMoEKernel:
         Whatever is raised here ends the call on every rank of the group, see `Communicator.fail`.
         """
         transport, ran = type(self.prepare_finalize), self.spans.ledger.ran
-        with self.prepare_finalize.context.comm.abort_on_error():
+        try:
             tokens = yield from self.prepare_finalize.prepare(x_TH, routing)
             ran("dispatch", transport, x_TH.nbytes)
             output = self.multiply(tokens, weights)
             y_TH = yield from self.prepare_finalize.finalize(output, tokens)
             ran("combine", transport, y_TH.nbytes)
             return y_TH
+        except BaseException as error:
+            self.prepare_finalize.context.comm.fail(error)
+            raise
 
     def multiply(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """The part between the two journeys: permute, multiply, weigh and sum as far as the transport wants it."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_mk.comm.failure import AbortOnError, Exclusive, Failure, GroupResource, GroupStatus
+from moe_mk.comm.failure import ANOTHER_THREAD, AbortOnError, Failure, GroupResource, GroupStatus
 from moe_mk.comm.traffic import Traffic
 from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
@@ -78,9 +78,9 @@ class Communicator(ABC):
         """A context that reports exceptions raised inside to the peers, see `fail`."""
         return AbortOnError(self.fail)
 
-    def exclusive(self, phase: str) -> Exclusive:
-        """A context for one thread at a time, for one step of a call. Raises CommError if another thread is inside."""
-        return Exclusive(self.lock, lambda text: CommError(text, rank=self.rank, phase=phase, layer=self.layer))
+    def another_thread(self, phase: str) -> CommError:
+        """The error of a step that finds `lock` held by another thread."""
+        return CommError(ANOTHER_THREAD, rank=self.rank, phase=phase, layer=self.layer)
 
     def keep(self, resource: GroupResource) -> None:
         """Abort and reopen a resource with the group. Only a weak reference is kept."""

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from _thread import RLock as Lock
 
 REPORTED = "its call failed: "
+ANOTHER_THREAD = (
+    "another thread is calling over this group, so peers cannot know whose call comes first; make all calls from one "
+    "thread, or give each thread a group of its own"
+)
 ABANDONED = "the call was abandoned before it ended: its flight was closed or dropped"
 
 
@@ -98,10 +102,7 @@ class Exclusive:
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise self._error(
-                "another thread is calling over this group, so peers cannot know whose call comes first; make all "
-                "calls from one thread, or give each thread a group of its own"
-            )
+            raise self._error(ANOTHER_THREAD)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._lock.release()

@@ -178,7 +178,8 @@ def _noted(run: Run) -> Run:
                 x = tokens.x_RH
             else:
                 x = tokens.x_NH if isinstance(tokens, GroupedTokens) else tokens.x_LSH
-            self.context.spans.ledger.ran("experts", type(self), x.num_bytes + output.y.nbytes)
+            num_bytes = x.values.nbytes if x.scales is None else x.num_bytes
+            self.context.spans.ledger.ran("experts", type(self), num_bytes + output.y.nbytes)
         return output
 
     return noted

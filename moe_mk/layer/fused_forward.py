@@ -70,11 +70,3 @@ def _addresses(gate: Gate) -> tuple[int, int]:
     """Addresses of the gate's tensors: `.data = ` and share_memory_() replace the memory of a tensor object."""
     weight_EH, bias_E = gate.weight_EH, gate.bias_E
     return 0 if weight_EH is None else weight_EH.data_ptr(), 0 if bias_E is None else bias_E.data_ptr()
-
-
-def is_untraced(x_TH: Tensor) -> bool:
-    """Whether this is a plain tensor outside of tracing, dispatch modes and functorch: else use the torch operator."""
-    if type(x_TH) is not Tensor or torch.compiler.is_compiling():
-        return False
-    followed = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
-    return not followed and torch._C._functorch.peek_interpreter_stack() is None

@@ -24,8 +24,8 @@ class Grid:
             for dimension, group in (("ep", groups.ep), ("tp", groups.tp), ("dp", groups.dp))
         )
         self.name = name
-        self._agreed: tuple[int, ...] | None = None
-        """The epochs of the groups in which notes were compared."""
+        self.agreed: tuple[int, int] | None = None
+        """The epochs of both groups, `GroupStatus.epoch`, in which notes were compared last."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -35,16 +35,17 @@ class Grid:
     def renewed(self, ep: Communicator | None = None) -> Grid:
         """The same place with notes still to be compared. ep: other ranks that share out the experts."""
         other = copy(self)
-        other.ep, other._agreed = ep or self.ep, None
+        other.ep, other.agreed = ep or self.ep, None
         return other
 
     def agree(self, notes: Callable[[], Mapping[str, str]]) -> Flight[None]:
         """Compare notes with the other ranks before the first collective, and again after a recovery.
 
-        Notes are written only then. The layer gets its number in both groups.
+        Nothing to do where they have `agreed` in the current epochs; notes are written otherwise only. The layer gets
+        its number in both groups.
         """
         epochs = self.ep.status.epoch, self.tp.status.epoch
-        if self._agreed == epochs:
+        if self.agreed == epochs:
             return
         written = notes()
         for comm in (self.ep, self.tp):
@@ -52,7 +53,7 @@ class Grid:
                 comm.layer_number = 0
                 yield from agree(comm, written, self.name)
                 comm.number_layer()
-        self._agreed = epochs
+        self.agreed = epochs
 
     def fail(self, error: BaseException) -> None:
         """Report an exception of this rank to the ranks of both groups.

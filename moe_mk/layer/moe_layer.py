@@ -31,7 +31,7 @@ from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.checks import check_hidden_states, check_routing
 from moe_mk.layer.custom_op import moe_layer, register_run
-from moe_mk.layer.fused_forward import FusedForward, build_fused_forward, is_untraced
+from moe_mk.layer.fused_forward import FusedForward, build_fused_forward
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.placement_state import (
@@ -300,7 +300,9 @@ class MoELayer(nn.Module):
             load_E = self.expert_load if expert_load_E is None else expert_load_E
             router = self.router if self.hash_router is None else self._router_of(x_TH, token_ids_T)
             is_accepted = True
-            yield from placed.grid.agree(self._notes)
+            grid = placed.grid
+            if grid.agreed != (grid.ep.status.epoch, grid.tp.status.epoch):
+                yield from grid.agree(self._notes)
             if placed.lost is not None:
                 placed.lost.check()
             fused_weights = None if shared is None else self._with_shared(placed)
@@ -432,6 +434,8 @@ class MoELayer(nn.Module):
         if placed.lost is not None:
             assert self._dropped is not None
             routing = placed.lost.leave_out(routing, self._dropped)
+        if placed.tables.is_identity:
+            return routing
         salt = 0 if placed.is_partial else placed.grid.ep.rank
         return Routing(placed.tables.to_physical(routing.ids_TK, salt), routing.weights_TK, routing.losses)
 
@@ -445,8 +449,16 @@ class MoELayer(nn.Module):
         """The tokens if the layer can run on them, contiguous: a GEMM rounds other strides differently."""
         if self._placement.weights is None:
             _ = self.weights  # raises
-        model, kernel = self.config.model, self.config.kernel
-        check_hidden_states(hidden_states, self.dtype, self.device, model.hidden_size, kernel.max_num_tokens)
+        hidden_size, max_num_tokens = self.config.model.hidden_size, self.config.kernel.max_num_tokens
+        if (
+            hidden_states.dtype is not self.dtype
+            or hidden_states.device != self.device
+            or hidden_states.dim() != 2
+            or hidden_states.shape[1] != hidden_size
+            or hidden_states.shape[0] > max_num_tokens
+            or hidden_states.requires_grad
+        ):
+            check_hidden_states(hidden_states, self.dtype, self.device, hidden_size, max_num_tokens)
         return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
 
     # Changes of placement while the layer is in use; `rebalance` calls these.
@@ -606,3 +618,11 @@ def _rebuild(
         layer.take(weights)
     layer.expert_load.copy_(load_E)
     return layer
+
+
+def is_untraced(x_TH: Tensor) -> bool:
+    """Whether this is a plain tensor outside of tracing, dispatch modes and functorch: else use the torch operator."""
+    if type(x_TH) is not Tensor or torch.compiler.is_compiling():
+        return False
+    followed = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
+    return not followed and torch._C._functorch.peek_interpreter_stack() is None

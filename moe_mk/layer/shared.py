@@ -11,6 +11,7 @@ from moe_mk.oracle.assemble import Parts, build_experts, experts_context
 from moe_mk.oracle.verdict import Decision
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import OutputStage, RowTokens
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, Weights
@@ -34,7 +35,9 @@ class SharedExperts:
         with self.spans.span("shared"):
             ids_TK = torch.zeros((x_TH.shape[0], 1), dtype=torch.int32, device=x_TH.device)
             weights_TK = torch.ones((x_TH.shape[0], 1), dtype=torch.float32, device=x_TH.device)
-            tokens = permute(RowTokens(self.dtype.quantize(x_TH), ids_TK, weights_TK, 1), self.experts.traits.consumes)
+            same = x_TH.dtype is self.dtype.dtype
+            x = QuantTensor(x_TH, None, self.dtype) if same else self.dtype.quantize(x_TH)
+            tokens = permute(RowTokens(x, ids_TK, weights_TK, 1), self.experts.traits.consumes)
             output = self.experts.run(tokens, self.weights)
             return weight_and_reduce(output, tokens, until=OutputStage.REDUCED).y
 

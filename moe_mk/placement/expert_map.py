@@ -47,6 +47,9 @@ class PlacementTables:
     """int32."""
     one_to_one: bool
     """Every expert has one choice, so nothing is to be searched."""
+    is_identity: bool = False
+    """Whether physical ids equal logical ones, so that callers need not translate. Always False on a GPU: a captured
+    graph reads the tables at each replay, and `overwrite` may change them."""
 
     def to_physical(self, ids_TK: Tensor, salt: int) -> Tensor:
         """Replace logical ids by physical ones; -1 stays. Replicas take turns by token number and `salt`.
@@ -71,6 +74,7 @@ class PlacementTables:
                 f"tables of {len(self.edges_X)} choices cannot take those of {len(other.edges_X)}"
                 f" (one choice an expert: {self.one_to_one} and {other.one_to_one}); capture the graph again"
             )
+        object.__setattr__(self, "is_identity", False)
         for to, new in zip(mine, theirs, strict=True):
             to.copy_(new)
 
@@ -307,6 +311,7 @@ class ExpertMap:
             rank_of_P=torch.tensor(self.rank_of_physical, dtype=torch.int32, device=device),
             slot_of_P=torch.tensor(slot_of, dtype=torch.int32, device=device),
             one_to_one=len(choices) == self.num_experts,
+            is_identity=device.type == "cpu" and choices == list(range(self.num_experts)),
         )
 
 

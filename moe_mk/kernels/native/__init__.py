@@ -33,11 +33,6 @@
 
 from __future__ import annotations
 
-from moe_mk.kernels.native.experts import ExpertsCall as ExpertsCall
-from moe_mk.kernels.native.experts import FusedLayer as FusedLayer
-from moe_mk.kernels.native.experts import Gating as Gating
-from moe_mk.kernels.native.experts import Places as Places
-from moe_mk.kernels.native.experts import Stack as Stack
 from moe_mk.kernels.native.experts import experts_batched as experts_batched
 from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
 from moe_mk.kernels.native.experts import experts_rows as experts_rows
@@ -59,12 +54,17 @@ from moe_mk.kernels.native.packed import touch_slot as touch_slot
 from moe_mk.kernels.native.packed import unpack_output_scales as unpack_output_scales
 from moe_mk.kernels.native.packed import unpack_scales as unpack_scales
 from moe_mk.kernels.native.packed import unpack_slot as unpack_slot
+from moe_mk.kernels.native.prepared import ExpertsCall as ExpertsCall
+from moe_mk.kernels.native.prepared import FusedLayer as FusedLayer
+from moe_mk.kernels.native.prepared import Gating as Gating
+from moe_mk.kernels.native.prepared import Places as Places
+from moe_mk.kernels.native.prepared import RouteCall as RouteCall
+from moe_mk.kernels.native.prepared import Stack as Stack
+from moe_mk.kernels.native.prepared import route as route
 from moe_mk.kernels.native.quantize import count_nans as count_nans
 from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
-from moe_mk.kernels.native.route import RouteCall as RouteCall
 from moe_mk.kernels.native.route import RouteMode as RouteMode
 from moe_mk.kernels.native.route import Scoring as Scoring
-from moe_mk.kernels.native.route import route as route
 from moe_mk.kernels.native.scales import Shard as Shard
 from moe_mk.kernels.native.scales import scale_block as scale_block
 from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled

@@ -1,22 +1,14 @@
-"""Fused experts on packed weights, on raw tensors.
-
-One call computes w13, bias, activation, w2, bias, routing weights and the sum over k. `FusedLayer` adds gate, choice,
-load and the map of logical experts to slots, bit-identical to `route` and `experts_rows` in sequence.
-"""
+"""Fused experts on packed weights, on raw tensors: w13, bias, activation, w2, bias, routing weights, sum over k."""
 
 from __future__ import annotations
-
-import copy
-import ctypes
-from dataclasses import dataclass
 
 import torch
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.native.experts_mode import ExpertsMode, check_call, check_shared
-from moe_mk.kernels.native.library import CExperts, CLayer, CMatrix, Isa, Native
+from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix
-from moe_mk.kernels.native.route import RouteMode, check_gate, route_block
+from moe_mk.kernels.native.prepared import ExpertsCall
 
 
 def experts_rows(
@@ -46,97 +38,6 @@ def experts_rows(
         check_shared(shared, w13, w2)
     check_call(mode, x_RH, x_scales_RX, ids_RK, weights_RK, (w13, w2, *(shared or ())))
     return ExpertsCall(native, w13, w2, shared, mode, isa)(x_RH, x_scales_RX, ids_RK, weights_RK, out_RH, threads)
-
-
-class ExpertsCall:
-    """`experts_rows` with the weights and the mode fixed: they are written into the arguments once.
-
-    The packed values are read at every call; the caller keeps the matrices alive. Calls may run concurrently.
-    """
-
-    def __init__(
-        self,
-        native: Native,
-        w13: PackedMatrix,
-        w2: PackedMatrix,
-        shared: tuple[PackedMatrix, PackedMatrix] | None,
-        mode: ExpertsMode,
-        isa: Isa | None = None,
-    ) -> None:
-        """Raises ShapeError for shared experts and biases that do not fit."""
-        if shared is not None:
-            check_shared(shared, w13, w2)
-        self._native, self._mode, self._matrices = native, mode, (w13, w2, *(shared or ()))
-        self._hidden, self._num_outputs = w13.layout.num_inputs, w2.layout.num_outputs
-        self._isa = isa
-        self._block = experts_block(native, w13, w2, shared, mode, isa)
-        self._checked = False
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ExpertsCall:
-        """A copy reads the copied matrices: the arguments hold addresses."""
-        w13, w2, *shared = copy.deepcopy(self._matrices, memo)
-        return ExpertsCall(self._native, w13, w2, (shared[0], shared[1]) if shared else None, self._mode, self._isa)
-
-    def __call__(
-        self,
-        x_RH: torch.Tensor,
-        x_scales_RX: torch.Tensor | None,
-        ids_RK: torch.Tensor,
-        weights_RK: torch.Tensor | None,
-        out_RH: torch.Tensor | None,
-        threads: int,
-    ) -> torch.Tensor:
-        """Run the rows as described in `experts_rows`; returns `out_RH`."""
-        rows = x_RH.shape[0]
-        plain = x_scales_RX is None and x_RH.dtype is torch.bfloat16 and x_RH.shape[1] == self._hidden
-        routed = weights_RK is not None and weights_RK.dtype is torch.float32 and weights_RK.shape == ids_RK.shape
-        fits = ids_RK.dtype is torch.int32 and ids_RK.dim() == 2 and ids_RK.shape[0] == rows
-        if not (self._checked and plain and routed and fits):
-            check_call(self._mode, x_RH, x_scales_RX, ids_RK, weights_RK, self._matrices)
-            self._checked = True
-        if out_RH is None:
-            out_RH = torch.empty(rows, self._num_outputs, dtype=torch.bfloat16, device="cpu")
-        x_RH, ids_RK = x_RH if x_RH.stride(-1) == 1 else x_RH.contiguous(), ids_RK.contiguous()
-        call = CExperts.from_buffer_copy(self._block)
-        call.x, call.ids, call.out = x_RH.data_ptr(), ids_RK.data_ptr(), out_RH.data_ptr()
-        call.num_rows, call.top_k, call.threads = rows, ids_RK.shape[1], threads
-        call.x_stride, call.out_stride = x_RH.stride(0), out_RH.stride(0)
-        call.out_f32 = out_RH.dtype == torch.float32
-        if weights_RK is not None:
-            weights_RK = weights_RK.contiguous()
-            call.weights = weights_RK.data_ptr()
-        if x_scales_RX is not None:
-            x_scales_RX = _dense_rows(x_scales_RX)
-            call.x_scales, call.x_scale_stride = x_scales_RX.data_ptr(), x_scales_RX.stride(0)
-        self._native.call("experts", ctypes.byref(call))
-        return out_RH
-
-
-def experts_block(
-    native: Native,
-    w13: PackedMatrix,
-    w2: PackedMatrix,
-    shared: tuple[PackedMatrix, PackedMatrix] | None,
-    mode: ExpertsMode,
-    isa: Isa | None = None,
-) -> CExperts:
-    """The arguments of a call that do not depend on its rows."""
-    block = CExperts(
-        num_slots=w13.num_slots,
-        w13=_matrix(w13),
-        w2=_matrix(w2),
-        gated=w13.layout.gated,
-        activation=int(mode.activation),
-        alpha=mode.alpha,
-        limit=mode.limit,
-        quantize=mode.quantize,
-        batch_invariant=mode.batch_invariant,
-        isa=int(native.isa_or_best(isa)),
-        **vars(mode.tuning),
-    )
-    if shared is not None:
-        block.shared_w13, block.shared_w2 = _matrix(shared[0]), _matrix(shared[1])
-    return block
 
 
 def experts_grouped(
@@ -200,102 +101,3 @@ def experts_batched(
     flat = x_LSH.reshape(num_slots * rows, hidden)
     out = experts_rows(native, flat, ids_RK, None, w13, w2, mode=mode, x_scales_RX=scales, threads=threads, isa=isa)
     return out.view(num_slots, rows, -1)
-
-
-def _matrix(packed: PackedMatrix) -> CMatrix:
-    layout, bias = packed.layout, packed.bias_LX
-    if bias is not None:
-        wide = layout.num_outputs * (2 if layout.gated else 1)
-        if bias.dtype != torch.float32 or tuple(bias.shape) != (packed.num_slots, wide) or not bias.is_contiguous():
-            raise ShapeError(
-                f"bias is {tuple(bias.shape)} {bias.dtype}, expected {(packed.num_slots, wide)} dense float32"
-            )
-    return CMatrix(
-        data=packed.values_LB.data_ptr(),
-        scales=_pointer(packed.scales_LX),
-        output_scales=_pointer(packed.output_scales_LX),
-        bias=_pointer(bias),
-        slot_bytes=packed.values_LB.stride(0),
-        slot_scales=_slot_size(packed.scales_LX),
-        slot_output_scales=_slot_size(packed.output_scales_LX),
-        slot_bias=_slot_size(bias),
-        format=int(layout.format),
-        num_outputs=layout.num_outputs,
-        num_inputs=layout.num_inputs,
-        block=layout.block,
-    )
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _slot_size(tensor_LX: torch.Tensor | None) -> int:
-    return 0 if tensor_LX is None else tensor_LX.stride(0)
-
-
-def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-@dataclass(frozen=True)
-class Gating:
-    """The router: gate bf16 or f32 [E, H] with contiguous rows, an f32 bias [E] of the choice, and the mode."""
-
-    gate_EH: torch.Tensor
-    bias_E: torch.Tensor | None
-    mode: RouteMode
-
-
-@dataclass(frozen=True)
-class Places:
-    """The placement of logical experts, int32; read at every call, so it may be changed between calls."""
-
-    physical_of_E: torch.Tensor
-    """-1: on no rank."""
-    rank_of_P: torch.Tensor
-    slot_of_P: torch.Tensor
-    rank: int
-
-
-@dataclass(frozen=True)
-class Stack:
-    """The packed experts of this rank, and optionally shared experts, applied to every row."""
-
-    w13: PackedMatrix
-    w2: PackedMatrix
-    shared: tuple[PackedMatrix, PackedMatrix] | None = None
-
-
-class FusedLayer:
-    """A prepared call for a layer without token exchange. Concurrent calls are allowed: none changes the block."""
-
-    def __init__(self, native: Native, gating: Gating, places: Places, stack: Stack, mode: ExpertsMode) -> None:
-        """Raises ShapeError for tensors that do not fit, ConfigError for groups that do not."""
-        hidden = stack.w13.layout.num_inputs
-        nothing_TH = torch.empty((0, hidden), dtype=torch.bfloat16, device="cpu")
-        ids_TK = torch.empty((0, gating.mode.top_k), dtype=torch.int32, device="cpu")
-        check_gate(nothing_TH, gating.gate_EH, gating.bias_E, gating.mode)
-        if stack.shared is not None:
-            check_shared(stack.shared, stack.w13, stack.w2)
-        check_call(mode, nothing_TH, None, ids_TK, None, (stack.w13, stack.w2, *(stack.shared or ())))
-        if stack.w2.layout.num_outputs != hidden:
-            raise ShapeError(f"cpu layer: H={hidden} comes in, H={stack.w2.layout.num_outputs} goes out")
-        self._held = native, gating, places, stack
-        self._block = CLayer(
-            route=route_block(native, gating.gate_EH, gating.bias_E, gating.mode),
-            experts=experts_block(native, stack.w13, stack.w2, stack.shared, mode),
-            physical_of=places.physical_of_E.data_ptr(),
-            rank_of=places.rank_of_P.data_ptr(),
-            slot_of=places.slot_of_P.data_ptr(),
-            num_physical=places.rank_of_P.shape[0],
-            rank=places.rank,
-        )
-        self._at = ctypes.byref(self._block)
-
-    def __call__(self, x_TH: torch.Tensor, load_E: torch.Tensor, threads: int) -> torch.Tensor:
-        """Run contiguous bf16 [T, H] to bf16 [T, H]; adds the number of choices of each expert to load_E, int64 [E]."""
-        out_TH = torch.empty_like(x_TH)
-        x, load, out = x_TH.data_ptr(), load_E.data_ptr(), out_TH.data_ptr()
-        self._held[0].call("layer", self._at, x, x_TH.shape[0], load, out, threads)
-        return out_TH

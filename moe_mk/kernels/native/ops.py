@@ -16,8 +16,9 @@ from moe_mk.kernels.native.experts_mode import Activation, ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.packed import PackedMatrix
+from moe_mk.kernels.native.prepared import route
 from moe_mk.kernels.native.quantize import quantize_1x128
-from moe_mk.kernels.native.route import RouteMode, Scoring, route
+from moe_mk.kernels.native.route import RouteMode, Scoring
 from moe_mk.kernels.native.selfcheck import loaded
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -33,66 +32,6 @@ class RouteMode:
     top_groups: int = 1
     renormalize: bool = True
     scale: float = 1.0
-
-
-def route(
-    native: Native,
-    x_TH: torch.Tensor,
-    gate_EH: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    mode: RouteMode,
-    *,
-    threads: int = 1,
-    isa: Isa | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose each token's experts: ids [T, K] int32, weights [T, K] f32, logits [T, E] f32.
-
-    x_TH: bf16. gate_EH: bf16 or f32; products and sums are f32. bias_E: f32, affects the choice, not the weights.
-    Ties go to the lower index. A token with a NaN among its biased scores is dropped (ids -1, weights 0); a choice with
-    a biased score of -inf is dropped, as in router.grouped_topk.
-    """
-    check_gate(x_TH, gate_EH, bias_E, mode)
-    gate_EH = gate_EH if gate_EH.stride(1) == 1 else gate_EH.contiguous()
-    bias_E = None if bias_E is None else bias_E.contiguous()
-    return RouteCall(native, gate_EH, bias_E, mode, isa)(x_TH, threads)
-
-
-class RouteCall:
-    """`route` with the gate, the bias and the mode fixed: they are checked and written into the arguments once.
-
-    gate_EH has dense rows, bias_E is dense; their values are read at every call. Calls may run concurrently.
-    """
-
-    def __init__(
-        self,
-        native: Native,
-        gate_EH: torch.Tensor,
-        bias_E: torch.Tensor | None,
-        mode: RouteMode,
-        isa: Isa | None = None,
-    ) -> None:
-        """Raises ShapeError for tensors that do not fit, ConfigError for groups that do not."""
-        nothing_TH = torch.empty((0, gate_EH.shape[1]), dtype=torch.bfloat16, device="cpu")
-        check_gate(nothing_TH, gate_EH, bias_E, mode)
-        self._native, self._gate_EH, self._bias_E, self._mode = native, gate_EH, bias_E, mode
-        self._hidden, self._num_experts = gate_EH.shape[1], gate_EH.shape[0]
-        self._block = route_block(native, gate_EH, bias_E, mode, isa)
-
-    def __call__(self, x_TH: torch.Tensor, threads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Choose the experts of bf16 [T, H]: ids [T, K] int32, weights [T, K] f32, logits [T, E] f32."""
-        tokens, top_k = x_TH.shape[0], self._mode.top_k
-        if x_TH.dtype is not torch.bfloat16 or x_TH.shape[1] != self._hidden:
-            check_gate(x_TH, self._gate_EH, self._bias_E, self._mode)
-        x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-        ids_TK = torch.empty(tokens, top_k, dtype=torch.int32, device="cpu")
-        weights_TK = torch.empty(tokens, top_k, dtype=torch.float32, device="cpu")
-        logits_TE = torch.empty(tokens, self._num_experts, dtype=torch.float32, device="cpu")
-        call = CRoute.from_buffer_copy(self._block)
-        call.x, call.num_tokens, call.x_stride = x_TH.data_ptr(), tokens, x_TH.stride(0)
-        call.ids, call.weights, call.logits = ids_TK.data_ptr(), weights_TK.data_ptr(), logits_TE.data_ptr()
-        call.threads = threads
-        self._native.call("route", ctypes.byref(call))
-        return ids_TK, weights_TK, logits_TE
 
 
 def route_block(

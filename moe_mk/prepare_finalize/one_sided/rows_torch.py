@@ -1,7 +1,7 @@
 """Writes rows into the windows of peers and reads sums from them with torch operations.
 
-`rows_native` does the same with native kernels that write there directly. Both use the same layout, bit for bit, so
-ranks of one group may differ. The steps of a call in either:
+`transport.KernelRows` does the same with native kernels that write there directly. Both use the same layout, bit for
+bit, so ranks of one group may differ. The steps of a call in either:
 
     send      write values [Q] and tails [scales | ids | weights] of each token to each of its ranks, then a flag
     arrived   wait for the flags of all peers

@@ -13,9 +13,12 @@ may write their sums where peers read them (`RowTokens.out_RH`); other sums are 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from moe_mk.comm.symmetric.flags import WORD_BYTES
@@ -23,15 +26,27 @@ from moe_mk.comm.symmetric.setup import reasons_against_heap
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
+from moe_mk.kernels.native.exchange import ROW_TYPES, ExchangeCalls, Rounding, RowFormat
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
-from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, RegionShape
-from moe_mk.prepare_finalize.one_sided.rows_native import KernelRows
-from moe_mk.prepare_finalize.one_sided.rows_torch import DispatchHandle, PutRows, RowBytes
+from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot, RegionShape
+from moe_mk.prepare_finalize.one_sided.rows_torch import (
+    Arrived,
+    DispatchHandle,
+    Encode,
+    PutRows,
+    RowBytes,
+    Sent,
+    WireTypes,
+)
 from moe_mk.prepare_finalize.packing import packed_row_bytes
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 DISPATCH, COMBINE = InFlight("dispatch"), InFlight("combine")
+GROUP = 128
 
 
 @PREPARE_FINALIZE.register("one_sided")
@@ -68,12 +83,12 @@ class OneSided(PrepareFinalize):
         context, comm = self.context, self.context.comm
         self._region, self._pool = region, pool
         self._put, self._kernels = PutRows(context, self._size), KernelRows(context, self._size)
-        self._dispatching, self._combining = comm.exclusive("dispatch"), comm.exclusive("combine")
+        self._lock = comm.lock  # held in each step, see `Communicator.lock`
         self._flag_bytes = [0 if peer == comm.rank else WORD_BYTES for peer in range(comm.size)]
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Write each token to the ranks of its experts, with the ids that are local there."""
-        c, num_tokens = self.context, x_TH.shape[0]
+        c, num_tokens, lock = self.context, x_TH.shape[0], self._lock
         if num_tokens > c.max_num_tokens:
             raise ShapeError(
                 f"x has T={num_tokens} tokens, a window holds {c.max_num_tokens} of each rank "
@@ -81,17 +96,25 @@ class OneSided(PrepareFinalize):
             )
         with c.spans.span("dispatch"):
             try:
-                with self._dispatching:
+                if not lock.acquire(blocking=False):
+                    raise c.comm.another_thread("dispatch")
+                try:
                     if c.comm.status.failure is not None:
                         c.comm.check("dispatch")
                     buffer = self._pool.take(c.comm)
                     way = self._put if buffer.exchange is None else self._kernels
                     sent, sent_W = way.send(buffer, x_TH, routing, self.encode)
                     self._note("dispatch", "dispatch flags", sent_W, self._region.value_bytes + self._region.tail_bytes)
+                finally:
+                    lock.release()
                 yield DISPATCH
-                with self._dispatching:
+                if not lock.acquire(blocking=False):
+                    raise c.comm.another_thread("dispatch")
+                try:
                     received_W = way.arrived(buffer, sent_W)
                     x_RH, ids_RK, weights_RK, sums_RH = way.receive(buffer, received_W)
+                finally:
+                    lock.release()
                 handle = DispatchHandle(buffer, buffer.epoch, sent, sent_W, received_W, num_tokens, sums_RH)
                 return RowTokens(x_RH, ids_RK, weights_RK, self._num_slots, handle, sums_RH)
             except BaseException as error:
@@ -100,14 +123,16 @@ class OneSided(PrepareFinalize):
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Signal the sums to the peers, and add up theirs for each token."""
-        handle, c, y_RH = tokens.handle, self.context, output.y
+        handle, c, y_RH, lock = tokens.handle, self.context, output.y, self._lock
         assert isinstance(handle, DispatchHandle)
         buffer, received_W = handle.buffer, handle.received_W
         if buffer.epoch != handle.epoch or not buffer.busy:
             raise CommError(f"epoch {handle.epoch} was finalized before", rank=c.comm.rank, phase="combine")
         with c.spans.span("combine"):
             try:
-                with self._combining:
+                if not lock.acquire(blocking=False):
+                    raise c.comm.another_thread("combine")
+                try:
                     way = self._put if buffer.exchange is None else self._kernels
                     first = sum(received_W[: buffer.rank])
                     own = slice(first, first + received_W[buffer.rank])
@@ -116,10 +141,16 @@ class OneSided(PrepareFinalize):
                             handle.sums_RH[rows] = y_RH[rows]
                     way.show(handle)
                     self._note("combine", "combine flags", received_W, self._region.sum_bytes)
+                finally:
+                    lock.release()
                 yield COMBINE
-                with self._combining:
+                if not lock.acquire(blocking=False):
+                    raise c.comm.another_thread("combine")
+                try:
                     y_TH = way.add_up(handle, y_RH, own)
                     buffer.busy = False
+                finally:
+                    lock.release()
                 return y_TH
             except BaseException as error:
                 c.comm.fail(error)
@@ -148,3 +179,114 @@ class OneSided(PrepareFinalize):
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same bytes in the same order."""
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+@dataclass(frozen=True)
+class _SlotCalls:
+    """What the calls of one layer over one buffer have in common."""
+
+    calls: ExchangeCalls
+    values_RX: Tensor
+    """All rows that the own window has room for, as they are received."""
+    sums_RH: Tensor
+    values_at: int
+    sums_at: int
+    """Addresses."""
+
+
+class KernelRows:
+    """Rows written into windows by native kernels, which round FP8 rows on the way; their buffer holds what was sent.
+
+    The same results as of `PutRows`, bit for bit. What does not change between calls is made at the first call over a
+    buffer.
+    """
+
+    def __init__(self, context: TransportContext, size: RowBytes) -> None:
+        self._size, self._wire, self._dtype = size, context.wire, context.dtype.dtype
+        self._types, self._hidden, self._slots = WireTypes.of(context.wire), context.hidden_size, context.num_slots
+        scale_dtype = self._types.scales or torch.uint8
+        self._form = RowFormat(size.values, size.scales, size.top_k, rounding_of(context), scale_dtype)
+        self._plain = context.wire.dtype if isinstance(context.wire, Plain) else None
+        tables = context.tables
+        self._tables = tables.rank_of_P.to(torch.int32).contiguous(), tables.slot_of_P.to(torch.int32).contiguous()
+        self._calls_of_slot: WeakKeyDictionary[OneSidedBufferSlot, _SlotCalls] = WeakKeyDictionary()
+
+    def send(
+        self, buffer: OneSidedBufferSlot, x_TH: Tensor, routing: Routing, encode: Encode
+    ) -> tuple[Sent, list[int]]:
+        """Write all rows in one call, the own ones where they are read, then a flag a peer."""
+        prepared = self._calls_of_slot.get(buffer) or self._first_call(buffer)
+        rounding = self._form.rounding is not Rounding.NONE and x_TH.dtype in ROW_TYPES and x_TH.stride(1) == 1
+        as_is = rounding or (x_TH.dtype is self._plain and x_TH.stride(1) == 1)
+        x = (x_TH, None) if as_is else self._encoded(x_TH, encode)
+        ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
+        if ids_TK.dtype is not torch.int32 or not ids_TK.is_contiguous():
+            ids_TK = ids_TK.to(torch.int32).contiguous()
+        if weights_TK.dtype is not torch.float32 or not weights_TK.is_contiguous():
+            weights_TK = weights_TK.to(torch.float32).contiguous()
+        dense = ids_TK, weights_TK
+        while (counts := prepared.calls.dispatch(x, dense, buffer.epoch, rounding=rounding)) is None:
+            assert buffer.exchange is not None
+            buffer.make_room(buffer.exchange.counts[:])
+        return None, counts
+
+    def arrived(self, buffer: OneSidedBufferSlot, sent_W: list[int]) -> list[int]:
+        """Rows received from each rank."""
+        del sent_W  # the exchange has it
+        exchange = buffer.exchange
+        assert exchange is not None
+        received_W = exchange.arrived(buffer.epoch, buffer.patience_us)
+        return exchange.received_from(buffer.await_rows()) if received_W is None else received_W
+
+    def receive(self, buffer: OneSidedBufferSlot, received_W: list[int]) -> Arrived:
+        """Take tails apart; values are those of the window, copied to their place where they lie apart."""
+        prepared, total = self._calls_of_slot[buffer], sum(received_W)
+        first = buffer.seam_row - sum(received_W[: buffer.left + 1])
+        if buffer.size > 2:  # others than the two whose rows meet at the seam
+            buffer.take_pages_around_seam(first, first + total)
+        values_to = prepared.values_at + first * self._size.values
+        scales_RX, ids_RK, weights_RK = prepared.calls.receive(total, values_to)
+        if total > buffer.sums_with_pages:
+            buffer.take_pages_of_sums(total)
+        x_RH = QuantTensor(prepared.values_RX[first : first + total], scales_RX, self._wire)
+        return x_RH, ids_RK, weights_RK, prepared.sums_RH[:total]
+
+    def show(self, handle: DispatchHandle) -> None:
+        """Signal every peer that the sums of its rows are written."""
+        assert handle.buffer.exchange is not None
+        handle.buffer.exchange.show(handle.epoch)
+
+    def add_up(self, handle: DispatchHandle, y_RH: Tensor, own: slice) -> Tensor:
+        """Add the sums of every rank where they lie, the own ones among y_RH."""
+        buffer, prepared = handle.buffer, self._calls_of_slot[handle.buffer]
+        if y_RH is handle.sums_RH:
+            own_at = prepared.sums_at + own.start * buffer.region.sum_bytes
+        else:
+            own_XH = y_RH[own].to(self._dtype).contiguous()
+            own_at = own_XH.data_ptr()
+        return prepared.calls.collect(own_at, handle.epoch, buffer.patience_us, buffer.await_sums)
+
+    def _first_call(self, buffer: OneSidedBufferSlot) -> _SlotCalls:
+        assert buffer.exchange is not None
+        calls = ExchangeCalls(buffer.exchange, self._form, self._tables, self._slots, self._hidden, self._dtype)
+        with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
+            values_RX, sums_RH = buffer.values_RB.view(self._types.values), buffer.sums_RB.view(self._dtype)
+        made = _SlotCalls(calls, values_RX, sums_RH, values_RX.data_ptr(), sums_RH.data_ptr())
+        self._calls_of_slot[buffer] = made
+        return made
+
+    def _encoded(self, x_TH: Tensor, encode: Encode) -> tuple[Tensor, Tensor | None]:
+        """Values, close within a row, and scales that travel."""
+        if x_TH.dtype is self._plain:
+            return (x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()), None
+        x = encode(x_TH)
+        values_TX = x.values if x.values.stride(1) == 1 else x.values.contiguous()
+        return values_TX, None if x.scales is None or not self._size.scales else x.scales.contiguous()
+
+
+def rounding_of(context: TransportContext) -> Rounding:
+    """What the kernels can make of rows on their way: FP8 by groups of 128 of a token."""
+    wire = context.wire
+    if not isinstance(wire, Fp8Block) or wire.block != (1, GROUP):
+        return Rounding.NONE
+    return Rounding.FP8_UE8M0 if wire.ue8m0 else Rounding.FP8
