@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -146,6 +146,13 @@ class FusedExperts(ABC):
         """
         return None
 
+    def fuse_experts(self, weights: Weights, tables: PlacementTables, rank: int) -> RoutedCall | None:
+        """One call on routed tokens for experts and load, with the bits of the steps apart; None: not supported.
+
+        weights: of `relayout` or `fuse_shared_experts`. Called only where the rows are this rank's own bf16 tokens.
+        """
+        return None
+
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
         """All reasons why this backend cannot run the problem; empty if it can."""
@@ -163,6 +170,21 @@ class FusedExperts(ABC):
 
 
 Run = Callable[[FusedExperts, Tokens, Weights], ExpertOutput]
+
+
+class RoutedCall(Protocol):
+    """What `FusedExperts.fuse_experts` returns."""
+
+    def __call__(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
+    ) -> Tensor:
+        """(T, H), int32 ids of logical experts (T, K) and f32 weights (T, K), contiguous, to (T, H).
+
+        load_E: int64 [E], to which the choices are added; None: nothing is counted. skip: ids that are neither -1 nor
+        of an expert are skipped; otherwise raises ShapeError for them, with nothing counted.
+        """
+
+
 FusedCall = Callable[[Tensor, Tensor], Tensor]
 """(T, H) and the load of the logical experts, int64 [E], which it adds to; to (T, H)."""
 

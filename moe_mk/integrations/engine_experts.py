@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
-
-# Imported before the first call of a custom op imports it, see `moe_mk.layer.custom_op`.
-import torch.distributed.nn
 from torch import Tensor
 
 from moe_mk.config.moe import MoEConfig
@@ -25,16 +20,21 @@ from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.custom_op import Operator
+from moe_mk.layer.fused_forward import can_be_called, record_as_stages
+from moe_mk.layer.moe_layer import is_untraced
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.quant.plain import plain
+from moe_mk.prepare_finalize.no_ep import NoEP
+from moe_mk.quant.plain import BF16, plain
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+IDS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,14 @@ class EngineExperts:
         self.decision: Decision = select(_problem(name, weights, min(top_k, int(experts)), dict(settings or {})))
         kernel = assemble(self.decision, Parts(ExpertMap.linear(self.num_experts, 1), weights.w2.device))
         assert isinstance(kernel, FusedMoEKernel)
-        self.kernel = kernel
+        self.kernel, self.dtype = kernel, self.decision.problem.dtype.dtype
         self.weights = self._laid_out(weights)
-        self._number = next(_numbers)
-        _known[self._number] = self
+        direct = type(kernel.prepare_finalize) is NoEP and kernel.prepare_finalize.context.wire == BF16
+        tables = kernel.prepare_finalize.context.tables
+        self._routed = (
+            kernel.experts.fuse_experts(self.weights, tables, 0) if direct and self.dtype is torch.bfloat16 else None
+        )
+        self._entry = EXPERTS_OF_ENGINES.enter(self.run)
 
     @property
     def backend(self) -> str:
@@ -87,43 +91,59 @@ class EngineExperts:
 
         Ids outside this rank's experts are skipped. Weights must be normalised and scaled.
         """
-        if not torch.compiler.is_compiling():
-            self._check(hidden_states, topk_weights, topk_ids)
-        out: Tensor = engine_experts(hidden_states, topk_weights, topk_ids, self._number)
+        self._check(hidden_states, topk_weights, topk_ids)
+        if is_untraced(hidden_states):
+            return self.run(hidden_states, topk_weights, topk_ids)
+        out: Tensor = engine_experts(hidden_states, topk_weights, topk_ids, self._entry)
         return out
 
     def _check(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
+        if (
+            x_TH.dtype is self.dtype
+            and x_TH.dim() == 2
+            and x_TH.shape[1] == self.hidden_size
+            and ids_TK.dim() == 2
+            and ids_TK.dtype in IDS
+            and ids_TK.shape[0] == x_TH.shape[0]
+            and ids_TK.device == x_TH.device
+            and weights_TK.shape == ids_TK.shape
+            and not x_TH.requires_grad
+        ):
+            return
         if torch.is_grad_enabled() and x_TH.requires_grad:
             raise UnsupportedError(f"gradients through {self.name}", ["inference only; run under torch.no_grad()"])
-        dtype = self.decision.problem.dtype.dtype
-        expect("hidden_states", x_TH, "T H", dtype, H=self.hidden_size)
-        expect("topk_ids", ids_TK, "T K", (torch.int32, torch.int64), x_TH.device, T=x_TH.shape[0])
+        expect("hidden_states", x_TH, "T H", self.dtype, H=self.hidden_size)
+        expect("topk_ids", ids_TK, "T K", IDS, x_TH.device, T=x_TH.shape[0])
         if weights_TK.shape != ids_TK.shape:
             raise ShapeError(f"topk_weights is {tuple(weights_TK.shape)}, topk_ids is {tuple(ids_TK.shape)}")
 
     def run(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """The implementation of the operator."""
-        here = (ids_TK >= 0) & (ids_TK < self.num_experts)
-        ids = torch.where(here, ids_TK, -1).to(torch.int32)
-        routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
-        return wait(self.kernel.steps(x_TH.contiguous(), routing, self.weights))
+        x_TH = x_TH if x_TH.is_contiguous() else x_TH.contiguous()
+        if self._routed is not None and x_TH.is_cpu:
+            if ids_TK.dtype is torch.int64:  # all ids out of range are skipped, those beyond int32 as well
+                ids_TK = ids_TK.clamp(-1, self.num_experts)
+            ids_TK, weights_TK = ids_TK.to(torch.int32).contiguous(), weights_TK.to(torch.float32).contiguous()
+            if can_be_called(x_TH, ids_TK, weights_TK):
+                y_TH = self._routed(x_TH, ids_TK, weights_TK, None, skip=True)
+                record_as_stages(self.kernel, y_TH)
+                return y_TH
+        with torch.no_grad():
+            here = (ids_TK >= 0) & (ids_TK < self.num_experts)
+            ids = torch.where(here, ids_TK, -1).to(torch.int32)
+            routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
+            return wait(self.kernel.steps(x_TH, routing, self.weights))
 
 
-_numbers = count(1)
-_known: WeakValueDictionary[int, EngineExperts] = WeakValueDictionary()
+def _run(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, entry: Tensor) -> Tensor:
+    return EXPERTS_OF_ENGINES.method(entry)(hidden_states, topk_weights, topk_ids)
 
 
-@torch.library.custom_op("moe_mk::engine_experts", mutates_args=())
-def engine_experts(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, number: int) -> Tensor:
-    """Run the experts that got this number; one node of a graph, so that engines can compile around it."""
-    if number not in _known:
-        raise UnsupportedError("the experts of a compiled graph are gone", ["compile the new model again"])
-    return _known[number].run(hidden_states, topk_weights, topk_ids)
-
-
-@engine_experts.register_fake
-def _(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, number: int) -> Tensor:
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+EXPERTS_OF_ENGINES: Operator[[Tensor, Tensor, Tensor]] = Operator(
+    "engine_experts", "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor entry) -> Tensor", _run
+)
+"""(T, H), weights (T, K) and ids (T, K) to (T, H): one node of a graph, so that engines can compile around it."""
+engine_experts = EXPERTS_OF_ENGINES.call
 
 
 class HeldExperts:

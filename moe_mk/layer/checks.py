@@ -24,14 +24,24 @@ def check_hidden_states(
 
 
 def check_routing(
-    topk_weights: Tensor, topk_ids: Tensor, device: torch.device, num_tokens: int, top_k: int, num_experts: int
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    *,
+    read_ids: bool = True,
 ) -> None:
-    """Raise ShapeError unless an engine's own routing fits; reads the ids on the host once."""
+    """Raise ShapeError unless an engine's own routing fits. sizes: T, K, E. read_ids: check the ids, on the host."""
+    num_tokens, top_k, num_experts = sizes
     expect("topk_ids", topk_ids, "T K", (torch.int32, torch.int64), device, T=num_tokens, K=top_k)
     expect("topk_weights", topk_weights, "T K", torch.float32, device, T=num_tokens, K=top_k)
+    if not read_ids or not topk_ids.numel():
+        return
+    lowest, highest = torch.aminmax(topk_ids)
+    if lowest.item() >= -1 and highest.item() < num_experts:
+        return
     wrong = topk_ids[(topk_ids < -1) | (topk_ids >= num_experts)]
-    if wrong.numel():
-        raise ShapeError(
-            f"topk_ids holds {wrong.numel()} ids outside [-1, {num_experts}), for example {wrong[:5].tolist()}; "
-            "use -1 for an assignment that goes nowhere"
-        )
+    raise ShapeError(
+        f"topk_ids holds {wrong.numel()} ids outside [-1, {num_experts}), for example {wrong[:5].tolist()}; "
+        "use -1 for an assignment that goes nowhere"
+    )

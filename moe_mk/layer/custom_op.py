@@ -1,13 +1,18 @@
-"""The layer's forward as one torch operator, so that `torch.compile(fullgraph=True)` sees a single node.
+"""A forward as one torch operator, so that `torch.compile(fullgraph=True)` sees a single node.
 
-An operator takes tensors and numbers only. A layer therefore registers its bound `run` and passes the number that it
-gets; the table holds weak references, so it keeps no layer alive.
+An operator takes tensors and numbers only. A layer therefore registers its bound `run` and passes the entry that it
+gets: a 0-d tensor and not a number, which `torch.compile` would make a constant of the graph, so that each layer of a
+model had to be compiled apart. The table holds weak references, so it keeps no layer alive.
+
+Operators are defined with `torch.library.Library`: a call costs a few microseconds, one of `torch.library.custom_op`
+more than the smallest layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from typing import Any, Generic, ParamSpec
 from weakref import WeakMethod
 
 import torch
@@ -17,28 +22,60 @@ import torch
 import torch.distributed.nn
 from torch import Tensor
 
-Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+from moe_mk.errors import UnsupportedError
+
+P = ParamSpec("P")
+_LIBRARY: Any = torch.library.Library("moe_mk", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+class Operator(Generic[P]):
+    """An operator `moe_mk::name` over objects of one kind, each found by its entry. All of them return a tensor like x.
+
+    schema: arguments and result as torch writes them; the first is x, and one of them is `Tensor entry`.
+    """
+
+    def __init__(self, name: str, schema: str, run: Callable[..., Tensor]) -> None:
+        """run: the implementation, with the arguments of the schema."""
+        self._methods: dict[int, WeakMethod[Callable[P, Tensor]]] = {}
+        self._numbers, self.name = count(1), name
+        _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"moe_mk::{name}", _fake, lib=_LIBRARY)
+        self.call: Any = getattr(torch.ops.moe_mk, name).default
+        """The operator."""
+
+    def enter(self, method: Callable[P, Tensor]) -> Tensor:
+        """Register a bound method; returns its entry, an int64 scalar on the CPU. It disappears with the object."""
+        number = next(self._numbers)
+        self._methods[number] = WeakMethod(method, lambda _: self._methods.pop(number, None))
+        with torch.inference_mode(False):
+            return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+    def method(self, entry: Tensor) -> Callable[P, Tensor]:
+        """The bound method of an entry. Raises UnsupportedError where its object is gone."""
+        found = self._methods.get(int(entry))
+        method = None if found is None else found()
+        if method is None:
+            raise UnsupportedError(
+                f"the object behind moe_mk::{self.name} of a compiled graph is gone", ["compile the new model again"]
+            )
+        return method
+
+
+def _fake(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _run_layer(
+    hidden_states: Tensor, expert_load_E: Tensor, entry: Tensor, token_ids_T: Tensor | None = None
+) -> Tensor:
+    return LAYERS.method(entry)(hidden_states, expert_load_E, token_ids_T)
+
+
+LAYERS: Operator[[Tensor, Tensor, Tensor | None]] = Operator(
+    "moe_layer",
+    "(Tensor hidden_states, Tensor(a!) expert_load_E, Tensor entry, Tensor? token_ids_T=None) -> Tensor",
+    _run_layer,
+)
 """(T, H), the expert load [E] to add to, and token ids [T] or None; to (T, H)."""
-
-_numbers = count(1)
-_runs: dict[int, WeakMethod[Run]] = {}
-
-
-def register_run(run: Run) -> int:
-    """Enter a layer's bound `run` into the table; the entry disappears with the layer."""
-    number = next(_numbers)
-    _runs[number] = WeakMethod(run, lambda _: _runs.pop(number, None))
-    return number
-
-
-@torch.library.custom_op("moe_mk::moe_layer", mutates_args=("expert_load_E",))
-def moe_layer(hidden_states: Tensor, expert_load_E: Tensor, layer: int, token_ids_T: Tensor | None = None) -> Tensor:
-    """Run a layer on (T, H); adds the chosen experts to expert_load_E. token_ids_T: where they choose the experts."""
-    run = _runs[layer]()
-    assert run is not None
-    return run(hidden_states, expert_load_E, token_ids_T)
-
-
-@moe_layer.register_fake
-def _(hidden_states: Tensor, expert_load_E: Tensor, layer: int, token_ids_T: Tensor | None = None) -> Tensor:
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+moe_layer = LAYERS.call

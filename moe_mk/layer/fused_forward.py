@@ -1,7 +1,7 @@
-"""A forward as one call of the experts backend, used where nothing has to be observed or moved between its stages.
+"""A forward as one call of the experts backend, or the router and one call; used where nothing moves in between.
 
 At a handful of tokens the operators between router and experts cost more than the router itself. Layers that record
-spans, report routings, replace lost experts or dispatch tokens to other ranks run stage by stage, with the same bits.
+spans, replace lost experts or dispatch tokens to other ranks run stage by stage, with the same bits.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_mk.experts.base import FusedCall
+from moe_mk.experts.base import FusedCall, RoutedCall
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.placement_state import PlacementState
 from moe_mk.router.router import Router
-from moe_mk.trace.ledger import Ledger
 
 
 @dataclass(frozen=True)
 class FusedForward:
-    """The call, and the parts that it was prepared from."""
+    """The prepared calls, and the parts that they were prepared from. A call is None where the backend has none."""
 
     made_from: tuple[object, ...]
     call: FusedCall | None
-    """None: this layer runs stage by stage."""
-    kernel: Any
+    """Router and experts; None: this layer runs stage by stage."""
+    routed: RoutedCall | None
+    """The experts, shared ones included, on tokens that are routed."""
+    routed_alone: RoutedCall | None
+    """Without shared experts."""
+    kernel: FusedMoEKernel | None
     load_shape: torch.Size
     gate_at: tuple[int, int]
 
@@ -37,33 +40,51 @@ class FusedForward:
         return all(map(is_, self.made_from, parts)) and self.gate_at == _addresses(gate)
 
     def takes(self, x_TH: Tensor, load_E: Tensor) -> bool:
-        """Whether the call may use these tensors' memory directly; the stages handle strides and check errors."""
+        """Whether the calls may use these tensors' memory directly; the stages handle strides and check errors."""
         dense = x_TH.is_contiguous() and load_E.is_contiguous()
         counter = type(load_E) is Tensor and load_E.dtype is torch.int64 and load_E.is_cpu
         return dense and counter and load_E.shape == self.load_shape
 
-    def run(self, call: FusedCall, x_TH: Tensor, load_E: Tensor, ledger: Ledger) -> Tensor:
-        """One forward, recorded in the ledger as its stages would be."""
-        y_TH = call(x_TH, load_E)
-        transport, rows, out = type(self.kernel.prepare_finalize), x_TH.nbytes, y_TH.nbytes
-        ledger.ran("dispatch", transport, rows)
-        ledger.ran("experts", type(self.kernel.experts), rows + out)
-        ledger.ran("combine", transport, out)
+    def ran(self, y_TH: Tensor) -> Tensor:
+        """Record one forward with this output in the ledger as its stages would be."""
+        assert self.kernel is not None
+        record_as_stages(self.kernel, y_TH)
         return y_TH
+
+
+def record_as_stages(kernel: FusedMoEKernel, y_TH: Tensor) -> None:
+    """Enter one fused call, whose rows are as wide as its output, into the ledger of a kernel."""
+    ran, transport, num_bytes = kernel.spans.ledger.ran, type(kernel.prepare_finalize), y_TH.nbytes
+    ran("dispatch", transport, num_bytes)
+    ran("experts", type(kernel.experts), 2 * num_bytes)
+    ran("combine", transport, num_bytes)
+
+
+def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:
+    """Whether a `RoutedCall` reads this routing of x as it is: plain dense tensors on the CPU, int32 and f32."""
+    plain = type(ids_TK) is Tensor and type(weights_TK) is Tensor and ids_TK.is_cpu and weights_TK.is_cpu
+    typed = ids_TK.dtype is torch.int32 and weights_TK.dtype is torch.float32
+    fits = ids_TK.dim() == 2 and ids_TK.shape == weights_TK.shape and ids_TK.shape[0] == x_TH.shape[0]
+    return plain and typed and fits and ids_TK.is_contiguous() and weights_TK.is_contiguous()
 
 
 def build_fused_forward(
     state: PlacementState, weights: Any, gate: Gate, router: Router, made_from: tuple[object, ...]
 ) -> FusedForward:
     """Prepare a forward. weights: of the routed experts, fused with the shared ones if any; None if those run apart."""
-    kernel = state.kernel
-    call = None
-    if weights is not None and isinstance(kernel, FusedMoEKernel) and state.is_direct:
-        gating = gate.gating(router)
-        if gating is not None:
-            call = kernel.experts.fuse_router(weights, gating, state.tables, state.grid.ep.rank)
-    load_shape = torch.Size((state.expert_map.num_experts,))
-    return FusedForward(made_from, call, kernel, load_shape, _addresses(gate))
+    kernel, tables, rank = state.kernel, state.tables, state.grid.ep.rank
+    call, routed, alone = None, None, None
+    if isinstance(kernel, FusedMoEKernel) and state.is_direct and state.weights is not None:
+        alone = kernel.experts.fuse_experts(state.laid_out, tables, rank)
+        if weights is not None:
+            routed = alone if weights is state.laid_out else kernel.experts.fuse_experts(weights, tables, rank)
+            gating = gate.gating(router)
+            call = None if gating is None else kernel.experts.fuse_router(weights, gating, tables, rank)
+    load_shape, fused = (
+        torch.Size((state.expert_map.num_experts,)),
+        kernel if isinstance(kernel, FusedMoEKernel) else None,
+    )
+    return FusedForward(made_from, call, routed, alone, fused, load_shape, _addresses(gate))
 
 
 def _addresses(gate: Gate) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
@@ -24,14 +25,14 @@ from torch import Tensor, nn
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, UnsupportedError, WeightError
+from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.experts.base import FusedExperts
 from moe_mk.external.device import usable_device
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.checks import check_hidden_states, check_routing
-from moe_mk.layer.custom_op import moe_layer, register_run
-from moe_mk.layer.fused_forward import FusedForward, build_fused_forward
+from moe_mk.layer.custom_op import LAYERS, moe_layer
+from moe_mk.layer.fused_forward import FusedForward, build_fused_forward, can_be_called
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.placement_state import (
@@ -87,6 +88,8 @@ class MoELayer(nn.Module):
     on_routing: Callable[[Routing], None] | None = None
     """Called with the logical routing of every forward, which it must not change; see `trace.routing_recorder`."""
     _fused: FusedForward | None = None
+    _routed_ids: tuple[weakref.ref[Tensor], int] | None = None
+    """The ids that the last `route` returned, and their version."""
     _source: tuple[TensorSource, int] | None = None
     """Where the weights were read, and the number of the layer there."""
     _dropped: Tensor | None = None
@@ -122,7 +125,7 @@ class MoELayer(nn.Module):
         parts = Parts(placed.expert_map, self.device, self.ep, self.spans, placed.tables)
         self._shared = shared_experts(self.decision, parts) if self.config.model.shared_size else None
         self._gate = Gate(self.decision, self.dtype, self.device)
-        self._number = register_run(self.run)
+        self._entry = LAYERS.enter(self.run)
         with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
             load_E = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=self.device)
         self.register_buffer("expert_load", load_E, persistent=False)
@@ -268,22 +271,25 @@ class MoELayer(nn.Module):
         token_ids_T: integers, the tokens of the vocabulary; required where they choose the experts, ignored elsewhere.
         """
         hidden_states = self._checked(hidden_states)
-        if self.hash_router is not None:
-            self._router_of(hidden_states, token_ids_T)
-        if not is_untraced(hidden_states):
-            out: Tensor = moe_layer(hidden_states, self.expert_load, self._number, token_ids_T)
-            return out
         load_E = self._buffers["expert_load"]  # nn.Module finds a buffer by attribute only after a long search
         assert load_E is not None
+        if not is_untraced(hidden_states):  # reads nothing that differs between layers: one graph serves all of them
+            out: Tensor = moe_layer(hidden_states, load_E, self._entry, token_ids_T)
+            return out
         return self.run(hidden_states, load_E, token_ids_T)
 
     def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """The forward on checked tokens without torch's operator, whose dispatch costs about 0.1 ms."""
-        quiet = self.spans.recorder is None and self.on_routing is None and self.hash_router is None
-        if quiet and self._placement.is_direct:
+        if self.spans.recorder is None and self.hash_router is None and self._placement.is_direct:
             fused = self._fused_forward()
-            if fused.call is not None and fused.takes(x_TH, expert_load_E):
-                return fused.run(fused.call, x_TH, expert_load_E, self.spans.ledger)
+            if self.on_routing is None:
+                if fused.call is not None and fused.takes(x_TH, expert_load_E):
+                    return fused.ran(fused.call(x_TH, expert_load_E))
+            elif fused.routed is not None and fused.takes(x_TH, expert_load_E):
+                routing = self._gate.route(x_TH, self.router)[0]
+                self.on_routing(routing)
+                ids_TK, weights_TK = routing.ids_TK.contiguous(), routing.weights_TK.contiguous()
+                return fused.ran(fused.routed(x_TH, ids_TK, weights_TK, expert_load_E))
         with torch.no_grad():
             return wait(self.steps(x_TH, expert_load_E, token_ids_T))
 
@@ -336,17 +342,32 @@ class MoELayer(nn.Module):
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).
 
-        topk_weights: f32, already renormalised and scaled. topk_ids: logical experts, -1 goes nowhere; read once on the
-        host to refuse ids that do not exist. Shared experts are not added.
+        topk_weights: f32, already renormalised and scaled. topk_ids: logical experts, -1 goes nowhere. Ids other than
+        those that the last `route` returned are read on the host to refuse those that do not exist. Shared experts are
+        not added.
         """
-        hidden_states = self._checked(hidden_states)
-        num_tokens, top_k, num_experts = hidden_states.shape[0], self.config.router.top_k, self.config.model.num_experts
-        check_routing(topk_weights, topk_ids, self.device, num_tokens, top_k, num_experts)
+        _ = self.weights  # raises WeightError before loading
+        x_TH, load_E = self._checked(hidden_states), self.expert_load
+        sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.num_experts
+        routing = Routing(topk_ids, topk_weights)
+        if self.spans.recorder is None and self._placement.is_direct and is_untraced(x_TH):
+            fused = self._fused_forward()
+            fits = topk_ids.shape == sizes[:2] and can_be_called(x_TH, topk_ids, topk_weights)
+            if fused.routed_alone is not None and fits and fused.takes(x_TH, load_E):
+                try:
+                    y_TH = fused.routed_alone(x_TH, topk_ids, topk_weights, load_E)
+                except ShapeError:
+                    check_routing(topk_weights, topk_ids, self.device, sizes)  # names the ids
+                    raise
+                if self.on_routing is not None:
+                    self.on_routing(routing)
+                return fused.ran(y_TH)
+        check_routing(topk_weights, topk_ids, self.device, sizes, read_ids=not self._is_of_router(topk_ids))
         if isinstance(self.kernel, MonolithicKernel):
             chosen = self.decision.chosen.experts
             raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
         routing = Routing(topk_ids.to(torch.int32), topk_weights.masked_fill(topk_ids < 0, 0.0))
-        return wait(self._routed_steps(hidden_states, routing))
+        return wait(self._routed_steps(x_TH, routing))
 
     def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
         placed = self._placement
@@ -365,8 +386,19 @@ class MoELayer(nn.Module):
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
         """The first stage alone: logical experts and weights of each token. token_ids_T: as of `forward`."""
+        _ = self.weights  # raises WeightError before loading
         hidden_states = self._checked(hidden_states)
-        return self._gate.route(hidden_states, self._router_of(hidden_states, token_ids_T))[0]
+        routing = self._gate.route(hidden_states, self._router_of(hidden_states, token_ids_T))[0]
+        if not routing.ids_TK.is_inference():  # those have no version
+            self._routed_ids = weakref.ref(routing.ids_TK), routing.ids_TK._version
+        return routing
+
+    def _is_of_router(self, topk_ids: Tensor) -> bool:
+        """Whether these are the ids that the last `route` returned, not written to since."""
+        if self._routed_ids is None:
+            return False
+        ids, version = self._routed_ids
+        return ids() is topk_ids and topk_ids._version == version
 
     def check_token_ids(self, x_TH: Tensor, token_ids_T: Tensor | None) -> None:
         """Raise ShapeError or ConfigError unless these ids can route these tokens; reads them on the host.
@@ -447,8 +479,6 @@ class MoELayer(nn.Module):
 
     def _checked(self, hidden_states: Tensor) -> Tensor:
         """The tokens if the layer can run on them, contiguous: a GEMM rounds other strides differently."""
-        if self._placement.weights is None:
-            _ = self.weights  # raises
         hidden_size, max_num_tokens = self.config.model.hidden_size, self.config.kernel.max_num_tokens
         if (
             hidden_states.dtype is not self.dtype

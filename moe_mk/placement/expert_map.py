@@ -51,6 +51,11 @@ class PlacementTables:
     """Whether physical ids equal logical ones, so that callers need not translate. Always False on a GPU: a captured
     graph reads the tables at each replay, and `overwrite` may change them."""
 
+    @property
+    def num_experts(self) -> int:
+        """E, the logical experts."""
+        return self.edges_X.shape[0] if self.one_to_one else int(self.edges_X[-1] >> POINT)
+
     def to_physical(self, ids_TK: Tensor, salt: int) -> Tensor:
         """Replace logical ids by physical ones; -1 stays. Replicas take turns by token number and `salt`.
 

@@ -48,7 +48,7 @@ def test_a_layer_on_the_gpu_equals_the_reference_on_the_host(count: int) -> None
 def test_opcheck_is_clean() -> None:
     layer = made("triton", "cuda")
     x_TH = torch.randn(5, HIDDEN, device="cuda").bfloat16()
-    torch.library.opcheck(moe_layer, (x_TH, layer.expert_load, layer._number))
+    torch.library.opcheck(moe_layer, (x_TH, layer.expert_load, layer._entry))
 
 
 def test_a_compiled_layer_equals_the_eager_one() -> None:

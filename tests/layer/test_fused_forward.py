@@ -3,11 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_mk import DeepseekV3MoE, MoELayer
@@ -182,3 +184,62 @@ def test_a_layer_built_in_inference_mode_counts_outside_of_it(checkpoint: Path, 
     inside.reset_expert_load()
     assert torch.equal(wait(inside.steps(tokens(5))), wanted_TH) and torch.equal(inside(tokens(5)), layer(tokens(5)))
     assert torch.equal(inside.expert_load, 2 * layer.expert_load)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_a_listener_gets_the_routing_once_and_changes_no_bit(layer: MoELayer, count: int) -> None:
+    x_TH, heard = tokens(count), list[Routing]()
+    wanted_TH, wanted_E = layer(x_TH), layer.expert_load.clone()
+    layer.reset_expert_load()
+    layer.reset_report()
+    layer.on_routing = heard.append
+    assert torch.equal(layer(x_TH), wanted_TH) and torch.equal(layer.expert_load, wanted_E)
+    assert len(heard) == 1 and torch.equal(heard[0].ids_TK, layer.route(x_TH).ids_TK)
+    assert {entry.calls for entry in layer.spans.ledger.entries.values()} == {1}
+
+
+@pytest.mark.parametrize("placed", ["linear", "turned"])
+def test_routed_tokens_have_the_bits_and_the_load_of_the_stages(layer: MoELayer, placed: str) -> None:
+    if placed == "turned":
+        layer.set_placement(ExpertMap((tuple(reversed(range(EXPERTS))),), EXPERTS))
+    x_TH = tokens(9)
+    routing = layer.route(x_TH)
+    ids_TK = routing.ids_TK.clone()
+    ids_TK[2:5, 1] = -1
+    assert layer._fused_forward().routed_alone is not None
+    found_TH, found_E = layer.forward_routed(x_TH, routing.weights_TK, ids_TK), layer.expert_load.clone()
+    layer.reset_expert_load()
+    layer.spans.recorder = Recorder()  # stage by stage
+    assert torch.equal(layer.forward_routed(x_TH, routing.weights_TK, ids_TK), found_TH)
+    assert torch.equal(layer.expert_load, found_E) and int(found_E.sum()) == 9 * 4 - 3
+    with pytest.raises(ShapeError, match=r"topk_ids holds 1 ids outside \[-1, 16\), for example \[16\]"):
+        layer.forward_routed(x_TH, routing.weights_TK, ids_TK.masked_fill(torch.arange(36).view(9, 4) == 7, EXPERTS))
+    layer.spans.recorder = None
+    with pytest.raises(ShapeError, match=r"topk_ids holds 1 ids outside \[-1, 16\), for example \[16\]"):
+        layer.forward_routed(x_TH, routing.weights_TK, ids_TK.masked_fill(torch.arange(36).view(9, 4) == 7, EXPERTS))
+    assert torch.equal(layer.expert_load, found_E), "nothing is counted"
+
+
+class Reads(TorchDispatchMode):
+    """Counts operators that look for ids out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.aminmax.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_ids_of_the_layers_own_router_are_not_read_again(layer: MoELayer) -> None:
+    x_TH = tokens(4)
+    routing = layer.route(x_TH)
+    with Reads() as reads:
+        layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)
+        assert reads.count == 0
+        layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK.clone())
+        assert reads.count == 1
+    routing.ids_TK[0, 0] = EXPERTS
+    with Reads(), pytest.raises(ShapeError, match="outside"):  # written to since
+        layer.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)

@@ -28,7 +28,7 @@ def serve(folder, transport):
     x = torch.ones(4, 256, dtype=torch.bfloat16, device="cpu")
     with torch.no_grad():
         layer(x)
-        moe_layer(x, layer.expert_load, layer._number)  # what a compiled model calls
+        moe_layer(x, layer.expert_load, layer._entry)  # what a compiled model calls
 
 for transport in sys.argv[4:]:
     meeting = f"{sys.argv[2]}-{transport}"

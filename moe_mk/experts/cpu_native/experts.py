@@ -18,7 +18,16 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Tuned
-from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedCall, FusedExperts
+from moe_mk.errors import ShapeError
+from moe_mk.experts.base import (
+    EXPERTS,
+    QUANTISED,
+    ExpertsContext,
+    ExpertsTraits,
+    FusedCall,
+    FusedExperts,
+    RoutedCall,
+)
 from moe_mk.experts.cpu_native.tuning import candidates, load_tuned, tuning_of
 from moe_mk.experts.cpu_native.weights import (
     BLOCK,
@@ -98,6 +107,47 @@ class WholePass:
             self.of_mode[mode] = FusedLayer(self.native, self.gating, self.places, self.stack, mode)
         self.of_rows[rows] = self.of_mode[mode]
         return self.of_mode[mode]
+
+
+@dataclass(frozen=True)
+class RoutedPass:
+    """Prepared calls on routed tokens: one argument block per mode, kept with the weights."""
+
+    experts: CpuNativeExperts
+    weights: PackedExpertWeights
+    tables: PlacementTables
+    rank: int
+    of_shape: dict[torch.Size, ExpertsCall] = field(default_factory=dict)
+
+    def __call__(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
+    ) -> Tensor:
+        """Apply the experts to contiguous bf16 (T, H); adds the choices to load_E."""
+        call = self.of_shape.get(ids_TK.shape) or self._prepared(ids_TK.shape)
+        slots_TK, threads = ids_TK if self.tables.is_identity else self._slots(ids_TK, skip), torch.get_num_threads()
+        try:
+            y_TH = call(x_TH, None, slots_TK, weights_TK, None, threads)
+        except ShapeError:
+            if not skip:
+                raise
+            y_TH = call(x_TH, None, self._slots(ids_TK, skip), weights_TK, None, threads)
+        if load_E is not None:
+            ids = ids_TK.flatten().long()
+            load_E.index_add_(0, ids.clamp_min(0), (ids >= 0).to(torch.int64))
+        return y_TH
+
+    def _slots(self, ids_TK: Tensor, skip: bool) -> Tensor:
+        """Slots of logical experts, -1 for none. Raises ShapeError for ids out of range unless they are skipped."""
+        here = (ids_TK >= -1) & (ids_TK < self.tables.num_experts)
+        if not skip and not bool(here.all()):
+            raise ShapeError(f"ids of experts out of range (0 <= id < {self.tables.num_experts}, or -1 for none)")
+        physical_TK = self.tables.to_physical(torch.where(here, ids_TK, -1), self.rank)
+        return self.tables.local_slots(physical_TK, self.rank)
+
+    def _prepared(self, shape: torch.Size) -> ExpertsCall:
+        mode = self.experts._mode_of_rows(self.weights.scheme, shape[0], shape[1])
+        call = self.of_shape[shape] = self.weights.calls.get(mode) or self.experts._prepare(self.weights, mode)
+        return call
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -226,6 +276,12 @@ class CpuNativeExperts(FusedExperts):
         if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
             return None
         return WholePass.of(self.native, self._mode_of_rows, weights, gating, tables, rank)
+
+    def fuse_experts(self, weights: Weights, tables: PlacementTables, rank: int) -> RoutedCall | None:
+        """One native call, prepared once per mode."""
+        if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
+            return None
+        return RoutedPass(self, weights, tables, rank)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens."""

@@ -8,6 +8,7 @@ import torch
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights, HeldExperts
 from tests.integrations.engines.cases import CLOSE, EXPERTS, HIDDEN, Tiny, call, error
+from tests.layer.native import NEEDS_COMPILER
 
 
 def made(tiny: Tiny, **settings: object) -> EngineExperts:
@@ -50,6 +51,21 @@ def test_no_tokens_one_token_and_ids_that_are_not_here() -> None:
         assert not here(x_TH, weights_TK, torch.full_like(ids, nowhere)).any()
 
 
+@NEEDS_COMPILER
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_native_experts_in_one_call_have_the_bits_of_the_stages_and_skip_other_ids(ids_dtype: torch.dtype) -> None:
+    tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
+    here = made(Tiny(tiny.w13.bfloat16(), tiny.w2.bfloat16()), experts="cpu_native")
+    x_TH, ids_TK = x_TH.bfloat16(), ids_TK.to(ids_dtype)
+    for nowhere in (-1, EXPERTS, -7, 2**32 if ids_dtype is torch.int64 else 2**31 - 1):
+        ids_TK[1:4, 1] = nowhere
+        found_TH, routed = here(x_TH, weights_TK, ids_TK), here._routed
+        here._routed = None
+        assert routed is not None and torch.equal(here(x_TH, weights_TK, ids_TK), found_TH)
+        here._routed = routed
+    assert {entry.calls for entry in here.kernel.spans.ledger.entries.values()} == {8}
+
+
 def test_inputs_stay_as_they_were() -> None:
     tokens = call()
     before = [tensor.clone() for tensor in tokens]
@@ -62,14 +78,36 @@ def test_it_is_one_node_of_a_graph_and_keeps_the_rules_of_torch() -> None:
     compiled = torch.compile(lambda *given: here(*given) * 2.0, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*tokens), here(*tokens) * 2.0)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.moe_mk.engine_experts, (*tokens, here._number), test_utils=tests)
+    torch.library.opcheck(torch.ops.moe_mk.engine_experts, (*tokens, here._entry), test_utils=tests)
+
+
+def test_the_experts_of_61_layers_share_one_graph() -> None:
+    tokens, graphs = call(), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    class Block(torch.nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            tiny = Tiny.drawn()
+            self.experts = EngineExperts(f"layer {seed}", EngineWeights(tiny.w13 * (1 + seed), tiny.w2), top_k=2)
+
+        def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+            return self.experts(x_TH, weights_TK, ids_TK)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for block in map(Block, range(61)):
+            assert torch.equal(torch.compile(block, fullgraph=True, backend=backend)(*tokens), block(*tokens))
+    assert len(graphs) == 1
 
 
 def test_a_graph_whose_experts_are_gone_states_so() -> None:
     here, tokens = made(Tiny.drawn()), call()
-    number = here._number
+    number = here._entry
     del here
-    with pytest.raises(UnsupportedError, match="the experts of a compiled graph are gone"):
+    with pytest.raises(UnsupportedError, match="behind moe_mk::engine_experts of a compiled graph is gone"):
         torch.ops.moe_mk.engine_experts(*tokens, number)
 
 
