@@ -74,6 +74,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Progress = Callable[[str, int, int], None]
+NO_PARAMETERS = (
+    "its weights are no parameters; load them with load_weights(tensors) or load_from_safetensors(path, layer=N), and "
+    "leave their names out of the state_dict of the model"
+)
 
 
 class MoELayer(nn.Module):
@@ -268,8 +272,11 @@ class MoELayer(nn.Module):
     def forward(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """Run the layer: (T, H) to (T, H), shared experts included. T may be zero and differ between ranks.
 
+        (B, S, H) is taken as T = B S tokens and returned in that shape; token ids are then (B, S).
         token_ids_T: integers, the tokens of the vocabulary; required where they choose the experts, ignored elsewhere.
         """
+        if hidden_states.dim() != 2:
+            return self._of_sequences(hidden_states, token_ids_T)
         hidden_states = self._checked(hidden_states)
         load_E = self._buffers["expert_load"]  # nn.Module finds a buffer by attribute only after a long search
         assert load_E is not None
@@ -277,6 +284,19 @@ class MoELayer(nn.Module):
             out: Tensor = moe_layer(hidden_states, load_E, self._entry, token_ids_T)
             return out
         return self.run(hidden_states, load_E, token_ids_T)
+
+    def _of_sequences(self, x_BSH: Tensor, token_ids_BS: Tensor | None) -> Tensor:
+        """The forward of (B, S, H). Raises ShapeError for other numbers of dimensions, and for ids of another shape."""
+        if x_BSH.dim() != 3:
+            raise ShapeError(
+                f"hidden_states has {x_BSH.dim()} dimensions {tuple(x_BSH.shape)}, expected 2 [T, H] or 3 [B, S, H]"
+            )
+        if token_ids_BS is not None and token_ids_BS.shape != x_BSH.shape[:2]:
+            raise ShapeError(
+                f"token_ids_T is {tuple(token_ids_BS.shape)}, expected {tuple(x_BSH.shape[:2])} as of hidden_states"
+            )
+        ids_T = None if token_ids_BS is None else token_ids_BS.flatten()
+        return self.forward(x_BSH.flatten(0, 1), ids_T).view(x_BSH.shape)
 
     def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """The forward on checked tokens without torch's operator, whose dispatch costs about 0.1 ms."""
@@ -596,15 +616,52 @@ class MoELayer(nn.Module):
     # Copies.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Called by `to`, `cuda` and `cpu`. Raises UnsupportedError for any device but the layer's own."""
-        there = fn(self.expert_load.new_empty(0)).device
+        """Called by `to`, `half`, `cuda` and so on, of the layer and of its parents.
+
+        Raises UnsupportedError for any device and any dtype but the layer's own: the backends were chosen for them.
+        """
+        there, dtype = (
+            fn(self.expert_load.new_empty(0)).device,
+            fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype,
+        )
         if there != self.device:
             raise UnsupportedError(
                 f"layer {self.name!r} cannot be moved from {self.device} to {there}",
                 [f"its backends were chosen for {self.device}; build it with device={str(there)!r} and load it there"],
             )
+        if dtype != self.dtype:
+            raise UnsupportedError(
+                f"layer {self.name!r} cannot be converted from {self.dtype} to {dtype}",
+                [f"its backends were chosen for {self.dtype}; build it with dtype={dtype} and load it again"],
+            )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # it has overloads
+        """The state of a parent, to which this layer adds nothing. Raises UnsupportedError when called on the layer.
+
+        Its weights are no parameters: a backend keeps them in a layout of its own, the checkpoint is their source.
+        """
+        if not args and kwargs.get("destination") is None:
+            raise UnsupportedError(f"layer {self.name!r} has no state_dict", [NO_PARAMETERS])
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Raises UnsupportedError: weights are loaded with `load_weights`."""
+        raise UnsupportedError(
+            f"layer {self.name!r} cannot load a state_dict of {len(state_dict)} tensors", [NO_PARAMETERS]
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, *problems: list[str]
+    ) -> None:
+        """Called when a parent loads a state_dict. Tensors of this layer are an error, also if not strict."""
+        mine = [name for name in state_dict if name.startswith(prefix)]
+        if mine:
+            problems[-1].append(
+                f"layer {self.name!r} cannot load {len(mine)} tensors, for example {mine[0]!r}: {NO_PARAMETERS}"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A second layer over the same groups, with weights of its own."""

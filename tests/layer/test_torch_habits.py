@@ -1,0 +1,88 @@
+"""What users of `torch.nn` expect of any module: shapes of sequences, state dicts, conversions of dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from moe_mk import MoELayer, ShapeError, UnsupportedError
+from tests.support.layers import HIDDEN, layer
+
+
+@pytest.fixture
+def moe() -> MoELayer:
+    return layer(8, 2, experts="torch_cpu", num_shared_experts=1, max_num_tokens=16)
+
+
+class Block(nn.Module):
+    def __init__(self, moe: MoELayer) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(HIDDEN), moe
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (1, 1), (0, 4), (3, 0)])
+def test_sequences_come_back_in_their_shape(moe: MoELayer, shape: tuple[int, int]) -> None:
+    x_BSH = torch.randn((*shape, HIDDEN), generator=torch.Generator().manual_seed(0))
+    y_BSH = moe(x_BSH)
+    assert y_BSH.shape == x_BSH.shape
+    assert torch.equal(y_BSH.flatten(0, 1), moe(x_BSH.flatten(0, 1)))
+
+
+def test_sequences_may_be_transposed(moe: MoELayer) -> None:
+    x_SBH = torch.randn((5, 3, HIDDEN), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(moe(x_SBH.transpose(0, 1)), moe(x_SBH).transpose(0, 1))
+
+
+@pytest.mark.parametrize("shape", [(HIDDEN,), (1, 2, 3, HIDDEN), ()])
+def test_other_shapes_are_refused_with_their_shape(moe: MoELayer, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError) as refused:
+        moe(torch.zeros(shape))
+    assert f"has {len(shape)} dimensions {shape}, expected 2 [T, H] or 3 [B, S, H]" in str(refused.value)
+
+
+def test_limits_count_the_tokens_of_all_sequences(moe: MoELayer) -> None:
+    with pytest.raises(ShapeError, match=r"T=18 tokens, kernel\.max_num_tokens=16"):
+        moe(torch.zeros(3, 6, HIDDEN))
+
+
+def test_a_compiled_layer_takes_sequences(moe: MoELayer) -> None:
+    x_BSH = torch.randn((2, 3, HIDDEN), generator=torch.Generator().manual_seed(0))
+    torch.compiler.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(moe, fullgraph=True, backend="eager")(x_BSH), moe(x_BSH))
+
+
+def test_a_layer_says_that_its_weights_are_no_state_dict(moe: MoELayer) -> None:
+    way_out = r"(?s)weights are no parameters; load them with load_weights\(tensors\) or load_from_safetensors"
+    with pytest.raises(UnsupportedError, match=way_out):
+        moe.state_dict()
+    with pytest.raises(UnsupportedError, match=way_out):
+        moe.load_state_dict({})
+    assert list(moe.parameters()) == [] and moe.requires_grad_(False) is moe
+
+
+def test_the_state_dict_of_a_model_holds_the_rest_and_loads_strictly(moe: MoELayer) -> None:
+    model, x_TH = Block(moe), torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(0))
+    wanted_TH, state = moe(x_TH), model.state_dict()
+    assert sorted(state) == ["norm.bias", "norm.weight"]
+    state["norm.weight"] = torch.full((HIDDEN,), 2.0)
+    assert str(model.load_state_dict(state, strict=True)) == "<All keys matched successfully>"
+    assert torch.equal(model.norm.weight.detach(), state["norm.weight"]) and torch.equal(moe(x_TH), wanted_TH)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_model_does_not_drop_weights_of_a_layer_in_silence(moe: MoELayer, strict: bool) -> None:
+    model = Block(moe)
+    state = model.state_dict() | {"moe.gate.weight": torch.zeros(8, HIDDEN)}
+    with pytest.raises(RuntimeError, match=r"layer 'moe' cannot load 1 tensors, for example 'moe.gate.weight'"):
+        model.load_state_dict(state, strict=strict)
+
+
+def test_a_conversion_to_another_dtype_is_refused_with_the_way_out(moe: MoELayer) -> None:
+    message = r"(?s)layer 'moe' cannot be converted from torch\.float32 to torch\.float16.*build it with dtype="
+    for convert in (moe.half, lambda: moe.to(torch.float16), Block(moe).half):
+        with pytest.raises(UnsupportedError, match=message):
+            convert()
+    assert moe.to(torch.float32) is moe.float() is moe
+    assert moe(torch.zeros(1, HIDDEN)).dtype is torch.float32
