@@ -1,4 +1,8 @@
-"""Layers of random weights and rounds in turn, for the benchmarks that compare ways of running one layer."""
+"""Layers of random weights and rounds in turn, for the benchmarks that compare ways of running one layer.
+
+python benchmarks/small_layers.py             one call at T=1 in every way that an engine can make it
+python benchmarks/small_layers.py --ranks 2   the eager and the compiled layer over `one_sided`, between two processes
+"""
 
 from __future__ import annotations
 
@@ -99,6 +103,90 @@ def slowest(per_rank: list[dict[str, list[float]]]) -> dict[str, float]:
     }
 
 
+SMALL = Size(tokens=1, hidden=256, inter=128, experts=16, top_k=4, rounds=31)
+CALLS = 100
+"""Calls in one timing: a single one takes less than a clock's noise."""
+
+
+def ways_of_one_call(size: Size) -> dict[str, Callable[[], object]]:
+    """One call by each door: eager, with a listener, routed by the caller, over an engine's weights, compiled."""
+    from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+
+    settings = {"experts": native_experts(), "activations": "plain"}
+    made, heard, named = layer_of(size, **settings), layer_of(size, **settings), tensors(size)
+    heard.on_routing = lambda routing: None
+    up, down = (
+        torch.stack([named[f"experts.{e}.{part}_proj.weight"] for e in range(size.experts)]) for part in ("up", "down")
+    )
+    gate = torch.stack([named[f"experts.{e}.gate_proj.weight"] for e in range(size.experts)])
+    weights = EngineWeights(torch.cat((gate, up), dim=1), down)
+    here = EngineExperts("benchmark", weights, top_k=size.top_k, settings=settings)
+    x_TH = batch(size)
+    routing = made.route(x_TH)
+    compiled = torch.compile(made, fullgraph=True)
+    return {
+        "eager": lambda: made(x_TH),
+        "on_routing": lambda: heard(x_TH),
+        "forward_routed": lambda: made.forward_routed(x_TH, routing.weights_TK, routing.ids_TK),
+        "EngineExperts": lambda: here(x_TH, routing.weights_TK, routing.ids_TK),
+        "compiled": lambda: compiled(x_TH),
+    }
+
+
+def ways_over_ranks(rank: int, size: Size) -> dict[str, Callable[[], object]]:
+    """The eager and the compiled layer over all ranks."""
+    made = layer_of(
+        size, dist.group.WORLD, experts=native_experts(), activations="plain", prepare_finalize="one_sided"
+    )  # fmt: skip
+    x_TH, compiled = batch(size, rank), torch.compile(made, fullgraph=True)
+    return {"eager": lambda: made(x_TH), "compiled": lambda: compiled(x_TH)}
+
+
+def times_of_rank(rank: int, rounds: int) -> dict[str, list[float]]:
+    """What `in_turn` measures on one rank."""
+    with torch.no_grad():
+        ways = ways_over_ranks(rank, SMALL)
+        return in_turn({name: repeated(call) for name, call in ways.items()}, rounds, together=True)
+
+
+def repeated(call: Callable[[], object]) -> Callable[[], object]:
+    """CALLS of them."""
+
+    def all_of_them() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return all_of_them
+
+
+def main() -> None:
+    """Print microseconds of a call by way and their ratio to the eager layer: in the fastest round, and the median."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=SMALL.rounds)
+    options = parser.parse_args()
+    if options.ranks > 1:
+        from moe_mk.testing.on_ranks import run_ranks
+
+        sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # ranks import this file by its name
+        import small_layers
+
+        per_rank = run_ranks(small_layers.times_of_rank, options.ranks, options.rounds, timeout_s=600.0)
+    else:
+        with torch.no_grad():
+            ways = ways_of_one_call(SMALL)
+            per_rank = [in_turn({name: repeated(call) for name, call in ways.items()}, options.rounds)]
+    found = slowest(per_rank)
+    fastest = {
+        name: min(max(times) for times in zip(*(rank[name] for rank in per_rank), strict=True)) for name in found
+    }
+    print(f"{SMALL}, ranks {options.ranks}, {torch.get_num_threads()} threads, {processor()}")
+    for name, median_ms in found.items():
+        least_us, median_us = fastest[name] * 1e6 / CALLS, median_ms * 1e3 / CALLS
+        ratios = f"{fastest[name] / fastest['eager']:.2f} x eager, median {median_us:.1f} us"
+        print(f"{name:<16}{least_us:>8.1f} us   {ratios}, {median_ms / found['eager']:.2f} x")
+
+
 def about(options: argparse.Namespace) -> dict[str, object]:
     """What ran, on what."""
     return {
@@ -113,3 +201,7 @@ def processor() -> str:
     """The model of the first core."""
     with open("/proc/cpuinfo", encoding="utf-8") as facts:
         return next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
+
+
+if __name__ == "__main__":
+    main()
