@@ -51,7 +51,7 @@ class RowTokens:
     num_slots: int
     """L, the physical experts of this rank."""
     handle: object = None
-    """What the transport needs to carry the output combined. Nobody else looks inside."""
+    """What the transport needs to combine the output. Nobody else looks inside."""
     out_RH: Tensor | None = None
     """Where the transport would have the REDUCED output, in the layer's dtype: memory that peers read. An output
     written there is not copied again; one that lies elsewhere is as good. None: anywhere."""
@@ -100,7 +100,7 @@ class BatchedTokens:
     x_LSH: QuantTensor
     counts_L: Tensor
     """int64. The first counts_L[l] slots of block l are tokens, the others anything at all, NaN included."""
-    combined: RowsOfSlots | None
+    home: RowsOfSlots | None
     """None: the transport weighs and sums in its combine, and wants the output RAW."""
     handle: object = None
     expected_N: float | None = None
