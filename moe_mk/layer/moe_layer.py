@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
@@ -358,6 +358,22 @@ class MoELayer(nn.Module):
             if is_accepted or not isinstance(error, MoEMKError):
                 placed.grid.fail(error)
             raise
+
+    def warm_up(self, token_counts: Iterable[int]) -> None:
+        """Run once with each number of tokens, so that no later call compiles kernels, reads tuned tiles or allocates.
+
+        For a GPU: the numbers for which graphs are captured, and one of prefill. Every rank calls it with the same
+        numbers. The tokens are zeros; `expert_load` and `on_routing` do not see them, `report()` does. Raises
+        ShapeError for more than kernel.max_num_tokens.
+        """
+        observer, self.on_routing = self.on_routing, None
+        try:
+            for count in sorted(set(token_counts)):
+                x_TH = torch.zeros((count, self.config.model.hidden_size), dtype=self.dtype, device=self.device)
+                token_ids_T = torch.zeros((count,), dtype=torch.int64, device=self.device)
+                self.run(self._checked(x_TH), torch.zeros_like(self.expert_load), token_ids_T)
+        finally:
+            self.on_routing = observer
 
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).

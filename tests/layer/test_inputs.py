@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightError
 from moe_mk.flight import wait
 from moe_mk.testing.transports import virtual_groups
+from moe_mk.tokens import Routing
 from tests.support.layers import HIDDEN, config, layer
 
 
@@ -46,6 +47,27 @@ def test_gradients_are_refused_and_not_dropped(made: MoELayer) -> None:
         made(x_TH)
     with torch.no_grad():
         assert made(x_TH).shape == (3, HIDDEN)
+
+
+def test_warming_up_runs_each_number_of_tokens_once_and_counts_nothing(
+    made: MoELayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    run = made.run
+
+    def counted(x_TH: Tensor, load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
+        ran.append(len(x_TH))
+        return run(x_TH, load_E, token_ids_T)
+
+    monkeypatch.setattr(made, "run", counted)
+    seen: list[Routing] = []
+    made.on_routing = seen.append
+    made.warm_up([4, 0, 16, 4])
+    assert ran == [0, 4, 16] and not seen and int(made.expert_load.sum()) == 0
+    with pytest.raises(ShapeError, match=r"T=17 tokens, kernel\.max_num_tokens=16"):
+        made.warm_up([17])
+    made(torch.zeros(3, HIDDEN))
+    assert len(seen) == 1, "the observer is there again"
 
 
 def test_a_layer_without_weights_states_how_to_load_them() -> None:

@@ -170,6 +170,7 @@ def test_shared_experts_cost_no_launch(launches: list[tuple[str, int, Any]]) -> 
     assert names(launches) == ["_prologue", "_by_hand", "_by_hand", "_combine"]
 
 
+@pytest.mark.thorough
 def test_fp8_rows_at_an_odd_pitch_are_copied_for_the_asynchronous_loads(launches: list[tuple[str, int, Any]]) -> None:
     """Rows that start at no multiple of 16 bytes cannot be gathered by cp.async, nor read as boxes."""
     from moe_mk.kernels.triton.experts import experts_rows

@@ -14,7 +14,7 @@ from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
 from tests.kernels.triton.test_launches import FP8, NoDriver
 
-pytestmark = pytest.mark.sm90
+pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
 
 HIDDEN, INNER, SLOTS, TOP_K = 512, 256, 256, 8
 EMPTY = torch.empty
@@ -72,6 +72,17 @@ def test_every_number_of_tokens_up_to_512_meets_few_kernels(keys: set[tuple[str,
         forward(num_tokens)
     kernels = sorted(name for name, _ in keys)
     assert len(kernels) <= 13, kernels
+
+
+def test_a_few_warm_up_calls_meet_all_of_them(keys: set[tuple[str, str]]) -> None:
+    """The largest number that one program sorts, and the largest of each tile."""
+    forward = layer()
+    for num_tokens in (128, 256, 512):
+        forward(num_tokens)
+    warm = set(keys)
+    for num_tokens in (*range(1, 24), 127, 129, 255, 257, 300, 511):
+        forward(num_tokens)
+    assert keys == warm
 
 
 def test_a_gluon_tile_is_two_kernels_for_any_number_of_tokens(keys: set[tuple[str, str]]) -> None:
