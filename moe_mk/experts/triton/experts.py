@@ -18,8 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from moe_mk.config.device import DeviceProfile
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Case, Tuned
+from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.triton.tuning import (
     BUILT_IN,
@@ -46,7 +48,7 @@ from moe_mk.experts.triton.weights import (
 from moe_mk.experts.triton.workspace import Workspace, workspace_of
 from moe_mk.external.device import profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
-from moe_mk.kernels.triton.tile import Tile
+from moe_mk.kernels.triton.tile import TARGETS, Target, Tile
 from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
@@ -108,8 +110,10 @@ class TritonExperts(FusedExperts):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """Adds to the traits: plain weights in bf16, and sizes that are multiples of blocks and TMA boxes."""
-        return [*super().reasons_against(problem), *size_reasons(problem)]
+        """Adds to the traits: architectures without kernels, plain weights in bf16, and sizes that are multiples of
+        blocks and TMA boxes.
+        """
+        return [*super().reasons_against(problem), *_arch_reasons(problem.device), *size_reasons(problem)]
 
     @classmethod
     def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
@@ -119,7 +123,11 @@ class TritonExperts(FusedExperts):
             problem.config.model.hidden_size, problem.intermediate, problem.slots, problem.weights.name, compute.name
         )
         measured = load_tuned(problem.device.name, case, log=False).microseconds(rows)
-        return measured, "model; compiled, not yet measured" if measured is None else "measured"
+        if measured is not None:
+            return measured, "measured"
+        target = _target_of(problem.device)
+        how = "compiled" if target is None or target == TARGETS[9] else str(target)
+        return None, f"model; {how}, not yet measured"
 
     @classmethod
     def tuning_space(cls, context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
@@ -131,14 +139,14 @@ class TritonExperts(FusedExperts):
             return [asdict(INVARIANT)]
         an_expert = max(rows * min(context.top_k or CHOICES, context.num_slots) / context.num_slots, FEWEST)
         untuned = Tuned((), _built_in(context.weights, context.compute)).at(an_expert)
-        engines = ("triton", "gluon") if context.compute.block == (1, BLOCK) else ("triton",)
+        engines = _engines(context.device) if context.compute.block == (1, BLOCK) else ("triton",)
         able = (tile for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert))
         return [asdict(tile) for tile in dict.fromkeys((untuned, *able))]
 
     def tuned_with(self, parameters: Mapping[str, int | bool | str]) -> TritonExperts:
-        """A copy with one tile for every call. Raises ConfigError for a tile that no kernel has."""
+        """A copy with one tile for every call. Raises ConfigError for a tile that no kernel of this device has."""
         one = copy(self)
-        one.tuned = Tuned.fixed(tile_of(parameters))
+        one.tuned = self._checked(Tuned.fixed(tile_of(parameters)))
         return one
 
     @classmethod
@@ -221,8 +229,20 @@ class TritonExperts(FusedExperts):
         if self.tuned is None:
             c = self.context
             case = Case(c.hidden_size, c.intermediate_size, c.num_slots, weights.name, c.compute.name)
-            self.tuned = load_tuned(profile_here(c.device).name, case, built_in=_built_in(weights, c.compute))
+            name = profile_here(c.device).name
+            self.tuned = self._checked(load_tuned(name, case, built_in=_built_in(weights, c.compute)))
         return self.tuned
+
+    def _checked(self, tuned: Tuned[Tile]) -> Tuned[Tile]:
+        """Raise ConfigError for tiles of an engine whose kernels do not compile for this device."""
+        engines = _engines(self.context.device)
+        for tile in (*(point.parameters for point in tuned.points), *(tile for _, tile in tuned.built_in)):
+            if tile.engine not in engines:
+                raise ConfigError(
+                    f"{tile} has no kernel on {profile_here(self.context.device).name}, which compiles those of "
+                    f"{' and '.join(engines)}; run `moe-mk tune triton` on this device"
+                )
+        return tuned
 
     def _tile(self, tuned: Tuned[Tile], rows_an_expert: float) -> Tile:
         """The tile for a mean number of rows, which is computed from shapes only.
@@ -239,6 +259,23 @@ class TritonExperts(FusedExperts):
             rows = (*x.values.shape[:-1], 1)
             return x.values, torch.full(rows, x.scheme.scale, dtype=torch.float32, device=x.values.device)
         return x.values, x.scales
+
+
+def _target_of(device: DeviceProfile) -> Target | None:
+    return None if device.arch is None else TARGETS.get(device.arch[0])
+
+
+def _engines(device: torch.device) -> tuple[str, ...]:
+    """The engines whose kernels compile for a device; all of them where kernels are interpreted."""
+    target = _target_of(profile_here(device))
+    return ("triton", "gluon") if target is None else target.engines
+
+
+def _arch_reasons(device: DeviceProfile) -> list[Reason]:
+    if device.kind != "cuda" or device.arch is None or device.arch[0] < min(TARGETS) or _target_of(device):
+        return []
+    names = " and ".join(target.name for target in TARGETS.values())
+    return [Reason("arch", f"has kernels for {names}, this device is sm_{device.arch[0]}{device.arch[1]}")]
 
 
 def _built_in(weights: QuantScheme | None, compute: QuantScheme) -> tuple[tuple[float, Tile], ...]:

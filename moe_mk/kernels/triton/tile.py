@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 BLOCK = 128
@@ -39,3 +40,26 @@ class Tile:
     def shared_bytes(self) -> int:
         """Bytes of all stages, each with two blocks of 128 weight rows and the token rows, 128 bytes per row."""
         return self.stages * (2 * BLOCK + self.rows) * 128
+
+
+@dataclass(frozen=True)
+class Target:
+    """What Triton 3.6 makes of the grouped GEMMs for one architecture. A test compiles them and compares."""
+
+    name: str
+    engines: tuple[str, ...]
+    """Whose kernels compile."""
+    spilling: tuple[int, ...] = ()
+    """Rows of the built-in FP8 tiles whose kernels move registers to memory."""
+
+    def __str__(self) -> str:
+        spills = f"; FP8 tiles of {' and '.join(map(str, self.spilling))} rows spill registers" if self.spilling else ""
+        return f"compiled generically for {self.name}{spills}"
+
+
+TARGETS: Mapping[int, Target] = {
+    9: Target("sm_90", ("triton", "gluon")),
+    # Gluon's kernels use warpgroup products of Hopper. The Triton ones compile to generic code that was not tuned.
+    10: Target("sm_100", ("triton",), spilling=(32, 128)),
+}
+"""By major compute capability. Kernels of other architectures are refused: tiles need the shared memory of these."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk import MoEConfig, Problem, oracle
+from moe_mk import ConfigError, MoEConfig, Problem, oracle
 from moe_mk.config import device_profile
 from moe_mk.experts import EXPERTS, ExpertsContext
 from moe_mk.experts.triton import tuning as triton_tuning
@@ -90,6 +90,44 @@ def test_an_older_gpu_is_refused_by_its_architecture() -> None:
     ampere = asked.device.model_copy(update={"arch": (8, 0)})
     found = EXPERTS["triton"].reasons_against(Problem(asked.config, ampere, BF16, 512, frozenset({"triton"})))
     assert [str(reason) for reason in found] == ["needs sm_90, this device is sm_80"]
+
+
+@pytest.mark.parametrize("arch,text", [((9, 0), ""), ((10, 3), ""), ((12, 0), "sm_120"), ((11, 0), "sm_110")])
+def test_an_architecture_whose_kernels_were_never_compiled_is_refused(arch: tuple[int, int], text: str) -> None:
+    asked = problem()
+    newer = asked.device.model_copy(update={"arch": arch})
+    found = EXPERTS["triton"].reasons_against(Problem(asked.config, newer, BF16, 512, frozenset({"triton"})))
+    expected = [f"has kernels for sm_90 and sm_100, this device is {text}"] if text else []
+    assert [str(reason) for reason in found] == expected
+
+
+def test_generic_code_for_blackwell_is_called_so() -> None:
+    source = EXPERTS["triton"].priced(problem("b200"), FP8_1x128)[1]
+    assert source == (
+        "model; compiled generically for sm_100; FP8 tiles of 32 and 128 rows spill registers, not yet measured"
+    )
+
+
+def test_blackwell_is_not_tuned_with_tiles_of_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_mk.experts.triton import experts as module
+
+    context = ExpertsContext(BF16, FP8_1x128, "silu", 32, 7168, 2048, torch.device("cpu"), weights=FP8_128x128)
+    gluon = {"rows": 8, "swap": True, "warps": 4, "stages": 6, "engine": "gluon"}
+    assert gluon in EXPERTS["triton"].tuning_space(context, 8)
+    monkeypatch.setattr(module, "profile_here", lambda device: device_profile("b200"))
+    assert {tile["engine"] for tile in EXPERTS["triton"].tuning_space(context, 8)} == {"triton"}
+
+
+@pytest.mark.sm90
+def test_a_gluon_tile_is_refused_on_blackwell_before_it_fails_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_mk.experts.triton import experts as module
+
+    backend = EXPERTS["triton"](ExpertsContext(BF16, FP8_1x128, "silu", 32, 7168, 2048, torch.device("cpu")))
+    tile = {"rows": 8, "swap": True, "warps": 4, "stages": 6, "engine": "gluon"}
+    assert backend.tuned_with(tile).tuned is not None
+    monkeypatch.setattr(module, "profile_here", lambda device: device_profile("b200"))
+    with pytest.raises(ConfigError, match=r"engine='gluon'\) has no kernel on b200, which compiles those of triton"):
+        backend.tuned_with(tile)
 
 
 def test_the_oracle_ranks_it_before_the_definition() -> None:

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
-HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -51,6 +50,7 @@ def compile_for_hopper(
     *,
     aligned: Collection[str] = (),
     gluon: bool = False,
+    arch: int = 90,
     **options: Any,
 ) -> Compiled:
     """signature: type of each argument that is no constant. aligned: integers that are multiples of 16."""
@@ -67,7 +67,7 @@ def compile_for_hopper(
     else:
         Source = ASTSource
     source = Source(kernel, types, constexprs=dict(constants), attrs=attributes)
-    built = compile_kernel(source, target=HOPPER, options=options)
+    built = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options=options)
     code, usage = _disassemble(built.asm["cubin"])
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", code)
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))

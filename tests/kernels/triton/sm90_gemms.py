@@ -36,7 +36,7 @@ DTYPES |= {
 @cache
 def w13(
     rows: int, *, swap: bool, warps: int, stages: int, gather: bool, format: str = "fp8", act: str = "silu",
-    biased: bool = False,
+    biased: bool = False, arch: int = 90,
 ) -> Compiled:  # fmt: skip
     from moe_mk.kernels.triton.grouped_w13 import _w13
     from tests.kernels.triton.sm90 import compile_for_hopper
@@ -49,7 +49,7 @@ def w13(
     constants |= {"ROWS": rows, "TOP_K": 8}
     constants |= {"GATHER": gather, "EVEN": True, "ACTIVATION": act, "GATED": True, "POWER_OF_TWO": False}
     constants |= {"ALPHA": 1.702, "LIMIT": 0.0 if act == "silu" else 7.0}
-    return compile_for_hopper(_w13, types, constants, aligned=ALIGNED, num_warps=warps, num_stages=stages)
+    return compile_for_hopper(_w13, types, constants, aligned=ALIGNED, arch=arch, num_warps=warps, num_stages=stages)
 
 
 @cache
@@ -79,7 +79,7 @@ def _common(format: str, swap: bool, *, biased: bool) -> tuple[dict[str, str], d
 
 
 @cache
-def by_hand(rows: int, *, second: bool, gather: bool, stages: int, act: str = "silu") -> Compiled:
+def by_hand(rows: int, *, second: bool, gather: bool, stages: int, act: str = "silu", arch: int = 90) -> Compiled:
     """The Gluon kernel: 128 rows of a tile are prefill, fewer decode."""
     from moe_mk.kernels.triton.gluon_gemms import CODES, _by_hand
     from tests.kernels.triton.sm90 import compile_for_hopper
@@ -92,7 +92,7 @@ def by_hand(rows: int, *, second: bool, gather: bool, stages: int, act: str = "s
     constants: dict[str, Any] = {"ROWS": rows, "STAGES": stages, "MODE": int(second), "GATHER": gather}
     constants |= {"TOP_K": 8, "PROGRAMS": 132, "SCATTER": second, "WEIGHTED": second, "POWER_OF_TWO": False}
     constants |= {"ACTIVATION": act, "ALPHA": 1.702, "LIMIT": 0.0 if act == "silu" else 7.0}
-    return compile_for_hopper(_by_hand, types, constants, aligned=ALIGNED, gluon=True, num_warps=4)
+    return compile_for_hopper(_by_hand, types, constants, aligned=ALIGNED, gluon=True, arch=arch, num_warps=4)
 
 
 def w13_of(format: str, tile: Tile, *, act: str = "silu", biased: bool = False) -> Compiled:

@@ -1,0 +1,32 @@
+"""The table of architectures is what the compiler makes of the kernels: nothing is listed that was not compiled."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from moe_mk.experts.triton.tuning import BUILT_IN
+from moe_mk.kernels.triton.tile import SHARED_MEMORY, TARGETS, Tile
+from tests.kernels.triton.sm90_gemms import by_hand, w13
+
+pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
+
+
+@pytest.mark.parametrize("tile", [tile for _, tile in BUILT_IN], ids=lambda tile: f"{tile.rows} rows")
+def test_built_in_fp8_tiles_compile_for_blackwell_and_spill_where_the_table_lists_it(tile: Tile) -> None:
+    built = w13(tile.rows, swap=tile.swap, warps=tile.warps, stages=tile.stages, gather=True, arch=100)
+    assert bool(built.spills) == (tile.rows in TARGETS[10].spilling), built.spills
+    assert built.shared < SHARED_MEMORY
+
+
+def test_gluon_kernels_compile_only_where_the_table_lists_them() -> None:
+    assert "gluon" in TARGETS[9].engines and "gluon" not in TARGETS[10].engines
+    with pytest.raises(RuntimeError, match="parsing"):
+        by_hand(8, second=False, gather=True, stages=6, arch=100)
+
+
+def test_the_built_in_tiles_are_those_of_a_compiled_engine_on_every_target() -> None:
+    assert BUILT_IN[-1][0] == math.inf
+    for target in TARGETS.values():
+        assert {tile.engine for _, tile in BUILT_IN} <= set(target.engines)
