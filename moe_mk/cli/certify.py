@@ -35,6 +35,8 @@ class CertifyOrder:
     processes: bool = True
     faults: bool = False
     """Whether a transport is also tested with injected faults."""
+    quick: bool = False
+    """Whether cases with many tokens, many experts and further sizes are left out."""
 
 
 def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> int:
@@ -45,8 +47,9 @@ def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> in
     expect_outputs({"--out": order.out})
     with screen.progress("certify", in_bytes=False) as advance:
         certificate = certify(
-            order.name, processes=order.processes, on_check=advance, faults=order.faults, modules=order.modules
-        )
+            order.name, processes=order.processes, quick=order.quick, on_check=advance, faults=order.faults,
+            modules=order.modules,
+        )  # fmt: skip
     facts = certificate.as_dict()
     differing = [] if theirs is None else _differing(facts, theirs)
     write_text(out, json.dumps(facts, indent=2) + "\n")
@@ -71,6 +74,8 @@ def _show(screen: Screen, certificate: Certificate, out: Path, differing: list[s
     screen.console.print(table)
     for failure in certificate.failures:
         screen.fact("violated law", f"{failure.law}: {failure.text}\n{' ' * 12}{failure.check}: {failure.message}")
+    if certificate.coverage:
+        screen.fact("tested up to", str(certificate.sizes))
     for claim in certificate.not_covered:
         screen.fact("not tested", claim)
     for line in differing:

@@ -25,13 +25,16 @@ def certify_command(
     against: Annotated[Path | None, typer.Option(help="a certificate whose digests must be equal")] = None,
     processes: Annotated[bool, typer.Option(help="also run a transport on real processes")] = True,
     faults: Annotated[bool, typer.Option("--faults", help="also run a transport with injected faults")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="leave out many tokens, many experts and further sizes")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Certify a backend: run every check that its traits require, and write a JSON certificate."""
     from moe_mk.cli.certify import CertifyOrder, certify_backend
     from moe_mk.cli.screen import Screen
 
-    order = CertifyOrder(name, out, tuple(modules or ()), against, processes, faults)
+    order = CertifyOrder(name, out, tuple(modules or ()), against, processes, faults, quick)
     return certify_backend(Screen(), order, as_json=as_json)
 
 

@@ -1,9 +1,9 @@
-"""Hostile routings as data: one case contains the tokens of every rank."""
+"""Routings as data: hostile ones on a few tokens, and larger ones. One case contains the tokens of every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -33,6 +33,89 @@ class RoutingCase:
         source = max(range(len(self.routings)), key=self.num_tokens.__getitem__)
         count, routing = len(self.routings), self.routings[source]
         return RoutingCase(self.name, self.expert_map, (routing,) * count, (self.logical_ids[source],) * count)
+
+
+TOKENS = (31, 33, 65, 129, 257, 1025)
+"""Tokens of the first rank in the larger cases: below and above the tiles and chunks of usual kernels."""
+ROWS_OF_ONE_EXPERT = 130
+SLOTS = (40, 257)
+"""Physical experts of one rank in the larger cases."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The largest sizes that checks have reached."""
+
+    tokens: int = 0
+    """Tokens of one rank."""
+    rows: int = 0
+    """Rows of one physical expert, from all ranks."""
+    slots: int = 0
+    """Physical experts of one rank."""
+    hidden: int = 0
+    intermediate: int = 0
+    """0 for transports."""
+
+    @classmethod
+    def of(cls, cases: Sequence[RoutingCase], hidden: int, intermediate: int = 0) -> Sizes:
+        """The largest sizes of some cases."""
+        sizes = cls(hidden=hidden, intermediate=intermediate)
+        for case in cases:
+            ids = torch.cat([routing.ids_TK.flatten() for routing in case.routings])
+            counts = torch.bincount(ids[ids >= 0].long(), minlength=1)
+            slots = max(map(len, case.expert_map.experts_of_rank))
+            sizes |= cls(max(case.num_tokens), int(counts.max()), slots)
+        return sizes
+
+    def __or__(self, other: Sizes) -> Sizes:
+        return Sizes(*map(max, astuple(self), astuple(other)))
+
+    def __str__(self) -> str:
+        inner = f", intermediate size {self.intermediate}" if self.intermediate else ""
+        return (
+            f"{self.tokens} tokens per rank, {self.rows} rows per expert, {self.slots} experts per rank, "
+            f"hidden size {self.hidden}{inner}"
+        )
+
+
+def larger_routings(
+    num_ranks: int, *, num_experts: int = 8, top_k: int = 3, device: torch.device | str = "cpu", seed: int = 1
+) -> list[RoutingCase]:
+    """Up to 1025 tokens on the first rank, and one expert with 130 rows; no id is -1, and the placement is linear.
+
+    The other ranks have half as many tokens, none, or as many. Needs at least as many experts as ranks.
+    """
+    draw = torch.Generator("cpu").manual_seed(seed)
+    linear, where = ExpertMap.linear(num_experts, num_ranks), torch.device(device)
+
+    def case(name: str, tokens: Sequence[int], first: int | None = None) -> RoutingCase:
+        ids = [_draw_ids(draw, count, num_experts, min(top_k, num_experts)) for count in tokens]
+        if first is not None:  # every token chooses this expert, and others than this one
+            others = [expert for expert in range(num_experts) if expert != first]
+            rest = [_draw_ids(draw, count, num_experts, min(top_k, num_experts) - 1, among=others) for count in tokens]
+            ids = [torch.cat((torch.full_like(ids_TK[:, :1], first), ids_TK), dim=1) for ids_TK in rest]
+        return _case(name, linear, ids, draw, where)
+
+    shares = [ROWS_OF_ONE_EXPERT * (rank + 1) // num_ranks for rank in range(num_ranks)]
+    shares = [share - before for share, before in zip(shares, [0, *shares[:-1]], strict=True)]
+    return [
+        *(case(f"{count} tokens", _uneven(count, num_ranks)) for count in TOKENS),
+        case(f"{ROWS_OF_ONE_EXPERT} rows of one expert", shares, linear.local_to_global(num_ranks - 1)[-1]),
+    ]
+
+
+def routings_of_slots(
+    num_ranks: int, num_slots: int, *, top_k: int = 3, device: torch.device | str = "cpu", seed: int = 2
+) -> RoutingCase:
+    """129 tokens on the first rank, `num_slots` experts on every rank."""
+    draw, experts = torch.Generator("cpu").manual_seed(seed), num_ranks * num_slots
+    ids = [_draw_ids(draw, count, experts, top_k) for count in _uneven(129, num_ranks)]
+    linear = ExpertMap.linear(experts, num_ranks)
+    return _case(f"{num_slots} experts per rank", linear, ids, draw, torch.device(device))
+
+
+def _uneven(tokens: int, num_ranks: int) -> list[int]:
+    return [(tokens, tokens // 2, 0, tokens)[rank % 4] for rank in range(num_ranks)]
 
 
 def hostile_routings(

@@ -6,12 +6,15 @@ import hashlib
 import json
 import platform
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
+from operator import or_
 from typing import Any
 
 import torch
 
 from moe_mk.external.device import describe
+from moe_mk.testing.cases import Sizes
 from moe_mk.testing.laws import LAWS
 
 CONTRACT = 2
@@ -26,6 +29,8 @@ class Passed:
     cases: int
     digest: str
     """SHA-256 over the bits of all its outputs; empty if equal inputs need not give equal bits."""
+    sizes: Sizes = field(default_factory=Sizes)
+    """The largest sizes of its cases."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,11 @@ class Certificate:
         lines = "\n".join(f"{one.check} {one.cases} {one.digest}" for one in self.coverage)
         return hashlib.sha256(lines.encode()).hexdigest()
 
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes up to which the backend is certified; each is reached by a passed check, not all by the same."""
+        return reduce(or_, (one.sizes for one in self.coverage), Sizes())
+
     def as_dict(self) -> dict[str, Any]:
         """The certificate as JSON."""
         return {
@@ -73,6 +83,7 @@ class Certificate:
             "backend": {"name": self.backend, "kind": self.kind, "origin": self.origin, "traits": self.traits},
             "environment": self.environment,
             "laws": {law.name: law.text for law in LAWS},
+            "sizes": asdict(self.sizes),
             "coverage": [asdict(one) for one in self.coverage],
             "failures": [asdict(one) for one in self.failures],
             "not_covered": list(self.not_covered),

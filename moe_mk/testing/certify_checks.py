@@ -1,15 +1,11 @@
-"""The checks of a certificate: those that the traits of a backend require, without rejected formats.
-
-Wrong results of a transport are classified by the simplest explanation that fits.
-
-What a backend declares that it cannot serve, so that certification does not request it.
-"""
+"""The checks of a certificate: those that the traits of a backend require, without what the backend rejects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,14 +13,15 @@ from torch import Tensor
 
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.moe import MoEConfig
-from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.problem import Problem
 from moe_mk.config.quant import QuantConfig
 from moe_mk.config.shipped import device_profile
 from moe_mk.errors import ConfigError
-from moe_mk.experts.base import EXPERTS, ExpertsTraits
+from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
 from moe_mk.external.library import emulated, installed
 from moe_mk.kernels.reference.activation import CLAMPED
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportTraits
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits
+from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.kinds import KINDS as KINDS_OF_WEIGHTS
@@ -36,6 +33,7 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import Registry, did_you_mean
 from moe_mk.testing.bits import bits_of
 from moe_mk.testing.calls import check_leaves_nothing
+from moe_mk.testing.cases import SLOTS, RoutingCase, Sizes, hostile_routings, larger_routings, routings_of_slots
 from moe_mk.testing.experts import CLAMPED_AT, check_experts, check_invariance
 from moe_mk.testing.faults import Campaign, run_worlds, transports_of
 from moe_mk.testing.laws import LOST, ORDER, PROCESSES, WEIGHTING, Law
@@ -52,13 +50,28 @@ from moe_mk.testing.on_ranks import (
     outputs_on_processes,
     suitable_cases,
 )
-from moe_mk.testing.transports import check_transport
+from moe_mk.testing.on_ranks import (
+    SLOTS as SLOTS_OF_CASES,
+)
+from moe_mk.testing.transports import check_transport, suited_to
 
 PASSED_OVER = frozenset({"device", "library"})
 """Codes of reasons: certification runs on a CPU, and on an emulation where the library is not installed."""
 SIZES = ((HIDDEN, INNER), (256, 256))
 """Hidden and intermediate size; the first that a backend supports is used. 192 is no multiple of 128."""
+FURTHER_SIZES = (
+    ((256, 256),),
+    ((384, 384),),
+    ((328, 200), (336, 208), (320, 192), (328, 128), (320, 128), (384, 128)),
+)
+"""Two blocks of 128, three, and a ragged last one: of each row the first that a backend supports."""
+HIDDEN_SIZES = (256, 384, 320)
+"""The same for transports."""
+SMALL_SIZES = ((64, 64), (128, 128), *SIZES)
+"""For cases with MANY_SLOTS experts or more."""
+MANY_SLOTS = 200
 MOST_TOKENS = 64
+EXPERTS_OF_PROBLEM = 8
 
 
 @dataclass(frozen=True)
@@ -82,44 +95,62 @@ def dtype_of(wire: QuantScheme) -> Plain:
     return wire if isinstance(wire, Plain) else BF16
 
 
-def refusal_of_transport(name: str, ranks: int, wire: QuantScheme, ranks_per_node: int | None = None) -> str:
+def refusal_of_transport(
+    name: str,
+    ranks: int,
+    wire: QuantScheme,
+    ranks_per_node: int | None = None,
+    *,
+    hidden: int = HIDDEN,
+    experts: int = EXPERTS_OF_PROBLEM,
+    tokens: int = MOST_TOKENS,
+) -> str:
     """Reasons against a format of a transport on some ranks; empty if supported. ranks_per_node: None: one host."""
     cls, dtype = PREPARE_FINALIZE[name], dtype_of(wire)
-    model = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": 8, "quant": {"weights": dtype.name}}
-    tokens = next(iter(cls.traits.tokens))
-    return _settings_json(
-        cls.reasons_against(_problem(model, dtype, ep=ranks, tokens=tokens, ranks_per_node=ranks_per_node))
-    )
+    shape = {"hidden_size": hidden, "moe_intermediate_size": INNER, "num_experts": experts}
+    kind = next(iter(cls.traits.tokens))
+    return _refusal(
+        cls, {**shape, "quant": {"weights": dtype.name}}, dtype, tokens, ep=ranks, tokens=kind,
+        ranks_per_node=ranks_per_node,
+    )  # fmt: skip
 
 
-def refusal_of_experts(name: str, given: Format, sizes: tuple[int, int], *, batch_invariant: bool = False) -> str:
+def refusal_of_experts(
+    name: str,
+    given: Format,
+    sizes: tuple[int, int],
+    *,
+    batch_invariant: bool = False,
+    experts: int = EXPERTS_OF_PROBLEM,
+    tokens: int = MOST_TOKENS,
+) -> str:
     """Reasons against a format of experts at a hidden and an intermediate size; empty if supported."""
     hidden, inner = sizes
-    model = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": 8, "quant": dict(given.quant)}
+    model = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": experts, "quant": dict(given.quant)}
     model |= {"activation": given.activation, "swiglu_limit": CLAMPED_AT if given.activation in CLAMPED else None}
     activations = "plain" if isinstance(given.compute, Plain) else "checkpoint"
-    return _settings_json(
-        EXPERTS[name].reasons_against(
-            _problem(model, given.dtype, activations=activations, batch_invariant=batch_invariant)
-        )
-    )
+    return _refusal(EXPERTS[name], model, given.dtype, tokens, activations=activations, batch_invariant=batch_invariant)
 
 
-def _problem(model: Mapping[str, Any], dtype: Plain, **settings: Any) -> Problem:
-    config = MoEConfig.parse({"model": model, "router": {"top_k": TOP_K}}, "certify")
-    config = config.with_(allow_emulated=True, max_num_tokens=MOST_TOKENS, **settings)
+def _refusal(
+    backend: type[FusedExperts | PrepareFinalize], model: Mapping[str, Any], dtype: Plain, most_tokens: int,
+    **settings: Any,
+) -> str:  # fmt: skip
+    """Reasons against a problem, those of the configuration itself included; empty if supported."""
+    try:
+        config = MoEConfig.parse({"model": model, "router": {"top_k": TOP_K}}, "certify")
+        config = config.with_(allow_emulated=True, max_num_tokens=most_tokens, **settings)
+    except ConfigError as refused:
+        return str(refused)
     profile, libraries = _machine()
-    return Problem(config, profile, dtype, MOST_TOKENS, libraries, emulated())
+    problem = Problem(config, profile, dtype, most_tokens, libraries, emulated())
+    return "; ".join(r.text for r in backend.reasons_against(problem) if r.code not in PASSED_OVER)
 
 
 @cache
 def _machine() -> tuple[DeviceProfile, frozenset[str]]:
     """Cached, because the search for a compiler starts a process."""
     return device_profile("cpu"), installed()
-
-
-def _settings_json(reasons: Iterable[Reason]) -> str:
-    return "; ".join(reason.text for reason in reasons if reason.code not in PASSED_OVER)
 
 
 SAME = 0.02
@@ -176,6 +207,8 @@ class Check:
     outputs: Callable[[], list[Tensor]] | None
     blame: Callable[[], Law | None]
     """The law behind wrong values, if it can be determined."""
+    sizes: Callable[[], Sizes]
+    """Returns the largest sizes of its cases."""
 
 
 def kind_of(name: str) -> str:
@@ -189,18 +222,22 @@ def kind_of(name: str) -> str:
     raise ConfigError(f"unknown transport or experts backend {name!r}{did_you_mean(name, known)}")
 
 
-def checks_of(name: str, *, processes: bool) -> list[Check]:
-    """The checks that the traits of a backend require."""
+def checks_of(name: str, *, processes: bool, quick: bool = False) -> list[Check]:
+    """The checks that the traits of a backend require. quick: cases of a few tokens and experts only."""
     traits = KINDS[kind_of(name)][name].traits
     if isinstance(traits, TransportTraits):
         served = [place for place in _places(traits) if not _refused(name, place)]
         made = [_transport_check(name, traits, *place, _per_node(name, *place)) for place in served]
+        for place in () if quick else served:
+            made.append(_larger_transport_check(name, traits, *place, _per_node(name, *place)))
         counts = [ranks for ranks, wire in served if wire is BF16 and ranks > 1]
         return made + (
             [_process_check(name, traits, min(counts))] if processes and counts and not traits.blocking else []
         )
     formats = [(given, sizes) for given in _formats(traits) if (sizes := _sizes(name, given))]
     made = [_experts_check(name, given, sizes, traits) for given, sizes in formats]
+    for given, sizes in () if quick else formats:
+        made.append(_larger_experts_check(name, given, sizes, traits))
     if traits.batch_invariant:
         made += [_invariance_check(name, given, sizes) for given, sizes in formats if _invariant(name, given, sizes)]
     return made
@@ -219,7 +256,7 @@ def fault_check(name: str, modules: Sequence[str] = ()) -> Check:
         require(report.passed, f"{len(bad)} outcomes after faults are wrong: {'; '.join(lines)}")
         return len(report.worlds)
 
-    return Check(f"{FAULT_WORLDS} worlds with faults, seed {campaign.seed}", run, None, lambda: None)
+    return Check(f"{FAULT_WORLDS} worlds with faults, seed {campaign.seed}", run, None, lambda: None, Sizes)
 
 
 def untried(name: str) -> tuple[str, ...]:
@@ -255,10 +292,14 @@ def _per_node(name: str, ranks: int, wire: QuantScheme) -> int | None:
     return next(per_node for per_node in PER_NODE if not refusal_of_transport(name, ranks, wire, per_node))
 
 
+def _name_of_place(ranks: int, wire: QuantScheme, per_node: int | None) -> str:
+    hosts = f", {per_node} a host" if per_node else ""
+    return f"{ranks} {'rank' if ranks == 1 else 'ranks'}{hosts}, {wire.name} on the wire"
+
+
 def _transport_check(name: str, traits: TransportTraits, ranks: int, wire: QuantScheme, per_node: int | None) -> Check:
     dtype, digested = dtype_of(wire), traits.deterministic
-    hosts = f", {per_node} a host" if per_node else ""
-    what = f"{ranks} {'rank' if ranks == 1 else 'ranks'}{hosts}, {wire.name} on the wire"
+    what = _name_of_place(ranks, wire, per_node)
 
     def run() -> int:
         cases = check_transport(name, num_ranks=ranks, wire=wire, dtype=dtype, ranks_per_node=per_node)
@@ -270,7 +311,51 @@ def _transport_check(name: str, traits: TransportTraits, ranks: int, wire: Quant
         run,
         (lambda: outputs_of_transport(name, ranks, wire, dtype, per_node)) if digested else None,
         lambda: explained(*journey(name, ranks, wire, dtype, per_node)),
+        lambda: Sizes.of(suitable_cases(name, ranks), HIDDEN),
     )
+
+
+def _larger_transport_check(
+    name: str, traits: TransportTraits, ranks: int, wire: QuantScheme, per_node: int | None
+) -> Check:
+    """Many tokens, many experts and other hidden sizes in one check, without what the transport refuses."""
+    dtype, groups = dtype_of(wire), cache(lambda: _larger_cases(name, traits, ranks, wire, per_node))
+
+    def run() -> int:
+        each = partial(check_transport, name, num_ranks=ranks, wire=wire, dtype=dtype, ranks_per_node=per_node)
+        return sum(each(hidden_size=hidden, cases=cases) for cases, hidden in groups())
+
+    def outputs() -> list[Tensor]:
+        each = partial(outputs_of_transport, name, ranks, wire, dtype, per_node)
+        return [y_TH for cases, hidden in groups() for y_TH in each(cases=cases, hidden=hidden)]
+
+    def sizes() -> Sizes:
+        return reduce(or_, (Sizes.of(cases, hidden) for cases, hidden in groups()), Sizes())
+
+    what = f"{_name_of_place(ranks, wire, per_node)}, larger sizes"
+    return Check(what, run, outputs if traits.deterministic else None, lambda: None, sizes)
+
+
+def _larger_cases(
+    name: str, traits: TransportTraits, ranks: int, wire: QuantScheme, per_node: int | None
+) -> list[tuple[list[RoutingCase], int]]:
+    """Cases with the hidden size in which the transport runs them."""
+    refusal = partial(refusal_of_transport, name, ranks, wire, per_node)
+    many = larger_routings(ranks)
+    first = [*_not_refused(many, partial(refusal, hidden=HIDDEN))]
+    for slots in SLOTS:
+        first += _not_refused([routings_of_slots(ranks, slots)], partial(refusal, hidden=HIDDEN))
+    groups = [(first, HIDDEN)]
+    groups += [(_not_refused(many[1:2], partial(refusal, hidden=hidden)), hidden) for hidden in HIDDEN_SIZES]
+    return [(suited_to(traits, cases), hidden) for cases, hidden in groups if cases]
+
+
+def _not_refused(cases: list[RoutingCase], refusal: Callable[..., str]) -> list[RoutingCase]:
+    """The cases of one number of experts without those that have too many tokens."""
+    refused = partial(refusal, experts=cases[0].expert_map.num_experts)
+    if not refused(tokens=max(max(case.num_tokens) for case in cases)):
+        return cases
+    return [case for case in cases if not refused(tokens=max(case.num_tokens))]
 
 
 def _process_check(name: str, traits: TransportTraits, ranks: int) -> Check:
@@ -283,7 +368,10 @@ def _process_check(name: str, traits: TransportTraits, ranks: int) -> Check:
         require(same, "processes give other bits than ranks of one process")
         return len(suitable_cases(name, ranks))
 
-    return Check(f"{ranks} processes over gloo, bf16 on the wire", run, None, lambda: PROCESSES)
+    def sizes() -> Sizes:
+        return Sizes.of(suitable_cases(name, ranks), HIDDEN)
+
+    return Check(f"{ranks} processes over gloo, bf16 on the wire", run, None, lambda: PROCESSES, sizes)
 
 
 def _formats(traits: ExpertsTraits) -> Iterator[Format]:
@@ -339,11 +427,74 @@ def _experts_check(name: str, given: Format, sizes: tuple[int, int], traits: Exp
 
     digested = traits.deterministic and given.activation == "silu"
     outputs = partial(outputs_of_experts, name, given.weights, given.dtype, given.compute, sizes)
-    return Check(_name_of(given), run, outputs if digested else None, lambda: None)
+
+    def reached() -> Sizes:
+        return Sizes.of(hostile_routings(1, num_experts=SLOTS_OF_CASES, top_k=TOP_K), *sizes)
+
+    return Check(_name_of(given), run, outputs if digested else None, lambda: None, reached)
+
+
+def _larger_experts_check(name: str, given: Format, sizes: tuple[int, int], traits: ExpertsTraits) -> Check:
+    """Many tokens, many experts and further sizes in one check, without what the backend refuses."""
+    groups = cache(lambda: list(_larger_groups(name, given, sizes)))
+
+    def run() -> int:
+        each = partial(check_experts, name, given.weights, dtype=given.dtype, compute=given.compute)
+        return sum(
+            each(
+                hidden_size=hidden, intermediate_size=inner, activation=given.activation, cases=cases,
+                num_slots=cases[0].expert_map.num_slots(0),
+            )
+            for cases, (hidden, inner) in groups()
+        )  # fmt: skip
+
+    def outputs() -> list[Tensor]:
+        each = partial(outputs_of_experts, name, given.weights, given.dtype, given.compute)
+        return [y for cases, place in groups() for y in each(place, cases=cases)]
+
+    def reached() -> Sizes:
+        return reduce(or_, (Sizes.of(cases, *place) for cases, place in groups()), Sizes())
+
+    digested = traits.deterministic and given.activation == "silu"
+    return Check(f"{_name_of(given)}, larger sizes", run, outputs if digested else None, lambda: None, reached)
+
+
+def _larger_groups(
+    name: str, given: Format, sizes: tuple[int, int]
+) -> Iterator[tuple[list[RoutingCase], tuple[int, int]]]:
+    """Cases with the hidden and the intermediate size at which the backend runs them."""
+    many = larger_routings(1, num_experts=SLOTS_OF_CASES, top_k=TOP_K)
+    if given.activation != "silu":  # differs in arithmetic only
+        many = many[1:2]
+    else:
+        for slots in SLOTS:
+            candidates = (sizes,) if slots < MANY_SLOTS else SMALL_SIZES
+            yield from _at_first_size(name, given, [routings_of_slots(1, slots, top_k=TOP_K)], candidates)
+    yield from _at_first_size(name, given, many, (sizes,))
+    for further in FURTHER_SIZES:
+        yield from _at_first_size(name, given, many[2:3] or many, further)
+
+
+def _at_first_size(
+    name: str, given: Format, cases: list[RoutingCase], candidates: Sequence[tuple[int, int]]
+) -> Iterator[tuple[list[RoutingCase], tuple[int, int]]]:
+    """The cases at the first sizes that the backend supports; without those that have too many tokens for it."""
+    rows_of_block = 1 if given.weights.block is None else given.weights.block[0]
+    for sizes in candidates:
+        if 1 < rows_of_block < WHOLE and sizes[1] % rows_of_block:  # a block would hold rows of gate and of up
+            continue
+        if served := _not_refused(cases, partial(refusal_of_experts, name, given, sizes)):
+            yield served, sizes
+            return
 
 
 def _invariance_check(name: str, given: Format, sizes: tuple[int, int]) -> Check:
     hidden, inner = sizes
     run = partial(check_invariance, name, given.weights, dtype=given.dtype, compute=given.compute)
     what = f"{_name_of(given)}, batch-invariant"
-    return Check(what, partial(run, hidden_size=hidden, intermediate_size=inner), None, lambda: None)
+
+    def reached() -> Sizes:
+        cases = hostile_routings(1, num_experts=SLOTS_OF_CASES)
+        return Sizes.of([case for case in cases if case.name == "uneven"], *sizes)
+
+    return Check(what, partial(run, hidden_size=hidden, intermediate_size=inner), None, lambda: None, reached)

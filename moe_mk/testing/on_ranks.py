@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -36,7 +36,7 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.testing.cases import RoutingCase, hostile_routings
 from moe_mk.testing.experts import _rows, random_experts
 from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.transports import NO_WEIGHTS, _VirtualTransport
+from moe_mk.testing.transports import NO_WEIGHTS, _VirtualTransport, suited_to
 from moe_mk.tokens import BatchedTokens
 from moe_mk.trace.clock import now
 
@@ -205,19 +205,24 @@ TIMEOUT_S = 60.0
 
 def suitable_cases(name: str, num_ranks: int) -> list[RoutingCase]:
     """The hostile cases of a transport, by its traits."""
-    traits, cases = PREPARE_FINALIZE[name].traits, hostile_routings(num_ranks)
-    if not traits.uneven:
-        cases = [case for case in cases if len(set(map(len, case.expert_map.experts_of_rank))) == 1]
-    return cases if "sharded" in traits.tokens else [case.replicated() for case in cases]
+    return suited_to(PREPARE_FINALIZE[name].traits, hostile_routings(num_ranks))
 
 
 def outputs_of_transport(
-    name: str, num_ranks: int, wire: QuantScheme, dtype: Plain, ranks_per_node: int | None = None
+    name: str,
+    num_ranks: int,
+    wire: QuantScheme,
+    dtype: Plain,
+    ranks_per_node: int | None = None,
+    *,
+    cases: Sequence[RoutingCase] | None = None,
+    hidden: int = HIDDEN,
 ) -> list[Tensor]:
-    """Outputs of every rank in every case, on ranks of one process."""
+    """Outputs of every rank in every case, on ranks of one process. cases: None is the hostile ones."""
     outputs: list[Tensor] = []
-    for case in suitable_cases(name, num_ranks):
-        ranks = _VirtualTransport(name, case, wire, dtype, HIDDEN, CPU, ranks_per_node)
+    chosen = suitable_cases(name, num_ranks) if cases is None else suited_to(PREPARE_FINALIZE[name].traits, cases)
+    for case in chosen:
+        ranks = _VirtualTransport(name, case, wire, dtype, hidden, CPU, ranks_per_node)
         outputs += ranks.run(ranks.tokens())
     return outputs
 
@@ -274,14 +279,22 @@ def _kernel(name: str, case: RoutingCase, comm: Communicator, ranks_per_node: in
 
 
 def outputs_of_experts(
-    name: str, weights: QuantScheme, dtype: Plain, compute: QuantScheme, sizes: tuple[int, int] = (HIDDEN, INNER)
+    name: str,
+    weights: QuantScheme,
+    dtype: Plain,
+    compute: QuantScheme,
+    sizes: tuple[int, int] = (HIDDEN, INNER),
+    *,
+    cases: Sequence[RoutingCase] | None = None,
 ) -> list[Tensor]:
-    """Outputs of experts in every case and layout, without padding."""
-    backend = EXPERTS[name](ExpertsContext(dtype, compute, "silu", SLOTS, *sizes, CPU))
-    own = backend.relayout(random_experts(weights, SLOTS, *sizes, CPU))
+    """Outputs of experts in every case and layout, without padding. cases: None is the hostile ones."""
+    chosen = hostile_routings(1, num_experts=SLOTS, top_k=TOP_K) if cases is None else cases
+    slots = chosen[0].expert_map.num_slots(0)
+    backend = EXPERTS[name](ExpertsContext(dtype, compute, "silu", slots, *sizes, CPU))
+    own = backend.relayout(random_experts(weights, slots, *sizes, CPU))
     outputs = []
-    for case in hostile_routings(1, num_experts=SLOTS, top_k=TOP_K):
-        rows = _rows(case, dtype, dtype, sizes[0], SLOTS)
+    for case in chosen:
+        rows = _rows(case, dtype, dtype, sizes[0], slots)
         for layout in backend.traits.consumes:
             tokens = permute(rows, (layout,))
             y = backend.run(tokens, own).y

@@ -96,7 +96,7 @@ def yield_points_of(flight: Flight[X], points: list[str]) -> Flight[X]:
 
 
 _MOST_TOKENS = 8
-"""Maximum number of tokens per rank; determines buffers of libraries."""
+"""Maximum number of tokens per rank, unless a case has more; determines buffers of libraries."""
 WITH_FACTORS = ("even", "uneven experts", "replicas")
 """Cases with a factor per expert: placements with three kinds of slot lookup."""
 NO_WEIGHTS = MappedExpertWeights((), FP32)
@@ -113,19 +113,23 @@ def check_transport(
     top_k: int = 3,
     device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
+    cases: Sequence[RoutingCase] | None = None,
 ) -> int:
     """Every hostile case through one transport with identity experts, on virtual ranks.
 
     Checks the output, that inputs stay as they were, that two calls give equal bits, that every rank makes the same
     yield points with and without tokens, and that overlap with other work or with a second micro-batch changes no bit.
-    wire: what travels; None is the layer's dtype. ranks_per_node: of one host; None is all of them.
+    wire: what travels; None is the layer's dtype. ranks_per_node: of one host; None is all of them. cases: instead of
+    `hostile_routings`; those that the traits exclude are left out.
     """
     traits, where = PREPARE_FINALIZE[name].traits, torch.device(device)
-    cases = hostile_routings(num_ranks, num_experts=num_experts, top_k=top_k, device=where)
-    if not traits.uneven:
-        cases = [case for case in cases if len(set(map(len, case.expert_map.experts_of_rank))) == 1]
-    if "sharded" not in traits.tokens:
-        cases = [case.replicated() for case in cases]
+    with_factors = WITH_FACTORS if cases is None else {case.name for case in cases}
+    if cases is None:
+        cases = suited_to(traits, hostile_routings(num_ranks, num_experts=num_experts, top_k=top_k, device=where))
+        first = cases[0]
+    else:
+        cases = suited_to(traits, cases)
+        first = max(cases, key=lambda case: max(case.num_tokens))
     ranks_of = partial(
         _VirtualTransport, name, wire=wire or dtype, dtype=dtype, hidden_size=hidden_size, device=where,
         ranks_per_node=ranks_per_node,
@@ -142,7 +146,7 @@ def check_transport(
         require(
             points[0] == ranks.yield_points_without_tokens(), f"{what}: yield points depend on the number of tokens"
         )
-        if case.name in WITH_FACTORS:
+        if case.name in with_factors:
             _check_slots(ranks, tokens, what)
         for law, again in (
             ("two calls give different bits", ranks.run(tokens)),
@@ -151,8 +155,14 @@ def check_transport(
         ):
             require(not traits.deterministic or equal_bits(alone, again), f"{what}: {law}")
             _check_identity(ranks, case, again, tokens, f"{what}, {law}")
-    _check_calls(ranks_of(cases[0]), f"{name}, {num_ranks} ranks, {(wire or dtype).name}, {cases[0].name}")
+    _check_calls(ranks_of(first), f"{name}, {num_ranks} ranks, {(wire or dtype).name}, {first.name}")
     return len(cases)
+
+
+def suited_to(traits: TransportTraits, cases: Sequence[RoutingCase]) -> list[RoutingCase]:
+    """The cases that the traits of a transport allow, with equal tokens on all ranks where it requires them."""
+    allowed = [c for c in cases if traits.uneven or len(set(map(len, c.expert_map.experts_of_rank))) == 1]
+    return allowed if "sharded" in traits.tokens else [case.replicated() for case in allowed]
 
 
 class _VirtualTransport:
@@ -172,11 +182,12 @@ class _VirtualTransport:
         tables = case.expert_map.tables(device)
         top_k = case.routings[0].ids_TK.shape[1]
         self.world = world_of(traits, len(case.routings))
+        most = max(_MOST_TOKENS, *case.num_tokens)
 
         def kernel(comm: Communicator) -> FusedMoEKernel:
             slots = case.expert_map.num_slots(comm.rank)
             context = TransportContext(
-                comm, case.expert_map, tables, wire, dtype, hidden_size, top_k, device, max_num_tokens=_MOST_TOKENS,
+                comm, case.expert_map, tables, wire, dtype, hidden_size, top_k, device, max_num_tokens=most,
                 ranks_per_node=ranks_per_node, allow_emulated=True,
             )  # fmt: skip
             own = torch.tensor(case.expert_map.local_to_global(comm.rank), dtype=torch.int64, device=device)
@@ -268,8 +279,8 @@ def _check_identity(
 
 
 def factors_of(ids: Tensor) -> Tensor:
-    """f32 factors 1, 2, 4 or 8 per logical expert: different for experts up to three apart."""
-    return torch.exp2((ids % 4).to(torch.float32))
+    """f32 factors 1, 2, 4 or 8 per logical expert: different for neighbours and for experts 8, 32 or 128 apart."""
+    return torch.exp2(((ids + ids // 8 + ids // 32 + ids // 128) % 4).to(torch.float32))
 
 
 def _check_slots(ranks: _VirtualTransport, tokens: list[Tensor], what: str) -> None:

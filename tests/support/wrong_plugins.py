@@ -121,6 +121,37 @@ class Crashes(Experts):
         raise IndexError("no such tile")
 
 
+# What shows only in cases with many tokens or experts.
+
+
+class WrongFromRow32(Experts):
+    """Of an expert, in batches."""
+
+    row = 32
+
+    def _batched(self, tokens: BatchedTokens, weights: Weights) -> Tensor:
+        y_LSH = super()._batched(tokens, weights)
+        y_LSH[:, self.row :] *= 1.01
+        return y_LSH
+
+
+class WrongFromRow128(WrongFromRow32):
+    row = 128
+
+
+class LosesTokensFrom64(Transport):
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        token_T1 = torch.arange(len(x_TH))[:, None]
+        return (yield from super().prepare(x_TH, replace(routing, ids_TK=routing.ids_TK.where(token_T1 < 64, -1))))
+
+
+class WrongFromSlot32(Transport):
+    def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
+        tokens = yield from super().prepare(x_TH, routing)
+        assert isinstance(tokens, RowTokens)
+        return replace(tokens, ids_RK=torch.where(tokens.ids_RK >= 0, tokens.ids_RK % 32, -1))
+
+
 # What shows only from call to call, or beside something that differs.
 
 

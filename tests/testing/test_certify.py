@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from dataclasses import asdict
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.external.library import EMULATED, installed
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.testing import backend_conformance, certify_checks
+from moe_mk.testing.cases import larger_routings, routings_of_slots
 from moe_mk.testing.certificate import CONTRACT
 from moe_mk.testing.certify import certify, checks_of
 from moe_mk.testing.certify_checks import explained
@@ -75,11 +77,64 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
 def test_a_wrong_plugin_fails_by_the_law_it_broke(
     monkeypatch: pytest.MonkeyPatch, cls: Any, law: str, stated: str
 ) -> None:
-    certificate = certify(install(monkeypatch, cls), processes=False)
+    certificate = certify(install(monkeypatch, cls), processes=False, quick=True)
     assert not certificate.passed
     assert {failure.law for failure in certificate.failures} == {law}
     assert any(re.search(stated, failure.message) for failure in certificate.failures)
     assert all(failure.text for failure in certificate.failures)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (wrong.WrongFromRow32, "65 tokens, batched: tokens"),
+        (wrong.WrongFromRow128, "257 tokens, batched: tokens"),
+        (wrong.LosesTokensFrom64, "65 tokens: token 64 of rank 0 was combined to"),
+        (wrong.WrongFromSlot32, "40 experts per rank, each expert with its own factor: token"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_backend_that_is_wrong_at_larger_sizes_only_passes_the_quick_cases_only(
+    monkeypatch: pytest.MonkeyPatch, cls: Any, message: str
+) -> None:
+    name = install(monkeypatch, cls)
+    assert certify(name, processes=False, quick=True).passed
+    certificate = certify(name, processes=False)
+    assert certificate.failures and all(re.search(message, one.message) for one in certificate.failures)
+    assert all(one.check.endswith("larger sizes") for one in certificate.failures)
+
+
+def test_a_certificate_states_the_sizes_that_its_checks_have_reached() -> None:
+    full, quick = certify("no_ep", processes=False), certify("no_ep", processes=False, quick=True)
+    assert full.passed and quick.passed and len(full.coverage) > len(quick.coverage)
+    assert str(full.sizes).startswith("1025 tokens per rank, ") and full.sizes.slots == 257
+    assert full.as_dict()["sizes"] == asdict(full.sizes)
+    assert str(quick.sizes) == "7 tokens per rank, 6 rows per expert, 8 experts per rank, hidden size 192"
+
+
+def test_sizes_that_a_backend_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(wrong.Experts):
+        @classmethod
+        def reasons_against(cls, problem: Any) -> list[Any]:
+            shape = problem.config.model.hidden_size, problem.config.model.num_experts, problem.num_tokens
+            return [Reason("shape", "is small")] if any(map(int.__gt__, shape, (256, 40, 200))) else []
+
+    (check,) = [one for one in checks_of(install(monkeypatch, Small), processes=False) if "larger" in one.name]
+    assert (check.sizes().slots, check.sizes().tokens, check.sizes().hidden) == (40, 130, 256)
+
+
+def test_the_larger_cases_have_the_sizes_of_their_names() -> None:
+    cases = larger_routings(4)
+    assert [case.num_tokens for case in cases[:3]] == [[31, 15, 0, 31], [33, 16, 0, 33], [65, 32, 0, 65]]
+    ids = torch.cat([ids_TK.flatten() for ids_TK in cases[-1].logical_ids])
+    assert torch.bincount(ids)[7] == 130 and sum(cases[-1].num_tokens) == 130
+    for case in (*cases, routings_of_slots(4, 40)):
+        assert all(bool((routing.ids_TK >= 0).all()) for routing in case.routings)
+        for row in torch.cat(case.logical_ids).tolist():
+            assert len(set(row)) == len(row), "a token chooses an expert once"
+    many = routings_of_slots(1, 257)
+    assert many.expert_map.num_slots(0) == 257 and int(many.logical_ids[0].max()) == 256
 
 
 @pytest.mark.parametrize(
@@ -174,7 +229,7 @@ def test_every_built_in_backend_has_checks_or_states_why_it_cannot_run_here() ->
 @pytest.mark.thorough
 def test_sizes_that_a_backend_refuses_are_not_what_it_is_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify_checks, "FP8_BLOCKS", certify_checks.FP8_BLOCKS[:1])
-    certificate = certify("deep_gemm", processes=False)  # its library needs multiples of 128, 192 is none
+    certificate = certify("deep_gemm", processes=False, quick=True)  # its library needs multiples of 128, 192 is none
     assert certificate.passed, certificate.failures
     assert "deep_gemm itself: tested on its emulation" in certificate.not_covered or "deep_gemm" in installed()
 
@@ -194,7 +249,7 @@ def test_what_is_claimed_and_not_tried_is_stated(monkeypatch: pytest.MonkeyPatch
     class Boastful(wrong.Experts):
         traits = wrong.replace(wrong.Experts.traits, weights=frozenset({"plain", "int3"}))
 
-    assert certify(install(monkeypatch, Boastful), processes=False).not_covered == (
+    assert certify(install(monkeypatch, Boastful), processes=False, quick=True).not_covered == (
         "int3 weights, which its traits claim",
     )
 
@@ -304,7 +359,7 @@ def test_an_emulated_library_is_certified_as_what_it_is(monkeypatch: pytest.Monk
     # Two ranks and one format are enough here; `conformance/test_transports.py` runs the others.
     monkeypatch.setattr(certify_checks, "RANKS", (2,))
     monkeypatch.setattr(certify_checks, "WIRES", {"plain": certify_checks.WIRES["plain"]})
-    certificate = certify("deepep_ll", processes=False)
+    certificate = certify("deepep_ll", processes=False, quick=True)
     assert certificate.passed, certificate.failures
     assert "2 ranks, bf16 on the wire" in {one.check for one in certificate.coverage}
     assert any(line.startswith("2 ranks, fp32 on the wire: ") for line in certificate.not_covered)
