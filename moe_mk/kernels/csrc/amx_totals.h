@@ -10,7 +10,6 @@ void multiply_int8_amx(const Columns&, const Rows&, const Scratch&, float* total
 
 namespace {
 
-constexpr int kTileRows = 16;
 constexpr size_t kTotalsStride = kPairColumns * sizeof(float);
 
 // The location of the totals of one row tile during its computation.

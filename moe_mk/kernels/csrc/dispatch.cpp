@@ -50,12 +50,14 @@ bool has_avx512bf16() {
   return has_avx2() && (enabled_state() & 0xe6) == 0xe6 && base && vbmi && vnni && bf16;
 }
 
+// AMX-bf16, and GFNI to decode FP8 codes: every processor with AMX has it, but a virtual machine may hide it.
 bool has_amx() {
 #if defined(MOE_MK_EMULATE_AMX)
   return true;
 #else
   const Leaf seven = leaf(7, 0);
-  if (!has_avx512bf16() || !(seven.edx >> 22 & 1) || !(seven.edx >> 24 & 1)) return false;
+  const bool tiles = (seven.edx >> 22 & 1) && (seven.edx >> 24 & 1), gfni = seven.ecx >> 8 & 1;
+  if (!has_avx512bf16() || !tiles || !gfni) return false;
   return (enabled_state() & 0x60000) == 0x60000 && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 #endif
 }

@@ -1,10 +1,9 @@
 // The kernels for AMX-bf16 (Sapphire Rapids on): 32 rows x 32 columns at a time in four accumulator tiles.
-// f32 block scales are multiplied into the decoded weights (amx_panel.h): no extra time, but one bf16 rounding per weight
-// (relative L2 error 3.7e-3 instead of 2.3e-3 with exact scales).
+// FP8 is multiplied by the pipeline of amx_pipeline.h, from one row on, with exact scales (relative L2 error 2.3e-3).
+// Other formats: the code below. Scales of INT8 blocks are multiplied into the decoded weights (amx_panel.h), which rounds
+// each weight to bf16 (3.7e-3). One or two rows use VDPBF16PS straight from memory: multiply_few of the AVX-512 unit.
 // Reads: packed weights once a 256-row block, gathered rows from L2. Panel of 8 steps (16 KiB) stays in L1.
-// One or two rows are faster on VDPBF16PS straight from memory: multiply_few comes from the AVX-512 unit.
-#include "amx_panel.h"
-#include "amx_totals.h"
+#include "amx_pipeline.h"
 
 #if defined(__linux__) && !defined(MOE_MK_EMULATE_AMX)
 #include <sys/syscall.h>
@@ -93,6 +92,7 @@ void many_blocks(const Columns& w, int pair, const Chunk& chunk, const Scratch& 
 }
 
 void multiply_many_amx(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  if (w.format == kFp8) return multiply_pipelined(w, rows, scratch, totals);
   const int n = rows.num_rows, chunk_steps = steps_that_fit(w.gather_bytes, n, kTileRows, kPanelSteps);
   std::memset(totals, 0, size_t(w.num_pairs) * n * kPairColumns * sizeof(float));
   for (int step0 = 0; step0 < w.num_steps; step0 += chunk_steps) {
@@ -140,7 +140,7 @@ constexpr auto kMultiplyInt8 = multiply_int8<PortableInt8Ops>;
 
 const Kernels* amx_kernels() {
   static const Kernels table = {
-      "amx", kFew, false, false, configure_tiles, release_tiles, kMultiplyFew, multiply_many_amx,
+      "amx", kFew, false, false, true, configure_tiles, release_tiles, kMultiplyFew, multiply_many_amx,
       has_amx_int8() ? multiply_int8_amx : kMultiplyInt8, quantize_int8, activate, accumulate, to_bf16, quantize, decode, count_nans,
       gate_dots, read, peak_amx,
   };

@@ -10,6 +10,7 @@
 
 namespace moe_mk {
 
+constexpr int kTileRows = 16;                   // rows of x or of sums in one AMX tile
 constexpr int kTileColumns = 16;                // columns of one tile
 constexpr int kPairColumns = 2 * kTileColumns;  // a pair of tiles is the unit of packing and of work
 constexpr int kStep = 32;                       // k of one packing step
@@ -42,6 +43,7 @@ struct Rows {
   const void* const* values;
   const float* const* scales;  // per row, one per 128 k, of codes one in all; null: 1
   int num_rows;
+  const uint8_t* tiles = nullptr;  // the same rows in tile order, [row tile][step][16][32] bf16; null: only values
 
   const uint16_t* bf16(int row) const { return static_cast<const uint16_t*>(values[row]); }
   const uint8_t* codes(int row) const { return static_cast<const uint8_t*>(values[row]); }
@@ -65,6 +67,8 @@ struct Kernels {
   int few_rows;        // up to this many rows multiply_few is faster; 0: not available
   bool few_is_equal;   // multiply_few and multiply_many agree bit for bit if there are no scales of k groups
   bool row_scales;     // Rows::scales is supported
+  // FP8 weights: multiply_many is the fastest from one row on, its bits do not depend on the rows, and it reads Rows::tiles.
+  bool pipelined_fp8;
   void (*enter)();     // called once per thread before the other functions
   void (*leave)();
   // totals: [pair][num_rows][32] f32, overwritten.

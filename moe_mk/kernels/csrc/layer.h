@@ -134,6 +134,7 @@ struct Layer {
   float* x_scales = nullptr;      // [R][row_scales(H)]
 
   int few(const Columns& w) const {
+    if (w.format == kFp8 && kernels.pipelined_fp8) return 0;
     const bool equal = kernels.few_is_equal && w.groups == nullptr;
     if (kernels.multiply_few == nullptr || (call.batch_invariant && !equal)) return 0;
     return call.panel_rows != 0 && equal ? std::min(call.panel_rows - 1, kernels.few_rows) : kernels.few_rows;

@@ -6,31 +6,65 @@
 #include <cstdint>
 #include <cstring>
 
-#if !defined(MOE_MK_EMULATE_AMX)
+#if defined(MOE_MK_EMULATE_AMX)
+#include <cstdio>
+#include <cstdlib>
+#else
 #include <immintrin.h>
 #endif
 
-namespace moe_mk {
-namespace {
+#include "kernels.h"
 
-inline void memory_barrier() { asm volatile("" ::: "memory"); }
+namespace moe_mk {
 
 #if defined(MOE_MK_EMULATE_AMX)
 
 struct Tile {
   float words[16][16];
+  int rows;  // 0: not configured
 };
-thread_local Tile tiles[8];
+inline thread_local Tile tiles[8];  // of a thread, whichever unit uses them, as the registers are
 
-inline void configure_tiles() {}
-inline void release_tiles() {}
+#endif
+
+namespace {
+
+constexpr int kFirstWeightTile = 6;  // tiles 0..5 hold rows of x or of sums, 6 and 7 weights
+
+inline void memory_barrier() { asm volatile("" ::: "memory"); }
+
+#if defined(MOE_MK_EMULATE_AMX)
+
+// The processor raises an exception where this fails.
+inline void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "AMX emulation: %s\n", what);
+  std::abort();
+}
+
+inline void set_tile_rows(int rows, int weight_rows) {
+  std::memset(tiles, 0, sizeof tiles);
+  for (int i = 0; i < 8; ++i) tiles[i].rows = i < kFirstWeightTile ? rows : weight_rows;
+}
+inline void configure_tiles(int rows) {
+  require(rows > 0 && rows <= kTileRows, "a tile has 1 to 16 rows");
+  set_tile_rows(rows, kTileRows);
+}
+inline void release_tiles() { set_tile_rows(0, 0); }
 template <int N>
 inline void tile_load(const void* from, size_t stride) {
-  for (int r = 0; r < 16; ++r) std::memcpy(tiles[N].words[r], static_cast<const uint8_t*>(from) + r * stride, 64);
+  require(tiles[N].rows != 0, "load into a tile that is not configured");
+  std::memset(tiles[N].words, 0, sizeof tiles[N].words);
+  for (int r = 0; r < tiles[N].rows; ++r) std::memcpy(tiles[N].words[r], static_cast<const uint8_t*>(from) + r * stride, 64);
 }
 template <int N>
 inline void tile_store(void* to, size_t stride) {
-  for (int r = 0; r < 16; ++r) std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles[N].words[r], 64);
+  require(tiles[N].rows != 0, "store of a tile that is not configured");
+  for (int r = 0; r < tiles[N].rows; ++r) std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles[N].words[r], 64);
+}
+template <int C, int A, int B>
+inline void require_shapes() {
+  require(tiles[C].rows != 0 && tiles[C].rows == tiles[A].rows && tiles[B].rows == 16, "shapes of a product differ");
 }
 inline float bf16_at(const float* row, int i) {
   uint32_t u;
@@ -43,7 +77,8 @@ inline float bf16_at(const float* row, int i) {
 // Even and odd products are summed separately and added at the end, as specified for the instruction.
 template <int C, int A, int B>
 inline void tile_dot() {
-  for (int m = 0; m < 16; ++m) {
+  require_shapes<C, A, B>();
+  for (int m = 0; m < tiles[C].rows; ++m) {
     float even[16] = {}, odd[16] = {};
     for (int k = 0; k < 16; ++k)
       for (int n = 0; n < 16; ++n) {
@@ -57,7 +92,8 @@ inline void tile_dot() {
 // Four s8 of a row times four of a column, added as integers.
 template <int C, int A, int B>
 inline void tile_dot_s8() {
-  for (int m = 0; m < 16; ++m) {
+  require_shapes<C, A, B>();
+  for (int m = 0; m < tiles[C].rows; ++m) {
     int8_t a[64];
     int32_t sums[16];
     std::memcpy(a, tiles[A].words[m], 64);
@@ -73,7 +109,8 @@ inline void tile_dot_s8() {
 }
 template <int N>
 inline void tile_zero() {
-  std::memset(&tiles[N], 0, sizeof tiles[N]);
+  require(tiles[N].rows != 0, "zeroing of a tile that is not configured");
+  std::memset(tiles[N].words, 0, sizeof tiles[N].words);
 }
 
 #else
@@ -84,12 +121,12 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-inline void configure_tiles() {
+inline void configure_tiles(int rows) {
   TileConfig config;
   std::memset(&config, 0, sizeof config);
   config.palette = 1;
   for (int i = 0; i < 8; ++i) {
-    config.rows[i] = 16;
+    config.rows[i] = uint8_t(i < kFirstWeightTile ? rows : kTileRows);
     config.column_bytes[i] = 64;
   }
   asm volatile("" ::"r"(&config) : "memory");
@@ -119,6 +156,9 @@ inline __attribute__((always_inline)) void tile_zero() {
 }
 
 #endif
+
+// Fewer rows than kTileRows in the tiles of x and sums are multiplied and stored in less time.
+inline void configure_tiles() { configure_tiles(kTileRows); }
 
 }  // namespace
 }  // namespace moe_mk

@@ -76,8 +76,8 @@ class ExpertsMode:
 
     alpha: the sigmoid's factor of SWIGLU_OAI. limit: gate is clamped from above, up from both sides; 0: no clamp.
     quantize: the quantisation of x and h; INT8 requires INT8 weights.
-    batch_invariant: the result of a row does not depend on other rows of the batch. With AMX this is slower at one or
-    two rows per expert; other instruction sets are always batch-invariant.
+    batch_invariant: the result of a row does not depend on other rows of the batch. FP8 weights never depend on them;
+    for other formats this is slower with AMX at one or two rows per expert, and of MX and NVFP4 at up to four.
     tuning: parameters that affect only the time.
     """
 

@@ -37,7 +37,7 @@ X86_UNITS = {
     "isa_avx512bf16.cpp": AVX512,
     "isa_avx512few.cpp": AVX512,
     "isa_avx512int8.cpp": AVX512,
-    "isa_amx.cpp": (*AVX512, "-mamx-tile", "-mamx-bf16"),
+    "isa_amx.cpp": (*AVX512, "-mgfni", "-mamx-tile", "-mamx-bf16"),
     "isa_amxint8.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
 }
 PLAIN_UNITS = (

@@ -61,9 +61,9 @@ class Storage(Enum):
         return self in (Storage.FP8_CHANNEL, Storage.FP8_TENSOR, Storage.INT8_CHANNEL)
 
     @property
-    def folds_inexactly(self) -> bool:
+    def rounds_on_amx(self) -> bool:
         """Whether AMX rounds weight times scale to bf16."""
-        return self in (Storage.FP8, Storage.INT8)
+        return self is Storage.INT8
 
 
 def spread(weight: Tensor, scales: Tensor | None) -> Tensor:

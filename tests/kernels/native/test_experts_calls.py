@@ -49,6 +49,23 @@ def test_batch_invariant_bits_do_not_depend_on_batch_mates(isa_here: IsaHere, st
         assert torch.equal(y, together[part]), rows
 
 
+@pytest.mark.parametrize("storage", [Storage.FP8, Storage.FP8_CHANNEL])
+def test_bits_of_fp8_do_not_depend_on_batch_mates_in_any_mode(isa_here: IsaHere, storage: Storage) -> None:
+    # Slot 2 has all 270 rows: two blocks of rows, and sums of one to nine tiles; the others have parts of a tile.
+    native, isa = isa_here
+    layer = Layer(3, 160, 96, storage)
+    w13, w2 = layer.pack(native)
+    x, ids, weights = batch(270, 160, 2, 1)
+    ids = torch.cat([torch.full_like(ids, 2), ids], 1)
+    ids[20:, 1] = -1
+    weights = torch.cat([weights, weights + 0.5], 1)
+    together = experts_rows(native, x, ids, weights, w13, w2, isa=isa, threads=2)
+    for rows in (1, 2, 15, 16, 17, 33, 70, 140):
+        part = slice(7, 7 + rows)
+        y = experts_rows(native, x[part], ids[part], weights[part], w13, w2, isa=isa)
+        assert torch.equal(y, together[part]), rows
+
+
 @pytest.mark.parametrize("storage", list(Storage))
 def test_batch_invariant_bits_are_the_same_in_every_layout(isa_here: IsaHere, storage: Storage) -> None:
     # One assignment a row: the same sixteen products as rows, sorted by expert, and in padded blocks.

@@ -2,6 +2,9 @@
 
 import ctypes
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from moe_mk.kernels.native import Isa, Native, is_compiled
 from moe_mk.kernels.native.library import CExperts
@@ -19,6 +22,25 @@ def test_scalar_is_always_there_and_best_is_last(native: Native) -> None:
     assert native.isas[0] is Isa.SCALAR
     assert native.best is max(native.isas)
     assert set(native.isas) | set(native.refused) == set(Isa)
+
+
+NEEDS = {
+    Isa.SCALAR: (),
+    Isa.AVX2: ("avx2", "fma"),
+    Isa.AVX512_BF16: ("avx2", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16", "avx512_vnni"),
+    Isa.AMX_BF16: ("avx512vbmi", "avx512_bf16", "avx512_vnni", "gfni", "amx_tile", "amx_bf16"),
+}
+"""What Linux lists of a processor that has an instruction set."""
+
+
+@pytest.mark.parametrize("isa", list(Isa), ids=lambda isa: isa.name)
+def test_every_instruction_set_of_the_processor_is_tested(native: Native, isa: Isa) -> None:
+    # The tests of this folder skip an instruction set that the kernels do not offer: none that is here may be missing.
+    info = Path("/proc/cpuinfo")
+    flags = {word for line in info.read_text().splitlines() if line.startswith("flags") for word in line.split()}
+    if missing := [name for name in NEEDS[isa] if name not in flags]:
+        pytest.skip(f"{isa.name}: this processor has no {', '.join(missing)}")
+    assert isa in native.isas, native.refused[isa]
 
 
 def test_amx_in_software_passes_the_same_check(emulated: Native) -> None:
