@@ -24,6 +24,8 @@ namespace moe_mk::fuzz {
 namespace {
 
 constexpr uint8_t kCanary = 0xc5;
+constexpr int kLayerAt = 24;  // a flag is epoch << 32 | layer << 24 | count
+constexpr uint32_t kCountMask = (uint32_t(1) << kLayerAt) - 1;
 
 [[noreturn]] void fail(const char* what, int seed) {
   std::printf("FAILED exchange: %s, seed %d\n", what, seed);
@@ -84,6 +86,7 @@ Part& add(Parts& parts, int64_t size) { return *parts.emplace_back(std::make_uni
 
 struct Shape {
   int ranks, rank, rows, top_k, slots, tokens, hidden, row_type, quantize, columns, isa, threads;
+  uint32_t layer;
   int64_t value_bytes, scale_bytes;
   int64_t tail_bytes() const { return scale_bytes + 8 * top_k; }
   int64_t sum_bytes() const { return int64_t(hidden) * (row_type == kRowsF32 ? 4 : 2); }
@@ -105,6 +108,7 @@ Shape draw_shape(Random& random) {
   s.value_bytes = s.quantize == kAsTheyAre ? random.pick(1, 200) : s.columns;
   s.scale_bytes = s.quantize == kAsTheyAre ? random.pick(0, 9) : groups * (s.quantize == kToFp8 ? 4 : 1);
   s.threads = random.pick(1, 3);
+  s.layer = uint32_t(random.pick(0, 254));
   do s.isa = random.pick(0, kNumIsas - 1);
   while (!moe_mk_isa_supported(s.isa));
   return s;
@@ -152,15 +156,17 @@ struct World {
       flags_from.push_back(me ? nullptr : reinterpret_cast<const uint64_t*>(flags->seen()) + flag);
     }
     windows = {values_to.data(), back_to.data(), tails_to.data(), room.data(), flags_to.data(), values_from.data(),
-               back_from.data(), tails_from.data(), flags_from.data(), sums.data(), &fault, s.rows, s.rank, s.ranks};
+               back_from.data(), tails_from.data(), flags_from.data(), sums.data(), &fault, s.rows, s.rank, s.ranks, s.layer};
   }
   // Both halves of a word that one peer stores: for rows, then for sums.
   uint64_t* stored_flag(int peer, bool for_sums) {
     return reinterpret_cast<uint64_t*>(flags->stored()) + (for_sums ? s.ranks : 0) + peer;
   }
-  void store(int peer, bool for_sums, uint32_t epoch, uint32_t count) {
-    __atomic_store_n(stored_flag(peer, for_sums), uint64_t(epoch) << 32 | count, __ATOMIC_RELEASE);
+  // low: the layer and the count.
+  void store(int peer, bool for_sums, uint32_t epoch, uint32_t low) {
+    __atomic_store_n(stored_flag(peer, for_sums), uint64_t(epoch) << 32 | low, __ATOMIC_RELEASE);
   }
+  uint32_t of_this_layer(uint32_t count) const { return s.layer << kLayerAt | (count & kCountMask); }
   void store_slot(int peer, int row, int k, int32_t slot) {
     volatile uint8_t* to = tails_in[size_t(peer)]->stored() + row * s.tail_bytes() + s.scale_bytes + 4 * k;
     for (int byte = 0; byte < 4; ++byte) to[byte] = uint8_t(uint32_t(slot) >> 8 * byte);
@@ -170,9 +176,11 @@ struct World {
   }
 };
 
-uint32_t hostile_count(Random& random, int64_t limit) {
+// The lower half of a flag: any layer and count, UINT32_MAX (the peer has failed), or any count of this layer.
+uint32_t hostile_count(const World& w, Random& random, int64_t limit) {
   const uint32_t values[] = {INT_MAX, UINT32_MAX, uint32_t(INT_MIN), uint32_t(limit + 1), uint32_t(limit), 0, random.bits()};
-  return values[random.pick(0, 6)];
+  const uint32_t value = values[random.pick(0, 6)];
+  return random.one_in(2) ? value : w.of_this_layer(value);
 }
 int32_t hostile_slot(Random& random, int slots) {
   const int32_t values[] = {INT_MAX, INT_MIN, -2, -1, slots, slots - 1, int32_t(random.bits())};
@@ -330,8 +338,8 @@ void store_honest(World& w, Call& call, Random& random) {
     if (Part* apart = w.apart[size_t(peer)]) apart->scramble(random);
     for (int row = 0; row < s.rows; ++row)
       for (int k = 0; k < s.top_k; ++k) w.store_slot(peer, row, k, random.pick(-1, s.slots - 1));
-    w.store(peer, false, call.epoch, uint32_t(random.pick(0, s.rows)));
-    w.store(peer, true, call.epoch, uint32_t(random.pick(0, s.rank * s.rows)));
+    w.store(peer, false, call.epoch, w.of_this_layer(uint32_t(random.pick(0, s.rows))));
+    w.store(peer, true, call.epoch, w.of_this_layer(uint32_t(random.pick(0, s.rank * s.rows))));
   }
 }
 
@@ -342,13 +350,19 @@ int32_t outcome(World& w, bool for_sums, uint32_t epoch, MoeMkFault* fault) {
   for (int peer = 0; peer < w.s.ranks; ++peer) {
     if (peer == w.s.rank) continue;
     const uint64_t word = *w.stored_flag(peer, for_sums);
-    const int64_t value = int64_t(word & UINT32_MAX);
-    if (int32_t(uint32_t(word >> 32) - epoch) < 0) {
-      status = kLate;
-    } else if (value > limit) {
-      *fault = {for_sums ? kSumsBeyond : kTooManyRows, peer, value, limit, 0};
-      return kPeerFault;
-    }
+    const uint32_t layer = uint32_t(word) >> kLayerAt;
+    const int64_t value = int64_t(uint32_t(word) & kCountMask);
+    const MoeMkFault faults[] = {{kPeerFailed, peer, 0, 0, 0},
+                                 {kOtherLayer, peer, layer, w.s.layer, 0},
+                                 {for_sums ? kSumsBeyond : kTooManyRows, peer, value, limit, 0}};
+    const MoeMkFault* found = nullptr;
+    if (uint32_t(word) == UINT32_MAX) found = &faults[0];
+    else if (int32_t(uint32_t(word >> 32) - epoch) < 0) status = kLate;
+    else if (layer != w.s.layer) found = &faults[1];
+    else if (value > limit) found = &faults[2];
+    if (found == nullptr) continue;
+    *fault = *found;
+    return kPeerFault;
   }
   return status;
 }
@@ -368,8 +382,8 @@ void store_hostile(World& w, Random& random, uint32_t epoch) {
   const int peer = another(random, s);
   const bool for_sums = random.one_in(2);
   switch (random.pick(0, 2)) {
-    case 0: return w.store(peer, for_sums, epoch, hostile_count(random, for_sums ? s.rank * s.rows : s.rows));
-    case 1: return w.store(peer, for_sums, other_epoch(random, epoch), hostile_count(random, s.rows));
+    case 0: return w.store(peer, for_sums, epoch, hostile_count(w, random, for_sums ? s.rank * s.rows : s.rows));
+    case 1: return w.store(peer, for_sums, other_epoch(random, epoch), hostile_count(w, random, s.rows));
     default: return w.store_slot(peer, random.pick(0, s.rows - 1), random.pick(0, s.top_k - 1), hostile_slot(random, s.slots));
   }
 }
@@ -410,7 +424,8 @@ class Rewriting {
  private:
   void flip_flag(int peer, bool for_sums) {
     const int limit = for_sums ? w_.s.rank * w_.s.rows : w_.s.rows;
-    const uint32_t honest = uint32_t(random_.pick(0, limit)), hostile = random_.one_in(2) ? INT_MAX : uint32_t(limit + 1);
+    const uint32_t honest = w_.of_this_layer(uint32_t(random_.pick(0, limit)));
+    const uint32_t hostile = w_.of_this_layer(random_.one_in(2) ? INT_MAX : uint32_t(limit + 1));
     for (int turn = 0; turn < 200; ++turn) w_.store(peer, for_sums, epoch_, turn % 2 ? hostile : honest);
   }
   void flip_slots(int peer) {
@@ -422,8 +437,8 @@ class Rewriting {
   void any() {
     store_hostile(w_, random_, epoch_);
     const int peer = another(random_, w_.s);
-    w_.store(peer, false, epoch_, uint32_t(random_.pick(0, w_.s.rows)));
-    w_.store(peer, true, epoch_, uint32_t(random_.pick(0, w_.s.rank * w_.s.rows)));
+    w_.store(peer, false, epoch_, w_.of_this_layer(uint32_t(random_.pick(0, w_.s.rows))));
+    w_.store(peer, true, epoch_, w_.of_this_layer(uint32_t(random_.pick(0, w_.s.rank * w_.s.rows))));
     w_.store_slot(peer, random_.pick(0, w_.s.rows - 1), random_.pick(0, w_.s.top_k - 1), random_.pick(-1, w_.s.slots - 1));
   }
 
