@@ -82,14 +82,70 @@ bool quantize_hidden(Layer& layer, Set& set, float* scales) {
 // h of all sets, consecutive in one allocation.
 bool place_hidden(Layer& layer) {
   size_t elements = 32;
-  for (const Set& set : layer.sets) elements += size_t(set.assignments()) * set.inter_padded;
+  for (Set& set : layer.sets) {
+    set.h_in_tiles = layer.reads_tiles(set.w2);
+    for (int slot : set.plan.active) elements += size_t(set.hidden_elements(slot));
+  }
   auto* h = reinterpret_cast<uint16_t*>(layer.pool->arena(0, kHidden, elements * 2));
   if (h == nullptr) return false;
   for (Set& set : layer.sets) {
     set.h = h;
-    h += set.assignments() * set.inter_padded;
+    set.h_of.assign(set.plan.offset.size() - 1, nullptr);
+    for (int slot : set.plan.active) {
+      set.h_of[slot] = h;
+      h += set.hidden_elements(slot);
+    }
   }
   return true;
+}
+
+// Larger x is gathered into tiles by each task again: about 4,600 tokens of 7168 inputs with eight experts each.
+#if defined(MOE_MK_EMULATE_AMX)
+constexpr int64_t kMostTileBytes = int64_t(1) << 20;  // so that tests reach it
+#else
+constexpr int64_t kMostTileBytes = int64_t(512) << 20;
+#endif
+
+struct RowTile {
+  const Set* set;
+  int slot, first;  // row of the slot
+  uint8_t* to;
+};
+
+// The rows of one tile; those beyond the last row are left as they are: they contribute to no other row.
+void fill_tile(const Layer& layer, const RowTile& tile) {
+  const int steps = tile.set->w13.steps, count = std::min(kTileRows, tile.set->plan.count(tile.slot) - tile.first);
+  for (int r = 0; r < count; ++r) {
+    const uint16_t* from = layer.x + tile.set->plan.row[tile.set->plan.offset[tile.slot] + tile.first + r] * layer.x_stride;
+    uint8_t* to = tile.to + r * kRowBytes;
+    for (int s = 0; s < steps; ++s) std::memcpy(to + size_t(s) * kTileRows * kRowBytes, from + s * kStep, kRowBytes);
+  }
+}
+
+// Copies x into tile order, once a call instead of once a task, for slots of more rows than a tile.
+bool tile_inputs(Layer& layer) {
+  std::vector<RowTile> tiles;
+  int64_t bytes = 0;
+  for (const Set& set : layer.sets)
+    for (int slot : set.plan.active)
+      if (layer.reads_tiles(set.w13) && set.is_tiled(slot)) bytes += tile_steps(set.plan.count(slot), set.w13.steps) * kTileRows * kRowBytes;
+  if (bytes == 0 || bytes > kMostTileBytes) return true;
+  uint8_t* at = layer.pool->arena(0, kInputTiles, size_t(bytes));
+  if (at == nullptr) return false;
+  for (Set& set : layer.sets) {
+    if (!layer.reads_tiles(set.w13)) continue;
+    set.x_tiles.assign(set.plan.offset.size() - 1, nullptr);
+    for (int slot : set.plan.active) {
+      if (!set.is_tiled(slot)) continue;
+      set.x_tiles[slot] = at;
+      for (int first = 0; first < set.plan.count(slot); first += kTileRows, at += size_t(set.w13.steps) * kTileRows * kRowBytes)
+        tiles.push_back({&set, slot, first, at});
+    }
+  }
+  return each_task(layer, int64_t(tiles.size()), [&](int64_t tile, int, ThreadScratch&) {
+    fill_tile(layer, tiles[size_t(tile)]);
+    return true;
+  });
 }
 
 bool quantize_all_hidden(Layer& layer) {

@@ -47,7 +47,7 @@ std::vector<Task> up_tasks(const Layer& layer) {
 
 bool run_layer(Layer& layer) {
   const MoeMkExperts& c = layer.call;
-  if (!prepare_inputs(layer) || !place_hidden(layer)) return false;
+  if (!prepare_inputs(layer) || !tile_inputs(layer) || !place_hidden(layer)) return false;
   const std::vector<Task> tasks = up_tasks(layer);
   const bool first_half = each_task(layer, int64_t(tasks.size()), [&](int64_t task, int, ThreadScratch& buffers) {
     const Task& t = tasks[task];

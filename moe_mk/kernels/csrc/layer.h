@@ -106,12 +106,19 @@ struct Plan {
   }
 };
 
-// Experts with the same shapes and formats. h has rows of inter_padded, one per assignment, in the plan's order.
+// Number of steps of rows of one slot in tile order, Rows::tiles.
+inline int64_t tile_steps(int num_rows, int steps) { return up(num_rows, kTileRows) / kTileRows * steps; }
+
+// Experts with the same shapes and formats. h has a row for each assignment, in the plan's order: rows of inter_padded
+// elements, or in tile order where w2 reads tiles of a slot.
 struct Set {
   Matrix w13, w2;
   Plan plan;
   int64_t inter_padded;
-  uint16_t* h = nullptr;
+  uint16_t* h = nullptr;         // of all slots
+  std::vector<uint16_t*> h_of;   // [L]
+  std::vector<uint8_t*> x_tiles; // [L] rows of x in tile order; null: w13 gathers them, as it does where this is empty
+  bool h_in_tiles = false;       // of slots that is_tiled()
   float* h_scales = nullptr;
 
   Set(const MoeMkMatrix& up_projection, const MoeMkMatrix& down_projection, bool gated)
@@ -121,6 +128,28 @@ struct Set {
     inter_padded = up(inter_padded, kStep) + kStep;
   }
   int64_t assignments() const { return int64_t(plan.row.size()); }
+
+  // Rows that fit one tile are gathered by each task: it is little work, and tiles of fewer rows take less time.
+  bool is_tiled(int slot) const { return plan.count(slot) > kTileRows; }
+  int64_t hidden_elements(int slot) const {
+    if (h_in_tiles && is_tiled(slot)) return tile_steps(plan.count(slot), w2.steps) * kTileRows * kStep;
+    return plan.count(slot) * inter_padded;
+  }
+  // The place in h of one column of the row-th row of a slot; the rest of its step follows.
+  uint16_t* hidden(int slot, int row, int64_t column) const {
+    if (!h_in_tiles || !is_tiled(slot)) return h_of[slot] + row * inter_padded + column;
+    const int64_t tile = row / kTileRows * w2.steps + column / kStep;
+    return h_of[slot] + (tile * kTileRows + row % kTileRows) * kStep + column % kStep;
+  }
+  // Rows in tile order from `row`, a multiple of kTileRows, on; null: there are none.
+  const uint8_t* tiles_of_x(int slot, int row) const {
+    if (x_tiles.empty() || x_tiles[slot] == nullptr) return nullptr;
+    return x_tiles[slot] + tile_steps(row, w13.steps) * kTileRows * kRowBytes;
+  }
+  const uint8_t* tiles_of_h(int slot, int row) const {
+    if (!h_in_tiles || !is_tiled(slot)) return nullptr;
+    return reinterpret_cast<const uint8_t*>(h_of[slot]) + tile_steps(row, w2.steps) * kTileRows * kRowBytes;
+  }
 };
 
 struct Layer {
@@ -138,6 +167,10 @@ struct Layer {
     const bool equal = kernels.few_is_equal && w.groups == nullptr;
     if (kernels.multiply_few == nullptr || (call.batch_invariant && !equal)) return 0;
     return call.panel_rows != 0 && equal ? std::min(call.panel_rows - 1, kernels.few_rows) : kernels.few_rows;
+  }
+  // Whether the product reads rows in tile order.
+  bool reads_tiles(const Matrix& matrix) const {
+    return kernels.pipelined_fp8 && matrix.packed->format == kFp8 && call.quantize == kAsIs;
   }
   int most_pairs() const { return call.task_pairs != 0 ? call.task_pairs : kMaxPairs; }
   size_t gather_bytes() const { return call.gather_kib != 0 ? size_t(call.gather_kib) << 10 : kGatherBytes; }

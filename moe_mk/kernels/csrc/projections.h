@@ -27,18 +27,17 @@ void up_projection(const Layer& layer, const Set& set, int slot, int first, int 
       values[r] = layer.x + row * layer.x_stride;
       scales[r] = layer.x_scales == nullptr ? nullptr : layer.x_scales + row * x_blocks;
     }
-    multiply(layer, w, {values, layer.x_scales == nullptr ? nullptr : scales, n}, buffers);
+    multiply(layer, w, {values, layer.x_scales == nullptr ? nullptr : scales, n, set.tiles_of_x(slot, done)}, buffers);
     // The padding of h up to a whole step is multiplied by zero weights, but must not be NaN.
-    const int64_t end = int64_t(first + count) * wide;
-    if (first + count == set.w13.pairs)
-      for (int r = 0; r < n; ++r)
-        std::memset(set.h + (begin + done + r) * set.inter_padded + end, 0, size_t(set.inter_padded - end) * 2);
+    const int64_t end = int64_t(first + count) * wide, whole_steps = up(end, kStep);
+    if (first + count == set.w13.pairs && end < whole_steps)
+      for (int r = 0; r < n; ++r) std::memset(set.hidden(slot, done + r, end), 0, size_t(whole_steps - end) * 2);
     for (int p = 0; p < count; ++p) {
       float biases[kPairColumns];
       const float *bias = set.w13.bias(slot, first + p, biases), *scale = set.w13.output_scales(slot, first + p);
       for (int r = 0; r < n; ++r) {
         const float* totals = buffers.totals + (size_t(p) * n + r) * kPairColumns;
-        layer.kernels.activate(spec, totals, scale, bias, set.h + (begin + done + r) * set.inter_padded + int64_t(first + p) * wide);
+        layer.kernels.activate(spec, totals, scale, bias, set.hidden(slot, done + r, int64_t(first + p) * wide));
       }
     }
   }
@@ -100,10 +99,10 @@ void down_projection(const Layer& layer, const OutputBlock& block, const ThreadS
         const void* values[kMaxRows];
         const float* scales[kMaxRows];
         for (int r = 0; r < n; ++r) {
-          values[r] = set.h + (place + r) * set.inter_padded;
+          values[r] = set.hidden(slot, done + r, 0);
           scales[r] = set.h_scales == nullptr ? nullptr : set.h_scales + (place + r) * h_blocks;
         }
-        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n}, buffers);
+        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n, set.tiles_of_h(slot, done)}, buffers);
         block.add(set, slot, place, n, buffers.totals);
       }
     }
