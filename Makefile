@@ -30,7 +30,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest hf engines chaos stress test-rest test-all multihost lint format features certify docs sanitize gpu clean
+.PHONY: help venv run test oldest hf engines chaos stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,6 +149,12 @@ $(DOCS_INSTALLED):
 sanitize: venv  ## run the native kernels under the sanitizers
 	@echo "sanitize  kernels"
 	@$(BIN)/python tools/sanitize_kernels.py
+
+# GOMP_SPINCOUNT: threads of torch that spin longer would take time from the probes.
+bench-amx: venv  ## the FP8 experts on a processor with AMX, by state of its cores; under 8 minutes; VLLM=folder of a wheel adds vLLM
+	@echo "bench     benchmarks/results/experts_amx.json, docs/cpu.md"
+	@GOMP_SPINCOUNT=20000 $(BIN)/python benchmarks/experts_amx.py $(if $(VLLM),--vllm $(VLLM)) \
+	    --json benchmarks/results/experts_amx.json --into docs/cpu.md
 
 gpu:  ## tests, tuning and measurement on a GPU; no network, goes on where it stopped
 	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tools/gpu.py $(GPU)

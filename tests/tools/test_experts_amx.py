@@ -1,0 +1,103 @@
+"""The benchmark of AMX: states of samples worked by hand, ratios within a state, a refusal without AMX, a whole run."""
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from moe_mk.kernels.native import Isa, load
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    folder = str(ROOT / "benchmarks")
+    sys.path.insert(0, folder)
+    yield import_module("experts_amx")
+    sys.path.remove(folder)
+
+
+def sample(bench: ModuleType, wall_ms: float, before: float, after: float) -> object:
+    return bench.Sample(wall_ms, 2 * wall_ms, bench.Rates(before, 5e9), bench.Rates(after, 7e9))
+
+
+def test_a_sample_has_the_state_of_both_of_its_probes(bench: ModuleType) -> None:
+    # 16 cycles a product alone; 17 is a core of its own as well, 47 a shared one: 0.94 and 0.34 of the rate alone.
+    alone, own, shared = 100.0, 94.0, 34.0
+    assert sample(bench, 1, own, own).state(alone) == "quiet"
+    assert sample(bench, 1, shared, shared).state(alone) == "shared"
+    assert sample(bench, 1, own, shared).state(alone) == sample(bench, 1, shared, own).state(alone) == "changing"
+
+
+def test_medians_and_minima_are_those_of_a_state(bench: ModuleType) -> None:
+    samples = [sample(bench, ms, 100, 100) for ms in (4.0, 5.0, 9.0)]
+    samples += [sample(bench, 30.0, 30, 30), sample(bench, 7.0, 30, 100)]
+    found = bench.by_state(samples, alone=100.0)
+    assert {state: line["samples"] for state, line in found.items()} == {"quiet": 3, "shared": 1, "all": 5}
+    assert (found["quiet"]["wall_ms"], found["quiet"]["wall_ms_min"]) == (5.0, 4.0)
+    assert (found["shared"]["wall_ms"], found["all"]["wall_ms"]) == (30.0, 7.0)
+    assert (found["quiet"]["products"], found["shared"]["products"], found["quiet"]["reads"]) == (100, 30, 6e9)
+    assert "shared" not in bench.by_state(samples[:3], alone=100.0)
+
+
+def test_ratios_are_formed_within_a_state(bench: ModuleType) -> None:
+    def lines(ours: float, reads: float, other: float | None) -> list[dict[str, object]]:
+        seen = {"read 0": reads, "read 1": 2 * reads, "ours": ours} | ({} if other is None else {"vllm fp8": other})
+        return [
+            {
+                "candidate": name,
+                "states": {"quiet": {"samples": 3, "wall_ms": ms, "wall_ms_min": ms / 2, "products": 1e12}},
+            }
+            for name, ms in seen.items()
+        ]
+
+    cases = [
+        {"rows": 1, "flop": 1e9, "lines": lines(10, 8, 15)},
+        {"rows": 64, "flop": 5e9, "lines": lines(20, 8, None)},
+    ]
+    results = {"threads": 2, "cases": cases}
+    # 8 of 10 ms; 1e9 operations at 2e12 a second are 0.5 ms of 10; 15 / 10, and as much of the minima.
+    rows = bench.table(results, "quiet").splitlines()
+    assert rows[0] == "| tokens | samples | ours, ms | of pure read | of peak | vllm fp8 |"
+    assert rows[2] == "| 1 | 3 | 10 (5) | 80% | 5% | 1.50 (1.50) |"
+    assert rows[3] == "| 64 | 3 | 20 (10) | 40% | 12% | - |"
+    assert bench.table(results, "shared") == ""
+
+
+def test_a_processor_without_amx_is_refused_with_the_reason(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    native = load()
+    if Isa.AMX_BF16 in native.isas:
+        pytest.skip("this processor has AMX")
+    assert bench.main(["--json", str(tmp_path / "out.json")], native) == 1
+    printed = capsys.readouterr().out
+    assert "cannot use AMX_BF16" in printed and native.refused[Isa.AMX_BF16] in printed
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_run_writes_the_result_file_and_the_tables(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # AMX in software: whatever the states are, every sample is counted once in "all".
+    monkeypatch.setattr(bench, "PROBED_PRODUCTS", 1)
+    monkeypatch.setattr(bench, "PAUSE", 0.0)
+    page, out = tmp_path / "page.md", tmp_path / "out.json"
+    page.write_text(f"before\n{bench.BEGIN}\nold\n{bench.END}\nafter\n")
+    sizes = ["--experts", "2", "--hidden", "128", "--inter", "128", "--rows", "1", "20", "--threads", "2"]
+    arguments = [*sizes, "--minutes", "0", "--json", str(out), "--into", str(page)]
+    assert bench.main(arguments, load(emulate_amx=True)) == 0
+    results = json.loads(out.read_text())
+    assert [case["rows"] for case in results["cases"]] == [1, 20]
+    for case in results["cases"]:
+        own = next(line for line in case["lines"] if line["candidate"] == "ours")
+        assert own["states"]["all"]["samples"] == bench.LEAST_ROUNDS
+        assert own["error_l2"] < 4e-3
+    text = page.read_text()
+    assert text.startswith(f"before\n{bench.BEGIN}\n**E=2") and text.endswith(f"{bench.END}\nafter\n")
+    assert "old" not in text and "| 20 | 3 |" in text
