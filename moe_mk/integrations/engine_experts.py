@@ -74,7 +74,7 @@ class EngineExperts:
         self._routed = (
             kernel.experts.fuse_experts(self.weights, tables, 0) if direct and self.dtype is torch.bfloat16 else None
         )
-        self._entry = EXPERTS_OF_ENGINES.enter(self.run)
+        self._entry = EXPERTS_OF_ENGINES.enter(self)
 
     @property
     def backend(self) -> str:
@@ -136,10 +136,10 @@ class EngineExperts:
 
 
 def _run(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, entry: Tensor) -> Tensor:
-    return EXPERTS_OF_ENGINES.method(entry)(hidden_states, topk_weights, topk_ids)
+    return EXPERTS_OF_ENGINES.owner(entry).run(hidden_states, topk_weights, topk_ids)
 
 
-EXPERTS_OF_ENGINES: Operator[[Tensor, Tensor, Tensor]] = Operator(
+EXPERTS_OF_ENGINES: Operator[EngineExperts] = Operator(
     "engine_experts", "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor entry) -> Tensor", _run
 )
 """(T, H), weights (T, K) and ids (T, K) to (T, H): one node of a graph, so that engines can compile around it."""

@@ -1,8 +1,8 @@
 """A forward as one torch operator, so that `torch.compile(fullgraph=True)` sees a single node.
 
-An operator takes tensors and numbers only. A layer therefore registers its bound `run` and passes the entry that it
-gets: a 0-d tensor and not a number, which `torch.compile` would make a constant of the graph, so that each layer of a
-model had to be compiled apart. The table holds weak references, so it keeps no layer alive.
+An operator takes tensors and numbers only. A layer therefore registers itself and passes the entry that it gets: a 0-d
+tensor and not a number, which `torch.compile` would make a constant of the graph, so that each layer of a model had to
+be compiled apart. The table holds weak references, so it keeps no layer alive.
 
 Operators are defined with `torch.library.Library`: a call costs a few microseconds, one of `torch.library.custom_op`
 more than the smallest layer.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Generic, ParamSpec
-from weakref import WeakMethod
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -24,19 +24,19 @@ from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
 
-P = ParamSpec("P")
+T = TypeVar("T")
 _LIBRARY: Any = torch.library.Library("moe_mk", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-class Operator(Generic[P]):
-    """An operator `moe_mk::name` over objects of one kind, each found by its entry. All of them return a tensor like x.
-
-    schema: arguments and result as torch writes them; the first is x, and one of them is `Tensor entry`.
-    """
+class Operator(Generic[T]):
+    """An operator `moe_mk::name` over objects of one kind, each found by its entry. The result is a tensor like x."""
 
     def __init__(self, name: str, schema: str, run: Callable[..., Tensor]) -> None:
-        """run: the implementation, with the arguments of the schema."""
-        self._methods: dict[int, WeakMethod[Callable[P, Tensor]]] = {}
+        """schema: arguments and result as torch writes them; the first is x, and one of them is `Tensor entry`.
+
+        run: the implementation, with the arguments of the schema.
+        """
+        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
         self._numbers, self.name = count(1), name
         _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -44,22 +44,21 @@ class Operator(Generic[P]):
         self.call: Any = getattr(torch.ops.moe_mk, name).default
         """The operator."""
 
-    def enter(self, method: Callable[P, Tensor]) -> Tensor:
-        """Register a bound method; returns its entry, an int64 scalar on the CPU. It disappears with the object."""
+    def enter(self, owner: T) -> Tensor:
+        """Register an object; returns its entry, an int64 scalar on the CPU. The object is not kept alive."""
         number = next(self._numbers)
-        self._methods[number] = WeakMethod(method, lambda _: self._methods.pop(number, None))
+        self._objects[number] = owner
         with torch.inference_mode(False):
             return torch.tensor(number, dtype=torch.int64, device="cpu")
 
-    def method(self, entry: Tensor) -> Callable[P, Tensor]:
-        """The bound method of an entry. Raises UnsupportedError where its object is gone."""
-        found = self._methods.get(int(entry))
-        method = None if found is None else found()
-        if method is None:
+    def owner(self, entry: Tensor) -> T:
+        """The object of an entry. Raises UnsupportedError if it is gone."""
+        found = self._objects.get(int(entry))
+        if found is None:
             raise UnsupportedError(
                 f"the object behind moe_mk::{self.name} of a compiled graph is gone", ["compile the new model again"]
             )
-        return method
+        return found
 
 
 def _fake(x: Tensor, *_: object) -> Tensor:
@@ -69,13 +68,14 @@ def _fake(x: Tensor, *_: object) -> Tensor:
 def _run_layer(
     hidden_states: Tensor, expert_load_E: Tensor, entry: Tensor, token_ids_T: Tensor | None = None
 ) -> Tensor:
-    return LAYERS.method(entry)(hidden_states, expert_load_E, token_ids_T)
+    y_TH: Tensor = LAYERS.owner(entry).run(hidden_states, expert_load_E, token_ids_T)
+    return y_TH
 
 
-LAYERS: Operator[[Tensor, Tensor, Tensor | None]] = Operator(
+LAYERS: Operator[Any] = Operator(
     "moe_layer",
     "(Tensor hidden_states, Tensor(a!) expert_load_E, Tensor entry, Tensor? token_ids_T=None) -> Tensor",
     _run_layer,
 )
-"""(T, H), the expert load [E] to add to, and token ids [T] or None; to (T, H)."""
+"""Layers: (T, H), the expert load [E] to add to, and token ids [T] or None; to (T, H)."""
 moe_layer = LAYERS.call

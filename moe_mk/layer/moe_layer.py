@@ -129,7 +129,7 @@ class MoELayer(nn.Module):
         parts = Parts(placed.expert_map, self.device, self.ep, self.spans, placed.tables)
         self._shared = shared_experts(self.decision, parts) if self.config.model.shared_size else None
         self._gate = Gate(self.decision, self.dtype, self.device)
-        self._entry = LAYERS.enter(self.run)
+        self._entry = LAYERS.enter(self)
         with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
             load_E = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=self.device)
         self.register_buffer("expert_load", load_E, persistent=False)
