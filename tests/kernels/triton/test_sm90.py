@@ -134,16 +134,17 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     ),
     (
         "topk", "_grouped_topk",
-        {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "weights_ptr": "*fp32", "ids_ptr": "*i32", "factor": "fp32"},
+        {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "weights_ptr": "*fp32", "ids_ptr": "*i32", "factor": "fp32"}
+        | {"load_ptr": "*i64", "physical_of_ptr": "*i32", "physical_ptr": "*i32"},
         {
             "NUM_GROUPS": 8, "PER_GROUP": 32, "KEPT_GROUPS": 4, "TOP_K": 8, "GROUPS": 8, "WIDTH": 32, "KS": 8,
-            "BIASED": True, "SOFTMAX": False, "RENORMALIZE": True, "ROUND_SCORES": False,
+            "BIASED": True, "SOFTMAX": False, "RENORMALIZE": True, "ROUND_SCORES": False, "PLACED": True,
         },
     ),
-    ("align", "_align_small", WEIGHTS, {"PAIRS": 256, "STEP": 16, "TILE": 16, "SLOTS": 128, **CHOICES}),
+    ("align", "_align_small", WEIGHTS, {"STEP": 64, "TILE": 16, "SLOTS": 512, **CHOICES}),
     (
         "experts", "_prologue", WEIGHTS | {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
-        {"PAIRS": 256, "STEP": 16, "TILE": 16, "SLOTS": 128, "GROUP": 128, "GROUPS": 8, "POWER_OF_TWO": False}
+        {"STEP": 64, "TILE": 16, "SLOTS": 512, "GROUP": 128, "GROUPS": 8, "POWER_OF_TWO": False}
         | CHOICES,
     ),
     ("align", "_count", {}, {"CHUNK": 128, "SLOTS": 512, **CHOICES}),
