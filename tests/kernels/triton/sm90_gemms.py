@@ -11,9 +11,45 @@ from moe_mk.kernels.triton.tile import Tile
 if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
 
-TILES = dict.fromkeys(("order_ptr", "tiles_ptr", "count_ptr"), "*i32") | {"tiles_stride": "i32"}
-STRIDES = dict.fromkeys(("x_stride", "x_scales_m", "x_scales_k", "h_scales_m", "h_scales_k"), "i32")
-ALIGNED = ("k", "inner", "width", "x_stride", "rows_an_expert", "second")
+TILES = dict.fromkeys(("order_ptr", "tiles_ptr", "count_ptr"), "*i32")
+ANY, SIXTEENTH = "any", "a multiple of 16"
+Integers = dict[str, int | str]
+"""By argument: ANY, SIXTEENTH, or the value 1, which Triton compiles in."""
+
+
+def integers(kernel: str, format: str) -> Integers:
+    """How a launch at the sizes of DeepSeek-V3 specialises the integers of a GEMM; a test binds launches and compares.
+
+    Scales of 128 columns are (rows, 56) before the first product and (rows, 16) before the second one, those of a token
+    (rows, 1). Without scales the rows themselves stand in, and strides of absent results are 0.
+    """
+    given = KERNEL_FORMATS[format]
+    found: Integers = {"tiles_stride": ANY, "k": SIXTEENTH}
+    if kernel == "_w13":
+        found |= {"inner": SIXTEENTH, "x_stride": SIXTEENTH, "x_scales_m": SIXTEENTH, "x_scales_k": 1}
+        found |= {"h_scales_m": SIXTEENTH, "h_scales_k": 1 if format == "fp8" else SIXTEENTH}
+        if format == "fp8" or given.by_token:
+            found["x_scales_m"] = ANY if format == "fp8" else 1
+        return found
+    found |= {"width": SIXTEENTH, "h_scales_m": SIXTEENTH, "h_scales_k": SIXTEENTH}
+    if given.by_token:
+        return found | {"h_scales_m": 1, "h_scales_k": 1}
+    return found | {"h_scales_k": 1} if format == "fp8" else found
+
+
+def integers_by_hand(*, second: bool) -> Integers:
+    """The same of the Gluon kernel: 16 and 28 units across, 56 and 16 steps."""
+    names = ("rows_an_expert", "second", "width", "x_stride", "out_scales_m")
+    found: Integers = {"tiles_stride": ANY, **dict.fromkeys(names, SIXTEENTH), "x_scales_k": 1}
+    across, steps, out = (ANY, SIXTEENTH, SIXTEENTH) if second else (SIXTEENTH, ANY, 1)
+    return found | {"across": across, "steps": steps, "x_scales_m": steps, "out_scales_k": out}
+
+
+def split(found: Integers) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+    """Types of the arguments that remain, constants, and aligned arguments."""
+    types = {name: "i32" for name, kind in found.items() if kind != 1}
+    constants: dict[str, Any] = {name: 1 for name, kind in found.items() if kind == 1}
+    return types, constants, [name for name, kind in found.items() if kind == SIXTEENTH]
 
 
 def box(dtype: str, rows: int, columns: int) -> str:
@@ -43,13 +79,14 @@ def w13(
 
     types, constants = _common(format, swap, biased=biased)
     dtype, width = DTYPES[format][0], box_of(format)
-    types |= STRIDES | {"x_scales_ptr": "*fp32", "h_scales_ptr": "*fp32", "k": "i32", "inner": "i32"}
+    sizes, ones, aligned = split(integers("_w13", format))
+    types |= sizes | {"x_scales_ptr": "*fp32", "h_scales_ptr": "*fp32"}
     types |= {"x": f"*{dtype}" if gather else box(dtype, rows, width)}
     types |= {"h_ptr": "*fp8e4nv" if format == "fp8" else "*bf16"}
-    constants |= {"ROWS": rows, "TOP_K": 8}
+    constants |= ones | {"ROWS": rows, "TOP_K": 8}
     constants |= {"GATHER": gather, "EVEN": True, "ACTIVATION": act, "GATED": True, "POWER_OF_TWO": False}
     constants |= {"ALPHA": 1.702, "LIMIT": 0.0 if act == "silu" else 7.0}
-    return compile_for_hopper(_w13, types, constants, aligned=ALIGNED, arch=arch, num_warps=warps, num_stages=stages)
+    return compile_for_hopper(_w13, types, constants, aligned=aligned, arch=arch, num_warps=warps, num_stages=stages)
 
 
 @cache
@@ -60,9 +97,10 @@ def w2(rows: int, *, swap: bool, warps: int, stages: int, format: str = "fp8", b
     types, constants = _common(format, swap, biased=biased)
     types |= {"h": box(DTYPES[format][0], rows, box_of(format)), "y_ptr": "*bf16"}
     types |= dict.fromkeys(("h_scales_ptr", "weights_ptr"), "*fp32")
-    types |= dict.fromkeys(("k", "width", "h_scales_m", "h_scales_k"), "i32")
-    constants |= {"ROWS": rows, "SCATTER": True, "WEIGHTED": True}
-    return compile_for_hopper(_w2, types, constants, aligned=ALIGNED, num_warps=warps, num_stages=stages)
+    sizes, ones, aligned = split(integers("_w2", format))
+    types |= sizes
+    constants |= ones | {"ROWS": rows, "SCATTER": True, "WEIGHTED": True}
+    return compile_for_hopper(_w2, types, constants, aligned=aligned, num_warps=warps, num_stages=stages)
 
 
 def box_of(format: str) -> int:
@@ -87,12 +125,12 @@ def by_hand(rows: int, *, second: bool, gather: bool, stages: int, act: str = "s
     boxes, tokens = (f"tensordesc<fp8e4nv[{side},128],{CODES!r}>" for side in (128, rows))
     types = TILES | dict.fromkeys(("x_scales_ptr", "w_scales_ptr", "out_scales_ptr", "weights_ptr"), "*fp32")
     types |= {"x": "*fp8e4nv" if gather else tokens, "w": boxes, "out_ptr": "*bf16" if second else "*fp8e4nv"}
-    names = "across steps rows_an_expert second width x_stride x_scales_m x_scales_k out_scales_m out_scales_k"
-    types |= dict.fromkeys(names.split(), "i32")
-    constants: dict[str, Any] = {"ROWS": rows, "STAGES": stages, "MODE": int(second), "GATHER": gather}
+    sizes, ones, aligned = split(integers_by_hand(second=second))
+    types |= sizes
+    constants: dict[str, Any] = ones | {"ROWS": rows, "STAGES": stages, "MODE": int(second), "GATHER": gather}
     constants |= {"TOP_K": 8, "PROGRAMS": 132, "SCATTER": second, "WEIGHTED": second, "POWER_OF_TWO": False}
     constants |= {"ACTIVATION": act, "ALPHA": 1.702, "LIMIT": 0.0 if act == "silu" else 7.0}
-    return compile_for_hopper(_by_hand, types, constants, aligned=ALIGNED, gluon=True, arch=arch, num_warps=4)
+    return compile_for_hopper(_by_hand, types, constants, aligned=aligned, gluon=True, arch=arch, num_warps=4)
 
 
 def w13_of(format: str, tile: Tile, *, act: str = "silu", biased: bool = False) -> Compiled:
