@@ -70,11 +70,12 @@ def test_ratios_are_formed_within_a_state(bench: ModuleType) -> None:
 
 
 def test_a_processor_without_amx_is_refused_with_the_reason(
-    bench: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     native = load()
     if Isa.AMX_BF16 in native.isas:
         pytest.skip("this processor has AMX")
+    monkeypatch.setattr(bench, "Weights", None)  # refused before anything is made
     assert bench.main(["--json", str(tmp_path / "out.json")], native) == 1
     printed = capsys.readouterr().out
     assert "cannot use AMX_BF16" in printed and native.refused[Isa.AMX_BF16] in printed
