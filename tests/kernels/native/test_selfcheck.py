@@ -33,6 +33,12 @@ NEEDS = {
 """What Linux lists of a processor that has an instruction set."""
 
 
+def tiles_refused() -> int:
+    """0, or the error with which Linux refuses tiles: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return ctypes.get_errno() if libc.syscall(158, 0x1023, 18) else 0
+
+
 @pytest.mark.parametrize("isa", list(Isa), ids=lambda isa: isa.name)
 def test_every_instruction_set_of_the_processor_is_tested(native: Native, isa: Isa) -> None:
     # The tests of this folder skip an instruction set that the kernels do not offer: none that is here may be missing.
@@ -40,6 +46,8 @@ def test_every_instruction_set_of_the_processor_is_tested(native: Native, isa: I
     flags = {word for line in info.read_text().splitlines() if line.startswith("flags") for word in line.split()}
     if missing := [name for name in NEEDS[isa] if name not in flags]:
         pytest.skip(f"{isa.name}: this processor has no {', '.join(missing)}")
+    if isa is Isa.AMX_BF16 and (error := tiles_refused()):
+        pytest.skip(f"{isa.name}: the system does not permit tiles, error {error}")
     assert isa in native.isas, native.refused[isa]
 
 
