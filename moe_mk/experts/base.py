@@ -13,7 +13,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import wraps
 from typing import ClassVar, Protocol
 
 import torch
@@ -69,7 +69,7 @@ class ExpertsTraits(Traits):
     """Operator calls per run, or per active expert if `per_expert`."""
     per_expert: bool = False
 
-    @cached_property
+    @property
     def consumes(self) -> tuple[type, ...]:
         """The supported token layouts, best first."""
         return tuple(self.emits)

@@ -55,6 +55,12 @@ def test_every_reason_is_reported_at_once() -> None:
     assert both["weights"] == "reads plain weights, the experts are fp8_128x128"
 
 
+def test_asking_for_the_layouts_leaves_the_traits_as_declared() -> None:
+    traits = replace(ReferenceExperts.traits)
+    declared = dict(vars(traits))
+    assert traits.consumes and vars(traits) == declared
+
+
 def test_the_layouts_a_backend_reads_come_best_first() -> None:
     assert ReferenceExperts.traits.consumes == tuple(ReferenceExperts.traits.emits)
 
