@@ -81,15 +81,15 @@ class Sizes:
 def larger_routings(
     num_ranks: int, *, num_experts: int = 8, top_k: int = 3, device: torch.device | str = "cpu", seed: int = 1
 ) -> list[RoutingCase]:
-    """Up to 1025 tokens on the first rank, and one expert with 130 rows; no id is -1, and the placement is linear.
+    """Up to 1025 tokens on the first rank, half of the ids -1, and one expert with 130 rows; the placement is linear.
 
     The other ranks have half as many tokens, none, or as many. Needs at least as many experts as ranks.
     """
     draw = torch.Generator("cpu").manual_seed(seed)
     linear, where = ExpertMap.linear(num_experts, num_ranks), torch.device(device)
 
-    def case(name: str, tokens: Sequence[int], first: int | None = None) -> RoutingCase:
-        ids = [_draw_ids(draw, count, num_experts, min(top_k, num_experts)) for count in tokens]
+    def case(name: str, tokens: Sequence[int], first: int | None = None, drop: float = 0.0) -> RoutingCase:
+        ids = [_draw_ids(draw, count, num_experts, min(top_k, num_experts), drop=drop) for count in tokens]
         if first is not None:  # every token chooses this expert, and others than this one
             others = [expert for expert in range(num_experts) if expert != first]
             rest = [_draw_ids(draw, count, num_experts, min(top_k, num_experts) - 1, among=others) for count in tokens]
@@ -100,6 +100,7 @@ def larger_routings(
     shares = [share - before for share, before in zip(shares, [0, *shares[:-1]], strict=True)]
     return [
         *(case(f"{count} tokens", _uneven(count, num_ranks)) for count in TOKENS),
+        case("65 tokens, some -1", _uneven(65, num_ranks), drop=0.5),
         case(f"{ROWS_OF_ONE_EXPERT} rows of one expert", shares, linear.local_to_global(num_ranks - 1)[-1]),
     ]
 

@@ -17,7 +17,7 @@ from moe_mk.external.device import describe
 from moe_mk.testing.cases import Sizes
 from moe_mk.testing.laws import LAWS
 
-CONTRACT = 2
+CONTRACT = 3
 """Incremented when a conforming backend could become non-conforming."""
 
 

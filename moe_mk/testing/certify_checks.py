@@ -8,7 +8,6 @@ from functools import cache, partial, reduce
 from operator import or_
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_mk.config.device import DeviceProfile
@@ -16,6 +15,7 @@ from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
 from moe_mk.config.quant import QuantConfig
 from moe_mk.config.shipped import device_profile
+from moe_mk.config.traits import Traits
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
 from moe_mk.external.library import emulated, installed
@@ -34,9 +34,9 @@ from moe_mk.registry import Registry, did_you_mean
 from moe_mk.testing.bits import bits_of
 from moe_mk.testing.calls import check_leaves_nothing
 from moe_mk.testing.cases import SLOTS, RoutingCase, Sizes, hostile_routings, larger_routings, routings_of_slots
-from moe_mk.testing.experts import CLAMPED_AT, check_experts, check_invariance
+from moe_mk.testing.experts import CLAMPED_AT, check_experts, check_graph_safe_experts, check_invariance
 from moe_mk.testing.faults import Campaign, run_worlds, transports_of
-from moe_mk.testing.laws import LOST, ORDER, PROCESSES, WEIGHTING, Law
+from moe_mk.testing.laws import PROCESSES, Law
 from moe_mk.testing.limits import require
 from moe_mk.testing.on_ranks import (
     HIDDEN,
@@ -44,7 +44,6 @@ from moe_mk.testing.on_ranks import (
     TOP_K,
     call_of_experts,
     call_of_transport,
-    journey,
     outputs_of_experts,
     outputs_of_transport,
     outputs_on_processes,
@@ -53,7 +52,7 @@ from moe_mk.testing.on_ranks import (
 from moe_mk.testing.on_ranks import (
     SLOTS as SLOTS_OF_CASES,
 )
-from moe_mk.testing.transports import check_transport, suited_to
+from moe_mk.testing.transports import check_graph_safe_transport, check_transport, suited_to
 
 PASSED_OVER = frozenset({"device", "library"})
 """Codes of reasons: certification runs on a CPU, and on an emulation where the library is not installed."""
@@ -70,8 +69,7 @@ HIDDEN_SIZES = (256, 384, 320)
 SMALL_SIZES = ((64, 64), (128, 128), *SIZES)
 """For cases with MANY_SLOTS experts or more."""
 MANY_SLOTS = 200
-MOST_TOKENS = 64
-EXPERTS_OF_PROBLEM = 8
+MOST_TOKENS, EXPERTS_OF_PROBLEM = 64, 8
 
 
 @dataclass(frozen=True)
@@ -153,30 +151,7 @@ def _machine() -> tuple[DeviceProfile, frozenset[str]]:
     return device_profile("cpu"), installed()
 
 
-SAME = 0.02
-"""Relative, above the rounding of bf16: distinguishes mistakes; rounding is checked elsewhere."""
-
-
-def explained(got: list[Tensor], tokens: list[Tensor], weights: list[Tensor]) -> Law | None:
-    """The law that explains a wrong result of identity experts, or None.
-
-    got, tokens: (T, H) of each rank. weights: (T,) of each rank, what each token should be multiplied by.
-    """
-    rows = torch.cat(got).double()
-    sent, scale = torch.cat(tokens).double(), torch.cat(weights).double()
-    wanted = sent * scale[:, None]
-    if rows.shape != wanted.shape:
-        return None
-    wrong = (rows - wanted).norm(dim=1) > SAME * wanted.norm(dim=1)
-    if bool(wrong.any()) and not bool(rows[wrong].any()):
-        return LOST
-    elsewhere = torch.cdist(rows[wrong], wanted).min(dim=1).values <= SAME * wanted.norm(dim=1).max()
-    if bool(wrong.any()) and bool(elsewhere.all()):
-        return ORDER
-    cosine = torch.nn.functional.cosine_similarity(rows[wrong], sent[wrong], dim=1)
-    return WEIGHTING if bool(wrong.any()) and bool((cosine > 1.0 - SAME).all()) else None
-
-
+WITHOUT_VALUES = "graph_safe, on tensors without values"
 KINDS: Mapping[str, Registry[Any]] = {"transport": PREPARE_FINALIZE, "experts": EXPERTS}
 RANKS = (1, 2, 4)
 PER_NODE = (None, 2)
@@ -205,10 +180,10 @@ class Check:
     name: str
     run: Callable[[], int]
     outputs: Callable[[], list[Tensor]] | None
-    blame: Callable[[], Law | None]
-    """The law behind wrong values, if it can be determined."""
     sizes: Callable[[], Sizes]
     """Returns the largest sizes of its cases."""
+    law: Law | None = None
+    """The law behind wrong values, if it is known beforehand."""
 
 
 def kind_of(name: str) -> str:
@@ -230,6 +205,8 @@ def checks_of(name: str, *, processes: bool, quick: bool = False) -> list[Check]
         made = [_transport_check(name, traits, *place, _per_node(name, *place)) for place in served]
         for place in () if quick else served:
             made.append(_larger_transport_check(name, traits, *place, _per_node(name, *place)))
+        if served and _torch_only(traits):
+            made.append(_graph_check_of_transport(name, served))
         counts = [ranks for ranks, wire in served if wire is BF16 and ranks > 1]
         return made + (
             [_process_check(name, traits, min(counts))] if processes and counts and not traits.blocking else []
@@ -238,9 +215,33 @@ def checks_of(name: str, *, processes: bool, quick: bool = False) -> list[Check]
     made = [_experts_check(name, given, sizes, traits) for given, sizes in formats]
     for given, sizes in () if quick else formats:
         made.append(_larger_experts_check(name, given, sizes, traits))
+    if formats and _torch_only(traits):
+        made.append(_graph_check_of_experts(name, formats))
     if traits.batch_invariant:
         made += [_invariance_check(name, given, sizes) for given, sizes in formats if _invariant(name, given, sizes)]
     return made
+
+
+def _torch_only(traits: Traits) -> bool:
+    """Whether calls should run on tensors without values."""
+    return traits.graph_safe and "cpu" in traits.kinds and not traits.library
+
+
+def _graph_check_of_experts(name: str, formats: Sequence[tuple[Format, tuple[int, int]]]) -> Check:
+    def run() -> int:
+        each = partial(check_graph_safe_experts, name)
+        return sum(each(f.weights, f.dtype, f.compute, sizes, f.activation) for f, sizes in formats)
+
+    return Check(WITHOUT_VALUES, run, None, Sizes)
+
+
+def _graph_check_of_transport(name: str, served: Sequence[tuple[int, QuantScheme]]) -> Check:
+    counts = {ranks: _per_node(name, ranks, wire) for ranks, wire in served if dtype_of(wire) is BF16}
+
+    def run() -> int:
+        return sum(check_graph_safe_transport(name, ranks, hosts) for ranks, hosts in counts.items())
+
+    return Check(WITHOUT_VALUES, run, None, Sizes)
 
 
 def fault_check(name: str, modules: Sequence[str] = ()) -> Check:
@@ -256,7 +257,7 @@ def fault_check(name: str, modules: Sequence[str] = ()) -> Check:
         require(report.passed, f"{len(bad)} outcomes after faults are wrong: {'; '.join(lines)}")
         return len(report.worlds)
 
-    return Check(f"{FAULT_WORLDS} worlds with faults, seed {campaign.seed}", run, None, lambda: None, Sizes)
+    return Check(f"{FAULT_WORLDS} worlds with faults, seed {campaign.seed}", run, None, Sizes)
 
 
 def untried(name: str) -> tuple[str, ...]:
@@ -310,7 +311,6 @@ def _transport_check(name: str, traits: TransportTraits, ranks: int, wire: Quant
         what,
         run,
         (lambda: outputs_of_transport(name, ranks, wire, dtype, per_node)) if digested else None,
-        lambda: explained(*journey(name, ranks, wire, dtype, per_node)),
         lambda: Sizes.of(suitable_cases(name, ranks), HIDDEN),
     )
 
@@ -333,7 +333,7 @@ def _larger_transport_check(
         return reduce(or_, (Sizes.of(cases, hidden) for cases, hidden in groups()), Sizes())
 
     what = f"{_name_of_place(ranks, wire, per_node)}, larger sizes"
-    return Check(what, run, outputs if traits.deterministic else None, lambda: None, sizes)
+    return Check(what, run, outputs if traits.deterministic else None, sizes)
 
 
 def _larger_cases(
@@ -371,7 +371,7 @@ def _process_check(name: str, traits: TransportTraits, ranks: int) -> Check:
     def sizes() -> Sizes:
         return Sizes.of(suitable_cases(name, ranks), HIDDEN)
 
-    return Check(f"{ranks} processes over gloo, bf16 on the wire", run, None, lambda: PROCESSES, sizes)
+    return Check(f"{ranks} processes over gloo, bf16 on the wire", run, None, sizes, PROCESSES)
 
 
 def _formats(traits: ExpertsTraits) -> Iterator[Format]:
@@ -431,7 +431,7 @@ def _experts_check(name: str, given: Format, sizes: tuple[int, int], traits: Exp
     def reached() -> Sizes:
         return Sizes.of(hostile_routings(1, num_experts=SLOTS_OF_CASES, top_k=TOP_K), *sizes)
 
-    return Check(_name_of(given), run, outputs if digested else None, lambda: None, reached)
+    return Check(_name_of(given), run, outputs if digested else None, reached)
 
 
 def _larger_experts_check(name: str, given: Format, sizes: tuple[int, int], traits: ExpertsTraits) -> Check:
@@ -456,7 +456,7 @@ def _larger_experts_check(name: str, given: Format, sizes: tuple[int, int], trai
         return reduce(or_, (Sizes.of(cases, *place) for cases, place in groups()), Sizes())
 
     digested = traits.deterministic and given.activation == "silu"
-    return Check(f"{_name_of(given)}, larger sizes", run, outputs if digested else None, lambda: None, reached)
+    return Check(f"{_name_of(given)}, larger sizes", run, outputs if digested else None, reached)
 
 
 def _larger_groups(
@@ -497,4 +497,4 @@ def _invariance_check(name: str, given: Format, sizes: tuple[int, int]) -> Check
         cases = hostile_routings(1, num_experts=SLOTS_OF_CASES)
         return Sizes.of([case for case in cases if case.name == "uneven"], *sizes)
 
-    return Check(what, partial(run, hidden_size=hidden, intermediate_size=inner), None, lambda: None, reached)
+    return Check(what, partial(run, hidden_size=hidden, intermediate_size=inner), None, reached)

@@ -236,20 +236,6 @@ def call_of_transport(
     return lambda: ranks.run(tokens)
 
 
-def journey(
-    name: str, num_ranks: int, wire: QuantScheme, dtype: Plain, ranks_per_node: int | None = None
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The simplest case: output and input of each rank, and the factor of each token."""
-    case = suitable_cases(name, num_ranks)[0]
-    ranks = _VirtualTransport(name, case, wire, dtype, HIDDEN, CPU, ranks_per_node)
-    tokens = ranks.tokens()
-    weights = [r.weights_TK.masked_fill(r.ids_TK < 0, 0.0).sum(dim=1) for r in case.routings]
-    got = ranks.run([x.clone() for x in tokens])
-    if ranks.partial:
-        got = [torch.stack([y.float() for y in got]).sum(dim=0)] * len(got)
-    return got, [wire.quantize(x).dequantize(dtype.dtype) for x in tokens], weights
-
-
 def outputs_on_processes(name: str, num_ranks: int, ranks_per_node: int | None = None) -> list[Tensor]:
     """The same as `outputs_of_transport` in bf16, on real processes over gloo. Raises RankError if any rank fails."""
     by_rank = run_ranks(_rank_outputs, num_ranks, name, num_ranks, ranks_per_node, timeout_s=TIMEOUT_S)

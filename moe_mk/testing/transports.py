@@ -21,14 +21,16 @@ from moe_mk.flight import Flight, interleave, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import MoELayer
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext, TransportTraits
-from moe_mk.quant.plain import FP32, Plain
+from moe_mk.quant.plain import BF16, FP32, Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.runner.overlap import alongside
 from moe_mk.testing.bits import bits_of, equal_bits
 from moe_mk.testing.cases import RoutingCase, hostile_routings
+from moe_mk.testing.experts import output_shape
 from moe_mk.testing.identity import IdentityExperts
-from moe_mk.testing.limits import require
-from moe_mk.tokens import Routing
+from moe_mk.testing.laws import AT_ONCE, Law, explained
+from moe_mk.testing.limits import NonConforming, fake, later_call, no_host_reads, require
+from moe_mk.tokens import ExpertOutput, Routing
 from moe_mk.weights.expert_weights import MappedExpertWeights
 
 X = TypeVar("X")
@@ -143,18 +145,19 @@ def check_transport(
         require(before == bits_of(*tokens, *case.routings), f"{what}: an input changed")
         _check_identity(ranks, case, alone, tokens, what)
         require(all(log == points[0] for log in points), f"{what}: ranks have different yield points: {points}")
-        require(
-            points[0] == ranks.yield_points_without_tokens(), f"{what}: yield points depend on the number of tokens"
-        )
+        fresh = partial(ranks_of, case)
+        idle = _later(ranks, fresh, _VirtualTransport.yield_points_without_tokens)
+        require(points[0] == idle, f"{what}: yield points depend on the number of tokens")
         if case.name in with_factors:
             _check_slots(ranks, tokens, what)
-        for law, again in (
-            ("two calls give different bits", ranks.run(tokens)),
-            ("other work in between changes bits", ranks.run_with_other_work(tokens)),
-            ("two micro-batches change bits", ranks.run_dual(tokens)),
+        for law, step in (
+            ("two calls give different bits", _VirtualTransport.run),
+            ("other work in between changes bits", _VirtualTransport.run_with_other_work),
         ):
+            again = _later(ranks, fresh, partial(_run_again, step, tokens, what))
             require(not traits.deterministic or equal_bits(alone, again), f"{what}: {law}")
-            _check_identity(ranks, case, again, tokens, f"{what}, {law}")
+        dual = _at_once(ranks, case, tokens, what)
+        require(not traits.deterministic or equal_bits(alone, dual), f"{what}: two micro-batches change bits")
     _check_calls(ranks_of(first), f"{name}, {num_ranks} ranks, {(wire or dtype).name}, {first.name}")
     return len(cases)
 
@@ -275,7 +278,60 @@ def _check_identity(
         if bool(wrong.any()):
             token = int(wrong.any(dim=1).nonzero()[0])
             got, want = y_TH[token, :4].tolist(), expected_TH[token, :4].tolist()
-            require(False, f"{what}: token {token} of rank {rank} was combined to {got}..., expected {want}...")
+            text = f"{what}: token {token} of rank {rank} was combined to {got}..., expected {want}..."
+            raise NonConforming(text, _explained(ranks, case, outputs, tokens))
+
+
+def _later(
+    ranks: _VirtualTransport, fresh: Callable[[], _VirtualTransport], call: Callable[[_VirtualTransport], X]
+) -> X:
+    """A call on ranks that have been called before; see `later_call`."""
+    return later_call(partial(call, ranks), lambda: call(fresh()))
+
+
+def _run_again(
+    step: Callable[[_VirtualTransport, list[Tensor]], list[Tensor]], tokens: list[Tensor], what: str,
+    ranks: _VirtualTransport,
+) -> list[Tensor]:  # fmt: skip
+    outputs = step(ranks, tokens)
+    _check_identity(ranks, ranks.case, outputs, tokens, f"{what}, called again")
+    return outputs
+
+
+def _explained(ranks: _VirtualTransport, case: RoutingCase, outputs: list[Tensor], tokens: list[Tensor]) -> Law | None:
+    if any(y_TH.shape != x_TH.shape for y_TH, x_TH in zip(outputs, tokens, strict=True)):
+        return None
+    weights = [r.weights_TK.masked_fill(r.ids_TK < 0, 0.0).sum(dim=1) for r in case.routings]
+    return explained(outputs, [ranks.wire.quantize(x).dequantize(ranks.dtype.dtype) for x in tokens], weights)
+
+
+def _at_once(ranks: _VirtualTransport, case: RoutingCase, tokens: list[Tensor], what: str) -> list[Tensor]:
+    """Two micro-batches in flight; whatever fails here depends on the other one."""
+    try:
+        outputs = ranks.run_dual(tokens)
+        _check_identity(ranks, case, outputs, tokens, what)
+    except Exception as problem:  # backends may fail in any way
+        raise NonConforming(f"{what}, {AT_ONCE}: {type(problem).__name__}: {problem}") from problem
+    return outputs
+
+
+def check_graph_safe_transport(name: str, num_ranks: int, ranks_per_node: int | None = None) -> int:
+    """One call on tensors without values; raises what torch raises for operators without fakes."""
+    (case,) = suited_to(PREPARE_FINALIZE[name].traits, hostile_routings(num_ranks)[:1])
+    cpu, what = torch.device("cpu"), f"{name}, {num_ranks} ranks"
+    ranks = _VirtualTransport(name, case, BF16, BF16, 192, cpu, ranks_per_node)
+
+    def call(kernel: FusedMoEKernel, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:
+        transport = kernel.prepare_finalize
+        tokens = yield from transport.prepare(x_TH, routing)
+        stage = transport.traits.wants
+        y = torch.zeros(output_shape(tokens, stage), dtype=x_TH.dtype, device=x_TH.device)
+        return (yield from transport.finalize(ExpertOutput(y, stage), tokens))
+
+    with no_host_reads(what) as mode:
+        each = zip(ranks.kernels, ranks.tokens(), case.routings, strict=True)
+        fly_together(ranks.world, [call(kernel, fake(mode, x), fake(mode, routing)) for kernel, x, routing in each])
+    return 1
 
 
 def factors_of(ids: Tensor) -> Tensor:
@@ -293,7 +349,10 @@ def _check_calls(ranks: _VirtualTransport, what: str) -> None:
     """A small call, a full one, and one with other tokens: the second is correct and stays unchanged."""
     tokens = ranks.tokens()
     ranks.run_first(tokens, 1)
-    full = ranks.run(tokens)
+    try:
+        full = ranks.run(tokens)
+    except Exception as problem:  # without the smaller call it passes
+        raise NonConforming(f"{what}, after a smaller call: {type(problem).__name__}: {problem}") from problem
     _check_identity(ranks, ranks.case, full, tokens, f"{what}, after a smaller call")
     before, shared = bits_of(*full), {x.untyped_storage().data_ptr() for x in tokens if x.numel()}
     negated = [-x for x in tokens]
