@@ -1,0 +1,70 @@
+"""Broken backends with the law that each violates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moe_mk.experts.base import EXPERTS, FusedExperts
+from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize
+from moe_mk.registry import Registry
+from moe_mk.testing.certify import certify
+
+Backend = TypeVar("Backend", bound="type[FusedExperts] | type[PrepareFinalize]")
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One broken backend."""
+
+    cls: type[FusedExperts] | type[PrepareFinalize]
+    law: str
+    """The law that its certificate must name, and no other."""
+    larger: bool
+    """Whether it is right in the cases of `--quick`."""
+
+
+CORPUS: dict[str, Broken] = {}
+
+
+def breaks(law: str, *, larger: bool = False) -> Callable[[Backend], Backend]:
+    """Add a class to the corpus."""
+
+    def add(cls: Backend) -> Backend:
+        CORPUS[f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"] = Broken(cls, law, larger)
+        return cls
+
+    return add
+
+
+@contextmanager
+def registered(cls: type[FusedExperts] | type[PrepareFinalize]) -> Iterator[str]:
+    """Register a class under a name of its own for a while."""
+    target: Registry[Any] = EXPERTS if issubclass(cls, FusedExperts) else PREPARE_FINALIZE
+    name = "broken"
+    _ = list(target)
+    target._entries[name], target._origin[name] = cls, "the corpus of broken backends"
+    try:
+        yield name
+    finally:
+        del target._entries[name], target._origin[name]
+
+
+def refused(name: str) -> bool:
+    """Whether the certificate of a broken backend names the law that it violates, and no other.
+
+    A backend that is right in the cases of `--quick` must be certified with them.
+    """
+    broken = CORPUS[name]
+    with registered(broken.cls) as known_as:
+        certificate = certify(known_as, processes=False, quick=True)
+        if broken.larger:
+            if not certificate.passed:
+                raise AssertionError(f"{name} fails with --quick: {certificate.failures}")
+            certificate = certify(known_as, processes=False)
+    laws = {failure.law for failure in certificate.failures}
+    if laws != {broken.law}:
+        raise AssertionError(f"{name} violates {broken.law!r}, the certificate names {certificate.failures}")
+    return True

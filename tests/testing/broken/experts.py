@@ -1,0 +1,626 @@
+"""Experts that are each wrong in one way; `Right` is correct, and every other class changes one of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
+from moe_mk.weights.scan import Progress
+from tests.testing.broken.corpus import breaks
+
+TILE = 32
+
+
+class Right(FusedExperts):
+    """A correct backend: f32, rows sorted by expert."""
+
+    traits = ExpertsTraits(
+        summary="a correct backend of small steps",
+        kinds=frozenset({"cpu"}),
+        emits={GroupedTokens: OutputStage.RAW},
+        weights=frozenset({"plain"}),
+        computes=("plain",),
+        layouts=frozenset({CANONICAL}),
+        activations=frozenset({"silu"}),
+        dtypes=frozenset({"fp32"}),
+        graph_safe=False,
+        deterministic=True,
+    )
+
+    def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
+        if isinstance(tokens, GroupedTokens):
+            x_NH = self.rows(tokens.x_NH)
+            return self.finish(self.sorted_rows(x_NH, self.counts(tokens.counts_L), weights), tokens)
+        if isinstance(tokens, RowTokens):
+            return ExpertOutput(self.reduced_rows(tokens, weights), OutputStage.REDUCED)
+        x_LSH, y_LSH = self.rows(tokens.x_LSH), torch.zeros(tokens.x_LSH.shape)
+        for slot, count in enumerate(self.counts(tokens.counts_L)):
+            y_LSH[slot, :count] = self.expert(x_LSH[slot, :count], slot, weights)
+        return self.finish(y_LSH, tokens)
+
+    def sorted_rows(self, x_NH: Tensor, counts: list[int], weights: Weights) -> Tensor:
+        y_NH, start = torch.zeros_like(x_NH), 0
+        for slot, count in enumerate(counts):
+            if count:
+                part = slice(start, start + count)
+                y_NH[part] = self.expert(x_NH[part], slot, weights)
+            start += count
+        return y_NH
+
+    def reduced_rows(self, tokens: RowTokens, weights: Weights) -> Tensor:
+        x_RH, (ids_RK, weights_RK) = self.rows(tokens.x_RH), self.choices(tokens)
+        y_RH = torch.zeros_like(x_RH)
+        for row, (ids, each) in enumerate(zip(ids_RK.tolist(), weights_RK.tolist(), strict=True)):
+            for slot, weight in zip(ids, each, strict=True):
+                if slot >= 0:
+                    y_RH[row] += weight * self.expert(x_RH[row : row + 1], slot, weights)[0]
+        return y_RH
+
+    def rows(self, x: QuantTensor) -> Tensor:
+        return x.dequantize(torch.float32)
+
+    def choices(self, tokens: RowTokens) -> tuple[Tensor, Tensor]:
+        return tokens.ids_RK, tokens.weights_RK
+
+    def counts(self, counts_L: Tensor) -> list[int]:
+        return [int(count) for count in counts_L]
+
+    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
+        w13, w2 = self.matrices(slot, weights)
+        gate, up = self.product(x_NH, w13).chunk(2, dim=1)
+        return self.product(silu(gate) * up, w2)
+
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        one = weights.slot(slot)
+        assert one.gate_IH is not None
+        return torch.cat((self.decoded(one.gate_IH), self.decoded(one.up_IH))), self.decoded(one.down_HI)
+
+    def decoded(self, weight: QuantTensor) -> Tensor:
+        return weight.dequantize(torch.float32)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
+
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        return ExpertOutput(y, OutputStage.RAW)
+
+
+class RightRows(Right):
+    traits = replace(Right.traits, emits={RowTokens: OutputStage.REDUCED})
+
+
+class RightBatches(Right):
+    traits = replace(Right.traits, emits={BatchedTokens: OutputStage.RAW})
+
+
+class RightFp8(Right):
+    traits = replace(Right.traits, weights=frozenset({"fp8_block"}))
+
+
+RIGHT = (Right, RightRows, RightBatches, RightFp8)
+
+
+# Weights.
+
+
+@breaks("values")
+class SwappedHalves(Right):
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        w13, w2 = super().matrices(slot, weights)
+        return w13.roll(len(w13) // 2, dims=0), w2
+
+
+@breaks("values")
+class SwappedHalvesOfOddExperts(Right):
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        w13, w2 = super().matrices(slot, weights)
+        return w13.roll(len(w13) // 2 * (slot % 2), dims=0), w2
+
+
+@breaks("values")
+class InterleavedHalves(Right):
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        w13, w2 = super().matrices(slot, weights)
+        return torch.cat((w13[::2], w13[1::2])), w2
+
+
+@breaks("values")
+class SwappedHalvesOfMappedWeights(Right):
+    traits = replace(Right.traits, layouts=frozenset({CANONICAL, MAPPED}))
+
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        w13, w2 = super().matrices(slot, weights)
+        return w13.roll(len(w13) // 2 * (weights.layout == MAPPED), dims=0), w2
+
+
+@breaks("values")
+class ScaleOfTheFirstExpert(RightFp8):
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        assert isinstance(weights, ExpertWeights) and weights.w2.scales is not None
+        same = replace(weights.w2, scales=weights.w2.scales[:1].expand_as(weights.w2.scales))
+        return super().matrices(slot, replace(weights, w2=same))
+
+
+@breaks("values")
+class ScaleOfTheFirstColumnOfBlocks(RightFp8):
+    def decoded(self, weight: QuantTensor) -> Tensor:
+        assert weight.scales is not None
+        return super().decoded(replace(weight, scales=weight.scales[..., :1].expand_as(weight.scales)))
+
+
+@breaks("values", larger=True)
+class ScaleOfTheFirstTwoRowsOfBlocks(RightFp8):
+    """Right up to 256 rows of a matrix."""
+
+    def decoded(self, weight: QuantTensor) -> Tensor:
+        assert weight.scales is not None
+        row_X = torch.arange(weight.scales.shape[-2]).clamp_max(1)
+        return super().decoded(replace(weight, scales=weight.scales[..., row_X, :]))
+
+
+@breaks("values")
+class ScaleTwiceTooLarge(RightFp8):
+    """As with an exponent bias of 126."""
+
+    def decoded(self, weight: QuantTensor) -> Tensor:
+        return super().decoded(weight) * 2
+
+
+@breaks("values", larger=True)
+class EighthBitOfSlots(Right):
+    """The slot in one byte: expert 256 gets the weights of expert 0."""
+
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        return super().matrices(slot % 256, weights)
+
+
+@breaks("values", larger=True)
+class WrongFromSlot32(Right):
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        return super().matrices(slot % 32, weights)
+
+
+# Rows of an expert, and tiles.
+
+
+@breaks("values", larger=True)
+class WrongFromRow32(Right):
+    limit = 32
+
+    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
+        y_NH = super().expert(x_NH, slot, weights)
+        y_NH[self.limit :] *= 1.01
+        return y_NH
+
+
+@breaks("values", larger=True)
+class WrongFromRow128(WrongFromRow32):
+    limit = 128
+
+
+@breaks("values", larger=True)
+class WrongFromRow512(WrongFromRow32):
+    limit = 512
+
+
+@breaks("values", larger=True)
+class TailOfTiles(Right):
+    """The rows after the last full tile are not computed, where there is a full one."""
+
+    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
+        y_NH = super().expert(x_NH, slot, weights)
+        y_NH[max(len(x_NH) // TILE * TILE, TILE) :] = 0
+        return y_NH
+
+
+@breaks("values", larger=True)
+class LastTileTwice(Right):
+    """The second tile of an expert reads the rows of the first."""
+
+    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
+        row_N = torch.arange(len(x_NH))
+        return super().expert(x_NH[torch.where(row_N >= 64, row_N - 64, row_N)], slot, weights)
+
+
+@breaks("values", larger=True)
+class CountInOneByte(Right):
+    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
+        y_NH = super().expert(x_NH, slot, weights)
+        y_NH[256:] = 0
+        return y_NH
+
+
+@breaks("values", larger=True)
+class LostRowsFrom64(Right):
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        y[64:] = 0
+        return super().finish(y, tokens)
+
+
+@breaks("values", larger=True)
+class OffsetsOf16Bits(Right):
+    """Row times hidden size in 16 bits, as 32 bits overflow at 65,536 times as many elements."""
+
+    def rows(self, x: QuantTensor) -> Tensor:
+        values = super().rows(x)
+        flat = torch.arange(len(values))[:, None] * values.shape[1] + torch.arange(values.shape[1])
+        return values.flatten()[flat % 2**16]
+
+
+@breaks("values", larger=True)
+class RemainderOfThreads(Right):
+    """Rows are divided among four threads, from 128 rows on; the remainder belongs to none."""
+
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        if len(y) >= 128:
+            y[len(y) // 4 * 4 :] = 0
+        return super().finish(y, tokens)
+
+
+@breaks("values")
+class EndsAtTheFirstEmptyExpert(Right):
+    def counts(self, counts_L: Tensor) -> list[int]:
+        counts = super().counts(counts_L)
+        return counts[: counts.index(0)] if 0 in counts else counts
+
+
+@breaks("values")
+class LastRowOfEachExpert(Right):
+    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
+        y_NH = super().expert(x_NH, slot, weights)
+        y_NH[-1] = 0
+        return y_NH
+
+
+# Products.
+
+
+@breaks("values")
+class TailOfK(Right):
+    """Columns after the last full block of 128."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        full = x.shape[1] // 128 * 128
+        return super().product(x[:, :full], weight[:, :full])
+
+
+@breaks("values", larger=True)
+class ThirdBlockOfK(Right):
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return super().product(x[:, :256], weight[:, :256])
+
+
+@breaks("values", larger=True)
+class OddBlockOfK(Right):
+    """Blocks of 64 are read in pairs; the last of an odd number of them is left out, from the third pair on."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        full = max(x.shape[1] // 128 * 128, 256)
+        return super().product(x[:, :full], weight[:, :full])
+
+
+@breaks("values", larger=True)
+class TailOfN(Right):
+    """Columns of a product after the last full vector of 16."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = super().product(x, weight)
+        y[:, y.shape[1] // 16 * 16 :] = 0
+        return y
+
+
+@breaks("values")
+class SumsInBf16(Right):
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return super().product(x.bfloat16(), weight.bfloat16()).float()
+
+
+@breaks("values")
+class ActivationOfUp(Right):
+    def expert(self, x_NH: Tensor, slot: int, weights: Weights) -> Tensor:
+        w13, w2 = self.matrices(slot, weights)
+        gate, up = self.product(x_NH, w13).chunk(2, dim=1)
+        return self.product(silu(gate) * silu(up), w2)
+
+
+@breaks("values")
+class OneActivation(Right):
+    traits = replace(Right.traits, activations=frozenset({"silu", "gelu"}))
+
+
+@breaks("values")
+class WeighsRawOutput(Right):
+    """The kit weighs it again."""
+
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        assert isinstance(tokens, GroupedTokens)
+        return super().finish(y * tokens.weights_N[:, None], tokens)
+
+
+@breaks("invariant")
+class OrderOfSumsByBatch(Right):
+    """One product for one row, a sum of two for several."""
+
+    traits = replace(Right.traits, batch_invariant=True)
+
+    def sorted_rows(self, x_NH: Tensor, counts: list[int], weights: Weights) -> Tensor:
+        self.parts = 1 if len(x_NH) <= 3 else 2
+        return super().sorted_rows(x_NH, counts, weights)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = torch.zeros((len(x), len(weight)))
+        for row in range(len(x)):  # so that a product itself does not depend on the number of rows
+            for some, part in zip(x[row].chunk(self.parts), weight.chunk(self.parts, dim=1), strict=True):
+                y[row] += (some * part).sum(dim=1)
+        return y
+
+
+# Padding and ids of -1.
+
+
+@breaks("padding")
+class SumsPadding(RightBatches):
+    def rows(self, x: QuantTensor) -> Tensor:
+        values = super().rows(x)
+        return values + 0 * values.sum()
+
+
+@breaks("padding")
+class RangeOfPaddedBlock(RightBatches):
+    """Scales a block by its largest value and back."""
+
+    def rows(self, x: QuantTensor) -> Tensor:
+        values = super().rows(x)
+        largest = values.abs().amax(dim=(1, 2), keepdim=True)
+        return values * largest / largest
+
+
+@breaks("values")
+class CountsOfTheNextBlock(RightBatches):
+    def counts(self, counts_L: Tensor) -> list[int]:
+        return super().counts(counts_L.roll(1))
+
+
+@breaks("nowhere", larger=True)
+class NowhereEndsTheRow(RightRows):
+    """Ids after the first -1 are ignored."""
+
+    def choices(self, tokens: RowTokens) -> tuple[Tensor, Tensor]:
+        open_RK = (tokens.ids_RK >= 0).int().cumprod(dim=1).bool()
+        return torch.where(open_RK, tokens.ids_RK, -1), tokens.weights_RK
+
+
+@breaks("nowhere")
+class NowhereIsTheLastExpert(RightRows):
+    """An id of -1 reads the last expert, and gets what is left to a sum of 2."""
+
+    def choices(self, tokens: RowTokens) -> tuple[Tensor, Tensor]:
+        nowhere_RK = tokens.ids_RK < 0
+        rest_R1 = 2 - tokens.weights_RK.sum(dim=1, keepdim=True)
+        weights_RK = torch.where(nowhere_RK, rest_R1, tokens.weights_RK)
+        return torch.where(nowhere_RK, tokens.num_slots - 1, tokens.ids_RK), weights_RK
+
+
+@breaks("nowhere")
+class MeanOverAllChoices(RightRows):
+    """Divides by the number of choices that count, and multiplies by top_k."""
+
+    def choices(self, tokens: RowTokens) -> tuple[Tensor, Tensor]:
+        valid_R1 = (tokens.ids_RK >= 0).sum(dim=1, keepdim=True).clamp_min(1)
+        return tokens.ids_RK, tokens.weights_RK * tokens.ids_RK.shape[1] / valid_R1
+
+
+# State between calls.
+
+
+@breaks("calls")
+class StaleCounts(Right):
+    held: list[int] | None = None
+
+    def counts(self, counts_L: Tensor) -> list[int]:
+        self.held = self.held or super().counts(counts_L)
+        return self.held
+
+
+@breaks("calls")
+class SizedByItsFirstCall(Right):
+    """Raises IndexError when a call is larger."""
+
+    buffer: Tensor | None = None
+
+    def rows(self, x: QuantTensor) -> Tensor:
+        values = super().rows(x)
+        if self.buffer is None:
+            self.buffer = torch.empty_like(values)
+        for row in range(len(values)):
+            self.buffer[row] = values[row]
+        return self.buffer[: len(values)]
+
+
+@breaks("calls")
+class BufferNotCleared(Right):
+    """Adds to what the call before left, where the shape is the same."""
+
+    held = torch.empty(0)
+
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        self.held = y + self.held if self.held.shape == y.shape else y
+        return super().finish(self.held.clone(), tokens)
+
+
+@breaks("calls")
+class WrongAfterManyRows(Right):
+    """A call with less than half of the rows of the largest one before reads the wrong expert."""
+
+    most, wrong = 0, False
+
+    def counts(self, counts_L: Tensor) -> list[int]:
+        total = int(counts_L.sum())
+        self.wrong, self.most = total < self.most // 2, max(self.most, total)
+        return super().counts(counts_L)
+
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        return super().matrices(0 if self.wrong else slot, weights)
+
+
+@breaks("calls")
+class FirstWeightsForever(Right):
+    held: Weights | None = None
+
+    def matrices(self, slot: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        self.held = self.held or weights
+        return super().matrices(slot, self.held)
+
+
+@breaks("calls")
+class RelayoutByShape(Right):
+    """Converted weights are cached by their shape."""
+
+    def __init__(self, context: ExpertsContext) -> None:
+        super().__init__(context)
+        self.cache: dict[torch.Size, Weights] = {}
+
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
+        assert isinstance(weights, ExpertWeights)
+        return self.cache.setdefault(weights.w13.shape, weights)
+
+
+@breaks("kept")
+class ReusedOutput(Right):
+    held = torch.empty(0)
+
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        if self.held.shape != y.shape:
+            self.held = torch.empty_like(y)
+        return super().finish(self.held.copy_(y), tokens)
+
+
+@breaks("nothing left")
+class KeepsEveryInput(Right):
+    def rows(self, x: QuantTensor) -> Tensor:
+        self.__dict__.setdefault("seen", []).append(super().rows(x).clone())
+        return super().rows(x)
+
+
+# Inputs.
+
+
+@breaks("inputs")
+class RoundsItsRows(Right):
+    def rows(self, x: QuantTensor) -> Tensor:
+        x.values.copy_(x.values.bfloat16())
+        return super().rows(x)
+
+
+@breaks("inputs")
+class OutputInPlaceOfRows(Right):
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        assert isinstance(tokens, GroupedTokens)
+        return super().finish(tokens.x_NH.values.copy_(y), tokens)
+
+
+@breaks("inputs")
+class WeightsInPlace(Right):
+    """Swaps the halves of the weights that it was given, and reads them accordingly."""
+
+    def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
+        assert isinstance(weights, ExpertWeights)
+        weights.w2.values.mul_(0.5)
+        return replace(weights, w2=replace(weights.w2, values=weights.w2.values * 2))
+
+
+@breaks("inputs")
+class ClearsCounts(Right):
+    def counts(self, counts_L: Tensor) -> list[int]:
+        counts = super().counts(counts_L)
+        counts_L.zero_()
+        return counts
+
+
+@breaks("inputs")
+class NormalisesWeights(RightRows):
+    def choices(self, tokens: RowTokens) -> tuple[Tensor, Tensor]:
+        before = tokens.weights_RK.clone()
+        tokens.weights_RK.div_(tokens.weights_RK.sum(dim=1, keepdim=True).clamp_min(1e-9))
+        return tokens.ids_RK, before
+
+
+# Outputs.
+
+
+@breaks("shape")
+class OutputInF64(Right):
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        return super().finish(y.double(), tokens)
+
+
+@breaks("shape")
+class OutputInBf16(Right):
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        return super().finish(y.bfloat16(), tokens)
+
+
+@breaks("shape")
+class PaddedOutput(Right):
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        return super().finish(torch.cat((y, y.new_zeros((-len(y) % 8, y.shape[1])))), tokens)
+
+
+@breaks("stage")
+class ClaimsToWeigh(Right):
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        return ExpertOutput(y, OutputStage.WEIGHTED)
+
+
+@breaks("deterministic")
+class LastBitByCall(Right):
+    calls = 0
+
+    def finish(self, y: Tensor, tokens: Tokens) -> ExpertOutput:
+        self.calls += 1
+        return super().finish(y * (1 + 1e-7 * (self.calls % 2)), tokens)
+
+
+@breaks("deterministic")
+class OrderOfSumsByChance(Right):
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        order_K = torch.randperm(x.shape[1])
+        return super().product(x[:, order_K], weight[:, order_K])
+
+
+@breaks("runs")
+class FailsWithoutRows(Right):
+    def rows(self, x: QuantTensor) -> Tensor:
+        values = super().rows(x)
+        assert values.abs().max() >= 0  # of nothing: raises
+        return values
+
+
+@breaks("graphs")
+class ReadsCountsOnTheHost(Right):
+    traits = replace(Right.traits, graph_safe=True)
+
+    def counts(self, counts_L: Tensor) -> list[int]:
+        return [int(count) for count in counts_L.tolist()]
+
+
+@breaks("graphs")
+class SizesByValues(RightRows):
+    """torch.nonzero: the size of its output is known on the host only."""
+
+    traits = replace(RightRows.traits, graph_safe=True)
+
+    def reduced_rows(self, tokens: RowTokens, weights: Weights) -> Tensor:
+        x_RH, y_RH = self.rows(tokens.x_RH), torch.zeros(tokens.x_RH.shape)
+        for slot in range(tokens.num_slots):
+            row_N, k_N = torch.nonzero(tokens.ids_RK == slot, as_tuple=True)
+            y_NH = self.expert(x_RH[row_N], slot, weights) * tokens.weights_RK[row_N, k_N][:, None]
+            y_RH.index_add_(0, row_N, y_NH)
+        return y_RH
