@@ -9,7 +9,7 @@ from moe_mk.config.problem import Problem, Reason
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Properties of one backend; the defaults are the most permissive."""
+    """Properties of one backend. Guarantees are false unless stated; the other defaults are the most permissive."""
 
     summary: str
     """One line: what it is and when to choose it."""
@@ -21,9 +21,9 @@ class Traits:
     """Module name of the optional library it needs."""
     extra: str = ""
     """The pip command or recipe that installs the library."""
-    graph_safe: bool = True
+    graph_safe: bool = False
     """Whether a call can be captured in a CUDA graph: no host sync, no changing sizes."""
-    deterministic: bool = True
+    deterministic: bool = False
     """Whether equal inputs give equal bits."""
 
 

@@ -95,6 +95,8 @@ class DeepGemmExperts(FusedExperts):
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="DeepGEMM's grouped GEMMs: FP8 blocks on Hopper and Blackwell, MXFP4 on Blackwell; for many rows an "
         "expert",
+        graph_safe=True,
+        deterministic=True,
         kinds=frozenset({"cuda"}),
         min_arch=(9, 0),
         library="deep_gemm",

@@ -32,6 +32,7 @@ class ReferenceExperts(FusedExperts):
         biases=True,
         definition=True,
         graph_safe=False,
+        deterministic=True,
         bandwidth=0.01,
         compute=0.02,
         launches=12,

@@ -46,6 +46,7 @@ class TorchCpuExperts(FusedExperts):
         activations=frozenset({*ACTIVATIONS, *CLAMPED}),
         biases=True,
         graph_safe=False,
+        deterministic=True,
         bandwidth=0.1,
         compute=0.4,
         launches=10,

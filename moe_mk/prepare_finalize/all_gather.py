@@ -27,6 +27,7 @@ class AllGather(PrepareFinalize):
         wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
         min_ranks=2,
         graph_safe=False,
+        deterministic=True,
     )
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:

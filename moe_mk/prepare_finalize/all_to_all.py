@@ -122,6 +122,7 @@ class AllToAll(PrepareFinalize):
         wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
         min_ranks=2,
         graph_safe=False,
+        deterministic=True,
     )
 
     def __init__(self, context: TransportContext) -> None:

@@ -166,6 +166,7 @@ class Hierarchical(PrepareFinalize):
         wire=frozenset({"plain", "fp8"}),
         min_ranks=2,
         graph_safe=False,
+        deterministic=True,
     )
 
     def __init__(self, context: TransportContext) -> None:

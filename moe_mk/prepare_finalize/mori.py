@@ -67,6 +67,7 @@ class Mori(PrepareFinalize):
         open_calls=MAX_OPEN_CALLS,
         blocking=True,
         comm_unit="CUs",
+        graph_safe=True,
         deterministic=False,
     )
 

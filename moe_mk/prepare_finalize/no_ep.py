@@ -22,6 +22,8 @@ class NoEP(PrepareFinalize):
         wants=OutputStage.REDUCED,
         max_ranks=1,
         tokens=frozenset({"sharded", "replicated"}),
+        graph_safe=True,
+        deterministic=True,
     )
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:

@@ -26,6 +26,8 @@ class Replicated(PrepareFinalize):
         min_ranks=2,
         tokens=frozenset({"replicated"}),
         partial=True,
+        graph_safe=True,
+        deterministic=True,
     )
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:

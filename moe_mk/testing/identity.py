@@ -23,6 +23,8 @@ class IdentityExperts(FusedExperts):
         emits={GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
         weights=frozenset({"plain", "fp8_block"}),
         computes=("plain",),
+        graph_safe=True,
+        deterministic=True,
     )
 
     def __init__(self, context: ExpertsContext, factors_L: Tensor | None = None) -> None:

@@ -32,7 +32,14 @@ def codes(traits: Traits, asked: Problem) -> list[str]:
 
 def test_permissive_traits_are_never_against_anything() -> None:
     for device in ("cpu", "h100", "mi300x"):
-        assert codes(Traits(summary="x"), problem(device, graphs=True, deterministic=True)) == []
+        assert codes(Traits(summary="x"), problem(device)) == []
+        stated = Traits(summary="x", graph_safe=True, deterministic=True)
+        assert codes(stated, problem(device, graphs=True, deterministic=True)) == []
+
+
+def test_guarantees_that_are_not_stated_are_not_given() -> None:
+    asked = problem("h100", graphs=True, deterministic=True)
+    assert codes(Traits(summary="x"), asked) == ["graphs", "deterministic"]
 
 
 def test_every_reason_is_listed() -> None:

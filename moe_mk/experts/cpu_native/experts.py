@@ -183,6 +183,7 @@ class CpuNativeExperts(FusedExperts):
         activations=frozenset(ACTIVATIONS),
         biases=True,
         graph_safe=False,
+        deterministic=True,
         bandwidth=0.7,
         compute=0.4,
         launches=1,

@@ -128,6 +128,7 @@ class FlashInferCutlassExperts(FusedExperts):
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="FlashInfer's CUTLASS experts: bf16 and calibrated FP8 from Hopper, FP8 blocks on Hopper alone, "
         "NVFP4 and MXFP4 on Blackwell",
+        graph_safe=True,
         kinds=frozenset({"cuda"}),
         min_arch=(9, 0),
         library="flashinfer",

@@ -71,6 +71,8 @@ class TritonExperts(FusedExperts):
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="our Triton kernels for Hopper: bf16, FP8 and INT8 products, weight-only FP8, INT8, MXFP8, MXFP4 and "
         "NVFP4, biases and clamped SwiGLU, every layout; compiled for sm_90 in CI",
+        graph_safe=True,
+        deterministic=True,
         kinds=frozenset({"cuda"}),
         min_arch=(9, 0),
         library="triton",

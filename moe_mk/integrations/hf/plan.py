@@ -51,6 +51,7 @@ class ModuleExperts(FusedExperts):
         weights=frozenset({"plain", "fp8_block"}),
         computes=("plain",),
         graph_safe=False,
+        deterministic=True,
         per_expert=True,
     )
 

@@ -156,6 +156,8 @@ DEEPEP = TransportTraits(
     wire=frozenset({"plain", "fp8"}),
     min_ranks=2,
     blocking=True,
+    graph_safe=True,
+    deterministic=True,
 )
 """Traits common to the transports of DeepEP and of libraries with its interface."""
 

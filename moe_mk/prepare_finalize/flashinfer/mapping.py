@@ -21,6 +21,7 @@ DOMAIN = TransportTraits(
     min_ranks=2,
     one_node=True,
     blocking=True,
+    graph_safe=True,
     deterministic=False,
 )
 """What both have in common: ranks of one NVLink domain, rows in any format, in no particular order."""

@@ -63,6 +63,7 @@ class OneSided(PrepareFinalize):
         one_node=True,
         open_calls=OneSidedBufferPool.MAX_OPEN_CALLS,
         graph_safe=False,
+        deterministic=True,
     )
 
     def __init__(self, context: TransportContext) -> None:

@@ -101,6 +101,8 @@ class OneSidedGpu(PrepareFinalize):
         min_ranks=2,
         one_node=True,
         masks_ranks=True,
+        graph_safe=True,
+        deterministic=True,
     )
     looks = LOOKS
     """At a flag, before a rank counts as late."""
