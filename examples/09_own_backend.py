@@ -27,6 +27,7 @@ class MyLoop(FusedExperts):
         computes=("plain",),
         activations=frozenset({"silu"}),
         graph_safe=False,  # counts are read on the host
+        deterministic=True,  # one product per expert, in the order of the rows
     )
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:

@@ -22,6 +22,7 @@ class MatmulLoop(FusedExperts):
         computes=("plain",),
         activations=frozenset({"silu"}),
         graph_safe=False,
+        deterministic=True,
         bandwidth=0.05,
         compute=0.3,
         per_expert=True,

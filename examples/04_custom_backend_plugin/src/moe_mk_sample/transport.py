@@ -35,6 +35,7 @@ class OneByOne(PrepareFinalize):
         wire=frozenset({"plain", "fp8"}),
         min_ranks=2,
         graph_safe=False,
+        deterministic=False,  # index_add_ adds in any order on a GPU
     )
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
