@@ -188,10 +188,10 @@ def test_layers_of_the_same_groups_share_one_file(world: RankWorld) -> None:
 
 
 def call_with_a_late_peer(rank: int) -> str:
-    transport = OneSided(context(world_comm(timeout_s=0.5)))
+    transport = OneSided(context(world_comm(timeout_s=2.0)))
     wait(there_and_back(transport, *drawn(rank, 4, torch.float32)))
     if rank == 2:
-        time.sleep(1.0)
+        time.sleep(3.0)
         return ""
     with pytest.raises(CommError) as caught:
         wait(there_and_back(transport, *drawn(rank, 4, torch.float32)))
@@ -202,7 +202,7 @@ def test_a_late_peer_ends_the_call_with_rank_phase_epoch_and_peer(world: RankWor
     texts = world.call(call_with_a_late_peer)
     for rank in (0, 1, 3):
         assert texts[rank].startswith(f"rank {rank}, phase 'dispatch', layer 'layers.3', peer 2: epoch 2: sent nothing")
-        assert "within 0.5 s [kernel.timeout_s]" in texts[rank]
+        assert "within 2 s [kernel.timeout_s]" in texts[rank]
 
 
 # Last of all: the world does not outlive it.
