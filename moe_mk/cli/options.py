@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from moe_mk.errors import ConfigError
 
@@ -23,6 +22,8 @@ Settings = Annotated[
 
 def settings_of(words: Sequence[str] | None) -> dict[str, Any]:
     """The overrides that --set gives, for `MoEConfig.with_`; values are read as YAML. Raises ConfigError."""
+    import yaml  # not by --help
+
     found: dict[str, Any] = {}
     for word in words or ():
         key, equals, text = word.partition("=")

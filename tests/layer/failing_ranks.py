@@ -101,6 +101,7 @@ def one_more_micro_batch(rank: int, transport: str) -> list[dict[str, Any]]:
     """Rank 0 brings three micro-batches, the others two; one-sided, it waits for windows that they never open."""
     made = built(transport, timeout_s=2.0 if transport.startswith("one_sided") else TIMEOUT_S)
     made(tokens(rank, 6))
+    dist.barrier()  # else a failure may reach the first call of a rank that has not read all sums yet
     parts = [tokens(rank, 6, seed) for seed in range(3 if rank == 0 else 2)]
     return [outcome(lambda: torch.cat(run_dual([made.steps(x_TH) for x_TH in parts])))]
 
@@ -111,6 +112,7 @@ def another_layer(rank: int, transport: str) -> list[dict[str, Any]]:
     layers = [built(transport, groups), built(transport, groups)]
     for each in layers:
         each(tokens(rank, 6))
+    dist.barrier()  # else a failure may reach the first call of a rank that has not read all sums yet
     return [outcome(lambda: layers[int(rank == 0)](tokens(rank, 6)))]
 
 
@@ -162,6 +164,7 @@ def fails_on_a_grid(rank: int) -> list[dict[str, Any]]:
     ep = [dist.new_group(members) for members in columns][rank % 2]
     made = built("all_to_all", ParallelGroups(ep=ep, tp=tp))
     made(tokens(rank // 2, 5))
+    dist.barrier()  # else a failure may reach the first call of a rank that has not read all sums yet
     if rank == 2:
         fail_once_in_experts(made, MemoryError())
     return [outcome(lambda: made(tokens(rank // 2, 5)))]
@@ -171,6 +174,7 @@ def shared_expert_fails(rank: int) -> list[dict[str, Any]]:
     """The shared expert of rank 1 fails while tokens are in flight."""
     made = built("all_to_all", num_shared_experts=1)
     made(tokens(rank, 5))
+    dist.barrier()  # else a failure may reach the first call of a rank that has not read all sums yet
     if rank == 1:
         shared: Any = made._shared
         shared.experts.run = lambda *args: (_ for _ in ()).throw(MemoryError())
@@ -181,6 +185,7 @@ def hostile_counts(rank: int, transport: str, count: int) -> list[dict[str, Any]
     """Rank 1 announces rows that no window and no memory could hold."""
     made = built(transport)
     made(tokens(rank, 5))
+    dist.barrier()  # else a failure may reach the first call of a rank that has not read all sums yet
     if rank == 1:
         messages: Any = made.kernel.prepare_finalize.context.comm._messages  # type: ignore[union-attr]
         exchange = messages.exchange
@@ -199,6 +204,7 @@ def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[d
     """Rank 1 sends rows whose first assignment is none that exists."""
     made = built(transport, **({"ranks_per_node": per_node} if transport == "hierarchical" else {}))
     made(tokens(rank, 12))
+    dist.barrier()  # else a failure may reach the first call of a rank that has not read all sums yet
     if rank == 1:
         messages: Any = made.kernel.prepare_finalize.context.comm._messages  # type: ignore[union-attr]
         exchange, ids_at = messages.exchange, -TOP_K * (4 + 4)

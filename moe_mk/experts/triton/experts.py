@@ -268,7 +268,9 @@ def _target_of(device: DeviceProfile) -> Target | None:
 
 
 def _engines(device: torch.device) -> tuple[str, ...]:
-    """The engines whose kernels compile for a device; all of them where kernels are interpreted."""
+    """The engines whose kernels compile for a device; all of them where kernels are interpreted or no GPU is here."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return ("triton", "gluon")
     target = _target_of(profile_here(device))
     return ("triton", "gluon") if target is None else target.engines
 

@@ -78,7 +78,7 @@ def test_memory_that_cannot_be_had_is_reported_in_the_words_of_torch(monkeypatch
 def test_an_address_that_is_not_that_of_the_window_ends_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     (only,) = standins(1)
     monkeypatch.setattr(only, "rendezvous", lambda tensor, group: Handle(0, 1, [4096], 0))
-    with pytest.raises(CommError, match=r"rank 0, phase 'window set-up': .* window at 0x.* is stated to lie at 0x1000"):
+    with pytest.raises(CommError, match=r"rank 0, phase 'window set-up': .* window at 0x.* is reported at 0x1000"):
         mapped([only], GPUS[:1])
 
 
