@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import hypothesis
 import numpy as np
@@ -20,8 +21,28 @@ MARKS_OF_FOLDERS = {
     "tests/testing/emulated/": "emulated",
     "tests/comm/network/": "network",
     "tests/prepare_finalize/one_sided/test_network": "network",
+    "tests/architecture/test_conftest": "thorough",
+    "tests/cli/test_timeline": "thorough",
+    "tests/comm/symmetric/test_processes": "thorough",
+    "tests/integrations/hf/test_parallel": "thorough",
+    "tests/kernels/triton/test_interpreted": "thorough",
+    "tests/kernels/triton/test_one_sided": "thorough",
+    "tests/prepare_finalize/test_long_runs": "thorough",
+    "tests/rebalance/test_live_processes": "thorough",
+    "tests/rebalance/test_moving_processes": "thorough",
+    "tests/testing/test_faults": "thorough",
+    "tests/tools/test_docs_certified": "thorough",
 }
-"""Marks of every test below a path. tools/touched.py lists the sources whose changes make CI run them."""
+"""Marks of every test below a path. CI always runs `thorough`; tools/touched.py lists the sources whose changes make it
+run `emulated` and `network`."""
+SAMPLED = (
+    "tests/conformance/test_experts",
+    "tests/conformance/test_pairs",
+    "tests/conformance/test_transports",
+    "tests/kernels/triton/test_sm90_formats",
+    "tests/verify/test_compare",
+)
+"""Products of many settings: every third of their thorough cases runs, always the same; `make stress` has the others."""
 
 # The same examples on every run, and no deadline: the machines that run this differ by a factor of ten.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -67,6 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         where = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
         for mark in (mark for path, mark in MARKS_OF_FOLDERS.items() if where.startswith(path)):
             item.add_marker(mark)
+        if where.startswith(SAMPLED) and item.get_closest_marker("thorough") and crc32(item.name.encode()) % 3:
+            item.add_marker("slow")
         if missing := missing_device(item):
             item.add_marker(pytest.mark.skip(reason=missing))
 

@@ -48,6 +48,7 @@ def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Pa
     assert trace.facts.num_ranks == 2 and trace.weights_RK is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.row(39)
 def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(tiny: Path, tmp_path: Path) -> None:
     words = ("run", tiny, "--ranks", 4, "--ranks-per-node", 2, "--prepare-finalize", "hierarchical", "--repeats", 1)
@@ -62,6 +63,7 @@ def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(tiny: Path, tmp_pa
     assert f"{near:,} B inside the node and {far:,} B between nodes" in done.stdout
 
 
+@pytest.mark.thorough
 def test_idle_ranks_take_part(tiny: Path) -> None:
     done = command(BIN / "moe-mk", "run", tiny, "--ranks", 2, "--tokens", "0,7", "--repeats", 1)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
@@ -78,6 +80,7 @@ def test_torchrun_starts_the_ranks(tiny: Path, tmp_path: Path) -> None:
     assert "ep=2" in done.stdout and "2+1 tokens" in done.stdout
 
 
+@pytest.mark.thorough
 def test_torchrun_of_the_script_reports_an_error_once(tiny: Path) -> None:
     torchrun = (BIN / "torchrun", "--standalone", "--nproc-per-node", 2)
     done = command(*torchrun, BIN / "moe-mk", "run", tiny, "--tokens", "1,2,3")

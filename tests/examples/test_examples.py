@@ -111,7 +111,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_experts_of_the_tiny_model_are_reported_by_kind_and_leave_a_trace(tiny_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'moe-mk[plot]'")
     file = tmp_path / "trace.safetensors"
