@@ -42,7 +42,7 @@ SAMPLED = (
     "tests/kernels/triton/test_sm90_formats",
     "tests/verify/test_compare",
 )
-"""Products of many settings: every third of their thorough cases runs, always the same; `make stress` has the others."""
+"""Products of many settings: every third of their thorough cases runs, always the same; `make stress` has all."""
 
 # The same examples on every run, and no deadline: the machines that run this differ by a factor of ten.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

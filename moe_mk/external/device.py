@@ -50,6 +50,11 @@ def collective_backend(device: str, ranks: int) -> str:
     return "nccl" if parsed_device(device).type == "cuda" and ranks <= torch.cuda.device_count() else "gloo"
 
 
+def is_here(device: torch.device) -> bool:
+    """Whether this machine has a device of that type."""
+    return device.type != "cuda" or torch.cuda.is_available()
+
+
 def profile_here(device: torch.device) -> DeviceProfile:
     """The profile of a device of this machine: the shipped one nearest to it, with the memory that is really there."""
     if device.type == "cpu":

@@ -46,7 +46,7 @@ from moe_mk.experts.triton.weights import (
     stacked,
 )
 from moe_mk.experts.triton.workspace import Workspace, workspace_of
-from moe_mk.external.device import profile_here, stream_of
+from moe_mk.external.device import is_here, profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
 from moe_mk.kernels.triton.tile import TARGETS, Target, Tile
 from moe_mk.quant.fp8_whole import Fp8Static
@@ -269,7 +269,7 @@ def _target_of(device: DeviceProfile) -> Target | None:
 
 def _engines(device: torch.device) -> tuple[str, ...]:
     """The engines whose kernels compile for a device; all of them where kernels are interpreted or no GPU is here."""
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not is_here(device):
         return ("triton", "gluon")
     target = _target_of(profile_here(device))
     return ("triton", "gluon") if target is None else target.engines
