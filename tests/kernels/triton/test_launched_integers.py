@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ pytestmark = pytest.mark.sm90
 
 TILE = Tile(16, True, 4, 5)
 Launched = list[tuple[str, Integers]]
+
+
+UNSEEN_DEVICES = count(2000)
+"""Devices for which no test of this process has compiled a kernel."""
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     for module in (grouped_w13, grouped_w2, gluon_gemms):
         monkeypatch.setattr(module, "resident_programs", lambda device: 132)
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
-    monkeypatch.setattr(driver, "_active", NoDriver())
+    monkeypatch.setattr(driver, "_active", NoDriver(next(UNSEEN_DEVICES)))
     return seen
 
 

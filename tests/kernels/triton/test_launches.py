@@ -20,7 +20,10 @@ FP8 = torch.float8_e4m3fn
 
 
 class NoDriver:
-    """What Triton asks its driver before it compiles."""
+    """What Triton asks its driver before it compiles. device: its number; kernels are cached by it."""
+
+    def __init__(self, device: int = 0) -> None:
+        self.device = device
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -28,7 +31,7 @@ class NoDriver:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ pytestmark = [pytest.mark.sm90, pytest.mark.thorough]
 
 HIDDEN, INNER, SLOTS, TOP_K = 512, 256, 256, 8
 EMPTY = torch.empty
+
+
+UNSEEN_DEVICES = count(1000)
+"""Devices for which no test of this process has compiled a kernel."""
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     for module in (grouped_w13, grouped_w2, gluon_gemms):
         monkeypatch.setattr(module, "resident_programs", lambda device: 132)
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
-    monkeypatch.setattr(driver, "_active", NoDriver())
+    monkeypatch.setattr(driver, "_active", NoDriver(next(UNSEEN_DEVICES)))
     return seen
 
 
