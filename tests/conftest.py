@@ -39,7 +39,8 @@ SAMPLED = (
     "tests/conformance/test_experts",
     "tests/conformance/test_pairs",
     "tests/conformance/test_transports",
-    "tests/kernels/triton/test_sm90_formats",
+    "tests/kernels/triton/test_sm90",
+    "tests/testing/test_broken",
     "tests/verify/test_compare",
 )
 """Products of many settings: every third of their thorough cases runs, always the same; `make stress` has all."""
