@@ -5,7 +5,7 @@
     python benchmarks/compare.py before.json after.json [--limit 1.1]
 
 A ratio above 1 states that the second run is slower. Exit code 1 if any forward is slower than --limit allows, 2 if the
-two cannot be compared. What differs between the runs beside the times is stated first.
+two cannot be compared. Other differences between the runs are printed first.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     python benchmarks/experts_cpu.py --experts 8 --quant mxfp4 nvfp4 mxfp8 int8 int8_w8a8 --vllm vllm --formats-only
 
 Per number of rows and per routing (uniform, Zipf-skewed) every candidate has its turn once a round: calls that follow a
-call, and for few tokens the first call after a pause beside them (experts_cpu_clock.py states why). Two clocks: `wall`,
+call, and for few tokens also the first call after a pause (the reason is in experts_cpu_clock.py). Two clocks: `wall`,
 and `cpu`, the processor time of all threads, which other programs on the machine disturb far less; ratios and
 fractions are of medians of `cpu` unless the machine is quiet. Yardsticks: reading the touched weights once, in the
 fastest of some ways, and the bare multiply-add loop of the same instruction set. Errors are L2 against f32 with exact

@@ -51,7 +51,7 @@ class RowTokens:
     num_slots: int
     """L, the physical experts of this rank."""
     handle: object = None
-    """What the transport needs to combine the output. Nobody else looks inside."""
+    """State that the transport needs for combine; opaque to all other code."""
     out_RH: Tensor | None = None
     """Where the transport would have the REDUCED output, in the layer's dtype: memory that peers read. An output
     written there is not copied again; one that lies elsewhere is as good. None: anywhere."""

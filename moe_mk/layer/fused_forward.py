@@ -53,7 +53,7 @@ class FusedForward:
 
 
 def record_as_stages(kernel: FusedMoEKernel, y_TH: Tensor) -> None:
-    """Enter one fused call, whose rows are as wide as its output, into the ledger of a kernel."""
+    """Record the stages of one fused call in the ledger of its kernel; rows have the width of the output."""
     ran, transport, num_bytes = kernel.spans.ledger.ran, type(kernel.prepare_finalize), y_TH.nbytes
     ran("dispatch", transport, num_bytes)
     ran("experts", type(kernel.experts), 2 * num_bytes)

@@ -56,8 +56,8 @@ from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_wid
 from moe_mk.weights.scan import Progress
 
 MASKED_ROWS = 64
-"""Assumed upper bound of the mean rows per expert in padded blocks whose transport states no expected number: the
-counts are on the device, and this layout is used for decoding.
+"""Default upper bound of the mean rows per expert for padded blocks without `expected_N`: counts are on the device,
+and this layout is used for decoding.
 """
 FEWEST = 2.0**-10
 """Lower bound of the mean rows per expert."""

@@ -48,9 +48,9 @@ class Target:
 
     name: str
     engines: tuple[str, ...]
-    """Whose kernels compile."""
+    """Engines with kernels that compile for this architecture."""
     spilling: tuple[int, ...] = ()
-    """Rows of the built-in FP8 tiles whose kernels move registers to memory."""
+    """Rows of the built-in FP8 tiles that spill registers."""
 
     def __str__(self) -> str:
         spills = f"; FP8 tiles of {' and '.join(map(str, self.spilling))} rows spill registers" if self.spilling else ""

@@ -243,7 +243,7 @@ class KernelRows:
         """Take tails apart; values are those of the window, copied to their place where they lie apart."""
         prepared, total = self._calls_of_slot[buffer], sum(received_W)
         first = buffer.seam_row - sum(received_W[: buffer.left + 1])
-        if buffer.size > 2:  # others than the two whose rows meet at the seam
+        if buffer.size > 2:  # ranks other than the two adjacent to the seam
             buffer.take_pages_around_seam(first, first + total)
         values_to = prepared.values_at + first * self._size.values
         scales_RX, ids_RK, weights_RK = prepared.calls.receive(total, values_to)
