@@ -27,8 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_mk.plan.affinity import nodes_per_token, place_by_affinity
-from moe_mk.trace.routing import RoutingTrace, TraceFacts
-from moe_mk.trace.routing_recorder import RoutingRecorder
+from moe_mk.trace.routing import RoutingRecorder, RoutingTrace, TraceFacts
 
 KINDS = ("indent", "space", "keyword", "name", "number", "operator", "string", "comment")
 WINDOWS, LENGTH, RANKS = 64, 128, 4

@@ -57,8 +57,8 @@ from moe_mk.weights import CheckpointShape, ExpertWeights, as_mapped, write_chec
 
 # Everything imported from deeper than a room; corrected here when modules move.
 from moe_mk.flight import Flight, wait  # isort: skip
-from moe_mk.router.capacity import route_with_capacity  # isort: skip
-from moe_mk.router.noisy_topk import noisy_topk  # isort: skip
+from moe_mk.router.training import route_with_capacity  # isort: skip
+from moe_mk.router.training import noisy_topk  # isort: skip
 from moe_mk.testing.cases import RoutingCase, hostile_routings  # isort: skip
 from moe_mk.testing.experts import random_experts  # isort: skip
 from moe_mk.testing.on_ranks import (  # isort: skip

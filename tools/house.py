@@ -10,8 +10,10 @@ python tools/house.py --svg FILE    draw the rooms on their floors and what they
 Lines are all lines of all files of the package, C++ included. An importer is a module that imports another one by name;
 `from room import name` imports the module of that name, or the room's `__init__`. Importers that are an `__init__`
 re-export and do not count. An orphan is reached neither from the public API (`moe_mk/__init__` and what the rooms it
-opens export), nor from the command, an entry point, a registry, `python -m`, or an adapter in `integrations/`.
-Frames are counted by `tools/decode_step.py`.
+opens export), nor from the command, an entry point, a registry, `python -m`, an adapter in `integrations/`, or an
+import that the docstring of an `__init__` shows to users. Of the modules with one importer, the house keeps those that
+are plugins (in a registry, or imported by name), verbs of the command, those of more than 250 lines, and those that
+imitate the modules of another library. Frames are counted by `tools/decode_step.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,7 +43,7 @@ CORE = (
 LEFT_OUT = ("testing", "cli", "kernels/csrc")
 """Folders that the size of the package is reported without."""
 LIMITS = {
-    "modules with one importer": 29,
+    "short ones, no plugins": 29,
     "circles": 0,
     "orphans": 0,
     "core lines": 14_999,
@@ -51,6 +54,8 @@ LIMITS = {
     "files at EP=2": 16,
 }
 """The most of each."""
+LONG = 250
+"""Lines beyond which a module with one importer stays a module."""
 SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 
 
@@ -102,6 +107,16 @@ class House:
         """Modules that exactly one other imports, with that one."""
         found = self.importers()
         return {m: next(iter(found[m])) for m in self.paths if len(found[m]) == 1 and not self.is_room(m)}
+
+    def short_with_one_importer(self) -> list[str]:
+        """Of `with_one_importer`: no plugin, no verb, no imitation of another library, at most `LONG` lines."""
+        kept = (f"{PACKAGE}.testing.emulated.", f"{PACKAGE}.cli.")
+        by_name = {*self._doors(), *(name for module in self.paths for name in self._named_in(module))}
+        return [
+            module
+            for module in self.with_one_importer()
+            if module not in by_name and not module.startswith(kept) and _lines(self.paths[module]) <= LONG
+        ]
 
     def circles(self, *, typing: bool) -> list[list[str]]:
         """Modules that import each other, directly or not. typing: imports under TYPE_CHECKING count too."""
@@ -166,6 +181,10 @@ class House:
         adapters = f"{PACKAGE}.integrations"
         yield from (m for m in self.paths if m == adapters or m.rpartition(".")[0] == adapters)
         yield from (module for module, tree in self.trees.items() if _registers(tree))
+        texts = (ast.get_docstring(self.trees[module]) or "" for module in self.paths if self.is_room(module))
+        yield from (
+            name for text in texts for name in re.findall(r"(?:from|import) ([\w.]+)", text) if name in self.paths
+        )
 
     def _imports_of(self, module: str) -> Iterator[Import]:
         tree = self.trees[module]
@@ -275,6 +294,8 @@ def static_measurements(house: House) -> dict[str, Any]:
         "lines": whole,
         "modules": len(house.paths),
         "modules with one importer": len(one),
+        "short ones, no plugins": len(house.short_with_one_importer()),
+        "short modules with one importer": house.short_with_one_importer(),
         "their lines": sum(_lines(house.paths[module]) for module in one),
         "in the same folder": sum(m.rpartition(".")[0] == by.rpartition(".")[0] for m, by in one.items()),
         "one importer": one,
@@ -306,7 +327,10 @@ def report(measured: Mapping[str, Any], *, in_full: bool) -> Iterator[str]:
     if in_full:
         seen = measured["circles of modules with TYPE_CHECKING"]
         lists["circle with TYPE_CHECKING"] = [", ".join(circle) for circle in seen]
-        lists["one importer"] = [f"{module}  <-  {by}" for module, by in sorted(measured["one importer"].items())]
+        short = set(measured["short modules with one importer"])
+        for kind, wanted in (("one importer, short", True), ("one importer", False)):
+            named = sorted(each for each in measured["one importer"].items() if (each[0] in short) == wanted)
+            lists[kind] = [f"{module}  <-  {by}" for module, by in named]
     for kind, each in lists.items():
         yield from (f"{kind:<26}{line}" for line in each)
 

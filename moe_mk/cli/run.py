@@ -38,8 +38,7 @@ from moe_mk.layer import DeepseekV3MoE, MoELayer
 from moe_mk.trace.chrome import write_chrome_trace
 from moe_mk.trace.clock import now
 from moe_mk.trace.recorder import STAGES, Recorder, Span
-from moe_mk.trace.routing import Phase, RoutingTrace, TracedForward, TraceFacts
-from moe_mk.trace.routing_recorder import RoutingRecorder
+from moe_mk.trace.routing import Phase, RoutingRecorder, RoutingTrace, TracedForward, TraceFacts
 from moe_mk.verify import Answer, faulty_router, faulty_weights, verify
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.source import SafetensorsSource

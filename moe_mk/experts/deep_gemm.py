@@ -19,7 +19,7 @@ from moe_mk.errors import LibraryMissing
 from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.external.library import installed_version, load
 from moe_mk.kernels.reference.activation import CLAMPED, activation
-from moe_mk.kernels.reference.quantize_rows import quantize_rows
+from moe_mk.kernels.reference.quantize import quantize_rows
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, Tokens

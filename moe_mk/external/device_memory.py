@@ -1,4 +1,4 @@
-"""Memory of a GPU that several processes map: CUDA IPC, by the handles torch makes for it.
+"""Memory of a GPU that several processes map: CUDA IPC by the handles that torch makes, and torch's symmetric memory.
 
 The owner of a window states how it may be opened, as text that travels like any other; a peer opens it and holds it as
 long as it uses it. Legacy IPC handles name a whole block of the driver: an offset into it goes along.
@@ -6,8 +6,10 @@ long as it uses it. Legacy IPC handles name a whole block of the driver: an offs
 
 from __future__ import annotations
 
+import importlib
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -37,3 +39,61 @@ def _written(part: object) -> object:
 
 def _read(part: Any) -> Any:
     return bytes.fromhex(part["hex"]) if isinstance(part, dict) else part
+
+
+MODULE = "torch.distributed._symmetric_memory"
+
+BACKEND = "CUDA"
+
+"""Of torch's three the one whose addresses kernels may use without a library beside them."""
+
+
+class SymmetricMemory(Protocol):
+    """What is used of torch's module."""
+
+    def empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        """Memory of this rank that others can map."""
+
+    def rendezvous(self, tensor: Tensor, group: Any) -> Any:
+        """A handle on that of all ranks, together with all of them."""
+
+    def get_backend(self, device: Any) -> str | None:
+        """Which of its backends serves a device."""
+
+
+def library() -> SymmetricMemory | None:
+    """Torch's module; None in a torch that has none."""
+    try:
+        return cast(SymmetricMemory, importlib.import_module(MODULE))
+    except ImportError:
+        return None
+
+
+def window_of(num_bytes: int, device: torch.device, torch_memory: SymmetricMemory | None) -> tuple[Tensor | None, str]:
+    """A window of zeros that peers can map, (num_bytes,) uint8; or None, and why there is none."""
+    if torch_memory is None:
+        return None, f"this torch has no {MODULE}"
+    try:
+        backend = torch_memory.get_backend(device)
+        if backend != BACKEND:
+            return None, f"it is served by {backend or 'nothing'} here, not by {BACKEND}"
+        return torch_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_(), ""
+    except (RuntimeError, NotImplementedError) as problem:
+        return None, (str(problem).splitlines() or [type(problem).__name__])[0]
+
+
+def addresses_of(
+    window: Tensor, group: object, torch_memory: SymmetricMemory, exchange: Callable[[str], list[str]]
+) -> tuple[list[int], object]:
+    """Where the window of each rank lies in this process, and what must be held as long as they are used.
+
+    Every rank calls this with its own window; `exchange` gathers the notes of all. Raises RuntimeError where a peer
+    cannot be mapped, or where the addresses are not those of these windows.
+    """
+    handle = torch_memory.rendezvous(window, group)
+    offsets = map(int, exchange(str(handle.offset)))  # windows begin somewhere in an allocation, each in its own
+    addresses = [int(base) + offset for base, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
+    if addresses[handle.rank] != window.data_ptr():
+        text = f"its window at {window.data_ptr():#x} is reported at {addresses[handle.rank]:#x}"
+        raise RuntimeError(f"symmetric memory of rank {handle.rank}: {text}")
+    return addresses, handle

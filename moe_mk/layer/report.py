@@ -18,7 +18,7 @@ from moe_mk.oracle.decide import INSIDE
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from moe_mk.trace.ledger import Ledger
+from moe_mk.trace.recorder import Ledger
 
 GIB = 2**30
 

@@ -24,9 +24,8 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.reference.topk import expert_scores
 from moe_mk.layer.settings import expert_map_of, router_of
-from moe_mk.router.capacity import expert_capacity, route_with_capacity
 from moe_mk.router.gate import gate_logits
-from moe_mk.router.noisy_topk import noisy_topk
+from moe_mk.router.training import expert_capacity, noisy_topk, route_with_capacity
 from moe_mk.runner.training_exchange import TrainingExchange
 from moe_mk.shapes import expect
 
@@ -37,7 +36,7 @@ class TrainingOutput:
 
     y_TH: Tensor
     probabilities_TE: Tensor
-    """f32 scores of all experts, differentiable: the argument of `router.balance.importance`."""
+    """f32 scores of all experts, differentiable: the argument of `router.training.importance`."""
     ids_TK: Tensor
     """int32: chosen experts; -1 for assignments that found no capacity."""
     weights_TK: Tensor

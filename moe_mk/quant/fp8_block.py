@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
-from moe_mk.kernels.reference.quantize_blocks import dequantize_blocks, quantize_blocks
-from moe_mk.kernels.reference.quantize_rows import quantize_rows
+from moe_mk.kernels.reference.quantize import dequantize_blocks, quantize_blocks, quantize_rows
 from moe_mk.kernels.reference.scaled_blocks import fitted
 from moe_mk.quant.blocked import E4M3, BlockedScheme, Element
 from moe_mk.quant.tensor import QuantTensor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.reference.quantize_scaled import linear_scales
+from moe_mk.kernels.reference.quantize import linear_scales
 from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
 from moe_mk.quant.blocked import INT8, WHOLE, BlockedScheme, Element
 from moe_mk.quant.tensor import QuantTensor

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.reference.quantize_scaled import power_of_two_scales
+from moe_mk.kernels.reference.quantize import power_of_two_scales
 from moe_mk.kernels.reference.scaled_blocks import block_amax, spread
 from moe_mk.quant.blocked import E2M1, E4M3, BlockedScheme, Element, expected_error
 from moe_mk.quant.tensor import QuantTensor

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moe_mk.errors import ShapeError
 from moe_mk.rebalance.ledger import Ledger
-from moe_mk.router.balance import coefficient_of_variation
+from moe_mk.router.training import coefficient_of_variation
 
 
 @dataclass(frozen=True)

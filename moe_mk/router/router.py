@@ -10,8 +10,15 @@ from torch import Tensor
 
 from moe_mk.registry import did_you_mean
 from moe_mk.router.gate import RouterDtype, check_router_dtype
-from moe_mk.router.grouped_topk import group_problems, grouped_topk
-from moe_mk.router.topk import check_tensors, fused_kernels, raise_all, scoring_problems, topk
+from moe_mk.router.topk import (
+    check_tensors,
+    fused_kernels,
+    group_problems,
+    grouped_topk,
+    raise_all,
+    scoring_problems,
+    topk,
+)
 from moe_mk.tokens import Routing
 
 Simulation = Literal["balanced", "random"]

@@ -12,7 +12,7 @@ from moe_mk.runner.overlap import (
     run_with,
 )
 from moe_mk.runner.sequence_parallel import chunk_sizes, sequence_parallel
-from moe_mk.runner.tile_workers import on_workers
+from moe_mk.runner.tiled_kernel import on_workers
 from moe_mk.runner.tiles import (
     MicroBatch,
     StageLink,

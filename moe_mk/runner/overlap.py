@@ -1,4 +1,4 @@
-"""Overlap of one flight with other work in the calling thread; `tiles` and `tile_workers` overlap parts of a batch.
+"""Overlap of one flight with other work in the calling thread; `tiles` and `tiled_kernel` overlap parts of a batch.
 
 wait                             nothing
 alongside, run_with              one other computation, such as the shared experts

@@ -1,8 +1,24 @@
-"""A kernel that runs tile by tile, where `kernel.tiles` asks for it: the same pair, the same `steps`."""
+"""A kernel that runs tile by tile, where `kernel.tiles` asks for it: the same pair, the same `steps`.
+
+Workers execute a plan of tiles concurrently, a thread each; a step waits for the steps that it needs:
+
+    comm      D0  D1  C0 D2  C1 D3  C2  C3
+    experts       M0  M1     M2     M3            the caller's thread
+    onward               S0     S1      S2  S3
+
+On a device each worker has a stream too, and steps wait for marks of those that they need, on the device alone. Memory
+that a worker frees is used again by its own stream; outputs of experts are kept to the end, because another stream
+reads them. A worker that fails stops the others at their next step. The caller gets the first failure once all threads
+have ended, which they do within the timeout of the transport.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Condition
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,11 +27,22 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.config.moe import KernelConfig
 from moe_mk.errors import ConfigError
 from moe_mk.external.device import Queues
-from moe_mk.flight import Flight
+from moe_mk.flight import Flight, InFlight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner.monolithic import MonolithicKernel
-from moe_mk.runner.tile_workers import on_workers
-from moe_mk.runner.tiles import Executor, MicroBatch, Onward, TileRecord, TileWork, cut, in_turns, plan_for
+from moe_mk.runner.tiles import (
+    Executor,
+    MicroBatch,
+    Onward,
+    Step,
+    TilePlan,
+    TileRecord,
+    TileWork,
+    Worker,
+    cut,
+    in_turns,
+    plan_for,
+)
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import Weights
 
@@ -77,3 +104,110 @@ def _expect_ranks_that_wait(comm: Communicator) -> None:
             f"layer {comm.layer!r}: kernel.tile_carrier = thread needs ranks that can wait for each other inside a "
             f"call, and {type(comm).__name__} has all of them in one thread; use kernel.tile_carrier = turns"
         ) from problem
+
+
+X = TypeVar("X")
+
+P = ParamSpec("P")
+
+
+def with_modes_of_caller(job: Callable[P, X]) -> Callable[P, X]:
+    """The same job for another thread, under autograd's modes of this one: they belong to a thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def with_modes(*args: P.args, **kwargs: P.kwargs) -> X:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return job(*args, **kwargs)
+
+    return with_modes
+
+
+class WorkerGroup:
+    """The shared state of workers: which steps have ended, their marks on the device, and the first failure."""
+
+    def __init__(self, work: TileWork, plan: TilePlan, record: TileRecord, queues: Queues) -> None:
+        self._work, self._plan, self._record, self._queues = work, plan, record, queues
+        self._begin = queues.mark()
+        self._marks: dict[Step, Any] = {}
+        """Of the steps that have ended."""
+        self._changed = Condition()
+        self.stopped = False
+        self.failure: BaseException | None = None
+
+    def start(self, worker: Worker) -> None:
+        """Run a worker in this thread, on a stream of its own."""
+        try:
+            with self._queues.on_stream(worker):
+                self._queues.after(self._begin)
+                self.run(self._plan.workers[worker])
+        except BaseException as failure:  # a device without another stream: no worker may wait for this one
+            self.stop(failure)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Take a worker's steps, each as soon as it is ready, to the end or until a worker fails."""
+        try:
+            for step in steps:
+                if not self._ready(step):
+                    return
+                self._record.note(step, "begins")
+                wait(self._work.perform(step))
+                self._record.note(step, "ends")
+                with self._changed:
+                    self._marks[step] = self._queues.mark()
+                    self._changed.notify_all()
+        except BaseException as failure:  # of any type: `on_workers` raises it in the caller's thread
+            self.stop(failure)
+
+    def stop(self, failure: BaseException | None = None) -> None:
+        """Let no worker begin another step."""
+        with self._changed:
+            self.stopped = True
+            self.failure = self.failure or failure
+            self._changed.notify_all()
+
+    def join_stream(self) -> None:
+        """Let the caller's stream wait for everything that was queued here."""
+        for mark in self._marks.values():
+            self._queues.after(mark)
+
+    def _ready(self, step: Step) -> bool:
+        """Wait for the steps that a step needs; False once a worker has failed."""
+        needs = self._plan.needs(step)
+        with self._changed:
+            self._changed.wait_for(lambda: self.stopped or all(need in self._marks for need in needs))
+            if self.stopped:
+                return False
+            marks = [self._marks[need] for need in needs]
+        for mark in marks:
+            self._queues.after(mark)
+        return True
+
+
+def on_workers(
+    work: TileWork, plan: TilePlan, record: TileRecord, queues: Queues | None = None
+) -> Flight[list[Tensor]]:
+    """Run the workers concurrently; a flight with one yield point, at which the first tile is being dispatched.
+
+    queues: streams of the device, best the same ones for every call; None makes them. Threads live as long as the call.
+    The transport must not be used by anything else meanwhile, other micro-batches included: two comm threads would
+    issue collectives in a different order on every rank. Raises the exception of the first worker that failed.
+    """
+    queues = queues or Queues(work.tiles[0].x_TH.device)
+    group, work.keeps = WorkerGroup(work, plan, record, queues), queues.run_later
+    others = [worker for worker in plan.workers if worker != "experts"]
+    threads = ThreadPoolExecutor(len(others), thread_name_prefix="tiles")
+    try:
+        for worker in others:
+            threads.submit(with_modes_of_caller(group.start), worker)
+        yield InFlight("dispatch")
+        group.run(plan.workers["experts"])
+    except BaseException:
+        group.stop()  # the caller has closed the flight or failed: no worker may continue
+        raise
+    finally:
+        threads.shutdown()
+        work.cancel()
+        group.join_stream()
+    if group.failure is not None:
+        raise group.failure
+    return work.outputs()

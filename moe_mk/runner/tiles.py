@@ -7,7 +7,7 @@ these steps, and two executors take the same plan:
     in_turns     one thread, a flight: steps in the plan's order, at most two transfers in flight. For ranks in
                  lockstep, for layers interleaved with other flights, and for transports that move data by themselves.
     on_workers   a worker for each kind of work: one thread communicates, the caller's multiplies, one sends onward; see
-                 `tile_workers`. For transports whose calls occupy a processor or block inside a library.
+                 `tiled_kernel`. For transports whose calls occupy a processor or block inside a library.
 
     step   needs                                        phase    0        1        2                3
     D3i    C0r, whose buffer it reuses                  comm     D0i D0r  D1i D1r  C0i D2i C0r D2r  C1i D3i C1r D3r
@@ -53,8 +53,7 @@ from moe_mk.flight import Flight, InFlight, cancel
 from moe_mk.prepare_finalize.base import PrepareFinalize
 from moe_mk.tokens import ExpertOutput, Routing, Tokens
 from moe_mk.trace.clock import now
-from moe_mk.trace.overlap import hidden_share
-from moe_mk.trace.recorder import Span
+from moe_mk.trace.recorder import Span, hidden_share
 
 X = TypeVar("X")
 STAGES: dict[Kind, str] = {"D": "dispatch", "M": "experts", "C": "combine", "S": "onward"}

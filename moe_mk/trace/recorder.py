@@ -1,16 +1,19 @@
-"""Records which stage ran when, so that times add up: each moment is charged to the span opened last."""
+"""Records which stage ran when, so that times add up: each moment is charged to the span opened last.
+
+The ledger holds which object ran each stage, how often and on how many bytes, written by the code that runs.
+`hidden_share` is the part of communication time that overlapped with computation.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import local
 from typing import cast
 
 from moe_mk.trace.clock import now
-from moe_mk.trace.ledger import Ledger
 
 STAGES = ("route", "quantise", "dispatch", "permute", "experts", "reduce", "combine", "shared", "late_reduce", "other")
 
@@ -90,3 +93,70 @@ class Spans:
         super().__setattr__(name, value)
         if name == "recorder":
             self.span = _SILENT.__getitem__ if value is None else cast(Recorder, value).span
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object at one stage."""
+
+    calls: int = 0
+    num_bytes: int = 0
+    """Of rows that went in and came out, values and scales."""
+
+
+class Ledger:
+    """Entries by (stage, class). Sizes of tensors only: nothing waits for a device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, type], list[int]] = {}
+
+    @property
+    def entries(self) -> Mapping[tuple[str, type], Entry]:
+        """What has run, in the order in which it first did."""
+        return {key: Entry(*sums) for key, sums in self._sums.items()}
+
+    def ran(self, stage: str, who: type, num_bytes: int) -> None:
+        """Note that an object of a class has done a stage."""
+        sums = self._sums.get((stage, who))
+        if sums is None:
+            sums = self._sums[stage, who] = [0, 0]
+        sums[0] += 1
+        sums[1] += num_bytes
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._sums.clear()
+
+
+COMMUNICATION = frozenset({"dispatch", "combine"})
+
+WORK = frozenset({"experts", "shared"})
+
+Range = tuple[float, float]
+
+
+def hidden_share(
+    spans: Sequence[Span], *, communication: Collection[str] = COMMUNICATION, work: Collection[str] = WORK
+) -> float | None:
+    """The part of communication time during which experts computed too, from 0 to 1; None without communication.
+
+    Time covered by two communication spans counts once. 0: no overlap; 1: communication is fully hidden.
+    """
+    under_way = merged((s.start, s.end) for s in spans if s.stage in communication)
+    working = merged((s.start, s.end) for s in spans if s.stage in work)
+    whole = sum(end - start for start, end in under_way)
+    if whole <= 0:
+        return None
+    both = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in under_way for begin, stop in working)
+    return both / whole
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """The union of ranges as sorted, disjoint ranges."""
+    found: list[Range] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found

@@ -1,9 +1,7 @@
 """Tuned kernel parameters: candidates, measurement within a budget, and files of results."""
 
 from moe_mk.config.tuned import Candidate, Measured, TunedPoint, load_measured, tuned_path
-from moe_mk.tuning.files import save_measured
-from moe_mk.tuning.session import TuneCase, TuneResult, tune
-from moe_mk.tuning.space import Space, space_of
+from moe_mk.tuning.session import Space, TuneCase, TuneResult, save_measured, space_of, tune
 from moe_mk.tuning.vllm import VllmTuned, read_vllm
 
 __all__ = [

@@ -12,12 +12,22 @@ its first rounds and in a second set of rounds, because the best of many candida
 
 The interval is that of order statistics: from the k-th smallest to the k-th largest of n ratios, with the largest k for
 which the median lies above it with a probability of at most 2.5 %. It only assumes that rounds are alike.
+
+A backend that can be tuned has two further methods; a CPU backend without them is tuned by torch's number of threads:
+
+    @classmethod
+    def tuning_space(cls, context, rows) -> Sequence[Mapping[str, int | bool | str]]     candidates, the built-in
+                                                                                         parameters first
+    def tuned_with(self, parameters) -> FusedExperts                                     the backend with one candidate
+
+Results are written to `configs/tuned/<device>/<experts>/<case>.json`, each with a `.meta.json`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import comb
@@ -28,26 +38,29 @@ from typing import Any
 import torch
 
 from moe_mk.config.tuned import Candidate, TunedPoint, case_name
-from moe_mk.errors import ConfigError
+from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.external.device import synchronize
-from moe_mk.files import parse_json, read_lines
+from moe_mk.files import parse_json, read_lines, write_text
 from moe_mk.permute import permute
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import RowTokens, Tokens
 from moe_mk.trace.clock import now
-from moe_mk.tuning.files import save_measured
-from moe_mk.tuning.space import Space, space_of, threads_of
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 
 ROUNDS = 12
+
 MARGIN = 0.02
+
 """The smallest gain for which the built-in parameters are replaced."""
+
 TAIL = 0.025
 
 Rounds = tuple[tuple[float, float], ...]
+
 """Microseconds of (the built-in choice, the candidate)."""
+
 RULE = (
     f"alternating rounds with the built-in choice, {ROUNDS} of each candidate and {ROUNDS} more of the best; one "
     f"replaces it where the upper end of the 95 % interval of the median ratio is below {1 - MARGIN:g} both times"
@@ -227,6 +240,7 @@ def _key(tokens: int, candidate: Candidate) -> str:
 
 
 OnMeasured = Callable[[str, int, int], None]
+
 """Report (what, done, total)."""
 
 
@@ -384,3 +398,59 @@ class _Session:
     def _report(self, count: int, done: int, total: int) -> None:
         if self.on_measured is not None:
             self.on_measured(f"{count} tokens", done, total)
+
+
+def save_measured(path: Path, points: Sequence[TunedPoint], meta: Mapping[str, Any]) -> None:
+    """Write points in order, and the conditions of measurement to `.meta.json`; both are replaced atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(points, key=lambda point: point.tokens)
+    write_text(path, json.dumps({"points": [asdict(point) for point in ordered]}, indent=2) + "\n")
+    write_text(path.with_suffix(".meta.json"), json.dumps(dict(meta), indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Space:
+    """The candidates of one backend for one number of rows, and how to run it with one of them."""
+
+    candidates: tuple[Candidate, ...]
+    """The built-in choice first."""
+    apply: Callable[[FusedExperts, Candidate], FusedExperts]
+    threads_only: bool = False
+    """Whether the parameters are torch's threads, which stay as they were outside of a measurement."""
+
+    @property
+    def built_in(self) -> Candidate:
+        """The parameters in use if nothing was measured."""
+        return self.candidates[0]
+
+
+def space_of(backend: type[FusedExperts], context: ExpertsContext, rows: int, cores: int) -> Space:
+    """The candidates of a backend. Raises UnsupportedError if it declares none and does not run on a CPU."""
+    declared = getattr(backend, "tuning_space", None)
+    if declared is not None:
+        candidates: Sequence[Candidate] = declared(context, rows)
+        return Space(tuple(dict(c) for c in candidates), lambda experts, c: experts.tuned_with(c))  # type: ignore[attr-defined]
+    if context.device.type != "cpu" or "cpu" not in backend.traits.kinds:
+        raise UnsupportedError(
+            f"{backend.__name__} declares no tuning space",
+            ["implement tuning_space() and tuned_with() (see moe_mk.tuning.session)"],
+        )
+    threads = sorted(thread_counts(cores), key=lambda count: (count != cores, count))
+    return Space(tuple({"threads": n} for n in threads), lambda experts, c: experts, threads_only=True)
+
+
+def thread_counts(cores: int) -> list[int]:
+    """Powers of two up to the cores, and the cores themselves."""
+    return sorted({2**power for power in range(cores.bit_length()) if 2**power <= cores} | {cores})
+
+
+@contextmanager
+def threads_of(candidate: Candidate, space: Space) -> Iterator[None]:
+    """Set torch's number of threads to a candidate's, and restore it afterwards."""
+    before = torch.get_num_threads()
+    if space.threads_only:
+        torch.set_num_threads(int(candidate["threads"]))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

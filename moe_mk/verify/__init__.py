@@ -1,9 +1,8 @@
 """Verification of layers: an independent reference, error limits derived from number formats, and fault injection."""
 
-from moe_mk.verify.compare import Answer, Verification, error_of, verify
+from moe_mk.verify.compare import Answer, Verification, could_choose, error_of, tie_tolerance, verify
 from moe_mk.verify.dense import DenseResult, dense_layer
 from moe_mk.verify.inject import Fault, check_fault, faulty_router, faulty_weights
-from moe_mk.verify.ties import could_choose, tie_tolerance
 
 __all__ = [
     "Answer",

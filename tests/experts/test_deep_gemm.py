@@ -16,7 +16,7 @@ from moe_mk.experts import EXPERTS, ExpertsContext
 from moe_mk.experts.deep_gemm import DeepGemmExperts, padded_places
 from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.kernels.reference.activation import activation as reference_activation
-from moe_mk.kernels.reference.quantize_rows import quantize_rows
+from moe_mk.kernels.reference.quantize import quantize_rows
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.microscaling import MXFP4, MXFP8

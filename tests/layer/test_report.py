@@ -20,7 +20,7 @@ from moe_mk.experts.torch_cpu import TorchCpuExperts
 from moe_mk.flight import interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.tokens import ExpertOutput, Tokens
-from moe_mk.trace.ledger import Ledger
+from moe_mk.trace.recorder import Ledger
 from moe_mk.weights import CheckpointShape, write_checkpoint
 from moe_mk.weights.expert_weights import Weights
 

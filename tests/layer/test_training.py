@@ -12,7 +12,7 @@ from moe_mk import ConfigError, MoEConfig, MoELayer, UnsupportedError
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.layer import TrainingMoE
-from moe_mk.router.balance import balance_loss, importance
+from moe_mk.router.training import balance_loss, importance
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 8, 4, 2, 12
 

@@ -10,8 +10,7 @@ from torch.multiprocessing.spawn import spawn
 
 from moe_mk.errors import ShapeError
 from moe_mk.router import grouped_topk
-from moe_mk.router.balance import balance_loss, coefficient_of_variation, importance, updated_bias
-from moe_mk.router.noisy_topk import noisy_topk
+from moe_mk.router.training import balance_loss, coefficient_of_variation, importance, noisy_topk, updated_bias
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

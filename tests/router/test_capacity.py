@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.router.capacity import expert_capacity, route_with_capacity
+from moe_mk.router.training import expert_capacity, route_with_capacity
 
 
 @pytest.mark.row(16)

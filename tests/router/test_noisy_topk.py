@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.router import gate_logits, topk
-from moe_mk.router.noisy_topk import keep_top_k, noisy_topk
+from moe_mk.router.training import keep_top_k, noisy_topk
 
 
 def seeded(seed: int) -> torch.Generator:

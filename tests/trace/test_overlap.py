@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from moe_mk.trace.overlap import hidden_share, merged
-from moe_mk.trace.recorder import Recorder, Span
+from moe_mk.trace.recorder import Recorder, Span, hidden_share, merged
 
 
 def span(stage: str, start: float, end: float) -> Span:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
-from moe_mk.trace.routing_recorder import TraceFolder
+from moe_mk.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts, TraceFolder
 from tests.support.routing_cases import by_hand, drawn, equal
 
 

@@ -9,8 +9,7 @@ import torch
 
 from moe_mk import ConfigError, MoELayer
 from moe_mk.tokens import Routing
-from moe_mk.trace.routing import RoutingTrace, TraceError, TraceFacts
-from moe_mk.trace.routing_recorder import RoutingRecorder
+from moe_mk.trace.routing import RoutingRecorder, RoutingTrace, TraceError, TraceFacts
 from tests.support.rebalance_world import EXPERTS, HIDDEN, config, tensors
 
 FACTS = TraceFacts(EXPERTS, 2)

@@ -20,8 +20,7 @@ from moe_mk.experts.reference import ReferenceExperts
 from moe_mk.quant.plain import FP32
 from moe_mk.testing.experts import random_experts
 from moe_mk.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
-from moe_mk.tuning.session import Stopwatch
-from moe_mk.tuning.space import thread_counts
+from moe_mk.tuning.session import Stopwatch, thread_counts
 from moe_mk.weights.expert_weights import ExpertWeights
 
 CASE = TuneCase("reference", 32, 16, 4, 2, FP32, FP32, FP32)

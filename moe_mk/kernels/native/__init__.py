@@ -48,8 +48,10 @@ from moe_mk.kernels.native.library import compile_and_open as compile_and_open
 from moe_mk.kernels.native.library import release as release
 from moe_mk.kernels.native.library import scratch_bytes as scratch_bytes
 from moe_mk.kernels.native.packed import PackedMatrix as PackedMatrix
+from moe_mk.kernels.native.packed import Shard as Shard
 from moe_mk.kernels.native.packed import allocate as allocate
 from moe_mk.kernels.native.packed import pack_slot as pack_slot
+from moe_mk.kernels.native.packed import scale_block as scale_block
 from moe_mk.kernels.native.packed import touch_slot as touch_slot
 from moe_mk.kernels.native.packed import unpack_output_scales as unpack_output_scales
 from moe_mk.kernels.native.packed import unpack_scales as unpack_scales
@@ -65,8 +67,6 @@ from moe_mk.kernels.native.quantize import count_nans as count_nans
 from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
 from moe_mk.kernels.native.route import RouteMode as RouteMode
 from moe_mk.kernels.native.route import Scoring as Scoring
-from moe_mk.kernels.native.scales import Shard as Shard
-from moe_mk.kernels.native.scales import scale_block as scale_block
 from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled
 from moe_mk.kernels.native.selfcheck import load as load
 from moe_mk.kernels.native.selfcheck import loaded as loaded

@@ -27,8 +27,14 @@ from moe_mk.comm.lockstep import LockstepCommunicator
 from moe_mk.comm.symmetric.setup import PHASE, open_heap, shared_in_world
 from moe_mk.errors import CommError
 from moe_mk.external.device import identity, synchronize
-from moe_mk.external.device_memory import describe_window, open_window
-from moe_mk.external.symmetric_memory import SymmetricMemory, addresses_of, library, window_of
+from moe_mk.external.device_memory import (
+    SymmetricMemory,
+    addresses_of,
+    describe_window,
+    library,
+    open_window,
+    window_of,
+)
 from moe_mk.flight import wait
 from moe_mk.kernels.native.exchange import FaultKind, PeerFault
 from moe_mk.kernels.triton.one_sided import Windows, await_flags

@@ -19,7 +19,7 @@ from moe_mk.kernels.native.exchange import (
     RowFormat,
     WindowPlaces,
 )
-from moe_mk.kernels.reference.quantize_rows import quantize_rows
+from moe_mk.kernels.reference.quantize import quantize_rows
 from tests.kernels.native.exchange_windows import (
     RANK_OF_P,
     SLOT_OF_P,

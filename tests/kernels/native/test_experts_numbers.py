@@ -19,7 +19,7 @@ from moe_mk.kernels.native import (
     quantize_1x128,
     scale_block,
 )
-from moe_mk.kernels.native.scales import Shard
+from moe_mk.kernels.native.packed import Shard
 from tests.kernels.native.conftest import IsaHere
 from tests.kernels.native.layers import Layer, Storage, batch, error, spread
 from tests.support.tiers import thorough

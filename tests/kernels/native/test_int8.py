@@ -20,7 +20,7 @@ from moe_mk.kernels.native import (
     pack_slot,
     scale_block,
 )
-from moe_mk.kernels.native.scales import Shard
+from moe_mk.kernels.native.packed import Shard
 from moe_mk.quant import INT8_TOKEN
 from tests.kernels.native.layers import Layer, Storage, batch, error
 

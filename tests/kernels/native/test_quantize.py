@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moe_mk.errors import ShapeError
 from moe_mk.kernels.native import Native, count_nans, quantize_1x128
-from moe_mk.kernels.reference.quantize_rows import quantize_rows
+from moe_mk.kernels.reference.quantize import quantize_rows
 
 FP8 = torch.float8_e4m3fn
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_mk.kernels.reference.quantize_blocks import dequantize_blocks, quantize_blocks
-from moe_mk.kernels.reference.quantize_rows import (
+from moe_mk.kernels.reference.quantize import (
     AMAX_FLOOR,
     FP8_MAX,
+    dequantize_blocks,
+    quantize_blocks,
     quantize_rows,
     round_up_to_power_of_two,
     scales_of,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.reference import grouped_topk as reference_grouped_topk
-from moe_mk.kernels.reference import quantize_rows as reference_quantize_rows
+from moe_mk.kernels.reference import quantize as reference
 from moe_mk.kernels.reference import topk as reference_topk
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.triton import align as align_module
@@ -39,7 +39,7 @@ def test_rows_are_quantised_bit_for_bit(size: float, power_of_two: bool) -> None
     x[2, :4] = torch.tensor([-0.0, -1e-5, 1e-5, 0.0]) * size  # zeros keep their sign
     for given in (x, x.bfloat16()):
         values, scales = quantize_rows(given, 128, power_of_two=power_of_two)
-        expected, expected_scales = reference_quantize_rows.quantize_rows(given, 128, power_of_two=power_of_two)
+        expected, expected_scales = reference.quantize_rows(given, 128, power_of_two=power_of_two)
         assert torch.equal(scales, expected_scales)
         assert torch.equal(bits(values), bits(expected))
 
@@ -90,7 +90,7 @@ def test_activation_and_quantisation_in_one_pass(name: str, alpha: float, limit:
     values, scales = activation_quantize(gate_up, name, 128, alpha=alpha, limit=limit)
     gate, up = gate_up.float().chunk(2, dim=1)
     hidden = activation(name, gate, up, alpha=alpha, limit=limit)
-    expected, expected_scales = reference_quantize_rows.quantize_rows(hidden, 128)
+    expected, expected_scales = reference.quantize_rows(hidden, 128)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0.0)
     # The activation itself may differ in its last bit, which moves a value to the next code at most.
     assert int((bits(values).int() - bits(expected).int()).abs().max()) <= 1

@@ -11,7 +11,7 @@ import torch
 from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError
-from moe_mk.external.symmetric_memory import SymmetricMemory, library
+from moe_mk.external.device_memory import SymmetricMemory, library
 from moe_mk.prepare_finalize.one_sided_gpu.buffers import Mapped, between_gpus, map_windows
 from tests.support.symmetric_standin import Handle, Meeting, StandIn
 

@@ -1,0 +1,113 @@
+"""Quantise activations and weights, and compute scales from the largest magnitudes.
+
+rows      x (m, k) -> values (m, k) fp8 e4m3, scales (m, ceil(k / group)) f32; the last group may be shorter
+blocks    w (n, k) -> values (n, k) fp8 e4m3, scales (ceil(n / rows), ceil(k / columns)) f32; blocks at the edges
+          may be smaller
+scales    amax f32 -> scale f32 that the scale's own format holds exactly: f32, a power of two (E8M0), or FP8 under
+          a global scale. A block of zeros gets 1 or the smallest scale, never 0; NaN or infinity in a block makes
+          its scale NaN, so that the block dequantises to NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8_MAX = 448.0
+
+AMAX_FLOOR = 1e-10
+
+
+def quantize_rows(x: Tensor, group: int, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantise each 1 x group piece of a row by its own largest magnitude.
+
+    scale = max(|x|, 1e-10) / 448 in f32, rounded up to a power of two for UE8M0; value = e4m3(x / scale), to nearest
+    even. An amax never clips: the rounded scale is at least the exact one.
+    Source: DeepSeek-V3 technical report, section 3.3.2 (fine-grained quantisation, 1x128 tiles).
+    """
+    m, k = x.shape
+    groups = -(-k // group)
+    padded = x.to(torch.float32)
+    if groups * group != k:
+        padded = torch.nn.functional.pad(padded, (0, groups * group - k))
+    pieces = padded.reshape(m, groups, group)
+    scales = scales_of(pieces.abs().amax(dim=2), power_of_two=power_of_two)
+    values = (pieces / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return values.reshape(m, groups * group)[:, :k].contiguous(), scales
+
+
+def scales_of(amax: Tensor, *, power_of_two: bool) -> Tensor:
+    """Convert largest magnitudes (f32) to scales; zeros get the lower bound."""
+    scales = amax.clamp_min(AMAX_FLOOR) / FP8_MAX
+    return round_up_to_power_of_two(scales) if power_of_two else scales
+
+
+def round_up_to_power_of_two(scales: Tensor) -> Tensor:
+    """The smallest power of two that is not below each positive f32, exactly: by its exponent, not by log2.
+
+    Infinity and NaN are preserved, so that blocks with them dequantise to NaN.
+    """
+    mantissa, exponent = torch.frexp(scales)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales)
+
+
+def quantize_blocks(w: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantise each block of a weight by its own largest magnitude; the scale multiplies in dequantisation."""
+    (n, k), (rows, columns) = w.shape, block
+    tall, wide = -(-n // rows), -(-k // columns)
+    padded = w.to(torch.float32)
+    if (tall * rows, wide * columns) != (n, k):
+        padded = torch.nn.functional.pad(padded, (0, wide * columns - k, 0, tall * rows - n))
+    blocks = padded.reshape(tall, rows, wide, columns)
+    scales = scales_of(blocks.abs().amax(dim=(1, 3)), power_of_two=power_of_two)
+    values = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return values.reshape(tall * rows, wide * columns)[:n, :k].contiguous(), scales
+
+
+def dequantize_blocks(values: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Multiply each block by its scale in f32 and round once to `dtype`. Leading dimensions are preserved."""
+    (n, k), (rows, columns) = values.shape[-2:], block
+    spread = scales.to(torch.float32).repeat_interleave(rows, dim=-2)[..., :n, :]
+    spread = spread.repeat_interleave(columns, dim=-1)[..., :k]
+    return (values.to(torch.float32) * spread).to(dtype)
+
+
+SMALLEST_POWER = 2.0**-126
+
+"""The smallest E8M0 scale written here: 2^-127 is legal, but no normal f32."""
+
+SMALLEST_E4M3, LARGEST_E4M3 = 2.0**-9, 448.0
+
+
+def linear_scales(amax: Tensor, largest: float) -> Tensor:
+    """amax / largest in f32: symmetric integers."""
+    return _visible(torch.where(amax > 0, (amax / largest).clamp_min(torch.finfo(torch.float32).tiny), 1.0), amax)
+
+
+def power_of_two_scales(amax: Tensor, largest: float) -> Tensor:
+    """The smallest power of two at which an amax does not clip, as E8M0 holds it.
+
+    Source: OCP Microscaling formats v1.0, section 6.3, which rounds the exponent down and lets the largest values of a
+    block saturate; rounding up, as DeepSeek's UE8M0 does, never clips.
+    """
+    finite = torch.where(torch.isfinite(amax) & (amax > 0), amax / largest, 1.0)
+    return _visible(round_up_to_power_of_two(finite.clamp_min(SMALLEST_POWER)), amax)
+
+
+def global_scales(amax: Tensor, largest: float) -> Tensor:
+    """One f32 scale of a whole matrix, so that its largest block gets the largest FP8 scale.
+
+    Source: NVIDIA's description of NVFP4: the second level maps a tensor's range to 6 x 448.
+    """
+    return linear_scales(amax, largest * LARGEST_E4M3)
+
+
+def fp8_scales(amax: Tensor, largest: float, global_scale: Tensor | float) -> Tensor:
+    """amax / largest / global scale, rounded to e4m3 and kept positive; beyond 448 it saturates."""
+    exact = (amax / largest / global_scale).clamp(SMALLEST_E4M3, LARGEST_E4M3)
+    return _visible(exact.to(torch.float8_e4m3fn).to(torch.float32), amax)
+
+
+def _visible(scales: Tensor, amax: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(amax), scales, torch.nan)
