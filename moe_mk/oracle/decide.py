@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from moe_mk.config.moe import KernelConfig
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import runs_emulated
 from moe_mk.errors import ConfigError, UnsupportedError
@@ -110,7 +111,7 @@ def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
     Raises UnsupportedError with all reasons against all pairs if none is eligible, ConfigError for an unknown pin or
     a problem of another quantisation type.
     """
-    _check_pins(problem)
+    check_pins(problem.config.kernel)
     _check_type(problem, oracle)
     attempts: list[Attempt] = []
     for weight_format in _allowed_formats(problem, oracle):
@@ -278,8 +279,8 @@ def _gate_kernels(candidate: Candidate, problem: Problem) -> frozenset[str]:
     return frozenset({"native"} if native else ())
 
 
-def _check_pins(problem: Problem) -> None:
-    kernel = problem.config.kernel
+def check_pins(kernel: KernelConfig) -> None:
+    """Raise ConfigError, with the nearest name, for a pinned backend that is not registered."""
     if kernel.prepare_finalize not in ("auto", INSIDE):
         PREPARE_FINALIZE[kernel.prepare_finalize]
     if kernel.experts != "auto" and kernel.experts not in MONOLITHIC:

@@ -33,8 +33,10 @@ from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, free_weights, 
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
+from moe_mk.oracle.decide import check_pins
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.quant.plain import plain
+from moe_mk.registry import did_you_mean
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, Tokens
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
 from moe_mk.weights.scan import Progress
@@ -276,9 +278,7 @@ def top_k_of(module: nn.Module, num_experts: int) -> int:
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise ConfigError for unknown kernel settings and invalid values."""
-    unknown = sorted(set(settings) - set(KernelConfig.model_fields))
-    if unknown:
-        known = ", ".join(KernelConfig.model_fields)
-        raise ConfigError(f"unknown kernel setting {', '.join(map(repr, unknown))} (known: {known})")
-    KernelConfig.parse(settings, "register")
+    """Raise ConfigError for unknown kernel settings, invalid values and backends that are not registered."""
+    for key in sorted(set(settings) - set(KernelConfig.model_fields)):
+        raise ConfigError(f"unknown kernel setting {key!r}{did_you_mean(key, list(KernelConfig.model_fields))}")
+    check_pins(KernelConfig.parse(settings, "register"))

@@ -116,8 +116,12 @@ def test_a_plan_is_kept_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_settings_are_checked_when_they_are_registered() -> None:
-    with pytest.raises(ConfigError, match=r"unknown kernel setting 'expertz'"):
+    with pytest.raises(ConfigError, match=r"unknown kernel setting 'expertz'; did you mean 'experts'\?"):
         register(expertz="reference")
+    with pytest.raises(ConfigError, match=r"no experts backend is called 'torch_cup'; did you mean 'torch_cpu'\?"):
+        register(experts="torch_cup")
+    with pytest.raises(ConfigError, match=r"'all_to_al'; did you mean 'all_to_all'\?"):
+        register(prepare_finalize="all_to_al")
     with pytest.raises(ConfigError, match=r"max_num_tokens: .*greater than or equal to 1, got -1"):
         register(max_num_tokens=-1)
     parallel = ("expert parallel",) if find_spec("transformers.distributed.expert_parallel") else ()
