@@ -68,6 +68,7 @@ from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights
+from moe_mk.weights.loader import LayerLoader
 from moe_mk.weights.source import MappingSource, SafetensorsSource, TensorSource
 
 if TYPE_CHECKING:
@@ -253,6 +254,28 @@ class MoELayer(nn.Module):
         self.take(weights, on_progress=on_progress)
         self._source = source, layer
         return self
+
+    def loader(self, layer: int = 0, *, prefix: str = "") -> LayerLoader:
+        """Load tensor by tensor, in any order: `feed(name, tensor)` for each, then `finish()`, which is strict.
+
+        prefix: the part of names before "experts.0...", for instance "model.layers.3.mlp."; {N} is the layer. Shares
+        are copied to host memory; the layer is unchanged until `finish()`.
+        """
+        return LayerLoader(
+            f"layer {self.name!r}",
+            self.spec,
+            self._take_fed,
+            owned=self.expert_map.local_to_global(self.ep.rank),
+            tp=(self.tp.rank, self.tp.size),
+            layer=layer,
+            prefix=prefix,
+        )
+
+    def _take_fed(self, weights: LayerWeights) -> None:
+        if weights.facts.owned != tuple(self.expert_map.local_to_global(self.ep.rank)):
+            raise WeightError(f"layer {self.name!r} was given another placement after loader() was called; load again")
+        self.take(weights)
+        self._source = None
 
     def take(self, weights: LayerWeights, *, on_progress: Progress | None = None) -> None:
         """Use weights that are already loaded for this rank; converts experts to the layout of the backend."""
@@ -545,7 +568,9 @@ class MoELayer(nn.Module):
     def read_expert(self, expert: int) -> SlotWeights:
         """Read any expert from the layer's source, for one whose last copy was lost. Raises WeightError."""
         if self._source is None:
-            raise WeightError(f"layer {self.name!r} was given its weights by take(), so nothing can be read again")
+            raise WeightError(
+                f"layer {self.name!r} was given its weights by take() or loader(), so nothing can be read again"
+            )
         source, layer = self._source
         prefix, tp = self.weights.facts.prefix, self.tp
         return load_layer(

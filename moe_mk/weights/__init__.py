@@ -6,13 +6,14 @@ from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Mapp
 from moe_mk.weights.inspect import CheckpointFacts, LayerFacts, inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights, LoadFacts, as_mapped, official_state_dict, to_stacked
+from moe_mk.weights.loader import LayerLoader
 from moe_mk.weights.names import CONVENTIONS, Convention
 from moe_mk.weights.source import MappingSource, SafetensorsSource, TensorSource
 from moe_mk.weights.synthesize import is_complete, write_checkpoint
 
 __all__ = [
     "CANONICAL", "CONVENTIONS", "MAPPED", "CheckpointFacts", "CheckpointShape", "Convention", "ExpertWeights",
-    "LayerFacts", "LayerSpec", "LayerWeights", "LoadFacts", "MappedExpertWeights", "MappingSource", "SafetensorsSource",
-    "SlotWeights", "TensorSource", "Weights", "as_mapped", "find_prefix", "inspect_checkpoint", "is_complete",
-    "load_layer", "official_state_dict", "to_stacked", "write_checkpoint",
+    "LayerFacts", "LayerLoader", "LayerSpec", "LayerWeights", "LoadFacts", "MappedExpertWeights", "MappingSource",
+    "SafetensorsSource", "SlotWeights", "TensorSource", "Weights", "as_mapped", "find_prefix", "inspect_checkpoint",
+    "is_complete", "load_layer", "official_state_dict", "to_stacked", "write_checkpoint",
 ]  # fmt: skip

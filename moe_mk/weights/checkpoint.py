@@ -42,18 +42,18 @@ def load_layer(
     prefix = find_prefix(source, layer) if prefix is None else prefix.replace("{N}", str(layer))
     local = [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]
     convention = recognise(local)
-    _expect_order(spec, convention)
+    expect_order(spec, convention)
     title = f"layer {layer} of {source.where} ({convention.name} names under {prefix!r})"
-    _raise_if(f"{title} cannot be loaded", unnamed_parts(spec, convention))
+    raise_if(f"{title} cannot be loaded", unnamed_parts(spec, convention))
     expected = expected_tensors(spec, convention)
     problems = name_problems(local, expected, convention)
     needed, present = {*owned, None}, set(local)
     wanted = {name: each for name, each in expected.items() if name in present and each.part.expert in needed}
     problems += entry_problems(source, prefix, wanted)
-    _raise_if(f"{title} cannot be loaded", problems)
+    raise_if(f"{title} cannot be loaded", problems)
     reader = LayerReader(source, prefix, convention, spec, tp_rank, tp_size)
     weights = reader.layer(owned, layer)
-    _raise_if(f"{title} is damaged", reader.content_problems(on_progress))
+    raise_if(f"{title} is damaged", reader.content_problems(on_progress))
     return weights
 
 
@@ -91,7 +91,8 @@ def _expect_owned(owned: Sequence[int], spec: LayerSpec) -> None:
         raise ConfigError(f"{len(foreign)} owned experts are not in 0..{spec.num_experts - 1}: {some(foreign)}")
 
 
-def _expect_order(spec: LayerSpec, convention: Convention) -> None:
+def expect_order(spec: LayerSpec, convention: Convention) -> None:
+    """Raise ConfigError where the convention's tensors cannot be separated into gate and up."""
     if spec.gate_up_order != "gate_up" and not convention.fused:
         raise ConfigError(
             f"gate_up_order={spec.gate_up_order!r} applies where gate and up lie in one tensor; {convention.name} "
@@ -107,6 +108,7 @@ def _expect_order(spec: LayerSpec, convention: Convention) -> None:
         )
 
 
-def _raise_if(what: str, problems: Sequence[str]) -> None:
+def raise_if(what: str, problems: Sequence[str]) -> None:
+    """Raise one WeightError with all problems, if there are any."""
     if problems:
         raise WeightError(f"{what}:" + "".join(f"\n  - {line}" for line in problems))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from moe_mk.errors import WeightError
 from moe_mk.weights.layer_spec import Expected
 from moe_mk.weights.names import Convention, Role
+from moe_mk.weights.safetensors_header import TensorEntry
 from moe_mk.weights.source import TensorSource
 
 EXAMPLES = 5
@@ -77,11 +78,10 @@ def entry_problems(source: TensorSource, prefix: str, wanted: Mapping[str, Expec
         except WeightError as problem:
             files[str(problem)] += 1
             continue
-        if entry.shape not in (want.shape, *want.also):
-            shapes.append(f"{local} is {list(entry.shape)}, expected {list(want.shape)}")
-        if entry.dtype not in want.dtypes:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in want.dtypes)
-            dtypes.append(f"{local} is {entry.dtype_name}, expected {names}")
+        if wrong := wrong_shape(local, entry, want):
+            shapes.append(wrong)
+        if wrong := wrong_dtype(local, entry, want):
+            dtypes.append(wrong)
         if entry.missing_bytes:
             cut.append(f"{local} lacks {entry.missing_bytes} of {entry.num_bytes} bytes")
     lines = [f"{problem} ({count} tensors of this layer)" for problem, count in files.items()]
@@ -93,3 +93,18 @@ def entry_problems(source: TensorSource, prefix: str, wanted: Mapping[str, Expec
         if found:
             lines.append(f"{len(found)} tensors are {what}: {some(found)}")
     return lines
+
+
+def wrong_shape(name: str, entry: TensorEntry, want: Expected) -> str:
+    """What is wrong with the shape of a tensor; "" if nothing is."""
+    if entry.shape in (want.shape, *want.also):
+        return ""
+    return f"{name} is {list(entry.shape)}, expected {list(want.shape)}"
+
+
+def wrong_dtype(name: str, entry: TensorEntry, want: Expected) -> str:
+    """What is wrong with the dtype of a tensor; "" if nothing is."""
+    if entry.dtype in want.dtypes:
+        return ""
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in want.dtypes)
+    return f"{name} is {entry.dtype_name}, expected {names}"
