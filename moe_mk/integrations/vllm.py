@@ -9,7 +9,7 @@ tokens, adds shared experts and sums over ranks. Read and run with vLLM 0.32 for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+from moe_mk.weights.loader import LayerLoader
 
 NAME = "moe_mk"
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2_no_mul": "relu2"}
@@ -100,6 +101,40 @@ def method_over(base: Any) -> type:
             return self.experts_here(x, topk_weights, local_ids(topk_ids, layer.expert_map))
 
     return MoeMkMethod
+
+
+def weight_loader(loader: LayerLoader) -> Callable[..., bool]:
+    """The `weight_loader` of parameters that stand for the experts of a `MoELayer` in a model of vLLM.
+
+    Called as vLLM's models call it: (param, loaded_weight, weight_name, shard_id, expert_id, return_success=False).
+    The parameter is not read. Returns whether this rank keeps any of the tensor. Call `loader.finish()` after all.
+    """
+
+    def load(
+        param: object,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool:
+        del param, return_success
+        return loader.feed_shard(loaded_weight, expert_id=expert_id, shard_id=shard_id, kind=kind_of(weight_name))
+
+    return load
+
+
+def kind_of(weight_name: str) -> str:
+    """The kind of `LayerLoader.feed_shard` for the last part of a parameter's name, such as w13_weight_scale_inv."""
+    last = weight_name.rpartition(".")[2]
+    endings = {
+        "weight_scale_2": "global_scale",
+        "input_scale": "input_scale",
+        "scale": "scale",
+        "scale_inv": "scale",
+        "bias": "bias",
+    }
+    return next((kind for ending, kind in endings.items() if last.endswith(ending)), "weight")
 
 
 def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:

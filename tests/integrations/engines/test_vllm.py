@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from moe_mk import MoELayer
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.integrations import vllm as door
 from tests.integrations.engines.cases import CLOSE, Tiny, call, error
 from tests.integrations.engines.stand_ins import Activation, Vllm, moe_config, put_in
+from tests.support.layers import layer, tensors
 
 
 @pytest.fixture
@@ -105,6 +107,24 @@ def test_what_nothing_here_computes_is_refused_with_every_reason(enabled: Vllm) 
     method = enabled.method(moe_config())
     with pytest.raises(UnsupportedError, match=r"layers.1\n.*applied to its input"):
         method.process_weights_after_loading(layer_of(Tiny.drawn(), apply_router_weight_on_input=True))
+
+
+def test_a_model_of_vllm_loads_a_layer_as_it_loads_its_own_parameters() -> None:
+    given, wanted = tensors(4), layer(4, 2)
+    moe = MoELayer(wanted.config, dtype=torch.float32)
+    loader = moe.loader()
+    load = door.weight_loader(loader)
+    for expert in range(4):
+        for shard, projection in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+            tensor, name = given[f"experts.{expert}.{projection}_proj.weight"], f"mlp.experts.w{shard[1:]}_weight"
+            assert load(None, tensor, name, shard_id=shard, expert_id=expert, return_success=True)
+    loader.feed("gate.weight", given["gate.weight"])
+    loader.finish()
+    x_TH = torch.randn((3, 16), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(moe(x_TH), wanted(x_TH))
+    names = {"w13_weight": "weight", "w13_weight_scale_inv": "scale", "w2_weight_scale": "scale", "w13_bias": "bias"}
+    names |= {"w13_weight_scale_2": "global_scale", "w2_input_scale": "input_scale"}
+    assert {name: door.kind_of(f"mlp.experts.{name}") for name in names} == names
 
 
 def test_settings_that_are_no_table_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
