@@ -24,6 +24,7 @@ MARKS_OF_FOLDERS = {
     "tests/architecture/test_conftest": "thorough",
     "tests/cli/test_timeline": "thorough",
     "tests/comm/symmetric/test_processes": "thorough",
+    "tests/examples/test_plugin": "thorough",
     "tests/integrations/hf/test_parallel": "thorough",
     "tests/kernels/triton/test_interpreted": "thorough",
     "tests/kernels/triton/test_one_sided": "thorough",

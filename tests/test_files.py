@@ -198,6 +198,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.thorough
 def test_no_reader_takes_more_memory_than_the_size_of_a_file_allows(tmp_path: Path) -> None:
     cases = hostile_files(tmp_path)
     files = json.dumps([(reader, str(file)) for reader, file, _ in cases])

@@ -74,6 +74,7 @@ def test_what_is_not_there_is_stated() -> None:
     assert not hasattr(moe_mk, "utils")
 
 
+@pytest.mark.thorough
 def test_any_room_can_be_entered_first_and_registers_its_plugins() -> None:
     rooms = sorted(
         f"moe_mk.{path.stem}" for path in SOURCE.parent.iterdir()

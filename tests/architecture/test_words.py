@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,16 @@ def found_in(where: str, text: str) -> Counter[str]:
     counts = {
         name: len(re.findall(word.pattern, text))
         for name, word in WORDS.items()
-        if not where.startswith(word.without or ("\n",))
+        if not where.startswith(word.without or ("\n",)) and any(part in text for part in _parts(word.pattern))
     }
     return Counter({name: count for name, count in counts.items() if count})
+
+
+@cache
+def _parts(pattern: str) -> tuple[str, ...]:
+    """Texts of which any match has one: many times quicker to look for than the pattern."""
+    certain = re.sub(r"\\.|\(\?[^)]*\)|\[[^]]*\]|.[?*]", "\n", pattern)
+    return tuple(re.findall(r"[A-Za-z_]{3,}", certain))
 
 
 def found(root: Path = ROOT) -> dict[str, dict[str, int]]:

@@ -71,6 +71,7 @@ def test_idle_ranks_take_part(tiny: Path) -> None:
     assert "8 of 8 tokens routed as in the reference" in done.stdout
 
 
+@pytest.mark.thorough
 def test_torchrun_starts_the_ranks(tiny: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((3, 256)))
     words = ("run", tiny, "--hidden-states", tmp_path / "rows.npy", "--repeats", 1)
@@ -88,6 +89,7 @@ def test_torchrun_of_the_script_reports_an_error_once(tiny: Path) -> None:
     assert done.stderr.count("moe-mk: --tokens lists 3 numbers for 2 batches") == 1
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_ends_the_run_with_1(tiny: Path) -> None:
     words = ["run", str(tiny), "--ranks", "2", "--tokens", "4", "--timeout", "20", "--repeats", "1000000"]
     run = subprocess.Popen(

@@ -99,9 +99,9 @@ PAIRS = [*accepted_pairs(), *stored_otherwise()]
 
 
 def is_quick(pair: Pair) -> bool:
-    """bf16 and FP8 activations on four ranks where they take turns in one thread, bf16 alone where they are threads."""
+    """bf16, and FP8 activations on two ranks where they take turns in one thread."""
     blocking = not pair.inside and PREPARE_FINALIZE[pair.transport].traits.blocking
-    forms = IN_TWO[:1] if blocking else IN_TWO
+    forms = IN_TWO[:1] if blocking or pair.ranks != 2 else IN_TWO
     return pair.form in (FORMATS[n] for n in forms) and (pair.ranks, pair.tokens) != (4, "replicated")
 
 

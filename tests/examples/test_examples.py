@@ -52,9 +52,8 @@ def test_the_layer_explains_itself_and_counts_the_load() -> None:
     assert "512 assignments" in stated
 
 
-@pytest.mark.parametrize(
-    "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.thorough)], ids=["by_itself", "torchrun"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["by_itself", "torchrun"])
 def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
     stated = run(*launcher, example("02_torchrun_ep.py"))
     found = re.findall(r"rank (\d): experts ([\d-]+), (\d+) tokens, sent ([\d,]+) B, .* one rank (\S+)", stated)
@@ -81,6 +80,7 @@ def test_the_oracle_plans_machines_that_are_not_here() -> None:
     assert "serves 1 rank, the group has 32" in stated and "kernel.graphs = false" in stated
 
 
+@pytest.mark.thorough
 def test_a_backend_of_ones_own_is_chosen_and_agrees_with_the_reference() -> None:
     stated = run(example("09_own_backend.py"))
     assert "no_ep + my_loop: pinned by kernel.experts = my_loop" in stated

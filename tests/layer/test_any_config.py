@@ -75,6 +75,7 @@ def test_any_layer_gives_what_the_reference_gives(stated: dict[str, Any], count:
     assert judged.error <= 2 * judged.limit and judged.worst_token_error <= 2 * judged.worst_token_limit, judged
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     any_settings(),

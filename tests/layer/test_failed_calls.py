@@ -116,6 +116,7 @@ def test_a_relay_refuses_rows_for_experts_that_do_not_exist() -> None:
             assert "is for expert 8, out of range (0 <= expert < 8, or -1" in found["text"], found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "transport",
     quick_where(["all_to_all"].__contains__, ["all_to_all", "all_gather", "one_sided", "one_sided_network"]),

@@ -19,7 +19,7 @@ from moe_mk.weights import CheckpointShape, write_checkpoint
 from tests.layer import gloo_ranks
 from tests.layer.conftest import Twin
 from tests.support.formats import EXPERTS, TOP_K
-from tests.support.tiers import quick_where
+from tests.support.tiers import quick_where, thorough
 
 LIMIT = 1e-6
 COUNTS = (0, 0, 7, 1)
@@ -45,7 +45,7 @@ def forward(world: RankWorld, twin: Twin, inputs: list[Tensor], grid: str = "ep4
 @pytest.mark.parametrize(
     "transport,weights,activations",
     quick_where(
-        lambda transport, weights, _: (transport == "all_to_all") == (weights == "fp8_block"),
+        lambda transport, weights, _: (transport, weights) in {("all_to_all", "fp8_block"), ("replicated", "fp32")},
         [
             (transport, *stored)
             for stored in (("fp32", "plain"), ("fp8_block", "checkpoint"))
@@ -169,7 +169,7 @@ def wide_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.row(51, 99)
-@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("transport", ["all_to_all", *thorough("all_gather")])
 def test_fp8_rows_take_the_bytes_they_should(
     world: RankWorld, wide_checkpoint: tuple[Path, bool], transport: str
 ) -> None:

@@ -44,6 +44,7 @@ print(json.dumps(measured(sys.argv[2])))
 """
 
 
+@pytest.mark.thorough
 def test_loading_and_serving_take_what_was_predicted_within_five_per_cent(tmp_path: Path) -> None:
     paths = []
     for name, (experts, hidden, inter) in {"small": (4, 128, 128), "large": (20, 1024, 1536)}.items():

@@ -42,6 +42,7 @@ for transport in sys.argv[4:]:
 TRANSPORTS = ("one_sided", "all_to_all", "deepep_ll")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
 def test_a_group_ends_when_it_is_destroyed_after_a_forward(tmp_path: Path) -> None:
     # A group that outlives its destruction has worker threads, and one of them may free a tensor while Python ends.

@@ -18,6 +18,7 @@ from moe_mk.quant.fp8_block import weight_scheme
 from moe_mk.rebalance import RebalanceManager
 from moe_mk.rebalance.slot_bytes import flat_bytes, tensors_of
 from tests.support.rebalance_world import PLACEMENT, RANKS, settings
+from tests.support.tiers import thorough
 
 EXPERTS, HIDDEN, INNER, TOKENS = 8, 128, 128, 16
 
@@ -62,7 +63,7 @@ def tokens(rank: int) -> Tensor:
 
 
 @pytest.mark.row(109, 120)
-@pytest.mark.parametrize("experts", ["reference", "torch_cpu", "cpu_native"])
+@pytest.mark.parametrize("experts", ["reference", *thorough("torch_cpu"), "cpu_native"])
 def test_after_moving_live_a_layer_is_one_that_was_loaded_so(checkpoint: tuple[str, Path], experts: str) -> None:
     try:
         layers = [layer(checkpoint, comm, experts) for comm in LockstepWorld(RANKS).communicators()]

@@ -93,6 +93,7 @@ def test_new_shares_alone_move_no_weights() -> None:
     assert ranks[0].manager.status().plan_id == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.row(133)
 def test_a_swinging_load_costs_one_plan_per_dwell_time() -> None:
     plans: list[int] = []
@@ -115,6 +116,7 @@ def test_a_swinging_load_costs_one_plan_per_dwell_time() -> None:
     assert [rank.wrong for rank in ranks] == [[]] * RANKS
 
 
+@pytest.mark.thorough
 @pytest.mark.row(129)
 def test_a_second_plan_moves_less_than_placing_anew_and_is_as_even() -> None:
     ranks = world(thresholds=Thresholds(1.1, 1.05, dwell=1))
@@ -191,6 +193,7 @@ def lose(ranks: list[Rank], dead: int) -> list[Rank]:
     return left
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dead", quick_where((1).__eq__, [0, 1, 3]))
 def test_a_dead_rank_loses_its_shares_at_once_and_its_experts_are_repaired(dead: int) -> None:
     ranks = world()

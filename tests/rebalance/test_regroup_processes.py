@@ -339,6 +339,7 @@ def world() -> Iterator[RankWorld]:
         yield ranks
 
 
+@pytest.mark.thorough
 def test_ranks_that_name_different_losses_all_hear_of_it(world: RankWorld) -> None:
     for reported in world.call(with_disagreement)[:3]:
         one, two, three = reported["texts"]
@@ -349,6 +350,7 @@ def test_ranks_that_name_different_losses_all_hear_of_it(world: RankWorld) -> No
         assert reported["equal"] and reported["worst"] < 1e-5
 
 
+@pytest.mark.thorough
 def test_policies_that_serve_leave_out_what_is_lost_until_it_is_read(world: RankWorld) -> None:
     for reported in world.call(with_policies)[:3]:
         for policy in ("drop", "renormalise"):

@@ -31,6 +31,7 @@ def correct(request: pytest.FixtureRequest) -> Iterator[str]:
         yield name
 
 
+@pytest.mark.thorough
 def test_the_backends_that_they_are_made_of_are_correct(correct: str) -> None:
     certificate = certify(correct, processes=False, quick=True)
     assert certificate.passed, certificate.failures

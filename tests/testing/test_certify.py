@@ -30,6 +30,7 @@ from moe_mk.testing.laws import LAWS, LOST, ORDER, WEIGHTING, explained, law_of
 from moe_mk.testing.limits import NonConforming
 from moe_mk.testing.transports import world_of
 from tests.support import wrong_plugins as wrong
+from tests.support.tiers import thorough
 
 runner = CliRunner()
 
@@ -61,7 +62,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
         (wrong.Crashes, "runs", "IndexError: no such tile"),
         (wrong.WrongSlot, "slots", "even, each expert with its own factor: token 0 of rank 0 was combined to"),
         (wrong.SizedByItsFirstCall, "calls", "after a smaller call: token 1 of rank 0 was combined to"),
-        (wrong.LeavesTokensBehind, "nothing left", "on the wire: 6 calls leak 12 tensors"),
+        *thorough((wrong.LeavesTokensBehind, "nothing left", "on the wire: 6 calls leak 12 tensors")),
         (wrong.TakesNowhereForFirst, "inputs", "all to one expert: an input changed"),
         (wrong.GivesUpWhenIdle, "runs", "ValueError: nothing to send"),
         (wrong.OtherDevice, "shape", "the output of rank 0 is on device meta"),

@@ -39,7 +39,7 @@ CASES = [
     for ranks, tokens in SPREADS
     if case.wire == "auto" or tokens == "sharded"  # replicated tokens do not travel
 ]
-QUICK = [with_(FORMATS[1], ranks=2, tokens="sharded"), with_(FORMATS[5], ranks=1, tokens="sharded")]
+QUICK = [with_(FORMATS[5], ranks=1, tokens="sharded")]
 WAITS_FOR_PEERS = {name for name, transport in PREPARE_FINALIZE.items() if transport.traits.blocking}
 
 

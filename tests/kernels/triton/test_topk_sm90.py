@@ -16,6 +16,7 @@ QWEN = {"NUM_GROUPS": 1, "PER_GROUP": 128, "KEPT_GROUPS": 1, "GROUPS": 1, "WIDTH
 KIMI = {"NUM_GROUPS": 1, "PER_GROUP": 384, "KEPT_GROUPS": 1, "GROUPS": 1, "WIDTH": 512, "BIASED": True}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "softmax,sizes", quick_where(lambda softmax, _: not softmax, [(False, DEEPSEEK), (True, QWEN), (False, KIMI)])
 )

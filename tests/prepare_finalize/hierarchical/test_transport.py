@@ -256,6 +256,7 @@ def against_the_model(rank: int, ranks: int, per_node: int) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.row(39, 44)
 def test_processes_of_two_nodes_of_two_send_what_the_model_states(world: RankWorld) -> None:
     assert world.call(against_the_model, 4, 2) == [[]] * 4

@@ -53,6 +53,7 @@ def compiled() -> None:
     loaded()  # from here on every process finds them
 
 
+@pytest.mark.thorough
 @pytest.mark.row(55)
 @pytest.mark.parametrize("with_kernels", [(0, 1, 2, 3), (), (1, 2)], ids=["kernels", "torch", "mixed"])
 def test_processes_give_the_bits_and_the_bytes_of_all_to_all(
@@ -100,6 +101,7 @@ def expected(x_TH: Tensor, routing: Routing) -> Tensor:
     return total_TH.to(x_TH.dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.row(55)
 def test_a_thousand_random_calls_with_delays_all_return(world: RankWorld) -> None:
     assert world.call(stress, 1_000) == [{"wrong": 0, "slots": 3, "named files": 0}] * RANKS
