@@ -2,9 +2,9 @@
 
     python benchmarks/experts_gpu_tune.py --experts 32 --folder configs/tuned --seconds 480
 
-Each tile must first agree with the built-in one within what FP8 allows; one that does not, or fails, is left out and
-named. A file is written after each number of tokens, so that a run that is cut short leaves what it has; points that a
-file of the same device and torch holds already are not measured again.
+Gluon tiles are tried first. Each tile must agree with the built-in one within what FP8 allows; one that does not, or
+fails, is left out and named. A file is written after each number of tokens, so that a run that is cut short leaves what
+it has; points that a file of the same device and torch already has are not measured again.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def point(
     layer: Layer, tokens: int, backend: Any, call_of: Any, rounds: int, suspects: Suspects
 ) -> tuple[Point[Tile], dict[str, str]]:
     """Time every sensible tile that agrees."""
-    given, rows = layer.tokens(tokens, torch.device("cuda")), layer.rows_an_expert(tokens)
+    given, rows = layer.tokens(tokens, torch.device("cuda"), sets=2), layer.rows_an_expert(tokens)
     backend.tuned = Tuned((), BUILT_IN)
     expected, graphs, failed = call_of(given[0])().clone(), {}, {}
-    for tile in CANDIDATES:
+    for tile in sorted(CANDIDATES, key=lambda tile: tile.engine != "gluon"):
         if not sensible(tile, rows):
             continue
         if str(tile) in suspects.hung:
@@ -90,16 +90,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--suspects", type=Path, default=Path("build/gpu/suspects.json"))
-    parser.add_argument("--dry-run", action="store_true")
     given = parser.parse_args()
     layer = Layer(given.experts)
     case = Case(layer.shape.hidden_size, layer.shape.intermediate_size, given.experts, FP8_128x128.name, FP8_1x128.name)
-    if given.dry_run:
-        for tokens in given.tokens:
-            tiles = [tile for tile in CANDIDATES if sensible(tile, layer.rows_an_expert(tokens))]
-            file = tuned_file("<device>", case, given.folder)
-            print(f"{given.experts} experts, {tokens} tokens: {len(tiles)} tiles; into {file}")
-        return 0
     started, device = time.monotonic(), profile_here(torch.device("cuda")).name
     file = tuned_file(device, case, given.folder)
     points = {each.rows_an_expert: each for each in load_tuned(device, case, given.folder, log=False).points}

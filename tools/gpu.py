@@ -1,14 +1,17 @@
-"""Everything a GPU has to say about this project, in one command that can be cut short and started again.
+"""Tests, tuning and measurement on a GPU: four commands of at most nine minutes, each useful alone.
 
-    python tools/gpu.py                   all parts that are not done yet, in order
-    python tools/gpu.py --seconds 560     no part that may not end within this time is started
-    python tools/gpu.py --dry-run         what each part would do, on a machine without a GPU
+    python tools/gpu.py 1                 correctness, and the latency of this project's kernels
+    python tools/gpu.py 2                 other implementations, each in a process of its own
+    python tools/gpu.py 3                 tuning, the effect of single switches, profiles
+    python tools/gpu.py 4                 the complete layer, other weight formats, stress, tuned tiles
+    python tools/gpu.py                   all four
+    python tools/gpu.py --dry-run         all four with stand-in timings, on any machine
 
-Parts are processes of less than nine minutes each: ceilings, correctness on tiny shapes and of one-sided transports,
-peers and ours in turns, correctness at full size, tuning, and peers and ours again with what tuning found. What is done
-is noted in `build/gpu/state.json` with the sources it was done for; other sources start anew. Nothing is fetched:
-wheels in `.peers/whl` are installed into `build/gpu/site` first. Exit status 0: all parts passed; 1: one failed; 75:
-more to do.
+The limits of a command's parts add up to less than nine minutes. After every part the output folder (--out, the
+variable OUT, or build/gpu/out) holds everything that exists by then, in at most eight files below 16 MiB: `state.json`,
+`results.jsonl`, `report.md`, `log.txt`, and archives of compiled kernels and tuned tiles. A later run continues from
+such a folder (--resume, by default `.peers/out`); other sources start anew. Nothing is downloaded: wheels in
+`.peers/whl` are installed first. Exit status 0: all parts passed; 1: one failed; 75: more to do.
 """
 
 from __future__ import annotations
@@ -17,35 +20,58 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools import gpu_carry, gpu_report
+
 ROOT = Path(__file__).resolve().parents[1]
-OUT = Path("build/gpu")
+WORK = Path("build/gpu")
+COMMAND_SECONDS = 540
+SETUP_SECONDS = 20
+"""Of a command: installing wheels, and unpacking what an earlier one compiled."""
 MORE_TO_DO = 75
 SOURCES = ("moe_mk", "tests/gpu", "benchmarks", "tools")
+TAIL = 40
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process of the queue."""
+    """One process of a command."""
 
     name: str
     arguments: tuple[str, ...]
     seconds: int
-    """After which it is ended; below nine minutes."""
-    dry: tuple[str, ...]
-    """Arguments that show what it would do, without a GPU."""
+    """The limit after which it is ended."""
+    stand_in: float = 1.0
+    """Assumed seconds, for a dry run."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Parts that run together, in the order in which they give the most if they are cut short."""
+
+    number: int
+    title: str
+    parts: tuple[Part, ...]
+
+    @property
+    def seconds(self) -> int:
+        """The longest that it can take."""
+        return SETUP_SECONDS + sum(part.seconds for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a part."""
+    """The outcome of a part."""
 
     status: str
     """"passed", "failed", "ran out of time" or "to be continued"."""
@@ -53,55 +79,74 @@ class Result:
     tail: str
 
 
-def parts(out: Path) -> tuple[Part, ...]:
-    """The queue, in the order in which it gives the most if it is cut short."""
-    ceilings, results = str(out / "ceilings.json"), out / "results"
+Run = Callable[[Part], Result]
 
-    def tests(name: str, *arguments: str, seconds: int = 480) -> Part:
-        report = f"--junitxml={out / 'tests' / name}.xml"
-        run = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", report, *arguments)
-        return Part(f"tests: {name}", run, seconds, ("-m", "pytest", "-q", "-n", "0", "--collect-only", *arguments))
 
-    def script(name: str, file: str, *arguments: str, seconds: int = 520) -> Part:
-        return Part(name, (file, *arguments), seconds, (file, *arguments, "--dry-run"))
+def commands(work: Path, out: Path) -> tuple[Command, ...]:
+    """The queue."""
+    results, tuned = ("--results", str(out / "results.jsonl")), ("--folder", str(work / "tuned"))
+    ceilings = ("--ceilings", str(work / "ceilings.json"))
 
-    def bench(experts: int, tiles: str) -> Part:
-        json_file = str(results / f"experts_gpu_e{experts}.json")
-        chosen = ("--experts", str(experts), "--ceilings", ceilings, "--json", json_file)
-        return script(f"measure: {experts} experts, {tiles} tiles", "benchmarks/experts_gpu.py", *chosen)
+    def tests(name: str, *arguments: str, seconds: int, stand_in: float, workers: int = 8) -> Part:
+        options = ("-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider", "-m", "gpu")
+        report = f"--junitxml={work / 'tests' / name.replace(' ', '_')}.xml"
+        return Part(f"tests: {name}", (*options, report, *arguments), seconds, stand_in)
+
+    def script(name: str, file: str, *arguments: str, seconds: int, stand_in: float) -> Part:
+        return Part(name, (file, *arguments), seconds, stand_in)
+
+    def latency(experts: int, tiles: str, seconds: int, stand_in: float) -> Part:
+        chosen = ("--experts", str(experts), "--tiles", tiles, *tuned, "--seconds", str(seconds - 15))
+        file = "benchmarks/experts_gpu.py"
+        name = f"latency: {experts} experts, {tiles} tiles"
+        return script(name, file, *chosen, *ceilings, *results, seconds=seconds, stand_in=stand_in)
+
+    def versus(experts: int) -> Part:
+        chosen = ("--experts", str(experts), "--seconds", "235", *ceilings, *results)
+        return script(
+            f"peers: {experts} experts", "benchmarks/experts_gpu_versus.py", *chosen, seconds=255, stand_in=190
+        )
 
     def tune(experts: int) -> Part:
-        chosen = ("--experts", str(experts), "--folder", "configs/tuned", "--suspects", str(out / "suspects.json"))
-        return script(f"tune: {experts} experts", "benchmarks/experts_gpu_tune.py", *chosen)
+        suspects = ("--suspects", str(work / "suspects.json"), "--seconds", "140")
+        chosen = ("--experts", str(experts), *tuned, *suspects)
+        return script(f"tune: {experts} experts", "benchmarks/experts_gpu_tune.py", *chosen, seconds=160, stand_in=150)
 
-    def tune_type(weights: str) -> Part:
-        sizes = ("--slots", "32", "--top-k", "8", "--tokens", "1,16,128,1024", "--budget", "400")
-        command = ("tune", "triton", "--weights", weights, *sizes, "--device", "cuda")
-        run = ("-P", "moe_mk/cli/__main__.py", *command)  # without -P its folder would hide the bisect of Python
-        return Part(f"tune: {weights}", run, 520, (*run, "--dry-run"))
+    def switches(name: str) -> Part:
+        chosen = ("--switch", name, *ceilings, *results)
+        return script(f"switch: {name}", "benchmarks/experts_gpu_versus.py", *chosen, seconds=50, stand_in=30)
 
-    experts_file = "tests/gpu/test_experts.py"
-    page = ("--results", str(results), "--plot", str(out / "experts_gpu.png"))
+    def layer(what: str, seconds: int, stand_in: float) -> Part:
+        chosen = ("--what", what, *ceilings, *results)
+        return script(f"layer: {what}", "benchmarks/layer_gpu.py", *chosen, seconds=seconds, stand_in=stand_in)
 
-    def report(tiles: str) -> Part:
-        return script(f"report: {tiles} tiles", "tools/gpu_report.py", *page, seconds=60)
-
+    experts_file, ops_file = "tests/gpu/test_experts.py", "tests/gpu/test_ops.py"
+    own = (
+        script("ceilings", "tools/gpu_ceilings.py", "--json", ceilings[1], *results, seconds=35, stand_in=15),
+        tests("ops and tiny layers", ops_file, experts_file, "-k", "test_ops or tiny", seconds=120, stand_in=90),
+        tests("one tile of each engine at full size", experts_file, "-k", "smallest_tile", seconds=60, stand_in=35),
+        script("sanitizer", "benchmarks/gpu_tools.py", "sanitize", *results, seconds=55, stand_in=40),
+        latency(32, "built-in", 110, 65),
+        latency(256, "built-in", 130, 85),
+    )
+    tuning = (tune(256), tune(32), *(switches(name) for name in ("pdl", "cg")), script(
+        "profile", "benchmarks/gpu_tools.py", "profile", *results, seconds=90, stand_in=60,
+    ))  # fmt: skip
+    layers = (
+        tests("layer and streams", "tests/gpu/test_layer.py", "tests/gpu/test_tiles.py", seconds=60, stand_in=40),
+        layer("eager and graph", 60, 40),
+        tests("one-sided", "tests/gpu/test_one_sided.py", seconds=80, stand_in=50, workers=2),
+        layer("formats", 60, 40),
+        tests("mxfp4 and int8", "tests/gpu/test_weight_types.py", "-k", "smallest_tile", seconds=60, stand_in=40),
+        tests("stress", "tests/gpu/test_stress.py", seconds=70, stand_in=45, workers=1),
+        latency(32, "tuned", 55, 30),
+        latency(256, "tuned", 65, 40),
+    )
     return (
-        script("ceilings", "tools/gpu_ceilings.py", "--json", ceilings, seconds=120),
-        tests("ops", "tests/gpu/test_ops.py", seconds=240),
-        tests("tiny shapes", experts_file, "-k", "tiny"),
-        tests("one-sided", "tests/gpu/test_one_sided.py", seconds=300),
-        *(bench(experts, "built-in") for experts in (32, 256, 8)),
-        report("built-in"),
-        tests("tiles by hand", experts_file, "-k", "gluon and not tiny"),
-        tests("triton tiles", experts_file, "-k", "not gluon and not tiny"),
-        tests("layer", "tests/gpu/test_layer.py", seconds=240),
-        tests("streams", "tests/gpu/test_tiles.py", seconds=240),
-        *(tune(experts) for experts in (32, 256, 8)),
-        *(bench(experts, "tuned") for experts in (32, 256, 8)),
-        report("tuned"),
-        tests("weight types", "tests/gpu/test_weight_types.py"),
-        tune_type("mxfp4"),
+        Command(1, "correctness, and the latency of this project's kernels", own),
+        Command(2, "other implementations", (versus(32), versus(256))),
+        Command(3, "tuning, switches and profiles", tuning),
+        Command(4, "the complete layer, other formats, stress, tuned tiles", layers),
     )
 
 
@@ -111,22 +156,24 @@ class State:
     def __init__(self, file: Path, fingerprint: str) -> None:
         self.file, self.fingerprint = file, fingerprint
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        self.results: dict[str, Any] = found.get("results", {}) if found.get("fingerprint") == fingerprint else {}
+        self.continues = found.get("fingerprint") == fingerprint
+        self.results: dict[str, Any] = found.get("results", {}) if self.continues else {}
 
     def passed(self, part: Part) -> bool:
         """Whether a part need not run again."""
         return bool(self.results.get(part.name, {}).get("status") == "passed")
 
     def note(self, part: Part, result: Result) -> None:
-        """Write down what became of a part, at once."""
+        """Record the outcome of a part, at once."""
         self.results[part.name] = asdict(result)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"fingerprint": self.fingerprint, "results": self.results}, indent=2)
-        self.file.write_text(text + "\n", encoding="utf-8")
+        replacement = self.file.with_suffix(".new")
+        replacement.write_text(text + "\n", encoding="utf-8")
+        replacement.replace(self.file)
 
 
 def fingerprint(root: Path) -> str:
-    """What the results belong to: the contents of the sources, with or without a repository around them."""
+    """The contents of the sources that results belong to, with or without a repository around them."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for file in sorted((root / folder).rglob("*.py")):
@@ -134,71 +181,145 @@ def fingerprint(root: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def run(part: Part, environment: Mapping[str, str], *, dry: bool) -> Result:
-    """Run one part, its output shown as it comes; the last lines are kept."""
-    arguments, started = part.dry if dry else part.arguments, time.monotonic()
-    lines: list[str] = []
-    with subprocess.Popen(
-        ["timeout", "--kill-after=10", str(part.seconds), sys.executable, *arguments], cwd=ROOT, env=dict(environment),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        for line in process.stdout:
+def process(part: Part, environment: Mapping[str, str], log: Path) -> Result:
+    """Run one part. Its output is shown and logged as it comes; the last lines are kept."""
+    started, lines = time.monotonic(), list[str]()
+    with (
+        log.open("a", encoding="utf-8") as kept,
+        subprocess.Popen(
+            ["timeout", "--kill-after=5", str(part.seconds - 5), sys.executable, *part.arguments], cwd=ROOT,
+            env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) as running,
+    ):  # fmt: skip
+        assert running.stdout is not None
+        for line in running.stdout:
+            kept.write(line)
+            kept.flush()
             sys.stdout.write(line)
             sys.stdout.flush()
-            lines = [*lines[-39:], line]
+            lines = [*lines[1 - TAIL :], line]
     stated = {0: "passed", 124: "ran out of time", 137: "ran out of time", MORE_TO_DO: "to be continued"}
-    return Result(stated.get(process.returncode, "failed"), round(time.monotonic() - started, 1), "".join(lines))
+    return Result(stated.get(running.returncode, "failed"), round(time.monotonic() - started, 1), "".join(lines))
 
 
-def environment(wheels: Path, site: Path) -> dict[str, str]:
-    """The environment of every part; wheels that were brought along are installed beside the machine's own packages."""
-    given = dict(os.environ)
-    paths = [str(ROOT)]
+def environment(wheels: Path, work: Path) -> dict[str, str]:
+    """The environment of every part; carried wheels are installed next to the machine's own packages."""
+    given, paths, site = dict(os.environ), [str(ROOT)], work / "site"
     found = sorted(wheels.glob("*.whl"))
     if found:
         if not site.is_dir():
             pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
             subprocess.run([*pip, *map(str, found)], check=True, timeout=300)
-        # Always the same path: DeepGEMM keeps compiled kernels under a key that contains it.
+        # DeepGEMM keeps compiled kernels under a key that contains the path of its headers.
         paths.append(str(site))
-        given.setdefault("DG_JIT_CACHE_DIR", str(site.parent / "deep_gemm_cache"))
+        given["DG_JIT_CACHE_DIR"] = str(work / "deep_gemm_cache")
     given["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [given.get("PYTHONPATH")])])
-    given.setdefault("TRITON_CACHE_DIR", str((ROOT / OUT / "triton_cache").resolve()))
-    return given
+    given["TRITON_CACHE_DIR"] = str(work / "triton_cache")
+    return given | {"PYTHONUNBUFFERED": "1"}
+
+
+def queue(
+    wanted: Sequence[Command], state: State, run: Run, after: Callable[[], None],
+    now: Callable[[], float] = time.monotonic, say: Callable[[str], Any] = print,
+) -> int:  # fmt: skip
+    """Run what is left of the commands. A part starts only if it ends within its command's nine minutes.
+
+    after: called after every part, to write what exists by then.
+    """
+    left = failed = 0
+    for command in wanted:
+        say(f"command {command.number}: {command.title}; {command.seconds} of {COMMAND_SECONDS} s at most")
+        started = now() - SETUP_SECONDS
+        for part in command.parts:
+            if state.passed(part):
+                say(f"  done             {part.name}")
+                continue
+            if now() - started + part.seconds > COMMAND_SECONDS:
+                left += 1
+                say(f"  later            {part.name}")
+                continue
+            result = run(part)
+            state.note(part, result)
+            after()
+            left += result.status == "to be continued"
+            failed += result.status in ("failed", "ran out of time")
+            say(f"  {result.status:16} {part.name}: {result.seconds:.0f} s of {part.seconds}")
+    return 1 if failed else (MORE_TO_DO if left else 0)
+
+
+def resume(folder: Path, out: Path, work: Path, state_of: str) -> State:
+    """Continue from the files of an earlier run of the same sources; tuned tiles and kernels stay in any case."""
+    out.mkdir(parents=True, exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir() and folder.resolve() != out.resolve() and not (out / "state.json").is_file():
+        for file in sorted(folder.iterdir()):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
+    gpu_carry.unpack(out, work)
+    state = State(out / "state.json", state_of)
+    if not state.continues:
+        for name in ("results.jsonl", "report.md", "log.txt"):
+            (out / name).unlink(missing_ok=True)
+    return state
+
+
+def write_report(out: Path) -> None:
+    """The results so far as a page; none without results."""
+    lines = gpu_report.read(out / "results.jsonl")
+    if lines:
+        (out / "report.md").write_text(gpu_report.page(lines), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is left of the queue."""
+    """Run what is left of one command, or of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--only", nargs="+", default=[], help="parts by how their names start")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no part that may end later")
+    parser.add_argument("command", type=int, nargs="*", help="numbers of commands, 1 to 4; default: all")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or WORK / "out"))
+    parser.add_argument("--resume", type=Path, default=ROOT / ".peers" / "out", help="what an earlier run wrote")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".peers" / "whl")
+    parser.add_argument("--work", type=Path, default=ROOT / WORK)
+    parser.add_argument("--only", nargs="+", default=[], help="parts by the start of their names")
     parser.add_argument("--dry-run", action="store_true")
     given = parser.parse_args(arguments)
-    started, state = time.monotonic(), State(given.out / "state.json", fingerprint(ROOT))
-    wanted = [part for part in parts(given.out) if not given.only or part.name.startswith(tuple(given.only))]
-    with_wheels = environment(given.wheels, (ROOT / OUT / "site").resolve())
-    left, failed = 0, 0
-    for part in wanted:
-        if not given.dry_run and state.passed(part):
-            sys.stdout.write(f"done      {part.name}\n")
-            continue
-        if not given.dry_run and time.monotonic() - started + part.seconds > given.seconds:
-            left += 1
-            sys.stdout.write(f"later     {part.name}\n")
-            continue
-        what = "would run" if given.dry_run else "run      "
-        sys.stdout.write(f"{what} {part.name}: python {' '.join(part.arguments)}\n")
-        sys.stdout.flush()
-        result = run(part, with_wheels, dry=given.dry_run)
-        left += result.status == "to be continued"
-        failed += result.status in ("failed", "ran out of time")
-        sys.stdout.write(f"{result.status:9} {part.name} after {result.seconds} s\n")
-        if not given.dry_run:
-            state.note(part, result)
-    return 1 if failed else (MORE_TO_DO if left else 0)
+    out, work = given.out.resolve(), given.work.resolve()
+    if not set(given.command) <= {1, 2, 3, 4}:
+        parser.error(f"commands are 1 to 4, not {given.command}")
+    chosen = [each for each in commands(work, out) if not given.command or each.number in given.command]
+    if given.only:
+        some = tuple(given.only)
+        chosen = [
+            Command(each.number, each.title, tuple(part for part in each.parts if part.name.startswith(some)))
+            for each in chosen
+        ]
+    if given.dry_run:
+        return dry_run(chosen)
+    state = resume(given.resume, out, work, fingerprint(ROOT))
+    of_parts = environment(given.wheels, work)
+
+    def after() -> None:
+        write_report(out)
+        gpu_carry.pack(work, out)
+
+    return queue(chosen, state, lambda part: process(part, of_parts, out / "log.txt"), after)
+
+
+def dry_run(chosen: Sequence[Command]) -> int:
+    """All commands with stand-in timings: their order, their budgets, and the report they would write."""
+    from tempfile import TemporaryDirectory
+
+    clock, lines = 0.0, list[dict[str, Any]]()
+
+    def run(part: Part) -> Result:
+        nonlocal clock
+        clock += part.stand_in
+        lines.extend(gpu_report.stand_ins(part.name))
+        return Result("passed", part.stand_in, "")
+
+    with TemporaryDirectory() as folder:
+        state = State(Path(folder) / "state.json", "stand-in")
+        status = queue(chosen, state, run, lambda: None, lambda: clock)
+    sys.stdout.write(gpu_report.page(lines) if lines else "no results\n")
+    return status
 
 
 if __name__ == "__main__":

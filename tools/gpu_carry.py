@@ -1,28 +1,43 @@
-"""Bring wheels to where there is no network: what the GPU queue needs beside torch and triton, at the pinned versions.
+"""What travels to a machine with a GPU and no network, and back: at most 64 MiB each way.
 
-    python tools/gpu_carry.py            then take the tree, with .peers/whl, to the machine with the GPU: make gpu
-    python tools/gpu_carry.py --peers    and DeepGEMM, to be measured against
+    python tools/gpu_carry.py                     wheels of moe-mk's requirements and tests, into .peers/whl
+    python tools/gpu_carry.py --peers             DeepGEMM, and from --vllm WHEEL the Triton kernel of vLLM
+    python tools/gpu_carry.py --results FOLDER    what `tools/gpu.py` wrote there, into .peers/out, to continue from
 
-torch, triton and numpy are the machine's own. Nothing of this is committed: git ignores `.peers`.
+torch, triton and numpy are the machine's own. git ignores `.peers`: nothing of it is committed. Compiled kernels and
+tuned tiles travel back as archives of less than 16 MiB (`pack`, `unpack`).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tarfile
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = (
     "annotated-doc annotated-types click execnet hypothesis iniconfig markdown-it-py mdurl packaging pluggy pydantic "
-    "pydantic_core Pygments pytest pytest-timeout pytest-xdist PyYAML rich safetensors scipy shellingham "
+    "pydantic_core Pygments pytest pytest-timeout pytest-xdist PyYAML rich safetensors shellingham "
     "sortedcontainers typer typing-inspection typing_extensions"
 ).split()
-"""The library's own requirements and those of its tests, with all that they need in turn."""
+"""The library's own requirements and those of its tests, with all that they need in turn. Not scipy (35 MB): only
+placements over many ranks call it."""
 PEERS = ("sgl-deep-gemm==0.1.5.post1", "apache-tvm-ffi==0.1.11")
-"""The newest that link against torch 2.11."""
+"""The newest that link against torch 2.11. FlashInfer is left out: 59 MiB, and its kernels compile for minutes."""
+VLLM_FOLDER = "vllm/model_executor/layers/fused_moe/"
+VLLM_FILES = ("fused_moe.py", "experts/triton_moe.py")
+"""Files that may define the Triton kernel, by version."""
+MIB = 2**20
+LIMIT, ARCHIVE, MOST_ARCHIVES = 64 * MIB, 15 * MIB, 4
+CACHES = ("tuned", "triton_cache", "deep_gemm_cache")
+"""Folders of the work folder that travel back, the most valuable first."""
 
 
 def pinned(names: Sequence[str], constraints: str) -> list[str]:
@@ -38,21 +53,124 @@ def command(requirements: Sequence[str], folder: Path, python: str) -> list[str]
     return [sys.executable, "-m", "pip", "download", "--no-deps", *target, *older, "-d", str(folder), *requirements]
 
 
+def take_vllm(wheel: Path, folder: Path) -> list[str]:
+    """Copy vLLM's Triton MoE kernel and its H200 configurations out of a wheel; returns the names.
+
+    Raises FileNotFoundError for a wheel without them.
+    """
+    taken = []
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            inside = name.removeprefix(VLLM_FOLDER)
+            tuned = inside.startswith("configs/") and "H200" in inside and "[128,128]" in inside.replace(" ", "")
+            if name.startswith(VLLM_FOLDER) and (inside in VLLM_FILES or tuned):
+                target = folder / Path(inside).name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.read(name))
+                taken.append(target.name)
+    if not set(taken) & {Path(name).name for name in VLLM_FILES}:
+        raise FileNotFoundError(f"{wheel} has none of {', '.join(VLLM_FOLDER + name for name in VLLM_FILES)}")
+    return sorted(taken)
+
+
+def take_results(source: Path, folder: Path) -> None:
+    """Replace what an earlier run wrote by a newer one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def pack(work: Path, out: Path) -> list[str]:
+    """Write the caches of a work folder as archives; returns the folders that did not fit."""
+    groups = [group for name in CACHES for group in _groups(work / name)]
+    left_out, archives, sizes = list[str](), list[list[bytes]](), list[int]()
+    for group in groups:
+        body = _archived(group, work)
+        fits = [place for place, size in enumerate(sizes) if size + len(body) <= ARCHIVE]
+        if fits:
+            archives[fits[0]].append(body)
+            sizes[fits[0]] += len(body)
+        elif len(archives) < MOST_ARCHIVES and len(body) <= ARCHIVE:
+            archives.append([body])
+            sizes.append(len(body))
+        else:
+            left_out.append(group.relative_to(work).as_posix())
+    for place, bodies in enumerate(archives):
+        with zipfile.ZipFile(out / f"cache-{place}.new", "w", zipfile.ZIP_STORED) as archive:
+            for number, body in enumerate(bodies):
+                archive.writestr(f"{number}.tar.gz", body)
+        (out / f"cache-{place}.new").replace(out / f"cache-{place}.zip")
+    return left_out
+
+
+def unpack(out: Path, work: Path) -> None:
+    """Bring the archives of an output folder back into a work folder; compiled kernels are found at their new path."""
+    for file in sorted(out.glob("cache-*.zip")):
+        with zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                with tarfile.open(fileobj=io.BytesIO(archive.read(name)), mode="r:gz") as one:
+                    one.extractall(work, filter="data")
+    relocate(work / "triton_cache")
+
+
+def relocate(cache: Path) -> int:
+    """Correct the absolute paths in a folder of Triton's cache after it was moved; returns the number of kernels."""
+    found = 0
+    for group in cache.glob("*/__grp__*.json"):
+        files = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
+        moved = {name: str(group.parent / name) for name in files}
+        if moved != files:
+            group.write_text(json.dumps({"child_paths": moved}), encoding="utf-8")
+        found += 1
+    return found
+
+
+def _groups(folder: Path) -> Iterator[Path]:
+    """Subfolders and files of a cache, the newest first; kernels in use matter more than those of earlier sources."""
+    if folder.is_dir():
+        yield from sorted(folder.iterdir(), key=lambda path: (-path.stat().st_mtime, path.name))
+
+
+def _archived(path: Path, root: Path) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archive:
+        archive.add(path, path.relative_to(root).as_posix())
+    return buffer.getvalue()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Download into .peers/whl."""
+    """Fill .peers, and report its size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="3.12", help="of the machine with the GPU")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".peers" / "whl")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".peers")
     parser.add_argument("--peers", action="store_true", help="DeepGEMM as well")
+    parser.add_argument("--vllm", type=Path, help="a wheel of vLLM, to take its Triton kernel from")
+    parser.add_argument("--results", type=Path, help="the output folder of an earlier run; fetches nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the command")
     given = parser.parse_args(arguments)
     wanted = pinned(NEEDED, (ROOT / "constraints.txt").read_text(encoding="utf-8"))
-    fetch = command([*wanted, *(PEERS if given.peers else ())], given.folder, given.python)
+    fetch = command([*wanted, *(PEERS if given.peers else ())], given.folder / "whl", given.python)
     if given.dry_run:
         sys.stdout.write(" ".join(fetch) + "\n")
         return 0
-    given.folder.mkdir(parents=True, exist_ok=True)
-    return subprocess.run(fetch, check=False, timeout=900).returncode
+    status = 0
+    if given.results:
+        take_results(given.results, given.folder / "out")
+    else:
+        (given.folder / "whl").mkdir(parents=True, exist_ok=True)
+        status = subprocess.run(fetch, check=False, timeout=900).returncode
+    if given.vllm:
+        sys.stdout.write(f"{', '.join(take_vllm(given.vllm, given.folder / 'vllm'))}\n")
+    total = size_of(given.folder)
+    sys.stdout.write(f"{given.folder}: {total / MIB:.1f} MiB of {LIMIT // MIB}\n")
+    return status or int(total > LIMIT)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 
 GIB = 2**30
 SIDE = 8192
+LIBRARIES = ("torch", "triton", "sgl-deep-gemm")
 
 
 def seconds(call: Callable[[], Any], rounds: int = 20) -> float:
@@ -57,20 +60,31 @@ def fp8_tflops() -> float:
     return 2 * SIDE**3 / seconds(call) / 1e12
 
 
+def versions() -> dict[str, str]:
+    """Versions of the libraries that results depend on."""
+    found = {}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--results", type=Path, help="a file of results, to which a line is appended")
     given = parser.parse_args()
-    if given.dry_run:
-        print(f"would read 8 GiB, copy 4 GiB, multiply {SIDE}^3 in FP8, and write {given.json}")
-        return 0
     found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "read_gbs": round(read_gbs(), 1)}
     found |= {"copy_gbs": round(copy_gbs(), 1), "fp8_tflops": round(fp8_tflops(), 1)}
     given.json.parent.mkdir(parents=True, exist_ok=True)
     given.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(found))
+    text = json.dumps({"kind": "ceilings", "versions": versions(), **found})
+    if given.results:
+        given.results.parent.mkdir(parents=True, exist_ok=True)
+        with given.results.open("a", encoding="utf-8") as kept:
+            kept.write(text + "\n")
+    print(text)
     return 0
 
 

@@ -1,49 +1,103 @@
-"""Turn the GPU benchmark's results into the table of docs/performance.md and a plot.
+"""Turn the results of the GPU queue into a page, and into the table of docs/performance.md.
 
-python tools/gpu_report.py --results build/gpu/results --plot build/gpu/experts_gpu.png
+    python tools/gpu_report.py --results build/gpu/out/results.jsonl
+
+A result is one JSON object a line, with a `kind`: "ceilings", "latency", "skipped", "switch", "tool". Of several
+latencies of the same case the last one counts. Stand-in timings of a dry run are marked, and never written to the docs.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- experts_gpu: begin -->", "<!-- experts_gpu: end -->"
+OURS = "moe_mk, "
+"""How the names of this project's own contenders begin."""
+HEAD = (
+    "case", "contender", "median us", "p25", "p75", "GB/s", "TFLOP/s", "of floor", "SM MHz", "error", "time / ours",
+)  # fmt: skip
+Line = dict[str, Any]
+STAND_IN_PARTS: Mapping[str, tuple[tuple[str, float], ...]] = {
+    "latency: {e} experts, built-in tiles": (("moe_mk, Triton", 1.30), ("moe_mk, Gluon", 1.15)),
+    "latency: {e} experts, tuned tiles": (("moe_mk, tuned", 1.10),),
+    "peers: {e} experts": (
+        ("moe_mk, Triton", 1.25), ("DeepGEMM, contiguous", 1.9), ("DeepGEMM, masked", 1.8), ("vLLM, Triton", 1.6),
+    ),
+}  # fmt: skip
+"""Latencies that a part writes in a dry run, as multiples of the floor."""
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """One line a case: the floor, and each candidate's median with its share of the floor."""
-    names = list(dict.fromkeys(name for result in results for line in result["lines"] for name in line["results"]))
-    head = ["experts", "tokens a rank", "rows an expert", "floor us", *names]
-    rows = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
-    for result in results:
-        for line in result["lines"]:
-            cells = [f"{line[key]}" for key in ("experts", "tokens")]
-            cells += [f"{line['rows_an_expert']:.2f}", f"{line['floor_us']:.0f}"]
-            for name in names:
-                found = line["results"].get(name)
-                cells.append("-" if found is None else f"{found['median_us']:.0f} us ({100 * found['of_floor']:.0f} %)")
-            rows.append("| " + " | ".join(cells) + " |")
+def read(file: Path) -> list[Line]:
+    """All complete lines of a results file; a line that was cut off is left out."""
+    found: list[Line] = []
+    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def latest(lines: Iterable[Line]) -> list[Line]:
+    """Latencies, the last of each case and contender, in the order of cases."""
+    found = {(line["case"], line["contender"]): line for line in lines if line["kind"] == "latency"}
+    return sorted(found.values(), key=lambda line: (*line["order"], not line["contender"].startswith(OURS)))
+
+
+def table(lines: Iterable[Line]) -> str:
+    """One row a contender and case. The last column compares a peer with ours, which took turns with it, and one of
+    ours with the fastest of ours.
+    """
+    found = latest(lines)
+    best: dict[str, float] = {}
+    for line in found:
+        if line["contender"].startswith(OURS):
+            best[line["case"]] = min(line["median_us"], best.get(line["case"], line["median_us"]))
+    rows = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * 2 + "---:|" * (len(HEAD) - 2)]
+    for line in found:
+        ours = line.get("ours_us") or best.get(line["case"])
+        ratio = line["median_us"] / ours if ours else None
+        cells = [line["case"], line["contender"], *(f"{line[key]:.1f}" for key in ("median_us", "p25_us", "p75_us"))]
+        cells += [_number(line.get("gbs"), 0), _number(line.get("tflops"), 0), _share(line.get("of_floor"))]
+        cells += [_number(line.get("sm_mhz"), 0), _number(line.get("error"), 4), _number(ratio, 2)]
+        rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
-def section(results: Sequence[dict[str, Any]]) -> str:
-    """What the table was measured with, the table, and who did not take part."""
-    first = results[0]
-    versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
-    rates = first["rates"]
-    ceilings = f"{rates['memory_gbs']:.0f} GB/s read and {rates['fp8_tflops']:.0f} FP8 TFLOP/s, {first['rates_are']}"
-    skipped = {name: why for result in results for line in result["lines"] for name, why in line["skipped"].items()}
-    lines = [f"{first['device']}, Python {first['python']}, {versions}. Ceilings: {ceilings}.", "", table(results)]
-    lines += ["", *(f"{name} did not take part: {why}." for name, why in sorted(skipped.items()))]
-    return "\n".join(lines).rstrip()
+def page(lines: Sequence[Line]) -> str:
+    """Everything that was measured. Raises ValueError without results."""
+    if not lines:
+        raise ValueError("no results; nothing to report")
+    parts = ["Stand-in timings, not measured.\n"] if any(line.get("stand_in") for line in lines) else []
+    ceilings = [line for line in lines if line["kind"] == "ceilings"]
+    if ceilings:
+        last = ceilings[-1]
+        versions = ", ".join(f"{name} {number}" for name, number in last["versions"].items())
+        parts.append(
+            f"{last['device']}, {versions}. Ceilings: {last['read_gbs']:.0f} GB/s read and "
+            f"{last['fp8_tflops']:.0f} FP8 TFLOP/s, measured.\n"
+        )
+    if latest(lines):
+        parts.append(table(lines) + "\n")
+    for line in {(line["switch"], line["case"]): line for line in lines if line["kind"] == "switch"}.values():
+        parts.append(
+            f"Without {line['switch']}, {line['case']}: {line['off_us'] / line['on_us']:.3f} times as long "
+            f"({line['on_us']:.1f} us with it).\n"
+        )
+    for line in {line["tool"]: line for line in lines if line["kind"] == "tool"}.values():
+        parts.append(
+            f"{line['tool']}: {line['status']}.\n" + (f"\n```text\n{line['text']}\n```\n" if line["text"] else "")
+        )
+    skipped = {line["contender"]: line["reason"] for line in lines if line["kind"] == "skipped"}
+    parts += [f"{name} did not take part: {why}.\n" for name, why in sorted(skipped.items())]
+    return "\n".join(parts)
 
 
 def replaced(page: str, text: str) -> str:
@@ -54,46 +108,46 @@ def replaced(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
 
 
-def plot(results: Sequence[dict[str, Any]], file: Path) -> bool:
-    """Share of the floor over tokens, one line a candidate and case; False without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    from matplotlib.figure import Figure
+def stand_ins(part: str) -> list[Line]:
+    """What a part writes in a dry run."""
+    if part == "ceilings":
+        versions = {"torch": "0", "triton": "0"}
+        rates = {"read_gbs": 4400.0, "copy_gbs": 4300.0, "fp8_tflops": 1500.0}
+        return [{"kind": "ceilings", "device": "no device", "versions": versions, "stand_in": True, **rates}]
+    made: list[Line] = []
+    for pattern, contenders in STAND_IN_PARTS.items():
+        for experts in (32, 256):
+            if part != pattern.format(e=experts):
+                continue
+            for tokens, floor in ((1, 80.0), (16, 320.0), (128, 340.0), (1024, 530.0), (8192, 4300.0)):
+                for name, times in contenders:
+                    median = floor * times
+                    line: Line = {"kind": "latency", "case": f"{experts} experts, {tokens} tokens", "contender": name}
+                    line |= {"order": [experts, tokens], "median_us": median, "p25_us": median, "p75_us": median}
+                    made.append(line | {"of_floor": 1 / times, "stand_in": True})
+    return made
 
-    figure = Figure(figsize=(9, 5))
-    axes = figure.subplots()
-    for result in results:
-        curves: dict[str, list[tuple[int, float]]] = {}
-        for line in result["lines"]:
-            for name, found in line["results"].items():
-                curves.setdefault(f"{name}, {line['experts']} experts", []).append((line["tokens"], found["of_floor"]))
-        for name, points in curves.items():
-            axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(xscale="log", xlabel="tokens a rank", ylabel="floor / median", ylim=(0, 1), title=results[0]["device"])
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150, bbox_inches="tight")
-    return True
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and the plot; without results there is nothing to write."""
+    """Write the table into the docs; without measured results there is nothing to write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--plot", type=Path, required=True)
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--dry-run", action="store_true")
     given = parser.parse_args(arguments)
-    files = sorted(given.results.glob("experts_gpu_e*.json"))
-    if given.dry_run or not files:
-        sys.stdout.write(f"{len(files)} results in {given.results}; they would go into {given.page}\n")
-        return 0 if given.dry_run else 1
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    results.sort(key=lambda result: -int(result["lines"][0]["experts"]))
-    given.page.write_text(replaced(given.page.read_text(encoding="utf-8"), section(results)), encoding="utf-8")
-    drawn = plot(results, given.plot)
-    sys.stdout.write(f"{given.page}\n" + (f"{given.plot}\n" if drawn else ""))
+    lines = read(given.results)
+    if not latest(lines) or any(line.get("stand_in") for line in lines):
+        sys.stdout.write(f"no measured results in {given.results}; {given.page} stays as it is\n")
+        return 1
+    given.page.write_text(replaced(given.page.read_text(encoding="utf-8"), page(lines).rstrip()), encoding="utf-8")
+    sys.stdout.write(f"{given.page}\n")
     return 0
 
 

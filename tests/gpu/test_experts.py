@@ -115,6 +115,14 @@ def test_every_tile_at_the_sizes_of_deepseek_v3(tile: Tile, layout: type) -> Non
         assert torch.equal(first, again), "equal inputs, equal bits"
 
 
+@pytest.mark.parametrize("tile", [BUILT_IN[0][1], BY_HAND[0]], ids=named)
+def test_the_smallest_tile_of_each_engine_at_the_sizes_of_deepseek_v3(tile: Tile) -> None:
+    backend, stack = of_tile(build(FP8_1x128, 4), tile), random_experts(FP8_128x128, 4, HIDDEN, INNER, CUDA)
+    for rows in (1, 40):
+        tokens = draw(rows, 4, 2)
+        check(backend, stack, tokens, tokens)
+
+
 @pytest.mark.parametrize("tile", [BUILT_IN[0][1], BUILT_IN[-1][1], *BY_HAND], ids=str)
 def test_a_captured_graph_serves_other_tokens_and_allocates_nothing(tile: Tile) -> None:
     slots, rows = 8, 32
@@ -122,12 +130,12 @@ def test_a_captured_graph_serves_other_tokens_and_allocates_nothing(tile: Tile) 
     stack = backend.relayout(random_experts(FP8_128x128, slots, HIDDEN, INNER, CUDA))
     given = draw(rows, slots, 4)
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # warm the lane of the stream that captures
+    with torch.cuda.stream(stream):  # allocates the arena of the stream that captures
         for _ in range(3):
             backend.run(given, stack)
     torch.cuda.synchronize()
-    lane, graph = backend.workspace.lane((stream.cuda_stream, get_ident())), torch.cuda.CUDAGraph()
-    allocations = lane.allocations
+    arena, graph = backend.workspace.arena((stream.cuda_stream, get_ident())), torch.cuda.CUDAGraph()
+    allocations = arena.allocations
     with torch.cuda.graph(graph, stream=stream):
         y = backend.run(given, stack).y
     for _ in range(3):
@@ -138,7 +146,7 @@ def test_a_captured_graph_serves_other_tokens_and_allocates_nothing(tile: Tile) 
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(y, backend.run(other, stack).y)
-    assert lane.allocations == allocations > 0
+    assert arena.allocations == allocations > 0
 
 
 def test_a_row_gets_the_same_bits_in_any_company() -> None:

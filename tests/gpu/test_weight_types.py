@@ -44,6 +44,12 @@ def test_every_tile_at_the_sizes_of_deepseek_v3(weights: QuantScheme, compute: Q
     check(of_tile(build(compute, 8), tile), stack, rows, rows)
 
 
+@pytest.mark.parametrize("weights,compute", [(MXFP4, BF16), (INT8_CHANNEL, INT8_TOKEN)], ids=named)
+def test_the_smallest_tile_at_the_sizes_of_deepseek_v3(weights: QuantScheme, compute: QuantScheme) -> None:
+    stack, rows = random_experts(weights, 8, HIDDEN, INNER, CUDA), draw(64, 8, 4)
+    check(of_tile(build(compute, 8), DECODED[0][1]), stack, rows, rows)
+
+
 @pytest.mark.parametrize("weights,compute", [(FP8_128x128, FP8_1x128), (MXFP4, BF16)], ids=named)
 def test_shared_experts_join_the_same_pass(weights: QuantScheme, compute: QuantScheme) -> None:
     inner = INNER // 8
