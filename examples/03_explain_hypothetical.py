@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from moe_mk import MoEConfig, Problem, UnsupportedError
 from moe_mk.config import device_profile, load_config
-from moe_mk.oracle import Decision, select
+from moe_mk.oracle import Decision, libraries_of, select
 from moe_mk.quant.plain import BF16
 
 
 def ask(config: MoEConfig, device: str, ranks: int, tokens: int, **settings: object) -> Decision:
-    """Decide for `ranks` ranks of a shipped device profile, each with `tokens` tokens a call."""
-    configured = config.with_(ep=ranks, max_num_tokens=tokens, **settings)
-    return select(Problem(configured, device_profile(device), BF16, num_tokens=tokens))
+    """Decide for `ranks` ranks of a shipped device with all libraries that it supports, each with `tokens` a call."""
+    configured, profile = config.with_(ep=ranks, max_num_tokens=tokens, **settings), device_profile(device)
+    return select(Problem(configured, profile, BF16, num_tokens=tokens, installed=libraries_of(profile)))
 
 
 def main() -> None:

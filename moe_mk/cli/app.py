@@ -12,7 +12,16 @@ import typer
 
 from moe_mk.cli.checkpoint_verbs import checkpoint_verbs
 from moe_mk.cli.exits import with_exit_code
-from moe_mk.cli.options import AllowEmulated, AsJson, Device, Experts, PrepareFinalize, Settings, settings_of
+from moe_mk.cli.options import (
+    AllowEmulated,
+    AsJson,
+    Device,
+    Experts,
+    ExplainCommand,
+    PrepareFinalize,
+    Settings,
+    settings_of,
+)
 from moe_mk.cli.predictions import predictions
 from moe_mk.cli.workbench import workbench
 
@@ -141,7 +150,7 @@ def run(
     return run_ranks(run_rank, plan, world, collective_backend(device, world.local_size), timeout)
 
 
-@app.command()
+@app.command(cls=ExplainCommand)
 @with_exit_code
 def explain(
     config: Annotated[str, typer.Argument(help="name of a shipped model, a YAML or JSON file, or a config.json")],
@@ -155,7 +164,11 @@ def explain(
     replicated: Annotated[bool, typer.Option("--replicated", help="all ranks have the same tokens")] = False,
     comm_units: Annotated[int | None, typer.Option(min=1, help="SMs or threads that a transport may reserve")] = None,
     installed: Annotated[
-        str | None, typer.Option(help="libraries to assume, by comma; default: the installed ones")
+        str | None,
+        typer.Option(
+            help="libraries to assume, by comma; without a value: those installed here. Default: those installed here "
+            "for a device of this machine, else all that the device supports"
+        ),
     ] = None,
     prepare_finalize: PrepareFinalize = "auto",
     experts: Experts = "auto",

@@ -15,13 +15,16 @@ from rich.table import Table
 
 from moe_mk.cli.exits import OK
 from moe_mk.cli.inputs import dtype_of
+from moe_mk.cli.options import HERE
 from moe_mk.cli.screen import Screen, amount
 from moe_mk.cli.show import verdict_table
+from moe_mk.config.device import DeviceProfile
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.external.device import is_profile_here
 from moe_mk.external.library import LIBRARIES, emulated, installed
-from moe_mk.oracle import Decision, select
+from moe_mk.oracle import Decision, libraries_of, select
 from moe_mk.plan.roofline import LayerShape, Rates, experts_us
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
@@ -88,7 +91,8 @@ class Question:
     """None: by the device profile."""
     dtype: str = "bfloat16"
     libraries: str | None = None
-    """Separated by commas; None: the installed ones."""
+    """Separated by commas; `options.HERE`: the installed ones; None: the installed ones for a device of this machine,
+    else all that the device supports."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -98,7 +102,8 @@ def explain_config(screen: Screen, question: Question, *, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(decision.as_dict(), indent=2))
     else:
-        show(screen, decision)
+        _, assumption = libraries_for(question.libraries, decision.problem.device)
+        show(screen, decision, assumption)
         divides = decision.problem.config.model.num_experts % decision.problem.ranks == 0
         if divides and decision.problem.config.model.quant.is_fp8 and decision.problem.device.fp8_tflops:
             show_buckets(screen, lambda tokens: decide_on(replace(question, tokens=tokens)))
@@ -116,18 +121,23 @@ def decide_on(question: Question) -> Decision:
             raise ConfigError(f"{ranks} ranks do not divide over --nodes {question.nodes}; use a divisor of {ranks}")
         profile = profile.model_copy(update={"ranks_per_node": ranks // question.nodes})
     dtype = plain(dtype_of(question.dtype))
-    return select(Problem(settings, profile, dtype, question.tokens, _libraries(question.libraries), emulated()))
+    libraries, _ = libraries_for(question.libraries, profile)
+    return select(Problem(settings, profile, dtype, question.tokens, libraries, emulated()))
 
 
-def show(screen: Screen, decision: Decision) -> None:
-    """Print the decision."""
+def show(screen: Screen, decision: Decision, assumption: str = "") -> None:
+    """Print the decision. assumption: which libraries it presumes."""
     p, model, decided = decision.problem, decision.problem.config.model, decision.as_dict()["bytes"]
     active = f"{100 * p.config.active_fraction():.2f} % of parameters active"
     experts = f"{model.num_experts} experts, top-{p.config.router.top_k}, {p.weights.name}"
     screen.fact("model", f"{model.name}: {experts}, {active}")
     nodes = f"{p.nodes} {'node' if p.nodes == 1 else 'nodes'} of {p.device.name}"
     screen.fact("fabric", f"ep={p.ranks} tp={p.config.parallel.tp} on {nodes}, {p.num_tokens} tokens per rank")
+    if assumption:
+        screen.fact("libraries", assumption)
     screen.fact("decision", f"{decision.chosen.name}: {decision.because}")
+    for warning in decision.warnings:
+        screen.fact("warning", warning)
     graphs = "can be captured in a CUDA graph" if decision.graph_safe else "cannot be captured in a CUDA graph"
     screen.fact("", f"wire {decision.wire.name}, experts compute {decision.compute.name}, {graphs}")
     screen.fact("bytes", f"{decided['dispatch']:,} dispatch, {decided['combine']:,} combine, per rank and call")
@@ -167,10 +177,20 @@ def _budget_line(decision: Decision) -> str:
     return "" if asked is None else f"kernel.comm_units = {asked} changes nothing: a single rank has no transport"
 
 
-def _libraries(names: str | None) -> frozenset[str]:
-    if names is None:
-        return installed()
-    wanted = frozenset(name for name in names.split(",") if name)
+def libraries_for(names: str | None, device: DeviceProfile) -> tuple[frozenset[str], str]:
+    """The libraries of a question, and a sentence on them; empty for a CPU. Raises ConfigError for an unknown one."""
+    if names is None and not is_profile_here(device):
+        assumed = libraries_of(device)
+        here = f"there is no {device.name} here; --installed assumes only what is installed here"
+        return assumed, f"assumed: {_listed(assumed)} ({here})"
+    if names in (None, HERE):
+        found = installed()
+        return found, "" if device.kind == "cpu" else f"installed here: {_listed(found)}"
+    wanted = frozenset(name for name in str(names).split(",") if name)
     for name in wanted - set(LIBRARIES):
         raise ConfigError(f"--installed names {name!r}{did_you_mean(name, list(LIBRARIES))}")
-    return wanted
+    return wanted, f"as given by --installed: {_listed(wanted)}"
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

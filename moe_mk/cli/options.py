@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from moe_mk.errors import ConfigError
 
@@ -18,6 +19,21 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="any setting, such as kernel.timeout_s=5; repeatable"),
 ]
+HERE = "here"
+"""The value of --installed that stands for the libraries of this machine."""
+
+
+class ExplainCommand(TyperCommand):
+    """A verb whose option --installed may be given without a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words of the command line; --installed alone means --installed=here."""
+        bare = {
+            at
+            for at, word in enumerate(args)
+            if word == "--installed" and (at + 1 == len(args) or args[at + 1].startswith("-"))
+        }
+        return super().parse_args(ctx, [f"{word}={HERE}" if at in bare else word for at, word in enumerate(args)])
 
 
 def settings_of(words: Sequence[str] | None) -> dict[str, Any]:

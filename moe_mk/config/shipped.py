@@ -31,6 +31,8 @@ def load_config(name_or_path: str | Path) -> MoEConfig:
     """A shipped model by name, or a YAML or JSON file of ours, or a transformers config.json."""
     models = shipped_models()
     path = models.get(str(name_or_path), Path(name_or_path))
+    if not path.exists() and path.parts == ("configs", "models", path.name):  # as in a source tree
+        path = models.get(path.stem, path)
     if not path.exists():
         raise ConfigError(
             f"{name_or_path} is neither a file nor a shipped model{did_you_mean(str(name_or_path), list(models))}"

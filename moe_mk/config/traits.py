@@ -63,6 +63,6 @@ def _library_reasons(traits: Traits, problem: Problem) -> list[Reason]:
     if emulated and problem.config.kernel.allow_emulated:
         return []
     fix = traits.extra or f"pip install {traits.library}"
-    if emulated:
+    if emulated and problem.device.kind == "cpu":  # an emulation runs on the host
         fix += ", or kernel.allow_emulated = true"
     return [Reason("library", f"{traits.library} is not installed", fix)]

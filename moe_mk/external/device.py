@@ -71,6 +71,13 @@ def profile_here(device: torch.device) -> DeviceProfile:
     return device_profile(nearest).model_copy(update=update | {"arch": arch, "name": name})
 
 
+def is_profile_here(profile: DeviceProfile) -> bool:
+    """Whether this machine has a device of a profile; every machine has a CPU."""
+    if profile.kind == "cpu":
+        return True
+    return torch.cuda.is_available() and profile_here(usable_device("cuda")).name == profile.name
+
+
 def describe(device: torch.device) -> str:
     """What a person calls the device."""
     if device.type == "cuda":

@@ -5,7 +5,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.oracle import fp8, int8, mxfp4, mxfp8, nvfp4, unquantized
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.base import ORACLES, Oracle
-from moe_mk.oracle.decide import decide
+from moe_mk.oracle.decide import decide, libraries_of
 from moe_mk.oracle.verdict import Decision, Verdict
 
 
@@ -23,5 +23,5 @@ def select(problem: Problem) -> Decision:
 
 __all__ = [
     "ORACLES", "Decision", "Oracle", "Parts", "Problem", "Verdict", "assemble", "decide", "fp8", "int8",
-    "mxfp4", "mxfp8", "nvfp4", "select", "unquantized",
+    "libraries_of", "mxfp4", "mxfp8", "nvfp4", "select", "unquantized",
 ]  # fmt: skip

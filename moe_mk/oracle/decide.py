@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from moe_mk.config.device import DeviceProfile
 from moe_mk.config.moe import KernelConfig
 from moe_mk.config.problem import Problem, Reason
-from moe_mk.config.traits import runs_emulated
+from moe_mk.config.traits import Traits, runs_emulated
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsTraits, FusedExperts
 from moe_mk.experts.monolithic import MONOLITHIC
@@ -27,6 +28,20 @@ from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import choose_gate_tier
 from moe_mk.tokens import LAYOUT_NAMES
+
+
+def libraries_of(device: DeviceProfile) -> frozenset[str]:
+    """Optional libraries that some backend needs and that could be installed on a device of this profile.
+
+    For `Problem.installed`, to ask about a machine whose libraries are unknown.
+    """
+    entries = (PREPARE_FINALIZE.items(), EXPERTS.items(), MONOLITHIC.items())
+    traits = [backend.traits for registry in entries for _, backend in registry]
+    return frozenset(each.library for each in traits if each.library and _fits(each, device))
+
+
+def _fits(traits: Traits, device: DeviceProfile) -> bool:
+    return device.kind in traits.kinds and (device.arch is None or device.arch >= traits.min_arch)
 
 
 def reasons_against_pair(

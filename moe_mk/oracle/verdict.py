@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.experts.base import EXPERTS
 from moe_mk.oracle.fallback import Effect, RejectedFormat
 from moe_mk.oracle.memory import Buffers
 from moe_mk.prepare_finalize.base import Budget
@@ -191,6 +192,21 @@ class Decision:
         """Upper bound on the bytes of received rows, outputs, workspace and transport buffers: worst routing."""
         return self.buffers.total
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader should know before using this decision: a reference backend was selected for a GPU."""
+        name, device = self.chosen.experts, self.problem.device
+        if device.kind == "cpu" or name not in EXPERTS or not EXPERTS[name].traits.definition:
+            return ()
+        reasons_of = {other: experts.reasons_against(self.problem) for other, experts in EXPERTS.items()}
+        lacking = [
+            f"{other} [{reasons[0].fix}]"
+            for other, reasons in reasons_of.items()
+            if [reason.code for reason in reasons] == ["library"]
+        ]
+        remedy = f"; one library away: {', '.join(lacking)}" if lacking else ""
+        return (f"{name} is the reference implementation, which is slow on {device.name}{remedy}",)
+
     def notes(self) -> Mapping[str, str]:
         """Values that must be equal on every rank of a group, by name."""
         config = self.problem.config
@@ -233,6 +249,7 @@ class Decision:
             "budget": None if self.budget is None else asdict(self.budget),
             "graph_safe": self.graph_safe,
             "deterministic": self.deterministic,
+            "warnings": list(self.warnings),
             "gate": {"tier": self.gate.tier, "reasons": {tier: list(why) for tier, why in self.gate.reasons.items()}},
             "verdicts": [verdict.as_dict() for verdict in self.verdicts],
         }
@@ -254,7 +271,8 @@ class Decision:
             f"  gate {self.gate.tier}; "
             + "; ".join(f"not {t}: {', '.join(why)}" for t, why in self.gate.reasons.items())
         )
-        kept = [] if self.budget is None else [f"  {self.chosen.prepare_finalize} reserves {self.budget}"]
+        kept = [f"  warning: {line}" for line in self.warnings]
+        kept += [] if self.budget is None else [f"  {self.chosen.prepare_finalize} reserves {self.budget}"]
         kept += self._tiles()
         formats = [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
         served = [verdict.line() for verdict in self.verdicts if verdict.cost_us is not None]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import tarfile
 import zipfile
 from email import message_from_string
@@ -11,7 +15,22 @@ import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
+from tests.docs.pages import PAGES, blocks
+
 ROOT = Path(__file__).resolve().parents[2]
+AS_A_NEWCOMER = """
+import json, shlex, sys
+from typer.testing import CliRunner
+import moe_mk
+from moe_mk.cli import app
+
+example, commands = json.load(sys.stdin)
+assert "site" in moe_mk.__file__, moe_mk.__file__
+for command in ("moe-mk make-checkpoint ds3 --experts 16 --hidden 256 --intermediate 128", *commands):
+    done = CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
+    assert done.exit_code == 0, (command, done.output)
+exec(example)
+"""
 
 
 def files_below(folder: str) -> set[str]:
@@ -59,3 +78,26 @@ def test_the_sdist_can_be_built_and_tested(tmp_path: Path) -> None:
     assert expected | {"tools/features.py"} <= names
     assert {f"configs/{name}" for name in files_below("configs")} <= names
     assert not [name for name in names if name.startswith((".venv", "build")) or "__pycache__" in name]
+
+
+@pytest.mark.thorough
+def test_the_example_of_the_readme_and_every_explain_command_of_the_docs_run_from_the_wheel(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    wheel.extractall(tmp_path / "site")
+    example = next(block.body for block in blocks(ROOT / "README.md", "python"))
+    assert "print(layer.explain())" in example
+    lines = [line for page in PAGES for block in blocks(page, "console") for line in block.body.splitlines()]
+    commands = sorted({line.removeprefix("$ ") for line in lines if line.startswith("$ moe-mk explain ")})
+    assert len(commands) >= 2
+    done = subprocess.run(
+        [sys.executable, "-c", AS_A_NEWCOMER],
+        input=json.dumps([example, commands]),
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "* " in done.stdout and "refused" in done.stdout

@@ -64,13 +64,20 @@ def test_an_older_gpu_is_named_and_other_devices_are_not_asked() -> None:
     "emulated, allowed, reasons",
     [
         ("", True, ["deep_ep is not installed [build it]"]),
-        ("deep_ep", False, ["deep_ep is not installed [build it, or kernel.allow_emulated = true]"]),
+        ("deep_ep", False, ["deep_ep is not installed [build it]"]),
         ("deep_ep", True, []),
     ],
 )
 def test_an_emulated_library_counts_only_when_allowed(emulated: str, allowed: bool, reasons: list[str]) -> None:
     asked = problem(emulated=emulated, allow_emulated=allowed)
     assert [str(reason) for reason in common_reasons(PICKY, asked)] == reasons
+
+
+def test_an_emulation_is_offered_only_on_its_host() -> None:
+    anywhere, stated = replace(PICKY, kinds=frozenset({"cpu", "cuda"})), []
+    for device in ("cpu", "h200"):
+        stated += [r.fix for r in common_reasons(anywhere, problem(device, emulated="deep_ep")) if r.code == "library"]
+    assert stated == ["build it, or kernel.allow_emulated = true", "build it"]
 
 
 def test_without_a_recipe_pip_is_the_way() -> None:

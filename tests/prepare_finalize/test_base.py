@@ -43,7 +43,9 @@ def test_every_reason_is_reported_at_once() -> None:
 def test_an_emulated_library_is_used_only_where_it_is_allowed() -> None:
     traits = replace(AllToAll.traits, library="deep_ep")
     asked = replace(problem(ep=8), emulated=frozenset({"deep_ep"}))
-    assert "kernel.allow_emulated = true" in reported(traits, asked)["library"]
+    assert reported(traits, asked)["library"] == "deep_ep is not installed [pip install deep_ep]"
+    on_cpu = replace(asked, device=device_profile("cpu"))
+    assert "kernel.allow_emulated = true" in reported(traits, on_cpu)["library"]
     allowed = replace(problem(ep=8, allow_emulated=True), emulated=frozenset({"deep_ep"}))
     assert reported(traits, allowed) == {}
 
