@@ -5,7 +5,10 @@ A message names what was asked, both numbers, and the next step. `assert` is for
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+
+from moe_mk.text import terminal_width, wrapped
 
 
 class MoEMKError(Exception):
@@ -34,6 +37,12 @@ class UnsupportedError(MoEMKError, RuntimeError):
         self.what = what
         self.reasons = tuple(reasons)
         super().__init__("\n  - ".join((what, *self.reasons)))
+
+    def __str__(self) -> str:
+        """What was requested and every reason, one a line, wrapped if standard error is a terminal."""
+        width = terminal_width(sys.stderr)
+        lines = (self.what, *(f"  - {reason}" for reason in self.reasons))
+        return "\n".join(wrapped(line, width, hanging=4) for line in lines)
 
     def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
         return type(self), (self.what, self.reasons)

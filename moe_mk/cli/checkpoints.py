@@ -9,7 +9,8 @@ from pathlib import Path
 import typer
 
 from moe_mk.cli.exits import MISMATCH, OK
-from moe_mk.cli.screen import Screen, amount
+from moe_mk.cli.screen import Screen
+from moe_mk.text import amount
 from moe_mk.trace.clock import now
 from moe_mk.weights import CheckpointShape, is_complete, write_checkpoint
 from moe_mk.weights.inspect import CheckpointFacts, LayerFacts

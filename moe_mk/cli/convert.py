@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_mk.cli.exits import OK
-from moe_mk.cli.screen import Screen, amount
+from moe_mk.cli.screen import Screen
+from moe_mk.text import amount
 from moe_mk.trace.clock import now
 from moe_mk.weights.conversion_report import ExpertError
 from moe_mk.weights.convert import REPORT, convert_checkpoint

@@ -16,8 +16,8 @@ from rich.table import Table
 from moe_mk.cli.exits import OK
 from moe_mk.cli.inputs import dtype_of
 from moe_mk.cli.options import HERE
-from moe_mk.cli.screen import Screen, amount
-from moe_mk.cli.show import verdict_table
+from moe_mk.cli.screen import Screen
+from moe_mk.cli.show import show_pairs
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
@@ -25,9 +25,11 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.device import is_profile_here
 from moe_mk.external.library import LIBRARIES, emulated, installed
 from moe_mk.oracle import Decision, libraries_of, select
+from moe_mk.oracle.memory import room_of
 from moe_mk.plan.roofline import LayerShape, Rates, experts_us
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
+from moe_mk.text import amount
 
 BUCKETS = (1, 16, 64, 128, 512, 1024, 4096)
 
@@ -140,7 +142,8 @@ def show(screen: Screen, decision: Decision, assumption: str = "") -> None:
         screen.fact("warning", warning)
     graphs = "can be captured in a CUDA graph" if decision.graph_safe else "cannot be captured in a CUDA graph"
     screen.fact("", f"wire {decision.wire.name}, experts compute {decision.compute.name}, {graphs}")
-    screen.fact("bytes", f"{decided['dispatch']:,} dispatch, {decided['combine']:,} combine, per rank and call")
+    sent, returned = amount(decided["dispatch"]), amount(decided["combine"])
+    screen.fact("bytes", f"{sent} dispatch, {returned} combine, per rank and call")
     for label, line in zip(("memory", "", ""), memory_lines(decision), strict=False):
         screen.fact(label, line)
     if line := _budget_line(decision):
@@ -148,7 +151,7 @@ def show(screen: Screen, decision: Decision, assumption: str = "") -> None:
     screen.fact("gate", decision.gate.tier)
     for tier, reasons in decision.gate.reasons.items():
         screen.fact("", f"not {tier}: {'; '.join(reasons)}")
-    screen.console.print(verdict_table(decision.verdicts))
+    show_pairs(screen, decision.verdicts)
 
 
 def memory_lines(decision: Decision) -> list[str]:
@@ -164,7 +167,7 @@ def memory_lines(decision: Decision) -> list[str]:
         f"worst routing (all tokens of all ranks on this rank): {by}{least}",
     ]
     if fits < limit:
-        lines.append(f"more than the {device.memory_gib:.0f} GiB of {device.name}, which hold a limit of {fits}")
+        lines.append(f"more than the {amount(room_of(p))} of {device.name}, which hold a limit of {fits}")
     return lines
 
 

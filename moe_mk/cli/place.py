@@ -19,7 +19,7 @@ from rich.table import Table
 from moe_mk.cli.exits import OK
 from moe_mk.cli.loads import Recording, read_recording
 from moe_mk.cli.outputs import expect_outputs, format_of, save_picture
-from moe_mk.cli.screen import Screen, amount
+from moe_mk.cli.screen import Screen
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.external.library import find
 from moe_mk.placement.eplb import EPLB_POLICIES, PlacementPlan, Policy, Topology, plan
@@ -27,6 +27,7 @@ from moe_mk.placement.traffic import NodesPerToken, Slotted
 from moe_mk.rebalance.ledger import Ledger
 from moe_mk.rebalance.metrics import Balance, measure_balance, rank_times
 from moe_mk.registry import did_you_mean
+from moe_mk.text import amount
 
 DEEPSEEK_V3_EXPERT = 3 * 7168 * 2048 + 3 * 56 * 16 * 4
 """Bytes of an expert of DeepSeek-V3: e4m3 codes and f32 scales of 128 x 128 blocks."""

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from moe_mk.cli.exits import OK
-from moe_mk.cli.screen import Screen, amount
+from moe_mk.cli.screen import Screen
 from moe_mk.config.shipped import device_profile
 from moe_mk.errors import ConfigError
 from moe_mk.plan.exchange import Exchange, Volumes, break_even_ranks
@@ -21,6 +21,7 @@ from moe_mk.plan.paths import MOVERS, HostBound, dispatch_us
 from moe_mk.plan.predict import exchange_of, predict
 from moe_mk.plan.two_level import Relay
 from moe_mk.registry import did_you_mean
+from moe_mk.text import amount
 
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from moe_mk.text import WIDTH, wrapped
+
 Advance = Callable[[str, int, int], None]
 LABEL = 12
-FILE_WIDTH = 140
-"""Columns of output to a file or a pipe."""
 
 
 class Screen:
@@ -21,12 +21,15 @@ class Screen:
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         if not self.console.is_terminal:
-            self.console.width = FILE_WIDTH
+            self.console.width = WIDTH
 
     def fact(self, label: str, text: str | Text, width: int = LABEL) -> None:
-        """Print one labelled line. Undecodable characters, as in file names, are escaped."""
+        """Print one labelled line, wrapped on a terminal. Undecodable characters, as in file names, are escaped."""
         if isinstance(text, str):
             text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+            columns = self.console.width if self.console.is_terminal else None
+            lines = (f"{'':<{width}}{text}").split("\n")
+            text = "\n".join(wrapped(line, columns, hanging=width) for line in lines)[width:]
         self.console.print(Text.assemble((f"{label:<{width}}", "bold cyan"), text))
 
     def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
@@ -45,12 +48,3 @@ class Screen:
         with Progress(*columns, console=self.console, transient=True, disable=off) as bar:
             task = bar.add_task(what, total=None)
             yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
-
-
-def amount(num_bytes: float) -> str:
-    """Bytes in readable units: 11.3 GB, 704 MB, 12 kB."""
-    for power, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= power:
-            value = num_bytes / power
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    return f"{num_bytes:.0f} B"

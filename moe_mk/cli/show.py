@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -12,12 +12,13 @@ from moe_mk.cli.checkpoints import show_checkpoint
 from moe_mk.cli.measure import StageTimes
 from moe_mk.cli.plan import RunPlan
 from moe_mk.cli.report import Report
-from moe_mk.cli.screen import Screen, amount
+from moe_mk.cli.screen import Screen
 from moe_mk.comm.traffic import INTER_NODE, INTRA_NODE
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.shipped import load_config, shipped_models
-from moe_mk.oracle.verdict import ANY, Decision, Verdict, group_refusals
+from moe_mk.oracle.verdict import Decision, Verdict, explain_pairs
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.text import amount
 from moe_mk.verify import Verification
 from moe_mk.weights.checkpoint import ranges
 
@@ -49,10 +50,11 @@ def show_plan(screen: Screen, plan: RunPlan) -> None:
 def show_decision(screen: Screen, decision: Decision) -> None:
     """Print the selected pair, and every other pair with its cost or all reasons against it."""
     screen.fact("decision", f"{decision.chosen.name}: {decision.because}")
-    bytes_ = f"about {decision.dispatch_bytes:,} B dispatch and {decision.combine_bytes:,} B combine per rank and call"
+    sent, returned = amount(decision.dispatch_bytes), amount(decision.combine_bytes)
+    bytes_ = f"about {sent} dispatch and {returned} combine per rank and call"
     gate = f"gate {decision.gate.tier}"
     screen.fact("", f"wire {decision.wire.name}, experts compute {decision.compute.name}, {gate}, {bytes_}")
-    screen.console.print(verdict_table(decision.verdicts))
+    show_pairs(screen, decision.verdicts)
 
 
 def subset_note(config: MoEConfig) -> str:
@@ -84,7 +86,7 @@ def show_results(screen: Screen, report: Report) -> None:
     screen.fact("sent", sent_bytes(report.traffic, report.decision))
     if report.plan.decision.problem.nodes > 1 and report.traffic:
         near, far = report.links[INTRA_NODE], report.links[INTER_NODE]
-        screen.fact("", f"of these, {near:,} B inside the node and {far:,} B between nodes")
+        screen.fact("", f"of these, {amount(near)} inside the node and {amount(far)} between nodes")
     show_load(screen, report)
 
 
@@ -94,8 +96,9 @@ def sent_bytes(traffic: Mapping[str, int], decision: Mapping[str, Any]) -> str:
     library = PREPARE_FINALIZE[name].traits.library if name in dict(PREPARE_FINALIZE.items()) else ""
     if library and not traffic:
         dispatch, combine = (decision["bytes"][way] for way in ("dispatch", "combine"))
-        return f"not counted (sent by {library}); planned {dispatch:,} B dispatch, {combine:,} B combine per rank"
-    sent = ", ".join(f"{phase} {count:,} B" for phase, count in traffic.items()) or "nothing"
+        planned = f"{amount(dispatch)} dispatch, {amount(combine)} combine per rank"
+        return f"not counted (sent by {library}); planned {planned}"
+    sent = ", ".join(f"{phase} {amount(count)}" for phase, count in traffic.items()) or "nothing"
     return f"{sent} (rank 0, one prefill)"
 
 
@@ -130,23 +133,11 @@ def show_verdict(screen: Screen, judged: Verification, decision: Decision) -> No
     screen.fact("", word.append(source, "default not bold"))
 
 
-def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
-    """Eligible pairs with their cost; then each rejection reason once, with the backends that cause it."""
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    for column in ("mark", "transport", "experts", "cost"):
-        table.add_column(column, no_wrap=True, justify="right" if column == "cost" else "left")
-    table.add_column("why", overflow="fold")
-    for verdict in verdicts:
-        if verdict.cost_us is not None:
-            mark, style = ("*", "bold green") if verdict.chosen else (" ", "")
-            why = Text(verdict.cost_source + (", emulated" if verdict.emulated else ""))
-            table.add_row(
-                mark, verdict.prepare_finalize, verdict.experts, f"{verdict.cost_us:,.0f} us", why, style=style
-            )
-    for refusal in group_refusals(verdicts):
-        names = ("\n".join(part) or ANY for part in (refusal.prepare_finalize, refusal.experts))
-        table.add_row(" ", *names, "refused", Text("; ".join(map(str, refusal.reasons))), style="dim")
-    return table
+def show_pairs(screen: Screen, verdicts: Sequence[Verdict]) -> None:
+    """Print eligible pairs with their cost; then each rejection reason once, with the backends that cause it."""
+    for line in explain_pairs(verdicts, screen.console.width):
+        style = "bold green" if line.startswith("*") else ("dim" if line.startswith("  refused") else "")
+        screen.console.print(Text(line, style))
 
 
 def stage_table(prefill: StageTimes | None, decode: StageTimes | None) -> Table:

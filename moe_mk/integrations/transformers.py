@@ -29,7 +29,8 @@ from moe_mk.integrations.hf.fp8 import cpu_fp8
 from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
 from moe_mk.integrations.hf.op import ExpertsFunction, fp8_registry, function_of, parallel_registry, refuse_others
 from moe_mk.integrations.hf.plan import ModulePlan, enter, keep_only_plan, plan_of
-from moe_mk.oracle.verdict import Verdict, group_refusals
+from moe_mk.oracle.verdict import Verdict, explain_pairs
+from moe_mk.text import WIDTH, amount, terminal_width
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED
 
 
@@ -68,14 +69,14 @@ class ModelReport:
 
     def __str__(self) -> str:
         """One line per module, and reasons against others below the first module of each class."""
+        width = (terminal_width() or WIDTH) - 4
         lines, seen = [f"{self.model}: {len(self.modules)} experts modules by moe_mk"], set()
         for module in self.modules:
             copied = ", in addition to the module's weights" if module.copied else ""
             lines.append(f"{module.path} ({module.cls}): {module.backend}, {module.because}")
-            lines.append(f"    {module.scheme}, {module.num_bytes:,} B{copied}")
+            lines.append(f"    {module.scheme}, {amount(module.num_bytes)}{copied}")
             if (module.cls, module.backend) not in seen:
-                lines += [f"    {verdict.line()}" for verdict in module.others if verdict.cost_us is not None]
-                lines += [f"    {refusal.line()}" for refusal in group_refusals(module.others)]
+                lines += [f"    {line}" for each in explain_pairs(module.others, width) for line in each.splitlines()]
             seen.add((module.cls, module.backend))
         return "\n".join(lines)
 

@@ -18,9 +18,8 @@ from moe_mk.oracle.decide import INSIDE
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from moe_mk.text import amount
 from moe_mk.trace.recorder import Ledger
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,10 @@ class MemoryReport:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: {self.num_slots} experts {self.experts / GIB:.2f} GiB, "
-            f"shared {self.shared / GIB:.3f} GiB, gate {self.gate / GIB:.3f} GiB, "
-            f"buffers at most {self.buffers / GIB:.2f} GiB, total {self.total / GIB:.2f} GiB, "
-            f"at most {self.peak / GIB:.2f} GiB while it loads"
+            f"rank {self.rank}: {self.num_slots} experts {amount(self.experts)}, "
+            f"shared {amount(self.shared)}, gate {amount(self.gate)}, "
+            f"buffers at most {amount(self.buffers)}, total {amount(self.total)}, "
+            f"at most {amount(self.peak)} while it loads"
         )
 
 
@@ -115,7 +114,7 @@ class RunReport:
     def departures(self) -> tuple[str, ...]:
         """Where something else ran than was decided, in words; empty if nothing did."""
         return tuple(
-            f"{run.stage}: {run.planned} was decided, {run.executed} ran {run.calls} times on {run.num_bytes:,} B"
+            f"{run.stage}: {run.planned} was decided, {run.executed} ran {run.calls} times on {amount(run.num_bytes)}"
             for run in self.stages
             if not run.as_planned
         )

@@ -20,13 +20,14 @@ from moe_mk.oracle import cost
 from moe_mk.oracle.base import Oracle
 from moe_mk.oracle.fallback import RejectedFormat, WeightFormat, effect_of
 from moe_mk.oracle.memory import Buffers, Workspace, buffers_of, limited_to, most_tokens, room_of, weights_bytes
-from moe_mk.oracle.verdict import Decision, Verdict, group_refusals
+from moe_mk.oracle.verdict import Decision, Verdict, refusal_lines
 from moe_mk.permute import can_permute
 from moe_mk.prepare_finalize.all_gather import AllGather
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import choose_gate_tier
+from moe_mk.text import amount
 from moe_mk.tokens import LAYOUT_NAMES
 
 
@@ -137,7 +138,7 @@ def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
     chosen = serving or next((each for each in attempts if each.able), None)
     if chosen is None:
         wanted = [verdict for verdict in attempts[0].verdicts if _is_wanted(verdict, problem)]
-        lines = [refusal.line() for refusal in group_refusals(wanted)]
+        lines = refusal_lines(wanted, in_full=bool(_pins(problem)))
         raise UnsupportedError(_nothing_serves(problem), lines or [_no_such_pair()])
     winner, candidate = min(chosen.able, key=lambda pair: (pair[0].emulated, pair[0].cost_us or 0.0))
     decision = _decision(chosen.problem, oracle, chosen.verdicts, winner, candidate, rivals=len(chosen.able) - 1)
@@ -245,7 +246,7 @@ def _with_memory(candidate: Candidate, problem: Problem) -> Candidate:
     need, have = weights_bytes(problem) + candidate.buffers(problem).total, room_of(problem)
     if need <= have:
         return candidate
-    sizes = f"{need / 2**30:.1f} GiB of weights and buffers exceed the device's {have / 2**30:.0f} GiB"
+    sizes = f"{amount(need)} of weights and buffers exceed the device's {amount(have)}"
     fewer = "use fewer tokens a call, or a smaller kernel.max_num_tokens"
     fix = "use more ranks" if weights_bytes(problem) > have else fewer  # more ranks would send more rows here
     return replace(candidate, reasons=(*candidate.reasons, Reason("memory", sizes, fix)))

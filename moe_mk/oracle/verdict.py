@@ -2,6 +2,7 @@
 
 An explanation lists eligible pairs with their estimated cost. Each reason against a pair is printed once: under the
 transport if it holds with all experts, under the experts if it holds with all transports, otherwise under the pair.
+`explain_pairs` renders it for `print(decision)`, for the command line and for `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from moe_mk.oracle.memory import Buffers
 from moe_mk.prepare_finalize.base import Budget
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import GateChoice
+from moe_mk.text import WIDTH, amount, terminal_width, wrapped
 
 K = TypeVar("K")
 V = TypeVar("V")
 Pair = tuple[str, str]
 Reasons = tuple[Reason, ...]
 ANY = "any"
+OTHER_DEVICE = ("device", "arch")
+"""Codes of reasons of backends for another kind or generation of device."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,64 @@ class Refusal:
         of_transport = not self.prepare_finalize or verdict.prepare_finalize in self.prepare_finalize
         return of_transport and (not self.experts or verdict.experts in self.experts)
 
+    @property
+    def fits_device(self) -> bool:
+        """Whether no reason is that the backend is for another device."""
+        return not any(reason.code in OTHER_DEVICE for reason in self.reasons)
+
+    @property
+    def distance(self) -> tuple[int, int]:
+        """How far the backends are from eligible: reasons that no setting or command removes, then all reasons."""
+        return sum(not reason.fix for reason in self.reasons), len(self.reasons)
+
+    def without(self, away: Sequence[Refusal]) -> Refusal | None:
+        """The same for the backends that `away` does not refuse for all pairs; None if none is left."""
+        transports = tuple(name for name in self.prepare_finalize if all(name not in r.prepare_finalize for r in away))
+        experts = tuple(name for name in self.experts if all(name not in r.experts for r in away))
+        if bool(transports) != bool(self.prepare_finalize) or bool(experts) != bool(self.experts):
+            return None
+        return Refusal(transports, experts, self.reasons)
+
     def line(self) -> str:
-        """One line of an explanation."""
+        """The backends and every reason against them."""
         transports, experts = (", ".join(part) or ANY for part in (self.prepare_finalize, self.experts))
-        return f"  {transports:>14} + {experts:<20}      refused     {'; '.join(map(str, self.reasons))}"
+        return f"{transports} + {experts}: {'; '.join(map(str, self.reasons))}"
+
+
+def refusal_lines(verdicts: Sequence[Verdict], *, in_full: bool = False) -> list[str]:
+    """Every reason against pairs once: those against all pairs, then the backends that are closest to eligible first.
+
+    Backends for other devices are last, in one line. in_full: they are listed like the others, with all their reasons.
+    """
+
+    def order(refusal: Refusal) -> tuple[int, ...]:
+        everywhere = all(refusal.covers(verdict) for verdict in verdicts)
+        return (not everywhere, not refusal.fits_device, *refusal.distance)
+
+    refusals = sorted(group_refusals(verdicts), key=order)
+    away = [] if in_full else [refusal for refusal in refusals if not refusal.fits_device]
+    kept = [left for refusal in refusals if refusal not in away and (left := refusal.without(away))]
+    lines = [refusal.line() for refusal in kept]
+    if away:
+        names_of: dict[str, list[str]] = {}
+        for refusal in away:
+            why = ", ".join(reason.text for reason in refusal.reasons if reason.code in OTHER_DEVICE)
+            pairs = [f"{t} + {e}" for t in refusal.prepare_finalize for e in refusal.experts]
+            names_of.setdefault(why, []).extend(pairs or (*refusal.prepare_finalize, *refusal.experts))
+        lines.append("for other devices: " + "; ".join(f"{', '.join(n)} ({why})" for why, n in names_of.items()))
+    return lines
+
+
+def explain_pairs(verdicts: Sequence[Verdict], width: int | None = None) -> list[str]:
+    """Eligible pairs with their cost, the chosen one marked by *, then the refused ones with every reason.
+
+    width: columns at which lines are wrapped; None: not at all.
+    """
+    eligible = [verdict for verdict in verdicts if verdict.cost_us is not None]
+    columns = [max((len(name) for name in names), default=0) for names in zip(*(v.pair for v in eligible), strict=True)]
+    lines = [(verdict.line(*columns), sum(columns) + len("*  + 1,234,567 us  ")) for verdict in eligible]
+    lines += [(f"  refused  {line}", len("  refused  ")) for line in refusal_lines(verdicts)]
+    return [wrapped(line, width, hanging) for line, hanging in lines]
 
 
 def group_refusals(verdicts: Sequence[Verdict]) -> list[Refusal]:
@@ -119,6 +177,11 @@ class Verdict:
     emulated: bool = False
 
     @property
+    def pair(self) -> Pair:
+        """Transport and experts."""
+        return self.prepare_finalize, self.experts
+
+    @property
     def name(self) -> str:
         """transport + experts."""
         return f"{self.prepare_finalize} + {self.experts}"
@@ -135,16 +198,13 @@ class Verdict:
             "reasons": [{"code": r.code, "text": r.text, "fix": r.fix} for r in self.reasons],
         }
 
-    def line(self, *, most: int | None = None) -> str:
-        """One line of an explanation; `most` shortens the reasons."""
-        emulated = "  emulated" if self.emulated else ""
-        if self.cost_us is not None:
-            mark = "*" if self.chosen else " "
-            price = f"{self.cost_us:12,.0f} us  {self.cost_source}{emulated}"
-            return f"{mark} {self.prepare_finalize:>14} + {self.experts:<20} {price}"
-        shown = self.reasons[:most]
-        more = f" (+{len(self.reasons) - len(shown)} more)" if len(shown) < len(self.reasons) else ""
-        return f"  {self.prepare_finalize:>14} + {self.experts:<20}      refused     {'; '.join(map(str, shown))}{more}"
+    def line(self, transport_width: int = 0, experts_width: int = 0) -> str:
+        """One line of an explanation. Widths: columns of the two names."""
+        if self.cost_us is None:
+            return f"  refused  {self.name}: {'; '.join(map(str, self.reasons))}"
+        emulated = ", emulated" if self.emulated else ""
+        mark, names = "*" if self.chosen else " ", f"{self.prepare_finalize:<{transport_width}} + "
+        return f"{mark} {names}{self.experts:<{experts_width}} {self.cost_us:9,.0f} us  {self.cost_source}{emulated}"
 
 
 @dataclass(frozen=True)
@@ -260,22 +320,27 @@ class Decision:
         return [f"  {kernel.tiles} tiles per call, sent by {thread[kernel.tile_carrier]}"] * (kernel.tiles > 1)
 
     def __str__(self) -> str:
-        """The explanation as text: eligible pairs with their cost, and each reason against the others once."""
+        """The explanation as text, wrapped to the width of the terminal, or to 140 columns without one."""
+        return self.text(terminal_width() or WIDTH)
+
+    def text(self, width: int | None = None) -> str:
+        """The explanation: eligible pairs with their cost, and each reason against the others once.
+
+        width: columns at which lines are wrapped; None: not at all.
+        """
         p = self.problem
-        head = (
-            f"{self.chosen.name}: {self.because}\n"
+        head = [
+            f"{self.chosen.name}: {self.because}",
             f"  on {p.device.name}, ep={p.ranks} tp={p.config.parallel.tp}, {p.num_tokens} tokens a rank, "
-            f"{p.dtype.name}; wire {self.wire.name}, experts compute {self.compute.name}\n"
-            f"  per call: {self.dispatch_bytes:,} B dispatched, {self.combine_bytes:,} B combined; "
-            f"{self.weights_bytes / 2**30:.2f} GiB of experts, buffers up to {self.buffer_bytes / 2**20:,.0f} MiB\n"
+            f"{p.dtype.name}; wire {self.wire.name}, experts compute {self.compute.name}",
+            f"  per call: {amount(self.dispatch_bytes)} dispatched, {amount(self.combine_bytes)} combined; "
+            f"{amount(self.weights_bytes)} of experts, buffers up to {amount(self.buffer_bytes)}",
             f"  gate {self.gate.tier}; "
-            + "; ".join(f"not {t}: {', '.join(why)}" for t, why in self.gate.reasons.items())
-        )
-        kept = [f"  warning: {line}" for line in self.warnings]
-        kept += [] if self.budget is None else [f"  {self.chosen.prepare_finalize} reserves {self.budget}"]
-        kept += self._tiles()
-        formats = [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
-        served = [verdict.line() for verdict in self.verdicts if verdict.cost_us is not None]
-        return "\n".join(
-            [head, *kept, *formats, *served, *(refusal.line() for refusal in group_refusals(self.verdicts))]
-        )
+            + "; ".join(f"not {t}: {', '.join(why)}" for t, why in self.gate.reasons.items()),
+        ]
+        head += [f"  warning: {line}" for line in self.warnings]
+        head += [] if self.budget is None else [f"  {self.chosen.prepare_finalize} reserves {self.budget}"]
+        head += self._tiles()
+        head += [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
+        lines = [wrapped(line, width, hanging=4) for line in head]
+        return "\n".join([*lines, *explain_pairs(self.verdicts, width)])

@@ -24,6 +24,7 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.files import INDEX_BYTES, read_json
 from moe_mk.quant import WHOLE, BlockedScheme
+from moe_mk.text import amount
 from moe_mk.weights.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
 from moe_mk.weights.checkpoint_shape import CheckpointShape
 from moe_mk.weights.safetensors_header import read_header
@@ -46,6 +47,7 @@ def table_strips(random: np.random.Generator, shape: tuple[int, ...], num_expert
 
 SHARD_BYTES = 512 << 20
 STRIP_ELEMENTS = 1 << 20
+SPARE_BYTES = 64_000_000
 PARTIAL = ".partial"
 GATE_UP_GAIN, DOWN_GAIN, ROUTER_GAIN = 1.7, 0.9, 1.0
 BIAS_MEAN, BIAS_STD = -0.8, 0.1
@@ -224,10 +226,10 @@ def _expect_room(root: Path, total: int) -> None:
     """Raise ConfigError, before any file is created or removed, if the disk is too small."""
     there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(there).free + sum(file.lstat().st_size for file in root.glob("*.safetensors"))
-    if free < total + (64 << 20):
+    if free < total + SPARE_BYTES:
         raise ConfigError(
-            f"the checkpoint needs {total / 1e9:.2f} GB and 64 MiB to spare, {root} has {free / 1e9:.2f} GB free; "
-            "write fewer experts or choose another directory"
+            f"the checkpoint needs {amount(total)} and {amount(SPARE_BYTES)} to spare, {root} has {amount(free)} "
+            "free; write fewer experts or choose another directory"
         )
 
 

@@ -41,7 +41,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint_and_makes_no_folder(
     usage = shutil.disk_usage(small)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     for folder in (small, small.parent / "new" / "er"):
-        with pytest.raises(ConfigError, match="has 0.00 GB free"):
+        with pytest.raises(ConfigError, match=r"has \d+ k?B free"):
             write_checkpoint(folder, SHAPE, seed=1)
     assert is_complete(small, SHAPE) and not (small.parent / "new").exists()
 

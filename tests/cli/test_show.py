@@ -9,10 +9,11 @@ from rich.console import Console
 
 from moe_mk.cli.measure import StageTimes
 from moe_mk.cli.screen import Screen
-from moe_mk.cli.show import listed, sent_bytes, show_decision, stage_table, subset_note, verdict_table
+from moe_mk.cli.show import listed, sent_bytes, show_decision, show_pairs, stage_table, subset_note
 from moe_mk.config.problem import Problem
 from moe_mk.config.shipped import device_profile, load_config
 from moe_mk.oracle import select
+from moe_mk.oracle.verdict import explain_pairs
 from moe_mk.quant.plain import BF16
 
 
@@ -32,14 +33,13 @@ def test_every_pair_that_serves_and_every_reason_is_printed(capsys: pytest.Captu
     out = " ".join(capsys.readouterr().out.split())
     assert f"decision {decision.chosen.name}: {decision.because}" in out
     assert out.count(" * ") == 1
-    Console(width=4000).print(verdict_table(decision.verdicts))
-    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    for verdict in decision.verdicts:
-        pair = f"{verdict.prepare_finalize} {verdict.experts} "
-        assert any(pair in row for row in rows) or verdict.reasons
-        for reason in verdict.reasons:
-            assert any(str(reason) in row for row in rows), f"{verdict.name}: {reason}"
-    assert len(rows) < len(decision.verdicts), "what is reported of many pairs is reported once"
+    screen = Screen()
+    screen.console.width = 72
+    show_pairs(screen, decision.verdicts)
+    rows = capsys.readouterr().out.splitlines()
+    assert " ".join(rows).split() == " ".join(explain_pairs(decision.verdicts)).split()
+    assert max(map(len, rows)) <= 72, "wrapped to the width of the terminal"
+    assert len(explain_pairs(decision.verdicts)) < len(decision.verdicts), "reasons of many pairs are printed once"
 
 
 def test_lists_of_experts_stay_short() -> None:
@@ -63,7 +63,7 @@ def test_what_a_library_sends_by_itself_is_not_called_nothing() -> None:
     def decided(name: str) -> dict[str, dict[str, object]]:
         return {"chosen": {"prepare_finalize": name}, "bytes": {"dispatch": 7456, "combine": 14336}}
 
-    assert sent_bytes({"dispatch": 7456}, decided("all_to_all")) == "dispatch 7,456 B (rank 0, one prefill)"
+    assert sent_bytes({"dispatch": 7456}, decided("all_to_all")) == "dispatch 7.46 kB (rank 0, one prefill)"
     assert sent_bytes({}, decided("inside")) == "nothing (rank 0, one prefill)"
-    planned = "planned 7,456 B dispatch, 14,336 B combine per rank"
+    planned = "planned 7.46 kB dispatch, 14.3 kB combine per rank"
     assert sent_bytes({}, decided("nvlink_one_sided")) == f"not counted (sent by flashinfer); {planned}"

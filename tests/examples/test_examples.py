@@ -44,8 +44,8 @@ def test_every_example_is_run_here() -> None:
 def test_the_layer_explains_itself_and_counts_the_load() -> None:
     stated = run(example("01_layer.py"))
     assert "rank 0: 16 experts" in stated
-    assert re.search(r"^\* +no_ep \+ \w+ ", stated, re.MULTILINE)
-    assert re.search(r"^ +all_gather, all_to_all, .* \+ any +refused +needs 2 ranks or more", stated, re.MULTILINE)
+    assert re.search(r"^\* no_ep +\+ \w+ ", stated, re.MULTILINE)
+    assert re.search(r"refused [^:]*all_to_all[^:]* \+ any: needs 2 ranks or more", " ".join(stated.split()))
     assert "input (64, 256) -> output (64, 256) torch.bfloat16" in stated
     load = [int(count) for count in re.findall(r"chose each expert: \[(.*)\]", stated)[0].split(", ")]
     assert len(load) == 16 and sum(load) == 64 * 8

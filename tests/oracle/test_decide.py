@@ -17,7 +17,7 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.experts import EXPERTS
 from moe_mk.oracle import Parts, fp8, unquantized
 from moe_mk.oracle.cost import dispatch_bytes, expert_bytes
-from moe_mk.oracle.verdict import group_refusals
+from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, Volume
 from moe_mk.quant.fp8_block import FP8_1x128
@@ -131,14 +131,18 @@ def test_a_decision_goes_to_json_and_back(settings: dict[str, Any]) -> None:
 @pytest.mark.row(88)
 def test_a_printed_decision_has_every_pair_that_serves_and_every_reason_against_the_others() -> None:
     decision = oracle.select(problem(device="h200", ep=8))
-    lines = str(decision).splitlines()
+    lines = decision.text().splitlines()
+    refused = [line for line in lines if line.startswith("  refused  ")]
     for verdict in decision.verdicts:
-        reported = [refusal for refusal in group_refusals(decision.verdicts) if refusal.covers(verdict)]
-        assert all(lines.count(refusal.line()) == 1 for refusal in reported)
-        assert lines.count(verdict.line()) == (not verdict.reasons)
-        assert all(any(str(reason) in refusal.line() for refusal in reported) for reason in verdict.reasons)
+        elsewhere = [reason for reason in verdict.reasons if reason.code in OTHER_DEVICE]
+        for reason in elsewhere or verdict.reasons:
+            assert any(reason.text in line and any(name in line for name in verdict.pair) for line in refused)
+    assert refused[-1].startswith("  refused  for other devices: ") and "cpu_native" in refused[-1]
+    assert not any("cpu_native" in line for line in refused[:-1]) and len(refused) == len(set(refused))
     able = [verdict for verdict in decision.verdicts if not verdict.reasons]
+    assert sum(" us  model" in line for line in lines) == len(able)
     assert lines[0] == f"{decision.chosen.name}: lowest cost of {len(able)} eligible pairs"
+    assert max(map(len, str(decision).splitlines())) <= 140 and str(decision).split() == decision.text().split()
 
 
 # kernel.activations, kernel.wire -> (wire, compute) of the reference behind a transport that carries FP8.
@@ -185,10 +189,10 @@ def test_memory_is_refused_with_both_numbers_and_the_way_out() -> None:
     # 256 experts of 3 * 7168 * 2048 B and scales are 10.5 GiB; an H100 has 80.
     asked = problem(device="h100", num_tokens=8192, ep=144, max_num_tokens=8192)
     with pytest.raises(
-        UnsupportedError, match=r"GiB of weights and buffers exceed the device's 80 GiB \[use fewer tokens a call, or"
+        UnsupportedError, match=r"GB of weights and buffers exceed the device's 85.9 GB \[use fewer tokens a call, or"
     ):
         oracle.select(asked)
-    with pytest.raises(UnsupportedError, match=r"exceed the device's 80 GiB \[use more ranks\]"):
+    with pytest.raises(UnsupportedError, match=r"exceed the device's 85.9 GB \[use more ranks\]"):
         oracle.select(problem("kimi_k2", device="h100", num_tokens=1, max_num_tokens=1, placement=[*range(384)] * 10))
     small = problem(device="h100", num_tokens=128)
     assert expert_bytes(small) == 3 * (7168 * 2048 + 56 * 16 * 4)
@@ -198,7 +202,7 @@ def test_memory_is_refused_with_both_numbers_and_the_way_out() -> None:
 def test_memory_is_one_reason_among_others() -> None:
     asked = problem(device="h100", num_tokens=8192, ep=144, prepare_finalize="all_gather", experts="torch_cpu")
     with pytest.raises(
-        UnsupportedError, match=r"runs on cpu, this device is cuda; .* GiB of weights and buffers exceed"
+        UnsupportedError, match=r"runs on cpu, this device is cuda; .* GB of weights and buffers exceed"
     ):
         oracle.select(asked)
 

@@ -88,6 +88,6 @@ def test_an_explanation_states_who_holds_it_and_what_makes_it_less() -> None:
     total, parts, room = memory_lines(oracle.select(problem(144, **pins)))
     assert "for 8192 tokens per rank [kernel.max_num_tokens]" in total
     assert "worst routing" in parts and "triton 202 GB" in parts and parts.endswith("GB with a limit of 128")
-    assert room.startswith("more than the 139 GiB of h200, which hold a limit of ")
+    assert room.startswith("more than the 149 GB of h200, which hold a limit of ")
     enough = memory_lines(oracle.select(problem(32, max_num_tokens=128, **pins)))
     assert len(enough) == 2 and "with a limit" not in enough[1]
