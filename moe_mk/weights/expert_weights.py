@@ -13,9 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.quant.blocked import WHOLE, BlockedScheme
+from moe_mk.quant.kinds import scheme_of_kind
+from moe_mk.quant.plain import Plain, plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.registry import did_you_mean
+from moe_mk.shapes import expect
+from moe_mk.weights.layer_spec import FLOATS, ORDERS, VALUE_DTYPES, scale_dtypes
 
 CANONICAL = "canonical"
 MAPPED = "mapped"
@@ -82,6 +87,60 @@ class ExpertWeights:
     """(L, H, I)."""
     layout: str = CANONICAL
     gated: bool = True
+
+    @staticmethod
+    def from_engine(
+        w13: Tensor,
+        w2: Tensor,
+        *,
+        quant: str = "",
+        block: tuple[int, int] = (128, 128),
+        w13_scale: Tensor | None = None,
+        w2_scale: Tensor | None = None,
+        w13_global_scale: Tensor | None = None,
+        w2_global_scale: Tensor | None = None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        order: str = "gate_up",
+        gated: bool = True,
+    ) -> ExpertWeights | MappedExpertWeights:
+        """The experts of one rank as an engine holds them, already split over EP and TP ranks. Values are not copied.
+
+        w13: (L, 2I, H), or (L, I, H) if not gated. w2: (L, H, I). I is this rank's slice. Four-bit values lie two in a
+        byte along the last axis, the even column in the low bits.
+        quant: the name of the format, such as "fp8_block" or "mxfp4"; "" for weights without scales.
+        block: (rows, columns) under one scale, of fp8_block and int8_block.
+        w13_scale, w2_scale: (L, rows of blocks, columns of blocks); trailing axes of size 1 may be missing. Scales
+        multiply. Gate and up each begin a block; formats with one scale a tensor have one (L, 1) or two (L, 2).
+        w13_global_scale, w2_global_scale: f32 (L,), or (L, 2) for gate and up, of nvfp4.
+        w13_bias, w2_bias: (L, 2I) and (L, H). Under TP, pass w2_bias on one rank and zeros on the others.
+        order: of w13: "gate_up", "up_gate", or "interleaved" rows.
+        Raises ShapeError naming the tensor, ConfigError for an unknown format or order.
+        """
+        scheme = _scheme_of_engine(quant, block, w2, w2_scale)
+        _expect_order(order, scheme)
+        slots, hidden = int(w2.shape[0]), int(w2.shape[1]) if w2.dim() == 3 else -1
+        inner = int(w2.shape[-1]) * scheme.per_byte
+        down = _stack_of_engine("w2", (w2, w2_scale, w2_global_scale), scheme, (slots, hidden, inner), 1)
+        halves = 2 if gated else 1
+        first = _stack_of_engine("w13", (w13, w13_scale, w13_global_scale), scheme, (slots, inner, hidden), halves)
+        for name, bias, width in (("w13_bias", w13_bias, halves * inner), ("w2_bias", w2_bias, hidden)):
+            if bias is not None:
+                expect(name, bias, "L I", FLOATS, w2.device, L=slots, I=width)
+        if (w13_bias is None) != (w2_bias is None):
+            raise ShapeError("w13_bias and w2_bias belong together; pass zeros for the one that does not exist")
+        together = not isinstance(scheme, BlockedScheme) or scheme.rows == WHOLE or inner % scheme.rows == 0
+        if w13_bias is None and (not gated or (order == "gate_up" and together)):
+            return ExpertWeights(first, down, gated=gated)
+        found = []
+        for index in range(slots):
+            gate, up = _gate_and_up(first, index, inner, order) if gated else (None, first[index])
+            biases = None
+            if w13_bias is not None and w2_bias is not None:
+                gate_I, up_I = _halves(w13_bias[index], inner, order) if gated else (None, w13_bias[index])
+                biases = SlotBiases(gate_I, up_I, w2_bias[index])
+            found.append(SlotWeights(gate, up, down[index], biases))
+        return MappedExpertWeights(tuple(found), scheme)
 
     @property
     def num_slots(self) -> int:
@@ -205,6 +264,97 @@ def on_device(weights: Weights, device: torch.device) -> Weights:
         for slot in weights.slots
     )
     return MappedExpertWeights(slots, weights.scheme)
+
+
+def _expect_order(order: str, scheme: QuantScheme) -> None:
+    """Raise ConfigError unless gate and up can lie in one tensor in that order."""
+    if order not in ORDERS:
+        raise ConfigError(f"order {order!r} is unknown{did_you_mean(order, ORDERS)}")
+    if order == "interleaved" and scheme.block is not None and scheme.block[0] not in (1, WHOLE):
+        raise ConfigError(f"rows of gate and up alternate, but {scheme.block[0]} rows of {scheme.name} share a scale")
+
+
+def _scheme_of_engine(quant: str, block: tuple[int, int], values: Tensor, scales: Tensor | None) -> QuantScheme:
+    if not quant:
+        if values.dtype not in FLOATS:
+            raise ShapeError(f"w2 has dtype {values.dtype}; state its format with quant=, for instance 'fp8_block'")
+        return plain(values.dtype)
+    one_byte = scales is not None and scales.dtype in (torch.float8_e8m0fnu, torch.uint8)
+    return scheme_of_kind(quant, block, ue8m0=quant == "fp8_block" and one_byte)
+
+
+def _stack_of_engine(
+    name: str,
+    given: tuple[Tensor, Tensor | None, Tensor | None],
+    scheme: QuantScheme,
+    sizes: tuple[int, int, int],
+    halves: int,
+) -> QuantTensor:
+    """Checked values and scales of a stack of (rows, columns), `halves` of them above each other, as views."""
+    values, scales, above = given
+    slots, rows, columns = sizes
+    letters = "L H I" if name == "w2" else "L R H"
+    shape = (slots, halves * rows, columns // scheme.per_byte)
+    dtypes = (scheme.dtype,) if isinstance(scheme, Plain) else VALUE_DTYPES[_blocked(scheme).element.dtype]
+    expect(name, values, letters, dtypes, None, **dict(zip(letters.split(), shape, strict=True)))
+    values = values.detach()
+    if not isinstance(scheme, BlockedScheme):
+        if scales is not None or above is not None:
+            raise ShapeError(f"{name} has a scale but {values.dtype} values without a format; state it with quant=")
+        return QuantTensor(values, None, scheme)
+    tall, wide = scheme.scale_shape(rows, columns)
+    talls = [halves * tall] if scheme.rows != WHOLE or halves == 1 else [halves, 1]
+    scales = _scales_of_engine(f"{name}_scale", scales, scale_dtypes(scheme), slots, talls, wide)
+    if scales.dtype is torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    if scales.dtype is not scheme.scale_dtype:
+        scales = scales.to(torch.float32).to(scheme.scale_dtype)
+    if scheme.has_global_scale:
+        above = _scales_of_engine(f"{name}_global_scale", above, (torch.float32,), slots, [halves, 1], 1)
+    elif above is not None:
+        raise ShapeError(f"{scheme.name} has no global scale, but {name}_global_scale is given")
+    return QuantTensor(values.view(scheme.element.dtype), scales, scheme, above)
+
+
+def _scales_of_engine(
+    name: str, scales: Tensor | None, dtypes: tuple[torch.dtype, ...], slots: int, talls: Sequence[int], wide: int
+) -> Tensor:
+    """(L, tall, wide) scales, from a shape that may lack axes of size 1."""
+    wanted = [[slots, tall, wide] for tall in talls]
+    if scales is None:
+        raise ShapeError(f"{name} is missing, expected {' or '.join(map(str, wanted))}")
+    for shape in wanted:
+        shorter = [shape] + ([shape[:2]] if wide == 1 else []) + ([shape[:1]] if wide == shape[1] == 1 else [])
+        if list(scales.shape) in shorter:
+            if scales.dtype not in dtypes:
+                raise ShapeError(f"{name} has dtype {scales.dtype}, expected {' or '.join(map(str, dtypes))}")
+            return scales.detach().reshape(shape)
+    raise ShapeError(f"{name} is {list(scales.shape)}, expected {' or '.join(map(str, wanted))}")
+
+
+def _blocked(scheme: QuantScheme) -> BlockedScheme:
+    assert isinstance(scheme, BlockedScheme)
+    return scheme
+
+
+def _gate_and_up(both: QuantTensor, index: int, inner: int, order: str) -> tuple[QuantTensor, QuantTensor]:
+    """Gate and up of one expert as views; one scale of a whole tensor holds for both."""
+    q = both[index]
+    values = _halves(q.values, inner, order)
+    scales, above = (
+        (part, part) if part is None or part.shape[0] == 1 else _halves(part, part.shape[0] // 2, order)
+        for part in (q.scales, q.global_scale)
+    )
+    gate, up = (QuantTensor(values[i], scales[i], q.scheme, above[i]) for i in (0, 1))
+    return gate, up
+
+
+def _halves(both: Tensor, length: int, order: str) -> tuple[Tensor, Tensor]:
+    """Gate and up of rows of one expert, as views."""
+    if order == "interleaved":
+        return both[0::2], both[1::2]
+    first, second = both[:length], both[length:]
+    return (first, second) if order == "gate_up" else (second, first)
 
 
 def narrow_rows(q: QuantTensor, start: int, length: int) -> QuantTensor:

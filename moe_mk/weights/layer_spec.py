@@ -185,7 +185,7 @@ class _Matrices:
         tall, wide = scheme.scale_shape(rows, columns)
         shorter = ((*stack, tall), stack) if tall == wide == 1 else ((*stack, tall),) if wide == 1 else ()
         scale = Part(part.role, part.projection, part.expert, is_scale=True)
-        tensors_of_part = [Expected(scale, (*stack, tall, wide), _scale_dtypes(scheme), shorter)]
+        tensors_of_part = [Expected(scale, (*stack, tall, wide), scale_dtypes(scheme), shorter)]
         if scheme.has_global_scale:
             tensors_of_part.append(self._scalar(part, stack, "global", optional=False))
         if self.convention.holds(part.role, "input"):
@@ -203,7 +203,8 @@ class _Matrices:
         return Expected(scalar, stack, (torch.float32,), ((*stack, 1),), optional)
 
 
-def _scale_dtypes(scheme: BlockedScheme) -> tuple[torch.dtype, ...]:
+def scale_dtypes(scheme: BlockedScheme) -> tuple[torch.dtype, ...]:
+    """Dtypes of the scales of a scheme in files and in engines."""
     if scheme.family in ("mxfp8", "mxfp4"):
         return torch.float8_e8m0fnu, torch.uint8
     return (torch.float8_e4m3fn,) if scheme.family == "nvfp4" else SCALE_DTYPES

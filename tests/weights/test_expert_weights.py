@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.quant import BF16, FP8_128x128, FP8_128x128_UE8M0, QuantScheme, QuantTensor, weight_scheme
+from moe_mk.quant.kinds import KINDS, scheme_of_kind
 from moe_mk.weights.expert_weights import (
     ExpertWeights,
     MappedExpertWeights,
@@ -91,3 +93,119 @@ def test_slots_of_parts_count_their_own_bytes() -> None:
     q = BF16.quantize(normal(4, 6))
     slot = SlotWeights(None, q, QuantTensor(q.values.T, None, BF16))
     assert MappedExpertWeights([slot, slot], BF16).num_bytes == 2 * 2 * 24 * 2
+
+
+# Weights that an engine has split already.
+
+
+def of_engine(quant: str, order: str, *, inner: int = 64, block: tuple[int, int] = (32, 32)) -> tuple[list, dict]:
+    """Gate, up and down of three experts, and the tensors in which an engine holds them."""
+    scheme, draw = scheme_of_kind(quant, block), torch.Generator().manual_seed(4)
+    experts = [
+        [
+            scheme.quantize(torch.randn(rows, columns, generator=draw))
+            for rows, columns in ((inner, 96), (inner, 96), (96, inner))
+        ]
+        for _ in range(3)
+    ]
+
+    def rows(pick: str) -> Tensor | None:
+        if getattr(experts[0][0], pick) is None:
+            return None
+        both = []
+        for gate, up, _ in experts:
+            first, second = getattr(gate, pick), getattr(up, pick)
+            if order == "interleaved":
+                both.append(
+                    torch.stack((first.view(torch.uint8), second.view(torch.uint8)), 1).flatten(0, 1).view(first.dtype)
+                )
+            else:
+                both.append(torch.cat((first, second) if order == "gate_up" else (second, first)))
+        return torch.stack(both)
+
+    def down(pick: str) -> Tensor | None:
+        parts = [getattr(expert[2], pick) for expert in experts]
+        return None if parts[0] is None else torch.stack(parts)
+
+    given = {"quant": quant, "block": block, "order": order, "w13": rows("values"), "w2": down("values")}
+    given |= {"w13_scale": rows("scales"), "w2_scale": down("scales")}
+    return experts, given | {"w13_global_scale": rows("global_scale"), "w2_global_scale": down("global_scale")}
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize("quant", KINDS)
+def test_tensors_of_an_engine_are_read_in_every_format_and_order_without_a_copy(quant: str, order: str) -> None:
+    experts, given = of_engine(quant, order)
+    if order == "interleaved" and quant.endswith("_block"):
+        with pytest.raises(ConfigError, match="rows of gate and up alternate, but 32 rows of .* share a scale"):
+            ExpertWeights.from_engine(**given)
+        return
+    weights = ExpertWeights.from_engine(**given)
+    assert (weights.num_slots, weights.scheme.name) == (3, scheme_of_kind(quant, (32, 32)).name)
+    ends = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (given["w13"], given["w2"])]
+    for index, expert in enumerate(experts):
+        slot = weights.slot(index)
+        for found, wanted, (start, end) in zip(
+            (slot.gate_IH, slot.up_IH, slot.down_HI), expert, (ends[0], *ends), strict=True
+        ):
+            assert found is not None and torch.equal(found.dequantize(torch.float32), wanted.dequantize(torch.float32))
+            assert start <= found.values.data_ptr() < end
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
+def test_a_slice_that_ends_inside_a_block_has_scales_of_gate_and_up_apart(order: str) -> None:
+    experts, given = of_engine("fp8_block", order, inner=48)  # 2 rows of scales each, where 96 rows would have 3
+    slot = ExpertWeights.from_engine(**given).slot(2)
+    for found, wanted in zip((slot.gate_IH, slot.up_IH, slot.down_HI), experts[2], strict=True):
+        assert found is not None and torch.equal(found.dequantize(torch.float32), wanted.dequantize(torch.float32))
+
+
+def test_scales_and_shapes_of_engines_that_differ_in_the_writing() -> None:
+    experts, given = of_engine("fp8_tensor", "up_gate")
+    flat = {
+        name: t.flatten(1) if name == "w13_scale" else t.flatten()
+        for name, t in given.items()
+        if name.endswith("2_scale") or name == "w13_scale"
+    }
+    slot = ExpertWeights.from_engine(**(given | flat)).slot(1)
+    assert slot.gate_IH is not None
+    assert torch.equal(slot.gate_IH.dequantize(torch.float32), experts[1][0].dequantize(torch.float32))
+    one = ExpertWeights.from_engine(**(given | {"w13_scale": torch.tensor([1.0, 2.0, 3.0])})).slot(2)
+    assert one.gate_IH is not None and one.gate_IH.scales is not None and float(one.gate_IH.scales) == 3.0
+    experts, given = of_engine("mxfp4", "gate_up")
+    given |= {name: given[name].view(torch.uint8) for name in ("w13_scale", "w2_scale")}
+    given |= {name: given[name].view(torch.int8) for name in ("w13", "w2")}
+    assert torch.equal(
+        ExpertWeights.from_engine(**given).slot(0).up_IH.dequantize(torch.float32),
+        experts[0][1].dequantize(torch.float32),
+    )
+
+
+def test_biases_and_experts_without_a_gate() -> None:
+    w13, w2, bias = torch.randn(2, 8, 4), torch.randn(2, 4, 4), torch.arange(16.0).view(2, 8)
+    slot = ExpertWeights.from_engine(w13, w2, w13_bias=bias, w2_bias=torch.ones(2, 4), order="interleaved").slot(1)
+    assert slot.gate_bias is not None and slot.gate_bias.tolist() == [8, 10, 12, 14]
+    assert slot.up_bias is not None and slot.up_bias.tolist() == [9, 11, 13, 15]
+    ungated = ExpertWeights.from_engine(w13[:, :4], w2, gated=False)
+    assert (
+        not ungated.gated and ungated.slot(0).gate_IH is None and torch.equal(ungated.slot(0).up_IH.values, w13[0, :4])
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"w13": torch.zeros(3, 127, 96)}, r"w13 has R=127 \(axis 1\), expected R=128; has dtype torch.float32"),
+        ({"w2_scale": None}, r"w2_scale is missing, expected \[3, 3, 2\]"),
+        ({"w13_scale": torch.zeros(3, 3, 3)}, r"w13_scale is \[3, 3, 3\], expected \[3, 4, 3\]"),
+        ({"w13_scale": torch.zeros(3, 4, 3, dtype=torch.int32)}, "w13_scale has dtype torch.int32, expected"),
+        ({"w13_global_scale": torch.zeros(3)}, "fp8_32x32.* has no global scale, but w13_global_scale is given"),
+        ({"quant": ""}, "w2 has dtype torch.float8_e4m3fn; state its format with quant="),
+        ({"quant": "fp8_blok"}, "'fp8_blok'; did you mean 'fp8_block'"),
+        ({"order": "gate-up"}, "order 'gate-up' is unknown; did you mean 'gate_up'"),
+        ({"w2_bias": torch.zeros(3, 96)}, "w13_bias and w2_bias belong together"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused_by_name(change: dict[str, object], complaint: str) -> None:
+    with pytest.raises((ShapeError, ConfigError), match=complaint):
+        ExpertWeights.from_engine(**(of_engine("fp8_block", "gate_up")[1] | change))
