@@ -6,8 +6,9 @@ the backend that the oracle selects. Inference only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -27,30 +28,74 @@ from moe_mk.oracle import Decision, select
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.no_ep import NoEP
+from moe_mk.quant.kinds import BLOCK_KINDS
 from moe_mk.quant.plain import BF16, plain
-from moe_mk.quant.tensor import QuantTensor
+from moe_mk.quant.tensor import QuantScheme
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
-from moe_mk.weights.expert_weights import ExpertWeights, Weights
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Weights
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 IDS = (torch.int32, torch.int64)
+LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """Unquantised experts of one rank as engines keep them."""
+    """Experts of one rank as engines keep them, already split over EP and TP ranks."""
 
     w13: Tensor
-    """(E, 2I, H): gate rows, then up rows; (E, I, H) if not gated."""
+    """(L, 2I, H): gate rows, then up rows, or as `order` states; (L, I, H) if not gated."""
     w2: Tensor
-    """(E, H, I)."""
+    """(L, H, I)."""
     activation: str = "silu"
     gated: bool = True
+    order: str = "gate_up"
+    """Of w13: gate_up, up_gate or interleaved."""
+    quant: str = ""
+    """The name of the format, such as fp8_block; "" for weights without scales."""
+    block: tuple[int, int] = (128, 128)
+    """(rows, columns) under one scale, of fp8_block and int8_block."""
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_global_scale: Tensor | None = None
+    w2_global_scale: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    dtype: torch.dtype | None = None
+    """Of tokens; None: that of weights without scales, else bf16."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, values first."""
+        found = (
+            self.w13, self.w2, self.w13_scale, self.w2_scale, self.w13_global_scale, self.w2_global_scale,
+            self.w13_bias, self.w2_bias,
+        )  # fmt: skip
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    def experts(self) -> ExpertWeights | MappedExpertWeights:
+        """The same as views; raises ShapeError naming the tensor, see `ExpertWeights.from_engine`."""
+        return ExpertWeights.from_engine(
+            self.w13,
+            self.w2,
+            quant=self.quant,
+            block=self.block,
+            w13_scale=self.w13_scale,
+            w2_scale=self.w2_scale,
+            w13_global_scale=self.w13_global_scale,
+            w2_global_scale=self.w2_global_scale,
+            w13_bias=self.w13_bias,
+            w2_bias=self.w2_bias,
+            order=self.order,
+            gated=self.gated,
+        )
 
 
 class EngineExperts:
     """The experts of one layer on one rank, with a selected backend and converted weights.
+
+    Where the backend reads the engine's tensors directly, they must not be modified. Where it keeps a copy in its own
+    layout, both remain in memory, which is logged, until `release()`.
 
     name: for messages. settings: bare keys of `MoEConfig.kernel`, for instance experts="torch_cpu".
     Raises ShapeError for inconsistent weights, UnsupportedError with every reason if no backend is eligible.
@@ -59,16 +104,28 @@ class EngineExperts:
     def __init__(
         self, name: str, weights: EngineWeights, *, top_k: int, settings: Mapping[str, Any] | None = None
     ) -> None:
-        experts, hidden, inner = weights.w2.shape
-        rows = 2 * inner if weights.gated else inner
-        expect(f"{name}.w2", weights.w2, "E H I", FLOATS)
-        expect(f"{name}.w13", weights.w13, "E R H", weights.w2.dtype, weights.w2.device, E=experts, R=rows, H=hidden)
+        if any(is_released(tensor) for tensor in weights.tensors):
+            raise UnsupportedError(f"the weights of {name} were released", ["load them into the engine again"])
+        try:
+            given = weights.experts()
+        except ShapeError as problem:
+            raise ShapeError(f"{name}.{problem}") from None
+        experts, hidden, _ = weights.w2.shape
         self.name, self.num_experts, self.hidden_size = name, int(experts), int(hidden)
-        self.decision: Decision = select(_problem(name, weights, min(top_k, int(experts)), dict(settings or {})))
+        self.decision: Decision = select(
+            _problem(name, weights, given.scheme, min(top_k, int(experts)), dict(settings or {}))
+        )
         kernel = assemble(self.decision, Parts(ExpertMap.linear(self.num_experts, 1), weights.w2.device))
         assert isinstance(kernel, FusedMoEKernel)
         self.kernel, self.dtype = kernel, self.decision.problem.dtype.dtype
-        self.weights = self._laid_out(weights)
+        self.weights: Weights = kernel.experts.relayout(given)
+        in_use, self._given = _storages(self.weights), weights.tensors
+        self._unused = [t for t in weights.tensors if t.untyped_storage().data_ptr() not in in_use]
+        is_copy = any(t is weights.w13 or t is weights.w2 for t in self._unused)
+        self.copied_bytes = self.weights.num_bytes if is_copy else 0
+        """Bytes in the layout of the backend that are in addition to the engine's tensors; 0 where it reads those."""
+        if self.copied_bytes:
+            LOGGER.info(self.note)
         direct = type(kernel.prepare_finalize) is NoEP and kernel.prepare_finalize.context.wire == BF16
         tables = kernel.prepare_finalize.context.tables
         self._routed = (
@@ -81,10 +138,44 @@ class EngineExperts:
         """The experts backend that multiplies."""
         return self.decision.chosen.experts
 
-    def _laid_out(self, weights: EngineWeights) -> Weights:
-        scheme = plain(weights.w2.dtype)
-        w13, w2 = QuantTensor(weights.w13.detach(), None, scheme), QuantTensor(weights.w2.detach(), None, scheme)
-        return self.kernel.experts.relayout(ExpertWeights(w13, w2, gated=weights.gated))
+    @property
+    def note(self) -> str:
+        """What the weights occupy, in one line."""
+        held = sum(tensor.nbytes for tensor in self._given)
+        if not self.copied_bytes:
+            return f"{self.name}: {self.backend} reads the engine's weights, {held:,} B"
+        text = f"{self.name}: {self.backend} keeps the weights in its own layout, {self.copied_bytes:,} B"
+        if not held:
+            return f"{text}; the engine's were released"
+        return f"{text}, in addition to the engine's {held:,} B; release() frees those"
+
+    def explain(self) -> str:
+        """The decision, with every backend's cost or rejection reasons, and what the weights occupy."""
+        return f"{self.decision}\n{self.note}"
+
+    def release(self) -> int:
+        """Free the engine's tensors, which keep their shape but have no data; returns the number of bytes.
+
+        Reading them raises a RuntimeError of torch, so the engine can neither save nor move them. To load other
+        weights, the engine allocates them again. Raises UnsupportedError, and frees nothing, where the backend reads
+        them, and where a tensor shares its storage with others.
+        """
+        if not self.copied_bytes:
+            raise UnsupportedError(
+                f"the weights of {self.name} cannot be released",
+                [f"{self.backend} reads them, there is no second copy; pin kernel.experts to another backend"],
+            )
+        shared = [t for t in self._unused if t.untyped_storage().nbytes() != t.nbytes]
+        if shared:
+            raise UnsupportedError(
+                f"the weights of {self.name} cannot be released",
+                [f"{len(shared)} of {len(self._unused)} tensors share their storage with others"],
+            )
+        freed = sum(tensor.nbytes for tensor in self._unused)
+        for tensor in self._unused:
+            tensor.untyped_storage().resize_(0)
+        self._given, self._unused = (), []
+        return freed
 
     def __call__(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """(T, H) with weights (T, K) and ids (T, K) of this rank's experts to (T, H), weighted and summed.
@@ -149,30 +240,60 @@ engine_experts = EXPERTS_OF_ENGINES.call
 class HeldExperts:
     """For engines that pass their weights with every call: converted once, and again when they change."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, release: bool = False) -> None:
+        """release: free the engine's tensors after conversion, where the backend keeps a copy."""
+        self._release = release
         self._held: dict[int, tuple[tuple[object, ...], Sequence[Tensor], EngineExperts]] = {}
 
     def of(self, tensors: Sequence[Tensor], build: Callable[[], EngineExperts]) -> EngineExperts:
-        """The experts over some tensors. They are kept alive, so that no other tensor can take their address."""
+        """The experts over some tensors. They are kept alive, so that no other tensor can take their place."""
+        if self._release and is_released(tensors[0]):
+            held = self._held.get(id(tensors[0]))
+            if held is not None:
+                return held[2]
         stamp = tuple((t.data_ptr(), t.dtype, t.shape, 0 if t.is_inference() else t._version) for t in tensors)
-        held = self._held.get(tensors[0].data_ptr())
+        key = id(tensors[0]) if self._release else tensors[0].data_ptr()
+        held = self._held.get(key)
         if held is not None and held[0] == stamp:
             return held[2]
         made = build()
-        self._held[tensors[0].data_ptr()] = (stamp, tuple(tensors), made)
+        self._held[key] = (stamp, tuple(tensors), made)
+        if self._release and made.copied_bytes:
+            made.release()
         return made
 
 
-def _problem(name: str, weights: EngineWeights, top_k: int, settings: dict[str, Any]) -> Problem:
+def is_released(tensor: Tensor) -> bool:
+    """Whether a tensor has elements but no data."""
+    return tensor.numel() > 0 and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() == 0
+
+
+def _storages(held: object) -> set[int]:
+    """The addresses of all storages that an object holds in its fields."""
+    if isinstance(held, Tensor):
+        return set() if held.device.type == "meta" else {held.untyped_storage().data_ptr()}
+    inner: Sequence[object] = held if isinstance(held, tuple | list) else ()
+    if is_dataclass(held):
+        inner = [getattr(held, field.name) for field in fields(held)]
+    return {address for each in inner for address in _storages(each)}
+
+
+def _problem(name: str, weights: EngineWeights, scheme: QuantScheme, top_k: int, settings: dict[str, Any]) -> Problem:
     experts, hidden, inner = weights.w2.shape
-    dtype = plain(weights.w2.dtype)
+    dtype = plain(weights.dtype or (weights.w2.dtype if not weights.quant else torch.bfloat16))
+    quant: dict[str, Any] = {"weights": weights.quant or scheme.name}
+    if weights.quant in BLOCK_KINDS:
+        quant["block"] = weights.block
+    if "ue8m0" in scheme.name:
+        quant["scale"] = "ue8m0"
     model = {
         "name": name,
         "hidden_size": hidden,
-        "moe_intermediate_size": inner,
+        "moe_intermediate_size": inner * scheme.per_byte,
         "num_experts": experts,
         "activation": weights.activation,
-        "quant": {"weights": dtype.name},
+        "expert_bias": weights.w13_bias is not None,
+        "quant": quant,
     }
     config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, name)
     config = config.with_(**({"prepare_finalize": "no_ep"} | settings))  # the engine moves the tokens

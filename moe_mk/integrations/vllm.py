@@ -24,6 +24,11 @@ ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2_
 """Activations: names of vLLM's MoEActivation, and of moe_mk."""
 
 
+RELEASE = "release_weights"
+"""A key next to the kernel settings: whether vLLM's weights are freed where the backend keeps a copy in its own layout.
+vLLM can then not update them."""
+
+
 def register() -> bool:
     """The entry point in `vllm.general_plugins`: calls `enable()` if `VLLM_PLUGINS` lists this plugin. Idempotent."""
     from vllm import envs
@@ -63,7 +68,8 @@ def method_over(base: Any) -> type:
             refuse(moe)
             super().__init__(moe)
             self.experts_here: EngineExperts | None = None
-            self.settings = _settings()
+            self.settings = dict(_settings())
+            self.releases = bool(self.settings.pop(RELEASE, False))
 
         @property
         def is_monolithic(self) -> bool:  # vLLM routes
@@ -86,6 +92,8 @@ def method_over(base: Any) -> type:
                 weights = EngineWeights(weights.w13, weights.w2, weights.activation, gated=False)
             top_k = self.moe.experts_per_token
             self.experts_here = EngineExperts(layer.layer_name, weights, top_k=top_k, settings=self.settings)
+            if self.releases and self.experts_here.copied_bytes:
+                self.experts_here.release()
 
         def apply(
             self,

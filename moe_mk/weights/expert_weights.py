@@ -106,8 +106,8 @@ class ExpertWeights:
     ) -> ExpertWeights | MappedExpertWeights:
         """The experts of one rank as an engine holds them, already split over EP and TP ranks. Values are not copied.
 
-        w13: (L, 2I, H), or (L, I, H) if not gated. w2: (L, H, I). I is this rank's slice. Four-bit values lie two in a
-        byte along the last axis, the even column in the low bits.
+        w13: (L, 2I, H), or (L, I, H) if not gated. w2: (L, H, I). I is this rank's slice. Four-bit values are stored
+        two in a byte along the last axis, the even column in the low bits.
         quant: the name of the format, such as "fp8_block" or "mxfp4"; "" for weights without scales.
         block: (rows, columns) under one scale, of fp8_block and int8_block.
         w13_scale, w2_scale: (L, rows of blocks, columns of blocks); trailing axes of size 1 may be missing. Scales
@@ -267,7 +267,7 @@ def on_device(weights: Weights, device: torch.device) -> Weights:
 
 
 def _expect_order(order: str, scheme: QuantScheme) -> None:
-    """Raise ConfigError unless gate and up can lie in one tensor in that order."""
+    """Raise ConfigError unless gate and up can be stored in one tensor in that order."""
     if order not in ORDERS:
         raise ConfigError(f"order {order!r} is unknown{did_you_mean(order, ORDERS)}")
     if order == "interleaved" and scheme.block is not None and scheme.block[0] not in (1, WHOLE):

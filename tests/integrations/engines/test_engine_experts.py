@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights, HeldExperts
+from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines.cases import CLOSE, EXPERTS, HIDDEN, Tiny, call, error
 from tests.layer.native import NEEDS_COMPILER
 
@@ -64,6 +67,56 @@ def test_native_experts_in_one_call_have_the_bits_of_the_stages_and_skip_other_i
         assert routed is not None and torch.equal(here(x_TH, weights_TK, ids_TK), found_TH)
         here._routed = routed
     assert {entry.calls for entry in here.kernel.spans.ledger.entries.values()} == {8}
+
+
+@pytest.mark.parametrize("quant", ["fp8_block", "mxfp4", "nvfp4"])
+def test_quantised_weights_in_the_other_order(quant: str) -> None:
+    scheme, tokens, tiny = scheme_of_kind(quant, (8, 16)), call(), Tiny.drawn()
+    gate, up = (scheme.quantize(half.contiguous()) for half in tiny.w13.chunk(2, dim=1))
+    down = scheme.quantize(tiny.w2)
+
+    def above(pick: str) -> torch.Tensor | None:
+        parts = [getattr(q, pick) for q in (up, gate)]
+        return None if parts[0] is None else torch.cat(parts, dim=1)
+
+    given = EngineWeights(
+        above("values"), down.values, order="up_gate", quant=quant, block=(8, 16), dtype=torch.float32,
+        w13_scale=above("scales"), w2_scale=down.scales,
+        w13_global_scale=above("global_scale"), w2_global_scale=down.global_scale,
+    )  # fmt: skip
+    here = EngineExperts("tiny", given, top_k=2, settings={"experts": "reference", "activations": "plain"})
+    decoded = [q.dequantize(torch.float32) for q in (gate, up, down)]
+    assert error(here(*tokens), Tiny(torch.cat(decoded[:2], dim=1), decoded[2]).loops(*tokens)) < CLOSE
+
+
+@NEEDS_COMPILER
+def test_two_copies_are_logged_and_the_engine_s_can_be_released(caplog: pytest.LogCaptureFixture) -> None:
+    tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
+    w13, w2 = tiny.w13.bfloat16(), tiny.w2.bfloat16()
+    with caplog.at_level(logging.INFO, "moe_mk"):
+        here = EngineExperts("layer 3", EngineWeights(w13, w2), top_k=2, settings={"experts": "cpu_native"})
+    held = f"{w13.nbytes + w2.nbytes:,} B"
+    stated = f"layer 3: cpu_native keeps the weights in its own layout, {here.copied_bytes:,} B"
+    assert caplog.messages == [f"{stated}, in addition to the engine's {held}; release() frees those"]
+    assert here.explain().endswith(caplog.messages[0]) and "cpu_native" in here.explain().splitlines()[0]
+    before_TH = here(x_TH.bfloat16(), weights_TK, ids_TK)
+    assert here.release() == w13.nbytes + w2.nbytes and w13.untyped_storage().nbytes() == 0
+    assert torch.equal(here(x_TH.bfloat16(), weights_TK, ids_TK), before_TH)
+    assert here.note == f"{stated}; the engine's were released"
+    flat = torch.cat((tiny.w13.flatten(), tiny.w2.flatten())).bfloat16()
+    views = flat[: tiny.w13.numel()].view(tiny.w13.shape), flat[tiny.w13.numel() :].view(tiny.w2.shape)
+    with pytest.raises(UnsupportedError, match="2 of 2 tensors share their storage with others"):
+        EngineExperts("tiny", EngineWeights(*views), top_k=2, settings={"experts": "cpu_native"}).release()
+    with pytest.raises(UnsupportedError, match=r"the weights of layer 3 were released\n.*load them into the engine"):
+        EngineExperts("layer 3", EngineWeights(w13, w2), top_k=2)
+
+
+def test_weights_that_are_read_directly_are_not_released() -> None:
+    tiny = Tiny.drawn()
+    here = made(tiny, experts="torch_cpu")
+    assert here.copied_bytes == 0 and here.note.startswith("tiny: torch_cpu reads the engine's weights")
+    with pytest.raises(UnsupportedError, match="torch_cpu reads them, there is no second copy"):
+        here.release()
 
 
 def test_inputs_stay_as_they_were() -> None:

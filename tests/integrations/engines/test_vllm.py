@@ -19,6 +19,7 @@ from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.integrations import vllm as door
 from tests.integrations.engines.cases import CLOSE, Tiny, call, error
 from tests.integrations.engines.stand_ins import Activation, Vllm, moe_config, put_in
+from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import layer, tensors
 
 
@@ -64,6 +65,20 @@ def test_vllm_makes_our_method_and_gets_what_loops_compute(enabled: Vllm) -> Non
     tiny.w2.mul_(2.0)  # new weights, as reinforcement learning loads them
     method.process_weights_after_loading(layer)
     assert error(method.apply(layer, *tokens, None, None), tiny.loops(*tokens)) < CLOSE
+
+
+@NEEDS_COMPILER
+def test_weights_are_released_where_that_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Vllm(["moe_mk"], {"moe_mk": {"experts": "cpu_native", "release_weights": True}})
+    put_in(monkeypatch, host.modules)
+    assert door.register()
+    tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
+    layer = layer_of(Tiny(tiny.w13.bfloat16(), tiny.w2.bfloat16()))
+    method = host.method(moe_config())
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight.untyped_storage().nbytes() == layer.w2_weight.untyped_storage().nbytes() == 0
+    got = method.apply(layer, x_TH.bfloat16(), weights_TK, ids_TK, None, None)
+    assert error(got, tiny.loops(x_TH, weights_TK, ids_TK)) < 0.02
 
 
 def test_a_rank_with_some_of_the_experts_adds_up_its_own(enabled: Vllm) -> None:
