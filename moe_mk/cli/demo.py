@@ -114,4 +114,9 @@ def _show(screen: Screen, facts: dict[str, Any]) -> None:
         screen.fact(f"prompt {number}", " ".join(map(str, row)))
     same = f"{facts['tokens_equal']} of {facts['tokens_total']} tokens equal to those of transformers' own experts"
     error = f"relative difference of logits {facts['logits_error']:.1e} (limit {facts['logits_limit']:g})"
-    screen.fact("verify", f"{'PASS' if facts['passed'] else 'FAIL'}  {same}; {error}")
+    screen.fact("verify", f"{'PASS' if facts['passed'] else 'FAIL'}  {error}; {same}")
+    if facts["dtype"] != "float32" and facts["tokens_equal"] < facts["tokens_total"]:
+        screen.fact(
+            "", f"logits of a random model are nearly equal, so that rounding to {facts['dtype']} changes the choice"
+        )
+        screen.fact("", "of tokens; --dtype float32 compares the tokens themselves")

@@ -22,7 +22,7 @@ def registered_as_before() -> None:
 
 
 def test_the_experts_stay_fp8_and_say_the_same_tokens(tmp_path: Path) -> None:
-    done = runner.invoke(app, ["demo", "hf", "--tokens", "6", "--keep", str(tmp_path), "--json"])
+    done = runner.invoke(app, ["demo", "hf", "--tokens", "6", "--dtype", "float32", "--keep", str(tmp_path), "--json"])
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     assert facts["experts_stored_as"] == ["torch.float8_e4m3fn"]
@@ -31,11 +31,12 @@ def test_the_experts_stay_fp8_and_say_the_same_tokens(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
 
 
-def test_it_explains_why_the_others_do_not_serve() -> None:
+def test_it_runs_what_the_oracle_selects_and_explains_why_the_others_do_not_serve() -> None:
     done = runner.invoke(app, ["demo", "hf", "--tokens", "2"])
     assert done.exit_code == 0, done.output
-    assert "stored as torch.float8_e4m3fn" in done.stdout and "PASS  4 of 4 tokens" in done.stdout
-    assert "not cpu_native: computes in bf16, the layer is fp32" in done.stdout
+    assert "stored as torch.float8_e4m3fn" in done.stdout and "PASS  relative difference of logits" in done.stdout
+    assert "backend     cpu_native (lowest cost of 2 eligible), tokens in bfloat16" in done.stdout
+    assert "not torch_cpu: multiplies with plain activations only" in done.stdout
 
 
 def test_what_cannot_be_shown_is_refused() -> None:
