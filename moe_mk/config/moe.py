@@ -303,9 +303,13 @@ class MoEConfig(Settings):
         """Read a `config.json` of the transformers layout, or the folder that holds it.
 
         overrides: any key of `model`, `router`, `parallel` or `kernel`: experts="torch_cpu", router_dtype="model".
-        Raises ConfigError for a model type without a MoE layer, and for unknown overrides.
+        Raises ConfigError for a path that does not exist, for a model type without a MoE layer, and for unknown
+        overrides.
         """
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        if not file.exists():
+            what = f"{path} has no config.json" if Path(path).is_dir() else f"{path} does not exist"
+            raise ConfigError(f"{what}; name the folder of a downloaded checkpoint, or a config.json")
         return cls.parse(settings_from_hf(read_mapping(file), str(file)), str(file)).with_(**overrides)
 
     def with_(self, **overrides: Any) -> Self:

@@ -74,5 +74,10 @@ def test_what_is_not_there_is_answered(tmp_path: Path) -> None:
         load_config("deepseek_v4")
     with pytest.raises(ConfigError, match=r"h300 is neither a file nor a shipped device; did you mean 'h[12]00'\?"):
         device_profile("h300")
-    with pytest.raises(ConfigError, match="config.json is not a file"):
+    with pytest.raises(ConfigError, match=f"{tmp_path} has no config.json; name the folder of a downloaded checkpoint"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match="deepseek-ai/DeepSeek-V3 does not exist; name the folder"):
+        MoEConfig.from_hf("deepseek-ai/DeepSeek-V3")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="no MoE layer is known for model_type 'llama'"):
         load_config(tmp_path)
