@@ -195,7 +195,11 @@ def explain(
     return explain_config(Screen(), question, as_json=as_json)
 
 
-@app.command("place")
+@app.command(
+    "place",
+    options_metavar="(--loads FILE | --trace FILE) (--gpus N | --preset NAME) [OPTIONS]",
+    epilog="Example: moe-mk place --loads counts.json --gpus 16 --nodes 2",
+)
 @with_exit_code
 def place_command(
     loads: Annotated[

@@ -44,7 +44,7 @@ def certify_backend(screen: Screen, order: CertifyOrder, *, as_json: bool) -> in
     out = order.out or Path(f"{order.name}.certificate.json")
     import_modules(order.modules)
     theirs = None if order.against is None else _read(order.against)
-    expect_outputs({"--out": order.out})
+    expect_outputs({"--out": out})
     with screen.progress("certify", in_bytes=False) as advance:
         certificate = certify(
             order.name, processes=order.processes, quick=order.quick, on_check=advance, faults=order.faults,

@@ -42,7 +42,8 @@ def read_recording(
     groups: None: those of the trace, or 1. Raises ConfigError, or TraceError for a trace that cannot be read.
     """
     if (loads is None) == (trace is None):
-        raise ConfigError("--loads and --trace are both given; use one" if loads else "give --loads or --trace")
+        both, example = "--loads and --trace are both given; use one", "moe-mk place --loads counts.json --gpus 16"
+        raise ConfigError(both if loads else f"give --loads or --trace, as in {example}")
     if loads is not None:
         if only := [name for name, value in (("--phase", phase), ("--experts", num_experts)) if value is not None]:
             raise ConfigError(f"{' and '.join(only)} only apply to --trace")

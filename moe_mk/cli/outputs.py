@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,20 @@ from moe_mk.files import replacing
 
 
 def expect_outputs(files: Mapping[str, Path | None]) -> None:
-    """Raise ConfigError, by option, for files that could not be written at the end."""
+    """Raise ConfigError, by option, for files that could not be written at the end. Nothing is left behind."""
     for option, file in files.items():
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        if file is None or (file.exists() and not file.is_dir() and not file.is_file()):  # a pipe, a terminal
+            continue
+        if file.is_dir() or not file.absolute().parent.is_dir():
             what = "is a folder" if file.is_dir() else "is in a folder that does not exist"
             raise ConfigError(f"{option} {file} {what}; name a file in an existing folder")
+        try:  # as the file will be written: to another one in its folder, which then replaces it
+            with tempfile.TemporaryFile(dir=file.resolve().parent):
+                pass
+        except OSError as problem:
+            raise ConfigError(
+                f"{option} {file} cannot be written: {problem.strerror}; name a file in a folder of yours"
+            ) from problem
 
 
 def format_of(file: Path) -> str:

@@ -9,7 +9,11 @@ import typer
 from moe_mk.cli.exits import with_exit_code
 from moe_mk.cli.words import STRATEGIES
 
-predictions = typer.Typer(help="Predict bytes and times of an exchange on any fabric.", no_args_is_help=True)
+predictions = typer.Typer(
+    help="Predict bytes and times of an exchange on any fabric.",
+    epilog="Example: moe-mk plan exchange --links h800_cx7 --ranks 32 --tokens 4096",
+    no_args_is_help=True,
+)
 
 Links = Annotated[str, typer.Option(help="name of a shipped link profile, or a file")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -17,7 +21,7 @@ TopK = Annotated[int, typer.Option(min=1, help="experts per token")]
 Hidden = Annotated[int, typer.Option(min=1, help="hidden size")]
 
 
-@predictions.command("exchange")
+@predictions.command("exchange", epilog="Example: moe-mk plan exchange --links h800_cx7 --ranks 32 --tokens 4096")
 @with_exit_code
 def exchange_command(
     links: Links = "h800_cx7",
@@ -40,7 +44,7 @@ def exchange_command(
     return predict_exchange(Screen(), order, as_json=as_json)
 
 
-@predictions.command("tables")
+@predictions.command("tables", epilog="Example: moe-mk plan tables --links h800_cx7")
 @with_exit_code
 def tables_command(
     links: Annotated[str | None, typer.Option(help="one link profile; default all shipped ones")] = None,
@@ -53,7 +57,7 @@ def tables_command(
     return show_tables(Screen(), links, as_json=as_json)
 
 
-@predictions.command("relay")
+@predictions.command("relay", epilog="Example: moe-mk plan relay --links ascend_910 --nodes 8 --tokens 16")
 @with_exit_code
 def relay_command(
     links: Links = "ascend_910",
@@ -74,7 +78,7 @@ def relay_command(
     return compare_relay(Screen(), relay, as_json=as_json)
 
 
-@predictions.command("volumes")
+@predictions.command("volumes", epilog="Example: moe-mk plan volumes --tokens 4096 --ranks 32")
 @with_exit_code
 def volumes_command(
     tokens: Annotated[int, typer.Option(min=1, help="tokens of the instance")] = 4096,
@@ -90,7 +94,7 @@ def volumes_command(
     return compare_volumes(Screen(), Volumes(tokens, hidden, top_k, ranks))
 
 
-@predictions.command("paths")
+@predictions.command("paths", epilog="Example: moe-mk plan paths --device h100 --ranks 32 --tokens 128")
 @with_exit_code
 def paths_command(
     device: Annotated[str, typer.Option(help="a shipped device profile by name, or a file of one")] = "h100",
@@ -106,7 +110,7 @@ def paths_command(
     return compare_paths(Screen(), PathsOrder(device, ranks, tokens, top_k, hidden))
 
 
-@predictions.command("layout")
+@predictions.command("layout", epilog="Example: moe-mk plan layout expert+data --devices 16")
 @with_exit_code
 def layout_command(
     strategy: Annotated[str, typer.Argument(help=f"one of {STRATEGIES}")],

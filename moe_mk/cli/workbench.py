@@ -150,11 +150,11 @@ def tune_command(
     return tune_backend(Screen(), order, as_json=as_json)
 
 
-@workbench.command("bisect")
+@workbench.command("bisect", epilog="Example: moe-mk bisect all_to_all+torch_cpu all_gather+reference --ranks 2")
 @with_exit_code
 def bisect_command(
-    one: Annotated[str, typer.Argument(help="transport+experts, or one of the two")],
-    other: Annotated[str, typer.Argument(help="the pair to compare with")],
+    one: Annotated[str, typer.Argument(metavar="A", help="transport+experts, or one of the two")],
+    other: Annotated[str, typer.Argument(metavar="B", help="the pair to compare with")],
     ranks: Annotated[int, typer.Option(min=1, max=LARGEST, help="virtual ranks")] = 1,
     tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="tokens of all ranks together")] = 16,
     experts: Annotated[int, typer.Option("--num-experts", "--experts", min=1, max=LARGEST, help="routed experts")] = 8,
@@ -184,7 +184,7 @@ def demo_command(
     host: Annotated[str, typer.Argument(help="hf: generate text with an FP8 model in transformers")],
     tokens: Annotated[int, typer.Option(min=1, help="new tokens per prompt")] = 16,
     experts: Experts = "auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32: dtype of the computation")] = "float32",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32: dtype of the computation")] = "bfloat16",
     keep: Annotated[Path | None, typer.Option(help="folder in which to keep the tiny checkpoint")] = None,
     seed: Annotated[int, typer.Option(help="seed of the random model")] = 0,
     as_json: AsJson = False,

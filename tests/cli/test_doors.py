@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +79,20 @@ def test_what_needs_no_layer_imports_no_torch() -> None:
     done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
+
+
+def test_the_example_of_a_help_text_runs(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "counts.json").write_text(json.dumps([[3, 1, 4, 1, 5, 9, 2, 6] * 4]))
+    for verb in ("place", "bisect", "plan", *sorted(verb for verb in VERBS if verb.startswith("plan "))):
+        stated = " ".join(invoke(*verb.split(), "--help").stdout.split())
+        example = shlex.split(stated.split("Example: moe-mk ")[1])
+        assert example[: len(verb.split())] == verb.split()
+        done = invoke(*example)
+        assert done.exit_code == 0, f"{example}: {done.output}"
+    assert "(--loads FILE | --trace FILE) (--gpus N | --preset NAME)" in " ".join(
+        invoke("place", "--help").stdout.split()
+    )
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -72,6 +72,8 @@ def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
         (("certify", "reference", "--import", ""), "--import : Empty module name"),
         (("certify", "reference", "--import", "."), "--import .: "),
         (("certify", "reference", "--out", "nowhere/x"), "--out nowhere/x is in a folder that does not exist"),
+        (("certify", "reference", "--out", "/proc/x"), "--out /proc/x cannot be written: "),
+        (("bench", "--out", "/proc/x"), "--out /proc/x cannot be written: "),
         (("bench", "--out", "/"), "--out / is a folder"),
         (("tune", "cpu_native", "--device", "cpu:-1", "--dry-run"), "'cpu:-1' is not a device"),
         (("tune", "cpu_native", "--tuned-dir", "nowhere", "--budget", "nan"), "the budget of nan s"),
