@@ -5,17 +5,22 @@
     batched   one block an expert    [e0: r0 r1 r2] [e1: r0 r2 --]
 
 `permute` goes down this list, `weight_and_reduce` brings the output of any of them back to one row a received token.
+On NVIDIA GPUs with Triton, grouping and its sum run on the device, with sizes from shapes only, so that they can be
+captured in a CUDA graph; blocks are always sized on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import add_in_order
+from moe_mk.external.device import profile_here
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import (
     LAYOUT_NAMES,
@@ -37,15 +42,47 @@ def can_permute(produced: type, consumed: type) -> bool:
 def permute(tokens: Tokens, into: Sequence[type]) -> Tokens:
     """Bring tokens into a layout the experts read; tokens that already have one stay as they are.
 
-    into: the layouts the experts read, best first. Reads counts on the host, so it waits for a GPU.
+    into: the layouts the experts read, best first. Blocks read counts on the host and so wait for a GPU; groups only
+    where there are no kernels for it.
     """
     if isinstance(tokens, tuple(into)):
         return tokens
     assert isinstance(tokens, RowTokens), (
         f"{LAYOUT_NAMES[type(tokens)]} tokens cannot be permuted; the oracle refuses this"
     )
-    grouped = group(tokens)
-    return grouped if into[0] is GroupedTokens else batch(grouped)
+    if into[0] is not GroupedTokens:
+        return batch(group(tokens))
+    return group_on_device(tokens) if has_kernels(tokens.ids_RK.device) else group(tokens)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels group and sum rows on a device: NVIDIA GPUs from sm_90 on."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    profile = profile_here(device)
+    return profile.kind == "cuda" and profile.arch is not None and profile.arch >= (9, 0)
+
+
+def group_on_device(tokens: RowTokens) -> GroupedTokens:
+    """`group` without reading a count: as many rows as ids, those behind the last assignment undefined."""
+    from moe_mk.kernels.triton.permute import first_kept, group_rows
+
+    x, ids_RK, weights_RK = tokens.x_RH, tokens.ids_RK, tokens.weights_RK
+    if tokens.most_K is not None and tokens.most_K < ids_RK.shape[1]:
+        ids_RK, weights_RK = first_kept(ids_RK.contiguous(), weights_RK.contiguous(), tokens.most_K)
+    made = group_rows(x.values, x.scales, ids_RK, weights_RK, tokens.num_slots)
+    return GroupedTokens(
+        x_NH=replace(x, values=made.values, scales=made.scales),
+        counts_L=made.counts_L,
+        row_N=made.row_N,
+        weights_N=made.weights_N,
+        num_rows=ids_RK.shape[0],
+        handle=tokens.handle,
+        out_RH=tokens.out_RH,
+        expected_N=tokens.expected_N,
+        position_RK=made.position_RK,
+    )
 
 
 def group(tokens: RowTokens) -> GroupedTokens:
@@ -149,6 +186,10 @@ def _weighted(y: Tensor, tokens: Tokens) -> Tensor:
 
 def _reduced(y: Tensor, tokens: Tokens, *, weigh: bool) -> Tensor:
     if isinstance(tokens, GroupedTokens):
+        if tokens.position_RK is not None:
+            from moe_mk.kernels.triton.permute import sum_rows
+
+            return sum_rows(y, tokens.position_RK, tokens.weights_N if weigh else None, out=tokens.out_RH)
         return reduce_rows(y, tokens.weights_N if weigh else None, tokens.row_N, tokens.num_rows, tokens.out_RH)
     assert isinstance(tokens, BatchedTokens) and tokens.home is not None
     source = tokens.home

@@ -58,6 +58,8 @@ class RowTokens:
     expected_N: float | None = None
     """Assignments to expect under uniform routing, from shapes only. Most ids may be -1, and rows of a window may be
     unfilled. None: about as many as there are ids."""
+    most_K: int | None = None
+    """The most ids of a row that are not -1, from shapes only; sizes of workspaces follow from it. None: K."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class GroupedTokens:
 
     x_NH: QuantTensor
     counts_L: Tensor
-    """int64. Assignments of each local expert; sums to N."""
+    """int64. Assignments of each local expert; sums to N, or to less: rows behind them are padding, NaN included."""
     row_N: Tensor
     """int64. The received row that an assignment came from, in [0, num_rows)."""
     weights_N: Tensor
@@ -78,6 +80,8 @@ class GroupedTokens:
     """As of RowTokens."""
     expected_N: float | None = None
     """As of RowTokens, where there are more rows than assignments; None: about as many."""
+    position_RK: Tensor | None = None
+    """int32. The row of the k-th assignment of received row r, -1: dropped; None: to be found from `row_N`."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import LibraryMissing
@@ -30,19 +31,21 @@ from moe_mk.weights.scan import Progress
 def padded_places(counts_L: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
     """Positions of grouped rows if each expert starts at a multiple of `alignment`, and the expert of every position.
 
-    Returns int64 (N,) and int32 (positions,), -1 for padding; sized for the worst routing, from shapes only.
+    Returns int64 (N,) and int32 (positions,), -1 for padding; sized for the worst routing, from shapes only. Rows
+    behind the counted ones are padding too, behind that of all experts.
 
         counts 3 0 2, alignment 4      rows 0 1 2 3 4 -> places 0 1 2 4 5      experts 0 0 0 -1 2 2 -1 -1 ...
     """
     room = -(-(num_rows + len(counts_L) * (alignment - 1)) // alignment) * alignment
     ends_L = torch.cumsum(counts_L, 0)
-    padded_L = (counts_L + alignment - 1) // alignment * alignment
-    padded_ends_L = torch.cumsum(padded_L, 0)
+    padded_ends_L = torch.cumsum((counts_L + alignment - 1) // alignment * alignment, 0)
+    # Where each expert starts, and behind the last one where the rows of none do.
+    starts, padded_starts = (pad(each_L, (1, 0)) for each_L in (ends_L, padded_ends_L))
     row_N = torch.arange(num_rows, dtype=torch.int64, device=counts_L.device)
     expert_N = torch.searchsorted(ends_L, row_N, right=True)
-    place_N = row_N - (ends_L - counts_L)[expert_N] + (padded_ends_L - padded_L)[expert_N]
+    place_N = row_N - starts[expert_N] + padded_starts[expert_N]
     expert_X = torch.full((room,), -1, dtype=torch.int32, device=counts_L.device)
-    expert_X[place_N] = expert_N.to(torch.int32)
+    expert_X[place_N] = torch.where(expert_N < len(counts_L), expert_N, -1).to(torch.int32)
     return place_N, expert_X
 
 
@@ -148,7 +151,7 @@ class DeepGemmExperts(FusedExperts):
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
         """Padded rows in FP8, gate and up in bf16, hidden rows in FP8 and outputs, of all assignments."""
-        padded = rows * problem.config.router.top_k + problem.slots * BLOCK
+        padded = rows * min(problem.config.router.top_k, problem.slots) + problem.slots * BLOCK
         return padded * (3 * problem.config.model.hidden_size + 5 * problem.intermediate)
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> ExpertWeights:

@@ -28,7 +28,7 @@ from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import choose_gate_tier
 from moe_mk.text import amount
-from moe_mk.tokens import LAYOUT_NAMES
+from moe_mk.tokens import LAYOUT_NAMES, GroupedTokens
 
 
 def libraries_of(device: DeviceProfile) -> frozenset[str]:
@@ -65,9 +65,17 @@ def pair_reasons(transport: TransportTraits, experts: ExpertsTraits, problem: Pr
     elif experts.emits[layout] > transport.wants:
         have, want = experts.emits[layout].name.lower(), transport.wants.name.lower()
         yield Reason("reduce", f"the experts return {have} output, the transport reduces {want} output itself")
-    if layout is not None and layout is not transport.produces and problem.config.kernel.graphs:
+    permuted = layout is not None and layout is not transport.produces
+    if permuted and problem.config.kernel.graphs and not _grouped_on_device(layout, problem):
         yield Reason("graphs", "permuting rows synchronises with the host to read counts", "kernel.graphs = false")
     yield from wire_reasons(transport.wire, problem)
+
+
+def _grouped_on_device(layout: type | None, problem: Problem) -> bool:
+    """Whether rows are brought into this layout without reading counts on the host, as `permute` decides it."""
+    device = problem.device
+    able = device.kind == "cuda" and device.arch is not None and device.arch >= (9, 0)
+    return layout is GroupedTokens and able and "triton" in problem.installed
 
 
 def wire_reasons(carries: frozenset[str], problem: Problem) -> Iterator[Reason]:

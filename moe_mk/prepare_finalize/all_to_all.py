@@ -152,7 +152,7 @@ class AllToAll(PrepareFinalize):
             c.comm.check_ids(slots_RK, received, c.num_slots, "slot", "dispatch")
         handle = DispatchHandle(token_X, sent, received, x_TH.shape[0])
         expected_N = self.expected_of_rows(len(slots_RK))
-        return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle, expected_N=expected_N)
+        return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle, expected_N=expected_N, most_K=self.most_K)
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back the way the rows came, and add them up per token."""

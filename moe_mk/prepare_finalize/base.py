@@ -254,7 +254,12 @@ class PrepareFinalize(ABC):
         c = self.context
         slots_RK, mine = c.tables.local_slots(physical_RK, c.comm.rank), c.num_slots
         weights_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
-        return RowTokens(x_RH, slots_RK, weights_RK, mine, handle, expected_N=expected_N)
+        return RowTokens(x_RH, slots_RK, weights_RK, mine, handle, expected_N=expected_N, most_K=self.most_K)
+
+    @property
+    def most_K(self) -> int:
+        """The most experts of one token on this rank: a router chooses distinct ones."""
+        return min(self.context.top_k, self.context.num_slots)
 
     def expected_of_tokens(self, num_tokens: int) -> float:
         """Assignments to expect on this rank of all tokens of the group, under uniform routing."""

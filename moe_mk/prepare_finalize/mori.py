@@ -104,8 +104,9 @@ class Mori(PrepareFinalize):
             mine_RK = torch.where(slots_RK >= 0, weights_RK, 0.0)
             expected_N = self.expected_in_window(x_TH.shape[0])
             return RowTokens(
-                rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle, expected_N=expected_N
-            )
+                rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle, expected_N=expected_N,
+                most_K=self.most_K,
+            )  # fmt: skip
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back, and add up those of this rank's tokens."""

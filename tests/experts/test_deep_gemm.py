@@ -34,6 +34,8 @@ def test_places_by_hand() -> None:
     assert places.tolist() == [0, 1, 2, 4, 5]
     assert experts.tolist() == [0, 0, 0, -1, 2, 2, -1, -1, *[-1] * 8]
     assert padded_places(torch.tensor([0, 4]), 4, 4)[0].tolist() == [0, 1, 2, 3]
+    places, experts = padded_places(torch.tensor([1, 0]), 4, 4)  # three rows of no expert
+    assert places.tolist() == [0, 4, 5, 6] and experts.tolist() == [0, *[-1] * 11]
 
 
 TYPES = [

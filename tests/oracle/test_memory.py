@@ -35,6 +35,15 @@ def test_buffers_are_counted_by_hand() -> None:
     assert held.total == held.rows + held.workspace
 
 
+def test_a_workspace_has_room_for_the_assignments_that_a_rank_can_get() -> None:
+    """128 tokens of each of 256 ranks are 32,768 rows; with one expert on a rank, a row has one assignment of its 8."""
+    workspace = EXPERTS["triton"].workspace_bytes
+    one, four, wide = (workspace(problem(ep), 32_768) for ep in (256, 64, 8))
+    per_assignment = 3 * 2048 + 2 * 7168 + 20
+    assert one == 32_768 * (7168 + 4 * 56 + per_assignment) and one < 1e9
+    assert (four - one, wide - one) == (3 * 32_768 * per_assignment, 7 * 32_768 * per_assignment)
+
+
 def test_a_decision_counts_all_of_it_for_the_limit_and_for_the_tokens_asked_for() -> None:
     decision = oracle.select(problem(32, experts="triton", prepare_finalize="hierarchical"))
     assert decision.problem.config.kernel.max_num_tokens == 8192 == 64 * 128
@@ -53,13 +62,13 @@ def test_a_decision_counts_all_of_it_for_the_limit_and_for_the_tokens_asked_for(
 
 def test_the_most_tokens_just_fit() -> None:
     pins = {"prepare_finalize": "all_to_all", "experts": "triton"}
-    asked = problem(144, **pins)
+    asked = problem(256, **pins)
     decision = oracle.select(asked)
     most = decision.tokens_that_fit
     assert asked.num_tokens < most < asked.config.kernel.max_num_tokens
 
     def need(limit: int) -> int:
-        limited = oracle.select(problem(144, num_tokens=1, max_num_tokens=limit, **pins))
+        limited = oracle.select(problem(256, num_tokens=1, max_num_tokens=limit, **pins))
         return weights_bytes(asked) + limited.buffers.total
 
     assert need(most) <= room_of(asked) < need(most + 1)
@@ -85,9 +94,9 @@ def test_a_lower_limit_changes_nothing_else() -> None:
 
 def test_an_explanation_states_who_holds_it_and_what_makes_it_less() -> None:
     pins = {"prepare_finalize": "all_to_all", "experts": "triton"}
-    total, parts, room = memory_lines(oracle.select(problem(144, **pins)))
+    total, parts, room = memory_lines(oracle.select(problem(256, **pins)))
     assert "for 8192 tokens per rank [kernel.max_num_tokens]" in total
-    assert "worst routing" in parts and "triton 202 GB" in parts and parts.endswith("GB with a limit of 128")
+    assert "worst routing" in parts and "triton 58.5 GB" in parts and parts.endswith("GB with a limit of 128")
     assert room.startswith("more than the 149 GB of h200, which hold a limit of ")
     enough = memory_lines(oracle.select(problem(32, max_num_tokens=128, **pins)))
     assert len(enough) == 2 and "with a limit" not in enough[1]

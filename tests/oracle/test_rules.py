@@ -28,9 +28,11 @@ def experts(**emits: OutputStage) -> ExpertsTraits:
     return replace(ReferenceExperts.traits, emits={kinds[name]: stage for name, stage in emits.items()})
 
 
-def reported(t: TransportTraits, e: ExpertsTraits, **settings: object) -> dict[str, str]:
+def reported(
+    t: TransportTraits, e: ExpertsTraits, installed: frozenset[str] = frozenset(), **settings: object
+) -> dict[str, str]:
     config = load_config("deepseek_v3").with_(ep=4, **settings)
-    asked = Problem(config, device_profile("h100"), BF16, 64)
+    asked = Problem(config, device_profile("h100"), BF16, 64, installed)
     return {reason.code: str(reason) for reason in pair_reasons(t, e, asked)}
 
 
@@ -75,6 +77,12 @@ def test_permuting_reads_counts_on_the_host_so_no_graph_holds_it(reads: dict[str
     assert "graphs" in reported(transport(RowTokens), experts(**reads), graphs=True)
     assert "graphs" not in reported(transport(RowTokens), experts(**reads))
     assert "graphs" not in reported(transport(RowTokens), experts(rows=REDUCED), graphs=True)
+
+
+def test_groups_are_made_on_a_gpu_with_triton_so_a_graph_holds_them_and_blocks_are_not() -> None:
+    triton = frozenset({"triton"})
+    assert "graphs" not in reported(transport(RowTokens), experts(grouped=RAW), triton, graphs=True)
+    assert "graphs" in reported(transport(RowTokens), experts(batched=RAW), triton, graphs=True)
 
 
 def test_reasons_of_layout_and_wire_are_reported_together() -> None:

@@ -35,6 +35,18 @@ def test_a_transport_expects_as_many_assignments_as_uniform_routing_brings(name:
     assert kept < 0.6 * ids, "the number of ids is no estimate"
 
 
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "replicated", "hierarchical"])
+@pytest.mark.parametrize("experts,most", [(RANKS, 1), (2 * RANKS, 2), (EXPERTS, TOP_K)])
+def test_a_row_has_at_most_as_many_assignments_as_a_rank_has_experts(name: str, experts: int, most: int) -> None:
+    comms = LockstepWorld(RANKS).communicators()
+    ranks = [PREPARE_FINALIZE[name](context(c, experts=experts, hidden=8, top_k=TOP_K)) for c in comms]
+    ids_TK = torch.rand((TOKENS, experts)).argsort(dim=1)[:, :TOP_K].to(torch.int32)
+    given = Routing(ids_TK, torch.ones(ids_TK.shape))
+    for tokens in interleave([each.prepare(torch.zeros((TOKENS, 8)), given) for each in ranks]):
+        assert isinstance(tokens, RowTokens) and tokens.most_K == most
+        assert int((tokens.ids_RK >= 0).sum(1).max()) <= most
+
+
 def test_rows_that_reach_a_rank_have_at_least_one_expert_there() -> None:
     (one,) = LockstepWorld(1).communicators()
     alone = PREPARE_FINALIZE["no_ep"](context(one, experts=EXPERTS, top_k=TOP_K))

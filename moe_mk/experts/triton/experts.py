@@ -153,10 +153,9 @@ class TritonExperts(FusedExperts):
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
-        """Quantised rows, the hidden row and the output row of every assignment, and their order."""
-        hidden, inner, assignments = (
-            problem.config.model.hidden_size, problem.intermediate, rows * problem.config.router.top_k,
-        )  # fmt: skip
+        """Quantised rows; the hidden row, the output row and the place of each assignment that rows can have here."""
+        hidden, inner = problem.config.model.hidden_size, problem.intermediate
+        assignments = rows * min(problem.config.router.top_k, problem.slots)
         return rows * (hidden + 4 * hidden // BLOCK) + assignments * (3 * inner + 2 * hidden + 20)
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
@@ -192,8 +191,11 @@ class TritonExperts(FusedExperts):
                 x, ids, share = self._readable(tokens.x_RH), tokens.ids_RK.to(torch.int32), tokens.weights_RK
                 expected_N = ids.numel() if tokens.expected_N is None else tokens.expected_N
                 tile = self._tile(tuned, expected_N / self.context.num_slots)
+                ids, share = ids.contiguous(), share.contiguous()
+                if tokens.most_K is not None and tokens.most_K < ids.shape[1]:
+                    ids, share = self.kernels.first_kept(ids, share, tokens.most_K, empty)
                 y = self.kernels.experts_rows(
-                    x, ids.contiguous(), share.contiguous(), experts, tile, empty, out=tokens.out_RH,
+                    x, ids, share, experts, tile, empty, out=tokens.out_RH,
                     fuse_shared=weights.num_slots > tokens.num_slots,
                 )  # fmt: skip
                 return ExpertOutput(y, OutputStage.REDUCED)

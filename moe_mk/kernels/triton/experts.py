@@ -34,6 +34,7 @@ from moe_mk.kernels.triton.grouped_w2 import grouped_w2
 from moe_mk.kernels.triton.grouped_w13 import CLAMPED, grouped_w13
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.numerics import to_dtype
+from moe_mk.kernels.triton.permute import first_kept as first_kept
 from moe_mk.kernels.triton.quantize_rows import (
     GROUPS_A_PROGRAM,
     quantize_part,

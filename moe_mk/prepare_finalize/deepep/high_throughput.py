@@ -105,7 +105,7 @@ class HighThroughputTransport(RowKernels):
             expected_N = self.expected_in_window(x_TH.shape[0]) if worst else self.expected_of_rows(len(slots_RK))
             return RowTokens(
                 x_RH, slots_RK.to(torch.int32), mine_RK, c.num_slots, DispatchHandle(buffer, handle),
-                expected_N=expected_N,
+                expected_N=expected_N, most_K=self.most_K,
             )  # fmt: skip
 
     def _configs_of(self, library: ModuleType) -> tuple[Any, ...]:

@@ -109,7 +109,7 @@ class ElasticTransport(RowKernels):
             tokens = self._tokens(x_RH, slots, weights, DispatchHandle(buffer, handle))
             if not isinstance(tokens, RowTokens):
                 return tokens
-            return replace(tokens, expected_N=self.expected_in_window(x_TH.shape[0]))
+            return replace(tokens, expected_N=self.expected_in_window(x_TH.shape[0]), most_K=self.most_K)
 
     def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor, weights_RK: Tensor, handle: DispatchHandle) -> Tokens:
         """Rows behind the last that came hold anything at all, and weights are those of all ranks' experts."""

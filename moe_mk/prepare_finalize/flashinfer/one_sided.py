@@ -101,6 +101,7 @@ class NvlinkOneSided(PrepareFinalize):
                 c.num_slots,
                 handle=DispatchHandle(buffer_slot, buffer_slot.call),
                 expected_N=self.expected_in_window(x_TH.shape[0]),
+                most_K=self.most_K,
             )
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:

@@ -94,8 +94,9 @@ class NvlinkTwoSided(PrepareFinalize):
             handle = DispatchHandle(route, x_TH.shape[0])
             expected_N = self.expected_in_window(x_TH.shape[0])
             return RowTokens(
-                rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle, expected_N=expected_N
-            )
+                rows_of(parts, x_wire), slots_RK, mine_RK, c.num_slots, handle=handle, expected_N=expected_N,
+                most_K=self.most_K,
+            )  # fmt: skip
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Push sums back, and add up those of each token."""

@@ -123,6 +123,20 @@ def test_runs_allocate_once_and_layers_share_what_was_allocated() -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+def test_rows_with_few_experts_here_take_a_workspace_of_their_size_and_give_the_same_bits() -> None:
+    """A window of a wide group: 8 ids a row, of which at most one is of this rank's."""
+    ids = torch.full((24, 8), -1, dtype=torch.int32)
+    ids[torch.arange(20), torch.arange(20) % 8] = torch.arange(20, dtype=torch.int32) % SLOTS
+    given, stack, taken, results = rows(BF16, ids), random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, CPU), [], []
+    for most_K in (None, 1):
+        workspace = Workspace()
+        backend = TritonExperts(context(FP8_1x128), workspace)
+        backend.tuned = Tuned.fixed(Tile(16, True, 4, 3))
+        results.append(backend.run(replace(given, most_K=most_K), backend.relayout(stack)).y)
+        taken.append(workspace.high_water)
+    assert torch.equal(*results) and 5 * taken[1] < taken[0]
+
+
 def test_a_row_gets_the_same_bits_in_any_company() -> None:
     backend = TritonExperts(replace(context(FP8_1x128), batch_invariant=True))
     stack, many = backend.relayout(random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, CPU)), rows(BF16)

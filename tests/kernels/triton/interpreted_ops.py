@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_mk import permute
 from moe_mk.kernels.reference import grouped_topk as reference_grouped_topk
 from moe_mk.kernels.reference import quantize as reference
 from moe_mk.kernels.reference import topk as reference_topk
@@ -15,15 +16,59 @@ from moe_mk.kernels.triton.activation_quantize import activation_quantize
 from moe_mk.kernels.triton.align import SMALL, STEP, align
 from moe_mk.kernels.triton.experts import combine
 from moe_mk.kernels.triton.numerics import INTERPRETED
+from moe_mk.kernels.triton.permute import first_kept
 from moe_mk.kernels.triton.quantize_rows import quantize_rows, quantize_rows_fp8, quantize_rows_int8
 from moe_mk.kernels.triton.tile_map import TileMap, tile_map, worst_tiles
 from moe_mk.kernels.triton.topk import grouped_topk, placed_topk, serves, topk
+from moe_mk.quant import BF16, FP8_1x128, FP8_1x128_UE8M0, QuantScheme
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens
 
 
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("scheme", [BF16, FP8_1x128, FP8_1x128_UE8M0], ids=lambda scheme: scheme.name)
+def test_rows_are_grouped_and_summed_on_the_device_with_the_bits_of_the_host(
+    scheme: QuantScheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.tensor([[2, -1, 0], [-1, -1, -1], [0, 2, 3], [3, 0, -1]], dtype=torch.int32)
+    weights, x = torch.rand(ids.shape).masked_fill(ids < 0, 0.0), torch.randn((4, 200)).bfloat16()
+    for most_K, kept_ids in ((None, ids), (2, ids[[0, 1, 3]])):
+        rows = slice(None) if most_K is None else torch.tensor([0, 1, 3])
+        tokens = RowTokens(scheme.quantize(x[rows]), kept_ids, weights[rows], 5, most_K=most_K)
+        expected = permute.permute(tokens, (GroupedTokens,))
+        with monkeypatch.context() as patch:
+            patch.setattr(permute, "has_kernels", lambda device: True)
+            given = permute.permute(tokens, (GroupedTokens,))
+        assert isinstance(given, GroupedTokens) and isinstance(expected, GroupedTokens)
+        num = int(expected.counts_L.sum())
+        assert given.x_NH.shape[0] == len(kept_ids) * (most_K or 3) > num, "sizes from shapes only"
+        for name in ("counts_L", "row_N", "weights_N"):
+            one, other = getattr(given, name), getattr(expected, name)
+            assert one.dtype == other.dtype and torch.equal(one[: len(other)], other), name
+        assert torch.equal(bits(given.x_NH.values[:num]), bits(expected.x_NH.values))
+        if scheme is not BF16:
+            assert torch.equal(bits(given.x_NH.scales[:num]), bits(expected.x_NH.scales))
+        y = torch.randn((given.x_NH.shape[0], 40)).bfloat16()
+        y[num:] = torch.nan
+        for stage in (OutputStage.RAW, OutputStage.WEIGHTED):
+            one, other = (
+                permute.weight_and_reduce(ExpertOutput(part, stage), of, OutputStage.REDUCED).y
+                for part, of in ((y, given), (y[:num], expected))
+            )
+            assert torch.equal(one, other), "sums in the order of positions"
+
+
+def test_the_kept_assignments_of_a_row_come_first() -> None:
+    ids = torch.tensor([[-1, 4, -1, 0, -1], [3, -1, -1, -1, -1], [-1] * 5, [-1, -1, -1, 1, 2]], dtype=torch.int32)
+    weights = torch.arange(20, dtype=torch.float32).view(4, 5)
+    found, shares = first_kept(ids, weights, 2)
+    assert found.tolist() == [[4, 0], [3, -1], [-1, -1], [1, 2]]
+    assert shares.tolist() == [[1.0, 3.0], [5.0, 0.0], [0.0, 0.0], [18.0, 19.0]]
+    assert first_kept(ids[:0], weights[:0], 2)[0].shape == (0, 2)
 
 
 def test_kernels_run_in_the_interpreter() -> None:

@@ -153,6 +153,22 @@ SMALL_KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     ("align", "_place", WEIGHTS, {"CHUNK": 128, "SLOTS": 512, **CHOICES}),
     ("tile_map", "_tile_map", {"counts_ptr": "*i64"}, {"TILE": 64, "SLOTS": 256, "BLOCKED": True}),
     (
+        "permute", "_first_kept",
+        {"out_ids_ptr": "*i32", "weights_ptr": "*fp32", "out_weights_ptr": "*fp32"},
+        {"TOP_K": 8, "KS": 8, "MOST": 2, "ROWS": 32},
+    ),
+    (
+        "permute", "_group_rows",
+        dict.fromkeys(("weights_ptr", "out_weights_ptr"), "*fp32") | dict.fromkeys(("counts_ptr", "row_ptr"), "*i64")
+        | dict.fromkeys(("x_ptr", "scales_ptr", "out_ptr", "out_scales_ptr"), "*u8"),
+        {"TOP_K": 8, "BYTES": 4096, "NARROW": 256, "SCALED": True},
+    ),
+    (
+        "permute", "_sum_rows",
+        {"y_ptr": "*bf16", "weights_ptr": "*fp32", "out_ptr": "*bf16"},
+        {"TOP_K": 8, "KS": 8, "WEIGHTED": True, "COLUMNS": 1024},
+    ),
+    (
         "experts", "_combine",
         {"y_ptr": "*bf16", "ids_ptr": "*i32", "weights_ptr": "*fp32", "out_ptr": "*bf16"},
         {"TOP_K": 8, "WEIGHTED": False, "COLUMNS": 1024},
