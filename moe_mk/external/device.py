@@ -37,6 +37,11 @@ def usable_device(device: torch.device | str) -> torch.device:
     return wanted
 
 
+def wanted_device(device: torch.device | str | None) -> torch.device:
+    """The device of a name; None: torch's default device, which `with torch.device(...)` sets."""
+    return torch.get_default_device() if device is None else parsed_device(device)
+
+
 def device_of_rank(device: str, rank: int) -> torch.device:
     """The device of one local rank: ranks take turns on the GPUs that are there."""
     wanted = parsed_device(device)

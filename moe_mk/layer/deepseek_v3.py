@@ -33,7 +33,7 @@ class DeepseekV3MoE(MoELayer):
         path: str | PathLike[str],
         layer: int,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         groups: ParallelGroups | DeviceMesh | None = None,
         on_progress: Progress | None = None,

@@ -27,7 +27,7 @@ from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.experts.base import FusedExperts
-from moe_mk.external.device import usable_device
+from moe_mk.external.device import is_here, usable_device, wanted_device
 from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.checks import check_hidden_states, check_routing
@@ -97,6 +97,8 @@ class MoELayer(nn.Module):
     """The ids that the last `route` returned, and their version."""
     _source: tuple[TensorSource, int] | None = None
     """Where the weights were read, and the number of the layer there."""
+    _built_for: torch.device
+    """The device of kernel and tables: `device`, or the one assumed while that is the meta device."""
     _dropped: Tensor | None = None
     """int64 scalar on the device: assignments to lost experts that were left out."""
 
@@ -104,36 +106,61 @@ class MoELayer(nn.Module):
         self,
         config: MoEConfig,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         groups: ParallelGroups | DeviceMesh | None = None,
         name: str = "moe",
     ) -> None:
-        """Choose the backends; allocates nothing but the load counter.
+        """Choose the backends; allocates nothing but the load counter and tables of the placement.
 
+        device: None is torch's default device. On the meta device, backends are chosen for this machine, and again for
+        the device that `to_empty(device=...)` states; loading without it uses torch's default device, or the CPU.
         groups: process groups of the engine; their sizes must be those of config.parallel where it states any.
         name: of the layer in error messages. Raises ConfigError, or UnsupportedError with every reason.
         """
         super().__init__()
         if groups is not None and not isinstance(groups, ParallelGroups):
             groups = ParallelGroups.from_mesh(groups)
-        self.device = usable_device(device)
+        wanted = wanted_device(device)
         self.dtype, self.groups, self.name = dtype, groups or ParallelGroups(), name
         grid = Grid(self.groups, config.kernel.timeout_s, name)
         self.config = with_sizes(config, grid.sizes)
         self.spans = Spans()
         self._asked = self.config
-        self.decision = decide(self.config, self.dtype, self.device)
         self.router, self.hash_router = router_of(self.config), None
-        placed = build_placement_state(self.decision, expert_map_of(self.config), grid, self.device, self.spans)
-        self._placement = placed
-        parts = Parts(placed.expert_map, self.device, self.ep, self.spans, placed.tables)
-        self._shared = shared_experts(self.decision, parts) if self.config.model.shared_size else None
-        self._gate = Gate(self.decision, self.dtype, self.device)
+        expert_map = expert_map_of(self.config)
+        if wanted.type != "meta":
+            self._build_on(usable_device(wanted), grid, expert_map)
+        else:
+            try:
+                self._build_on(torch.device("cpu"), grid, expert_map)
+            except UnsupportedError:
+                if not is_here(torch.device("cuda")):
+                    raise
+                self._build_on(usable_device("cuda"), grid, expert_map)
+            self.device, self.expert_load = wanted, self.expert_load.to("meta")
         self._entry = LAYERS.enter(self)
+
+    def _build_on(self, device: torch.device, grid: Grid, expert_map: ExpertMap) -> None:
+        """Choose and build everything that depends on the device; changes nothing if no backend is eligible."""
+        decision = decide(self.config, self.dtype, device)
+        placed = build_placement_state(decision, expert_map, grid, device, self.spans)
+        parts = Parts(expert_map, device, placed.grid.ep, self.spans, placed.tables)
+        shared = shared_experts(decision, parts) if self.config.model.shared_size else None
         with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
-            load_E = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=self.device)
+            load_E = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("expert_load", load_E, persistent=False)
+        self.device, self._built_for, self.decision = device, device, decision
+        self._placement, self._shared, self._gate = placed, shared, Gate(decision, self.dtype, device)
+
+    def _materialise(self, device: torch.device) -> None:
+        """Leave the meta device."""
+        if device != self._built_for:
+            self._build_on(device, self._placement.grid, self.expert_map)
+            return
+        with torch.inference_mode(False):
+            self.expert_load = torch.zeros(self.config.model.num_experts, dtype=torch.int64, device=device)
+        self.device = device
 
     # What was chosen, and what ran.
 
@@ -278,7 +305,13 @@ class MoELayer(nn.Module):
         self._source = None
 
     def take(self, weights: LayerWeights, *, on_progress: Progress | None = None) -> None:
-        """Use weights that are already loaded for this rank; converts experts to the layout of the backend."""
+        """Use weights that are already loaded for this rank; converts experts to the layout of the backend.
+
+        A layer on the meta device is built on torch's default device first, or on the CPU.
+        """
+        if self.device.type == "meta":
+            default = torch.get_default_device()
+            self._materialise(usable_device("cpu" if default.type == "meta" else default))
         experts = self.kernel.experts
         if on_progress is not None and isinstance(experts, FusedExperts):
             laid_out = experts.relayout(weights.experts, on_progress=on_progress)
@@ -547,6 +580,8 @@ class MoELayer(nn.Module):
             or hidden_states.shape[0] > max_num_tokens
             or hidden_states.requires_grad
         ):
+            if self.device.type == "meta":
+                _ = self.weights  # raises WeightError
             check_hidden_states(hidden_states, self.dtype, self.device, hidden_size, max_num_tokens)
         return hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
 
@@ -597,7 +632,7 @@ class MoELayer(nn.Module):
         group = None if ep is None else self._group_state(expert_map, ep)
         decision = self.decision if group is None else group.decision
         number = self.epoch + 1 if epoch is None else epoch
-        built = build_placement_state(decision, expert_map, grid, self.device, self.spans, number)
+        built = build_placement_state(decision, expert_map, grid, self._built_for, self.spans, number)
         staged = replace(built, group=group)
         return staged if self._placement.weights is None else with_experts(staged, self._placement, arrived or {})
 
@@ -631,13 +666,13 @@ class MoELayer(nn.Module):
         """Decide again for another group. A pinned transport that does not support it is replaced with a warning."""
         config = for_ranks(self._asked, expert_map)
         try:
-            decision = decide(config, self.dtype, self.device)
+            decision = decide(config, self.dtype, self._built_for)
         except UnsupportedError:
             pinned = config.kernel.prepare_finalize
             if pinned == "auto":
                 raise
             config = config.with_(prepare_finalize="auto")
-            decision = decide(config, self.dtype, self.device)
+            decision = decide(config, self.dtype, self._built_for)
             text = f"layer {self.name!r}: kernel.prepare_finalize = {pinned} cannot serve a group of {ep.size}; "
             text += f"{decision.chosen.prepare_finalize} does while the group has that size"
             warnings.warn(text, FallbackWarning, stacklevel=2)
@@ -645,9 +680,9 @@ class MoELayer(nn.Module):
         groups = replace(self.groups, ep=ep, kept=kept)
         if _same_experts(decision, self.decision):
             return GroupState(config, decision, groups, self._gate, self._shared)
-        gate, shared, weights = Gate(decision, self.dtype, self.device), None, self._placement.weights
+        gate, shared, weights = Gate(decision, self.dtype, self._built_for), None, self._placement.weights
         if self._shared is not None:
-            shared = shared_experts(decision, Parts(expert_map, self.device, ep, self.spans))
+            shared = shared_experts(decision, Parts(expert_map, self._built_for, ep, self.spans))
             if weights is not None and weights.shared is not None:
                 shared.load(weights.shared)
         if weights is not None:
@@ -659,12 +694,16 @@ class MoELayer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Called by `to`, `half`, `cuda` and so on, of the layer and of its parents.
 
-        Raises UnsupportedError for any device and any dtype but the layer's own: the backends were chosen for them.
+        `to_empty(device=...)` builds a layer on the meta device on that one. Raises UnsupportedError for any other
+        change of device, and of dtype: the backends were chosen for them.
         """
         there, dtype = (
             fn(self.expert_load.new_empty(0)).device,
             fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype,
         )
+        if self.device.type == "meta" and there.type != "meta":
+            self._materialise(usable_device(there))
+            return self
         if there != self.device:
             raise UnsupportedError(
                 f"layer {self.name!r} cannot be moved from {self.device} to {there}",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from moe_mk import MoELayer, ShapeError, UnsupportedError
-from tests.support.layers import HIDDEN, layer
+from moe_mk import MoELayer, ShapeError, UnsupportedError, WeightError
+from tests.support.layers import HIDDEN, layer, tensors
 
 
 @pytest.fixture
@@ -86,3 +88,44 @@ def test_a_conversion_to_another_dtype_is_refused_with_the_way_out(moe: MoELayer
             convert()
     assert moe.to(torch.float32) is moe.float() is moe
     assert moe(torch.zeros(1, HIDDEN)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("way", ["load_weights", "loader", "to_empty"])
+def test_a_layer_on_the_meta_device_is_built_when_it_is_loaded(moe: MoELayer, way: str) -> None:
+    with torch.device("meta"):
+        model = Block(MoELayer(moe.config, dtype=torch.float32))
+        lazy = model.moe
+        assert lazy.device.type == "meta" and all(
+            tensor.is_meta for tensor in model.state_dict(keep_vars=True).values()
+        )
+        assert lazy.expert_load.is_meta and list(lazy.parameters()) == []
+        x_TH = torch.randn((3, HIDDEN), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        for x in (x_TH, torch.empty(3, HIDDEN)):
+            with pytest.raises(WeightError, match="layer 'moe' has no weights yet"):
+                lazy(x)
+        assert lazy.explain().chosen.experts == "torch_cpu" and lazy.memory_report().total > 0
+        assert copy.deepcopy(lazy).device.type == "meta"
+    given = tensors(8, shared=1)
+    if way == "to_empty":
+        assert model.to_empty(device="cpu") is model and lazy.device == torch.device("cpu")
+        assert int(lazy.expert_load.abs().sum()) == 0
+    if way == "loader":
+        loader = lazy.loader()
+        for name, tensor in given.items():
+            loader.feed(name, tensor)
+        loader.finish()
+    else:
+        with torch.device("meta"):  # also where a whole program runs under it
+            lazy.load_weights(given)
+    assert lazy.device == torch.device("cpu") and torch.equal(lazy(x_TH), moe(x_TH))
+    assert int(lazy.expert_load.sum()) == 6
+
+
+def test_the_default_device_is_that_of_torch(moe: MoELayer) -> None:
+    assert MoELayer(moe.config, dtype=torch.float32).device == torch.device("cpu")
+    with torch.device("cuda:7"), pytest.raises(UnsupportedError, match="device cuda:7 cannot be used"):
+        MoELayer(moe.config, dtype=torch.float32)
+    with torch.device("cuda:7"):
+        assert MoELayer(moe.config, dtype=torch.float32, device="cpu").device == torch.device("cpu")
+    with pytest.raises(UnsupportedError, match="computes in bf16, the layer is fp32"):
+        MoELayer(moe.config.with_(experts="cpu_native"), dtype=torch.float32, device="meta")
