@@ -182,6 +182,10 @@ class KernelConfig(Settings):
     deterministic: bool = False
     batch_invariant: bool = False
     """Whether the bits of a token must not depend on the batch; some backends are slower for it at small batches."""
+    invariant: bool = False
+    """Whether the bits of a token must depend on the token and the weights alone: equal for every batch, EP size,
+    placement, replica and transport, with the same experts backend and TP size. Includes deterministic and
+    batch_invariant. Every assignment is sent and returned as a row of its own, up to top_k times the bytes."""
     allow_emulated: bool = False
     """Whether emulated libraries are eligible; the Decision marks them "emulated"."""
     timeout_s: float = Field(default=120.0, gt=0)
@@ -200,7 +204,7 @@ class MoEConfig(Settings):
 
     @model_validator(mode="after")
     def _groups_agree(self) -> Self:
-        problems = [*self._router_problems(), *self._parallel_problems()]
+        problems = [*self._router_problems(), *self._parallel_problems(), *self._invariant_problems()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -286,6 +290,19 @@ class MoEConfig(Settings):
             edges = f" at the edges of {rows}x{columns} blocks" if (rows, columns) != (1, 1) else ""
             problems.append(
                 f"parallel.tp={p.tp} does not divide {widths}{edges}; possible: {', '.join(map(str, legal))}"
+            )
+        return problems
+
+    def _invariant_problems(self) -> list[str]:
+        """Settings with which kernel.invariant cannot hold."""
+        kernel = self.kernel
+        problems = []
+        if kernel.invariant and kernel.tiles > 1:
+            problems.append(f"kernel.invariant=True cannot be split into kernel.tiles={kernel.tiles}; use tiles=1")
+        if kernel.invariant and kernel.wire not in ("auto", "plain"):
+            problems.append(
+                f"kernel.invariant=True but kernel.wire={kernel.wire!r} rounds rows that are sent and no others; use "
+                "wire='auto'"
             )
         return problems
 

@@ -5,7 +5,7 @@ A Problem reads nothing from the machine: a laptop can plan for 18 nodes of H200
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_mk.comm.destinations import expected_groups
@@ -111,6 +111,21 @@ class Problem:
         return expected_groups(
             num_experts, router.top_k, groups, expert_groups=router.num_expert_group, kept=router.topk_group
         )
+
+    @property
+    def as_sent(self) -> Problem:
+        """The problem as transports see it: with kernel.invariant each assignment is a token with one expert."""
+        config = self.config
+        if not config.kernel.invariant:
+            return self
+        top_k, kernel = config.router.top_k, config.kernel
+        limits = {"max_num_tokens": top_k * kernel.max_num_tokens}
+        if kernel.relay_tokens is not None:
+            limits["relay_tokens"] = top_k * kernel.relay_tokens
+        parts = {
+            "router": config.router.model_copy(update={"top_k": 1}), "kernel": kernel.model_copy(update=limits),
+        }  # fmt: skip
+        return replace(self, config=config.model_copy(update=parts), num_tokens=top_k * self.num_tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """The problem as JSON."""

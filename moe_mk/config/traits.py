@@ -41,14 +41,9 @@ def common_reasons(traits: Traits, problem: Problem) -> list[Reason]:
         reasons += _library_reasons(traits, problem)
     if kernel.graphs and not traits.graph_safe:
         reasons.append(Reason("graphs", "cannot be captured in a CUDA graph", "kernel.graphs = false"))
-    if kernel.deterministic and not traits.deterministic:
-        reasons.append(
-            Reason(
-                "deterministic",
-                "is not deterministic",
-                "kernel.deterministic = false",
-            )
-        )
+    if (kernel.deterministic or kernel.invariant) and not traits.deterministic:
+        asked = "deterministic" if kernel.deterministic else "invariant"
+        reasons.append(Reason("deterministic", "is not deterministic", f"kernel.{asked} = false"))
     return reasons
 
 

@@ -252,9 +252,11 @@ def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
         reasons.append(Reason("bias", "adds no biases, the experts have them"))
     if problem.dtype.name not in traits.dtypes:
         reasons.append(Reason("dtype", f"computes in {_listed(traits.dtypes)}, the layer is {problem.dtype.name}"))
-    if problem.config.kernel.batch_invariant and not traits.batch_invariant:
+    kernel = problem.config.kernel
+    if (kernel.batch_invariant or kernel.invariant) and not traits.batch_invariant:
+        asked = "batch_invariant" if kernel.batch_invariant else "invariant"
         text = "gives a row other bits in other batches"
-        reasons.append(Reason("batch_invariant", text, "kernel.batch_invariant = false"))
+        reasons.append(Reason("batch_invariant", text, f"kernel.{asked} = false"))
     wish = problem.config.kernel.activations
     rounded = "plain" if problem.activations is None else problem.activations.family
     needed = {"checkpoint": {rounded}, "plain": {"plain"}, "auto": {rounded, "plain"}}[wish]

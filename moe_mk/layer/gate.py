@@ -39,6 +39,7 @@ class Gate:
     def __init__(self, decision: Decision, dtype: torch.dtype, device: torch.device) -> None:
         self.decision, self.dtype, self.device = decision, dtype, device
         self.router_dtype = decision.problem.config.router.router_dtype
+        self._invariant = decision.problem.config.kernel.invariant
         self.weight_EH: Tensor | None = None
         self.bias_E: Tensor | None = None
         """f32; takes part in the choice of experts only."""
@@ -70,8 +71,11 @@ class Gate:
         """(T, H) to (T, E): f32, or the layer's dtype where the router works in it."""
         assert self.weight_EH is not None
         alone = keeps_gate_in_f32(self.decision) or self._native
-        tier = "plain" if alone else self._tier(x_TH.shape[0])
-        logits_TE = gate_logits(x_TH, self.weight_EH, self.router_dtype, tier)
+        tier = "plain" if alone else self._tier(1 if self._invariant else x_TH.shape[0])
+        # A GEMM rounds the sums of a row differently for different numbers of rows; of one row it cannot.
+        parts = torch.split(x_TH, 1) if self._invariant and x_TH.shape[0] else (x_TH,)
+        logits = [gate_logits(part, self.weight_EH, self.router_dtype, tier) for part in parts]
+        logits_TE = logits[0] if len(logits) == 1 else torch.cat(logits)
         return logits_TE if self.logit_bias_E is None else logits_TE + self.logit_bias_E.to(logits_TE.dtype)
 
     def route(self, x_TH: Tensor, router: Router | HashedTokens) -> tuple[Routing, Tensor]:

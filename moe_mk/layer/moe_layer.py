@@ -60,6 +60,7 @@ from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.router.hashed import HashedTokens, HashRouter
 from moe_mk.router.router import Router
+from moe_mk.runner.invariant import InvariantKernel
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.overlap import alongside
 from moe_mk.tokens import Routing
@@ -523,7 +524,7 @@ class MoELayer(nn.Module):
         """Weights of routed and shared experts as one, where tokens are local and the backend can; else None."""
         if self._shared is None or self._shared.weights is None or isinstance(placed.kernel, MonolithicKernel):
             return None
-        if placed.kernel.prepare_finalize.traits.max_ranks != 1:
+        if placed.kernel.prepare_finalize.traits.max_ranks != 1 or isinstance(placed.kernel, InvariantKernel):
             return None
         return placed.kernel.experts.fuse_shared_experts(placed.laid_out, self._shared.weights)
 

@@ -15,6 +15,7 @@ from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, TransportContext
+from moe_mk.runner.invariant import InvariantKernel
 from moe_mk.runner.monolithic import MonolithicKernel, needs_naive_dispatch_combine
 from moe_mk.trace.recorder import Spans
 
@@ -38,6 +39,7 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
     context = experts_context(decision, parts, num_slots, decision.problem.intermediate)
     if chosen.experts in MONOLITHIC:
         return _monolithic(decision, parts, tables, context)
+    sent = decision.problem.as_sent.config
     transport = TransportContext(
         comm=parts.comm,
         expert_map=parts.expert_map,
@@ -45,18 +47,19 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
         wire=decision.wire,
         dtype=decision.problem.dtype,
         hidden_size=decision.problem.config.model.hidden_size,
-        top_k=decision.problem.config.router.top_k,
-        max_num_tokens=decision.problem.config.kernel.max_num_tokens,
+        top_k=sent.router.top_k,
+        max_num_tokens=sent.kernel.max_num_tokens,
         device=parts.device,
         spans=parts.spans,
         ranks_per_node=decision.problem.ep_ranks_per_node,
-        relay_tokens=decision.problem.config.kernel.relay_tokens,
+        relay_tokens=sent.kernel.relay_tokens,
         comm_units=decision.problem.config.kernel.comm_units,
         allow_emulated=decision.problem.config.kernel.allow_emulated,
         network=decision.problem.config.kernel.network,
     )
     prepare_finalize = PREPARE_FINALIZE[chosen.prepare_finalize](transport)
-    return FusedMoEKernel(prepare_finalize, build_experts(decision, chosen.experts, context), parts.spans)
+    kernel = InvariantKernel if decision.problem.config.kernel.invariant else FusedMoEKernel
+    return kernel(prepare_finalize, build_experts(decision, chosen.experts, context), parts.spans)
 
 
 def build_experts(decision: Decision, name: str, context: ExpertsContext) -> FusedExperts:
@@ -67,6 +70,7 @@ def build_experts(decision: Decision, name: str, context: ExpertsContext) -> Fus
 
 def experts_context(decision: Decision, parts: Parts, num_slots: int, intermediate_size: int) -> ExpertsContext:
     """The context in which experts are built; shared experts are one slot of another intermediate size."""
+    kernel = decision.problem.config.kernel
     return ExpertsContext(
         dtype=decision.problem.dtype,
         compute=decision.compute,
@@ -78,7 +82,7 @@ def experts_context(decision: Decision, parts: Parts, num_slots: int, intermedia
         spans=parts.spans,
         swiglu_limit=decision.problem.config.model.swiglu_limit,
         swiglu_alpha=decision.problem.config.model.swiglu_alpha,
-        batch_invariant=decision.problem.config.kernel.batch_invariant,
+        batch_invariant=kernel.batch_invariant or kernel.invariant,
     )
 
 

@@ -50,7 +50,7 @@ def reasons_against_pair(
 ) -> list[Reason]:
     """Every reason against a pair, those of the transport first; empty if the pair is eligible."""
     return [
-        *transport.reasons_against(problem),
+        *transport.reasons_against(problem.as_sent),
         *experts.reasons_against(problem),
         *pair_reasons(transport.traits, experts.traits, problem),
     ]
@@ -68,6 +68,8 @@ def pair_reasons(transport: TransportTraits, experts: ExpertsTraits, problem: Pr
     permuted = layout is not None and layout is not transport.produces
     if permuted and problem.config.kernel.graphs and not _grouped_on_device(layout, problem):
         yield Reason("graphs", "permuting rows synchronises with the host to read counts", "kernel.graphs = false")
+    if problem.config.kernel.invariant and transport.partial:
+        yield Reason("invariant", "adds the parts of all ranks in one all-reduce", "kernel.invariant = false")
     yield from wire_reasons(transport.wire, problem)
 
 
@@ -120,11 +122,11 @@ class Candidate:
 
     def volume(self, problem: Problem) -> Volume:
         """Rows that the transport sends."""
-        return self.transport_type.volume(problem)
+        return self.transport_type.volume(problem.as_sent)
 
     def buffers(self, problem: Problem) -> Buffers:
         """Memory in addition to the weights, for calls of the problem's number of tokens."""
-        return buffers_of(self.transport_type, self.wire, self.workspace, problem)
+        return buffers_of(self.transport_type, self.wire, self.workspace, problem.as_sent)
 
 
 def decide(problem: Problem, oracle: type[Oracle]) -> Decision:
@@ -222,19 +224,20 @@ def _candidates(problem: Problem, oracle: type[Oracle]) -> list[Candidate]:
     for experts_name, whole in MONOLITHIC.items():
         transport_type = NoEP if problem.ranks == 1 else AllGather
         against = [*transport_type.reasons_against(problem), *whole.reasons_against(problem)]
-        reasons = (*against, *wire_reasons(frozenset({"plain"}), problem), *_tile_reasons(problem))
+        reasons = (*against, *wire_reasons(frozenset({"plain"}), problem), *_whole_reasons(problem))
         compute = oracle.compute_scheme(problem, whole.traits)
         plain, workspace = problem.dtype, whole.workspace_bytes
         pairs.append(Candidate(INSIDE, experts_name, whole.traits, transport_type, reasons, plain, compute, workspace))
     return [_with_memory(candidate, problem) for candidate in pairs]
 
 
-def _tile_reasons(problem: Problem) -> list[Reason]:
-    """The reason against a monolithic kernel if `kernel.tiles` asks for more than one tile."""
-    tiles = problem.config.kernel.tiles
-    return [Reason("tiles", f"a monolithic kernel cannot be split into {tiles} tiles", "kernel.tiles = 1")] * (
-        tiles > 1
-    )
+def _whole_reasons(problem: Problem) -> Iterator[Reason]:
+    """Reasons against monolithic kernels: tiles, and their own sums over experts."""
+    kernel = problem.config.kernel
+    if kernel.tiles > 1:
+        yield Reason("tiles", f"a monolithic kernel cannot be split into {kernel.tiles} tiles", "kernel.tiles = 1")
+    if kernel.invariant:
+        yield Reason("invariant", "a monolithic kernel sums over experts itself", "kernel.invariant = false")
 
 
 def _verdict(candidate: Candidate, problem: Problem) -> Verdict:
@@ -246,7 +249,7 @@ def _verdict(candidate: Candidate, problem: Problem) -> Verdict:
         if price is None:
             fp8_math = candidate.compute.block is not None
             price = cost.experts_us(problem, candidate.traits, fp8_math=fp8_math)
-        price += cost.transport_us(problem, candidate.volume(problem), candidate.wire)
+        price += cost.transport_us(problem.as_sent, candidate.volume(problem), candidate.wire)
     return Verdict(candidate.transport, candidate.experts, candidate.reasons, price, False, source, emulated)
 
 
@@ -274,7 +277,7 @@ def _decision(
         because=_because(problem, rivals),
         wire=candidate.wire,
         compute=candidate.compute,
-        dispatch_bytes=cost.dispatch_bytes(problem, volume, candidate.wire),
+        dispatch_bytes=cost.dispatch_bytes(problem.as_sent, volume, candidate.wire),
         combine_bytes=cost.combine_bytes(problem, volume),
         weights_bytes=weights_bytes(problem),
         buffers=candidate.buffers(limited_to(problem, config.kernel.max_num_tokens)),
