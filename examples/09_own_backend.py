@@ -22,6 +22,7 @@ class MyLoop(FusedExperts):
 
     traits = ExpertsTraits(
         summary="a loop of matmuls, to show how a backend is written",
+        kinds=frozenset({"cpu"}),  # where it has been tested
         emits={GroupedTokens: OutputStage.RAW},  # reads sorted rows, leaves weighing and summing to others
         weights=frozenset({"plain", "fp8_block"}),
         computes=("plain",),

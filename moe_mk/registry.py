@@ -56,6 +56,8 @@ class Registry(Generic[T]):
                     f"{self.kind} {name!r} of {where} breaks the contract of {self.base.__name__}: "
                     + "; ".join(problems)
                 )
+            for advice in getattr(getattr(entry, "traits", None), "advice", ()):
+                warnings.warn(f"{self.kind} {name!r} of {where} {advice}", PluginWarning, stacklevel=2)
             self._entries[name], self._origin[name] = entry, where
             return entry
 

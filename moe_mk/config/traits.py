@@ -5,16 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import ConfigError
+from moe_mk.registry import did_you_mean
+
+DEVICES = frozenset({"cpu", "cuda", "rocm"})
+"""Every kind of device."""
+OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "amd": "rocm", "hip": "rocm"}
+
+
+class Unstated(frozenset[str]):
+    """The kinds of device of a backend that does not state any."""
+
+
+UNSTATED = Unstated({"cpu"})
+"""It is certified on a CPU, and nothing else is known of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Properties of one backend. Guarantees are false unless stated; the other defaults are the most permissive."""
+    """Properties of one backend. Not stated: no guarantee, a CPU as the only device; otherwise the most permissive."""
 
     summary: str
     """One line: what it is and when to choose it."""
-    kinds: frozenset[str] = frozenset({"cpu", "cuda", "rocm"})
-    """Kinds of device it runs on."""
+    kinds: frozenset[str] = UNSTATED
+    """Kinds of device it runs on, some of "cpu", "cuda" and "rocm". If not stated, it is used on a CPU only."""
     min_arch: tuple[int, int] = (0, 0)
     """Lowest CUDA compute capability; not checked on devices without one."""
     library: str = ""
@@ -26,6 +40,24 @@ class Traits:
     deterministic: bool = False
     """Whether equal inputs give equal bits."""
 
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What the author should state, for a warning at registration."""
+        if not isinstance(self.kinds, Unstated):
+            return ()
+        return ("states no kinds of device and is used on a CPU only; state them, as in kinds = frozenset({'cpu'})",)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for unknown kinds of device."""
+        if isinstance(self.kinds, str):
+            raise ConfigError(f"traits.kinds = {self.kinds!r} is a text; write frozenset({{{self.kinds!r}}})")
+        for kind in sorted(set(self.kinds) - DEVICES):
+            other = OTHER_NAMES.get(kind.lower())
+            meant = f"; did you mean {other!r}? (known: {', '.join(sorted(DEVICES))})" if other else None
+            raise ConfigError(f"traits.kinds has {kind!r}, no kind of device{meant or did_you_mean(kind, [*DEVICES])}")
+        if not self.kinds:
+            raise ConfigError(f"traits.kinds is empty; name some of {', '.join(sorted(DEVICES))}")
+
 
 def common_reasons(traits: Traits, problem: Problem) -> list[Reason]:
     """Reasons against a backend from the device, missing libraries and required guarantees."""
@@ -33,7 +65,12 @@ def common_reasons(traits: Traits, problem: Problem) -> list[Reason]:
     # An emulation runs on the host.
     kinds = traits.kinds | {"cpu"} if runs_emulated(traits, problem) else traits.kinds
     if device.kind not in kinds:
-        reasons.append(Reason("device", f"runs on {', '.join(sorted(kinds))}, this device is {device.kind}"))
+        stated = f"runs on {', '.join(sorted(kinds))}, this device is {device.kind}"
+        if isinstance(traits.kinds, Unstated):
+            text = f"states no kinds of device and is used on a CPU only, this device is {device.kind}"
+            reasons.append(Reason("device", text, f'traits.kinds = frozenset({{"{device.kind}"}}) in the backend'))
+        else:
+            reasons.append(Reason("device", stated))
     if device.kind == "cuda" and device.arch is not None and device.arch < traits.min_arch:
         need, have = ("".join(map(str, arch)) for arch in (traits.min_arch, device.arch))
         reasons.append(Reason("arch", f"needs sm_{need}, this device is sm_{have}"))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem
+from moe_mk.config.traits import DEVICES
 from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsTraits, FusedExperts
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
 from moe_mk.quant.plain import Plain
@@ -25,6 +26,7 @@ class ReferenceExperts(FusedExperts):
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="the definition: f32 torch, one expert at a time; to check others with",
+        kinds=DEVICES,
         emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
         weights=frozenset({"plain", *QUANTISED}),
         computes=("fp8", "int8", "mxfp8", "nvfp4", "plain"),

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from moe_mk.config.problem import Problem
+from moe_mk.config.traits import DEVICES
 from moe_mk.flight import Flight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
 from moe_mk.prepare_finalize.packing import pack, unpack
@@ -22,6 +23,7 @@ class AllGather(PrepareFinalize):
 
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="all-gather + reduce-scatter; always works, moves the most",
+        kinds=DEVICES,
         produces=RowTokens,
         wants=OutputStage.REDUCED,
         wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),

@@ -25,6 +25,7 @@ from moe_mk.comm.communicator import Communicator, offsets
 from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.comm.failure import Failure
 from moe_mk.config.problem import Problem
+from moe_mk.config.traits import DEVICES
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.packing import Rows, opened, put, tails
@@ -117,6 +118,7 @@ class AllToAll(PrepareFinalize):
     collectives: ClassVar[int] = 3
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="torch.distributed all-to-all, one copy of a token per rank; between processes without an EP library",
+        kinds=DEVICES,
         produces=RowTokens,
         wants=OutputStage.REDUCED,
         wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),

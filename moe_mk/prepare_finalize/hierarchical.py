@@ -30,6 +30,7 @@ from torch import Tensor
 from moe_mk.comm.communicator import offsets
 from moe_mk.comm.traffic import COUNT_BYTES, Nodes
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.config.traits import DEVICES
 from moe_mk.errors import UnsupportedError
 from moe_mk.flight import Flight, InFlight
 from moe_mk.kernels.native.library import Native
@@ -161,6 +162,7 @@ class Hierarchical(PrepareFinalize):
 
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="one copy of a token per remote node, relayed inside it; where links between nodes are the slow ones",
+        kinds=DEVICES,
         produces=RowTokens,
         wants=OutputStage.REDUCED,
         wire=frozenset({"plain", "fp8"}),

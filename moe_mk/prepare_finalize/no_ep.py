@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from moe_mk.config.problem import Problem
+from moe_mk.config.traits import DEVICES
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -18,6 +19,7 @@ class NoEP(PrepareFinalize):
 
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="one rank holds all experts, nothing moves",
+        kinds=DEVICES,
         produces=RowTokens,
         wants=OutputStage.REDUCED,
         max_ranks=1,

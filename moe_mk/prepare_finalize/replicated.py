@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from moe_mk.config.problem import Problem
+from moe_mk.config.traits import DEVICES
 from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -21,6 +22,7 @@ class Replicated(PrepareFinalize):
 
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="same tokens on all ranks: local mask, one late all-reduce",
+        kinds=DEVICES,
         produces=RowTokens,
         wants=OutputStage.REDUCED,
         min_ranks=2,

@@ -52,7 +52,7 @@ def certify(
     _must_run_here(name, traits)
     passed: list[Passed] = []
     failed: list[Failed] = []
-    missed = untried(name)
+    missed = (*untried(name), *traits.advice)
     checks = checks_of(name, processes=processes, quick=quick)
     checks += [fault_check(name, modules)] if faults else []
     for done, check in enumerate(checks):

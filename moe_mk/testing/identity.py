@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_mk.config.traits import DEVICES
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import Weights
@@ -20,6 +21,7 @@ class IdentityExperts(FusedExperts):
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="returns its input, to check transports",
+        kinds=DEVICES,
         emits={GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
         weights=frozenset({"plain", "fp8_block"}),
         computes=("plain",),

@@ -7,8 +7,10 @@ import pytest
 
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
-from moe_mk.config.traits import Traits, common_reasons
+from moe_mk.config.traits import DEVICES, Traits, common_reasons
+from moe_mk.errors import ConfigError, PluginWarning
 from moe_mk.quant import BF16
+from moe_mk.registry import Registry
 
 PICKY = Traits(
     summary="needs everything",
@@ -32,14 +34,44 @@ def codes(traits: Traits, asked: Problem) -> list[str]:
 
 def test_permissive_traits_are_never_against_anything() -> None:
     for device in ("cpu", "h100", "mi300x"):
-        assert codes(Traits(summary="x"), problem(device)) == []
-        stated = Traits(summary="x", graph_safe=True, deterministic=True)
+        assert codes(Traits(summary="x", kinds=DEVICES), problem(device)) == []
+        stated = Traits(summary="x", kinds=DEVICES, graph_safe=True, deterministic=True)
         assert codes(stated, problem(device, graphs=True, deterministic=True)) == []
 
 
 def test_guarantees_that_are_not_stated_are_not_given() -> None:
     asked = problem("h100", graphs=True, deterministic=True)
-    assert codes(Traits(summary="x"), asked) == ["graphs", "deterministic"]
+    assert codes(Traits(summary="x", kinds=DEVICES), asked) == ["graphs", "deterministic"]
+
+
+def test_a_backend_that_states_no_kinds_of_device_is_used_on_a_cpu_only_and_warned_of() -> None:
+    unstated = replace(Traits(summary="x"), deterministic=True)
+    assert codes(unstated, problem("cpu")) == []
+    (reason,) = common_reasons(unstated, problem("h100"))
+    assert str(reason) == (
+        "states no kinds of device and is used on a CPU only, this device is cuda "
+        '[traits.kinds = frozenset({"cuda"}) in the backend]'
+    )
+    assert "state them" in unstated.advice[0] and Traits(summary="x", kinds=frozenset({"cpu"})).advice == ()
+    with pytest.warns(PluginWarning, match="experts backend 'unstated' of .* states no kinds of device"):
+        Registry("experts backend", object).register("unstated")(type("Unstated", (), {"traits": unstated}))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stated"),
+    [
+        (
+            frozenset({"gpu"}),
+            r"traits.kinds has 'gpu', no kind of device; did you mean 'cuda'\? \(known: cpu, cuda, rocm",
+        ),
+        (frozenset({"cpu", "cudaa"}), "has 'cudaa', no kind of device; did you mean 'cuda'"),
+        ("cuda", r"traits.kinds = 'cuda' is a text; write frozenset\(\{'cuda'\}\)"),
+        (frozenset(), "traits.kinds is empty; name some of cpu, cuda, rocm"),
+    ],
+)
+def test_unknown_kinds_of_device_are_answered(kinds: Any, stated: str) -> None:
+    with pytest.raises(ConfigError, match=stated):
+        Traits(summary="x", kinds=kinds)
 
 
 def test_every_reason_is_listed() -> None:

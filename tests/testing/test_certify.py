@@ -18,6 +18,7 @@ from moe_mk import registry
 from moe_mk.cli import app
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.config.problem import Reason
+from moe_mk.config.traits import UNSTATED
 from moe_mk.errors import ConfigError, PluginWarning, UnsupportedError
 from moe_mk.experts.base import EXPERTS
 from moe_mk.external.library import EMULATED, installed
@@ -251,11 +252,11 @@ def test_a_combination_that_a_backend_refuses_is_reported_and_not_tried(monkeypa
 
 def test_what_is_claimed_and_not_tried_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     class Boastful(wrong.Experts):
-        traits = wrong.replace(wrong.Experts.traits, weights=frozenset({"plain", "int3"}))
+        traits = wrong.replace(wrong.Experts.traits, weights=frozenset({"plain", "int3"}), kinds=UNSTATED)
 
-    assert certify(install(monkeypatch, Boastful), processes=False, quick=True).not_covered == (
-        "int3 weights, which its traits claim",
-    )
+    claims, devices = certify(install(monkeypatch, Boastful), processes=False, quick=True).not_covered
+    assert claims == "int3 weights, which its traits claim"
+    assert devices.startswith("states no kinds of device and is used on a CPU only; state them")
 
 
 def test_a_backend_of_another_device_is_refused_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:

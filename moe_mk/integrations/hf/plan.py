@@ -24,6 +24,7 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.config.moe import KernelConfig, MoEConfig
 from moe_mk.config.problem import Problem
+from moe_mk.config.traits import DEVICES
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.experts.base import ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.external.device import profile_here
@@ -49,6 +50,7 @@ class ModuleExperts(FusedExperts):
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="a loop over experts around the gate, the biases and the norm of a transformers module",
+        kinds=DEVICES,
         emits={GroupedTokens: OutputStage.RAW},
         weights=frozenset({"plain", "fp8_block"}),
         computes=("plain",),

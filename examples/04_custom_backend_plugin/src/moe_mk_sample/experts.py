@@ -17,6 +17,7 @@ class MatmulLoop(FusedExperts):
 
     traits = ExpertsTraits(
         summary="a loop of matmuls, to show how experts are written",
+        kinds=frozenset({"cpu"}),  # where it has been tested
         emits={GroupedTokens: OutputStage.RAW},
         weights=frozenset({"plain", "fp8_block"}),
         computes=("plain",),

@@ -30,12 +30,13 @@ class OneByOne(PrepareFinalize):
 
     traits = TransportTraits(
         summary="one row an assignment, to show how a transport is written",
+        kinds=frozenset({"cpu"}),  # where it has been tested
         produces=RowTokens,
         wants=OutputStage.REDUCED,
         wire=frozenset({"plain", "fp8"}),
         min_ranks=2,
         graph_safe=False,
-        deterministic=False,  # index_add_ adds in any order on a GPU
+        deterministic=False,  # index_add_ may add in any order
     )
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
