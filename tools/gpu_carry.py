@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -117,19 +116,10 @@ def unpack(out: Path, work: Path) -> None:
             for name in archive.namelist():
                 with tarfile.open(fileobj=io.BytesIO(archive.read(name)), mode="r:gz") as one:
                     one.extractall(work, filter="data")
-    relocate(work / "triton_cache")
+    if (work / "triton_cache").is_dir():
+        from moe_mk.kernels.triton.ahead import relocate
 
-
-def relocate(cache: Path) -> int:
-    """Correct the absolute paths in a folder of Triton's cache after it was moved; returns the number of kernels."""
-    found = 0
-    for group in cache.glob("*/__grp__*.json"):
-        files = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
-        moved = {name: str(group.parent / name) for name in files}
-        if moved != files:
-            group.write_text(json.dumps({"child_paths": moved}), encoding="utf-8")
-        found += 1
-    return found
+        relocate(work / "triton_cache")
 
 
 def _groups(folder: Path) -> Iterator[Path]:

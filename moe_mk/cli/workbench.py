@@ -1,4 +1,4 @@
-"""The verbs that test and measure backends: certify, chaos, bisect, bench, tune, demo."""
+"""The verbs that test and measure backends: certify, chaos, bisect, bench, tune, compile, demo."""
 
 from __future__ import annotations
 
@@ -148,6 +148,24 @@ def tune_command(
         tuned_dir, dry_run,
     )  # fmt: skip
     return tune_backend(Screen(), order, as_json=as_json)
+
+
+@workbench.command("compile", epilog="Example: moe-mk compile deepseek_v3 --device h200 --tokens 1,128 --out kernels")
+@with_exit_code
+def compile_command(
+    config: Annotated[str, typer.Argument(help="a shipped model, or a file")],
+    out: Annotated[Path, typer.Option(help="folder of compiled kernels")],
+    device: Annotated[str, typer.Option(help="a shipped device, or a file")] = "h200",
+    ranks: Annotated[int, typer.Option(min=1, max=LARGEST, help="ranks that share out the experts")] = 1,
+    tokens: Annotated[str, typer.Option(help="tokens of a rank, by comma")] = "1,16,128,512,1024,8192",
+    as_json: AsJson = False,
+) -> int:
+    """Compile the Triton kernels of a layer for a GPU that this machine does not have, into a folder for that GPU."""
+    from moe_mk.cli.bench import sizes_of
+    from moe_mk.cli.compile import compile_kernels
+    from moe_mk.cli.screen import Screen
+
+    return compile_kernels(Screen(), config, device, ranks, sizes_of(tokens), out, as_json=as_json)
 
 
 @workbench.command("bisect", epilog="Example: moe-mk bisect all_to_all+torch_cpu all_gather+reference --ranks 2")

@@ -24,7 +24,7 @@ from tests.cli.conftest import Invoke
 DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
 VERBS = {
     *"run explain place doctor schema make-checkpoint convert inspect-checkpoint".split(),
-    *"certify chaos bench tune bisect demo".split(),
+    *"certify chaos bench tune compile bisect demo".split(),
     *(f"plan {verb}" for verb in "exchange tables relay volumes layout paths".split()),
 }
 SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")
