@@ -178,15 +178,21 @@ class RoutedCall(Protocol):
     def __call__(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
     ) -> Tensor:
-        """(T, H), int32 ids of logical experts (T, K) and f32 weights (T, K), contiguous, to (T, H).
+        """(T, H), int32 or int64 ids of logical experts (T, K) and f32 weights (T, K), contiguous, to (T, H).
 
         load_E: int64 [E], to which the choices are added; None: nothing is counted. skip: ids that are neither -1 nor
         of an expert are skipped; otherwise raises ShapeError for them, with nothing counted.
         """
 
 
-FusedCall = Callable[[Tensor, Tensor], Tensor]
-"""(T, H) and the load of the logical experts, int64 [E], which it adds to; to (T, H)."""
+class FusedCall(Protocol):
+    """What `FusedExperts.fuse_router` returns."""
+
+    def __call__(self, x_TH: Tensor, load_E: Tensor, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """(T, H) and the load of the logical experts, int64 [E], which it adds to; to (T, H).
+
+        routing: int32 ids and f32 weights (T, K), contiguous, to which the logical routing is written.
+        """
 
 
 def _noted(run: Run) -> Run:

@@ -182,9 +182,10 @@ class EngineExperts:
 
         Ids outside this rank's experts are skipped. Weights must be normalised and scaled.
         """
-        self._check(hidden_states, topk_weights, topk_ids)
         if is_untraced(hidden_states):
             return self.run(hidden_states, topk_weights, topk_ids)
+        if hidden_states.requires_grad:
+            self._check(hidden_states, topk_weights, topk_ids)
         out: Tensor = engine_experts(hidden_states, topk_weights, topk_ids, self._entry)
         return out
 
@@ -209,12 +210,11 @@ class EngineExperts:
             raise ShapeError(f"topk_weights is {tuple(weights_TK.shape)}, topk_ids is {tuple(ids_TK.shape)}")
 
     def run(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """The implementation of the operator."""
+        """The implementation of the operator. It checks its arguments, so that graphs need no guards for it."""
+        self._check(x_TH, weights_TK, ids_TK)
         x_TH = x_TH if x_TH.is_contiguous() else x_TH.contiguous()
         if self._routed is not None and x_TH.is_cpu:
-            if ids_TK.dtype is torch.int64:  # all ids out of range are skipped, those beyond int32 as well
-                ids_TK = ids_TK.clamp(-1, self.num_experts)
-            ids_TK, weights_TK = ids_TK.to(torch.int32).contiguous(), weights_TK.to(torch.float32).contiguous()
+            ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
             if can_be_called(x_TH, ids_TK, weights_TK):
                 y_TH = self._routed(x_TH, ids_TK, weights_TK, None, skip=True)
                 record_as_stages(self.kernel, y_TH)

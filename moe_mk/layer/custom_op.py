@@ -68,7 +68,7 @@ def _fake(x: Tensor, *_: object) -> Tensor:
 def _run_layer(
     hidden_states: Tensor, expert_load_E: Tensor, entry: Tensor, token_ids_T: Tensor | None = None
 ) -> Tensor:
-    y_TH: Tensor = LAYERS.owner(entry).run(hidden_states, expert_load_E, token_ids_T)
+    y_TH: Tensor = LAYERS.owner(entry).run_operator(hidden_states, expert_load_E, token_ids_T)
     return y_TH
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
@@ -92,7 +93,10 @@ class MoELayer(nn.Module):
     expert_load: Tensor
     """int64 [E]. How many tokens chose each logical expert since the last reset; ids of -1 are not counted."""
     on_routing: Callable[[Routing], None] | None = None
-    """Called with the logical routing of every forward, which it must not change; see `trace.routing_recorder`."""
+    """Called with the logical routing of every forward, which it must not change, before or after the experts run.
+
+    See `trace.routing_recorder`.
+    """
     _fused: FusedForward | None = None
     _routed_ids: tuple[weakref.ref[Tensor], int] | None = None
     """The ids that the last `route` returned, and their version."""
@@ -332,17 +336,19 @@ class MoELayer(nn.Module):
         (B, S, H) is taken as T = B S tokens and returned in that shape; token ids are then (B, S).
         token_ids_T: integers, the tokens of the vocabulary; required where they choose the experts, ignored elsewhere.
         """
-        if hidden_states.dim() != 2:
-            return self._of_sequences(hidden_states, token_ids_T)
-        hidden_states = self._checked(hidden_states)
-        load_E = self._buffers["expert_load"]  # nn.Module finds a buffer by attribute only after a long search
-        assert load_E is not None
-        if not is_untraced(hidden_states):  # reads nothing that differs between layers: one graph serves all of them
+        load_E: Any = self._buffers["expert_load"]  # nn.Module finds a buffer by attribute only after a long search
+        # What is read here becomes a guard that every call of a compiled layer checks, and must not differ between
+        # layers: one graph serves all of them.
+        if is_compiling() or not is_untraced(hidden_states):
+            if hidden_states.requires_grad:
+                hidden_states = self._checked(hidden_states)
             out: Tensor = moe_layer(hidden_states, load_E, self._entry, token_ids_T)
             return out
-        return self.run(hidden_states, load_E, token_ids_T)
+        if hidden_states.dim() != 2:
+            return self._of_sequences(hidden_states, load_E, token_ids_T)
+        return self.run(self._checked(hidden_states), load_E, token_ids_T)
 
-    def _of_sequences(self, x_BSH: Tensor, token_ids_BS: Tensor | None) -> Tensor:
+    def _of_sequences(self, x_BSH: Tensor, load_E: Tensor, token_ids_BS: Tensor | None) -> Tensor:
         """The forward of (B, S, H). Raises ShapeError for other numbers of dimensions, and for ids of another shape."""
         if x_BSH.dim() != 3:
             raise ShapeError(
@@ -353,22 +359,43 @@ class MoELayer(nn.Module):
                 f"token_ids_T is {tuple(token_ids_BS.shape)}, expected {tuple(x_BSH.shape[:2])} as of hidden_states"
             )
         ids_T = None if token_ids_BS is None else token_ids_BS.flatten()
-        return self.forward(x_BSH.flatten(0, 1), ids_T).view(x_BSH.shape)
+        return self.run_operator(x_BSH.flatten(0, 1), load_E, ids_T).view(x_BSH.shape)
+
+    def run_operator(self, hidden_states: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None) -> Tensor:
+        """The implementation of torch's operator. It checks the tokens, so that graphs need no guards for it."""
+        if hidden_states.dim() != 2:
+            return self._of_sequences(hidden_states, expert_load_E, token_ids_T)
+        return self.run(self._checked(hidden_states), expert_load_E, token_ids_T)
 
     def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
-        """The forward on checked tokens without torch's operator, whose dispatch costs about 0.1 ms."""
+        """The forward on checked tokens without torch's operator."""
         if self.spans.recorder is None and self.hash_router is None and self._placement.is_direct:
             fused = self._fused_forward()
-            if self.on_routing is None:
-                if fused.call is not None and fused.takes(x_TH, expert_load_E):
+            if fused.takes(x_TH, expert_load_E):
+                if fused.call is not None and self.on_routing is None:
                     return fused.ran(fused.call(x_TH, expert_load_E))
-            elif fused.routed is not None and fused.takes(x_TH, expert_load_E):
-                routing = self._gate.route(x_TH, self.router)[0]
-                self.on_routing(routing)
-                ids_TK, weights_TK = routing.ids_TK.contiguous(), routing.weights_TK.contiguous()
-                return fused.ran(fused.routed(x_TH, ids_TK, weights_TK, expert_load_E))
+                if fused.call is not None or fused.routed is not None:
+                    return self._run_fused(fused, x_TH, expert_load_E)
         with torch.no_grad():
             return wait(self.steps(x_TH, expert_load_E, token_ids_T))
+
+    def _run_fused(self, fused: FusedForward, x_TH: Tensor, load_E: Tensor) -> Tensor:
+        """The forward where its routing is to be reported, or where the router is not part of the native call."""
+        if fused.call is None:
+            assert fused.routed is not None
+            with torch.no_grad():
+                routing = self._gate.route(x_TH, self.router)[0]
+            ids_TK, weights_TK = routing.ids_TK.contiguous(), routing.weights_TK.contiguous()
+            y_TH = fused.routed(x_TH, ids_TK, weights_TK, load_E)
+        else:
+            shape = x_TH.shape[0], self.router.top_k
+            ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
+            weights_TK = torch.empty(shape, dtype=torch.float32, device="cpu")
+            routing = Routing(ids_TK, weights_TK)
+            y_TH = fused.call(x_TH, load_E, (ids_TK, weights_TK))
+        if self.on_routing is not None:
+            self.on_routing(routing)
+        return fused.ran(y_TH)
 
     def steps(
         self, x_TH: Tensor, expert_load_E: Tensor | None = None, token_ids_T: Tensor | None = None
@@ -440,9 +467,9 @@ class MoELayer(nn.Module):
         not added.
         """
         _ = self.weights  # raises WeightError before loading
-        x_TH, load_E = self._checked(hidden_states), self.expert_load
+        x_TH, load_E = self._checked(hidden_states), self._buffers["expert_load"]
+        assert load_E is not None
         sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.num_experts
-        routing = Routing(topk_ids, topk_weights)
         if self.spans.recorder is None and self._placement.is_direct and is_untraced(x_TH):
             fused = self._fused_forward()
             fits = topk_ids.shape == sizes[:2] and can_be_called(x_TH, topk_ids, topk_weights)
@@ -453,7 +480,7 @@ class MoELayer(nn.Module):
                     check_routing(topk_weights, topk_ids, self.device, sizes)  # names the ids
                     raise
                 if self.on_routing is not None:
-                    self.on_routing(routing)
+                    self.on_routing(Routing(topk_ids.to(torch.int32), topk_weights))
                 return fused.ran(y_TH)
         check_routing(topk_weights, topk_ids, self.device, sizes, read_ids=not self._is_of_router(topk_ids))
         if isinstance(self.kernel, MonolithicKernel):
@@ -790,7 +817,7 @@ def _rebuild(
 
 def is_untraced(x_TH: Tensor) -> bool:
     """Whether this is a plain tensor outside of tracing, dispatch modes and functorch: else use the torch operator."""
-    if type(x_TH) is not Tensor or torch.compiler.is_compiling():
+    if type(x_TH) is not Tensor or is_compiling():
         return False
     followed = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
     return not followed and torch._C._functorch.peek_interpreter_stack() is None

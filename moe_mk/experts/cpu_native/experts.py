@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Tuned
-from moe_mk.errors import ShapeError
 from moe_mk.experts.base import (
     EXPERTS,
     QUANTISED,
@@ -65,6 +64,17 @@ ModeOfRows = Callable[[QuantScheme, int, int], ExpertsMode]
 """The mode for a weight scheme, a number of rows, and a number of experts per row."""
 
 
+def places_of(tables: PlacementTables, rank: int) -> Places:
+    """The tables as the kernels read them; each expert has one physical one."""
+    return Places(tables.choice_X, tables.rank_of_P, tables.slot_of_P, rank)
+
+
+def stack_of(weights: PackedExpertWeights) -> Stack:
+    """Routed and shared experts."""
+    shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
+    return Stack(weights.w13, weights.w2, shared)
+
+
 @dataclass(frozen=True)
 class WholePass:
     """A prepared forward of a layer: one argument block per mode; only tuning leads to more than one mode."""
@@ -92,14 +102,12 @@ class WholePass:
         gate_EH, bias_E = gating.gate_EH, gating.bias_E
         if not tables.one_to_one or gate_EH.stride(1) != 1 or (bias_E is not None and not bias_E.is_contiguous()):
             return None
-        places = Places(tables.choice_X, tables.rank_of_P, tables.slot_of_P, rank)
-        shared = None if weights.shared is None else (weights.shared.w13, weights.shared.w2)
-        return cls(native, mode_of_rows, weights.scheme, gating, places, Stack(weights.w13, weights.w2, shared))
+        return cls(native, mode_of_rows, weights.scheme, gating, places_of(tables, rank), stack_of(weights))
 
-    def __call__(self, x_TH: Tensor, load_E: Tensor) -> Tensor:
+    def __call__(self, x_TH: Tensor, load_E: Tensor, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Route and apply the experts to contiguous bf16 (T, H); adds the choices to load_E."""
         layer = self.of_rows.get(x_TH.shape[0]) or self._prepared(x_TH.shape[0])
-        return layer(x_TH, load_E, torch.get_num_threads())
+        return layer(x_TH, load_E, torch.get_num_threads(), routing)
 
     def _prepared(self, rows: int) -> FusedLayer:
         mode = self.mode_of_rows(self.scheme, rows, self.gating.mode.top_k)
@@ -111,43 +119,29 @@ class WholePass:
 
 @dataclass(frozen=True)
 class RoutedPass:
-    """Prepared calls on routed tokens: one argument block per mode, kept with the weights."""
+    """A prepared forward of routed tokens: one argument block per mode, prepared once for each shape of ids."""
 
-    experts: CpuNativeExperts
-    weights: PackedExpertWeights
-    tables: PlacementTables
-    rank: int
-    of_shape: dict[torch.Size, ExpertsCall] = field(default_factory=dict)
+    native: Native
+    mode_of_rows: ModeOfRows
+    scheme: QuantScheme
+    places: Places
+    stack: Stack
+    of_mode: dict[ExpertsMode, FusedLayer] = field(default_factory=dict)
+    of_shape: dict[torch.Size, FusedLayer] = field(default_factory=dict)
 
     def __call__(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
     ) -> Tensor:
         """Apply the experts to contiguous bf16 (T, H); adds the choices to load_E."""
-        call = self.of_shape.get(ids_TK.shape) or self._prepared(ids_TK.shape)
-        slots_TK, threads = ids_TK if self.tables.is_identity else self._slots(ids_TK, skip), torch.get_num_threads()
-        try:
-            y_TH = call(x_TH, None, slots_TK, weights_TK, None, threads)
-        except ShapeError:
-            if not skip:
-                raise
-            y_TH = call(x_TH, None, self._slots(ids_TK, skip), weights_TK, None, threads)
-        if load_E is not None:
-            ids = ids_TK.flatten().long()
-            load_E.index_add_(0, ids.clamp_min(0), (ids >= 0).to(torch.int64))
-        return y_TH
+        layer = self.of_shape.get(ids_TK.shape) or self._prepared(ids_TK.shape)
+        return layer.routed(x_TH, ids_TK, weights_TK, load_E, torch.get_num_threads(), skip=skip)
 
-    def _slots(self, ids_TK: Tensor, skip: bool) -> Tensor:
-        """Slots of logical experts, -1 for none. Raises ShapeError for ids out of range unless they are skipped."""
-        here = (ids_TK >= -1) & (ids_TK < self.tables.num_experts)
-        if not skip and not bool(here.all()):
-            raise ShapeError(f"ids of experts out of range (0 <= id < {self.tables.num_experts}, or -1 for none)")
-        physical_TK = self.tables.to_physical(torch.where(here, ids_TK, -1), self.rank)
-        return self.tables.local_slots(physical_TK, self.rank)
-
-    def _prepared(self, shape: torch.Size) -> ExpertsCall:
-        mode = self.experts._mode_of_rows(self.weights.scheme, shape[0], shape[1])
-        call = self.of_shape[shape] = self.weights.calls.get(mode) or self.experts._prepare(self.weights, mode)
-        return call
+    def _prepared(self, shape: torch.Size) -> FusedLayer:
+        mode = self.mode_of_rows(self.scheme, shape[0], shape[1])
+        if mode not in self.of_mode:
+            self.of_mode[mode] = FusedLayer(self.native, None, self.places, self.stack, mode)
+        self.of_shape[shape] = self.of_mode[mode]
+        return self.of_mode[mode]
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -282,7 +276,9 @@ class CpuNativeExperts(FusedExperts):
         """One native call, prepared once per mode."""
         if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
             return None
-        return RoutedPass(self, weights, tables, rank)
+        if not tables.one_to_one:
+            return None
+        return RoutedPass(self.native, self._mode_of_rows, weights.scheme, places_of(tables, rank), stack_of(weights))
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens."""

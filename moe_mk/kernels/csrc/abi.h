@@ -63,8 +63,8 @@ struct MoeMkRoute {
   int32_t threads, isa;
 };
 
-// A layer without token exchange: gate, routing, and the experts of this rank. moe_mk_layer sets the fields that differ
-// between calls (x, ids, weights, logits, out, batch sizes, threads).
+// A layer without token exchange: gate, routing, and the experts of this rank. Calls set the fields that differ between
+// them (x, ids, weights, logits, out, batch sizes, threads). Of route, moe_mk_routed_layer reads num_experts alone.
 struct MoeMkLayer {
   MoeMkRoute route;
   MoeMkExperts experts;
@@ -84,7 +84,14 @@ int32_t moe_mk_unpack(const void* packed, void* first, void* second, int64_t row
 int32_t moe_mk_experts(const MoeMkExperts* call);
 int32_t moe_mk_route(const MoeMkRoute* call);
 // x [T][H] and out [T][H] bf16, contiguous. load [E]: the number of times each expert was chosen is added to it.
-int32_t moe_mk_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens, int64_t* load, void* out, int32_t threads);
+// ids, weights [T][K]: where the routing is written; null: nowhere.
+int32_t moe_mk_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens, int64_t* load, int32_t* ids,
+                     float* weights, void* out, int32_t threads);
+// The same for tokens that the caller has routed. ids [T][K] of logical experts, int64 if wide_ids, else int32; -1: none.
+// skip: ids that do not exist are skipped too; otherwise kBadId, with nothing counted. load null: nothing is counted.
+int32_t moe_mk_routed_layer(const MoeMkLayer* layer, const void* x, int64_t num_tokens, const void* ids,
+                            const float* weights, int32_t top_k, int32_t wide_ids, int32_t skip, int64_t* load, void* out,
+                            int32_t threads);
 // ue8m0: scales are powers of two, stored as f32.
 int32_t moe_mk_quantize(const void* x, int64_t num_rows, int64_t num_columns, int64_t x_stride, int32_t x_is_f32,
                         int32_t ue8m0, uint8_t* values, float* scales, int32_t threads, int32_t isa);

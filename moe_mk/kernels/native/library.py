@@ -18,7 +18,7 @@ from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, b
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 
 class Isa(IntEnum):
@@ -102,7 +102,11 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "unpack": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32)),
     "experts": (c_int32, (POINTER(CExperts),)),
     "route": (c_int32, (POINTER(CRoute),)),
-    "layer": (c_int32, (POINTER(CLayer), c_void_p, c_int64, c_void_p, c_void_p, c_int32)),
+    "layer": (c_int32, (POINTER(CLayer), c_void_p, c_int64, *(c_void_p,) * 4, c_int32)),
+    "routed_layer": (
+        c_int32,
+        (POINTER(CLayer), c_void_p, c_int64, c_void_p, c_void_p, *(c_int32,) * 3, c_void_p, c_void_p, c_int32),
+    ),
     "quantize": (
         c_int32,
         (c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_int32),

@@ -3,7 +3,7 @@
     RouteCall    hidden states to router logits, and to top-k experts and weights
     ExpertsCall  rows to the weighted sum of their experts
     FusedLayer   both, with the expert load and the map of logical experts to slots in between; for a layer without
-                 token exchange, bit-identical to its parts
+                 token exchange, bit-identical to its parts; `routed` takes the routing of the caller
 
 A call passes addresses of its tensors and a number of threads. Calls may run concurrently.
 """
@@ -223,6 +223,10 @@ class Gating:
     mode: RouteMode
 
 
+Chosen = tuple[torch.Tensor, torch.Tensor] | None
+"""Ids and weights [T, K], or None."""
+
+
 @dataclass(frozen=True)
 class Places:
     """The placement of logical experts, int32; read at every call, so it may be changed between calls."""
@@ -246,20 +250,27 @@ class Stack:
 class FusedLayer:
     """A prepared call for a layer without token exchange. Concurrent calls are allowed: none changes the block."""
 
-    def __init__(self, native: Native, gating: Gating, places: Places, stack: Stack, mode: ExpertsMode) -> None:
-        """Raises ShapeError for tensors that do not fit, ConfigError for groups that do not."""
+    def __init__(self, native: Native, gating: Gating | None, places: Places, stack: Stack, mode: ExpertsMode) -> None:
+        """gating: None for a layer that only `routed` serves.
+
+        Raises ShapeError for tensors that do not fit, ConfigError for groups that do not.
+        """
         hidden = stack.w13.layout.num_inputs
         nothing_TH = torch.empty((0, hidden), dtype=torch.bfloat16, device="cpu")
-        ids_TK = torch.empty((0, gating.mode.top_k), dtype=torch.int32, device="cpu")
-        check_gate(nothing_TH, gating.gate_EH, gating.bias_E, gating.mode)
+        ids_TK = torch.empty((0, 1 if gating is None else gating.mode.top_k), dtype=torch.int32, device="cpu")
+        if gating is not None:
+            check_gate(nothing_TH, gating.gate_EH, gating.bias_E, gating.mode)
         if stack.shared is not None:
             check_shared(stack.shared, stack.w13, stack.w2)
         check_call(mode, nothing_TH, None, ids_TK, None, (stack.w13, stack.w2, *(stack.shared or ())))
         if stack.w2.layout.num_outputs != hidden:
             raise ShapeError(f"cpu layer: H={hidden} comes in, H={stack.w2.layout.num_outputs} goes out")
         self._held = native, gating, places, stack
+        num_experts = places.physical_of_E.shape[0]
         self._block = CLayer(
-            route=route_block(native, gating.gate_EH, gating.bias_E, gating.mode),
+            route=CRoute(hidden=hidden, num_experts=num_experts)
+            if gating is None
+            else route_block(native, gating.gate_EH, gating.bias_E, gating.mode),
             experts=experts_block(native, stack.w13, stack.w2, stack.shared, mode),
             physical_of=places.physical_of_E.data_ptr(),
             rank_of=places.rank_of_P.data_ptr(),
@@ -268,12 +279,45 @@ class FusedLayer:
             rank=places.rank,
         )
         self._at, self._function = ctypes.byref(self._block), native.functions["layer"]
+        self._routed, self._num_experts = native.functions["routed_layer"], num_experts
 
-    def __call__(self, x_TH: torch.Tensor, load_E: torch.Tensor, threads: int) -> torch.Tensor:
-        """Run contiguous bf16 [T, H] to bf16 [T, H]; adds the number of choices of each expert to load_E, int64 [E]."""
+    def __call__(self, x_TH: torch.Tensor, load_E: torch.Tensor, threads: int, routing: Chosen = None) -> torch.Tensor:
+        """Run contiguous bf16 [T, H] to bf16 [T, H]; adds the number of choices of each expert to load_E, int64 [E].
+
+        routing: int32 ids and f32 weights [T, K], contiguous, to which the routing is written.
+        """
         out_TH = torch.empty_like(x_TH)
+        ids, weights = (None, None) if routing is None else (routing[0].data_ptr(), routing[1].data_ptr())
         x, load, out = x_TH.data_ptr(), load_E.data_ptr(), out_TH.data_ptr()
-        status = self._function(self._at, x, x_TH.shape[0], load, out, threads)
+        status = self._function(self._at, x, x_TH.shape[0], load, ids, weights, out, threads)
         if status != Status.OK:
             self._held[0].check("layer", status)
+        return out_TH
+
+    def routed(
+        self,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        load_E: torch.Tensor | None,
+        threads: int,
+        *,
+        skip: bool = False,
+    ) -> torch.Tensor:
+        """Run bf16 [T, H] that the caller has routed: logical ids [T, K] int32 or int64, -1 for none, weights f32.
+
+        All tensors are contiguous and of these sizes, which is not checked. load_E: None counts nothing. skip: ids out
+        of range are skipped as well; otherwise raises ShapeError for them, with nothing counted.
+        """
+        out_TH = torch.empty_like(x_TH)
+        x, ids, weights, out = x_TH.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(), out_TH.data_ptr()
+        load, (tokens, top_k) = None if load_E is None else load_E.data_ptr(), ids_TK.shape
+        wide = ids_TK.dtype is torch.int64
+        status = self._routed(self._at, x, tokens, ids, weights, top_k, wide, skip, load, out, threads)
+        if status == Status.BAD_ID:
+            raise ShapeError(
+                f"ids of experts out of range (0 <= id < {self._num_experts}, or -1 for none), or placed out of range"
+            )
+        if status != Status.OK:
+            self._held[0].check("routed layer", status)
         return out_TH

@@ -165,3 +165,28 @@ def test_what_does_not_fit_is_reported_before_any_call(native: Native) -> None:
     beyond = places(torch.full((EXPERTS,), EXPERTS, dtype=torch.int32))
     with pytest.raises(ShapeError, match="layer: an id is neither -1 nor a local slot"):
         FusedLayer(native, good, beyond, stack, ExpertsMode())(tokens(1), no_load(), 1)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_routing_that_was_written_runs_again_with_the_same_bits_and_load(native: Native, *, wide: bool) -> None:
+    # Eight of twelve are here, in another order; what is here must not be read off the ids that were written.
+    where, stack, x_TH, counted_E = places(here=8), stack_of(native, 8), tokens(9), no_load()
+    ids_TK, weights_TK = torch.empty(9, 3, dtype=torch.int32), torch.empty(9, 3)
+    whole = FusedLayer(native, gating(), where, stack, ExpertsMode())
+    y_TH = whole(x_TH, counted_E, 2, (ids_TK, weights_TK))
+    wanted_ids, wanted_weights, _ = route(native, x_TH, gating().gate_EH, gating().bias_E, MODE)
+    assert torch.equal(ids_TK, wanted_ids) and torch.equal(weights_TK, wanted_weights)
+    ids_TK, routed = ids_TK.long() if wide else ids_TK, FusedLayer(native, None, where, stack, ExpertsMode())
+    again_E = no_load()
+    assert torch.equal(routed.routed(x_TH, ids_TK, weights_TK, again_E, 2), y_TH) and torch.equal(again_E, counted_E)
+    assert torch.equal(routed.routed(x_TH, ids_TK, weights_TK, None, 2), y_TH)
+    ids_TK[4] = -1
+    left_out_TH = routed.routed(x_TH, ids_TK, weights_TK, None, 1)
+    for beyond in (EXPERTS, -2, 2**32 + 1 if wide else 2**31 - 1):
+        ids_TK[4] = beyond
+        with pytest.raises(ShapeError, match=r"ids of experts out of range \(0 <= id < 12, or -1 for none\)"):
+            routed.routed(x_TH, ids_TK, weights_TK, again_E, 1)
+        assert torch.equal(again_E, counted_E), "nothing is counted"
+        skipped_E = no_load()
+        assert torch.equal(routed.routed(x_TH, ids_TK, weights_TK, skipped_E, 1, skip=True), left_out_TH)
+        assert int(skipped_E.sum()) == 24
