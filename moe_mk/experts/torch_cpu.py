@@ -10,6 +10,7 @@ NaN codes would be decoded as numbers; loading rejects checkpoints that contain 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -22,8 +23,15 @@ from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Tokens
-from moe_mk.weights.expert_weights import SlotWeights, Weights
+from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.weights.expert_weights import (
+    CANONICAL,
+    ExpertWeights,
+    MappedExpertWeights,
+    SlotWeights,
+    Weights,
+    on_device,
+)
 
 E4M3_IN_BF16 = 0x87F0 - 0x10000
 """Sign, four exponent bits and three mantissa bits of an e4m3 code shifted into a bf16, as int16."""
@@ -31,16 +39,18 @@ REBIAS = 2.0**120
 """The exponent bias of bf16 is 127, of e4m3 it is 7."""
 LARGEST_SCALE = 2.0**7
 """Times REBIAS this is still an f32."""
+FEW = 128
+"""Assignments that Python sorts in less time than torch."""
 
 
 @EXPERTS.register("torch_cpu")
 class TorchCpuExperts(FusedExperts):
-    """torch.mm per expert over rows sorted by expert."""
+    """torch.mm per expert over its rows."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
         summary="torch on a CPU, weights decoded expert by expert; where native kernels cannot be built",
         kinds=frozenset({"cpu"}),
-        emits={GroupedTokens: OutputStage.RAW},
+        emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW},
         weights=frozenset({"plain", *QUANTISED}),
         computes=("plain",),
         activations=frozenset({*ACTIVATIONS, *CLAMPED}),
@@ -59,8 +69,18 @@ class TorchCpuExperts(FusedExperts):
         hidden, inner, width = problem.config.model.hidden_size, problem.intermediate, problem.dtype.dtype.itemsize
         return rows * (problem.config.router.top_k * 2 * hidden + 3 * inner) * width
 
+    def relayout(self, weights: Weights) -> Weights:  # type: ignore[override]  # the base class adds on_progress
+        """Views of each expert, made once; a stack is not copied."""
+        weights = on_device(weights, self.context.device)
+        if not isinstance(weights, ExpertWeights) or weights.layout != CANONICAL:
+            return weights
+        return MappedExpertWeights(tuple(map(weights.slot, range(weights.num_slots))), weights.scheme)
+
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply each expert to its rows; weights of experts without rows are not read."""
+        if isinstance(tokens, RowTokens):
+            y_RH = self._rows(tokens, weights)
+            return ExpertOutput.reduced(y_RH, self.context.dtype.dtype, tokens.out_RH)
         assert isinstance(tokens, GroupedTokens)
         x_NH = tokens.x_NH.dequantize(self.context.dtype.dtype)
         y_NH = torch.empty((x_NH.shape[0], self.context.hidden_size), dtype=x_NH.dtype, device=x_NH.device)
@@ -72,12 +92,49 @@ class TorchCpuExperts(FusedExperts):
             start += count
         return ExpertOutput(y_NH, OutputStage.RAW)
 
+    def _rows(self, tokens: RowTokens, weights: Weights) -> Tensor:
+        """Weighted sums of every row in f32, added in the order of the slots as `permute` and `weight_and_reduce` do.
+
+        Rows without an expert are not read.
+        """
+        x_RH, ids_RK = tokens.x_RH.dequantize(self.context.dtype.dtype), tokens.ids_RK
+        total_RH = torch.zeros((x_RH.shape[0], self.context.hidden_size), dtype=torch.float32, device=x_RH.device)
+        if x_RH.shape[0] == 1:  # every expert reads the one row
+            factors = tokens.weights_RK.flatten().tolist()
+            chosen = sorted(pair for pair in zip(ids_RK.flatten().tolist(), factors, strict=True) if pair[0] >= 0)
+            if len(dict(chosen)) == len(chosen):
+                for slot, factor in chosen:
+                    total_RH += self._ffn(x_RH, weights.slot(slot)).to(torch.float32).mul_(factor)
+                return total_RH
+        order_N, counts = by_slot(ids_RK, tokens.num_slots)
+        row_N, factors_N1 = order_N // max(ids_RK.shape[1], 1), tokens.weights_RK.flatten()[order_N].unsqueeze(1)
+        start = 0
+        for slot, count in counts:
+            here = slice(start, start + count)
+            row_X = row_N[here]
+            y_XH = self._ffn(x_RH[row_X], weights.slot(slot))
+            total_RH.index_add_(0, row_X, y_XH.to(torch.float32).mul_(factors_N1[here]))
+            start += count
+        return total_RH
+
     def _ffn(self, x: Tensor, slot: SlotWeights) -> Tensor:
         c = self.context
         gate = None if slot.gate_IH is None else _multiply(x, slot.gate_IH, slot.gate_bias)
         up = _multiply(x, slot.up_IH, slot.up_bias)
         h = activation(c.activation, gate, up, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
         return _multiply(h, slot.down_HI, slot.down_bias)
+
+
+def by_slot(ids_RK: Tensor, num_slots: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Numbers of the assignments sorted by slot, those of a slot in their order, and (slot, count) of hit slots."""
+    ids_N = ids_RK.flatten()
+    if ids_N.shape[0] <= FEW:
+        slots = ids_N.tolist()
+        order = sorted((n for n, slot in enumerate(slots) if slot >= 0), key=slots.__getitem__)
+        counts = Counter(slots[n] for n in order)  # in the order in which slots come first
+        return torch.tensor(order, dtype=torch.int64, device="cpu"), list(counts.items())
+    order_N, by_count = torch.argsort(ids_N, stable=True), torch.bincount(ids_N + 1, minlength=num_slots + 1).tolist()
+    return order_N[by_count[0] :], [(slot, count) for slot, count in enumerate(by_count[1:]) if count]
 
 
 def _multiply(x: Tensor, weight_nk: QuantTensor, bias_n: Tensor | None) -> Tensor:

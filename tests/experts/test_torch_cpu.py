@@ -1,13 +1,22 @@
-"""FP8 decoded by integer operations: every code, every scale, ragged edges."""
+"""Rows against rows sorted by expert; FP8 decoded by integer operations: every code, every scale, ragged edges."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from moe_mk.experts.torch_cpu import decoded_block_rows
+from moe_mk.experts.base import ExpertsContext
+from moe_mk.experts.torch_cpu import TorchCpuExperts, decoded_block_rows
+from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import GroupedTokens, OutputStage, RowTokens
+from moe_mk.weights.expert_weights import ExpertWeights
+
+SLOTS, HIDDEN, INNER = 7, 48, 32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -29,3 +38,32 @@ def test_ragged_blocks_take_the_scales_of_their_place(rows: int, columns: int, u
     q = scheme.quantize(torch.randn(rows, columns) * torch.logspace(-3, 3, columns))
     got = torch.cat(list(decoded_block_rows(q, torch.float32)))
     assert torch.equal(got, q.dequantize(torch.float32))
+
+
+def experts_of(dtype: torch.dtype) -> TorchCpuExperts:
+    context = ExpertsContext(plain(dtype), plain(dtype), "silu", SLOTS, HIDDEN, INNER, torch.device("cpu"))
+    return TorchCpuExperts(context)
+
+
+@pytest.mark.parametrize("weights", ["stack", "views", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 2, 31, 100])
+def test_rows_have_the_bits_of_assignments_sorted_by_expert(count: int, dtype: torch.dtype, weights: str) -> None:
+    g = torch.Generator().manual_seed(count)
+    w13, w2 = (torch.randn(SLOTS, n, k, generator=g) * k**-0.5 for n, k in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
+    scheme = Fp8Block("b", 16, 16) if weights == "fp8" else plain(dtype)
+    stack = ExpertWeights(scheme.quantize(w13), scheme.quantize(w2))
+    backend = experts_of(dtype)
+    held = stack if weights == "stack" else backend.relayout(stack)
+    assert held.slot(1).up_IH.values.data_ptr() == stack.slot(1).up_IH.values.data_ptr(), "nothing is copied"
+    x_RH = torch.randn(count, HIDDEN, generator=g).to(dtype)
+    ids_RK = torch.randint(-1, SLOTS - 1, (count, 5), generator=g, dtype=torch.int32)  # an expert may come twice
+    if count > 1:
+        x_RH[1], ids_RK[1] = torch.nan, -1  # not read
+    rows = RowTokens(plain(dtype).quantize(x_RH), ids_RK, torch.randn(count, 5, generator=g), SLOTS)
+    grouped = permute(rows, (GroupedTokens,))
+    wanted = weight_and_reduce(backend.run(grouped, stack), grouped, until=OutputStage.REDUCED)
+    found = backend.run(rows, held)
+    assert found.stage is OutputStage.REDUCED and found.y.dtype is dtype and torch.equal(found.y, wanted.y)
+    into_RH = torch.full((count, HIDDEN), torch.nan, dtype=dtype)
+    assert backend.run(replace(rows, out_RH=into_RH), held).y is into_RH and torch.equal(into_RH, wanted.y)
