@@ -1,20 +1,24 @@
 """Layers of random weights and rounds in turn, for the benchmarks that compare ways of running one layer.
 
 python benchmarks/small_layers.py             one call at T=1 in every way that an engine can make it
-python benchmarks/small_layers.py --ranks 2   the eager and the compiled layer over `one_sided`, between two processes
+python benchmarks/small_layers.py --torch     also `torch_cpu` against a loop of torch
+python benchmarks/small_layers.py --ranks 2   also the eager and the compiled layer between two processes
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import random
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
 from moe_mk.kernels.native import loaded, reasons_against
+from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.trace.clock import now
 
 CPU = torch.device("cpu")
@@ -47,13 +52,24 @@ def native_experts() -> str:
     return "cpu_native"
 
 
-def layer_of(size: Size, group: dist.ProcessGroup | None = None, weights: str = "bf16", **settings: object) -> MoELayer:
-    """A loaded layer; weights: plain, as model.quant.weights calls them. settings: by their bare key."""
+def layer_of(
+    size: Size,
+    group: dist.ProcessGroup | None = None,
+    weights: str = "bf16",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    named: Mapping[str, Tensor] | None = None,
+    **settings: object,
+) -> MoELayer:
+    """A loaded layer; weights: as model.quant.weights calls them. named: the tensors, if not those of `tensors`.
+
+    settings: by their bare key.
+    """
     model = {"hidden_size": size.hidden, "moe_intermediate_size": size.inter, "num_experts": size.experts}
     data = {"model": {**model, "quant": {"weights": weights}}, "router": {"top_k": size.top_k}}
     config = MoEConfig.parse(data, "benchmark").with_(max_num_tokens=max(size.tokens, 1), **settings)
-    layer = MoELayer(config, dtype=torch.bfloat16, groups=ParallelGroups(ep=group))
-    return layer.load_weights(tensors(size))
+    layer = MoELayer(config, dtype=dtype, groups=ParallelGroups(ep=group))
+    return layer.load_weights(tensors(size) if named is None else named)
 
 
 def tensors(size: Size) -> dict[str, Tensor]:
@@ -104,87 +120,263 @@ def slowest(per_rank: list[dict[str, list[float]]]) -> dict[str, float]:
 
 
 SMALL = Size(tokens=1, hidden=256, inter=128, experts=16, top_k=4, rounds=31)
-CALLS = 100
-"""Calls in one timing: a single one takes less than a clock's noise."""
+SIZES = (1, 4, 16, 64, 256, 1024)
+FORMATS = (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp8_block", torch.bfloat16))
+"""Weights as model.quant.weights calls them, and the dtype of the layer, for `--torch`."""
+TIMED_S = 0.01
+"""Calls are repeated to about this time in one timing: a single small one takes less than a clock's noise."""
+
+Ways = dict[str, Callable[[], object]]
 
 
-def ways_of_one_call(size: Size) -> dict[str, Callable[[], object]]:
+def ways_of_one_call(size: Size) -> Ways:
     """One call by each door: eager, with a listener, routed by the caller, over an engine's weights, compiled."""
     from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
 
     settings = {"experts": native_experts(), "activations": "plain"}
     made, heard, named = layer_of(size, **settings), layer_of(size, **settings), tensors(size)
     heard.on_routing = lambda routing: None
-    up, down = (
-        torch.stack([named[f"experts.{e}.{part}_proj.weight"] for e in range(size.experts)]) for part in ("up", "down")
-    )
-    gate = torch.stack([named[f"experts.{e}.gate_proj.weight"] for e in range(size.experts)])
-    weights = EngineWeights(torch.cat((gate, up), dim=1), down)
-    here = EngineExperts("benchmark", weights, top_k=size.top_k, settings=settings)
-    x_TH = batch(size)
+    w13, w2 = stacked(named, size)
+    here = EngineExperts("benchmark", EngineWeights(w13, w2), top_k=size.top_k, settings=settings)
+    by_torch, x_TH = layer_of(size, experts="torch_cpu"), batch(size)
     routing = made.route(x_TH)
-    compiled = torch.compile(made, fullgraph=True)
+    ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
+    compiled, floor = torch.compile(made, fullgraph=True), torch.compile(one_operator(), fullgraph=True)
+    experts = experts_of(named, size)
     return {
         "eager": lambda: made(x_TH),
         "on_routing": lambda: heard(x_TH),
-        "forward_routed": lambda: made.forward_routed(x_TH, routing.weights_TK, routing.ids_TK),
-        "EngineExperts": lambda: here(x_TH, routing.weights_TK, routing.ids_TK),
+        "forward_routed": lambda: made.forward_routed(x_TH, weights_TK, ids_TK),
+        "EngineExperts": lambda: here(x_TH, weights_TK, ids_TK),
         "compiled": lambda: compiled(x_TH),
+        "compiled, an operator that does nothing": lambda: floor(x_TH),
+        "torch_cpu": lambda: by_torch(x_TH),
+        "torch_cpu, forward_routed": lambda: by_torch.forward_routed(x_TH, weights_TK, ids_TK),
+        "a torch loop": lambda: loop(x_TH, *route_by_torch(x_TH, named["gate.weight"], size.top_k), experts),
+        "a torch loop, routed": lambda: loop(x_TH, weights_TK, ids_TK, experts),
+        **peers(named, size),
     }
 
 
-def ways_over_ranks(rank: int, size: Size) -> dict[str, Callable[[], object]]:
-    """The eager and the compiled layer over all ranks."""
-    made = layer_of(
-        size, dist.group.WORLD, experts=native_experts(), activations="plain", prepare_finalize="one_sided"
+def stacked(named: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
+    """w13 (gate rows, then up rows) and w2 of all experts."""
+    every = range(size.experts)
+    gate, up, down = (
+        torch.stack([named[f"experts.{e}.{part}_proj.weight"] for e in every]) for part in ("gate", "up", "down")
+    )
+    return torch.cat((gate, up), dim=1), down
+
+
+def experts_of(named: Mapping[str, Tensor], size: Size) -> list[tuple[Tensor, ...]]:
+    """The three matrices of each expert."""
+    parts = ("gate", "up", "down")
+    return [tuple(named[f"experts.{e}.{part}_proj.weight"] for part in parts) for e in range(size.experts)]
+
+
+def route_by_torch(x_TH: Tensor, gate_EH: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Weights and ids (T, K) by softmax, op by op as models do it."""
+    logits_TE = torch.nn.functional.linear(x_TH.float(), gate_EH.float())
+    weights_TK, ids_TK = torch.softmax(logits_TE, dim=-1).topk(top_k, dim=-1)
+    return weights_TK / weights_TK.sum(-1, keepdim=True), ids_TK
+
+
+def loop(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """The experts that tokens chose, one after the other: sums in f32, as reference models write it."""
+    total_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    for expert in ids_TK.unique().tolist():
+        row_X, k_X = torch.where(ids_TK == expert)
+        gate_IH, up_IH, down_HI = map(decoded, experts[expert])
+        x_XH = x_TH[row_X]
+        h_XI = torch.nn.functional.silu(x_XH @ gate_IH.T) * (x_XH @ up_IH.T)
+        total_TH.index_add_(0, row_X, (h_XI @ down_HI.T).float() * weights_TK[row_X, k_X, None])
+    return total_TH.to(x_TH.dtype)
+
+
+def decoded(weight: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """A matrix, or the values and scales of FP8 blocks of 128 x 128 in bf16."""
+    if isinstance(weight, Tensor):
+        return weight
+    values, scales = weight
+    wide = scales.repeat_interleave(128, 0)[: values.shape[0]].repeat_interleave(128, 1)[:, : values.shape[1]]
+    return (values.float() * wide).to(torch.bfloat16)
+
+
+def one_operator() -> Callable[[Tensor], Tensor]:
+    """A function of one operator of Python that does nothing: what a call of any compiled function costs at least."""
+
+    def nothing(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    if not hasattr(torch.ops.moe_mk_benchmark, "nothing"):
+        LIBRARY.define("nothing(Tensor x) -> Tensor")
+        LIBRARY.impl("nothing", nothing, "CompositeExplicitAutograd")
+        torch.library.register_fake("moe_mk_benchmark::nothing", nothing, lib=LIBRARY)
+    return lambda x: torch.ops.moe_mk_benchmark.nothing.default(x)
+
+
+LIBRARY: Any = torch.library.Library("moe_mk_benchmark", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def peers(named: Mapping[str, Tensor], size: Size) -> Ways:
+    """The same block of transformers, where it is installed: router and experts over the same weights."""
+    try:
+        from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+    except ImportError:
+        return {}
+    config = Qwen3MoeConfig(
+        hidden_size=size.hidden, moe_intermediate_size=size.inter, num_experts=size.experts,
+        num_experts_per_tok=size.top_k, norm_topk_prob=True, hidden_act="silu",
     )  # fmt: skip
-    x_TH, compiled = batch(size, rank), torch.compile(made, fullgraph=True)
-    return {"eager": lambda: made(x_TH), "compiled": lambda: compiled(x_TH)}
+    found, x_TH = {}, batch(size)
+    w13, w2 = stacked(named, size)
+    for name in ("eager", "grouped_mm"):
+        config._experts_implementation = name
+        block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).eval()
+        block.load_state_dict(
+            {"gate.weight": named["gate.weight"], "experts.gate_up_proj": w13, "experts.down_proj": w2}
+        )
+        found[f"transformers, {name}"] = partial(block, x_TH[None])
+    return found
 
 
-def times_of_rank(rank: int, rounds: int) -> dict[str, list[float]]:
-    """What `in_turn` measures on one rank."""
+def ways_of_torch(size: Size, weights: str, dtype: torch.dtype) -> Ways:
+    """`torch_cpu` and a loop, on routed tokens."""
+    named = as_stored(size, weights, dtype)
+    made = layer_of(size, weights=weights, dtype=dtype, named=named, experts="torch_cpu", activations="plain")
+    x_TH = batch(size).to(dtype)
+    routing = made.route(x_TH)
+    parts = ("gate", "up", "down")
+
+    def matrix(expert: int, part: str) -> Any:
+        name = f"experts.{expert}.{part}_proj.weight"
+        scales = named.get(f"{name}_scale_inv")
+        return named[name] if scales is None else (named[name], scales)
+
+    experts = [tuple(matrix(expert, part) for part in parts) for expert in range(size.experts)]
+    return {
+        "torch_cpu": lambda: made.forward_routed(x_TH, routing.weights_TK, routing.ids_TK),
+        "a torch loop": lambda: loop(x_TH, routing.weights_TK, routing.ids_TK, experts),
+    }
+
+
+def as_stored(size: Size, weights: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a checkpoint in one format."""
+    found = {name: tensor.to(dtype) for name, tensor in tensors(size).items()}
+    if weights == "fp8_block":
+        for name in [name for name in found if name.startswith("experts.")]:
+            q = FP8_128x128.quantize(found[name].float())
+            assert q.scales is not None
+            found[name], found[f"{name}_scale_inv"] = q.values, q.scales
+    return found
+
+
+def ways_over_ranks(rank: int, size: Size) -> Ways:
+    """The eager and the compiled layer over all ranks by each transport, and two collectives of as many bytes."""
+    group, x_TH, found = dist.group.WORLD, batch(size, rank), {}
+    assert group is not None
+    for transport in ("one_sided", "all_to_all"):
+        made = layer_of(size, group, experts=native_experts(), activations="plain", prepare_finalize=transport)
+        found[transport] = partial(made, x_TH)
+        found[f"{transport}, compiled"] = partial(torch.compile(made, fullgraph=True), x_TH)
+    ranks = dist.get_world_size()
+    going = x_TH.repeat(ranks, 1)
+    coming = torch.empty_like(going)
+
+    def two_collectives() -> None:
+        dist.all_to_all_single(coming, going)
+        dist.all_to_all_single(going, coming)
+
+    return {**found, "two all_to_all_single": two_collectives}
+
+
+def times_of_rank(rank: int, size: Size) -> dict[str, list[float]]:
+    """What `in_turn` measures on one rank, a call each."""
     with torch.no_grad():
-        ways = ways_over_ranks(rank, SMALL)
-        return in_turn({name: repeated(call) for name, call in ways.items()}, rounds, together=True)
+        return timed(ways_over_ranks(rank, size), size.rounds, together=True)
 
 
-def repeated(call: Callable[[], object]) -> Callable[[], object]:
-    """CALLS of them."""
+def timed(ways: Ways, rounds: int, *, together: bool = False) -> dict[str, list[float]]:
+    """Seconds of one call of each way in each round."""
+    first = {name: warm(call) for name, call in ways.items()}
+    calls = {name: 100 if together else max(1, int(TIMED_S / seconds)) for name, seconds in first.items()}
+    found = in_turn({name: repeated(ways[name], calls[name]) for name in ways}, rounds, together=together)
+    return {name: [seconds / calls[name] for seconds in times] for name, times in found.items()}
+
+
+def warm(call: Callable[[], object]) -> float:
+    """Seconds of a call after three others."""
+    for _ in range(3):
+        call()
+    start = now()
+    call()
+    return now() - start
+
+
+def repeated(call: Callable[[], object], calls: int) -> Callable[[], object]:
+    """So many of them."""
 
     def all_of_them() -> None:
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
 
     return all_of_them
 
 
+def table(title: str, per_rank: list[dict[str, list[float]]], unit: str) -> dict[str, Any]:
+    """Print microseconds of a call by way, on the slowest rank, and ratios to one way: median, and fastest round."""
+    rounds = {
+        name: [max(each) for each in zip(*(rank[name] for rank in per_rank), strict=True)] for name in per_rank[0]
+    }
+    rows = {
+        name: {
+            "median_us": round(median(times) * 1e6, 1),
+            "ratio": round(median(one / other for one, other in zip(times, rounds[unit], strict=True)), 2),
+            "least_us": round(min(times) * 1e6, 1),
+            "least_ratio": round(min(times) / min(rounds[unit]), 2),
+        }
+        for name, times in rounds.items()
+    }
+    print(f"\n{title}; ratios to: {unit}")
+    for name, row in rows.items():
+        print(
+            f"  {name:<42}{row['median_us']:>9.1f} us {row['ratio']:>6.2f}   "
+            f"fastest round {row['least_us']:>9.1f} us {row['least_ratio']:>6.2f}"
+        )
+    return {"title": title, "unit": unit, "rows": rows}
+
+
 def main() -> None:
-    """Print microseconds of a call by way and their ratio to the eager layer: in the fastest round, and the median."""
+    """Measure, print, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=0, help="also over so many processes")
+    parser.add_argument("--torch", action="store_true", help="also torch_cpu against a loop, at every size and format")
     parser.add_argument("--rounds", type=int, default=SMALL.rounds)
+    parser.add_argument("--output", default="")
+    parser.add_argument("--note", default="")
     options = parser.parse_args()
+    size = replace(SMALL, rounds=options.rounds)
+    print(f"{size}, {torch.get_num_threads()} threads, torch {torch.__version__}, {processor()}")
+    with torch.no_grad():
+        tables = [table("one call, T=1", [timed(ways_of_one_call(size), size.rounds)], "eager")]
+        for weights, dtype in FORMATS if options.torch else ():
+            for count in SIZES:
+                ways = ways_of_torch(replace(size, tokens=count), weights, dtype)
+                title = f"routed experts by torch, weights {weights}, {dtype}, T={count}"
+                tables.append(table(title, [timed(ways, size.rounds)], "a torch loop"))
     if options.ranks > 1:
         from moe_mk.testing.on_ranks import run_ranks
 
         sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # ranks import this file by its name
         import small_layers
 
-        per_rank = run_ranks(small_layers.times_of_rank, options.ranks, options.rounds, timeout_s=600.0)
-    else:
-        with torch.no_grad():
-            ways = ways_of_one_call(SMALL)
-            per_rank = [in_turn({name: repeated(call) for name, call in ways.items()}, options.rounds)]
-    found = slowest(per_rank)
-    fastest = {
-        name: min(max(times) for times in zip(*(rank[name] for rank in per_rank), strict=True)) for name in found
-    }
-    print(f"{SMALL}, ranks {options.ranks}, {torch.get_num_threads()} threads, {processor()}")
-    for name, median_ms in found.items():
-        least_us, median_us = fastest[name] * 1e6 / CALLS, median_ms * 1e3 / CALLS
-        ratios = f"{fastest[name] / fastest['eager']:.2f} x eager, median {median_us:.1f} us"
-        print(f"{name:<16}{least_us:>8.1f} us   {ratios}, {median_ms / found['eager']:.2f} x")
+        for count in (1, 8):
+            found = run_ranks(small_layers.times_of_rank, options.ranks, replace(size, tokens=count), timeout_s=600.0)
+            tables.append(table(f"{options.ranks} ranks, T={count} on each", found, "two all_to_all_single"))
+    if options.output:
+        result = {**about(options), "size": asdict(size), "native": native_experts(), "tables": tables}
+        with open(options.output, "w", encoding="utf-8") as file:
+            file.write(json.dumps(result, indent=1) + "\n")
 
 
 def about(options: argparse.Namespace) -> dict[str, object]:
