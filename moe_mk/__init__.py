@@ -54,7 +54,7 @@ _HOMES = {
     "oracle": ("Decision", "Problem"),
     "placement.expert_map": ("ExpertMap",),
 }  # fmt: skip
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # a checker reads the imports above, and would take any name for known
 

@@ -46,7 +46,7 @@ class FusedMoEKernel:
             raise
 
     def multiply(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
-        """The part between the two journeys: permute, multiply, weigh and sum as far as the transport wants it."""
+        """The part between dispatch and combine: permute, multiply, weight and sum as far as the transport requires."""
         with self.spans.span("permute"):
             local = permute(tokens, into=self.experts.traits.consumes)
         with self.spans.span("experts"):

@@ -47,7 +47,7 @@ def expect(
     if dtypes is not None and tensor.dtype not in dtypes:
         wrong.append(f"has dtype {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if device is not None and not same_device(tensor.device, device):
-        wrong.append(f"lies on {tensor.device}, expected {device}; move it with .to({str(device)!r})")
+        wrong.append(f"is on {tensor.device}, expected {device}; move it with .to({str(device)!r})")
     if wrong:
         raise ShapeError(f"{name} " + "; ".join(wrong))
 

@@ -54,7 +54,7 @@ class RowTokens:
     """State that the transport needs for combine; opaque to all other code."""
     out_RH: Tensor | None = None
     """Where the transport would have the REDUCED output, in the layer's dtype: memory that peers read. An output
-    written there is not copied again; one that lies elsewhere is as good. None: anywhere."""
+    written there is not copied again; one that is elsewhere is as good. None: anywhere."""
     expected_N: float | None = None
     """Assignments to expect under uniform routing, from shapes only. Most ids may be -1, and rows of a window may be
     unfilled. None: about as many as there are ids."""

@@ -57,8 +57,8 @@ def seen_by_a_type_checker() -> dict[str, str]:
 def test_a_type_checker_and_a_program_see_the_same() -> None:
     homes = seen_by_a_type_checker()
     assert homes.keys() | {"__version__"} == set(moe_mk.__all__)
-    for name, home in homes.items():
-        expected = import_module(f"moe_mk.{name}") if home == "moe_mk" else getattr(import_module(home), name)
+    for name, module in homes.items():
+        expected = import_module(f"moe_mk.{name}") if module == "moe_mk" else getattr(import_module(module), name)
         assert getattr(moe_mk, name) is expected, name
 
 

@@ -35,10 +35,10 @@ def kernel(spans: Spans | None = None) -> FusedMoEKernel:
 
 
 def test_identity_experts_give_each_token_the_sum_of_its_weights() -> None:
-    hops: list[str] = []
-    y_TH = wait(yield_points_of(kernel().steps(X, ROUTING, NO_WEIGHTS), hops))
+    points: list[str] = []
+    y_TH = wait(yield_points_of(kernel().steps(X, ROUTING, NO_WEIGHTS), points))
     assert y_TH.tolist() == [[0.75, 1.5], [0.0, 0.0], [10.0, 12.0]]
-    assert hops == ["dispatch", "combine"]
+    assert points == ["dispatch", "combine"]
 
 
 @pytest.mark.row(19, 86)

@@ -23,7 +23,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
         expect("hidden_states", torch.zeros(3, 9), "T H", torch.bfloat16, torch.device("meta"), T=4, H=8)
     assert str(caught.value) == (
         "hidden_states has T=3 (axis 0), expected T=4; has H=9 (axis 1), expected H=8; "
-        "has dtype torch.float32, expected torch.bfloat16; lies on cpu, expected meta; move it with .to('meta')"
+        "has dtype torch.float32, expected torch.bfloat16; is on cpu, expected meta; move it with .to('meta')"
     )
 
 

@@ -3,7 +3,7 @@
     throughput   a row to each distinct node of a token, its own included; inside one node to each distinct rank
     latency      a message for each assignment, with a header
 
-Uniform routing. Where the router keeps `nodes_kept` groups and a group is a node, experts of a token lie on no more
+Uniform routing. Where the router keeps `nodes_kept` groups and a group is a node, experts of a token are on no more
 nodes than that: exactly E[min(kept, D)], D the distinct nodes of K experts drawn without replacement, because the
 kept groups are the first ones that show up among the best scores.
 
@@ -43,7 +43,7 @@ class Exchange:
     top_k: int = 8
     num_experts: int = 256
     nodes_kept: int | None = 4
-    """The most nodes that the router lets a token visit; None is no limit."""
+    """The most nodes to which the router sends a token; None is no limit."""
     dropped: int = 0
     """Assignments of a rank's batch that go nowhere."""
 

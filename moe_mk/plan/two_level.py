@@ -4,7 +4,7 @@
     between nodes  n rows a token over the slow links, n nodes a token      x (nodes - 1) / nodes
     inside         K rows a token over the fast links                       x (ranks a node - 1) / ranks a node
 
-Bytes at the profile's rates and no fixed costs. One level after the other is the sum, a relay token by token lies
+Bytes at the profile's rates and no fixed costs. One level after the other is the sum, a relay token by token is
 between the longer level and the sum.
 """
 

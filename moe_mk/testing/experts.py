@@ -48,7 +48,7 @@ def check_experts(
     """Every hostile case through one experts backend, in every layout it reads, against the reference in f32.
 
     weights: how the experts are stored; read as a stack and as mapped matrices. compute: what activations are rounded
-    to; None is the layer's dtype. activation: one that its traits have; those beside silu run in fewer cases.
+    to; None is the layer's dtype. activation: one that its traits have; those other than silu run in fewer cases.
     cases: of one rank with num_slots experts, each run with one kind of weights; None is `hostile_routings`.
     Checks the output, its declared stage, that padding is never read, that inputs and weights are not modified, that
     two calls give equal bits if the backend is declared deterministic, and that outputs follow their weights.

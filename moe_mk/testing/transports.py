@@ -82,8 +82,8 @@ def fly_dual(world: LockstepWorld, flights: Sequence[tuple[Flight[X], ...]]) -> 
     """Wait for several concurrent flights of every rank, in the order of each rank."""
     if isinstance(world, ThreadWorld):
         return world.together([partial(interleave, own) for own in flights])
-    landed = iter(interleave([flight for own in flights for flight in own]))
-    return [[next(landed) for _ in own] for own in flights]
+    finished = iter(interleave([flight for own in flights for flight in own]))
+    return [[next(finished) for _ in own] for own in flights]
 
 
 def yield_points_of(flight: Flight[X], points: list[str]) -> Flight[X]:
@@ -91,8 +91,8 @@ def yield_points_of(flight: Flight[X], points: list[str]) -> Flight[X]:
     while True:
         try:
             point = next(flight)
-        except StopIteration as landed:
-            return cast(X, landed.value)
+        except StopIteration as finished:
+            return cast(X, finished.value)
         points.append(point.what)
         yield point
 

@@ -33,7 +33,7 @@ PICKLED = {
     "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter", "collections OrderedDict", "torch Size",
     "torch device", "_codecs encode", "builtins set", "__builtin__ set", "builtins complex", "__builtin__ complex",
 }  # fmt: skip
-"""What the description of plain containers of tensors names, beside dtypes and storages of torch. Others are safe to
+"""What the description of plain containers of tensors names, next to dtypes and storages of torch. Others are safe to
 call too, but allocate as much memory as a number in the file asks for: torch.FloatTensor, bytearray."""
 
 
@@ -118,7 +118,7 @@ def _expect_plain(file: Path, most: int) -> None:
             raise ValueError(f"its {len(infos)} records have {size} bytes, the file has {file.stat().st_size}")
         described = [info for info in infos if info.filename.endswith("/data.pkl")]
         if any(info.file_size > MOST_PICKLED for info in described):
-            raise ValueError(f"what it holds beside tensors is above {MOST_PICKLED} bytes, the limit")
+            raise ValueError(f"its contents other than tensors are above {MOST_PICKLED} bytes, the limit")
         names = {name for info in described for name in _names_in(members.read(info))}
     known = {f"torch {name}" for name in dir(torch) if name.endswith("Storage") or _is_dtype(name)} | PICKLED
     if foreign := sorted(names - known):
@@ -136,7 +136,7 @@ def _names_in(pickled: bytes) -> set[str]:
 
 
 def _expect_held(content: object, most: int) -> None:
-    """Whether tensors are strided, lie in their storage, and have `most` bytes in all, each counted at every place.
+    """Whether tensors are strided, are inside their storage, and have `most` bytes in all, each counted at every place.
 
     Raises ValueError: what one file states twice, or spreads by strides of 0, would be copied as often as it states.
     """

@@ -11,7 +11,7 @@ replaces the built-in parameters if the upper end of a confidence interval of th
 its first rounds and in a second set of rounds, because the best of many candidates looks better than it is.
 
 The interval is that of order statistics: from the k-th smallest to the k-th largest of n ratios, with the largest k for
-which the median lies above it with a probability of at most 2.5 %. It only assumes that rounds are alike.
+which the median is above it with a probability of at most 2.5 %. It only assumes that rounds are alike.
 
 A backend that can be tuned has two further methods; a CPU backend without them is tuned by torch's number of threads:
 
@@ -155,7 +155,7 @@ class Stopwatch:
         self.experts, self.weights, self.space = experts, weights, space
         self._rows = _rows(experts, tokens, top_k)
 
-    def beside(self, built_in: Candidate, candidate: Candidate, *, whole: bool = False) -> Rounds:
+    def compare(self, built_in: Candidate, candidate: Candidate, *, whole: bool = False) -> Rounds:
         """Rounds of both, after one run each that warms up."""
         runs = []
         for parameters in (built_in, candidate):
@@ -353,7 +353,7 @@ class _Session:
                 if now() > deadline:
                     return False
                 watch = watch or self._stopwatch(count)
-                rounds = watch.beside(space.built_in, candidate, whole=candidate == space.built_in)
+                rounds = watch.compare(space.built_in, candidate, whole=candidate == space.built_in)
                 self.parts.add(count, candidate, rounds)
             best = best_of(self.trials(count)[1:])
             if best is None or best.confirmed:
@@ -361,7 +361,7 @@ class _Session:
             if now() > deadline:
                 return False
             watch = watch or self._stopwatch(count)
-            self.parts.add(count, best.parameters, watch.beside(space.built_in, best.parameters), confirms=True)
+            self.parts.add(count, best.parameters, watch.compare(space.built_in, best.parameters), confirms=True)
         return True
 
     def trials(self, count: int) -> list[Trial]:

@@ -1,4 +1,4 @@
-"""Arguments that cannot be meant end in a message and a code, before any work, and take nothing away."""
+"""Arguments out of range end in a message and a code, before any work, and take nothing away."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_a_conversion_goes_through_a_link_and_into_the_working_folder(
     (tmp_path / "link").symlink_to(tmp_path / "away")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for target, home in ((tmp_path / "link", "away"), (Path("."), "here")):
+    for target, folder in ((tmp_path / "link", "away"), (Path("."), "here")):
         convert_checkpoint(small, target, "bf16")
-        assert (tmp_path / home / "conversion.json").is_file()
+        assert (tmp_path / folder / "conversion.json").is_file()
     assert (tmp_path / "link").is_symlink() and not list(tmp_path.glob("*.partial"))
 
 

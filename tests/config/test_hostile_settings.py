@@ -1,4 +1,4 @@
-"""Settings that nobody means well with: every one is a ConfigError, at once, in a message of bearable length."""
+"""Hostile settings: every one is a ConfigError, at once, in a message of bearable length."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_overrides_are_checked_like_everything_else() -> None:
 
 
 def test_no_key_stands_in_two_groups() -> None:
-    # Otherwise an override by bare key could not know its home.
+    # Otherwise an override by bare key could not be placed.
     groups = [field.annotation for field in MoEConfig.model_fields.values()]
     keys = [key for cls in groups if isinstance(cls, type) and issubclass(cls, BaseModel) for key in cls.model_fields]
     assert len(keys) == len(set(keys)) > 20

@@ -43,14 +43,14 @@ def test_only_groups_that_lie_together_limit_what_a_token_visits() -> None:
     free = problem(ep=64, num_expert_group=1, topk_group=1).nodes_per_token
     assert free == pytest.approx(5.295, abs=5e-4)
     assert problem(ep=64, placement="round_robin").nodes_per_token == free
-    assert problem(ep=2, tp=8, ranks_per_node=4).nodes == 4, "more nodes than EP ranks: a rank lies on two"
+    assert problem(ep=2, tp=8, ranks_per_node=4).nodes == 4, "more nodes than EP ranks: a rank is on two"
     assert problem(ep=2, tp=8, ranks_per_node=4).nodes_per_token == problem(ep=2).ranks_per_token
 
 
 def test_ranks_that_a_token_visits_by_counting() -> None:
     # Mixtral on 4 ranks: every pair of 8 experts, two experts a rank.
-    visited = [len({e // 2 for e in pair}) for pair in combinations(range(8), 2)]
-    assert problem("mixtral_8x7b", ep=4).ranks_per_token == pytest.approx(sum(visited) / len(visited))
+    reached = [len({e // 2 for e in pair}) for pair in combinations(range(8), 2)]
+    assert problem("mixtral_8x7b", ep=4).ranks_per_token == pytest.approx(sum(reached) / len(reached))
 
 
 @pytest.mark.parametrize(

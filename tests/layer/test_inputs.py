@@ -26,7 +26,7 @@ def made() -> MoELayer:
         (torch.zeros(3, 17), r"hidden_states has H=17 \(axis 1\), expected H=16"),
         (torch.zeros(1, 1, 3, 16), r"hidden_states has 4 dimensions \(1, 1, 3, 16\), expected 2 \[T, H\]"),
         (torch.zeros(3, 16, dtype=torch.bfloat16), r"has dtype torch\.bfloat16, expected torch\.float32"),
-        (torch.zeros(3, 16, device="meta"), r"lies on meta, expected cpu; move it with \.to\('cpu'\)"),
+        (torch.zeros(3, 16, device="meta"), r"is on meta, expected cpu; move it with \.to\('cpu'\)"),
         (torch.zeros(17, 16), r"T=17 tokens, kernel\.max_num_tokens=16; raise the setting or split the batch"),
         (
             torch.zeros(3, 17, dtype=torch.float16),

@@ -92,7 +92,7 @@ def test_both_oracles_are_called_by_their_known_names() -> None:
 
 
 class Trapped(dict[str, str]):
-    """An environment that nobody may look at."""
+    """An environment that must not be read."""
 
     def __getitem__(self, key: str) -> str:
         raise AssertionError(f"{key} was read")

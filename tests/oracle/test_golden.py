@@ -33,7 +33,7 @@ def only_the_backends_of(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
 
 
 def named(case: dict[str, Any], names: str) -> list[str]:
-    """The backends of the table, and those that a case asks for beside them."""
+    """The backends of the table, and those that a case adds to them."""
     return [*BACKENDS[names], *(case.get("with", []) if names == "experts" else [])]
 
 
@@ -49,9 +49,9 @@ def problem_of(case: dict[str, Any]) -> Problem:
 def expected_codes(case: dict[str, Any]) -> dict[str, set[str]]:
     """Reasons of a pair: against its transport, its experts, both together, and every pair alike."""
     against, both = case["against"], case.get("both", {})
-    carrier = "no_ep" if case["ask"].get("settings", {}).get("ep", 1) == 1 else "all_gather"
+    transport = "no_ep" if case["ask"].get("settings", {}).get("ep", 1) == 1 else "all_gather"
     pairs = [(t, t, e) for t in BACKENDS["transports"] for e in named(case, "experts")]
-    pairs += [("inside", carrier, e) for e in BACKENDS["inside"]]
+    pairs += [("inside", transport, e) for e in BACKENDS["inside"]]
     everywhere = against.get("every pair", [])
     return {
         f"{shown} + {e}": {*against.get(t, []), *against.get(e, []), *both.get(f"{shown} + {e}", []), *everywhere}

@@ -1,4 +1,4 @@
-"""What a pair holds beside the weights, part by part, and the most tokens that a device has room for."""
+"""What a pair holds in addition to the weights, part by part, and the most tokens that a device has room for."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_buffers_are_counted_by_hand() -> None:
     # 4 ranks of 8 tokens: 32 rows. A row on the wire has 7168 codes and 56 scales of 4 bytes, 7392 bytes, and is there
     # as bytes and as tensors; its output is 7168 values in f32 and in bf16.
     asked = problem(4, num_tokens=8, experts="triton", prepare_finalize="all_to_all")
-    carrier, workspace = PREPARE_FINALIZE["all_to_all"], EXPERTS["triton"].workspace_bytes
-    held = buffers_of(carrier, FP8_1x128, workspace, asked)
+    transport, workspace = PREPARE_FINALIZE["all_to_all"], EXPERTS["triton"].workspace_bytes
+    held = buffers_of(transport, FP8_1x128, workspace, asked)
     assert held.rows == 32 * (2 * 7392 + 7168 * (4 + 2))
     assert (held.workspace, held.transport) == (workspace(asked, 32), 0)
     assert held.total == held.rows + held.workspace
@@ -79,7 +79,7 @@ def test_the_most_tokens_just_fit() -> None:
 def test_the_search_keeps_to_its_ends(room: int, expected: int) -> None:
     asked = problem(32, num_tokens=1, max_num_tokens=100)
     free = room_of(asked) - weights_bytes(asked)
-    # Each token takes ten bytes; what lies below is as large as leaves `room`.
+    # Each token takes ten bytes; the rest is as large as leaves `room`.
     held = most_tokens(asked, lambda given: Buffers(free - room, 10 * given.num_tokens, 0))
     assert held == expected
 

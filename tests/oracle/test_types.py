@@ -60,7 +60,7 @@ def problem(quant: str, **settings: object) -> Problem:
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FusedExperts]], None]:
-    """Leave one backend beside the reference."""
+    """Leave one backend and the reference."""
 
     def leave(cls: type[FusedExperts]) -> None:
         monkeypatch.setattr(EXPERTS, "_entries", {"reference": EXPERTS["reference"], "mine": cls})

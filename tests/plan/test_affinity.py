@@ -14,7 +14,7 @@ from moe_mk.trace.routing import RoutingTrace
 
 @pytest.mark.row(41)
 def test_partners_meet_on_one_node() -> None:
-    # Experts 0 and 2 are always chosen together, so are 1 and 3. Linear {0 1} {2 3} visits two nodes, {0 2} {1 3} one.
+    # Experts 0 and 2 are always chosen together, so are 1 and 3. Linear {0 1} {2 3} needs two nodes, {0 2} {1 3} one.
     ids_TK = np.array([[0, 2], [1, 3], [2, 0], [3, -1]])
     assert together(ids_TK, 4)[0].tolist() == [0, 0, 2, 0]
     found = place_by_affinity(ids_TK, 4, ranks=2, nodes=2)
@@ -56,7 +56,7 @@ def test_on_the_trace_of_a_trained_model_it_gains_and_keeps_gaining_on_tokens_it
 
 @pytest.mark.row(41)
 def test_pairs_that_meet_at_the_cost_of_nodes_are_left_as_they_were() -> None:
-    # Experts 2 and 6 in each other's place join more pairs, but then the last token visits two nodes like all others.
+    # Experts 2 and 6 in each other's place join more pairs, but the last token is sent to two nodes like all others.
     rows = ([0, 5, 2, 4], [4, 3, 0, 6], [4, 5, 3, 7], [2, 7, 4, 6], [6, 4, 1, 0], [0, 7, 2, 4], [0, 1, 2, 3])
     ids_TK, swapped_E = np.array(rows), np.array([0, 0, 1, 0, 1, 1, 0, 1])
     pairs_EE, linear_E = together(ids_TK, 8), np.arange(8) // 4
@@ -70,8 +70,8 @@ def test_a_trace_that_linear_suits_leaves_linear() -> None:
     ids_TK = np.array([[0, 1], [2, 3]])
     found = place_by_affinity(ids_TK, 4, ranks=2, nodes=2)
     assert found.swaps == 0 and found.expert_map.experts_of_rank == ((0, 1), (2, 3))
-    nobody = place_by_affinity(np.empty((0, 2), np.int64), 4, ranks=2, nodes=2)
-    assert nobody.nodes_per_token == 0.0
+    no_tokens = place_by_affinity(np.empty((0, 2), np.int64), 4, ranks=2, nodes=2)
+    assert no_tokens.nodes_per_token == 0.0
     assert place_by_affinity(np.full((3, 2), -1), 4, ranks=2, nodes=1).nodes_per_token == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Bytes of exchanges by hand, and the closed form of visited groups against drawn routings."""
+"""Bytes of exchanges by hand, and the closed form of destination groups against drawn routings."""
 
 from __future__ import annotations
 

@@ -44,5 +44,5 @@ def test_wrong_tensors_are_named() -> None:
         grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=normal(7))
     with pytest.raises(ShapeError, match=r"e_score_correction_bias has dtype torch.int32"):
         grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=torch.zeros(8, dtype=torch.int32))
-    with pytest.raises(ShapeError, match=r"e_score_correction_bias lies on meta"):
+    with pytest.raises(ShapeError, match=r"e_score_correction_bias is on meta"):
         grouped_topk(normal(2, 8), 2, 4, 2, e_score_correction_bias=torch.empty(8, dtype=torch.float32, device="meta"))

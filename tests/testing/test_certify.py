@@ -223,7 +223,7 @@ def test_experts_are_tried_in_every_format_of_their_traits() -> None:
 
 
 def test_every_built_in_backend_has_checks_or_states_why_it_cannot_run_here() -> None:
-    # A backend that refuses everything the kit knows would otherwise never be tried, and nobody would hear of it.
+    # A backend that refuses everything the kit knows would otherwise never be tried, and this would not be reported.
     names = [(name, registry[name].traits) for registry in (PREPARE_FINALIZE, EXPERTS) for name in registry]
     here = [name for name, traits in names if "cpu" in traits.kinds or traits.library in EMULATED]
     assert not [name for name in here if not checks_of(name, processes=False)]
@@ -243,11 +243,11 @@ def test_a_combination_that_a_backend_refuses_is_reported_and_not_tried(monkeypa
     class Choosy(wrong.Experts):
         @classmethod
         def reasons_against(cls, problem: Any) -> list[Any]:
-            return [*super().reasons_against(problem), Reason("shape", "serves nobody on Sundays")]
+            return [*super().reasons_against(problem), Reason("shape", "does not run on Sundays")]
 
     certificate = certify(install(monkeypatch, Choosy), processes=False)
     assert not certificate.passed and not certificate.failures and not certificate.coverage
-    assert certificate.not_covered == ("fp32 weights, fp32 activations, fp32 out: serves nobody on Sundays",)
+    assert certificate.not_covered == ("fp32 weights, fp32 activations, fp32 out: does not run on Sundays",)
 
 
 def test_what_is_claimed_and_not_tried_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def events_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_nested(spans: list[dict[str, Any]]) -> bool:
-    """Whether of any two spans one lies inside the other, or they lie apart; in whole nanoseconds."""
+    """Whether of any two spans one is inside the other, or they are apart; in whole nanoseconds."""
     ends = [(round(s["ts"] * 1e3), round((s["ts"] + s["dur"]) * 1e3)) for s in spans]
     return all(
         b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)

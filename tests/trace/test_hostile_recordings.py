@@ -1,4 +1,4 @@
-"""Recordings that nobody means well with: a TraceError, before anything is allocated for what they only say."""
+"""Hostile recordings: a TraceError, before anything is allocated for what they only say."""
 
 from __future__ import annotations
 

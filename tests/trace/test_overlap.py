@@ -19,7 +19,7 @@ def span(stage: str, start: float, end: float) -> Span:
     [
         # On the way from 0 to 4; experts from 3 to 6: a quarter was hidden.
         ([span("dispatch", 0, 4), span("experts", 3, 6)], 0.25),
-        # Two journeys under way at once count once: 0 to 6, of which 2 to 3 and 5 to 6.
+        # Two transfers under way at once count once: 0 to 6, of which 2 to 3 and 5 to 6.
         ([span("dispatch", 0, 4), span("combine", 2, 6), span("experts", 2, 3), span("shared", 5, 7)], 2 / 6),
         # Experts on two threads at once hide a moment once.
         ([span("dispatch", 0, 2), span("experts", 0, 1), span("experts", 0, 1)], 0.5),

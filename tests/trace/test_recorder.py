@@ -89,7 +89,7 @@ def test_the_same_stage_twice_is_added(clock: Clock) -> None:
     for seconds in (1.0, 2.0):
         with recorder.span("experts"):
             clock.time += seconds
-        clock.time += 10.0  # between spans nobody is charged
+        clock.time += 10.0  # between spans no stage is charged
     assert recorder.own_seconds() == {"experts": 3.0}
 
 

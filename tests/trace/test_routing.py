@@ -16,7 +16,7 @@ from tests.support.routing_cases import by_hand, drawn, equal, group_limited
 def test_loads_by_hand() -> None:
     trace = by_hand()
     assert (trace.num_forwards, trace.num_rows, trace.layers, trace.steps) == (6, 7, [3, 5], [0, 1])
-    # Layer 3: experts 0 1, 0 3, 2, 0 2.   Layer 5: 3 2, 3 1, 3 0.   The -1 counts for nobody.
+    # Layer 3: experts 0 1, 0 3, 2, 0 2.   Layer 5: 3 2, 3 1, 3 0.   The -1 counts for no expert.
     assert trace.loads().tolist() == [[3, 1, 2, 1], [1, 1, 1, 3]]
     assert trace.windows(2).tolist() == [[[2, 1, 1, 1], [1, 1, 1, 3]], [[1, 0, 1, 0], [0, 0, 0, 0]]]
     assert trace.windows(9).shape == (2, 2, 4)  # two steps make no more than two windows

@@ -24,7 +24,7 @@ def test_it_is_of_a_grouped_router_on_four_ranks(trace: RoutingTrace) -> None:
     assert (facts.num_experts, facts.top_k, facts.num_groups, facts.num_ranks) == (32, 4, 4, 4)
     assert trace.layers == [1, 2, 3] and trace.num_rows == 3 * 64 * 128
     assert FILE.stat().st_size < 300_000
-    # Two of four groups are kept, so a token's experts lie in two groups of eight.
+    # Two of four groups are kept, so a token's experts are in two groups of eight.
     groups_R = np.array([len(set(row)) for row in (trace.ids_RK.numpy() // 8).tolist()])
     assert groups_R.max() == 2
 

@@ -115,7 +115,7 @@ def test_a_backend_declares_its_own_space(tmp_path: Path, monkeypatch: pytest.Mo
     Declares.made.clear()
     result = run(tmp_path / "case.json", case=replace(CASE, experts="declares"))
     assert result.complete and result.measured == 3
-    # One token: narrow beside itself. Eight: the same, then wide beside narrow. One round decides nothing.
+    # One token: narrow against itself. Eight: the same, then wide against narrow. One round decides nothing.
     assert Declares.made == ["narrow"] * 5 + ["wide"]
     assert {point.parameters["tile"] for point in result.points} == {"narrow"}
 
@@ -139,7 +139,7 @@ def test_a_faster_candidate_replaces_the_built_in_one_and_the_file_states_why(
     ran = timed(monkeypatch, {1: 8.0, 2: 9.0, 3: 10.0})
     result = run(tmp_path / "case.json", tokens=(4,))
     assert [(point.parameters["threads"], point.microseconds) for point in result.points] == [(1, 8.0)]
-    # A warm-up of both before 9 rounds: 3 beside 3, 1 beside 3, 2 beside 3, and 1 beside 3 once more.
+    # A warm-up of both before 9 rounds: 3 against 3, 1 against 3, 2 against 3, and 1 against 3 once more.
     assert len(ran) == 4 * 20 and [ran.count(threads) for threads in (1, 2, 3)] == [20, 10, 50]
     meta = json.loads((tmp_path / "case.meta.json").read_text())
     assert "alternating rounds" in meta["rule"] and meta["by"] == "a test"
@@ -163,15 +163,15 @@ def test_a_session_killed_before_the_rounds_of_the_best_goes_on_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(monkeypatch, {1: 8.0, 2: 9.0, 3: 10.0})
-    path, beside = tmp_path / "case.json", Stopwatch.beside
+    path, compare = tmp_path / "case.json", Stopwatch.compare
     calls = iter(range(100))
 
     def killed(self: Stopwatch, *args: Any, **more: Any) -> Any:
         if next(calls) == 3:
             raise KeyboardInterrupt
-        return beside(self, *args, **more)
+        return compare(self, *args, **more)
 
-    monkeypatch.setattr(Stopwatch, "beside", killed)
+    monkeypatch.setattr(Stopwatch, "compare", killed)
     with pytest.raises(KeyboardInterrupt):
         run(path, tokens=(4,))
     result = run(path, tokens=(4,))

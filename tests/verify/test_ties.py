@@ -51,7 +51,7 @@ def test_groups_of_equal_worth_do_not_excuse_a_wrong_expert() -> None:
 
 
 def test_a_group_that_is_as_good_may_be_kept_instead() -> None:
-    # Worth by the best expert: 0.9, 0.605, 0.600. Group 1 or group 2 may stand beside group 0.
+    # Worth by the best expert: 0.9, 0.605, 0.600. Group 1 or group 2 may be kept with group 0.
     scores, kept = [0.9, 0.2, 0.605, 0.3, 0.600, 0.1], {"num_expert_group": 3, "topk_group": 2}
     assert choose([0, 2], scores, **kept)
     assert choose([0, 4], scores, **kept)

@@ -152,7 +152,7 @@ def _check_scales(sf: Tensor, mn: int, k: int, rows: int, group: int, num_groups
 
 
 def _in_columns(sf: Tensor) -> Tensor:
-    """Neighbouring rows side by side, each column as long as boxes need; what lies between is poison."""
+    """Neighbouring rows side by side, each column as long as boxes need; the padding between is poison."""
     *leading, m, k = sf.shape
     long = -(-m // SCALES_ALIGNED_TO) * SCALES_ALIGNED_TO
     poison = torch.nan if sf.dtype is torch.float32 else -1

@@ -62,9 +62,9 @@ class ProcessExchange:
         row_bytes = like.element_size() * trailing.numel()
         flat = [tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8) for tensor in outgoing]
         sizes = [count * row_bytes for count in counts]
-        landed = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        dist.all_to_all_single(landed, torch.cat(flat), sizes, [len(part) for part in flat], group=self.group)
+        arrived = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        dist.all_to_all_single(arrived, torch.cat(flat), sizes, [len(part) for part in flat], group=self.group)
         # Cloned: a dtype view must start at a multiple of its size.
-        parts = [part.clone() for part in torch.split(landed, sizes)]
+        parts = [part.clone() for part in torch.split(arrived, sizes)]
         shaped = [part.view(like.dtype).view(n, *trailing) for part, n in zip(parts, counts, strict=True)]
         return [part.to(like.device) for part in shaped]

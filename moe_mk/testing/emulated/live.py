@@ -1,4 +1,4 @@
-"""Exchanges in which some ranks take no part: ranks meet in pairs, and nobody waits for one that is left out."""
+"""Exchanges in which some ranks take no part: ranks meet in pairs, and no rank waits for one that is left out."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _between_processes(group: dist.ProcessGroup, peers: Mapping[int, Sequence[Te
     likes = {peer: list(zip(tensors, theirs[peer].tolist(), strict=True)) for peer, tensors in peers.items()}
     # One byte more than the rows have: a message has a length.
     sizes = {peer: 1 + sum(rows * _row_bytes(like) for like, rows in pairs) for peer, pairs in likes.items()}
-    landed = _messages(
+    arrived = _messages(
         group,
         {
             peer: torch.cat([torch.zeros(1, dtype=torch.uint8, device="cpu"), *map(_flat, t)])
@@ -75,7 +75,7 @@ def _between_processes(group: dist.ProcessGroup, peers: Mapping[int, Sequence[Te
         },
         {peer: torch.empty(size, dtype=torch.uint8, device="cpu") for peer, size in sizes.items()},
     )
-    return {peer: _taken_apart(landed[peer][1:], pairs) for peer, pairs in likes.items()}
+    return {peer: _taken_apart(arrived[peer][1:], pairs) for peer, pairs in likes.items()}
 
 
 def _messages(group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Mapping[int, Tensor]:

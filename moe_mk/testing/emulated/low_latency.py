@@ -3,7 +3,7 @@
 What a kernel leaves undefined is poisoned, orders are drawn from a seeded generator, results become visible when the
 hook is called or the event waited for, and a third operation in flight is refused where kernels would lose rows.
 
-What low-latency kernels put on the wire and where they place it: casts, and an order that nobody may rely on.
+What low-latency kernels put on the wire and where they place it: casts, and an unspecified order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def cast_rows(x_TH: Tensor, *, round_scale: bool, use_ue8m0: bool) -> tuple[Tens
 
 
 class Places:
-    """Where received rows go: expert by expert, the sources of each in an order that nobody may rely on."""
+    """Where received rows go: expert by expert, the sources of each in an unspecified order."""
 
     def __init__(self, expert_R: Tensor, source_R: Tensor, sizes: tuple[int, int], draw: torch.Generator) -> None:
         """sizes: local experts and ranks. Rows of one source must already be shuffled."""
@@ -212,7 +212,7 @@ class LowLatency:
     def _weighted_sum(
         self, rows_XH: Tensor, key_X: Tensor, topk_idx: Tensor, topk_weights: Tensor, shape: Shape
     ) -> Tensor:
-        """One slot per expert and token; a slot that nobody wrote holds poison, unless its rank is masked."""
+        """One slot per expert and token; an unwritten slot holds poison, unless its rank is masked."""
         row_of_key_X = torch.full((shape.num_experts * shape.max_tokens,), -1, dtype=torch.int64, device=rows_XH.device)
         row_of_key_X[key_X.long()] = torch.arange(len(key_X), dtype=torch.int64, device=rows_XH.device)
         token_T = torch.arange(len(topk_idx), dtype=torch.int64, device=rows_XH.device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """Fill in place with what nobody may read: NaN where there is one, else the most absurd number of the dtype."""
+    """Fill in place with poison: NaN where there is one, else the most absurd number of the dtype."""
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         return tensor.fill_(torch.nan)
     if tensor.dtype.itemsize == 1 and tensor.dtype not in (torch.bool, torch.int8):

@@ -138,9 +138,9 @@ class Injector:
             while True:
                 try:
                     at = next(flight) if thrown is None else flight.throw(thrown)
-                except StopIteration as landed:
+                except StopIteration as finished:
                     self.reach(f"within {what}", number)
-                    return landed.value
+                    return finished.value
                 thrown = None
                 try:
                     self.reach(f"within {what}", number, hop)

@@ -156,7 +156,7 @@ class Campaign:
 def transports_of(name: str) -> tuple[str, ...]:
     """Registered transports by name, several by comma; "all" are the built-in ones that run between CPU processes.
 
-    Raises ConfigError for names that nobody registered and for transports of one rank.
+    Raises ConfigError for unregistered names and for transports of one rank.
     """
     names = BUILT_IN if name == "all" else tuple(part.strip() for part in name.split(","))
     for one in names:

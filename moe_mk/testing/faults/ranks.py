@@ -147,7 +147,7 @@ def _fork(folder: str, rank: int) -> int:
 
 
 def remove_shared_memory(folder: Path) -> list[str]:
-    """Remove the files in shared memory that ranks made and that nobody has removed; returns their names."""
+    """Remove the files in shared memory that ranks made and that have not been removed; returns their names."""
     left = []
     for log in folder.rglob("rank*.log"):
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():

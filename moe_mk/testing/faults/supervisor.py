@@ -341,7 +341,7 @@ class _Judge:
             slow = note["stage"] == "tear-down" and self._delay(note) > self.plan.timeout_s + LATE_S + self._slept()
             return Row(*place, "late" if slow else "right", digest=note.get("digest", ""), thread=note["thread"])
         if note["result"] == "wrong":
-            # Whoever lies about its own rows loses them; nobody else may.
+            # A rank that sends wrong rows loses its own; no other rank may.
             is_own = self.is_victim and self.plan.kind == "counts" and note["stage"] == "serve"
             return Row(*place, "own" if is_own else "WRONG", text=note["text"], thread=note["thread"])
         delay = self._delay(note)
@@ -415,7 +415,7 @@ class _Judge:
         return [] if rank.is_left else [self._ending("abort", f"exit code {ended['code']}")]
 
     def _ending(self, outcome: str, error: str, where: str = "") -> Row:
-        """An end that nobody planned, with what the rank was in and the head and the end of its standard error."""
+        """An unplanned end, with what the rank was in and the head and the end of its standard error."""
         notes = list(self.rank.open.values())
         stage, call = (notes[0]["stage"], notes[0]["call"]) if notes else ("end", 0)
         errors = self.watch.folder / f"rank{self.number}.err"

@@ -1,4 +1,4 @@
-"""`ElasticBuffer` as it is emulated: rows in no order, groups with gaps, and what lies behind the last row."""
+"""`ElasticBuffer` as it is emulated: rows in no order, groups with gaps, and what follows the last row."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def swapped(exchange: Exchange, live: tuple[int, ...] = (0, 1, 2)) -> list[list[
     return exchange.swap(parts, "test") if len(live) == exchange.size else swap_among(exchange, parts, live, "test")
 
 
-def check(rank: int, landed: list[list[Tensor]], live: tuple[int, ...] = (0, 1, 2)) -> None:
-    for peer, (rows, codes, nothing) in enumerate(landed):
+def check(rank: int, arrived: list[list[Tensor]], live: tuple[int, ...] = (0, 1, 2)) -> None:
+    for peer, (rows, codes, nothing) in enumerate(arrived):
         if peer not in live:
             assert [len(part) for part in (rows, codes, nothing)] == [0, 0, 0]
             continue
@@ -53,8 +53,8 @@ def over_gloo(rank: int) -> bool:
 def test_threads_and_processes_swap_the_same() -> None:
     world = ThreadWorld(3)
     groups = [comm.library_group() for comm in world.communicators()]
-    for rank, landed in enumerate(world.together([partial(lambda g: swapped(exchange_over(g)), g) for g in groups])):
-        check(rank, landed)
+    for rank, arrived in enumerate(world.together([partial(lambda g: swapped(exchange_over(g)), g) for g in groups])):
+        check(rank, arrived)
     assert run_ranks(over_gloo, 3) == [True] * 3
 
 
@@ -62,8 +62,8 @@ def test_ranks_that_are_left_out_are_not_waited_for() -> None:
     groups = [comm.library_group() for comm in ThreadWorld(3, timeout_s=5.0).communicators()]
     for live in SOME:
         jobs = [partial(lambda g, live: swapped(exchange_over(g), live), groups[rank], live) for rank in live]
-        for rank, landed in zip(live, groups[0].world.together(jobs), strict=True):
-            check(rank, landed, live)
+        for rank, arrived in zip(live, groups[0].world.together(jobs), strict=True):
+            check(rank, arrived, live)
     late = ThreadWorld(3, timeout_s=0.1).communicators()[2].library_group()
     with pytest.raises(CommError, match=r"rank 2, phase 'test', peer 1: is later than 0.1 s"):
         swapped(exchange_over(late), (1, 2))

@@ -56,7 +56,7 @@ def test_rows_lie_in_the_window_of_their_source_and_padding_is_poison() -> None:
     assert first_x[:, 0, 0].tolist() == [1.0, 3.0] and first_ids[:, 0].tolist() == [[0, 3], [0, 1]]
     assert sorted(second_x[0, :2, 0].tolist()) == [1.0, 2.0]
     assert bool(first_x[:, 1:].isnan().all()) and bool(second_x[1].isnan().all())
-    # Only what lies behind a source's rows is given the invalid id.
+    # Only what follows a source's rows is given the invalid id.
     assert first_ids[:, 1:].unique().tolist() == [NOBODY] and second_ids[1].unique().tolist() == [NOBODY]
 
 

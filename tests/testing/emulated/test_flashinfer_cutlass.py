@@ -43,7 +43,7 @@ def call(**other: Any) -> Tensor:
 
 def test_up_rows_come_before_gate_rows() -> None:
     # up = 3, gate = 2: silu(2) * 3 = 5.285, times the weight 0.5. The other way round silu(3) * 2 = 5.715.
-    # Expert 1 is past the last one: nobody's.
+    # Expert 1 is past the last one: unassigned.
     assert call()[0].tolist() == pytest.approx([2.64, 5.28], abs=0.02)
     turned = torch.tensor([[[0.0, 2.0], [3.0, 0.0]]], dtype=BF16)
     assert call(fc1_expert_weights=turned)[0].tolist() == pytest.approx([2.86, 5.72], abs=0.02)

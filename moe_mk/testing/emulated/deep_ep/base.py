@@ -131,8 +131,8 @@ class V1Buffer:
         if handle is not None:
             assert topk_idx is None and topk_weights is None
             in_rank = handle[4 if self._nodes == 1 else 0]
-            nobody = torch.zeros(self.group_size, dtype=torch.int32, device=in_rank.device)
-            layout = Layout(in_rank.sum(dim=0).to(torch.int32), nobody, in_rank)
+            no_rows = torch.zeros(self.group_size, dtype=torch.int32, device=in_rank.device)
+            layout = Layout(in_rank.sum(dim=0).to(torch.int32), no_rows, in_rank)
         else:
             assert num_tokens_per_rank is not None and is_token_in_rank is not None
             assert num_tokens_per_expert is not None

@@ -1,6 +1,6 @@
 """`deep_ep.ElasticBuffer`: V2, with rows in no particular order, or one row an assignment grouped by expert.
 
-The rows of a V2 dispatch: where they go, in which order they lie on arrival, and how they return.
+The rows of a V2 dispatch: where they go, in which order they arrive, and how they return.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def outgoing(
 
 
 def in_some_order(got: Arrived, draw: torch.Generator) -> Arrived:
-    """Rows of one source stay together, in an order that nobody may rely on."""
+    """Rows of one source stay together, in an unspecified order."""
     parts = torch.split(torch.arange(len(got.x), dtype=torch.int64, device="cpu"), got.per_source.tolist())
     mixed = [part[torch.randperm(len(part), generator=draw, dtype=torch.int64, device="cpu")] for part in parts]
     return got.picked(torch.cat(mixed).to(got.x.device))

@@ -1,6 +1,6 @@
 """`mori.ops`: rows to a fixed room at the ranks of their experts, and sums back.
 
-Everything returned lies in memory of the operator and is overwritten by its next call. Rows land in any order, of all
+Everything returned is in memory of the operator and is overwritten by its next call. Rows arrive in any order, of all
 sources mixed; behind `total` they are whatever was there. An id of -1 goes nowhere, ids arrive as they were sent, and
 combine wants this rank's own ids, not those that arrived.
 """
@@ -118,17 +118,17 @@ class EpDispatchCombineOp:
         self._total.fill_(len(place))
         columns = iter(zip(*arrived, strict=True))
 
-        def landed(room: Tensor, like: Tensor) -> Tensor:
+        def received(room: Tensor, like: Tensor) -> Tensor:
             return self._land(room, like, torch.cat(next(columns)), place)
 
-        x, ids = landed(self._rows, input), landed(self._ids, indices)
+        x, ids = received(self._rows, input), received(self._ids, indices)
         # What was there behind the last row are ids of an earlier call: any.
         experts = self.config.num_experts_per_rank * self.config.world_size
         left = torch.randint(experts, ids[len(place) :].shape, generator=self._draw, dtype=torch.int32, device="cpu")
         ids[len(place) :] = left
         no_weights = torch.empty((0, self.config.num_experts_per_token), dtype=torch.float32, device="cpu")
-        got = self._held(self._weights, no_weights) if weights is None else landed(self._weights, weights)
-        return x, got, None if scales is None else landed(self._scales, scales), ids, self._total
+        got = self._held(self._weights, no_weights) if weights is None else received(self._weights, weights)
+        return x, got, None if scales is None else received(self._scales, scales), ids, self._total
 
     def combine(
         self,
@@ -177,7 +177,7 @@ class EpDispatchCombineOp:
     def _check_dispatch(self, x: Tensor, weights: Tensor | None, scales: Tensor | None, indices: Tensor) -> None:
         c = self.config
         assert self._sent is None, "dispatch before the combine of the last one"
-        poison(self._out)  # the last result, if nobody has copied it
+        poison(self._out)  # the last result, if it has not been copied
         if x.dtype not in DTYPES:
             raise KeyError(x.dtype)
         assert x.dim() == 2 and x.is_contiguous() and indices.is_contiguous(), "dispatch reads dense rows"

@@ -86,7 +86,7 @@ class MnnvlMemory:
         self.mapping, self.segment_size, self.comm = mapping, size, PROCESS.comm
         self.epoch = 0
         self.draw = torch.Generator("cpu").manual_seed(self.comm.Get_rank())
-        """Decides the order in which rows land, as atomics of a GPU do."""
+        """Decides the order in which rows arrive, as atomics of a GPU do."""
         self.state: dict[str, Any] = {}
         """What kernels leave in the segment for later kernels."""
 

@@ -1,6 +1,6 @@
 """`flashinfer.comm.trtllm_alltoall`: two-sided all-to-all, rows pushed through FIFOs whose size knows no tokens.
 
-An id names its rank by integer division by slots of a rank: -1 means rank 0, `slot_count` and above mean nobody. Ids of
+An id names its rank by integer division by slots of a rank: -1 means rank 0, `slot_count` and above no rank. Ids of
 other ranks arrive as `slot_count`, and so do the ids of padding; weights arrive as they were, padding uninitialised.
 """
 

@@ -106,7 +106,7 @@ def moe_a2a_dispatch(
 ) -> tuple[list[Tensor], int, Tensor | None]:
     """Send every token once to each rank of its experts; returns views (R, M, *) of what has arrived.
 
-    Also returns where the combine region lies, and the gathered statistics. A masked rank gets no rows and is not
+    Also returns the offset of the combine region, and the gathered statistics. A masked rank gets no rows and is not
     waited for.
     """
     del enable_pdl, recv_view_cache

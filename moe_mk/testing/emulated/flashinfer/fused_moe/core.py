@@ -112,7 +112,7 @@ def _expert(products: Products, token_X: Tensor, expert: int, activation_type: A
 def _check_routing(x: Tensor, ids: Tensor, scales: Tensor) -> None:
     assert x.dim() == 2 and x.is_contiguous(), "input"
     assert ids.dtype is torch.int32 and ids.dim() == 2 and ids.is_contiguous(), "token_selected_experts"
-    assert bool((ids >= 0).all()), "an expert that is nobody's is past the last one, not before the first"
+    assert bool((ids >= 0).all()), "an unassigned expert id is past the last one, not before the first"
     assert scales.dtype is torch.float32 and scales.shape == ids.shape and scales.is_contiguous(), "token_final_scales"
     assert ids.shape[0] == x.shape[0], "one row of choices a token"
 

@@ -94,7 +94,7 @@ def fp8_block(x: Tensor, scales: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s
 
 
 def mxfp8(x: Tensor, scales: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, inner: int) -> Rows:
-    """Scales of rows (T, H / 32) as bytes; weights shuffled by 32 with their scales, which lie in tiles."""
+    """Scales of rows (T, H / 32) as bytes; weights shuffled by 32 with their scales, which are stored in tiles."""
     (tokens, hidden), local = x.shape, w13.shape[0]
     assert inner % 128 == 0 == hidden % 128, "sizes must be multiples of 128"
     _expect(x, E4M3, (tokens, hidden), "hidden_states")
