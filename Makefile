@@ -33,7 +33,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest hf engines chaos stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
+.PHONY: help venv run test oldest hf engines chaos mutants stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ stress: venv  ## the tests that take minutes
 	@echo "chaos     1000 worlds; python tools/docs_faults.py build/chaos-1000.json commits the result"
 	@mkdir -p build
 	@OMP_NUM_THREADS=1 $(BIN)/moe-mk chaos --worlds 1000 --out build/chaos-1000.json
+
+mutants: venv  ## break the library in small ways: the tests of each row must notice
+	@$(BIN)/python tools/mutants.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(ROWS),--rows $(ROWS))
 
 chaos: venv  ## 60 worlds of processes with one fault each, over every built-in transport that runs between CPU processes
 	@echo "chaos     60 worlds"

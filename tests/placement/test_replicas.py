@@ -28,6 +28,9 @@ def test_the_three_tables_by_hand() -> None:
     assert dealt.physical_to_global() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert dealt.global_to_physical() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert dealt.local_to_global(3) == [3, 7]
+    replicated = ExpertMap.from_physical([2, 1, 0, 2], 2, 3)
+    assert replicated.global_to_physical() == [2, 1, 0], "the first replica of expert 2"
+    assert replicated.local_to_global(1) == [0, 2]
 
 
 @pytest.mark.row(104, 105, 106)

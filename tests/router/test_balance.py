@@ -134,6 +134,14 @@ def test_bias_moves_by_gamma_towards_the_mean_load_by_hand() -> None:
 
 
 @pytest.mark.row(68, 122)
+def test_the_bias_steps_by_gamma_towards_the_mean_whatever_the_distance() -> None:
+    bias, load = torch.tensor([0.5, 0.0, -0.5, 1.0]), torch.tensor([2, 3, 4, 91])
+    assert torch.equal(updated_bias(bias, load, 0.25), torch.tensor([0.75, 0.25, -0.25, 0.75]))
+    assert torch.equal(updated_bias(bias, torch.tensor([7, 7, 7, 7]), 0.25), bias)
+    assert torch.equal(bias, torch.tensor([0.5, 0.0, -0.5, 1.0])), "the bias that was given is unchanged"
+
+
+@pytest.mark.row(68, 122)
 def test_bias_update_balances_a_skewed_router_without_a_loss() -> None:
     # Sixteen experts whose logits lean towards the first; the bias alone must even them out.
     logits = normal(4096, 16) + torch.linspace(1.5, -1.5, 16, dtype=torch.float32)
