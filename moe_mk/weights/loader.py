@@ -152,11 +152,12 @@ class LayerLoader:
         if not parts or part.role not in (Role.EXPERT, Role.SHARED) or (self._tp_size == 1 and parts == [part]):
             yield from ((each, tensor) for each in parts)
             return
-        # The reader of files cuts whole experts: what was not fed is on the meta device.
+        # The reader of files cuts whole experts: what was not fed is one element, repeated. Not on the meta device, on
+        # which the first clone of a process imports sympy for seconds.
         experts = {local: tensor}
         for other, want in self._experts[convention.name, part.role, part.expert]:
             if other != local:
-                experts[other] = torch.empty(want.shape, dtype=want.dtypes[0], device="meta")
+                experts[other] = torch.empty((), dtype=want.dtypes[0], device="cpu").expand(want.shape)
         reader = LayerReader(MappingSource(experts), "", convention, self._spec, self._tp_rank, self._tp_size)
         slots: dict[int | None, SlotWeights] = {}
         for each in parts:

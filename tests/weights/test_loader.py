@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from moe_mk.errors import ConfigError, WeightError
@@ -224,8 +224,8 @@ def test_a_layer_is_changed_by_finish_alone() -> None:
     assert torch.equal(moe.load_weights(state, prefix="moe.")(x_TH), wanted_TH)
 
 
-class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages that operators made and that are still alive, now and at most."""
+class LiveBytes(TorchFunctionMode):
+    """The bytes of all storages that functions of torch made and that are still alive, now and at most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class LiveBytes(TorchDispatchMode):
         self.storages = {key: each for key, each in self.storages.items() if not each[0].expired()}
         return sum(size for _, size in self.storages.values())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
