@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from moe_mk.quant.plain import BF16, plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
-from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Weights
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Weights, storages_of
 
 IDS = (torch.int32, torch.int64)
 LOGGER = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class EngineExperts:
         assert isinstance(kernel, FusedMoEKernel)
         self.kernel, self.dtype = kernel, self.decision.problem.dtype.dtype
         self.weights: Weights = kernel.experts.relayout(given)
-        in_use, self._given = _storages(self.weights), weights.tensors
+        in_use, self._given = storages_of(self.weights), weights.tensors
         self._unused = [t for t in weights.tensors if t.untyped_storage().data_ptr() not in in_use]
         is_copy = any(t is weights.w13 or t is weights.w2 for t in self._unused)
         self.copied_bytes = self.weights.num_bytes if is_copy else 0
@@ -266,16 +266,6 @@ class HeldExperts:
 def is_released(tensor: Tensor) -> bool:
     """Whether a tensor has elements but no data."""
     return tensor.numel() > 0 and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() == 0
-
-
-def _storages(held: object) -> set[int]:
-    """The addresses of all storages that an object holds in its fields."""
-    if isinstance(held, Tensor):
-        return set() if held.device.type == "meta" else {held.untyped_storage().data_ptr()}
-    inner: Sequence[object] = held if isinstance(held, tuple | list) else ()
-    if is_dataclass(held):
-        inner = [getattr(held, field.name) for field in fields(held)]
-    return {address for each in inner for address in _storages(each)}
 
 
 def _problem(name: str, weights: EngineWeights, scheme: QuantScheme, top_k: int, settings: dict[str, Any]) -> Problem:

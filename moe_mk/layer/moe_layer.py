@@ -67,7 +67,7 @@ from moe_mk.runner.overlap import alongside
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.checkpoint import load_layer
-from moe_mk.weights.expert_weights import SlotWeights
+from moe_mk.weights.expert_weights import ReleasedSlots, SlotWeights, storages_of
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights
 from moe_mk.weights.loader import LayerLoader
@@ -327,6 +327,27 @@ class MoELayer(nn.Module):
         self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
         self.hash_router = hash_router_of(self.config, weights.table_XK, self.device)
         self._fused, self._placement = None, replace(self._placement, weights=weights, laid_out=laid_out)
+
+    def release_weights(self) -> int:
+        """Free the experts in the format of the checkpoint where the backend has a copy; returns the number of bytes.
+
+        Until the layer is loaded again, its experts cannot be moved, and it cannot be copied or pickled. Tensors that
+        were given to `load_weights` are freed when the caller drops them as well. Raises UnsupportedError where the
+        backend reads them, WeightError before loading.
+        """
+        experts, placed = self.weights.experts, self._placement
+        if not isinstance(experts.slots, ReleasedSlots):
+            in_use = storages_of(placed.laid_out)
+            if any(storages_of(slot) & in_use for slot in experts.slots):
+                chosen = self.decision.chosen.experts
+                raise UnsupportedError(
+                    f"the experts of layer {self.name!r} cannot be released",
+                    [f"{chosen} reads them, there is no second copy; pin kernel.experts to another backend"],
+                )
+        freed = experts.num_bytes
+        gone = replace(experts, slots=ReleasedSlots(f"layer {self.name!r}", experts.num_slots), file_backed=False)
+        self._fused, self._placement = None, replace(placed, weights=replace(self.weights, experts=gone))
+        return freed
 
     # Forward.
 
@@ -773,6 +794,7 @@ class MoELayer(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A second layer over the same groups, with weights of its own."""
+        self._expect_kept()
         twin = type(self)(self.config, device=self.device, dtype=self.dtype, groups=self.groups, name=self.name)
         memo[id(self)] = twin
         if self._placement.weights is not None:
@@ -787,8 +809,15 @@ class MoELayer(nn.Module):
             raise ConfigError(
                 f"layer {self.name!r} holds process groups, which cannot be pickled; build it per process"
             )
+        self._expect_kept()
         state = (self._placement.weights, self.expert_map, self.expert_load.clone())
         return _rebuild, (type(self), self.config, str(self.device), self.dtype, self.name, state)
+
+    def _expect_kept(self) -> None:
+        """Raise UnsupportedError if the experts were released."""
+        weights = self._placement.weights
+        if weights is not None and isinstance(weights.experts.slots, ReleasedSlots):
+            _ = weights.experts.slots[0]
 
     def extra_repr(self) -> str:
         """The chosen backends and sizes."""

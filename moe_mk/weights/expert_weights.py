@@ -7,8 +7,8 @@ layout converts to it in `relayout()` and sets `layout`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -189,12 +189,41 @@ class MappedExpertWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values and scales behind the views."""
-        return sum(slot.num_bytes for slot in self.slots)
+        """Bytes of values and scales behind the views; 0 once they were released."""
+        return 0 if isinstance(self.slots, ReleasedSlots) else sum(slot.num_bytes for slot in self.slots)
 
     def slot(self, index: int) -> SlotWeights:
         """The matrices of one physical expert, as views."""
         return self.slots[index]
+
+
+@dataclass(frozen=True)
+class ReleasedSlots(Sequence[SlotWeights]):
+    """In place of experts that were freed, because a backend holds them in a layout of its own."""
+
+    whose: str
+    """The owner, for messages."""
+    num_slots: int
+
+    def __len__(self) -> int:
+        return self.num_slots
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Raises UnsupportedError."""
+        raise UnsupportedError(
+            f"the experts of {self.whose} were released in the format of the checkpoint",
+            ["load them again to move experts, or to copy or pickle the layer"],
+        )
+
+
+def storages_of(held: object) -> set[int]:
+    """The addresses of the storages of all tensors in the fields of an object, in any layout of weights."""
+    if isinstance(held, Tensor):
+        return set() if held.device.type == "meta" else {held.untyped_storage().data_ptr()}
+    inner: Sequence[object] = held if isinstance(held, tuple | list) else ()
+    if is_dataclass(held):
+        inner = [getattr(held, field.name) for field in fields(held)]
+    return {address for each in inner for address in storages_of(each)}
 
 
 class Weights(Protocol):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_mk import MoELayer, ShapeError, UnsupportedError, WeightError
-from tests.support.layers import HIDDEN, layer, tensors
+from moe_mk import ExpertMap, MoELayer, ShapeError, UnsupportedError, WeightError
+from tests.layer.native import NEEDS_COMPILER
+from tests.support.layers import HIDDEN, config, layer, tensors
 
 
 @pytest.fixture
@@ -129,3 +132,32 @@ def test_the_default_device_is_that_of_torch(moe: MoELayer) -> None:
         assert MoELayer(moe.config, dtype=torch.float32, device="cpu").device == torch.device("cpu")
     with pytest.raises(UnsupportedError, match="computes in bf16, the layer is fp32"):
         MoELayer(moe.config.with_(experts="cpu_native"), dtype=torch.float32, device="meta")
+
+
+@NEEDS_COMPILER
+def test_the_copy_in_the_format_of_the_checkpoint_can_be_released() -> None:
+    moe = MoELayer(config(8, 2, experts="cpu_native", num_shared_experts=1, quant={"weights": "bf16"}))
+    loader, given = moe.loader(), tensors(8, shared=1, dtype=torch.bfloat16)
+    for name, tensor in given.items():
+        loader.feed(name, tensor)
+    loader.finish()
+    x_TH = torch.randn((5, HIDDEN), generator=torch.Generator().manual_seed(0)).bfloat16()
+    wanted_TH, experts = moe(x_TH), moe.weights.experts
+    held = [StorageWeakRef(slot.up_IH.values.untyped_storage()) for slot in experts.slots]
+    num_bytes = experts.num_bytes
+    del experts
+    assert moe.release_weights() == num_bytes > 0 and all(storage.expired() for storage in held)
+    assert torch.equal(moe(x_TH), wanted_TH) and torch.equal(moe.forward(x_TH[None])[0], wanted_TH)
+    assert moe.release_weights() == 0 and moe.weights.experts.num_bytes == 0
+    moved = ExpertMap(((1, 0, 2, 3, 4, 5, 6, 7),), num_experts=8)
+    for call in (lambda: copy.deepcopy(moe), lambda: pickle.dumps(moe), lambda: moe.set_placement(moved)):
+        with pytest.raises(UnsupportedError, match=r"the experts of layer 'moe' were released.*\n.*load them again"):
+            call()
+    assert torch.equal(moe.load_weights(given)(x_TH), wanted_TH) and torch.equal(copy.deepcopy(moe)(x_TH), wanted_TH)
+
+
+def test_weights_that_the_backend_reads_are_not_released(moe: MoELayer) -> None:
+    with pytest.raises(UnsupportedError, match=r"layer 'moe' cannot be released\n.*torch_cpu reads them"):
+        moe.release_weights()
+    with pytest.raises(WeightError, match="no weights yet"):
+        MoELayer(moe.config, dtype=torch.float32).release_weights()
