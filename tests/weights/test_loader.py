@@ -14,8 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from moe_mk import MoELayer
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.quant import MXFP4
+from moe_mk.testing.transports import virtual_groups
 from moe_mk.weights import (
     CONVENTIONS,
     CheckpointShape,
@@ -28,7 +30,7 @@ from moe_mk.weights import (
     write_checkpoint,
 )
 from moe_mk.weights.layer_spec import expected_tensors
-from tests.support.layers import layer, tensors
+from tests.support.layers import config, layer, tensors
 from tests.weights.one_layer import PREFIX, StateDict
 
 Taken = list[LayerWeights]
@@ -109,6 +111,28 @@ def test_interleaved_experts_with_biases(tp: tuple[int, int]) -> None:
     loader, taken = loader_of(spec, "mlp.", (1, 2), tp)
     fed(loader, state).finish()
     assert same(taken[0], wanted)
+
+
+def test_a_table_of_experts_by_token_id(tmp_path: Path) -> None:
+    shape = CheckpointShape(4, 64, 64, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, hash_vocabulary=9)
+    write_checkpoint(tmp_path, shape, threads=1)
+    source, spec = SafetensorsSource(tmp_path), shape.layer_spec()
+    loader, taken = loader_of(spec, owned=(3,))
+    fed(loader, {name: source.open(name) for name in source.names()}).finish()
+    wanted = load_layer(source, 3, spec, owned=(3,))
+    assert taken[0].table_XK is not None and wanted.table_XK is not None
+    assert torch.equal(taken[0].table_XK, wanted.table_XK) and same(taken[0], wanted)
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2}, {"ep": 2, "tp": 2}], ids=str)
+def test_every_rank_of_a_layer_keeps_its_share(sizes: dict[str, int]) -> None:
+    given = tensors(4, shared=1, bias=True)
+    for groups in virtual_groups(**sizes):
+        wanted = layer(4, 2, groups, num_shared_experts=1, has_correction_bias=True)
+        moe = MoELayer(config(4, 2, num_shared_experts=1, has_correction_bias=True), dtype=torch.float32, groups=groups)
+        fed(moe.loader(), given).finish()
+        assert same(moe.weights, wanted.weights)
+        assert moe.weights.facts.owned == wanted.weights.facts.owned
 
 
 def test_shards_of_experts_without_names(tiny: CheckpointShape, tiny_state: StateDict) -> None:
