@@ -41,14 +41,17 @@ class ExchangeOrder:
     hidden: int
     nodes_kept: int | None = None
     """Maximum number of nodes per token; None: any."""
+    wire: str = "fp8"
+    combine_wire: str = "bf16"
 
 
 def predict_exchange(screen: Screen, order: ExchangeOrder, *, as_json: bool) -> int:
     """Print bytes and times of dispatch and combine. Raises ConfigError for unknown links and modes."""
     profile, kind = link_profile(order.links), _mode(order.mode)
     exchange = Exchange(
-        order.tokens, order.ranks, profile.ranks_per_node, order.hidden, order.top_k, order.experts, order.nodes_kept
-    )
+        order.tokens, order.ranks, profile.ranks_per_node, order.hidden, order.top_k, order.experts, order.nodes_kept,
+        wire=order.wire, combine_wire=order.combine_wire,
+    )  # fmt: skip
     found = {direction: predict(profile, exchange, kind, direction) for direction in DIRECTIONS}
     if as_json:
         both = {
@@ -58,12 +61,16 @@ def predict_exchange(screen: Screen, order: ExchangeOrder, *, as_json: bool) -> 
             }
             for name, p in found.items()
         }  # fmt: skip
-        asked = {"links": profile.name, "ranks": order.ranks, "tokens": order.tokens, "mode": kind}
+        asked = {
+            "links": profile.name, "ranks": order.ranks, "tokens": order.tokens, "mode": kind, "wire": order.wire,
+            "combine_wire": order.combine_wire,
+        }  # fmt: skip
         typer.echo(json.dumps(asked | both, indent=2))
         return OK
     screen.fact("fabric", f"{profile.about}: {order.ranks} ranks on {exchange.nodes} nodes, {order.tokens} tokens each")
     for name, p in found.items():
-        sent = f"{amount(p.num_bytes)} ({amount(p.remote_bytes)} to other nodes)"
+        rows = order.wire if name == "dispatch" else order.combine_wire
+        sent = f"{amount(p.num_bytes)} of {rows} rows ({amount(p.remote_bytes)} to other nodes)"
         screen.fact(name, f"{p.us:.0f} us, {sent}, {p.logical_gbs:.0f} GB/s; {p.basis}")
     return OK
 

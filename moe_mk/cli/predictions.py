@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moe_mk.cli.exits import with_exit_code
-from moe_mk.cli.words import STRATEGIES
+from moe_mk.cli.words import STRATEGIES, WIRES
 
 predictions = typer.Typer(
     help="Predict bytes and times of an exchange on any fabric.",
@@ -34,13 +34,15 @@ def exchange_command(
     nodes_kept: Annotated[
         int | None, typer.Option(min=1, help="maximum number of nodes per token, by group-limited routing")
     ] = None,
+    wire: Annotated[str, typer.Option(help=f"format of dispatched rows: {WIRES}")] = "fp8",
+    combine_wire: Annotated[str, typer.Option(help="format of returned rows, one of the same")] = "bf16",
     as_json: AsJson = False,
 ) -> int:
     """Predict dispatch and combine of one layer: bytes, bytes between nodes, and time with its basis."""
     from moe_mk.cli.predict import ExchangeOrder, predict_exchange
     from moe_mk.cli.screen import Screen
 
-    order = ExchangeOrder(links, ranks, tokens, mode, experts, top_k, hidden, nodes_kept)
+    order = ExchangeOrder(links, ranks, tokens, mode, experts, top_k, hidden, nodes_kept, wire, combine_wire)
     return predict_exchange(Screen(), order, as_json=as_json)
 
 

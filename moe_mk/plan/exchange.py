@@ -17,23 +17,33 @@ S tokens of the instance, D values a token, K experts a token, N or M ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from moe_mk.comm.destinations import expected_groups
 from moe_mk.errors import ConfigError
 from moe_mk.plan.links import Direction, Mode
-from moe_mk.quant.fp8_block import activation_scheme
-from moe_mk.quant.plain import BF16
+from moe_mk.quant import BF16, INT8_TOKEN, MXFP8, NVFP4_TOKENS, QuantScheme, activation_scheme
 from moe_mk.quant.wire import row_bytes
+from moe_mk.registry import did_you_mean
 
 MESSAGE_HEADER = 16
 """Bytes before a row of DeepEP's low-latency kernels."""
+WIRES: Mapping[str, QuantScheme] = {
+    "bf16": BF16,
+    "fp8": activation_scheme(128, ue8m0=False),
+    "fp8_ue8m0": activation_scheme(128, ue8m0=True),
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4_TOKENS,
+    "int8": INT8_TOKEN,
+}
+"""Formats of rows that travel, by the names of `moe-mk plan exchange --wire`."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One layer's exchange on one fabric; FP8 with f32 scales outward, bf16 returned."""
+    """One layer's exchange on one fabric."""
 
     tokens: int
     """Of each rank."""
@@ -46,6 +56,10 @@ class Exchange:
     """The most nodes to which the router sends a token; None is no limit."""
     dropped: int = 0
     """Assignments of a rank's batch that go nowhere."""
+    wire: str = "fp8"
+    """Format of dispatched rows, one of `WIRES`."""
+    combine_wire: str = "bf16"
+    """Format of returned rows, one of `WIRES`."""
 
     def __post_init__(self) -> None:
         sizes = (self.tokens, self.ranks, self.ranks_per_node, self.hidden_size, self.top_k, self.num_experts)
@@ -58,6 +72,10 @@ class Exchange:
             problems.append(f"dropped={self.dropped} is not in [0, {self.tokens * self.top_k}]")
         if self.nodes_kept is not None and self.nodes_kept < 1:
             problems.append(f"nodes_kept={self.nodes_kept} must be at least 1")
+        for name in ("wire", "combine_wire"):
+            if (wire := getattr(self, name)) not in WIRES:
+                known = did_you_mean(wire, list(WIRES)) or f"; use one of {', '.join(WIRES)}"
+                problems.append(f"{name}={wire!r} is unknown{known}")
         if problems:
             raise ConfigError("exchange: " + "; ".join(problems))
 
@@ -74,10 +92,10 @@ class Exchange:
         return distinct_groups(self.num_experts, self.top_k, self.nodes, self.nodes_kept)
 
     def row(self, mode: Mode, direction: Direction) -> int:
-        """Bytes of one row."""
+        """Bytes of one row with its scales."""
         if direction == "combine":
-            return row_bytes(BF16, self.hidden_size)
-        return row_bytes(activation_scheme(128, ue8m0=False), self.hidden_size) + MESSAGE_HEADER * (mode == "latency")
+            return row_bytes(WIRES[self.combine_wire], self.hidden_size)
+        return row_bytes(WIRES[self.wire], self.hidden_size) + MESSAGE_HEADER * (mode == "latency")
 
     def num_bytes(self, mode: Mode, direction: Direction) -> float:
         """Bytes of one rank, what stays on its node included: what published bandwidths divide by time."""

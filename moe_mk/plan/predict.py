@@ -89,8 +89,20 @@ def predict(profile: LinkProfile, exchange: Exchange, mode: Mode, direction: Dir
         return Prediction(legs / BYTES_PER_US, moved, remote, f"bytes at the rates of the links ({problem})")
     worst = max(abs(error) for error in line.errors(points))
     known = f"a line within {100 * worst:.1f} % of {len(points)} rows"
+    known += _unseen(points)
     basis = f"{line.alpha_us:.1f} us + bytes at {line.gbs:.1f} GB/s, {known}"
     return Prediction(line.us(remote), moved, remote, basis)
+
+
+def _unseen(points: Sequence[tuple[float, float]]) -> str:
+    """The error of the fit on rows that it has not seen."""
+    if len(points) < 3:
+        return ""
+    try:
+        worst = max(abs(error) for error in left_out(points))
+    except ConfigError:
+        return "; without one of them no line explains the others"
+    return f", and within {100 * worst:.1f} % of each row that is left out of the fit"
 
 
 def points_of(profile: LinkProfile, mode: Mode, direction: Direction) -> list[tuple[float, float]]:

@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from moe_mk.cli import app, words
+from moe_mk.plan.exchange import WIRES
 from moe_mk.plan.layouts import Strategy
 from moe_mk.weights.checkpoint_shape import FORMATS
 from moe_mk.weights.convert import TARGETS
@@ -108,6 +109,7 @@ def test_help_lists_the_words_that_the_library_takes() -> None:
     assert words.FORMATS.split(", ") == list(FORMATS)
     assert words.TARGETS.split(", ") == list(TARGETS)
     assert words.STRATEGIES.split(", ") == list(get_args(Strategy))
+    assert words.WIRES.split(", ") == list(WIRES)
 
 
 def test_the_version_is_the_installed_one(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,13 @@
 """Where experts lie: the three tables, shares of replicas, and what is left when a rank dies."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_mk import ConfigError, ExpertMap
+from moe_mk import ConfigError, ExpertMap, MoELayer, ParallelGroups
+from moe_mk.comm import LockstepWorld
+from tests.support.layers import config
 
 
 @pytest.mark.row(107)
@@ -31,6 +34,15 @@ def test_the_three_tables_by_hand() -> None:
     replicated = ExpertMap.from_physical([2, 1, 0, 2], 2, 3)
     assert replicated.global_to_physical() == [2, 1, 0], "the first replica of expert 2"
     assert replicated.local_to_global(1) == [0, 2]
+
+
+@pytest.mark.row(107, 108)
+@pytest.mark.parametrize("placement,first", [("linear", (0, 1, 2, 3)), ("round_robin", (0, 2, 4, 6))])
+def test_a_layer_has_the_placement_of_its_setting(placement: str, first: tuple[int, ...]) -> None:
+    for rank, comm in enumerate(LockstepWorld(2).communicators()):
+        made = MoELayer(config(8, 2, placement=placement), dtype=torch.float32, groups=ParallelGroups(ep=comm))
+        assert made.expert_map.experts_of_rank[0] == first
+        assert made.expert_map.local_to_global(rank) == (list(first) if rank == 0 else sorted({*range(8)} - {*first}))
 
 
 @pytest.mark.row(104, 105, 106)

@@ -58,3 +58,19 @@ def test_impossible_exchanges_are_refused_with_all_reasons() -> None:
         Exchange(0, 8)
     with pytest.raises(ConfigError, match="do not give 8 choices"):
         distinct_groups(16, 8, 4, kept=1)
+
+
+@pytest.mark.row(99, 163)
+@pytest.mark.parametrize(
+    "wire,row",
+    [("bf16", 14336), ("fp8", 7392), ("fp8_ue8m0", 7224), ("mxfp8", 7392), ("nvfp4", 4032), ("int8", 7172)],
+)
+def test_rows_take_the_bytes_of_their_format(wire: str, row: int) -> None:
+    exchange = Exchange(128, 32, nodes_kept=None, wire=wire, combine_wire=wire)
+    assert exchange.num_bytes("latency", "dispatch") == 128 * 8 * (row + 16)
+    assert exchange.num_bytes("latency", "combine") == 128 * 8 * row
+
+
+def test_unknown_formats_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="wire='mxpf8' is unknown.*mxfp8.*combine_wire='utf8' is unknown"):
+        Exchange(1, 8, wire="mxpf8", combine_wire="utf8")

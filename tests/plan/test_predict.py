@@ -116,6 +116,15 @@ def test_what_crosses_nodes_is_less_than_what_bandwidth_counts() -> None:
     assert found.remote_gbs / found.logical_gbs == pytest.approx(3 / 4)
 
 
+def test_a_prediction_states_its_error_on_rows_that_were_not_fitted() -> None:
+    profile = link_profile("h800_cx7")
+    found = predict(profile, Exchange(128, 64, nodes_kept=None), "latency", "dispatch")
+    worst = max(map(abs, left_out(points_of(profile, "latency", "dispatch"))))
+    assert f"within {100 * worst:.1f} % of each row that is left out" in found.basis
+    wide = predict(profile, Exchange(128, 64, nodes_kept=None, wire="bf16"), "latency", "dispatch")
+    assert wide.us > 1.5 * found.us, "twice the bytes over the same line"
+
+
 def test_a_line_by_hand() -> None:
     line = Line.fit([(1e6, 30.0), (3e6, 70.0)])  # 2 MB take 40 us: 50 GB/s, and 10 us before
     assert (line.alpha_us, line.gbs) == (pytest.approx(10.0), pytest.approx(50.0))

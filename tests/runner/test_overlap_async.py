@@ -49,6 +49,7 @@ def test_the_receiver_waits_if_nobody_called_the_hook() -> None:
     assert events[-1] == "rows here"
 
 
+@pytest.mark.row(92)
 def test_receiving_twice_is_an_error_of_its_own() -> None:
     result = AsyncResult(counting([]))
     result.receive()
