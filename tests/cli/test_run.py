@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_mk.text import amount
 from moe_mk.trace.routing import RoutingTrace
 
 BIN = Path(sys.executable).parent
@@ -60,7 +61,7 @@ def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(tiny: Path, tmp_pa
     assert found["nodes"] == 2 and found["verification"]["num_tokens"] == 5 + 7 + 1 + 3
     near, far = (found["sent_bytes_by_link"][link] for link in ("intra_node", "inter_node"))
     assert near > 0 and far > 0 and near + far == sum(found["sent_bytes"].values())
-    assert f"{near:,} B inside the node and {far:,} B between nodes" in done.stdout
+    assert f"{amount(near)} inside the node and {amount(far)} between nodes" in done.stdout
 
 
 @pytest.mark.thorough
