@@ -149,7 +149,7 @@ class FusedExperts(ABC):
     def fuse_experts(self, weights: Weights, tables: PlacementTables, rank: int) -> RoutedCall | None:
         """One call on routed tokens for experts and load, with the bits of the steps apart; None: not supported.
 
-        weights: of `relayout` or `fuse_shared_experts`. Called only where the rows are this rank's own bf16 tokens.
+        weights: of `relayout` or `fuse_shared_experts`. Called only where the rows are this rank's own tokens.
         """
         return None
 

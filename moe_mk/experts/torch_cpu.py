@@ -10,22 +10,26 @@ NaN codes would be decoded as numbers; loading rejects checkpoints that contain 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem
-from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsTraits, FusedExperts
+from moe_mk.errors import ShapeError
+from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsTraits, FusedExperts, RoutedCall
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
+from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import (
     CANONICAL,
+    MAPPED,
     ExpertWeights,
     MappedExpertWeights,
     SlotWeights,
@@ -33,14 +37,14 @@ from moe_mk.weights.expert_weights import (
     on_device,
 )
 
+Apply = Callable[[Tensor, int], Tensor]
+"""Rows (n, H) and the slot of an expert, to its outputs (n, H)."""
 E4M3_IN_BF16 = 0x87F0 - 0x10000
 """Sign, four exponent bits and three mantissa bits of an e4m3 code shifted into a bf16, as int16."""
 REBIAS = 2.0**120
 """The exponent bias of bf16 is 127, of e4m3 it is 7."""
 LARGEST_SCALE = 2.0**7
 """Times REBIAS this is still an f32."""
-FEW = 128
-"""Assignments that Python sorts in less time than torch."""
 
 
 @EXPERTS.register("torch_cpu")
@@ -92,30 +96,58 @@ class TorchCpuExperts(FusedExperts):
             start += count
         return ExpertOutput(y_NH, OutputStage.RAW)
 
+    def fuse_experts(self, weights: Weights, tables: PlacementTables, rank: int) -> RoutedCall | None:
+        """The load and the rows, without the stages between them."""
+        if type(self).run is not TorchCpuExperts.run or weights.layout != MAPPED:
+            return None
+        return RoutedRows(self, self.ffn_of(weights), tables, rank)
+
     def _rows(self, tokens: RowTokens, weights: Weights) -> Tensor:
+        x_RH = tokens.x_RH.dequantize(self.context.dtype.dtype)
+        return self.sums(x_RH, tokens.ids_RK, tokens.weights_RK, lambda x, slot: self._ffn(x, weights.slot(slot)))
+
+    def sums(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, ffn: Apply) -> Tensor:
         """Weighted sums of every row in f32, added in the order of the slots as `permute` and `weight_and_reduce` do.
 
-        Rows without an expert are not read.
+        Rows without an expert are not read. ffn: one expert, by its slot.
         """
-        x_RH, ids_RK = tokens.x_RH.dequantize(self.context.dtype.dtype), tokens.ids_RK
         total_RH = torch.zeros((x_RH.shape[0], self.context.hidden_size), dtype=torch.float32, device=x_RH.device)
         if x_RH.shape[0] == 1:  # every expert reads the one row
-            factors = tokens.weights_RK.flatten().tolist()
+            factors = weights_RK.flatten().tolist()
             chosen = sorted(pair for pair in zip(ids_RK.flatten().tolist(), factors, strict=True) if pair[0] >= 0)
             if len(dict(chosen)) == len(chosen):
                 for slot, factor in chosen:
-                    total_RH += self._ffn(x_RH, weights.slot(slot)).to(torch.float32).mul_(factor)
+                    total_RH += ffn(x_RH, slot).to(torch.float32).mul_(factor)
                 return total_RH
-        order_N, counts = by_slot(ids_RK, tokens.num_slots)
-        row_N, factors_N1 = order_N // max(ids_RK.shape[1], 1), tokens.weights_RK.flatten()[order_N].unsqueeze(1)
-        start = 0
-        for slot, count in counts:
-            here = slice(start, start + count)
-            row_X = row_N[here]
-            y_XH = self._ffn(x_RH[row_X], weights.slot(slot))
-            total_RH.index_add_(0, row_X, y_XH.to(torch.float32).mul_(factors_N1[here]))
-            start += count
+        order_N, slots, counts = by_slot(ids_RK)
+        row_N, factors_N1 = order_N // max(ids_RK.shape[1], 1), weights_RK.flatten()[order_N].unsqueeze(1)
+        for slot, row_X, factors_X1 in zip(
+            slots, torch.split(row_N, counts), torch.split(factors_N1, counts), strict=True
+        ):
+            y_XH = ffn(x_RH.index_select(0, row_X), slot)
+            total_RH.index_add_(0, row_X, y_XH.to(torch.float32).mul_(factors_X1))
         return total_RH
+
+    def ffn_of(self, weights: Weights) -> Apply:
+        """Each expert by its slot, with transposed views of plain matrices made once."""
+        slots = [weights.slot(index) for index in range(weights.num_slots)]
+        if not all(map(self._is_plain, slots)):
+            return lambda x, slot: self._ffn(x, slots[slot])
+        views = [tuple(q.values.T for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None) for slot in slots]
+        name, alpha, limit = self.context.activation, self.context.swiglu_alpha, self.context.swiglu_limit
+
+        def ffn(x: Tensor, slot: int) -> Tensor:
+            gate_HI, up_HI, down_IH = views[slot]
+            return activation(name, x @ gate_HI, x @ up_HI, alpha=alpha, limit=limit) @ down_IH
+
+        return ffn
+
+    def _is_plain(self, slot: SlotWeights) -> bool:
+        """Whether an expert is gated and multiplied as it is stored."""
+        dtype = self.context.dtype.dtype
+        matrices = (slot.gate_IH, slot.up_IH, slot.down_HI)
+        as_is = all(q is not None and q.scales is None and q.values.dtype is dtype for q in matrices)
+        return as_is and slot.biases is None
 
     def _ffn(self, x: Tensor, slot: SlotWeights) -> Tensor:
         c = self.context
@@ -125,21 +157,49 @@ class TorchCpuExperts(FusedExperts):
         return _multiply(h, slot.down_HI, slot.down_bias)
 
 
-def by_slot(ids_RK: Tensor, num_slots: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Numbers of the assignments sorted by slot, those of a slot in their order, and (slot, count) of hit slots."""
-    ids_N = ids_RK.flatten()
-    if ids_N.shape[0] <= FEW:
-        slots = ids_N.tolist()
-        order = sorted((n for n, slot in enumerate(slots) if slot >= 0), key=slots.__getitem__)
-        counts = Counter(slots[n] for n in order)  # in the order in which slots come first
-        return torch.tensor(order, dtype=torch.int64, device="cpu"), list(counts.items())
-    order_N, by_count = torch.argsort(ids_N, stable=True), torch.bincount(ids_N + 1, minlength=num_slots + 1).tolist()
-    return order_N[by_count[0] :], [(slot, count) for slot, count in enumerate(by_count[1:]) if count]
+def by_slot(ids_RK: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    """Numbers of the assignments sorted by slot, those of a slot in their order; the hit slots, and their counts."""
+    ids_N = ids_RK.numpy().ravel()
+    order_N = np.argsort(ids_N, kind="stable")
+    order_N = order_N[np.count_nonzero(ids_N < 0) :]
+    slots, counts = np.unique(ids_N[order_N], return_counts=True)
+    return torch.from_numpy(order_N), slots.tolist(), counts.tolist()
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """The experts on tokens that are routed: see `FusedExperts.fuse_experts`."""
+
+    experts: TorchCpuExperts
+    ffn: Apply
+    tables: PlacementTables
+    rank: int
+
+    def __call__(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
+    ) -> Tensor:
+        """Apply the experts to contiguous (T, H); adds the choices to load_E."""
+        e, ids_N = self.tables.num_experts, ids_TK.numpy().ravel()
+        if ids_N.size and not -1 <= ids_N.min() <= ids_N.max() < e:
+            if not skip:
+                raise ShapeError(f"ids of experts out of range (0 <= id < {e}, or -1 for none)")
+            ids_TK = ids_TK.masked_fill((ids_TK < 0) | (ids_TK >= e), -1)
+            ids_N = ids_TK.numpy().ravel()
+        slots_TK = ids_TK
+        if not self.tables.is_identity:
+            slots_TK = self.tables.local_slots(self.tables.to_physical(ids_TK, self.rank), self.rank)
+        with torch.no_grad():
+            y_TH = self.experts.sums(x_TH, slots_TK, weights_TK, self.ffn).to(x_TH.dtype)
+        if load_E is not None:
+            load_E += torch.from_numpy(np.bincount(ids_N + 1, minlength=e + 1)[1:])
+        return y_TH
 
 
 def _multiply(x: Tensor, weight_nk: QuantTensor, bias_n: Tensor | None) -> Tensor:
     """x (m, k) times a weight (n, k) transposed, plus a bias; FP8 blocks are decoded one row of blocks at a time."""
-    if not isinstance(weight_nk.scheme, Fp8Block) or weight_nk.scheme.rows in (1, WHOLE):
+    if weight_nk.scales is None and weight_nk.values.dtype is x.dtype:
+        y = x @ weight_nk.values.T
+    elif not isinstance(weight_nk.scheme, Fp8Block) or weight_nk.scheme.rows in (1, WHOLE):
         y = x @ weight_nk.dequantize(x.dtype).T
     else:
         y = torch.cat([x @ block.T for block in decoded_block_rows(weight_nk, x.dtype)], dim=1)

@@ -29,7 +29,7 @@ from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.kinds import BLOCK_KINDS
-from moe_mk.quant.plain import BF16, plain
+from moe_mk.quant.plain import plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
@@ -126,11 +126,9 @@ class EngineExperts:
         """Bytes in the layout of the backend that are in addition to the engine's tensors; 0 where it reads those."""
         if self.copied_bytes:
             LOGGER.info(self.note)
-        direct = type(kernel.prepare_finalize) is NoEP and kernel.prepare_finalize.context.wire == BF16
-        tables = kernel.prepare_finalize.context.tables
-        self._routed = (
-            kernel.experts.fuse_experts(self.weights, tables, 0) if direct and self.dtype is torch.bfloat16 else None
-        )
+        context = kernel.prepare_finalize.context
+        direct = type(kernel.prepare_finalize) is NoEP and context.wire == context.dtype
+        self._routed = kernel.experts.fuse_experts(self.weights, context.tables, 0) if direct else None
         self._entry = EXPERTS_OF_ENGINES.enter(self)
 
     @property

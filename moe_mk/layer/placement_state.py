@@ -29,7 +29,6 @@ from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.prepare_finalize.no_ep import NoEP
-from moe_mk.quant.plain import BF16
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.tiled_kernel import tiled
 from moe_mk.tokens import Routing, RowTokens
@@ -135,7 +134,7 @@ class PlacementState:
         if type(kernel) is not FusedMoEKernel or not single or self.lost is not None:
             return False
         transport = kernel.prepare_finalize
-        unchanged = type(transport) is NoEP and transport.context.wire == BF16
+        unchanged = type(transport) is NoEP and transport.context.wire == transport.context.dtype
         return unchanged and kernel.experts.traits.consumes[0] is RowTokens
 
     @property

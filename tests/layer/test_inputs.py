@@ -12,7 +12,7 @@ from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightEr
 from moe_mk.flight import wait
 from moe_mk.testing.transports import virtual_groups
 from moe_mk.tokens import Routing
-from tests.support.layers import HIDDEN, config, layer
+from tests.support.layers import HIDDEN, config, layer, tensors
 
 
 @pytest.fixture
@@ -208,3 +208,32 @@ def test_a_device_that_is_not_there_is_refused(device: str, message: str) -> Non
         pytest.skip("a GPU is here")
     with pytest.raises((ConfigError, UnsupportedError), match=message):
         MoELayer(config(8, 2), device=device)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 16])
+@pytest.mark.parametrize("order", [range(8), [3, 0, 5, 1, 7, 2, 6, 4]], ids=["linear", "placed"])
+@pytest.mark.parametrize(("dtype", "weights"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_experts_in_torch_run_in_one_call_with_the_bits_and_the_load_of_the_stages(
+    dtype: torch.dtype, weights: str, order: Any, count: int
+) -> None:
+    settings = config(8, 3, experts="torch_cpu", max_num_tokens=16, placement=tuple(order), quant={"weights": weights})
+    built = MoELayer(settings, dtype=dtype).load_weights(tensors(8, dtype=dtype))
+    x_TH = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    heard = list[Routing]()
+    built.on_routing = heard.append
+    fused = built._fused_forward()
+    assert fused.call is None and fused.routed is not None and fused.routed is fused.routed_alone
+    y_TH, load_E, routing = built(x_TH), built.expert_load.clone(), built.route(x_TH)
+    assert torch.equal(wait(built.steps(x_TH)), y_TH) and torch.equal(built.expert_load, 2 * load_E)
+    assert len(heard) == 2 and torch.equal(heard[0].ids_TK, routing.ids_TK) and int(load_E.sum()) == 3 * count
+    ids_TK = routing.ids_TK.long()
+    assert torch.equal(built.forward_routed(x_TH, routing.weights_TK, ids_TK), y_TH)
+    assert torch.equal(built.expert_load, 3 * load_E) and heard[-1].ids_TK.dtype is torch.int32
+    ids_TK[:1, 1] = -1
+    found_TH = built.forward_routed(x_TH, routing.weights_TK, ids_TK)
+    assert torch.equal(wait(built._routed_steps(x_TH, Routing(ids_TK.int(), routing.weights_TK))), found_TH)
+    counted_E, ids_TK[:1, 1] = built.expert_load.clone(), 8
+    if count:
+        with pytest.raises(ShapeError, match=r"topk_ids holds 1 ids outside \[-1, 8\), for example \[8\]"):
+            built.forward_routed(x_TH, routing.weights_TK, ids_TK)
+        assert torch.equal(built.expert_load, counted_E), "nothing is counted"
