@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,14 +96,22 @@ class EngineExperts:
     """The experts of one layer on one rank, with a selected backend and converted weights.
 
     Where the backend reads the engine's tensors directly, they must not be modified. Where it keeps a copy in its own
-    layout, both remain in memory, which is logged, until `release()`.
+    layout, both remain in memory until `release()`: one warning is logged per process, and one line per layer at level
+    info.
 
     name: for messages. settings: bare keys of `MoEConfig.kernel`, for instance experts="torch_cpu".
+    release: call `release()` at once where there is a copy.
     Raises ShapeError for inconsistent weights, UnsupportedError with every reason if no backend is eligible.
     """
 
     def __init__(
-        self, name: str, weights: EngineWeights, *, top_k: int, settings: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        weights: EngineWeights,
+        *,
+        top_k: int,
+        settings: Mapping[str, Any] | None = None,
+        release: bool = False,
     ) -> None:
         if any(is_released(tensor) for tensor in weights.tensors):
             raise UnsupportedError(f"the weights of {name} were released", ["load them into the engine again"])
@@ -124,8 +133,11 @@ class EngineExperts:
         is_copy = any(t is weights.w13 or t is weights.w2 for t in self._unused)
         self.copied_bytes = self.weights.num_bytes if is_copy else 0
         """Bytes in the layout of the backend that are in addition to the engine's tensors; 0 where it reads those."""
-        if self.copied_bytes:
-            LOGGER.info(self.note)
+        if self.copied_bytes and release:
+            self.release()
+        elif self.copied_bytes:
+            _warn_of_copies(self.backend)
+        LOGGER.info(self.note)
         context = kernel.prepare_finalize.context
         direct = type(kernel.prepare_finalize) is NoEP and context.wire == context.dtype
         self._routed = kernel.experts.fuse_experts(self.weights, context.tables, 0) if direct else None
@@ -239,31 +251,39 @@ class HeldExperts:
     """For engines that pass their weights with every call: converted once, and again when they change."""
 
     def __init__(self, *, release: bool = False) -> None:
-        """release: free the engine's tensors after conversion, where the backend keeps a copy."""
-        self._release = release
+        """release: whether `build` frees the engine's tensors where the backend keeps a copy."""
+        self.release = release
         self._held: dict[int, tuple[tuple[object, ...], Sequence[Tensor], EngineExperts]] = {}
 
     def of(self, tensors: Sequence[Tensor], build: Callable[[], EngineExperts]) -> EngineExperts:
         """The experts over some tensors. They are kept alive, so that no other tensor can take their place."""
-        if self._release and is_released(tensors[0]):
+        if self.release and is_released(tensors[0]):
             held = self._held.get(id(tensors[0]))
             if held is not None:
                 return held[2]
         stamp = tuple((t.data_ptr(), t.dtype, t.shape, 0 if t.is_inference() else t._version) for t in tensors)
-        key = id(tensors[0]) if self._release else tensors[0].data_ptr()
+        key = id(tensors[0]) if self.release else tensors[0].data_ptr()
         held = self._held.get(key)
         if held is not None and held[0] == stamp:
             return held[2]
         made = build()
         self._held[key] = (stamp, tuple(tensors), made)
-        if self._release and made.copied_bytes:
-            made.release()
         return made
 
 
 def is_released(tensor: Tensor) -> bool:
     """Whether a tensor has elements but no data."""
     return tensor.numel() > 0 and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() == 0
+
+
+@cache
+def _warn_of_copies(backend: str) -> None:
+    """Log once per process that weights are in memory twice: every layer of a model has the same backend."""
+    LOGGER.warning(
+        "%s keeps weights in its own layout, in addition to those of the engine, for every layer; release(), or the "
+        "adapter's release_weights, frees the engine's",
+        backend,
+    )
 
 
 def _problem(name: str, weights: EngineWeights, scheme: QuantScheme, top_k: int, settings: dict[str, Any]) -> Problem:

@@ -78,8 +78,10 @@ def combined(held: HeldExperts, call: tuple[Any, Any, Any], settings: Mapping[st
     dispatch_output, quant_info, config = call
     topk, x_TH = dispatch_output.topk_output, dispatch_output.hidden_states
     weights = weights_of(quant_info, config, x_TH.dtype)
+    top_k = topk.topk_ids.shape[1]
     experts = held.of(
-        weights.tensors, lambda: EngineExperts("SGLang", weights, top_k=topk.topk_ids.shape[1], settings=settings)
+        weights.tensors,
+        lambda: EngineExperts("SGLang", weights, top_k=top_k, settings=settings, release=held.release),
     )
     # Not None where the router has not scaled yet: SGLang's own runners multiply the sum by it.
     scale = config.routed_scaling_factor

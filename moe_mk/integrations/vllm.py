@@ -91,9 +91,9 @@ def method_over(base: Any) -> type:
             if not self.moe.is_act_and_mul:
                 weights = EngineWeights(weights.w13, weights.w2, weights.activation, gated=False)
             top_k = self.moe.experts_per_token
-            self.experts_here = EngineExperts(layer.layer_name, weights, top_k=top_k, settings=self.settings)
-            if self.releases and self.experts_here.copied_bytes:
-                self.experts_here.release()
+            self.experts_here = EngineExperts(
+                layer.layer_name, weights, top_k=top_k, settings=self.settings, release=self.releases
+            )
 
         def apply(
             self,

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
-from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights, HeldExperts
+from moe_mk.integrations.engine_experts import (
+    EngineExperts,
+    EngineWeights,
+    HeldExperts,
+    _warn_of_copies,
+    is_released,
+)
 from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines.cases import CLOSE, EXPERTS, HIDDEN, Tiny, call, error
 from tests.layer.native import NEEDS_COMPILER
@@ -93,11 +99,21 @@ def test_quantised_weights_in_the_other_order(quant: str) -> None:
 def test_two_copies_are_logged_and_the_engine_s_can_be_released(caplog: pytest.LogCaptureFixture) -> None:
     tiny, (x_TH, weights_TK, ids_TK) = Tiny.drawn(), call()
     w13, w2 = tiny.w13.bfloat16(), tiny.w2.bfloat16()
-    with caplog.at_level(logging.INFO, "moe_mk"):
-        here = EngineExperts("layer 3", EngineWeights(w13, w2), top_k=2, settings={"experts": "cpu_native"})
+    settings = {"experts": "cpu_native"}
+    with caplog.at_level(logging.INFO, "moe_mk.integrations"):
+        _warn_of_copies.cache_clear()
+        here = EngineExperts("layer 3", EngineWeights(w13, w2), top_k=2, settings=settings)
+        EngineExperts("layer 4", EngineWeights(w13, w2), top_k=2, settings=settings)
+        copied = w13.clone(), w2.clone()
+        EngineExperts("layer 5", EngineWeights(*copied), top_k=2, settings=settings, release=True)
+    assert is_released(copied[0]) and is_released(copied[1])
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "cpu_native keeps weights in its own layout, in addition to those of the engine" in warning
+    caplog.records.remove(next(record for record in caplog.records if record.levelno == logging.WARNING))
     held = f"{w13.nbytes + w2.nbytes:,} B"
     stated = f"layer 3: cpu_native keeps the weights in its own layout, {here.copied_bytes:,} B"
-    assert caplog.messages == [f"{stated}, in addition to the engine's {held}; release() frees those"]
+    assert caplog.messages[0] == f"{stated}, in addition to the engine's {held}; release() frees those"
+    assert caplog.messages[2].endswith("the engine's were released") and len(caplog.messages) == 3
     assert here.explain().endswith(caplog.messages[0]) and "cpu_native" in here.explain().splitlines()[0]
     before_TH = here(x_TH.bfloat16(), weights_TK, ids_TK)
     assert here.release() == w13.nbytes + w2.nbytes and w13.untyped_storage().nbytes() == 0
