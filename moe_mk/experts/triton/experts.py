@@ -48,7 +48,7 @@ from moe_mk.experts.triton.weights import (
 from moe_mk.experts.triton.workspace import Workspace, workspace_of
 from moe_mk.external.device import is_here, profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
-from moe_mk.kernels.triton.tile import TARGETS, Target, Tile
+from moe_mk.kernels.triton.tile import NOT_COMPILING, TARGETS, Target, Tile
 from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
@@ -278,6 +278,8 @@ def _engines(device: torch.device) -> tuple[str, ...]:
 
 
 def _arch_reasons(device: DeviceProfile) -> list[Reason]:
+    if device.gfx in NOT_COMPILING:
+        return [Reason("arch", NOT_COMPILING[device.gfx])]
     if device.kind != "cuda" or device.arch is None or device.arch[0] < min(TARGETS) or _target_of(device):
         return []
     names = " and ".join(target.name for target in TARGETS.values())

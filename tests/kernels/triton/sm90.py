@@ -16,6 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
+BYTES = 16
+"""Of an instruction."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -36,6 +38,12 @@ class Compiled:
     """Loads and stores of local memory between the first product and the last one."""
     loops: tuple[int, ...]
     """Instructions between each backward branch and its target, inclusive, in the order of the branches."""
+    step: int
+    """Instructions of the innermost loop with products, that of one step of the reduction; 0 without products."""
+    products: int
+    """Matrix instructions of that loop."""
+    stores: Counter[int]
+    """Stores to global memory by their bytes per thread."""
 
     @property
     def spills(self) -> int:
@@ -69,22 +77,40 @@ def compile_for_hopper(
     source = Source(kernel, types, constexprs=dict(constants), attrs=attributes)
     built = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options=options)
     code, usage = _disassemble(built.asm["cubin"])
-    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", code)
+    listed = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)([A-Z0-9_.]*)", code)
+    names = [name for name, _ in listed]
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
     scratch = getattr(built.metadata, "global_scratch_size", 0)
     products = [place for place, name in enumerate(names) if name.endswith("GMMA")]
     loop = names[products[0] : products[-1]] if products else []
     spilled = loop.count("LDL") + loop.count("STL")
+    loops = _loops(code)
+    inner = [(end - start + 1, names[start : end + 1]) for start, end in loops]
+    steps = [(size, sum(map(is_product, body))) for size, body in inner if any(map(is_product, body))]
+    step, num_products = min(steps) if steps else (0, 0)
     return Compiled(
-        registers, stack, built.metadata.shared, scratch, Counter(names), built.asm["ptx"], spilled, _loops(code)
-    )
+        registers, stack, built.metadata.shared, scratch, Counter(names), built.asm["ptx"], spilled,
+        tuple(size for size, _ in inner), step, num_products,
+        Counter(_width(suffix) for name, suffix in listed if name == "STG"),
+    )  # fmt: skip
 
 
-def _loops(code: str) -> tuple[int, ...]:
-    """Instructions are 16 bytes; the branch to itself at the end of a kernel is none."""
+def is_product(name: str) -> bool:
+    """Whether an instruction is one of the matrix unit."""
+    return name.endswith("GMMA") or name in ("HMMA", "IMMA")
+
+
+def _width(suffix: str) -> int:
+    """Bytes of a store, from the suffix of its instruction: 4 where it has none."""
+    found = re.search(r"\.(U8|S8|U16|S16|64|128)\b", suffix)
+    return {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}[found[1]] if found else 4
+
+
+def _loops(code: str) -> list[tuple[int, int]]:
+    """First and last instruction of every loop; the branch to itself at the end of a kernel is none."""
     branches = re.findall(r"/\*([0-9a-f]{4,})\*/[^\n;]*\bBRA\b[^\n;]*?\b0x([0-9a-f]+)", code)
-    spans = [int(at, 16) - int(to, 16) for at, to in branches]
-    return tuple(span // 16 + 1 for span in spans if span > 0)
+    spans = [(int(to, 16) // BYTES, int(at, 16) // BYTES) for at, to in branches]
+    return [(start, end) for start, end in spans if start < end]
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:

@@ -1,0 +1,106 @@
+"""Every tile that tuning may select is compiled for sm_90 as it is launched: no spills, and no more work than recorded.
+
+python tests/kernels/triton/test_candidates_sm90.py     compiles all, and writes compiled.json and the table of the docs
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_mk.experts.triton.tuning import CANDIDATES
+from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
+from tests.kernels.triton.sm90_gemms import by_hand, w2_of, w13_of
+
+FILE = Path(__file__).parent / "compiled.json"
+PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
+BEGIN, END = "<!-- compiled_tiles: begin -->", "<!-- compiled_tiles: end -->"
+SLACK = 1.05
+"""Of the instructions of a step, for another patch release of the compiler."""
+IN_CI = (Tile(16, True, 4, 5), Tile(8, True, 4, 6, "gluon"))
+
+
+def name(tile: Tile) -> str:
+    engine = {"triton": "Triton", "gluon": "Gluon"}[tile.engine]
+    left = ", weights left" if tile.swap and tile.engine == "triton" else ""
+    return f"{engine}, {tile.rows} tokens{left}, {tile.warps} warps, {tile.stages} stages"
+
+
+def found(tile: Tile) -> dict[str, Any]:
+    """What the compiler made of both GEMMs of a tile."""
+    made = {}
+    for gemm in ("w13", "w2"):
+        if tile.engine == "gluon":
+            built = by_hand(tile.rows, second=gemm == "w2", gather=gemm == "w13", stages=tile.stages)
+        else:
+            built = (w13_of if gemm == "w13" else w2_of)("fp8", tile)
+        made[gemm] = {
+            "registers": built.registers, "spills": built.spills, "shared": built.shared, "step": built.step,
+            "products": built.products, "store": _row_store(built.stores, tile),
+        }  # fmt: skip
+    return made
+
+
+def _row_store(stores: Mapping[int, int], tile: Tile) -> int:
+    """Bytes per thread of the stores of output rows: the widest, or in Gluon, where scales are wider, the most
+    frequent.
+    """
+    return max(stores) if tile.engine == "triton" else max(stores, key=lambda width: stores[width])
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    return dict(json.loads(FILE.read_text(encoding="utf-8")))
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize(
+    "tile",
+    [pytest.param(t, marks=pytest.mark.thorough if t in IN_CI else pytest.mark.slow, id=name(t)) for t in CANDIDATES],
+)
+def test_a_candidate_keeps_to_its_budget(tile: Tile) -> None:
+    for gemm, built in found(tile).items():
+        budget = recorded()[name(tile)][gemm]
+        assert built["spills"] == 0 and built["shared"] < SHARED_MEMORY, gemm
+        assert built["products"] == budget["products"] and built["step"] <= SLACK * budget["step"], gemm
+        assert built["store"] >= budget["store"], "rows are stored at least as widely as before"
+
+
+def test_every_candidate_is_recorded_without_spills_and_the_docs_have_the_table() -> None:
+    assert list(recorded()) == [name(tile) for tile in CANDIDATES]
+    assert all(gemm["spills"] == 0 for tile in recorded().values() for gemm in tile.values())
+    assert PAGE.read_text(encoding="utf-8") == with_table(PAGE.read_text(encoding="utf-8"), table(recorded()))
+
+
+def table(tiles: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    """One row a tile, both GEMMs in each cell."""
+    head = ["tile", "registers", "spills", "shared memory", "instructions per step", "products per step", "row stores"]
+    rows = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for tile, gemms in tiles.items():
+        w13, w2 = gemms["w13"], gemms["w2"]
+        cells = [f"{w13[key]} / {w2[key]}" for key in ("registers", "spills", "shared", "step", "products", "store")]
+        units = ["", "", " B", "", "", " B"]
+        rows.append("| " + " | ".join([tile, *map("".join, zip(cells, units, strict=True))]) + " |")
+    return "\n".join(rows)
+
+
+def with_table(page: str, text: str) -> str:
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    tiles = {name(tile): found(tile) for tile in CANDIDATES}
+    lines = ",\n".join(f" {json.dumps(tile)}: {json.dumps(gemms)}" for tile, gemms in tiles.items())
+    FILE.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(tiles)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The ring and mbarrier protocol of the Gluon GEMMs in every order: no wrong data, no overwrite, no deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.kernels.triton.ring_model import Action, Broken, Traces, check, traces
+
+pytestmark = pytest.mark.sm90
+KINDS = {"decode w13": (8, False), "decode w2": (8, True), "prefill w13": (128, False), "prefill w2": (128, True)}
+SIZES = [(2, 1, 1), (2, 3, 1), (2, 1, 3), pytest.param(3, 2, 2, marks=pytest.mark.slow)]
+"""Stages, steps of a unit, units of this program: fewer and more steps than stages, and rounds across units."""
+
+
+@pytest.mark.parametrize("stages,steps,tiles", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_order_of_events_is_right(kind: str, stages: int, steps: int, tiles: int) -> None:
+    rows, second = KINDS[kind]
+    given = traces(rows, second=second, stages=stages, steps=steps, tiles=tiles)
+    uses = [action[2] for trace in given.partitions for action in trace if action[0] == "use"]
+    assert len(uses) == tiles * steps * (2 if rows == 128 else 1), "once a step and warpgroup"
+    assert all({*operands} == {"rows", "one", "two"} for operands in uses)
+    assert check(given, rows) > 2 * len(given.partitions) * tiles * steps
+
+
+def test_a_program_without_work_ends() -> None:
+    for rows, second in KINDS.values():
+        assert not any(traces(rows, second=second, stages=2, steps=3, tiles=0, program=1).partitions)
+
+
+def without(given: Traces, dropped: str) -> Traces:
+    """The same with one kind of action left out."""
+
+    def kept(action: Action) -> bool:
+        return f"{action[0]} {action[1][0] if isinstance(action[1], tuple) else ''}".strip() != dropped
+
+    return replace(given, partitions=tuple(tuple(filter(kept, trace)) for trace in given.partitions))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "dropped,reason",
+    [("wait empty", "written while|more arrivals"), ("wait full", "uses"), ("free empty", "nothing can go on")],
+)
+def test_a_protocol_without_one_of_its_steps_is_found_out(kind: str, dropped: str, reason: str) -> None:
+    rows, second = KINDS[kind]
+    with pytest.raises(Broken, match=reason):
+        check(without(traces(rows, second=second, stages=2, steps=3, tiles=1), dropped), rows)
+
+
+@pytest.mark.parametrize("barrier", ["full", "empty"])
+def test_a_barrier_with_one_arrival_too_many_never_completes(barrier: str) -> None:
+    given = traces(128, second=False, stages=2, steps=3, tiles=1)
+    counts = {bar: count + (bar[0] == barrier) for bar, count in given.counts.items()}
+    with pytest.raises(Broken, match="nothing can go on"):
+        check(replace(given, counts=counts), 128)
+
+
+def test_a_parity_that_does_not_turn_is_found_out() -> None:
+    given = traces(8, second=True, stages=2, steps=3, tiles=1)
+    stuck = tuple(tuple(("wait", action[1], 0) if action[0] == "wait" else action for action in trace)
+                  for trace in given.partitions)  # fmt: skip
+    with pytest.raises(Broken):
+        check(replace(given, partitions=stuck), 8)
