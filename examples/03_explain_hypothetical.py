@@ -9,6 +9,7 @@ from moe_mk import MoEConfig, Problem, UnsupportedError
 from moe_mk.config import device_profile, load_config
 from moe_mk.oracle import Decision, libraries_of, select
 from moe_mk.quant.plain import BF16
+from moe_mk.text import amount
 
 
 def ask(config: MoEConfig, device: str, ranks: int, tokens: int, **settings: object) -> Decision:
@@ -21,11 +22,11 @@ def main() -> None:
     """Print a table over devices and ranks, one complete decision, and a request that no pair supports."""
     config = load_config("deepseek_v3")
     print("DeepSeek-V3, 128 tokens per rank (from the cost model, not measured)\n")
-    heads = f"{'MB disp':>8}{'MB comb':>8}{'GiB of experts':>16}"
+    heads = f"{'dispatch':>10}{'combine':>10}{'experts':>10}"
     print(f"{'device':<8}{'ranks':>6}{'nodes':>6}  {'selected':<24}{'wire':<11}{heads}")
     for device, ranks in (("cpu", 2), ("h100", 8), ("h200", 8), ("h200", 32), ("h200", 144), ("b200", 32)):
         d = ask(config, device, ranks, tokens=128)
-        sizes = f"{d.dispatch_bytes / 1e6:8.2f}{d.combine_bytes / 1e6:8.2f}{d.weights_bytes / 2**30:16.2f}"
+        sizes = "".join(f"{amount(size):>10}" for size in (d.dispatch_bytes, d.combine_bytes, d.weights_bytes))
         print(f"{device:<8}{ranks:>6}{d.problem.nodes:>6}  {d.chosen.name:<24}{d.wire.name:<11}{sizes}")
 
     print("\nOne complete decision:\n")
