@@ -28,6 +28,7 @@ from eplb_loads import workloads
 from eplb_online import locality, movement
 from eplb_table import Report, cpu_ms, even_balance
 
+from moe_mk.cli.outputs import output_file
 from moe_mk.placement.balance.moves import plan_moves
 from moe_mk.placement.balance.plan import csr_maps
 from moe_mk.placement.eplb import Topology, plan, rebalance_experts, resplit
@@ -185,7 +186,7 @@ def main() -> None:
     """Measure, print the table, and keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--json", type=output_file, help="write the table here")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; all if not given")
     torch.set_num_threads(1)
     chosen = parser.parse_args()

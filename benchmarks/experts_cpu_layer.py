@@ -27,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk.cli.outputs import output_file
 from moe_mk.experts.cpu_native.weights import native_kernels
 from moe_mk.kernels.native import experts_rows
 
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--note", default="", help="what a reader of the figures must know")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from small_layers import Size, about, batch, in_turn, layer_of, native_experts, slowest
 
+from moe_mk.cli.outputs import output_file
 from moe_mk.testing.on_ranks import RankWorld
 
 RANKS = 2
@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--note", default="", help="what the machine did at the same time, for the file")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     return parser.parse_args()
 
 

@@ -16,7 +16,6 @@ import json
 from collections import defaultdict
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from small_layers import Size, about, batch, in_turn, layer_of, native_experts, slowest
 from torch import Tensor
 
+from moe_mk.cli.outputs import output_file
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.runner import TileRecord, run_dual
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--note", default="", help="what the machine did beside, for the file")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     return parser.parse_args()
 
 

@@ -13,13 +13,13 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import popular_claims_cases as cases
 from small_layers import Size, about, native_experts, slowest
 
+from moe_mk.cli.outputs import output_file
 from moe_mk.testing.on_ranks import RankWorld
 
 RANKS = 2
@@ -119,7 +119,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--note", default="", help="what the machine did beside, for the file")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     return parser.parse_args()
 
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_mk.cli.outputs import output_file
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.flight import wait
@@ -128,7 +129,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=0, help="0: more for fewer tokens")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     return parser.parse_args()
 
 

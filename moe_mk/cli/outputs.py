@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ def expect_outputs(files: Mapping[str, Path | None]) -> None:
             raise ConfigError(
                 f"{option} {file} cannot be written: {problem.strerror}; name a file in a folder of yours"
             ) from problem
+
+
+def output_file(text: str) -> Path:
+    """A type for argparse: a file that can be written. Raises ArgumentTypeError."""
+    try:
+        expect_outputs({"the file": Path(text)})
+    except ConfigError as problem:
+        raise ArgumentTypeError(str(problem)) from problem
+    return Path(text)
 
 
 def format_of(file: Path) -> str:

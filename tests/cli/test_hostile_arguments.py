@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from moe_mk.cli.exits import named
+from moe_mk.cli.outputs import output_file
 from moe_mk.errors import ConfigError
 from moe_mk.weights import CheckpointShape, is_complete, write_checkpoint
 from moe_mk.weights.convert import convert_checkpoint
@@ -110,3 +112,12 @@ def test_a_defect_and_a_closed_pipe_are_no_refusal() -> None:
     assert isinstance(named(MemoryError()), ConfigError)
     for problem in (RuntimeError("shape"), BrokenPipeError(errno.EPIPE, "gone"), TimeoutError("late")):
         assert named(problem) is None
+
+
+def test_a_script_refuses_a_result_file_that_cannot_be_written(tmp_path: Path) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--json", type=output_file)
+    assert parser.parse_args(["--json", str(tmp_path / "a.json")]).json == tmp_path / "a.json"
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(ArgumentError, match=r"argument --json: the file /proc/x cannot be written: .*; name a file in"):
+        parser.parse_args(["--json", "/proc/x"])
