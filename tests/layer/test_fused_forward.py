@@ -44,6 +44,7 @@ def whole(layer: MoELayer) -> bool:
     return layer._fused_forward().call is not None
 
 
+@pytest.mark.row(6, 65)
 @pytest.mark.parametrize("count", [0, 1, 5, 64])
 def test_it_leaves_what_the_stages_leave(layer: MoELayer, count: int) -> None:
     x_TH = tokens(count)

@@ -57,6 +57,7 @@ def test_a_gate_stored_in_f32_is_not_rounded(checkpoint: Path) -> None:
     assert held is not None and torch.equal(held, gate_EH)
 
 
+@pytest.mark.row(6, 65)
 def test_shared_experts_ride_in_the_same_pass_on_one_rank(checkpoint: Path, x_TH: Tensor) -> None:
     layer = built(checkpoint)
     assert "shared experts fused" in repr(layer)

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_mk import ConfigError, ExpertMap, MoELayer, ParallelGroups
+from moe_mk import CommError, ConfigError, ExpertMap, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
-from tests.support.layers import config
+from moe_mk.flight import interleave
+from tests.support.layers import config, layer
 
 
 @pytest.mark.row(107)
@@ -43,6 +44,18 @@ def test_a_layer_has_the_placement_of_its_setting(placement: str, first: tuple[i
         made = MoELayer(config(8, 2, placement=placement), dtype=torch.float32, groups=ParallelGroups(ep=comm))
         assert made.expert_map.experts_of_rank[0] == first
         assert made.expert_map.local_to_global(rank) == (list(first) if rank == 0 else sorted({*range(8)} - {*first}))
+
+
+@pytest.mark.row(123)
+def test_ranks_of_equal_maps_and_other_epochs_are_stopped_before_they_exchange() -> None:
+    world = LockstepWorld(2)
+    layers = [layer(8, 2, ParallelGroups(ep=comm), prepare_finalize="all_to_all") for comm in world.communicators()]
+    x_TH = torch.ones(3, layers[0].config.model.hidden_size)
+    interleave([each.steps(x_TH) for each in layers])
+    for each, epoch in zip(layers, (1, 2), strict=True):
+        each.flip(each.stage(each.expert_map, epoch=epoch))
+    with pytest.raises(CommError, match="epoch"):
+        interleave([each.steps(x_TH) for each in layers])
 
 
 @pytest.mark.row(104, 105, 106)

@@ -45,6 +45,12 @@ def test_resident_tokens_by_hand() -> None:
 
 
 @pytest.mark.row(36)
+@pytest.mark.parametrize("tokens,ranks,held", [(12, 4, 3), (13, 4, 4), (3, 4, 1)])
+def test_the_fullest_rank_holds_its_share_rounded_up(tokens: int, ranks: int, held: int) -> None:
+    assert Volumes(tokens, 2, 1, ranks).ep_resident_tokens == held
+
+
+@pytest.mark.row(36)
 @pytest.mark.parametrize("name,gauge", [("replicated", "tp_resident_tokens"), ("all_to_all", "ep_resident_tokens")])
 def test_ranks_hold_what_the_gauge_states(name: str, gauge: str) -> None:
     # Twelve tokens on four ranks: the same twelve on each, or three each, before an exchange and after it.

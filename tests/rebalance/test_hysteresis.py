@@ -18,6 +18,7 @@ def fired(values: list[float], limits: Thresholds) -> list[int]:
     return steps
 
 
+@pytest.mark.row(133)
 def test_by_hand() -> None:
     limits = Thresholds(1.2, 1.1, dwell=3)
     # above high: fires. 1.15 is between: stays hot, fires again when rested. Below low it is calm.

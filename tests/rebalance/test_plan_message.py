@@ -25,6 +25,7 @@ def test_what_is_read_is_what_was_written() -> None:
     assert read.phy2log.dtype == np.int64 and read.share.dtype == np.float32
 
 
+@pytest.mark.row(123)
 @pytest.mark.parametrize("at", [0, 31, 40, -1])
 def test_one_changed_byte_is_found(at: int) -> None:
     column = message().encode()

@@ -7,7 +7,9 @@ import copy
 import pytest
 import torch
 
-from moe_mk import ConfigError, MoELayer
+from moe_mk import ConfigError, MoELayer, ParallelGroups
+from moe_mk.comm import LockstepWorld
+from moe_mk.flight import interleave
 from moe_mk.tokens import Routing
 from moe_mk.trace.routing import RoutingRecorder, RoutingTrace, TraceError, TraceFacts
 from tests.support.rebalance_world import EXPERTS, HIDDEN, config, tensors
@@ -48,6 +50,23 @@ def test_the_trace_holds_the_ids_that_every_layer_used(layers: list[MoELayer]) -
         assert torch.equal(forward.ids_TK.int(), routing.ids_TK)
         assert forward.weights_TK is not None and torch.equal(forward.weights_TK, routing.weights_TK)
     assert trace.loads().tolist() == [layer.expert_load.tolist() for layer in layers]
+
+
+@pytest.mark.row(9)
+def test_the_trace_holds_logical_ids_whatever_the_placement() -> None:
+    world, x = LockstepWorld(2), batches()[0]
+    dealt = [
+        MoELayer(
+            config(placement="round_robin", prepare_finalize="all_to_all"), dtype=torch.float32,
+            groups=ParallelGroups(ep=comm),
+        ).load_weights(tensors(0))
+        for comm in world.communicators()
+    ]  # fmt: skip
+    recorder = RoutingRecorder(FACTS)
+    with torch.no_grad(), recorder.listening({0: dealt[0]}):
+        interleave([layer.steps(x) for layer in dealt])
+    (forward,) = recorder.take().forwards()
+    assert torch.equal(forward.ids_TK.int(), dealt[0].route(x).ids_TK)
 
 
 def test_listening_changes_no_bit_of_the_output_and_ends_with_the_block(layers: list[MoELayer]) -> None:
