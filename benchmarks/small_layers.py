@@ -14,6 +14,7 @@ import platform
 import random
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -141,7 +142,7 @@ def ways_of_one_call(size: Size) -> Ways:
     by_torch, x_TH = layer_of(size, experts="torch_cpu"), batch(size)
     routing = made.route(x_TH)
     ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
-    compiled, floor = torch.compile(made, fullgraph=True), torch.compile(one_operator(), fullgraph=True)
+    compiled, floor = torch.compile(made, fullgraph=True), torch.compile(Nothing(size), fullgraph=True)
     experts = experts_of(named, size)
     return {
         "eager": lambda: made(x_TH),
@@ -150,6 +151,7 @@ def ways_of_one_call(size: Size) -> Ways:
         "EngineExperts": lambda: here(x_TH, weights_TK, ids_TK),
         "compiled": lambda: compiled(x_TH),
         "compiled, an operator that does nothing": lambda: floor(x_TH),
+        "the same, then eager": lambda: (floor(x_TH), made(x_TH)),
         "torch_cpu": lambda: by_torch(x_TH),
         "torch_cpu, forward_routed": lambda: by_torch.forward_routed(x_TH, weights_TK, ids_TK),
         "a torch loop": lambda: loop(x_TH, *route_by_torch(x_TH, named["gate.weight"], size.top_k), experts),
@@ -201,17 +203,27 @@ def decoded(weight: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     return (values.float() * wide).to(torch.bfloat16)
 
 
-def one_operator() -> Callable[[Tensor], Tensor]:
-    """A function of one operator of Python that does nothing: what a call of any compiled function costs at least."""
+class Nothing(torch.nn.Module):
+    """A module of one operator that does nothing, with the arguments of the layer's: the least of a compiled call."""
 
-    def nothing(x: Tensor) -> Tensor:
-        return torch.empty_like(x)
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.register_buffer("load_E", torch.zeros(size.experts, dtype=torch.int64, device="cpu"))
+        self.entry = torch.tensor(1, dtype=torch.int64, device="cpu")
+        if not hasattr(torch.ops.moe_mk_benchmark, "nothing"):
+            LIBRARY.define("nothing(Tensor x, Tensor(a!) load_E, Tensor entry) -> Tensor")
+            LIBRARY.impl("nothing", nothing, "CompositeExplicitAutograd")
+            torch.library.register_fake("moe_mk_benchmark::nothing", nothing, lib=LIBRARY)
 
-    if not hasattr(torch.ops.moe_mk_benchmark, "nothing"):
-        LIBRARY.define("nothing(Tensor x) -> Tensor")
-        LIBRARY.impl("nothing", nothing, "CompositeExplicitAutograd")
-        torch.library.register_fake("moe_mk_benchmark::nothing", nothing, lib=LIBRARY)
-    return lambda x: torch.ops.moe_mk_benchmark.nothing.default(x)
+    def forward(self, x: Tensor) -> Tensor:
+        """An empty tensor like x."""
+        y: Tensor = torch.ops.moe_mk_benchmark.nothing.default(x, self._buffers["load_E"], self.entry)
+        return y
+
+
+def nothing(x: Tensor, load_E: Tensor, entry: Tensor) -> Tensor:
+    """An empty tensor like x."""
+    return torch.empty_like(x)
 
 
 LIBRARY: Any = torch.library.Library("moe_mk_benchmark", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -290,58 +302,63 @@ def ways_over_ranks(rank: int, size: Size) -> Ways:
     return {**found, "two all_to_all_single": two_collectives}
 
 
-def times_of_rank(rank: int, size: Size) -> dict[str, list[float]]:
-    """What `in_turn` measures on one rank, a call each."""
+def times_of_rank(rank: int, size: Size) -> Times:
+    """What `timed` measures on one rank."""
     with torch.no_grad():
         return timed(ways_over_ranks(rank, size), size.rounds, together=True)
 
 
-def timed(ways: Ways, rounds: int, *, together: bool = False) -> dict[str, list[float]]:
-    """Seconds of one call of each way in each round."""
+Times = dict[str, list[tuple[float, float]]]
+"""Seconds of one call in each round: on the clock, and of the processor (all threads of the process)."""
+
+
+def timed(ways: Ways, rounds: int, *, together: bool = False) -> Times:
+    """Time every way in every round, in an order that changes; many calls at a time, after a warm round."""
     first = {name: warm(call) for name, call in ways.items()}
-    calls = {name: 100 if together else max(1, int(TIMED_S / seconds)) for name, seconds in first.items()}
-    found = in_turn({name: repeated(ways[name], calls[name]) for name in ways}, rounds, together=together)
-    return {name: [seconds / calls[name] for seconds in times] for name, times in found.items()}
+    calls = {name: 50 if together else max(1, int(TIMED_S / seconds)) for name, seconds in first.items()}
+    found: Times = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name in random.Random(number).sample(list(ways), len(ways)):
+            if together:
+                dist.barrier()
+            start, used = now(), time.process_time()
+            for _ in range(calls[name]):
+                ways[name]()
+            found[name].append(((now() - start) / calls[name], (time.process_time() - used) / calls[name]))
+    return {name: times[1:] for name, times in found.items()}
 
 
 def warm(call: Callable[[], object]) -> float:
-    """Seconds of a call after three others."""
-    for _ in range(3):
+    """Seconds of the fastest of eight calls."""
+    seconds = []
+    for _ in range(8):
+        start = now()
         call()
-    start = now()
-    call()
-    return now() - start
+        seconds.append(now() - start)
+    return min(seconds)
 
 
-def repeated(call: Callable[[], object], calls: int) -> Callable[[], object]:
-    """So many of them."""
+def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
+    """Print microseconds of a call by way, on the slowest rank, and ratios to one way; medians over rounds."""
 
-    def all_of_them() -> None:
-        for _ in range(calls):
-            call()
+    def slowest_of(name: str, clock: int) -> list[float]:
+        return [max(each[clock] for each in rounds) for rounds in zip(*(rank[name] for rank in per_rank), strict=True)]
 
-    return all_of_them
+    def row(name: str) -> dict[str, float]:
+        found = {}
+        for clock, what in enumerate(("clock", "processor")):
+            times, others = slowest_of(name, clock), slowest_of(unit, clock)
+            found[f"{what}_us"] = round(median(times) * 1e6, 1)
+            found[f"{what}_ratio"] = round(median(times) / median(others), 2)
+            found[f"{what}_least_us"] = round(min(times) * 1e6, 1)
+        return found
 
-
-def table(title: str, per_rank: list[dict[str, list[float]]], unit: str) -> dict[str, Any]:
-    """Print microseconds of a call by way, on the slowest rank, and ratios to one way: median, and fastest round."""
-    rounds = {
-        name: [max(each) for each in zip(*(rank[name] for rank in per_rank), strict=True)] for name in per_rank[0]
-    }
-    rows = {
-        name: {
-            "median_us": round(median(times) * 1e6, 1),
-            "ratio": round(median(one / other for one, other in zip(times, rounds[unit], strict=True)), 2),
-            "least_us": round(min(times) * 1e6, 1),
-            "least_ratio": round(min(times) / min(rounds[unit]), 2),
-        }
-        for name, times in rounds.items()
-    }
-    print(f"\n{title}; ratios to: {unit}")
-    for name, row in rows.items():
+    rows = {name: row(name) for name in per_rank[0]}
+    print(f"\n{title}; ratios to: {unit}\n  {'':<46}{'clock':>12}{'ratio':>7}{'processor':>13}{'ratio':>7}")
+    for name, of in rows.items():
         print(
-            f"  {name:<42}{row['median_us']:>9.1f} us {row['ratio']:>6.2f}   "
-            f"fastest round {row['least_us']:>9.1f} us {row['least_ratio']:>6.2f}"
+            f"  {name:<46}{of['clock_us']:>9.1f} us{of['clock_ratio']:>7.2f}"
+            f"{of['processor_us']:>10.1f} us{of['processor_ratio']:>7.2f}"
         )
     return {"title": title, "unit": unit, "rows": rows}
 
@@ -356,7 +373,8 @@ def main() -> None:
     parser.add_argument("--note", default="")
     options = parser.parse_args()
     size = replace(SMALL, rounds=options.rounds)
-    print(f"{size}, {torch.get_num_threads()} threads, torch {torch.__version__}, {processor()}")
+    torch.set_num_threads(1)
+    print(f"{size}, 1 thread, torch {torch.__version__}, {processor()}, load {os.getloadavg()}")
     with torch.no_grad():
         tables = [table("one call, T=1", [timed(ways_of_one_call(size), size.rounds)], "eager")]
         for weights, dtype in FORMATS if options.torch else ():
@@ -374,7 +392,8 @@ def main() -> None:
             found = run_ranks(small_layers.times_of_rank, options.ranks, replace(size, tokens=count), timeout_s=600.0)
             tables.append(table(f"{options.ranks} ranks, T={count} on each", found, "two all_to_all_single"))
     if options.output:
-        result = {**about(options), "size": asdict(size), "native": native_experts(), "tables": tables}
+        load = {"load at the end": os.getloadavg()}
+        result = {**about(options), **load, "size": asdict(size), "native": native_experts(), "tables": tables}
         with open(options.output, "w", encoding="utf-8") as file:
             file.write(json.dumps(result, indent=1) + "\n")
 
