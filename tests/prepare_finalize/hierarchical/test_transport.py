@@ -119,7 +119,7 @@ def flow_of(name: str, case: RoutingCase, size: RowBytes, nodes: Nodes) -> Flow:
     return models[name](routed, size)
 
 
-@pytest.mark.row(37, 39, 44)
+@pytest.mark.row(37, 39, 44, 144)
 @pytest.mark.parametrize("ranks,per_node", [(4, 2), (8, 4), (4, 1)])
 def test_output_is_that_of_the_flat_way_and_bytes_are_those_of_the_model(ranks: int, per_node: int) -> None:
     nodes, size = Nodes.of(ranks, per_node), RowBytes(packed_row_bytes(FP32, HIDDEN, TOP_K), row_bytes(FP32, HIDDEN))
