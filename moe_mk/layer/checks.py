@@ -31,7 +31,10 @@ def check_routing(
     *,
     read_ids: bool = True,
 ) -> None:
-    """Raise ShapeError unless an engine's own routing fits. sizes: T, K, E. read_ids: check the ids, on the host."""
+    """Raise ShapeError unless an engine's own routing fits. sizes: T, K, E. read_ids: check the ids, on the host.
+
+    On a GPU the choices of a token must be distinct: rows there have room for as many as a rank has experts.
+    """
     num_tokens, top_k, num_experts = sizes
     expect("topk_ids", topk_ids, "T K", (torch.int32, torch.int64), device, T=num_tokens, K=top_k)
     expect("topk_weights", topk_weights, "T K", torch.float32, device, T=num_tokens, K=top_k)
@@ -39,9 +42,22 @@ def check_routing(
         return
     lowest, highest = torch.aminmax(topk_ids)
     if lowest.item() >= -1 and highest.item() < num_experts:
+        if device.type == "cuda" and (repeats := tokens_with_repeats(topk_ids)):
+            raise ShapeError(
+                f"topk_ids holds an expert twice for {len(repeats)} tokens, for example token {repeats[0]}: "
+                f"{topk_ids[repeats[0]].tolist()}; add the weights up and use -1 for the second"
+            )
         return
     wrong = topk_ids[(topk_ids < -1) | (topk_ids >= num_experts)]
     raise ShapeError(
         f"topk_ids holds {wrong.numel()} ids outside [-1, {num_experts}), for example {wrong[:5].tolist()}; "
         "use -1 for an assignment that goes nowhere"
     )
+
+
+def tokens_with_repeats(topk_ids: Tensor) -> list[int]:
+    """Tokens that choose an expert more than once; -1 is no choice. Read on the host."""
+    sorted_TK = topk_ids.sort(dim=1).values
+    repeats_TK = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
+    found: list[int] = repeats_TK.any(dim=1).nonzero().flatten().tolist()
+    return found

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_mk import ConfigError, MoELayer, ShapeError, UnsupportedError, WeightError
 from moe_mk.flight import wait
+from moe_mk.layer.checks import tokens_with_repeats
 from moe_mk.testing.transports import virtual_groups
 from moe_mk.tokens import Routing
 from tests.support.layers import HIDDEN, config, layer, tensors
@@ -237,3 +238,9 @@ def test_experts_in_torch_run_in_one_call_with_the_bits_and_the_load_of_the_stag
         with pytest.raises(ShapeError, match=r"topk_ids holds 1 ids outside \[-1, 8\), for example \[8\]"):
             built.forward_routed(x_TH, routing.weights_TK, ids_TK)
         assert torch.equal(built.expert_load, counted_E), "nothing is counted"
+
+
+def test_tokens_that_choose_an_expert_twice_are_found() -> None:
+    ids_TK = torch.tensor([[0, 1, 2], [3, -1, -1], [2, 5, 2], [-1, 4, 4]], dtype=torch.int32)
+    assert tokens_with_repeats(ids_TK) == [2, 3]
+    assert tokens_with_repeats(ids_TK[:, :1]) == [] and tokens_with_repeats(ids_TK[:0]) == []
