@@ -57,8 +57,10 @@ class Refusal:
 
     def without(self, away: Sequence[Refusal]) -> Refusal | None:
         """The same for the backends that `away` does not refuse for all pairs; None if none is left."""
-        transports = tuple(name for name in self.prepare_finalize if all(name not in r.prepare_finalize for r in away))
-        experts = tuple(name for name in self.experts if all(name not in r.experts for r in away))
+        far_transports = {name for refusal in away if not refusal.experts for name in refusal.prepare_finalize}
+        far_experts = {name for refusal in away if not refusal.prepare_finalize for name in refusal.experts}
+        transports = tuple(name for name in self.prepare_finalize if name not in far_transports)
+        experts = tuple(name for name in self.experts if name not in far_experts)
         if bool(transports) != bool(self.prepare_finalize) or bool(experts) != bool(self.experts):
             return None
         return Refusal(transports, experts, self.reasons)

@@ -73,6 +73,14 @@ def test_the_closest_backends_are_refused_first_and_those_for_other_devices_last
     assert in_full[-1] == "t3 + any: runs on cuda, this is cpu; c is not installed [pip install c]"
 
 
+def test_a_pair_for_another_device_hides_no_reason_against_another_pair_of_its_transport() -> None:
+    gpu = Reason("device", "runs on cuda, this is cpu")
+    assert refusal_lines([verdict("t", "x", gpu), verdict("t", "y", WIDE), verdict("t", "z")]) == [
+        "t + y: too wide [make it narrow]",
+        "for other devices: t + x (runs on cuda, this is cpu)",
+    ]
+
+
 def test_an_explanation_is_wrapped_to_the_width_with_the_rest_below_the_reasons() -> None:
     names = [f"transport_{number}" for number in range(9)]
     verdicts = [Verdict("no_ep", "x", (), 12345.0, True), *(verdict(name, "x", WIDE, FAR) for name in names)]
