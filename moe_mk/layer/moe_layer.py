@@ -483,9 +483,9 @@ class MoELayer(nn.Module):
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).
 
-        topk_weights: f32, already renormalised and scaled. topk_ids: logical experts, -1 goes nowhere. Ids other than
-        those that the last `route` returned are read on the host to refuse those that do not exist. Shared experts are
-        not added.
+        topk_weights: f32, already renormalised and scaled. topk_ids: logical experts, distinct for each token on a GPU;
+        -1 goes nowhere. Ids other than those that the last `route` returned are read on the host to refuse those that
+        do not exist. Shared experts are not added.
         """
         _ = self.weights  # raises WeightError before loading
         x_TH, load_E = self._checked(hidden_states), self._buffers["expert_load"]
