@@ -27,6 +27,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words_, capture_output=True, text=True, timeout=100, cwd=ROOT, env=ENVIRONMENT)
 
 
+@pytest.mark.thorough
 def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Path) -> None:
     report, traced = tmp_path / "run.json", tmp_path / "trace.safetensors"
     words = ("run", tiny, "--ranks", 2, "--tokens", "6", "--repeats", 1, "--json", report, "--record-trace", traced)

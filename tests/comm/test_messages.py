@@ -52,6 +52,7 @@ def waits_for_a_slow_peer(rank: int, elsewhere: bool) -> str:
     return "landed"
 
 
+@pytest.mark.thorough
 def test_a_process_of_another_host_is_not_looked_for_on_this_one() -> None:
     with RankWorld(2) as world:
         assert world.call(waits_for_a_slow_peer, True) == ["landed", "landed"]

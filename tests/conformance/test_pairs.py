@@ -99,9 +99,11 @@ PAIRS = [*accepted_pairs(), *stored_otherwise()]
 
 
 def is_quick(pair: Pair) -> bool:
-    """bf16, and FP8 activations on two ranks where they take turns in one thread."""
-    blocking = not pair.inside and PREPARE_FINALIZE[pair.transport].traits.blocking
-    forms = IN_TWO[:1] if blocking or pair.ranks != 2 else IN_TWO
+    """bf16, and FP8 activations on two ranks where they take turns in one thread; imitated libraries on two ranks."""
+    traits = None if pair.inside else PREPARE_FINALIZE[pair.transport].traits
+    if traits is not None and traits.library and pair.ranks != 2:
+        return False
+    forms = IN_TWO[:1] if pair.ranks != 2 or (traits is not None and (traits.blocking or traits.library)) else IN_TWO
     return pair.form in (FORMATS[n] for n in forms) and (pair.ranks, pair.tokens) != (4, "replicated")
 
 

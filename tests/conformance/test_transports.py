@@ -23,8 +23,9 @@ IN_FOUR = (BF16, FP8_1x128)
 
 
 def is_quick(name: str, ranks: int, wire: QuantScheme) -> bool:
-    """Where ranks take turns: two with rows as they are and as FP8 blocks, four in BF16. Elsewhere two in BF16."""
-    turns = not PREPARE_FINALIZE[name].traits.blocking
+    """Where own transports take turns: two with rows as they are and as FP8 blocks, four in BF16. Else two in BF16."""
+    traits = PREPARE_FINALIZE[name].traits
+    turns = not traits.blocking and not traits.library
     return (ranks == 2 and wire in IN_FOUR and turns) or (wire is BF16 and (turns or ranks == 2))
 
 

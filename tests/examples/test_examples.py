@@ -41,6 +41,7 @@ def test_every_example_is_run_here() -> None:
     assert [file.name for file in sorted(EXAMPLES.glob("*.py")) if f'"{file.name}"' not in text] == []
 
 
+@pytest.mark.thorough
 def test_the_layer_explains_itself_and_counts_the_load() -> None:
     stated = run(example("01_layer.py"))
     assert "rank 0: 16 experts" in stated

@@ -109,6 +109,7 @@ def test_rows_for_experts_that_do_not_exist_are_refused_by_the_name_of_their_sen
         assert f"{number}, out of range (0 <= " in found["text"], found
 
 
+@pytest.mark.thorough
 def test_a_relay_refuses_rows_for_experts_that_do_not_exist() -> None:
     with RankWorld(4) as four:
         for rank, (found,) in enumerate(four.call(ranks.hostile_ids, "hierarchical", 8, 2)):

@@ -40,6 +40,7 @@ def test_an_interrupt_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
     tried(world, transport, 25, first=first, dual=False)
 
 
+@pytest.mark.thorough
 def test_messages_that_were_posted_outlive_an_interrupt(world: RankWorld) -> None:
     assert world.call(ranks.long_rows, 5) == [[], []]
 

@@ -136,6 +136,7 @@ def test_a_second_plan_moves_less_than_placing_anew_and_is_as_even() -> None:
     assert [rank.wrong for rank in ranks] == [[]] * RANKS
 
 
+@pytest.mark.thorough
 def test_a_planner_that_raises_is_reported_and_tried_again_later() -> None:
     calls: list[int] = []
 
@@ -172,6 +173,7 @@ def test_a_planner_that_returns_nonsense_changes_nothing() -> None:
     assert [rank.wrong for rank in ranks] == [[]] * RANKS
 
 
+@pytest.mark.thorough
 def test_a_plan_damaged_on_its_way_is_refused_by_all() -> None:
     ranks = world()
     planner = ranks[0].manager._planner

@@ -71,6 +71,7 @@ def test_every_slice_moves_and_no_output_differs_by_a_bit() -> None:
     assert all(each.incidents == () and each.plan_id == 1 for each in status)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", [1, 2])
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
 def test_a_chunk_damaged_on_one_slice_holds_back_all_of_them(victim: int) -> None:
@@ -131,6 +132,7 @@ def test_a_rank_whose_map_differs_is_stopped_on_every_slice() -> None:
         serve(ranks, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::moe_mk.rebalance.RebalanceWarning")
 def test_slices_of_one_ep_rank_leave_together_and_their_experts_are_read_again() -> None:
     ranks = grid(3)

@@ -106,6 +106,7 @@ def test_a_backend_that_is_wrong_at_larger_sizes_only_passes_the_quick_cases_onl
     assert all(one.check.endswith("larger sizes") for one in certificate.failures)
 
 
+@pytest.mark.thorough
 def test_a_certificate_states_the_sizes_that_its_checks_have_reached() -> None:
     full, quick = certify("no_ep", processes=False), certify("no_ep", processes=False, quick=True)
     assert full.passed and quick.passed and len(full.coverage) > len(quick.coverage)
@@ -192,6 +193,7 @@ def test_every_law_is_shown_to_be_broken_by_something() -> None:
     assert {law.name for law in LAWS} == shown
 
 
+@pytest.mark.thorough
 def test_a_right_backend_is_certified_twice_with_equal_digests() -> None:
     one, other = (certify("no_ep", processes=False) for _ in range(2))
     assert one.passed and one.digest == other.digest

@@ -347,6 +347,7 @@ for name in sorted(modules):
 """
 
 
+@pytest.mark.thorough
 def test_every_part_imports_with_what_is_carried_and_the_machine_has() -> None:
     allowed, left = {canonical(name) for name in gpu_carry.NEEDED} | {"moe-mk"}, ["torch", "triton", "numpy"]
     while left:

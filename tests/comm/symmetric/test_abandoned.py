@@ -149,6 +149,7 @@ def rarely(step: str, ending: list[int]) -> ParameterSet:
     return pytest.param(step, ending, marks=pytest.mark.slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "step,ending",
     [
