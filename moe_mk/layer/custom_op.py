@@ -16,13 +16,15 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-
-# Its functions keep the default group of the moment they are imported, and the first call of a custom op imports them:
-# after `init_process_group` that group would never end, and gloo's threads would meet an interpreter on its way out.
-import torch.distributed.nn
 from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
+
+# Functions of torch.distributed.nn keep the default group of the moment they are imported, and the first call of a
+# custom op may import them: that group would never end, and gloo's threads would meet an interpreter that exits. They
+# are imported before there is a group; where this module comes after it, importing them here would be just that.
+if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    import torch.distributed.nn
 
 T = TypeVar("T")
 _LIBRARY: Any = torch.library.Library("moe_mk", "FRAGMENT")  # type: ignore[no-untyped-call]

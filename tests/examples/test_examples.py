@@ -53,8 +53,7 @@ def test_the_layer_explains_itself_and_counts_the_load() -> None:
     assert "512 assignments" in stated
 
 
-# Slow: threads of gloo outlive the group in this script, and rarely end the process with an abort while Python exits.
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["by_itself", "torchrun"])
 def test_two_ranks_give_what_one_rank_gives(launcher: tuple[str, ...]) -> None:
     stated = run(*launcher, example("02_torchrun_ep.py"))

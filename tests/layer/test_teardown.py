@@ -15,13 +15,14 @@ LIFE = """
 import os, sys
 import torch, torch.distributed as dist
 import moe_mk
-from moe_mk.layer.custom_op import moe_layer
 
 def gloo_threads():
     threads = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
     return sorted(name for name in threads if "gloo" in name)
 
 def serve(folder, transport):
+    from moe_mk.layer.custom_op import moe_layer  # after the group, as where a program imports moe_mk alone
+
     config = moe_mk.MoEConfig.from_hf(folder).with_(prepare_finalize=transport, allow_emulated=True, max_num_tokens=16)
     layer = moe_mk.DeepseekV3MoE(config, groups=moe_mk.ParallelGroups(ep=dist.group.WORLD), name="layer 3")
     layer.load_from_safetensors(folder, layer=3)
