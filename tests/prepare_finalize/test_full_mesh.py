@@ -8,6 +8,7 @@ import torch
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.symmetric.flags import WORD_BYTES
 from moe_mk.flight import interleave
+from moe_mk.kernels.native import exchange
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import TransportContext
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
@@ -43,6 +44,30 @@ def test_a_dispatch_is_one_flag_to_each_other_rank_behind_all_rows_for_it(ranks:
             visits_W[rank] = 0
             assert comm.traffic.bytes_by_peer["dispatch"] == {p: row * count for p, count in enumerate(visits_W)}
         interleave([t.finalize(_sums(got), got) for t, got in zip(made, tokens, strict=True)])
+
+
+@pytest.mark.row(55, 143)
+def test_windows_count_the_bytes_that_a_dispatch_and_a_combine_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "ready", lambda: None)  # rows are put by the heap, which counts each operation
+    place, comms = ExpertMap.linear(EXPERTS, 4), LockstepWorld(4).communicators()
+    made = [
+        OneSided(TransportContext(c, place, place.tables(CPU), BF16, BF16, HIDDEN, TOP_K, CPU, max_num_tokens=MOST))
+        for c in comms
+    ]
+    for seed in range(3):
+        given = [batch(10 * seed + rank, HIDDEN, MOST) for rank in range(4)]
+        for comm in comms:
+            comm.traffic.reset()
+        tokens = interleave([transport.prepare(*own) for transport, own in zip(made, given, strict=True)])
+        for rank, (comm, got) in enumerate(zip(comms, tokens, strict=True)):
+            heap = got.handle.buffer.heap
+            put = {peer: heap.traffic.bytes_by_peer["put"][peer] for peer in range(4) if peer != rank}
+            assert put == {peer: comm.traffic.bytes_by_peer["dispatch"][peer] for peer in put} and sum(put.values())
+            heap.traffic.reset()
+        interleave([t.finalize(_sums(got), got) for t, got in zip(made, tokens, strict=True)])
+        for got in tokens:
+            assert got.handle.buffer.heap.traffic.bytes_by_peer["put"].total() == 0, "sums are read where they are"
+            got.handle.buffer.heap.traffic.reset()
 
 
 def _sums(tokens: object) -> ExpertOutput:
