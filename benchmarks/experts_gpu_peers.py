@@ -119,7 +119,7 @@ def deep_gemm_contiguous(weights: ExpertWeights, tokens: RowTokens) -> Call:
 
 
 def deep_gemm_masked(weights: ExpertWeights, tokens: RowTokens) -> Call:
-    """The same with the masked GEMMs, whose blocks all hold the largest number of rows. For decoding."""
+    """DeepGEMM's masked layout, for decoding: every expert has a block of the maximum number of rows."""
     import deep_gemm
 
     from moe_mk.kernels.triton.activation_quantize import activation_quantize

@@ -43,7 +43,7 @@ def run(name: str, command: list[str], seconds: float) -> dict[str, str]:
 
 
 def tiny() -> None:
-    """One call of an engine each on layers whose reduction has fewer steps than the pipeline has stages."""
+    """Run each engine once on layers whose K loop is shorter than the number of pipeline stages."""
     import torch
     from experts_gpu import GLUON
 

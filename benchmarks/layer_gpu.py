@@ -59,7 +59,7 @@ def layer() -> MoELayer:
 
 
 def line(case: str, order: list[int], contender: str, times: list[float], **more: Any) -> dict[str, Any]:
-    """A result whose lower bound is given or unknown."""
+    """A benchmark result; the lower bound may be unknown."""
     found = {"kind": "latency", "case": case, "order": order, "contender": contender, **summary(times), **more}
     return found | {"sm_mhz": sm_mhz()}
 

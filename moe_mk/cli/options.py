@@ -24,7 +24,7 @@ HERE = "here"
 
 
 class ExplainCommand(TyperCommand):
-    """A verb whose option --installed may be given without a value."""
+    """A command with an --installed option that takes an optional value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words of the command line; --installed alone means --installed=here."""

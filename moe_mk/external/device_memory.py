@@ -45,7 +45,7 @@ MODULE = "torch.distributed._symmetric_memory"
 
 BACKEND = "CUDA"
 
-"""Of torch's three the one whose addresses kernels may use without a library beside them."""
+"""The backend of torch's symmetric memory that needs no device library: kernels use peer pointers directly."""
 
 
 class SymmetricMemory(Protocol):
@@ -85,7 +85,7 @@ def window_of(num_bytes: int, device: torch.device, torch_memory: SymmetricMemor
 def addresses_of(
     window: Tensor, group: object, torch_memory: SymmetricMemory, exchange: Callable[[str], list[str]]
 ) -> tuple[list[int], object]:
-    """Where the window of each rank lies in this process, and what must be held as long as they are used.
+    """The address of each rank's window in this process, and the object that keeps the mappings alive.
 
     Every rank calls this with its own window; `exchange` gathers the notes of all. Raises RuntimeError where a peer
     cannot be mapped, or where the addresses are not those of these windows.

@@ -34,7 +34,7 @@ from moe_mk.tokens import LAYOUT_NAMES, GroupedTokens
 def libraries_of(device: DeviceProfile) -> frozenset[str]:
     """Optional libraries that some backend needs and that could be installed on a device of this profile.
 
-    For `Problem.installed`, to ask about a machine whose libraries are unknown.
+    For `Problem.installed`, to plan for another machine.
     """
     entries = (PREPARE_FINALIZE.items(), EXPERTS.items(), MONOLITHIC.items())
     traits = [backend.traits for registry in entries for _, backend in registry]

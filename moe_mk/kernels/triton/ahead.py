@@ -80,7 +80,7 @@ class CompileOnlyDriver:
 def compiling(folder: Path, arch: int, multiprocessors: int) -> Iterator[list[CompiledKernel]]:
     """Inside, launches compile for sm_{arch} into a folder and do not run; yields the kernels as they come.
 
-    Raises UnsupportedError in a process whose kernels are interpreted. Not thread-safe: Triton has one driver.
+    Raises UnsupportedError under TRITON_INTERPRET. Not thread-safe: Triton has one driver per process.
     """
     if INTERPRETED:
         raise UnsupportedError("kernels cannot be compiled here", ["TRITON_INTERPRET is set; unset it"])

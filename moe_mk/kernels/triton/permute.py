@@ -1,6 +1,6 @@
 """Permute tokens and sum their rows on the device, with sizes from shapes only: no count is read on the host.
 
-    first_kept    the kept assignments of every row in front, for transports whose rows mostly go to other ranks
+    first_kept    compact the local assignments of each row, for transports whose rows have mostly remote experts
     group_rows    one row per assignment, sorted by expert; rows behind the last assignment are undefined
     sum_rows      the rows of every token added up again, in the order of their positions
 
