@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.trees import write_tree
 from tools.house import ROOT, House, main, picture, static_measurements
 from tools.house_picture import draw, reduced
 
@@ -27,11 +28,7 @@ FILES = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    for name, text in FILES.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path
+    return write_tree(tmp_path, FILES)
 
 
 def test_an_importer_is_a_module_that_is_no_init(repository: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.trees import write_tree
 from tools import mutants
 from tools.mutants import LIST, ROOT, Mutant, chosen, main, problems_of, read_mutants
 
@@ -30,11 +31,7 @@ ENTRIES = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    for name, text in FILES.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path
+    return write_tree(tmp_path, FILES)
 
 
 @pytest.mark.parametrize("state", ENTRIES)

@@ -1,0 +1,15 @@
+"""Small repositories that tests of tools write and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def write_tree(root: Path, files: Mapping[str, str]) -> Path:
+    """Write files by their path below a folder; returns the folder."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
