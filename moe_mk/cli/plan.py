@@ -19,8 +19,8 @@ from moe_mk.oracle.verdict import Decision
 from moe_mk.quant.plain import plain
 from moe_mk.verify import check_fault
 from moe_mk.weights.checkpoint import find_prefix
+from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.inspect import CheckpointFacts, inspect_checkpoint
-from moe_mk.weights.source import SafetensorsSource
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _checked(facts: CheckpointFacts, layer: int) -> CheckpointFacts:
     """The facts of one layer; raises WeightError if it is not there or its headers are not sound."""
     found = tuple(each for each in facts.layers if each.layer == layer)
     if len(found) != 1:
-        find_prefix(SafetensorsSource(facts.where), layer)  # raises with the existing layers
+        find_prefix(open_source(facts.where), layer)  # raises with the existing layers
     problems = [*facts.problems, *(problem for each in found for problem in each.problems)]
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)

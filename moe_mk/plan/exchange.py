@@ -102,6 +102,20 @@ class Exchange:
         rows = self.tokens * self.visits if mode == "throughput" else self.tokens * self.top_k - self.dropped
         return rows * self.row(mode, direction)
 
+    def near_bytes(self, mode: Mode, direction: Direction) -> float:
+        """Bytes that one rank moves inside nodes: its rows to ranks of the own node, or what it forwards to them.
+
+        throughput: a row for each distinct rank of a token, wherever it came from; latency: the own node's messages.
+        """
+        if self.nodes == 1:
+            return self.num_bytes(mode, direction)
+        if mode == "latency":
+            return self.num_bytes(mode, direction) / self.nodes
+        ranks = expected_groups(
+            self.num_experts, self.top_k, self.ranks, expert_groups=self.nodes, kept=self.nodes_kept
+        )
+        return self.tokens * ranks * self.row(mode, direction)
+
     def remote_bytes(self, mode: Mode, direction: Direction) -> float:
         """Of these, the bytes that cross nodes: all but the own node's part."""
         return self.num_bytes(mode, direction) * (1.0 - 1.0 / self.nodes)

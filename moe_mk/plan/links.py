@@ -17,13 +17,21 @@ from moe_mk.registry import did_you_mean
 
 Mode = Literal["throughput", "latency"]
 Direction = Literal["dispatch", "combine"]
+Leg = Literal["near", "far"]
 
 
 class Measured(Settings):
     """One published row. Bandwidth is logical: all bytes of an exchange, those for the own node too, over its time."""
 
     mode: Mode
+    """throughput: a row to each node or rank of a token; latency: a message for each assignment."""
     ranks: int = Field(ge=1)
+    tokens: int | None = Field(default=None, ge=1)
+    """Of each rank; None: 4096, or 128 of latency kernels."""
+    wire: str = "fp8"
+    """Format of dispatched rows, one of `plan.exchange.WIRES`; returned rows are bf16."""
+    fits: Leg | None = None
+    """The link whose constants are fitted to this row; None: it is only predicted."""
     dispatch_us: float | None = Field(default=None, gt=0)
     dispatch_gbs: float | None = Field(default=None, gt=0)
     combine_us: float | None = Field(default=None, gt=0)
@@ -39,10 +47,24 @@ class Measured(Settings):
 
 
 class LinkProfile(Settings):
-    """The links between the ranks of one kind of cluster."""
+    """The links between the ranks of one kind of cluster, and what is published of one library on it."""
 
     name: str
     about: str
+    source: str = ""
+    """Address of the measured rows, or of the rates where there are none."""
+    near: str = ""
+    """Kind of link inside a node, such as nvlink4; profiles of one kind share its constants. Empty: not known."""
+    far: str = ""
+    """Kind of link between nodes, such as cx7_400g."""
+    experts_per_rank: int | None = Field(default=None, ge=1)
+    """Of the measured rows; None: 256 over all ranks."""
+    nodes_kept: int | None = Field(default=4, ge=1)
+    """Groups to which the router of throughput rows sends a token; None: no limit."""
+    dropped: int = Field(default=10, ge=0)
+    """Masked assignments of latency rows."""
+    misses: str = ""
+    """Why rows are not predicted within 20 %, where known."""
     ranks_per_node: int = Field(ge=1)
     intra_gbs: float = Field(gt=0)
     """GB/s that one rank sends inside a node."""
@@ -67,6 +89,20 @@ class LinkProfile(Settings):
 def shipped_links() -> dict[str, Path]:
     """Link profiles by name."""
     return {path.stem: path for path in sorted((config_folder() / "links").glob("*.yaml"))}
+
+
+def links_of_device(name: str) -> str:
+    """The link profile of a device by its name: that of the GPU alone, not of a published table.
+
+    Raises ConfigError for a device without one.
+    """
+    devices = [each for each in shipped_links() if not link_profile(each).measured and link_profile(each).near]
+    if name not in devices:
+        raise ConfigError(
+            f"no link profile of device {name!r}{did_you_mean(name, devices)}; there are {', '.join(devices)}; "
+            "give --links FILE for others"
+        )
+    return name
 
 
 def link_profile(name_or_path: str | Path) -> LinkProfile:

@@ -49,6 +49,13 @@ def test_bytes_by_hand() -> None:
     assert Exchange(10, 16).remote_bytes("latency", "combine") == 10 * 8 * 14336 / 2
 
 
+def test_bytes_inside_nodes_by_hand() -> None:
+    # Two nodes: of 128 x 8 messages of 7408 B half stay on the own node. One node: all of them move inside it.
+    assert Exchange(128, 16, nodes_kept=None).near_bytes("latency", "dispatch") == 128 * 8 * 7408 / 2
+    one = Exchange(128, 8, nodes_kept=None)
+    assert one.near_bytes("latency", "dispatch") == one.num_bytes("latency", "dispatch")
+
+
 def test_impossible_exchanges_are_refused_with_all_reasons() -> None:
     with pytest.raises(ConfigError, match="12 ranks do not fill nodes of 8; 256 experts do not divide over 12 ranks"):
         Exchange(1, 12)

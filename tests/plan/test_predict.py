@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moe_mk.errors import ConfigError
 from moe_mk.plan.exchange import Exchange
-from moe_mk.plan.links import Direction, LinkProfile, Measured, link_profile, shipped_links
-from moe_mk.plan.predict import Line, exchange_of, left_out, points_of, predict
+from moe_mk.plan.links import Direction, LinkProfile, Measured, link_profile, links_of_device, shipped_links
+from moe_mk.plan.predict import (
+    DIRECTIONS,
+    Line,
+    _constants,
+    exchange_of,
+    held_out,
+    left_out,
+    points_of,
+    predict,
+    published_us,
+)
 
 # Ranks, then GB/s and microseconds of dispatch and of combine: the tables of UCCL-EP, 4096 tokens.
 UCCL = {
@@ -34,7 +46,7 @@ def test_published_throughput_tables_are_the_bytes_of_the_model() -> None:
                 errors[name, ranks, direction] = abs(model - implied[direction]) / implied[direction]
     assert len(errors) == 16
     assert errors.pop(("p5en_efa", 24, "combine")) < 0.026
-    assert max(errors.values()) < 0.0205
+    assert max(errors.values()) < 0.02
 
 
 @pytest.mark.row(52)
@@ -149,3 +161,124 @@ def test_unknown_names_and_rows_are_reported() -> None:
     with pytest.raises(ConfigError, match="nothing is published of latency kernels on 12 ranks; rows: 8, 16"):
         link_profile("h800_cx7").measured_at("latency", 12)
     assert {"h800_cx7", "mi300x_cx7", "p5en_efa", "ascend_910"} <= set(shipped_links())
+
+
+UNFITTED = {
+    # Values of each table, and how many of them are met within 20 %.
+    "h100_nccl_ep": (8, 8), "sm90_deepep_v2": (4, 4), "b200_efa_uccl": (6, 6), "b200_efa_deepep_v1": (6, 6),
+    "b200_hybrid_ep": (3, 3), "mi300x_cx7_bf16": (4, 4), "gb200_hybrid_ep": (15, 13), "h100_hybrid_ep": (9, 7),
+    "b200_efa_deepep_v2": (6, 4), "mi300x_cx7": (14, 11), "b200_deepep_v1": (3, 2), "sm90_deepep_prefill": (8, 3),
+    "sm90_pplx_prefill": (8, 6),
+}  # fmt: skip
+
+
+@pytest.mark.row(163, "N7")
+@pytest.mark.parametrize("name", UNFITTED)
+def test_tables_that_no_constant_was_fitted_to_are_predicted(name: str) -> None:
+    profile = link_profile(name)
+    assert not any(row.fits for row in profile.measured)
+    found = [each for each in held_out() if each.profile.name == name]
+    published = [each for row in profile.measured for each in DIRECTIONS if published_us(profile, row, each)]
+    assert len(found) == len(published)
+    assert (len(found), sum(abs(each.error) <= 0.2 for each in found)) == UNFITTED[name]
+    assert profile.source.startswith("https://")
+    if UNFITTED[name][0] > UNFITTED[name][1]:
+        assert profile.misses, "values that are missed have a reason"
+
+
+def test_every_table_without_fitted_rows_is_counted() -> None:
+    tables = [link_profile(name) for name in shipped_links()]
+    whole = [p.name for p in tables if p.measured and p.near and p.far and not any(row.fits for row in p.measured)]
+    assert sorted(whole) == sorted(UNFITTED)
+
+
+def test_a_held_out_value_by_hand() -> None:
+    # NCCL EP, 32 ranks of four nodes, bf16: 1024 messages of 14,352 B, three quarters of them to other nodes. The line
+    # of DeepEP's latency table is 34.56 us + 11.022 MB at 45.94 GB/s = 274.5 us; 14.7 MB at 53.6 GB/s are 274.2.
+    one = next(
+        each
+        for each in held_out("far", "cx7_400g")
+        if (each.profile.name, each.row.ranks, each.direction) == ("h100_nccl_ep", 32, "dispatch")
+    )
+    assert one.published_us == pytest.approx(1024 * 14352 / 53.6e3) and one.predicted_us == pytest.approx(
+        274.5, abs=0.1
+    )
+
+
+def test_a_table_is_predicted_without_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rows of 8 ranks fit the constants of nvlink4. Whatever they are, the prediction of their own table stays.
+    before = {(e.profile.name, e.row.ranks, e.direction): e.predicted_us for e in held_out()}
+    tables = [link_profile(name) for name in shipped_links()]
+    slow = [
+        p.model_copy(update={"measured": tuple(_three_times(row) for row in p.measured)})
+        if p.name == "sm90_pplx"
+        else p
+        for p in tables
+    ]
+    monkeypatch.setattr("moe_mk.plan.predict._tables", lambda: tuple(slow))
+    held_out.cache_clear(), _constants.cache_clear()
+    try:
+        after = {(e.profile.name, e.row.ranks, e.direction): e.predicted_us for e in held_out()}
+    finally:
+        held_out.cache_clear(), _constants.cache_clear()
+    assert all(after[key] == before[key] for key in before if key[0] == "sm90_pplx")
+    assert after["sm90_deepep", 8, "combine"] > 2 * before["sm90_deepep", 8, "combine"]
+
+
+def _three_times(row: Measured) -> Measured:
+    return row.model_copy(update={"dispatch_us": 3 * row.dispatch_us, "combine_us": 3 * row.combine_us})
+
+
+@pytest.mark.parametrize("device", ["h100", "h200", "b200", "gb200_nvl72", "mi300x"])
+def test_devices_have_links_with_a_fixed_cost_inside_a_node(device: str) -> None:
+    profile = link_profile(links_of_device(device))
+    near = [
+        predict(profile, Exchange(tokens, 8, profile.ranks_per_node), "latency", "dispatch").us for tokens in (1, 128)
+    ]
+    assert 15 < near[0] < near[1] < 60, "a token costs the latency of the links, 128 tokens little more"
+    far = predict(
+        profile,
+        Exchange(128, 4 * profile.ranks_per_node, profile.ranks_per_node, num_experts=288),
+        "latency",
+        "dispatch",
+    )
+    assert far.us > near[1] and "between nodes" in far.basis
+    assert "values of other tables that no constant was fitted to" in far.basis
+    with pytest.raises(ConfigError, match="no link profile of device 'a100'"):
+        links_of_device("a100")
+
+
+def test_forwarding_inside_nodes_is_the_limit_of_two_nodes_of_h800() -> None:
+    # 6.53 rows a token reach the ranks of two nodes over NVLink, one remote row in two over the network: 43 GB/s of 50
+    # are not the network's limit but NVLink's.
+    profile = link_profile("h800_cx7")
+    exchange = Exchange(4096, 16)
+    assert exchange.near_bytes("throughput", "dispatch") / (4096 * 7392) == pytest.approx(6.53, abs=0.01)
+    found = next(
+        each
+        for each in held_out()
+        if (each.profile.near, each.row.mode, each.row.ranks) == ("nvlink_h800", "throughput", 16)
+    )
+    assert found.predicted_us > 1.5 * (34.6 + exchange.remote_bytes("throughput", "dispatch") / 45.94e3)
+    assert abs(found.error) < 0.11
+    assert profile.near == "nvlink_h800"
+
+
+def test_the_page_states_the_constants_and_the_errors_of_every_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    for kind, mode in (
+        ("nvlink4", "latency"),
+        ("nvlink5", "latency"),
+        ("nvlink_h800", "latency"),
+        ("xgmi_mi300x", "latency"),
+    ):
+        found = _constants("near", kind, mode, "dispatch", "")
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{kind}`"))
+        assert found is not None and f"| {found[0].alpha_us:.1f} us | {found[0].gbs:.0f} GB/s |" in line
+    for kind in ("cx7_400g", "efa_8x400g"):
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{kind}`"))
+        both = [_constants("far", kind, "throughput", each, "")[0] for each in DIRECTIONS]
+        assert ", ".join(f"{each.gbs:.1f}" for each in both) + " GB/s" in line
+    for name in dict.fromkeys(each.profile.name for each in held_out()):
+        worst = max((each.error for each in held_out() if each.profile.name == name), key=abs)
+        assert next(line for line in page.splitlines() if line.startswith(f"{name} ")).endswith(f"{100 * worst:+.1f} %")
