@@ -38,6 +38,7 @@ def sglang(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+@pytest.mark.row("N10")
 def test_a_recording_of_sglang_becomes_a_trace_of_logical_experts(tmp_path: Path) -> None:
     files = sglang(tmp_path / "run")
     trace = import_trace(tmp_path / "run", num_groups=2)
@@ -133,6 +134,7 @@ def line(step: int, layer: int, rank: int, rows: list[list[int]], **more: object
     return json.dumps({**facts, "num_tokens": len(rows), "topk": 2, "top_indices": rows, **more})
 
 
+@pytest.mark.row("N10")
 def test_json_lines_of_megatron(tmp_path: Path) -> None:
     first = [line(0, 3, 4, [[0, 7], [2, 1]]), line(0, 5, 4, [[1, 6], [1, 0]]), line(1, 3, 4, [])]
     first += [line(0, 3, 4, [[5, 5]], block="mtp", mtp_idx=0)]

@@ -86,7 +86,7 @@ def test_listening_changes_no_bit_of_the_output_and_ends_with_the_block(layers: 
     assert recorder.take().num_forwards == 1 and recorder.take().num_forwards == 0
 
 
-@pytest.mark.row(9)
+@pytest.mark.row(9, "N10")
 def test_a_replay_through_the_layer_gives_the_same_output(layers: list[MoELayer]) -> None:
     layer, recorder = layers[0], RoutingRecorder(FACTS)
     with recorder.listening({0: layer}):
