@@ -1,4 +1,4 @@
-"""The native FP8 experts on a processor with AMX, reported by the state of its cores.
+"""The native experts on a processor with AMX, reported by the state of its cores: FP8 in blocks, then other formats.
 
     python benchmarks/experts_amx.py [--vllm vllm] [--state quiet] --json experts_amx.json [--into docs/cpu.md]
 
@@ -33,11 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experts_cpu_candidates import ours, packed
 from experts_cpu_clock import FEW, PAUSE, clocked
+from experts_cpu_formats import format_candidates
 from experts_cpu_peers import Experts, Weights, load_vllm, vllm_bf16, vllm_fp8
 
 from moe_mk.cli.outputs import output_file
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native import Format, Isa, Native, PackedMatrix, load
+from moe_mk.kernels.native import ExpertsMode, Format, Isa, Native, PackedMatrix, Rounding, experts_rows, load
 
 QUIET = 0.6
 """Share of the rate of one thread alone; a core that another thread shares reaches about 0.35."""
@@ -48,9 +49,15 @@ SETTLE_S = 0.002
 """Pause before the second probe, in which the threads of other libraries stop spinning."""
 READ_WAYS = 2
 OURS = "ours"
+AMX = Isa.AMX_BF16
 LEAST_ROUNDS = 3
 SLOW, MOST_OF_SLOW = "ours avx512", 64
 """Left out above this number of tokens: a call takes seconds."""
+FORMATS = ("fp8_channel", "int8", "int8_w8a8", "int8_block", "int8_block_w8a8", "mxfp8", "mxfp4", "nvfp4")
+FORMAT_ROWS = (1, 16, 64, 256)
+"""Numbers of tokens at which other formats are compared with FP8 blocks, in the last third of the run."""
+GOALS = {1: 1.10, 4: 1.8, 8: 2.1, 16: 1.9, 32: 1.8, 64: 1.9, 256: 1.9, 1024: 2.1}
+"""By tokens, the time of the faster of vLLM's paths over ours."""
 BEGIN, END = "<!-- amx figures: begin -->", "<!-- amx figures: end -->"
 
 
@@ -90,7 +97,7 @@ class Probe:
         done = ctypes.c_double(0)
         for _ in range(20):
             start = time.perf_counter()
-            self.native.call("peak_rate", PROBED_PRODUCTS, threads, int(Isa.AMX_BF16), ctypes.byref(done))
+            self.native.call("peak_rate", PROBED_PRODUCTS, threads, int(AMX), ctypes.byref(done))
             took = time.perf_counter() - start
             if done.value >= PROBED_PRODUCTS * threads * 4 * 16384:
                 break
@@ -100,7 +107,7 @@ class Probe:
         """Bytes per second of all threads."""
         folded, start = ctypes.c_uint64(0), time.perf_counter()
         pointer, size = self.memory.data_ptr(), self.memory.numel()
-        self.native.call("read_rate", pointer, size, 0, self.threads, int(Isa.AMX_BF16), ctypes.byref(folded))
+        self.native.call("read_rate", pointer, size, 0, self.threads, int(AMX), ctypes.byref(folded))
         return size / (time.perf_counter() - start)
 
     def rates(self) -> Rates:
@@ -124,7 +131,7 @@ def read_weights(native: Native, weights: Sequence[PackedMatrix], threads: int, 
     folded = ctypes.c_uint64(0)
     for matrix in weights:
         pointer, size = matrix.values_LB.data_ptr(), matrix.values_LB.numel()
-        native.call("read_rate", pointer, size, way, threads, int(Isa.AMX_BF16), ctypes.byref(folded))
+        native.call("read_rate", pointer, size, way, threads, int(AMX), ctypes.byref(folded))
 
 
 def measure(
@@ -165,10 +172,14 @@ def one_case(
     layer: Weights,
     weights: tuple[PackedMatrix, PackedMatrix],
     candidates: Mapping[str, Experts],
+    references: Mapping[str, Experts],
     tokens: int,
     until: float,
 ) -> dict[str, Any]:
-    """Errors and times of one number of tokens, each of which goes to every expert that top-8 allows."""
+    """Errors and times of one number of tokens, each of which goes to every expert that top-8 allows.
+
+    references: for errors, by candidate; the others are compared with the layer.
+    """
     experts, hidden, inter = layer.shape
     top_k = min(8, experts)
     x = torch.randn(tokens, hidden).bfloat16()
@@ -180,7 +191,8 @@ def one_case(
     candidates = {name: run for name, run in candidates.items() if name != SLOW or tokens <= MOST_OF_SLOW}
     errors = {}
     for name, run in candidates.items():
-        errors[name] = ((run(*batch)[:judged].float() - wanted).norm() / wanted.norm()).item()
+        own = references[name](*(part[:judged] for part in batch)) if name in references else wanted
+        errors[name] = ((run(*batch)[:judged].float() - own).norm() / own.norm()).item()
     calls: dict[str, Callable[[], object]] = {
         f"read {way}": (lambda way=way: read_weights(native, weights, probe.threads, way)) for way in range(READ_WAYS)
     }
@@ -202,13 +214,13 @@ def counts(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"quiet {total['quiet']}, shared {total['shared']} of {total['all']}"
 
 
-def table(results: Mapping[str, Any], state: str) -> str:
+def table(results: Mapping[str, Any], state: str, key: str = "cases") -> str:
     """One Markdown table of a state: medians (minima), of other candidates over ours. Empty without samples."""
-    candidates = dict.fromkeys(line["candidate"] for case in results["cases"] for line in case["lines"])
+    candidates = dict.fromkeys(line["candidate"] for case in results[key] for line in case["lines"])
     others = [name for name in candidates if name != OURS and not name.startswith("read")]
     heads = ["tokens", "samples", "ours, ms", "of pure read", "of peak", *others]
     rows = []
-    for case in results["cases"]:
+    for case in results[key]:
         by_name = {line["candidate"]: line["states"].get(state) for line in case["lines"]}
         own, reads = by_name[OURS], [by_name[f"read {way}"] for way in range(READ_WAYS)]
         if own is None:
@@ -231,6 +243,23 @@ def table(results: Mapping[str, Any], state: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
+def goals(results: Mapping[str, Any], state: str) -> str:
+    """For each number of tokens with a goal whether it is met in a state; empty without vLLM."""
+    lines = []
+    for case in results["cases"]:
+        by_name = {line["candidate"]: line["states"].get(state) for line in case["lines"]}
+        peers = [each["wall_ms"] for name, each in by_name.items() if name.startswith("vllm") and each is not None]
+        goal, own = GOALS.get(case["rows"]), by_name[OURS]
+        if goal is None or own is None or not peers:
+            continue
+        ratio = min(peers) / own["wall_ms"]
+        met = "met" if ratio >= goal else "not met"
+        lines.append(
+            f"- {case['rows']} tokens: the faster vLLM path takes {ratio:.2f} of ours; goal {goal:.2f}, {met}."
+        )
+    return "\n".join(lines)
+
+
 def section(results: Mapping[str, Any], states: Sequence[str]) -> str:
     """The tables of some states with a description of the machine as probed."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
@@ -249,7 +278,9 @@ def section(results: Mapping[str, Any], states: Sequence[str]) -> str:
         products = statistics.median(line["products"] for line in lines) / 1e12
         reads = statistics.median(line["reads"] for line in lines) / 1e9
         parts.append(f"State {state}; probed: {products:.2f} TFLOP/s per thread, {reads:.0f} GB/s from the caches.")
-        parts.append(table(results, state))
+        parts += [table(results, state), goals(results, state)]
+        if formats := table(results, state, "formats"):
+            parts += ["Other formats; *ours* is FP8 in blocks, the ratios are their time over it:", formats]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -266,6 +297,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--inter", type=int, default=2048)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 256, 1024])
+    parser.add_argument("--quant", nargs="*", default=FORMATS, help="other formats of ours to compare with FP8 blocks")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--minutes", type=float, default=7.0, help="of the whole run")
     parser.add_argument("--state", choices=STATES, default="all", help="the state to print; all: every state")
@@ -278,13 +310,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, Any]:
     """Measure every number of tokens. Raises UnsupportedError on a processor without AMX."""
     start = time.monotonic()
-    native.isa_or_best(Isa.AMX_BF16)
+    native.isa_or_best(AMX)
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     layer = Weights(options.experts, options.hidden, options.inter)
     weights = packed(native, layer, Format.FP8, options.threads)
     candidates = {
-        OURS: ours(native, weights, options.threads, isa=Isa.AMX_BF16),
+        OURS: ours(native, weights, options.threads, isa=AMX),
         SLOW: ours(native, weights, options.threads, isa=Isa.AVX512_BF16),
     }
     if Isa.AVX512_BF16 not in native.isas:
@@ -293,11 +325,19 @@ def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, 
         load_vllm(options.vllm)
         candidates |= {"vllm fp8": vllm_fp8(layer), "vllm bf16": vllm_bf16(*layer.bf16(), "amx")}
     probe = Probe(native, options.threads)
-    end, cases = start + options.minutes * 60, []
-    for number, tokens in enumerate(options.rows):
+    bf16 = {"ours bf16": ours(native, packed(native, layer, Format.BF16, options.threads), options.threads, isa=AMX)}
+    stored, references = format_candidates(native, layer, options.quant, options.threads, vllm=options.vllm is not None)
+    others = {OURS: candidates[OURS], "ours fp8 rows": rounded(native, weights, options.threads)} | bf16 | stored
+    references["ours fp8 rows"] = lambda *batch: rounded(native, weights, options.threads, Isa.SCALAR)(*batch).float()
+    steps: list[tuple[str, int, float]] = [("cases", rows, 2 / len(options.rows)) for rows in options.rows]
+    of_formats = [rows for rows in FORMAT_ROWS if rows <= max(options.rows)]
+    steps += [("formats", rows, 1 / len(of_formats)) for rows in of_formats]
+    end, cases = start + options.minutes * 60, {"cases": [], "formats": []}
+    for number, (key, tokens, share) in enumerate(steps):
         now = time.monotonic()
-        until = now + (end - now) / (len(options.rows) - number)
-        cases.append(one_case(native, probe, layer, weights, candidates, tokens, until))
+        until = now + (end - now) * share / sum(step[2] for step in steps[number:])
+        chosen = candidates if key == "cases" else others
+        cases[key].append(one_case(native, probe, layer, weights, chosen, references, tokens, until))
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
         (line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.processor()
@@ -309,8 +349,14 @@ def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, 
         "shape": {"E": options.experts, "H": options.hidden, "I": options.inter},
         "threads": options.threads,
         "alone": probe.alone,
-        "cases": cases,
+        **cases,
     }
+
+
+def rounded(native: Native, weights: tuple[PackedMatrix, PackedMatrix], threads: int, isa: Isa = AMX) -> Experts:
+    """The native experts with tokens rounded to FP8 as the checkpoint defines."""
+    mode = ExpertsMode(quantize=Rounding.FP8)
+    return lambda x, ids, w: experts_rows(native, x, ids, w, *weights, mode=mode, threads=threads, isa=isa)
 
 
 def main(arguments: Sequence[str] | None = None, native: Native | None = None) -> int:

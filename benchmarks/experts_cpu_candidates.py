@@ -59,7 +59,7 @@ def gather_candidates(
         if not options.ours_only:
             candidates |= peers(native, layer, options)
     vllm = options.vllm is not None and not options.ours_only
-    formats, references = format_candidates(native, layer, options.quant, options.threads, vllm=vllm)
+    formats, references = format_candidates(native, layer, options.quant, options.threads, vllm=vllm, ggml=options.ggml)
     return candidates | formats, references, fp8
 
 

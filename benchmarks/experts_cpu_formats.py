@@ -1,38 +1,49 @@
 """One layer in any stored format, in packed form: what `--quant` of experts_cpu.py measures of ours, and vLLM's INT8.
 
-Names are those of `model.quant.weights` (mxfp4, nvfp4, mxfp8, int8, int8_block, fp8_channel, fp8_tensor), or int8_w8a8
-and int8_block_w8a8 with tokens rounded to INT8 as well. A format's error is against f32 with the weights it really has.
+Names are those of `model.quant.weights` (mxfp4, nvfp4, mxfp8, int8, int8_block, fp8_channel, fp8_tensor, int4_g32,
+int4_g128_zp, q4_k, q8_0, ...), or int8_w8a8 and int8_block_w8a8 with tokens rounded to INT8 as well. A format's error
+is against f32 with the weights it really has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
+from experts_cpu_ggml import ggml_candidates
 from experts_cpu_peers import Experts, Weights, weighted_experts
 from torch import Tensor
 
 from moe_mk.experts.cpu_native.weights import pack_matrix, storage_of
 from moe_mk.kernels.native import ExpertsMode, Native, PackedMatrix, Rounding, allocate, experts_rows
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
-from moe_mk.quant.tensor import QuantTensor
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
 INTEGERS = "_w8a8"
 POOL = 2
 """Experts that are quantised; further ones are copies of them in memory of their own."""
 
 
+def scheme_of(kind: str) -> QuantScheme:
+    """The scheme of a name of `--quant`."""
+    return GROUPED.get(kind) or GGUF.get(kind) or scheme_of_kind(kind)
+
+
 class Stored:
     """The layer requantised to one format, expert by expert: its codes, and packed."""
 
     def __init__(self, native: Native, layer: Weights, kind: str) -> None:
-        storage = storage_of(scheme_of_kind(kind))
+        scheme = scheme_of(kind)
+        storage = storage_of(scheme)
         assert storage is not None, f"the kernels read no {kind} weights"
         experts, hidden, inter = layer.shape
         self.w13 = allocate(native, storage.layout(inter, hidden, gated=True), experts)
         self.w2 = allocate(native, storage.layout(hidden, inter, gated=False), experts)
         self.slots: list[tuple[QuantTensor, QuantTensor, QuantTensor]] = []
-        scheme = scheme_of_kind(kind)
         for e in range(min(experts, POOL)):
             up, up_scales, down, down_scales = layer.expert(e)
             halves = layer.exact(up, up_scales).chunk(2)
@@ -66,7 +77,7 @@ class Stored:
 
 
 def format_candidates(
-    native: Native, layer: Weights, quants: Sequence[str], threads: int, *, vllm: bool
+    native: Native, layer: Weights, quants: Sequence[str], threads: int, *, vllm: bool, ggml: Path | None = None
 ) -> tuple[dict[str, Experts], dict[str, Experts]]:
     """What to call for each name of `--quant`, and what its results are to be compared with."""
     calls: dict[str, Experts] = {}
@@ -80,7 +91,16 @@ def format_candidates(
         references[name] = stored.reference
     if vllm and "int8" in held:
         calls["vllm int8 w8a8"], references["vllm int8 w8a8"] = vllm_int8(held["int8"]), held["int8"].reference
+    if ggml is not None:
+        slots = {kind: partial(_slots, one) for kind, one in held.items()}
+        for kind, of_kind in ggml_candidates(ggml, threads, slots).items():
+            calls |= of_kind
+            references |= dict.fromkeys(of_kind, held[kind].reference)
     return calls, references
+
+
+def _slots(stored: Stored) -> list[tuple[QuantTensor, ...]]:
+    return [stored.slot(e) for e in range(stored.w13.num_slots)]
 
 
 def vllm_int8(stored: Stored) -> Experts:

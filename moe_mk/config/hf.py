@@ -5,7 +5,8 @@ gpt-oss. The first layers of DeepSeek-V4 have the sizes of the others and choose
 
 From the `quantization_config` of a `config.json` to our settings: one reader for each way of saying it.
 
-Key names as of DeepSeek-V3 and DeepSeek-V4 (fp8), gpt-oss (mxfp4), compressed-tensors 0.12 (W8A8) and NVIDIA modelopt
+Key names as of DeepSeek-V3 and DeepSeek-V4 (fp8), gpt-oss (mxfp4), compressed-tensors 0.12 (W8A8)
+and 0.20 (pack-quantized, as Kimi-K2-Thinking), AutoGPTQ 0.7, AutoAWQ 0.2 and NVIDIA modelopt
 (NVFP4, MXFP8, FP8 of whole tensors). Static activation scales are stored with the weights, see `weights.input_scales`.
 """
 
@@ -15,6 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_mk.errors import ConfigError
+from moe_mk.quant.blocked import WHOLE
+from moe_mk.quant.grouped import GROUPS, kind_of
 from moe_mk.registry import did_you_mean
 
 Said = Mapping[str, Any]
@@ -29,8 +32,8 @@ def quant_from_hf(quant: Said, where: str) -> dict[str, Any]:
     if problems:
         raise ConfigError(
             f"{where}: quantization_config is not supported: {'; '.join(problems)}; supported is quant_method 'fp8' "
-            "in e4m3 with weight_block_size and dynamic activations, 'mxfp4', 'compressed-tensors' with 8 bits, and "
-            "'modelopt' NVFP4, MXFP8 or FP8"
+            "in e4m3 with weight_block_size and dynamic activations, 'mxfp4', 'compressed-tensors' with 8 bits or "
+            "packed integers, 'gptq', 'awq' of version 'gemm', and 'modelopt' NVFP4, MXFP8 or FP8"
         )
     return settings
 
@@ -70,6 +73,8 @@ def _compressed_tensors(quant: Said) -> tuple[dict[str, Any], list[str]]:
     weights, tokens = (_inside(group, key) for key in ("weights", "input_activations"))
     if not isinstance(weights, Mapping) or not (tokens is None or isinstance(tokens, Mapping)):
         return {}, [f"the group of config_groups has weights {weights!r} and input_activations {tokens!r}"]
+    if quant.get("format") == "pack-quantized" or _inside(group, "format") == "pack-quantized":
+        return _pack_quantized(weights, tokens, quant.get("ignore"))
     problems = [
         f"weights.{key} is {weights.get(key)!r}"
         for key, allowed in (("num_bits", (8,)), ("type", ("int", "float")), ("symmetric", (True, None)))
@@ -93,12 +98,63 @@ def _compressed_tensors(quant: Said) -> tuple[dict[str, Any], list[str]]:
     return settings, problems
 
 
+def _pack_quantized(weights: Said, tokens: object, ignore: object) -> tuple[dict[str, Any], list[str]]:
+    """Integers in groups. actorder "weight" or "static" leaves the order of columns in the file."""
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    columns = WHOLE if strategy == "channel" else size
+    symmetric = weights.get("symmetric") in (True, None)
+    settings, problems = _integers(weights.get("num_bits"), columns, symmetric=symmetric)
+    if weights.get("type", "int") != "int":
+        problems.append(f"weights.type is {weights.get('type')!r} in format 'pack-quantized'")
+    if strategy not in ("group", "channel"):
+        problems.append(f"weights.strategy is {strategy!r}, not one of group, channel")
+    if weights.get("actorder") in (True, "group", "dynamic"):
+        problems.append(f"weights.actorder is {weights.get('actorder')!r}, which permutes columns of every expert")
+    if tokens is not None:
+        problems.append(f"input_activations are {tokens!r} with packed integers")
+    ignored = ignore if isinstance(ignore, list) else []
+    if any("shared_expert" in str(pattern) for pattern in ignored):
+        settings["shared"] = "bf16"
+    return settings, problems
+
+
+def _integers(bits: object, columns: object, *, symmetric: bool) -> tuple[dict[str, Any], list[str]]:
+    if bits not in (4, 8) or columns not in GROUPS:
+        sizes = ", ".join(str(group) for group in GROUPS if group != WHOLE)
+        return {}, [f"{bits!r} bits in groups of {columns!r} (supported are 4 and 8 bits in {sizes} or whole rows)"]
+    assert isinstance(bits, int) and isinstance(columns, int)
+    return {"weights": kind_of(bits, columns, zeros=not symmetric)}, []
+
+
+def _gptq(quant: Said) -> tuple[dict[str, Any], list[str]]:
+    size = quant.get("group_size")
+    symmetric = quant.get("sym") is not False
+    settings, problems = _integers(quant.get("bits"), WHOLE if size == -1 else size, symmetric=symmetric)
+    if quant.get("checkpoint_format", "gptq") != "gptq" and not symmetric:
+        problems.append(f"checkpoint_format is {quant['checkpoint_format']!r} with zero points")
+    if quant.get("dynamic"):
+        problems.append("dynamic gives modules formats of their own")
+    return settings, problems
+
+
+def _awq(quant: Said) -> tuple[dict[str, Any], list[str]]:
+    size = quant.get("group_size")
+    settings, problems = _integers(quant.get("bits"), WHOLE if size == -1 else size, symmetric=False)
+    only: dict[str, tuple[object, ...]] = {"version": ("gemm", "GEMM"), "zero_point": (True,), "bits": (4,)}
+    problems += [f"{key} is {quant[key]!r}" for key, fit in only.items() if key in quant and quant[key] not in fit]
+    ignored = quant.get("modules_to_not_convert")
+    if any("shared_expert" in str(pattern) for pattern in (ignored if isinstance(ignored, list) else [])):
+        settings["shared"] = "bf16"
+    return settings, problems
+
+
 def _inside(group: object, key: str) -> object:
     return group.get(key) if isinstance(group, Mapping) else group
 
 
 _READERS: Mapping[str, Callable[[Said], tuple[dict[str, Any], list[str]]]] = {
-    "fp8": _fp8, "mxfp4": _mxfp4, "modelopt": _modelopt, "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8, "mxfp4": _mxfp4, "modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "gptq": _gptq,
+    "awq": _awq,
 }  # fmt: skip
 
 

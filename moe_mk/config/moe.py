@@ -84,10 +84,19 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def _bytes_are_whole(self) -> Self:
-        per_byte = self.quant.weight_scheme.per_byte
+        scheme = self.quant.weight_scheme
+        # Blocks of GGUF are never partial.
+        per_byte = scheme.block[1] if scheme.family == "gguf" and scheme.block else scheme.per_byte
         sizes = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.moe_intermediate_size}
-        sizes["the shared experts' size"] = self.shared_size
-        if odd := [f"{name}={size}" for name, size in sizes.items() if size % per_byte]:
+        if self.quant.shared_scheme is None:
+            sizes["the shared experts' size"] = self.shared_size
+        odd = [f"{name}={size}" for name, size in sizes.items() if size % per_byte]
+        if odd and scheme.family == "gguf":
+            raise ValueError(
+                f"blocks of {self.quant.weights} hold {per_byte} values of a row, no divisor of {', '.join(odd)}; "
+                "use a type with smaller blocks, such as q8_0"
+            )
+        if odd:
             raise ValueError(
                 f"{self.quant.weights} weights hold {per_byte} values a byte, which do not divide {', '.join(odd)}; "
                 "use even sizes or another type"

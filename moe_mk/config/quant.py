@@ -12,17 +12,21 @@ from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import activation_scheme
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
 from moe_mk.quant.int8 import INT8_TOKEN
-from moe_mk.quant.kinds import PLAIN_KINDS, scheme_of_kind
+from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import nvfp4_tokens
 from moe_mk.quant.tensor import QuantScheme
 
 Stored = Literal[
-    "bf16", "fp16", "fp32", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4"
-]
+    "bf16", "fp16", "fp32", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",
+    "int4_g32", "int4_g64", "int4_g128", "int4_row", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp", "int4_row_zp",
+    "int8_g32", "int8_g64", "int8_g128", "int8_row", "int8_g32_zp", "int8_g64_zp", "int8_g128_zp", "int8_row_zp",
+    "q4_0", "q8_0", "q4_k", "q5_k", "q6_k",
+]  # fmt: skip
 _ROUNDED: Mapping[str, tuple[str, ...]] = {
     "fp8_block": ("fp8",), "fp8_channel": ("fp8",), "fp8_tensor": ("fp8",), "int8": ("int8",), "int8_block": ("int8",),
     "mxfp8": ("mxfp8",), "mxfp4": ("none", "mxfp8"), "nvfp4": ("nvfp4",),
+    **dict.fromkeys(WEIGHT_ONLY_KINDS, ("none", "int8")),
 }  # fmt: skip
 """The activation types of each weight type other than "none", the default first."""
 
@@ -35,9 +39,13 @@ class QuantConfig(Settings):
     """(rows, columns) of a weight that share a scale, for fp8_block and int8_block; the other types have their own."""
     scale: Literal["float32", "ue8m0"] = "float32"
     """Of fp8_block."""
+    down: Stored | None = None
+    """The type of down projections where it differs from that of gate and up, as in many GGUF files; None: the same."""
+    shared: Literal["same", "bf16", "fp16", "fp32"] = "same"
+    """The type of shared experts: that of the routed ones, or plain numbers."""
     activations: Literal["auto", "none", "fp8", "int8", "mxfp8", "nvfp4"] = "auto"
-    """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 rounds nothing,
-    the others round to their own format."""
+    """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 and
+    weight-only types (int4_*, int8_g*, int8_row*, GGUF) round nothing, the others round to their own format."""
     input_scale: float | None = Field(default=None, gt=0)
     """A calibrated scale of activations: of whole FP8 tensors, or above the scales of NVFP4. None finds FP8 scales
     token by token, and is 1 for NVFP4."""
@@ -50,6 +58,13 @@ class QuantConfig(Settings):
         if min(block) < 1:
             raise ValueError("both sides must be positive")
         return block
+
+    @model_validator(mode="after")
+    def _types_fit(self) -> Self:
+        mixed = (*WEIGHT_ONLY_KINDS, "mxfp4", *PLAIN_KINDS)
+        if self.down is not None and not {self.weights, self.down} <= set(mixed):
+            raise ValueError(f"down={self.down!r} with {self.weights!r}: only {', '.join(mixed)} can be mixed")
+        return self
 
     @model_validator(mode="after")
     def _activations_fit(self) -> Self:
@@ -83,6 +98,16 @@ class QuantConfig(Settings):
         return scheme_of_kind(self.weights, self.block, ue8m0=self.scale == "ue8m0")
 
     @property
+    def down_scheme(self) -> QuantScheme:
+        """The scheme of down projections."""
+        return self.weight_scheme if self.down is None else scheme_of_kind(self.down)
+
+    @property
+    def shared_scheme(self) -> QuantScheme | None:
+        """The scheme of shared experts if they are plain and the routed ones are not; None: the same schemes."""
+        return None if self.shared == "same" else scheme_of_kind(self.shared)
+
+    @property
     def activation_scheme(self) -> QuantScheme | None:
         """What the checkpoint was trained or calibrated to see, or None for the layer's own dtype."""
         habit = _ROUNDED.get(self.weights, ("none",))[0]
@@ -100,9 +125,7 @@ class QuantConfig(Settings):
     @property
     def edges(self) -> tuple[int, int]:
         """(rows, columns): where a weight may be cut without dividing what shares a scale or a byte."""
-        sides = self.weight_scheme.block
-        if sides is None:
-            return 1, 1
-        # A scale of a whole row or matrix holds for each of its parts.
-        rows, columns = (1 if side >= WHOLE else side for side in sides)
+        # Rows of gate and up and columns of down are cut. A scale of a whole row or matrix holds for each part.
+        first, second = (scheme.block or (1, 1) for scheme in (self.weight_scheme, self.down_scheme))
+        rows, columns = (1 if side >= WHOLE else side for side in (first[0], second[1]))
         return rows, columns

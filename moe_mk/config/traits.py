@@ -39,6 +39,9 @@ class Traits:
     """Whether a call can be captured in a CUDA graph: no host sync, no changing sizes."""
     deterministic: bool = False
     """Whether equal inputs give equal bits."""
+    tables: bool = True
+    """Whether it follows the placement tables. False: it derives the rank of an expert from its number, `id // slots`,
+    and serves the linear placement without replicas only."""
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -81,6 +84,10 @@ def common_reasons(traits: Traits, problem: Problem) -> list[Reason]:
     if (kernel.deterministic or kernel.invariant) and not traits.deterministic:
         asked = "deterministic" if kernel.deterministic else "invariant"
         reasons.append(Reason("deterministic", "is not deterministic", f"kernel.{asked} = false"))
+    if not traits.tables and (placement := problem.config.parallel.placement) != "linear":
+        stated = placement if isinstance(placement, str) else "a list"
+        text = f"has no placement tables and serves the linear placement only, parallel.placement is {stated}"
+        reasons.append(Reason("placement", text, "parallel.placement = linear"))
     return reasons
 
 

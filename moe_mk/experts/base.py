@@ -23,7 +23,9 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
 from moe_mk.kernels.native import Gating
 from moe_mk.placement.expert_map import PlacementTables
-from moe_mk.quant.kinds import KINDS, PLAIN_KINDS
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.kinds import KINDS, PLAIN_KINDS, WEIGHT_ONLY_KINDS
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.registry import Registry
@@ -33,7 +35,9 @@ from moe_mk.weights.expert_weights import CANONICAL, MAPPED, Weights, on_device
 from moe_mk.weights.scan import Progress
 
 QUANTISED = tuple(kind for kind in KINDS if kind not in PLAIN_KINDS)
-"""Every weight format with scales."""
+"""Every weight format with scales, without the weight-only ones."""
+WEIGHT_ONLY = WEIGHT_ONLY_KINDS
+"""Integers in groups, and blocks of GGUF."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +48,13 @@ class ExpertsTraits(Traits):
     """The supported token layouts, best first, each with the stage of its output."""
     weights: frozenset[str]
     """Supported weight formats: "plain", or a value of model.quant.weights such as "fp8_block"."""
+    mixed_weights: bool = False
+    """Whether the down projection may have another of these formats than gate and up (model.quant.down)."""
     computes: tuple[str, ...]
     """Activation formats of the products, best first: "plain" (the layer's dtype), or the family of a checkpoint's
     activations ("fp8", "int8", "mxfp8", "nvfp4")."""
+    weight_only_computes: tuple[str, ...] = ("plain",)
+    """The same for weights without activations of their own: integers in groups, and blocks of GGUF."""
     layouts: frozenset[str] = frozenset({CANONICAL, MAPPED})
     """Weight layouts that `relayout` accepts."""
     activations: frozenset[str] = frozenset({"silu", "gelu", "gelu_tanh", "relu2"})
@@ -68,6 +76,10 @@ class ExpertsTraits(Traits):
     launches: int = 4
     """Operator calls per run, or per active expert if `per_expert`."""
     per_expert: bool = False
+
+    def computes_with(self, weights: str) -> tuple[str, ...]:
+        """Activation formats of the products with a weight format, best first. weights: as of model.quant.weights."""
+        return self.weight_only_computes if weights in WEIGHT_ONLY else self.computes
 
     @property
     def consumes(self) -> tuple[type, ...]:
@@ -131,6 +143,10 @@ class FusedExperts(ABC):
         may omit the parameter.
         """
         return on_device(weights, self.context.device)
+
+    def parameters(self) -> str:
+        """How the kernel parameters in use were chosen, for the decision. "": there are none, or before `relayout`."""
+        return ""
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """Weights with which `run` on RowTokens also adds the shared experts (one slot, weight 1); None: not supported.
@@ -243,10 +259,13 @@ def reasons_of_traits(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
 
 def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
     model, reasons = problem.config.model, []
-    if model.quant.kind not in traits.weights:
-        reasons.append(
-            Reason("weights", f"reads {_listed(traits.weights)} weights, the experts are {problem.weights.name}")
-        )
+    held = {model.quant.kind, model.quant.kind if model.quant.down is None else model.quant.down}
+    if not held <= {*traits.weights, *(PLAIN_KINDS if "plain" in traits.weights else ())}:
+        stored = problem.weights.name if model.quant.down is None else " and ".join(sorted(held))
+        reasons.append(Reason("weights", f"reads {_kinds(traits.weights)} weights, the experts are {stored}"))
+    elif len(held) > 1 and not traits.mixed_weights:
+        text = f"reads one format for all projections, the experts have {' and '.join(sorted(held))}"
+        reasons.append(Reason("weights", text))
     if model.quant.is_fp8 and traits.block_sides and not set(model.quant.block) <= traits.block_sides:
         sides = "x".join(map(str, model.quant.block))
         reasons.append(
@@ -266,11 +285,19 @@ def _format_reasons(traits: ExpertsTraits, problem: Problem) -> list[Reason]:
     wish = problem.config.kernel.activations
     rounded = "plain" if problem.activations is None else problem.activations.family
     needed = {"checkpoint": {rounded}, "plain": {"plain"}, "auto": {rounded, "plain"}}[wish]
-    if not needed & set(traits.computes):
-        only = ", ".join(name if name == "plain" else name.upper() for name in traits.computes)
+    computes = traits.computes_with(model.quant.weights)
+    if not needed & set(computes):
+        only = ", ".join(name if name == "plain" else name.upper() for name in computes)
         fix = "" if wish == "auto" else "kernel.activations = auto"
         reasons.append(Reason("activations", f"multiplies with {only} activations only", fix))
     return reasons
+
+
+def _kinds(weights: frozenset[str]) -> str:
+    """Formats of weights in short: all weight-only ones as two words."""
+    named = {"GGUF": frozenset(GGUF), "grouped integer": frozenset(GROUPED)}
+    short = {word for word, kinds in named.items() if kinds <= weights}
+    return _listed(weights - {kind for word in short for kind in named[word]} | short)
 
 
 def _listed(names: frozenset[str] | frozenset[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_mk.experts.base import FusedExperts
+from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import ExpertOutput, Tokens
 from moe_mk.weights.expert_weights import Weights
@@ -26,5 +27,11 @@ class HeldExperts(FusedExperts):
         return self.inner.run(tokens, weights)
 
     def relayout(self, weights: Weights, on_progress: Progress | None = None) -> Weights:
-        """Requantise, then convert to the layout of the backend. The stored weights are not changed."""
+        """Requantise, then convert to the layout of the backend. The stored weights are not changed.
+
+        Plain shared experts of quantised routed ones stay as they are.
+        """
+        keeps_plain = isinstance(weights.scheme, Plain) and not isinstance(self.scheme, Plain)
+        if keeps_plain and "plain" in self.traits.weights:
+            return self.inner.relayout(weights, on_progress=on_progress)
         return self.inner.relayout(held_as(weights, self.scheme), on_progress=on_progress)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
-from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsTraits, FusedExperts
+from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, FusedExperts
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
@@ -28,7 +28,9 @@ class ReferenceExperts(FusedExperts):
         summary="the definition: f32 torch, one expert at a time; to check others with",
         kinds=DEVICES,
         emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW, BatchedTokens: OutputStage.RAW},
-        weights=frozenset({"plain", *QUANTISED}),
+        weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
+        mixed_weights=True,
+        weight_only_computes=("int8", "plain"),
         computes=("fp8", "int8", "mxfp8", "nvfp4", "plain"),
         activations=frozenset({*ACTIVATIONS, *CLAMPED}),
         biases=True,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError
-from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsTraits, FusedExperts, RoutedCall
+from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, FusedExperts, RoutedCall
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.blocked import WHOLE
@@ -55,7 +55,8 @@ class TorchCpuExperts(FusedExperts):
         summary="torch on a CPU, weights decoded expert by expert; where native kernels cannot be built",
         kinds=frozenset({"cpu"}),
         emits={RowTokens: OutputStage.REDUCED, GroupedTokens: OutputStage.RAW},
-        weights=frozenset({"plain", *QUANTISED}),
+        weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
+        mixed_weights=True,
         computes=("plain",),
         activations=frozenset({*ACTIVATIONS, *CLAMPED}),
         biases=True,

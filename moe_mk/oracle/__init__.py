@@ -2,7 +2,7 @@
 
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ConfigError
-from moe_mk.oracle import fp8, int8, mxfp4, mxfp8, nvfp4, unquantized
+from moe_mk.oracle import fp8, gguf, int8, int_wna16, mxfp4, mxfp8, nvfp4, unquantized
 from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.base import ORACLES, Oracle
 from moe_mk.oracle.decide import decide, libraries_of
@@ -22,6 +22,6 @@ def select(problem: Problem) -> Decision:
 
 
 __all__ = [
-    "ORACLES", "Decision", "Oracle", "Parts", "Problem", "Verdict", "assemble", "decide", "fp8", "int8",
-    "libraries_of", "mxfp4", "mxfp8", "nvfp4", "select", "unquantized",
+    "ORACLES", "Decision", "Oracle", "Parts", "Problem", "Verdict", "assemble", "decide", "fp8", "gguf",
+    "int8", "int_wna16",    "libraries_of", "mxfp4", "mxfp8", "nvfp4", "select", "unquantized",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.single import SingleRank
+from moe_mk.errors import UnsupportedError
 from moe_mk.experts.base import EXPERTS, ExpertsContext, FusedExperts
 from moe_mk.experts.held import HeldExperts
 from moe_mk.experts.monolithic import MONOLITHIC, MonolithicContext
@@ -33,8 +34,12 @@ class Parts:
 
 
 def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKernel:
-    """Build the chosen pair, or the chosen monolithic kernel, on this rank."""
+    """Build the chosen pair, or the chosen monolithic kernel, on this rank.
+
+    Raises UnsupportedError where a rebalance asks a backend without placement tables for another placement than linear.
+    """
     chosen, tables = decision.chosen, parts.tables or parts.expert_map.tables(parts.device)
+    _check_tables(decision, parts.expert_map)
     num_slots = parts.expert_map.num_slots(parts.comm.rank)
     context = experts_context(decision, parts, num_slots, decision.problem.intermediate)
     if chosen.experts in MONOLITHIC:
@@ -60,6 +65,19 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
     prepare_finalize = PREPARE_FINALIZE[chosen.prepare_finalize](transport)
     kernel = InvariantKernel if decision.problem.config.kernel.invariant else FusedMoEKernel
     return kernel(prepare_finalize, build_experts(decision, chosen.experts, context), parts.spans)
+
+
+def _check_tables(decision: Decision, placement: ExpertMap) -> None:
+    if placement == ExpertMap.linear(placement.num_experts, placement.num_ranks):
+        return
+    chosen = decision.chosen
+    found = ((PREPARE_FINALIZE, chosen.prepare_finalize), (EXPERTS, chosen.experts), (MONOLITHIC, chosen.experts))
+    if without := [name for kinds, name in found if name in kinds and not kinds[name].traits.tables]:
+        raise UnsupportedError(
+            f"{' and '.join(without)} cannot serve this placement",
+            ["no placement tables: only linear placements without replicas are served; do not rebalance this layer, "
+             "or choose another backend"],
+        )  # fmt: skip
 
 
 def build_experts(decision: Decision, name: str, context: ExpertsContext) -> FusedExperts:

@@ -14,6 +14,7 @@ from moe_mk.experts.base import ExpertsTraits
 from moe_mk.oracle.fallback import WeightFormat, as_stored, in_fp8, in_layer_dtype
 from moe_mk.prepare_finalize.base import TransportTraits
 from moe_mk.quant.tensor import QuantScheme
+from moe_mk.quant.wire import Timing, WireSupport, when_to_round
 from moe_mk.registry import Registry
 
 
@@ -52,17 +53,21 @@ class RoundedOracle(Oracle):
         activations, wish = problem.activations, problem.config.kernel.activations
         if activations is None or wish == "plain":
             return problem.dtype
-        possible = [name for name in experts.computes if name in ("plain", activations.family)]
+        computes = experts.computes_with(problem.config.model.quant.weights)
+        possible = [name for name in computes if name in ("plain", activations.family)]
         rounds = wish == "checkpoint" or (bool(possible) and possible[0] != "plain")
         return activations if rounds else problem.dtype
 
     @classmethod
     def wire_scheme(cls, problem: Problem, transport: TransportTraits, compute: QuantScheme) -> QuantScheme:
-        """Quantised activations if the transport supports them, and the experts or kernel.wire require them."""
+        """Quantised activations if they can be quantised before dispatch, and the experts or kernel.wire ask for it."""
         activations, wish = problem.activations, problem.config.kernel.wire
-        if activations is None or activations.family not in transport.wire or wish == "plain":
+        if activations is None or wish == "plain":
             return problem.dtype
-        return activations if wish in ("fp8", "checkpoint") or compute == activations else problem.dtype
+        carries = WireSupport(transport.wire, whole_scale=transport.gathers)
+        asked = wish in ("fp8", "checkpoint") or compute == activations
+        timing = when_to_round(activations, carries, experts_read=asked).timing
+        return activations if timing in (Timing.BEFORE, Timing.EITHER) else problem.dtype
 
     @classmethod
     def formats(cls, problem: Problem) -> tuple[WeightFormat, ...]:

@@ -21,8 +21,8 @@ def expert_bytes(problem: Problem) -> int:
 
 def mlp_bytes(problem: Problem, inner: int) -> int:
     """Bytes of the gate, up and down matrices of one MLP, each with its own scales as in checkpoints."""
-    hidden, scheme = problem.config.model.hidden_size, problem.weights
-    return 2 * scheme.num_bytes(inner, hidden) + scheme.num_bytes(hidden, inner)
+    hidden, down = problem.config.model.hidden_size, problem.config.model.quant.down_scheme
+    return 2 * problem.weights.num_bytes(inner, hidden) + down.num_bytes(hidden, inner)
 
 
 def all_tokens(problem: Problem) -> int:

@@ -243,6 +243,8 @@ class Decision:
     weights as they are held."""
     passed_over: tuple[RejectedFormat, ...] = ()
     """The weight formats that were rejected before the one in use."""
+    parameters: str = ""
+    """How the kernel parameters of the experts were chosen on this machine; "" before loading, or if they have none."""
 
     @property
     def chosen(self) -> Verdict:
@@ -309,6 +311,7 @@ class Decision:
             },
             "tokens_that_fit": self.tokens_that_fit,
             "budget": None if self.budget is None else asdict(self.budget),
+            "parameters": self.parameters,
             "graph_safe": self.graph_safe,
             "deterministic": self.deterministic,
             "warnings": list(self.warnings),
@@ -343,6 +346,7 @@ class Decision:
         head += [f"  warning: {line}" for line in self.warnings]
         head += [] if self.budget is None else [f"  {self.chosen.prepare_finalize} reserves {self.budget}"]
         head += self._tiles()
+        head += [f"  kernel parameters: {self.parameters}"] * bool(self.parameters)
         head += [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
         lines = [wrapped(line, width, hanging=4) for line in head]
         return "\n".join([*lines, *explain_pairs(self.verdicts, width)])

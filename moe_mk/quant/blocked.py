@@ -72,6 +72,11 @@ class BlockedScheme(QuantScheme):
         """The format of the scales."""
 
     @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes in which scales are held: that of the scheme, unless it keeps those of the checkpoint."""
+        return (self.scale_dtype,)
+
+    @property
     def per_byte(self) -> int:
         """Values in one byte of the values' tensor."""
         return self.element.per_byte

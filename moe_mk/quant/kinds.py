@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from moe_mk.errors import ConfigError
 from moe_mk.quant.fp8_block import weight_scheme
 from moe_mk.quant.fp8_whole import FP8_CHANNEL, FP8_TENSOR
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_CHANNEL, Int8Block
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
@@ -20,7 +22,10 @@ _FIXED: Mapping[str, QuantScheme] = {
     "bf16": BF16, "fp16": FP16, "fp32": FP32, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR,
     "int8": INT8_CHANNEL, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4,
 }  # fmt: skip
+WEIGHT_ONLY_KINDS = (*GROUPED, *GGUF)
+"""Integers in groups and blocks of GGUF, of which activations are not rounded unless the settings say so."""
 KINDS = (*PLAIN_KINDS, *BLOCK_KINDS, *(kind for kind in _FIXED if kind not in PLAIN_KINDS))
+"""All others."""
 
 
 def scheme_of_kind(kind: str, block: tuple[int, int] = (128, 128), *, ue8m0: bool = False) -> QuantScheme:
@@ -32,6 +37,7 @@ def scheme_of_kind(kind: str, block: tuple[int, int] = (128, 128), *, ue8m0: boo
         return weight_scheme(block, ue8m0=ue8m0)
     if kind == "int8_block":
         return Int8Block(f"int8_{block[0]}x{block[1]}", *block)
-    if kind not in _FIXED:
-        raise ConfigError(f"no type of experts is called {kind!r}{did_you_mean(kind, KINDS)}")
-    return _FIXED[kind]
+    for schemes in (_FIXED, GROUPED, GGUF):
+        if kind in schemes:
+            return schemes[kind]
+    raise ConfigError(f"no type of experts is called {kind!r}{did_you_mean(kind, (*KINDS, *WEIGHT_ONLY_KINDS))}")

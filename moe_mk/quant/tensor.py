@@ -16,13 +16,21 @@ class QuantScheme(ABC):
 
     @property
     def family(self) -> str:
-        """The format family: plain, fp8, int8, mxfp8, mxfp4 or nvfp4."""
+        """The format family: plain, fp8, int8, mxfp8, mxfp4, nvfp4, wna16 or gguf."""
         return "plain"
 
     @property
     def per_byte(self) -> int:
         """Values that share one element of the tensor that holds them, along a row: 2 for four-bit formats."""
         return 1
+
+    def held_columns(self, columns: int) -> int:
+        """Elements of a row of the tensor that holds a row of this many columns."""
+        return columns // self.per_byte
+
+    def logical_columns(self, held: int) -> int:
+        """Columns of a row of which the tensor holds this many elements."""
+        return held * self.per_byte
 
     @property
     @abstractmethod
@@ -61,12 +69,15 @@ class QuantTensor:
     scheme: QuantScheme
     global_scale: Tensor | None = None
     """f32, (..., P, 1): one for each of P equal parts of the rows; None where the scheme has none."""
+    zeros: Tensor | None = None
+    """uint8 of the shape of the scales: the code of zero in each group; None where the scheme has no zero points."""
 
     @property
     def shape(self) -> torch.Size:
         """The logical shape."""
         held = self.values.shape
-        return held if self.scheme.per_byte == 1 else torch.Size((*held[:-1], held[-1] * self.scheme.per_byte))
+        columns = self.scheme.logical_columns(held[-1])
+        return held if columns == held[-1] else torch.Size((*held[:-1], columns))
 
     @property
     def device(self) -> torch.device:
@@ -75,9 +86,8 @@ class QuantTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values and scales, each element counted once."""
-        scales = 0 if self.scales is None else self.scales.nbytes
-        return self.values.nbytes + scales + (0 if self.global_scale is None else self.global_scale.nbytes)
+        """Bytes of values, scales and zero points, each element counted once."""
+        return sum(part.nbytes for part in self._parts().values() if part is not None)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The tensor in `dtype`; plain values of that dtype come back as they are."""
@@ -108,7 +118,7 @@ class QuantTensor:
         return replace(self, **copied)  # type: ignore[arg-type]
 
     def _parts(self) -> dict[str, Tensor | None]:
-        return {"values": self.values, "scales": self.scales, "global_scale": self.global_scale}
+        return {"values": self.values, "scales": self.scales, "global_scale": self.global_scale, "zeros": self.zeros}
 
 
 def _as_bytes(part: Tensor) -> Tensor:

@@ -28,6 +28,10 @@ F32 = NDArray[np.float32]
 
 def decoded(q: QuantTensor) -> Tensor:
     """A matrix as f64 on the CPU: values times the scale of their block, rounded to f32."""
+    if q.scheme.family == "gguf":
+        return torch.from_numpy(ggml_values(q.scheme.name, q.values.cpu().numpy()).astype(np.float64))
+    if q.scheme.family == "wna16":
+        return torch.from_numpy(_whole_numbers(q).astype(np.float64))
     values = _four_bits(q.values) if q.scheme.per_byte == 2 else _f32(q.values)
     if q.scales is not None:
         values = values * _over_blocks(_f32(q.scales) if q.global_scale is None else _both_scales(q), q)
@@ -46,6 +50,67 @@ def _four_bits(packed: Tensor) -> F32:
     sign, exponent, mantissa = codes // 8, codes // 2 % 4, codes % 2
     size = np.where(exponent == 0, mantissa / 2, np.exp2(exponent - 1) * (1 + mantissa / 2))
     return np.where(sign == 1, -size, size).astype(np.float32)
+
+
+def _whole_numbers(q: QuantTensor) -> F32:
+    """Unsigned codes less their zero, the low half of a byte first, times the scale of the group, rounded to f32."""
+    octets = q.values.cpu().numpy().astype(np.int32)
+    codes, middle = octets, 128
+    if q.scheme.per_byte == 2:
+        codes, middle = np.empty((octets.shape[0], 2 * octets.shape[1]), dtype=np.int32), 8
+        codes[:, 0::2], codes[:, 1::2] = octets % 16, octets // 16
+    assert q.scales is not None
+    zeros = middle if q.zeros is None else _over_blocks(_f32(q.zeros), q)
+    return np.asarray((codes - zeros).astype(np.float32) * _over_blocks(_f32(q.scales), q), dtype=np.float32)
+
+
+def ggml_values(name: str, rows: NDArray[np.uint8]) -> F32:
+    """Blocks of ggml value by value, as `dequantize_row_*` of ggml-quants.c loops over them; (n, bytes) to (n, k)."""
+    sizes = {"q4_0": (32, 18), "q8_0": (32, 34), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210)}
+    values, num_bytes = sizes[name]
+    blocks = rows.reshape(rows.shape[0], -1, num_bytes).astype(np.int32)
+    out = np.empty((*blocks.shape[:2], values), dtype=np.float32)
+    half = {at: _f16(blocks, at) for at in (0, 2, 208) if at + 2 <= num_bytes}
+    for i in range(values):
+        if name == "q4_0":
+            out[..., i] = half[0] * ((blocks[..., 2 + i % 16] >> 4 * (i // 16)) % 16 - 8)
+        elif name == "q8_0":
+            out[..., i] = half[0] * _signed(blocks[..., 2 + i])
+        elif name == "q6_k":
+            part, third, at = i // 128, i // 32 % 4, i % 32
+            low = blocks[..., 64 * part + 32 * (third % 2) + at] >> 4 * (third // 2)
+            high = blocks[..., 128 + 32 * part + at] >> 2 * third
+            out[..., i] = half[208] * _signed(blocks[..., 192 + i // 16]) * (low % 16 + high % 4 * 16 - 32)
+        else:
+            group, at, start = i // 32, i % 32, 48 if name == "q5_k" else 16
+            code = (blocks[..., start + 32 * (group // 2) + at] >> 4 * (group % 2)) % 16
+            if name == "q5_k":
+                code = code + (blocks[..., 16 + at] >> group) % 2 * 16
+            scale, least = _six_bit_pair(blocks, group)
+            out[..., i] = half[0] * scale * code - half[2] * least
+    return out.reshape(rows.shape[0], -1)
+
+
+def _f16(blocks: NDArray[np.int32], at: int) -> F32:
+    bits = (blocks[..., at] + 256 * blocks[..., at + 1]).astype(np.uint16)
+    return np.asarray(bits.view(np.float16).astype(np.float32))
+
+
+def _signed(octets: NDArray[np.int32]) -> F32:
+    return np.asarray(np.where(octets > 127, octets - 256, octets).astype(np.float32))
+
+
+def _six_bit_pair(blocks: NDArray[np.int32], group: int) -> tuple[F32, F32]:
+    """The scale and the minimum of a group of q4_k and q5_k, as `get_scale_min_k4` of ggml-quants.c."""
+    at = 4 + group
+    if group < 4:
+        pair = blocks[..., at] % 64, blocks[..., at + 4] % 64
+    else:
+        pair = (
+            blocks[..., at + 4] % 16 + blocks[..., at - 4] // 64 * 16,
+            blocks[..., at + 4] // 16 + blocks[..., at] // 64 * 16,
+        )
+    return np.asarray(pair[0].astype(np.float32)), np.asarray(pair[1].astype(np.float32))
 
 
 def _both_scales(q: QuantTensor) -> F32:

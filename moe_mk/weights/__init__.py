@@ -2,7 +2,15 @@
 
 from moe_mk.weights.checkpoint import find_prefix, load_layer
 from moe_mk.weights.checkpoint_shape import CheckpointShape
-from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, MappedExpertWeights, SlotWeights, Weights
+from moe_mk.weights.expert_weights import (
+    CANONICAL,
+    MAPPED,
+    ExpertWeights,
+    MappedExpertWeights,
+    SlotWeights,
+    Weights,
+    digest,
+)
 from moe_mk.weights.inspect import CheckpointFacts, LayerFacts, inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights, LoadFacts, as_mapped, official_state_dict, to_stacked
@@ -14,6 +22,6 @@ from moe_mk.weights.synthesize import is_complete, write_checkpoint
 __all__ = [
     "CANONICAL", "CONVENTIONS", "MAPPED", "CheckpointFacts", "CheckpointShape", "Convention", "ExpertWeights",
     "LayerFacts", "LayerLoader", "LayerSpec", "LayerWeights", "LoadFacts", "MappedExpertWeights", "MappingSource",
-    "SafetensorsSource", "SlotWeights", "TensorSource", "Weights", "as_mapped", "find_prefix", "inspect_checkpoint",
-    "is_complete", "load_layer", "official_state_dict", "to_stacked", "write_checkpoint",
+    "SafetensorsSource", "SlotWeights", "TensorSource", "Weights", "as_mapped", "digest", "find_prefix",
+    "inspect_checkpoint", "is_complete", "load_layer", "official_state_dict", "to_stacked", "write_checkpoint",
 ]  # fmt: skip

@@ -17,6 +17,10 @@ from moe_mk.weights.safetensors_writer import Planned
 RECIPE = "moe_mk_recipe"
 """Metadata key of index and shards: shape and seed of a checkpoint written here."""
 VERSION = 1
+_BESIDE_VALUES = (
+    "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_zero_point", ".weight_shape", ".scales", ".qzeros",
+    ".g_idx",
+)  # fmt: skip
 
 
 def recipe_of(shape: CheckpointShape, seed: int) -> str:
@@ -29,12 +33,18 @@ def planned_tensors(shape: CheckpointShape) -> list[Planned]:
     """Every tensor of the checkpoint, in the order of the model."""
     expected = expected_tensors(shape.layer_spec(), shape.convention)
     prefix = shape.convention.prefix
+    halves = shape.convention.packing in ("gptq", "awq")  # whose scales are f16
     router_dtype = {Role.ROUTER: torch.bfloat16, Role.BIAS: torch.float32}
     return [
-        Planned(prefix.replace("{N}", str(layer)) + name, router_dtype.get(e.part.role, e.dtypes[0]), e.shape)
+        Planned(
+            prefix.replace("{N}", str(layer)) + name,
+            torch.float16 if halves and e.part.is_scale else router_dtype.get(e.part.role, e.dtypes[0]),
+            e.shape,
+        )
         for layer in shape.layers
         for name, e in expected.items()
-        if not e.optional
+        if not e.optional or e.part.extra in ("shape", "order")
+        if (shape.convention.packing, e.part.extra) != ("compressed_tensors", "order")
     ]
 
 
@@ -64,4 +74,4 @@ def matrices(tensors: Sequence[Planned]) -> Iterator[list[Planned]]:
 
 
 def _is_scale(tensor: Planned) -> bool:
-    return tensor.name.endswith(("_scale_inv", ".weight_scale", ".weight_scale_2"))
+    return tensor.name.endswith(_BESIDE_VALUES)

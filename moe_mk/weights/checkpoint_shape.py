@@ -8,13 +8,20 @@ from typing import Any
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant import BF16, Fp8Block, QuantScheme, weight_scheme
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.weights.dialects import quantization_config
 from moe_mk.weights.layer_spec import LayerSpec
-from moe_mk.weights.names import OFFICIAL, SCALED, Convention
+from moe_mk.weights.names import CONVENTIONS, GGUF_NAMES, OFFICIAL, SCALED, Convention
 
+PACKED: Mapping[str, tuple[str, str]] = {"gptq": ("gptq", "int4_g128"), "awq": ("awq", "int4_g128_zp")}
+"""Layouts other than that of compressed-tensors for integers in groups: the packing and the format."""
+MIXED = "q4_k_m"
+"""Q4_K with down projections in Q6_K, as in most layers of a Q4_K_M file."""
 FORMATS = (
     "fp8", "bf16", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",
+    *PACKED, *GROUPED, *GGUF, MIXED,
 )  # fmt: skip
 
 SWIGLU_LIMIT = 10.0
@@ -76,14 +83,34 @@ class CheckpointShape:
         if self.quant == "bf16":
             return BF16
         if self.quant != "fp8":
-            return scheme_of_kind(self.quant, self.block)
+            return scheme_of_kind(self.kind, self.block)
         scheme = weight_scheme(self.block)
         return Fp8Block(scheme.name, *self.block, ue8m0=True) if self.power_of_two_scales else scheme
 
     @property
     def convention(self) -> Convention:
         """How the tensors are called."""
+        if self.quant in PACKED or self.quant in GROUPED:
+            return CONVENTIONS[PACKED[self.quant][0] if self.quant in PACKED else "compressed_tensors"]
+        if self.is_gguf:
+            return GGUF_NAMES
         return OFFICIAL if self.quant in ("fp8", "bf16") else SCALED
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether a GGUF file is written."""
+        return self.quant in GGUF or self.quant == MIXED
+
+    @property
+    def down(self) -> str | None:
+        """The format of down projections, where it differs."""
+        return "q6_k" if self.quant == MIXED else None
+
+    @property
+    def kind(self) -> str:
+        """The value of `model.quant.weights`."""
+        named = {"fp8": "fp8_block", MIXED: "q4_k"} | {quant: kind for quant, (_, kind) in PACKED.items()}
+        return named.get(self.quant, self.quant)
 
     def layer_spec(self) -> LayerSpec:
         """What a reader must expect of each layer."""
@@ -96,13 +123,20 @@ class CheckpointShape:
             num_shared_experts=self.num_shared_experts,
             shared_intermediate_size=self.num_shared_experts * self.intermediate_size,
             has_gate_bias=self.hash_vocabulary is None,
+            # As in Kimi-K2-Thinking, where only the routed experts are packed.
+            down_scheme=None if self.down is None else scheme_of_kind(self.down),
+            shared_scheme=BF16 if self.convention.packing == "compressed_tensors" else None,
             table=None if self.hash_vocabulary is None else (self.hash_vocabulary, self.top_k),
         )
 
     def hf_config(self) -> dict[str, object]:
         """The keys of a DeepSeek-V3 config.json, or of a DeepSeek-V4 one, that concern the MoE layers."""
-        quant = "fp8_block" if self.quant == "fp8" else self.quant
-        quantization = quantization_config(quant, self.block, ue8m0=self.power_of_two_scales)
+        packing = self.convention.packing
+        quantization = (
+            {}
+            if self.is_gguf
+            else quantization_config(self.kind, self.block, ue8m0=self.power_of_two_scales, packing=packing)
+        )
         return {
             **(self._v3_keys() if self.hash_vocabulary is None else self._v4_keys()),
             "hidden_size": self.hidden_size,

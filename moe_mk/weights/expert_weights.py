@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from hashlib import sha256
 from typing import NoReturn, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
 from moe_mk.quant.blocked import WHOLE, BlockedScheme
+from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import Plain, plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -99,6 +101,8 @@ class ExpertWeights:
         w2_scale: Tensor | None = None,
         w13_global_scale: Tensor | None = None,
         w2_global_scale: Tensor | None = None,
+        w13_zeros: Tensor | None = None,
+        w2_zeros: Tensor | None = None,
         w13_bias: Tensor | None = None,
         w2_bias: Tensor | None = None,
         order: str = "gate_up",
@@ -112,6 +116,7 @@ class ExpertWeights:
         block: (rows, columns) under one scale, of fp8_block and int8_block.
         w13_scale, w2_scale: (L, rows of blocks, columns of blocks); trailing axes of size 1 may be missing. Scales
         multiply. Gate and up each begin a block; formats with one scale a tensor have one (L, 1) or two (L, 2).
+        w13_zeros, w2_zeros: uint8 of the shape of the scales, the code of zero, of int4_*_zp and int8_*_zp.
         w13_global_scale, w2_global_scale: f32 (L,), or (L, 2) for gate and up, of nvfp4.
         w13_bias, w2_bias: (L, 2I) and (L, H). Under TP, pass w2_bias on one rank and zeros on the others.
         order: of w13: "gate_up", "up_gate", or "interleaved" rows.
@@ -120,10 +125,11 @@ class ExpertWeights:
         scheme = _scheme_of_engine(quant, block, w2, w2_scale)
         _expect_order(order, scheme)
         slots, hidden = int(w2.shape[0]), int(w2.shape[1]) if w2.dim() == 3 else -1
-        inner = int(w2.shape[-1]) * scheme.per_byte
-        down = _stack_of_engine("w2", (w2, w2_scale, w2_global_scale), scheme, (slots, hidden, inner), 1)
+        inner = scheme.logical_columns(int(w2.shape[-1]))
+        down = _stack_of_engine("w2", (w2, w2_scale, w2_global_scale, w2_zeros), scheme, (slots, hidden, inner), 1)
         halves = 2 if gated else 1
-        first = _stack_of_engine("w13", (w13, w13_scale, w13_global_scale), scheme, (slots, inner, hidden), halves)
+        given = (w13, w13_scale, w13_global_scale, w13_zeros)
+        first = _stack_of_engine("w13", given, scheme, (slots, inner, hidden), halves)
         for name, bias, width in (("w13_bias", w13_bias, halves * inner), ("w2_bias", w2_bias, hidden)):
             if bias is not None:
                 expect(name, bias, "L I", FLOATS, w2.device, L=slots, I=width)
@@ -277,6 +283,24 @@ def stacked_biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
     return torch.stack(first).to(torch.float32), torch.stack([b.down_H for b in biases]).to(torch.float32)
 
 
+def digest(weights: Weights) -> str:
+    """SHA-256 of all experts in their stored format, as hex: the same in whatever layout a backend holds them.
+
+    Reads one expert at a time. Raises WeightError where a backend has released what it would be undone from.
+    """
+    total = sha256(f"{weights.scheme.name} {weights.num_slots}".encode())
+    for index in range(weights.num_slots):
+        slot = weights.slot(index)
+        for q in (slot.gate_IH, slot.up_IH, slot.down_HI):
+            for part in () if q is None else (q.values, q.scales, q.global_scale, q.zeros):
+                total.update(
+                    b"" if part is None else part.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().data
+                )
+        for bias in slot.biases.tensors if slot.biases else ():
+            total.update(bias.contiguous().cpu().view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
 def on_device(weights: Weights, device: torch.device) -> Weights:
     """Weights whose tensors all lie on a device; those that do already stay as they are."""
     if isinstance(weights, ExpertWeights):
@@ -314,35 +338,57 @@ def _scheme_of_engine(quant: str, block: tuple[int, int], values: Tensor, scales
 
 def _stack_of_engine(
     name: str,
-    given: tuple[Tensor, Tensor | None, Tensor | None],
+    given: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     scheme: QuantScheme,
     sizes: tuple[int, int, int],
     halves: int,
 ) -> QuantTensor:
     """Checked values and scales of a stack of (rows, columns), `halves` of them above each other, as views."""
-    values, scales, above = given
+    values, scales, above, zeros = given
     slots, rows, columns = sizes
     letters = "L H I" if name == "w2" else "L R H"
-    shape = (slots, halves * rows, columns // scheme.per_byte)
-    dtypes = (scheme.dtype,) if isinstance(scheme, Plain) else VALUE_DTYPES[_blocked(scheme).element.dtype]
+    shape = (slots, halves * rows, scheme.held_columns(columns))
+    dtypes = (scheme.dtype,) if isinstance(scheme, Plain) else VALUE_DTYPES[torch.uint8]
+    if isinstance(scheme, BlockedScheme):
+        dtypes = VALUE_DTYPES[scheme.element.dtype]
     expect(name, values, letters, dtypes, None, **dict(zip(letters.split(), shape, strict=True)))
     values = values.detach()
     if not isinstance(scheme, BlockedScheme):
         if scales is not None or above is not None:
-            raise ShapeError(f"{name} has a scale but {values.dtype} values without a format; state it with quant=")
-        return QuantTensor(values, None, scheme)
+            without = "a format; state it with quant=" if isinstance(scheme, Plain) else "separate scales"
+            raise ShapeError(f"{name} has a scale but {values.dtype} values without {without}")
+        return QuantTensor(values.view(torch.uint8) if values.dtype is torch.int8 else values, None, scheme)
     tall, wide = scheme.scale_shape(rows, columns)
     talls = [halves * tall] if scheme.rows != WHOLE or halves == 1 else [halves, 1]
     scales = _scales_of_engine(f"{name}_scale", scales, scale_dtypes(scheme), slots, talls, wide)
     if scales.dtype is torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
-    if scales.dtype is not scheme.scale_dtype:
+    zeros = _zeros_of_engine(f"{name}_zeros", zeros, scales, scheme)
+    if scales.dtype not in scheme.scale_dtypes:
         scales = scales.to(torch.float32).to(scheme.scale_dtype)
     if scheme.has_global_scale:
         above = _scales_of_engine(f"{name}_global_scale", above, (torch.float32,), slots, [halves, 1], 1)
     elif above is not None:
         raise ShapeError(f"{scheme.name} has no global scale, but {name}_global_scale is given")
-    return QuantTensor(values.view(scheme.element.dtype), scales, scheme, above)
+    return QuantTensor(values.view(scheme.element.dtype), scales, scheme, above, zeros)
+
+
+def _zeros_of_engine(name: str, zeros: Tensor | None, scales: Tensor, scheme: BlockedScheme) -> Tensor | None:
+    """Checked zero points of the shape of the scales. Raises ShapeError for missing, unwanted and impossible ones."""
+    wanted = isinstance(scheme, Grouped) and scheme.has_zeros
+    if (zeros is not None) != wanted:
+        given, has = ("missing", "has") if wanted else ("given", "has no")
+        raise ShapeError(f"{name} is {given}, and {scheme.name} {has} zero points")
+    if zeros is None:
+        return None
+    if zeros.dtype is not torch.uint8 or zeros.numel() != scales.numel():
+        raise ShapeError(
+            f"{name} is {zeros.dtype} {list(zeros.shape)}, expected uint8 {list(scales.shape)}, one for each scale"
+        )
+    assert isinstance(scheme, Grouped)
+    if zeros.numel() and int(zeros.amax()) >= 2**scheme.bits:
+        raise ShapeError(f"{name} holds {int(zeros.amax())}, zero points of {scheme.name} are below {2**scheme.bits}")
+    return zeros.detach().reshape(scales.shape)
 
 
 def _scales_of_engine(
@@ -361,20 +407,15 @@ def _scales_of_engine(
     raise ShapeError(f"{name} is {list(scales.shape)}, expected {' or '.join(map(str, wanted))}")
 
 
-def _blocked(scheme: QuantScheme) -> BlockedScheme:
-    assert isinstance(scheme, BlockedScheme)
-    return scheme
-
-
 def _gate_and_up(both: QuantTensor, index: int, inner: int, order: str) -> tuple[QuantTensor, QuantTensor]:
     """Gate and up of one expert as views; one scale of a whole tensor holds for both."""
     q = both[index]
     values = _halves(q.values, inner, order)
-    scales, above = (
+    scales, above, zeros = (
         (part, part) if part is None or part.shape[0] == 1 else _halves(part, part.shape[0] // 2, order)
-        for part in (q.scales, q.global_scale)
+        for part in (q.scales, q.global_scale, q.zeros)
     )
-    gate, up = (QuantTensor(values[i], scales[i], q.scheme, above[i]) for i in (0, 1))
+    gate, up = (QuantTensor(values[i], scales[i], q.scheme, above[i], zeros[i]) for i in (0, 1))
     return gate, up
 
 
@@ -398,16 +439,19 @@ def narrow_columns(q: QuantTensor, start: int, length: int) -> QuantTensor:
 
 def every_other_row(q: QuantTensor, *, odd: bool) -> QuantTensor:
     """Rows 0, 2, 4... of a matrix, or 1, 3, 5...: gate or up where they are interleaved."""
-    first = int(odd)
-    scales = None if q.scales is None else q.scales[first::2] if q.scheme.block != (WHOLE, WHOLE) else q.scales
+    first, whole = int(odd), q.scheme.block == (WHOLE, WHOLE)
     assert q.scheme.block is None or q.scheme.block[0] in (1, WHOLE), "rows that alternate cannot share a block"
-    return replace(q, values=q.values[first::2], scales=scales)
+    scales = q.scales if q.scales is None or whole else q.scales[first::2]
+    zeros = None if q.zeros is None else q.zeros[first::2]
+    return replace(q, values=q.values[first::2], scales=scales, zeros=zeros)
 
 
 def _narrow(q: QuantTensor, axis: int, start: int, length: int) -> QuantTensor:
-    packed = q.scheme.per_byte if axis == 1 else 1
-    assert start % packed == 0 == length % packed, f"{start} and {length} must be even: {packed} values share a byte"
-    values = q.values.narrow(axis, start // packed, length // packed)
+    first, end = start, start + length
+    if axis == 1:
+        _expect_edges(q, start, length)
+        first, end = (q.scheme.held_columns(at) for at in (start, start + length))
+    values = q.values.narrow(axis, first, end - first)
     above = q.global_scale
     if above is not None and axis == 0:
         above = _scales_of(above, 0, -(-q.shape[0] // above.shape[0]), start, length, whole=True)
@@ -415,8 +459,28 @@ def _narrow(q: QuantTensor, axis: int, start: int, length: int) -> QuantTensor:
         return replace(q, values=values, global_scale=above)
     assert isinstance(q.scheme, BlockedScheme)
     side, whole = q.scheme.sides_of(q)[axis], q.scheme.block[axis] == WHOLE
-    scales = _scales_of(q.scales, axis, side, start, length, whole=whole)
-    return replace(q, values=values, scales=scales, global_scale=above)
+    scales, zeros = (
+        None if part is None else _scales_of(part, axis, side, start, length, whole=whole)
+        for part in (q.scales, q.zeros)
+    )
+    return replace(q, values=values, scales=scales, global_scale=above, zeros=zeros)
+
+
+def _expect_edges(q: QuantTensor, start: int, length: int) -> None:
+    """Raise ShapeError if a slice of columns cuts a group of weight-only integers or a block of GGUF."""
+    packed, end = q.scheme.per_byte, start + length
+    if q.scheme.family not in ("wna16", "gguf"):
+        assert start % packed == 0 == length % packed, (
+            f"{start} and {length} must be even: {packed} values share a byte"
+        )
+        return
+    assert q.scheme.block is not None
+    side = packed if q.scheme.block[1] == WHOLE else q.scheme.block[1]
+    if start % side or (end % side and (end != q.shape[1] or end % packed)):
+        raise ShapeError(
+            f"columns {start} to {end} of {q.shape[1]} would cut a group of {side} columns of {q.scheme.name}; "
+            f"use multiples of {side}"
+        )
 
 
 def _scales_of(scales: Tensor, axis: int, side: int, start: int, length: int, *, whole: bool) -> Tensor:

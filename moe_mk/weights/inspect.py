@@ -19,17 +19,21 @@ from moe_mk.quant import (
     MXFP4,
     MXFP8,
     NVFP4,
+    WHOLE,
     QuantScheme,
     plain,
     weight_scheme,
 )
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPS, grouped
 from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
 from moe_mk.weights.completeness import entry_problems, name_problems
+from moe_mk.weights.gguf_source import GgufSource, open_source
 from moe_mk.weights.layer_spec import FLOATS, LayerSpec, expected_tensors, unnamed_parts
 from moe_mk.weights.names import Convention, Part, Role, block_prefixes, layer_of, recognise
 from moe_mk.weights.safetensors_header import TensorEntry
-from moe_mk.weights.source import SafetensorsSource
+from moe_mk.weights.source import SafetensorsSource, TensorSource
 
 E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 """Dtypes of power-of-two scales in files."""
@@ -60,6 +64,10 @@ class LayerFacts:
     """The format of the experts, a value of `model.quant.weights`; empty if unknown."""
     has_expert_bias: bool = False
     has_logit_bias: bool = False
+    down: str = ""
+    """The format of down projections where it differs; else empty."""
+    shared: str = ""
+    """The format of shared experts where they are plain and the routed ones are not; else empty."""
     table: tuple[int, int] | None = None
     """For layers that choose experts by token id: (vocabulary size, experts per token)."""
 
@@ -73,6 +81,8 @@ class LayerFacts:
         return LayerSpec(
             *sizes, scheme, int(width > 0), width, self.has_gate_bias,
             has_expert_bias=self.has_expert_bias, has_logit_bias=self.has_logit_bias, table=self.table,
+            down_scheme=scheme_of_kind(self.down) if self.down else None,
+            shared_scheme=scheme_of_kind(self.shared) if self.shared else None,
         )  # fmt: skip
 
 
@@ -109,24 +119,32 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointFacts:
 
     Raises WeightError only if there is no checkpoint or its index cannot be used at all.
     """
-    source = SafetensorsSource(path)
-    config, problems = _config(source.path)
+    source = open_source(path)
+    config, problems = _config(source.path) if isinstance(source, SafetensorsSource) else _of_metadata(source)
     quantization = config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
     block = _block(quantization.get("weight_block_size"))
     num_bytes = 0
     for file in source.files:
+        if isinstance(source, GgufSource):
+            num_bytes = source.num_bytes
+            break
         try:
             num_bytes += source.header(file).num_bytes
         except WeightError as problem:
             problems.append(str(problem))
-    layers = tuple(_layer(source, prefix, block) for prefix in block_prefixes(source.names()))
+    layers = tuple(_layer(source, prefix, block, quantization) for prefix in block_prefixes(source.names()))
     if not layers:
         problems.append("no name has a part 'experts.': this checkpoint has no MoE layer")
     return CheckpointFacts(
         source.where, str(config.get("model_type", "")), str(quantization.get("quant_method", "")), block,
         len(source.files), len(source.names()), num_bytes, layers, tuple(problems),
     )  # fmt: skip
+
+
+def _of_metadata(source: GgufSource) -> tuple[dict[str, object], list[str]]:
+    """The architecture in place of the model type."""
+    return {"model_type": source.metadata.get("general.architecture", "")}, []
 
 
 def _config(path: Path) -> tuple[dict[str, object], list[str]]:
@@ -146,12 +164,17 @@ def _block(sides: object) -> tuple[int, int] | None:
     return None
 
 
-def _layer(source: SafetensorsSource, prefix: str, block: tuple[int, int] | None) -> LayerFacts:
+def _layer(
+    source: TensorSource, prefix: str, block: tuple[int, int] | None, quantization: dict[str, object]
+) -> LayerFacts:
     local = [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]
     convention = recognise(local)
     entries, unreadable = _entries(source, prefix, local)
     parts = {part: entries[name] for name in entries if (part := convention.parse(name)) is not None}
-    spec, why_not = _guess(parts, convention, block)
+    if convention.packing:
+        spec, why_not = _guess_packed(parts, convention, quantization)
+    else:
+        spec, why_not = _guess(parts, convention, block)
     problems = list(unreadable)
     if spec is None:
         problems.append(why_not)
@@ -168,11 +191,13 @@ def _layer(source: SafetensorsSource, prefix: str, block: tuple[int, int] | None
         spec.shared_intermediate_size if spec else 0, Part(Role.BIAS) in parts, dtypes, scale_dtypes,
         _block_of(spec), len(local), sum(entry.num_bytes for entry in entries.values()), tuple(problems),
         _kind_of(spec), spec is not None and spec.has_expert_bias, spec is not None and spec.has_logit_bias,
+        _kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
+        _kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
         None if spec is None else spec.table,
     )  # fmt: skip
 
 
-def _entries(source: SafetensorsSource, prefix: str, local: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+def _entries(source: TensorSource, prefix: str, local: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     entries: dict[str, TensorEntry] = {}
     unreadable: Counter[str] = Counter()
     for name in local:
@@ -221,6 +246,91 @@ def _guess(
     return (None, nameless) if nameless else (spec, "")
 
 
+def _guess_packed(
+    parts: dict[Part, TensorEntry], convention: Convention, quantization: dict[str, object]
+) -> tuple[LayerSpec | None, str]:
+    """The specification of packed integers, from the gate and the projections of the first expert."""
+    router = parts.get(Part(Role.ROUTER))
+    experts = [part.expert for part in parts if part.role is Role.EXPERT and part.expert is not None]
+    first = None if convention.stacked else min(experts, default=0)
+    up, down = (parts.get(Part(Role.EXPERT, projection, first)) for projection in ("up", "down"))
+    if router is None or len(router.shape) != 2 or up is None or down is None:
+        return None, "the gate or the first expert is missing, which state the sizes of packed experts"
+    num_experts, hidden = router.shape
+    if len(up.shape) != (3 if convention.stacked else 2) or len(down.shape) != len(up.shape):
+        return None, f"projections have shapes {list(up.shape)} and {list(down.shape)}"
+    if convention.packing == "gguf":
+        inner, schemes = up.shape[-2], (_stored_in_gguf(up), _stored_in_gguf(down))
+        if None in schemes:
+            return None, f"expert weights of types {up.dtype_name} and {down.dtype_name} are not supported"
+    else:
+        inner = {"compressed_tensors": up.shape[0], "gptq": up.shape[1], "awq": down.shape[0]}[convention.packing]
+        scheme = _integers(parts, convention, (first, hidden, inner), quantization)
+        if scheme is None:
+            return None, "groups of packed experts are not 32, 64 or 128 columns or whole rows of 4 or 8 bits"
+        schemes = (scheme, scheme)
+    assert schemes[0] is not None
+    shared = parts.get(Part(Role.SHARED, "up", extra="plain"))
+    shared_scheme = None if shared is None or shared.dtype not in FLOATS else plain(shared.dtype)
+    width = _shared_width(parts, convention, shared)
+    try:
+        spec = LayerSpec(
+            num_experts, hidden, inner, schemes[0], int(width > 0), width, Part(Role.BIAS) in parts,
+            has_expert_bias=Part(Role.EXPERT, "down", first, extra="bias") in parts,
+            has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
+            down_scheme=None if schemes[1] == schemes[0] else schemes[1], shared_scheme=shared_scheme,
+        )  # fmt: skip
+        expected_tensors(spec, convention)
+    except ConfigError as problem:
+        return None, str(problem)
+    return spec, ""
+
+
+def _integers(
+    parts: dict[Part, TensorEntry],
+    convention: Convention,
+    known: tuple[int | None, int, int],
+    quantization: dict[str, object],
+) -> QuantScheme | None:
+    """The scheme of packed projections and their scales; None if unsupported. known: (expert, hidden, intermediate)."""
+    expert, by_row = known[0], convention.packing == "compressed_tensors"
+    sizes, up = dict(zip(("up", "down"), known[1:], strict=True)), parts[Part(Role.EXPERT, "up", expert)]
+    groups = []
+    for projection, columns in sizes.items():
+        scales = parts.get(Part(Role.EXPERT, projection, expert, is_scale=True))
+        if scales is None or len(scales.shape) != 2 or not min(*scales.shape, columns):
+            return None
+        groups.append((scales.shape[1 if by_row else 0], columns))
+    # One scale of a row is that of a group as long as the row, if the other projection has several.
+    wide, columns = max(groups)
+    group = columns // wide if wide > 1 or quantization.get("group_size") == columns else WHOLE
+    bits = 4 if convention.packing == "awq" else 32 * up.shape[1 if by_row else 0] // sizes["up"]
+    zeros = Part(Role.EXPERT, "up", expert, extra="zeros") in parts
+    if convention.packing == "gptq":
+        zeros = zeros and quantization.get("sym") is not True
+    return grouped(bits, group, zeros=zeros) if group in GROUPS and bits in (4, 8) else None
+
+
+def _stored_in_gguf(entry: TensorEntry) -> QuantScheme | None:
+    """The scheme of a tensor of a GGUF file; None for types that are not supported."""
+    named = {**GGUF, "mxfp4": MXFP4}
+    if entry.dtype in FLOATS:
+        return plain(entry.dtype)
+    return named.get(entry.dtype_name.lower())
+
+
+def _shared_width(parts: dict[Part, TensorEntry], convention: Convention, plain_up: TensorEntry | None) -> int:
+    """The intermediate size of the shared experts; 0 without any."""
+    up, down = (parts.get(Part(Role.SHARED, projection)) for projection in ("up", "down"))
+    if plain_up is not None:
+        return plain_up.shape[0]
+    if up is None or down is None:
+        return 0
+    return {"compressed_tensors": up.shape[0], "gguf": up.shape[0], "gptq": up.shape[1], "awq": down.shape[0]}[
+        convention.packing
+    ]
+
+
 def _table_of(parts: dict[Part, TensorEntry]) -> tuple[int, int] | None:
     """The sizes of the table of experts by token id; None without a valid table."""
     table = parts.get(Part(Role.TABLE))
@@ -257,10 +367,14 @@ def _block_of(spec: LayerSpec | None) -> tuple[int, int] | None:
 
 
 def _kind_of(spec: LayerSpec | None) -> str:
-    if spec is None:
-        return ""
+    return "" if spec is None else _kind_of_scheme(spec.scheme)
+
+
+def _kind_of_scheme(scheme: QuantScheme) -> str:
+    if scheme.family in ("wna16", "gguf"):
+        return scheme.name
     for kind in KINDS:
-        if scheme_of_kind(kind, spec.block or (128, 128)) == spec.scheme:
+        if scheme_of_kind(kind, scheme.block or (128, 128)) == scheme:
             return kind
     return ""
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from moe_mk.quant import BlockedScheme, Fp8Block, QuantTensor
+from moe_mk.errors import WeightError
+from moe_mk.quant import BlockedScheme, Fp8Block, Plain, QuantScheme, QuantTensor, plain
+from moe_mk.quant.gguf import GGUF, Gguf
+from moe_mk.quant.microscaling import MXFP4
 from moe_mk.weights.completeness import some
 from moe_mk.weights.expert_weights import (
     MappedExpertWeights,
@@ -21,6 +24,7 @@ from moe_mk.weights.expert_weights import (
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights, LoadFacts
 from moe_mk.weights.names import Convention, Part, Role
+from moe_mk.weights.packed_layouts import Unpacked, of_gguf, unpack
 from moe_mk.weights.scan import Progress, count_bad_scales, count_non_finite
 from moe_mk.weights.source import TensorSource
 
@@ -88,6 +92,8 @@ class LayerReader:
     def _mlp(self, role: Role, expert: int | None) -> SlotWeights:
         width = self.spec.intermediate_size if role is Role.EXPERT else self.spec.shared_intermediate_size
         share = self.spec.slice_of(width, self.tp_rank, self.tp_size)
+        if self.convention.packing:
+            return self._packed_mlp(role, expert, share)
         if role is Role.EXPERT and self.convention.fused:
             both, down = Part(role, "gate_up"), Part(role, "down")
             gate, up = (self._half(both, expert, which, share) for which in ("gate", "up"))
@@ -97,6 +103,55 @@ class LayerReader:
         has_biases = self.spec.has_expert_bias and self.convention.holds(role, "bias")
         biases = self._biases_apart(expert, share) if has_biases else None
         return SlotWeights(gate, up, self._matrix(Part(role, "down", expert), 1, *share), biases)
+
+    def _packed_mlp(self, role: Role, expert: int | None, share: tuple[int, int]) -> SlotWeights:
+        """An expert of packed integers. Where columns of down are ordered by activation, so are rows of gate and up."""
+        names, down = self._unpacked(role, "down", expert)
+        order_I = down.order_K
+        halves = []
+        for projection in ("gate", "up"):
+            (name, scale_name), found = self._unpacked(role, projection, expert)
+            if found.order_K is not None:
+                raise WeightError(
+                    f"{name}: columns are ordered by activation (desc_act), each expert by its own order, and tokens "
+                    "are not permuted for each expert; quantise with desc_act = false or with static groups"
+                )
+            q = found.q if order_I is None else found.q[order_I]
+            halves.append(self._noted(narrow_rows(q, *share), (name, scale_name)))
+        biases = None
+        if role is Role.EXPERT and self.spec.has_expert_bias:
+            biases = self._biases_apart(expert, share, order_I)
+        return SlotWeights(halves[0], halves[1], self._noted(narrow_columns(down.q, *share), names), biases)
+
+    def _unpacked(self, role: Role, projection: str, expert: int | None) -> tuple[tuple[str, str], Unpacked]:
+        """A whole matrix in the layout of its scheme, and the names of its values and scales."""
+        stacked = self.convention.stacked and role is Role.EXPERT
+        row, scheme = expert if stacked else None, self.spec.scheme_of(role, projection)
+        part = Part(role, projection, None if stacked else expert)
+        if isinstance(scheme, Plain) and self.convention.packing != "gguf":
+            name, values = self._open(replace(part, extra="plain"), None)
+            return (name, ""), Unpacked(scheme.quantize(values))
+        if self.convention.packing == "gguf":
+            name, rows = self._open(part, row)
+            return (name, name), Unpacked(self._of_file(part, scheme, rows))
+        present = self.source.names()
+        kinds = {"": part, "scale": replace(part, is_scale=True)}
+        kinds |= {extra: replace(part, extra=extra) for extra in ("zeros", "shape", "order")}
+        held = {
+            what: self._open(each, None)
+            for what, each in kinds.items()
+            if (what in ("", "scale") or self.convention.holds(role, what))
+            and self.prefix + self.convention.spell(each) in present
+        }
+        return (held[""][0], held["scale"][0]), unpack(self.convention.packing, scheme, held)
+
+    def _of_file(self, part: Part, scheme: QuantScheme, rows: Tensor) -> QuantTensor:
+        """Rows of a GGUF file. Shared experts of another type than the routed ones are decoded to bf16."""
+        if rows.dtype is not torch.uint8:
+            return plain(rows.dtype).quantize(rows)
+        stored = self.source.entry(self.prefix + self.convention.spell(part)).dtype_name.lower()
+        q = of_gguf(MXFP4 if stored == "mxfp4" else GGUF.get(stored, scheme), rows)
+        return q if q.scheme == scheme else plain(torch.bfloat16).quantize(q.dequantize(torch.bfloat16))
 
     def expert(self, expert: int) -> SlotWeights:
         """One routed expert."""
@@ -143,11 +198,16 @@ class LayerReader:
 
     def _noted(self, q: QuantTensor, names: tuple[str, str]) -> QuantTensor:
         """Record opened tensors for the check of their contents, and convert scales to the scheme's dtype."""
+        if isinstance(q.scheme, Gguf):
+            self.values.append((f"{names[0]}, factors of blocks", q.scheme.factors(q)))
         if q.scheme.per_byte == 1 and q.values.dtype.is_floating_point:
             self.values.append((names[0], q.values))
         else:
             self.codes += q.values.numel()
         if q.scales is None:
+            return q
+        if q.scheme.family == "wna16":  # a group of zeros may have a scale of 0
+            self.values.append((names[1], q.scales))
             return q
         self.scales.append((names[1], q.scales))
         if q.global_scale is not None:
@@ -171,11 +231,17 @@ class LayerReader:
         gate_I, up_I = (half.narrow(0, start, length).clone() for half in (gate_I, up_I))
         return SlotBiases(gate_I, up_I, down_H.clone() if self.tp_rank == 0 else torch.zeros_like(down_H))
 
-    def _biases_apart(self, expert: int | None, share: tuple[int, int]) -> SlotBiases:
-        """The biases of an expert where each projection has its own tensor, copied."""
-        gate_I, up_I, down_H = (
-            self._vector(Part(Role.EXPERT, projection, expert, extra="bias")) for projection in ("gate", "up", "down")
-        )
+    def _biases_apart(self, expert: int | None, share: tuple[int, int], order_I: Tensor | None = None) -> SlotBiases:
+        """The biases of an expert where each projection has its own tensor, copied. order_I: rows of gate and up."""
+        row = expert if self.convention.stacked else None
+        found = []
+        for projection in ("gate", "up", "down"):
+            part = Part(Role.EXPERT, projection, None if self.convention.stacked else expert, extra="bias")
+            found.append(self._open(part, row))
+        self.values += found
+        gate_I, up_I, down_H = (bias for _, bias in found)
+        if order_I is not None:
+            gate_I, up_I = gate_I[order_I], up_I[order_I]
         gate_I, up_I = (bias.narrow(0, *share).clone() for bias in (gate_I, up_I))
         return SlotBiases(gate_I, up_I, down_H.clone() if self.tp_rank == 0 else torch.zeros_like(down_H))
 

@@ -9,8 +9,12 @@ import torch
 
 from moe_mk.errors import ConfigError
 from moe_mk.quant import WHOLE, BlockedScheme, Plain, QuantScheme
+from moe_mk.quant.gguf import Gguf
+from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
+from moe_mk.quant.grouped import Grouped
 from moe_mk.shapes import divisors_of
 from moe_mk.weights.names import Convention, Part, Role
+from moe_mk.weights.packed_layouts import SCALE_DTYPES, packed_shapes
 
 ORDERS = ("gate_up", "up_gate", "interleaved")
 """interleaved: rows of gate and up alternate."""
@@ -24,7 +28,6 @@ VALUE_DTYPES = {
     torch.uint8: (torch.uint8, torch.int8),
 }
 """Dtypes of the values of a scheme in files; four-bit values are stored two per byte."""
-SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class LayerSpec:
     gate_up_order: str = "gate_up"
     has_expert_bias: bool = False
     has_logit_bias: bool = False
+    down_scheme: QuantScheme | None = None
+    """The scheme of down projections; None: `scheme`."""
+    shared_scheme: QuantScheme | None = None
+    """The scheme of shared experts; None: those of the routed ones."""
     table: tuple[int, int] | None = None
     """(tokens of the vocabulary, experts a token) of a layer that chooses by token id."""
 
@@ -63,12 +70,18 @@ class LayerSpec:
             )
         if self.gate_up_order not in ORDERS:
             wrong.append(f"gate_up_order={self.gate_up_order!r} must be one of {', '.join(ORDERS)}")
-        if not isinstance(self.scheme, Plain | BlockedScheme):
+        if not isinstance(self.scheme, Plain | BlockedScheme | Gguf):
             wrong.append(
                 f"scheme {self.scheme.name!r} cannot be read from a checkpoint; use a plain dtype or one with blocks"
             )
         if wrong:
             raise ConfigError("; ".join(wrong))
+
+    def scheme_of(self, role: Role, projection: str) -> QuantScheme:
+        """The scheme of a projection of routed or shared experts."""
+        if role is Role.SHARED and self.shared_scheme is not None:
+            return self.shared_scheme
+        return self.scheme if projection != "down" or self.down_scheme is None else self.down_scheme
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -78,7 +91,8 @@ class LayerSpec:
     @property
     def edges(self) -> tuple[int, int]:
         """(rows, columns): a weight may be sliced at multiples of these. Scales of whole rows are no restriction."""
-        rows, columns = (1 if side == WHOLE else side for side in self.block or (1, 1))
+        first, second = (self.scheme_of(Role.EXPERT, projection).block or (1, 1) for projection in ("up", "down"))
+        rows, columns = (1 if side == WHOLE else side for side in (first[0], second[1]))
         return rows, columns
 
     def slice_of(self, width: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -133,7 +147,13 @@ def expected_tensors(spec: LayerSpec, convention: Convention) -> dict[str, Expec
     if spec.table is not None:
         router.append(Expected(Part(Role.TABLE), spec.table, INTEGERS))
     of = _Matrices(spec, convention)
-    experts = of.fused() if convention.fused else [e for i in range(spec.num_experts) for e in of.mlp(Role.EXPERT, i)]
+    experts = (
+        of.fused()
+        if convention.fused
+        else of.mlp(Role.EXPERT, None)
+        if convention.stacked
+        else [e for i in range(spec.num_experts) for e in of.mlp(Role.EXPERT, i)]
+    )
     shared = of.mlp(Role.SHARED, None) if spec.num_shared_experts else []
     return {convention.spell(each.part): each for each in (*router, *experts, *shared)}
 
@@ -142,6 +162,13 @@ def unnamed_parts(spec: LayerSpec, convention: Convention) -> list[str]:
     """Parts of the layer for which the convention defines no name, so that they cannot be found."""
     scheme = spec.scheme
     above = isinstance(scheme, BlockedScheme) and scheme.has_global_scale
+    packed = scheme.family in ("wna16", "gguf")
+    if packed and not convention.packing:
+        return [
+            f"{convention.name} names hold no packed {scheme.name}; those of compressed-tensors, GPTQ, AWQ, GGUF do"
+        ]
+    if convention.packing and not (packed or convention.packing == "gguf"):
+        return [f"{convention.name} names hold packed integers, and the layer is to have {scheme.name} experts"]
     asked = {
         f"global scales of {scheme.name}": above and not convention.holds(Role.EXPERT, "global"),
         "biases of experts (model.expert_bias)": spec.has_expert_bias and not convention.holds(Role.EXPERT, "bias"),
@@ -161,7 +188,8 @@ class _Matrices:
         spec = self.spec
         width = spec.intermediate_size if role is Role.EXPERT else spec.shared_intermediate_size
         shapes = {"gate": (width, spec.hidden_size), "up": (width, spec.hidden_size), "down": (spec.hidden_size, width)}
-        return [each for p, (n, k) in shapes.items() for each in self.matrix(Part(role, p, expert), (), n, k)]
+        stack = (spec.num_experts,) if role is Role.EXPERT and expert is None else ()
+        return [each for p, (n, k) in shapes.items() for each in self.matrix(Part(role, p, expert), stack, n, k)]
 
     def fused(self) -> list[Expected]:
         spec, stack = self.spec, (self.spec.num_experts,)
@@ -169,7 +197,9 @@ class _Matrices:
         return gate_up + self.matrix(Part(Role.EXPERT, "down"), stack, spec.hidden_size, spec.intermediate_size)
 
     def matrix(self, part: Part, stack: tuple[int, ...], rows: int, columns: int) -> list[Expected]:
-        scheme = self.spec.scheme
+        scheme = self.spec.scheme_of(part.role, part.projection)
+        if self.convention.packing:
+            return [*self._packed(scheme, part, stack, rows, columns), *self._bias(part, stack, rows)]
         if isinstance(scheme, Plain):
             return [Expected(part, (*stack, rows, columns), (scheme.dtype,)), *self._bias(part, stack, rows)]
         assert isinstance(scheme, BlockedScheme)
@@ -178,6 +208,21 @@ class _Matrices:
         apart = ((*stack, n, k // group, group),) if self.convention.blocks_apart and k % group == 0 else ()
         values = Expected(part, (*stack, n, k), VALUE_DTYPES[scheme.element.dtype], apart)
         return [values, *self._scales(scheme, part, stack, rows, columns), *self._bias(part, stack, rows)]
+
+    def _packed(
+        self, scheme: QuantScheme, part: Part, stack: tuple[int, ...], rows: int, columns: int
+    ) -> list[Expected]:
+        """The tensors of a packed matrix, or one plain tensor."""
+        if isinstance(scheme, Plain) and self.convention.packing != "gguf":
+            plain_part = Part(part.role, part.projection, part.expert, extra="plain")
+            return [Expected(plain_part, (*stack, rows, columns), FLOATS)]
+        shapes = packed_shapes(self.convention.packing, scheme, rows, columns, shared=part.role is Role.SHARED)
+        found = []
+        for what, held in shapes.items():
+            here = Part(part.role, part.projection, part.expert, what == "scale", "" if what in ("", "scale") else what)
+            also = tuple((*stack, *other) for other in held.also)
+            found.append(Expected(here, (*stack, *held.shape), held.dtypes, also, held.optional))
+        return found
 
     def _scales(
         self, scheme: BlockedScheme, part: Part, stack: tuple[int, ...], rows: int, columns: int
@@ -205,6 +250,8 @@ class _Matrices:
 
 def scale_dtypes(scheme: BlockedScheme) -> tuple[torch.dtype, ...]:
     """Dtypes of the scales of a scheme in files and in engines."""
+    if isinstance(scheme, Grouped):
+        return GROUP_SCALES
     if scheme.family in ("mxfp8", "mxfp4"):
         return torch.float8_e8m0fnu, torch.uint8
     return (torch.float8_e4m3fn,) if scheme.family == "nvfp4" else SCALE_DTYPES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -107,6 +108,10 @@ def official_state_dict(weights: LayerWeights, prefix: str = "") -> dict[str, Te
             f"these weights are shard {weights.facts.tp_rank} of {weights.facts.tp_size}, and an official name stands "
             "for a whole tensor; load with tp_size=1"
         )
+    if any(q.scheme.family in ("wna16", "gguf") for slot in weights.experts.slots for _, q in _matrices(slot)):
+        raise ConfigError(
+            f"official names hold no packed {weights.experts.scheme.name} experts; `moe-mk convert` writes them"
+        )
     out = {OFFICIAL.spell(Part(Role.ROUTER)): weights.gate_EH}
     if weights.bias_E is not None:
         out[OFFICIAL.spell(Part(Role.BIAS))] = weights.bias_E
@@ -141,12 +146,13 @@ def _stack(slots: list[list[QuantTensor]], device: torch.device) -> QuantTensor:
     values = together(lambda q: q.values)
     assert values is not None
     scales, above = together(lambda q: q.scales), together(lambda q: q.global_scale)
-    return QuantTensor(values, scales, slots[0][0].scheme, above)
+    return QuantTensor(values, scales, slots[0][0].scheme, above, together(lambda q: q.zeros))
 
 
 def _copy(slots: list[list[Tensor]], device: torch.device) -> Tensor:
     rows = sum(part.shape[0] for part in slots[0])
-    out = torch.empty((len(slots), rows, slots[0][0].shape[1]), dtype=slots[0][0].dtype, device=device)
+    dtype = reduce(torch.promote_types, {part.dtype for parts in slots for part in parts}, slots[0][0].dtype)
+    out = torch.empty((len(slots), rows, slots[0][0].shape[1]), dtype=dtype, device=device)
     for index, parts in enumerate(slots):
         start = 0
         for part in parts:

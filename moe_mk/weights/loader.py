@@ -29,7 +29,7 @@ SHARDS = {"w1": "gate", "w2": "down", "w3": "up"}
 """Projections by the names that engines give to the shards of an expert."""
 KINDS: Mapping[str, dict[str, object]] = {
     "weight": {}, "scale": {"is_scale": True}, "global_scale": {"extra": "global"}, "input_scale": {"extra": "input"},
-    "bias": {"extra": "bias"},
+    "bias": {"extra": "bias"}, "zeros": {"extra": "zeros"}, "order": {"extra": "order"},
 }  # fmt: skip
 """The tensors of a projection, by their names in `feed_shard`."""
 
@@ -73,7 +73,7 @@ class LayerLoader:
         """
         self._expect_open()
         local = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
-        found = None if local is None else self._find(local)
+        found = None if local is None else self._find(local, tuple(tensor.shape))
         if local is None or found is None:
             self._unexpected[name if local is None else local] = None
             return False
@@ -83,7 +83,8 @@ class LayerLoader:
         """Take one tensor of one projection of a routed expert, whole, without a name; else like `feed`.
 
         expert_id: the logical expert. shard_id: "w1" (gate), "w2" (down) or "w3" (up). kind: "weight", "scale" (of
-        every block, row or tensor), "global_scale", "input_scale" or "bias". Raises ConfigError for other values.
+        every block, row or tensor), "global_scale", "input_scale", "bias", or of packed integers "zeros" and "order".
+        Raises ConfigError for other values.
         """
         if shard_id not in SHARDS:
             raise ConfigError(f"shard_id {shard_id!r} is unknown{did_you_mean(shard_id, list(SHARDS))}")
@@ -114,13 +115,16 @@ class LayerLoader:
         raise_if(f"{self._title} cannot be loaded", self._name_problems())
         spelling, spec = self._spelling, self._spec
         here = {spelling.spell(part): tensor for part, (_, tensor) in self._kept.items()}
+        whole = bool(spelling.packing)
+        tp_rank, tp_size = (self._tp_rank, self._tp_size) if whole else (0, 1)
+        parts = self._tp_size // tp_size
         share = replace(
             spec,
-            intermediate_size=spec.intermediate_size // self._tp_size,
-            shared_intermediate_size=spec.shared_intermediate_size // self._tp_size,
+            intermediate_size=spec.intermediate_size // parts,
+            shared_intermediate_size=spec.shared_intermediate_size // parts,
             gate_up_order="gate_up",
         )
-        reader = LayerReader(MappingSource(here, "tensors that were fed"), "", spelling, share, 0, 1)
+        reader = LayerReader(MappingSource(here, "tensors that were fed"), "", spelling, share, tp_rank, tp_size)
         weights = reader.layer(self._owned, self._layer)
         raise_if(f"{self._title} is damaged", reader.content_problems(on_progress))
         facts = replace(
@@ -149,6 +153,9 @@ class LayerLoader:
     def _pieces(self, local: str, convention: Convention, part: Part, tensor: Tensor) -> Iterator[tuple[Part, Tensor]]:
         """This rank's share of a tensor, by parts of single experts, as views."""
         parts = self._parts_of(part)
+        if convention.packing:  # a share of words is no share of columns: cut by `finish`
+            yield from ((each, tensor) for each in parts)
+            return
         if not parts or part.role not in (Role.EXPERT, Role.SHARED) or (self._tp_size == 1 and parts == [part]):
             yield from ((each, tensor) for each in parts)
             return
@@ -175,11 +182,18 @@ class LayerLoader:
         experts = [e for e in dict.fromkeys(self._owned) if part.expert in (None, e)]
         return [replace(part, projection=p, expert=e) for e in experts for p in projections]
 
-    def _find(self, local: str) -> tuple[Convention, Expected] | None:
-        for convention in self._conventions:
-            if convention.parse(local) is not None and (want := self._table(convention).get(local)) is not None:
-                return convention, want
-        return None
+    def _find(self, local: str, shape: tuple[int, ...] | None = None) -> tuple[Convention, Expected] | None:
+        """The convention that has a name; of several (GPTQ and AWQ share names), one in which the shape fits."""
+        found = [
+            (convention, want)
+            for convention in self._conventions
+            if convention.parse(local) is not None and (want := self._table(convention).get(local)) is not None
+        ]
+        fitting = [each for each in found if shape in (each[1].shape, *each[1].also)]
+        if fitting and len(fitting) < len(found):
+            wrong = {convention.packing for convention, _ in found} - {convention.packing for convention, _ in fitting}
+            self._conventions = [c for c in self._conventions if not c.packing or c.packing not in wrong]
+        return next(iter(fitting or found), None)
 
     def _table(self, convention: Convention) -> dict[str, Expected]:
         if convention.name not in self._tables:

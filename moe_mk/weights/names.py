@@ -3,7 +3,7 @@
 A name is a prefix, "model.layers.3.mlp.", and a local name, "experts.0.gate_proj.weight". Prefixes are found by looking
 for ".experts."; the local names decide the convention. Sources: files of deepseek-ai/DeepSeek-V3 and its `convert.py`,
 transformers 5 (fused experts, gpt-oss, DeepSeek-V4's table), Mixtral-8x7B, MiniMax-M2 (bias beside the gate),
-compressed-tensors and modelopt (`weight_scale`).
+compressed-tensors and modelopt (`weight_scale`), GPTQ and AWQ (`qweight`), llama.cpp (`blk.3.ffn_up_exps.weight`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 
-_PREFIX = re.compile(r"^((?:.*?\.)??)experts\.")
+_PREFIX = re.compile(r"^((?:.*?\.)??)(?:experts\.|ffn_(?:gate|up|down)_exps\.)")
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
 
 
@@ -41,7 +41,8 @@ class Part:
     is_scale: bool = False
     extra: str = ""
     """Additional tensors of a projection: "global", the global f32 scale; "input", a calibrated activation scale;
-    "bias". "" for the values and their scales."""
+    "bias"; of packed integers "zeros" (zero points), "order" (of columns), "shape" (logical); "plain" in their place.
+    "" for the values and their scales."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Convention:
     """The experts of every token of the vocabulary, in layers that choose by token id."""
     order: str = "gate_up"
     """The order of gate and up in a tensor with both: "gate_up", "up_gate" or "interleaved"."""
+    packing: str = ""
+    """How matrices are packed, one of `packed_layouts.PACKINGS`; "" where values have the shape of their scheme."""
     blocks_apart: bool = False
     """Whether a row of packed values is written as (blocks, bytes of a block)."""
 
@@ -75,6 +78,11 @@ class Convention:
     def fused(self) -> bool:
         """Whether one tensor holds all experts, with gate and up in one."""
         return "gate_up" in self.expert_words
+
+    @property
+    def stacked(self) -> bool:
+        """Whether one tensor holds a projection of all experts, gate and up apart."""
+        return not self.fused and "{e}" not in self.expert
 
     def spell(self, part: Part) -> str:
         """The local name of a part."""
@@ -158,7 +166,52 @@ GPT_OSS = Convention(
     logit_bias="router.bias", order="interleaved", blocks_apart=True,
 )  # fmt: skip
 
-CONVENTIONS: dict[str, Convention] = {c.name: c for c in (OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS)}
+
+def _packed(packing: str, like: Convention) -> Convention:
+    """Names of packed integers: the tensors of a projection have a folder of their own, as of a linear module.
+
+    Shared experts have the names of plain weights, or those of packed ones.
+    """
+    words: dict[str, dict[str, str]] = {
+        "compressed_tensors": {"": "weight_packed", "scale": "weight_scale", "zeros": "weight_zero_point",
+                               "shape": "weight_shape", "order": "weight_g_idx", "bias": "bias"},
+        "gptq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx", "bias": "bias"},
+        "awq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "bias": "bias"},
+    }  # fmt: skip
+    here = words[packing]
+    extras = {key: word for key, word in here.items() if key not in ("", "scale")}
+    return replace(
+        like,
+        name=packing if like is OFFICIAL else f"{like.name}_{packing}",
+        expert=f"experts.{{e}}.{{p}}.{here['']}",
+        expert_scale=f"experts.{{e}}.{{p}}.{here['scale']}",
+        expert_extras={key: f"experts.{{e}}.{{p}}.{word}" for key, word in extras.items()},
+        shared=f"shared_experts.{{p}}.{here['']}",
+        shared_scale=f"shared_experts.{{p}}.{here['scale']}",
+        shared_extras={
+            **{key: f"shared_experts.{{p}}.{word}" for key, word in extras.items()},
+            "plain": "shared_experts.{p}.weight",
+        },
+        packing=packing,
+    )
+
+
+# AWQ first: its names are a part of GPTQ's.
+COMPRESSED, AWQ, GPTQ = (_packed(packing, OFFICIAL) for packing in ("compressed_tensors", "awq", "gptq"))
+_PACKED = (
+    COMPRESSED, AWQ, GPTQ, *(_packed(packing, MIXTRAL) for packing in ("compressed_tensors", "awq", "gptq")),
+)  # fmt: skip
+_GGUF_WORDS = {"gate": "gate", "up": "up", "down": "down"}
+GGUF_NAMES = Convention(
+    name="gguf", prefix="blk.{N}.", router="ffn_gate_inp.weight", bias="exp_probs_b.bias",
+    expert="ffn_{p}_exps.weight", expert_scale="", shared="ffn_{p}_shexp.weight", shared_scale="",
+    expert_words=_GGUF_WORDS, shared_words=_GGUF_WORDS, expert_extras={"bias": "ffn_{p}_exps.bias"},
+    logit_bias="ffn_gate_inp.bias", table="", packing="gguf",
+)  # fmt: skip
+
+CONVENTIONS: dict[str, Convention] = {
+    c.name: c for c in (OFFICIAL, FUSED, MIXTRAL, CONVERTED, SCALED, GPT_OSS, *_PACKED, GGUF_NAMES)
+}
 
 
 @cache
@@ -195,7 +248,7 @@ def recognise(local_names: Iterable[str], among: Sequence[Convention] = ()) -> C
 
 def block_prefixes(names: Iterable[str]) -> list[str]:
     """The prefixes of all MoE blocks among the names of a checkpoint, in order of layer."""
-    found = {match[1] for name in names if "experts." in name and (match := _PREFIX.match(name))}
+    found = {match[1] for name in names if ("experts." in name or "_exps." in name) and (match := _PREFIX.match(name))}
     return sorted(found, key=lambda prefix: (-1 if (layer := layer_of(prefix)) is None else layer, prefix))
 
 

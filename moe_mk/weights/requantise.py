@@ -10,13 +10,26 @@ from dataclasses import replace
 
 import torch
 
+from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights, Weights
 
 
 def requantised(q: QuantTensor, scheme: QuantScheme) -> QuantTensor:
     """A matrix or a stack in another scheme; unchanged if it already has it."""
-    return q if q.scheme == scheme else scheme.quantize(q.dequantize(torch.float32))
+    if q.scheme == scheme:
+        return q
+    if is_kept(q.scheme, scheme):
+        assert isinstance(q.scheme, Grouped) and q.scales is not None
+        return replace(q, scheme=scheme, zeros=torch.full_like(q.scales, q.scheme.middle, dtype=torch.uint8))
+    return scheme.quantize(q.dequantize(torch.float32))
+
+
+def is_kept(stored: QuantScheme, held: QuantScheme) -> bool:
+    """Whether every code and scale stays: the same scheme, or the same groups that get zero points."""
+    if not isinstance(stored, Grouped) or not isinstance(held, Grouped) or stored.block != held.block:
+        return stored == held
+    return stored.bits == held.bits and stored.has_zeros <= held.has_zeros
 
 
 def held_as(weights: Weights, scheme: QuantScheme) -> Weights:

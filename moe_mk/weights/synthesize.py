@@ -15,18 +15,26 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, WeightError
+from moe_mk.external.gguf_file import GgufTensor, write_gguf
 from moe_mk.files import INDEX_BYTES, read_json
-from moe_mk.quant import WHOLE, BlockedScheme
+from moe_mk.quant import WHOLE, BlockedScheme, QuantTensor
 from moe_mk.text import amount
 from moe_mk.weights.checkpoint_plan import RECIPE, matrices, plan_shards, planned_tensors, recipe_of
 from moe_mk.weights.checkpoint_shape import CheckpointShape
+from moe_mk.weights.gguf_checkpoint import FILE, layer_tensors
+from moe_mk.weights.gguf_metadata import gguf_from_hf
+from moe_mk.weights.gguf_source import GgufSource
+from moe_mk.weights.names import Part, Role
+from moe_mk.weights.packed_layouts import pack
 from moe_mk.weights.safetensors_header import read_header
 from moe_mk.weights.safetensors_writer import Planned, SafetensorsWriter
 from moe_mk.weights.scan import Progress
@@ -69,6 +77,8 @@ def write_checkpoint(
     changed (ConfigError). threads: None uses as many as torch. on_progress is called with "write".
     Raises ConfigError if the disk is too small, with both numbers.
     """
+    if shape.is_gguf:
+        return _write_gguf(Path(directory), shape, seed, on_progress)
     root = Path(directory)
     shards = plan_shards(shape, shard_bytes)
     total = sum(t.num_bytes for shard in shards for t in shard)
@@ -105,14 +115,71 @@ def is_complete(directory: str | os.PathLike[str], shape: CheckpointShape, seed:
     """Whether a directory holds the whole checkpoint of this shape and seed, by its index and its file sizes."""
     root = Path(directory)
     try:
+        if shape.is_gguf:
+            source = GgufSource(root / FILE)
+            whole = all(source.entry(name).missing_bytes == 0 for name in source.names())
+            return whole and source.metadata.get(RECIPE) == recipe_of(shape, seed)
         index = read_json(root / INDEX, INDEX_BYTES)
         if index["metadata"].get(RECIPE) != recipe_of(shape, seed) or not (root / "config.json").is_file():
             return False
-        source = SafetensorsSource(root)
+        tensors = SafetensorsSource(root)
         wanted = planned_tensors(shape)
-        return all(source.entry(t.name).missing_bytes == 0 for t in wanted)
+        return all(tensors.entry(t.name).missing_bytes == 0 for t in wanted)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, WeightError):
         return False
+
+
+def _write_gguf(root: Path, shape: CheckpointShape, seed: int, on_progress: Progress | None) -> int:
+    """`model.gguf`, under a temporary name until it is whole."""
+    if (root / FILE).exists() and GgufSource(root / FILE).metadata.get(RECIPE) is None:
+        raise ConfigError(f"{root / FILE} was not written here; choose an empty directory")
+    if foreign := [name for name in ("config.json", INDEX) if (root / name).exists()]:
+        raise ConfigError(f"{root} holds {foreign[0]} of another checkpoint; choose an empty directory")
+    spec = shape.layer_spec()
+    names = {Role.ROUTER: "mlp.gate.weight", Role.BIAS: "e_score_correction_bias"}
+
+    def strip(layer: int, part: Part, rows: int, columns: int) -> Tensor:
+        label = names.get(part.role, f"{part.role.value}.{part.expert}.{part.projection}_proj")
+        random = np.random.Generator(np.random.SFC64(_seed_of(seed, f"{layer}.{label}")))
+        return next(_strips(random, label, (rows, columns), rows)).clone()
+
+    def matrix_of(layer: int) -> Callable[[Part], QuantTensor]:
+        def matrix(part: Part) -> QuantTensor:
+            width = spec.intermediate_size if part.role is Role.EXPERT else spec.shared_intermediate_size
+            n, k = (spec.hidden_size, width) if part.projection == "down" else (width, spec.hidden_size)
+            return spec.scheme_of(part.role, part.projection).quantize(strip(layer, part, n, k))
+
+        return matrix
+
+    def vector_of(layer: int) -> Callable[[Part], Tensor]:
+        def vector(part: Part) -> Tensor:
+            if part.role is Role.BIAS:
+                return strip(layer, part, 1, spec.num_experts)[0]
+            return strip(layer, part, spec.num_experts, spec.hidden_size)
+
+        return vector
+
+    tensors = [t for each in shape.layers for t in layer_tensors(spec, each, matrix_of(each), vector_of(each))]
+    total, done = sum(math.prod(t.shape) for t in tensors), 0
+
+    def reported(tensor: GgufTensor) -> GgufTensor:
+        def make() -> NDArray[np.uint8]:
+            nonlocal done
+            data = tensor.make()
+            done += data.nbytes
+            if on_progress is not None:
+                on_progress("write", done, total)
+            return data
+
+        return replace(tensor, make=make)
+
+    _expect_room(root, total)
+    root.mkdir(parents=True, exist_ok=True)
+    architecture, metadata = gguf_from_hf(shape.hf_config(), str(root))
+    partial = root / f"{FILE}{PARTIAL}"
+    write_gguf(partial, architecture, {**metadata, RECIPE: recipe_of(shape, seed)}, [reported(t) for t in tensors])
+    os.replace(partial, root / FILE)
+    return total
 
 
 def _write_shard(
@@ -136,6 +203,8 @@ def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: Checkpoi
     random = np.random.Generator(np.random.SFC64(_seed_of(seed, weight.name)))
     if weight.name.endswith(shape.convention.table):
         _write_strips(file, weight, table_strips(random, weight.shape, shape.num_experts))
+    elif shape.convention.packing and len(group) > 1:
+        _write_packed(file, group, shape, random)
     elif len(group) == 1:
         _write_strips(file, weight, _strips(random, weight.name, weight.shape, 1))
     else:
@@ -146,6 +215,28 @@ def _write_matrix(file: SafetensorsWriter, group: list[Planned], shape: Checkpoi
         strips = _strips(random, weight.name, (n, k), together)
         _write_quantised(file, group, scheme, strips, _spreads(random, shape))
     return sum(t.num_bytes for t in group)
+
+
+def _write_packed(
+    file: SafetensorsWriter, group: list[Planned], shape: CheckpointShape, random: np.random.Generator
+) -> None:
+    """One matrix of packed integers, drawn whole."""
+    convention = shape.convention
+    local = {t.name: t.name[t.name.index("experts.") :].removeprefix("shared_") for t in group}
+    local = {t.name: ("shared_" if "shared_experts." in t.name else "") + local[t.name] for t in group}
+    parts = {name: part for name, short in local.items() if (part := convention.parse(short)) is not None}
+    first = parts[group[0].name]
+    width = shape.num_shared_experts * shape.intermediate_size if first.expert is None else shape.intermediate_size
+    n, k = (shape.hidden_size, width) if first.projection == "down" else (width, shape.hidden_size)
+    q = shape.scheme.quantize(next(_strips(random, group[0].name, (n, k), n)))
+    assert q.scales is not None
+    q = replace(
+        q, scales=(q.scales.to(torch.float32) * _spread(random, q.scales.shape, whole=False)).to(q.scales.dtype)
+    )
+    held = pack(convention.packing, q)
+    for tensor in group:
+        part = parts[tensor.name]
+        file.write(tensor.name, held["scale" if part.is_scale else part.extra].to(tensor.dtype))
 
 
 def _write_strips(file: SafetensorsWriter, weight: Planned, strips: Iterator[Tensor]) -> None:

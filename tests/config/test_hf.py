@@ -128,7 +128,7 @@ def test_the_fp8_configuration_of_transformers_itself_is_read() -> None:
 @pytest.mark.parametrize(
     "quant, problem",
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
         ({"quant_method": "fp8"}, "weight_block_size is not given; supported is quant_method 'fp8'"),
         ({**FP8, "weight_block_size": None}, "weight_block_size is not given"),
         ({**FP8, "activation_scheme": "static"}, "activation_scheme is 'static'"),

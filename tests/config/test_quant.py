@@ -44,6 +44,11 @@ def test_weight_only_int8_rounds_no_activations() -> None:
     "stated,problem",
     [
         (compressed({"num_bits": 4}, None), r"weights\.num_bits is 4"),
+        ({**compressed({"num_bits": 3}, None), "format": "pack-quantized"}, "3 bits in groups of"),
+        (
+            {**compressed({"group_size": 32, "actorder": "group"}, None), "format": "pack-quantized"},
+            r"weights\.actorder is 'group'",
+        ),
         (compressed({"strategy": "group"}, None), r"weights\.strategy is 'group', not one of channel, block"),
         (compressed({"symmetric": False}, None), r"weights\.symmetric is False"),
         (compressed({}, {"num_bits": 8, "type": "float"}), r"input_activations are 8-bit 'float'"),

@@ -55,6 +55,17 @@ def test_every_reason_is_reported_at_once() -> None:
     assert both["weights"] == "reads plain weights, the experts are fp8_128x128"
 
 
+@pytest.mark.parametrize(
+    "backend", [name for name, each in EXPERTS.items() if {"mxfp4", "plain"} <= each.traits.weights]
+)
+def test_a_down_projection_of_another_format_is_read_or_refused_by_its_name(backend: str) -> None:
+    chosen = EXPERTS[backend]
+    reasons = chosen.reasons_against(problem(quant={"weights": "mxfp4", "down": "bf16"}))
+    refused = [str(reason) for reason in reasons if reason.code == "weights"]
+    named = "reads one format for all projections, the experts have bf16 and mxfp4"
+    assert (named in refused) == (not chosen.traits.mixed_weights)
+
+
 def test_asking_for_the_layouts_leaves_the_traits_as_declared() -> None:
     traits = replace(ReferenceExperts.traits)
     declared = dict(vars(traits))

@@ -128,7 +128,7 @@ def test_a_decision_goes_to_json_and_back(settings: dict[str, Any]) -> None:
     assert len(reported["verdicts"]) == len(PREPARE_FINALIZE.items()) * len(EXPERTS.items()) + 1
 
 
-@pytest.mark.row(88)
+@pytest.mark.row(88, "N1")
 def test_a_printed_decision_has_every_pair_that_serves_and_every_reason_against_the_others() -> None:
     decision = oracle.select(problem(device="h200", ep=8))
     lines = decision.text().splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def tiny_directory(tiny: CheckpointShape, tmp_path_factory: pytest.TempPathFacto
     directory = tmp_path_factory.mktemp("tiny")
     write_checkpoint(directory, tiny, seed=1, shard_bytes=16 << 10)
     return directory
+
+
+@pytest.fixture(scope="module")
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A small checkpoint of a type, of the SHAPE of the module, written once."""
+    root = tmp_path_factory.mktemp("written")
+
+    def of(quant: str) -> Path:
+        folder = root / quant
+        if not folder.exists():
+            write_checkpoint(folder, replace(request.module.SHAPE, quant=quant), threads=1)
+        return folder
+
+    return of
 
 
 @pytest.fixture

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from moe_mk.quant import QuantTensor
-from moe_mk.weights import LayerSpec, LayerWeights, MappingSource, load_layer
+from moe_mk.weights import LayerSpec, LayerWeights, MappingSource, SlotWeights, inspect_checkpoint, load_layer
+from moe_mk.weights.gguf_source import open_source
 
 PREFIX = "model.layers.3.mlp."
 ALL = range(4)
@@ -24,3 +28,14 @@ def same(one: QuantTensor | None, values: Tensor, scales: Tensor | None) -> bool
 
 def load(state: StateDict, spec: LayerSpec, **options) -> LayerWeights:
     return load_layer(MappingSource(state), 3, spec, **{"owned": ALL, **options})
+
+
+def load_written(folder: Path, owned: Sequence[int] = ALL, **tp: int) -> LayerWeights:
+    """Layer 1 of what the fixture `written` writes. tp: tp_rank, tp_size."""
+    spec = inspect_checkpoint(folder).layers[0].layer_spec()
+    return load_layer(open_source(folder), 1, spec, owned=owned, **tp)
+
+
+def wide(slot: SlotWeights) -> list[Tensor]:
+    """The projections of an expert in f32."""
+    return [q.dequantize(torch.float32) for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]

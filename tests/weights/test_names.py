@@ -39,12 +39,11 @@ def test_a_part_has_one_name_and_the_name_means_that_part(convention: str, part:
 
 @pytest.mark.parametrize("convention", CONVENTIONS.values(), ids=list(CONVENTIONS))
 def test_every_part_of_a_convention_has_its_own_name(convention) -> None:
-    experts = [None] if convention.fused else [0, 1, 12, 255]
+    experts = [None] if convention.fused or convention.stacked else [0, 1, 12, 255]
+    scales = (False, True) if convention.expert_scale else (False,)
     parts = [Part(Role.ROUTER), Part(Role.BIAS)]
-    parts += [Part(Role.SHARED, p, None, scale) for p in convention.shared_words for scale in (False, True)]
-    parts += [
-        Part(Role.EXPERT, p, e, scale) for p in convention.expert_words for e in experts for scale in (False, True)
-    ]
+    parts += [Part(Role.SHARED, p, None, scale) for p in convention.shared_words for scale in scales]
+    parts += [Part(Role.EXPERT, p, e, scale) for p in convention.expert_words for e in experts for scale in scales]
     assert [convention.parse(convention.spell(part)) for part in parts] == parts
     assert len({convention.spell(part) for part in parts}) == len(parts)
 

@@ -22,45 +22,21 @@ from moe_mk.weights import (
     LayerSpec,
     LayerWeights,
     MappingSource,
-    SafetensorsSource,
     SlotWeights,
     as_mapped,
     inspect_checkpoint,
     load_layer,
     to_stacked,
-    write_checkpoint,
 )
 from moe_mk.weights.checkpoint_shape import FORMATS
 from moe_mk.weights.expert_weights import SlotBiases
 from moe_mk.weights.requantise import held_as
+from tests.weights.one_layer import load_written, wide
 
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, INNER = 4, 128, 256
 SHAPE = CheckpointShape(EXPERTS, HIDDEN, INNER, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
-QUANTISED = [quant for quant in FORMATS if quant not in ("bf16", "fp8")]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A small checkpoint of a type, written once."""
-    home = tmp_path_factory.mktemp("types")
-
-    def of(quant: str) -> Path:
-        folder = home / quant
-        if not folder.exists():
-            write_checkpoint(folder, replace(SHAPE, quant=quant), threads=1)
-        return folder
-
-    return of
-
-
-def load(folder: Path, *, tp_rank: int = 0, tp_size: int = 1) -> LayerWeights:
-    spec = inspect_checkpoint(folder).layers[0].layer_spec()
-    return load_layer(SafetensorsSource(folder), 1, spec, owned=range(EXPERTS), tp_rank=tp_rank, tp_size=tp_size)
-
-
-def wide(slot: SlotWeights) -> list[Tensor]:
-    return [q.dequantize(torch.float32) for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]
+QUANTISED = [quant for quant in FORMATS if quant in KINDS and quant != "bf16"]
 
 
 @pytest.mark.row(101)
@@ -73,7 +49,7 @@ def test_a_type_is_written_described_and_read(quant: str, written: Callable[[str
     scheme = scheme_of_kind(quant)
     assert config.model.quant.weights == facts.layers[0].kind == quant and config.model.quant.weight_scheme == scheme
     assert (facts.layers[0].hidden_size, facts.layers[0].intermediate_size) == (HIDDEN, INNER)
-    weights = load(folder)
+    weights = load_written(folder)
     for matrix in wide(weights.experts.slots[0]):
         # Normals of a known size: a wrong scale, order or half of a byte would change it.
         gain = 1.7 if matrix.shape[1] == HIDDEN else 0.9
@@ -91,7 +67,7 @@ def three(slot: SlotWeights | None) -> list[QuantTensor]:
 @pytest.mark.parametrize("quant", QUANTISED)
 def test_slices_of_tensor_parallel_ranks_are_the_whole(quant: str, written: Callable[[str], Path]) -> None:
     folder = written(quant)
-    whole, halves = load(folder), [load(folder, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    whole, halves = load_written(folder), [load_written(folder, tp_rank=rank, tp_size=2) for rank in (0, 1)]
     for expert in range(EXPERTS):
         gate, up, down = wide(whole.experts.slots[expert])
         parts = [wide(half.experts.slots[expert]) for half in halves]
@@ -105,7 +81,7 @@ def test_a_slice_that_cuts_a_block_is_refused_with_the_sizes_that_do_not(
     quant: str, size: int, legal: str, written: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError, match=rf"tp_size={size} cannot cut .*blocks; possible: {legal}$"):
-        load(written(quant), tp_size=size)
+        load_written(written(quant), tp_size=size)
     config = MoEConfig.from_hf(written(quant))
     with pytest.raises(ConfigError, match=rf"parallel\.tp={size} .*; possible: {legal}"):
         config.with_(tp=size)
@@ -113,7 +89,7 @@ def test_a_slice_that_cuts_a_block_is_refused_with_the_sizes_that_do_not(
 
 @pytest.mark.parametrize("quant", QUANTISED)
 def test_a_stack_is_the_same_experts(quant: str, written: Callable[[str], Path]) -> None:
-    mapped = load(written(quant)).experts
+    mapped = load_written(written(quant)).experts
     stacked = to_stacked(mapped, CPU)
     assert stacked.w13.shape == (EXPERTS, 2 * INNER, HIDDEN) and stacked.w2.shape == (EXPERTS, HIDDEN, INNER)
     for index in range(EXPERTS):
@@ -124,7 +100,7 @@ def test_a_stack_is_the_same_experts(quant: str, written: Callable[[str], Path])
 
 @pytest.mark.parametrize("quant", QUANTISED)
 def test_an_expert_moves_as_bytes_and_arrives_bit_for_bit(quant: str, written: Callable[[str], Path]) -> None:
-    slot = load(written(quant)).experts.slots[2]
+    slot = load_written(written(quant)).experts.slots[2]
     slot = replace(slot, biases=SlotBiases(torch.rand(INNER), torch.rand(INNER).bfloat16(), torch.rand(HIDDEN)))
     incoming, size = ReceivedExpert(slot), num_bytes(slot)
     for start in range(0, size, 10_000):
@@ -138,7 +114,7 @@ def test_an_expert_moves_as_bytes_and_arrives_bit_for_bit(quant: str, written: C
 
 @pytest.mark.parametrize("quant", QUANTISED)
 def test_weights_held_in_another_form_leave_the_stored_ones_alone(quant: str, written: Callable[[str], Path]) -> None:
-    stored = load(written(quant)).experts
+    stored = load_written(written(quant)).experts
     held = held_as(stored, scheme_of_kind("fp8_block", ue8m0=True))
     assert held.scheme.name == "fp8_128x128_ue8m0" and stored.scheme == scheme_of_kind(quant)
     for before, after in zip(wide(stored.slot(0)), wide(held.slot(0)), strict=True):

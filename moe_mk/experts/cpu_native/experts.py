@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import ClassVar
 
 import torch
@@ -21,19 +22,30 @@ from moe_mk.config.tuned import Tuned
 from moe_mk.experts.base import (
     EXPERTS,
     QUANTISED,
+    WEIGHT_ONLY,
     ExpertsContext,
     ExpertsTraits,
     FusedCall,
     FusedExperts,
     RoutedCall,
 )
-from moe_mk.experts.cpu_native.tuning import candidates, load_tuned, tuning_of
+from moe_mk.experts.cpu_native.tuning import (
+    CHOICES,
+    MEASURED_BYTES,
+    Probe,
+    candidates,
+    cut_over_of,
+    load_tuned,
+    measured,
+    tuning_of,
+)
 from moe_mk.experts.cpu_native.weights import (
     BLOCK,
     PackedExpertWeights,
     native_kernels,
     pack_matrix,
     storage_of,
+    stored_as,
 )
 from moe_mk.kernels.native import (
     Activation,
@@ -57,6 +69,7 @@ from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
+from moe_mk.trace.clock import now
 from moe_mk.weights.expert_weights import MappedExpertWeights, Weights, expect_one_width, stacked_biases
 from moe_mk.weights.scan import Progress
 
@@ -168,7 +181,8 @@ class CpuNativeExperts(FusedExperts):
             GroupedTokens: OutputStage.RAW,
             BatchedTokens: OutputStage.RAW,
         },
-        weights=frozenset({"plain", *QUANTISED}),
+        weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
+        mixed_weights=True,
         computes=("plain", "fp8", "int8"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
@@ -195,6 +209,7 @@ class CpuNativeExperts(FusedExperts):
         )
         self.tuned: Tuned[Tuning] | None = None
         """Parameters by rows per expert; loaded when the scheme of the weights is known."""
+        self._parameters = ""
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
@@ -238,15 +253,21 @@ class CpuNativeExperts(FusedExperts):
         if isinstance(weights, PackedExpertWeights):
             return weights
         expect_one_width(weights, "cpu_native")
-        storage = storage_of(weights.scheme)
-        assert storage is not None, f"{weights.scheme.name} weights should have been rejected by the oracle"
+        (scheme13, dtype13), (scheme2, dtype2) = stored_as(weights)
+        storage13, storage2 = storage_of(scheme13), storage_of(scheme2)
+        names = f"{scheme13.name} and {scheme2.name}"
+        assert storage13 is not None and storage2 is not None, (
+            f"{names} weights should have been rejected by the oracle"
+        )
         hidden, inner = self.context.hidden_size, self.context.intermediate_size
         bias13, bias2 = stacked_biases(weights)
-        layout13 = storage.layout(inner, hidden, gated=weights.gated)
+        layout13 = storage13.layout(inner, hidden, gated=weights.gated, scale_dtype=dtype13)
+        layout2 = storage2.layout(hidden, inner, gated=False, scale_dtype=dtype2)
         packed = PackedExpertWeights(
             allocate(self.native, layout13, weights.num_slots, bias13, touch=False),
-            allocate(self.native, storage.layout(hidden, inner, gated=False), weights.num_slots, bias2, touch=False),
-            weights.scheme,
+            allocate(self.native, layout2, weights.num_slots, bias2, touch=False),
+            scheme13,
+            down_scheme=scheme2,
         )
         large = True
         for index in range(weights.num_slots):
@@ -258,7 +279,45 @@ class CpuNativeExperts(FusedExperts):
                 release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
             if on_progress is not None:
                 on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
+        self._choose_parameters(packed)
         return packed
+
+    def parameters(self) -> str:
+        """Where the parameters of the kernels are from, and the cut-over that was measured."""
+        return self._parameters
+
+    def _choose_parameters(self, packed: PackedExpertWeights) -> None:
+        """Load the tuned file, or measure the cut-over between kernels if the experts are too large for the caches."""
+        tuned = self._tuned(packed.scheme, min(CHOICES, packed.num_slots))
+        cut_over = cut_over_of(self.native.best, packed.w13.layout.format, self.mode)
+        if tuned.points:
+            self._parameters = f"as measured by moe-mk tune at {len(tuned.points)} numbers of rows"
+        elif cut_over is None or packed.num_bytes < MEASURED_BYTES:
+            self._parameters = "built in"
+        else:
+            found = measured(Probe(self._case(packed), cut_over, self._clock(packed)))
+            self._parameters = f"measured at load: {found}"
+            if found.tuning != Tuning():
+                self.tuned = Tuned.fixed(found.tuning)
+
+    def _case(self, packed: PackedExpertWeights) -> str:
+        """What a measured cut-over depends on."""
+        shape = f"H{self.context.hidden_size} I{self.context.intermediate_size} {packed.scheme.name}"
+        return f"{shape} {self.mode} {self.native.best.name} {torch.get_num_threads()} threads"
+
+    def _clock(self, packed: PackedExpertWeights) -> Callable[[int, Tuning], float]:
+        """Seconds of a call with all rows on one expert, another one in each call."""
+        slots, x_RH = count(), torch.ones((256, self.context.hidden_size), dtype=torch.bfloat16, device="cpu")
+
+        def seconds(rows: int, tuning: Tuning) -> float:
+            slot = next(slots) % packed.num_slots
+            ids_RK = torch.full((rows, 1), slot, dtype=torch.int32, device="cpu")
+            call = ExpertsCall(self.native, packed.w13, packed.w2, None, replace(self.mode, tuning=tuning))
+            start = now()
+            call(x_RH[:rows], None, ids_RK, None, None, torch.get_num_threads())
+            return now() - start
+
+        return seconds
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """One native call for both: the threads continue from routed to shared experts without a separate sum."""

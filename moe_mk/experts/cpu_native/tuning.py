@@ -1,16 +1,20 @@
 """Tuning of the native CPU experts: the parameters that `moe-mk tune cpu_native` tries, and those measured here.
 
 `configs/tuned/<processor>/cpu_native/<case>.json` holds the fastest parameters by tokens, one file for each top_k. They
-are used by mean rows per expert. No choice changes a bit of a result.
+are used by mean rows per expert. Where there is no file, the number of rows per expert from which another kernel is
+faster (a *cut-over*) is measured when experts are loaded that are too large for the caches, once per process and case.
+No choice changes a bit of a result.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +23,9 @@ from moe_mk.config.tuned import ACTIVATIONS, WEIGHTS, Case, Tuned, case_name, tu
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import ExpertsContext
 from moe_mk.external.device import describe
-from moe_mk.kernels.native import Tuning
+from moe_mk.kernels.native import ExpertsMode, Format, Isa, Rounding, Tuning
+from moe_mk.kernels.native.build import processor_has
+from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 
@@ -28,7 +34,7 @@ FEW = 6.0
 """Mean rows per expert up to which some experts have few enough rows to be multiplied straight from memory."""
 CHOICES = 8
 """The assumed number of experts per token where only the number of tokens is known."""
-STREAMED: tuple[Tuning, ...] = (
+FROM_MEMORY: tuple[Tuning, ...] = (
     Tuning(),
     *(Tuning(prefetch_bytes=ahead) for ahead in (1024, 2048, 3072, 4096, 6144)),
     *(Tuning(task_pairs=pairs) for pairs in (2, 4, 8)),
@@ -41,6 +47,106 @@ GATHERED: tuple[Tuning, ...] = (
     *(Tuning(task_pairs=pairs) for pairs in (4, 8)),
 )
 """Candidates where each weight is multiplied by many rows."""
+AMX_ROWS: tuple[Tuning, ...] = tuple(Tuning(streamed_rows=rows) for rows in (32, 128, 256))
+AMX_INTEGERS: tuple[Tuning, ...] = tuple(Tuning(tile_rows=rows) for rows in (1, 5, 17, 33))
+"""Candidates on processors with AMX; `panel_rows` has no effect there."""
+MEASURED_BYTES = 64 << 20
+"""Bytes of a rank's packed experts from which cut-overs are measured: fewer may stay in the caches between calls."""
+ROUNDS = 5
+MARGIN = 0.02
+"""The smallest gain for which the built-in cut-over is replaced."""
+_MEASURING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class CutOver:
+    """Two kernels with the same bits, of which the second is faster from some number of rows per expert on."""
+
+    parameter: str
+    """The parameter of Tuning that moves it."""
+    built_in: int
+    """The rows from which the second kernel is used without tuning."""
+    rows: tuple[int, ...]
+    """Where the kernels are compared, ascending."""
+    kernels: str
+    """What it separates, for people."""
+    last_of_first: bool = False
+    """Whether the parameter is the last number of rows of the first kernel instead of the first of the second."""
+
+    def at(self, rows: int) -> Tuning:
+        """The second kernel from this number of rows on."""
+        return Tuning(**{self.parameter: rows - self.last_of_first})
+
+
+PANELS = CutOver("panel_rows", 5, (1, 2, 3, 4), "panels of weights instead of registers")
+STREAMED = CutOver("streamed_rows", 65, (33, 65, 129), "panels of weights in L2 instead of L1", last_of_first=True)
+INTEGER_TILES = CutOver("tile_rows", 9, (3, 5, 9, 17), "AMX tiles instead of vpdpbusd")
+
+
+def cut_over_of(isa: Isa, format: Format, mode: ExpertsMode) -> CutOver | None:
+    """The cut-over that tuning can move; None: one kernel serves any number of rows, or bits would differ."""
+    integers = mode.quantize is Rounding.INT8
+    if isa is Isa.AMX_BF16:
+        return INTEGER_TILES if integers else STREAMED
+    if isa is not Isa.AVX512_BF16 or integers or format.group or format.has_parts:
+        return None
+    return replace(PANELS, built_in=1) if format is Format.BF16 else PANELS
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cut-over as measured here."""
+
+    cut_over: CutOver
+    rows: int
+    """From this number of rows on the second kernel is used."""
+    ratios: tuple[tuple[int, float], ...]
+    """By rows, the time of the second kernel over that of the first."""
+
+    @property
+    def tuning(self) -> Tuning:
+        """Parameters for any number of rows; those built in where the cut-over is the built-in one."""
+        return Tuning() if self.rows == self.cut_over.built_in else self.cut_over.at(self.rows)
+
+    def __str__(self) -> str:
+        """Such as: from 4 rows per expert weights decoded into panels (at 3 rows 1.04 of the time, at 4 rows 0.91)."""
+        by_rows = ", ".join(f"at {rows} rows {ratio:.2f} of the time" for rows, ratio in self.ratios)
+        same = " as built in" if self.rows == self.cut_over.built_in else ""
+        return f"from {self.rows} rows per expert{same} {self.cut_over.kernels} ({by_rows})"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What is measured once per process: two are equal if their case is."""
+
+    case: str
+    cut_over: CutOver
+    seconds: Callable[[int, Tuning], float] = field(compare=False)
+    """One call with a number of rows of one expert, which the last calls have not read."""
+
+
+def measured(probe: Probe) -> Measured:
+    """Compare the kernels in alternating rounds, from the most rows down, until the first one is faster."""
+    with _MEASURING:  # ranks that are threads would disturb each other
+        return _measured(probe)
+
+
+@cache
+def _measured(probe: Probe) -> Measured:
+    cut_over, ratios = probe.cut_over, []
+    chosen = max(cut_over.built_in, cut_over.rows[-1] + 1)
+    for rows in reversed(cut_over.rows):
+        first, second = cut_over.at(rows + 1), cut_over.at(rows)
+        rounds = [(probe.seconds(rows, first), probe.seconds(rows, second)) for _ in range(ROUNDS + 1)]
+        ratio = median(after / before for before, after in rounds[1:])
+        ratios.append((rows, ratio))
+        if ratio >= (1 + MARGIN if rows >= cut_over.built_in else 1 - MARGIN):
+            break
+        chosen = rows
+    # Between two measured numbers of rows the built-in cut-over is kept.
+    below = next((rows for rows in reversed(cut_over.rows) if rows < chosen), 0)
+    chosen = cut_over.built_in if below < cut_over.built_in <= chosen else chosen
+    return Measured(cut_over, chosen, tuple(sorted(ratios)))
 
 
 def tuning_of(parameters: Mapping[str, Any]) -> Tuning:
@@ -55,7 +161,10 @@ def tuning_of(parameters: Mapping[str, Any]) -> Tuning:
 def candidates(context: ExpertsContext, rows: int) -> list[dict[str, int | bool | str]]:
     """The parameters to try for a number of tokens with up to eight experts each: one parameter varies at a time."""
     an_expert = rows * min(CHOICES, context.num_slots) / context.num_slots
-    tried = STREAMED if an_expert <= FEW / 2 else GATHERED if an_expert > FEW else (*STREAMED, *GATHERED[1:])
+    tried = FROM_MEMORY if an_expert <= FEW / 2 else GATHERED if an_expert > FEW else (*FROM_MEMORY, *GATHERED[1:])
+    if _has_amx():
+        tried = tuple(each for each in tried if not each.panel_rows)
+        tried += AMX_INTEGERS if context.compute == INT8_TOKEN else AMX_ROWS if an_expert > FEW else ()
     named = [{name: value for name, value in asdict(tuning).items() if value} for tuning in tried]
     return [dict(each) for each in {tuple(one.items()): one for one in named}.values()]
 
@@ -78,6 +187,12 @@ def _is_tunable(weights: QuantScheme, compute: QuantScheme) -> bool:
     """Whether `moe-mk tune` has options for these formats."""
     stored = isinstance(weights, Plain) or weights in WEIGHTS.values()
     return stored and (isinstance(compute, Plain) or compute in ACTIVATIONS.values())
+
+
+@cache
+def _has_amx() -> bool:
+    """Whether the processor reports AMX, without compiling the kernels."""
+    return processor_has("amx_tile", "amx_bf16")
 
 
 @cache

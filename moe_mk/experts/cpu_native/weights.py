@@ -8,22 +8,27 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.native import (
+    BlockType,
     ExpertsCall,
     ExpertsMode,
     Format,
     MatrixLayout,
     Native,
     PackedMatrix,
+    PartScales,
     loaded,
     pack_slot,
     unpack_output_scales,
     unpack_scales,
     unpack_slot,
+    unpack_zeros,
 )
 from moe_mk.quant.blocked import WHOLE
+from moe_mk.quant.gguf import Gguf
+from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.weights.expert_weights import SlotBiases, SlotWeights
+from moe_mk.weights.expert_weights import SlotBiases, SlotWeights, Weights
 
 LAYOUT = "cpu_native"
 TILE_ROWS = 16
@@ -45,16 +50,31 @@ class Storage:
     format: Format
     by_output: bool = False
     """One f32 scale per output channel, or for all of them, instead of one per block."""
+    grouped: Grouped | None = None
+    block_type: BlockType | None = None
 
-    def layout(self, num_outputs: int, num_inputs: int, *, gated: bool) -> MatrixLayout:
-        """The layout of one projection."""
-        return MatrixLayout(num_outputs, num_inputs, gated, self.format, by_output=self.by_output)
+    def layout(
+        self, num_outputs: int, num_inputs: int, *, gated: bool, scale_dtype: torch.dtype = torch.bfloat16
+    ) -> MatrixLayout:
+        """The layout of one projection. scale_dtype: of weights with groups, as stored."""
+        if self.block_type is not None:
+            return MatrixLayout.of_blocks(num_outputs, num_inputs, gated, self.block_type)
+        parts = None
+        if self.grouped is not None:
+            group = 0 if self.grouped.columns == WHOLE else self.grouped.columns
+            parts = PartScales(group, scale_dtype, self.grouped.has_zeros)
+        return MatrixLayout(num_outputs, num_inputs, gated, self.format, by_output=self.by_output, parts=parts)
 
 
 def storage_of(scheme: QuantScheme) -> Storage | None:
     """The packed format of a weight scheme; None if the kernels do not support it."""
     if isinstance(scheme, Plain):
         return Storage(Format.BF16) if scheme == BF16 else None
+    if isinstance(scheme, Grouped):
+        return Storage(Format.INT4 if scheme.bits == 4 else Format.INT8_GROUPS, grouped=scheme)
+    if isinstance(scheme, Gguf):
+        block_type = BlockType[scheme.name.upper()]
+        return Storage(block_type.format, block_type=block_type)
     if scheme.family in _GROUPED:
         return Storage(_GROUPED[scheme.family])
     if scheme.family not in _SCALED_ALIKE or scheme.block not in ((BLOCK, BLOCK), (1, WHOLE), (WHOLE, WHOLE)):
@@ -72,6 +92,8 @@ class PackedExpertWeights:
     layout: str = LAYOUT
     shared: PackedExpertWeights | None = None
     """One slot that is applied to every row with weight 1 in the same call."""
+    down_scheme: QuantScheme | None = None
+    """The scheme of w2 where it may differ from that of w13."""
     calls: dict[ExpertsMode, ExpertsCall] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Prepared calls over these weights, by mode."""
 
@@ -109,28 +131,44 @@ class PackedExpertWeights:
         return SlotBiases(halves[0].clone() if self.gated else None, halves[-1].clone(), self.w2.bias_LX[index].clone())
 
     def _matrices(self, packed: PackedMatrix, index: int) -> list[QuantTensor]:
+        scheme = self.scheme if packed is self.w13 or self.down_scheme is None else self.down_scheme
         values = unpack_slot(native_kernels(), packed, index)
-        scales = self._scales(packed, index)
+        scales = self._scales(packed, scheme, index)
         above: list[Tensor | None] = [None] * len(values)
+        zeros = unpack_zeros(packed, index) or above
         if packed.layout.format is Format.NVFP4:
             above = [factors[:1] for factors in unpack_output_scales(packed, index)]
-        return [QuantTensor(v, s, self.scheme, a) for v, s, a in zip(values, scales, above, strict=True)]
+        parts = zip(values, scales, above, zeros, strict=True)
+        return [QuantTensor(v, s, scheme, a, z) for v, s, a, z in parts]
 
-    def _scales(self, packed: PackedMatrix, index: int) -> list[Tensor | None]:
+    def _scales(self, packed: PackedMatrix, scheme: QuantScheme, index: int) -> list[Tensor | None]:
         layout = packed.layout
         if layout.by_output:
-            whole = self.scheme.block == (WHOLE, WHOLE)
+            whole = scheme.block == (WHOLE, WHOLE)
             return [factors[:1] if whole else factors for factors in unpack_output_scales(packed, index)]
         found = unpack_scales(packed, index)
         if not found:
             return [None] * (2 if layout.gated else 1)
-        return [each if layout.format.group else each[:: BLOCK // TILE_ROWS].contiguous() for each in found]
+        return [
+            each if layout.format.group or layout.parts else each[:: BLOCK // TILE_ROWS].contiguous() for each in found
+        ]
+
+
+def stored_as(weights: Weights) -> tuple[tuple[QuantScheme, torch.dtype], tuple[QuantScheme, torch.dtype]]:
+    """The scheme and the dtype of the scales of w13 and of w2, from the first expert; bf16 without scales."""
+    if weights.num_slots == 0:
+        return (weights.scheme, torch.bfloat16), (weights.scheme, torch.bfloat16)
+    slot = weights.slot(0)
+    first, second = (
+        (q.scheme, torch.bfloat16 if q.scales is None else q.scales.dtype) for q in (slot.up_IH, slot.down_HI)
+    )
+    return first, second
 
 
 def pack_matrix(packed: PackedMatrix, index: int, parts: list[QuantTensor], name: str) -> None:
     """Pack one projection of one expert: gate and up, or one matrix alone."""
     scales = [part.scales for part in parts if part.scales is not None]
-    if not packed.layout.format.group:
+    if not packed.layout.format.group and packed.layout.parts is None:
         scales = [each.to(torch.float32) for each in scales]
     pack_slot(
         native_kernels(),
@@ -139,6 +177,7 @@ def pack_matrix(packed: PackedMatrix, index: int, parts: list[QuantTensor], name
         tuple(part.values for part in parts),
         tuple(scales),
         above=tuple(part.global_scale for part in parts if part.global_scale is not None),
+        zeros=tuple(part.zeros for part in parts if part.zeros is not None),
         threads=torch.get_num_threads(),
         name=f"{name} of slot {index}",
     )

@@ -22,12 +22,13 @@ from moe_mk.config.device import DeviceProfile
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Case, Tuned
 from moe_mk.errors import ConfigError
-from moe_mk.experts.base import EXPERTS, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts
 from moe_mk.experts.triton.tuning import (
     BUILT_IN,
     CANDIDATES,
     CHOICES,
     DECODED,
+    INTEGERS,
     load_tuned,
     sensible,
     tile_of,
@@ -50,6 +51,7 @@ from moe_mk.external.device import is_here, profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
 from moe_mk.kernels.triton.tile import NOT_COMPILING, TARGETS, Target, Tile
 from moe_mk.quant.fp8_whole import Fp8Static
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights, expect_one_width
@@ -69,8 +71,8 @@ class TritonExperts(FusedExperts):
     """Two persistent grouped GEMMs; the first quantises its output, the second applies routing weights and scatters."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
-        summary="our Triton kernels for Hopper: bf16, FP8 and INT8 products, weight-only FP8, INT8, MXFP8, MXFP4 and "
-        "NVFP4, biases and clamped SwiGLU, every layout; compiled for sm_90 in CI",
+        summary="our Triton kernels for Hopper: bf16, FP8 and INT8 products, weight-only FP8, INT8, INT4, MXFP8, "
+        "MXFP4 and NVFP4, biases and clamped SwiGLU, every layout; compiled for sm_90 in CI",
         graph_safe=True,
         deterministic=True,
         kinds=frozenset({"cuda"}),
@@ -82,9 +84,7 @@ class TritonExperts(FusedExperts):
             GroupedTokens: OutputStage.RAW,
             BatchedTokens: OutputStage.RAW,
         },
-        weights=frozenset(
-            {"plain", "fp8_block", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4"}
-        ),
+        weights=frozenset({"plain", *QUANTISED, *GROUPED}),
         computes=("fp8", "int8", "plain"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
@@ -288,8 +288,10 @@ def _arch_reasons(device: DeviceProfile) -> list[Reason]:
 
 def _built_in(weights: QuantScheme | None, compute: QuantScheme) -> tuple[tuple[float, Tile], ...]:
     """The built-in table of a weight scheme: decoded in registers, or multiplied directly."""
-    decoded = weights is not None and kernel_format_of(weights, compute).name.startswith("w_")
-    return DECODED if decoded else BUILT_IN
+    if weights is None:
+        return BUILT_IN
+    format = kernel_format_of(weights, compute)
+    return INTEGERS if format.integer else DECODED if format.name.startswith("w_") else BUILT_IN
 
 
 def _fixed(compute: QuantScheme) -> tuple[float, float] | None:

@@ -32,6 +32,12 @@ DECODED: tuple[tuple[float, Tile], ...] = (
     BUILT_IN[-1],
 )
 """The same for weights decoded in registers: as the left operand they need not go through shared memory."""
+INTEGERS: tuple[tuple[float, Tile], ...] = (
+    BUILT_IN[0],
+    (20.0, Tile(rows=32, swap=True, warps=8, stages=4)),
+    *DECODED[2:],
+)
+"""The same for integers with scales of groups, which spill with four warps and 32 rows."""
 CANDIDATES: tuple[Tile, ...] = (
     *(Tile(16, True, 4, stages) for stages in (4, 5)),
     *(Tile(32, True, warps, stages) for warps in (4, 8) for stages in (3, 4)),

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
+from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.grouped import Grouped
 from moe_mk.quant.int8 import Int8Block
 from moe_mk.quant.plain import BF16, Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -65,6 +67,8 @@ def no_biases_like(routed: Biases) -> Biases:
 
 
 LAYOUT = "triton"
+ZEROS_MASK = ~0xFF
+"""Of a word of an f32 scale and a zero point: the bits of the scale."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class PackedProjection:
     values: Tensor
     """(L, N, columns / values a byte)."""
     scales: Tensor | None
-    """Group scales as bytes, (L, steps, N, groups per step)."""
+    """Group scales, (L, steps, N, groups per step): bytes, floats for integers, or words with zero points."""
     rows: Tensor | None
     """Row scales, f32, (L, N)."""
     like: QuantTensor
@@ -217,7 +221,7 @@ def _above(parts: list[QuantTensor]) -> QuantTensor:
 
     values = joined("values")
     assert values is not None
-    return QuantTensor(values, joined("scales"), parts[0].scheme, joined("global_scale"))
+    return QuantTensor(values, joined("scales"), parts[0].scheme, joined("global_scale"), joined("zeros"))
 
 
 def _room(q: QuantTensor, format: KernelFormat, num_slots: int, spare: int) -> PackedProjection:
@@ -225,7 +229,10 @@ def _room(q: QuantTensor, format: KernelFormat, num_slots: int, spare: int) -> P
     steps = -(-k // format.step)
     width = steps * format.box if format.per_byte > 1 else k
     values = torch.zeros((count, n, width), dtype=torch.uint8, device=device).view(q.values.dtype)
-    scales = torch.zeros((count, steps, n, format.groups), dtype=torch.uint8, device=device) if format.group else None
+    scales = None
+    if format.group:
+        dtype = _scales_of(q, format).dtype
+        scales = torch.zeros((count, steps, n, format.groups), dtype=dtype, device=device)
     rows = torch.ones((count, n), dtype=torch.float32, device=device) if format.row_scales else None
     codes, above = (None if part is None else part[:num_slots] for part in (scales, rows))
     return PackedProjection(values[:num_slots], codes, above, q.to(torch.device("meta")))
@@ -236,8 +243,7 @@ def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index:
         _interleaved(q.values, format) if format.per_byte > 1 else q.values.contiguous().view(torch.uint8)
     )
     if matrix.scales is not None:
-        assert q.scales is not None
-        codes = q.scales.contiguous().view(torch.uint8)
+        codes = _scales_of(q, format)
         steps, n, groups = matrix.scales.shape[1:]
         padded = torch.nn.functional.pad(codes, (0, steps * groups - codes.shape[1]))
         matrix.scales[index].copy_(padded.view(n, steps, groups).permute(1, 0, 2))
@@ -246,6 +252,40 @@ def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index:
         assert above is not None
         each = matrix.rows.shape[1] // above.shape[0]
         matrix.rows[index].copy_(above[:, 0].to(torch.float32).repeat_interleave(each))
+
+
+def _scales_of(q: QuantTensor, format: KernelFormat) -> Tensor:
+    """The scales (n, groups) as the kernels read them; one that spans several steps is repeated for each."""
+    assert q.scales is not None
+    if not format.integer:
+        return q.scales.contiguous().view(torch.uint8)
+    scales = q.scales
+    if format.has_zeros:
+        assert q.zeros is not None
+        words = scales.to(torch.float32).view(torch.int32)
+        if bool((words & ~ZEROS_MASK).any()):
+            text = f"scales of {q.scheme.name} are {scales.dtype}; with zero points the kernels read bf16 and f16"
+            raise UnsupportedError("the triton experts", [text])
+        scales = (words & ZEROS_MASK) | q.zeros.to(torch.int32)
+    return scales[:, _group_of_step(q, format)]
+
+
+def _group_of_step(q: QuantTensor, format: KernelFormat) -> list[int]:
+    """The stored group of each group of the kernels, which is at most as long as a step."""
+    assert isinstance(q.scheme, Grouped)
+    return [first // q.scheme.columns for first in range(0, q.shape[1], format.group)]
+
+
+def _stored_scales(scales: Tensor, like: QuantTensor, format: KernelFormat) -> tuple[Tensor, Tensor | None]:
+    """The inverse of `_scales_of`: scales and zero points."""
+    assert like.scales is not None
+    if not format.integer:
+        return scales[:, : like.scales.shape[1]].contiguous().view(like.scales.dtype), None
+    each = torch.empty((len(scales), like.scales.shape[1]), dtype=scales.dtype, device=scales.device)
+    each[:, _group_of_step(like, format)] = scales[:, : -(-like.shape[1] // format.group)]
+    if not format.has_zeros:
+        return each, None
+    return (each & ZEROS_MASK).view(torch.float32).to(like.scales.dtype), (each & 0xFF).to(torch.uint8)
 
 
 def _interleaved(packed: Tensor, format: KernelFormat) -> Tensor:
@@ -267,17 +307,15 @@ def _unpacked(matrix: PackedProjection, format: KernelFormat, index: int) -> Qua
     values = matrix.values[index].clone()
     if format.per_byte > 1:
         values = _deinterleaved(values, format, columns)
-    scales, above = like.scales, like.global_scale
+    scales, above, zeros = like.scales, like.global_scale, None
     if matrix.scales is not None:
-        assert scales is not None
-        flat = matrix.scales[index].permute(1, 0, 2).flatten(1)[:, : scales.shape[1]]
-        scales = flat.contiguous().view(scales.dtype)
+        scales, zeros = _stored_scales(matrix.scales[index].permute(1, 0, 2).flatten(1), like, format)
     if matrix.rows is not None:
         target = above if format.group else scales
         assert target is not None
         one = matrix.rows[index][:: matrix.rows.shape[1] // target.shape[0], None].clone()
         above, scales = (one, scales) if format.group else (above, one)
-    return QuantTensor(values, scales, like.scheme, above)
+    return QuantTensor(values, scales, like.scheme, above, zeros)
 
 
 BLOCK = 128
@@ -290,6 +328,10 @@ def kernel_format_of(weights: QuantScheme, compute: QuantScheme) -> KernelFormat
     prefix = "w_" if isinstance(compute, Plain) else ""
     if isinstance(weights, Plain):
         return KERNEL_FORMATS["plain"]
+    if isinstance(weights, Grouped):
+        name = "w_int4" if weights.bits == 4 else "w_int8_group"
+        format = KERNEL_FORMATS[name.removesuffix("_group") + "_zero" if weights.has_zeros else name]
+        return replace(format, group=min(weights.columns, format.step))
     if isinstance(weights, Fp8Block):
         return KERNEL_FORMATS[prefix + ("fp8_row" if weights.columns == WHOLE else "fp8")]
     if isinstance(weights, Int8Block):
@@ -298,8 +340,8 @@ def kernel_format_of(weights: QuantScheme, compute: QuantScheme) -> KernelFormat
 
 
 def size_reasons(problem: Problem) -> list[Reason]:
-    """Reasons against plain weights other than bf16, unsupported INT8 blocks, and sizes that are not multiples of
-    blocks and TMA boxes.
+    """Reasons against plain weights other than bf16, unsupported INT8 blocks, and sizes
+    that are not multiples of blocks and TMA boxes.
     """
     model, stored, reasons = problem.config.model, problem.weights, []
     in_blocks = isinstance(stored, Int8Block) and stored.columns != WHOLE

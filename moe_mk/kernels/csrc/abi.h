@@ -8,7 +8,15 @@ extern "C" {
 
 enum Status : int32_t { kOk = 0, kBadId = 1, kBadShape = 2, kNoMemory = 3, kNoIsa = 4, kLate = 5, kPeerFault = 6 };
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512Bf16 = 2, kAmxBf16 = 3, kNumIsas = 4 };
-enum Format : int32_t { kFp8 = 0, kBf16 = 1, kInt8 = 2, kMxFp8 = 3, kMxFp4 = 4, kNvFp4 = 5, kNumFormats = 6 };
+// kInt4, kInt8Groups: unsigned codes of 4 or 8 bits with one scale, and optionally one zero point, per group of k.
+// kQ4K, kQ5K, kQ6K: the super-blocks of 256 weights of ggml.
+enum Format : int32_t {
+  kFp8 = 0, kBf16 = 1, kInt8 = 2, kMxFp8 = 3, kMxFp4 = 4, kNvFp4 = 5, kInt4 = 6, kInt8Groups = 7, kQ4K = 8, kQ5K = 9, kQ6K = 10,
+  kNumFormats = 11
+};
+enum ScaleType : int32_t { kScaleF32 = 0, kScaleBf16 = 1, kScaleF16 = 2, kNumScaleTypes = 3 };
+// Blocks of ggml as they are in a file, by the numbers of ggml_type. kBlockQ4_0 becomes kInt4, kBlockQ8_0 kInt8Groups.
+enum BlockType : int32_t { kBlockQ4_0 = 2, kBlockQ8_0 = 8, kBlockQ4K = 12, kBlockQ5K = 13, kBlockQ6K = 14 };
 enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2, kUe8m0Rows = 3 };
 enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4 };
 enum ReadWay : int32_t { kAskAhead = 0, kManyStreams = 1, kNumReadWays = 2 };
@@ -19,13 +27,19 @@ struct MoeMkMatrix {
   const uint8_t* data;    // [L][slot_bytes]
   const void* scales;     // [L][slot_scales]; null: none. kFp8, kInt8: f32, each [pair][2 tiles][blocks].
                           // kMxFp8, kMxFp4 (E8M0 for 32 k), kNvFp4 (e4m3 for 16 k): bytes, each [pair][k group][32 outputs]
+                          // kInt4, kInt8Groups: bytes of [pair][group][32 outputs] of scale_type; kQ4K, kQ5K, kQ6K: bytes of
+                          // [pair][256 k], see part_scales.h
   const float* output_scales;  // [L][slot_output_scales], each [pair][32 outputs]; null: 1
   const float* bias;      // [L][slot_bias]: f32 per output column, gate's then up's; null: none
   int64_t slot_bytes, slot_scales, slot_output_scales, slot_bias;
   int32_t format;         // Format
   int32_t num_outputs;    // logical output columns; for a gated w13 of ONE half (I)
   int32_t num_inputs;     // logical k
-  int32_t block;          // k covered by one f32 scale: a multiple of 32, at most 128
+  int32_t block;          // k covered by one f32 scale: 32, 64 or 128
+  const uint8_t* zeros;   // kInt4, kInt8Groups: [L][slot_zeros], each [pair][group][32 outputs]; null: 8 or 128
+  int64_t slot_zeros;
+  int32_t scale_type;     // ScaleType of kInt4 and kInt8Groups
+  int32_t group;          // their k per scale: 32, 64 or a multiple of 128; 0: all
 };
 
 struct MoeMkExperts {
@@ -48,6 +62,8 @@ struct MoeMkExperts {
   int32_t task_pairs;     // most pairs of columns in a task: 1 to 16
   int32_t prefetch_bytes; // prefetch distance of a stream of weights: 64 to 16 384
   int32_t gather_kib;     // memory for rows gathered at a time, part of the L2: 128 to 4096
+  int32_t streamed_rows;  // AMX: rows of an expert up to which panels stay in the L1, above in the L2: 16 to 256
+  int32_t tile_rows;      // AMX-int8: rows of an expert from which tiles multiply kInt8Rows: 1 to 256
 };
 
 struct MoeMkRoute {
@@ -81,6 +97,12 @@ int32_t moe_mk_pack(const void* first, const void* second, int64_t row_stride, i
                     int32_t format, void* packed, int32_t threads, int64_t* num_nans);
 int32_t moe_mk_unpack(const void* packed, void* first, void* second, int64_t row_stride, int64_t num_outputs,
                       int64_t num_inputs, int32_t format, int32_t threads);
+// The same for rows of ggml blocks, row_stride bytes apart. num_inputs: a multiple of 32 (kBlockQ4_0, kBlockQ8_0) or 256.
+// scales: of the slot, f16 or super-blocks. num_nans: scales that are not finite.
+int32_t moe_mk_pack_blocks(const void* first, const void* second, int64_t row_stride, int64_t num_outputs, int64_t num_inputs,
+                           int32_t block_type, void* packed, void* scales, int32_t threads, int64_t* num_nans);
+int32_t moe_mk_unpack_blocks(const void* packed, const void* scales, void* first, void* second, int64_t row_stride,
+                             int64_t num_outputs, int64_t num_inputs, int32_t block_type, int32_t threads);
 int32_t moe_mk_experts(const MoeMkExperts* call);
 int32_t moe_mk_route(const MoeMkRoute* call);
 // x [T][H] and out [T][H] bf16, contiguous. load [E]: the number of times each expert was chosen is added to it.

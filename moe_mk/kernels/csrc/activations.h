@@ -5,18 +5,20 @@
 namespace moe_mk {
 namespace {
 
-// Quantises to 1x128 e4m3: writes the values of the codes to `to` as bf16 (may be in place), and the scales.
-inline void through_fp8(const Layer& layer, const uint16_t* from, int64_t columns, uint16_t* to, float* scales) {
+// Quantises to 1x128 e4m3: writes the values of the codes as bf16, and the scales. from, to: the place of a column, a multiple
+// of kStep, and of the kStep - 1 that follow it; they may be the same.
+template <typename From, typename To>
+void through_fp8(const Layer& layer, From from, int64_t columns, To to, float* scales) {
   for (int64_t first = 0; first < columns; first += kActivationBlock) {
     const int n = int(std::min<int64_t>(kActivationBlock, columns - first));
     float wide[kActivationBlock];
     uint8_t codes[kActivationBlock];
     for (int i = 0; i < n; ++i) {
-      const uint32_t u = uint32_t(from[first + i]) << 16;
+      const uint32_t u = uint32_t(from(first + i / kStep * kStep)[i % kStep]) << 16;
       std::memcpy(&wide[i], &u, 4);
     }
     scales[first / kActivationBlock] = layer.kernels.quantize(wide, n, layer.call.quantize == kUe8m0Rows, codes);
-    layer.kernels.decode(codes, to + first, n);
+    for (int i = 0; i < n; i += kStep) layer.kernels.decode(codes + i, to(first + i), std::min(kStep, n - i));
   }
 }
 
@@ -38,7 +40,7 @@ void prepare_row(const Layer& layer, int64_t row, uint16_t* to, float* scales) {
   } else if (layer.int8()) {
     *scales = layer.kernels.quantize_int8(bf16, hidden, out);
   } else {
-    through_fp8(layer, bf16, hidden, to, scales);
+    through_fp8(layer, [&](int64_t column) { return bf16 + column; }, hidden, [&](int64_t column) { return to + column; }, scales);
   }
 }
 
@@ -71,10 +73,13 @@ bool prepare_inputs(Layer& layer) {
 bool quantize_hidden(Layer& layer, Set& set, float* scales) {
   const int64_t inter = set.w2.packed->num_inputs, each = layer.row_scales(inter);
   set.h_scales = scales;
-  return each_task(layer, set.assignments(), [&](int64_t row, int, ThreadScratch&) {
-    uint16_t* h = set.h + row * set.inter_padded;
-    if (layer.int8()) scales[row] = layer.kernels.quantize_int8(h, inter, reinterpret_cast<uint8_t*>(h));
-    else through_fp8(layer, h, inter, h, scales + row * each);
+  return each_task(layer, set.assignments(), [&](int64_t place, int, ThreadScratch&) {
+    const int slot = int(std::upper_bound(set.plan.offset.begin(), set.plan.offset.end(), place) - set.plan.offset.begin()) - 1;
+    const int row = int(place - set.plan.offset[slot]);
+    uint16_t* h = set.hidden(slot, row, 0);
+    const auto at = [&](int64_t column) { return set.hidden(slot, row, column); };
+    if (layer.int8()) scales[place] = layer.kernels.quantize_int8(h, inter, reinterpret_cast<uint8_t*>(h));
+    else through_fp8(layer, at, inter, at, scales + place * each);
     return true;
   });
 }
@@ -83,7 +88,7 @@ bool quantize_hidden(Layer& layer, Set& set, float* scales) {
 bool place_hidden(Layer& layer) {
   size_t elements = 32;
   for (Set& set : layer.sets) {
-    set.h_in_tiles = layer.reads_tiles(set.w2);
+    set.h_in_tiles = layer.reads_tiles();
     for (int slot : set.plan.active) elements += size_t(set.hidden_elements(slot));
   }
   auto* h = reinterpret_cast<uint16_t*>(layer.pool->arena(0, kHidden, elements * 2));
@@ -109,16 +114,19 @@ constexpr int64_t kMostTileBytes = int64_t(512) << 20;
 struct RowTile {
   const Set* set;
   int slot, first;  // row of the slot
-  uint8_t* to;
 };
 
 // The rows of one tile; those beyond the last row are left as they are: they contribute to no other row.
 void fill_tile(const Layer& layer, const RowTile& tile) {
   const int steps = tile.set->w13.steps, count = std::min(kTileRows, tile.set->plan.count(tile.slot) - tile.first);
-  for (int r = 0; r < count; ++r) {
-    const uint16_t* from = layer.x + tile.set->plan.row[tile.set->plan.offset[tile.slot] + tile.first + r] * layer.x_stride;
-    uint8_t* to = tile.to + r * kRowBytes;
-    for (int s = 0; s < steps; ++s) std::memcpy(to + size_t(s) * kTileRows * kRowBytes, from + s * kStep, kRowBytes);
+  const TiledRows tiles = tile.set->tiles_of_x(tile.slot, tile.first);
+  for (int s = 0; s < steps; s += kBlockSteps) {
+    uint8_t* block = tile.set->x_tiles[tile.slot] + tiles.offset(0, s);
+    const int width = std::min(kBlockSteps, steps - s);
+    for (int r = 0; r < count; ++r) {
+      const uint16_t* from = layer.x + tile.set->plan.row[tile.set->plan.offset[tile.slot] + tile.first + r] * layer.x_stride;
+      for (int i = 0; i < width; ++i) std::memcpy(block + i * kStepTile + r * kRowBytes, from + (s + i) * kStep, kRowBytes);
+    }
   }
 }
 
@@ -128,18 +136,17 @@ bool tile_inputs(Layer& layer) {
   int64_t bytes = 0;
   for (const Set& set : layer.sets)
     for (int slot : set.plan.active)
-      if (layer.reads_tiles(set.w13) && set.is_tiled(slot)) bytes += tile_steps(set.plan.count(slot), set.w13.steps) * kTileRows * kRowBytes;
+      if (layer.reads_tiles() && set.is_tiled(slot)) bytes += int64_t(row_tiles(set.plan.count(slot))) * set.w13.steps * kStepTile;
   if (bytes == 0 || bytes > kMostTileBytes) return true;
   uint8_t* at = layer.pool->arena(0, kInputTiles, size_t(bytes));
   if (at == nullptr) return false;
   for (Set& set : layer.sets) {
-    if (!layer.reads_tiles(set.w13)) continue;
     set.x_tiles.assign(set.plan.offset.size() - 1, nullptr);
     for (int slot : set.plan.active) {
       if (!set.is_tiled(slot)) continue;
       set.x_tiles[slot] = at;
-      for (int first = 0; first < set.plan.count(slot); first += kTileRows, at += size_t(set.w13.steps) * kTileRows * kRowBytes)
-        tiles.push_back({&set, slot, first, at});
+      for (int first = 0; first < set.plan.count(slot); first += kTileRows) tiles.push_back({&set, slot, first});
+      at += size_t(row_tiles(set.plan.count(slot))) * set.w13.steps * kStepTile;
     }
   }
   return each_task(layer, int64_t(tiles.size()), [&](int64_t tile, int, ThreadScratch&) {

@@ -1,79 +1,97 @@
-// FP8 times bf16 rows on AMX with exact block scales: one panel of weights is decoded while another is multiplied.
+// Packed weights times bf16 rows on AMX: one panel of weights is decoded while another is multiplied.
 //
-// A unit is one scale block (at most 128 k) of one pair of columns, decoded a panel of at most 8 KiB. Some lines of the next
-// unit are decoded after each step of tile products, and each line prefetches one further ahead, so that requests to memory
+// A unit is one scale block (at most 128 k) of one pair of columns, decoded a panel of at most 8 KiB. Some line pairs of the
+// next weights are decoded after each step of tile products, and each prefetches one further ahead, so that requests to memory
 // are spread evenly: decoding a panel at a time asks for 128 lines in a burst and for none while tiles multiply.
-// The sums of a unit leave the tiles unscaled. They are multiplied by the scales of the block and added to the f32 totals one
-// row block later, when the tile stores have completed. No weight is rounded.
+// The sums of a unit leave the tiles unscaled. They are multiplied by the scales of the block and of the row, and added to the
+// f32 totals one unit later, when the tile stores have completed. No weight is rounded.
 // Each total is one chain over the blocks of k in order: the same bits for any number of rows, pairs and threads.
-// Two pairs, half of the task apart, alternate: two memory streams, and rows are in L1 for the second pair.
-// Reads packed weights once, rows once a pair from L2. Writes totals [pair][row][32].
+//
+// Up to kStreamedRows rows (a tuning parameter), units in turn: two panels (16 KiB) alternate in L1, and two pairs, half of the task apart,
+// alternate: two memory streams, and rows are in L1 for the second pair.
+// More rows: the panels of eight pairs and 256 k (128 KiB, two of them alternate in L2) are multiplied by all rows, of which
+// 32 (16 KiB) stay in L1 for the eight pairs. An f32 total is read and written once in 256 k.
+// Reads packed weights once, rows once (up to 64: once a pair, from L2). Writes totals [pair][row][32].
 #pragma once
-#include "amx_panel.h"
-#include "amx_totals.h"
-#include "lines.h"
+#include "amx_decode.h"
+#include "tiles.h"
 
 namespace moe_mk {
 namespace {
 
-constexpr size_t kLinePair = 128;         // one line of codes of both tiles: four k of 32 columns
-constexpr int kLinesPerStep = kStep / 4;  // line pairs of one step
-constexpr int kRowBlock = 2 * kTileRows;  // rows multiplied at a time
-constexpr size_t kStepTile = kTileRows * kRowBytes;  // one step of one tile of rows: 1 KiB
+constexpr int kRowBlock = 2 * kTileRows;             // rows multiplied at a time
+constexpr int kUnscaledSteps = 4;                    // steps of a unit where weights have no block scales
+constexpr size_t kTotalsStride = kPairColumns * sizeof(float);
 
-// e4m3 -> bf16 by VGF2P8AFFINEQB, which unlike VPERMI2B does not depend on a single port. Except for exponent 0 (zeros and
-// subnormals) both bytes are affine over GF(2) in the code s eeee mmm:
-//   low byte   mmm. ....   = code << 4
-//   high byte  s... ..ee   = sign | (0x3c + (code >> 4 & 7)), the bias 7 -> 127; the carry only means bits 2..5 = not bit 6
-constexpr uint64_t kLowByte = 0x0000000001020408, kHighByte = 0x1020404040404080;
-constexpr uint8_t kHighConstant = 0x3c, kExponent = 0x78;
-
-__attribute__((noinline)) void decode_subnormals(const uint8_t* codes, uint8_t* panel) {
-  for (int tile = 0; tile < 2; ++tile) {
-#if defined(MOE_MK_AMX_AVX512)
-    expand_lines(Fp8(), codes + tile * 64, 1, Unscaled(), panel + tile * 64);
-#else
-    PortableFp8::rows(codes + tile * 64, panel + tile * 64);
-#endif
-  }
-}
-
-// One line of both tiles: 128 codes -> four rows of 64 B of the panel. Lines with an exponent of 0 (about 1 in 100 of Gaussian
-// weights) are decoded again by tables.
-inline __attribute__((always_inline)) void decode_lines(const uint8_t* codes, uint8_t* panel, int ahead) {
-  const Line first = load_line(codes), second = load_line(codes + 64);
-  __builtin_prefetch(codes + ahead);
-  __builtin_prefetch(codes + ahead + 64);
-  const Line low0 = gf2_affine<kLowByte, 0>(first), high0 = gf2_affine<kHighByte, kHighConstant>(first);
-  const Line low1 = gf2_affine<kLowByte, 0>(second), high1 = gf2_affine<kHighByte, kHighConstant>(second);
-  store_line(panel, interleave_low(low0, high0));
-  store_line(panel + 64, interleave_low(low1, high1));
-  store_line(panel + kPanelRow, interleave_high(low0, high0));
-  store_line(panel + kPanelRow + 64, interleave_high(low1, high1));
-  if (__builtin_expect(any_without(first, second, kExponent), 0)) decode_subnormals(codes, panel);
-}
-
-// Decodes one unit into a panel, a few lines at a time.
+// Decodes some steps of one pair into a panel, a few line pairs at a time.
+template <typename Policy>
 struct UnitDecoder {
-  const uint8_t* codes = nullptr;
+  const Columns& w;
+  const int ahead;  // prefetch distance in bytes
+  const Policy policy = {};
+  Source source = {};
   uint8_t* panel = nullptr;
-  int left = 0;   // line pairs
-  int ahead = 0;  // prefetch distance in bytes
+  int left = 0;     // line pairs
 
+  UnitDecoder(const Columns& columns, int distance) : w(columns), ahead(distance) {}
+
+  void start(int pair, int step, int steps, uint8_t* to) {
+    source = {w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes, w.groups == nullptr ? nullptr : group_scales(w, pair, step),
+              0, &w, pair, step};
+    panel = to;
+    left = steps * Policy::kLines;
+  }
   template <int Lines>
   inline __attribute__((always_inline)) void some() {
-    if (left < Lines) return;  // finish() decodes the rest
-    const uint8_t* from = codes;  // local: stores to the panel may alias members
+    if (left < Lines) return;    // finish() decodes the rest
+    const Source from = source;  // local: stores to the panel may alias members
     uint8_t* to = panel;
-    const int distance = ahead;
-#pragma GCC unroll 8
-    for (int i = 0; i < Lines; ++i) decode_lines(from + i * kLinePair, to + i * 2 * kPanelRow, distance);
-    codes = from + Lines * kLinePair;
-    panel = to + Lines * 2 * kPanelRow;
+    policy.template decode<Lines>(from, to, ahead);
+    count_decoded(Policy::kInPlace ? 0 : Lines * Policy::kRows * 2 * kPairColumns);
+    source.codes = from.codes + (Policy::kLines == 1 ? w.step_bytes : Lines * kLinePair);
+    source.line = from.line + Lines;
+    if (source.line == Policy::kLines) {  // Lines divides it
+      source.line = 0;
+      ++source.step;
+      if (from.scales != nullptr) source.scales = from.scales + groups_of_step(w.format) * kPairColumns;
+    }
+    panel = to + Lines * Policy::kRows * kPanelRow;
     left -= Lines;
   }
   void finish() {
     while (left > 0) some<1>();
+  }
+};
+
+// Decodes the same steps of several pairs, their panels one after the other.
+template <typename Policy>
+struct BlockDecoder {
+  UnitDecoder<Policy> unit;
+  int pair = 0, last = 0, step = 0, steps = 0;  // pairs pair..last - 1 have not been started
+  uint8_t* panel = nullptr;
+
+  void start(int first, int pairs, int from, int count, uint8_t* to) {
+    pair = first;
+    last = first + pairs;
+    step = from;
+    steps = count;
+    panel = to;
+    next();
+  }
+  bool next() {
+    if (pair == last) return false;
+    unit.start(pair++, step, steps, panel);
+    panel += size_t(steps) * 2 * kPanelTile;
+    return true;
+  }
+  template <int Lines>
+  inline __attribute__((always_inline)) void some() {
+    if (unit.left == 0 && !next()) return;
+    unit.template some<Lines>();
+  }
+  void finish() {
+    do unit.finish();
+    while (next());
   }
 };
 
@@ -82,16 +100,27 @@ struct PendingSums {
   const float* sums = nullptr;
   float* totals = nullptr;
   int rows = 0;
+  bool first = false;  // of their totals, which are written
   float scale0 = 0, scale1 = 0;
+  const float* const* row_scales = nullptr;  // of these rows, null: 1
+  int row_block = 0;   // of row_scales
 
-  inline __attribute__((always_inline)) void add() {
-    const f32x16 factor0 = splat(scale0), factor1 = splat(scale1);
+  template <bool First, bool Scaled>
+  inline __attribute__((always_inline)) void add_as() const {
+    const f32x16 splat0 = splat(scale0), splat1 = splat(scale1);
     for (int r = 0; r < rows; ++r) {
       const float* from = sums + r * kPairColumns;
       float* to = totals + r * kPairColumns;
-      store(to, load<f32x16>(to) + load<f32x16>(from) * factor0);
-      store(to + kTileColumns, load<f32x16>(to + kTileColumns) + load<f32x16>(from + kTileColumns) * factor1);
+      const float row = Scaled ? row_scales[r][row_block] : 1.0f;
+      const f32x16 factor0 = Scaled ? splat0 * row : splat0, factor1 = Scaled ? splat1 * row : splat1;
+      const f32x16 sum0 = load<f32x16>(from), sum1 = load<f32x16>(from + kTileColumns);
+      store(to, First ? sum0 * factor0 : load<f32x16>(to) + sum0 * factor0);
+      store(to + kTileColumns, First ? sum1 * factor1 : load<f32x16>(to + kTileColumns) + sum1 * factor1);
     }
+  }
+  __attribute__((noinline)) void add() {
+    if (row_scales == nullptr) first ? add_as<true, false>() : add_as<false, false>();
+    else first ? add_as<true, true>() : add_as<false, true>();
     rows = 0;
   }
 };
@@ -135,10 +164,10 @@ inline __attribute__((always_inline)) void multiply_step(const uint8_t* rows, si
   }
 }
 
-// One row block of one unit: sums [32][32], while `Lines` line pairs of the next unit are decoded after each step.
-template <bool Two, int Lines>
+// One row block of one unit: sums [32][32], while `Lines` line pairs of the next weights are decoded after each step.
+template <bool Two, int Lines, typename Decoder>
 inline __attribute__((always_inline)) void multiply_row_block(const uint8_t* rows, size_t row_tile_bytes, const uint8_t* panel,
-                                                              int steps, float* sums, UnitDecoder& decoder, PendingSums& pending) {
+                                                              int steps, float* sums, Decoder& decoder, PendingSums& pending) {
   tile_zero<0>();
   tile_zero<1>();
   if (Two) {
@@ -147,7 +176,7 @@ inline __attribute__((always_inline)) void multiply_row_block(const uint8_t* row
   }
   for (int s = 0; s < steps; ++s) {
     multiply_step<Two>(rows + s * kStepTile, row_tile_bytes, panel + s * 2 * kPanelTile);
-    decoder.some<Lines>();
+    decoder.template some<Lines>();
     if (s == 0) pending.add();
   }
   tile_store<0>(sums, kTotalsStride);
@@ -158,78 +187,152 @@ inline __attribute__((always_inline)) void multiply_row_block(const uint8_t* row
   }
 }
 
-// Some steps of k and the rows of these steps: [row tile][step][16][32] bf16, row tiles `row_tile_bytes` apart.
-struct TiledChunk {
-  int step0, steps;
-  const uint8_t* rows;
-  size_t row_tile_bytes;
+// One product: columns times rows into totals.
+struct Product {
+  const Columns& w;
+  const Rows& rows;
+  const Scratch& scratch;
+  float* totals;
+  int unit_steps;
+  int finished = 0;  // row blocks: two blocks of sums alternate
+  PendingSums pending = {};
+
+  Product(const Columns& columns, const Rows& all, const Scratch& memory, float* to)
+      : w(columns), rows(all), scratch(memory), totals(to), unit_steps(columns.scales == nullptr ? kUnscaledSteps : columns.steps_per_block) {}
+
+  // One unit of one row block. at: the rows of step `step`, a row tile each `stride` bytes.
+  template <int Lines, typename Decoder>
+  inline __attribute__((always_inline)) void multiply(int pair, int step, int steps, int row, const uint8_t* at, size_t stride,
+                                                      const uint8_t* panel, Decoder& decoder) {
+    float* sums = scratch.tiles + (finished++ & 1) * kRowBlock * kPairColumns;
+    const int left = rows.num_rows - row, block = step / unit_steps;
+    memory_barrier();
+    if (left > kTileRows) multiply_row_block<true, Lines>(at, stride, panel, steps, sums, decoder, pending);
+    else multiply_row_block<false, Lines>(at, stride, panel, steps, sums, decoder, pending);
+    memory_barrier();
+    const float *scales0 = tile_scales(w, pair, 0), *scales1 = tile_scales(w, pair, 1);
+    pending = {sums, totals + (size_t(pair) * rows.num_rows + row) * kPairColumns, left < kRowBlock ? left : kRowBlock, step == 0,
+               scales0 == nullptr ? 1.0f : scales0[block], scales1 == nullptr ? 1.0f : scales1[block],
+               rows.scales == nullptr ? nullptr : rows.scales + row, step * kStep / kActivationBlock};
+  }
 };
 
-template <int Lines>
-void multiply_chunk(const Columns& w, int num_rows, const TiledChunk& chunk, const Scratch& scratch, float* totals) {
-  const int unit_steps = w.steps_per_block;
+// The steps [step0, step0 + tiles.num_steps) of rows that are few enough.
+template <typename Policy, int Lines>
+void multiply_chunk(Product& product, int step0, const TiledRows& tiles) {
+  const Columns& w = product.w;
+  const int unit_steps = product.unit_steps;
   const auto steps_of = [&](int block) {
-    const int rest = chunk.steps - block * unit_steps;
+    const int rest = tiles.num_steps - block * unit_steps;
     return rest < unit_steps ? rest : unit_steps;
   };
-  UnitOrder order = {w.num_pairs, (chunk.steps + unit_steps - 1) / unit_steps};
-  UnitDecoder decoder;
-  decoder.ahead = 2 * w.prefetch;  // each of the two streams is read at half of the rate
-  int panels = 0;                  // started: two panels alternate
+  UnitOrder order = {w.num_pairs, (tiles.num_steps + unit_steps - 1) / unit_steps};
+  UnitDecoder<Policy> decoder(w, 2 * w.prefetch);  // each of the two streams is read at half of the rate
+  int panels = 0;                                  // started: two panels alternate
   const auto start = [&](const UnitOrder& unit) {
-    const int step = chunk.step0 + unit.block * unit_steps;
-    decoder.codes = w.data + unit.pair() * w.pair_bytes + size_t(step) * w.step_bytes;
-    decoder.panel = scratch.panel + (panels++ & 1) * unit_steps * 2 * kPanelTile;
-    decoder.left = steps_of(unit.block) * kLinesPerStep;
+    uint8_t* to = product.scratch.panel + (panels++ & 1) * unit_steps * 2 * kPanelTile;
+    decoder.start(unit.pair(), step0 + unit.block * unit_steps, steps_of(unit.block), to);
   };
-  PendingSums pending;
-  int row_blocks = 0;  // finished: two blocks of sums alternate
   start(order);
   for (bool more = true; more;) {
     decoder.finish();
     const UnitOrder unit = order;
-    const uint8_t* panel = scratch.panel + ((panels - 1) & 1) * unit_steps * 2 * kPanelTile;
+    const int step = unit.block * unit_steps;
+    const uint8_t* panel = product.scratch.panel + ((panels - 1) & 1) * unit_steps * 2 * kPanelTile;
+    if (Policy::kInPlace) panel = w.data + unit.pair() * w.pair_bytes + size_t(step0 + step) * w.step_bytes;
     more = order.next();
     if (more) start(order);
-    const int pair = unit.pair(), step = unit.block * unit_steps, block = chunk.step0 / unit_steps + unit.block;
-    const float *scales0 = tile_scales(w, pair, 0), *scales1 = tile_scales(w, pair, 1);
-    for (int row = 0; row < num_rows; row += kRowBlock) {
-      const uint8_t* rows = chunk.rows + row / kTileRows * chunk.row_tile_bytes + step * kStepTile;
-      float* sums = scratch.tiles + (row_blocks++ & 1) * kRowBlock * kPairColumns;
-      const int left = num_rows - row;
-      memory_barrier();
-      if (left > kTileRows) multiply_row_block<true, Lines>(rows, chunk.row_tile_bytes, panel, steps_of(unit.block), sums, decoder, pending);
-      else multiply_row_block<false, Lines>(rows, chunk.row_tile_bytes, panel, steps_of(unit.block), sums, decoder, pending);
-      memory_barrier();
-      pending = {sums, totals + (size_t(pair) * num_rows + row) * kPairColumns, left < kRowBlock ? left : kRowBlock,
-                 scales0 == nullptr ? 1.0f : scales0[block], scales1 == nullptr ? 1.0f : scales1[block]};
+    for (int row = 0; row < product.rows.num_rows; row += kRowBlock)
+      product.multiply<Lines>(unit.pair(), step0 + step, steps_of(unit.block), row, tiles.at(row / kTileRows, step), tiles.stride(step),
+                              panel, decoder);
+  }
+}
+
+template <typename Policy>
+void multiply_streamed(Product& product) {
+  const Columns& w = product.w;
+  const Rows& rows = product.rows;
+  const int n = rows.num_rows;
+  const auto multiply = [&](int step0, const TiledRows& tiles) {
+    // Line pairs after each step, so that the next unit is decoded when the products of all row blocks are done.
+    if (n <= kRowBlock) multiply_chunk<Policy, Policy::kLines>(product, step0, tiles);
+    else multiply_chunk<Policy, (Policy::kLines + 1) / 2>(product, step0, tiles);
+  };
+  if (n < kTileRows) configure_tiles(n);
+  if (rows.tiles.data != nullptr) {
+    multiply(0, rows.tiles);
+  } else {
+    const int chunk = steps_that_fit(w.gather_bytes, n, kTileRows, product.unit_steps);
+    for (int step0 = 0; step0 < w.num_steps; step0 += chunk) {
+      const int steps = w.num_steps - step0 < chunk ? w.num_steps - step0 : chunk;
+      gather_rows(rows, kTileRows, step0, steps, product.scratch.gathered, n >= kTileRows);
+      multiply(step0, {product.scratch.gathered, steps, (n + kTileRows - 1) / kTileRows, 0, steps});
     }
   }
-  pending.add();
+  product.pending.add();
+  if (n < kTileRows) configure_tiles();
+}
+
+// All rows of some pairs: the panels of 256 k at a time.
+template <typename Policy, int Lines>
+void multiply_many(Product& product, int first, int pairs) {
+  const Columns& w = product.w;
+  const Rows& rows = product.rows;
+  const Scratch& scratch = product.scratch;
+  const int row_tiles = (rows.num_rows + kTileRows - 1) / kTileRows;
+  BlockDecoder<Policy> decoder = {{w, w.prefetch}};
+  const auto steps_from = [&](int step) { return w.num_steps - step < kBlockSteps ? w.num_steps - step : kBlockSteps; };
+  const auto panels_of = [&](int step) { return scratch.panel + step / kBlockSteps % 2 * (kPanelBytesOfBlock / 2); };
+  decoder.start(first, pairs, 0, steps_from(0), panels_of(0));
+  for (int step0 = 0; step0 < w.num_steps; step0 += kBlockSteps) {
+    const int steps = steps_from(step0);
+    decoder.finish();
+    if (step0 + steps < w.num_steps) decoder.start(first, pairs, step0 + steps, steps_from(step0 + steps), panels_of(step0 + steps));
+    TiledRows tiles = {scratch.gathered, steps, row_tiles, 0, steps};
+    int at = 0;
+    if (rows.tiles.data != nullptr) {
+      tiles = rows.tiles;
+      at = step0;
+    } else {
+      gather_rows(rows, kTileRows, step0, steps, scratch.gathered, true);
+    }
+    for (int row = 0; row < rows.num_rows; row += kRowBlock) {
+      const uint8_t* from = tiles.at(row / kTileRows, at);
+      const size_t stride = tiles.stride(at);
+      for (int p = 0; p < pairs; ++p)
+        for (int s = 0; s < steps; s += product.unit_steps) {
+          const uint8_t* panel = panels_of(step0) + size_t(p * steps + s) * 2 * kPanelTile;
+          if (Policy::kInPlace) panel = w.data + (first + p) * w.pair_bytes + size_t(step0 + s) * w.step_bytes;
+          const int some = steps - s < product.unit_steps ? steps - s : product.unit_steps;
+          product.multiply<Lines>(first + p, step0 + s, some, row, from + s * kStepTile, stride, panel, decoder);
+        }
+    }
+  }
+  product.pending.add();
+}
+
+template <typename Policy>
+void multiply_with(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  Product product(w, rows, scratch, totals);
+  if (rows.num_rows <= w.streamed_rows) return multiply_streamed<Policy>(product);
+  for (int first = 0; first < w.num_pairs; first += kPanelPairs) {
+    const int pairs = w.num_pairs - first < kPanelPairs ? w.num_pairs - first : kPanelPairs;
+    // The next panels are decoded before the last of 2 to 8 row blocks is multiplied, or of 9 and more.
+    if (rows.num_rows <= 8 * kRowBlock) multiply_many<Policy, (Policy::kLines + 1) / 2>(product, first, pairs);
+    else multiply_many<Policy, (Policy::kLines + 7) / 8>(product, first, pairs);
+  }
 }
 
 void multiply_pipelined(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  const int n = rows.num_rows, chunk_steps = steps_that_fit(w.gather_bytes, n, kTileRows, w.steps_per_block);
-  std::memset(totals, 0, size_t(w.num_pairs) * n * kPairColumns * sizeof(float));
-  if (n < kTileRows) configure_tiles(n);
-  for (int step0 = 0; step0 < w.num_steps; step0 += chunk_steps) {
-    const int steps = w.num_steps - step0 < chunk_steps ? w.num_steps - step0 : chunk_steps;
-    TiledChunk chunk = {step0, steps, scratch.gathered, steps * kStepTile};
-    if (rows.tiles != nullptr) chunk = {step0, steps, rows.tiles + step0 * kStepTile, w.num_steps * kStepTile};
-    else gather_rows(rows, kTileRows, step0, steps, scratch.gathered, n >= kTileRows);
-    // Line pairs after each step, so that the next unit is decoded when the products of all row blocks are done.
-    switch ((n + kRowBlock - 1) / kRowBlock) {
-      case 1: multiply_chunk<kLinesPerStep>(w, n, chunk, scratch, totals); break;
-      case 2: multiply_chunk<kLinesPerStep / 2>(w, n, chunk, scratch, totals); break;
-      case 3:
-      case 4:
-      case 5:
-      case 6:
-      case 7: multiply_chunk<kLinesPerStep / 4>(w, n, chunk, scratch, totals); break;
-      default: multiply_chunk<1>(w, n, chunk, scratch, totals);
-    }
+  switch (w.format) {
+    case kFp8: return multiply_with<Fp8Lines>(w, rows, scratch, totals);
+    case kBf16: return multiply_with<Bf16Lines>(w, rows, scratch, totals);
+    case kInt8: return multiply_with<Int8Lines>(w, rows, scratch, totals);
+    case kMxFp8: return multiply_with<MxFp8Lines>(w, rows, scratch, totals);
+    case kMxFp4: return multiply_with<MxFp4Lines>(w, rows, scratch, totals);
+    case kNvFp4: return multiply_with<NvFp4Lines>(w, rows, scratch, totals);
+    default: return multiply_with<StepLines>(w, rows, scratch, totals);
   }
-  if (n < kTileRows) configure_tiles();
 }
 
 }  // namespace

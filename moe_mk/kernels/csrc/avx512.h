@@ -8,7 +8,8 @@
 namespace moe_mk {
 
 constexpr int kFewRows = 4;  // more are faster through a panel
-void multiply_few_avx512bf16(const Columns&, const Rows&, float* totals);
+void multiply_few_avx512bf16(const Columns&, const Rows&, const Scratch&, float* totals);
+void multiply_few_parts(const Columns&, const Rows&, const Scratch&, float* totals);
 void multiply_int8_avx512(const Columns&, const Rows&, const Scratch&, float* totals);
 
 namespace {
@@ -51,16 +52,22 @@ inline __attribute__((always_inline)) void decode64(const Tables& tables, __m512
   *second = _mm512_unpackhi_epi8(low, high);
 }
 
-// bf16 of 0..127, and of the 16 e2m1 codes twice over (VPERMW looks at five bits).
-struct Constants {
-  alignas(64) uint16_t integers[128], e2m1[32];
+// The bf16 of an integer below 128.
+constexpr uint16_t bf16_of(int value) {
+  const int size = value < 0 ? -value : value;
+  int top = 6;
+  while (top >= 0 && (size >> top) == 0) --top;
+  return top < 0 ? 0 : uint16_t((value < 0 ? 0x8000 : 0) | ((127 + top) << 7) | ((size << (7 - top)) & 0x7f));
+}
 
-  constexpr Constants() : integers(), e2m1() {
-    for (int value = 1; value < 128; ++value) {
-      int top = 6;
-      while ((value >> top) == 0) --top;
-      integers[value] = uint16_t(((127 + top) << 7) | ((value << (7 - top)) & 0x7f));
-    }
+// bf16 of 0..127; of the 16 e2m1 codes and of -8..7 twice over (VPERMW looks at five bits); of -32..31.
+struct Constants {
+  alignas(64) uint16_t integers[128], e2m1[32], around_8[32], around_32[64];
+
+  constexpr Constants() : integers(), e2m1(), around_8(), around_32() {
+    for (int value = 0; value < 128; ++value) integers[value] = bf16_of(value);
+    for (int code = 0; code < 32; ++code) around_8[code] = bf16_of(code % 16 - 8);
+    for (int code = 0; code < 64; ++code) around_32[code] = bf16_of(code - 32);
     constexpr uint16_t grid[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
     for (int code = 0; code < 32; ++code) e2m1[code] = uint16_t(grid[code & 7] | ((code & 8) << 12));
   }
@@ -120,6 +127,90 @@ struct Bf16 {
   inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {
     to[0] = _mm512_loadu_si512(from);
     to[1] = _mm512_loadu_si512(from + kPanelRow);
+  }
+};
+
+// Decoding policies of the formats with parts: line `Line` of a tile of the step at `step` -> VNNI rows first(Line) to
+// first(Line) + count(Line), at most four, as exact integers. kPerStep: parts of half a step, or of whole ones.
+struct Codes4 {
+  static constexpr int kLines = 4, kPerStep = 1;
+  static constexpr int first(int line) { return 4 * line; }
+  static constexpr int count(int) { return 4; }
+  __m512i table;  // twice 16 entries: only the low four bits of an index count
+  // Codes with minima are unsigned, others -8 to 7.
+  explicit Codes4(bool minima) {
+    const __m512i integers = _mm512_load_si512(kConstants.integers);
+    table = minima ? _mm512_inserti64x4(integers, _mm512_castsi512_si256(integers), 1) : _mm512_load_si512(kConstants.around_8);
+  }
+  template <int Line>
+  inline __attribute__((always_inline)) void rows(const uint8_t* step, __m512i* to) const {
+    const __m512i codes = _mm512_loadu_si512(step + Line * 128);
+    to[0] = _mm512_permutexvar_epi16(codes, table);
+    to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+    to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
+    to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+  }
+};
+
+// Of each bit of `mask` 1: a, 0: b.
+inline __attribute__((always_inline)) __m512i chosen(int16_t mask, __m512i a, __m512i b) {
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(mask), a, b, 0xca);
+}
+
+struct Codes5 {  // three codes in 15 bits of a lane; the sixteenth of a step is in the highest bits of its five lines
+  static constexpr int kLines = 5, kPerStep = 1;
+  static constexpr int first(int line) { return 3 * line; }
+  static constexpr int count(int line) { return line == 4 ? 4 : 3; }
+  __m512i table = _mm512_load_si512(kConstants.integers);
+  explicit Codes5(bool) {}
+
+  template <int Line>
+  inline __attribute__((always_inline)) void rows(const uint8_t* step, __m512i* to) const {
+    const __m512i codes = _mm512_loadu_si512(step + Line * 128);
+    to[0] = _mm512_permutexvar_epi16(codes, table);
+    to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 5), table);
+    to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 10), table);
+    if constexpr (Line == 4) {
+      const __m512i low = chosen(1, _mm512_srli_epi16(_mm512_loadu_si512(step), 15), _mm512_srli_epi16(_mm512_loadu_si512(step + 128), 14));
+      const __m512i high = chosen(4, _mm512_srli_epi16(_mm512_loadu_si512(step + 256), 13),
+                                  _mm512_srli_epi16(_mm512_loadu_si512(step + 384), 12));
+      const __m512i four = chosen(3, low, high);
+      to[3] = _mm512_permutexvar_epi16(chosen(15, four, _mm512_srli_epi16(codes, 11)), table);
+    }
+  }
+};
+
+struct Codes6 {  // two codes in 12 bits of a lane; the last two of half a step are in the highest bits of its three lines
+  static constexpr int kLines = 6, kPerStep = 2;
+  static constexpr int first(int line) { return line / 3 * 8 + line % 3 * 2; }
+  static constexpr int count(int line) { return line % 3 == 2 ? 4 : 2; }
+  __m512i low = _mm512_load_si512(kConstants.around_32), high = _mm512_load_si512(kConstants.around_32 + 32);
+  explicit Codes6(bool) {}
+
+  inline __attribute__((always_inline)) __m512i value(__m512i codes) const { return _mm512_permutex2var_epi16(low, codes, high); }
+  template <int Line>
+  inline __attribute__((always_inline)) void rows(const uint8_t* step, __m512i* to) const {
+    const __m512i codes = _mm512_loadu_si512(step + Line * 128);
+    to[0] = value(codes);
+    to[1] = value(_mm512_srli_epi16(codes, 6));
+    if constexpr (Line % 3 == 2) {
+      const __m512i w0 = _mm512_loadu_si512(step + (Line - 2) * 128), w1 = _mm512_loadu_si512(step + (Line - 1) * 128);
+      to[2] = value(chosen(15, _mm512_srli_epi16(w0, 12), _mm512_srli_epi16(codes, 8)));
+      to[3] = value(chosen(15, _mm512_srli_epi16(w1, 12), _mm512_srli_epi16(codes, 10)));
+    }
+  }
+};
+
+struct Codes8 {
+  static constexpr int kLines = 8, kPerStep = 1;
+  static constexpr int first(int line) { return 2 * line; }
+  static constexpr int count(int) { return 2; }
+  Int8 signs;
+  explicit Codes8(bool) {}
+
+  template <int Line>
+  inline __attribute__((always_inline)) void rows(const uint8_t* step, __m512i* to) const {
+    signs.rows(step + Line * 128, to);
   }
 };
 

@@ -4,7 +4,7 @@
 #pragma once
 #include "avx512.h"
 
-#include "apply_scales.h"
+#include "part_scales.h"
 
 namespace moe_mk {
 namespace {
@@ -73,10 +73,40 @@ inline void expand_scaled(const uint8_t* packed, const uint8_t* scales, int grou
     }
 }
 
-// `steps` steps of one pair from `step` on; group scales are multiplied in, others are not.
+template <typename Decode, int Line = 0>
+inline __attribute__((always_inline)) void expand_line(const Decode& decode, const uint8_t* packed, uint8_t* panel) {
+  __m512i rows[4];
+  decode.template rows<Line>(packed, rows);
+  for (int r = 0; r < Decode::count(Line); ++r) _mm512_store_si512(panel + (Decode::first(Line) + r) * kPanelRow, rows[r]);
+  if constexpr (Line + 1 < Decode::kLines) expand_line<Decode, Line + 1>(decode, packed, panel);
+}
+
+template <typename Decode>
+inline void expand_integers(const Columns& w, const uint8_t* packed, int steps, uint8_t* panel) {
+  const Decode decode(w.minima);
+  for (int s = 0; s < steps; ++s, packed += w.step_bytes, panel += 2 * kPanelTile)
+    for (int tile = 0; tile < 2; ++tile) expand_line(decode, packed + tile * 64, panel + tile * 64);
+}
+
+// The integers of a format with parts.
+inline void expand_codes(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
+  const uint8_t* packed = w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes;
+  switch (w.format) {
+    case kInt8Groups: return expand_integers<Codes8>(w, packed, steps, panel);
+    case kQ5K: return expand_integers<Codes5>(w, packed, steps, panel);
+    case kQ6K: return expand_integers<Codes6>(w, packed, steps, panel);
+    default: return expand_integers<Codes4>(w, packed, steps, panel);
+  }
+}
+
+// `steps` steps of one pair from `step` on; scales of groups and parts are multiplied in, others are not.
 inline void expand_panel(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
   const uint8_t* packed = w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes;
   const uint8_t* scales = w.groups == nullptr ? nullptr : group_scales(w, pair, step);
+  if (has_parts(w.format)) {
+    expand_codes(w, pair, step, steps, panel);
+    return fold_parts(w, pair, step, steps, panel);
+  }
   switch (w.format) {
     case kInt8: return expand_plain<Int8>(packed, steps, panel);
     case kMxFp8: return expand_scaled<Fp8, PowersOfTwo>(packed, scales, steps, panel);

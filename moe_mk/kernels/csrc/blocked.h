@@ -52,8 +52,14 @@ struct Ahead {
 };
 
 // Ops: kGroup; expand(w, pair, step, steps, panel), group scales included; group(rows, gathered, panel, steps, scale0, scale1, row_scale*, ahead, totals)
+// Formats with parts: codes(w, pair, step, steps, panel); parts(RowGroup, panel, steps, Parts, ahead, totals) of
+// at most kPartRows rows, see part_scales.h.
+template <typename Ops>
+void multiply_parts(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals);
+
 template <typename Ops>
 void multiply_blocked(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  if (has_parts(w.format)) return multiply_parts<Ops>(w, rows, scratch, totals);
   const size_t step_bytes = w.step_bytes;
   const int chunk = steps_that_fit(w.gather_bytes, rows.num_rows, Ops::kGroup, w.steps_per_block);
   std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));

@@ -171,6 +171,11 @@ Status receive_from(const MoeMkWindows& w, const MoeMkReceive& c, int source, in
   return kOk;
 }
 
+bool has_failed(const MoeMkWindows& w, int rank) {
+  if (w.failed_from == nullptr || w.failed_from[rank] == nullptr) return false;
+  return uint32_t(__atomic_load_n(w.failed_from[rank], __ATOMIC_ACQUIRE)) == kFailed;
+}
+
 bool is_behind(uint64_t word, uint32_t epoch) { return uint32_t(word >> 32) - epoch >= uint32_t(1) << 31; }
 
 void relax(int64_t turn) {
@@ -250,6 +255,9 @@ int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uin
       const uint64_t word = __atomic_load_n(flags[rank], __ATOMIC_ACQUIRE);
       if (uint32_t(word) == kFailed) return peer_fault(*windows, kPeerFailed, rank, 0, 0);
       if (is_behind(word, epoch)) {
+        // Looked at once more: the flag of this call may have been stored right before the peer failed in the next one.
+        if (has_failed(*windows, rank) && is_behind(__atomic_load_n(flags[rank], __ATOMIC_ACQUIRE), epoch))
+          return peer_fault(*windows, kPeerFailed, rank, 0, 0);
         late = true;
         continue;
       }

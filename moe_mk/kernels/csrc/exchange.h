@@ -46,6 +46,8 @@ struct MoeMkWindows {
   int64_t most_rows;                 // the most rows a rank may send to another in one call
   int32_t rank, num_ranks;
   uint32_t layer;                    // the current layer: its number modulo 255
+  const uint64_t* const* failed_from; // [W] flags in which peers report a failure, stored after those of all calls that they
+                                     // completed. Own entry: null. null: failures are stored in flags_from alone
 };
 
 // The rows of one call for every rank. A row at its destination: values [value_bytes] in one place, its tail
@@ -103,7 +105,8 @@ int32_t moe_mk_exchange_collect(const MoeMkWindows* windows, MoeMkAddUp* call);
 // Polls the flags of all peers, for rows or for sums, until each has reached `epoch` (modulo 2^32; half of all values count
 // as earlier) or the given microseconds have passed; yields the core in between. counts [W]: set for peers whose flags have
 // arrived, unchanged for others. kLate: some have not arrived. kPeerFault: a count above most_rows, a first sum above
-// most_rows times the number of ranks before this one, a flag of another layer, or a failed peer.
+// most_rows times the number of ranks before this one, a flag of another layer, or a peer that failed before it reached
+// `epoch`; a peer that failed later counts as arrived.
 int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uint32_t epoch, int64_t microseconds,
                               int64_t* counts);
 }

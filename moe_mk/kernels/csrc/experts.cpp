@@ -3,8 +3,8 @@
 // Phase 1  tasks (expert, block of w13 pairs): product, bias, activation -> h, bf16, one row an assignment.
 // Phase 2  tasks (block of w2 pairs): all experts in slot order, then the shared ones, product, bias, weight, f32 sums -> out.
 // Each output element is computed by one thread in slot order: the same bits for any number of threads.
-// Reads every touched expert once a 256-row block (weights), x about num_w13_pairs / 16 times from cache. Writes h
-// (assignments * I * 2 B) and out. Scratch: h, f32 sums (R * 2 KiB a thread at most), 1.1 MiB a thread.
+// Reads every touched expert once a 256-row block (weights; 1024 on AMX), x about num_w13_pairs / 16 times from cache (/ 8 on
+// AMX). Writes h (assignments * I * 2 B) and out. Scratch: h, f32 sums (R * 2 KiB a thread at most), 1.7 MiB a thread.
 // Rows without a local expert are not read; their output is zero.
 #include <algorithm>
 #include <new>
@@ -38,7 +38,7 @@ std::vector<Task> up_tasks(const Layer& layer) {
   std::stable_sort(experts.begin(), experts.end(), [](const Task& a, const Task& b) { return a.count > b.count; });
   for (const Task& expert : experts) {
     const int pairs = expert.set->w13.pairs;
-    const int size = pairs_per_task(layer.most_pairs(), pairs, int64_t(experts.size()), 8 * layer.call.threads);
+    const int size = pairs_per_task(layer.most_pairs(expert.count), pairs, int64_t(experts.size()), 8 * layer.call.threads);
     for (int first = 0; first < pairs; first += size)
       tasks.push_back({expert.set, expert.slot, first, std::min(size, pairs - first)});
   }
@@ -58,7 +58,10 @@ bool run_layer(Layer& layer) {
 
   // With few rows long memory streams are faster; with more rows the sums of a task should stay in cache.
   const int pairs = layer.sets.front().w2.pairs, tasks_each = c.num_rows <= kRowsOfLongTasks ? 8 : 16;
-  const int size = pairs_per_task(layer.most_pairs(), pairs, 1, tasks_each * c.threads);
+  int most_rows = 0;
+  for (const Set& set : layer.sets)
+    for (int slot : set.plan.active) most_rows = std::max(most_rows, set.plan.count(slot));
+  const int size = pairs_per_task(layer.most_pairs(most_rows), pairs, 1, tasks_each * c.threads);
   const size_t sum_bytes = layer.one_term() ? 64 : size_t(c.num_rows) * size * kPairColumns * 4;
   return each_task(layer, (pairs + size - 1) / size, [&](int64_t task, int member, ThreadScratch& buffers) {
     auto* sums = reinterpret_cast<float*>(layer.pool->arena(member, kSums, sum_bytes));
@@ -69,11 +72,20 @@ bool run_layer(Layer& layer) {
   });
 }
 
+// Scales of parts: of whole super-blocks, or of groups that a part of at most 128 k divides.
+bool has_scales(const MoeMkMatrix& m) {
+  if (!has_parts(m.format)) return true;
+  if (m.scales == nullptr || m.block != kActivationBlock) return false;
+  if (has_super_blocks(m.format)) return m.num_inputs % (kSuperSteps * kStep) == 0;
+  const bool group = m.group == 0 || m.group == kStep || m.group == 2 * kStep || (m.group > 0 && m.group % kActivationBlock == 0);
+  return group && m.scale_type >= 0 && m.scale_type < kNumScaleTypes;
+}
+
 bool fits(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
-  const bool blocks = w13.block > 0 && w13.block % kStep == 0 && w2.block > 0 && w2.block % kStep == 0 &&
-                      w13.block <= kActivationBlock && w2.block <= kActivationBlock;
+  const auto cuts = [](int32_t block) { return block > 0 && block % kStep == 0 && kActivationBlock % block == 0; };
+  const bool blocks = cuts(w13.block) && cuts(w2.block);
   const bool formats = is_format(w13.format) && is_format(w2.format);
-  return formats && blocks && w13.num_inputs > 0 && w13.num_outputs > 0 && w2.num_inputs == w13.num_outputs && w2.num_outputs > 0;
+  return formats && blocks && has_scales(w13) && has_scales(w2) && w13.num_inputs > 0 && w13.num_outputs > 0 && w2.num_inputs == w13.num_outputs && w2.num_outputs > 0;
 }
 
 // Integer token codes need integer weights, and 32 bits hold the sums of at most this many inputs.
@@ -82,11 +94,11 @@ bool may_be_int8(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
   return w13.format == kInt8 && w2.format == kInt8 && w13.num_inputs <= kMostInputs && w2.num_inputs <= kMostInputs;
 }
 
-// A scale block of kMaxRows rows fits the smallest gather memory of every instruction set.
+// A scale block, and 256 k, of kMaxRows rows fits the smallest gather memory of every instruction set.
 bool may_be_tuned(const MoeMkExperts& c) {
   const auto within = [](int32_t value, int32_t least, int32_t most) { return value == 0 || (value >= least && value <= most); };
   return within(c.panel_rows, 1, 5) && within(c.task_pairs, 1, kMaxPairs) && within(c.prefetch_bytes, 64, 16384) &&
-         within(c.gather_kib, 128, 4096);
+         within(c.gather_kib, 128, 4096) && within(c.streamed_rows, kTileRows, kMaxRows) && within(c.tile_rows, 1, kMaxRows);
 }
 
 bool well_formed(const MoeMkExperts& c) {
@@ -106,11 +118,7 @@ using namespace moe_mk;
 int32_t moe_mk_experts(const MoeMkExperts* call) try {
   const MoeMkExperts& c = *call;
   if (!well_formed(c)) return kBadShape;
-  const bool scaled_rows = c.quantize != 0 || c.x_scales != nullptr;
   const Kernels* kernels = kernels_of(c.isa);
-  // FP8 rows need one exact f32 sum per scale block, which AMX with scaled weights does not provide.
-  if (kernels != nullptr && scaled_rows && c.quantize != kInt8Rows && !kernels->row_scales)
-    kernels = kernels_of(isa_supported(kAvx512Bf16) ? kAvx512Bf16 : (isa_supported(kAvx2) ? kAvx2 : kScalar));
   if (kernels == nullptr) return kNoIsa;
   std::vector<Set> sets;
   sets.emplace_back(c.w13, c.w2, c.gated != 0);

@@ -4,8 +4,8 @@
 // still used for few rows: up to one pass of it both are bound by memory.
 // Reads weights once a chunk of k whose rows stay in L2; totals of whole outputs stay in tiles for a chunk or 16 steps,
 // those of a scale block go through scratch (4 KiB) and are added in f32.
-#include "amx_totals.h"
 #include "int8.h"
+#include "tiles.h"
 
 #if defined(__AVX512VNNI__)
 #include "avx512.h"
@@ -16,13 +16,54 @@ namespace {
 
 constexpr int kTileSteps = 2;  // steps of k in a tile
 constexpr size_t kTileBytes = 1024, kLineBytes = 128;
-constexpr int kRowsForTiles = kInt8Group + 1;
 
 #if defined(__AVX512VNNI__)
 constexpr auto kFewRowsInt8 = multiply_int8_avx512;
 #else
 constexpr auto kFewRowsInt8 = multiply_int8<PortableInt8Ops>;
 #endif
+
+// Totals of 32 rows x 32 columns in tiles 0..3 (row tile, column tile): loaded and stored in place; the last, partial tile of
+// rows goes through scratch.
+constexpr size_t kTotalsStride = kPairColumns * sizeof(float);
+
+// The location of the totals of one row tile during its computation.
+struct TotalsTile {
+  float* at;
+  float* target;
+  int rows;
+};
+
+TotalsTile borrow(float* totals, int rows, float* spare) {
+  if (rows >= kTileRows) return {totals, totals, kTileRows};
+  std::memset(spare, 0, kTileRows * kTotalsStride);
+  std::memcpy(spare, totals, rows * kTotalsStride);
+  return {spare, totals, rows};
+}
+void give_back(const TotalsTile& tile) {
+  if (tile.at != tile.target) std::memcpy(tile.target, tile.at, tile.rows * kTotalsStride);
+}
+
+template <int RowTiles>
+void load_totals(const TotalsTile& first, const TotalsTile& second) {
+  tile_load<0>(first.at, kTotalsStride);
+  tile_load<1>(first.at + kTileColumns, kTotalsStride);
+  if (RowTiles == 2) {
+    tile_load<2>(second.at, kTotalsStride);
+    tile_load<3>(second.at + kTileColumns, kTotalsStride);
+  }
+}
+template <int RowTiles>
+void store_totals(const TotalsTile& first, const TotalsTile& second) {
+  tile_store<0>(first.at, kTotalsStride);
+  tile_store<1>(first.at + kTileColumns, kTotalsStride);
+  if (RowTiles == 2) {
+    tile_store<2>(second.at, kTotalsStride);
+    tile_store<3>(second.at + kTileColumns, kTotalsStride);
+    give_back(second);
+  }
+  give_back(first);
+}
 
 constexpr int tiles_of(int steps) { return (steps + kTileSteps - 1) / kTileSteps; }
 
@@ -39,16 +80,16 @@ void gather_codes(const Rows& rows, int step0, int steps, uint8_t* dst) {
   }
 }
 
-// One k tile of one pair: rows at a, weights at b.
+// One k tile of one pair: rows at a, weights at b. Loads come before products: see multiply_step in amx_pipeline.h.
 template <int RowTiles>
 inline void dot_tile(const uint8_t* a, size_t row_tile_bytes, const uint8_t* b) {
   tile_load<6>(b, kLineBytes);
   tile_load<4>(a, 64);
-  tile_dot_s8<0, 4, 6>();
   tile_load<7>(b + 64, kLineBytes);
+  if (RowTiles == 2) tile_load<5>(a + row_tile_bytes, 64);
+  tile_dot_s8<0, 4, 6>();
   tile_dot_s8<1, 4, 7>();
   if (RowTiles == 2) {
-    tile_load<5>(a + row_tile_bytes, 64);
     tile_dot_s8<2, 5, 6>();
     tile_dot_s8<3, 5, 7>();
   }
@@ -149,8 +190,11 @@ void multiply_tiles(const Columns& w, const Rows& rows, const Scratch& scratch, 
 
 void multiply_int8_amx(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   const bool cut = w.scales != nullptr && w.steps_per_block != 1 && w.steps_per_block % kTileSteps != 0;
-  if (rows.num_rows < kRowsForTiles || cut) return kFewRowsInt8(w, rows, scratch, totals);
+  if (rows.num_rows < w.tile_rows || cut) return kFewRowsInt8(w, rows, scratch, totals);
+  const bool partial = rows.num_rows < kTileRows;  // tiles of fewer rows are multiplied in less time
+  if (partial) configure_tiles(rows.num_rows);
   multiply_tiles(w, rows, scratch, totals);
+  if (partial) configure_tiles();
 }
 
 }  // namespace moe_mk

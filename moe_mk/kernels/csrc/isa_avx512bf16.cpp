@@ -11,7 +11,7 @@ namespace moe_mk {
 namespace {
 
 struct Avx512Ops {
-  static constexpr int kGroup = 8;
+  static constexpr int kGroup = 8, kPartRows = 6;
 
   static void expand(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
     expand_panel(w, pair, step, steps, panel);
@@ -70,6 +70,79 @@ struct Avx512Ops {
     if (ahead.lines == 1) return group_of<1>(n, a, panel, steps, scale0, scale1, row_scale, ahead.data, totals);
     return group_of<2>(n, a, panel, steps, scale0, scale1, row_scale, ahead.data, totals);
   }
+
+  static void codes(const Columns& w, int pair, int step, int steps, uint8_t* panel) { expand_codes(w, pair, step, steps, panel); }
+
+  // Eight k pairs at a time, the shortest part. Sums of a part and totals: 24 registers.
+  template <int N, bool Minima, bool Scaled>
+  static void rows_by_parts(const RowGroup& group, const uint8_t* panel, int steps, const Parts& parts, const Ahead& ahead,
+                            float* totals) {
+    const int eights = steps * 2, each = parts.pairs / 8;
+    const float *scales = parts.scales, *minima = parts.minima;
+    __m512 all[N][2], sums[N][2];
+#pragma GCC unroll 6
+    for (int m = 0; m < N; ++m)
+      for (int t = 0; t < 2; ++t) {
+        all[m][t] = _mm512_loadu_ps(totals + m * kPairColumns + 16 * t);
+        sums[m][t] = _mm512_setzero_ps();
+      }
+    for (int eight = 0, left = each, part = 0; eight < eights; ++eight) {
+      const uint8_t* x = group.x + eight / 2 * group.step_bytes + eight % 2 * 32;
+      const uint8_t* b = panel + size_t(eight) * 8 * kPanelRow;
+      for (int line = 0; line < 8 * ahead.lines; ++line)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead.data + (eight * 8 + line) * 64), _MM_HINT_T0);
+#pragma GCC unroll 8
+      for (int r = 0; r < 8; ++r) {
+        const __m512bh b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + r * kPanelRow));
+        const __m512bh b1 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + r * kPanelRow + 64));
+#pragma GCC unroll 6
+        for (int m = 0; m < N; ++m) {
+          const __m512bh two = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load<int32_t>(x + m * kRowBytes + r * 4)));
+          sums[m][0] = _mm512_dpbf16_ps(sums[m][0], b0, two);
+          sums[m][1] = _mm512_dpbf16_ps(sums[m][1], b1, two);
+        }
+      }
+      if (--left != 0 && eight + 1 != eights) continue;
+      left = each;
+#pragma GCC unroll 6
+      for (int m = 0; m < N; ++m) {
+        const __m512 row = _mm512_set1_ps(Scaled ? group.scales[m] : 1.0f);
+        for (int t = 0; t < 2; ++t) {
+          const __m512 scale = _mm512_load_ps(scales + 16 * t);
+          all[m][t] = _mm512_fmadd_ps(sums[m][t], Scaled ? _mm512_mul_ps(scale, row) : scale, all[m][t]);
+          sums[m][t] = _mm512_setzero_ps();
+          if (!Minima) continue;
+          const __m512 x_sum = _mm512_set1_ps(parts.sums[m * parts.sums_stride + part]);
+          all[m][t] = _mm512_fnmadd_ps(_mm512_load_ps(minima + 16 * t), Scaled ? _mm512_mul_ps(x_sum, row) : x_sum, all[m][t]);
+        }
+      }
+      ++part;
+      scales += kPairColumns;
+      minima += Minima ? kPairColumns : 0;
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < N; ++m)
+      for (int t = 0; t < 2; ++t) _mm512_storeu_ps(totals + m * kPairColumns + 16 * t, all[m][t]);
+  }
+
+  template <bool Minima, bool Scaled, typename... Arguments>
+  static void parts_of(const RowGroup& group, Arguments&&... given) {
+    switch (group.num_rows) {
+      case 1: return rows_by_parts<1, Minima, Scaled>(group, given...);
+      case 2: return rows_by_parts<2, Minima, Scaled>(group, given...);
+      case 3: return rows_by_parts<3, Minima, Scaled>(group, given...);
+      case 4: return rows_by_parts<4, Minima, Scaled>(group, given...);
+      case 5: return rows_by_parts<5, Minima, Scaled>(group, given...);
+      default: return rows_by_parts<kPartRows, Minima, Scaled>(group, given...);
+    }
+  }
+
+  static void parts(const RowGroup& group, const uint8_t* panel, int steps, const Parts& parts, const Ahead& ahead, float* totals) {
+    if (group.scales != nullptr && parts.minima != nullptr) return parts_of<true, true>(group, panel, steps, parts, ahead, totals);
+    if (group.scales != nullptr) return parts_of<false, true>(group, panel, steps, parts, ahead, totals);
+    if (parts.minima != nullptr) return parts_of<true, false>(group, panel, steps, parts, ahead, totals);
+    return parts_of<false, false>(group, panel, steps, parts, ahead, totals);
+  }
 };
 
 template <int Streams, bool Ask>
@@ -109,7 +182,7 @@ double peak_avx512bf16(int64_t iterations) {
 
 const Kernels* avx512bf16_kernels() {
   static const Kernels table = {
-      "avx512bf16", kFewRows, true, true, false, nothing, nothing, multiply_few_avx512bf16, multiply_blocked<Avx512Ops>,
+      "avx512bf16", kFewRows, true, false, nothing, nothing, multiply_few_avx512bf16, multiply_blocked<Avx512Ops>,
       multiply_int8_avx512, quantize_int8, activate, accumulate, to_bf16, quantize, decode, count_nans, gate_dots,
       read_avx512, peak_avx512bf16,
   };

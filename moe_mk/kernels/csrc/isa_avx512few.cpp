@@ -113,7 +113,8 @@ void few_of(const Columns& w, const Rows& rows, float* totals) {
 
 }  // namespace
 
-void multiply_few_avx512bf16(const Columns& w, const Rows& rows, float* totals) {
+void multiply_few_avx512bf16(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  if (has_parts(w.format)) return multiply_few_parts(w, rows, scratch, totals);
   switch (w.format) {
     case kFp8: return few_of<Fp8>(w, rows, totals);
     case kInt8: return few_of<Int8>(w, rows, totals);

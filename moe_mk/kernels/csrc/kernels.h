@@ -17,9 +17,16 @@ constexpr int kStep = 32;                       // k of one packing step
 constexpr int kActivationBlock = 128;           // k per activation scale
 constexpr int kMaxPairs = 16;                   // pairs in one task, which share one gathering of rows
 constexpr int kMaxRows = 256;                   // rows multiplied at once; more are split into blocks
+constexpr int kMaxTiledRows = 1024;             // the same for rows in tile order, of at most kPanelPairs pairs
+constexpr int kStreamedRows = 64;               // up to these unless tuned, panels of weights stay in the L1, above in the L2
+constexpr int kIntegerTileRows = 9;             // from these on unless tuned, AMX-int8 multiplies integers
+constexpr int kPanelPairs = 8;                  // pairs whose panels are in the L2 at a time, for rows in tile order
+constexpr int kBlockSteps = 8;                  // steps of k of these panels, and of rows in tile order: 256 k
 constexpr size_t kRowBytes = kStep * 2;         // one row of one step, bf16
 constexpr size_t kPanelTile = kTileColumns * kStep * 2;  // one decoded tile of one step: 1 KiB
 constexpr size_t kPanelRow = kPairColumns * 4;  // one k pair of both decoded tiles, side by side
+constexpr size_t kStepTile = kTileRows * kRowBytes;  // one step of one tile of rows: 1 KiB
+constexpr size_t kPanelBytesOfBlock = 2 * size_t(kPanelPairs) * kBlockSteps * 2 * kPanelTile;  // two panels of a block: 256 KiB
 constexpr size_t kGatherBytes = 448u << 10;     // rows gathered at a time unless tuned: half of a 1 MiB L2
 
 // Some column pairs of one packed matrix.
@@ -34,8 +41,36 @@ struct Columns {
   size_t step_bytes;     // one step of one pair, both tiles
   int prefetch;          // prefetch distance of this stream in bytes
   size_t gather_bytes;   // bytes of rows kept in the L2 at a time
+  // Formats with parts (part_scales.h):
+  const uint8_t* part_scales;  // first pair; null: another format
+  const uint8_t* zeros;        // first pair: [pair][group][32]; null: symmetric
+  size_t pair_scales, pair_zeros;  // bytes from one pair to the next
+  int scale_type, group_steps;     // ScaleType; steps per scale
+  int part_pairs;                  // k pairs of a part: 8 to 64
+  bool minima;                     // whether a part has a minimum
+  int streamed_rows = kStreamedRows, tile_rows = kIntegerTileRows;
 
   bool must_be_decoded() const { return format != kBf16; }
+};
+
+// Rows in tile order: [k / 256][row tile][step][16][32] bf16, so that the 256 k of neighbouring row tiles are contiguous.
+struct TiledRows {
+  const uint8_t* data;  // null: there are none
+  int num_steps, num_tiles;
+  int first = 0;        // the row tile at() counts from
+  int block_steps = kBlockSteps;
+
+  size_t stride(int step) const { return size_t(width(step)) * kStepTile; }
+  size_t offset(int tile, int step) const {
+    return (size_t(step / block_steps * block_steps) * num_tiles + size_t(first + tile) * width(step) + step % block_steps) * kStepTile;
+  }
+  const uint8_t* at(int tile, int step) const { return data + offset(tile, step); }
+
+ private:
+  int width(int step) const {
+    const int rest = num_steps - step / block_steps * block_steps;
+    return rest < block_steps ? rest : block_steps;
+  }
 };
 
 // Rows to multiply, readable up to num_steps * 32 elements: bf16, or s8 codes + 128 (int8.h).
@@ -43,17 +78,19 @@ struct Rows {
   const void* const* values;
   const float* const* scales;  // per row, one per 128 k, of codes one in all; null: 1
   int num_rows;
-  const uint8_t* tiles = nullptr;  // the same rows in tile order, [row tile][step][16][32] bf16; null: only values
+  TiledRows tiles = {};        // the same rows in tile order
 
   const uint16_t* bf16(int row) const { return static_cast<const uint16_t*>(values[row]); }
   const uint8_t* codes(int row) const { return static_cast<const uint8_t*>(values[row]); }
 };
 
-// Thread-private memory, 64-byte aligned: gathered (Columns::gather_bytes), panel (64 KiB), tiles (8 KiB).
+// Thread-private memory, 64-byte aligned: gathered (Columns::gather_bytes), panel (256 KiB), tiles (8 KiB), sums
+// (gathered / 16: one a row and step).
 struct Scratch {
   uint8_t* gathered;
   uint8_t* panel;
   float* tiles;
+  float* sums;
 };
 
 struct ActivationSpec {
@@ -66,13 +103,11 @@ struct Kernels {
   const char* name;
   int few_rows;        // up to this many rows multiply_few is faster; 0: not available
   bool few_is_equal;   // multiply_few and multiply_many agree bit for bit if there are no scales of k groups
-  bool row_scales;     // Rows::scales is supported
-  // FP8 weights: multiply_many is the fastest from one row on, its bits do not depend on the rows, and it reads Rows::tiles.
-  bool pipelined_fp8;
+  bool reads_tiles;    // multiply_many reads Rows::tiles
   void (*enter)();     // called once per thread before the other functions
   void (*leave)();
   // totals: [pair][num_rows][32] f32, overwritten.
-  void (*multiply_few)(const Columns&, const Rows&, float* totals);
+  void (*multiply_few)(const Columns&, const Rows&, const Scratch&, float* totals);
   void (*multiply_many)(const Columns&, const Rows&, const Scratch&, float* totals);
   // The same for s8 rows and kInt8 weights, exact but for the scales.
   void (*multiply_int8)(const Columns&, const Rows&, const Scratch&, float* totals);
@@ -101,6 +136,7 @@ const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
 bool isa_supported(int isa);
 bool has_amx_int8();                 // on a machine with AMX
+void multiply_int8_amx(const Columns&, const Rows&, const Scratch&, float* totals);  // if it has
 const Kernels* kernels_of(int isa);  // null: not available on this machine
 int prefetch_distance();             // the best prefetch distance in bytes on this processor, for a stream that is read once
 

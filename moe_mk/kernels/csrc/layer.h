@@ -13,6 +13,8 @@
 namespace moe_mk {
 namespace {
 
+constexpr int kMostFewSteps = 512;  // Scratch::sums of four rows, with the smallest gather memory
+
 inline int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 inline int64_t activation_blocks(int64_t columns) { return up(columns, kActivationBlock) / kActivationBlock; }
 
@@ -20,7 +22,8 @@ struct Matrix {
   const MoeMkMatrix* packed;
   bool gated;
   int pairs, steps, steps_per_block, blocks;
-  size_t pair_bytes, pair_groups;
+  size_t pair_bytes, pair_groups, pair_scales = 0, pair_zeros = 0;
+  int group_steps = 0;
 
   Matrix(const MoeMkMatrix& m, bool two_sources) : packed(&m), gated(two_sources) {
     pairs = int(up(m.num_outputs, two_sources ? kTileColumns : kPairColumns) / (two_sources ? kTileColumns : kPairColumns));
@@ -29,18 +32,37 @@ struct Matrix {
     blocks = (steps + steps_per_block - 1) / steps_per_block;
     pair_bytes = size_t(steps) * bytes_of_step(m.format);
     pair_groups = size_t(steps) * groups_of_step(m.format) * kPairColumns;
+    if (has_super_blocks(m.format)) {
+      pair_scales = size_t(steps) / kSuperSteps * super_bytes(m.format);
+      group_steps = 1;
+    } else if (has_parts(m.format)) {
+      group_steps = m.group == 0 ? steps : m.group / kStep;
+      pair_zeros = size_t(up(steps, group_steps) / group_steps) * kPairColumns;
+      pair_scales = pair_zeros * bytes_of_scale(m.scale_type);
+    }
   }
   Columns columns(int slot, int first, int count, int prefetch, size_t gather_bytes) const {
     Columns w = {packed->data + slot * packed->slot_bytes + size_t(first) * pair_bytes, nullptr, nullptr, pair_bytes,
                  pair_groups, count, steps, steps_per_block, blocks, packed->format, bytes_of_step(packed->format),
-                 prefetch, gather_bytes};
+                 prefetch, gather_bytes, nullptr, nullptr, pair_scales, pair_zeros, packed->scale_type, group_steps,
+                 part_pairs(), has_minima()};
     if (packed->scales == nullptr) return w;
+    if (has_parts(packed->format)) {
+      w.part_scales = static_cast<const uint8_t*>(packed->scales) + slot * packed->slot_scales + size_t(first) * pair_scales;
+      if (packed->zeros != nullptr) w.zeros = packed->zeros + slot * packed->slot_zeros + size_t(first) * pair_zeros;
+      return w;
+    }
     if (groups_of_step(packed->format) != 0)
       w.groups = static_cast<const uint8_t*>(packed->scales) + slot * packed->slot_scales + size_t(first) * pair_groups;
     else
       w.scales = static_cast<const float*>(packed->scales) + slot * packed->slot_scales + size_t(first) * 2 * blocks;
     return w;
   }
+  // A part is a group of k, of larger groups a scale block of x. Its number of k pairs.
+  int part_pairs() const {
+    return packed->format == kQ6K ? kStep / 4 : std::min(group_steps * kStep, kActivationBlock) / 2;
+  }
+  bool has_minima() const { return packed->format == kQ4K || packed->format == kQ5K || packed->zeros != nullptr; }
   // The 32 factors of one pair's finished totals. null: 1.
   const float* output_scales(int slot, int pair) const {
     if (packed->output_scales == nullptr) return nullptr;
@@ -106,8 +128,7 @@ struct Plan {
   }
 };
 
-// Number of steps of rows of one slot in tile order, Rows::tiles.
-inline int64_t tile_steps(int num_rows, int steps) { return up(num_rows, kTileRows) / kTileRows * steps; }
+inline int row_tiles(int num_rows) { return int(up(num_rows, kTileRows)) / kTileRows; }
 
 // Experts with the same shapes and formats. h has a row for each assignment, in the plan's order: rows of inter_padded
 // elements, or in tile order where w2 reads tiles of a slot.
@@ -117,7 +138,7 @@ struct Set {
   int64_t inter_padded;
   uint16_t* h = nullptr;         // of all slots
   std::vector<uint16_t*> h_of;   // [L]
-  std::vector<uint8_t*> x_tiles; // [L] rows of x in tile order; null: w13 gathers them, as it does where this is empty
+  std::vector<uint8_t*> x_tiles; // [L] rows of x in tile order (TiledRows); null: w13 gathers them, as it does where this is empty
   bool h_in_tiles = false;       // of slots that is_tiled()
   float* h_scales = nullptr;
 
@@ -132,23 +153,23 @@ struct Set {
   // Rows that fit one tile are gathered by each task: it is little work, and tiles of fewer rows take less time.
   bool is_tiled(int slot) const { return plan.count(slot) > kTileRows; }
   int64_t hidden_elements(int slot) const {
-    if (h_in_tiles && is_tiled(slot)) return tile_steps(plan.count(slot), w2.steps) * kTileRows * kStep;
+    if (h_in_tiles && is_tiled(slot)) return int64_t(row_tiles(plan.count(slot))) * w2.steps * kTileRows * kStep;
     return plan.count(slot) * inter_padded;
   }
   // The place in h of one column of the row-th row of a slot; the rest of its step follows.
   uint16_t* hidden(int slot, int row, int64_t column) const {
     if (!h_in_tiles || !is_tiled(slot)) return h_of[slot] + row * inter_padded + column;
-    const int64_t tile = row / kTileRows * w2.steps + column / kStep;
-    return h_of[slot] + (tile * kTileRows + row % kTileRows) * kStep + column % kStep;
+    const TiledRows tiles = {nullptr, w2.steps, row_tiles(plan.count(slot))};
+    return h_of[slot] + tiles.offset(row / kTileRows, int(column / kStep)) / 2 + row % kTileRows * kStep + column % kStep;
   }
-  // Rows in tile order from `row`, a multiple of kTileRows, on; null: there are none.
-  const uint8_t* tiles_of_x(int slot, int row) const {
-    if (x_tiles.empty() || x_tiles[slot] == nullptr) return nullptr;
-    return x_tiles[slot] + tile_steps(row, w13.steps) * kTileRows * kRowBytes;
+  // Rows in tile order from `row`, a multiple of kTileRows, on; without data: there are none.
+  TiledRows tiles_of_x(int slot, int row) const {
+    if (x_tiles.empty() || x_tiles[slot] == nullptr) return {};
+    return {x_tiles[slot], w13.steps, row_tiles(plan.count(slot)), row / kTileRows};
   }
-  const uint8_t* tiles_of_h(int slot, int row) const {
-    if (!h_in_tiles || !is_tiled(slot)) return nullptr;
-    return reinterpret_cast<const uint8_t*>(h_of[slot]) + tile_steps(row, w2.steps) * kTileRows * kRowBytes;
+  TiledRows tiles_of_h(int slot, int row) const {
+    if (!h_in_tiles || !is_tiled(slot)) return {};
+    return {reinterpret_cast<const uint8_t*>(h_of[slot]), w2.steps, row_tiles(plan.count(slot)), row / kTileRows};
   }
 };
 
@@ -163,19 +184,27 @@ struct Layer {
   float* x_scales = nullptr;      // [R][row_scales(H)]
 
   int few(const Columns& w) const {
-    if (w.format == kFp8 && kernels.pipelined_fp8) return 0;
+    if (w.minima && w.num_steps > kMostFewSteps) return 0;
     const bool equal = kernels.few_is_equal && w.groups == nullptr;
     if (kernels.multiply_few == nullptr || (call.batch_invariant && !equal)) return 0;
-    return call.panel_rows != 0 && equal ? std::min(call.panel_rows - 1, kernels.few_rows) : kernels.few_rows;
+    if (call.panel_rows != 0 && equal) return std::min(call.panel_rows - 1, kernels.few_rows);
+    // NOTE bf16, which needs no decoding: on Zen 5 the loop for many rows takes 0.70 to 0.83 of the time at one to four rows.
+    return equal && !w.must_be_decoded() ? 0 : kernels.few_rows;
   }
-  // Whether the product reads rows in tile order.
-  bool reads_tiles(const Matrix& matrix) const {
-    return kernels.pipelined_fp8 && matrix.packed->format == kFp8 && call.quantize == kAsIs;
+  // Whether products read rows in tile order.
+  bool reads_tiles() const { return kernels.reads_tiles && !int8(); }
+  int streamed_rows() const { return call.streamed_rows != 0 ? call.streamed_rows : kStreamedRows; }
+  // Most pairs of a task with this number of rows of an expert: rows in tile order are multiplied kMaxTiledRows at a time.
+  int most_pairs(int rows) const {
+    const int most = call.task_pairs != 0 ? call.task_pairs : kMaxPairs;
+    return reads_tiles() && rows > streamed_rows() ? std::min(most, kPanelPairs) : most;
   }
-  int most_pairs() const { return call.task_pairs != 0 ? call.task_pairs : kMaxPairs; }
   size_t gather_bytes() const { return call.gather_kib != 0 ? size_t(call.gather_kib) << 10 : kGatherBytes; }
   Columns columns(const Matrix& matrix, int slot, int first, int count) const {
-    return matrix.columns(slot, first, count, call.prefetch_bytes != 0 ? call.prefetch_bytes : prefetch_distance(), gather_bytes());
+    Columns w = matrix.columns(slot, first, count, call.prefetch_bytes != 0 ? call.prefetch_bytes : prefetch_distance(), gather_bytes());
+    w.streamed_rows = streamed_rows();
+    if (call.tile_rows != 0) w.tile_rows = call.tile_rows;
+    return w;
   }
   bool visits(int64_t row) const {
     return std::any_of(sets.begin(), sets.end(), [&](const Set& set) { return set.plan.used[row] != 0; });

@@ -1,17 +1,17 @@
-// Lines of 64 bytes in registers, with the byte operations that decode FP8 codes: AVX-512 and GFNI instructions, or with
-// MOE_MK_EMULATE_AMX an emulation in C++, so that the same kernel source can be tested on any machine.
+// Lines of 64 bytes in registers, with the byte operations that decode FP8 codes: AVX-512 and GFNI instructions, or without
+// them an emulation in C++, so that the same kernel source can be tested on any machine.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
-#if !defined(MOE_MK_EMULATE_AMX)
+#if defined(__GFNI__)
 #include <immintrin.h>
 #endif
 
 namespace moe_mk {
 namespace {
 
-#if defined(MOE_MK_EMULATE_AMX)
+#if !defined(__GFNI__)
 
 struct Line {
   uint8_t bytes[64];

@@ -11,6 +11,9 @@
 // int8  1 KiB a step: [group g: 8][tile: 2][column n: 16][k % 4: 4], the operand layout of VPDPBUSD and TDPBUSD.
 // fp4   512 B a step: [line l: 4][tile: 2][column n: 16][parity j: 2] of 16 bits, the codes of the k pairs 4 l (lowest four
 //       bits) to 4 l + 3: one shift and one table each give four VNNI rows. The source holds the even k in the low bits.
+// q5    640 B a step: [line: 5][tile: 2][column n: 16][parity j: 2] of 16 bits, three codes and a bit of a fourth (each_piece).
+// q6    768 B a step: the same in six lines, two codes and four bits of others.
+// Blocks of ggml are taken apart into codes, in order of k, and scales (part_scales.h); all their bits are kept.
 // Alignment: any for the source; the caller aligns the packed slot to 64 bytes.
 #include <algorithm>
 #include <atomic>
@@ -76,6 +79,11 @@ struct Nibbles : Words {  // e2m1: eight, whose even k go to the low half
   }
 };
 
+struct Offset : Words {  // unsigned bytes: four, less 128
+  static Word packed(Word word) { return word ^ 0x80808080u; }
+  static Word plain(Word word) { return word ^ 0x80808080u; }
+};
+
 template <typename Move>
 void pack_tile(const uint8_t* const rows[kTileColumns], size_t step_bytes, uint8_t* packed) {
   using Word = typename Move::Word;
@@ -135,8 +143,10 @@ int64_t pack_step(int32_t format, const uint8_t* const rows[kTileColumns], size_
   switch (format) {
     case kFp8:
     case kMxFp8: return pack_fp8(rows, packed) ? nans_of(rows) : 0;
+    case kInt4:
     case kMxFp4:
     case kNvFp4: pack_tile<Nibbles>(rows, step_bytes, packed); return 0;
+    case kInt8Groups: pack_tile<Offset>(rows, step_bytes, packed); return 0;
     default: pack_tile<Words>(rows, step_bytes, packed); return 0;
   }
 }
@@ -145,8 +155,10 @@ void unpack_step(int32_t format, const uint8_t* packed, size_t step_bytes, Plain
   switch (format) {
     case kFp8:
     case kMxFp8: return unpack_tile<Halfwords>(packed, step_bytes, plain);
+    case kInt4:
     case kMxFp4:
     case kNvFp4: return unpack_tile<Nibbles>(packed, step_bytes, plain);
+    case kInt8Groups: return unpack_tile<Offset>(packed, step_bytes, plain);
     default: return unpack_tile<Words>(packed, step_bytes, plain);
   }
 }
@@ -181,7 +193,127 @@ int64_t pack_column(const Layout& lay, int32_t format, const uint8_t* source, in
 }
 
 bool packable(int64_t num_outputs, int64_t num_inputs, int32_t format) {
-  return num_outputs > 0 && num_inputs > 0 && is_format(format) && (bits_of(format) != 4 || num_inputs % 2 == 0);
+  return num_outputs > 0 && num_inputs > 0 && is_format(format) && !has_super_blocks(format) && (bits_of(format) != 4 || num_inputs % 2 == 0);
+}
+
+// Blocks of ggml: `steps` of 32 k in `bytes`.
+struct BlockShape {
+  int steps, bytes, format;
+};
+
+BlockShape shape_of_block(int32_t type) {
+  switch (type) {
+    case kBlockQ4_0: return {1, 18, kInt4};
+    case kBlockQ8_0: return {1, 34, kInt8Groups};
+    case kBlockQ4K: return {kSuperSteps, 144, kQ4K};
+    case kBlockQ5K: return {kSuperSteps, 176, kQ5K};
+    case kBlockQ6K: return {kSuperSteps, 210, kQ6K};
+    default: return {0, 0, 0};
+  }
+}
+
+// Bits `shift` to `shift + width - 1` of a byte of a block.
+struct Bits {
+  int byte, shift, width;
+};
+
+// Where a block holds code k of 32 of a step: its low bits, and the bits above four (width 0: none).
+struct CodePlace {
+  Bits low, high;
+};
+
+CodePlace place_of_code(int32_t type, int step, int k) {
+  switch (type) {
+    case kBlockQ4_0: return {{2 + k % 16, k / 16 * 4, 4}, {0, 0, 0}};
+    case kBlockQ8_0: return {{2 + k, 0, 8}, {0, 0, 0}};
+    case kBlockQ4K: return {{16 + step / 2 * 32 + k, step % 2 * 4, 4}, {0, 0, 0}};
+    case kBlockQ5K: return {{48 + step / 2 * 32 + k, step % 2 * 4, 4}, {16 + k, step, 1}};
+    default: return {{step / 4 * 64 + step % 2 * 32 + k, step % 4 / 2 * 4, 4}, {128 + step / 4 * 32 + k, step % 4 * 2, 2}};
+  }
+}
+
+uint8_t get(const uint8_t* block, Bits at) { return uint8_t(block[at.byte] >> at.shift & ((1 << at.width) - 1)); }
+void put(uint8_t* block, Bits at, int value) { block[at.byte] = uint8_t(block[at.byte] | value << at.shift); }
+
+// The places of the codes of a block, computed once a call.
+struct BlockMap {
+  BlockShape shape;
+  CodePlace block[kSuperSteps][kStep];
+
+  explicit BlockMap(int32_t type) : shape(shape_of_block(type)) {
+    for (int step = 0; step < shape.steps; ++step)
+      for (int k = 0; k < kStep; ++k) block[step][k] = place_of_code(type, step, k);
+  }
+  int code(const uint8_t* from, int step, int k) const {
+    const CodePlace& place = block[step][k];
+    return place.high.width == 0 ? get(from, place.low) : get(from, place.low) | get(from, place.high) << 4;
+  }
+  void set_code(uint8_t* to, int step, int k, int code) const {
+    const CodePlace& place = block[step][k];
+    put(to, place.low, place.high.width == 0 ? code : code & 15);
+    if (place.high.width != 0) put(to, place.high, code >> 4);
+  }
+};
+
+// Code k of column n of a packed tile of a step.
+int packed_code(int format, const uint8_t* tile, int n, int k) {
+  if (format == kInt8Groups) return tile[k / 4 * 128 + n * 4 + k % 4];
+  int code = 0;
+  each_piece(format, k / 2, [&](const Piece& piece) {
+    uint16_t lane;
+    std::memcpy(&lane, tile + piece.line * 128 + n * 4 + k % 2 * 2, sizeof lane);
+    code |= (lane >> piece.lane_bit & ((1 << piece.width) - 1)) << piece.code_bit;
+  });
+  return code;
+}
+
+// The same, into zeros.
+void set_packed_code(int format, uint8_t* tile, int n, int k, int code) {
+  if (format == kInt8Groups) {
+    tile[k / 4 * 128 + n * 4 + k % 4] = uint8_t(code);
+    return;
+  }
+  each_piece(format, k / 2, [&](const Piece& piece) {
+    uint8_t* at = tile + piece.line * 128 + n * 4 + k % 2 * 2;
+    uint16_t lane;
+    std::memcpy(&lane, at, sizeof lane);
+    lane = uint16_t(lane | (code >> piece.code_bit & ((1 << piece.width) - 1)) << piece.lane_bit);
+    std::memcpy(at, &lane, sizeof lane);
+  });
+}
+
+// The bytes of a block that are no codes, and where a pair holds them for column c of 32: `use(byte, place)`.
+template <typename Use>
+void each_scale_byte(int32_t type, int c, Use use) {
+  const int tile = c / kTileColumns, n = c % kTileColumns;
+  switch (type) {
+    case kBlockQ4_0:
+    case kBlockQ8_0:
+      for (int i = 0; i < 2; ++i) use(i, c * 2 + i);
+      return;
+    case kBlockQ6K:
+      for (int i = 0; i < 2; ++i) use(208 + i, c * 2 + i);
+      for (int i = 0; i < 16; ++i) use(192 + i, 64 + i * kPairColumns + c);
+      return;
+    default:
+      for (int i = 0; i < 4; ++i) use(i, i / 2 * 64 + c * 2 + i % 2);
+      for (int i = 0; i < 12; ++i) use(4 + i, 128 + (tile * 12 + i) * kTileColumns + n);
+  }
+}
+
+// Bytes of the scales of one block of all outputs of a pair.
+size_t scale_bytes_of_pair(const BlockShape& shape) { return shape.steps == 1 ? kPairColumns * 2 : super_bytes(shape.format); }
+
+// f16 scales of a block that are not finite.
+int nans_of_block(int32_t type, const uint8_t* block) {
+  const auto bad = [&](int at) { return (block[at + 1] & 0x7c) == 0x7c; };
+  if (type == kBlockQ6K) return bad(208);
+  return bad(0) + (type == kBlockQ4K || type == kBlockQ5K ? bad(2) : 0);
+}
+
+bool blocks_fit(int64_t num_outputs, int64_t num_inputs, int32_t type) {
+  const BlockShape shape = shape_of_block(type);
+  return shape.steps != 0 && num_outputs > 0 && num_inputs > 0 && num_inputs % (shape.steps * kStep) == 0;
 }
 
 template <typename Body>
@@ -231,6 +363,66 @@ int32_t moe_mk_unpack(const void* packed, void* first, void* second, int64_t row
           std::memcpy(target + output * row_stride + done, plain[row], bytes);
         });
       }
+    }
+  });
+  return kOk;
+}
+
+int32_t moe_mk_pack_blocks(const void* first, const void* second, int64_t row_stride, int64_t num_outputs, int64_t num_inputs,
+                           int32_t block_type, void* packed, void* scales, int32_t threads, int64_t* num_nans) {
+  if (!blocks_fit(num_outputs, num_inputs, block_type)) return kBadShape;
+  const BlockMap map(block_type);
+  const Layout lay = layout_of(num_outputs, num_inputs, map.shape.format, second != nullptr);
+  const size_t step_bytes = bytes_of_step(map.shape.format), scale_bytes = scale_bytes_of_pair(map.shape);
+  const int64_t blocks = lay.steps / map.shape.steps;
+  std::atomic<int64_t> nans{0};
+  each_pair(lay.pairs, threads, [&](int64_t pair) {
+    uint8_t* codes = static_cast<uint8_t*>(packed) + pair * lay.steps * step_bytes;
+    uint8_t* own_scales = static_cast<uint8_t*>(scales) + pair * blocks * scale_bytes;
+    std::memset(codes, 0, lay.steps * step_bytes);
+    std::memset(own_scales, 0, blocks * scale_bytes);
+    for (int tile = 0; tile < 2; ++tile) {
+      const auto* source = static_cast<const uint8_t*>(lay.two_sources && tile == 1 ? second : first);
+      each_row(lay, pair, tile, [&](int64_t n, int64_t output) {
+        const uint8_t* block = source + output * row_stride;
+        for (int64_t b = 0; b < blocks; ++b, block += map.shape.bytes) {
+          for (int step = 0; step < map.shape.steps; ++step)
+            for (int k = 0; k < kStep; ++k)
+              set_packed_code(map.shape.format, codes + (b * map.shape.steps + step) * step_bytes + tile * 64, int(n), k,
+                              map.code(block, step, k));
+          each_scale_byte(block_type, int(tile * kTileColumns + n), [&](int at, int place) { own_scales[b * scale_bytes + place] = block[at]; });
+          nans += nans_of_block(block_type, block);
+        }
+      });
+    }
+  });
+  if (num_nans != nullptr) *num_nans = nans;
+  return kOk;
+}
+
+int32_t moe_mk_unpack_blocks(const void* packed, const void* scales, void* first, void* second, int64_t row_stride,
+                             int64_t num_outputs, int64_t num_inputs, int32_t block_type, int32_t threads) {
+  if (!blocks_fit(num_outputs, num_inputs, block_type)) return kBadShape;
+  const BlockMap map(block_type);
+  const Layout lay = layout_of(num_outputs, num_inputs, map.shape.format, second != nullptr);
+  const size_t step_bytes = bytes_of_step(map.shape.format), scale_bytes = scale_bytes_of_pair(map.shape);
+  const int64_t blocks = lay.steps / map.shape.steps;
+  each_pair(lay.pairs, threads, [&](int64_t pair) {
+    const uint8_t* codes = static_cast<const uint8_t*>(packed) + pair * lay.steps * step_bytes;
+    const uint8_t* own_scales = static_cast<const uint8_t*>(scales) + pair * blocks * scale_bytes;
+    for (int tile = 0; tile < 2; ++tile) {
+      auto* target = static_cast<uint8_t*>(lay.two_sources && tile == 1 ? second : first);
+      each_row(lay, pair, tile, [&](int64_t n, int64_t output) {
+        uint8_t* block = target + output * row_stride;
+        for (int64_t b = 0; b < blocks; ++b, block += map.shape.bytes) {
+          std::memset(block, 0, map.shape.bytes);
+          for (int step = 0; step < map.shape.steps; ++step)
+            for (int k = 0; k < kStep; ++k)
+              map.set_code(block, step, k,
+                           packed_code(map.shape.format, codes + (b * map.shape.steps + step) * step_bytes + tile * 64, int(n), k));
+          each_scale_byte(block_type, int(tile * kTileColumns + n), [&](int at, int place) { block[at] = own_scales[b * scale_bytes + place]; });
+        }
+      });
     }
   });
   return kOk;

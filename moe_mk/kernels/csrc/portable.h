@@ -3,9 +3,9 @@
 #pragma once
 #include "blocked.h"
 #include "epilogue.h"
-#include "apply_scales.h"
 #include "gate.h"
 #include "int8.h"
+#include "part_scales.h"
 #include "quantize.h"
 
 namespace moe_mk {
@@ -55,10 +55,40 @@ struct PortableFp4 {
   }
 };
 
+// Integers of a format with parts: one step of one tile -> 16 panel rows.
+inline void portable_codes(const Columns& w, const uint8_t* step, uint8_t* panel) {
+  if (w.format == kInt8Groups) {
+    for (int line = 0; line < 8; ++line) PortableInt8::rows(step + line * 128, panel + line * 2 * kPanelRow);
+    return;
+  }
+  const int base = w.minima ? 0 : w.format == kQ6K ? 32 : 8;
+  for (int r = 0; r < kStep / 2; ++r)
+    for (int half = 0; half < 2; ++half) {
+      u16x16 codes{};
+      each_piece(w.format, r, [&](const Piece& piece) {
+        const uint16_t mask = uint16_t((1 << piece.width) - 1), from = uint16_t(piece.lane_bit), to = uint16_t(piece.code_bit);
+        codes |= (load<u16x16>(step + piece.line * 128 + half * 32) >> from & mask) << to;
+      });
+      const i32x16 values = __builtin_convertvector(codes, i32x16) - base;
+      store(panel + r * kPanelRow + half * 32,
+            __builtin_convertvector(bits<u32x16>(__builtin_convertvector(values, f32x16)) >> 16, u16x16));
+    }
+}
+
 struct PortableOps {
-  static constexpr int kGroup = 4;
+  static constexpr int kGroup = 4, kPartRows = 4;
+
+  static void codes(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
+    const uint8_t* packed = w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes;
+    for (int s = 0; s < steps; ++s, packed += w.step_bytes, panel += 2 * kPanelTile)
+      for (int tile = 0; tile < 2; ++tile) portable_codes(w, packed + tile * 64, panel + tile * 64);
+  }
 
   static void expand(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
+    if (has_parts(w.format)) {
+      codes(w, pair, step, steps, panel);
+      return fold_parts(w, pair, step, steps, panel);
+    }
     decode_panel(w.format, w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes, steps, panel);
     if (w.groups != nullptr) apply_group_scales(w, pair, step, steps, panel);
   }
@@ -79,24 +109,64 @@ struct PortableOps {
         Decode::rows(packed + line * 128 + tile * 64, panel + size_t(line) * Decode::kRows * kPanelRow + tile * 64);
   }
 
+  // sums += x of k pairs `first` to `last` times the panel.
+  template <int N>
+  static inline __attribute__((always_inline)) void add_products(const uint8_t* a, size_t step_bytes, const uint8_t* panel,
+                                                                 int first, int last, f32x8 (&sums)[N][2]) {
+    for (int at = first; at < last; ++at) {
+      const uint8_t* b = panel + size_t(at) * kPanelRow;
+      const u32x8 left = load<u32x8>(b), right = load<u32x8>(b + 32);
+      const f32x8 even0 = bits<f32x8>(left << 16), odd0 = bits<f32x8>(left & 0xffff0000u);
+      const f32x8 even1 = bits<f32x8>(right << 16), odd1 = bits<f32x8>(right & 0xffff0000u);
+      for (int m = 0; m < N; ++m) {
+        const uint16_t* x = reinterpret_cast<const uint16_t*>(a + at / 16 * step_bytes + m * kRowBytes) + 2 * (at % 16);
+        const float x0 = widen_one(x[0]), x1 = widen_one(x[1]);
+        sums[m][0] += even0 * x0;
+        sums[m][1] += even1 * x0;
+        sums[m][0] += odd0 * x1;
+        sums[m][1] += odd1 * x1;
+      }
+    }
+  }
+
+  template <int N>
+  static void parts_by_tile(const RowGroup& group, const uint8_t* panel, int steps, const Parts& parts, int tile, float* totals) {
+    const int pairs = steps * (kStep / 2);
+    for (int first = 0, part = 0; first < pairs; first += parts.pairs, ++part) {
+      f32x8 sums[N][2] = {};
+      add_products<N>(group.x, group.step_bytes, panel, first, first + parts.pairs < pairs ? first + parts.pairs : pairs, sums);
+      const size_t at = size_t(part) * kPairColumns + tile * kTileColumns;
+      for (int half = 0; half < 2; ++half) {
+        const f32x8 scale = load<f32x8>(parts.scales + at + 8 * half);
+        for (int m = 0; m < N; ++m) {
+          float* to = totals + m * kPairColumns + 8 * half;
+          const float row = group.scales == nullptr ? 1.0f : group.scales[m];
+          f32x8 total = load<f32x8>(to) + sums[m][half] * (scale * row);
+          if (parts.minima != nullptr)
+            total -= load<f32x8>(parts.minima + at + 8 * half) * (parts.sums[m * parts.sums_stride + part] * row);
+          store(to, total);
+        }
+      }
+    }
+  }
+
+  static void parts(const RowGroup& group, const uint8_t* panel, int steps, const Parts& parts, const Ahead&, float* totals) {
+    for (int tile = 0; tile < 2; ++tile) {
+      const uint8_t* b = panel + tile * 64;
+      float* to = totals + tile * kTileColumns;
+      switch (group.num_rows) {
+        case 1: parts_by_tile<1>(group, b, steps, parts, tile, to); break;
+        case 2: parts_by_tile<2>(group, b, steps, parts, tile, to); break;
+        case 3: parts_by_tile<3>(group, b, steps, parts, tile, to); break;
+        default: parts_by_tile<kPartRows>(group, b, steps, parts, tile, to);
+      }
+    }
+  }
+
   template <int N>
   static void rows_by_tile(const uint8_t* a, const uint8_t* panel, int steps, float scale, const float* row_scale, float* totals) {
     f32x8 sums[N][2] = {};
-    for (int s = 0; s < steps; ++s)
-      for (int r = 0; r < kStep / 2; ++r) {
-        const uint8_t* b = panel + (size_t(s) * kStep / 2 + r) * kPanelRow;
-        const u32x8 left = load<u32x8>(b), right = load<u32x8>(b + 32);
-        const f32x8 even0 = bits<f32x8>(left << 16), odd0 = bits<f32x8>(left & 0xffff0000u);
-        const f32x8 even1 = bits<f32x8>(right << 16), odd1 = bits<f32x8>(right & 0xffff0000u);
-        for (int m = 0; m < N; ++m) {
-          const uint16_t* x = reinterpret_cast<const uint16_t*>(a + (size_t(s) * kGroup + m) * kRowBytes) + 2 * r;
-          const float x0 = widen_one(x[0]), x1 = widen_one(x[1]);
-          sums[m][0] += even0 * x0;
-          sums[m][1] += even1 * x0;
-          sums[m][0] += odd0 * x1;
-          sums[m][1] += odd1 * x1;
-        }
-      }
+    add_products<N>(a, kGroup * kRowBytes, panel, 0, steps * (kStep / 2), sums);
     for (int m = 0; m < N; ++m) {
       const float factor = scale * row_scale[m];
       float* to = totals + m * kPairColumns;

@@ -7,9 +7,11 @@ namespace {
 
 void multiply(const Layer& layer, const Columns& w, const Rows& rows, const ThreadScratch& buffers) {
   if (layer.int8()) layer.kernels.multiply_int8(w, rows, buffers.scratch, buffers.totals);
-  else if (rows.num_rows <= layer.few(w)) layer.kernels.multiply_few(w, rows, buffers.totals);
+  else if (rows.num_rows <= layer.few(w)) layer.kernels.multiply_few(w, rows, buffers.scratch, buffers.totals);
   else layer.kernels.multiply_many(w, rows, buffers.scratch, buffers.totals);
 }
+
+int rows_at_a_time(const TiledRows& tiles) { return tiles.data != nullptr ? kMaxTiledRows : kMaxRows; }
 
 // Phase 1 of one task.
 void up_projection(const Layer& layer, const Set& set, int slot, int first, int count, const ThreadScratch& buffers) {
@@ -18,16 +20,17 @@ void up_projection(const Layer& layer, const Set& set, int slot, int first, int 
   const int64_t x_blocks = layer.row_scales(c.w13.num_inputs), begin = set.plan.offset[slot];
   const Columns w = layer.columns(set.w13, slot, first, count);
   const int wide = c.gated ? kTileColumns : kPairColumns;
-  for (int done = 0, all = set.plan.count(slot); done < all; done += kMaxRows) {
-    const int n = std::min(kMaxRows, all - done);
-    const void* values[kMaxRows];
-    const float* scales[kMaxRows];
+  for (int done = 0, n = 0, all = set.plan.count(slot); done < all; done += n) {
+    const TiledRows tiles = set.tiles_of_x(slot, done);
+    n = std::min(rows_at_a_time(tiles), all - done);
+    const void* values[kMaxTiledRows];
+    const float* scales[kMaxTiledRows];
     for (int r = 0; r < n; ++r) {
       const int64_t row = set.plan.row[begin + done + r];
       values[r] = layer.x + row * layer.x_stride;
       scales[r] = layer.x_scales == nullptr ? nullptr : layer.x_scales + row * x_blocks;
     }
-    multiply(layer, w, {values, layer.x_scales == nullptr ? nullptr : scales, n, set.tiles_of_x(slot, done)}, buffers);
+    multiply(layer, w, {values, layer.x_scales == nullptr ? nullptr : scales, n, tiles}, buffers);
     // The padding of h up to a whole step is multiplied by zero weights, but must not be NaN.
     const int64_t end = int64_t(first + count) * wide, whole_steps = up(end, kStep);
     if (first + count == set.w13.pairs && end < whole_steps)
@@ -93,16 +96,17 @@ void down_projection(const Layer& layer, const OutputBlock& block, const ThreadS
     const int64_t h_blocks = layer.row_scales(set.w2.packed->num_inputs);
     for (int slot : set.plan.active) {
       const Columns w = layer.columns(set.w2, slot, block.first, block.count);
-      for (int done = 0, all = set.plan.count(slot); done < all; done += kMaxRows) {
-        const int n = std::min(kMaxRows, all - done);
+      for (int done = 0, n = 0, all = set.plan.count(slot); done < all; done += n) {
+        const TiledRows tiles = set.tiles_of_h(slot, done);
+        n = std::min(rows_at_a_time(tiles), all - done);
         const int64_t place = set.plan.offset[slot] + done;
-        const void* values[kMaxRows];
-        const float* scales[kMaxRows];
+        const void* values[kMaxTiledRows];
+        const float* scales[kMaxTiledRows];
         for (int r = 0; r < n; ++r) {
           values[r] = set.hidden(slot, done + r, 0);
           scales[r] = set.h_scales == nullptr ? nullptr : set.h_scales + (place + r) * h_blocks;
         }
-        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n, set.tiles_of_h(slot, done)}, buffers);
+        multiply(layer, w, {values, set.h_scales == nullptr ? nullptr : scales, n, tiles}, buffers);
         block.add(set, slot, place, n, buffers.totals);
       }
     }

@@ -8,8 +8,10 @@
 namespace moe_mk {
 namespace {
 
-constexpr size_t kPanelBytes = 64u << 10, kTilesBytes = 8u << 10;
-constexpr size_t kTotalsBytes = size_t(kMaxPairs) * kMaxRows * kPairColumns * sizeof(float);
+constexpr size_t kPanelBytes = kPanelBytesOfBlock, kTilesBytes = 8u << 10;
+// Of most pairs and of most rows.
+constexpr size_t kTotalsBytes = size_t(kPanelPairs) * kMaxTiledRows * kPairColumns * sizeof(float);
+static_assert(kTotalsBytes >= size_t(kMaxPairs) * kMaxRows * kPairColumns * sizeof(float), "either fits");
 
 // Private memory of one thread for one product.
 struct ThreadScratch {
@@ -19,12 +21,14 @@ struct ThreadScratch {
   // One block of about 2 MiB, so that it is on huge pages: on small pages the access order of the gathered
   // rows misses the TLB.
   bool open(ThreadPoolLease& pool, int member, size_t gather_bytes) {
-    uint8_t* at = pool->arena(member, kThreadScratch, gather_bytes + kPanelBytes + kTilesBytes + kTotalsBytes);
+    const size_t sums_bytes = gather_bytes / 16;
+    uint8_t* at = pool->arena(member, kThreadScratch, gather_bytes + kPanelBytes + kTilesBytes + kTotalsBytes + sums_bytes);
     if (at == nullptr) return false;
     scratch.gathered = at;
     scratch.panel = at + gather_bytes;
     scratch.tiles = reinterpret_cast<float*>(scratch.panel + kPanelBytes);
     totals = scratch.tiles + kTilesBytes / sizeof(float);
+    scratch.sums = totals + kTotalsBytes / sizeof(float);
     return true;
   }
 };

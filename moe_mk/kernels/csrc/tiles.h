@@ -7,6 +7,7 @@
 #include <cstring>
 
 #if defined(MOE_MK_EMULATE_AMX)
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #else
@@ -25,6 +26,13 @@ struct Tile {
 };
 inline thread_local Tile tiles[8];  // of a thread, whichever unit uses them, as the registers are
 
+// What all threads have executed, for tests of the cost of a kernel. kDecoded: weights decoded into panels.
+struct TileCounts {
+  enum { kLoads, kStores, kZeros, kProducts, kIntegerProducts, kDecoded, kNumCounts };
+  std::atomic<int64_t> of[kNumCounts];
+};
+inline TileCounts tile_counts;
+
 #endif
 
 namespace {
@@ -32,6 +40,13 @@ namespace {
 constexpr int kFirstWeightTile = 6;  // tiles 0..5 hold rows of x or of sums, 6 and 7 weights
 
 inline void memory_barrier() { asm volatile("" ::: "memory"); }
+
+#if defined(MOE_MK_EMULATE_AMX)
+inline void count(int which, int64_t by) { tile_counts.of[which].fetch_add(by, std::memory_order_relaxed); }
+inline void count_decoded(int weights) { count(TileCounts::kDecoded, weights); }
+#else
+inline void count_decoded(int) {}
+#endif
 
 #if defined(MOE_MK_EMULATE_AMX)
 
@@ -54,12 +69,14 @@ inline void release_tiles() { set_tile_rows(0, 0); }
 template <int N>
 inline void tile_load(const void* from, size_t stride) {
   require(tiles[N].rows != 0, "load into a tile that is not configured");
+  count(TileCounts::kLoads, 1);
   std::memset(tiles[N].words, 0, sizeof tiles[N].words);
   for (int r = 0; r < tiles[N].rows; ++r) std::memcpy(tiles[N].words[r], static_cast<const uint8_t*>(from) + r * stride, 64);
 }
 template <int N>
 inline void tile_store(void* to, size_t stride) {
   require(tiles[N].rows != 0, "store of a tile that is not configured");
+  count(TileCounts::kStores, 1);
   for (int r = 0; r < tiles[N].rows; ++r) std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles[N].words[r], 64);
 }
 template <int C, int A, int B>
@@ -78,6 +95,7 @@ inline float bf16_at(const float* row, int i) {
 template <int C, int A, int B>
 inline void tile_dot() {
   require_shapes<C, A, B>();
+  count(TileCounts::kProducts, 1);
   for (int m = 0; m < tiles[C].rows; ++m) {
     float even[16] = {}, odd[16] = {};
     for (int k = 0; k < 16; ++k)
@@ -93,6 +111,7 @@ inline void tile_dot() {
 template <int C, int A, int B>
 inline void tile_dot_s8() {
   require_shapes<C, A, B>();
+  count(TileCounts::kIntegerProducts, 1);
   for (int m = 0; m < tiles[C].rows; ++m) {
     int8_t a[64];
     int32_t sums[16];
@@ -110,6 +129,7 @@ inline void tile_dot_s8() {
 template <int N>
 inline void tile_zero() {
   require(tiles[N].rows != 0, "zeroing of a tile that is not configured");
+  count(TileCounts::kZeros, 1);
   std::memset(tiles[N].words, 0, sizeof tiles[N].words);
 }
 

@@ -11,6 +11,8 @@
     w13 = allocate(native, layout13, num_slots, bias_LX=None)             # PackedMatrix: values_LB uint8, scales_LX
     pack_slot(native, w13, slot, (gate_IH, up_IH), (gate_scales, up_scales), threads=n, name="...")  # WeightError: NaN
     # Format: BF16; FP8, INT8 (f32 scales of blocks, or by_output=True); MXFP8, MXFP4, NVFP4 (above=: its f32 scales)
+    # INT4, INT8_GROUPS (parts=PartScales(group, dtype, zeros), zeros=)
+    # Q4_K, Q5_K, Q6_K, and Q4_0, Q8_0: MatrixLayout.of_blocks(num_outputs, num_inputs, gated, BlockType.Q4_K)
     touch_slot(native, w13, slot) -> bool                                 # after allocate(..., touch=False)
     unpack_slot(native, w13, slot) -> (gate_IH, up_IH)                    # bit-equal
     w13.copy_slot(source, target)                                         # copies the bytes of one expert
@@ -19,7 +21,7 @@
                  shared=None)                                             # (w13, w2) of one slot for every row
     experts_grouped(native, x_NH, counts_L, weights_N, w13, w2, ...)      # sorted rows -> [N, H]
     experts_batched(native, x_LSH, counts_L, w13, w2, ...)                # padded blocks -> [L, S, H]
-    ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, gather_kib))   # 0: built in; the same bits
+    ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, ...))   # 0: built in; the same bits
     route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
     FusedLayer(native, Gating(...), Places(...), Stack(w13, w2, shared), mode)(x_TH, load_E, threads=n)   # both in one
     quantize_1x128(native, x_TH, ue8m0=False, threads=n) -> values_TH, scales_TX
@@ -40,8 +42,10 @@ from moe_mk.kernels.native.experts_mode import Activation as Activation
 from moe_mk.kernels.native.experts_mode import ExpertsMode as ExpertsMode
 from moe_mk.kernels.native.experts_mode import Rounding as Rounding
 from moe_mk.kernels.native.experts_mode import Tuning as Tuning
+from moe_mk.kernels.native.layout import BlockType as BlockType
 from moe_mk.kernels.native.layout import Format as Format
 from moe_mk.kernels.native.layout import MatrixLayout as MatrixLayout
+from moe_mk.kernels.native.layout import PartScales as PartScales
 from moe_mk.kernels.native.library import Isa as Isa
 from moe_mk.kernels.native.library import Native as Native
 from moe_mk.kernels.native.library import compile_and_open as compile_and_open
@@ -56,6 +60,7 @@ from moe_mk.kernels.native.packed import touch_slot as touch_slot
 from moe_mk.kernels.native.packed import unpack_output_scales as unpack_output_scales
 from moe_mk.kernels.native.packed import unpack_scales as unpack_scales
 from moe_mk.kernels.native.packed import unpack_slot as unpack_slot
+from moe_mk.kernels.native.packed import unpack_zeros as unpack_zeros
 from moe_mk.kernels.native.prepared import ExpertsCall as ExpertsCall
 from moe_mk.kernels.native.prepared import FusedLayer as FusedLayer
 from moe_mk.kernels.native.prepared import Gating as Gating

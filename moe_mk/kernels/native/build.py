@@ -69,6 +69,11 @@ def processor() -> tuple[str, ...]:
     return platform.machine(), *flags[:1]
 
 
+def processor_has(*flags: str) -> bool:
+    """Whether this processor reports all of these features, by their names in /proc/cpuinfo."""
+    return set(flags) <= set(" ".join(processor()).split())
+
+
 def default_cache_dir(home: Path | None = None) -> Path:
     """The default cache directory of compiled kernels. home: the user's home directory; None: that of the system."""
     base = home or Path.home()

@@ -133,6 +133,8 @@ class WindowPlaces:
     sums: Sequence[int]
     most_rows: int
     """The most rows a rank may send to another in one call; words of peers are checked against it."""
+    failed_from: Sequence[int] = ()
+    """Flags in which peers report a failure; empty: in `flags_from` alone."""
 
 
 def ready() -> Native | None:
@@ -152,19 +154,24 @@ class Exchange:
         self.room, self.counts, self.received = numbers(), numbers(), numbers()
         """Rows by rank. room: those the mapped pages hold, set by the owner. counts: sent by the last dispatch.
         received: reported by the last flags."""
+        self._values_to, self._tails_to = _addresses(places.values_to), _addresses(places.tails_to)
+        self._values_from, self._tails_from = _addresses(places.values_from), _addresses(places.tails_from)
+        self._sums = _addresses(places.sums)
         self._held: list[Array[c_void_p] | Array[c_int64]] = [
-            _addresses(places.values_to), numbers(*places.back_to), _addresses(places.tails_to), self.room,
-            _addresses(places.flags_to), _addresses(places.values_from), numbers(*places.back_from),
-            _addresses(places.tails_from), _addresses(places.flags_from), _addresses(places.sums),
+            self._values_to, numbers(*places.back_to), self._tails_to, self.room, _addresses(places.flags_to),
+            self._values_from, numbers(*places.back_from), self._tails_from, _addresses(places.flags_from), self._sums,
         ]  # fmt: skip
         self._fault, self.layer, self.epoch = CFault(), "", 0
         """The current layer and epoch, for error messages."""
         self.failure_of: Callable[[int, str], CommError] | None = None
         """Returns the error reported by a failed peer in a phase; None: a generic error is raised."""
         addresses = (addressof(each) for each in (*self._held, self._fault))
-        self._windows = CWindows(*addresses, places.most_rows, places.rank, ranks, 0)
+        self._failed_from = _addresses(places.failed_from)
+        failed_at = addressof(self._failed_from) if places.failed_from else None
+        self._windows = CWindows(*addresses, places.most_rows, places.rank, ranks, 0, failed_at)
         self.windows = byref(self._windows)
         self._token_of, self._tokens = torch.empty(0, dtype=torch.int32, device="cpu"), 0
+        self._sent_tokens = 0
         self._received_at, self._functions = addressof(self.received), native.functions
 
     def serve(self, layer: str, layer_number: int) -> None:
@@ -173,10 +180,31 @@ class Exchange:
 
     def token_of(self, tokens: int) -> int:
         """The address of an int32 [W][T] buffer for the tokens of each rank."""
+        self._sent_tokens = tokens
         if tokens > self._tokens:
             self._token_of = torch.empty(tokens * len(self.counts), dtype=torch.int32, device="cpu")
             self._tokens = tokens
         return self._token_of.data_ptr()
+
+    def write_to(self, values: list[int], tails: list[int], *, room: int) -> None:
+        """Change the addresses that the next dispatch writes to, by rank, with room for so many rows at each."""
+        self._values_to[:], self._tails_to[:] = values, tails  # type: ignore[assignment]
+        self.room[:] = [room] * len(values)
+
+    def read_from(self, values: list[int], tails: list[int], counts: list[int]) -> None:
+        """Change the addresses that rows are received from, by rank, and their numbers, checked by the caller."""
+        self._values_from[:], self._tails_from[:] = values, tails  # type: ignore[assignment]
+        self.received[:] = counts  # type: ignore[assignment]
+
+    def sum_from(self, sums: list[int]) -> None:
+        """Change the addresses of the sums of other ranks."""
+        self._sums[:] = sums  # type: ignore[assignment]
+
+    def tokens_sent(self) -> torch.Tensor:
+        """int64. The tokens of the last dispatch for rank 0, then those for rank 1, ...: a copy."""
+        counts = self.counts[:]
+        width = self._sent_tokens
+        return torch.cat([self._token_of[rank * width : rank * width + n] for rank, n in enumerate(counts)]).long()
 
     def arrived(self, epoch: int, microseconds: int) -> list[int] | None:
         """Rows received from each rank after all dispatch flags have arrived, those of this rank included.
@@ -299,6 +327,10 @@ class ExchangeCalls:
         call.values, call.ids, call.weights = values_to, ids_RK.data_ptr(), weights_RK.data_ptr()
         self._call("exchange_receive", self._receive_at)
         return scales_RX, ids_RK, weights_RK
+
+    def add_up(self, own: int) -> torch.Tensor:
+        """`collect` without flags: the sums of every rank have arrived."""
+        return self.collect(own, 0, 0, dict)
 
     def collect(self, own: int, epoch: int, microseconds: int, wait: Callable[[], Mapping[int, int]]) -> torch.Tensor:
         """Add the sums of all ranks to the tokens of the last dispatch: (T, H); zero for tokens without sums.

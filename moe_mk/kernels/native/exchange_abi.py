@@ -26,6 +26,7 @@ class CWindows(ctypes.Structure):
         ("most_rows", c_int64),
         *((name, c_int32) for name in ("rank", "num_ranks")),
         ("layer", c_uint32),
+        ("failed_from", c_void_p),
     )
 
 

@@ -40,6 +40,8 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "task_pairs": (1, 16),
     "prefetch_bytes": (64, 16384),
     "gather_kib": (128, 4096),
+    "streamed_rows": (16, 256),
+    "tile_rows": (1, 256),
 }
 """The limits of the parameters of a Tuning, which csrc/experts.cpp checks too."""
 
@@ -51,7 +53,9 @@ class Tuning:
     panel_rows: rows of an expert from which its weights are decoded into a panel first instead of being multiplied
     straight from memory; used where both give the same bits (AVX-512, weights without group scales).
     task_pairs: the most pairs of 16 columns in a task. prefetch_bytes: prefetch distance of a stream of weights.
-    gather_kib: memory for rows gathered at a time, part of a core's L2.
+    gather_kib: memory for rows gathered at a time, part of a core's L2. streamed_rows: rows of an expert up to which
+    AMX keeps panels of weights in L1; above, in L2, decoded once for all rows. tile_rows: rows of an expert from which
+    INT8 rows are multiplied by AMX tiles.
     Raises ConfigError with every parameter out of range.
     """
 
@@ -59,6 +63,8 @@ class Tuning:
     task_pairs: int = 0
     prefetch_bytes: int = 0
     gather_kib: int = 0
+    streamed_rows: int = 0
+    tile_rows: int = 0
 
     def __post_init__(self) -> None:
         wrong = []
@@ -76,8 +82,8 @@ class ExpertsMode:
 
     alpha: the sigmoid's factor of SWIGLU_OAI. limit: gate is clamped from above, up from both sides; 0: no clamp.
     quantize: the quantisation of x and h; INT8 requires INT8 weights.
-    batch_invariant: the result of a row does not depend on other rows of the batch. FP8 weights never depend on them;
-    for other formats this is slower with AMX at one or two rows per expert, and of MX and NVFP4 at up to four.
+    batch_invariant: the result of a row does not depend on other rows of the batch. With AMX, and for weights without
+    group scales, it never does; for MX and NVFP4 on AVX-512 this is slower at up to four rows per expert.
     tuning: parameters that affect only the time.
     """
 

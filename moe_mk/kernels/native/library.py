@@ -18,7 +18,7 @@ from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, b
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 8
+ABI_VERSION = 10
 
 
 class Isa(IntEnum):
@@ -49,6 +49,9 @@ class CMatrix(ctypes.Structure):
         *((name, c_void_p) for name in ("data", "scales", "output_scales", "bias")),
         *((name, c_int64) for name in ("slot_bytes", "slot_scales", "slot_output_scales", "slot_bias")),
         *((name, c_int32) for name in ("format", "num_outputs", "num_inputs", "block")),
+        ("zeros", c_void_p),
+        ("slot_zeros", c_int64),
+        *((name, c_int32) for name in ("scale_type", "group")),
     )
 
 
@@ -65,6 +68,7 @@ class CExperts(ctypes.Structure):
         *((name, c_int32) for name in ("quantize", "batch_invariant", "out_f32", "threads", "isa")),
         *((name, CMatrix) for name in ("shared_w13", "shared_w2")),
         *((name, c_int32) for name in ("panel_rows", "task_pairs", "prefetch_bytes", "gather_kib")),
+        *((name, c_int32) for name in ("streamed_rows", "tile_rows")),
     )
 
 
@@ -100,6 +104,11 @@ _SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
         (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_int32, POINTER(c_int64)),
     ),
     "unpack": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32)),
+    "pack_blocks": (
+        c_int32,
+        (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32, POINTER(c_int64)),
+    ),
+    "unpack_blocks": (c_int32, (*(c_void_p,) * 4, c_int64, c_int64, c_int64, c_int32, c_int32)),
     "experts": (c_int32, (POINTER(CExperts),)),
     "route": (c_int32, (POINTER(CRoute),)),
     "layer": (c_int32, (POINTER(CLayer), c_void_p, c_int64, *(c_void_p,) * 4, c_int32)),
@@ -194,13 +203,14 @@ def compile_and_open(
     *,
     on_unit: OnUnit | None = None,
     emulate_amx: bool = False,
+    tiles_only: bool = False,
 ) -> Native:
     """Open the kernels of the wheel or the cache, or compile them; the instruction sets are not self-checked.
 
-    on_unit: called after each source with the numbers of compiled and of all sources.
-    Raises UnsupportedError if there is no compiler, it fails, or the cache belongs to another user.
+    on_unit: called after each source with the numbers of compiled and of all sources. emulate_amx, tiles_only: as in
+    `units`. Raises UnsupportedError if there is no compiler, it fails, or the cache belongs to another user.
     """
-    listed = units(emulate_amx=emulate_amx)
+    listed = units(emulate_amx=emulate_amx, tiles_only=tiles_only)
     functions, path, refused = _open_prebuilt(prebuilt(listed), progress)
     if functions is None:
         compiler = find_compiler(which)

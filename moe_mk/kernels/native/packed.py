@@ -29,8 +29,9 @@ HUGE_PAGE = 2 << 20
 class PackedMatrix:
     """One projection of every local expert, packed.
 
-    values_LB: uint8, one slot a row. scales_LX: f32 of blocks or bytes of groups, None without. bias_LX: f32 per
-    output, gate's then up's, or None. output_scales_LX: f32 factors of whole outputs, None without.
+    values_LB: uint8, one slot a row. scales_LX: f32 of blocks, or bytes of groups and parts, None without. bias_LX: f32
+    per output, gate's then up's, or None. output_scales_LX: f32 factors of whole outputs, None without. zeros_LX: uint8
+    zero points of groups, None without.
     """
 
     layout: MatrixLayout
@@ -38,6 +39,7 @@ class PackedMatrix:
     scales_LX: torch.Tensor | None
     bias_LX: torch.Tensor | None = None
     output_scales_LX: torch.Tensor | None = None
+    zeros_LX: torch.Tensor | None = None
 
     @property
     def num_slots(self) -> int:
@@ -47,12 +49,12 @@ class PackedMatrix:
     @property
     def num_bytes(self) -> int:
         """Memory of values and scales."""
-        held = (self.values_LB, self.scales_LX, self.output_scales_LX)
+        held = (self.values_LB, self.scales_LX, self.output_scales_LX, self.zeros_LX)
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the packed expert of one slot to another."""
-        for part in (self.values_LB, self.scales_LX, self.output_scales_LX, self.bias_LX):
+        for part in (self.values_LB, self.scales_LX, self.output_scales_LX, self.zeros_LX, self.bias_LX):
             if part is not None:
                 part[target].copy_(part[source])
 
@@ -75,11 +77,11 @@ def allocate(
     values_LB = values_B[start : start + needed].view(num_slots, layout.slot_bytes)
     if touch:
         native.functions["advise_huge"](values_LB.data_ptr(), needed)
-    of_blocks = torch.uint8 if layout.format.group else torch.float32
+    of_blocks = torch.uint8 if layout.format.group or layout.format.has_parts else torch.float32
     scales_LX = _zeros(num_slots, layout.slot_scales, of_blocks)
-    return PackedMatrix(
-        layout, values_LB, scales_LX, bias_LX, _zeros(num_slots, layout.slot_output_scales, torch.float32)
-    )
+    output_scales_LX = _zeros(num_slots, layout.slot_output_scales, torch.float32)
+    zeros_LX = _zeros(num_slots, layout.slot_zeros, torch.uint8)
+    return PackedMatrix(layout, values_LB, scales_LX, bias_LX, output_scales_LX, zeros_LX)
 
 
 def _zeros(num_slots: int, each: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -100,6 +102,7 @@ def pack_slot(
     scales: tuple[torch.Tensor, ...] = (),
     *,
     above: tuple[torch.Tensor, ...] = (),
+    zeros: tuple[torch.Tensor, ...] = (),
     shard: Shard | None = None,
     threads: int = 1,
     name: str = "weight",
@@ -110,13 +113,32 @@ def pack_slot(
     dtype; they may be memory-mapped and strided between rows.
     scales: one tensor per source. f32 128x128 grids, whose block (0, 0) contains the shard's first value; f32
     (outputs, 1) or (1, 1) for a layout by output; else scales of the format, (outputs, inputs / group).
-    above: NVFP4's f32 scale of each source, (1, 1).
-    Raises WeightError for NaN codes and scales, ShapeError for shapes and alignments that cannot be packed.
+    Of INT4 and INT8_GROUPS: the dtype of `PartScales`. Of ggml blocks: none, they are in the blocks (sources).
+    above: NVFP4's f32 scale of each source, (1, 1). zeros: uint8 zero points, of the shape of the scales.
+    Raises WeightError for NaN codes, and for scales that are NaN or, of formats with parts, infinite; ShapeError for
+    shapes and alignments that cannot be packed.
     """
     layout = packed.layout
     _check_sources(layout, sources, name)
     plain = _same_strides(sources)
     num_nans = ctypes.c_int64(0)
+    if layout.block_type is not None:
+        assert packed.scales_LX is not None
+        native.call(
+            "pack_blocks",
+            plain[0].data_ptr(),
+            plain[1].data_ptr() if layout.gated else None,
+            plain[0].stride(0),
+            layout.num_outputs,
+            layout.num_inputs,
+            int(layout.block_type),
+            packed.values_LB[slot].data_ptr(),
+            packed.scales_LX[slot].data_ptr(),
+            threads,
+            ctypes.byref(num_nans),
+        )
+        _expect_finite(num_nans.value, layout.block_type.name, name)
+        return
     native.call(
         "pack",
         plain[0].data_ptr(),
@@ -133,7 +155,40 @@ def pack_slot(
         raise WeightError(
             f"{name}: {num_nans.value} of its FP8 codes are NaN (0x7f or 0xff); the checkpoint is damaged"
         )
-    _pack_scales(packed, slot, scales, above, shard or Shard(), name)
+    if layout.parts is not None:
+        _pack_parts(packed, slot, scales, zeros, name)
+    else:
+        _pack_scales(packed, slot, scales, above, shard or Shard(), name)
+
+
+def _expect_finite(bad: int, storage: str, name: str) -> None:
+    if bad:
+        raise WeightError(f"{name}: {bad} of its {storage} scales are NaN or infinite; the checkpoint is damaged")
+
+
+def _pack_parts(
+    packed: PackedMatrix, slot: int, scales: tuple[torch.Tensor, ...], zeros: tuple[torch.Tensor, ...], name: str
+) -> None:
+    layout, parts = packed.layout, packed.layout.parts
+    assert parts is not None and packed.scales_LX is not None
+    shape = (layout.num_outputs, parts.of_row(layout.num_inputs))
+    _expect(scales, [shape], layout, name, "scales", parts.dtype)
+    _expect_finite(sum(int((~s.isfinite()).sum()) for s in scales), layout.format.name, name)
+    packed.scales_LX[slot].copy_(_of_pairs(layout, scales).view(torch.uint8))
+    if packed.zeros_LX is not None:
+        _expect(zeros, [shape], layout, name, "zero points", torch.uint8)
+        top = 2**layout.format.bits
+        largest = max(int(z.max()) for z in zeros)
+        if largest > top:
+            raise WeightError(f"{name}: a zero point of {largest} for codes below {top}; the checkpoint is damaged")
+        packed.zeros_LX[slot].copy_(_of_pairs(layout, zeros))
+    elif zeros:
+        raise ShapeError(f"{name}: zero points for a layout without them; use PartScales(zeros=True)")
+
+
+def _of_pairs(layout: MatrixLayout, sources: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """[pairs, groups, 32 outputs] flat, zero for padding, from [outputs, groups] of each source."""
+    return _side_by_side(layout, [s.to(device="cpu") for s in sources]).transpose(1, 2).reshape(-1)
 
 
 def _check_sources(layout: MatrixLayout, sources: tuple[torch.Tensor, ...], name: str) -> None:
@@ -169,12 +224,27 @@ def _pack_scales(
 
 
 def unpack_slot(native: Native, packed: PackedMatrix, slot: int, *, threads: int = 1) -> tuple[torch.Tensor, ...]:
-    """The values of one slot: (gate, up) or (weight,), bit-identical to the packed ones."""
+    """The values of one slot: (gate, up) or (weight,), bit-identical to the packed ones; ggml blocks as such."""
     layout = packed.layout
     targets = [
         torch.empty(layout.source_shape, dtype=layout.format.dtype, device="cpu")
         for _ in range(2 if layout.gated else 1)
     ]
+    if layout.block_type is not None:
+        assert packed.scales_LX is not None
+        native.call(
+            "unpack_blocks",
+            packed.values_LB[slot].data_ptr(),
+            packed.scales_LX[slot].data_ptr(),
+            targets[0].data_ptr(),
+            targets[1].data_ptr() if layout.gated else None,
+            layout.source_shape[1],
+            layout.num_outputs,
+            layout.num_inputs,
+            int(layout.block_type),
+            threads,
+        )
+        return tuple(targets)
     native.call(
         "unpack",
         packed.values_LB[slot].data_ptr(),
@@ -193,11 +263,27 @@ def unpack_scales(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
     """The scales of one slot as applied, per source.
 
     Blocks: [outputs / 16, k blocks] f32 (the grid, repeated per tile); groups: [outputs, groups] in their stored dtype.
+    () without, and for ggml blocks, which contain theirs.
     """
-    if packed.scales_LX is None:
+    layout = packed.layout
+    if packed.scales_LX is None or layout.block_type is not None:
         return ()
+    if layout.parts is not None:
+        return _of_sources(layout, packed.scales_LX[slot].view(layout.parts.dtype))
     gathered = gathered_groups if packed.layout.format.group else gathered_blocks
     return gathered(packed.layout, packed.scales_LX[slot])
+
+
+def unpack_zeros(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:
+    """The zero points of one slot, per source, uint8 [outputs, groups]; () without."""
+    return () if packed.zeros_LX is None else _of_sources(packed.layout, packed.zeros_LX[slot])
+
+
+def _of_sources(layout: MatrixLayout, packed_X: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The inverse of `_of_pairs`."""
+    columns = packed_X.view(layout.pairs, -1, PAIR).transpose(1, 2)
+    # A copy: contiguous() keeps the strides of a single group.
+    return tuple(part.clone(memory_format=torch.contiguous_format) for part in _apart(layout, columns))
 
 
 def unpack_output_scales(packed: PackedMatrix, slot: int) -> tuple[torch.Tensor, ...]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_mk.errors import MoEMKError
 from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, default_cache_dir, reason_against
 from moe_mk.kernels.native.experts import experts_rows
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
-from moe_mk.kernels.native.layout import Format, MatrixLayout
+from moe_mk.kernels.native.layout import BlockType, Format, MatrixLayout, PartScales
 from moe_mk.kernels.native.library import Isa, Native, compile_and_open
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
 from moe_mk.kernels.native.toolchain import Compiler, find_compiler, prebuilt_here, units
 
-# Two instruction sets may round h and the output to neighbouring bf16; AMX also rounds code * scale to bf16.
+# Two instruction sets may round h and the output to neighbouring bf16.
 _TOLERANCE = 8e-3
 _SLOTS, _HIDDEN, _INTER = 2, 160, 144
 
@@ -30,16 +32,18 @@ def load(
     progress: Progress | None = None,
     *,
     emulate_amx: bool = False,
+    tiles_only: bool = False,
 ) -> Native:
     """Find the kernels in the wheel or the cache, or compile them (first use, some seconds), and check them.
 
     Every instruction set is compared with the scalar one.
 
     cache_dir: where compiled libraries are kept, default_cache_dir() if not given. which: how compilers are found.
+    emulate_amx, tiles_only: as in `toolchain.units`, for tests.
     An instruction set with other results is rejected, with the difference as the reason, and never used.
     Raises UnsupportedError if there is no compiler, it fails, or the cache belongs to another user.
     """
-    native = compile_and_open(cache_dir, which, progress, emulate_amx=emulate_amx)
+    native = compile_and_open(cache_dir, which, progress, emulate_amx=emulate_amx, tiles_only=tiles_only)
     return checked(native)
 
 
@@ -75,10 +79,10 @@ def _key_with(compiler: Compiler) -> str:
 def checked(native: Native) -> Native:
     """Keep the instruction sets that agree with the scalar kernels; reject the others with a reason."""
     kept, refused = [Isa.SCALAR], dict(native.refused)
-    for isa in native.isas:
-        if isa is Isa.SCALAR:
-            continue
-        reason = difference(native, isa)
+    others = [isa for isa in native.isas if isa is not Isa.SCALAR]
+    cases = list(_cases(native)) if others else []
+    for isa in others:
+        reason = difference(native, isa, cases)
         if reason is None:
             kept.append(isa)
         else:
@@ -86,54 +90,122 @@ def checked(native: Native) -> Native:
     return replace(native, isas=tuple(kept), refused=refused)
 
 
-def difference(native: Native, isa: Isa) -> str | None:
-    """Compare one instruction set with the scalar kernels on a small layer; None if they agree."""
-    for storage in Format:
-        w13, w2 = _tiny_weights(native, storage)
-        for num_rows in (1, 5, 40):
-            x_RH = _pattern(num_rows, _HIDDEN).to(torch.bfloat16)
-            ids_RK = torch.arange(num_rows * 2, dtype=torch.int32, device="cpu").view(num_rows, 2).remainder_(_SLOTS)
-            weights_RK = torch.full((num_rows, 2), 0.5, dtype=torch.float32, device="cpu")
-            modes = [ExpertsMode(), ExpertsMode(batch_invariant=True)]
-            if storage is Format.INT8:
-                modes.append(ExpertsMode(quantize=Rounding.INT8))
-            for mode in modes:
-                try:
-                    wanted, got = (
-                        experts_rows(native, x_RH, ids_RK, weights_RK, w13, w2, mode=mode, isa=which, threads=2).float()
-                        for which in (Isa.SCALAR, isa)
-                    )
-                except (MoEMKError, MemoryError) as failure:
-                    return f"it failed its self-check: {failure}"
-                error = ((got - wanted).norm() / wanted.norm()).item()
-                if not error < _TOLERANCE:
-                    return (
-                        f"it failed its self-check: {storage.name}, {num_rows} rows, error {error:.2e} against scalar"
-                    )
+class Case(NamedTuple):
+    """A call of the self-check, with what the scalar kernels return."""
+
+    w13: PackedMatrix
+    w2: PackedMatrix
+    x_RH: Tensor
+    ids_RK: Tensor
+    weights_RK: Tensor
+    quantize: Rounding
+    wanted_RH: Tensor
+    """f32."""
+
+
+def difference(native: Native, isa: Isa, cases: Iterable[Case] | None = None) -> str | None:
+    """Compare one instruction set with the scalar kernels on a small layer; None if they agree.
+
+    cases: what to compare; None: all of them, computed here.
+    """
+    for case in _cases(native) if cases is None else cases:
+        modes = [ExpertsMode(quantize=case.quantize)]
+        if case.quantize is Rounding.NONE:
+            modes.append(ExpertsMode(batch_invariant=True))
+        for mode in modes:
+            try:
+                got = _run(native, case, mode, isa)
+            except (MoEMKError, MemoryError) as failure:
+                return f"it failed its self-check: {failure}"
+            error = ((got - case.wanted_RH).norm() / case.wanted_RH.norm()).item()
+            if not error < _TOLERANCE:
+                what = f"{case.w13.layout.format.name}, {len(case.x_RH)} rows"
+                return f"it failed its self-check: {what}, error {error:.2e} against scalar"
     return None
 
 
-def _tiny_weights(native: Native, storage: Format) -> tuple[PackedMatrix, PackedMatrix]:
-    w13 = allocate(native, MatrixLayout(_INTER, _HIDDEN, True, storage), _SLOTS)
-    w2 = allocate(native, MatrixLayout(_HIDDEN, _INTER, False, storage), _SLOTS)
+def _cases(native: Native) -> Iterator[Case]:
+    """All calls. The scalar kernels compute each once: their results depend neither on the batch nor on who asks."""
+    for layouts in _layouts():
+        w13, w2 = _tiny_weights(native, layouts)
+        storage, hidden = layouts[0].format, layouts[0].num_inputs
+        for num_rows in (1, 5, 40):
+            x_RH = _pattern(num_rows, hidden).to(torch.bfloat16)
+            ids_RK = torch.arange(num_rows * 2, dtype=torch.int32, device="cpu").view(num_rows, 2).remainder_(_SLOTS)
+            weights_RK = torch.full((num_rows, 2), 0.5, dtype=torch.float32, device="cpu")
+            for quantize in (Rounding.NONE, Rounding.INT8) if storage is Format.INT8 else (Rounding.NONE,):
+                case = Case(w13, w2, x_RH, ids_RK, weights_RK, quantize, x_RH)
+                yield case._replace(wanted_RH=_run(native, case, ExpertsMode(quantize=quantize), Isa.SCALAR))
+
+
+def _run(native: Native, case: Case, mode: ExpertsMode, isa: Isa) -> Tensor:
+    return experts_rows(
+        native, case.x_RH, case.ids_RK, case.weights_RK, case.w13, case.w2, mode=mode, isa=isa, threads=2
+    ).float()
+
+
+def _layouts() -> list[tuple[MatrixLayout, MatrixLayout]]:
+    """w13 and w2 of every format; of INT4 and INT8_GROUPS with and without zero points."""
+    pairs = []
+    for storage in Format:
+        if storage in (Format.INT4, Format.INT8_GROUPS):
+            for parts in (PartScales(32, torch.float16), PartScales(128, torch.bfloat16, zeros=True)):
+                first = MatrixLayout(_INTER, _HIDDEN, True, storage, parts=parts)
+                pairs.append((first, MatrixLayout(_HIDDEN, _INTER, False, storage, parts=parts)))
+        elif not storage.has_parts:
+            first = MatrixLayout(_INTER, _HIDDEN, True, storage)
+            pairs.append((first, MatrixLayout(_HIDDEN, _INTER, False, storage)))
+    for kind in (BlockType.Q4_K, BlockType.Q5_K, BlockType.Q6_K):
+        pairs.append((MatrixLayout.of_blocks(256, 256, True, kind), MatrixLayout.of_blocks(256, 256, False, kind)))
+    return pairs
+
+
+def _tiny_weights(native: Native, layouts: tuple[MatrixLayout, MatrixLayout]) -> tuple[PackedMatrix, PackedMatrix]:
+    w13, w2 = (allocate(native, layout, _SLOTS) for layout in layouts)
     for slot in range(_SLOTS):
         for packed, seeds in ((w13, (slot, slot + 7)), (w2, (slot + 3,))):
-            sources = tuple(_codes(packed.layout, seed) for seed in seeds)
-            scales = () if storage is Format.BF16 else (_scales(packed.layout, slot),) * len(seeds)
+            layout = packed.layout
+            sources = tuple(_codes(layout, seed) for seed in seeds)
+            scales = () if layout.format is Format.BF16 else (_scales(layout, slot),) * len(seeds)
             above = (torch.full((1, 1), 0.5, dtype=torch.float32, device="cpu"),) * len(seeds)
-            pack_slot(native, packed, slot, sources, scales, above=above)
+            zeros = (_zeros(layout),) * len(seeds) if packed.zeros_LX is not None else ()
+            pack_slot(native, packed, slot, sources, scales, above=above, zeros=zeros)
     return w13, w2
 
 
 def _codes(layout: MatrixLayout, seed: int) -> torch.Tensor:
     """Codes of all magnitudes of a format."""
     wave = _pattern(*layout.source_shape, seed=seed)
-    if layout.format.bits == 4:
+    if layout.block_type is not None:
+        return _blocks((wave + 1) * 127.5, layout.block_type)
+    if layout.format.bits == 4 or layout.format is Format.INT8_GROUPS:
         return ((wave + 1) * 127.5).to(torch.uint8)
     return (wave * 127 if layout.format is Format.INT8 else wave).to(layout.format.dtype)
 
 
+def _blocks(octets: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    """Blocks of any codes and scales of groups, whose f16 scales are of a size that keeps a layer's output finite."""
+    blocks = octets.to(torch.uint8).view(octets.shape[0], -1, kind.num_bytes)
+    small = torch.tensor([2e-4, 3e-4], dtype=torch.float16, device="cpu").view(torch.uint8)
+    if kind is BlockType.Q6_K:
+        blocks[..., 208:] = small[:2]
+    else:
+        blocks[..., :4] = small
+    return blocks.view(octets.shape)
+
+
+def _zeros(layout: MatrixLayout) -> torch.Tensor:
+    assert layout.parts is not None
+    shape, top = (layout.num_outputs, layout.parts.of_row(layout.num_inputs)), 2**layout.format.bits
+    return (
+        torch.arange(shape[0] * shape[1], dtype=torch.int32, device="cpu").view(shape).remainder_(top).to(torch.uint8)
+    )
+
+
 def _scales(layout: MatrixLayout, seed: int) -> torch.Tensor:
+    if layout.parts is not None:
+        wave = _pattern(layout.num_outputs, layout.parts.of_row(layout.num_inputs), seed=seed)
+        return ((wave.abs() + 0.1) * 2.0**-layout.format.bits).to(layout.parts.dtype)
     if layout.format.group == 0:
         shrink = 1 / 127 if layout.format is Format.INT8 else 1.0
         return (_pattern(2, 2, seed=seed).abs() + 0.1) * shrink

@@ -37,6 +37,7 @@ X86_UNITS = {
     "isa_avx512bf16.cpp": AVX512,
     "isa_avx512few.cpp": AVX512,
     "isa_avx512int8.cpp": AVX512,
+    "isa_avx512parts.cpp": AVX512,
     "isa_amx.cpp": (*AVX512, "-mgfni", "-mamx-tile", "-mamx-bf16"),
     "isa_amxint8.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
 }
@@ -91,19 +92,23 @@ def _asked(path: str, state: tuple[int, ...]) -> Compiler:
     return Compiler(path, answer.stdout.splitlines()[0] if answer.stdout else path)
 
 
-def units(machine: str | None = None, *, emulate_amx: bool = False, extra: Sequence[str] = ()) -> tuple[Unit, ...]:
+def units(
+    machine: str | None = None, *, emulate_amx: bool = False, tiles_only: bool = False, extra: Sequence[str] = ()
+) -> tuple[Unit, ...]:
     """List the sources for one kind of processor with their flags.
 
     machine: as platform.machine() states; only x86-64 has vector units of its own, others run the portable kernels.
-    emulate_amx: emulates AMX tile instructions in C++, to test the AMX kernels on any x86-64 (slow).
+    emulate_amx: emulates AMX tile instructions in C++, to test the AMX kernels on any x86-64 (slow). tiles_only: the
+    kernels around the tiles use AVX-512 and GFNI as they do with AMX; otherwise these are emulated too.
     """
     common = (*COMMON_FLAGS, *QUIET_FLAGS, *extra)
     listed = [Unit(SOURCES / name, common) for name in PLAIN_UNITS]
     if (machine or platform.machine()).lower() not in ("x86_64", "amd64"):
         return tuple(listed)
     for name, flags in X86_UNITS.items():
-        # The emulation decodes without AVX-512 too, so that it runs where AVX-512 does not.
-        own = () if emulate_amx and name.startswith("isa_amx") else flags
+        own = flags
+        if emulate_amx and name.startswith("isa_amx"):
+            own = tuple(flag for flag in flags if not flag.startswith("-mamx")) if tiles_only else ()
         listed.append(Unit(SOURCES / name, (*common, *own)))
     if emulate_amx:
         listed = [Unit(unit.source, (*unit.flags, "-DMOE_MK_EMULATE_AMX")) for unit in listed]

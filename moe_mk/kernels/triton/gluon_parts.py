@@ -17,6 +17,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moe_mk.kernels.triton.numerics import as_scale, hidden_of, scale_of
 
 W13, W2 = gl.constexpr(0), gl.constexpr(1)
+ROWS_OF_A_WARP = [[1, 0], [2, 0], [4, 0]]
+WARPS = [[16, 0], [32, 0]]
+# Of a (64, 128) tile: the rows of a thread are those that its sums have, its columns are 16 bytes in a line.
+BF16_OF_A_ROW = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], *ROWS_OF_A_WARP], WARPS, [], [64, 128]
+    )
+)
+CODES_OF_A_ROW = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [8, 0]], [[0, 16], [0, 32], *ROWS_OF_A_WARP], WARPS, [], [64, 128]
+    )
+)
 
 
 class Units(NamedTuple):
@@ -144,21 +157,42 @@ def scale_at(pointer, mask):
 
 @gluon.jit
 def store(one, two, position, there, n, order_ptr, out, how, L: gl.constexpr, AXIS: gl.constexpr):
-    """Finish a unit and write it. L: how its sums lie; AXIS: along which of their axes the weight rows do."""
+    """Finish a unit and write it. L: how its sums lie; AXIS: along which of their axes the weight rows do.
+
+    Where the weight rows are columns, four threads of a row exchange values, so that each stores 16 bytes at once.
+    """
     column = columns_of(n, how.mode) + gl.arange(0, 128, gl.SliceLayout(1 - AXIS, L))
     if how.mode == 0:
         hidden = hidden_of(one, two, how.activation, how.alpha, how.limit, True)
         scale = scale_of(gl.max(gl.abs(hidden), AXIS), how.power_of_two)
         value = (hidden * gl.expand_dims(1.0 / scale, AXIS)).to(gl.float8e4nv)
-        row = gl.expand_dims(position.to(gl.int64) * out.width, AXIS)
-        gl.store(out.ptr + row + gl.expand_dims(column, 1 - AXIS), value, mask=gl.expand_dims(there, AXIS))
         gl.store(out.scales_ptr + position.to(gl.int64) * out.scales_m + n * out.scales_k, scale, mask=there)
+        if AXIS == 1:
+            store_rows(value, out.ptr, out.width, position, there, columns_of(n, how.mode), CODES_OF_A_ROW)
+        else:
+            row = gl.expand_dims(position.to(gl.int64) * out.width, AXIS)
+            gl.store(out.ptr + row + gl.expand_dims(column, 1 - AXIS), value, mask=gl.expand_dims(there, AXIS))
     else:
         target = gl.load(order_ptr + position, mask=there, other=0) if how.scatter else position
         if how.weighted:
             weight = gl.expand_dims(gl.load(out.weights_ptr + target, mask=there, other=0.0), AXIS)
             one, two = one * weight, two * weight
-        row = gl.expand_dims(target.to(gl.int64) * out.width, AXIS)
-        pointer, inside = out.ptr + row + gl.expand_dims(column, 1 - AXIS), gl.expand_dims(there, AXIS)
-        gl.store(pointer, one.to(gl.bfloat16), mask=inside)
-        gl.store(pointer + 128, two.to(gl.bfloat16), mask=inside)
+        if AXIS == 1:
+            first = columns_of(n, how.mode)
+            store_rows(one.to(gl.bfloat16), out.ptr, out.width, target, there, first, BF16_OF_A_ROW)
+            store_rows(two.to(gl.bfloat16), out.ptr, out.width, target, there, first + 128, BF16_OF_A_ROW)
+        else:
+            row = gl.expand_dims(target.to(gl.int64) * out.width, AXIS)
+            pointer, inside = out.ptr + row + gl.expand_dims(column, 1 - AXIS), gl.expand_dims(there, AXIS)
+            gl.store(pointer, one.to(gl.bfloat16), mask=inside)
+            gl.store(pointer + 128, two.to(gl.bfloat16), mask=inside)
+
+
+@gluon.jit
+def store_rows(value, ptr, pitch, target, there, first, LAYOUT: gl.constexpr):
+    """Write (64, 128) values to the rows `target` from column `first` on, 16 bytes a thread."""
+    target = gl.convert_layout(target, gl.SliceLayout(1, LAYOUT))
+    there = gl.convert_layout(there, gl.SliceLayout(1, LAYOUT))
+    column = first + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    pointer = ptr + target.to(gl.int64)[:, None] * pitch + column[None, :]
+    gl.store(pointer, gl.convert_layout(value, LAYOUT), mask=there[:, None])

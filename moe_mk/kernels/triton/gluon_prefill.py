@@ -3,7 +3,8 @@
 Two warpgroups multiply 64 rows each; one warp copies weights (and rows, where they lie one behind the other) through
 the tensor memory accelerator, and where rows are gathered, four more warps copy them by cp.async. 256 columns a unit
 halve the traffic from L2 compared with 128: 48 bytes a clock instead of 64. Each product of 128 terms is promoted to
-f32 at once. Reads and writes what `grouped_w13` and `grouped_w2` do.
+f32 at once. In a tile of up to 64 rows the second warpgroup multiplies nothing. Reads and writes what `grouped_w13` and
+`grouped_w2` do.
 """
 
 from __future__ import annotations
@@ -87,36 +88,54 @@ def _copy_rows(x, x_stride, order_ptr, units, ring, how):
 
 @gluon.jit
 def _multiply(order_ptr, units, ring, scales, out, how, HALF: gl.constexpr):
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     it = 0
-    product = gl.zeros((64, 128), gl.float32, L)
     for t in range(gl.program_id(0), units.total, how.programs):
         expert, first, end, n = locate(t, units)
-        position = first + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, L))
-        there = position < end
-        row = gl.load(order_ptr + position, mask=there, other=0) // how.top_k if how.gather else position
-        row_scales = scales.rows_ptr + row.to(gl.int64) * scales.rows_m
-        block = (expert * units.rows_an_expert + columns_of(n, how.mode)) // 128
-        one_scales = scales.weights_ptr + block * units.steps
-        two_scales = one_scales + (units.second // 128) * units.steps
-        one, two = gl.zeros((64, 128), gl.float32, L), gl.zeros((64, 128), gl.float32, L)
-        s_x, s_1, s_2 = scale_at(row_scales, there), gl.load(one_scales), gl.load(two_scales)
-        for k in range(units.steps):
-            stage, phase = it % how.stages, (it // how.stages) & 1
-            after = gl.minimum(k + 1, units.steps - 1)
-            next_x = scale_at(row_scales + after * scales.rows_k, there)
-            next_1, next_2 = gl.load(one_scales + after), gl.load(two_scales + after)
-            mbarrier.wait(ring.full.index(stage), phase)
-            if how.gather:  # cp.async wrote through the generic proxy, the matrix unit reads through the other one
-                fence_async_shared()
-            a = ring.rows.index(stage).slice(HALF * 64, 64)
-            product = warpgroup_mma(a, ring.one.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
-            product = warpgroup_mma_wait(0, [product])
-            one = pinned(one + product * (s_x * s_1)[:, None])
-            product = warpgroup_mma(a, ring.two.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
-            product = warpgroup_mma_wait(0, [product])
-            mbarrier.arrive(ring.empty.index(stage))
-            two = pinned(two + product * (s_x * s_2)[:, None])
-            s_x, s_1, s_2 = next_x, next_1, next_2
-            it += 1
-        store(one, two, position, there, n, order_ptr, out, how, L, 1)
+        if first + HALF * 64 < end:
+            _multiply_unit(order_ptr, units, ring, scales, out, how, HALF, expert, first, end, n, it)
+        else:
+            _release_unit(units, ring, how, it)
+        it += units.steps
+
+
+@gluon.jit
+def _release_unit(units, ring, how, it):
+    """Empty the stages of a unit without rows for this warpgroup: the matrix unit is left to the other one."""
+    for _ in range(units.steps):
+        mbarrier.wait(ring.full.index(it % how.stages), (it // how.stages) & 1)
+        mbarrier.arrive(ring.empty.index(it % how.stages))
+        it += 1
+
+
+@gluon.jit
+def _multiply_unit(order_ptr, units, ring, scales, out, how, HALF: gl.constexpr, expert, first, end, n, it):
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    product = gl.zeros((64, 128), gl.float32, L)
+    position = first + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, L))
+    there = position < end
+    row = gl.load(order_ptr + position, mask=there, other=0) // how.top_k if how.gather else position
+    row_scales = scales.rows_ptr + row.to(gl.int64) * scales.rows_m
+    block = (expert * units.rows_an_expert + columns_of(n, how.mode)) // 128
+    one_scales = scales.weights_ptr + block * units.steps
+    two_scales = one_scales + (units.second // 128) * units.steps
+    one, two = gl.zeros((64, 128), gl.float32, L), gl.zeros((64, 128), gl.float32, L)
+    s_x, s_1, s_2 = scale_at(row_scales, there), gl.load(one_scales), gl.load(two_scales)
+    for k in range(units.steps):
+        stage, phase = it % how.stages, (it // how.stages) & 1
+        after = gl.minimum(k + 1, units.steps - 1)
+        next_x = scale_at(row_scales + after * scales.rows_k, there)
+        next_1, next_2 = gl.load(one_scales + after), gl.load(two_scales + after)
+        mbarrier.wait(ring.full.index(stage), phase)
+        if how.gather:  # cp.async wrote through the generic proxy, the matrix unit reads through the other one
+            fence_async_shared()
+        a = ring.rows.index(stage).slice(HALF * 64, 64)
+        product = warpgroup_mma(a, ring.one.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, [product])
+        one = pinned(one + product * (s_x * s_1)[:, None])
+        product = warpgroup_mma(a, ring.two.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, [product])
+        mbarrier.arrive(ring.empty.index(stage))
+        two = pinned(two + product * (s_x * s_2)[:, None])
+        s_x, s_1, s_2 = next_x, next_1, next_2
+        it += 1
+    store(one, two, position, there, n, order_ptr, out, how, L, 1)

@@ -27,6 +27,7 @@ from moe_mk.kernels.triton.tile_map import TileMap
 from moe_mk.kernels.triton.weight_formats import (
     add_product,
     multiply,
+    packs,
     pinned,
     scale_codes,
     spread,
@@ -127,7 +128,7 @@ def unscaled_sums(
     GATHER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Both sums where rows have no scales of groups: every format but FP8 times FP8."""
-    PACKED: tl.constexpr = FORMAT == "w_mxfp4" or FORMAT == "w_nvfp4"
+    PACKED: tl.constexpr = packs(FORMAT)
     BOX: tl.constexpr = STEP // 2 if PACKED else STEP
     before = expert * rows_an_expert
     g_low, g_high = scale_codes(w_scales_ptr, expert, 0, steps, gate_row - before, rows_an_expert, GROUPS, FORMAT)

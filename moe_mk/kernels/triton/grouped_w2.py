@@ -22,6 +22,7 @@ from moe_mk.kernels.triton.tile_map import TileMap
 from moe_mk.kernels.triton.weight_formats import (
     add_product,
     multiply,
+    packs,
     scale_codes,
     spread,
     with_bias,
@@ -88,7 +89,7 @@ def unscaled_sum(
     STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Every other format."""
-    PACKED: tl.constexpr = FORMAT == "w_mxfp4" or FORMAT == "w_nvfp4"
+    PACKED: tl.constexpr = packs(FORMAT)
     BOX: tl.constexpr = STEP // 2 if PACKED else STEP
     low, high = scale_codes(w_scales_ptr, expert, 0, steps, row, width, GROUPS, FORMAT)
     for step in range(steps):

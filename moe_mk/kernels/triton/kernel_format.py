@@ -12,6 +12,13 @@
     w_mxfp8       weights e4m3, one power-of-two scale per 32 columns, rows bf16
     w_mxfp4       weights e2m1, the same
     w_nvfp4       weights e2m1, one e4m3 scale per 16 columns, and one scale per row
+    w_int4        weights INT4, one bf16, f16 or f32 scale per 32, 64 or 128 columns, rows bf16; code 8 is zero
+    w_int4_zero   the same with a zero point for each scale
+    w_int8_group  weights INT8, the same; code 128 is zero
+    w_int8_zero   the same with a zero point for each scale
+
+With zero points, a scale and its zero point are one word: the upper 19 bits of the f32 scale, which bf16 and f16 scales
+do not exceed, and the zero point in the lowest byte.
 
 Four-bit weights are interleaved at load: a byte holds columns j and j + 64 of a step of 128, so that the low and the
 high bits are contiguous column blocks. Group scales are stored step by step.
@@ -33,7 +40,7 @@ class KernelFormat:
     per_byte: int = 1
     """Values in one element of the weight's tensor."""
     group: int = 0
-    """Columns per one-byte scale; 0 without such scales."""
+    """Columns per scale of a group; 0 without groups."""
     row_scales: bool = False
     """Whether every weight row has a scale, applied at the end."""
 
@@ -41,6 +48,16 @@ class KernelFormat:
     def by_token(self) -> bool:
         """Whether token rows and hidden rows are codes with one scale per row."""
         return self.name in ("int8", "int8_block", "fp8_row")
+
+    @property
+    def integer(self) -> bool:
+        """Whether weights are unsigned integers with scales of groups."""
+        return self.name in ("w_int4", "w_int4_zero", "w_int8_group", "w_int8_zero")
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether scales are words that contain a zero point."""
+        return self.name in ("w_int4_zero", "w_int8_zero")
 
     @property
     def box(self) -> int:
@@ -68,5 +85,9 @@ KERNEL_FORMATS: Mapping[str, KernelFormat] = {
         KernelFormat("w_mxfp8", 64, group=32),
         KernelFormat("w_mxfp4", 128, per_byte=2, group=32),
         KernelFormat("w_nvfp4", 128, per_byte=2, group=16, row_scales=True),
+        KernelFormat("w_int4", 128, per_byte=2, group=32),
+        KernelFormat("w_int4_zero", 128, per_byte=2, group=32),
+        KernelFormat("w_int8_group", 64, group=32),
+        KernelFormat("w_int8_zero", 64, group=32),
     )
 }

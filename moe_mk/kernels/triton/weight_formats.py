@@ -10,10 +10,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import constexpr_function
 
 from moe_mk.kernels.triton.numerics import IN_INTERPRETER, to_bf16
 
 POWER_126 = tl.constexpr(2.0**126)
+POWER_23 = tl.constexpr(2.0**23)
+
+
+@constexpr_function
+def packs(format):
+    """Whether a byte of weights holds two codes."""
+    return format in ("w_mxfp4", "w_nvfp4", "w_int4", "w_int4_zero")
 
 
 @triton.jit
@@ -32,26 +40,24 @@ def scale_codes(ptr, expert, step, steps, row, rows_an_expert, GROUPS: tl.conste
     elif GROUPS == 0:
         return 0, 0
     else:
-        PACKED: tl.constexpr = FORMAT == "w_mxfp4" or FORMAT == "w_nvfp4"
-        LOADED: tl.constexpr = GROUPS // 2 if PACKED else GROUPS
+        HALF: tl.constexpr = packs(FORMAT) and GROUPS > 1
+        LOADED: tl.constexpr = GROUPS // 2 if HALF else GROUPS
         lane = tl.arange(0, 128)
         first = ((expert * steps + step).to(tl.int64) * rows_an_expert + row) * GROUPS
         pointer = ptr + first + (lane * GROUPS)[:, None] + tl.arange(0, LOADED)[None, :]
         inside = (row + lane < rows_an_expert)[:, None]
         low = tl.load(pointer, mask=inside, other=0)
-        return low, tl.load(pointer + LOADED, mask=inside, other=0) if PACKED else low
+        return low, tl.load(pointer + LOADED, mask=inside, other=0) if HALF else low
 
 
 @triton.jit
 def over_columns(code, COLUMNS: tl.constexpr, NVFP4: tl.constexpr):
     """(128, groups) codes to (128, COLUMNS) f32 scales."""
-    GROUPS: tl.constexpr = code.shape[1]
     if NVFP4:
         scale = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         scale = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    wide = tl.broadcast_to(scale[:, :, None], [128, GROUPS, COLUMNS // GROUPS])
-    return tl.reshape(wide, [128, COLUMNS])
+    return wide(scale, COLUMNS)
 
 
 @triton.jit
@@ -59,6 +65,30 @@ def e2m1(code):
     """Four-bit codes (0 to 15, int32) to f32: sign, exponent and mantissa in their places, the bias by a product."""
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     return bits.to(tl.float32, bitcast=True) * POWER_126
+
+
+@triton.jit
+def integers(code, scale, MIDDLE: tl.constexpr, ZERO: tl.constexpr):
+    """Codes (int32) of 128 rows and their scales (128, groups) to bf16 weights, rounded once.
+
+    MIDDLE: the code of zero. ZERO: scales are words that contain a zero point. A code in the mantissa of 2^23 is an
+    exact f32 without a conversion.
+    """
+    COLUMNS: tl.constexpr = code.shape[1]
+    if ZERO:
+        middle = (wide(scale & 0xFF, COLUMNS) | 0x4B000000).to(tl.float32, bitcast=True)
+        factor = wide(scale & -256, COLUMNS).to(tl.float32, bitcast=True)
+    else:
+        middle = POWER_23 + MIDDLE
+        factor = wide(scale, COLUMNS).to(tl.float32)
+    return to_bf16(((code | 0x4B000000).to(tl.float32, bitcast=True) - middle) * factor)
+
+
+@triton.jit
+def wide(each, COLUMNS: tl.constexpr):
+    """(128, groups) repeated to (128, COLUMNS)."""
+    GROUPS: tl.constexpr = each.shape[1]
+    return tl.reshape(tl.broadcast_to(each[:, :, None], [128, GROUPS, COLUMNS // GROUPS]), [128, COLUMNS])
 
 
 @triton.jit
@@ -80,6 +110,12 @@ def add_product(total, a, b, w, low, high, SWAP: tl.constexpr, FORMAT: tl.conste
         first, second = halves(w, low, high, FORMAT == "w_nvfp4")
         total += multiply(a, first, SWAP)
         return total + multiply(b, second, SWAP)
+    elif FORMAT == "w_int4" or FORMAT == "w_int4_zero":
+        code = w.to(tl.int32)
+        total += multiply(a, integers(code & 15, low, 8, FORMAT == "w_int4_zero"), SWAP)
+        return total + multiply(b, integers(code >> 4, high, 8, FORMAT == "w_int4_zero"), SWAP)
+    elif FORMAT == "w_int8_group" or FORMAT == "w_int8_zero":
+        return total + multiply(a, integers(w.to(tl.int32), low, 128, FORMAT == "w_int8_zero"), SWAP)
     elif FORMAT == "w_mxfp8":
         return total + multiply(a, to_bf16(w.to(tl.float32) * over_columns(low, w.shape[1], False)), SWAP)
     elif FORMAT == "w_fp8" or FORMAT == "w_int8_block":

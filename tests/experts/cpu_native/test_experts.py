@@ -1,6 +1,7 @@
 """Native CPU experts as a backend: packed weights, clamped activations and biases, bits in any company."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ from torch import Tensor
 
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16, FP32
 from moe_mk.quant.tensor import QuantTensor
+from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotBiases, SlotWeights
+from moe_mk.weights.layer_weights import as_mapped
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
@@ -99,3 +103,24 @@ def test_a_batch_invariant_layer_gives_a_row_the_same_bits_in_any_company() -> N
             QuantTensor(many.x_RH.values[part], None, BF16), many.ids_RK[part], many.weights_RK[part], SLOTS
         )
         assert torch.equal(native.run(some, own).y, together[part])
+
+
+@pytest.mark.parametrize("kind,own", [("int4_g32", "bf16"), ("q4_k", "q6_k"), ("bf16", "int4_g128_zp")])
+def test_shared_experts_of_another_format_take_part_in_the_same_call(kind: str, own: str) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 256}
+    backend = EXPERTS["cpu_native"](replace(context(), **wide))
+    routed, shared = (
+        backend.relayout(as_mapped(random_experts(scheme_of_kind(name), slots, 256, 256, torch.device("cpu"))))
+        for name, slots in ((kind, SLOTS), (own, 1))
+    )
+    both = backend.fuse_shared_experts(routed, shared)
+    assert both is not None
+    narrow = rows(5, torch.bfloat16)
+    x_RH = torch.randn(5, 256, generator=torch.Generator().manual_seed(7)).bfloat16()
+    tokens = replace(narrow, x_RH=QuantTensor(x_RH, None, BF16))
+    ones = torch.ones((5, 1), dtype=torch.float32)
+    every = replace(tokens, ids_RK=torch.zeros((5, 1), dtype=torch.int32), weights_RK=ones, num_slots=1)
+    expected = backend.run(tokens, routed).y.float() + backend.run(every, shared).y.float()
+    torch.testing.assert_close(
+        backend.run(tokens, both).y.float(), expected, rtol=0.02, atol=0.02 * float(expected.std())
+    )

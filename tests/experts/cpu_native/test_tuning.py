@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,25 @@ from moe_mk.config import tuned as tuned_files
 from moe_mk.config.tuned import Point, Tuned, case_name, tuned_path
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, ExpertsContext
+from moe_mk.experts.cpu_native import experts as cpu_native_experts
 from moe_mk.experts.cpu_native import tuning as cpu_native_tuning
 from moe_mk.experts.cpu_native.experts import CpuNativeExperts
-from moe_mk.experts.cpu_native.tuning import BUILT_IN, candidates, load_tuned, tuning_of
-from moe_mk.kernels.native import Tuning
+from moe_mk.experts.cpu_native.tuning import (
+    BUILT_IN,
+    INTEGER_TILES,
+    PANELS,
+    STREAMED,
+    CutOver,
+    Probe,
+    candidates,
+    cut_over_of,
+    load_tuned,
+    measured,
+    tuning_of,
+)
+from moe_mk.kernels.native import ExpertsMode, Format, Isa, Rounding, Tuning
 from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.testing.experts import random_experts
@@ -84,7 +98,7 @@ def test_what_is_tried_is_legal_different_and_begins_with_the_built_in() -> None
         ({"panel_rows": "4"}, "panel_rows '4' is neither"),
         (
             {"colour": 1},
-            "not parameters of cpu_native, which has panel_rows, task_pairs, prefetch_bytes, gather_kib",
+            "not parameters of cpu_native, which has panel_rows, task_pairs, prefetch_bytes, gather_kib, streamed_rows",
         ),
     ],
 )
@@ -128,6 +142,85 @@ def test_a_file_with_parameters_of_others_is_refused_by_name(folder: Path) -> No
         load_tuned(CONTEXT, FP8_128x128, TOP_K)
 
 
+def probe_of(cut_over: CutOver, crossing: int, gain: float = 0.5) -> Probe:
+    """A processor on which the second kernel takes 1 - gain of the time from `crossing` rows on, and 1 + gain below."""
+
+    def seconds(rows: int, tuning: Tuning) -> float:
+        is_second = tuning == cut_over.at(rows)
+        assert is_second or tuning == cut_over.at(rows + 1)
+        return 1.0 if not is_second else 1 - gain if rows >= crossing else 1 + gain
+
+    return Probe(f"{cut_over.parameter} {crossing} {gain}", cut_over, seconds)
+
+
+@pytest.mark.parametrize("cut_over", [PANELS, STREAMED, INTEGER_TILES], ids=lambda each: each.parameter)
+def test_a_cut_over_is_the_fewest_rows_from_which_the_second_kernel_is_faster(cut_over: CutOver) -> None:
+    for crossing in cut_over.rows:
+        found = measured(probe_of(cut_over, crossing))
+        assert found.rows == crossing
+        assert found.tuning == (Tuning() if crossing == cut_over.built_in else cut_over.at(crossing))
+        assert f"from {crossing} rows per expert" in str(found)
+
+
+@pytest.mark.parametrize("cut_over", [PANELS, STREAMED, INTEGER_TILES], ids=lambda each: each.parameter)
+def test_gains_below_the_margin_keep_the_built_in_cut_over(cut_over: CutOver) -> None:
+    for crossing in (1, *cut_over.rows, 1000):
+        assert measured(probe_of(cut_over, crossing, gain=0.01)).tuning == Tuning(), crossing
+
+
+def test_a_second_kernel_that_is_never_faster_is_not_used_where_it_was_measured() -> None:
+    assert measured(probe_of(PANELS, 1000)).tuning == Tuning()  # the built-in cut-over is above all of them
+    of_bf16 = cut_over_of(Isa.AVX512_BF16, Format.BF16, ExpertsMode())
+    assert of_bf16 is not None and of_bf16.built_in == 1
+    assert measured(replace(probe_of(of_bf16, 1000), case="bf16")).tuning == Tuning(panel_rows=5)
+    assert measured(probe_of(STREAMED, 1000)).tuning.streamed_rows == 129
+    assert measured(probe_of(INTEGER_TILES, 1000)).tuning.tile_rows == 18
+
+
+def test_a_case_is_measured_once() -> None:
+    calls = []
+    probe = probe_of(PANELS, 3, gain=0.4)
+    counted = Probe("once", PANELS, lambda rows, tuning: calls.append(rows) or probe.seconds(rows, tuning))
+    first = measured(counted)
+    done = len(calls)
+    assert done and measured(Probe("once", PANELS, probe.seconds)) is first and len(calls) == done
+
+
+def test_a_cut_over_never_separates_kernels_with_different_bits() -> None:
+    plain, integers, fp8 = ExpertsMode(), ExpertsMode(quantize=Rounding.INT8), ExpertsMode(quantize=Rounding.FP8)
+    assert cut_over_of(Isa.AVX512_BF16, Format.FP8, plain) is cut_over_of(Isa.AVX512_BF16, Format.FP8, fp8) is PANELS
+    assert cut_over_of(Isa.AVX512_BF16, Format.MXFP4, plain) is None  # scales enter the sum at another point
+    assert cut_over_of(Isa.AVX512_BF16, Format.INT8, integers) is None
+    assert cut_over_of(Isa.AMX_BF16, Format.MXFP4, fp8) is STREAMED
+    assert cut_over_of(Isa.AMX_BF16, Format.INT8, integers) is INTEGER_TILES
+    assert cut_over_of(Isa.AVX2, Format.FP8, plain) is cut_over_of(Isa.SCALAR, Format.FP8, plain) is None
+
+
+def test_with_amx_its_own_parameters_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_native_tuning, "_has_amx", lambda: True)
+    of_rows = {tokens: {name for one in candidates(CONTEXT, tokens) for name in one} for tokens in (1, 4096)}
+    assert of_rows == {1: {"prefetch_bytes", "task_pairs"}, 4096: {"gather_kib", "task_pairs", "streamed_rows"}}
+    integers = replace(CONTEXT, compute=INT8_TOKEN)
+    assert all("tile_rows" in {name for one in candidates(integers, count) for name in one} for count in (1, 4096))
+
+
+@compiled
+@pytest.mark.parametrize("bound", [0, 1 << 40])
+def test_experts_that_leave_the_caches_are_measured_at_load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, bound: int
+) -> None:
+    stack, built_in = random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, torch.device("cpu")), CpuNativeExperts(CONTEXT)
+    wanted = {count: built_in.run(rows(count), built_in.relayout(stack)).y for count in (1, 7, 32)}
+    assert built_in.parameters() == "built in"
+    monkeypatch.setattr(cpu_native_experts, "MEASURED_BYTES", bound)
+    experts = CpuNativeExperts(CONTEXT)
+    weights = experts.relayout(stack)
+    can_move = cut_over_of(experts.native.best, Format.FP8, experts.mode) is not None
+    assert experts.parameters().startswith("measured at load: from " if can_move and not bound else "built in")
+    for count, y in wanted.items():
+        assert torch.equal(experts.run(rows(count), weights).y, y)
+
+
 @compiled
 def test_a_tuned_file_is_used_in_its_range_and_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, used = random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, torch.device("cpu")), []
@@ -136,6 +229,8 @@ def test_a_tuned_file_is_used_in_its_range_and_changes_no_bit(folder: Path, monk
     wanted = {count: built_in.run(rows(count), weights).y for count in (1, 7, 32, 33)}
     saved(TOP_K, TunedPoint(2, parameters(NARROW), 5.0), TunedPoint(32, parameters(WIDE), 50.0))
     experts, inner = CpuNativeExperts(CONTEXT), CpuNativeExperts._mode
+    experts.relayout(stack)
+    assert experts.parameters() == "as measured by moe-mk tune at 2 numbers of rows"
     monkeypatch.setattr(CpuNativeExperts, "_mode", lambda *a: used.append(inner(*a)) or used[-1])
     for count, y in wanted.items():
         assert torch.equal(experts.run(rows(count), weights).y, y)
@@ -159,7 +254,7 @@ def test_every_candidate_gives_the_same_bits() -> None:
     assert experts.tuned == UNTUNED, "a choice is made for a copy"
 
 
-def measured(path: Path, stop: int | None = None) -> TuneResult:
+def tuned_here(path: Path, stop: int | None = None) -> TuneResult:
     def reported(what: str, done: int, total: int) -> None:
         if done == stop:
             raise KeyboardInterrupt
@@ -175,9 +270,9 @@ def test_a_killed_session_goes_on_and_its_file_is_read_back(folder: Path, monkey
     monkeypatch.setattr(session, "ROUNDS", 1)
     path = tuned_path("A B", "cpu_native", CASE.name)
     with pytest.raises(KeyboardInterrupt):
-        measured(path, stop=5)
+        tuned_here(path, stop=5)
     tried = sum(len(EXPERTS["cpu_native"].tuning_space(CONTEXT, count)) for count in (1, 64))
-    result = measured(path)
+    result = tuned_here(path)
     assert (result.complete, result.resumed, result.measured) == (True, 5, tried - 5)
     assert json.loads(path.with_suffix(".meta.json").read_text())["by"] == "a test"
     found = load_tuned(CONTEXT, FP8_128x128, TOP_K).points

@@ -28,13 +28,18 @@ from moe_mk.quant import (
     QuantScheme,
     QuantTensor,
 )
+from moe_mk.quant.gguf import Q4_0, Q8_0
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.tokens import RowTokens
-from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, narrow_columns, narrow_rows
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, digest, narrow_columns, narrow_rows
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler on this machine"
 )
-SCHEMES = [BF16, FP8_128x128, FP8_CHANNEL, FP8_TENSOR, INT8_128x128, INT8_CHANNEL, MXFP8, MXFP4, NVFP4]
+SCHEMES = [
+    BF16, FP8_128x128, FP8_CHANNEL, FP8_TENSOR, INT8_128x128, INT8_CHANNEL, MXFP8, MXFP4, NVFP4, GROUPED["int4_g32"],
+    GROUPED["int4_g64_zp"], GROUPED["int8_row_zp"], Q4_0, Q8_0,
+]  # fmt: skip
 SLOTS, HIDDEN, INNER = 3, 192, 256
 
 
@@ -68,7 +73,9 @@ def same(mine: SlotWeights, theirs: SlotWeights) -> bool:
     """Values, scales and scales above them, bit for bit."""
 
     def parts(slot: SlotWeights) -> list[torch.Tensor]:
-        held = [part for q in matrices(slot) for part in (q.values, q.scales, q.global_scale) if part is not None]
+        held = [
+            part for q in matrices(slot) for part in (q.values, q.scales, q.global_scale, q.zeros) if part is not None
+        ]
         return [part.contiguous().view(torch.uint8) for part in held]
 
     return all(torch.equal(a, b) for a, b in zip(parts(mine), parts(theirs), strict=True))
@@ -87,7 +94,9 @@ def test_unpacking_gives_values_and_scales_back_bit_for_bit(scheme: QuantScheme)
     given = experts(scheme)
     made = packed(given)
     assert all(same(made.slot(index), given.slot(index)) for index in range(SLOTS))
+    assert digest(made) == digest(given) != digest(experts(BF16 if scheme is not BF16 else MXFP8))
     made.copy_slot(2, 0)  # what EPLB moves: bytes
+    assert digest(made) != digest(given)
     assert same(made.slot(0), given.slot(2)) and same(made.slot(1), given.slot(1))
 
 
@@ -132,6 +141,18 @@ def test_tokens_that_travelled_rounded_are_multiplied_as_they_are(scheme: QuantS
     wanted = ReferenceExperts(context(tokens_as)).run(tokens, given).y.float()
     # Where h lies between two codes the reference may take the other one: a step of 2^-3 for FP8, of 1 / 127 for INT8.
     assert ((here.float() - wanted).norm() / wanted.norm()).item() < (8e-3 if tokens_as == INT8_TOKEN else 1.2e-2)
+
+
+def test_w2_may_be_stored_in_another_format_than_w13() -> None:
+    first, second, tokens = experts(GROUPED["int4_g32"]), experts(Q8_0), rows(9)
+    mixed = [SlotWeights(a.gate_IH, a.up_IH, b.down_HI, None) for a, b in zip(first.slots, second.slots, strict=True)]
+    given = MappedExpertWeights(tuple(mixed), GROUPED["int4_g32"])
+    made = packed(given)
+    assert all(same(made.slot(index), given.slot(index)) for index in range(SLOTS))
+    assert [q.scheme.name for q in matrices(made.slot(0))] == ["int4_g32", "int4_g32", "q8_0"]
+    wanted = ReferenceExperts(context()).run(tokens, given).y.float()
+    got = EXPERTS["cpu_native"](context()).run(tokens, made).y.float()
+    assert ((got - wanted).norm() / wanted.norm()).item() < 6e-3
 
 
 def test_int8_tokens_are_decoded_for_bf16_products() -> None:

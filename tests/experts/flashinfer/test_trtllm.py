@@ -21,7 +21,7 @@ from moe_mk.testing.conformance import check_experts
 from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import RowTokens
 from moe_mk.verify.compare import experts_error
-from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotBiases, SlotWeights
+from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotBiases, SlotWeights, digest
 from moe_mk.weights.layer_weights import as_mapped
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_every_matrix_can_be_had_back_bit_for_bit(
         back, given = shuffled.slot(index), stack.slot(index)
         pairs = [(back.up_IH, given.up_IH), (back.gate_IH, given.gate_IH), (back.down_HI, given.down_HI)]
         assert all(same(*pair) for pair in pairs)
-    assert shuffled.num_bytes >= stack.num_bytes
+    assert shuffled.num_bytes >= stack.num_bytes and digest(shuffled) == digest(stack)
 
 
 def tokens(compute: QuantScheme = BF16) -> RowTokens:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from moe_mk.experts.triton.weights import pack_weights
+from moe_mk.errors import UnsupportedError
+from moe_mk.experts.triton.weights import kernel_format_of, pack_weights
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
-from moe_mk.quant import QuantScheme
-from moe_mk.quant.int8 import INT8_CHANNEL
+from moe_mk.quant import BF16, QuantScheme
+from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
 from moe_mk.quant.tensor import QuantTensor
@@ -18,6 +22,7 @@ from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Sl
 from moe_mk.weights.layer_weights import as_mapped
 
 CPU = torch.device("cpu")
+INTEGERS = [GROUPED[name] for name in ("int4_g32", "int4_g128_zp", "int4_row", "int8_g64_zp", "int8_g128")]
 
 
 def test_the_two_codes_of_a_byte_are_half_a_step_apart() -> None:
@@ -37,11 +42,13 @@ def test_the_two_codes_of_a_byte_are_half_a_step_apart() -> None:
 @pytest.mark.row(110)
 @pytest.mark.parametrize("mapped", [False, True], ids=["stack", "mapped"])
 @pytest.mark.parametrize(
-    "scheme,name", [(INT8_CHANNEL, "int8"), (MXFP8, "w_mxfp8"), (MXFP4, "w_mxfp4"), (NVFP4, "w_nvfp4")], ids=str
+    "scheme,compute",
+    [(INT8_CHANNEL, INT8_TOKEN), *((scheme, BF16) for scheme in (MXFP8, MXFP4, NVFP4, *INTEGERS))],
+    ids=str,
 )
-def test_every_form_can_be_undone(scheme: QuantScheme, name: str, mapped: bool) -> None:
+def test_every_form_can_be_undone(scheme: QuantScheme, compute: QuantScheme, mapped: bool) -> None:
     stack = random_experts(scheme, 2, 144, 128, CPU)
-    made = pack_weights(as_mapped(stack) if mapped else stack, KERNEL_FORMATS[name], CPU)
+    made = pack_weights(as_mapped(stack) if mapped else stack, kernel_format_of(scheme, compute), CPU)
     assert made.num_slots == 2 and made.scheme == scheme and made.layout == "triton"
     assert made.num_bytes >= stack.num_bytes - 64
     for index in range(2):
@@ -49,6 +56,22 @@ def test_every_form_can_be_undone(scheme: QuantScheme, name: str, mapped: bool) 
             assert q.scheme == stored.scheme and q.shape == stored.shape
             assert torch.equal(q.dequantize(torch.float32), stored.dequantize(torch.float32))
             assert torch.equal(q.values.view(torch.uint8), stored.values.view(torch.uint8))
+            assert (q.zeros is None) == (stored.zeros is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scales_of_integers_keep_every_bit_or_are_refused(dtype: torch.dtype) -> None:
+    q = GROUPED["int4_g32_zp"].quantize(torch.randn((16, 64), generator=torch.Generator().manual_seed(3)))
+    scales = torch.rand((16, 2), generator=torch.Generator().manual_seed(4)).to(dtype)
+    stored = replace(q, scales=scales)
+    weights = MappedExpertWeights((SlotWeights(None, stored, stored),), q.scheme)
+    if dtype is torch.float32:
+        with pytest.raises(UnsupportedError, match="float32; with zero points"):
+            pack_weights(weights, kernel_format_of(q.scheme, BF16), CPU)
+        return
+    found = pack_weights(weights, kernel_format_of(q.scheme, BF16), CPU).slot(0).up_IH
+    assert found.scales is not None and found.zeros is not None and stored.zeros is not None
+    assert torch.equal(found.scales, scales) and torch.equal(found.zeros, stored.zeros)
 
 
 def _matrices(slot: SlotWeights) -> list[QuantTensor]:

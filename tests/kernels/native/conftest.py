@@ -1,4 +1,4 @@
-"""The compiled kernels, once a session; the second copy imitates AMX's tile instructions and is named after it."""
+"""The compiled kernels, once a session; another copy emulates AMX's tile instructions."""
 
 import shutil
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_mk.kernels.native import Isa, Native, load
+from moe_mk.kernels.native.build import processor_has
 
 IsaHere = tuple[Native, Isa]
 
@@ -23,7 +24,19 @@ def native(compiler: None) -> Native:
 
 @pytest.fixture(scope="session")
 def emulated(compiler: None) -> Native:
+    """AMX with emulated tiles; the code around them is that of a processor with AMX, where this one can run it."""
+    return sound(load(emulate_amx=True, tiles_only=decodes_as_amx()))
+
+
+@pytest.fixture(scope="session")
+def all_emulated(compiler: None) -> Native:
+    """AMX with emulated tiles, AVX-512 and GFNI."""
     return sound(load(emulate_amx=True))
+
+
+def decodes_as_amx() -> bool:
+    """Whether this processor has what the AMX kernels use next to the tiles."""
+    return processor_has("gfni", "avx512_bf16", "avx512vbmi", "avx512_vnni")
 
 
 def sound(native: Native) -> Native:

@@ -60,11 +60,6 @@ class Storage(Enum):
     def by_output(self) -> bool:
         return self in (Storage.FP8_CHANNEL, Storage.FP8_TENSOR, Storage.INT8_CHANNEL)
 
-    @property
-    def rounds_on_amx(self) -> bool:
-        """Whether AMX rounds weight times scale to bf16."""
-        return self is Storage.INT8
-
 
 def spread(weight: Tensor, scales: Tensor | None) -> Tensor:
     if scales is None:

@@ -9,7 +9,6 @@ from moe_mk.kernels.native import (
     Activation,
     ExpertsMode,
     Format,
-    Isa,
     MatrixLayout,
     Native,
     Rounding,
@@ -27,13 +26,12 @@ from tests.support.tiers import thorough
 FP8_ROWS = ExpertsMode(quantize=Rounding.FP8)
 
 
-def limit(isa: Isa, storage: Storage, inter: int = 64) -> float:
-    """bf16 h and bf16 out cost 2.3e-3; AMX rounds INT8 * block scale to bf16 as well. Small samples spread by a third.
+def limit(inter: int = 64) -> float:
+    """bf16 h and bf16 out cost 2.3e-3; small samples spread by a third.
 
     inter: the terms of an output. Of fewer than 16 the roundings of h hardly cancel: a third more.
     """
-    spread = 4 / 3 if inter < 16 else 1.0
-    return spread * (5e-3 if isa is Isa.AMX_BF16 and storage.rounds_on_amx else 3.2e-3)
+    return (4 / 3 if inter < 16 else 1.0) * 3.2e-3
 
 
 def test_one_row_worked_by_hand(isa_here: IsaHere) -> None:
@@ -66,11 +64,13 @@ def test_rows_equal_f64_whatever_their_number(
         wanted = layer.reference(x, ids, weights, ExpertsMode())
         for library, isa in isas:
             y = experts_rows(library, x, ids, weights, w13, w2, isa=isa, threads=2)
-            assert error(y, wanted) < limit(isa, storage, inter), (isa, rows)
+            assert error(y, wanted) < limit(inter), (isa, rows)
 
 
-@pytest.mark.parametrize("storage", [Storage.FP8, Storage.FP8_CHANNEL])
-def test_scales_of_fp8_are_exact_for_few_and_many_rows(native: Native, isas: list[IsaHere], storage: Storage) -> None:
+@pytest.mark.parametrize("storage", [Storage.FP8, Storage.FP8_CHANNEL, Storage.INT8])
+def test_scales_of_blocks_and_channels_are_exact_for_few_and_many_rows(
+    native: Native, isas: list[IsaHere], storage: Storage
+) -> None:
     # Weights rounded to bf16 after multiplication by their scales give 3.5e-3 to 3.9e-3 here.
     layer = Layer(1, 384, 256, storage)
     w13, w2 = layer.pack(native)
@@ -106,7 +106,7 @@ def test_more_rows_than_a_block_on_one_expert(isa_here: IsaHere) -> None:
     x, ids, weights = batch(300, 96, 2, 1)
     ids[:290] = 1
     y = experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa, threads=2)
-    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, Storage.FP8)
+    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit()
 
 
 def test_a_hidden_size_whose_rows_outgrow_the_cache_share(isa_here: IsaHere) -> None:
@@ -116,7 +116,7 @@ def test_a_hidden_size_whose_rows_outgrow_the_cache_share(isa_here: IsaHere) -> 
     x, ids, weights = batch(40, 12000, 1, 1)
     ids.zero_()
     y = experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa)
-    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit(isa, Storage.FP8)
+    assert error(y, layer.reference(x, ids, weights, ExpertsMode())) < limit()
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -145,7 +145,7 @@ def agree_with_biases(native: Native, isas: list[IsaHere], storage: Storage, mod
     wanted = layer.reference(x, ids, weights, mode)
     for library, isa in isas:
         y = experts_rows(library, x, ids, weights, w13, w2, mode=mode, isa=isa)
-        assert error(y, wanted) < limit(isa, storage), isa
+        assert error(y, wanted) < limit(), isa
 
 
 @settings(max_examples=40)
@@ -206,7 +206,7 @@ def test_quantised_activations_equal_the_fp8_reference(isa_here: IsaHere, roundi
     layer, mode = Layer(3, 320, 272), ExpertsMode(quantize=rounding)
     w13, w2 = layer.pack(native)
     other = ExpertsMode(quantize=Rounding.FP8 if rounding is Rounding.FP8_UE8M0 else Rounding.FP8_UE8M0)
-    for rows in (1, 3, 20):
+    for rows in (1, 3, 20, 120):
         x, ids, weights = batch(rows, 320, 3, 2)
         ids[0, 0] = 0
         wanted = layer.reference(x, ids, weights, mode)
@@ -251,7 +251,7 @@ def test_shared_experts_in_the_same_pass_equal_f64(
         for library, isa in isas:
             y = experts_rows(library, x, chosen, factors, *packed, shared=beside, mode=mode, isa=isa, threads=2)
             assert y.shape == wanted.shape
-            assert rows == 0 or error(y, wanted) < (bound or limit(isa, storage)), (isa, mode)
+            assert rows == 0 or error(y, wanted) < (bound or limit()), (isa, mode)
 
 
 def test_a_shard_inside_a_scale_block_equals_f64(isa_here: IsaHere) -> None:
@@ -273,4 +273,4 @@ def test_a_shard_inside_a_scale_block_equals_f64(isa_here: IsaHere) -> None:
         gate, up, down = (spread(layer.parts[n][s], layer.scales[n][s]) for n in ("gate", "up", "down"))
         h = torch.nn.functional.silu(x[rows].double() @ gate[part].T) * (x[rows].double() @ up[part].T)
         wanted.index_add_(0, rows, (h @ down[:, part].T) * weights[rows, places, None])
-    assert error(experts_rows(native, x, ids, weights, w13, w2, isa=isa), wanted) < limit(isa, Storage.FP8)
+    assert error(experts_rows(native, x, ids, weights, w13, w2, isa=isa), wanted) < limit()

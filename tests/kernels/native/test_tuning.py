@@ -95,5 +95,5 @@ def test_beyond_the_limits_is_refused_in_python_and_behind_it(native: Native, na
 
 
 def test_the_structure_ends_with_the_parameters_in_the_order_of_the_header() -> None:
-    assert [name for name, _ in CExperts._fields_[-4:]] == list(LIMITS)
-    assert ctypes.sizeof(CExperts) - CExperts.panel_rows.offset == 16
+    assert [name for name, _ in CExperts._fields_[-6:]] == list(LIMITS)
+    assert ctypes.sizeof(CExperts) - CExperts.panel_rows.offset == 24

@@ -26,6 +26,7 @@ from moe_mk.quant import (
     QuantScheme,
     fp8_static,
 )
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN, INT8_128x128
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
@@ -36,7 +37,8 @@ from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights
 from moe_mk.weights.layer_weights import as_mapped
 from tests.kernels.triton.interpreted_experts import CPU, HIDDEN, IDS, INNER, SLOTS, close, context, rows
 
-DECODED_TYPES = (FP8_128x128, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, INT8_128x128, MXFP8, MXFP4, NVFP4)
+INTEGERS = tuple(GROUPED[name] for name in ("int4_g32", "int4_g128_zp", "int4_row", "int8_g128", "int8_row_zp"))
+DECODED_TYPES = (FP8_128x128, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, INT8_128x128, *INTEGERS, MXFP8, MXFP4, NVFP4)
 TYPES = [
     (INT8_CHANNEL, INT8_TOKEN), (INT8_128x128, INT8_TOKEN), (FP8_CHANNEL, FP8_TOKEN),
     (FP8_TENSOR, fp8_static(0.01, 0.02)), *((weights, BF16) for weights in DECODED_TYPES),

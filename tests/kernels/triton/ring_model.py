@@ -92,12 +92,12 @@ class Stages:
 class Recorder:
     """Stand-ins for the modules that the kernels use."""
 
-    def __init__(self, tiles: int, program: int) -> None:
+    def __init__(self, tiles: int, program: int, filled: Sequence[int]) -> None:
         self.actions: list[Action] = []
         self.partitions: list[tuple[Any, ...]] = []
         self.counts: dict[Barrier, int] = {}
         self.names = iter(("rows", "one", "two", "full", "empty"))
-        self.tiles, self.program = tiles, program
+        self.tiles, self.program, self.filled = tiles, program, filled
 
     def allocate(self, dtype: Any, shape: Any, layout: Any) -> Stages:
         name = next(self.names)
@@ -118,6 +118,10 @@ class Recorder:
 
     def copy(self, boxes: Any, corner: Any, barrier: Barrier, view: View) -> None:
         self.actions.append(("copy", barrier, view.stage, view.operand, (corner[0], corner[1] // 128)))
+
+    def locate(self, t: int, units: Any) -> tuple[Any, ...]:
+        """Expert, first row and end: tiles, of two units each, take turns with the numbers of rows."""
+        return t, t, t + self.filled[t // 2 % len(self.filled)], NOTHING
 
     def modules(self) -> dict[str, Any]:
         note = self.actions.append
@@ -141,16 +145,21 @@ class Recorder:
             "gl": gl, "mbarrier": mbarrier, "async_copy": async_copy, "fence_async_shared": NOTHING, "pinned": NOTHING,
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy), "warpgroup_mma": self.product,
             "warpgroup_mma_wait": lambda pending, sums: sums if len(sums) > 1 else sums[0], "gdc_wait": NOTHING,
-            "after_the_one_before": NOTHING, "locate": lambda t, units: (t, t, NOTHING, NOTHING), "scale_at": NOTHING,
-            "store": NOTHING, "from_l2": lambda pointer: self.tiles, "columns_of": lambda n, mode: 0,
+            "after_the_one_before": NOTHING, "locate": self.locate, "scale_at": NOTHING, "store": NOTHING,
+            "from_l2": lambda pointer: self.tiles, "columns_of": lambda n, mode: 0,
         }  # fmt: skip
 
 
-def traces(rows: int, *, second: bool, stages: int, steps: int, tiles: int, program: int = 0) -> Traces:
-    """What program `program` of 2 does for a number of tiles, two units each, with `steps` steps a unit."""
+def traces(
+    rows: int, *, second: bool, stages: int, steps: int, tiles: int, program: int = 0, filled: Sequence[int] = ()
+) -> Traces:
+    """What program `program` of 2 does for a number of tiles, two units each, with `steps` steps a unit.
+
+    filled: rows of the tiles that exist, in turn; all of them without it.
+    """
     from moe_mk.kernels.triton import gluon_decode, gluon_gemms, gluon_parts, gluon_prefill
 
-    recorder = Recorder(tiles, program)
+    recorder = Recorder(tiles, program, filled or (rows,))
     shared = recorder.modules()
 
     def plain(module: Any) -> dict[str, Any]:
@@ -280,7 +289,7 @@ def _acted(
             pending = (*pending, (("full", stage), 1, 0, None, WRITTEN))
             pending = (*pending, (("full", stage), given.threads - 1, 0, (stage, operand), data))
     elif name == "use":
-        wanted = given.order[_earlier(trace, place, "use")]
+        wanted = given.order[_earlier(trace, place, "wait") - 1]
         for operand in action[2]:
             if (found := contents.get((action[1], operand))) != wanted:
                 raise Broken(f"(unit, step) {wanted} in stage {action[1]} uses {operand} of {found}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
 from moe_mk.kernels.triton.tile import Tile
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def integers(kernel: str, format: str) -> Integers:
     Scales of 128 columns are (rows, 56) before the first product and (rows, 16) before the second one, those of a token
     (rows, 1). Without scales the rows themselves stand in, and strides of absent results are 0.
     """
-    given = KERNEL_FORMATS[format]
+    given = format_of(format)
     found: Integers = {"tiles_stride": ANY, "k": SIXTEENTH}
     if kernel == "_w13":
         found |= {"inner": SIXTEENTH, "x_stride": SIXTEENTH, "x_scales_m": SIXTEENTH, "x_scales_k": 1}
@@ -65,8 +66,10 @@ DTYPES |= {
     "w_mxfp8": ("bf16", "fp8e4nv"),
     "w_mxfp4": ("bf16", "u8"),
     "w_nvfp4": ("bf16", "u8"),
+    **dict.fromkeys(("w_int4", "w_int4_zero", "w_int8_group", "w_int8_zero"), ("bf16", "u8")),
 }
 """Of rows and of weights, by format."""
+INTEGER_SCALES = {"w_int4": "*bf16", "w_int8_group": "*bf16", "w_int4_zero": "*i32", "w_int8_zero": "*i32"}
 
 
 @cache
@@ -78,7 +81,7 @@ def w13(
     from tests.kernels.triton.sm90 import compile_for_hopper
 
     types, constants = _common(format, swap, biased=biased)
-    dtype, width = DTYPES[format][0], box_of(format)
+    dtype, width = DTYPES[format_of(format).name][0], box_of(format)
     sizes, ones, aligned = split(integers("_w13", format))
     types |= sizes | {"x_scales_ptr": "*fp32", "h_scales_ptr": "*fp32"}
     types |= {"x": f"*{dtype}" if gather else box(dtype, rows, width)}
@@ -95,7 +98,7 @@ def w2(rows: int, *, swap: bool, warps: int, stages: int, format: str = "fp8", b
     from tests.kernels.triton.sm90 import compile_for_hopper
 
     types, constants = _common(format, swap, biased=biased)
-    types |= {"h": box(DTYPES[format][0], rows, box_of(format)), "y_ptr": "*bf16"}
+    types |= {"h": box(DTYPES[format_of(format).name][0], rows, box_of(format)), "y_ptr": "*bf16"}
     types |= dict.fromkeys(("h_scales_ptr", "weights_ptr"), "*fp32")
     sizes, ones, aligned = split(integers("_w2", format))
     types |= sizes
@@ -103,16 +106,22 @@ def w2(rows: int, *, swap: bool, warps: int, stages: int, format: str = "fp8", b
     return compile_for_hopper(_w2, types, constants, aligned=aligned, num_warps=warps, num_stages=stages)
 
 
+def format_of(name: str) -> KernelFormat:
+    """A format by its name; "w_int4/128" has groups of 128."""
+    name, _, group = name.partition("/")
+    return replace(KERNEL_FORMATS[name], group=int(group)) if group else KERNEL_FORMATS[name]
+
+
 def box_of(format: str) -> int:
-    return KERNEL_FORMATS[format].box
+    return format_of(format).box
 
 
 def _common(format: str, swap: bool, *, biased: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """What both GEMMs have of a format."""
-    given = KERNEL_FORMATS[format]
-    types = TILES | {"w": box(DTYPES[format][1], 128, given.box), "w_rows_ptr": "*fp32", "bias_ptr": "*fp32"}
-    types |= {"w_scales_ptr": "*u8" if given.groups else "*fp32"}
-    constants = {"STEP": given.step, "GROUPS": given.groups, "FORMAT": format, "SWAP": swap, "BIASED": biased}
+    given = format_of(format)
+    types = TILES | {"w": box(DTYPES[given.name][1], 128, given.box), "w_rows_ptr": "*fp32", "bias_ptr": "*fp32"}
+    types |= {"w_scales_ptr": INTEGER_SCALES.get(given.name, "*u8" if given.groups else "*fp32")}
+    constants = {"STEP": given.step, "GROUPS": given.groups, "FORMAT": given.name, "SWAP": swap, "BIASED": biased}
     return types, constants | {"PROGRAMS": 132}
 
 

@@ -25,6 +25,15 @@ def test_every_order_of_events_is_right(kind: str, stages: int, steps: int, tile
     assert check(given, rows) > 2 * len(given.partitions) * tiles * steps
 
 
+@pytest.mark.parametrize("filled,multiplied", [((64,), 1), ((65,), 2), ((1, 128), 1.5), ((128, 64), 1.5)])
+@pytest.mark.parametrize("second", [False, True])
+def test_a_warpgroup_without_rows_empties_its_stages(second: bool, filled: tuple[int, ...], multiplied: float) -> None:
+    given = traces(128, second=second, stages=2, steps=2, tiles=2, filled=filled)
+    uses = sum(action[0] == "use" for trace in given.partitions for action in trace)
+    assert uses == 2 * 2 * multiplied, "once a step and warpgroup with rows"
+    check(given, 128)
+
+
 def test_a_program_without_work_ends() -> None:
     for rows, second in KINDS.values():
         assert not any(traces(rows, second=second, stages=2, steps=3, tiles=0, program=1).partitions)

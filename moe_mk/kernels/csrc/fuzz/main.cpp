@@ -53,6 +53,7 @@ struct Bytes {
 
 struct Shape {
   int slots, hidden, inter, rows, top_k, format, block, gated, biases, by_output;
+  int scale_type = 0, group = 0, zeros = 0, block_type = 0;  // of formats with parts; block_type 0: not from ggml blocks
 };
 
 int pairs_of(int outputs, bool two) { return (outputs + (two ? 15 : 31)) / (two ? 16 : 32); }
@@ -61,18 +62,20 @@ int steps_of(int inputs) { return (inputs + 31) / 32; }
 struct Packed {
   Bytes values;
   std::vector<float> scales, output_scales, bias;
-  std::vector<uint8_t> groups;
+  std::vector<uint8_t> groups, zeros;
   MoeMkMatrix matrix;
+  int num_slots;
 
   Packed(int slots, int outputs, int inputs, const Shape& s, bool two, int seed)
-      : values(size_t(slots) * slot_bytes(outputs, inputs, s, two)) {
+      : values(size_t(slots) * slot_bytes(outputs, inputs, s, two)), num_slots(slots) {
     const int pairs = pairs_of(outputs, two), blocks = (steps_of(inputs) + s.block / 32 - 1) / (s.block / 32);
     const bool blocked = (s.format == kFp8 || s.format == kInt8) && !s.by_output;
     scales.resize(blocked ? size_t(slots) * pairs * 2 * blocks : 0);
     const float size = s.format == kInt8 ? 0.0005f : 0.02f;
     for (float& value : scales) value = size * (1 + 0.05f * float(pick(0, 9)));
     groups.resize(size_t(slots) * pairs * steps_of(inputs) * groups_of_step(s.format) * 32);
-    for (uint8_t& code : groups) code = uint8_t(s.format == kNvFp4 ? pick(0, 40) : pick(0, 99) == 0 ? 0 : pick(117, 121));
+    if (has_parts(s.format)) make_parts(slots, pairs, inputs, s);
+    else for (uint8_t& code : groups) code = uint8_t(s.format == kNvFp4 ? pick(0, 40) : pick(0, 99) == 0 ? 0 : pick(117, 121));
     output_scales.resize(s.by_output || s.format == kNvFp4 ? size_t(slots) * pairs * 32 : 0);
     for (float& value : output_scales) value = (s.format == kNvFp4 ? 0.5f : size) * (1 + 0.05f * float(pick(0, 9)));
     bias.resize(s.biases ? size_t(slots) * outputs * (two ? 2 : 1) : 0);
@@ -82,7 +85,55 @@ struct Packed {
     matrix = {values.data, beside, output_scales.empty() ? nullptr : output_scales.data(), bias.empty() ? nullptr : bias.data(),
               int64_t(values.size / size_t(slots)), int64_t((scales.size() + groups.size()) / size_t(slots)),
               int64_t(output_scales.size() / size_t(slots)), int64_t(bias.size() / size_t(slots)), s.format, outputs, inputs,
-              s.block};
+              s.block, zeros.empty() ? nullptr : zeros.data(), int64_t(zeros.size() / size_t(slots)), s.scale_type, s.group};
+  }
+  // Scales and zero points of groups, or room for those of super-blocks.
+  void make_parts(int slots, int pairs, int inputs, const Shape& s) {
+    if (has_super_blocks(s.format)) {
+      groups.resize(size_t(slots) * pairs * (inputs / 256) * super_bytes(s.format));
+      return;
+    }
+    const size_t count = size_t(slots) * pairs * (s.group == 0 ? 1 : (inputs + s.group - 1) / s.group) * 32;
+    groups.resize(count * bytes_of_scale(s.scale_type));
+    for (size_t i = 0; i < count; ++i) {
+      const float value = (s.format == kInt4 ? 0.01f : 0.0006f) * (1 + 0.05f * float(pick(0, 9)));
+      const uint16_t bf16 = to_bf16(value), f16 = uint16_t(s.format == kInt4 ? pick(0x2000, 0x2400) : pick(0x1000, 0x1400));
+      if (s.scale_type == kScaleF32) std::memcpy(&groups[i * 4], &value, 4);
+      else std::memcpy(&groups[i * 2], s.scale_type == kScaleBf16 ? &bf16 : &f16, 2);
+    }
+    zeros.resize(s.zeros ? count : 0);
+    for (uint8_t& zero : zeros) zero = uint8_t(s.format == kInt4 ? pick(0, 15) : pick(100, 150));
+  }
+  // Random blocks of ggml, packed and unpacked; their scales are small and finite.
+  void fill_blocks(int slot, int outputs, int inputs, const Shape& s, bool two, int seed) {
+    const bool simple = s.block_type == kBlockQ4_0 || s.block_type == kBlockQ8_0;
+    const int size = s.block_type == kBlockQ4_0 ? 18 : s.block_type == kBlockQ8_0 ? 34 : s.block_type == kBlockQ4K ? 144
+                     : s.block_type == kBlockQ5K ? 176 : 210;
+    const size_t row = size_t(inputs) / (simple ? 32 : 256) * size, stride = row + size_t(pick(0, 5));
+    const size_t bytes = size_t(outputs - 1) * stride + row;
+    const Bytes sources[2] = {Bytes(bytes), Bytes(bytes)}, back[2] = {Bytes(bytes), Bytes(bytes)};
+    for (const Bytes& source : sources) {
+      std::memset(source.data, 0, bytes);
+      for (int r = 0; r < outputs; ++r)
+        for (size_t i = 0; i < row; ++i) source.data[r * stride + i] = uint8_t(pick(0, 255));
+      for (int r = 0; r < outputs; ++r)
+        for (size_t b = 0; b < row; b += size_t(size)) {
+          uint8_t* block = source.data + r * stride + b;
+          const int first = s.block_type == kBlockQ6K ? 208 : 0, last = simple ? 2 : s.block_type == kBlockQ6K ? 210 : 4;
+          for (int at = first; at < last; at += 2) block[at + 1] = uint8_t(s.block_type == kBlockQ4_0 ? 0x20 : 0x08);
+        }
+    }
+    for (const Bytes& target : back) std::memset(target.data, 0, bytes);
+    uint8_t* to = values.data + size_t(slot) * slot_bytes(outputs, inputs, s, two);
+    const size_t each = groups.size() / size_t(num_slots);
+    int64_t nans = 0;
+    int status = moe_mk_pack_blocks(sources[0].data, two ? sources[1].data : nullptr, int64_t(stride), outputs, inputs, s.block_type, to,
+                                    groups.data() + each * size_t(slot), pick(1, 3), &nans);
+    status |= moe_mk_unpack_blocks(to, groups.data() + each * size_t(slot), back[0].data, two ? back[1].data : nullptr, int64_t(stride),
+                                   outputs, inputs, s.block_type, pick(1, 3));
+    if (status != kOk || nans != 0) fail("pack blocks", seed);
+    for (int half = 0; half < (two ? 2 : 1); ++half)
+      if (std::memcmp(sources[half].data, back[half].data, bytes) != 0) fail("unpack(pack(blocks)) = blocks", seed);
   }
   static size_t slot_bytes(int outputs, int inputs, const Shape& s, bool two) {
     return size_t(pairs_of(outputs, two)) * steps_of(inputs) * bytes_of_step(s.format);
@@ -100,6 +151,7 @@ struct Packed {
       }
   }
   void fill(int slot, int outputs, int inputs, const Shape& s, bool two, int seed) {
+    if (s.block_type != 0) return fill_blocks(slot, outputs, inputs, s, two, seed);
     const size_t row = size_t(inputs) * bits_of(s.format) / 8, stride = row + size_t(pick(0, 5)) * (s.format == kBf16 ? 2 : 1);
     const size_t size = size_t(outputs - 1) * stride + row;
     const Bytes sources[2] = {Bytes(size), Bytes(size)}, back[2] = {Bytes(size), Bytes(size)};
@@ -120,14 +172,25 @@ void layer(int seed) {
   Shape s = {pick(1, 4), pick(1, 300), pick(1, 200), pick(0, 40), 1, pick(0, kNumFormats - 1), 32 << pick(0, 2), pick(0, 1),
              pick(0, 1), 0};
   s.by_output = (s.format == kFp8 || s.format == kInt8) && pick(0, 1);
-  const int even = bits_of(s.format) == 4 ? 2 : 1;  // four-bit inputs share bytes
+  if (has_parts(s.format)) {
+    s.block = 128;
+    s.scale_type = pick(0, kNumScaleTypes - 1);
+    constexpr int groups[] = {0, 32, 64, 128, 256};
+    s.group = groups[pick(0, 4)];
+    s.zeros = pick(0, 1);
+    if (has_super_blocks(s.format)) s.block_type = s.format == kQ4K ? kBlockQ4K : s.format == kQ5K ? kBlockQ5K : kBlockQ6K;
+    else if (pick(0, 2) == 0) s.block_type = s.format == kInt4 ? kBlockQ4_0 : kBlockQ8_0;
+    if (s.block_type != 0) s.scale_type = kScaleF16, s.group = 32, s.zeros = 0;
+  }
+  // Four-bit inputs share bytes; blocks are whole.
+  const int even = has_super_blocks(s.format) ? 256 : s.block_type != 0 ? 32 : bits_of(s.format) == 4 ? 2 : 1;
   s.hidden = even * ((s.hidden + even - 1) / even);
   s.inter = even * ((s.inter + even - 1) / even);
   if (pick(0, 9) == 0) s.rows = pick(250, 600);
   s.top_k = pick(1, s.slots);
   const Packed w13(s.slots, s.inter, s.hidden, s, s.gated != 0, seed), w2(s.slots, s.hidden, s.inter, s, false, seed);
   const bool shared = pick(0, 2) == 0;
-  const int shared_inter = even * pick(1, 50);
+  const int shared_inter = even * pick(1, even > 2 ? 2 : 50);
   const Packed shared13(1, shared_inter, s.hidden, s, s.gated != 0, seed), shared2(1, s.hidden, shared_inter, s, false, seed);
   const bool coded = pick(0, 3) == 0, int8 = s.format == kInt8 && pick(0, 1);
   const int stride = s.hidden + pick(0, 3), x_blocks = int8 ? 1 : (s.hidden + 127) / 128, element = coded ? 1 : 2;
@@ -144,7 +207,7 @@ void layer(int seed) {
   const int to_fp8 = pick(0, 7), rounding = int8 ? kInt8Rows : to_fp8 == 0 ? kFp8Rows : to_fp8 == 1 ? kUe8m0Rows : kAsIs;
   MoeMkExperts call = {x.data, coded ? x_scales.data() : nullptr, ids.data(), weights.data(), out.data(), s.rows, stride,
                        x_blocks, s.hidden, s.top_k, s.slots, w13.matrix, w2.matrix, s.gated, pick(0, 4), 1.702f,
-                       pick(0, 1) ? 0.8f : 0.0f, rounding, pick(0, 1), 0, 1, kScalar, {}, {}, 0, 0, 0, 0};
+                       pick(0, 1) ? 0.8f : 0.0f, rounding, pick(0, 1), 0, 1, kScalar, {}, {}, 0, 0, 0, 0, 0, 0};
   if (shared) {
     call.shared_w13 = shared13.matrix;
     call.shared_w2 = shared2.matrix;
@@ -166,6 +229,8 @@ void layer(int seed) {
     tuned.task_pairs = pick(0, 16);
     tuned.prefetch_bytes = pick(0, 1) * pick(64, 16384);
     tuned.gather_kib = pick(0, 1) * pick(128, 1024);
+    tuned.streamed_rows = pick(0, 1) * pick(16, 256);
+    tuned.tile_rows = pick(0, 1) * pick(1, 256);
     if (moe_mk_experts(&tuned) != kOk || other != out) fail("same bits for any tuning", seed);
     double apart = 0;
     for (size_t i = 0; i < out.size(); ++i) apart += std::pow(double(to_f32(out[i])) - to_f32(scalar[i]), 2);

@@ -124,7 +124,7 @@ struct World {
   std::vector<const uint8_t*> values_from, tails_from, sums;
   std::vector<int64_t> back_to, back_from, room;
   std::vector<uint64_t*> flags_to;
-  std::vector<const uint64_t*> flags_from;
+  std::vector<const uint64_t*> flags_from, failed_from;
   MoeMkFault fault = {};
   MoeMkWindows windows = {};
   int left;
@@ -132,7 +132,7 @@ struct World {
   explicit World(const Shape& shape) : s(shape), left(std::min(shape.rank, shape.ranks - 2)) {
     const int64_t values = int64_t(s.rows) * s.value_bytes, tails = s.rows * s.tail_bytes();
     window = &add(parts, s.ranks * values);
-    flags = &add(parts, 16 * s.ranks);
+    flags = &add(parts, 24 * s.ranks);
     raised = &add(parts, 16 * s.ranks);
     for (int rank = 0; rank < s.ranks; ++rank) {
       const bool pair = rank == left || rank == left + 1, me = rank == s.rank;
@@ -155,8 +155,13 @@ struct World {
       flags_to.push_back(me ? nullptr : reinterpret_cast<uint64_t*>(raised->stored()) + flag);
       flags_from.push_back(me ? nullptr : reinterpret_cast<const uint64_t*>(flags->seen()) + flag);
     }
+    for (int rank = 0; rank < s.ranks; ++rank) {
+      const uint64_t* failed = reinterpret_cast<const uint64_t*>(flags->seen()) + 2 * s.ranks + rank;
+      failed_from.push_back(rank == s.rank ? nullptr : failed);
+    }
     windows = {values_to.data(), back_to.data(), tails_to.data(), room.data(), flags_to.data(), values_from.data(),
-               back_from.data(), tails_from.data(), flags_from.data(), sums.data(), &fault, s.rows, s.rank, s.ranks, s.layer};
+               back_from.data(), tails_from.data(), flags_from.data(), sums.data(), &fault, s.rows, s.rank, s.ranks, s.layer,
+               failed_from.data()};
   }
   // Both halves of a word that one peer stores: for rows, then for sums.
   uint64_t* stored_flag(int peer, bool for_sums) {

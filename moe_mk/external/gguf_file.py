@@ -1,0 +1,116 @@
+"""GGUF files by the `gguf` package: metadata and the places of tensors, and files of our own.
+
+Data is not read here: `weights.gguf_source` maps the file. Versions of the package: 0.17 to 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_mk.errors import WeightError
+from moe_mk.external.library import find
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class GgufEntry:
+    """The place of one tensor."""
+
+    name: str
+    type_name: str
+    """As ggml spells it: F32, BF16, Q4_K, ..."""
+    shape: tuple[int, ...]
+    """Of the bytes for block types, of the values otherwise; the outermost dimension first."""
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The header of one file."""
+
+    path: Path
+    metadata: Mapping[str, Value]
+    """Single values; arrays, such as the vocabulary, are left out."""
+    tensors: tuple[GgufEntry, ...]
+    num_bytes: int
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """The header of a file. Raises LibraryMissing without the package, WeightError for a damaged header."""
+    gguf = find("gguf")
+    infos: list[Any] = []
+
+    class Header(gguf.GGUFReader):  # type: ignore[name-defined,misc]
+        """Without the data, so that a truncated file is described and its tensors can be named."""
+
+        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            infos.extend((start_offs, field) for field in fields)
+
+    try:
+        reader = Header(path)
+        tensors = tuple(_entry(gguf, start, field) for start, field in infos)
+        metadata = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if len(field.types) == 1 and not name.startswith("GGUF.")
+        }
+    except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as problem:
+        raise WeightError(f"{path.name} has no readable GGUF header ({type(problem).__name__}: {problem})") from problem
+    if len({entry.name for entry in tensors}) < len(tensors):
+        raise WeightError(f"{path.name} has two tensors of one name")
+    return GgufFile(path, metadata, tensors, path.stat().st_size)
+
+
+def _entry(gguf: Any, start: int, field: Any) -> GgufEntry:
+    _, name, _, dims, number, offset = field.parts
+    kind = gguf.GGMLQuantizationType(int(number[0]))
+    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    shape = [int(size) for size in reversed(dims.tolist())]
+    total = int(np.prod(shape, dtype=np.int64)) // values * num_bytes
+    if values > 1:
+        if shape[-1] % values:
+            raise ValueError(f"{bytes(name).decode()}: rows of {shape[-1]} are no whole {kind.name} blocks")
+        shape[-1] = shape[-1] // values * num_bytes
+    return GgufEntry(bytes(name).decode(), kind.name, tuple(shape), int(start) + int(offset[0]), total)
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor to write."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    """Of its bytes: the last dimension counts bytes."""
+    make: Callable[[], NDArray[np.uint8]]
+
+
+def write_gguf(path: Path, architecture: str, metadata: Mapping[str, Value], tensors: Sequence[GgufTensor]) -> int:
+    """Write one file, tensor after tensor, and return the bytes of all tensors. One tensor is in memory at a time."""
+    gguf = find("gguf")
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key, value)
+    for each in tensors:
+        kind = gguf.GGMLQuantizationType[each.type_name]
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.uint8), int(np.prod(each.shape)), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    total = 0
+    for each in tensors:
+        data = each.make()
+        assert data.shape == each.shape, f"{each.name}: {data.shape} is not {each.shape}"
+        writer.write_tensor_data(data)
+        total += data.nbytes
+    writer.close()
+    return total

@@ -1,0 +1,183 @@
+// Decoding policies of the AMX pipeline: packed lines of a pair of columns -> bf16 rows of a panel, group scales included.
+//
+// A line pair is 64 packed bytes of each of the two tiles, side by side. A policy has
+//   kLines   line pairs of one step of k        kLineBytes  distance from one line pair to the next
+//   kInPlace the packed bytes are the panel     kRows       k pairs (rows of the panel) that a line pair holds
+//   decode<Lines>(source, panel, ahead)         some line pairs; each prefetches one `ahead` bytes further on
+// Weights are exact: scales of groups are powers of two, or e4m3 times e2m1, which has six significant bits (apply_scales.h);
+// f32 scales of blocks, rows and outputs multiply sums (amx_pipeline.h, projections.h).
+#pragma once
+#include "lines.h"
+#include "portable.h"
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__) && defined(__GFNI__)
+#define MOE_MK_AMX_AVX512 1
+#include "avx512_panel.h"
+#endif
+
+namespace moe_mk {
+namespace {
+
+constexpr size_t kLinePair = 128;
+
+// Where the next line pairs are.
+struct Source {
+  const uint8_t* codes;
+  const uint8_t* scales;  // group scales of their step: [group][32]; null: none
+  int line;               // of their step
+  const Columns* w;
+  int pair, step;
+};
+
+inline __attribute__((always_inline)) void prefetch_pair(const uint8_t* line_pair) {
+  __builtin_prefetch(line_pair);
+  __builtin_prefetch(line_pair + 64);
+}
+
+// bf16: tiles are loaded from the packed bytes; the line pairs themselves are prefetched.
+struct Bf16Lines {
+  static constexpr int kLines = 16, kRows = 1;
+  static constexpr bool kInPlace = true;
+
+  template <int Lines>
+  inline __attribute__((always_inline)) void decode(const Source& source, uint8_t*, int) const {
+#pragma GCC unroll 16
+    for (int i = 0; i < Lines; ++i) prefetch_pair(source.codes + i * kLinePair);
+  }
+};
+
+// e4m3 -> bf16 by VGF2P8AFFINEQB, which unlike VPERMI2B does not depend on a single port. Except for exponent 0 (zeros and
+// subnormals) both bytes are affine over GF(2) in the code s eeee mmm:
+//   low byte   mmm. ....   = code << 4
+//   high byte  s... ..ee   = sign | (0x3c + (code >> 4 & 7)), the bias 7 -> 127; the carry only means bits 2..5 = not bit 6
+constexpr uint64_t kLowByte = 0x0000000001020408, kHighByte = 0x1020404040404080;
+constexpr uint8_t kHighConstant = 0x3c, kExponent = 0x78;
+
+__attribute__((noinline)) void decode_subnormals(const uint8_t* codes, uint8_t* panel) {
+  for (int tile = 0; tile < 2; ++tile) {
+#if defined(MOE_MK_AMX_AVX512)
+    expand_lines(Fp8(), codes + tile * 64, 1, Unscaled(), panel + tile * 64);
+#else
+    PortableFp8::rows(codes + tile * 64, panel + tile * 64);
+#endif
+  }
+}
+
+// FP8 without group scales. Line pairs with an exponent of 0 (about 1 in 100 of Gaussian weights) are decoded again by tables.
+struct Fp8Lines {
+  static constexpr int kLines = 8, kRows = 2;
+  static constexpr bool kInPlace = false;
+
+  template <int Lines>
+  inline __attribute__((always_inline)) void decode(const Source& source, uint8_t* panel, int ahead) const {
+    const uint8_t* codes = source.codes;
+#pragma GCC unroll 8
+    for (int i = 0; i < Lines; ++i, codes += kLinePair, panel += kRows * kPanelRow) {
+      const Line first = load_line(codes), second = load_line(codes + 64);
+      prefetch_pair(codes + ahead);
+      const Line low0 = gf2_affine<kLowByte, 0>(first), high0 = gf2_affine<kHighByte, kHighConstant>(first);
+      const Line low1 = gf2_affine<kLowByte, 0>(second), high1 = gf2_affine<kHighByte, kHighConstant>(second);
+      store_line(panel, interleave_low(low0, high0));
+      store_line(panel + 64, interleave_low(low1, high1));
+      store_line(panel + kPanelRow, interleave_high(low0, high0));
+      store_line(panel + kPanelRow + 64, interleave_high(low1, high1));
+      if (__builtin_expect(any_without(first, second, kExponent), 0)) decode_subnormals(codes, panel);
+    }
+  }
+};
+
+#if defined(MOE_MK_AMX_AVX512)
+
+// e4m3 as above, for one tile; lines with an exponent of 0 by tables.
+struct Fp8Affine {
+  static constexpr int kRows = 2;
+
+  static __attribute__((noinline)) void by_tables(const uint8_t* from, __m512i* to) { Fp8().rows(from, to); }
+  inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {
+    const Line codes = load_line(from);
+    if (__builtin_expect(any_without(codes, codes, kExponent), 0)) return by_tables(from, to);
+    const Line low = gf2_affine<kLowByte, 0>(codes), high = gf2_affine<kHighByte, kHighConstant>(codes);
+    to[0] = interleave_low(low, high);
+    to[1] = interleave_high(low, high);
+  }
+};
+
+// The policies of avx512.h, with the group scales of one format.
+template <typename Decode, typename Scales = BlockScales>
+struct TableLines {
+  static constexpr int kRows = Decode::kRows, kLines = kStep / 2 / kRows;
+  static constexpr bool kInPlace = false;
+  Decode tables;
+
+  template <int Lines>
+  inline __attribute__((always_inline)) void decode(const Source& source, uint8_t* panel, int ahead) const {
+    for (int i = 0; i < Lines; ++i) prefetch_pair(source.codes + ahead + i * kLinePair);
+    if constexpr (Scales::kGrouped) {
+      constexpr int kOfGroup = kLines / Scales::kPerStep, kRun = Lines < kOfGroup ? Lines : kOfGroup;
+      for (int done = 0; done < Lines; done += kRun)
+        for (int tile = 0; tile < 2; ++tile) {
+          const uint8_t *codes = source.codes + done * kLinePair + tile * 64,
+                        *scales = source.scales + (source.line + done) / kOfGroup * kPairColumns + tile * kTileColumns;
+          uint8_t* to = panel + done * kRows * kPanelRow + tile * 64;
+          const __m128i exponents = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
+          if (Scales::kPowers && __builtin_expect(ByExponent::serves(exponents), 1))
+            expand_lines(tables, codes, kRun, ByExponent(exponents), to);
+          else
+            expand_lines(tables, codes, kRun, ByProduct{Scales::of(scales)}, to);
+        }
+    } else {
+      for (int tile = 0; tile < 2; ++tile) expand_lines(tables, source.codes + tile * 64, Lines, Unscaled(), panel + tile * 64);
+    }
+  }
+};
+
+using Int8Lines = TableLines<Int8>;
+using MxFp8Lines = TableLines<Fp8Affine, PowersOfTwo>;
+using MxFp4Lines = TableLines<Fp4, PowersOfTwo>;
+using NvFp4Lines = TableLines<Fp4, SmallFloats>;
+constexpr auto kExpandPanel = expand_panel;
+
+#else
+
+// The policies of portable.h, with the group scales of one format.
+template <typename Decode, int Format>
+struct PortableLines {
+  static constexpr int kRows = Decode::kRows, kLines = kStep / 2 / kRows;
+  static constexpr bool kInPlace = false;
+
+  template <int Lines>
+  void decode(const Source& source, uint8_t* panel, int) const {
+    for (int i = 0; i < Lines; ++i)
+      for (int tile = 0; tile < 2; ++tile) {
+        uint8_t* to = panel + i * kRows * kPanelRow + tile * 64;
+        Decode::rows(source.codes + i * kLinePair + tile * 64, to);
+        constexpr int kGroups = groups_of_step(Format);
+        if (kGroups == 0) continue;
+        const int group = (source.line + i) * kGroups / kLines;
+        apply_scale<true>(to, kRows, group_scales16(Format, source.scales + group * kPairColumns + tile * kTileColumns));
+      }
+  }
+};
+
+using Int8Lines = PortableLines<PortableInt8, kInt8>;
+using MxFp8Lines = PortableLines<PortableFp8, kMxFp8>;
+using MxFp4Lines = PortableLines<PortableFp4, kMxFp4>;
+using NvFp4Lines = PortableLines<PortableFp4, kNvFp4>;
+constexpr auto kExpandPanel = PortableOps::expand;
+
+#endif
+
+// Any other format, a step at a time.
+struct StepLines {
+  static constexpr int kLines = 1, kRows = kStep / 2;
+  static constexpr bool kInPlace = false;
+
+  template <int Lines>
+  inline __attribute__((always_inline)) void decode(const Source& source, uint8_t* panel, int ahead) const {
+    for (size_t at = 0; at < source.w->step_bytes; at += 64) __builtin_prefetch(source.codes + ahead + at);
+    kExpandPanel(*source.w, source.pair, source.step, 1, panel);
+  }
+};
+
+}  // namespace
+}  // namespace moe_mk

@@ -1,0 +1,143 @@
+// A few rows times weights of the formats with parts straight from memory, for AVX512-BF16 + VBMI: codes are decoded into
+// integers in registers (one shift and one table for 32 weights of four bits), multiplied by VDPBF16PS, and the f32 sum of a
+// part is scaled. Minima are multiplied by sums of x, which are computed once a task. part_scales.h has the arithmetic.
+// Reads packed weights and scales once, two pairs of columns at a time, half of the task apart: see isa_avx512few.cpp.
+// Writes totals [pair][row][32]. Same bits as multiply_parts.
+#include "avx512.h"
+
+#include "part_scales.h"
+
+namespace moe_mk {
+namespace {
+
+// Sums of one part of k and their totals: N rows times both tiles of P pairs in registers.
+template <int N, int P>
+struct PartSums {
+  static constexpr int kTiles = 2 * P;
+  __m512 open[N][kTiles], all[N][kTiles];
+};
+
+// Decodes lines First to Last of one step of each tile and multiplies every row of x with them.
+template <int First, int Last, int N, int P, typename Decode>
+inline __attribute__((always_inline)) void dot_lines(const Decode& decode, const uint8_t* at, size_t apart, const uint8_t* const* x,
+                                                      int ahead, PartSums<N, P>& sums) {
+  constexpr int kRows = Decode::count(First), kRow = Decode::first(First);
+  // Tile by tile: rows of one are four registers.
+#pragma GCC unroll 4
+  for (int t = 0; t < 2 * P; ++t) {
+    const uint8_t* from = at + (t >> 1) * apart + (t & 1) * 64;
+    _mm_prefetch(reinterpret_cast<const char*>(from + ahead + First * 128), _MM_HINT_T0);
+    __m512i weights[kRows];
+    decode.template rows<First>(from, weights);
+#pragma GCC unroll 4
+    for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+      for (int h = 0; h < kRows; ++h) {
+        const __m512i both = _mm512_set1_epi32(load<int32_t>(x[m] + (kRow + h) * 4));
+        sums.open[m][t] = _mm512_dpbf16_ps(sums.open[m][t], reinterpret_cast<__m512bh>(weights[h]), reinterpret_cast<__m512bh>(both));
+      }
+  }
+  if constexpr (First + 1 < Last) dot_lines<First + 1, Last>(decode, at, apart, x, ahead, sums);
+}
+
+// Prefetches the scales and zero points of kSuperSteps steps after `ahead` steps.
+struct ScalesAhead {
+  size_t step_bytes, zero_bytes, ahead;  // of kSuperSteps steps; in steps, over kSuperSteps
+
+  explicit ScalesAhead(const Columns& w)
+      : step_bytes(w.pair_scales * kSuperSteps / w.num_steps), zero_bytes(w.zeros == nullptr ? 0 : w.pair_zeros * kSuperSteps / w.num_steps),
+        ahead(w.prefetch / (w.step_bytes * kSuperSteps)) {}
+
+  inline __attribute__((always_inline)) void operator()(const Columns& w, int pair, int step) const {
+    const size_t at = size_t(step) / kSuperSteps + ahead;
+    for (size_t i = 0; i < step_bytes; i += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(w.part_scales + pair * w.pair_scales + at * step_bytes + i), _MM_HINT_T0);
+    for (size_t i = 0; i < zero_bytes; i += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(w.zeros + pair * w.pair_zeros + at * zero_bytes + i), _MM_HINT_T0);
+  }
+};
+
+template <int N, int P, typename Decode, bool Minima>
+void few(const Columns& w, int pair, int apart, const Rows& rows, const float* sums_of_x, float* totals) {
+  const Decode decode(Minima);
+  const int part_steps = w.part_pairs * 2 / kStep, num_sums = w.num_steps;
+  const size_t pair_apart = apart * w.pair_bytes;
+  const ScalesAhead scales_ahead(w);
+  alignas(64) float scales[P][kSuperSteps * Decode::kPerStep * kPairColumns], minima[P][Minima ? kSuperSteps * kPairColumns : 16];
+  PartSums<N, P> sums;
+  for (int m = 0; m < N; ++m)
+    for (int t = 0; t < 2 * P; ++t) sums.open[m][t] = sums.all[m][t] = _mm512_setzero_ps();
+  const uint8_t* data = w.data + pair * w.pair_bytes;
+  for (int step0 = 0, first_part = 0; step0 < w.num_steps; step0 += kSuperSteps) {
+    const int steps = w.num_steps - step0 < kSuperSteps ? w.num_steps - step0 : kSuperSteps;
+    int parts = 0, part = 0;
+    for (int p = 0; p < P; ++p) scales_ahead(w, pair + p * apart, step0);
+    for (int p = 0; p < P; ++p) parts = part_scales(w, pair + p * apart, step0, steps, scales[p], minima[p]);
+    const auto close = [&](int step) __attribute__((always_inline)) {
+      for (int m = 0; m < N; ++m) {
+        const __m512 row = _mm512_set1_ps(rows.scales == nullptr ? 1.0f : rows.scales[m][step * kStep / kActivationBlock]);
+        for (int t = 0; t < 2 * P; ++t) {
+          const size_t at = size_t(part) * kPairColumns + (t & 1) * kTileColumns;
+          const __m512 scale = _mm512_load_ps(scales[t >> 1] + at);
+          sums.all[m][t] = _mm512_fmadd_ps(sums.open[m][t], rows.scales == nullptr ? scale : _mm512_mul_ps(scale, row), sums.all[m][t]);
+          sums.open[m][t] = _mm512_setzero_ps();
+          if (!Minima) continue;
+          const __m512 x_sum = _mm512_set1_ps(sums_of_x[m * num_sums + first_part + part]);
+          sums.all[m][t] = _mm512_fnmadd_ps(_mm512_load_ps(minima[t >> 1] + at), rows.scales == nullptr ? x_sum : _mm512_mul_ps(x_sum, row),
+                                            sums.all[m][t]);
+        }
+      }
+      ++part;
+    };
+    for (int s = step0, left = part_steps; s < step0 + steps; ++s) {
+      const uint8_t *at = data + s * w.step_bytes, *x[N];
+      for (int m = 0; m < N; ++m) x[m] = reinterpret_cast<const uint8_t*>(rows.bf16(m)) + size_t(s) * kRowBytes;
+      constexpr int kHalf = Decode::kLines / Decode::kPerStep;
+      dot_lines<0, kHalf>(decode, at, pair_apart, x, w.prefetch, sums);
+      if constexpr (Decode::kPerStep == 2) {
+        close(s);
+        dot_lines<kHalf, Decode::kLines>(decode, at, pair_apart, x, w.prefetch, sums);
+        close(s);
+      } else if (--left == 0 || s + 1 == step0 + steps) {
+        close(s);
+        left = part_steps;
+      }
+    }
+    first_part += parts;
+  }
+  for (int m = 0; m < N; ++m)
+    for (int t = 0; t < 2 * P; ++t)
+      _mm512_storeu_ps(totals + (size_t(pair + (t >> 1) * apart) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, sums.all[m][t]);
+}
+
+template <int N, typename Decode, bool Minima>
+void few_rows(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  for (int m = 0; Minima && m < N; ++m)
+    part_sums(w, reinterpret_cast<const uint8_t*>(rows.bf16(m)), kRowBytes, w.num_steps, scratch.sums + size_t(m) * w.num_steps);
+  const int half = w.num_pairs / 2;
+  for (int pair = 0; pair < half; ++pair) few<N, 2, Decode, Minima>(w, pair, half, rows, scratch.sums, totals);
+  if (w.num_pairs % 2 != 0) few<N, 1, Decode, Minima>(w, w.num_pairs - 1, 0, rows, scratch.sums, totals);
+}
+
+template <typename Decode, bool Minima>
+void few_of(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  switch (rows.num_rows) {
+    case 1: return few_rows<1, Decode, Minima>(w, rows, scratch, totals);
+    case 2: return few_rows<2, Decode, Minima>(w, rows, scratch, totals);
+    case 3: return few_rows<3, Decode, Minima>(w, rows, scratch, totals);
+    default: return few_rows<kFewRows, Decode, Minima>(w, rows, scratch, totals);
+  }
+}
+
+}  // namespace
+
+void multiply_few_parts(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  switch (w.format) {
+    case kInt8Groups: return w.minima ? few_of<Codes8, true>(w, rows, scratch, totals) : few_of<Codes8, false>(w, rows, scratch, totals);
+    case kQ5K: return few_of<Codes5, true>(w, rows, scratch, totals);
+    case kQ6K: return few_of<Codes6, false>(w, rows, scratch, totals);
+    default: return w.minima ? few_of<Codes4, true>(w, rows, scratch, totals) : few_of<Codes4, false>(w, rows, scratch, totals);
+  }
+}
+
+}  // namespace moe_mk

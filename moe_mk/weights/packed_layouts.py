@@ -1,0 +1,274 @@
+"""Packed integers as checkpoints lay them out, converted to the layout of the scheme and back, exactly.
+
+    compressed_tensors  weight_packed int32 (n, k/8): column 8j + i in bits 4i to 4i + 3 of word j, unsigned, 8 is zero.
+                        Its bytes are the codes of our scheme, so that a view suffices. weight_scale (n, k/g),
+                        weight_zero_point int32 (n/8, k/g): packed along the rows; weight_shape (n, k)
+    gptq                qweight int32 (k/8, n): column 8j + i of row r in bits 4i of word (j, r). scales (k/g, n);
+                        qzeros int32 (k/g, n/8): row 8j + i in bits 4i of word j, minus one; g_idx int32 (k)
+    awq                 qweight int32 (k, n/8): row 8j + ORDER[i] of column c in bits 4i of word (c, j), ORDER is
+                        0 2 4 6 1 3 5 7. scales (k/g, n); qzeros int32 (k/g, n/8) in the same order
+    gguf                the rows of the file, see `quant.gguf`
+
+With 8 bits a word holds four codes. GPTQ that orders columns by activation (desc_act) permutes them: `order` of
+`Unpacked` is the column of the checkpoint at each of our columns, so that groups are contiguous.
+Sources: compressed-tensors 0.20 (`pack_to_int32`), AutoGPTQ 0.7 (`qlinear_cuda.py`), AutoAWQ 0.2 (`gemm.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.errors import ConfigError, ShapeError, WeightError
+from moe_mk.kernels.reference import e2m1
+from moe_mk.kernels.reference.ggml_blocks import MXFP4_BYTES, MXFP4_VALUES
+from moe_mk.quant import MXFP4, WHOLE, Plain, QuantScheme, QuantTensor
+from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf
+from moe_mk.quant.grouped import SCALE_DTYPES as GROUP_SCALES
+from moe_mk.quant.grouped import Grouped
+
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
+INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Rows of AWQ by the position of their nibble."""
+WORD = 32
+"""Bits."""
+_WORDS, _INTEGERS = (torch.int32,), (torch.int64, torch.int32)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+Named = tuple[str, Tensor]
+"""A tensor with its name for messages."""
+
+
+_HOLDS = {"compressed_tensors": "integers in groups", "gptq": "integers in groups", "awq": "int4 in groups"}
+
+
+@dataclass(frozen=True)
+class Held:
+    """The requirements of one tensor of a packed matrix."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    optional: bool = False
+    also: tuple[tuple[int, ...], ...] = ()
+    """Equivalent shapes."""
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A matrix in the layout of its scheme."""
+
+    q: QuantTensor
+    order_K: Tensor | None = None
+    """int64: the column of the checkpoint at each column; None where they are the same."""
+
+
+def packed_shapes(
+    packing: str, scheme: QuantScheme, rows: int, columns: int, *, shared: bool = False
+) -> dict[str, Held]:
+    """The tensors of a (rows, columns) matrix: "" for the codes, "scale", "zeros", "order" and "shape".
+
+    shared: of shared experts, whose blocks of GGUF may have any type. Raises ConfigError for sizes that do not fill
+    words or blocks.
+    """
+    if packing == "gguf":
+        return {"": _gguf_rows(scheme, rows, columns, shared=shared)}
+    if not isinstance(scheme, Grouped) or (packing == "awq" and scheme.bits != 4):
+        raise ConfigError(f"{packing} checkpoints hold {_HOLDS[packing]}, not {scheme.name}")
+    each = WORD // scheme.bits
+    wide = scheme.scale_shape(rows, columns)[1]
+    across = rows if packing == "awq" else columns
+    if across % each or (packing != "compressed_tensors" and rows % each):
+        raise ConfigError(
+            f"{packing} packs {each} numbers of {scheme.bits} bits into a word, which a matrix of {rows} x {columns} "
+            "does not fill"
+        )
+    short = -(-rows // each)
+    if packing == "compressed_tensors":
+        found = {"": Held((rows, columns // each), _WORDS), "scale": Held((rows, wide), GROUP_SCALES)}
+        if scheme.has_zeros:
+            found["zeros"] = Held((short, wide), _WORDS)
+        return found | {"shape": Held((2,), _INTEGERS, True), "order": Held((columns,), _INTEGERS, True)}
+    shape = (columns // each, rows) if packing == "gptq" else (columns, rows // each)
+    found = {"": Held(shape, _WORDS), "scale": Held((wide, rows), GROUP_SCALES), "zeros": Held((wide, short), _WORDS)}
+    return found | ({"order": Held((columns,), (torch.int32, torch.int64), True)} if packing == "gptq" else {})
+
+
+def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unpacked:
+    """The matrix of the tensors of `packed_shapes`, of one expert. Raises WeightError naming the tensor at fault."""
+    if packing == "gguf":
+        return Unpacked(of_gguf(scheme, parts[""][1]))
+    assert isinstance(scheme, Grouped)
+    return _UNPACK[packing](scheme, parts)
+
+
+def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
+    """The tensors of a matrix in a packing. The inverse of `unpack` without an order of columns."""
+    if packing == "gguf":
+        raise ConfigError("rows of GGUF files are written by `weights.gguf_checkpoint`")
+    assert isinstance(q.scheme, Grouped) and q.scales is not None
+    scheme, codes = q.scheme, q.scheme.codes(q)
+    n, k = q.shape
+    zeros = q.zeros if q.zeros is not None else torch.full_like(q.scales, scheme.middle, dtype=torch.uint8)
+    if packing == "compressed_tensors":
+        out = {"": _viewed(q.values, torch.int32), "scale": q.scales}
+        if q.zeros is not None:
+            each = WORD // scheme.bits
+            filled = torch.nn.functional.pad(zeros, (0, 0, 0, -n % each))
+            out["zeros"] = _words(filled.T, scheme.bits).T.contiguous()
+        return out | {"shape": torch.tensor([n, k], dtype=torch.int64, device=codes.device)}
+    scales = q.scales.T.to(torch.float16).contiguous()
+    if packing == "awq":
+        rows = _to_interleaved(codes.T), _to_interleaved(zeros.T)
+        return {"": _words(rows[0], scheme.bits), "scale": scales, "zeros": _words(rows[1], scheme.bits)}
+    if bool((zeros == 0).any()):
+        raise ConfigError(
+            "GPTQ stores a zero point minus one, and one of the matrix is 0; use AWQ or compressed-tensors"
+        )
+    order = torch.arange(k, dtype=torch.int32, device=codes.device) // (
+        k if scheme.columns == WHOLE else scheme.columns
+    )
+    words = _words(codes, scheme.bits).T.contiguous()
+    return {"": words, "scale": scales, "zeros": _words(zeros.T - 1, scheme.bits), "order": order}
+
+
+def _of_compressed_tensors(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
+    name, words = parts[""]
+    values = _viewed(words, torch.uint8)
+    n, k = values.shape[0], scheme.logical_columns(values.shape[1])
+    if "shape" in parts and parts["shape"][1].tolist() != [n, k]:
+        raise WeightError(f"{parts['shape'][0]} is {parts['shape'][1].tolist()}, and {name} has {[n, k]} codes")
+    if "order" in parts:
+        _expect_trivial(parts["order"], _group_of(scheme, k))
+    zeros = None
+    if scheme.has_zeros:
+        zeros = _codes(parts["zeros"][1].T, scheme.bits).T[:n].contiguous()
+    return Unpacked(QuantTensor(values, parts["scale"][1], scheme, zeros=zeros))
+
+
+def _of_gptq(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
+    values = _viewed(parts[""][1].T, torch.uint8)
+    stored = _codes(parts["zeros"][1], scheme.bits).to(torch.int32)
+    zeros = _zeros_of_gptq(scheme, parts["zeros"][0], stored)
+    q = QuantTensor(values, parts["scale"][1].T.contiguous(), scheme, zeros=zeros)
+    if "order" not in parts:
+        return Unpacked(q)
+    order_K = _order(parts["order"], _group_of(scheme, q.shape[1]))
+    if order_K is None:
+        return Unpacked(q)
+    codes = scheme.codes(q)[:, order_K]
+    return Unpacked(QuantTensor(scheme.pack(codes.to(torch.float32)), q.scales, scheme, zeros=zeros), order_K)
+
+
+def _zeros_of_gptq(scheme: Grouped, name: str, stored: Tensor) -> Tensor | None:
+    """(n, k/g) zero points. Without zero points all must be the middle, minus one or (`gptq_v2`) as they are."""
+    if not scheme.has_zeros:
+        if not (bool((stored == scheme.middle - 1).all()) or bool((stored == scheme.middle).all())):
+            raise WeightError(f"{name}: zero points differ from {scheme.middle}, and the weights are to be symmetric")
+        return None
+    if bool((stored == 2**scheme.bits - 1).any()):
+        raise WeightError(
+            f"{name}: a zero point of {2**scheme.bits} is out of range (0 <= zero < {2**scheme.bits}); zero points are "
+            "stored minus one, and quantisers that wrapped 0 around wrote this"
+        )
+    return (stored + 1).to(torch.uint8).T.contiguous()
+
+
+def _of_awq(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
+    codes = _from_interleaved(_codes(parts[""][1], scheme.bits)).T
+    zeros = _from_interleaved(_codes(parts["zeros"][1], scheme.bits)).T.contiguous()
+    if not scheme.has_zeros and bool((zeros != scheme.middle).any()):
+        name = parts["zeros"][0]
+        raise WeightError(f"{name}: zero points differ from {scheme.middle}, and the weights are to be symmetric")
+    packed = e2m1.pack(codes.contiguous()) if scheme.bits == 4 else codes.contiguous()
+    scales = parts["scale"][1].T.contiguous()
+    return Unpacked(QuantTensor(packed, scales, scheme, zeros=zeros if scheme.has_zeros else None))
+
+
+_UNPACK: Mapping[str, Callable[[Grouped, Mapping[str, Named]], Unpacked]] = {
+    "compressed_tensors": _of_compressed_tensors, "gptq": _of_gptq, "awq": _of_awq,
+}  # fmt: skip
+PACKINGS = (*_UNPACK, "gguf")
+
+
+def _codes(words: Tensor, bits: int) -> Tensor:
+    """(m, w) int32 to (m, w * 32 / bits) uint8: the lowest bits first."""
+    octets = _viewed(words, torch.uint8)
+    return e2m1.unpack(octets) if bits == 4 else octets
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `_codes`."""
+    return _viewed(e2m1.pack(codes) if bits == 4 else codes, torch.int32)
+
+
+def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix as another integer type. Flat first: a dimension of one may have any stride."""
+    flat = x.contiguous().reshape(-1).view(dtype)
+    return flat.reshape(x.shape[0], x.shape[1] * x.element_size() // dtype.itemsize)
+
+
+def _from_interleaved(codes: Tensor) -> Tensor:
+    """Columns of eight in AWQ's order to their own order."""
+    eights = codes.reshape(codes.shape[0], -1, len(INTERLEAVED))
+    inverse = sorted(range(len(INTERLEAVED)), key=INTERLEAVED.__getitem__)
+    return eights[..., inverse].flatten(1)
+
+
+def _to_interleaved(codes: Tensor) -> Tensor:
+    return codes.reshape(codes.shape[0], -1, len(INTERLEAVED))[..., list(INTERLEAVED)].flatten(1)
+
+
+def _group_of(scheme: Grouped, columns: int) -> int:
+    return columns if scheme.columns == WHOLE else scheme.columns
+
+
+def _order(named: Named, group: int) -> Tensor | None:
+    """The permutation that makes the groups of g_idx contiguous, stable; None if they are. WeightError if none does."""
+    name, idx = named
+    k = len(idx)
+    trivial = torch.arange(k, dtype=idx.dtype, device=idx.device) // group
+    if torch.equal(idx, trivial):
+        return None
+    order_K = torch.argsort(idx, stable=True)
+    if not torch.equal(idx[order_K], trivial):
+        counts = torch.unique(idx, return_counts=True)[1]
+        raise WeightError(
+            f"{name} puts {int(counts.min())} to {int(counts.max())} of {k} columns into a group of {group}; "
+            "all groups of a matrix must have the size of quantization_config.group_size"
+        )
+    return order_K
+
+
+def _expect_trivial(named: Named, group: int) -> None:
+    if _order(named, group) is not None:
+        raise WeightError(f"{named[0]} orders columns by activation (actorder 'group'), which is not supported")
+
+
+def _gguf_rows(scheme: QuantScheme, rows: int, columns: int, *, shared: bool) -> Held:
+    """The rows of a tensor of a GGUF file."""
+    if shared:
+        wide = [each for each in (*GGUF.values(), MXFP4) if columns % (each.block[1] if each.block else 1) == 0]
+        also = tuple((rows, _row_bytes(each, columns)) for each in wide)
+        return Held((rows, columns), (*_FLOATS, torch.uint8), also=also)
+    if isinstance(scheme, Plain):
+        return Held((rows, columns), (scheme.dtype,))
+    return Held((rows, _row_bytes(scheme, columns)), (torch.uint8,))
+
+
+def _row_bytes(scheme: QuantScheme, columns: int) -> int:
+    if isinstance(scheme, Gguf):
+        try:
+            return scheme.held_columns(columns)
+        except ShapeError as problem:
+            raise ConfigError(str(problem)) from problem
+    if scheme != MXFP4 or columns % MXFP4_VALUES:
+        raise ConfigError(f"GGUF files hold no {scheme.name} of {columns} columns")
+    return columns // MXFP4_VALUES * MXFP4_BYTES
+
+
+def of_gguf(scheme: QuantScheme, rows: Tensor) -> QuantTensor:
+    """Rows of a file in a scheme: a view, for MXFP4 a copy in the order of its scheme."""
+    return mxfp4_of_gguf(rows) if scheme == MXFP4 else QuantTensor(rows, None, scheme)

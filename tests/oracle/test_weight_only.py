@@ -1,0 +1,118 @@
+"""Weight-only integers and GGUF blocks: their oracles, which formats they fall back to, and what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_mk import Problem, UnsupportedError, oracle
+from moe_mk.config import device_profile, load_config
+from moe_mk.experts import EXPERTS
+from moe_mk.experts.torch_cpu import TorchCpuExperts
+from moe_mk.oracle.base import ORACLES
+from moe_mk.oracle.gguf import select_gguf_moe_backend
+from moe_mk.oracle.int_wna16 import select_int_wna16_moe_backend
+from moe_mk.quant import BF16
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
+from moe_mk.weights.requantise import held_as
+
+
+class BlocksOnly(TorchCpuExperts):
+    """Reads FP8 blocks and plain weights."""
+
+    traits = replace(TorchCpuExperts.traits, weights=frozenset({"fp8_block", "plain"}))
+
+
+def problem(quant: str, **settings: object) -> Problem:
+    config = load_config("deepseek_v3").with_(quant={"weights": quant, **settings}, ep=4)
+    return Problem(config, device_profile("cpu"), BF16, 64)
+
+
+@pytest.fixture
+def only_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EXPERTS, "_entries", {"reference": EXPERTS["reference"], "blocks": BlocksOnly})
+
+
+@pytest.mark.row(170)
+@pytest.mark.parametrize("quant", [*GROUPED, *GGUF])
+def test_every_format_has_an_oracle_and_is_read_as_it_is_stored(quant: str) -> None:
+    decision = oracle.select(problem(quant))
+    assert decision.oracle == ("int_wna16" if quant in GROUPED else "gguf")
+    assert decision.effect is None and decision.compute == BF16 and decision.problem.weights.name == quant
+    select = select_int_wna16_moe_backend if quant in GROUPED else select_gguf_moe_backend
+    assert select(problem(quant)).chosen == decision.chosen
+
+
+@pytest.mark.row(170)
+@pytest.mark.parametrize(
+    "quant,held,memory,rounding",
+    [
+        # int4_g32: 4.5 bits a weight; FP8 blocks 8 bits; e4m3 rounds by 2^-3 / sqrt(24).
+        ("int4_g32", "fp8_128x128_ue8m0", 8 / 4.5, 2**-3 / 24**0.5),
+        ("q4_k", "fp8_128x128_ue8m0", 8 / 4.5, 2**-3 / 24**0.5),
+        # Eight bits are finer than FP8: 8.5 bits become 16, and bf16 rounds by 2^-7 / sqrt(24).
+        ("int8_g32", "bf16", 16 / 8.5, 2**-7 / 24**0.5),
+        ("q8_0", "bf16", 16 / 8.5, 2**-7 / 24**0.5),
+    ],
+)
+@pytest.mark.usefixtures("only_blocks")
+def test_a_fallback_states_its_price(quant: str, held: str, memory: float, rounding: float) -> None:
+    decision = oracle.select(problem(quant))
+    assert decision.effect is not None and decision.problem.weights.name == held
+    assert decision.effect.memory == pytest.approx(memory, rel=1e-3)
+    assert decision.effect.rounding == pytest.approx(rounding)
+    assert f"reads fp8_block, plain weights, the experts are {quant}" in str(decision.passed_over[0])
+
+
+@pytest.mark.usefixtures("only_blocks")
+def test_without_fallback_only_the_reference_is_left() -> None:
+    config = problem("int4_g128_zp").config.with_(fallback=False)
+    decision = oracle.select(replace(problem("int4_g128_zp"), config=config))
+    assert decision.chosen.experts == "reference" and decision.effect is None
+
+
+def test_mixed_types_are_counted_in_bytes_and_refused_where_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed, alone = problem("q4_k", down="q6_k"), problem("q4_k")
+    model = mixed.config.model
+    more = GGUF["q6_k"].num_bytes(model.hidden_size, model.moe_intermediate_size)
+    less = GGUF["q4_k"].num_bytes(model.hidden_size, model.moe_intermediate_size)
+    assert oracle.select(mixed).weights_bytes - oracle.select(alone).weights_bytes == mixed.slots * (more - less)
+    without = replace(TorchCpuExperts.traits, weights=frozenset({"q4_k"}))
+    monkeypatch.setattr(TorchCpuExperts, "traits", without)
+    assert not TorchCpuExperts.reasons_against(alone)
+    assert "the experts are" in str(TorchCpuExperts.reasons_against(mixed)[0])
+
+
+def test_activations_in_int8_are_an_offer_of_the_settings() -> None:
+    asked = problem("int4_g32", activations="int8")
+    assert asked.activations is not None and asked.activations.name == "int8_token"
+    assert problem("int4_g32").activations is None
+    config = asked.config.with_(activations="checkpoint", experts="torch_cpu")
+    with pytest.raises(UnsupportedError, match="multiplies with plain activations only"):
+        oracle.select(replace(asked, config=config))
+
+
+@pytest.mark.parametrize("quant", ["int4_g32", "q4_k"])
+@pytest.mark.parametrize("backend", ["cpu_native", "triton", "torch_cpu", "reference"])
+def test_rounded_activations_are_used_where_products_with_these_weights_exist(backend: str, quant: str) -> None:
+    """The integer products of other weights are no reason to give codes to kernels that read plain rows."""
+    asked, traits = problem(quant, activations="int8"), EXPERTS[backend].traits
+    scheme = ORACLES["gguf" if quant == "q4_k" else "int_wna16"].compute_scheme(asked, traits)
+    assert scheme == (INT8_TOKEN if backend == "reference" else asked.dtype)
+    insisted = replace(asked, config=asked.config.with_(activations="checkpoint"))
+    refused = any(reason.code == "activations" for reason in EXPERTS[backend].reasons_against(insisted))
+    assert refused == (backend != "reference")
+
+
+@pytest.mark.parametrize("quant", ["int4_g64_zp", "q5_k"])
+def test_experts_held_in_another_format_have_the_error_of_that_format(quant: str) -> None:
+    scheme = {**GROUPED, **GGUF}[quant]
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    q = scheme.quantize(x)
+    held = held_as(MappedExpertWeights((SlotWeights(q, q, q),), scheme), BF16).slot(0)
+    assert torch.equal(held.up_IH.values, q.dequantize(torch.bfloat16))

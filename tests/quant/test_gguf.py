@@ -1,0 +1,187 @@
+"""Blocks of GGUF: by hand, by fixed digests, and bit for bit what the `gguf` package decodes."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_mk.errors import ShapeError
+from moe_mk.kernels.reference.ggml_blocks import BLOCK_TYPES
+from moe_mk.quant.gguf import GGUF, Gguf, mxfp4_of_gguf, mxfp4_to_gguf
+from moe_mk.quant.microscaling import MXFP4
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.weights.expert_weights import narrow_columns, narrow_rows
+
+ALL = pytest.mark.parametrize("scheme", GGUF.values(), ids=list(GGUF))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def random_blocks(scheme: Gguf, rows: int, blocks: int, seed: int) -> Tensor:
+    """Any bytes, with finite factors: every code, every scale, subnormal and negative factors."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (rows, blocks, scheme.blocks.num_bytes), dtype=torch.uint8, generator=generator)
+    for at in scheme.blocks.halves:
+        raw[..., at + 1] &= 0xBF  # the upper exponent bit: below 2
+    return raw.flatten(1)
+
+
+def test_q4_0_by_hand() -> None:
+    # d = 0.5; byte 0 is 0x9f: value 0 is (15 - 8) / 2, value 16 is (9 - 8) / 2; the others are code 8: zero.
+    block = torch.tensor([[0x00, 0x38, 0x9F] + [0x88] * 15], dtype=torch.uint8)
+    values = QuantTensor(block, None, GGUF["q4_0"]).dequantize(torch.float32)
+    assert values[0, 0] == 3.5 and values[0, 16] == 0.5 and values.count_nonzero() == 2
+
+
+def test_q4_k_by_hand() -> None:
+    # d = 1, dmin = 2. Group 0: scale 3, minimum 1; group 5: scale 16 + 2 = 18, minimum 32 + 7 = 39.
+    block = torch.zeros(144, dtype=torch.uint8)
+    block[1], block[3] = 0x3C, 0x40
+    block[4], block[8] = 3, 1
+    block[5] |= 1 << 6  # scale 5: upper bits 01
+    block[9] |= 2 << 6  # minimum 5: upper bits 10
+    block[13] = 0x72
+    block[16] = 0x0B  # value 0: 11
+    block[16 + 64 + 31] = 0xD0  # group 5, its last value: 13
+    values = QuantTensor(block[None], None, GGUF["q4_k"]).dequantize(torch.float32)[0]
+    assert values[0] == 3 * 11 - 2 * 1 and values[1] == -2.0
+    assert values[5 * 32 + 31] == 18 * 13 - 2 * 39 and values[5 * 32] == -78.0
+
+
+def test_q6_k_by_hand() -> None:
+    # d = 0.25, scale of group 9 (values 144 to 159, the second half's part 0, second 16) is -4; code 0b11_0101 = 53.
+    block = torch.zeros(210, dtype=torch.uint8)
+    block[209] = 0x34
+    block[192 + 9] = 256 - 4
+    block[64 + 16], block[128 + 32 + 16] = 0x05, 0x03
+    values = QuantTensor(block[None], None, GGUF["q6_k"]).dequantize(torch.float32)[0]
+    assert values[144] == 0.25 * -4 * (53 - 32) and values[145] == 0.25 * -4 * -32 and values[0] == 0
+
+
+DIGESTS = {
+    "q4_0": "423c53b41b5d06af1e7a7b96d66a53fe",
+    "q8_0": "636128efacfdc7f18cf8db12adcb77ee",
+    "q4_k": "c94219c0dba1a3f074b8ff9fd4d9af8b",
+    "q5_k": "e13597ae4bb4746b92c01b094ce19491",
+    "q6_k": "3ccb2dbd483e5ed463d9e6df67580233",
+}
+"""Of the f32 values of 4 x 8 random blocks, as the `gguf` package 0.19.0 decodes them."""
+
+
+@pytest.mark.row(169)
+@ALL
+def test_values_have_the_digest_of_the_gguf_package(scheme: Gguf) -> None:
+    values = QuantTensor(random_blocks(scheme, 4, 8, 1), None, scheme).dequantize(torch.float32)
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:32] == DIGESTS[scheme.name]
+
+
+@ALL
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 4), blocks=st.integers(1, 4), seed=st.integers(0, 2**16))
+def test_the_gguf_package_decodes_the_same_bits(scheme: Gguf, rows: int, blocks: int, seed: int) -> None:
+    gguf = pytest.importorskip("gguf")
+    raw = random_blocks(scheme, rows, blocks, seed)
+    theirs = gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType(scheme.blocks.number))
+    ours = QuantTensor(raw, None, scheme).dequantize(torch.float32)
+    assert torch.equal(ours.view(torch.int32), torch.from_numpy(theirs).view(torch.int32))
+
+
+@ALL
+def test_split_gives_the_values_by_groups(scheme: Gguf) -> None:
+    q = QuantTensor(random_blocks(scheme, 3, 2, 5), None, scheme)
+    codes, scales, minima = scheme.split(q)
+    assert codes.dtype is torch.int8 and codes.shape == q.shape == (3, 2 * scheme.blocks.values)
+    assert scales.shape == (3, q.shape[1] // scheme.group) and (minima is None or minima.shape == scales.shape)
+    values = codes.float() * scales.repeat_interleave(scheme.group, 1)
+    if minima is not None:
+        values = values - minima.repeat_interleave(scheme.group, 1)
+    assert torch.equal(values, q.dequantize(torch.float32))
+
+
+@ALL
+def test_rounding_of_normals_is_no_more_than_the_scheme_states(scheme: Gguf) -> None:
+    x = normal(64, 1024)
+    q = scheme.quantize(x)
+    assert q.shape == x.shape and q.num_bytes == scheme.num_bytes(64, 1024)
+    error = q.dequantize(torch.float32) - x
+    assert 0.3 * scheme.relative_rms < float(error.norm() / x.norm()) < 1.05 * scheme.relative_rms
+
+
+@ALL
+@pytest.mark.parametrize("size", [0.0, 0.02, 300.0])
+def test_quantising_stays_within_a_step_of_every_group(scheme: Gguf, size: float) -> None:
+    x = normal(3, 4, 512) * size + size
+    q = scheme.quantize(x)
+    _, scales, minima = scheme.split(q)
+    error = (q.dequantize(torch.float32) - x).abs().unflatten(-1, (-1, scheme.group)).amax(dim=-1)
+    # Scales and minima of six bits are off by up to 1/126 of the largest of their block.
+    loose = 0.0 if scheme.blocks.values == 32 else x.abs().amax(dim=-1, keepdim=True) * 0.03
+    assert bool((error <= scales.abs() * 1.05 + loose + 1e-7).all())
+    if minima is None and size:
+        again = scheme.quantize(q.dequantize(torch.float32))
+        assert float((again.dequantize(torch.float32) - q.dequantize(torch.float32)).norm() / x.norm()) < 0.02
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q8_0"])
+def test_the_gguf_package_quantises_to_nearly_the_same(name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    x = normal(16, 512)
+    theirs = gguf.quantize(x.numpy(), gguf.GGMLQuantizationType(GGUF[name].blocks.number))
+    assert (torch.from_numpy(theirs) == GGUF[name].quantize(x).values).float().mean() > 0.97
+
+
+@ALL
+def test_slices_are_made_of_whole_blocks(scheme: Gguf) -> None:
+    q = scheme.quantize(normal(6, 1024))
+    whole, side = q.dequantize(torch.float32), scheme.blocks.values
+    assert torch.equal(narrow_columns(q, 512, 256).dequantize(torch.float32), whole[:, 512:768])
+    assert torch.equal(narrow_rows(q, 1, 2).dequantize(torch.float32), whole[1:3])
+    with pytest.raises(
+        ShapeError, match=f"columns 0 to 528 of 1024 would cut a group of {side} columns of {scheme.name}"
+    ):
+        narrow_columns(q, 0, 528)
+
+
+@ALL
+def test_partial_blocks_are_refused(scheme: Gguf) -> None:
+    with pytest.raises(ShapeError, match=f"{scheme.name} has blocks of {scheme.blocks.values} values"):
+        scheme.quantize(normal(2, 48))
+    with pytest.raises(ShapeError, match="a row of 33 B is no whole number"):
+        _ = QuantTensor(torch.zeros(2, 33, dtype=torch.uint8), None, scheme).shape
+
+
+def test_mxfp4_of_gguf_is_our_mxfp4_exactly() -> None:
+    generator = torch.Generator().manual_seed(3)
+    raw = torch.randint(0, 256, (5, 4, 17), dtype=torch.uint8, generator=generator)
+    raw[..., 0].clamp_(1, 254)
+    q = mxfp4_of_gguf(raw.flatten(1))
+    assert q.scheme == MXFP4 and q.shape == (5, 128)
+    assert torch.equal(mxfp4_to_gguf(q), raw.flatten(1))
+    gguf = pytest.importorskip("gguf")
+    theirs = torch.from_numpy(gguf.dequantize(raw.flatten(1).numpy(), gguf.GGMLQuantizationType.MXFP4))
+    assert torch.equal(q.dequantize(torch.float32), theirs)
+
+
+def test_mxfp4_blocks_by_hand() -> None:
+    # Scale 2^1; byte 0 is 0x2f: value 0 is code 15 (-6), value 16 is code 2 (1).
+    raw = torch.tensor([[128, 0x2F] + [0] * 15], dtype=torch.uint8)
+    values = mxfp4_of_gguf(raw).dequantize(torch.float32)[0]
+    assert values[0] == -12.0 and values[16] == 2.0 and values.count_nonzero() == 2
+
+
+def test_every_type_has_the_size_of_its_enumeration() -> None:
+    sizes = {name: (t.number, t.values, t.num_bytes) for name, t in BLOCK_TYPES.items()}
+    assert sizes == {
+        "q4_0": (2, 32, 18), "q8_0": (8, 32, 34), "q4_k": (12, 256, 144), "q5_k": (13, 256, 176),
+        "q6_k": (14, 256, 210),
+    }  # fmt: skip
+    gguf = pytest.importorskip("gguf")
+    for number, values, num_bytes in sizes.values():
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (values, num_bytes)

@@ -1,0 +1,145 @@
+"""Weight-only integers in groups: values by hand, bounds of the format, bytes, slices, another library's decoding."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_mk.errors import ShapeError
+from moe_mk.quant.blocked import WHOLE
+from moe_mk.quant.grouped import GROUPED, Grouped, grouped
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.weights.expert_weights import every_other_row, narrow_columns, narrow_rows
+
+ALL = pytest.mark.parametrize("scheme", GROUPED.values(), ids=list(GROUPED))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def test_four_bit_values_by_hand() -> None:
+    # Bytes 0x80 0x2f: columns 0, 8, 15, 2. Symmetric: minus 8, times 0.5. With a zero point of 3: minus 3.
+    values, scales = torch.tensor([[0x80, 0x2F]], dtype=torch.uint8), torch.tensor([[0.5]], dtype=torch.bfloat16)
+    q = QuantTensor(values, scales, GROUPED["int4_row"])
+    assert q.dequantize(torch.float32).tolist() == [[-4.0, 0.0, 3.5, -3.0]] and q.shape == (1, 4)
+    zeros = torch.tensor([[3]], dtype=torch.uint8)
+    q = QuantTensor(values, scales, GROUPED["int4_row_zp"], zeros=zeros)
+    assert q.dequantize(torch.float32).tolist() == [[-1.5, 2.5, 6.0, -0.5]]
+
+
+def test_eight_bit_values_by_hand_have_their_zero_at_128() -> None:
+    scales = torch.tensor([[0.25]], dtype=torch.float16)
+    q = QuantTensor(torch.tensor([[0, 128, 255]], dtype=torch.uint8), scales, GROUPED["int8_row"])
+    assert q.dequantize(torch.float32).tolist() == [[-32.0, 0.0, 31.75]]
+
+
+def test_schemes_are_named_by_bits_group_and_zero_points() -> None:
+    assert len(GROUPED) == 16 and grouped(4, 32) is GROUPED["int4_g32"]
+    assert grouped(8, WHOLE, zeros=True) is GROUPED["int8_row_zp"]
+    with pytest.raises(
+        ShapeError, match="4-bit weights with groups of 48 are not supported; use 4 or 8 bits and 32, 64"
+    ):
+        grouped(4, 48)
+
+
+@ALL
+@pytest.mark.parametrize("shape", [(4, 256), (3, 130, 72), (0, 256), (1, 2)])
+def test_bytes_are_those_that_were_promised(scheme: Grouped, shape: tuple[int, ...]) -> None:
+    q = scheme.quantize(normal(*shape))
+    assert q.shape == shape and q.values.dtype is torch.uint8
+    assert q.num_bytes == math.prod(shape[:-2]) * scheme.num_bytes(*shape[-2:])
+    assert (q.zeros is not None) == scheme.has_zeros
+    if len(shape) == 3:
+        for part in range(shape[0]):
+            alone = scheme.quantize(normal(*shape)[part]).dequantize(torch.float32)
+            assert torch.equal(q[part].dequantize(torch.float32), alone)
+
+
+@ALL
+def test_rounding_of_normals_is_no_more_than_the_scheme_states(scheme: Grouped) -> None:
+    x = normal(256, 1024)
+    error = scheme.quantize(x).dequantize(torch.float32) - x
+    assert 0.3 * scheme.relative_rms < float(error.norm() / x.norm()) < 1.05 * scheme.relative_rms
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(list(GROUPED)),
+    n=st.integers(1, 5),
+    pairs=st.integers(1, 90),
+    mean=st.floats(-5, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_no_value_is_further_off_than_half_a_step(name: str, n: int, pairs: int, mean: float, seed: int) -> None:
+    scheme, x = GROUPED[name], normal(n, 2 * pairs, seed=seed) + mean
+    q = scheme.quantize(x)
+    error = (q.dequantize(torch.float32) - x).abs()
+    assert bool((error <= scheme.spread_scales(q) * 0.5 * (1 + 1e-5) + 1e-6).all())
+
+
+@ALL
+def test_zeros_come_back_as_zeros_and_damage_as_nan(scheme: Grouped) -> None:
+    assert not scheme.quantize(torch.zeros(4, 64)).dequantize(torch.float32).any()
+    for bad in (float("nan"), float("inf")):
+        x = normal(2, 64)
+        x[1, 40] = bad
+        back = scheme.quantize(x).dequantize(torch.float32)
+        assert not torch.isfinite(back[1, 40]) and torch.isfinite(back[0]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scales_keep_the_dtype_of_the_checkpoint(dtype: torch.dtype) -> None:
+    q = GROUPED["int4_g32"].quantize(normal(4, 64))
+    assert q.scales is not None
+    stored = QuantTensor(q.values, q.scales.to(dtype), q.scheme)
+    assert torch.equal(stored.dequantize(torch.float32), q.dequantize(torch.float32))
+    assert stored.scales is not None and stored.scales.dtype in GROUPED["int4_g32"].scale_dtypes
+
+
+@ALL
+def test_slices_at_edges_are_slices_of_the_values(scheme: Grouped) -> None:
+    q = scheme.quantize(normal(6, 256))
+    whole = q.dequantize(torch.float32)
+    assert torch.equal(narrow_columns(q, 128, 128).dequantize(torch.float32), whole[:, 128:])
+    assert torch.equal(narrow_rows(q, 2, 3).dequantize(torch.float32), whole[2:5])
+    assert torch.equal(every_other_row(q, odd=True).dequantize(torch.float32), whole[1::2])
+
+
+@pytest.mark.parametrize("start,length", [(16, 64), (64, 16), (0, 48)])
+def test_a_slice_that_cuts_a_group_is_an_error_that_names_both(start: int, length: int) -> None:
+    q = GROUPED["int4_g32_zp"].quantize(normal(6, 256))
+    text = f"columns {start} to {start + length} of 256 would cut a group of 32 columns of int4_g32_zp"
+    with pytest.raises(ShapeError, match=text):
+        narrow_columns(q, start, length)
+
+
+def test_copies_and_pickles_hold_the_zero_points() -> None:
+    q = GROUPED["int4_g64_zp"].quantize(normal(4, 128) + 1)
+    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), q.to(torch.device("cpu"))):
+        assert torch.equal(other.dequantize(torch.float32), q.dequantize(torch.float32))
+    picked = q[torch.tensor([2, 0])]
+    assert torch.equal(picked.dequantize(torch.float32), q.dequantize(torch.float32)[[2, 0]])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_compressed_tensors_unpacks_and_dequantises_the_same(bits: int, zeros: bool) -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    scheme = grouped(bits, 32, zeros=zeros)
+    q = scheme.quantize(normal(8, 128) + 0.5 * zeros)
+    assert q.scales is not None
+    packed = q.values.view(torch.int32)
+    theirs = helpers.unpack_from_int32(packed, bits, torch.Size(q.shape))
+    assert torch.equal(theirs.to(torch.int32) + scheme.middle, scheme.codes(q).to(torch.int32))
+    codes = scheme.codes(q).to(torch.int16) - scheme.middle
+    zero = 0 if q.zeros is None else (q.zeros.to(torch.int16) - scheme.middle).repeat_interleave(32, dim=1)
+    by_them = (codes - zero).to(torch.bfloat16) * q.scales.repeat_interleave(32, dim=1)
+    assert torch.equal(q.dequantize(torch.bfloat16), by_them)

@@ -1,0 +1,201 @@
+"""GGUF models: read in place by layer and expert, split files, mixed types, damage; needs the `gguf` package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("gguf", reason="the gguf package reads and writes the files: pip install 'moe-mk[gguf]'")
+
+from moe_mk.config.hf import settings_from_hf
+from moe_mk.errors import ConfigError, WeightError
+from moe_mk.external.gguf_file import GgufTensor, read_gguf, write_gguf
+from moe_mk.layer.settings import config_of, layer_spec_of, stated
+from moe_mk.quant.gguf import GGUF, mxfp4_to_gguf
+from moe_mk.quant.microscaling import MXFP4
+from moe_mk.verify.dense import decoded
+from moe_mk.weights import CheckpointShape, SlotWeights, inspect_checkpoint, load_layer
+from moe_mk.weights.convert import convert_checkpoint
+from moe_mk.weights.gguf_metadata import gguf_from_hf, hf_from_gguf
+from moe_mk.weights.gguf_source import GgufSource, open_source
+from moe_mk.weights.synthesize import is_complete
+from tests.weights.one_layer import load_written, wide
+
+EXPERTS, HIDDEN, INNER = 4, 256, 512
+SHAPE = CheckpointShape(EXPERTS, HIDDEN, INNER, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
+
+
+@pytest.mark.parametrize("quant", [*GGUF, "q4_k_m"])
+def test_a_type_is_written_described_and_read(quant: str, written: Callable[[str], Path]) -> None:
+    folder = written(quant)
+    facts = inspect_checkpoint(folder)
+    assert facts.sound and facts.model_type == "deepseek2", [*facts.problems, *facts.layers[0].problems]
+    assert is_complete(folder, replace(SHAPE, quant=quant)) and not is_complete(folder, SHAPE)
+    config = stated(config_of(folder), folder, 1)
+    assert (config.model.quant.weights, config.model.quant.down) == (
+        ("q4_k", "q6_k") if quant == "q4_k_m" else (quant, None)
+    )
+    assert layer_spec_of(config) == facts.layers[0].layer_spec() and config.router.scoring_func == "sigmoid"
+    weights = load_written(folder)
+    for matrix, q in zip(wide(weights.experts.slots[2]), three(weights.experts.slots[2]), strict=True):
+        gain = 1.7 if matrix.shape[1] == HIDDEN else 0.9
+        assert float(matrix.std()) * matrix.shape[1] ** 0.5 == pytest.approx(gain, rel=0.1)
+        assert torch.equal(decoded(q), matrix.double()), "two decoders agree"
+
+
+def three(slot: SlotWeights) -> list:
+    return [slot.gate_IH, slot.up_IH, slot.down_HI]
+
+
+@pytest.mark.row(169)
+def test_experts_are_views_of_the_mapped_file(written: Callable[[str], Path]) -> None:
+    weights = load_written(written("q4_k"), (3, 1))
+    slots = weights.experts.slots
+    storages = {q.values.untyped_storage().data_ptr() for slot in slots for q in three(slot)}
+    assert len(storages) == 1 and weights.experts.file_backed
+    whole = load_written(written("q4_k")).experts.slots
+    assert all(torch.equal(a, b) for a, b in zip(wide(slots[0]), wide(whole[3]), strict=True))
+
+
+def test_slices_of_tensor_parallel_ranks_are_the_whole_and_cut_no_block(written: Callable[[str], Path]) -> None:
+    whole = wide(load_written(written("q4_k_m")).experts.slots[1])
+    parts = [wide(load_written(written("q4_k_m"), tp_rank=rank, tp_size=2).experts.slots[1]) for rank in (0, 1)]
+    assert all(torch.equal(torch.cat([p[i] for p in parts], dim=int(i == 2)), whole[i]) for i in range(3))
+    with pytest.raises(ConfigError, match=r"tp_size=4 cannot cut .* 1x256 blocks; possible: 1, 2$"):
+        load_written(written("q4_k_m"), tp_rank=0, tp_size=4)
+
+
+def split(folder: Path, target: Path, count: int) -> list[Path]:
+    """The same tensors in parts named as llama.cpp's gguf-split names them."""
+    whole = read_gguf(folder / "model.gguf")
+    data = np.fromfile(whole.path, dtype=np.uint8)
+    files = []
+    for part in range(count):
+        tensors = [
+            GgufTensor(
+                e.name, e.type_name, (e.num_bytes // 4,) if e.type_name == "F32" and len(e.shape) == 1 else _bytes(e),
+                lambda e=e: data[e.start : e.start + e.num_bytes].reshape(_bytes(e)),
+            )
+            for e in whole.tensors[part::count]
+        ]  # fmt: skip
+        tensors = [replace(t, shape=t.make().shape) for t in tensors]
+        files.append(target / f"m-{part + 1:05d}-of-{count:05d}.gguf")
+        metadata = {k: v for k, v in whole.metadata.items() if k.startswith("deepseek2.")} if part == 0 else {}
+        write_gguf(files[-1], "deepseek2", metadata, tensors)
+    return files
+
+
+def _bytes(entry) -> tuple[int, ...]:
+    return (*entry.shape[:-1], entry.shape[-1] * 4) if entry.type_name == "F32" else entry.shape
+
+
+@pytest.mark.row(169)
+def test_split_files_are_read_as_one(written: Callable[[str], Path], tmp_path: Path) -> None:
+    files = split(written("q4_k"), tmp_path, 3)
+    whole = load_written(written("q4_k")).experts.slots[0]
+    for path in (tmp_path, files[0], files[2]):
+        found = load_written(path).experts.slots[0]
+        assert all(torch.equal(a, b) for a, b in zip(wide(found), wide(whole), strict=True))
+    files[1].unlink()
+    with pytest.raises(WeightError, match=r"1 of 3 parts of m are missing: m-00002-of-00003\.gguf"):
+        GgufSource(files[0])
+
+
+def test_a_truncated_file_names_the_tensors_that_are_cut_off(written: Callable[[str], Path], tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes((written("q4_k") / "model.gguf").read_bytes()[:-400_000])
+    facts = inspect_checkpoint(file)
+    assert not facts.sound and any(
+        "cut off, their file is truncated: ffn_" in line for line in facts.layers[0].problems
+    )
+    spec = inspect_checkpoint(written("q4_k")).layers[0].layer_spec()
+    with pytest.raises(WeightError, match=r"ffn_down_shexp\.weight lacks \d+ of \d+ bytes"):
+        load_layer(GgufSource(file), 1, spec, owned=(0,))
+    file.write_bytes(b"GGUF" + bytes(6))
+    with pytest.raises(WeightError, match="model.gguf has no readable GGUF header"):
+        GgufSource(file)
+
+
+def test_a_nan_factor_is_reported_with_its_tensor(written: Callable[[str], Path], tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    data = bytearray((written("q8_0") / "model.gguf").read_bytes())
+    entry = next(e for e in read_gguf(written("q8_0") / "model.gguf").tensors if e.name == "blk.1.ffn_up_exps.weight")
+    at = entry.start + 2 * entry.num_bytes // EXPERTS
+    data[at : at + 2] = b"\x00\x7e"
+    file.write_bytes(bytes(data))
+    assert load_written(file, (0, 1, 3)) is not None, "only the experts of this rank are read"
+    with pytest.raises(WeightError, match=r"1 values are NaN or infinite .*ffn_up_exps\.weight\[2\], factors"):
+        load_written(file)
+
+
+def test_mxfp4_with_biases_as_gpt_oss_is_read_in_our_order(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    matrices = {
+        p: MXFP4.quantize(normal(2, *((64, 128) if p != "down" else (128, 64)))) for p in ("gate", "up", "down")
+    }
+    biases = {p: normal(2, 128 if p == "down" else 64) for p in matrices}
+    floats = {"ffn_gate_inp.weight": normal(2, 128), "ffn_gate_inp.bias": normal(2)}
+    floats |= {f"ffn_{p}_exps.bias": bias for p, bias in biases.items()}
+    tensors = [(f"ffn_{p}_exps.weight", "MXFP4", mxfp4_to_gguf(q)) for p, q in matrices.items()]
+    tensors += [(name, "F32", t.contiguous().view(torch.uint8)) for name, t in floats.items()]
+    metadata = {"embedding_length": 128, "expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 64}
+    write_gguf(
+        tmp_path / "m.gguf", "gpt-oss", {f"gpt-oss.{key}": value for key, value in metadata.items()},
+        [GgufTensor(f"blk.1.{name}", kind, tuple(t.shape), t.numpy) for name, kind, t in tensors],
+    )  # fmt: skip
+    config = stated(config_of(tmp_path), tmp_path, 1)
+    assert config.model.quant.weights == "mxfp4" and config.model.expert_bias and config.router.has_logit_bias
+    weights = load_layer(open_source(tmp_path), 1, layer_spec_of(config), owned=(1,))
+    slot = weights.experts.slots[0]
+    for q, name in zip(three(slot), matrices, strict=True):
+        assert torch.equal(q.dequantize(torch.float32), matrices[name][1].dequantize(torch.float32))
+    assert slot.biases is not None and torch.equal(slot.biases.down_H, biases["down"][1])
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256, "norm_topk_prob": True},
+        {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 512},
+        {"model_type": "gpt_oss", "num_local_experts": 8, "intermediate_size": 256},
+        {
+            "model_type": "deepseek_v3", "n_routed_experts": 8, "moe_intermediate_size": 256, "n_group": 2,
+            "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_shared_experts": 1,
+        },
+    ],
+    ids=lambda hf: hf["model_type"],
+)  # fmt: skip
+def test_metadata_of_every_architecture_is_read_as_its_config_json(hf: dict[str, object]) -> None:
+    hf = {**hf, "hidden_size": 512, "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}
+    architecture, metadata = gguf_from_hf(hf, "here")
+    back = hf_from_gguf({"general.architecture": architecture, **metadata}, "here")
+    assert settings_from_hf(back, "here") == settings_from_hf(hf, "here")
+
+
+def test_other_architectures_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no MoE layer is known for architecture 'qwen3'"):
+        hf_from_gguf({"general.architecture": "qwen3"}, "here")
+
+
+def test_a_conversion_there_and_back_keeps_every_value(written: Callable[[str], Path], tmp_path: Path) -> None:
+    report = convert_checkpoint(written("q4_k_m"), tmp_path / "bf16", "bf16")
+    assert 0 < max(error.worst for error in report.errors) < 0.004
+    config = config_of(tmp_path / "bf16")
+    assert (config.model.hidden_size, config.router.has_correction_bias) == (HIDDEN, True)
+    again = convert_checkpoint(tmp_path / "bf16", tmp_path / "q8_0", "q8_0")
+    assert inspect_checkpoint(tmp_path / "q8_0").sound and max(e.worst for e in again.errors) < 0.01
+    assert len(again.errors) == EXPERTS + 1 and min(e.worst for e in again.errors) > 0
+    one, other = load_written(written("q4_k_m")), load_written(tmp_path / "q8_0")
+    assert torch.equal(one.gate_EH.float(), other.gate_EH.float())
+    for a, b in zip(wide(one.experts.slots[3]), wide(other.experts.slots[3]), strict=True):
+        assert float((a - b).norm() / a.norm()) < 0.01

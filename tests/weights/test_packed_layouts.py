@@ -1,0 +1,368 @@
+"""Packed integers of compressed-tensors, GPTQ and AWQ: their words by hand, there and back, and damage by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_mk.config import MoEConfig
+from moe_mk.config.hf import quant_from_hf
+from moe_mk.errors import ConfigError, WeightError
+from moe_mk.quant.grouped import GROUPED, grouped
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.verify.dense import decoded
+from moe_mk.weights import (
+    CheckpointShape,
+    LayerWeights,
+    MappingSource,
+    SafetensorsSource,
+    inspect_checkpoint,
+    load_layer,
+    write_checkpoint,
+)
+from moe_mk.weights.convert import convert_checkpoint
+from moe_mk.weights.dialects import quantization_config
+from moe_mk.weights.loader import LayerLoader
+from moe_mk.weights.packed_layouts import Unpacked, pack, packed_shapes, unpack
+from tests.weights.one_layer import load_written, wide
+
+EXPERTS, HIDDEN, INNER = 4, 128, 256
+SHAPE = CheckpointShape(EXPERTS, HIDDEN, INNER, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
+KINDS = ("int4_g32", "int4_row", "int8_g64_zp", "int4_g128_zp", "gptq", "awq")
+PACKINGS = ("compressed_tensors", "gptq", "awq")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def named(tensors: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    return {what: (what or "codes", tensor) for what, tensor in tensors.items()}
+
+
+@pytest.mark.row(168)
+def test_gptq_words_by_hand() -> None:
+    # Row 0 has codes 1..8 in columns 0..7: one word, the lowest four bits are column 0. Zero point 5 is stored as 4.
+    scheme = grouped(4, 32, zeros=True)
+    words, zeros = torch.zeros(4, 8, dtype=torch.int32), torch.full((1, 1), 0x44444444, dtype=torch.int32)
+    words[0, 0] = int.from_bytes(bytes((0x21, 0x43, 0x65, 0x87)), "little", signed=True)
+    parts = {"": words, "scale": torch.full((1, 8), 0.5, dtype=torch.float16), "zeros": zeros}
+    values = unpack("gptq", scheme, named(parts)).q.dequantize(torch.float32)
+    assert values[0, :8].tolist() == [(code - 5) * 0.5 for code in range(1, 9)] and float(values[1, 0]) == -2.5
+
+
+@pytest.mark.row(168)
+def test_awq_words_by_hand() -> None:
+    # Nibble i of a word is row 0 2 4 6 1 3 5 7 of eight; zero points have the same order and no offset.
+    scheme = grouped(4, 32, zeros=True)
+    words = torch.zeros(32, 1, dtype=torch.int32)
+    words[3, 0] = int.from_bytes(bytes((0x21, 0x43, 0x65, 0x87)), "little", signed=True)
+    zeros = torch.tensor([[int.from_bytes(bytes((0x10, 0x32, 0x54, 0x76)), "little", signed=True)]], dtype=torch.int32)
+    parts = {"": words, "scale": torch.ones((1, 8), dtype=torch.float16), "zeros": zeros}
+    q = unpack("awq", scheme, named(parts)).q
+    assert scheme.codes(q)[:, 3].tolist() == [1, 5, 2, 6, 3, 7, 4, 8]
+    assert q.zeros is not None and q.zeros.flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+@pytest.mark.row(167)
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(PACKINGS), st.sampled_from(list(GROUPED)), st.integers(1, 3), st.integers(1, 3), st.integers(0, 99)
+)
+def test_packing_comes_back_bit_for_bit(packing: str, name: str, tall: int, wide: int, seed: int) -> None:
+    scheme = GROUPED[name]
+    if packing == "awq" and scheme.bits == 8:
+        with pytest.raises(ConfigError, match="awq checkpoints hold int4 in groups, not int8"):
+            packed_shapes(packing, scheme, 8, 128)
+        return
+    q = scheme.quantize(normal(8 * tall, 128 * wide, seed=tall + wide))
+    if packing == "gptq" and q.zeros is not None:
+        q = replace(q, zeros=q.zeros.clamp_min(1))
+    tensors = pack(packing, q)
+    held = packed_shapes(packing, scheme, *q.shape)
+    assert all(tuple(t.shape) == held[what].shape and t.dtype in held[what].dtypes for what, t in tensors.items())
+    assert all(each.optional for what, each in held.items() if what not in tensors)
+    back = unpack(packing, scheme, named(tensors))
+    assert back.order_K is None
+    for one, other in ((back.q.values, q.values), (back.q.zeros, q.zeros)):
+        assert (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
+    assert torch.equal(back.q.dequantize(torch.float32), q.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("packing", ["gptq", "awq"])
+def test_sizes_that_do_not_fill_words_are_refused(packing: str) -> None:
+    with pytest.raises(ConfigError, match=f"{packing} packs 8 numbers of 4 bits into a word.* 12 x 128"):
+        packed_shapes(packing, GROUPED["int4_g32"], 12, 128)
+
+
+@pytest.mark.row(167)
+@pytest.mark.parametrize("quant", KINDS)
+def test_a_format_is_written_described_and_read(quant: str, written: Callable[[str], Path]) -> None:
+    folder = written(quant)
+    facts = inspect_checkpoint(folder)
+    assert facts.sound, [*facts.problems, *facts.layers[0].problems]
+    config = MoEConfig.from_hf(folder)
+    kind = {"gptq": "int4_g128", "awq": "int4_g128_zp"}.get(quant, quant)
+    assert config.model.quant.weights == facts.layers[0].kind == kind
+    assert config.model.quant.shared == (facts.layers[0].shared or "same")
+    weights = load_written(folder)
+    for matrix in wide(weights.experts.slots[0]):
+        gain = 1.7 if matrix.shape[1] == HIDDEN else 0.9
+        assert float(matrix.std()) * matrix.shape[1] ** 0.5 == pytest.approx(gain, rel=0.5)
+    for q in (weights.experts.slots[1].gate_IH, weights.experts.slots[1].down_HI):
+        assert q is not None and torch.equal(decoded(q), q.dequantize(torch.float32).double()), "two decoders agree"
+    assert weights.shared is not None and weights.shared.up_IH.shape == (INNER, HIDDEN)
+
+
+@pytest.mark.parametrize("quant", KINDS)
+def test_slices_of_tensor_parallel_ranks_are_the_whole(quant: str, written: Callable[[str], Path]) -> None:
+    whole, halves = (
+        load_written(written(quant)),
+        [load_written(written(quant), tp_rank=rank, tp_size=2) for rank in (0, 1)],
+    )
+    gate, up, down = wide(whole.experts.slots[1])
+    parts = [wide(half.experts.slots[1]) for half in halves]
+    assert torch.equal(torch.cat([part[0] for part in parts]), gate)
+    assert torch.equal(torch.cat([part[1] for part in parts]), up)
+    assert torch.equal(torch.cat([part[2] for part in parts], dim=1), down)
+
+
+def test_a_slice_that_cuts_a_group_is_refused_with_the_sizes_that_do_not(written: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"tp_size=4 cannot cut .* 1x128 blocks; possible: 1, 2$"):
+        load_written(written("gptq"), tp_size=4)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("quant", ["int4_g32", "gptq", "awq"])
+def test_tensors_that_are_fed_one_by_one_give_the_same(
+    quant: str, tp_size: int, written: Callable[[str], Path]
+) -> None:
+    folder, found = written(quant), []
+    spec, source = inspect_checkpoint(folder).layers[0].layer_spec(), SafetensorsSource(folder)
+    tp = (tp_size - 1, tp_size)
+    loader = LayerLoader("layer 1", spec, found.append, owned=(1, 3), tp=tp, prefix="model.layers.1.mlp.")
+    for name in sorted(source.names(), reverse=True):
+        loader.feed(name, source.open(name))
+    loader.finish()
+    whole = load_written(folder, tp_rank=tp[0], tp_size=tp_size)
+    for slot, expert in zip(found[0].experts.slots, (1, 3), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(wide(slot), wide(whole.experts.slots[expert]), strict=True))
+
+
+def broken(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Callable[[], LayerWeights]:
+    tensors = load_file(next(folder.glob("*.safetensors")))
+    change(tensors)
+    spec = inspect_checkpoint(folder).layers[0].layer_spec()
+    return lambda: load_layer(MappingSource(tensors), 1, spec, owned=range(EXPERTS))
+
+
+EXPERT_2 = "model.layers.1.mlp.experts.2."
+
+
+def test_a_nan_scale_is_reported_with_its_tensor(written: Callable[[str], Path]) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[EXPERT_2 + "up_proj.scales"][0, 3] = float("nan")
+
+    with pytest.raises(WeightError, match=r"1 values are NaN or infinite .*: experts\.2\.up_proj\.scales \(1\)"):
+        broken(written("gptq"), change)()
+
+
+def test_a_zero_point_out_of_range_is_reported_with_its_tensor() -> None:
+    scheme = grouped(4, 32, zeros=True)
+    tensors = named(pack("gptq", replace(q := scheme.quantize(normal(8, 64)), zeros=torch.ones_like(q.zeros))))
+    tensors["zeros"] = ("experts.2.up_proj.qzeros", torch.full_like(tensors["zeros"][1], -1))
+    with pytest.raises(WeightError, match=r"experts\.2\.up_proj\.qzeros: a zero point of 16 is out of range"):
+        unpack("gptq", scheme, tensors)
+
+
+def test_zero_points_of_symmetric_weights_are_all_the_middle(written: Callable[[str], Path]) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[EXPERT_2 + "up_proj.qzeros"][0, 0] ^= 1
+
+    with pytest.raises(WeightError, match=r"experts\.2\.up_proj\.qzeros: zero points differ from 8"):
+        broken(written("gptq"), change)()
+
+
+def test_odd_shapes_and_missing_tensors_are_reported_with_their_names(written: Callable[[str], Path]) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[EXPERT_2 + "up_proj.weight_packed"] = tensors[EXPERT_2 + "up_proj.weight_packed"][:, 1:]
+        del tensors[EXPERT_2 + "down_proj.weight_scale"]
+
+    with pytest.raises(WeightError, match=r"lacks experts\.2\.down_proj\.weight_scale") as caught:
+        broken(written("int4_g32"), change)()
+    assert "experts.2.up_proj.weight_packed is [256, 15], expected [256, 16]" in str(caught.value)
+
+
+def test_a_truncated_file_names_the_tensors_that_are_cut_off(written: Callable[[str], Path], tmp_path: Path) -> None:
+    file = next(written("awq").glob("*.safetensors"))
+    (tmp_path / file.name).write_bytes(file.read_bytes()[:-1000])
+    spec = inspect_checkpoint(written("awq")).layers[0].layer_spec()
+    with pytest.raises(WeightError, match=r"tensors are cut off, their file is truncated: .*proj"):
+        load_layer(SafetensorsSource(tmp_path), 1, spec, owned=range(EXPERTS))
+
+
+def ordered(q: QuantTensor, seed: int) -> tuple[dict[str, tuple[str, Tensor]], Tensor]:
+    """GPTQ tensors whose columns are in another order than their groups, and the values in that order."""
+    k = q.shape[1]
+    order_K = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
+    tensors = pack("gptq", q)
+    shuffled = replace(q, values=q.scheme.pack(q.scheme.codes(q)[:, order_K].float()))  # type: ignore[attr-defined]
+    tensors[""] = pack("gptq", shuffled)[""]
+    tensors["order"] = tensors["order"][order_K]
+    return named(tensors), q.dequantize(torch.float32)[:, order_K]
+
+
+def test_columns_ordered_by_activation_are_brought_into_groups() -> None:
+    tensors, values = ordered(grouped(4, 32).quantize(normal(8, 128)), 3)
+    found: Unpacked = unpack("gptq", grouped(4, 32), tensors)
+    assert found.order_K is not None and not torch.equal(found.q.dequantize(torch.float32), values)
+    assert torch.equal(found.q.dequantize(torch.float32), values[:, found.order_K])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_expert_whose_down_is_ordered_by_activation_computes_the_same(
+    tp_size: int, written: Callable[[str], Path]
+) -> None:
+    """Rows of gate and up follow the columns of down, so that the expert is the same function."""
+    tensors = load_file(next(written("gptq").glob("*.safetensors")))
+    spec, name = inspect_checkpoint(written("gptq")).layers[0].layer_spec(), EXPERT_2 + "down_proj."
+    plain = wide(load_written(written("gptq")).experts.slots[2])
+    held = {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx"}
+    q = unpack("gptq", spec.scheme, {what: (word, tensors[name + word]) for what, word in held.items()}).q
+    shuffled, values = ordered(q, 5)
+    tensors |= {name + word: shuffled[what][1] for what, word in held.items()}
+    order = torch.randperm(INNER, generator=torch.Generator().manual_seed(5))
+    x, y = normal(3, HIDDEN), torch.zeros(3, HIDDEN)
+    for rank in range(tp_size):
+        loaded = load_layer(MappingSource(tensors), 1, spec, owned=range(EXPERTS), tp_rank=rank, tp_size=tp_size)
+        gate, up, down = wide(loaded.experts.slots[2])
+        y += (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    gate, up, _ = plain
+    by_hand = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T))[:, torch.arange(INNER)] @ values.T
+    assert torch.equal(values, plain[2][:, order]), "the columns of this expert were shuffled"
+    assert torch.allclose(y, by_hand, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.row(168)
+def test_other_projections_ordered_by_activation_are_refused_by_name(written: Callable[[str], Path]) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        # Two groups would be needed: hidden 128 has one. A matrix of one group has no order.
+        tensors[EXPERT_2 + "up_proj.g_idx"][:64] = 1
+
+    with pytest.raises(WeightError, match=r"2\.up_proj\.g_idx puts 64 to 64 of 128 columns into a group of 128"):
+        broken(written("gptq"), change)()
+
+
+def test_tokens_are_not_permuted_for_each_expert(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, replace(SHAPE, quant="gptq", hidden_size=256), threads=1)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[EXPERT_2 + "up_proj.g_idx"] = tensors[EXPERT_2 + "up_proj.g_idx"].flip(0)
+
+    with pytest.raises(WeightError, match=r"2\.up_proj\.qweight: columns are ordered by activation \(desc_act\)"):
+        broken(tmp_path, change)()
+
+
+def test_a_conversion_between_packings_of_the_same_groups_changes_no_value(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    report = convert_checkpoint(written("gptq"), tmp_path / "awq", "awq")
+    assert max(error.worst for error in report.errors) == 0.0
+    again = convert_checkpoint(tmp_path / "awq", tmp_path / "ct", "int4_g128_zp")
+    assert max(error.worst for error in again.errors if error.expert is not None) == 0.0
+    for folder in ("awq", "ct"):
+        for one, other in zip(
+            load_written(written("gptq")).experts.slots, load_written(tmp_path / folder).experts.slots, strict=True
+        ):
+            assert all(torch.equal(a, b) for a, b in zip(wide(one), wide(other), strict=True))
+    assert MoEConfig.from_hf(tmp_path / "ct").model.quant.shared == "bf16"
+    scale = SafetensorsSource(tmp_path / "ct").entry("model.layers.1.mlp.experts.0.up_proj.weight_scale")
+    assert scale.dtype is torch.float16, "bf16 would round the scales of GPTQ and AWQ"
+
+
+def test_a_conversion_states_its_error(written: Callable[[str], Path], tmp_path: Path) -> None:
+    report = convert_checkpoint(written("int8_g64_zp"), tmp_path / "out", "int4_g32")
+    assert 0.05 < report.errors[0].worst < 0.2 and inspect_checkpoint(tmp_path / "out").sound
+
+
+@pytest.mark.parametrize("name", list(GROUPED))
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_what_we_write_into_config_json_is_what_we_read(name: str, packing: str) -> None:
+    if packing == "awq" and not (GROUPED[name].bits == 4 and GROUPED[name].has_zeros):
+        return
+    read = quant_from_hf(quantization_config(name, (128, 128), packing=packing), "here")
+    assert read == {"weights": name} | ({"shared": "bf16"} if packing == "compressed_tensors" else {})
+
+
+@pytest.mark.parametrize(
+    "stated,problem",
+    [
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits in groups of 128"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "4 bits in groups of 48"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version is 'gemv'"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
+            "checkpoint_format is 'gptq_v2' with zero points",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named(stated: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        quant_from_hf(stated, "here")
+
+
+def test_compressed_tensors_packs_the_same_words() -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    for bits in (4, 8):
+        scheme = grouped(bits, 32, zeros=True)
+        q = scheme.quantize(normal(24, 128) + 0.3)
+        assert q.zeros is not None
+        ours = pack("compressed_tensors", q)
+        signed = (scheme.codes(q).to(torch.int16) - scheme.middle).to(torch.int8)
+        assert torch.equal(helpers.pack_to_int32(signed, bits), ours[""])
+        zeros = (q.zeros.to(torch.int16) - scheme.middle).to(torch.int8)
+        assert torch.equal(helpers.pack_to_int32(zeros, bits, packed_dim=0), ours["zeros"])
+        theirs = helpers.unpack_from_int32(ours["zeros"], bits, q.zeros.shape, packed_dim=0)
+        assert torch.equal(theirs, zeros)
+
+
+def test_files_of_kimi_k2_thinking_have_our_names_and_shapes(tmp_path: Path) -> None:
+    """Names and shapes as in moonshotai/Kimi-K2-Thinking, at a small size; shared experts in bf16, no zero points."""
+    prefix, tensors = "model.layers.1.mlp.", {"gate.weight": torch.ones(2, 64).bfloat16()}
+    tensors["gate.e_score_correction_bias"] = torch.zeros(2)
+    for e in range(2):
+        for name, (n, k) in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items():
+            folder = f"experts.{e}.{name}."
+            tensors[folder + "weight_packed"] = torch.full((n, k // 8), 0x11111111 * 7, dtype=torch.int32)
+            tensors[folder + "weight_scale"] = torch.full((n, k // 32), 0.25).bfloat16()
+            tensors[folder + "weight_shape"] = torch.tensor([n, k], dtype=torch.int32)
+    for name, (n, k) in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items():
+        tensors[f"shared_experts.{name}.weight"] = torch.ones(n, k).bfloat16()
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    facts = inspect_checkpoint(tmp_path)
+    assert facts.sound, facts.layers[0].problems
+    assert (facts.layers[0].kind, facts.layers[0].shared) == ("int4_g32", "bf16")
+    weights = load_layer(SafetensorsSource(tmp_path), 1, facts.layers[0].layer_spec(), owned=(1,))
+    assert torch.equal(wide(weights.experts.slots[0])[0], torch.full((32, 64), -0.25))
+
+
+def test_mixtral_names_hold_packed_experts_too() -> None:
+    tensors = {"gate.weight": torch.ones(2, 256).bfloat16()}
+    for e in range(2):
+        for name, (n, k) in {"w1": (128, 256), "w3": (128, 256), "w2": (256, 128)}.items():
+            q = grouped(4, 128, zeros=True).quantize(normal(n, k, seed=e))
+            words = {"": "qweight", "scale": "scales", "zeros": "qzeros"}
+            tensors |= {f"experts.{e}.{name}.{words[what]}": tensor for what, tensor in pack("awq", q).items()}
+    source = MappingSource({f"model.layers.0.block_sparse_moe.{name}": t for name, t in tensors.items()})
+    from moe_mk.weights import LayerSpec
+
+    weights = load_layer(source, 0, LayerSpec(2, 256, 128, grouped(4, 128, zeros=True)), owned=(0, 1))
+    assert weights.facts.convention == "mixtral_awq" and weights.experts.slots[1].up_IH.shape == (128, 256)
