@@ -8,7 +8,7 @@ never in a hang.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from threading import RLock
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.comm.failure import ANOTHER_THREAD, AbortOnError, Failure, GroupResource, GroupStatus
+from moe_mk.comm.header import Arrival, Envelope
 from moe_mk.comm.traffic import Traffic
 from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
@@ -33,6 +34,8 @@ class Communicator(ABC):
     size: int
     layer: str = ""
     """Name of the layer that this view belongs to, for errors."""
+    eager_bytes: int = 0
+    """Rows for one rank that `swap_eager` can send with their count, in bytes; 0: counts are exchanged first."""
     layer_number: int = 0
     """The same on all ranks. Messages and flags contain it, so that calls of two layers cannot be confused.
     0: not numbered."""
@@ -203,6 +206,26 @@ class Communicator(ABC):
         mine = torch.tensor(counts, dtype=torch.int64, device="cpu").view(self.size, 1)
         theirs = yield from self.all_to_all(mine, ones, ones, phase)
         return [int(count) for count in theirs.flatten().tolist()]
+
+    def swap_eager(
+        self, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int], phase: str
+    ) -> Flight[dict[int, Arrival]]:
+        """Exchange counts and rows with peers in one step; of groups with `eager_bytes` only.
+
+        outgoing: host memory by peer, at most `eager_bytes` of rows each, not to be written to afterwards. awaited:
+        the bytes from each, or ANY for as many as it sends. Counts are as announced: check them. The memory of what
+        arrives is to be given back with `give_back`, if at all. Nothing is counted as traffic.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sends counts before rows")
+
+    def give_back(self, arrivals: Iterable[Arrival]) -> None:
+        """Use the memory of rows from `swap_eager` again."""
+        del arrivals
+
+    def skip(self, phase: str) -> Flight[None]:
+        """The step of an exchange in which this rank neither sends nor receives anything, while others may."""
+        self.check(phase)
+        yield InFlight(phase)
 
     def gather_count(self, count: int, phase: str) -> Flight[list[int]]:
         """Gather one number of each rank."""

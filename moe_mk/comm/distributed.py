@@ -9,7 +9,7 @@ where a group has only NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator, even_parts, offsets, summing_dtype
 from moe_mk.comm.failure import Failure, GroupStatus
+from moe_mk.comm.header import EAGER_BYTES, Arrival, Envelope
 from moe_mk.comm.messages import Caller, GroupMessages
 from moe_mk.errors import CommError, ConfigError
 from moe_mk.flight import Flight, InFlight
@@ -53,6 +54,9 @@ class DistributedCommunicator(Communicator):
         """The rank in the process group of each rank."""
         self._rank_of = {member: rank for rank, member in enumerate(self._members)}
         self.rank, self.size = self._rank_of[dist.get_rank(group)], len(self._members)
+        self._is_whole = self._members == list(range(self.size))
+        """Whether ranks have the same numbers in the process group."""
+        self.eager_bytes = 0 if self._messages is None else EAGER_BYTES
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
         """A message to each rank that gets rows; what stays here is copied."""
@@ -126,6 +130,35 @@ class DistributedCommunicator(Communicator):
     def gather_count(self, count: int, phase: str) -> Flight[list[int]]:
         """The same count in the headers to all."""
         return (yield from self.exchange_counts([count] * self.size, phase))
+
+    def swap_eager(
+        self, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int], phase: str
+    ) -> Flight[dict[int, Arrival]]:
+        """One message to each peer; gloo takes a shorter one into a larger receive, so no size is agreed on."""
+        messages = self._messages
+        assert messages is not None
+        self._check_members(phase)
+        if self._is_whole:
+            with self.abort_on_error():
+                return (yield from messages.exchange_eager(self._caller, phase, outgoing, awaited))
+        of = self._members
+        going = {of[peer]: envelope for peer, envelope in outgoing.items()}
+        sizes = {of[peer]: num_bytes for peer, num_bytes in awaited.items()}
+        with self.abort_on_error():
+            arrived = yield from messages.exchange_eager(self._caller, phase, going, sizes)
+        return {self._rank_of[member]: arrival for member, arrival in arrived.items()}
+
+    def give_back(self, arrivals: Iterable[Arrival]) -> None:
+        """The next messages go there."""
+        assert self._messages is not None
+        self._messages.give_back(arrivals)
+
+    def skip(self, phase: str) -> Flight[None]:
+        """Calls are counted by every rank."""
+        self._check_members(phase)
+        if self._messages is not None:
+            self._messages.skip_call()
+        yield InFlight(phase)
 
     def library_group(self) -> dist.ProcessGroup:
         """The group itself. Raises ConfigError for some of its ranks."""
@@ -207,12 +240,9 @@ class DistributedCommunicator(Communicator):
     ) -> Flight[dict[int, int]]:
         """Messages to and from peers, see `GroupMessages.exchange`; by default each with its number of rows."""
         assert self._messages is not None
-        self.check(phase)
+        self._check_members(phase)
         numbers = {peer: len(rows) for peer, rows in outgoing.items()} if counts is None else dict(counts)
         numbers.pop(self.rank, None)
-        if gone := self._messages.left_out.intersection(self._members):
-            text = f"ranks {sorted(gone)} of the process group were left out; use the view that without() returned"
-            raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, on_all_ranks=True)
         of = self._members
         full = {of[peer]: rows for peer, rows in outgoing.items() if rows.numel()}
         places = {of[peer]: rows if rows is not None and rows.numel() else None for peer, rows in incoming.items()}
@@ -220,6 +250,15 @@ class DistributedCommunicator(Communicator):
         with self.abort_on_error():
             received = yield from self._messages.exchange(self._caller, phase, numbers, full, places)
         return {self._rank_of[member]: number for member, number in received.items()}
+
+    def _check_members(self, phase: str) -> None:
+        """Raise CommError if an earlier call failed, or if ranks of this view were left out."""
+        self.check(phase)
+        if self._messages is None or not self._messages.left_out:
+            return
+        if gone := self._messages.left_out.intersection(self._members):
+            text = f"ranks {sorted(gone)} of the process group were left out; use the view that without() returned"
+            raise CommError(text, rank=self.rank, phase=phase, layer=self.layer, on_all_ranks=True)
 
     def _fly(self, post: Callable[[], dist.Work], phase: str) -> Flight[None]:
         """A collective on the stream of the device."""

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ EAGER_BYTES = 1 << 16
 EPOCHS, CALLS, SIZES = 1 << 9, (1 << 6) - 1, (1 << 16) - 1
 HANG_UP_TAG, RECOVERY_TAG, NOTICE_TAGS, HEADER_TAGS = 0, 1, EPOCHS, 2 * EPOCHS
 UNKNOWN = -1
+ANY = -1
+"""The bytes that a rank awaits which learns from the header how many rows come with it."""
+Buffer = memoryview
+"""Writable bytes of a tensor."""
 
 
 class Kind(IntEnum):
@@ -92,6 +96,95 @@ class Header:
         return cls(Kind(kind), epoch, call, text, layer, count, num_bytes, expected, peer, process, host, rows)
 
 
+class Envelope(NamedTuple):
+    """Rows for one peer that travel in the message of their header: memory of their own, with room for it in front."""
+
+    tensor: Tensor
+    """uint8 on the host, dense."""
+    memory: Buffer
+    """The same bytes."""
+    at: int
+    """Where the rows begin, at HEADER_BYTES or later."""
+    num_bytes: int
+    """At most EAGER_BYTES."""
+    num_rows: int
+
+    @classmethod
+    def empty(cls, num_bytes: int, num_rows: int) -> Envelope:
+        """Memory for rows that are to be written."""
+        tensor = torch.empty(HEADER_BYTES + num_bytes, dtype=torch.uint8, device="cpu")
+        return cls(tensor, tensor.numpy().data, HEADER_BYTES, num_bytes, num_rows)
+
+    @property
+    def rows(self) -> Tensor:
+        """The bytes of the rows."""
+        return self.tensor[self.at : self.at + self.num_bytes]
+
+    def message(self) -> Tensor:
+        """The header and the rows."""
+        return self.tensor[self.at - HEADER_BYTES : self.at + self.num_bytes]
+
+
+class Arrival(NamedTuple):
+    """Rows that came with their header, in the memory of the message; the next message goes elsewhere."""
+
+    num_rows: int
+    """As announced."""
+    num_bytes: int
+    tensor: Tensor
+    """uint8: HEADER_BYTES, then the rows."""
+    memory: bytearray
+    """The same bytes."""
+
+    @property
+    def rows(self) -> Tensor:
+        """The bytes of the rows."""
+        return self.tensor[HEADER_BYTES : HEADER_BYTES + self.num_bytes]
+
+    @property
+    def address(self) -> int:
+        """Of the first row."""
+        return self.tensor.data_ptr() + HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RowHeaders:
+    """Headers of rows of one phase, one layer and one epoch, written and compared without an object for each."""
+
+    epoch: int
+    text: bytes
+    layer: int
+    sender: tuple[int, int, int, int]
+    """Process number, start time, namespace and host of this rank."""
+
+    def write(self, envelope: Envelope, call: int, expected_bytes: int) -> None:
+        """Write the header in front of rows. expected_bytes: from the receiver, or ANY."""
+        at = envelope.at - HEADER_BYTES
+        LAYOUT.pack_into(
+            envelope.memory, at, MAGIC, Kind.ROWS, self.epoch, call, self.layer, envelope.num_rows, envelope.num_bytes,
+            expected_bytes, UNKNOWN, *self.sender, len(self.text),
+        )  # fmt: skip
+        at += LAYOUT.size
+        envelope.memory[at : at + len(self.text)] = self.text
+
+    def read(
+        self, memory: bytearray, call: int, expected_bytes: int, awaited_bytes: int
+    ) -> tuple[int, int, tuple[int, ...]] | None:
+        """Count, bytes of rows and sender of the header of this call; None for any other header.
+
+        expected_bytes: that the peer is to await, or ANY. awaited_bytes: that it is to send, or ANY up to EAGER_BYTES.
+        """
+        magic, kind, epoch, called, layer, count, num_bytes, expected, peer, *who, length = LAYOUT.unpack_from(memory)
+        found = magic, kind, epoch, called, layer, expected, peer, length
+        if found != (MAGIC, Kind.ROWS, self.epoch, call, self.layer, expected_bytes, UNKNOWN, len(self.text)):
+            return None
+        if not 0 <= num_bytes <= EAGER_BYTES or (awaited_bytes not in (ANY, num_bytes)):
+            return None
+        if memory[LAYOUT.size : LAYOUT.size + length] != self.text:
+            return None
+        return count, num_bytes, tuple(who)
+
+
 def host_number() -> int:
     """A number of this host since it was started, in 63 bits; 0 where it cannot be read.
 
@@ -132,4 +225,5 @@ def row_tag(epoch: int, call: int, rows: Tensor) -> int:
 def described(call: int, phase: str, layer: int, num_bytes: int, expected_bytes: int) -> str:
     """The call that a header belongs to, for an error."""
     of = f" of layer number {layer}" if layer else ""
-    return f"call {call}, phase {phase!r}{of}, with {num_bytes} bytes one way and {expected_bytes} the other"
+    ways = ["any number of" if each == ANY else str(each) for each in (num_bytes, expected_bytes)]
+    return f"call {call}, phase {phase!r}{of}, with {ways[0]} bytes one way and {ways[1]} the other"

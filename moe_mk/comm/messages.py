@@ -6,11 +6,14 @@ in its tag:
 
     header    256 bytes, in order: epoch, call, layer, phase, a count, the bytes that follow, the sender's process;
               up to 64 KiB of rows come with it in one message, which gloo takes into a larger receive
+              (`exchange_eager`: in memory of their own, of a number that the receiver learns from the header)
     rows      more than that: tag = epoch, call, size: rows of another call or size never match, whatever they are
     notice    256 bytes, out of order: a rank has failed, or has waited for a peer longer than its timeout
 
-A header of another call, layer or phase ends the call on both sides. One receive of a header and one of a notice stand
-at every peer at all times, so that a failing rank's report gets through while its peers compute.
+A header of another call, layer or phase ends the call on both sides. Receives of headers and one of a notice stand at
+every peer at all times, so that a failing rank's report gets through while its peers compute. In small groups several
+receives of headers stand at each peer and are posted again together: each is a write to a socket, during which gloo's
+thread cannot take what arrives over the connection and polls for it.
 
 gloo closes all connections of a group when a wait times out, and peers would blame the rank that closed first. So a
 thread observes long waits: it detects peer processes on this host that have ended, and sends every peer the rank that
@@ -35,14 +38,19 @@ from torch import Tensor
 from moe_mk.comm.failure import REPORTED, Exclusive, Failure, GroupStatus
 from moe_mk.comm.fork import FORKED, in_child
 from moe_mk.comm.header import (
+    ANY,
     EAGER_BYTES,
     EPOCHS,
     HANG_UP_TAG,
     HEADER_BYTES,
     RECOVERY_TAG,
+    TEXT_BYTES,
     UNKNOWN,
+    Arrival,
+    Envelope,
     Header,
     Kind,
+    RowHeaders,
     as_bytes,
     bytes_of,
     described,
@@ -62,6 +70,10 @@ GRACE_S = 0.3
 """How long after its timeout a rank waits for peers to say for whom they wait."""
 FORKED_S = 1.0
 """How long a wait may go on after a peer process has ended: its connections may be open in a child of it."""
+MOST_RECEIVES = 8
+"""How many receives of headers stand at each peer, in groups of up to 8 ranks; fewer in larger ones: 66 kB each."""
+SPARE_MESSAGES = 64
+"""How many pieces of memory for messages are kept between calls: 4 MiB."""
 KEPT_HEADERS = 64
 """More than a peer can have unread, which are those of its open calls."""
 CLOSING_S = 0.5
@@ -78,6 +90,8 @@ class _Receive:
     """An error instead, where the connection had ended."""
     memory: bytearray
     tensor: Tensor
+    has_come: bool = False
+    """Whether it was waited for: gloo would wait for ever if asked again."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +148,17 @@ class GroupMessages:
         """Works and tensors of calls that failed: gloo may still read or write them."""
         self._posted: list[dist.Work] = []
         """Messages of the last call, see `_post_message`."""
-        self._headers: dict[int, _Receive] = {}
+        self._row_headers: dict[tuple[str, int], RowHeaders] = {}
+        """By phase and layer number, in this epoch."""
+        self._senders: dict[int, tuple[int, ...]] = {}
+        """What headers of each peer stated last of its process."""
+        self._spare: list[tuple[bytearray, Tensor]] = []
+        """Memory for messages to come."""
+        self._headers: dict[int, deque[_Receive]] = {}
+        """Those that stand at each peer, in order."""
+        self._read_headers: dict[int, list[_Receive]] = {peer: [] for peer in self._peers}
+        """Those that have come and are to be posted again."""
+        self._depth = max(2, min(MOST_RECEIVES, MOST_RECEIVES * 8 // self.size))
         self._notices: dict[int, _Receive] = {}
         self._wait: _Wait | None = None
         self._awake = threading.Event()
@@ -196,6 +220,48 @@ class GroupMessages:
             self._open.discard(call)
         return received
 
+    def exchange_eager(
+        self,
+        caller: Caller,
+        phase: str,
+        outgoing: Mapping[int, Envelope],
+        awaited: Mapping[int, int],
+    ) -> Flight[dict[int, Arrival]]:
+        """`exchange` of rows that come with their headers; returns those of each peer in `outgoing`.
+
+        awaited: bytes from each of these peers, or ANY: it may send any number of rows up to EAGER_BYTES, which awaits
+        ANY from this rank too. Wherever no side uses ANY, a peer may call `exchange` with the same sizes.
+        """
+        if self.closed:
+            raise self._error(caller, phase, None, self.closed)
+        with self._exclusive(caller, phase):
+            call, headers = self._post_eager(caller, phase, outgoing, awaited)
+        try:
+            yield InFlight(phase)
+            with self._exclusive(caller, phase):
+                arrived = {
+                    peer: self._take_eager(caller, phase, call, peer, headers, envelope.num_bytes, awaited[peer])
+                    for peer, envelope in outgoing.items()
+                }
+                for peer in outgoing:
+                    self._forget_sent(caller, phase, peer)
+        except BaseException:
+            self._unfinished.append(outgoing)
+            raise
+        finally:
+            self._open.discard(call)
+        return arrived
+
+    def skip_call(self) -> None:
+        """Count a call in which this rank exchanges nothing while others may."""
+        self._call += 1
+
+    def give_back(self, arrivals: Iterable[Arrival]) -> None:
+        """Use the memory of rows again that nothing reads any more."""
+        for arrival in arrivals:
+            if len(arrival.memory) == HEADER_BYTES + EAGER_BYTES and len(self._spare) < SPARE_MESSAGES:
+                self._spare.append((arrival.memory, arrival.tensor))
+
     def report(self, failure: Failure) -> None:
         """Send a failure to all peers, as far as connections stand. Never raises, never waits."""
         culprit = UNKNOWN if failure.culprit is None else failure.culprit
@@ -239,6 +305,8 @@ class GroupMessages:
         self._sent = {peer: deque() for peer in self._peers}
         self._epoch, self._call, self._layers = epoch, 0, 0
         self._early.clear()
+        self._row_headers.clear()
+        self._spare.clear()
         self._stand_by()
 
     # One call.
@@ -286,41 +354,123 @@ class GroupMessages:
 
         expected_bytes: that the peer is to await.
         """
+        header = self._header_of_call(caller, phase, call, peer, bytes_of(rows), expected_bytes)
+        if rows is not None and header.rows:
+            as_bytes(rows).copy_(torch.frombuffer(bytearray(header.rows), dtype=torch.uint8))
+        return header.count
+
+    def _header_of_call(
+        self, caller: Caller, phase: str, call: int, peer: int, awaited_bytes: int, expected_bytes: int
+    ) -> Header:
+        """Wait for a peer's header of a call. Raises CommError for one of another call, or of other sizes."""
         header = self._early.pop((peer, call), None) or self._next_header(caller, phase, peer)
         while header.call != call and header.call in self._open:  # of a flight that lands later
             self._early[peer, header.call] = header
             header = self._next_header(caller, phase, peer)
-        theirs = (header.call, header.text, header.layer, header.num_bytes, header.expected_bytes)
-        ours = (call, phase, caller.layer_number, bytes_of(rows), expected_bytes)
+        fits = awaited_bytes == ANY and 0 <= header.num_bytes <= EAGER_BYTES
+        theirs = (header.call, header.text, header.layer, ANY if fits else header.num_bytes, header.expected_bytes)
+        ours = (call, phase, caller.layer_number, awaited_bytes, expected_bytes)
         if theirs != ours:
             text = f"is in {described(*theirs)}; this rank is in {described(*ours)}; all ranks must make the same calls"
             raise self._error(caller, phase, peer, text)
-        if rows is not None and header.rows:
-            as_bytes(rows).copy_(torch.frombuffer(bytearray(header.rows), dtype=torch.uint8))
-        return header.count
+        return header
+
+    def _post_eager(
+        self, caller: Caller, phase: str, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int]
+    ) -> tuple[int, RowHeaders]:
+        """Send headers with their rows; returns the number of the call, and what headers of it are like."""
+        if not self._headers:
+            self._stand_by()
+        self._posted.clear()  # kept by what waits for them
+        self._call += 1
+        call, tag = self._call, header_tag(self._epoch)
+        headers = self._row_headers.get((phase, caller.layer_number)) or self._headers_of(phase, caller.layer_number)
+        peer = UNKNOWN
+        try:
+            for peer, envelope in outgoing.items():
+                headers.write(envelope, call, awaited[peer])
+                self._sent[peer].append(self._post_message("send", envelope.message(), peer, tag))
+        except RuntimeError as problem:
+            self._unfinished.append(outgoing)
+            raise self._lost(caller, phase, peer, problem) from problem
+        self._open.add(call)
+        return call, headers
+
+    def _headers_of(self, phase: str, layer_number: int) -> RowHeaders:
+        process = self._process
+        who = process.number, int(process.started), process.namespace, self._host
+        headers = RowHeaders(self._epoch, phase.encode()[:TEXT_BYTES], layer_number, who)
+        self._row_headers[phase, layer_number] = headers
+        return headers
+
+    def _take_eager(
+        self, caller: Caller, phase: str, call: int, peer: int, headers: RowHeaders, sent_bytes: int, awaited: int
+    ) -> Arrival:
+        """Wait for a peer's header of a call and its rows, which stay in the memory of their message."""
+        expected = ANY if awaited == ANY else sent_bytes
+        if (peer, call) not in self._early:
+            receive = self._headers[peer][0]
+            if not receive.has_come:
+                self._finish(caller, phase, peer, receive.work)
+                receive.has_come = True
+            found = headers.read(receive.memory, call, expected, awaited)
+            if found is not None:
+                count, num_bytes, sender = found
+                if self._senders.get(peer) != sender:
+                    self._note_process(peer, Header.unpacked(receive.memory), sender)
+                arrived = Arrival(count, num_bytes, receive.tensor, receive.memory)
+                receive.memory, receive.tensor = self._spare.pop() if self._spare else _message_memory()
+                self._await_next(peer)
+                return arrived
+        header = self._header_of_call(caller, phase, call, peer, awaited, expected)
+        memory = bytearray(HEADER_BYTES) + header.rows
+        return Arrival(header.count, len(header.rows), torch.frombuffer(memory, dtype=torch.uint8), memory)
+
+    def _await_next(self, peer: int) -> None:
+        """The first header of a peer was read: await another one behind those that are awaited, several at a time."""
+        read, awaited = self._read_headers[peer], self._headers[peer]
+        read.append(awaited.popleft())
+        if len(read) < self._depth // 2:
+            return
+        while read:
+            receive = read.pop()
+            receive.has_come = False
+            receive.work = self._receive_into(receive.tensor, peer, header_tag(self._epoch))
+            awaited.append(receive)
+
+    def _note_process(self, peer: int, header: Header, sender: tuple[int, ...] = ()) -> None:
+        """Keep the process of a peer on this host, whose end is looked for in long waits."""
+        if header.process is not None and header.host == self._host != 0:
+            self._processes[peer] = header.process
+        if sender:
+            self._senders[peer] = sender
 
     def _forget_sent(self, caller: Caller, phase: str, peer: int) -> None:
         """Let go of headers that a peer has read long ago.
 
         Later ones are not waited for: a peer with several calls open that fails in one reads none of another.
         """
-        while len(self._sent[peer]) > KEPT_HEADERS:
-            self._finish(caller, phase, peer, self._sent[peer][0])
-            self._sent[peer].popleft()
+        sent = self._sent[peer]
+        if len(sent) <= 2 * KEPT_HEADERS:
+            return
+        # They are read in order: where the last of them is, all are.
+        self._finish(caller, phase, peer, sent[KEPT_HEADERS - 1])
+        for _ in range(KEPT_HEADERS):
+            sent.popleft()
 
     def _next_header(self, caller: Caller, phase: str, peer: int) -> Header:
-        receive = self._headers[peer]
-        header = self._read(caller, phase, peer, receive)
-        receive.work = self._receive_into(receive.tensor, peer, header_tag(self._epoch))
-        if header.process is not None and header.host == self._host != 0:
-            self._processes[peer] = header.process
+        header = self._read(caller, phase, peer, self._headers[peer][0])
+        self._await_next(peer)
+        self._note_process(peer, header)
         if header.kind is Kind.FAILED:
             raise self._failed(caller, phase, header)
         return header
 
     def _read(self, caller: Caller, phase: str, peer: int, receive: _Receive) -> Header:
         """Wait for a header of a peer."""
-        self._finish(caller, phase, peer, receive.work)
+        if not receive.has_come:
+            self._finish(caller, phase, peer, receive.work)
+            receive.has_come = True
         try:
             return Header.unpacked(receive.memory)
         except ValueError as problem:
@@ -425,8 +575,7 @@ class GroupMessages:
         return self._posted[-1]
 
     def _receive(self, peer: int, tag: int, num_bytes: int = HEADER_BYTES) -> _Receive:
-        memory = bytearray(num_bytes)
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        memory, tensor = _message_memory(num_bytes)
         return _Receive(self._receive_into(tensor, peer, tag), memory, tensor)
 
     def _receive_into(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | RuntimeError:
@@ -439,7 +588,11 @@ class GroupMessages:
     def _stand_by(self) -> None:
         """Await a header and a notice of every peer."""
         largest = HEADER_BYTES + EAGER_BYTES
-        self._headers = {peer: self._receive(peer, header_tag(self._epoch), largest) for peer in self._peers}
+        self._headers = {
+            peer: deque(self._receive(peer, header_tag(self._epoch), largest) for _ in range(self._depth))
+            for peer in self._peers
+        }
+        self._read_headers = {peer: [] for peer in self._peers}
         self._notices = {peer: self._receive(peer, notice_tag(self._epoch)) for peer in self._peers}
         if not self._watched:
             self._watched = True
@@ -482,6 +635,12 @@ class GroupMessages:
         memory = torch.empty(1, dtype=torch.uint8, device="cpu")
         with suppress(RuntimeError):
             self._open_group().recv([memory], self._peers[0], HANG_UP_TAG).wait(timedelta(milliseconds=1))
+
+
+def _message_memory(num_bytes: int = HEADER_BYTES + EAGER_BYTES) -> tuple[bytearray, Tensor]:
+    """Memory for one message, and the tensor that gloo is given."""
+    memory = bytearray(num_bytes)
+    return memory, torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _watch(of: ref[GroupMessages]) -> None:

@@ -28,6 +28,7 @@ class AllGather(PrepareFinalize):
         wants=OutputStage.REDUCED,
         wire=frozenset({"plain", "fp8", "int8", "mxfp8", "nvfp4"}),
         min_ranks=2,
+        gathers=True,
         graph_safe=False,
         deterministic=True,
     )

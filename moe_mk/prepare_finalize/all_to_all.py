@@ -2,7 +2,8 @@
 
 The default between processes and hosts where no EP library is installed.
 
-    dispatch  counts, then rows [values | scales | ids | weights] sorted by destination, token order kept inside one
+    dispatch  counts, then rows [values | scales | ids | weights] sorted by destination, token order kept inside one;
+              few rows are sent with their counts, in one exchange
     combine   the same splits in reverse; the source rank adds the received rows in rank order, in f32
 
 Two baselines for measurements are registered as well. `all_to_all_p2p` sends one message to each peer, 2 (W - 1) in
@@ -14,22 +15,29 @@ at a time. `all_to_all_v` gathers a table of all routings first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator, offsets
-from moe_mk.comm.distributed import DistributedCommunicator
+from moe_mk.comm.distributed import COUNT_BYTES, DistributedCommunicator
 from moe_mk.comm.failure import Failure
+from moe_mk.comm.header import ANY, Arrival, Envelope
 from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
+from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
+from moe_mk.kernels.native.exchange import ROW_TYPES
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
 from moe_mk.prepare_finalize.packing import Rows, opened, put, tails
-from moe_mk.prepare_finalize.rows.exchange import RowExchange, Write, kept_bytes
+from moe_mk.prepare_finalize.rows.eager import EagerCall, joined, rows_of, sealed
+from moe_mk.prepare_finalize.rows.exchange import RowExchange, kept_bytes
+from moe_mk.prepare_finalize.rows.formats import KernelRowFormat, RowBytes
+from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import as_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
@@ -104,11 +112,13 @@ class PointToPoint(Communicator):
 class DispatchHandle:
     """How the rows of one dispatch find back."""
 
-    token_X: Tensor
-    """int64. The token behind each row sent, destination by destination."""
+    token_X: Tensor | None
+    """int64. The token behind each row sent, destination by destination; None: `call` has them."""
     sent: Sequence[int]
     received: Sequence[int]
     num_tokens: int
+    call: EagerCall | None = None
+    """Of rows that kernels have sent with their counts."""
 
 
 @PREPARE_FINALIZE.register("all_to_all")
@@ -116,6 +126,8 @@ class AllToAll(PrepareFinalize):
     """Uneven all-to-all, one copy of a token per destination rank."""
 
     collectives: ClassVar[int] = 3
+    counts_first: ClassVar[bool] = False
+    """Whether counts are always exchanged before rows, by `announce`."""
     traits: ClassVar[TransportTraits] = TransportTraits(
         summary="torch.distributed all-to-all, one copy of a token per rank; between processes without an EP library",
         kinds=DEVICES,
@@ -130,41 +142,180 @@ class AllToAll(PrepareFinalize):
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._exchange = RowExchange(context.comm, context.device)
+        self._size = RowBytes.of(context)
+        native = self._exchange.native
+        self._format = None if native is None else KernelRowFormat(context, self._size)
+        self._idle: list[EagerCall] = []
+        """Calls that are not in use."""
 
     def prepare(self, x_TH: Tensor, routing: Routing) -> Flight[Tokens]:
         """Send each token to the ranks of its experts, with the ids that are local there."""
-        c = self.context
+        c, num_tokens = self.context, x_TH.shape[0]
+        eager = not self.counts_first and c.comm.eager_bytes and c.device.type == "cpu"
+        few = eager and num_tokens * (self._size.values + self._size.tail) <= c.comm.eager_bytes
+        if few and self._format is not None and c.dtype.dtype in ROW_TYPES:
+            native = self._exchange.native
+            assert native is not None
+            call = self._idle.pop() if self._idle else EagerCall(c, self._format, native)
+            with c.spans.span("quantise"):  # kernels round rows while they pack them
+                going = call.send(x_TH, routing, self.encode)
+            with c.spans.span("dispatch"):
+                return (yield from self._dispatch_packed(call, going, num_tokens))
         x_wire = self.encode(x_TH)
         with c.spans.span("dispatch"):
-            rank_TK = torch.where(
-                routing.ids_TK >= 0, c.tables.rank_of_P[routing.ids_TK.clamp_min(0).long()], routing.ids_TK
-            )
-            peer_X, token_X = self._destinations(rank_TK)
-            sent = torch.bincount(peer_X, minlength=c.comm.size).tolist()
+            outgoing = self._sorted(x_wire, routing)
+            if few:
+                return (yield from self._dispatch_few(outgoing, num_tokens))
+            if eager:
+                return (yield from self._dispatch_many(outgoing, num_tokens))
             # Counts first: peers must size their buffers before rows arrive.
-            received = yield from self.announce(sent)
+            received = yield from self.announce(outgoing.sent)
             c.comm.check_counts(received, c.max_num_tokens, "dispatch counts")
-            values_TB = as_bytes(x_wire.values)
-            tails_XB = self._tails(peer_X, token_X, rank_TK, x_wire.scales, routing)
-            widths = values_TB.shape[1], tails_XB.shape[1]
-            rows = yield from self._exchange.dispatch(
-                _writer(values_TB, token_X, tails_XB), widths, sent, received, "dispatch"
-            )
-            x_RH, slots_RK, weights_RK = opened(rows, c.wire, c.top_k)
-            c.comm.check_ids(slots_RK, received, c.num_slots, "slot", "dispatch")
-        handle = DispatchHandle(token_X, sent, received, x_TH.shape[0])
-        expected_N = self.expected_of_rows(len(slots_RK))
-        return RowTokens(x_RH, slots_RK, weights_RK, c.num_slots, handle, expected_N=expected_N, most_K=self.most_K)
+            rows = yield from self._dispatch(outgoing, outgoing.sent, received)
+            return self._opened(rows, DispatchHandle(outgoing.token_X, outgoing.sent, received, num_tokens))
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back the way the rows came, and add them up per token."""
-        handle, exchange = tokens.handle, self._exchange
+        handle, exchange, comm = tokens.handle, self._exchange, self.context.comm
         assert isinstance(handle, DispatchHandle)
         with self.context.spans.span("combine"):
-            back = yield from exchange.combine(output.y, handle.token_X, handle.sent, handle.received, "combine")
-            y_TH = exchange.summed([back.parts], (handle.num_tokens, output.y.shape[1]), output.y.dtype)
+            call, y_RH = handle.call, output.y
+            if call is not None and self._are_few(y_RH, handle):
+                y_RH = y_RH if y_RH.is_contiguous() else y_RH.contiguous()
+                row_bytes = y_RH.shape[1] * y_RH.element_size()
+                comm.traffic.sent("combine", [count * row_bytes for count in handle.received], comm.rank)
+                going = call.return_sums(y_RH, handle.received)
+                arrived = yield from comm.swap_eager(
+                    going, {peer: handle.sent[peer] * row_bytes for peer in going}, "combine"
+                )
+                y_TH = call.add_up(y_RH, handle.received, arrived)
+                comm.give_back(arrived.values())
+                self._idle.append(call)
+                return y_TH
+            token_X = call.token_X() if call is not None else handle.token_X
+            assert token_X is not None
+            back = yield from exchange.combine(y_RH, token_X, handle.sent, handle.received, "combine")
+            y_TH = exchange.summed([back.parts], (handle.num_tokens, y_RH.shape[1]), y_RH.dtype)
             exchange.scratch.give(back.memory)
             return y_TH
+
+    # Rows that are sent with their counts, and rows of peers that are.
+
+    def _dispatch_packed(self, call: EagerCall, going: Mapping[int, Envelope], num_tokens: int) -> Flight[Tokens]:
+        """Rows that kernels have packed and will open."""
+        comm = self.context.comm
+        self._count_sent(call.sent)
+        arrived, received = yield from self._swap(going, call.sent)
+        handle = DispatchHandle(None, call.sent, received, num_tokens, call)
+        if all(arrival.num_bytes or not arrival.num_rows for arrival in arrived.values()):
+            yield from comm.skip("dispatch")
+            x_RH, slots_RK, weights_RK = call.receive(arrived, received)
+            comm.give_back(arrived.values())
+            return self._tokens(x_RH, slots_RK, weights_RK, handle)
+        return self._opened((yield from self._with_others(call.own_rows(), arrived, received)), handle)
+
+    def _dispatch_few(self, outgoing: _Outgoing, num_tokens: int) -> Flight[Tokens]:
+        """Without kernels."""
+        comm = self.context.comm
+        at = offsets(outgoing.sent)
+        rows = [outgoing.rows(slice(first, last)) for first, last in pairwise(at)]
+        self._count_sent(outgoing.sent)
+        going = {peer: sealed(rows[peer]) for peer in range(comm.size) if peer != comm.rank}
+        arrived, received = yield from self._swap(going, outgoing.sent)
+        handle = DispatchHandle(outgoing.token_X, outgoing.sent, received, num_tokens)
+        return self._opened((yield from self._with_others(rows[comm.rank], arrived, received)), handle)
+
+    def _dispatch_many(self, outgoing: _Outgoing, num_tokens: int) -> Flight[Tokens]:
+        """Counts alone, with the rows of peers that bring few, then the others."""
+        comm = self.context.comm
+        peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        comm.traffic.sent("dispatch counts", [COUNT_BYTES] * comm.size, comm.rank)
+        going = {peer: Envelope.empty(0, outgoing.sent[peer]) for peer in peers}
+        arrived, received = yield from self._swap(going, outgoing.sent)
+        early = {peer: arrival for peer, arrival in arrived.items() if arrival.num_bytes}
+        coming = [0 if peer in early else count for peer, count in enumerate(received)]
+        rows = yield from self._dispatch(outgoing, outgoing.sent, coming)
+        if early:
+            parts = [self._arrived(early[peer]) if peer in early else None for peer in range(comm.size)]
+            rows = _merged(rows, coming, parts)
+        return self._opened(rows, DispatchHandle(outgoing.token_X, outgoing.sent, received, num_tokens))
+
+    def _with_others(self, own: Rows, arrived: Mapping[int, Arrival], received: list[int]) -> Flight[Rows]:
+        """All rows in rank order: those that came with their counts, and those that come now."""
+        comm, widths = self.context.comm, own.widths
+        parts: list[Rows | None] = [
+            own if peer == comm.rank else self._arrived(arrived[peer]) for peer in range(comm.size)
+        ]
+        coming = [received[peer] if parts[peer] is None else 0 for peer in range(comm.size)]
+        if not any(coming):
+            yield from comm.skip("dispatch")
+            return joined([part for part in parts if part is not None])
+        rows = yield from self._exchange.dispatch(_write_nothing, widths, [0] * comm.size, coming, "dispatch")
+        return _merged(rows, coming, parts)
+
+    def _swap(
+        self, going: Mapping[int, Envelope], sent: Sequence[int]
+    ) -> Flight[tuple[Mapping[int, Arrival], list[int]]]:
+        """Exchange counts, and rows where they come with them; what peers have announced is checked."""
+        comm, phase, row_bytes = self.context.comm, "dispatch counts", self._size.values + self._size.tail
+        arrived = yield from comm.swap_eager(going, dict.fromkeys(going, ANY), phase)
+        received = [arrived[peer].num_rows if peer in arrived else count for peer, count in enumerate(sent)]
+        comm.check_counts(received, self.context.max_num_tokens, phase)
+        for peer, arrival in arrived.items():
+            if arrival.num_bytes not in (0, arrival.num_rows * row_bytes):
+                text = f"announced {arrival.num_rows} rows of {row_bytes} bytes and sent {arrival.num_bytes} bytes"
+                raise CommError(text, rank=comm.rank, phase=phase, layer=comm.layer, peer=peer)
+        return arrived, received
+
+    def _arrived(self, arrival: Arrival) -> Rows | None:
+        """The rows that came with their count; None if they come later."""
+        if arrival.num_rows and not arrival.num_bytes:
+            return None
+        return rows_of(arrival.rows, arrival.num_rows, self._size.values, self._size.tail)
+
+    def _are_few(self, y_RH: Tensor, handle: DispatchHandle) -> bool:
+        """Whether sums go back and come in one message for each rank, and are what kernels add up."""
+        row_bytes = y_RH.shape[1] * y_RH.element_size()
+        most = max(max(handle.received), max(handle.sent)) * row_bytes
+        return most <= self.context.comm.eager_bytes and y_RH.dtype is self.context.dtype.dtype
+
+    def _count_sent(self, sent: Sequence[int]) -> None:
+        traffic, rank, row_bytes = (
+            self.context.comm.traffic,
+            self.context.comm.rank,
+            self._size.values + self._size.tail,
+        )
+        traffic.sent("dispatch counts", [COUNT_BYTES] * len(sent), rank)
+        traffic.sent("dispatch", [count * row_bytes for count in sent], rank)
+
+    # Rows that follow their counts.
+
+    def _sorted(self, x_wire: QuantTensor, routing: Routing) -> _Outgoing:
+        """The rows of each rank, gathered when they are written."""
+        c = self.context
+        rank_TK = torch.where(
+            routing.ids_TK >= 0, c.tables.rank_of_P[routing.ids_TK.clamp_min(0).long()], routing.ids_TK
+        )
+        peer_X, token_X = self._destinations(rank_TK)
+        sent = torch.bincount(peer_X, minlength=c.comm.size).tolist()
+        tails_XB = self._tails(peer_X, token_X, rank_TK, x_wire.scales, routing)
+        return _Outgoing(as_bytes(x_wire.values), token_X, tails_XB, sent)
+
+    def _dispatch(self, outgoing: _Outgoing, sent: Sequence[int], received: Sequence[int]) -> Flight[Rows]:
+        widths = outgoing.values_TB.shape[1], outgoing.tails_XB.shape[1]
+        return (yield from self._exchange.dispatch(outgoing.write, widths, sent, received, "dispatch"))
+
+    def _opened(self, rows: Rows, handle: DispatchHandle) -> Tokens:
+        c = self.context
+        x_RH, slots_RK, weights_RK = opened(rows, c.wire, c.top_k)
+        c.comm.check_ids(slots_RK, handle.received, c.num_slots, "slot", "dispatch")
+        return self._tokens(x_RH, slots_RK, weights_RK, handle)
+
+    def _tokens(self, x_RH: QuantTensor, slots_RK: Tensor, weights_RK: Tensor, handle: DispatchHandle) -> Tokens:
+        expected_N = self.expected_of_rows(len(slots_RK))
+        return RowTokens(
+            x_RH, slots_RK, weights_RK, self.context.num_slots, handle, expected_N=expected_N, most_K=self.most_K
+        )
 
     def announce(self, sent: Sequence[int]) -> Flight[list[int]]:
         """Tell each rank how many rows it will get; return how many each will send."""
@@ -194,12 +345,34 @@ class AllToAll(PrepareFinalize):
         return kept_bytes(problem)
 
 
-def _writer(values_TB: Tensor, token_X: Tensor, tails_XB: Tensor) -> Write:
-    def write(to: Rows, span: slice) -> None:
-        put(to.values, values_TB, token_X[span])
-        put(to.tails, tails_XB[span])
+@dataclass(frozen=True)
+class _Outgoing:
+    """Rows to send, by rank, then by token."""
 
-    return write
+    values_TB: Tensor
+    """Of all tokens."""
+    token_X: Tensor
+    tails_XB: Tensor
+    sent: list[int]
+
+    def rows(self, span: slice) -> Rows:
+        """Some of them."""
+        return Rows(self.values_TB[self.token_X[span]], self.tails_XB[span])
+
+    def write(self, to: Rows, span: slice) -> None:
+        """Write some of them to a place."""
+        put(to.values, self.values_TB, self.token_X[span])
+        put(to.tails, self.tails_XB[span])
+
+
+def _write_nothing(to: Rows, span: slice) -> None:
+    """For a rank whose rows are sent already."""
+
+
+def _merged(rows: Rows, coming: Sequence[int], parts: Sequence[Rows | None]) -> Rows:
+    """Rows in rank order: those of each rank are among `rows`, where these have any, or a part of their own."""
+    at = offsets(coming)
+    return joined([rows[at[rank] : at[rank + 1]] if part is None else part for rank, part in enumerate(parts)])
 
 
 @PREPARE_FINALIZE.register("all_to_all_p2p")
@@ -236,6 +409,7 @@ class AllToAllV(AllToAll):
         summary="all-gather of the routing table, then a variable all-to-all; a slow baseline",
         wire=frozenset({"plain", "fp8"}),
     )
+    counts_first: ClassVar[bool] = True
 
     def announce(self, sent: Sequence[int]) -> Flight[list[int]]:
         """Gather the table of rows from each rank to each, and read the own column."""

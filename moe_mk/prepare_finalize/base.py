@@ -51,6 +51,8 @@ class TransportTraits(Traits):
     """Whether EP ranks may have different tokens ("sharded"), the same ones ("replicated"), or both."""
     partial: bool = False
     """Whether the output is a partial sum that the layer must still all-reduce over EP."""
+    gathers: bool = False
+    """Whether every rank receives the rows of all ranks, so that one scale for all rows is known everywhere."""
     uneven: bool = True
     """Whether ranks may own different numbers of experts."""
     blocking: bool = False
@@ -274,10 +276,15 @@ class PrepareFinalize(ABC):
 
     def expected_of_rows(self, num_rows: int) -> float:
         """The same of received rows, each of a token that has at least one expert on this rank."""
+        return self.expected_of_tokens(num_rows) / self._share_with_experts if self.context.num_slots else 0.0
+
+    @cached_property
+    def _share_with_experts(self) -> float:
+        """The part of all tokens that have at least one expert on this rank, under uniform routing."""
         c, physical = self.context, len(self.context.expert_map.rank_of_physical)
         # A token's experts are distinct: the part of tokens without one here falls with every choice.
         without = prod(max(physical - c.num_slots - k, 0) / max(physical - k, 1) for k in range(c.top_k))
-        return self.expected_of_tokens(num_rows) / (1.0 - without) if c.num_slots else 0.0
+        return 1.0 - without
 
 
 def _fabric_reasons(traits: TransportTraits, problem: Problem) -> list[Reason]:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import struct
 import time
 from collections.abc import Iterator
 
@@ -336,3 +338,56 @@ def test_tensors_travel_where_their_group_can_carry_them() -> None:
     assert [staging_device(device, gloo) for device in (cpu, gpu)] == [cpu, cpu]
     assert [staging_device(device, nccl) for device in (cpu, gpu)] == [torch.device("cuda"), gpu]
     assert [staging_device(device, both) for device in (cpu, gpu)] == [cpu, gpu]
+
+
+def received_bytes() -> int:
+    """Payload that the TCP connections of this process have delivered, as the kernel counts it."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:  # closed meanwhile, or a socket of another kind
+            continue
+        total += struct.unpack_from("Q", info, BYTES_RECEIVED)[0]
+    return total
+
+
+BYTES_RECEIVED = 128
+"""Where tcpi_bytes_received is in Linux's struct tcp_info."""
+TOP_K, TOKENS, WIDTH = 4, 256, 1024
+
+
+def observed(rank: int, phase: str) -> tuple[int, dict[int, int]]:
+    """Bytes that one call delivered to this rank, and what the traffic counter states that it sent to each other."""
+    comm = world_comm()
+    wait(comm.all_reduce(torch.zeros(RANKS, dtype=torch.float32), "connect"))
+    draw = torch.Generator().manual_seed(rank)
+    dist.barrier()
+    before = received_bytes()
+    if phase == "all-reduce":
+        wait(comm.all_reduce(torch.randn(TOKENS, WIDTH, generator=draw), phase))
+    else:  # each assignment travels to a random rank, as rows of an expert-parallel dispatch do
+        to_W = torch.randint(0, RANKS, (TOKENS * TOP_K,), generator=draw).bincount(minlength=RANKS).tolist()
+        receive = wait(comm.exchange_counts(to_W, "counts"))
+        rows = torch.randn(sum(to_W), WIDTH, generator=draw).to(torch.bfloat16)
+        wait(comm.all_to_all(rows, to_W, receive, phase))
+    received = received_bytes() - before
+    return received, {peer: n for peer, n in comm.traffic.bytes_by_peer[phase].items() if peer != rank}
+
+
+@pytest.mark.row(35, 37, "N17")
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux, whose kernel counts bytes by connection")
+@pytest.mark.parametrize("phase", ["all-reduce", "exchange"])
+def test_connections_deliver_the_bytes_that_are_counted(world: RankWorld, phase: str) -> None:
+    ranks = world.call(observed, phase)
+    for number, (received, sent) in enumerate(ranks):
+        counted = sum(theirs.get(number, 0) for _, theirs in ranks)
+        assert counted <= received < 1.01 * counted + 8192, f"rank {number}: beyond rows, headers only"
+        if phase == "all-reduce":  # of a ring: 2 (N - 1) / N of the tensor, and 2 S D for many ranks
+            assert sum(sent.values()) == 2 * (RANKS - 1) * TOKENS * WIDTH * 4 // RANKS
+    if phase == "exchange":  # K S rows a rank, less those that stay, which draw to draw are a fourth
+        left = sum(sum(sent.values()) for _, sent in ranks) / (RANKS * TOKENS * TOP_K * WIDTH * 2)
+        assert left == pytest.approx(1 - 1 / RANKS, abs=0.03)

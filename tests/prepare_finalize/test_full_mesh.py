@@ -46,7 +46,7 @@ def test_a_dispatch_is_one_flag_to_each_other_rank_behind_all_rows_for_it(ranks:
         interleave([t.finalize(_sums(got), got) for t, got in zip(made, tokens, strict=True)])
 
 
-@pytest.mark.row(55, 143)
+@pytest.mark.row(55, 143, "N17")
 def test_windows_count_the_bytes_that_a_dispatch_and_a_combine_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "ready", lambda: None)  # rows are put by the heap, which counts each operation
     place, comms = ExpertMap.linear(EXPERTS, 4), LockstepWorld(4).communicators()

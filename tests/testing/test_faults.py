@@ -71,6 +71,7 @@ def report() -> Report:
     return run_plans([*plans, world("right_after_all", None), world("right_after_all", replace(KILL, call=99))])
 
 
+@pytest.mark.row("N9")
 @pytest.mark.parametrize(
     ("transport", "outcome"),
     [
@@ -88,6 +89,7 @@ def test_each_wrong_answer_to_a_dead_peer_gets_its_outcome(report: Report, trans
     assert result.fired and not report.passed
 
 
+@pytest.mark.row("N9")
 @pytest.mark.thorough
 def test_a_right_transport_ends_in_typed_errors_in_time(report: Report) -> None:
     result = report.worlds[4]

@@ -116,6 +116,8 @@ class SymmetricHeap:
         """What each operation moved: "put" and "signal" to a window, "get" from one, by its rank."""
         self.notes_at: int | None = None
         """Where the data of every window has room for a note of each rank, `NOTE_BYTES` each; None: nowhere."""
+        self.failures_at: int | None = None
+        """The flag in which rank 0 reports a failure, those of the other ranks behind it; None: no such flags."""
 
     def _leave_to_parent(self) -> None:
         """In a forked child: refuse every operation."""
@@ -201,6 +203,9 @@ class SymmetricHeap:
         for peer, flag in flags.items():
             at = self._flag_at(self.rank, flag)
             while is_behind(word := self._words.load(at), epoch) and not is_failure(word):
+                # Looked at once more: the peer may have completed this call and failed in its next one.
+                if self._has_failed(peer) and is_behind(self._words.load(at), epoch):
+                    raise self.failure_of(peer, phase)
                 waiting.pause(peer)
             if is_failure(word):
                 raise self.failure_of(peer, phase)
@@ -210,7 +215,8 @@ class SymmetricHeap:
     def report(self, failure: Failure, flags: Sequence[int]) -> None:
         """Store a failure of this rank in flags of every peer, with a note of the cause where there is room.
 
-        Whoever waits for one of them, now or later and for whichever epoch, ends in CommError. Never raises.
+        Whoever waits for one of them, now or later and for whichever epoch, ends in CommError. Where the flag is that
+        of `failures_at`, so does a wait for any other flag of this rank, unless it was stored before. Never raises.
         """
         note = _packed(failure)
         for peer in (peer for peer in range(self.size) if peer != self.rank):
@@ -221,6 +227,11 @@ class SymmetricHeap:
                     self.put(peer, self.notes_at + self.rank * NOTE_BYTES, own.view(1, NOTE_BYTES))
                 for flag in flags:
                     self.signal(peer, flag, 0, FAILED)
+
+    def _has_failed(self, peer: int) -> bool:
+        if self.failures_at is None:
+            return False
+        return is_failure(self._words.load(self._flag_at(self.rank, self.failures_at + peer)))
 
     def failure_of(self, peer: int, phase: str) -> CommError:
         """What a peer has reported."""

@@ -105,6 +105,8 @@ def lower_of_pair(ranks: int, owner: int) -> int:
 # The count of a flag: 24 bits of rows, and above them the number of the layer, below what reports a failure.
 LAYER_AT, LAYERS = 24, 255
 COUNT_MASK = (1 << LAYER_AT) - 1
+FLAGS_OF_RANK = 3
+"""For rows, for sums, and for a failure: a peer that has not read the flag of a call still finds it there."""
 PATIENCE_US = 1000
 """How long a native wait polls flags before the heap's own wait, which checks deadlines and dead peers."""
 
@@ -135,14 +137,14 @@ class OneSidedBufferSlot(BufferSlot):
         self.exchange = None if kernels is None else Exchange(kernels, self._places())
         """Kernels that write into windows themselves; None: rows are put."""
         self.patience_us = PATIENCE_US if self.exchange is not None and self.heap.is_concurrent else 0
-        self.heap.notes_at = region.notes_at(comm.size)
+        self.heap.notes_at, self.heap.failures_at = region.notes_at(comm.size), 2 * comm.size
         self._layer_bits = 0
         if self.exchange is not None:
             self.exchange.failure_of = self.heap.failure_of
 
     def _open(self, comm: Communicator) -> SymmetricHeap:
         """The windows of all ranks."""
-        return open_heap(comm, 2 * comm.size, self.region.data_bytes(comm.size), now)
+        return open_heap(comm, FLAGS_OF_RANK * comm.size, self.region.data_bytes(comm.size), now)
 
     def serve(self, comm: Communicator) -> None:
         """Begin the next call; errors name the layer that `comm` belongs to."""
@@ -154,7 +156,7 @@ class OneSidedBufferSlot(BufferSlot):
 
     def report(self, failure: Failure) -> None:
         """Report the failure of this rank to peers that wait for it. Never raises, never waits."""
-        self.heap.report(failure, [self.rank, self.size + self.rank])
+        self.heap.report(failure, [2 * self.size + self.rank])
 
     def out_at(self, owner: int, count: int) -> int:
         """Where this rank writes the values of its rows in an owner's window."""
@@ -286,6 +288,7 @@ class OneSidedBufferSlot(BufferSlot):
             flags_from=flags_from,
             sums=[heap.address(rank, self.sums_at) for rank in ranks],
             most_rows=self.region.rows,
+            failed_from=[0 if r == me else heap.flag_address(me, 2 * self.size + r) for r in ranks],
         )
 
 

@@ -33,9 +33,9 @@ from moe_mk.prepare_finalize.base import (
     TransportContext,
     TransportTraits,
 )
-from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot, RegionShape
-from moe_mk.prepare_finalize.one_sided.rows_torch import RowBytes
+from moe_mk.prepare_finalize.one_sided.buffers import FLAGS_OF_RANK, OneSidedBufferPool, OneSidedBufferSlot, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
+from moe_mk.prepare_finalize.rows.formats import RowBytes
 from moe_mk.quant.wire import row_bytes
 from moe_mk.trace.clock import now
 
@@ -73,7 +73,7 @@ class NetworkBufferSlot(OneSidedBufferSlot):
     def _open(self, comm: Communicator) -> NetworkHeap:
         self._received: dict[int, int] = {}
         network = Network(self.region.nodes, self.region.addresses, self.region.proxy)
-        return open_network_heap(comm, 2 * comm.size, self.region.data_bytes(comm.size), now, network)
+        return open_network_heap(comm, FLAGS_OF_RANK * comm.size, self.region.data_bytes(comm.size), now, network)
 
     def await_rows(self) -> dict[int, int]:
         """Wait until every peer has written; returns how many rows each did."""

@@ -12,8 +12,6 @@ bit, so ranks of one group may differ. The steps of a call in either:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,18 +21,16 @@ from moe_mk.comm.communicator import offsets
 from moe_mk.kernels.native.exchange import ready
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferSlot
-from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
+from moe_mk.prepare_finalize.packing import ID_BYTES
+from moe_mk.prepare_finalize.rows.formats import Encode, RowBytes, WireTypes
 from moe_mk.prepare_finalize.rows.sums import Part, add_up
-from moe_mk.quant.blocked import BlockedScheme
 from moe_mk.quant.plain import Plain
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
-from moe_mk.quant.wire import as_bytes, from_bytes, row_bytes
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.quant.wire import as_bytes, from_bytes
 from moe_mk.tokens import Routing
 
 Sent = tuple[Tensor, ...] | None
 """The tokens sent to each rank, ascending; None: kernels keep them in their buffer."""
-Encode = Callable[[Tensor], QuantTensor]
-"""Brings tokens into the wire scheme."""
 Arrived = tuple[QuantTensor, Tensor, Tensor, Tensor]
 """Rows, ids (R, K) int32, weights (R, K) f32, and where the sums of the rows go."""
 
@@ -51,46 +47,6 @@ class DispatchHandle(NamedTuple):
     num_tokens: int
     sums_RH: Tensor
     """This rank's sums as peers read them."""
-
-
-@dataclass(frozen=True)
-class RowBytes:
-    """The parts of a row in bytes."""
-
-    values: int
-    scales: int
-    top_k: int
-
-    @classmethod
-    def of(cls, context: TransportContext) -> RowBytes:
-        """Of the wire scheme of a transport."""
-        hidden, wire = context.hidden_size, context.wire
-        whole = row_bytes(wire, hidden)
-        if not isinstance(wire, BlockedScheme):
-            return cls(whole, 0, context.top_k)
-        values = wire.value_shape(1, hidden)[1] * wire.element.dtype.itemsize
-        return cls(values, whole - values, context.top_k)
-
-    @property
-    def tail(self) -> int:
-        """Scales, ids and weights."""
-        return self.scales + self.top_k * (ID_BYTES + WEIGHT_BYTES)
-
-
-@dataclass(frozen=True)
-class WireTypes:
-    """What the tensors of a wire scheme hold."""
-
-    values: torch.dtype
-    scales: torch.dtype | None
-
-    @classmethod
-    def of(cls, wire: QuantScheme) -> WireTypes:
-        """None for scales that do not travel."""
-        if isinstance(wire, Plain):
-            return cls(wire.dtype, None)
-        assert isinstance(wire, BlockedScheme)
-        return cls(wire.element.dtype, None if wire.is_static else wire.scale_dtype)
 
 
 class PutRows:

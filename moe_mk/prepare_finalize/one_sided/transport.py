@@ -26,27 +26,17 @@ from moe_mk.comm.symmetric.setup import reasons_against_heap
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
-from moe_mk.kernels.native.exchange import ROW_TYPES, ExchangeCalls, Rounding, RowFormat
+from moe_mk.kernels.native.exchange import ExchangeCalls
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot, RegionShape
-from moe_mk.prepare_finalize.one_sided.rows_torch import (
-    Arrived,
-    DispatchHandle,
-    Encode,
-    PutRows,
-    RowBytes,
-    Sent,
-    WireTypes,
-)
+from moe_mk.prepare_finalize.one_sided.rows_torch import Arrived, DispatchHandle, PutRows, Sent
 from moe_mk.prepare_finalize.packing import packed_row_bytes
-from moe_mk.quant.fp8_block import Fp8Block
-from moe_mk.quant.plain import Plain
+from moe_mk.prepare_finalize.rows.formats import Encode, KernelRowFormat, RowBytes
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 DISPATCH, COMBINE = InFlight("dispatch"), InFlight("combine")
-GROUP = 128
 
 
 @PREPARE_FINALIZE.register("one_sided")
@@ -203,13 +193,8 @@ class KernelRows:
     """
 
     def __init__(self, context: TransportContext, size: RowBytes) -> None:
-        self._size, self._wire, self._dtype = size, context.wire, context.dtype.dtype
-        self._types, self._hidden, self._slots = WireTypes.of(context.wire), context.hidden_size, context.num_slots
-        scale_dtype = self._types.scales or torch.uint8
-        self._form = RowFormat(size.values, size.scales, size.top_k, rounding_of(context), scale_dtype)
-        self._plain = context.wire.dtype if isinstance(context.wire, Plain) else None
-        tables = context.tables
-        self._tables = tables.rank_of_P.to(torch.int32).contiguous(), tables.slot_of_P.to(torch.int32).contiguous()
+        self._format, self._dtype = KernelRowFormat(context, size), context.dtype.dtype
+        self._hidden, self._slots = context.hidden_size, context.num_slots
         self._calls_of_slot: WeakKeyDictionary[OneSidedBufferSlot, _SlotCalls] = WeakKeyDictionary()
 
     def send(
@@ -217,15 +202,7 @@ class KernelRows:
     ) -> tuple[Sent, list[int]]:
         """Write all rows in one call, the own ones where they are read, then a flag a peer."""
         prepared = self._calls_of_slot.get(buffer) or self._first_call(buffer)
-        rounding = self._form.rounding is not Rounding.NONE and x_TH.dtype in ROW_TYPES and x_TH.stride(1) == 1
-        as_is = rounding or (x_TH.dtype is self._plain and x_TH.stride(1) == 1)
-        x = (x_TH, None) if as_is else self._encoded(x_TH, encode)
-        ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
-        if ids_TK.dtype is not torch.int32 or not ids_TK.is_contiguous():
-            ids_TK = ids_TK.to(torch.int32).contiguous()
-        if weights_TK.dtype is not torch.float32 or not weights_TK.is_contiguous():
-            weights_TK = weights_TK.to(torch.float32).contiguous()
-        dense = ids_TK, weights_TK
+        x, dense, rounding = self._format.arguments(x_TH, routing, encode)
         while (counts := prepared.calls.dispatch(x, dense, buffer.epoch, rounding=rounding)) is None:
             assert buffer.exchange is not None
             buffer.make_room(buffer.exchange.counts[:])
@@ -245,11 +222,11 @@ class KernelRows:
         first = buffer.seam_row - sum(received_W[: buffer.left + 1])
         if buffer.size > 2:  # ranks other than the two adjacent to the seam
             buffer.take_pages_around_seam(first, first + total)
-        values_to = prepared.values_at + first * self._size.values
+        values_to = prepared.values_at + first * self._format.size.values
         scales_RX, ids_RK, weights_RK = prepared.calls.receive(total, values_to)
         if total > buffer.sums_with_pages:
             buffer.take_pages_of_sums(total)
-        x_RH = QuantTensor(prepared.values_RX[first : first + total], scales_RX, self._wire)
+        x_RH = QuantTensor(prepared.values_RX[first : first + total], scales_RX, self._format.wire)
         return x_RH, ids_RK, weights_RK, prepared.sums_RH[:total]
 
     def show(self, handle: DispatchHandle) -> None:
@@ -269,25 +246,10 @@ class KernelRows:
 
     def _first_call(self, buffer: OneSidedBufferSlot) -> _SlotCalls:
         assert buffer.exchange is not None
-        calls = ExchangeCalls(buffer.exchange, self._form, self._tables, self._slots, self._hidden, self._dtype)
+        form, tables = self._format.form, self._format.tables
+        calls = ExchangeCalls(buffer.exchange, form, tables, self._slots, self._hidden, self._dtype)
         with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
-            values_RX, sums_RH = buffer.values_RB.view(self._types.values), buffer.sums_RB.view(self._dtype)
+            values_RX, sums_RH = buffer.values_RB.view(self._format.types.values), buffer.sums_RB.view(self._dtype)
         made = _SlotCalls(calls, values_RX, sums_RH, values_RX.data_ptr(), sums_RH.data_ptr())
         self._calls_of_slot[buffer] = made
         return made
-
-    def _encoded(self, x_TH: Tensor, encode: Encode) -> tuple[Tensor, Tensor | None]:
-        """Values, close within a row, and scales that travel."""
-        if x_TH.dtype is self._plain:
-            return (x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()), None
-        x = encode(x_TH)
-        values_TX = x.values if x.values.stride(1) == 1 else x.values.contiguous()
-        return values_TX, None if x.scales is None or not self._size.scales else x.scales.contiguous()
-
-
-def rounding_of(context: TransportContext) -> Rounding:
-    """What the kernels can make of rows on their way: FP8 by groups of 128 of a token."""
-    wire = context.wire
-    if not isinstance(wire, Fp8Block) or wire.block != (1, GROUP):
-        return Rounding.NONE
-    return Rounding.FP8_UE8M0 if wire.ue8m0 else Rounding.FP8

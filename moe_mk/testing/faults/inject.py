@@ -14,11 +14,12 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from moe_mk.comm.header import ANY, Envelope
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import MoELayer
@@ -87,10 +88,11 @@ class Injector:
         )
         vars(experts).update(run=multiply)
         if self.fault.kind == "counts":
-            exchange, gather = comm.exchange_counts, comm.gather_count
+            exchange, gather, swap = comm.exchange_counts, comm.gather_count, comm.swap_eager
             vars(comm).update(
                 exchange_counts=lambda counts, phase: exchange(self._counts(counts), phase),
                 gather_count=lambda count, phase: gather(self._counts([count])[0], phase),
+                swap_eager=lambda going, awaited, phase: swap(self._counted(going, awaited), awaited, phase),
             )
 
     def reach(self, point: str, number: int, hop: int | None = None) -> None:
@@ -166,6 +168,13 @@ class Injector:
             return list(counts)
         self._note()
         return [{"huge": 1 << 40, "negative": -1, "more": count + 3, "none": 0}[f.detail] for count in counts]
+
+    def _counted(self, going: Mapping[int, Envelope], awaited: Mapping[int, int]) -> Mapping[int, Envelope]:
+        """Rows that come with their counts, with other counts; the rows are what they were."""
+        if ANY not in awaited.values():
+            return going  # the receiver has the counts already
+        counts = self._counts([envelope.num_rows for envelope in going.values()])
+        return {peer: going[peer]._replace(num_rows=count) for peer, count in zip(going, counts, strict=True)}
 
     def _note(self) -> None:
         self._fired = True

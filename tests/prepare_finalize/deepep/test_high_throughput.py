@@ -92,6 +92,30 @@ def test_layout_then_dispatch_then_combine_and_sizes_are_known_before_rows_are_r
     assert log == ["layout", "dispatch of 2 rows, [2, 1]", "not here yet: True, 0 waits", "combine"]
 
 
+@pytest.mark.row(95)
+@pytest.mark.parametrize("batches", [1, 2], ids=["one batch", "two micro-batches"])
+def test_every_library_call_finishes_later_and_is_waited_for_once_before_its_rows_are_read(batches: int) -> None:
+    ranks, events = ranks_of(NAME), []
+    for transport in ranks.transports:
+        for stage in ("dispatch", "combine"):
+            surface = transport._session.buffer
+            call = getattr(surface, stage)
+
+            def logged(needed: dict[str, object], options: object = None, call: object = call) -> object:
+                made = call(needed, options) if options is not None else call(needed)  # type: ignore[operator]
+                events.append((needed["async_finish"], made[-1].event, made[-1].event.waits))
+                return made
+
+            setattr(surface, stage, logged)
+    for _ in range(batches):
+        tokens = ranks.dispatched(XB)
+        first, second = ranks.combined([t.x_RH.values for t in tokens], tokens)
+        assert first.tolist() == [[2.0, 4.0], [3.0, 4.0], [0.0, 0.0]] and second.tolist() == [[5.0, 6.0]]
+    assert len(events) == batches * 2 * 2
+    assert all(asked is True and waits_before == 0 for asked, _, waits_before in events)
+    assert [event.waits for _, event, _ in events] == [1] * len(events)
+
+
 def test_planned_bytes_do_not_grow_with_tokens() -> None:
     # EP8: 10 channels x 8 peers x 256 tokens of 14336 + 8 + 1024 + 512 + 512 bytes, and 20 bytes of counters each.
     queue = 10 * 8 * (256 * 16392 + 20)

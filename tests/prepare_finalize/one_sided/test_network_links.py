@@ -128,7 +128,7 @@ def test_a_link_that_cannot_be_resumed_is_an_error_on_both_sides_long_before_the
     with relayed(monkeypatch) as relays:
         found = errors_of_both(relays, lambda relay: relay.is_cut.set(), phase, timeout_s=300.0)
     for rank, (text, seconds) in enumerate(found):
-        start = rf"rank {rank}, phase '(dispatch|combine)', peer {1 - rank}: epoch [34]: link [01] between ranks "
+        start = rf"rank {rank}, phase '(dispatch|combine)', peer {1 - rank}: epoch [2-4]: link [01] between ranks "
         link = rf"{rank} and {1 - rank} \(127.0.0.1:\d+\) was lost \((the connection was closed|.* reset.*)\)"
         why = "rank 1 has not called again" if rank == 0 else r"127.0.0.1:\d+ has (hung up before it|not) answered.*"
         assert re.match(rf"{start}{link} and not resumed within 0.5 s \({why}\)", text), text

@@ -13,6 +13,7 @@ from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, interleave, wait
+from moe_mk.kernels.native import exchange
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, RegionShape
 from moe_mk.prepare_finalize.one_sided.transport import OneSided
@@ -164,3 +165,23 @@ def test_the_oracle_is_reported_where_it_runs_and_that_it_is_cheaper_there() -> 
     assert (ours.dispatch_rows, ours.combine_rows) == (theirs.dispatch_rows, theirs.combine_rows)
     assert ours.collectives < theirs.collectives
     assert OneSided.max_rows(problem("cpu", ep=4)) == 4 * 64
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_a_failure_in_the_next_call_leaves_a_complete_call_to_peers_that_read_late(
+    by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not by_kernels:
+        monkeypatch.setattr(exchange, "ready", lambda: None)
+    made = [OneSided(context(comm)) for comm in LockstepWorld(2).communicators()]
+    batches = [drawn(rank, 5, torch.float32) for rank in range(2)]
+    expected = interleave([there_and_back(m, *batch) for m, batch in zip(made, batches, strict=True)])
+    tokens = interleave([m.prepare(*batch) for m, batch in zip(made, batches, strict=True)])
+    late, ahead = (m.finalize(scaled(t, torch.float32), t) for m, t in zip(made, tokens, strict=True))
+    next(late), next(ahead)  # both have signalled their sums
+    assert torch.equal(wait(ahead), expected[1])
+    made[1].context.comm.fail(MemoryError("in the next call"))
+    assert torch.equal(wait(late), expected[0]), "all of this call has come"
+    made[0].context.comm.status.failure = None  # between processes each rank has its own
+    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: its call failed: MemoryError: in the next"):
+        wait(made[0].prepare(*batches[0]))

@@ -1,0 +1,107 @@
+"""What rows are made of on the wire: bytes, dtypes, and the arguments with which native kernels write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_mk.kernels.native.exchange import ROW_TYPES, Rounding, RowFormat
+from moe_mk.prepare_finalize.base import TransportContext
+from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
+from moe_mk.quant.blocked import BlockedScheme
+from moe_mk.quant.fp8_block import Fp8Block
+from moe_mk.quant.plain import Plain
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.quant.wire import row_bytes
+from moe_mk.tokens import Routing
+
+GROUP = 128
+Encode = Callable[[Tensor], QuantTensor]
+"""Brings tokens into the wire scheme."""
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """The parts of a row in bytes."""
+
+    values: int
+    scales: int
+    top_k: int
+
+    @classmethod
+    def of(cls, context: TransportContext) -> RowBytes:
+        """Of the wire scheme of a transport."""
+        hidden, wire = context.hidden_size, context.wire
+        whole = row_bytes(wire, hidden)
+        if not isinstance(wire, BlockedScheme):
+            return cls(whole, 0, context.top_k)
+        values = wire.value_shape(1, hidden)[1] * wire.element.dtype.itemsize
+        return cls(values, whole - values, context.top_k)
+
+    @property
+    def tail(self) -> int:
+        """Scales, ids and weights."""
+        return self.scales + self.top_k * (ID_BYTES + WEIGHT_BYTES)
+
+
+@dataclass(frozen=True)
+class WireTypes:
+    """What the tensors of a wire scheme hold."""
+
+    values: torch.dtype
+    scales: torch.dtype | None
+
+    @classmethod
+    def of(cls, wire: QuantScheme) -> WireTypes:
+        """None for scales that do not travel."""
+        if isinstance(wire, Plain):
+            return cls(wire.dtype, None)
+        assert isinstance(wire, BlockedScheme)
+        return cls(wire.element.dtype, None if wire.is_static else wire.scale_dtype)
+
+
+Values = tuple[Tensor, Tensor | None]
+"""Rows and scales."""
+
+
+class KernelRowFormat:
+    """How native kernels write the rows of a transport; FP8 rows are rounded on the way."""
+
+    def __init__(self, context: TransportContext, size: RowBytes) -> None:
+        wire, tables = context.wire, context.tables
+        self.size, self.types, self.wire = size, WireTypes.of(wire), wire
+        scale_dtype = self.types.scales or torch.uint8
+        self.form = RowFormat(size.values, size.scales, size.top_k, rounding_of(context), scale_dtype)
+        self.tables = tables.rank_of_P.to(torch.int32).contiguous(), tables.slot_of_P.to(torch.int32).contiguous()
+        self._plain = wire.dtype if isinstance(wire, Plain) else None
+
+    def arguments(self, x_TH: Tensor, routing: Routing, encode: Encode) -> tuple[Values, tuple[Tensor, Tensor], bool]:
+        """Rows, ids (int32) and weights (f32) as `ExchangeCalls.dispatch` reads them, and whether it rounds rows."""
+        rounding = self.form.rounding is not Rounding.NONE and x_TH.dtype in ROW_TYPES and x_TH.stride(1) == 1
+        as_is = rounding or (x_TH.dtype is self._plain and x_TH.stride(1) == 1)
+        x = (x_TH, None) if as_is else self._encoded(x_TH, encode)
+        ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
+        if ids_TK.dtype is not torch.int32 or not ids_TK.is_contiguous():
+            ids_TK = ids_TK.to(torch.int32).contiguous()
+        if weights_TK.dtype is not torch.float32 or not weights_TK.is_contiguous():
+            weights_TK = weights_TK.to(torch.float32).contiguous()
+        return x, (ids_TK, weights_TK), rounding
+
+    def _encoded(self, x_TH: Tensor, encode: Encode) -> Values:
+        """Values, close within a row, and scales that travel."""
+        if x_TH.dtype is self._plain:
+            return (x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()), None
+        x = encode(x_TH)
+        values_TX = x.values if x.values.stride(1) == 1 else x.values.contiguous()
+        return values_TX, None if x.scales is None or not self.size.scales else x.scales.contiguous()
+
+
+def rounding_of(context: TransportContext) -> Rounding:
+    """What the kernels can make of rows on their way: FP8 by groups of 128 of a token."""
+    wire = context.wire
+    if not isinstance(wire, Fp8Block) or wire.block != (1, GROUP):
+        return Rounding.NONE
+    return Rounding.FP8_UE8M0 if wire.ue8m0 else Rounding.FP8
