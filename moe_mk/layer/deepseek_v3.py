@@ -11,7 +11,7 @@ import torch
 from moe_mk.comm.groups import ParallelGroups
 from moe_mk.config.moe import MoEConfig
 from moe_mk.layer.moe_layer import MoELayer, Progress
-from moe_mk.layer.settings import stated
+from moe_mk.layer.settings import config_of, stated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +45,6 @@ class DeepseekV3MoE(MoELayer):
         was calibrated with become settings of the layer, and so does a table that chooses experts by token id: call
         such a layer with token_ids_T. Raises ConfigError or WeightError.
         """
-        config = stated(MoEConfig.from_hf(str(path), **overrides), path, layer)
+        config = stated(config_of(path, **overrides), path, layer)
         built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}")
         return built.load_from_safetensors(path, layer, on_progress=on_progress)

@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.groups import ParallelGroups
-from moe_mk.config.moe import MoEConfig
+from moe_mk.config.moe import KernelConfig, MoEConfig
 from moe_mk.errors import ConfigError, FallbackWarning, MoEMKError, ShapeError, UnsupportedError, WeightError
 from moe_mk.experts.base import FusedExperts
 from moe_mk.external.device import is_here, usable_device, wanted_device
@@ -68,15 +68,18 @@ from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.expert_weights import ReleasedSlots, SlotWeights, storages_of
+from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.layer_weights import LayerWeights
 from moe_mk.weights.loader import LayerLoader
-from moe_mk.weights.source import MappingSource, SafetensorsSource, TensorSource
+from moe_mk.weights.source import MappingSource, TensorSource
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Progress = Callable[[str, int, int], None]
+FEW_CHOICES = 32
+"""So many choices are counted one by one in less time than the operators for any number of them take to begin."""
 NO_PARAMETERS = (
     "its weights are no parameters; load them with load_weights(tensors) or load_from_safetensors(path, layer=N), and "
     "leave their names out of the state_dict of the model"
@@ -215,6 +218,11 @@ class MoELayer(nn.Module):
         return self._placement.expert_map
 
     @property
+    def placement_state(self) -> PlacementState:
+        """All that depends on the placement, as it serves now; another object after each change."""
+        return self._placement
+
+    @property
     def kernel(self) -> FusedMoEKernel | MonolithicKernel:
         """The current transport and experts backend."""
         return self._placement.kernel
@@ -263,7 +271,7 @@ class MoELayer(nn.Module):
 
         On a CPU, experts stay memory-mapped. Raises WeightError or ConfigError before anything is changed.
         """
-        return self.load(SafetensorsSource(path), layer, prefix=prefix, on_progress=on_progress)
+        return self.load(open_source(path), layer, prefix=prefix, on_progress=on_progress)
 
     def load_weights(self, tensors: Mapping[str, Tensor], layer: int = 0, *, prefix: str | None = "") -> Self:
         """Load from tensors in memory with the names of a checkpoint below `prefix`. Experts are views of them."""
@@ -322,6 +330,8 @@ class MoELayer(nn.Module):
             laid_out = experts.relayout(weights.experts, on_progress=on_progress)
         else:
             laid_out = experts.relayout(weights.experts)
+        if isinstance(experts, FusedExperts):
+            self.decision = replace(self.decision, parameters=experts.parameters())
         if self._shared is not None and weights.shared is not None:
             self._shared.load(weights.shared, file_backed=weights.experts.file_backed)
         self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
@@ -599,7 +609,18 @@ class MoELayer(nn.Module):
         """Count each chosen expert on the device, except ids of -1, and call `on_routing`."""
         if self.on_routing is not None:
             self.on_routing(routing)
-        ids = routing.ids_TK.flatten().long()
+        ids = routing.ids_TK.flatten()
+        few = len(ids) <= FEW_CHOICES and ids.is_cpu and load_E.is_cpu and is_untraced(load_E)
+        dense = (
+            load_E.dtype is torch.int64 and load_E.shape == (self.config.model.num_experts,) and load_E.is_contiguous()
+        )
+        if few and dense:
+            load = load_E.numpy()  # a view
+            for expert in ids.tolist():
+                if expert >= 0:
+                    load[expert] += 1
+            return
+        ids = ids.long()
         load_E.index_add_(0, ids.clamp_min(0), (ids >= 0).to(torch.int64))
 
     def _physical(self, routing: Routing, placed: PlacementState) -> Routing:
@@ -668,22 +689,28 @@ class MoELayer(nn.Module):
         *,
         ep: Communicator | None = None,
         epoch: int | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> PlacementState:
-        """Build the state for another placement without using it yet; see `flip`.
+        """Build the state for another placement or other backends without using it yet; see `flip`.
 
         arrived: weights by slot of this rank for experts it does not hold yet. ep: another group of ranks, after one
         was lost or has joined: backends are chosen again for its size. epoch: the number of the placement, the same on
-        all ranks; None: the next one. Raises ConfigError for a map of other sizes and for experts without weights,
-        UnsupportedError where no pair supports a group of that size.
+        all ranks; None: the next one. settings: of the kernel section, by name; backends are chosen again with them.
+        Raises ConfigError for a map of other sizes and for experts without weights, UnsupportedError where no pair
+        supports a group of that size or those settings.
         """
         grid = self._placement.grid.renewed(ep)
         check_sizes(expert_map, self.expert_map, grid.ep)
-        group = None if ep is None else self._group_state(expert_map, ep)
+        group = None if ep is None and not settings else self._group_state(expert_map, ep, settings or {})
         decision = self.decision if group is None else group.decision
         number = self.epoch + 1 if epoch is None else epoch
         built = build_placement_state(decision, expert_map, grid, self._built_for, self.spans, number)
-        staged = replace(built, group=group)
-        return staged if self._placement.weights is None else with_experts(staged, self._placement, arrived or {})
+        staged, serving = replace(built, group=group), self._placement
+        if serving.weights is None:
+            return staged
+        if settings and expert_map == serving.expert_map and not arrived and _same_experts(decision, self.decision):
+            return replace(staged, weights=serving.weights, laid_out=serving.laid_out)  # one copy for both
+        return with_experts(staged, serving, arrived or {})
 
     def try_out(self, staged: PlacementState) -> Flight[None]:
         """Run a staged state once without tokens, on all ranks of its group; raises CommError where that fails."""
@@ -695,7 +722,8 @@ class MoELayer(nn.Module):
         """Use a staged state from the next forward on; returns the previous one. All ranks flip at the same step."""
         old, self._placement, self._fused = self._placement, staged, None
         if staged.group is not None:
-            old = replace(old, group=GroupState(self.config, self.decision, self.groups, self._gate, self._shared))
+            now = GroupState(self.config, self.decision, self.groups, self._gate, self._shared, self._asked)
+            old, self._asked = replace(old, group=now), staged.group.asked
             self.config, self.decision, self.groups = staged.group.config, staged.group.decision, staged.group.groups
             self._gate, self._shared = staged.group.gate, staged.group.shared
             self.spans.ledger.clear()  # it would be compared with the new decision
@@ -711,32 +739,42 @@ class MoELayer(nn.Module):
         """Stage and flip: for a layer without weights, for new shares, or where the weights are in memory."""
         self.flip(self.stage(expert_map, arrived))
 
-    def _group_state(self, expert_map: ExpertMap, ep: Communicator) -> GroupState:
-        """Decide again for another group. A pinned transport that does not support it is replaced with a warning."""
-        config = for_ranks(self._asked, expert_map)
+    def _group_state(
+        self, expert_map: ExpertMap, ep: Communicator | None, settings: Mapping[str, object]
+    ) -> GroupState:
+        """Decide again for another group or settings.
+
+        A pinned transport that does not support another group is replaced with a warning.
+        """
+        if unknown := sorted(set(settings) - set(KernelConfig.model_fields)):
+            raise ConfigError(f"layer {self.name!r}: {', '.join(unknown)} are no settings of kernel")
+        asked = self._asked.with_(**settings)
+        config = for_ranks(asked, expert_map)
         try:
             decision = decide(config, self.dtype, self._built_for)
         except UnsupportedError:
             pinned = config.kernel.prepare_finalize
-            if pinned == "auto":
+            if pinned == "auto" or ep is None:
                 raise
             config = config.with_(prepare_finalize="auto")
             decision = decide(config, self.dtype, self._built_for)
             text = f"layer {self.name!r}: kernel.prepare_finalize = {pinned} cannot serve a group of {ep.size}; "
             text += f"{decision.chosen.prepare_finalize} does while the group has that size"
             warnings.warn(text, FallbackWarning, stacklevel=2)
-        kept = {name: open_ for name, open_ in self.groups.kept.items() if name != "ep"}
-        groups = replace(self.groups, ep=ep, kept=kept)
+        groups = self.groups
+        if ep is not None:
+            kept = {name: open_ for name, open_ in groups.kept.items() if name != "ep"}
+            groups = replace(groups, ep=ep, kept=kept)
         if _same_experts(decision, self.decision):
-            return GroupState(config, decision, groups, self._gate, self._shared)
+            return GroupState(config, decision, groups, self._gate, self._shared, asked)
         gate, shared, weights = Gate(decision, self.dtype, self._built_for), None, self._placement.weights
         if self._shared is not None:
-            shared = shared_experts(decision, Parts(expert_map, self._built_for, ep, self.spans))
+            shared = shared_experts(decision, Parts(expert_map, self._built_for, ep or self.ep, self.spans))
             if weights is not None and weights.shared is not None:
                 shared.load(weights.shared)
         if weights is not None:
             gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
-        return GroupState(config, decision, groups, gate, shared)
+        return GroupState(config, decision, groups, gate, shared, asked)
 
     # Copies.
 

@@ -95,13 +95,15 @@ def shown(experts: Sequence[int], most: int = 16) -> str:
 
 @dataclass(frozen=True)
 class GroupState:
-    """The other parts of a layer that follow from the size of its EP group."""
+    """The other parts of a layer that follow from the size of its EP group and from its settings."""
 
     config: MoEConfig
     decision: Decision
     groups: ParallelGroups
     gate: Gate
     shared: SharedExperts | None
+    asked: MoEConfig
+    """The settings of the user, from which backends are chosen again for another group."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class PlacementState:
     lost: LostExperts | None = None
     """Experts without a live copy and what calls do about them; None while every expert has one."""
     group: GroupState | None = None
-    """What is used with it over another group of ranks; None: the layer's current one."""
+    """What is used with it over another group of ranks or with other settings; None: the layer's current one."""
 
     @cached_property
     def is_partial(self) -> bool:

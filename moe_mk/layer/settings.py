@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_mk.config.hf import settings_from_hf
 from moe_mk.config.moe import MoEConfig
 from moe_mk.config.problem import Problem
-from moe_mk.errors import ConfigError, ShapeError
+from moe_mk.errors import ConfigError, ShapeError, WeightError
 from moe_mk.external.device import profile_here
 from moe_mk.external.library import emulated, installed
 from moe_mk.oracle import select
@@ -21,10 +23,12 @@ from moe_mk.router.hashed import INTEGERS, HashedTokens, HashRouter
 from moe_mk.router.router import Router
 from moe_mk.shapes import expect
 from moe_mk.weights.checkpoint import find_prefix
+from moe_mk.weights.gguf_metadata import hf_from_gguf
+from moe_mk.weights.gguf_source import GgufSource, is_gguf, open_source
 from moe_mk.weights.input_scales import read_input_scales
+from moe_mk.weights.inspect import inspect_checkpoint
 from moe_mk.weights.layer_spec import LayerSpec
 from moe_mk.weights.names import CONVENTIONS
-from moe_mk.weights.source import SafetensorsSource
 
 
 def decide(config: MoEConfig, dtype: torch.dtype, device: torch.device) -> Decision:
@@ -51,7 +55,7 @@ def hashed(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfi
     """
     if config.router.scoring_func != "sqrtsoftplus" or config.router.hash_vocabulary is not None:
         return config
-    source = SafetensorsSource(path)
+    source = open_source(path)
     prefix, names = find_prefix(source, layer), source.names()
     tables = {prefix + convention.table for convention in CONVENTIONS.values()}
     shapes = [source.entry(name).shape for name in sorted(tables) if name in names]
@@ -93,7 +97,7 @@ def calibrated(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEC
     quant = config.model.quant
     if quant.weights not in ("fp8_tensor", "fp8_channel", "nvfp4") or quant.input_scale is not None:
         return config
-    if quant.activations == "none" or (scales := read_input_scales(SafetensorsSource(path), layer)) is None:
+    if quant.activations == "none" or (scales := read_input_scales(open_source(path), layer)) is None:
         return config
     if quant.weights == "nvfp4":
         found = {"input_scale": max(scales.tokens, scales.hidden)}
@@ -157,6 +161,8 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
         hidden_size=model.hidden_size,
         intermediate_size=model.moe_intermediate_size,
         scheme=model.quant.weight_scheme,
+        down_scheme=None if model.quant.down is None else model.quant.down_scheme,
+        shared_scheme=model.quant.shared_scheme,
         num_shared_experts=model.num_shared_experts,
         shared_intermediate_size=model.shared_size,
         has_gate_bias=config.router.has_correction_bias,
@@ -166,9 +172,34 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
     )
 
 
+def config_of(path: str | PathLike[str], **overrides: Any) -> MoEConfig:
+    """The config of a checkpoint: its config.json, or the metadata of a GGUF model.
+
+    The types of experts in GGUF files differ between layers; `stated` reads them. Raises ConfigError or WeightError.
+    """
+    if not is_gguf(path):
+        return MoEConfig.from_hf(str(path), **overrides)
+    hf = hf_from_gguf(GgufSource(path).metadata, str(path))
+    return MoEConfig.parse(settings_from_hf(hf, str(path)), str(path)).with_(**overrides)
+
+
+def _types_of_gguf(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
+    """The config with the types of one layer of a GGUF model, and without a bias of the router if it has none."""
+    if not is_gguf(path):
+        return config
+    facts = next((each for each in inspect_checkpoint(path).layers if each.layer == layer), None)
+    if facts is None:
+        find_prefix(open_source(path), layer)  # raises with the existing layers
+    assert facts is not None
+    if not facts.kind:
+        raise WeightError(f"layer {layer} of {path}: {'; '.join(facts.problems)}")
+    quant = {"weights": facts.kind, "down": facts.down or None}
+    return config.with_(quant=quant, has_correction_bias=facts.has_gate_bias)
+
+
 def stated(config: MoEConfig, path: str | PathLike[str], layer: int) -> MoEConfig:
-    """The config with a table of experts by token id, and with calibrated scales, where the checkpoint has them.
+    """The config with what one layer of a checkpoint states: a table of experts by token id, scales, types of GGUF.
 
     Values that the config states are kept. Raises WeightError for a layer that the checkpoint does not have.
     """
-    return calibrated(hashed(config, path, layer), path, layer)
+    return calibrated(hashed(_types_of_gguf(config, path, layer), path, layer), path, layer)

@@ -1,9 +1,9 @@
 """A MoE layer with gradients: gate, routing, exchange and experts as plain torch under autograd.
 
-    layer = TrainingMoE(config, comm)        # config.router.kind: topk, noisy_topk or expert_capacity
+    layer = TrainingMoE(config, comm, balance_weight=0.01)    # config.router.kind: topk, noisy_topk or expert_capacity
     out = layer(x_TH)
-    loss = task_loss(out.y_TH) + balance_loss(importance(out.probabilities_TE), 0.01)
-    loss.backward()
+    (task_loss(out.y_TH) + out.balance_loss).backward()
+    layer.update_bias(out, gamma=1e-3)                        # where router.has_correction_bias
 
 `MoELayer` serves quantised weights and has no gradients; it refuses the router kinds that exist for training only.
 Experts are trained in one place each (`TrainingExchange`), with f32 or bf16 parameters.
@@ -21,11 +21,19 @@ from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.single import SingleRank
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.flight import wait
 from moe_mk.kernels.reference.activation import activation
 from moe_mk.kernels.reference.topk import expert_scores
 from moe_mk.layer.settings import expert_map_of, router_of
 from moe_mk.router.gate import gate_logits
-from moe_mk.router.training import expert_capacity, noisy_topk, route_with_capacity
+from moe_mk.router.training import (
+    balance_loss,
+    expert_capacity,
+    importance,
+    noisy_topk,
+    route_with_capacity,
+    updated_bias,
+)
 from moe_mk.runner.training_exchange import TrainingExchange
 from moe_mk.shapes import expect
 
@@ -41,6 +49,8 @@ class TrainingOutput:
     """int32: chosen experts; -1 for assignments that found no capacity."""
     weights_TK: Tensor
     """f32, differentiable: routing weights of the chosen experts."""
+    balance_loss: Tensor
+    """f32 scalar: balance_weight times the squared variation of importance over all ranks; 0 for a weight of 0."""
 
 
 class TrainingMoE(nn.Module):
@@ -54,15 +64,17 @@ class TrainingMoE(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         generator: torch.Generator | None = None,
+        balance_weight: float = 0.0,
     ) -> None:
         """config: model, router and parallel.placement; the kernel section is not read.
 
         comm: the ranks that share out the experts; None for one rank. generator: draws the noise of noisy_topk, and the
-        initial weights, which do not depend on the number of ranks. Raises UnsupportedError with every setting that
-        cannot be trained.
+        initial weights, which do not depend on the number of ranks. balance_weight: of the auxiliary loss; 0.0 omits it
+        and its collective. Raises UnsupportedError with every setting that cannot be trained.
         """
         super().__init__()
         self.config, self.comm, self.generator = config, comm or SingleRank(), generator
+        self.balance_weight = balance_weight
         if reasons := _reasons_against(config, self.comm.size):
             raise UnsupportedError(f"{config.model.name} cannot be trained as configured", reasons)
         model = config.model
@@ -108,7 +120,25 @@ class TrainingMoE(nn.Module):
         y_TH = self.exchange(x_TH, ids_TK, weights_TK.to(x_TH.dtype), self._expert)
         if self.shared_w13_IH is not None and self.shared_w2_HI is not None:
             y_TH = y_TH + self._mlp(x_TH, self.shared_w13_IH, self.shared_w2_HI)
-        return TrainingOutput(y_TH, probabilities_TE, ids_TK, weights_TK)
+        return TrainingOutput(y_TH, probabilities_TE, ids_TK, weights_TK, self._balance_loss(probabilities_TE))
+
+    @torch.no_grad()
+    def update_bias(self, out: TrainingOutput, gamma: float) -> None:
+        """Move the correction bias of the router towards an even load, see `router.training.updated_bias`.
+
+        Every rank calls it after the same step. Raises ConfigError for a router without a correction bias.
+        """
+        if self.e_score_correction_bias is None:
+            raise ConfigError("update_bias needs router.has_correction_bias = true")
+        load_E = torch.bincount(out.ids_TK[out.ids_TK >= 0], minlength=self.config.model.num_experts)
+        load_E = wait(self.comm.all_reduce(load_E, "load"))
+        self.e_score_correction_bias.copy_(updated_bias(self.e_score_correction_bias, load_E, gamma))
+
+    def _balance_loss(self, probabilities_TE: Tensor) -> Tensor:
+        if self.balance_weight == 0:
+            return probabilities_TE.new_zeros(())
+        summed_E = importance(probabilities_TE, lambda local_E: wait(self.comm.all_reduce(local_E, "importance")))
+        return balance_loss(summed_E, self.balance_weight)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         router, experts = self.config.router, self.config.model.num_experts

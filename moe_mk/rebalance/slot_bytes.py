@@ -18,7 +18,7 @@ def tensors_of(slot: SlotWeights) -> list[Tensor]:
     """All tensors of an expert, in the order they travel."""
     matrices = [q for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None]
     biases = () if slot.biases is None else slot.biases.tensors
-    return [*(t for q in matrices for t in (q.values, q.scales, q.global_scale) if t is not None), *biases]
+    return [*(t for q in matrices for t in (q.values, q.scales, q.zeros, q.global_scale) if t is not None), *biases]
 
 
 def num_bytes(slot: SlotWeights) -> int:
@@ -89,4 +89,4 @@ def _empty(q: QuantTensor) -> QuantTensor:
 
     values = like(q.values)
     assert values is not None
-    return replace(q, values=values, scales=like(q.scales), global_scale=like(q.global_scale))
+    return replace(q, values=values, scales=like(q.scales), zeros=like(q.zeros), global_scale=like(q.global_scale))

@@ -15,6 +15,7 @@ from moe_mk.router.topk import (
     fused_kernels,
     group_problems,
     grouped_topk,
+    ids_problems,
     raise_all,
     scoring_problems,
     topk,
@@ -30,6 +31,7 @@ class Router:
 
     simulate: for benchmarks, ignore the values of the logits. "balanced": every expert gets as many assignments as any
     other, give or take one. "random": experts drawn uniformly without repetition, the same draw at every call.
+    ids_dtype: of the ids that a call returns, int32 or int64; layers take int32.
     """
 
     top_k: int
@@ -40,6 +42,7 @@ class Router:
     routed_scaling_factor: float = 1.0
     router_dtype: RouterDtype = "float32"
     simulate: Simulation | None = None
+    ids_dtype: torch.dtype = torch.int32
 
     def __post_init__(self) -> None:
         check_router_dtype(self.router_dtype)
@@ -50,10 +53,10 @@ class Router:
             problems.append(f"topk_group={self.topk_group} is not in [1, num_expert_group={self.num_expert_group}]")
         if self.simulate is not None and self.simulate not in get_args(Simulation):
             problems.append(f"simulate={self.simulate!r} is unknown{did_you_mean(self.simulate, get_args(Simulation))}")
-        raise_all("Router", problems)
+        raise_all("Router", problems + ids_problems(self.ids_dtype))
 
     def __call__(self, router_logits: Tensor, e_score_correction_bias: Tensor | None = None) -> Routing:
-        """Route: logits [T, E] and an optional bias [E] to ids int32 [T, K] and weights f32 [T, K].
+        """Route: logits [T, E] and an optional bias [E] to ids [T, K] and weights f32 [T, K].
 
         router_dtype "model" keeps sigmoid scores in the dtype of the logits; "float32" scores in f32 whatever they are.
         """
@@ -69,6 +72,7 @@ class Router:
                 self.routed_scaling_factor,
                 e_score_correction_bias,
                 score_dtype=score_dtype,
+                ids_dtype=self.ids_dtype,
             )
             return Routing(ids_TK, weights_TK)
         weights_TK, ids_TK = grouped_topk(
@@ -81,6 +85,7 @@ class Router:
             self.renormalize,
             self.routed_scaling_factor,
             score_dtype=score_dtype,
+            ids_dtype=self.ids_dtype,
         )
         return Routing(ids_TK, weights_TK)
 
@@ -122,4 +127,4 @@ class Router:
             ids_TK = draw_TE.topk(self.top_k, -1).indices
         weight = self.routed_scaling_factor / self.top_k
         weights_TK = torch.full(ids_TK.shape, weight, dtype=torch.float32, device=device)
-        return Routing(ids_TK.to(torch.int32), weights_TK)
+        return Routing(ids_TK.to(self.ids_dtype), weights_TK)

@@ -23,6 +23,7 @@ from moe_mk.shapes import expect
 SCORING_FUNCS = ("sigmoid", "softmax", "sqrtsoftplus")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+IDS = (torch.int32, torch.int64)
 
 
 def topk(
@@ -34,8 +35,9 @@ def topk(
     e_score_correction_bias: Tensor | None = None,
     *,
     score_dtype: torch.dtype = torch.float32,
+    ids_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:
-    """Choose top_k experts for every token; return topk_weights f32 [T, K] and topk_ids int32 [T, K].
+    """Choose top_k experts for every token; return topk_weights f32 [T, K] and topk_ids [T, K], int32 or int64.
 
     Meaning of every argument, ties and NaN: as in `grouped_topk`, with all experts in one group.
     """
@@ -46,10 +48,11 @@ def topk(
         problems.append(
             f"top_k={top_k} experts cannot be chosen among E={num_experts}; use top_k in [1, {num_experts}]"
         )
-    raise_all("topk", problems)
+    raise_all("topk", problems + ids_problems(ids_dtype))
     given = (scoring_func, renormalize, routed_scaling_factor, e_score_correction_bias, score_dtype)
     fused = fused_kernels(router_logits, top_k, 1, scoring_func, e_score_correction_bias, score_dtype)
-    return reference.topk(router_logits, top_k, *given) if fused is None else fused.topk(router_logits, top_k, *given)
+    weights_TK, ids_TK = (reference if fused is None else fused).topk(router_logits, top_k, *given)
+    return weights_TK, ids_TK.to(ids_dtype)
 
 
 def fused_kernels(
@@ -104,6 +107,11 @@ def scoring_problems(scoring_func: str, routed_scaling_factor: float, score_dtyp
     return problems
 
 
+def ids_problems(ids_dtype: torch.dtype) -> list[str]:
+    """List what is wrong with the dtype of ids."""
+    return [] if ids_dtype in IDS else [f"ids_dtype={ids_dtype} is not one of {', '.join(map(str, IDS))}"]
+
+
 def raise_all(what: str, problems: Sequence[str]) -> None:
     """Raise one ConfigError that lists all problems, if there are any."""
     if problems:
@@ -121,8 +129,9 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     *,
     score_dtype: torch.dtype = torch.float32,
+    ids_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:
-    """Choose top_k experts inside the best topk_group groups; return topk_weights f32 [T, K] and topk_ids int32 [T, K].
+    """Choose top_k experts inside the best topk_group groups; return topk_weights f32 [T, K] and topk_ids [T, K].
 
     Scores are f32. Scores plus e_score_correction_bias choose, scores alone weigh. A group counts as the sum of its two
     best biased scores, or as its best score where there is no bias. `renormalize` divides a token's weights by their
@@ -131,18 +140,20 @@ def grouped_topk(
     A token with a NaN among its scores (a NaN logit; +inf under softmax) goes nowhere: ids -1, weights 0. So does a
     choice whose biased score is -inf, which makes a bias of -inf an expert that is never chosen.
     score_dtype: bf16 rounds sigmoid scores as DeepSeek's own inference code does; softmax is always taken in f32.
+    ids_dtype: int32, which kernels and layers take, or int64, which torch indexes with.
     Raises ShapeError for tensors, ConfigError for numbers that do not fit each other. Never synchronises.
     """
     check_tensors(router_logits, e_score_correction_bias)
     problems = scoring_problems(scoring_func, routed_scaling_factor, score_dtype)
     problems += group_problems(router_logits.shape[1], top_k, num_expert_group, topk_group)
-    raise_all("grouped_topk", problems)
+    raise_all("grouped_topk", problems + ids_problems(ids_dtype))
     given = (
         router_logits, top_k, num_expert_group, topk_group, scoring_func, e_score_correction_bias, renormalize,
         routed_scaling_factor, score_dtype,
     )  # fmt: skip
     fused = fused_kernels(router_logits, top_k, num_expert_group, scoring_func, e_score_correction_bias, score_dtype)
-    return grouped_reference.grouped_topk(*given) if fused is None else fused.grouped_topk(*given)
+    weights_TK, ids_TK = grouped_reference.grouped_topk(*given) if fused is None else fused.grouped_topk(*given)
+    return weights_TK, ids_TK.to(ids_dtype)
 
 
 def group_problems(num_experts: int, top_k: int, num_expert_group: int, topk_group: int) -> list[str]:

@@ -5,7 +5,6 @@ from moe_mk.runner.overlap import (
     AsyncResult,
     alongside,
     finalize_async,
-    finishes_async,
     prepare_async,
     run_alone,
     run_dual,
@@ -30,7 +29,7 @@ on_lanes = on_workers  # kept for code written before 0.2
 
 __all__ = [
     "AsyncResult", "MicroBatch", "MonolithicKernel", "StageLink", "TilePlan", "TileRecord", "TileWork",
-    "TrainingExchange", "alongside", "chunk_sizes", "cut", "finalize_async", "finishes_async", "in_turns",
+    "TrainingExchange", "alongside", "chunk_sizes", "cut", "finalize_async", "in_turns",
     "needs_naive_dispatch_combine", "on_lanes", "on_workers", "plan_for", "prepare_async", "run_alone", "run_dual",
     "run_with", "sequence_parallel", "tile_sizes",
 ]  # fmt: skip

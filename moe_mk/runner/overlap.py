@@ -96,12 +96,3 @@ def prepare_async(transport: PrepareFinalize, x_TH: Tensor, routing: Routing) ->
 def finalize_async(transport: PrepareFinalize, output: ExpertOutput, tokens: Tokens) -> AsyncResult[Tensor]:
     """Start a combine."""
     return AsyncResult(transport.finalize(output, tokens))
-
-
-def finishes_async(*, asked_async: bool, overlaps_batches: bool) -> bool:
-    """Whether a library call should return before its communication has ended: only if nothing else overlaps with it.
-
-    With alternating micro-batches, the alternation is the overlap, and a call that returns early would let both
-    compute at the same time. Source of the rule: vLLM, `async_finish = async_prepare and not dbo_enabled()`.
-    """
-    return asked_async and not overlaps_batches

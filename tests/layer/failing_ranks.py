@@ -188,7 +188,7 @@ def hostile_counts(rank: int, transport: str, count: int) -> list[dict[str, Any]
     dist.barrier()  # else a failure may reach the first call of a rank that has not read all sums yet
     if rank == 1:
         messages: Any = made.kernel.prepare_finalize.context.comm._messages  # type: ignore[union-attr]
-        exchange = messages.exchange
+        exchange, eager = messages.exchange, messages.exchange_eager
 
         def lying(caller: Any, phase: str, counts: Any, outgoing: Any, incoming: Any) -> Any:
             if phase == "dispatch counts":
@@ -196,7 +196,12 @@ def hostile_counts(rank: int, transport: str, count: int) -> list[dict[str, Any]
                 outgoing = {peer: torch.full_like(rows, count) for peer, rows in outgoing.items()}
             return exchange(caller, phase, counts, outgoing, incoming)
 
-        messages.exchange = lying
+        def lying_eagerly(caller: Any, phase: str, outgoing: Any, awaited: Any) -> Any:
+            if phase == "dispatch counts":
+                outgoing = {peer: rows._replace(num_rows=count) for peer, rows in outgoing.items()}
+            return eager(caller, phase, outgoing, awaited)
+
+        messages.exchange, messages.exchange_eager = lying, lying_eagerly
     return [outcome(lambda: made(tokens(rank, 5)))]
 
 
@@ -207,7 +212,7 @@ def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[d
     dist.barrier()  # else a failure may reach the first call of a rank that has not read all sums yet
     if rank == 1:
         messages: Any = made.kernel.prepare_finalize.context.comm._messages  # type: ignore[union-attr]
-        exchange, ids_at = messages.exchange, -TOP_K * (4 + 4)
+        exchange, eager, ids_at = messages.exchange, messages.exchange_eager, -TOP_K * (4 + 4)
 
         def lying(caller: Any, phase: str, counts: Any, outgoing: Any, incoming: Any) -> Any:
             if phase == "dispatch":
@@ -215,7 +220,13 @@ def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[d
                     rows_XB[:, ids_at : ids_at + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
             return exchange(caller, phase, counts, outgoing, incoming)
 
-        messages.exchange = lying
+        def lying_eagerly(caller: Any, phase: str, outgoing: Any, awaited: Any) -> Any:
+            for envelope in outgoing.values() if phase == "dispatch counts" else ():
+                tails_XB = envelope.rows.view(-1)[-envelope.num_rows * TOP_K * (4 + 4) :].view(envelope.num_rows, -1)
+                tails_XB[:, :4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
+            return eager(caller, phase, outgoing, awaited)
+
+        messages.exchange, messages.exchange_eager = lying, lying_eagerly
     return [outcome(lambda: made(tokens(rank, 12)))]
 
 

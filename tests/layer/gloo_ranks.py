@@ -15,6 +15,7 @@ from moe_mk import CommError, DeepseekV3MoE, MoEConfig, ParallelGroups
 from moe_mk.comm import rank_groups
 from moe_mk.comm.distributed import DistributedCommunicator
 from moe_mk.flight import wait
+from moe_mk.layer import SequenceParallelMoE, swap_backends
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.experts import random_experts
@@ -170,6 +171,33 @@ def pipeline(rank: int, path: str, batches: list[list[Tensor]]) -> list[Tensor]:
             dist.send(rows_TH, column[stage + 1])
         results.append(rows_TH)
     return results
+
+
+def with_and_without_chunks(rank: int, path: str, batches: list[Tensor], settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Layer 3 on four EP ranks whose pairs have the same tokens: each forward whole on both ranks, and in chunks."""
+    config = MoEConfig.from_hf(path, router_dtype="float32", **settings)
+    built = DeepseekV3MoE(config, dtype=torch.bfloat16, groups=ParallelGroups(ep=dist.group.WORLD), name="layer 3")
+    built.load_from_safetensors(path, 3)
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    x_TH = batches[rank // 2]
+    whole_TH, computed = built(x_TH), int(built.expert_load.sum())
+    chunked_TH = SequenceParallelMoE(built, pairs[rank // 2])(x_TH)
+    return {"whole": whole_TH, "chunked": chunked_TH, "computed": torch.tensor([computed, built.expert_load.sum()])}
+
+
+def swap_and_serve(rank: int, path: str, tokens: list[Tensor], transports: list[str]) -> dict[str, Any]:
+    """Serve, and after each forward change the transport."""
+    config = MoEConfig.from_hf(path, router_dtype="float32", prepare_finalize="all_to_all")
+    built = DeepseekV3MoE(config, dtype=torch.float32, groups=ParallelGroups(ep=dist.group.WORLD), name="layer 0")
+    built.load_from_safetensors(path, 0)
+    outputs, served, reasons = [built(tokens[rank])], [], []
+    for transport in transports:
+        report = swap_backends(built, tokens[rank], limit=1e-5, prepare_finalize=transport)
+        reasons.append(report.reason)
+        served.append(built.decision.chosen.prepare_finalize if report.swapped else "rolled back")
+        outputs.append(built(tokens[rank]))
+    load = int(built.expert_load.sum())
+    return {"outputs": outputs, "transports": served, "reasons": reasons, "load": load}
 
 
 def disagree(rank: int, path: str, layer: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.flight import interleave
+from moe_mk.kernels.native.toolchain import find_compiler
 from moe_mk.layer import DeepseekV3MoE
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.on_ranks import RankError, RankWorld
@@ -202,6 +204,28 @@ def rows_received(rank: int, transport: str, answers: list[Any], tokens: list[Te
     return sum(rank in {e // 2 for e in ids} for r in others for ids in answers[r]["ids"].tolist())
 
 
+@pytest.mark.row(71, 72)
+@pytest.mark.skipif(not find_compiler(shutil.which), reason="batch-invariant experts on a CPU need a C++ compiler")
+def test_chunks_of_tensor_parallel_pairs_give_the_bits_of_whole_batches(world: RankWorld, tmp_path: Path) -> None:
+    shape = CheckpointShape(
+        num_experts=8, hidden_size=256, intermediate_size=128, top_k=2, num_groups=1, top_k_groups=1
+    )  # fmt: skip
+    write_checkpoint(tmp_path, shape)
+    batches = [torch.randn(count, 256, generator=torch.Generator().manual_seed(count)).bfloat16() for count in (7, 1)]
+    settings = {"prepare_finalize": "all_to_all", "activations": "plain"}
+    alone = DeepseekV3MoE.from_checkpoint(
+        tmp_path, layer=3, dtype=torch.float32, experts="reference", activations="plain"
+    )
+    ranks = world.call(gloo_ranks.with_and_without_chunks, str(tmp_path), batches, {**settings, "invariant": True})
+    for rank, answer in enumerate(ranks):
+        assert torch.equal(answer["chunked"], answer["whole"]), f"rank {rank}"
+        exact_TH = alone(batches[rank // 2].float())
+        assert float((answer["whole"].float() - exact_TH).norm() / exact_TH.norm()) < 2e-2, "rows of bf16"
+    whole, both = sum(answer["computed"] for answer in ranks).tolist()
+    assert (whole, both - whole) == (2 * 8 * 2, 8 * 2), "whole, a token is computed twice; in chunks, once"
+
+
+@pytest.mark.row("N3")
 def test_ranks_that_decided_differently_say_so_on_every_rank(world: RankWorld, twin: Twin) -> None:
     for rank, text in enumerate(world.call(gloo_ranks.disagree, str(twin.path), 0)):
         assert text.startswith(f"rank {rank}, phase 'agreement', layer 'layer 0'")

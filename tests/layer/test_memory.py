@@ -29,6 +29,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.row("N22")
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("ep,tp", [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_weights_are_predicted_to_the_byte(tmp_path: Path, name: str, ep: int, tp: int) -> None:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_mk import DeepseekV3MoE, MoEConfig
-from moe_mk.experts.cpu_native.weights import PackedExpertWeights
+from moe_mk.experts.cpu_native import experts as cpu_native_experts
+from moe_mk.experts.cpu_native.weights import PackedExpertWeights, native_kernels
+from moe_mk.kernels.native import Isa
 from moe_mk.testing.transports import virtual_groups
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder
@@ -42,6 +44,18 @@ def test_the_router_runs_natively_and_chooses_what_torch_chooses(checkpoint: Pat
     for mine, theirs in zip(as_sets(fused.route(x_TH)), as_sets(plain.route(x_TH)), strict=True):
         assert mine.keys() == theirs.keys()
         assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_the_decision_records_how_kernel_parameters_were_chosen(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "kernel parameters: built in" in str(built(checkpoint).explain())
+    monkeypatch.setattr(cpu_native_experts, "MEASURED_BYTES", 0)
+    decision = built(checkpoint).explain()
+    assert decision.as_dict()["parameters"] == decision.parameters and decision.parameters in decision.text(None)
+    if native_kernels().best in (Isa.AVX512_BF16, Isa.AMX_BF16):
+        assert decision.parameters.startswith("measured at load: from ")
+    assert built(checkpoint, experts="torch_cpu").explain().parameters == ""
 
 
 def test_other_experts_and_other_precisions_keep_the_torch_router(checkpoint: Path) -> None:

@@ -61,6 +61,7 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> str:
     return "lazy"
 
 
+@pytest.mark.row("N4")
 @pytest.mark.parametrize("experts", ["reference", "torch_cpu"])
 def test_what_was_decided_is_what_ran(folder: Path, experts: str) -> None:
     layer = layer_of(folder, experts=experts)
@@ -103,6 +104,7 @@ def test_a_kernel_that_was_swapped_shows(folder: Path) -> None:
     assert "! experts" in str(layer.report()) and "reference, not torch_cpu" in str(layer.report())
 
 
+@pytest.mark.row("N4")
 def test_a_backend_that_quietly_asks_another_shows(folder: Path, lazy: str) -> None:
     layer = layer_of(folder, experts=lazy)
     layer(tokens())
@@ -112,6 +114,7 @@ def test_a_backend_that_quietly_asks_another_shows(folder: Path, lazy: str) -> N
         layer.report().require_as_planned()
 
 
+@pytest.mark.row("N4")
 def test_every_rank_attests_and_reports_what_it_sent(folder: Path) -> None:
     layers = [
         layer_of(folder, experts="torch_cpu", groups=ParallelGroups(ep=comm), prepare_finalize="all_to_all")

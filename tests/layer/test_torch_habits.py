@@ -36,7 +36,10 @@ def test_sequences_come_back_in_their_shape(moe: MoELayer, shape: tuple[int, int
 
 def test_sequences_may_be_transposed(moe: MoELayer) -> None:
     x_SBH = torch.randn((5, 3, HIDDEN), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(moe(x_SBH.transpose(0, 1)), moe(x_SBH).transpose(0, 1))
+    y_BSH = moe(x_SBH.transpose(0, 1))
+    assert torch.equal(y_BSH, moe(x_SBH.transpose(0, 1).contiguous()))
+    # Of the other order of tokens an expert multiplies its rows in another order, which may change their last bits.
+    torch.testing.assert_close(y_BSH, moe(x_SBH).transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(HIDDEN,), (1, 2, 3, HIDDEN), ()])

@@ -40,6 +40,7 @@ def dense(made: TrainingMoE, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -
     return y_TH
 
 
+@pytest.mark.row("N23")
 @pytest.mark.parametrize("kind", ["topk", "noisy_topk", "expert_capacity"])
 def test_every_kind_equals_the_dense_sum_and_all_parameters_learn(kind: str) -> None:
     made = layer(config(kind=kind))
@@ -51,6 +52,48 @@ def test_every_kind_equals_the_dense_sum_and_all_parameters_learn(kind: str) -> 
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
+@pytest.mark.row(15, 23, "N23")
+@pytest.mark.parametrize("kind", ["topk", "noisy_topk", "expert_capacity"])
+def test_the_loss_of_two_ranks_is_that_of_their_tokens_together(kind: str) -> None:
+    settings, halves, world = config(kind=kind, noise_std=0.0), tokens().split([5, 7]), ThreadWorld(2)
+    alone = TrainingMoE(settings, generator=torch.Generator().manual_seed(0), balance_weight=0.5)
+    expected = alone(tokens())
+    torch.testing.assert_close(expected.balance_loss, balance_loss(importance(expected.probabilities_TE), 0.5))
+    expected.balance_loss.backward()
+
+    def step(comm: Communicator) -> tuple[TrainingMoE, Tensor]:
+        made = TrainingMoE(settings, comm, generator=torch.Generator().manual_seed(0), balance_weight=0.5)
+        loss = made(halves[comm.rank]).balance_loss
+        loss.backward()
+        return made, loss
+
+    made = world.together([lambda comm=comm: step(comm) for comm in world.communicators()])  # type: ignore[misc]
+    for _, loss in made:
+        torch.testing.assert_close(loss, expected.balance_loss)
+    torch.testing.assert_close(sum(each.gate_EH.grad for each, _ in made), alone.gate_EH.grad)
+    assert float(layer(settings)(tokens()).balance_loss) == 0.0, "no weight, no loss"
+
+
+@pytest.mark.row(68, 122, "N23")
+def test_the_bias_of_a_layer_that_trains_follows_the_load_of_all_ranks() -> None:
+    settings, halves, world = config(has_correction_bias=True), tokens().chunk(2), ThreadWorld(2)
+    load_E = torch.bincount(layer(settings)(tokens()).ids_TK.flatten(), minlength=EXPERTS).float()
+
+    def step(comm: Communicator) -> Tensor:
+        made = TrainingMoE(settings, comm, generator=torch.Generator().manual_seed(0))
+        made.update_bias(made(halves[comm.rank]), 0.01)
+        assert made.e_score_correction_bias is not None
+        return made.e_score_correction_bias
+
+    for bias_E in world.together([lambda comm=comm: step(comm) for comm in world.communicators()]):  # type: ignore[misc]
+        torch.testing.assert_close(bias_E, 0.01 * (load_E.mean() - load_E).sign())
+    made = layer(config())
+    out = made(tokens())
+    with pytest.raises(ConfigError, match="has_correction_bias"):
+        made.update_bias(out, 0.01)
+
+
+@pytest.mark.row(23)
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 def test_two_ranks_give_the_gradients_of_one(placement: str) -> None:
     alone, halves = layer(config()), tokens().chunk(2)
@@ -74,9 +117,14 @@ def test_two_ranks_give_the_gradients_of_one(placement: str) -> None:
     torch.testing.assert_close(sum(each.gate_EH.grad for each, _ in made), alone.gate_EH.grad)
 
 
+@pytest.mark.row(16, 18)
 def test_capacity_leaves_out_what_does_not_fit() -> None:
     # capacity = ceil(0.5 * 12 * 2 / 4) = 3 tokens an expert: 12 of 24 assignments find a place.
-    ids_TK = layer(config(kind="expert_capacity", capacity_factor=0.5))(tokens()).ids_TK
+    made = layer(config(kind="expert_capacity", capacity_factor=0.5, num_shared_experts=0))
+    out = made(tokens())
+    ids_TK, nowhere_T = out.ids_TK, (out.ids_TK < 0).all(1)
+    assert bool(nowhere_T.any()) and not bool(out.y_TH[nowhere_T].any()), "tokens without a place add nothing"
+    assert bool(out.y_TH[~nowhere_T].any(1).all())
     assert torch.bincount(ids_TK[ids_TK >= 0], minlength=EXPERTS).tolist() == [3] * EXPERTS
     assert int((ids_TK < 0).sum()) == 12
 

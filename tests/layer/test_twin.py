@@ -13,6 +13,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk.errors import UnsupportedError
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.testing.transports import run_together, virtual_groups
 from moe_mk.weights import CheckpointShape, write_checkpoint
 from moe_mk.weights.expert_weights import SlotWeights
@@ -49,7 +52,7 @@ def test_one_rank_equals_transformers(twin: Twin, experts: str) -> None:
     torch.testing.assert_close(layer(twin.x_TH), twin.y_TH, atol=LIMIT, rtol=0)
 
 
-@pytest.mark.row(24, 26, 65)
+@pytest.mark.row(24, 26, 65, "N18")
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "inside"])
 @pytest.mark.parametrize("ep", [2, 4])
 def test_expert_parallel_ranks_with_their_own_tokens_equal_transformers(twin: Twin, ep: int, transport: str) -> None:
@@ -109,6 +112,26 @@ def test_any_placement_of_experts_gives_the_same_output(twin: Twin, placement: o
     layers = layers_of(twin, ep=4, placement=placement, prepare_finalize=transport)
     for y_TH, x_TH in zip(run_together(layers, uneven(twin.x_TH, 4)), map(twin.run, uneven(twin.x_TH, 4)), strict=True):
         torch.testing.assert_close(y_TH, x_TH, atol=LIMIT, rtol=0)
+
+
+@pytest.mark.row(108)
+def test_a_transport_without_tables_is_refused_for_any_placement_but_linear(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AllToAll, "traits", replace(AllToAll.traits, tables=False))
+    for placement in ("round_robin", (*range(15, -1, -1),)):
+        with pytest.raises(UnsupportedError, match=r"has no placement tables(.|\n)*parallel\.placement = linear"):
+            layers_of(twin, ep=4, placement=placement, prepare_finalize="all_to_all")
+    assert "parallel.placement is round_robin" in str(
+        layers_of(twin, ep=4, placement="round_robin")[0].explain().verdicts
+    ), "another transport is chosen, with the reason against this one"
+    layers = layers_of(twin, ep=2, prepare_finalize="all_to_all")
+    for layer in layers:
+        layer.set_placement(ExpertMap.linear(16, 2))
+        with pytest.raises(UnsupportedError, match="no placement tables"):  # as a rebalance asks for
+            layer.set_placement(ExpertMap.round_robin(16, 2))
+    for y_TH in run_together(layers, [twin.x_TH] * 2):
+        torch.testing.assert_close(y_TH, twin.y_TH, atol=LIMIT, rtol=0)
 
 
 @pytest.mark.row(6, 65)

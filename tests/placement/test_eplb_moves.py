@@ -151,7 +151,7 @@ def test_steady_traffic_moves_nothing(policy: Policy):
     assert set(plans[1].method) == {"kept, shares re-solved"}
 
 
-@pytest.mark.row(129)
+@pytest.mark.row(129, "N13")
 @pytest.mark.parametrize("policy", ["flat", "hybrid"])
 def test_changed_traffic_moves_far_less_than_starting_over(policy: Policy):
     base, other = served(8, 256), served(8, 256, 1) ** 0.3

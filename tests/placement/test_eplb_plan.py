@@ -70,6 +70,7 @@ def test_flat_plans_are_never_behind_the_compatible_policy(seed: int):
     assert (even.balance_X >= anchor.balance_X - 1e-9).all()
 
 
+@pytest.mark.row("N19")
 def test_two_copies_of_every_expert_survive_any_one_gpu():
     load = skewed(2, 64)
     safe = plan(load, Topology(16, 2, 9), groups=8, min_copies=2)

@@ -20,7 +20,7 @@ def test_equal_speeds_change_nothing():
     assert plan(load, given_speeds, policy="flat").balance_X == pytest.approx(flat.balance_X, abs=1e-3)
 
 
-@pytest.mark.row(132)
+@pytest.mark.row(132, "N12")
 @pytest.mark.parametrize("policy", ["flat", "hybrid"])
 def test_a_gpu_twice_as_fast_carries_twice_the_load(policy: Policy):
     load = skewed(3)

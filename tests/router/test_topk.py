@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, ShapeError
-from moe_mk.router import gate_logits, grouped_topk, topk
+from moe_mk.router import Router, gate_logits, grouped_topk, topk
+from moe_mk.router.router import Simulation
+from moe_mk.router.topk import IDS
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -113,6 +115,37 @@ def test_weights_of_given_logits_are_within_an_ulp_or_two_of_f32_loops(renormali
         # Three additions and a division, half an ulp each; without them nothing is rounded.
         limit = 4 * 2**-24 if renormalize else 0.0
         assert weights[t].tolist() == pytest.approx([token[e] / total for e in chosen], rel=limit, abs=0)
+
+
+@pytest.mark.row(7)
+@pytest.mark.parametrize("scoring_func,renormalize,ulps", [
+    ("softmax", True, 16), ("softmax", False, 24), ("sigmoid", True, 8), ("sigmoid", False, 2),
+])  # fmt: skip
+def test_weights_are_within_some_ulps_of_f64(scoring_func: str, renormalize: bool, ulps: int) -> None:
+    # Each is computed in f32: an exponential of a rounded difference, a sum of 256 terms, a division; and of 8.
+    for scale in (1.0, 4.0):
+        logits = normal(4000, 256) * scale
+        weights, ids = topk(logits, 8, scoring_func, renormalize)
+        exact = logits.double().softmax(-1) if scoring_func == "softmax" else logits.double().sigmoid()
+        expected = exact.gather(1, ids.long())
+        expected = expected / expected.sum(1, keepdim=True) if renormalize else expected
+        unit = torch.nextafter(expected.float(), torch.tensor(torch.inf)) - expected.float()
+        assert float(((weights.double() - expected).abs() / unit).max()) <= ulps
+
+
+@pytest.mark.row(20)
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("simulate", [None, "random"])
+def test_ids_come_in_the_dtype_that_is_asked_for(groups: int, simulate: Simulation | None) -> None:
+    logits = normal(9, 16)
+    logits[3, 0] = torch.nan
+    made = [Router(3, groups, groups, simulate=simulate, ids_dtype=dtype)(logits) for dtype in IDS]
+    assert [routing.ids_TK.dtype for routing in made] == list(IDS)
+    assert torch.equal(made[0].ids_TK, made[1].ids_TK.int()) and torch.equal(made[0].weights_TK, made[1].weights_TK)
+    assert made[1].weights_TK.dtype == torch.float32 and made[1].weights_TK.shape == made[1].ids_TK.shape == (9, 3)
+    assert simulate is not None or made[1].ids_TK[3].tolist() == [-1, -1, -1]
+    with pytest.raises(ConfigError, match=r"ids_dtype=torch\.int16 is not one of torch\.int32, torch\.int64"):
+        Router(3, ids_dtype=torch.int16)
 
 
 def test_bias_chooses_and_does_not_weigh() -> None:

@@ -88,6 +88,7 @@ def is_quick(quant: str, transport: str, ranks: int, placement: object) -> bool:
     return (quant == "fp8" and placement is REPLICATED) or (quant, transport, ranks) == ("bf16", "all_to_all", 2)
 
 
+@pytest.mark.row("N15")
 @pytest.mark.parametrize("quant,transport,ranks,placement", quick_where(is_quick, CASES))
 def test_bits_are_those_of_one_rank(checkpoints: Any, quant: str, transport: str, ranks: int, placement: Any) -> None:
     path = checkpoints(quant)

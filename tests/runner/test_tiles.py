@@ -31,7 +31,12 @@ def can_run(name: str, ranks: int) -> bool:
     return not codes & {"device", "library", "ranks"}
 
 
-NAMES = [(name, ranks) for name, _ in PREPARE_FINALIZE.items() for ranks in (1, 2, 4) if can_run(name, ranks)]
+def counts(name: str) -> tuple[int, ...]:
+    """Four ranks in threads contain what two do."""
+    return (1, 4) if PREPARE_FINALIZE[name].traits.blocking else (1, 2, 4)
+
+
+NAMES = [(name, ranks) for name, _ in PREPARE_FINALIZE.items() for ranks in counts(name) if can_run(name, ranks)]
 
 
 def is_quick(name: str, ranks: int) -> bool:

@@ -13,7 +13,7 @@ from moe_mk.flight import Flight, interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, assemble, select
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.runner import MicroBatch, TileRecord, TileWork, finishes_async, in_turns, plan_for, run_dual
+from moe_mk.runner import MicroBatch, TileRecord, TileWork, in_turns, plan_for, run_dual
 from moe_mk.testing.experts import random_experts
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import ExpertWeights
@@ -91,14 +91,3 @@ def test_two_layers_of_micro_batches_are_a_flight_as_well() -> None:
 
     outputs = run_dual([both(rank, *made) for rank, made in enumerate(ranks)])
     assert [[len(y_TH) for y_TH in each] for each in outputs] == [[3, 2]] * RANKS
-
-
-@pytest.mark.row(95)
-@pytest.mark.parametrize(
-    "asked_async,overlaps_batches,finishes",
-    [(False, False, False), (False, True, False), (True, False, True), (True, True, False)],
-)
-def test_a_call_finishes_later_only_if_asked_and_nothing_else_overlaps(
-    asked_async: bool, overlaps_batches: bool, finishes: bool
-) -> None:
-    assert finishes_async(asked_async=asked_async, overlaps_batches=overlaps_batches) is finishes
