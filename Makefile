@@ -23,6 +23,8 @@ OLDEST_INSTALLED := $(OLDEST)/.installed-$(shell cat pyproject.toml constraints.
 TESTS := tests
 QUICK := not gpu and not slow and not thorough and not emulated and not network
 REST := thorough or emulated or network
+# Files in the order of collection, which tests/conftest.py begins with those that take long.
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 ENGINES := .venv-engines
 ENGINES_NEED := tests/integrations/engines/needs.txt
@@ -57,17 +59,19 @@ $(CHECKPOINT)/model.safetensors.index.json: | $(INSTALLED)
 
 test: venv  ## the quick tests: every room, in about five minutes on two cores
 	@echo "pytest    quick"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(QUICK)" -n $(WORKERS) --dist loadfile $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(QUICK)" $(SPREAD) --junitxml build/junit/quick.xml $(TESTS)
 
-test-rest: venv  ## what `make test` leaves out and CI runs: more cases, the imitated libraries, the network engine
+test-rest: venv  ## what `make test` leaves out: more cases, the imitated libraries, the network engine
 	@echo "pytest    $(REST)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "($(REST)) and not gpu and not slow" -n $(WORKERS) --dist loadfile $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "($(REST)) and not gpu and not slow" $(SPREAD) --junitxml build/junit/rest.xml $(TESTS)
 
-test-all: test test-rest  ## every test that needs neither a GPU nor minutes
+test-all: venv  ## both in one session, which starts each world of processes once: what CI runs
+	@echo "pytest    quick, $(REST)"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "($(QUICK)) or (($(REST)) and not gpu and not slow)" $(SPREAD) --junitxml build/junit/all.xml $(TESTS)
 
 oldest: $(OLDEST_INSTALLED)  ## `make test-all` with the oldest torch that is supported, where it installs; TESTS selects them
 	@echo "pytest    $$($(OLDEST)/bin/python -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)')"
-	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile $(TESTS)
+	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -m "not gpu and not slow" $(SPREAD) $(TESTS)
 
 # torch 2.11 asks for an older setuptools than constraints.txt has.
 $(OLDEST_INSTALLED):
@@ -79,7 +83,7 @@ $(OLDEST_INSTALLED):
 
 hf: $(HF_INSTALLED)  ## the tests of transformers on the oldest version that is supported; `make test` has the newest
 	@echo "pytest    $$($(HF)/bin/python -c 'import transformers; print("transformers", transformers.__version__)')"
-	@OMP_NUM_THREADS=1 $(HF)/bin/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadfile tests/integrations/hf
+	@OMP_NUM_THREADS=1 $(HF)/bin/python -m pytest -q -m "not gpu and not slow" $(SPREAD) tests/integrations/hf
 
 $(HF_INSTALLED): | $(INSTALLED)
 	@echo "venv      $(HF)"
@@ -103,7 +107,7 @@ $(ENGINES_INSTALLED): | $(INSTALLED)
 
 stress: venv  ## the tests that take minutes
 	@echo "pytest    slow, emulated, network"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "(slow or emulated or network) and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "(slow or emulated or network) and not gpu" --junitxml build/junit/stress.xml
 	@echo "chaos     1000 worlds; python tools/docs_faults.py build/chaos-1000.json commits the result"
 	@mkdir -p build
 	@OMP_NUM_THREADS=1 $(BIN)/moe-mk chaos --worlds 1000 --out build/chaos-1000.json
@@ -132,7 +136,7 @@ lint: venv  ## ruff and mypy
 format: venv  ## let ruff format and mend what it can
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
-features: venv  ## write docs/capabilities.md from tests/rows.yaml and the marks, docs/transports.md from the registry, ratios in the README
+features: venv  ## write docs/capabilities.md from tests/rows.yaml, the marks and the results of the last tests, docs/transports.md from the registry, ratios in the README
 	@$(BIN)/python tools/features.py
 	@$(BIN)/python tools/transports.py
 	@$(BIN)/python tools/headline.py
@@ -157,7 +161,7 @@ sanitize: venv  ## run the native kernels under the sanitizers
 	@$(BIN)/python tools/sanitize_kernels.py
 
 # GOMP_SPINCOUNT: threads of torch that spin longer would take time from the probes.
-bench-amx: venv  ## the FP8 experts on a processor with AMX, by state of its cores; under 8 minutes; VLLM=folder of a wheel adds vLLM
+bench-amx: venv  ## the experts on a processor with AMX, by state of its cores; under 8 minutes; VLLM=folder of a wheel adds vLLM
 	@echo "bench     benchmarks/results/experts_amx.json, docs/cpu.md"
 	@GOMP_SPINCOUNT=20000 $(BIN)/python benchmarks/experts_amx.py $(if $(VLLM),--vllm $(VLLM)) \
 	    --json benchmarks/results/experts_amx.json --into docs/cpu.md

@@ -1,7 +1,16 @@
-"""Write docs/capabilities.md: what the system should do, and which tests prove that it does.
+"""Write docs/capabilities.md: what the system should do, which tests prove that it does, and how they ended.
 
 The rows come from tests/rows.yaml, the proofs from `@pytest.mark.row(...)` in tests/, found by reading the source, so
-that nothing needs to be imported or run. `--check` writes nothing and fails where the file is stale.
+that nothing needs to be imported or run. How a proof ended comes from tests/results.yaml, which keeps what junit files
+of test runs state: `make test` and `make test-rest` leave them in build/junit, and `make features` takes them over.
+
+python tools/features.py                                 write the page; results of build/junit are recorded first
+python tools/features.py --results gpu.xml --machine H100    record what ran elsewhere
+python tools/features.py --check                         write nothing, fail where the page is stale
+python tools/features.py --check --results build/junit   also fail where this run contradicts the page
+
+A run contradicts the page where a proof that the page states as passed fails, is skipped though it passed on this kind
+of machine, or is missing although neither its marks nor its folder leave it out.
 """
 
 from __future__ import annotations
@@ -9,11 +18,13 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import platform
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import yaml
 
@@ -21,6 +32,17 @@ SHOWN = 3
 ROOT = Path(__file__).resolve().parent.parent
 NEVER_PROVES = {"skip", "xfail"}
 NEEDS_GPU = {"gpu"}
+NO_GPU = "needs a CUDA device"
+"""The reason for which tests/conftest.py skips a test marked `gpu`."""
+LEFT_OUT_AT_TIMES = ("emulated", "network")
+"""Marks of folders that CI leaves out where their sources are unchanged; tests/conftest.py gives them."""
+CPU_KINDS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
+"""By flag of /proc/cpuinfo, the best first."""
+RESULTS = Path("tests/results.yaml")
+JUNIT = Path("build/junit")
+HEADER = (
+    "# How the proofs of tests/rows.yaml ended, by machine; written by `make features` from junit files. Do not edit.\n"
+)
 TestNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -43,6 +65,36 @@ class Proof:
     path: str
     name: str
     gpu: bool = False
+    """It needs a GPU."""
+    slow: bool = False
+    """Only `make stress` runs it."""
+
+    @property
+    def test(self) -> str:
+        """As pytest takes it."""
+        return f"{self.path}::{self.name}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the cases of one test ended on one machine."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Cases by the reason for which they were skipped."""
+
+    def __add__(self, other: Result) -> Result:
+        skipped = Counter(self.skipped) + Counter(other.skipped)
+        return Result(self.passed + other.passed, self.failed + other.failed, dict(sorted(skipped.items())))
+
+    def proves(self, proof: Proof) -> bool:
+        """Whether cases passed and none failed; a test that needs a GPU is not proven by a run without one."""
+        return self.passed > 0 and not self.failed and not (proof.gpu and NO_GPU in self.skipped)
+
+
+Results = Mapping[str, Mapping[str, Result]]
+"""By test and machine."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +134,18 @@ def find_proofs(root: Path, known: set[str]) -> dict[str, list[Proof]]:
             if claim.names & NEVER_PROVES:
                 continue
             for row in (row for mark in claim.rows for row in row_ids(mark)):
-                proofs[row].add(Proof(where, claim.test, gpu=bool(claim.names & NEEDS_GPU)))
+                proofs[row].add(Proof(where, claim.test, bool(claim.names & NEEDS_GPU), "slow" in claim.names))
     if problems:
         raise MarkError("\n".join(problems))
     return {
-        row: sorted(proof for proof in found if not _is_also_proven_without_gpu(proof, found))
+        row: sorted(proof for proof in found if not _is_also_proven_otherwise(proof, found))
         for row, found in proofs.items()
     }
 
 
-def _is_also_proven_without_gpu(proof: Proof, found: set[Proof]) -> bool:
-    return proof.gpu and replace(proof, gpu=False) in found
+def _is_also_proven_otherwise(proof: Proof, found: set[Proof]) -> bool:
+    without_gpu, quickly = replace(proof, gpu=False), replace(proof, slow=False)
+    return (proof.gpu and without_gpu in found) or (proof.slow and quickly in found)
 
 
 def wrong_marks(tree: ast.Module, where: str, known: set[str], attached: set[ast.expr]) -> Iterator[str]:
@@ -174,32 +227,188 @@ def row_ids(mark: Mark) -> list[str]:
     return [str(value) for value in values if isinstance(value, int | str) and not isinstance(value, bool)]
 
 
-def render(sections: Sequence[Section], proofs: Mapping[str, Sequence[Proof]]) -> str:
+def read_weaker(path: Path) -> dict[str, str]:
+    """Rows whose proof shows less than the row states, with what is missing."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    weaker = {str(row): str(what) for row, what in (content.get("weaker") or {}).items()}
+    if unknown := set(weaker) - {row for entry in content["sections"] for row in entry["rows"]}:
+        raise MarkError(f"{path.name}: weaker names unknown rows {', '.join(sorted(unknown))}")
+    return weaker
+
+
+def read_junit(paths: Iterable[Path]) -> dict[str, Result]:
+    """How each test of some junit files ended, over its cases; folders stand for the files in them."""
+    found: dict[str, Result] = defaultdict(Result)
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.glob("*.xml")))]
+    for case in (case for file in files for case in ElementTree.parse(file).iter("testcase")):
+        module, *classes = _split_class(case.get("classname", ""))
+        name = case.get("name", "").split("[")[0]
+        found["::".join([module, *classes, name])] += _result_of_case(case)
+    return dict(found)
+
+
+def _split_class(classname: str) -> list[str]:
+    """`tests.cli.test_run.TestA` -> tests/cli/test_run.py, TestA."""
+    parts = classname.split(".")
+    end = next((n for n, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1) + 1
+    return ["/".join(parts[:end]) + ".py", *parts[end:]]
+
+
+def _result_of_case(case: ElementTree.Element) -> Result:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return Result(failed=1)
+    if (skip := case.find("skipped")) is not None:
+        return Result(skipped={" ".join(skip.get("message", "no reason").split()): 1})
+    return Result(passed=1)
+
+
+def read_results(path: Path) -> dict[str, dict[str, Result]]:
+    """What was recorded of earlier runs; nothing where there is no file."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {test: {on: Result(**counts) for on, counts in by.items()} for test, by in (content or {}).items()}
+
+
+def write_results(path: Path, results: Results) -> None:
+    """One line a test, in order, so that two branches that add tests rarely conflict."""
+    lines = []
+    for test, by_machine in sorted(results.items()):
+        counts = {
+            on: {name: dict(v) if isinstance(v, Mapping) else v for name, v in vars(result).items() if v}
+            for on, result in sorted(by_machine.items())
+        }
+        flow = yaml.safe_dump(counts, default_flow_style=True, sort_keys=False, width=10_000).strip()
+        lines.append(f"{test}: {flow}\n")
+    path.write_text(HEADER + "".join(lines), encoding="utf-8")
+
+
+def this_machine() -> str:
+    """The kind of this machine, as far as tests depend on it: two machines of one kind skip the same tests."""
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text(encoding="utf-8").split()) if info.exists() else set()
+    best = next((name for flag, name in CPU_KINDS.items() if flag in flags), "")
+    gpu = "with a GPU" if Path("/dev/nvidia0").exists() else ""
+    return " ".join(word for word in (platform.machine(), best, gpu) if word)
+
+
+def with_run(
+    results: Results, run: Mapping[str, Result], machine: str, tests: set[str]
+) -> dict[str, dict[str, Result]]:
+    """The recorded results with those of a run on a machine, of known tests only."""
+    kept = {test: dict(by) for test, by in results.items() if test in tests}
+    for test in tests & set(run):
+        kept[test] = kept.get(test, {}) | {machine: run[test]}
+    return kept
+
+
+def state_of(proof: Proof, results: Results) -> str:
+    """How a proof ended: `passed`, or what it is instead."""
+    by_machine = results.get(proof.test, {})
+    if failed := [on for on, result in by_machine.items() if result.failed]:
+        return f"failed on {', '.join(failed)}"
+    if any(result.proves(proof) for result in by_machine.values()):
+        return "passed"
+    reasons = sorted({reason for result in by_machine.values() for reason in result.skipped})
+    if proof.gpu:
+        return f"never run: {NO_GPU}"
+    return f"skipped: {'; '.join(reasons)}" if reasons else "never run"
+
+
+def state_of_row(proofs: Sequence[Proof], results: Results, weaker: str = "") -> str:
+    """The state of a row in words, from those of its proofs."""
+    states = Counter(state_of(proof, results) for proof in proofs)
+    others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "passed"]
+    if not proofs:
+        shown = "no test"
+    elif not others:
+        shown = "passed"
+    elif states["passed"]:
+        shown = f"passed, but {', '.join(others)}" if "failed" not in str(others) else ", ".join(others)
+    else:
+        shown = ", ".join(sorted(states))
+    return f"{shown}; weaker: {weaker}" if weaker else shown
+
+
+def render(
+    sections: Sequence[Section],
+    proofs: Mapping[str, Sequence[Proof]],
+    results: Results,
+    weaker: Mapping[str, str],
+) -> str:
     """The page: a total, then a table a section."""
-    every = [row for section in sections for row in section.rows]
-    proven = [row for row in every if row in proofs]
+    states = {
+        row: state_of_row(proofs.get(row, ()), results, weaker.get(row, "")) for part in sections for row in part.rows
+    }
+    passed = {row for row, state in states.items() if state.startswith("passed")}
     tests = {(proof.path, proof.name) for found in proofs.values() for proof in found}
     lines = [
         "# Capabilities",
         "",
-        "Generated by `make features` from `tests/rows.yaml` and the `row` marks in `tests/`; do not edit.",
+        "Generated by `make features` from `tests/rows.yaml`, the `row` marks in `tests/` and what test runs left in",
+        "`tests/results.yaml`; do not edit.",
         "",
-        f"**{len(proven)} of {len(every)} rows are proven, by {len(tests)} tests.**",
+        f"**{len(passed - set(weaker))} of {len(states)} rows are proven by tests that passed, "
+        f"{len(passed & set(weaker))} more by tests that show less than the row states, by {len(tests)} tests.**",
     ]
     for section in sections:
-        count = sum(row in proofs for row in section.rows)
+        count = sum(row in passed and row not in weaker for row in section.rows)
         lines += ["", f"## {section.title}", "", f"{count} of {len(section.rows)}", ""]
-        lines += ["| Row | What it is | Proven by |", "|---|---|---|"]
-        lines += [f"| {row} | {_cell(what)} | {_links(proofs.get(row, ()))} |" for row, what in section.rows.items()]
+        lines += ["| Row | What it is | Result | Proven by |", "|---|---|---|---|"]
+        lines += [
+            f"| {row} | {_cell(what)} | {_cell(states[row])} | {_links(proofs.get(row, ()), results)} |"
+            for row, what in section.rows.items()
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _links(found: Sequence[Proof]) -> str:
+def _links(found: Sequence[Proof], results: Results) -> str:
+    """The first proofs, those that passed before others."""
     if not found:
         return "not yet"
-    shown = [f"[{proof.path}::{proof.name}](../{proof.path}){' (GPU)' if proof.gpu else ''}" for proof in found[:SHOWN]]
+    ordered = sorted(found, key=lambda proof: (state_of(proof, results) != "passed", proof))
+    shown = []
+    for proof in ordered[:SHOWN]:
+        state = state_of(proof, results)
+        note = "" if state == "passed" else f" ({_cell(state)})"
+        shown.append(f"[{proof.test}](../{proof.path}){note}")
     rest = len(found) - SHOWN
     return "<br>".join(shown + ([f"and {rest} more"] if rest > 0 else []))
+
+
+def contradictions(
+    proofs: Mapping[str, Sequence[Proof]],
+    results: Results,
+    run: Mapping[str, Result],
+    machine: str,
+    at_times: Sequence[str] = (),
+) -> Iterator[str]:
+    """Where a run on a kind of machine differs from what is recorded.
+
+    at_times: folders whose tests a run may leave out. A skip is no contradiction where the test passed on machines of
+    other kinds alone.
+    """
+    for proof in sorted({proof for found in proofs.values() for proof in found}):
+        now, recorded = run.get(proof.test), results.get(proof.test, {}).get(machine, Result())
+        if state_of(proof, results) != "passed":
+            continue
+        if now is None:
+            if not (proof.gpu or proof.slow or proof.path.startswith(tuple(at_times))):
+                yield f"{proof.test}: the page states passed, and this run does not have it"
+        elif now.failed:
+            yield f"{proof.test}: the page states passed, and {now.failed} of its cases failed"
+        elif not now.passed and recorded.passed:
+            reasons = "; ".join(sorted(now.skipped))
+            yield f"{proof.test}: the page states passed, and this run on {machine} skipped it: {reasons}"
+
+
+def folders_left_out_at_times(root: Path) -> list[str]:
+    """Folders with the marks `emulated` and `network`, from the table of tests/conftest.py."""
+    conftest = root / "tests" / "conftest.py"
+    tree = ast.parse(conftest.read_text(encoding="utf-8")) if conftest.exists() else ast.Module([], [])
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and _last_name(statement.targets[0]) == "MARKS_OF_FOLDERS":
+            table = ast.literal_eval(statement.value)
+            return [path for path, mark in table.items() if mark in LEFT_OUT_AT_TIMES]
+    return []
 
 
 def _cell(text: str) -> str:
@@ -210,20 +419,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the page; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if docs/capabilities.md is stale")
+    parser.add_argument("--results", nargs="+", type=Path, help=f"junit files or folders with them; {JUNIT} by default")
+    parser.add_argument("--machine", help="kind of machine that the results come from; that of this one by default")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args(arguments)
-    page = options.root / "docs" / "capabilities.md"
-    sections = read_sections(options.root / "tests" / "rows.yaml")
+    root = options.root
+    sections = read_sections(root / "tests" / "rows.yaml")
     try:
-        new = render(sections, find_proofs(options.root, {row for section in sections for row in section.rows}))
+        proofs = find_proofs(root, {row for section in sections for row in section.rows})
+        weaker = read_weaker(root / "tests" / "rows.yaml")
     except MarkError as problem:
         print(problem, file=sys.stderr)
         return 1
+    results = read_results(root / RESULTS)
+    tests = {proof.test for found in proofs.values() for proof in found}
+    if options.check:
+        problems = [f"{test}: recorded in {RESULTS}, and proves no row" for test in sorted(set(results) - tests)]
+        if options.results:
+            at_times = folders_left_out_at_times(root)
+            run = read_junit(options.results)
+            problems += contradictions(proofs, results, run, options.machine or this_machine(), at_times)
+        if problems:
+            print(*problems, "run `make features` after the tests, and commit", sep="\n", file=sys.stderr)
+            return 1
+    else:
+        run = read_junit(options.results or [root / JUNIT])
+        results = with_run(results, run, options.machine or this_machine(), tests)
+        write_results(root / RESULTS, results)
+    return _write_or_compare(
+        root / "docs" / "capabilities.md", render(sections, proofs, results, weaker), options.check
+    )
+
+
+def _write_or_compare(page: Path, new: str, check: bool) -> int:
     old = page.read_text(encoding="utf-8") if page.exists() else ""
     total = new.split("**")[1]
     if new == old:
         print(f"docs/capabilities.md is up to date: {total}")
-    elif options.check:
+    elif check:
         changes = difflib.unified_diff(
             old.splitlines(), new.splitlines(), "as it stands", "as it should be", "", "", 0, ""
         )

@@ -34,6 +34,7 @@ def world(benchmarks: str) -> Iterator[RankWorld]:
         yield world
 
 
+@pytest.mark.row("N24")
 @pytest.mark.parametrize("page", list(BLOCKS))
 def test_the_docs_show_the_results_that_are_here(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")

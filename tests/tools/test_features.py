@@ -1,11 +1,14 @@
 """The capability table states what the marks in the tests say, and nothing else."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tools.features import MarkError, find_proofs, main, read_sections
+from tools.features import RESULTS, MarkError, find_proofs, main, read_sections
 
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = {"1", "2", "3", "23a"}
@@ -24,6 +27,23 @@ def repository(tmp_path: Path) -> Path:
 
 def write_test(repository: Path, source: str, name: str = "test_it.py") -> None:
     (repository / "tests" / name).write_text("import pytest\n" + source)
+
+
+def write_junit(repository: Path, *arguments: str) -> Path:
+    """Run pytest in the repository, as `make test` does."""
+    junit = repository / "build" / "junit" / "quick.xml"
+    words = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--import-mode=importlib", f"--junitxml={junit}"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *words, *arguments, "tests"],
+        cwd=repository, env=environment, capture_output=True, check=False,
+    )  # fmt: skip
+    return junit
+
+
+def row_of(repository: Path, row: str) -> str:
+    page = (repository / "docs" / "capabilities.md").read_text()
+    return next(line for line in page.splitlines() if line.startswith(f"| {row} |"))
 
 
 def names_of(repository: Path, row: str) -> list[str]:
@@ -106,11 +126,12 @@ def test_the_page_names_rows_proofs_and_gaps(repository: Path) -> None:
     write_test(repository, "@pytest.mark.gpu\n@pytest.mark.row(3)\ndef test_fast(): ...\n", "test_gpu.py")
     assert main(["--root", str(repository)]) == 0
     page = (repository / "docs" / "capabilities.md").read_text()
-    assert "**2 of 4 rows are proven, by 6 tests.**" in page
-    link = "[tests/test_it.py::test_{}](../tests/test_it.py)"
-    assert f"| 1 | One \\| thing | {'<br>'.join(link.format(n) for n in 'abc')}<br>and 2 more |" in page
-    assert "| 2 | Two things | not yet |" in page
-    assert "| 3 | Three things | [tests/test_gpu.py::test_fast](../tests/test_gpu.py) (GPU) |" in page
+    assert "**0 of 4 rows are proven by tests that passed" in page and "by 6 tests.**" in page
+    link = "[tests/test_it.py::test_{}](../tests/test_it.py) (never run)"
+    assert f"| 1 | One \\| thing | never run | {'<br>'.join(link.format(n) for n in 'abc')}<br>and 2 more |" in page
+    assert "| 2 | Two things | no test | not yet |" in page
+    link = "[tests/test_gpu.py::test_fast](../tests/test_gpu.py) (never run: needs a CUDA device)"
+    assert f"| 3 | Three things | never run: needs a CUDA device | {link} |" in page
     assert page.index("## First") < page.index("| 2 |") < page.index("## Second") < page.index("| 23a |")
 
 
@@ -125,13 +146,94 @@ def test_check_fails_with_the_difference_until_the_page_is_written(
     capsys.readouterr()
     assert main([*here, "--check"]) == 1
     complaint = capsys.readouterr().err
-    assert re.search(r"^-\| 2 \| Two things \| not yet \|$", complaint, re.MULTILINE)
+    assert re.search(r"^-\| 2 \| Two things \| no test \| not yet \|$", complaint, re.MULTILINE)
     assert "make features" in complaint
+
+
+SEVERAL = """
+@pytest.mark.row(1)
+@pytest.mark.parametrize("n", [1, 2])
+def test_passes(n): ...
+
+class TestRoom:
+    @pytest.mark.row(2)
+    def test_needs(self): pytest.skip("needs a\\n  lathe")
+
+@pytest.mark.row(3)
+@pytest.mark.parametrize("n", [1, 2])
+def test_fails(n): assert n == 1
+
+@pytest.mark.row("23a")
+@pytest.mark.slow
+def test_takes_long(): ...
+"""
+
+
+def test_a_row_is_proven_by_a_run_and_not_by_a_mark(repository: Path) -> None:
+    here = ["--root", str(repository), "--machine", "lathe"]
+    write_test(repository, SEVERAL)
+    write_junit(repository, "-m", "not slow")
+    assert main(here) == 0
+    assert "| passed |" in row_of(repository, "1")
+    assert "| skipped: needs a lathe |" in row_of(repository, "2")
+    assert "| failed on lathe |" in row_of(repository, "3")
+    assert "| never run |" in row_of(repository, "23a")
+    assert "**1 of 4 rows" in (repository / "docs" / "capabilities.md").read_text()
+    write_junit(repository, "-m", "slow")
+    assert main(here) == 0  # what is recorded of the others is kept
+    assert "| passed |" in row_of(repository, "1") and "| passed |" in row_of(repository, "23a")
+
+
+def test_a_row_may_be_passed_in_part_and_weaker_than_it_states(repository: Path) -> None:
+    source = "@pytest.mark.row(1)\ndef test_a(): ...\n@pytest.mark.row(1)\ndef test_b(): pytest.skip('needs x')\n"
+    write_test(repository, source)
+    rows = repository / "tests" / "rows.yaml"
+    rows.write_text(rows.read_text() + 'weaker:\n  "1": on one rank only\n')
+    write_junit(repository)
+    assert main(["--root", str(repository)]) == 0
+    assert "| passed, but 1 skipped: needs x; weaker: on one rank only |" in row_of(repository, "1")
+    assert "**0 of 4 rows are proven by tests that passed, 1 more" in (repository / "docs/capabilities.md").read_text()
+    rows.write_text(rows.read_text() + '  "77": nothing\n')
+    assert main(["--root", str(repository)]) == 1
+
+
+def test_a_run_is_held_against_the_page(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = ["--root", str(repository), "--machine", "mill"]
+    passing = "@pytest.mark.row(1)\ndef test_a(): ...\n@pytest.mark.row(2)\ndef test_b(): ...\n"
+    write_test(repository, passing)
+    junit = write_junit(repository)
+    held = [*here, "--check", "--results", str(junit)]
+    assert main(here) == 0 and main(held) == 0
+    write_test(repository, passing.replace("...", "pytest.skip('needs oil')", 1).replace("b(): ...", "b(): assert 0"))
+    write_junit(repository)
+    capsys.readouterr()
+    assert main(held) == 1
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert "test_a: the page states passed, and this run on mill skipped it: needs oil" in first
+    assert "test_b: the page states passed, and 1 of its cases failed" in second
+    write_junit(repository, "-k", "test_b")
+    assert main(held) == 1
+    assert "test_a: the page states passed, and this run does not have it" in capsys.readouterr().err
+
+
+def test_a_machine_of_another_kind_may_skip_what_passed_here(repository: Path) -> None:
+    write_test(repository, "@pytest.mark.row(1)\ndef test_a(): ...\n")
+    junit = write_junit(repository)
+    assert main(["--root", str(repository), "--machine", "with oil"]) == 0
+    write_test(repository, "@pytest.mark.row(1)\ndef test_a(): pytest.skip('needs oil')\n")
+    write_junit(repository)
+    dry = ["--root", str(repository), "--machine", "dry", "--results", str(junit)]
+    assert main([*dry, "--check"]) == 0
+    assert main(dry) == 0 and "| passed |" in row_of(repository, "1")
+    assert (repository / RESULTS).read_text().splitlines()[1:] == [
+        "tests/test_it.py::test_a: {dry: {skipped: {needs oil: 1}}, with oil: {passed: 1}}"
+    ]
 
 
 def test_every_row_is_named_once_in_words() -> None:
     rows = [row for section in read_sections(ROOT / "tests" / "rows.yaml") for row in section.rows.items()]
-    assert {row for row, _ in rows} == {str(number) for number in range(1, 165)} | {"23a", "23b"}
-    assert len(rows) == 166
+    numbers = {str(number) for number in (*range(1, 165), *range(167, 172))}
+    assert {row for row, _ in rows} == numbers | {"23a", "23b"} | {f"N{number}" for number in range(1, 26)}
+    assert len(rows) == 196
     assert all(isinstance(what, str) and len(what) > 10 for _, what in rows)
-    assert len({what for _, what in rows}) == 166
+    assert len({what for _, what in rows}) == 196
