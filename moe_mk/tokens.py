@@ -16,7 +16,7 @@ class Routing:
     """Where the tokens of one rank go, and how much each destination counts."""
 
     ids_TK: Tensor
-    """int32. ids_TK[t, k] is the k-th expert of token t; -1 goes nowhere."""
+    """int32, or int64 of a router with that ids_dtype. ids_TK[t, k] is the k-th expert of token t; -1 goes nowhere."""
     weights_TK: Tensor
     """f32, already renormalised and scaled; 0 where the id is -1."""
     losses: Mapping[str, Tensor] = field(default_factory=dict)

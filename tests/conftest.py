@@ -46,6 +46,30 @@ SAMPLED = (
 )
 """Products of many settings: every third of their thorough cases runs, always the same; `make stress` has all."""
 
+LONGEST = (
+    "tests/kernels/triton/test_interpreted",
+    "tests/conformance/test_pairs",
+    "tests/testing/test_faults",
+    "tests/runner/test_tiles.py",
+    "tests/kernels/native/test_experts_numbers",
+    "tests/conformance/test_experts",
+    "tests/comm/network/test_exchange",
+    "tests/layer/test_failed_calls",
+    "tests/conformance/test_killed_rank",
+    "tests/testing/test_certify",
+    "tests/testing/test_broken",
+    "tests/docs/test_docs_python",
+    "tests/examples/test_examples",
+    "tests/examples/test_plugin",
+    "tests/integrations/hf/test_parallel",
+    "tests/layer/test_gloo",
+    "tests/rebalance/test_live_processes",
+    "tests/rebalance/test_regroup_processes",
+    "tests/runner/test_invariant",
+    "tests/cli/test_run",
+)
+"""Files that take longest, run first: a worker that begins one of them last works alone for a minute."""
+
 # The same examples on every run, and no deadline: the machines that run this differ by a factor of ten.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -94,6 +118,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if missing := missing_device(item):
             item.add_marker(pytest.mark.skip(reason=missing))
+    items.sort(key=lambda item: _place(item.nodeid))
+
+
+def _place(nodeid: str) -> int:
+    """Files of LONGEST in its order, then all others in theirs."""
+    return next((place for place, path in enumerate(LONGEST) if nodeid.startswith(path)), len(LONGEST))
 
 
 def check_rows(items: list[pytest.Item], known: set[str]) -> None:

@@ -39,7 +39,7 @@ first("import moe_mk; moe_mk.oracle.fp8.select_fp8_moe_backend; moe_mk.comm.grou
 first("from moe_mk.experts.base import EXPERTS; assert 'triton' in EXPERTS and 'cpu_native' in EXPERTS")
 first("from moe_mk.experts.monolithic import MONOLITHIC; assert list(MONOLITHIC)")
 first("from moe_mk.prepare_finalize.base import PREPARE_FINALIZE as all; assert 'one_sided' in all and 'mori' in all")
-first("from moe_mk.oracle.base import ORACLES; assert len(list(ORACLES)) == 6")
+first("from moe_mk.oracle.base import ORACLES; assert len(list(ORACLES)) == 8")
 first("from moe_mk.placement.eplb import EPLB_POLICIES as all; assert {'compat', 'flat', 'hybrid'} <= set(all)")
 """
 

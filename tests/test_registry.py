@@ -163,6 +163,7 @@ def discovering(monkeypatch: pytest.MonkeyPatch, *points: FakeEntryPoint) -> Reg
     return made
 
 
+@pytest.mark.row("N21")
 def test_wheels_add_entries_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(Good):
         pass
@@ -175,6 +176,7 @@ def test_wheels_add_entries_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
     assert known.origin("lost") == "? (my_wheel.transport:Mine)"
 
 
+@pytest.mark.row("N21")
 def test_a_broken_wheel_is_skipped_and_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     known = discovering(monkeypatch, FakeEntryPoint("broken", fail), FakeEntryPoint("mine", lambda: Good))
     with pytest.warns(PluginWarning, match=r"transport plugin 'broken' of my-wheel \(.*\) skipped: OSError: lib"):

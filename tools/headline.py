@@ -22,6 +22,7 @@ PEERS = {
     "vllm bf16": "vLLM's bf16 path",
     "transformers grouped_mm bf16": "transformers, grouped_mm in bf16",
 }
+BLOCKS = {"q4 k": "Q4_K", "q8 0": "Q8_0", "mxfp4": "MXFP4"}
 COLLECTIVES = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
 PLANNERS = {
     "DeepSeek": "DeepSeek's implementation",
@@ -47,13 +48,13 @@ class Line:
 
 def lines(results: Path) -> list[Line]:
     """The rows of the table, from result files. Raises FileNotFoundError or KeyError if a result is missing."""
-    return [*_experts(_read(results, "experts_cpu_e8")), *_transports(_read(results, "transports_cpu")),
-            *_eplb(_read(results, "eplb_cpu"))]  # fmt: skip
+    return [*_experts(_read(results, "experts_cpu_e8")), *_blocks(_read(results, "experts_cpu_int4")),
+            *_transports(_read(results, "transports_cpu")), *_eplb(_read(results, "eplb_cpu"))]  # fmt: skip
 
 
 def table(results: Path) -> str:
     """The table, the machine and the commands."""
-    files = ("experts_cpu_e8", "transports_cpu", "eplb_cpu")
+    files = ("experts_cpu_e8", "experts_cpu_int4", "transports_cpu", "eplb_cpu")
     commands = "\n".join(_read(results, name)["command"] for name in files)
     head = "| moe_mk | compared with | cases | speedup | details |\n|---|---|---|---|---|\n"
     body = "\n".join(map(str, lines(results)))
@@ -81,6 +82,19 @@ def _experts(found: dict[str, Any]) -> Iterator[Line]:
     for peer, name in PEERS.items():
         ratios = [wall[peer] / wall["ours fp8"] for wall in walls]
         yield Line(what, name, f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
+
+
+def _blocks(found: dict[str, Any]) -> Iterator[Line]:
+    cases = [{line["candidate"]: line["cpu_ms"] for line in case["lines"]} for case in found["cases"]]
+    rows = ", ".join(str(case["rows"]) for case in found["cases"])
+    for kind, name in BLOCKS.items():
+        ratios = [
+            min(ms for each, ms in case.items() if each in (f"ggml {kind}", f"ggml {kind} repacked"))
+            / case[f"ours {kind}"]
+            for case in cases
+        ]
+        what = f"`cpu_native`, {name} experts of the same sizes"
+        yield Line(what, "ggml, its best variant, processor time", f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
 
 
 def _transports(found: dict[str, Any]) -> Iterator[Line]:

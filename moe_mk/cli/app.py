@@ -106,8 +106,8 @@ def run(
     from moe_mk.cli.screen import Screen
     from moe_mk.cli.show import show_plan
     from moe_mk.cli.world import world_of
-    from moe_mk.config.moe import MoEConfig
     from moe_mk.external.device import collective_backend
+    from moe_mk.layer.settings import config_of
 
     dtype_of(dtype)
     expect_checkpoint(checkpoint)
@@ -124,7 +124,7 @@ def run(
         "timeout_s": timeout,
         "network": network,
     }
-    config = MoEConfig.from_hf(checkpoint, **(overrides | settings_of(settings)))
+    config = config_of(checkpoint, **(overrides | settings_of(settings)))
     order = RunSettings(
         checkpoint=checkpoint,
         layer=layer,
@@ -170,6 +170,10 @@ def explain(
             "for a device of this machine, else all that the device supports"
         ),
     ] = None,
+    want: Annotated[
+        str | None,
+        typer.Option(help="transport, experts or TRANSPORT+EXPERTS: print the smallest changes that make it eligible"),
+    ] = None,
     prepare_finalize: PrepareFinalize = "auto",
     experts: Experts = "auto",
     allow_emulated: AllowEmulated = False,
@@ -192,6 +196,10 @@ def explain(
     }
     overrides |= {} if comm_units is None else {"comm_units": comm_units}
     question = Question(config, device, tokens, nodes, dtype, installed, overrides)
+    if want is not None:
+        from moe_mk.cli.explain import explain_want
+
+        return explain_want(Screen(), question, want, as_json=as_json)
     return explain_config(Screen(), question, as_json=as_json)
 
 

@@ -28,7 +28,7 @@ from moe_mk.external.device import collective_backend, describe, device_of_rank
 from moe_mk.external.library import find
 from moe_mk.files import write_text
 from moe_mk.layer import DeepseekV3MoE
-from moe_mk.layer.settings import stated
+from moe_mk.layer.settings import config_of, stated
 from moe_mk.weights import CheckpointShape, write_checkpoint
 
 
@@ -95,7 +95,7 @@ def bench_rank(job: BenchJob, place: Place) -> int:
 
     def build() -> DeepseekV3MoE:
         settings = dict(order.settings) | {"max_num_tokens": max(1, *order.tokens)}
-        config = stated(MoEConfig.from_hf(job.folder, **settings), job.folder, order.layer)
+        config = stated(config_of(job.folder, **settings), job.folder, order.layer)
         layer = DeepseekV3MoE(config, device=device, dtype=dtype, groups=groups, name="bench")
         return layer.load_from_safetensors(job.folder, order.layer)
 

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from moe_mk.cli.exits import OK
+from moe_mk.cli.exits import MISMATCH, OK
 from moe_mk.cli.inputs import dtype_of
 from moe_mk.cli.options import HERE
 from moe_mk.cli.screen import Screen
@@ -27,6 +27,7 @@ from moe_mk.external.library import LIBRARIES, emulated, installed
 from moe_mk.oracle import Decision, libraries_of, select
 from moe_mk.oracle.memory import room_of
 from moe_mk.plan.roofline import LayerShape, Rates, experts_us
+from moe_mk.plan.wanted import ways_to
 from moe_mk.quant.plain import plain
 from moe_mk.registry import did_you_mean
 from moe_mk.text import amount
@@ -112,8 +113,37 @@ def explain_config(screen: Screen, question: Question, *, as_json: bool) -> int:
     return OK
 
 
+def explain_want(screen: Screen, question: Question, want: str, *, as_json: bool) -> int:
+    """Print the smallest sets of changes that make a backend eligible; exit code 1 if none was found."""
+    problem = problem_of(question)
+    ways, reasons = ways_to(problem, want)
+    if as_json:
+        each = [
+            {
+                "changes": [str(change) for change in way.changes], "pair": way.decision.chosen.name,
+                "cost_us": way.decision.chosen.cost_us,
+            }
+            for way in ways
+        ]  # fmt: skip
+        typer.echo(json.dumps({"want": want, "ways": each, "reasons": reasons}, indent=2))
+        return OK if ways else MISMATCH
+    screen.fact("wanted", f"{want} on {problem.device.name}, ep={problem.ranks}, {problem.num_tokens} tokens per rank")
+    for way in ways:
+        screen.fact("change", way.line())
+    for reason in reasons:
+        screen.fact("against", reason)
+    if not ways:
+        screen.fact("", "no set of up to 4 changes of settings, packages, sizes and devices makes it eligible")
+    return OK if ways else MISMATCH
+
+
 def decide_on(question: Question) -> Decision:
     """The oracle's decision; kernel.max_num_tokens is raised to the number of tokens if necessary."""
+    return select(problem_of(question))
+
+
+def problem_of(question: Question) -> Problem:
+    """The problem that the options describe."""
     profile = device_profile(question.device)
     settings = load_config(question.config).with_(**question.overrides)
     settings = settings.with_(max_num_tokens=max(question.tokens, settings.kernel.max_num_tokens))
@@ -124,7 +154,7 @@ def decide_on(question: Question) -> Decision:
         profile = profile.model_copy(update={"ranks_per_node": ranks // question.nodes})
     dtype = plain(dtype_of(question.dtype))
     libraries, _ = libraries_for(question.libraries, profile)
-    return select(Problem(settings, profile, dtype, question.tokens, libraries, emulated()))
+    return Problem(settings, profile, dtype, question.tokens, libraries, emulated())
 
 
 def show(screen: Screen, decision: Decision, assumption: str = "") -> None:

@@ -41,7 +41,7 @@ from moe_mk.trace.recorder import STAGES, Recorder, Span
 from moe_mk.trace.routing import Phase, RoutingRecorder, RoutingTrace, TracedForward, TraceFacts
 from moe_mk.verify import Answer, faulty_router, faulty_weights, verify
 from moe_mk.weights.checkpoint import load_layer
-from moe_mk.weights.source import SafetensorsSource
+from moe_mk.weights.gguf_source import open_source
 
 
 def save_timeline(layer: MoELayer, batch: Batch, team: Communicator, file: Path) -> int:
@@ -244,7 +244,7 @@ def _verify(rank: Rank, answers: list[Answer]) -> int:
         return OK
     torch.set_num_threads(environment.usable_cores())
     everybody = range(settings.config.model.num_experts)
-    source = SafetensorsSource(settings.checkpoint)
+    source = open_source(settings.checkpoint)
     with rank.screen.progress("check") as advance:
         weights = load_layer(source, settings.layer, layer.spec, owned=everybody, on_progress=advance)
     with rank.screen.progress("verify", in_bytes=False) as advance:

@@ -1,4 +1,4 @@
-"""The verbs that test and measure backends: certify, chaos, bisect, bench, tune, compile, demo."""
+"""The verbs that test and measure backends: certify, chaos, bisect, bench, tune, compile, waits, lint, demo."""
 
 from __future__ import annotations
 
@@ -194,6 +194,41 @@ def bisect_command(
         one, other, ranks, tokens, experts, top_k, hidden, intermediate, weights, activations, dtype, seed, exact
     )
     return bisect_backends(Screen(), order, as_json=as_json)
+
+
+@workbench.command("waits", epilog="Example: moe-mk waits prefill.json")
+@with_exit_code
+def waits_command(
+    file: Annotated[Path, typer.Argument(help="a Chrome trace of all ranks, written by moe-mk run --trace")],
+    stage: Annotated[str | None, typer.Option(help="dispatch or combine; default both")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Print who waited for whom in a trace, and the ranks that are late or slow to receive."""
+    from moe_mk.cli.screen import Screen
+    from moe_mk.cli.waits import show_waits
+
+    return show_waits(Screen(), file, stage, as_json=as_json)
+
+
+@workbench.command("lint", epilog="Example: moe-mk lint launch.sh")
+@with_exit_code
+def lint_command(
+    file: Annotated[
+        Path | None, typer.Argument(help="script or page with launch lines of vLLM, SGLang or TensorRT-LLM; - is stdin")
+    ] = None,
+    rules: Annotated[bool, typer.Option("--rules", help="print the rules and their sources")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Report pitfalls of expert parallelism in launch lines of other engines."""
+    from moe_mk.cli.lint import lint_launch_lines, show_rules
+    from moe_mk.cli.screen import Screen
+    from moe_mk.errors import ConfigError
+
+    if rules:
+        return show_rules(Screen())
+    if file is None:
+        raise ConfigError("name a script with launch lines: moe-mk lint launch.sh, or - for standard input")
+    return lint_launch_lines(Screen(), file, as_json=as_json)
 
 
 @workbench.command("demo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -35,6 +36,14 @@ def test_on_gpu(): assert torch.cuda.is_available()
 @pytest.mark.row(66, "23a")
 def test_known_rows(): pass
 """
+
+
+@pytest.mark.parametrize("table", ["MARKS_OF_FOLDERS", "SAMPLED", "LONGEST"])
+def test_tables_of_paths_name_tests_that_exist(table: str) -> None:
+    tree = ast.parse((TESTS / "conftest.py").read_text())
+    (value,) = (s.value for s in tree.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == table)
+    there = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
+    assert [path for path in ast.literal_eval(value) if not any(name.startswith(path) for name in there)] == []
 
 
 def run_pytest(folder: Path, source: str) -> str:

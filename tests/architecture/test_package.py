@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from email import message_from_string
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
@@ -57,6 +60,44 @@ def test_the_wheel_holds_the_package_and_its_configurations(wheel: zipfile.ZipFi
     }
     assert {"moe_mk/py.typed", "moe_mk/errors.py", "moe_mk/configs/models/deepseek_v3.yaml"} <= expected
     assert {name for name in names if ".dist-info/" not in name} == expected
+
+
+INSTALLED = """
+import sys, torch, moe_mk
+from moe_mk import DeepseekV3MoE
+from moe_mk.comm.network.setup import open_network_heap  # the proxies over TCP
+from moe_mk.weights import CheckpointShape, write_checkpoint
+assert moe_mk.__file__.startswith(sys.prefix), moe_mk.__file__
+sizes = dict(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, num_groups=1, top_k_groups=1)
+write_checkpoint(sys.argv[1], CheckpointShape(**sizes))
+layer = DeepseekV3MoE.from_checkpoint(sys.argv[1], layer=3)
+assert layer(torch.ones(3, 128, dtype=torch.bfloat16)).isfinite().all()
+device = [name for name in sys.modules if name.split(".")[0] in ("triton", "nvshmem", "deep_ep", "nixl", "flashinfer")]
+assert not device, device
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.row(159)
+def test_pip_installs_the_wheel_into_an_empty_environment_where_it_runs_without_a_device_library(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    # What the wheel requires is taken from this environment, so that nothing is downloaded.
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    run = partial(subprocess.run, cwd=tmp_path, env=clean, check=False, capture_output=True, text=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
+    refused = run([*pip, str(wheel.filename)])
+    assert refused.returncode != 0 and "No matching distribution found for" in refused.stderr, "it states requirements"
+    done = run([*pip, "--no-deps", str(wheel.filename)])
+    assert done.returncode == 0, done.stderr
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "after.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    done = run([python, "-c", INSTALLED, str(tmp_path / "checkpoint")])
+    assert done.returncode == 0, done.stderr
+    command = run([tmp_path / "venv" / "bin" / "moe-mk", "--version"])
+    assert command.returncode == 0, command.stderr
 
 
 def test_the_wheel_brings_a_command_a_licence_and_its_requirements(wheel: zipfile.ZipFile) -> None:

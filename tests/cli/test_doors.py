@@ -25,8 +25,8 @@ from tests.cli.conftest import Invoke
 DOORS = ("app", "checkpoint_verbs", "predictions", "workbench")
 VERBS = {
     *"run explain place doctor schema make-checkpoint convert inspect-checkpoint".split(),
-    *"certify chaos bench tune compile bisect demo".split(),
-    *(f"plan {verb}" for verb in "exchange tables relay volumes layout paths".split()),
+    *"certify chaos bench tune compile bisect demo lint waits".split(),
+    *(f"plan {verb}" for verb in "exchange tables held-out relay volumes layout paths timeline".split()),
 }
 SLOW = ("torch", "numpy", "scipy", "yaml", "safetensors")
 AT_ONCE = """

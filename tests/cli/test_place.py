@@ -114,7 +114,7 @@ def test_a_misspelt_policy_is_guessed() -> None:
         policies_of("hybird")
 
 
-@pytest.mark.row(126)
+@pytest.mark.row(126, "N11")
 def test_before_and_after_are_reported_on_a_recording(tmp_path: Path) -> None:
     stated = moe_mk(
         "place", "--loads", skewed(tmp_path / "l.npy", windows=4), "--preset", "prefill-ep32", "--groups", 8
@@ -210,6 +210,7 @@ def test_a_trace_reports_loads_groups_and_what_crosses_nodes(tmp_path: Path) -> 
     assert pareto["flat"]["step_over_ideal"] == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.row("N11")
 def test_the_table_marks_what_nothing_beats(tmp_path: Path) -> None:
     routed(num_ranks=8).write(tmp_path / "t.safetensors")
     stated = moe_mk("place", "--trace", tmp_path / "t.safetensors", *WORDS)

@@ -132,3 +132,15 @@ def has_mapped_a_checkpoint(pid: int) -> bool:
 def test_help_needs_no_checkpoint(words: list[str]) -> None:
     done = command(BIN / "moe-mk", *words)
     assert done.returncode == 0 and "Usage" in done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("quant", ["int4_g32", "gptq", "awq", "q4_k_m"])
+def test_two_ranks_run_weight_only_experts_and_verify_them(quant: str, tmp_path: Path) -> None:
+    if quant == "q4_k_m":
+        pytest.importorskip("gguf", reason="the gguf package writes and reads the file: pip install 'moe-mk[gguf]'")
+    size = ("--experts", 16, "--hidden", 512, "--intermediate", 256, "--quant", quant)
+    made = command(sys.executable, "-m", "moe_mk", "make-checkpoint", tmp_path, *size)
+    assert made.returncode == 0, made.stdout + made.stderr
+    done = command(sys.executable, "-m", "moe_mk", "run", tmp_path, "--ranks", 2, "--tokens", "6")
+    assert done.returncode == 0 and done.stdout.count("PASS") == 1, done.stdout + done.stderr

@@ -83,6 +83,7 @@ def test_two_right_backends_differ_in_no_stage() -> None:
     assert found.compared == {"dispatch": 24, "experts": 24, "reduce": 12, "combine": 12}
 
 
+@pytest.mark.row("N16")
 def test_a_wrong_block_of_a_wrong_expert_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, WrongBlock)
     found = bisect("reference", "wrong", SCENE)

@@ -45,6 +45,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cls: Any, name: str = "wrong") -> s
     return name
 
 
+@pytest.mark.row("N5")
 @pytest.mark.parametrize(
     ("cls", "law", "stated"),
     [
@@ -193,6 +194,7 @@ def test_every_law_is_shown_to_be_broken_by_something() -> None:
     assert {law.name for law in LAWS} == shown
 
 
+@pytest.mark.row("N6")
 @pytest.mark.thorough
 def test_a_right_backend_is_certified_twice_with_equal_digests() -> None:
     one, other = (certify("no_ep", processes=False) for _ in range(2))
@@ -275,6 +277,7 @@ def test_a_backend_of_another_device_is_refused_not_failed(monkeypatch: pytest.M
 # One line of a test file.
 
 
+@pytest.mark.row("N5")
 def test_a_conformance_class_has_one_test_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     suite = backend_conformance("all_gather")
     tests = [name for name in vars(suite) if name.startswith("test_")]
@@ -316,6 +319,7 @@ def test_messages_of_the_kit_name_their_law() -> None:
 # The command.
 
 
+@pytest.mark.row("N6")
 @pytest.mark.thorough
 def test_the_command_writes_a_certificate_and_compares_it(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"

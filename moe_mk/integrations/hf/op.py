@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-# Imported before the first call of a custom op imports it, see `moe_mk.layer.custom_op`.
-import torch.distributed.nn
 from torch import Tensor, nn
 from transformers.integrations import moe
 
@@ -19,9 +16,15 @@ from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter,
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
 
+# Imported before there is a group, see `moe_mk.layer.custom_op`. Operators of `torch.library.custom_op` would import it
+# at their first call; those of a Library do not.
+if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    import torch.distributed.nn
 
-@torch.library.custom_op("moe_mk::hf_experts", mutates_args=())
-def hf_experts(
+_LIBRARY: Any = torch.library.Library("moe_mk", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _run(
     hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, tensors: Sequence[Tensor], number: int, settings: str
 ) -> Tensor:
     """Run the experts of a module on (T, H), (T, K) ids and (T, K) weights; ids outside its experts are skipped."""
@@ -32,10 +35,7 @@ def hf_experts(
     return plan.run(hidden_states.contiguous(), routing)
 
 
-@hf_experts.register_fake
-def _(
-    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, tensors: Sequence[Tensor], number: int, settings: str
-) -> Tensor:
+def _fake(hidden_states: Tensor, *_: object) -> Tensor:
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
@@ -47,7 +47,18 @@ def _no_gradient(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-hf_experts.register_autograd(_no_gradient, setup_context=lambda ctx, inputs, output: None)
+_LIBRARY.define(
+    "hf_experts(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor[] tensors, int number, "
+    "str settings) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl("hf_experts", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_mk::hf_experts", _fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "moe_mk::hf_experts", _no_gradient, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+)
+hf_experts: Any = torch.ops.moe_mk.hf_experts.default
+"""The operator of `_run`."""
 
 
 class ExpertsFunction:
