@@ -4,7 +4,7 @@
 // next weights are decoded after each step of tile products, and each prefetches one further ahead, so that requests to memory
 // are spread evenly: decoding a panel at a time asks for 128 lines in a burst and for none while tiles multiply.
 // The sums of a unit leave the tiles unscaled. They are multiplied by the scales of the block and of the row, and added to the
-// f32 totals one unit later, when the tile stores have completed. No weight is rounded.
+// f32 totals during the next unit, some rows after each step of its products. No weight is rounded.
 // Each total is one chain over the blocks of k in order: the same bits for any number of rows, pairs and threads.
 //
 // Up to kStreamedRows rows (a tuning parameter), units in turn: two panels (16 KiB) alternate in L1, and two pairs, half of the task apart,
@@ -21,19 +21,20 @@ namespace {
 
 constexpr int kRowBlock = 2 * kTileRows;             // rows multiplied at a time
 constexpr int kUnscaledSteps = 4;                    // steps of a unit where weights have no block scales
+constexpr int kAddedRows = 8;                        // rows of sums added to the totals after each step
 constexpr size_t kTotalsStride = kPairColumns * sizeof(float);
 
 // Decodes some steps of one pair into a panel, a few line pairs at a time.
 template <typename Policy>
 struct UnitDecoder {
   const Columns& w;
-  const int ahead;  // prefetch distance in bytes
+  const Distances ahead;
   const Policy policy = {};
   Source source = {};
   uint8_t* panel = nullptr;
   int left = 0;     // line pairs
 
-  UnitDecoder(const Columns& columns, int distance) : w(columns), ahead(distance) {}
+  explicit UnitDecoder(const Columns& columns) : w(columns), ahead{columns.prefetch * 3 / 8, 3 * columns.prefetch} {}
 
   void start(int pair, int step, int steps, uint8_t* to) {
     source = {w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes, w.groups == nullptr ? nullptr : group_scales(w, pair, step),
@@ -104,24 +105,35 @@ struct PendingSums {
   float scale0 = 0, scale1 = 0;
   const float* const* row_scales = nullptr;  // of these rows, null: 1
   int row_block = 0;   // of row_scales
+  int added = 0;       // rows
 
   template <bool First, bool Scaled>
-  inline __attribute__((always_inline)) void add_as() const {
+  inline __attribute__((always_inline)) void add_as(int end) {
     const f32x16 splat0 = splat(scale0), splat1 = splat(scale1);
-    for (int r = 0; r < rows; ++r) {
-      const float* from = sums + r * kPairColumns;
-      float* to = totals + r * kPairColumns;
-      const float row = Scaled ? row_scales[r][row_block] : 1.0f;
+    const float* from = sums + added * kPairColumns;
+    float* to = totals + added * kPairColumns;
+    for (; added < end; ++added, from += kPairColumns, to += kPairColumns) {
+      const float row = Scaled ? row_scales[added][row_block] : 1.0f;
       const f32x16 factor0 = Scaled ? splat0 * row : splat0, factor1 = Scaled ? splat1 * row : splat1;
       const f32x16 sum0 = load<f32x16>(from), sum1 = load<f32x16>(from + kTileColumns);
       store(to, First ? sum0 * factor0 : load<f32x16>(to) + sum0 * factor0);
       store(to + kTileColumns, First ? sum1 * factor1 : load<f32x16>(to + kTileColumns) + sum1 * factor1);
     }
   }
-  __attribute__((noinline)) void add() {
-    if (row_scales == nullptr) first ? add_as<true, false>() : add_as<false, false>();
-    else first ? add_as<true, true>() : add_as<false, true>();
-    rows = 0;
+  // The next rows, at most `count`.
+  __attribute__((noinline)) void add(int count) {
+    const int end = added + count < rows ? added + count : rows;
+    if (row_scales == nullptr) first ? add_as<true, false>(end) : add_as<false, false>(end);
+    else first ? add_as<true, true>(end) : add_as<false, true>(end);
+  }
+  // The same between two products of many rows, whose blocks are nearly all alike.
+  inline __attribute__((always_inline)) void add_between() {
+    if (added == rows) return;
+    if (rows == kRowBlock && row_scales == nullptr && !first) add_as<false, false>(added + kAddedRows);
+    else add(kAddedRows);
+  }
+  void finish() {
+    if (added < rows) add(rows);
   }
 };
 
@@ -164,10 +176,18 @@ inline __attribute__((always_inline)) void multiply_step(const uint8_t* rows, si
   }
 }
 
-// One row block of one unit: sums [32][32], while `Lines` line pairs of the next weights are decoded after each step.
+constexpr int kPrefetchedRows = 256;  // bytes
+
+inline __attribute__((always_inline)) void prefetch_rows(const uint8_t* from) {
+  for (int i = 0; i < kPrefetchedRows; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+// One row block of one unit: sums [32][32], while `Lines` line pairs of the next weights are decoded after each step, and the
+// sums of the unit before it are added. With next_rows, some of the rows that will be multiplied later are prefetched.
 template <bool Two, int Lines, typename Decoder>
 inline __attribute__((always_inline)) void multiply_row_block(const uint8_t* rows, size_t row_tile_bytes, const uint8_t* panel,
-                                                              int steps, float* sums, Decoder& decoder, PendingSums& pending) {
+                                                              int steps, float* sums, Decoder& decoder, PendingSums& pending,
+                                                              const uint8_t* next_rows) {
   tile_zero<0>();
   tile_zero<1>();
   if (Two) {
@@ -177,8 +197,14 @@ inline __attribute__((always_inline)) void multiply_row_block(const uint8_t* row
   for (int s = 0; s < steps; ++s) {
     multiply_step<Two>(rows + s * kStepTile, row_tile_bytes, panel + s * 2 * kPanelTile);
     decoder.template some<Lines>();
-    if (s == 0) pending.add();
+    if (next_rows != nullptr) {
+      prefetch_rows(next_rows + s * kPrefetchedRows);
+      pending.add_between();
+    } else if (pending.added < pending.rows && (Two || s > 0)) {
+      pending.add(Two ? kAddedRows : kTileRows);  // of one tile, when the tile stores have completed
+    }
   }
+  pending.finish();
   tile_store<0>(sums, kTotalsStride);
   tile_store<1>(sums + kTileColumns, kTotalsStride);
   if (Two) {
@@ -194,26 +220,25 @@ struct Product {
   const Scratch& scratch;
   float* totals;
   int unit_steps;
-  int finished = 0;  // row blocks: two blocks of sums alternate
   PendingSums pending = {};
 
   Product(const Columns& columns, const Rows& all, const Scratch& memory, float* to)
       : w(columns), rows(all), scratch(memory), totals(to), unit_steps(columns.scales == nullptr ? kUnscaledSteps : columns.steps_per_block) {}
 
-  // One unit of one row block. at: the rows of step `step`, a row tile each `stride` bytes.
+  // One unit of one row block. at: the rows of step `step`, a row tile each `stride` bytes. next_rows: to prefetch; may be null.
   template <int Lines, typename Decoder>
   inline __attribute__((always_inline)) void multiply(int pair, int step, int steps, int row, const uint8_t* at, size_t stride,
-                                                      const uint8_t* panel, Decoder& decoder) {
-    float* sums = scratch.tiles + (finished++ & 1) * kRowBlock * kPairColumns;
+                                                      const uint8_t* panel, Decoder& decoder, const uint8_t* next_rows) {
+    float* sums = scratch.tiles;
     const int left = rows.num_rows - row, block = step / unit_steps;
     memory_barrier();
-    if (left > kTileRows) multiply_row_block<true, Lines>(at, stride, panel, steps, sums, decoder, pending);
-    else multiply_row_block<false, Lines>(at, stride, panel, steps, sums, decoder, pending);
+    if (left > kTileRows) multiply_row_block<true, Lines>(at, stride, panel, steps, sums, decoder, pending, next_rows);
+    else multiply_row_block<false, Lines>(at, stride, panel, steps, sums, decoder, pending, next_rows);
     memory_barrier();
     const float *scales0 = tile_scales(w, pair, 0), *scales1 = tile_scales(w, pair, 1);
     pending = {sums, totals + (size_t(pair) * rows.num_rows + row) * kPairColumns, left < kRowBlock ? left : kRowBlock, step == 0,
                scales0 == nullptr ? 1.0f : scales0[block], scales1 == nullptr ? 1.0f : scales1[block],
-               rows.scales == nullptr ? nullptr : rows.scales + row, step * kStep / kActivationBlock};
+               rows.scales == nullptr ? nullptr : rows.scales + row, step * kStep / kActivationBlock, 0};
   }
 };
 
@@ -227,7 +252,7 @@ void multiply_chunk(Product& product, int step0, const TiledRows& tiles) {
     return rest < unit_steps ? rest : unit_steps;
   };
   UnitOrder order = {w.num_pairs, (tiles.num_steps + unit_steps - 1) / unit_steps};
-  UnitDecoder<Policy> decoder(w, 2 * w.prefetch);  // each of the two streams is read at half of the rate
+  UnitDecoder<Policy> decoder(w);
   int panels = 0;                                  // started: two panels alternate
   const auto start = [&](const UnitOrder& unit) {
     uint8_t* to = product.scratch.panel + (panels++ & 1) * unit_steps * 2 * kPanelTile;
@@ -244,7 +269,7 @@ void multiply_chunk(Product& product, int step0, const TiledRows& tiles) {
     if (more) start(order);
     for (int row = 0; row < product.rows.num_rows; row += kRowBlock)
       product.multiply<Lines>(unit.pair(), step0 + step, steps_of(unit.block), row, tiles.at(row / kTileRows, step), tiles.stride(step),
-                              panel, decoder);
+                              panel, decoder, nullptr);
   }
 }
 
@@ -269,7 +294,7 @@ void multiply_streamed(Product& product) {
       multiply(step0, {product.scratch.gathered, steps, (n + kTileRows - 1) / kTileRows, 0, steps});
     }
   }
-  product.pending.add();
+  product.pending.finish();
   if (n < kTileRows) configure_tiles();
 }
 
@@ -280,7 +305,7 @@ void multiply_many(Product& product, int first, int pairs) {
   const Rows& rows = product.rows;
   const Scratch& scratch = product.scratch;
   const int row_tiles = (rows.num_rows + kTileRows - 1) / kTileRows;
-  BlockDecoder<Policy> decoder = {{w, w.prefetch}};
+  BlockDecoder<Policy> decoder = {UnitDecoder<Policy>(w)};
   const auto steps_from = [&](int step) { return w.num_steps - step < kBlockSteps ? w.num_steps - step : kBlockSteps; };
   const auto panels_of = [&](int step) { return scratch.panel + step / kBlockSteps % 2 * (kPanelBytesOfBlock / 2); };
   decoder.start(first, pairs, 0, steps_from(0), panels_of(0));
@@ -304,11 +329,13 @@ void multiply_many(Product& product, int first, int pairs) {
           const uint8_t* panel = panels_of(step0) + size_t(p * steps + s) * 2 * kPanelTile;
           if (Policy::kInPlace) panel = w.data + (first + p) * w.pair_bytes + size_t(step0 + s) * w.step_bytes;
           const int some = steps - s < product.unit_steps ? steps - s : product.unit_steps;
-          product.multiply<Lines>(first + p, step0 + s, some, row, from + s * kStepTile, stride, panel, decoder);
+          // Of the row block after the next one, as much as its share of the products.
+          const uint8_t* next_rows = from + 4 * stride + size_t(p * steps + s) * kPrefetchedRows;
+          product.multiply<Lines>(first + p, step0 + s, some, row, from + s * kStepTile, stride, panel, decoder, next_rows);
         }
     }
   }
-  product.pending.add();
+  product.pending.finish();
 }
 
 template <typename Policy>

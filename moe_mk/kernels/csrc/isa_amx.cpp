@@ -5,16 +5,29 @@
 namespace moe_mk {
 namespace {
 
+// Values of the size of weights. NOTE tiles of zeros are multiplied faster: 0.92 to 0.96 of the time.
+struct PeakTile {
+  alignas(64) uint16_t values[kTileRows * kStep];
+
+  PeakTile() {
+    uint32_t state = 1;
+    for (uint16_t& value : values) {
+      state = state * 1664525u + 1013904223u;
+      value = uint16_t(0x3c00 | (state >> 16 & 0x83ff));
+    }
+  }
+};
+
 double peak_amx(int64_t iterations) {
-  alignas(64) static const uint8_t zeros[1024] = {};
-  tile_load<0>(zeros, 64);
-  tile_load<1>(zeros, 64);
-  tile_load<2>(zeros, 64);
-  tile_load<3>(zeros, 64);
-  tile_load<4>(zeros, 64);
-  tile_load<5>(zeros, 64);
-  tile_load<6>(zeros, 64);
-  tile_load<7>(zeros, 64);
+  static const PeakTile tile;
+  tile_load<0>(tile.values, 64);
+  tile_load<1>(tile.values, 64);
+  tile_load<2>(tile.values, 64);
+  tile_load<3>(tile.values, 64);
+  tile_load<4>(tile.values, 64);
+  tile_load<5>(tile.values, 64);
+  tile_load<6>(tile.values, 64);
+  tile_load<7>(tile.values, 64);
   for (int64_t i = 0; i < iterations; ++i) {
     tile_dot<0, 4, 6>();
     tile_dot<1, 4, 7>();

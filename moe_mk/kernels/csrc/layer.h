@@ -150,8 +150,8 @@ struct Set {
   }
   int64_t assignments() const { return int64_t(plan.row.size()); }
 
-  // Rows that fit one tile are gathered by each task: it is little work, and tiles of fewer rows take less time.
-  bool is_tiled(int slot) const { return plan.count(slot) > kTileRows; }
+  // Fewer rows are gathered by each task: it is little work, and saves a pass of all threads.
+  bool is_tiled(int slot) const { return plan.count(slot) > kTileRows / 2; }
   int64_t hidden_elements(int slot) const {
     if (h_in_tiles && is_tiled(slot)) return int64_t(row_tiles(plan.count(slot))) * w2.steps * kTileRows * kStep;
     return plan.count(slot) * inter_padded;
