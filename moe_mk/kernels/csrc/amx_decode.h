@@ -3,6 +3,7 @@
 // A line pair is 64 packed bytes of each of the two tiles, side by side. A policy has
 //   kLines   line pairs of one step of k        kLineBytes  distance from one line pair to the next
 //   kInPlace the packed bytes are the panel     kRows       k pairs (rows of the panel) that a line pair holds
+//   kParts   integers, whose scales multiply the sums of parts (part_scales.h)
 //   decode<Lines>(source, panel, ahead)         some line pairs; each prefetches two further on
 // Weights are exact: scales of groups are powers of two, or e4m3 times e2m1, which has six significant bits (apply_scales.h);
 // f32 scales of blocks, rows and outputs multiply sums (amx_pipeline.h, projections.h).
@@ -45,7 +46,7 @@ inline __attribute__((always_inline)) void prefetch_lines(const uint8_t* line_pa
 // bf16: tiles are loaded from the packed bytes; the line pairs themselves are prefetched.
 struct Bf16Lines {
   static constexpr int kLines = 16, kRows = 1;
-  static constexpr bool kInPlace = true;
+  static constexpr bool kInPlace = true, kParts = false;
 
   template <int Lines>
   inline __attribute__((always_inline)) void decode(const Source& source, uint8_t*, Distances ahead) const {
@@ -74,7 +75,7 @@ __attribute__((noinline)) void decode_subnormals(const uint8_t* codes, uint8_t* 
 // FP8 without group scales. Line pairs with an exponent of 0 (about 1 in 100 of Gaussian weights) are decoded again by tables.
 struct Fp8Lines {
   static constexpr int kLines = 8, kRows = 2;
-  static constexpr bool kInPlace = false;
+  static constexpr bool kInPlace = false, kParts = false;
 
   template <int Lines>
   inline __attribute__((always_inline)) void decode(const Source& source, uint8_t* panel, Distances ahead) const {
@@ -114,7 +115,7 @@ struct Fp8Affine {
 template <typename Decode, typename Scales = BlockScales>
 struct TableLines {
   static constexpr int kRows = Decode::kRows, kLines = kStep / 2 / kRows;
-  static constexpr bool kInPlace = false;
+  static constexpr bool kInPlace = false, kParts = false;
   Decode tables;
 
   template <int Lines>
@@ -145,13 +146,31 @@ using MxFp4Lines = TableLines<Fp4, PowersOfTwo>;
 using NvFp4Lines = TableLines<Fp4, SmallFloats>;
 constexpr auto kExpandPanel = expand_panel;
 
+// The integers of a format with parts, a step at a time.
+template <typename Decode>
+struct CodeLines {
+  static constexpr int kLines = 1, kRows = kStep / 2;
+  static constexpr bool kInPlace = false, kParts = true;
+
+  template <int Lines>
+  inline __attribute__((always_inline)) void decode(const Source& source, uint8_t* panel, Distances ahead) const {
+    const Decode decode(source.w->minima);
+    for (int line = 0; line < Decode::kLines; ++line) prefetch_lines(source.codes + line * kLinePair, ahead);
+    for (int tile = 0; tile < 2; ++tile) expand_line(decode, source.codes + tile * 64, panel + tile * 64);
+  }
+};
+
+using Codes4Lines = CodeLines<Codes4>;
+using Codes5Lines = CodeLines<Codes5>;
+using Codes8Lines = CodeLines<Codes8>;
+
 #else
 
 // The policies of portable.h, with the group scales of one format.
 template <typename Decode, int Format>
 struct PortableLines {
   static constexpr int kRows = Decode::kRows, kLines = kStep / 2 / kRows;
-  static constexpr bool kInPlace = false;
+  static constexpr bool kInPlace = false, kParts = false;
 
   template <int Lines>
   void decode(const Source& source, uint8_t* panel, Distances) const {
@@ -173,12 +192,27 @@ using MxFp4Lines = PortableLines<PortableFp4, kMxFp4>;
 using NvFp4Lines = PortableLines<PortableFp4, kNvFp4>;
 constexpr auto kExpandPanel = PortableOps::expand;
 
+// The integers of a format with parts, a step at a time.
+struct CodeLines {
+  static constexpr int kLines = 1, kRows = kStep / 2;
+  static constexpr bool kInPlace = false, kParts = true;
+
+  template <int Lines>
+  void decode(const Source& source, uint8_t* panel, Distances) const {
+    PortableOps::codes(*source.w, source.pair, source.step, 1, panel);
+  }
+};
+
+using Codes4Lines = CodeLines;
+using Codes5Lines = CodeLines;
+using Codes8Lines = CodeLines;
+
 #endif
 
 // Any other format, a step at a time.
 struct StepLines {
   static constexpr int kLines = 1, kRows = kStep / 2;
-  static constexpr bool kInPlace = false;
+  static constexpr bool kInPlace = false, kParts = false;
 
   template <int Lines>
   inline __attribute__((always_inline)) void decode(const Source& source, uint8_t* panel, Distances ahead) const {

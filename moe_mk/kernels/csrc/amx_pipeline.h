@@ -22,6 +22,7 @@ namespace {
 constexpr int kRowBlock = 2 * kTileRows;             // rows multiplied at a time
 constexpr int kUnscaledSteps = 4;                    // steps of a unit where weights have no block scales
 constexpr int kAddedRows = 8;                        // rows of sums added to the totals after each step
+constexpr int kScalesAhead = 4;                      // units of which the scales of parts are prefetched
 constexpr size_t kTotalsStride = kPairColumns * sizeof(float);
 
 // Decodes some steps of one pair into a panel, a few line pairs at a time.
@@ -101,35 +102,46 @@ struct PendingSums {
   const float* sums = nullptr;
   float* totals = nullptr;
   int rows = 0;
-  bool first = false;  // of their totals, which are written
-  float scale0 = 0, scale1 = 0;
+  bool first = false;             // of their totals, which are written
+  const float* scales = nullptr;  // [32]
+  const float* minima = nullptr;  // [32], of weights that have them (part_scales.h)
+  const float* row_sums = nullptr;           // of x over the unit, of each row; with minima
   const float* const* row_scales = nullptr;  // of these rows, null: 1
-  int row_block = 0;   // of row_scales
-  int added = 0;       // rows
+  int row_block = 0;              // of row_scales
+  int added = 0;                  // rows
 
-  template <bool First, bool Scaled>
+  template <bool First, bool Scaled, bool Minima>
   inline __attribute__((always_inline)) void add_as(int end) {
-    const f32x16 splat0 = splat(scale0), splat1 = splat(scale1);
+    const f32x16 scale0 = load<f32x16>(scales), scale1 = load<f32x16>(scales + kTileColumns);
+    const f32x16 minimum0 = Minima ? load<f32x16>(minima) : f32x16{}, minimum1 = Minima ? load<f32x16>(minima + kTileColumns) : f32x16{};
     const float* from = sums + added * kPairColumns;
     float* to = totals + added * kPairColumns;
     for (; added < end; ++added, from += kPairColumns, to += kPairColumns) {
-      const float row = Scaled ? row_scales[added][row_block] : 1.0f;
-      const f32x16 factor0 = Scaled ? splat0 * row : splat0, factor1 = Scaled ? splat1 * row : splat1;
-      const f32x16 sum0 = load<f32x16>(from), sum1 = load<f32x16>(from + kTileColumns);
-      store(to, First ? sum0 * factor0 : load<f32x16>(to) + sum0 * factor0);
-      store(to + kTileColumns, First ? sum1 * factor1 : load<f32x16>(to + kTileColumns) + sum1 * factor1);
+      const float row = Scaled ? row_scales[added][row_block] : 1.0f, sum = Minima ? row_sums[added] : 0.0f;
+      const f32x16 factor0 = Scaled ? scale0 * row : scale0, factor1 = Scaled ? scale1 * row : scale1;
+      f32x16 add0 = load<f32x16>(from) * factor0, add1 = load<f32x16>(from + kTileColumns) * factor1;
+      if (!First) {
+        add0 = load<f32x16>(to) + load<f32x16>(from) * factor0;
+        add1 = load<f32x16>(to + kTileColumns) + load<f32x16>(from + kTileColumns) * factor1;
+      }
+      store(to, Minima ? add0 - minimum0 * (Scaled ? sum * row : sum) : add0);
+      store(to + kTileColumns, Minima ? add1 - minimum1 * (Scaled ? sum * row : sum) : add1);
     }
+  }
+  template <bool Minima>
+  inline __attribute__((always_inline)) void add_with(int end) {
+    if (row_scales == nullptr) first ? add_as<true, false, Minima>(end) : add_as<false, false, Minima>(end);
+    else first ? add_as<true, true, Minima>(end) : add_as<false, true, Minima>(end);
   }
   // The next rows, at most `count`.
   __attribute__((noinline)) void add(int count) {
     const int end = added + count < rows ? added + count : rows;
-    if (row_scales == nullptr) first ? add_as<true, false>(end) : add_as<false, false>(end);
-    else first ? add_as<true, true>(end) : add_as<false, true>(end);
+    minima == nullptr ? add_with<false>(end) : add_with<true>(end);
   }
   // The same between two products of many rows, whose blocks are nearly all alike.
   inline __attribute__((always_inline)) void add_between() {
     if (added == rows) return;
-    if (rows == kRowBlock && row_scales == nullptr && !first) add_as<false, false>(added + kAddedRows);
+    if (rows == kRowBlock && row_scales == nullptr && !first) add_as<false, false, false>(added + kAddedRows);
     else add(kAddedRows);
   }
   void finish() {
@@ -219,41 +231,69 @@ struct Product {
   const Rows& rows;
   const Scratch& scratch;
   float* totals;
-  int unit_steps;
+  const int unit_steps;
+  int num_units = 0;  // multiplied: the scales of two of them alternate
+  alignas(64) float scales[2][kUnscaledSteps * kPairColumns], minima[2][kUnscaledSteps * kPairColumns];
   PendingSums pending = {};
 
   Product(const Columns& columns, const Rows& all, const Scratch& memory, float* to)
       : w(columns), rows(all), scratch(memory), totals(to), unit_steps(columns.scales == nullptr ? kUnscaledSteps : columns.steps_per_block) {}
 
-  // One unit of one row block. at: the rows of step `step`, a row tile each `stride` bytes. next_rows: to prefetch; may be null.
+  // The scales of the next unit of formats with parts.
+  void load_part_scales(int pair, int step, int steps) {
+    ++num_units;
+    part_scales(w, pair, step, steps, scales[num_units & 1], minima[num_units & 1]);
+    const size_t bytes = w.pair_scales * unit_steps / w.num_steps;
+    for (size_t at = 0; at < bytes; at += 64)
+      __builtin_prefetch(w.part_scales + pair * w.pair_scales + size_t(step / unit_steps + kScalesAhead) * bytes + at);
+  }
+  void load_block_scales(int pair, int block) {
+    float* to = scales[++num_units & 1];
+    const float *scales0 = tile_scales(w, pair, 0), *scales1 = tile_scales(w, pair, 1);
+    store(to, splat(scales0 == nullptr ? 1.0f : scales0[block]));
+    store(to + kTileColumns, splat(scales1 == nullptr ? 1.0f : scales1[block]));
+  }
+
+  // One row block times a unit, or a part of it, with the scales that were loaded last. at: the rows of step `step`, a row tile
+  // each `stride` bytes. row_sums: of x over the part, of each row; null without minima. next_rows: to prefetch; may be null.
   template <int Lines, typename Decoder>
   inline __attribute__((always_inline)) void multiply(int pair, int step, int steps, int row, const uint8_t* at, size_t stride,
-                                                      const uint8_t* panel, Decoder& decoder, const uint8_t* next_rows) {
-    float* sums = scratch.tiles;
-    const int left = rows.num_rows - row, block = step / unit_steps;
+                                                      const uint8_t* panel, Decoder& decoder, int part, const float* row_sums,
+                                                      const uint8_t* next_rows) {
+    const int left = rows.num_rows - row;
     memory_barrier();
-    if (left > kTileRows) multiply_row_block<true, Lines>(at, stride, panel, steps, sums, decoder, pending, next_rows);
-    else multiply_row_block<false, Lines>(at, stride, panel, steps, sums, decoder, pending, next_rows);
+    if (left > kTileRows) multiply_row_block<true, Lines>(at, stride, panel, steps, scratch.tiles, decoder, pending, next_rows);
+    else multiply_row_block<false, Lines>(at, stride, panel, steps, scratch.tiles, decoder, pending, next_rows);
     memory_barrier();
-    const float *scales0 = tile_scales(w, pair, 0), *scales1 = tile_scales(w, pair, 1);
-    pending = {sums, totals + (size_t(pair) * rows.num_rows + row) * kPairColumns, left < kRowBlock ? left : kRowBlock, step == 0,
-               scales0 == nullptr ? 1.0f : scales0[block], scales1 == nullptr ? 1.0f : scales1[block],
-               rows.scales == nullptr ? nullptr : rows.scales + row, step * kStep / kActivationBlock, 0};
+    pending = {scratch.tiles, totals + (size_t(pair) * rows.num_rows + row) * kPairColumns, left < kRowBlock ? left : kRowBlock, step == 0,
+               scales[num_units & 1] + part * kPairColumns, row_sums == nullptr ? nullptr : minima[num_units & 1] + part * kPairColumns,
+               row_sums == nullptr ? nullptr : row_sums + row, rows.scales == nullptr ? nullptr : rows.scales + row,
+               step * kStep / kActivationBlock, 0};
   }
 };
+
+// Sums of x over each part of some steps: [part][row].
+inline void tile_sums(const Rows& rows, const TiledRows& tiles, int part_steps, float* sums) {
+  for (int step = 0; step < tiles.num_steps; step += part_steps, sums += rows.num_rows)
+    for (int row = 0; row < rows.num_rows; ++row)
+      sums[row] = sum_of_steps(tiles.at(row / kTileRows, step) + row % kTileRows * kRowBytes, kStepTile,
+                               tiles.num_steps - step < part_steps ? tiles.num_steps - step : part_steps);
+}
 
 // The steps [step0, step0 + tiles.num_steps) of rows that are few enough.
 template <typename Policy, int Lines>
 void multiply_chunk(Product& product, int step0, const TiledRows& tiles) {
   const Columns& w = product.w;
-  const int unit_steps = product.unit_steps;
+  const int unit_steps = product.unit_steps, part_steps = Policy::kParts ? w.part_pairs / (kStep / 2) : unit_steps;
+  const bool minima = Policy::kParts && w.minima;
+  if (minima) tile_sums(product.rows, tiles, part_steps, product.scratch.sums);
   const auto steps_of = [&](int block) {
     const int rest = tiles.num_steps - block * unit_steps;
     return rest < unit_steps ? rest : unit_steps;
   };
   UnitOrder order = {w.num_pairs, (tiles.num_steps + unit_steps - 1) / unit_steps};
   UnitDecoder<Policy> decoder(w);
-  int panels = 0;                                  // started: two panels alternate
+  int panels = 0;  // started: two panels alternate
   const auto start = [&](const UnitOrder& unit) {
     uint8_t* to = product.scratch.panel + (panels++ & 1) * unit_steps * 2 * kPanelTile;
     decoder.start(unit.pair(), step0 + unit.block * unit_steps, steps_of(unit.block), to);
@@ -262,14 +302,20 @@ void multiply_chunk(Product& product, int step0, const TiledRows& tiles) {
   for (bool more = true; more;) {
     decoder.finish();
     const UnitOrder unit = order;
-    const int step = unit.block * unit_steps;
+    const int first = unit.block * unit_steps, steps = steps_of(unit.block), pair = unit.pair();
     const uint8_t* panel = product.scratch.panel + ((panels - 1) & 1) * unit_steps * 2 * kPanelTile;
-    if (Policy::kInPlace) panel = w.data + unit.pair() * w.pair_bytes + size_t(step0 + step) * w.step_bytes;
+    if (Policy::kInPlace) panel = w.data + pair * w.pair_bytes + size_t(step0 + first) * w.step_bytes;
     more = order.next();
     if (more) start(order);
-    for (int row = 0; row < product.rows.num_rows; row += kRowBlock)
-      product.multiply<Lines>(unit.pair(), step0 + step, steps_of(unit.block), row, tiles.at(row / kTileRows, step), tiles.stride(step),
-                              panel, decoder, nullptr);
+    if (Policy::kParts) product.load_part_scales(pair, step0 + first, steps);
+    else product.load_block_scales(pair, (step0 + first) / unit_steps);
+    for (int part = 0, done = 0; done < steps; ++part, done += part_steps) {
+      const int step = first + done, n = steps - done < part_steps ? steps - done : part_steps;
+      const float* row_sums = minima ? product.scratch.sums + size_t(step / part_steps) * product.rows.num_rows : nullptr;
+      for (int row = 0; row < product.rows.num_rows; row += kRowBlock)
+        product.multiply<Lines>(pair, step0 + step, n, row, tiles.at(row / kTileRows, step), tiles.stride(step),
+                                panel + size_t(done) * 2 * kPanelTile, decoder, part, row_sums, nullptr);
+    }
   }
 }
 
@@ -331,7 +377,9 @@ void multiply_many(Product& product, int first, int pairs) {
           const int some = steps - s < product.unit_steps ? steps - s : product.unit_steps;
           // Of the row block after the next one, as much as its share of the products.
           const uint8_t* next_rows = from + 4 * stride + size_t(p * steps + s) * kPrefetchedRows;
-          product.multiply<Lines>(first + p, step0 + s, some, row, from + s * kStepTile, stride, panel, decoder, next_rows);
+          if (Policy::kParts) product.load_part_scales(first + p, step0 + s, some);
+          else product.load_block_scales(first + p, (step0 + s) / product.unit_steps);
+          product.multiply<Lines>(first + p, step0 + s, some, row, from + s * kStepTile, stride, panel, decoder, 0, nullptr, next_rows);
         }
     }
   }
@@ -350,6 +398,17 @@ void multiply_with(const Columns& w, const Rows& rows, const Scratch& scratch, f
   }
 }
 
+// Formats with parts. Where a part is a unit, exact scales take no more time than those of blocks. Shorter parts, and minima,
+// are exact for few rows; for more the scales are multiplied into the weights, which takes less time from about kExactRows rows on.
+template <typename Policy>
+void multiply_parts_with(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  if (!w.minima && w.part_pairs == kUnscaledSteps * kStep / 2) return multiply_with<Policy>(w, rows, scratch, totals);
+  const bool sums_fit = !w.minima || size_t(rows.num_rows) * w.num_steps * sizeof(float) <= w.gather_bytes / 16;
+  if (rows.num_rows > w.exact_rows || !sums_fit) return multiply_with<StepLines>(w, rows, scratch, totals);
+  Product product(w, rows, scratch, totals);
+  multiply_streamed<Policy>(product);
+}
+
 void multiply_pipelined(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   switch (w.format) {
     case kFp8: return multiply_with<Fp8Lines>(w, rows, scratch, totals);
@@ -358,6 +417,10 @@ void multiply_pipelined(const Columns& w, const Rows& rows, const Scratch& scrat
     case kMxFp8: return multiply_with<MxFp8Lines>(w, rows, scratch, totals);
     case kMxFp4: return multiply_with<MxFp4Lines>(w, rows, scratch, totals);
     case kNvFp4: return multiply_with<NvFp4Lines>(w, rows, scratch, totals);
+    case kInt4:
+    case kQ4K: return multiply_parts_with<Codes4Lines>(w, rows, scratch, totals);
+    case kInt8Groups: return multiply_parts_with<Codes8Lines>(w, rows, scratch, totals);
+    case kQ5K: return multiply_parts_with<Codes5Lines>(w, rows, scratch, totals);
     default: return multiply_with<StepLines>(w, rows, scratch, totals);
   }
 }

@@ -19,6 +19,7 @@ constexpr int kMaxPairs = 16;                   // pairs in one task, which shar
 constexpr int kMaxRows = 256;                   // rows multiplied at once; more are split into blocks
 constexpr int kMaxTiledRows = 1024;             // the same for rows in tile order, of at most kPanelPairs pairs
 constexpr int kStreamedRows = 64;               // up to these unless tuned, panels of weights stay in the L1, above in the L2
+constexpr int kExactRows = 32;                  // AMX multiplies the scales of parts into sums up to these, above into weights
 constexpr int kIntegerTileRows = 9;             // from these on unless tuned, AMX-int8 multiplies integers
 constexpr int kPanelPairs = 8;                  // pairs whose panels are in the L2 at a time, for rows in tile order
 constexpr int kBlockSteps = 8;                  // steps of k of these panels, and of rows in tile order: 256 k
@@ -49,6 +50,7 @@ struct Columns {
   int part_pairs;                  // k pairs of a part: 8 to 64
   bool minima;                     // whether a part has a minimum
   int streamed_rows = kStreamedRows, tile_rows = kIntegerTileRows;
+  int exact_rows = 0;          // up to this many rows AMX multiplies the scales of parts into sums, above into weights
 
   bool must_be_decoded() const { return format != kBf16; }
 };

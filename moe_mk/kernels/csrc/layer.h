@@ -203,6 +203,7 @@ struct Layer {
   Columns columns(const Matrix& matrix, int slot, int first, int count) const {
     Columns w = matrix.columns(slot, first, count, call.prefetch_bytes != 0 ? call.prefetch_bytes : prefetch_distance(), gather_bytes());
     w.streamed_rows = streamed_rows();
+    if (!call.batch_invariant) w.exact_rows = kExactRows;
     if (call.tile_rows != 0) w.tile_rows = call.tile_rows;
     return w;
   }

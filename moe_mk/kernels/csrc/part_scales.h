@@ -3,7 +3,7 @@
 // A weight is scale * code - minimum, where the minimum is scale * zero point or, of kQ4K and kQ5K, a number of its own. The
 // f32 sum of a part of k is multiplied by the scale, and the minimum by the sum of x over the part:
 //   total = fma(scale, sum of code * x, total);  total = fma(-minimum, sum of x, total)
-// No weight is rounded. Against f64 the error of a total is at most (parts + 40) * 2^-24 * sum |x| (scale * |code| + |minimum|):
+// No weight is rounded, except by fold_parts. Against f64 the error of a total is at most (parts + 40) * 2^-24 * sum |x| (scale * |code| + |minimum|):
 // one rounding per addition, of which a chain in a part has at most 2 * 16 + 8.
 // A super-block's scales are products of f16 (11 bits) and an integer of at most 8 bits, exact in f32.
 //
@@ -232,8 +232,8 @@ void multiply_parts(const Columns& w, const Rows& rows, const Scratch& scratch, 
   }
 }
 
-// Multiplies scales into a decoded panel and subtracts minima: for AMX tiles, which accumulate over parts. Rounds each
-// weight to bf16, a relative error of at most 2^-9.
+// Multiplies scales into a decoded panel and subtracts minima: for many rows on AMX, whose tiles then accumulate over parts.
+// Rounds each weight to bf16, a relative error of at most 2^-9.
 inline void fold_parts(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
   alignas(64) float scales[kMostParts * kPairColumns], minima[kMostParts * kPairColumns];
   for (int done = 0; done < steps;) {

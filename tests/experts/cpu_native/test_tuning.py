@@ -78,14 +78,19 @@ def rows(count: int) -> RowTokens:
     return RowTokens(QuantTensor(x, None, BF16), ids, torch.rand(count, TOP_K, generator=draw), SLOTS)
 
 
-def test_what_is_tried_is_legal_different_and_begins_with_the_built_in() -> None:
+@pytest.mark.parametrize("amx", [False, True])
+def test_what_is_tried_is_legal_different_and_begins_with_the_built_in(
+    monkeypatch: pytest.MonkeyPatch, amx: bool
+) -> None:
+    monkeypatch.setattr(cpu_native_tuning, "_has_amx", lambda: amx)
     for tokens in (1, 2, 4, 16, 4096):
         tried = candidates(CONTEXT, tokens)
         assert tried[0] == {} and len({tuning_of(each) for each in tried}) == len(tried)
     few, many = (
         {name for one in candidates(CONTEXT, tokens) for name in one} for tokens in (1, 4096)
     )  # 4 slots, 4 experts a token: 1 and 4096 rows an expert
-    assert few == {"prefetch_bytes", "task_pairs", "panel_rows"} and many == {"gather_kib", "task_pairs"}
+    assert few == {"prefetch_bytes", "task_pairs", *([] if amx else ["panel_rows"])}
+    assert many == {"gather_kib", "task_pairs", *(["streamed_rows"] if amx else [])}
 
 
 @pytest.mark.parametrize(
