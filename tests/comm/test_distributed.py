@@ -324,7 +324,8 @@ def one_is_killed(rank: int) -> str:
         wait(comm.all_to_all(torch.zeros(RANKS, 1), [1] * RANKS, [1] * RANKS, "dispatch"))
     except CommError as problem:
         # A rank may hear of it first from another one, whose call has failed for the same cause.
-        return f"{problem.rank} {problem.phase} {problem.layer} {problem.peer} {problem.detail.removeprefix(REPORTED)[:11]}"
+        detail = problem.detail.removeprefix(REPORTED)
+        return f"{problem.rank} {problem.phase} {problem.layer} {problem.peer} {detail[:11]}"
     return "landed"
 
 

@@ -203,7 +203,8 @@ struct Layer {
   Columns columns(const Matrix& matrix, int slot, int first, int count) const {
     Columns w = matrix.columns(slot, first, count, call.prefetch_bytes != 0 ? call.prefetch_bytes : prefetch_distance(), gather_bytes());
     w.streamed_rows = streamed_rows();
-    if (!call.batch_invariant) w.exact_rows = kExactRows;
+    // The bits of a row must not depend on how many there are: one way for all numbers of them.
+    w.exact_rows = !call.batch_invariant ? kExactRows : w.minima ? 0 : kMaxTiledRows;
     if (call.tile_rows != 0) w.tile_rows = call.tile_rows;
     return w;
   }
