@@ -9,8 +9,8 @@
 //
 // Up to kStreamedRows rows (a tuning parameter), units in turn: two panels (16 KiB) alternate in L1, and two pairs, half of the task apart,
 // alternate: two memory streams, and rows are in L1 for the second pair.
-// More rows: the panels of eight pairs and 256 k (128 KiB, two of them alternate in L2) are multiplied by all rows, of which
-// 32 (16 KiB) stay in L1 for the eight pairs. An f32 total is read and written once in 256 k.
+// More rows: the panels of eight pairs and 128 k (64 KiB, two of them alternate in L2) are multiplied by all rows, of which
+// 64 (16 KiB) stay in L1 for the eight pairs: 8 KiB of a panel serve 64 rows. An f32 total is read and written once in 128 k.
 // Reads packed weights once, rows once (up to 64: once a pair, from L2). Writes totals [pair][row][32].
 #pragma once
 #include "amx_decode.h"
@@ -344,7 +344,7 @@ void multiply_streamed(Product& product) {
   if (n < kTileRows) configure_tiles();
 }
 
-// All rows of some pairs: the panels of 256 k at a time.
+// All rows of some pairs: the panels of 128 k at a time.
 template <typename Policy, int Lines>
 void multiply_many(Product& product, int first, int pairs) {
   const Columns& w = product.w;
@@ -367,19 +367,22 @@ void multiply_many(Product& product, int first, int pairs) {
     } else {
       gather_rows(rows, kTileRows, step0, steps, scratch.gathered, true);
     }
-    for (int row = 0; row < rows.num_rows; row += kRowBlock) {
+    for (int row = 0; row < rows.num_rows; row += 2 * kRowBlock) {
       const uint8_t* from = tiles.at(row / kTileRows, at);
-      const size_t stride = tiles.stride(at);
+      const size_t stride = tiles.stride(at), block_bytes = kRowBlock / kTileRows * stride;
+      const int blocks = rows.num_rows - row > kRowBlock ? 2 : 1;
       for (int p = 0; p < pairs; ++p)
         for (int s = 0; s < steps; s += product.unit_steps) {
           const uint8_t* panel = panels_of(step0) + size_t(p * steps + s) * 2 * kPanelTile;
           if (Policy::kInPlace) panel = w.data + (first + p) * w.pair_bytes + size_t(step0 + s) * w.step_bytes;
           const int some = steps - s < product.unit_steps ? steps - s : product.unit_steps;
-          // Of the row block after the next one, as much as its share of the products.
-          const uint8_t* next_rows = from + 4 * stride + size_t(p * steps + s) * kPrefetchedRows;
           if (Policy::kParts) product.load_part_scales(first + p, step0 + s, some);
           else product.load_block_scales(first + p, (step0 + s) / product.unit_steps);
-          product.multiply<Lines>(first + p, step0 + s, some, row, from + s * kStepTile, stride, panel, decoder, 0, nullptr, next_rows);
+          // Of the row blocks after the next ones, as much as the share of these products.
+          const uint8_t* next_rows = from + 4 * block_bytes + size_t(p * steps + s) * blocks * kPrefetchedRows;
+          for (int block = 0; block < blocks; ++block, next_rows += some * kPrefetchedRows)
+            product.multiply<Lines>(first + p, step0 + s, some, row + block * kRowBlock, from + block * block_bytes + s * kStepTile, stride,
+                                    panel, decoder, 0, nullptr, next_rows);
         }
     }
   }

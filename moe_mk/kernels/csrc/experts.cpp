@@ -94,7 +94,7 @@ bool may_be_int8(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
   return w13.format == kInt8 && w2.format == kInt8 && w13.num_inputs <= kMostInputs && w2.num_inputs <= kMostInputs;
 }
 
-// A scale block, and 256 k, of kMaxRows rows fits the smallest gather memory of every instruction set.
+// A scale block, and 128 k, of kMaxRows rows fits the smallest gather memory of every instruction set.
 bool may_be_tuned(const MoeMkExperts& c) {
   const auto within = [](int32_t value, int32_t least, int32_t most) { return value == 0 || (value >= least && value <= most); };
   return within(c.panel_rows, 1, 5) && within(c.task_pairs, 1, kMaxPairs) && within(c.prefetch_bytes, 64, 16384) &&

@@ -22,12 +22,12 @@ constexpr int kStreamedRows = 64;               // up to these unless tuned, pan
 constexpr int kExactRows = 32;                  // AMX multiplies the scales of parts into sums up to these, above into weights
 constexpr int kIntegerTileRows = 9;             // from these on unless tuned, AMX-int8 multiplies integers
 constexpr int kPanelPairs = 8;                  // pairs whose panels are in the L2 at a time, for rows in tile order
-constexpr int kBlockSteps = 8;                  // steps of k of these panels, and of rows in tile order: 256 k
+constexpr int kBlockSteps = 4;                  // steps of k of these panels, and of rows in tile order: 128 k
 constexpr size_t kRowBytes = kStep * 2;         // one row of one step, bf16
 constexpr size_t kPanelTile = kTileColumns * kStep * 2;  // one decoded tile of one step: 1 KiB
 constexpr size_t kPanelRow = kPairColumns * 4;  // one k pair of both decoded tiles, side by side
 constexpr size_t kStepTile = kTileRows * kRowBytes;  // one step of one tile of rows: 1 KiB
-constexpr size_t kPanelBytesOfBlock = 2 * size_t(kPanelPairs) * kBlockSteps * 2 * kPanelTile;  // two panels of a block: 256 KiB
+constexpr size_t kPanelBytesOfBlock = 2 * size_t(kPanelPairs) * kBlockSteps * 2 * kPanelTile;  // two panels of a block: 128 KiB
 constexpr size_t kGatherBytes = 448u << 10;     // rows gathered at a time unless tuned: half of a 1 MiB L2
 
 // Some column pairs of one packed matrix.
@@ -55,7 +55,7 @@ struct Columns {
   bool must_be_decoded() const { return format != kBf16; }
 };
 
-// Rows in tile order: [k / 256][row tile][step][16][32] bf16, so that the 256 k of neighbouring row tiles are contiguous.
+// Rows in tile order: [k / 128][row tile][step][16][32] bf16, so that the 128 k of neighbouring row tiles are contiguous.
 struct TiledRows {
   const uint8_t* data;  // null: there are none
   int num_steps, num_tiles;
@@ -86,7 +86,7 @@ struct Rows {
   const uint8_t* codes(int row) const { return static_cast<const uint8_t*>(values[row]); }
 };
 
-// Thread-private memory, 64-byte aligned: gathered (Columns::gather_bytes), panel (256 KiB), tiles (8 KiB), sums
+// Thread-private memory, 64-byte aligned: gathered (Columns::gather_bytes), panel (128 KiB), tiles (8 KiB), sums
 // (gathered / 16: one a row and step).
 struct Scratch {
   uint8_t* gathered;
