@@ -70,3 +70,10 @@ def isas(native: Native, emulated: Native) -> list[IsaHere]:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator("cpu").manual_seed(20)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that asks for emulated tiles compiles every source, in a minute on busy cores."""
+    for item in items:
+        if {"emulated", "all_emulated", "isas", "isa_here"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.timeout(300))
