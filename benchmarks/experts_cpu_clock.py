@@ -25,9 +25,24 @@ Batch = tuple[Tensor, Tensor, Tensor]
 Clocks = tuple[float, float]
 
 PAUSE = 0.03
+STEP, STEPS = 0.002, 50
+"""Seconds and number of further sleeps of `settle`."""
 FEW = 16
 IN_A_ROW = 3
 """Calls that count in each turn, of few tokens; of more it is one."""
+
+
+def settle(pause: float = PAUSE) -> None:
+    """Sleep for `pause` seconds, then until no thread of this process uses the processor, 0.1 seconds more at most.
+
+    Idle threads of OpenMP stop spinning within a few milliseconds, those of kt-kernel after 30 to 45.
+    """
+    time.sleep(pause)
+    for _ in range(STEPS):
+        start = time.process_time()
+        time.sleep(STEP)
+        if time.process_time() - start < STEP / 10:
+            return
 
 
 def clocked(call: Callable[[], object]) -> Clocks:
@@ -49,7 +64,7 @@ class Candidate:
 
     def turn(self) -> None:
         """One turn: pause, wake up, measure."""
-        time.sleep(PAUSE)
+        settle()
         self.first.append(clocked(self.awake))
         self.seen += [clocked(self.call) for _ in range(IN_A_ROW if self.few else 1)]
 

@@ -1,4 +1,4 @@
-"""One layer in any stored format, in packed form: what `--quant` of experts_cpu.py measures of ours, and vLLM's INT8.
+"""One layer in any stored format, in packed form: what `--quant` of experts_cpu.py measures of ours and of others.
 
 Names are those of `model.quant.weights` (mxfp4, nvfp4, mxfp8, int8, int8_block, fp8_channel, fp8_tensor, int4_g32,
 int4_g128_zp, q4_k, q8_0, ...), or int8_w8a8 and int8_block_w8a8 with tokens rounded to INT8 as well. A format's error
@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 from experts_cpu_ggml import ggml_candidates
-from experts_cpu_peers import Experts, Weights, weighted_experts
+from experts_cpu_peers import Experts, KtKernel, Weights, weighted_experts
+from experts_cpu_stored_peers import kt_candidates, vllm_candidates
 from torch import Tensor
 
 from moe_mk.experts.cpu_native.weights import pack_matrix, storage_of
-from moe_mk.kernels.native import ExpertsMode, Native, PackedMatrix, Rounding, allocate, experts_rows
+from moe_mk.kernels.native import ExpertsMode, Isa, Native, PackedMatrix, Rounding, allocate, experts_rows
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
@@ -77,7 +78,14 @@ class Stored:
 
 
 def format_candidates(
-    native: Native, layer: Weights, quants: Sequence[str], threads: int, *, vllm: bool, ggml: Path | None = None
+    native: Native,
+    layer: Weights,
+    quants: Sequence[str],
+    threads: int,
+    *,
+    vllm: bool,
+    ggml: Path | None = None,
+    kt: KtKernel | None = None,
 ) -> tuple[dict[str, Experts], dict[str, Experts]]:
     """What to call for each name of `--quant`, and what its results are to be compared with."""
     calls: dict[str, Experts] = {}
@@ -89,8 +97,14 @@ def format_candidates(
         name = f"ours {quant.replace('_', ' ')}"
         calls[name] = stored.run(native, threads, Rounding.INT8 if quant.endswith(INTEGERS) else Rounding.NONE)
         references[name] = stored.reference
-    if vllm and "int8" in held:
-        calls["vllm int8 w8a8"], references["vllm int8 w8a8"] = vllm_int8(held["int8"]), held["int8"].reference
+    for kind, stored in held.items():
+        others: dict[str, Experts] = {}
+        if vllm:
+            others |= vllm_candidates(kind, _slots(stored), amx=Isa.AMX_BF16 in native.isas)
+        if kt is not None:
+            others |= kt_candidates(kt, kind, _slots(stored))
+        calls |= others
+        references |= dict.fromkeys(others, stored.reference)
     if ggml is not None:
         slots = {kind: partial(_slots, one) for kind, one in held.items()}
         for kind, of_kind in ggml_candidates(ggml, threads, slots).items():
@@ -101,25 +115,3 @@ def format_candidates(
 
 def _slots(stored: Stored) -> list[tuple[QuantTensor, ...]]:
     return [stored.slot(e) for e in range(stored.w13.num_slots)]
-
-
-def vllm_int8(stored: Stored) -> Experts:
-    """vLLM's INT8 experts (method 1): scales of channels, tokens rounded to INT8 as they come."""
-    slots = [stored.slot(e) for e in range(stored.w13.num_slots)]
-    codes13 = torch.stack([torch.cat([gate.values, up.values]) for gate, up, _ in slots])
-    codes2 = torch.stack([down.values for _, _, down in slots])
-    scales13 = torch.stack([torch.cat([_scales(gate), _scales(up)]) for gate, up, _ in slots])
-    scales2 = torch.stack([_scales(down) for _, _, down in slots])
-    w13, w2 = (torch.ops._C.convert_weight_packed(codes) for codes in (codes13, codes2))
-
-    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out, nothing = torch.empty_like(x), (None,) * 8
-        torch.ops._C.fused_experts_cpu(out, x, w13, w2, weights, ids, 1, scales13, scales2, *nothing, True)
-        return out
-
-    return run
-
-
-def _scales(q: QuantTensor) -> Tensor:
-    assert q.scales is not None
-    return q.scales[:, 0]

@@ -139,7 +139,7 @@ class GgmlExperts:
         if not buffer:
             raise MemoryError(f"ggml has no memory for {kind} weights")
         for index, weight in enumerate(self.weights):
-            stacked = torch.stack([_blocks(slot[index], kind) for slot in slots])
+            stacked = torch.stack([blocks_of_ggml(slot[index], kind) for slot in slots])
             assert stacked.nbytes == ggml.f.nbytes(weight)
             ggml.f.backend_tensor_set(weight, stacked.data_ptr(), 0, stacked.nbytes)
         self.graphs: dict[tuple[int, int], tuple[int, tuple[int, int, int], int]] = {}
@@ -178,7 +178,7 @@ class GgmlExperts:
         return graph, (x, ids, weights), total
 
 
-def _blocks(q: QuantTensor, kind: str) -> Tensor:
+def blocks_of_ggml(q: QuantTensor, kind: str) -> Tensor:
     """Rows of ggml blocks, as in a GGUF file."""
     return mxfp4_to_gguf(q) if kind == "mxfp4" else q.values
 

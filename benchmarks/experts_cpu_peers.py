@@ -8,6 +8,7 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +153,11 @@ def load_vllm(folder: Path) -> None:
 class KtKernel:
     """kt-kernel's experts, from the extension of its wheel that fits this processor."""
 
-    def __init__(self, folder: Path, variant: str, threads: int) -> None:
+    MATRICES = ("gate", "up", "down")
+
+    def __init__(self, folder: Path, threads: int, top_k: int, most: int, *, amx: bool) -> None:
+        """most: rows of a call at most. amx: whether the processor has it; otherwise it needs AVX512-BF16."""
+        variant = "amx" if amx else "avx512_bf16"
         (file,) = (folder / "kt_kernel").glob(f"_kt_kernel_ext_{variant}.*.so")
         loader = ExtensionFileLoader("kt_kernel_ext", str(file))
         spec = spec_from_loader("kt_kernel_ext", loader)
@@ -162,15 +167,44 @@ class KtKernel:
         pool = self.library.WorkerPoolConfig()
         pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [threads]
         self.pool = self.library.CPUInfer(pool)
+        self.top_k, self.most = top_k, -(-most // 32) * 32  # rows of buffers are a multiple of 32
         self.alive: list[Tensor] = []
         """What its layers point to."""
 
-    def experts(self, w13: Tensor, w2: Tensor, scales: tuple[Tensor, Tensor] | None, top_k: int, most: int) -> Experts:
+    def has(self, name: str) -> bool:
+        """Whether the extension was built with a class of experts."""
+        return hasattr(self.library.moe, name)
+
+    def experts(self, w13: Tensor, w2: Tensor, scales: tuple[Tensor, Tensor] | None) -> Experts:
         """Return FP8 experts with 128x128 scales, or bf16 ones without; they are copied into its own layout."""
-        config = self._config(w13, w2, scales, top_k, most)
-        name = "AMXBF16_MOE" if scales is None else "AMXFP8_MOE"
+        experts, hidden, inter = w2.shape
+        config = self.config(experts, hidden, inter)
+        kinds = {"gate": (w13, slice(0, inter)), "up": (w13, slice(inter, None)), "down": (w2, slice(None))}
+        for kind, (matrix, rows) in kinds.items():
+            setattr(config, f"{kind}_projs", [[matrix[e, rows].data_ptr() for e in range(experts)]])
+            if scales is None:
+                setattr(config, f"{kind}_scales", [[0] * experts])
+                continue
+            blocks = slice(rows.start and rows.start // 128, rows.stop and rows.stop // 128)
+            grids = [scales[kind == "down"][e, blocks].contiguous() for e in range(experts)]
+            self.alive += grids
+            setattr(config, f"{kind}_scales", [[grid.data_ptr() for grid in grids]])
+        if scales is not None:
+            config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 8, 128, False
+        return self.loaded("AMXBF16_MOE" if scales is None else "AMXFP8_MOE", config)
+
+    def config(self, experts: int, hidden: int, inter: int) -> Any:
+        """A description of a layer without its weights, which its caller keeps until the layer is loaded."""
+        here = torch.zeros(experts, dtype=torch.bool)
+        self.alive.append(here)
+        config = self.library.moe.MOEConfig(experts, self.top_k, hidden, inter, here.data_ptr())
+        config.layer_idx, config.pool, config.max_len = 0, self.pool.backend_, self.most
+        return config
+
+    def loaded(self, name: str, config: Any) -> Experts:
+        """The experts of a class, with copies of the weights that the description points to."""
         layer = getattr(self.library.moe, name)(config)
-        identity = torch.arange(w13.shape[0], dtype=torch.int64)
+        identity = torch.arange(config.expert_num, dtype=torch.int64)
         self.pool.submit(layer.load_weights_task(identity.data_ptr()))
         self.pool.sync()
 
@@ -183,23 +217,3 @@ class KtKernel:
             return out
 
         return run
-
-    def _config(self, w13: Tensor, w2: Tensor, scales: tuple[Tensor, Tensor] | None, top_k: int, most: int) -> object:
-        experts, hidden, inter = w2.shape
-        here = torch.zeros(experts, dtype=torch.bool)
-        config = self.library.moe.MOEConfig(experts, top_k, hidden, inter, here.data_ptr())
-        config.layer_idx, config.pool, config.max_len = 0, self.pool.backend_, most
-        kinds = {"gate": (w13, slice(0, inter)), "up": (w13, slice(inter, None)), "down": (w2, slice(None))}
-        self.alive.append(here)
-        for kind, (matrix, rows) in kinds.items():
-            setattr(config, f"{kind}_projs", [[matrix[e, rows].data_ptr() for e in range(experts)]])
-            if scales is None:
-                setattr(config, f"{kind}_scales", [[0] * experts])
-                continue
-            blocks = slice(rows.start and rows.start // 128, rows.stop and rows.stop // 128)
-            grids = [scales[kind == "down"][e, blocks].contiguous() for e in range(experts)]
-            self.alive += grids
-            setattr(config, f"{kind}_scales", [[grid.data_ptr() for grid in grids]])
-        if scales is not None:
-            config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 8, 128, False
-        return config

@@ -61,6 +61,13 @@ def described(results: dict[str, Any]) -> str:
 
 GGML = "ggml "
 """Prefix of the candidates of ggml."""
+BLOCKS = {GGML: ("ggml", "cpu_ms"), "vllm ": ("vLLM", "cpu_ms"), "kt-kernel ": ("kt-kernel", "wall_ms")}
+"""By prefix of candidates that hold the same blocks as ours of the same name: the project and the clock to compare.
+
+The processor time of kt-kernel includes a thread that spins until the others have finished."""
+CLOCKS = {"cpu_ms": "processor time", "wall_ms": "wall time"}
+COMPARED_ABOVE = ("bf16", "int8 w8a8")
+"""Formats that the first table compares already."""
 GOALS = {1: (1.0, 0.88), 4: (1.05, 0.0)}
 """By tokens: how many times our time every other project takes at least, and our share of pure reading."""
 
@@ -71,8 +78,8 @@ def goals(results: dict[str, Any]) -> str:
     for case in results["cases"]:
         by_name = {line["candidate"]: line for line in case["lines"]}
         peers = {name: line for name, line in by_name.items() if name not in YARDSTICKS and not name.startswith("ours")}
-        # Other weights or other accuracy.
-        peers = {name: line for name, line in peers.items() if "int8" not in name and not name.startswith(GGML)}
+        # Others have other weights or another accuracy.
+        peers = {name: line for name, line in peers.items() if name.endswith((" fp8", " bf16"))}
         if case["rows"] not in GOALS or not peers:
             continue
         own, (ahead, of_read) = by_name[OURS], GOALS[case["rows"]]
@@ -89,23 +96,30 @@ def goals(results: dict[str, Any]) -> str:
 
 
 def at_equal_bits(results: dict[str, Any]) -> str:
-    """The best variant of ggml over ours with the same blocks, and ours over our FP8; empty without ggml."""
-    lines = []
+    """The best variant of other projects over ours with the same blocks, and ours over our FP8; empty without them."""
+    return "\n\n".join(part for prefix in BLOCKS if (part := _against(results, prefix)))
+
+
+def _against(results: dict[str, Any], prefix: str) -> str:
+    """The table of one project. "too slow": left out for this number of rows only."""
+    project, clock = BLOCKS[prefix]
+    known = candidates_of(results)
+    lines: list[str] = []
+    names = [name.removeprefix("ours ") for name in known if name.startswith("ours ") and name != OURS]
+    names = [name for name in names if name not in COMPARED_ABOVE and f"{prefix}{name}" in known]
     for case in results["cases"]:
-        by_name = {line["candidate"]: line["cpu_ms"] for line in case["lines"]}
+        by_name = {line["candidate"]: line[clock] for line in case["lines"]}
         cells: dict[str, str] = {}
-        for name in (name for name in by_name if name.startswith("ours ") and name != OURS):
-            variants = [
-                by_name[each] for each in (f"{GGML}{name[5:]}", f"{GGML}{name[5:]} repacked") if each in by_name
-            ]
-            if variants:
-                cells[name[5:]] = f"{min(variants) / by_name[name]:.2f} / {by_name[OURS] / by_name[name]:.2f}"
+        for name in names:
+            variants = [by_name[each] for each in (f"{prefix}{name}", f"{prefix}{name} repacked") if each in by_name]
+            own = by_name.get(f"ours {name}")
+            cells[name] = f"{min(variants) / own:.2f} / {by_name[OURS] / own:.2f}" if variants and own else "too slow"
         if cells:
             lines = lines or [" | ".join(["tokens", "routing", *cells]), " | ".join(["---"] * (len(cells) + 2))]
             lines.append(" | ".join([str(case["rows"]), case["skew"], *cells.values()]))
     if not lines:
         return ""
-    what = "With the same blocks, in processor time: the best variant of ggml / ours, then our FP8 / ours."
+    what = f"With the same blocks, in {CLOCKS[clock]}: the best variant of {project} / ours, then our FP8 / ours."
     return f"{what}\n\n" + "\n".join(f"| {line} |" for line in lines)
 
 
