@@ -103,7 +103,8 @@ class WaitingForHosts(Waiting):
     def _look(self, peer: int) -> None:
         lost = self._proxy.lost
         if self._proxy.fault is not None:
-            self._verdict = f"the proxy of this rank has failed: {self._proxy.fault}"
+            fault = self._proxy.fault
+            self._verdict = f"the proxy of this rank has failed: {str(fault) or type(fault).__name__}"
         elif lost:
             # Whoever is awaited may have met it first and given up: the one that was lost is named.
             self._dead = next(iter(lost))

@@ -12,7 +12,9 @@ rank that connected reconnects for a while (`RESUME_S`), and both continue where
     called    drops its old link, then answers with the number it has applied       nor over this one
     both      number on from there, and send what the other has not applied         each group is applied exactly once
 
-A frame that is refused ends a link for good, and so does a peer that does not come back.
+A frame that is refused ends a link for good, and so does a peer that does not come back. The same holds for threads
+that were stopped and are restarted: all state of commands and peers is in the exchanges. A thread that an exception
+ends within a step leaves a fault, which ends the calls of this rank; its peers lose their links to it.
 """
 
 from __future__ import annotations
@@ -118,9 +120,8 @@ class Proxy:
 
     def start(self, addresses: Mapping[int, Address]) -> None:
         """Start the threads; they take calls from here on. addresses: of all peers."""
-        self._addresses, count = dict(addresses), self.settings.threads
-        self._workers = [Worker(self._exchanges[n::count], self._note_link, self._note_fault) for n in range(count)]
-        self._workers[0].listen(self._door)
+        self._addresses = dict(addresses)
+        self._workers = [self._worker(number) for number in range(self.settings.threads)]
         for worker in self._workers:
             worker.start()
 
@@ -171,6 +172,26 @@ class Proxy:
         """Whether everything committed has been confirmed."""
         return all(channel.is_idle for channel in self.channels)
 
+    def stop(self) -> None:
+        """End the threads between two of their steps, without a goodbye: commands wait, and links end."""
+        for worker in self._workers:
+            worker.stop()
+
+    def restart(self) -> None:
+        """Replace threads that have ended: links are resumed, and what no peer has applied is sent again.
+
+        Peers wait for it as long as for a link that has ended. A thread that was ended within a step by an exception
+        cannot be replaced, since what it had applied is not certain.
+        Raises LinkError after such a fault, and after `close`.
+        """
+        if self.fault is not None:
+            raise LinkError(f"the proxy of rank {self.rank} has failed: {self.fault!r}")
+        if self._closing.is_set():
+            raise LinkError(f"the proxy of rank {self.rank} was closed")
+        for number, worker in enumerate(self._workers):
+            if not worker.is_alive:
+                self._replace(number)
+
     def close(self, patience_s: float) -> None:
         """Wait a while until all is confirmed by the peers that are still there, then end."""
         until = self._clock() + patience_s
@@ -197,6 +218,23 @@ class Proxy:
     def _ring(self) -> CommandRing:
         capacity = self.settings.ring_capacity
         return CommandRing(torch.zeros(ring_bytes(capacity), dtype=torch.uint8, device="cpu"), capacity)
+
+    def _worker(self, number: int) -> Worker:
+        exchanges = self._exchanges[number :: self.settings.threads]
+        worker = Worker(exchanges, self._note_link, self._note_fault)
+        if number == 0:
+            worker.listen(self._door)
+        return worker
+
+    def _replace(self, number: int) -> None:
+        """Serve the channels of a thread that has ended by another one; their links ended with it."""
+        self._workers[number] = self._worker(number)
+        self._workers[number].start()
+        ended = LinkEnded("the thread that served it has ended")
+        for channel in self.channels[number :: self.settings.threads]:
+            for peer in self._peers:
+                if (peer, channel.number) in self._joined and peer not in self.left:
+                    self._note_link(peer, channel.number, ended)
 
     def _worker_of(self, channel: int) -> Worker:
         return self._workers[channel % self.settings.threads]

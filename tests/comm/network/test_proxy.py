@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 import threading
@@ -147,6 +148,63 @@ def test_links_of_three_ranks_that_are_cut_again_and_again_miss_and_repeat_nothi
         sums = [sum(range(last + 1)) for last in written]
         assert [proxy.window.counters.value(0) for proxy in made] == [sum(sums) - own for own in sums]
         assert not any(proxy.lost for proxy in made)
+
+
+@pytest.mark.row(148)
+@pytest.mark.parametrize("ranks,threads", [(2, 1), (3, 2)])
+def test_a_proxy_that_is_stopped_and_restarted_again_and_again_misses_and_repeats_nothing(
+    ranks: int, threads: int
+) -> None:
+    """All ranks send to all at once while the threads of one proxy after another end, and others take their place."""
+    draw, written, is_enough = random.Random(ranks), [0] * ranks, threading.Event()
+    with proxies(ranks, ProxySettings(channels=2, threads=threads)) as made:
+
+        def write(proxy: Proxy) -> None:
+            while written[proxy.rank] < 300 or not is_enough.is_set():
+                written[proxy.rank] += 1
+                number = written[proxy.rank]
+                for peer in set(range(ranks)) - {proxy.rank}:
+                    commit(proxy, put(peer, 0, 100 * (number % 90), 100), add(peer, 0, number), channel=number % 2)
+
+        producers = [threading.Thread(target=write, args=(proxy,)) for proxy in made]
+        for producer in producers:
+            producer.start()
+        for _ in range(20):
+            proxy = draw.choice(made)
+            proxy.stop()
+            assert not any(worker.is_alive for worker in proxy._workers)
+            time.sleep(draw.choice((0.0, 0.01, 0.05)))
+            proxy.restart()
+            before = [each.window.counters.value(0) for each in made]
+            wait_for(lambda b=before: all(p.window.counters.value(0) > n for p, n in zip(made, b, strict=True)))
+            assert not any(each.lost for each in made), [each.lost for each in made]
+        is_enough.set()
+        for producer in producers:
+            producer.join()
+        wait_for(lambda: all(proxy.is_idle for proxy in made))
+        sums = [sum(range(last + 1)) for last in written]
+        assert [proxy.window.counters.value(0) for proxy in made] == [sum(sums) - own for own in sums]
+        assert not any(proxy.lost or proxy.fault for proxy in made)
+
+
+def end_thread(thread: threading.Thread) -> None:
+    """Raise SystemExit in a thread wherever it is, as an error in a library or an interpreter that ends does."""
+    assert thread.ident is not None
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)) == 1
+
+
+@pytest.mark.row(148)
+def test_a_proxy_whose_thread_was_killed_reports_a_fault_and_is_not_restarted() -> None:
+    with proxies(2, ProxySettings(channels=1), resume_s=0.5) as (zero, one):
+        commit(zero, store(1, 0, 1))
+        wait_for(lambda: zero.is_idle)
+        end_thread(zero._workers[0]._thread)
+        wait_for(lambda: zero.fault is not None and 0 in one.lost)
+        assert isinstance(zero.fault, SystemExit)
+        with pytest.raises(LinkError, match=r"the proxy of rank 0 has failed: SystemExit"):
+            zero.restart()
+    with pytest.raises(LinkError, match=r"the proxy of rank 1 was closed"):
+        one.restart()
 
 
 def test_a_link_that_ends_again_and_again_without_progress_is_given_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from moe_mk.comm.threads import ThreadWorld
 from moe_mk.comm.traffic import Nodes
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
-from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
+from moe_mk.errors import CommError, ConfigError, ShapeError, UnsupportedError
 from moe_mk.flight import wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE, TransportContext
 from moe_mk.prepare_finalize.one_sided.network import NetworkBufferSlot, NetworkRegion, OneSidedNetwork
@@ -27,6 +28,7 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.runner import run_dual
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing
+from moe_mk.trace.clock import now
 from tests.support import one_sided_ranks
 from tests.support.layers import HIDDEN as LAYER_HIDDEN
 from tests.support.layers import layer
@@ -162,6 +164,66 @@ def layers_of_one_model(rank: int) -> dict[str, object]:
 
 def test_layers_of_the_same_groups_share_windows_and_proxies(world: RankWorld) -> None:
     assert world.call(layers_of_one_model) == [{"equal": True, "slots": 1, "shared": True}] * RANKS
+
+
+def call_until_a_proxy_is_killed(rank: int, victim: int, per_node: int, within: str) -> dict[str, object]:
+    """Calls with values checked; in call 10 the thread of one rank's proxy is ended. What each rank then raises."""
+    comm = world_comm()
+    wait(comm.recover())
+    transport = OneSidedNetwork(replace(context(comm), ranks_per_node=per_node))
+    expected = PREPARE_FINALIZE["all_to_all"](replace(context(comm), ranks_per_node=per_node))
+    equal = 0
+    for call in range(20):
+        batch = drawn(100 * call + rank, (3 * call + 5 * rank) % 11, torch.float32)
+        y_TH = wait(there_and_back(expected, *batch)) if call < 10 else None
+        flight = there_and_back(transport, *batch)
+        if call == 10 and rank == victim:
+            for _ in range(2 if within == "combine" else 0):
+                next(flight)
+            end_proxy_of(transport)
+        start = now()
+        try:
+            equal += torch.equal(wait(flight), y_TH if y_TH is not None else batch[0])
+        except CommError as error:
+            seconds = now() - start
+            return {"call": call, "equal": equal, "s": seconds, "rank": error.rank, "phase": error.phase,
+                    "peer": error.peer, "text": str(error)}  # fmt: skip
+    return {"text": "nobody was killed"}
+
+
+def compare_after_recovery(rank: int, per_node: int) -> list[str]:
+    wait(world_comm().recover())
+    return compare_with_all_to_all(rank, per_node)
+
+
+def end_proxy_of(transport: OneSidedNetwork) -> None:
+    """Raise SystemExit in every thread of a rank's proxy, wherever it is, and let it end."""
+    (buffer,) = transport._pool.slots
+    assert isinstance(buffer, NetworkBufferSlot)
+    for worker in buffer.heap.proxy._workers:
+        thread = worker._thread
+        assert thread.ident is not None
+        ended = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        assert ended == 1
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.row(148)
+@pytest.mark.parametrize("victim,per_node,within", [(0, 1, "dispatch"), (3, 1, "combine"), (2, 2, "dispatch")])
+def test_a_killed_proxy_ends_the_call_of_every_rank_in_an_error_that_names_it(
+    world: RankWorld, victim: int, per_node: int, within: str
+) -> None:
+    for rank, found in enumerate(world.call(call_until_a_proxy_is_killed, victim, per_node, within, timeout_s=50.0)):
+        text = str(found["text"])
+        assert found["rank"] == rank and found["phase"] in ("dispatch", "combine") and found["peer"] != rank, text
+        assert 9 <= found["call"] <= 10 and found["equal"] == min(found["call"], 10), text
+        assert found["s"] < 10.0, "the timeout is 30 s"
+        if rank == victim:
+            assert "the proxy of this rank has failed: SystemExit" in text
+        else:
+            assert found["peer"] == victim or f"rank {victim}" in text, text
+    assert world.call(compare_after_recovery, per_node) == [[]] * RANKS, "the group can be used again"
 
 
 # Last of all: the world does not outlive it.
