@@ -188,7 +188,7 @@ def call_until_a_proxy_is_killed(rank: int, victim: int, per_node: int, within: 
             seconds = now() - start
             return {"call": call, "equal": equal, "s": seconds, "rank": error.rank, "phase": error.phase,
                     "peer": error.peer, "text": str(error)}  # fmt: skip
-    return {"text": "nobody was killed"}
+    return {"text": "no call failed"}
 
 
 def compare_after_recovery(rank: int, per_node: int) -> list[str]:
