@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experts_cpu_candidates import ours, packed
 from experts_cpu_clock import FEW, PAUSE, clocked, settle
 from experts_cpu_formats import format_candidates
-from experts_cpu_peers import Experts, KtKernel, Weights, load_vllm, vllm_bf16, vllm_fp8
+from experts_cpu_peers import Experts, KtKernel, Weights, expect_agreement, load_vllm, vllm_bf16, vllm_fp8
 
 from moe_mk.cli.outputs import output_file
 from moe_mk.errors import UnsupportedError
@@ -195,6 +195,7 @@ def one_case(
     for name, run in candidates.items():
         own = references[name](*(part[:judged] for part in batch)) if name in references else wanted
         errors[name] = ((run(*batch)[:judged].float() - own).norm() / own.norm()).item()
+    expect_agreement(errors)
     calls: dict[str, Callable[[], object]] = {
         f"read {way}": (lambda way=way: read_weights(native, weights, probe.threads, way)) for way in range(READ_WAYS)
     }

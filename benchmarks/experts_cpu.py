@@ -33,14 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experts_cpu_candidates import gather_candidates
 from experts_cpu_clock import FEW, Times, Yardsticks, measure
-from experts_cpu_peers import Experts, Weights
+from experts_cpu_peers import Experts, Weights, expect_agreement
 from experts_cpu_report import plot, table
 
 from moe_mk.cli.outputs import output_file
 from moe_mk.kernels.native import Native, load
-
-LARGEST_ERROR = 0.05
-"""Of any candidate against f32 with its weights; tokens rounded to INT8 or FP8 cost 0.02 to 0.04."""
 
 
 def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, Tensor]:
@@ -150,14 +147,6 @@ def one_case(
     flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
     lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")
     return {"rows": tokens, "skew": skew, "experts_hit": batch[1].unique().numel(), "lines": lines}
-
-
-def expect_agreement(errors: dict[str, float]) -> None:
-    """Raise ValueError before the measurement if a result is not that of the candidate's weights, or NaN."""
-    wrong = {name: error for name, error in errors.items() if not error < LARGEST_ERROR}
-    if wrong:
-        listed = ", ".join(f"{name} {error:.1e}" for name, error in wrong.items())
-        raise ValueError(f"L2 errors against f32 with the same weights are {LARGEST_ERROR} at most, got {listed}")
 
 
 def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:

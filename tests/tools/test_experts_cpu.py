@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from experts_cpu import LARGEST_ERROR, expect_agreement  # noqa: E402
 from experts_cpu_clock import STEP, settle  # noqa: E402
+from experts_cpu_peers import LARGEST_ERROR, expect_agreement  # noqa: E402
 from experts_cpu_report import GGML, OURS, at_equal_bits, goals, section  # noqa: E402
 from experts_cpu_stored_peers import awq, kt_candidates, kt_scales, vllm_candidates  # noqa: E402
 
