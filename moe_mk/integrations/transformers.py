@@ -28,7 +28,9 @@ from moe_mk.integrations.hf.blocks import LAYER, PatchedForward, blocks_of, laye
 from moe_mk.integrations.hf.fp8 import cpu_fp8
 from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
 from moe_mk.integrations.hf.op import ExpertsFunction, fp8_registry, function_of, parallel_registry, refuse_others
+from moe_mk.integrations.hf.packed import PackedModule, PackedReport, replace_experts
 from moe_mk.integrations.hf.plan import ModulePlan, enter, keep_only_plan, plan_of
+from moe_mk.integrations.hf.without_experts import model_without_experts
 from moe_mk.oracle.verdict import Verdict, explain_pairs
 from moe_mk.text import WIDTH, amount, terminal_width
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED
@@ -102,8 +104,9 @@ def report_of(path: str, plan: ModulePlan, held_bytes: int) -> ModuleReport:
 
 
 __all__ = [
-    "ModelReport", "ModuleReport", "config_from_hf", "cpu_fp8", "explain", "patch_blocks", "patched_blocks", "prepare",
-    "register", "unpatch_blocks",
+    "ModelReport", "ModuleReport", "PackedModule", "PackedReport", "config_from_hf", "cpu_fp8", "explain",
+    "model_without_experts", "patch_blocks", "patched_blocks", "prepare", "register", "replace_experts",
+    "unpatch_blocks",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A tiny random DeepSeek-V3 in transformers' layout, stored as FP8, to try the integration.
+"""A tiny random DeepSeek-V3 in transformers' layout, stored as FP8 or with packed experts, to try the integration.
 
 The weights have a large spread, so that the experts determine the next token: with the usual 0.02 a model
 generates the same tokens whatever its experts compute.
@@ -7,6 +7,7 @@ generates the same tokens whatever its experts compute.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.grouped import GROUPED
+from moe_mk.weights.dialects import quantization_config
+from moe_mk.weights.packed_layouts import pack
 
 SPREAD = 0.3
 VOCABULARY = 96
@@ -79,7 +83,34 @@ def write_fp8_checkpoint(folder: str | Path, seed: int = 0) -> Path:
         else:
             tensors[name] = tensor
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
-    _state_fp8(folder / "config.json")
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    _state(folder / "config.json", quantization)
+    return folder
+
+
+def write_packed_checkpoint(folder: str | Path, quant: str = "int4_g32", seed: int = 0) -> Path:
+    """Write the model with routed experts of integers in groups, as compressed-tensors names them, the rest in bf16.
+
+    quant: int4_g32, int8_g128_zp, ...; zero points are written where its name has them.
+    """
+    folder = Path(folder)
+    tiny_model(seed, torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    scheme, tensors = GROUPED[quant], dict[str, Tensor]()
+    for name, tensor in _saved(folder).items():
+        if ".experts." not in name:
+            tensors[name] = tensor
+            continue
+        held = pack("compressed_tensors", scheme.quantize(tensor.float()))
+        words = {"": "weight_packed", "scale": "weight_scale", "zeros": "weight_zero_point", "shape": "weight_shape"}
+        prefix = name.removesuffix("weight")
+        tensors |= {prefix + word: held[part].contiguous() for part, word in words.items() if part in held}
+    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
+    _state(folder / "config.json", quantization_config(quant, (128, 128), packing="compressed_tensors"))
     return folder
 
 
@@ -89,12 +120,7 @@ def _saved(folder: Path) -> dict[str, Tensor]:
     return load_file(str(folder / "model.safetensors"))
 
 
-def _state_fp8(file: Path) -> None:
+def _state(file: Path, quantization: Mapping[str, Any]) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
+    config["quantization_config"] = dict(quantization)
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")

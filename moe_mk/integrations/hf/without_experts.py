@@ -1,0 +1,148 @@
+"""A model of a packed checkpoint with its experts on the meta device, and everything else loaded.
+
+transformers needs the library of each quantisation to load such a checkpoint, and expands what it cannot keep packed.
+Here packed matrices outside of the experts, such as those of attention in AWQ models, are decoded to the dtype of the
+model; the experts are left to `replace_experts`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from moe_mk.config.hf import quant_from_hf
+from moe_mk.errors import UnsupportedError, WeightError
+from moe_mk.integrations.hf.modules import is_experts
+from moe_mk.quant.kinds import WEIGHT_ONLY_KINDS, scheme_of_kind
+from moe_mk.weights.completeness import some
+from moe_mk.weights.gguf_source import is_gguf
+from moe_mk.weights.packed_layouts import unpack
+from moe_mk.weights.source import SafetensorsSource
+
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "compressed-tensors": {"": "weight_packed", "scale": "weight_scale", "zeros": "weight_zero_point"},
+    "gptq": {"": "qweight", "scale": "scales", "zeros": "qzeros", "order": "g_idx"},
+    "awq": {"": "qweight", "scale": "scales", "zeros": "qzeros"},
+}
+"""The tensors of a packed matrix by quant_method."""
+
+
+@torch.no_grad()
+def model_without_experts(
+    path: str | PathLike[str], *, dtype: torch.dtype = torch.bfloat16, config: PretrainedConfig | None = None
+) -> Any:
+    """The causal model of a checkpoint folder on the CPU, in evaluation mode, its experts on the meta device.
+
+    dtype: of all parameters, except those that the model keeps in f32. config: None reads config.json.
+    Raises ConfigError for a quantisation that is not supported, UnsupportedError for a GGUF file and for a model
+    without experts, WeightError listing all parameters that the checkpoint lacks or has in another shape.
+    """
+    if is_gguf(path):
+        raise UnsupportedError(
+            f"{path} is a GGUF model, whose other tensors transformers reads",
+            ["load it with from_pretrained(folder, gguf_file=name), then call replace_experts"],
+        )
+    config = copy.deepcopy(AutoConfig.from_pretrained(path) if config is None else config)
+    quant = dict(getattr(config, "quantization_config", None) or {})
+    packing = _Packing(SafetensorsSource(path), quant, str(path))
+    if quant:
+        del config.quantization_config
+    with _parameters_on_meta():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    inside = tuple(f"{name}." for name, module in model.named_modules() if is_experts(module))
+    if not inside:
+        raise UnsupportedError(f"{type(model).__name__} has no experts module that transformers dispatches")
+    _load_rest(model, packing, inside, dtype)
+    empty = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
+    if empty:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be built without its experts",
+            [f"{len(empty)} buffers are neither in the checkpoint nor computed from the config: {some(empty)}"],
+        )
+    model.tie_weights()
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Context in which modules register parameters on the meta device, and real buffers; one thread at a time."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, None if param is None else nn.Parameter(param.to("meta"), param.requires_grad))
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        with _EmptyOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """`torch.empty` without a device allocates nothing: modules make their large parameters with it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _load_rest(model: Any, packing: _Packing, inside: tuple[str, ...], dtype: torch.dtype) -> None:
+    """Load everything outside of the experts; raises WeightError before the model is used."""
+    wide = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    tied = set(model._tied_weights_keys or ()) if model.config.get_text_config().tie_word_embeddings else set()
+    missing, wrong = [], []
+    for name, held in list(model.state_dict().items()):
+        if name.startswith(inside):
+            continue
+        owner, _, leaf = name.rpartition(".")
+        tensor = packing.find(name, torch.float32 if any(word in name for word in wide) else dtype)
+        if tensor is None and name not in tied:
+            missing.append(name)
+        elif tensor is not None and tensor.shape != held.shape:
+            wrong.append(f"{name} is {list(tensor.shape)}, expected {list(held.shape)}")
+        elif tensor is not None:
+            module = model.get_submodule(owner)
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                module._buffers[leaf] = tensor
+    problems = [f"{len(missing)} parameters are missing: {some(missing)}"] if missing else []
+    problems += [f"{len(wrong)} parameters are of a wrong shape: {some(wrong)}"] if wrong else []
+    if problems:
+        lines = "".join(f"\n  - {line}" for line in problems)
+        raise WeightError(f"{packing.where} has not all of {type(model).__name__}:{lines}")
+
+
+class _Packing:
+    """The tensors of a checkpoint by the names of parameters, packed ones decoded."""
+
+    def __init__(self, source: SafetensorsSource, quant: Mapping[str, Any], where: str) -> None:
+        self.source, self.where, self._names = source, where, source.names()
+        kind = str(quant_from_hf(quant, where)["weights"]) if quant else ""
+        self._scheme = scheme_of_kind(kind) if kind in WEIGHT_ONLY_KINDS else None
+        self._method = str(quant.get("quant_method", ""))
+        self._words = WORDS.get(self._method, {})
+
+    def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A copy in a dtype; None if there is neither the tensor nor a packed matrix."""
+        if name in self._names:
+            return self.source.open(name).to(dtype, copy=True)
+        folder = name.removesuffix("weight")
+        parts = {part: folder + word for part, word in self._words.items() if folder + word in self._names}
+        if self._scheme is None or not name.endswith(".weight") or not {"", "scale"} <= parts.keys():
+            return None
+        opened = {part: (full, self.source.open(full)) for part, full in parts.items()}
+        found = unpack(self._method.replace("-", "_"), self._scheme, opened)
+        matrix = found.q.dequantize(dtype)
+        return matrix if found.order_K is None else matrix[:, torch.argsort(found.order_K)].contiguous()

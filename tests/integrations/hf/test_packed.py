@@ -1,0 +1,296 @@
+"""Experts of packed checkpoints run as they are stored, in models of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
+
+import transformers
+
+from moe_mk.errors import ConfigError, UnsupportedError, WeightError
+from moe_mk.integrations.hf.packed import PackedExperts
+from moe_mk.integrations.hf.tiny import tiny_model, write_packed_checkpoint
+from moe_mk.integrations.transformers import model_without_experts, replace_experts
+from moe_mk.quant.grouped import GROUPED
+from moe_mk.verify.compare import ALL_TOKENS, error_of
+from moe_mk.weights import write_checkpoint
+from moe_mk.weights.packed_layouts import pack
+from tests.integrations.hf.cases import generate, logits, prompt
+from tests.integrations.hf.packed import (
+    EXPERTS,
+    MOE_LAYERS,
+    SIZE,
+    PeakBytes,
+    bytes_of_experts,
+    decoded_model,
+    family_model,
+    shape_of,
+    write_gguf_model,
+    write_packed,
+)
+
+MATRICES = 3 * EXPERTS * len(MOE_LAYERS)
+BF16 = 2 * MATRICES * SIZE * SIZE
+KINDS = {"int4_g32": "int4_g32", "int8_g128_zp": "int8_g128_zp", "awq": "int4_g128_zp", "gptq": "int4_g128"}
+CASES = [(family, quant) for family in ("deepseek_v3", "qwen3_moe") for quant in KINDS]
+Written = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """A checkpoint of a family and a format, written once; to be read only."""
+    root = tmp_path_factory.mktemp("packed")
+
+    def of(family: str, quant: str) -> Path:
+        folder = root / family / quant
+        if not folder.exists():
+            write_gguf_model(folder, quant) if quant.startswith("q") else write_packed(folder, family, quant)
+        return folder
+
+    return of
+
+
+def packed_modules(model: nn.Module) -> list[PackedExperts]:
+    return [module for module in model.modules() if isinstance(module, PackedExperts)]
+
+
+@pytest.mark.parametrize(("family", "quant"), CASES)
+def test_a_packed_model_equals_transformers_with_the_decoded_weights(family: str, quant: str, written: Written) -> None:
+    folder = written(family, quant)
+    model = model_without_experts(folder, dtype=torch.float32)
+    assert bytes_of_experts(model) == 0 and not model.training
+    report = replace_experts(model, folder)
+    scheme = GROUPED[KINDS[quant]]
+    assert {module.format for module in report.modules} == {scheme.name}
+    assert [module.path for module in report.modules] == [f"model.layers.{n}.mlp.experts" for n in MOE_LAYERS]
+    assert (report.num_bytes, report.bf16_bytes) == (MATRICES * scheme.num_bytes(SIZE, SIZE), BF16)
+    assert all(module.mapped == (quant not in ("awq", "gptq")) for module in report.modules)
+    wanted, ids = decoded_model(folder, family), prompt()
+    assert torch.allclose(logits(model, ids), logits(wanted, ids), rtol=1e-5, atol=1e-5)
+    assert generate(model, ids) == generate(wanted, ids)
+
+
+@pytest.mark.parametrize(("family", "quant"), [*CASES, ("qwen3_moe", "q4_k"), ("qwen3_moe", "q8_0")])
+def test_native_experts_in_bf16_are_as_near_as_their_formats_allow(family: str, quant: str, written: Written) -> None:
+    folder = written(family, quant)
+    model = decoded_model(folder, family)
+    wanted = model.model.layers[1].mlp.experts
+    x_TH = torch.randn((20, SIZE), generator=torch.Generator().manual_seed(0))
+    ids_TK = torch.rand((20, EXPERTS), generator=torch.Generator().manual_seed(1)).argsort(dim=1)[:, :2]
+    weights_TK = torch.tensor([[0.7, 0.3]]).expand(20, 2)
+    with torch.no_grad():
+        expected = wanted(x_TH, ids_TK, weights_TK)
+    replace_experts(model.to(torch.bfloat16), folder, experts="cpu_native")
+    ours = packed_modules(model)[0]
+    with torch.no_grad():
+        got = ours(x_TH.bfloat16(), ids_TK, weights_TK.bfloat16()).float()
+    assert 0 < float((got - expected).norm() / expected.norm()) < ALL_TOKENS * error_of(ours.layer.decision)
+
+
+@pytest.mark.parametrize("experts", ["cpu_native", "torch_cpu"])
+@pytest.mark.parametrize("quant", ["int4_g32", "awq"])
+def test_no_more_than_the_packed_bytes_are_allocated(quant: str, experts: str, written: Written) -> None:
+    folder = written("qwen3_moe", quant)
+    replace_experts(model_without_experts(folder), folder, experts=experts)  # kernels are checked at their first use
+    with PeakBytes() as built:
+        model = model_without_experts(folder)
+    with PeakBytes() as replaced:
+        report = replace_experts(model, folder, experts=experts)
+    rest = sum(parameter.nbytes for parameter in model.parameters())
+    assert built.peak < 1.5 * rest + 2**16, "the experts take no part in building the model"
+    # cpu_native aligns each of two stacks a layer to 2 MiB, without touching what is beyond the weights.
+    aligned = 2 * len(MOE_LAYERS) * 2**21 if experts == "cpu_native" else 0
+    # The packed layers, the tensors of one layer as they are read, and one matrix that is being converted.
+    limit = report.num_bytes * (1 + 1 / len(MOE_LAYERS)) + 8 * SIZE * SIZE
+    assert replaced.peak - aligned < limit < 0.5 * BF16
+
+
+def test_the_experts_of_a_loaded_model_are_freed(written: Written) -> None:
+    folder = written("qwen3_moe", "q4_k")
+    model, ids = decoded_model(folder, "qwen3_moe"), prompt()
+    own, wanted = model.model.layers[1].mlp.experts, logits(model, ids)
+    assert bytes_of_experts(model) == 2 * BF16
+    report = replace_experts(model, folder / "model.gguf")
+    assert own.down_proj.device.type == own.gate_up_proj.device.type == "meta"
+    assert bytes_of_experts(model) == 0 and report.num_bytes == MATRICES * SIZE * 144
+    assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5)
+    text = str(report)
+    assert "2 experts modules packed" in text and "q4_k" in text and "memory-mapped" in text
+    assert json.loads(json.dumps(report.as_dict()))["modules"][1]["down_format"] == "q4_k"
+
+
+def test_a_deepseek_file_is_read_too(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, shape_of("deepseek_v3", "q5_k"), seed=2, threads=1)
+    model, ids = decoded_model(tmp_path, "deepseek_v3"), prompt()
+    wanted = logits(model, ids)
+    assert {module.format for module in replace_experts(model, tmp_path / "model.gguf").modules} == {"q5_k"}
+    assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_mixed_types_of_gguf_are_read_by_projection(written: Written) -> None:
+    folder = written("qwen3_moe", "q4_k_m")
+    model, ids = decoded_model(folder, "qwen3_moe"), prompt()
+    wanted = logits(model, ids)
+    report = replace_experts(model, folder)
+    assert {(module.format, module.down_format) for module in report.modules} == {("q4_k", "q6_k")}
+    assert report.num_bytes == EXPERTS * len(MOE_LAYERS) * SIZE * (2 * 144 + 210)
+    assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5) and "down q6_k" in str(report)
+
+
+def test_a_gguf_model_that_transformers_expanded_is_packed_again(written: Written) -> None:
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate: pip install accelerate")
+    folder, ids = written("qwen3_moe", "q4_k"), prompt()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file="model.gguf", dtype=torch.float32, config=family_model("qwen3_moe").config
+    )
+    wanted = logits(model, ids)
+    replace_experts(model, folder / "model.gguf")
+    assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5)
+
+
+def copy_with(folder: Path, target: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    """A copy of a checkpoint with other tensors and another config.json."""
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_packed_matrices_outside_of_the_experts_are_decoded(written: Written, tmp_path: Path) -> None:
+    name, decoded = "model.layers.2.self_attn.q_proj.", []
+
+    def change(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        q = GROUPED["int4_g128_zp"].quantize(tensors.pop(f"{name}weight"))
+        decoded.append(q.dequantize(torch.float32))
+        words = {"": "qweight", "scale": "scales", "zeros": "qzeros"}
+        tensors |= {name + words[part]: tensor.contiguous() for part, tensor in pack("awq", q).items()}
+
+    folder = copy_with(written("qwen3_moe", "awq"), tmp_path, change)
+    model = model_without_experts(folder, dtype=torch.float32)
+    assert torch.equal(model.model.layers[2].self_attn.q_proj.weight, decoded[0])
+
+
+def test_parameters_that_a_checkpoint_lacks_are_listed(written: Written, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        del tensors["model.norm.weight"], tensors["model.layers.1.mlp.gate.weight"]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:3].clone()
+
+    folder = copy_with(written("deepseek_v3", "int4_g32"), tmp_path, change)
+    with pytest.raises(WeightError, match=r"2 parameters are missing: .*gate\.weight(.|\n)*lm_head.* \[3, 256\]"):
+        model_without_experts(folder)
+
+
+def test_the_bias_of_the_gate_stays_in_f32(written: Written) -> None:
+    model = model_without_experts(written("deepseek_v3", "int4_g32"))
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.dtype is torch.float32
+    assert model.model.layers[1].mlp.gate.weight.dtype is torch.bfloat16
+
+
+def test_every_reason_of_every_module_is_listed_and_nothing_is_changed(written: Written) -> None:
+    model = tiny_model(num_hidden_layers=4, hidden_size=SIZE)
+    before = bytes_of_experts(model)
+    with pytest.raises(UnsupportedError) as caught:
+        replace_experts(model, written("deepseek_v3", "int4_g32"))
+    text = "\n".join(caught.value.reasons)
+    assert "model.layers.1.mlp.experts (DeepseekV3Experts): the module has num_experts=8" in text
+    assert "model.layers.2.mlp.experts" in text and "the checkpoint has no blocks of experts for layer 3" in text
+    assert bytes_of_experts(model) == before and not packed_modules(model)
+
+
+@pytest.mark.parametrize(
+    ("quant", "reason"),
+    [
+        ("bf16", "experts are bf16 in the checkpoint; use experts_implementation='moe_mk'"),
+        ("fp8", r"experts are fp8_block .* int4 and int8 in groups and q4_0(.|\n)*inside cpu_fp8"),
+        ("int8", "experts are int8 in the checkpoint; packed are"),
+    ],
+)
+def test_other_formats_are_refused_with_what_reads_them(quant: str, reason: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, shape_of("deepseek_v3", quant), threads=1)
+    with pytest.raises(UnsupportedError, match=reason):
+        replace_experts(family_model("deepseek_v3"), tmp_path)
+
+
+def test_what_packed_experts_do_not_compute_is_named(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = family_model("qwen3_moe"), written("qwen3_moe", "int4_g32")
+    experts = model.model.layers[2].mlp.experts
+    monkeypatch.setattr(experts, "has_bias", True)
+    experts.act_fn = nn.Tanh()
+    with pytest.raises(UnsupportedError, match=r"layers\.2.* has biases(.|\n)*layers\.2.* has a custom gate"):
+        replace_experts(model, folder)
+    with pytest.raises(ConfigError, match="unknown kernel setting 'expert'"):
+        replace_experts(model, folder, expert="cpu_native")
+
+
+def test_models_that_are_not_loaded_or_were_replaced_are_refused(written: Written) -> None:
+    folder = written("qwen3_moe", "int4_g32")
+    with torch.device("meta"):
+        empty = family_model("qwen3_moe")
+    with pytest.raises(UnsupportedError, match=r"parameters outside of its experts are on the meta device"):
+        replace_experts(empty, folder)
+    model = model_without_experts(folder)
+    replace_experts(model, folder)
+    with pytest.raises(UnsupportedError, match="its experts were replaced before"):
+        replace_experts(model, folder)
+    with pytest.raises(UnsupportedError, match="gguf_file=name"):
+        model_without_experts(written("qwen3_moe", "q4_k"))
+
+
+def test_a_format_that_config_json_contradicts_is_refused(written: Written, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        config["quantization_config"] |= {"group_size": 64}
+
+    folder = copy_with(written("qwen3_moe", "awq"), tmp_path, change)
+    with pytest.raises(UnsupportedError, match="tensors are int4_g128_zp, and quantization_config states int4_g64_zp"):
+        replace_experts(family_model("qwen3_moe"), folder)
+
+
+def test_a_group_as_long_as_a_row_is_read(tmp_path: Path) -> None:
+    folder = write_packed_checkpoint(tmp_path, "int8_g128_zp")
+    report = replace_experts(model_without_experts(folder), folder)
+    assert report.num_bytes == 2 * 8 * 3 * GROUPED["int8_g128_zp"].num_bytes(128, 128)
+
+
+def test_a_damaged_checkpoint_leaves_the_model_as_it_was(written: Written, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        tensors["model.layers.2.mlp.experts.3.up_proj.weight_scale"][5, 1] = float("nan")
+
+    folder = copy_with(written("qwen3_moe", "int4_g32"), tmp_path, change)
+    model = decoded_model(written("qwen3_moe", "int4_g32"), "qwen3_moe")
+    wanted = logits(model, prompt())
+    with pytest.raises(WeightError, match=r"experts\.3\.up_proj"):
+        replace_experts(model, folder)
+    assert torch.equal(logits(model, prompt()), wanted) and not packed_modules(model)
+
+
+def test_a_replaced_model_compiles_into_one_graph_and_runs_long_batches(written: Written) -> None:
+    folder, ids = written("qwen3_moe", "int4_g32"), prompt()
+    model = model_without_experts(folder, dtype=torch.float32)
+    replace_experts(model, folder, max_num_tokens=5)
+    wanted = logits(decoded_model(folder, "qwen3_moe"), ids)
+    assert torch.allclose(logits(model, ids), wanted, rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.allclose(logits(compiled, ids), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_replaced_model_is_not_trained_saved_or_moved(written: Written, tmp_path: Path) -> None:
+    folder = written("qwen3_moe", "int4_g32")
+    model = model_without_experts(folder, dtype=torch.float32)
+    replace_experts(model, folder)
+    embedded = model.get_input_embeddings()(prompt()).detach().requires_grad_()
+    with pytest.raises(UnsupportedError, match="gradients through packed experts"):
+        model(inputs_embeds=embedded).logits.sum().backward()
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.experts is packed and cannot be saved"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="cannot be converted from torch.float32"):
+        model.half()
