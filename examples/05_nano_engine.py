@@ -6,8 +6,9 @@ torchrun --standalone --nproc-per-node 2 examples/05_nano_engine.py build/tiny-d
 
 Around the layer it implements multi-head latent attention with its cache (in the absorbed form, so that the
 cache holds one latent vector and one rotary key per token), continuous batching of prompts and single tokens in one
-forward, greedy and sampled decoding. Attention is data parallel: each rank has its own requests. Experts are spread
-over the ranks: every rank calls every layer in every step, with zero tokens too, until the last request of the last
+forward, greedy and sampled decoding. Attention is data parallel: each rank has its own requests. `NanoModel.load` also
+takes a tensor-parallel group, whose ranks have the same requests and a part of the heads each. Experts are spread over
+the ranks: every rank calls every layer in every step, with zero tokens too, until the last request of the last
 rank is done. The experts stay FP8; bytes are the tokens.
 """
 
@@ -31,8 +32,10 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 import moe_mk
+from moe_mk.flight import wait
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.quant.tensor import QuantTensor
+from moe_mk.trace.recorder import Spans
 
 MOST_TOKENS, MOST_RUNNING = 1024, 16
 """Tokens and requests of one rank in one step: what the batch is filled up to."""
@@ -56,14 +59,23 @@ class NanoModel:
     """Weights, and one forward over packed tokens of many sequences. T: tokens, S: those of one sequence, A: heads."""
 
     def __init__(self, facts: dict[str, Any], tensors: dict[str, Tensor], moe: dict[int, moe_mk.DeepseekV3MoE]) -> None:
-        self.facts, self.tensors, self.moe = facts, tensors, moe
+        self.facts, self.tensors, self.moe, self.spans = facts, tensors, moe, Spans()
+        self.tp = next(iter(moe.values())).tp
+        self.heads = facts["num_attention_heads"] // self.tp.size
+        """Of this rank."""
         self.nope, self.rope = facts["qk_nope_head_dim"], facts["qk_rope_head_dim"]
         theta = facts.get("rope_theta") or facts["rope_parameters"]["rope_theta"]
         self.frequencies_R = theta ** -(torch.arange(0, self.rope, 2, dtype=torch.float64, device=CPU) / self.rope)
 
     @classmethod
-    def load(cls, folder: Path, group: dist.ProcessGroup | None = None) -> NanoModel:
-        """Read everything but the experts as bf16, and give each layer of experts to the library."""
+    def load(
+        cls, folder: Path, group: dist.ProcessGroup | None = None, tp: dist.ProcessGroup | None = None
+    ) -> NanoModel:
+        """Read everything but the experts as bf16, and give each layer of experts to the library.
+
+        group: ranks with other requests and other experts. tp: ranks with the same requests, which share heads and
+        slice experts.
+        """
         facts = json.loads((folder / "config.json").read_text())
         config = moe_mk.MoEConfig.from_hf(folder).with_(max_num_tokens=MOST_TOKENS)
         tensors: dict[str, Tensor] = {}
@@ -79,7 +91,7 @@ class NanoModel:
                     tensors[name] = value
         moe = {}
         for number in range(facts["first_k_dense_replace"], facts["num_hidden_layers"]):
-            layer = moe_mk.DeepseekV3MoE(config, groups=moe_mk.ParallelGroups(ep=group), name=f"layer {number}")
+            layer = moe_mk.DeepseekV3MoE(config, groups=moe_mk.ParallelGroups(ep=group, tp=tp), name=f"layer {number}")
             moe[number] = layer.load_from_safetensors(folder, layer=number)
         return cls(facts, tensors, moe)
 
@@ -98,7 +110,11 @@ class NanoModel:
         x_TH = self.tensors["model.embed_tokens.weight"][tokens_T]
         for number in range(self.facts["num_hidden_layers"]):
             prefix = f"model.layers.{number}"
-            x_TH = x_TH + self._attend(self._norm(x_TH, f"{prefix}.input_layernorm"), number, parts, turns_TR)
+            normed_TH = self._norm(x_TH, f"{prefix}.input_layernorm")
+            with self.spans.span("attention"):
+                part_TH = self._attend(normed_TH, number, parts, turns_TR)
+            with self.spans.span("attention all-reduce"):
+                x_TH = x_TH + wait(self.tp.all_reduce(part_TH, "attention"))
             normed_TH = self._norm(x_TH, f"{prefix}.post_attention_layernorm")
             x_TH = x_TH + (self.moe[number](normed_TH) if number in self.moe else self._mlp(normed_TH, prefix))
         return linear(self._norm(x_TH, "model.norm"), self.tensors["lm_head.weight"]).float()
@@ -108,15 +124,21 @@ class NanoModel:
         return torch.stack([self.forward([(self.new_cache(), row)]) for row in tokens_BT.tolist()])
 
     def _attend(self, x_TH: Tensor, number: int, parts: list[tuple[Cache, list[int]]], turns_TR: Tensor) -> Tensor:
-        """Multi-head latent attention. Source: DeepSeek-V2 technical report, section 2.1 and appendix C."""
-        prefix, heads, w = f"model.layers.{number}.self_attn", self.facts["num_attention_heads"], self.tensors
+        """Multi-head latent attention over the heads of this rank, a part of the sum of all TP ranks.
+
+        Source: DeepSeek-V2 technical report, section 2.1 and appendix C.
+        """
+        prefix, heads, w = f"model.layers.{number}.self_attn", self.heads, self.tensors
+        q_b_XQ, kv_b_XL, o_HX = (w[f"{prefix}.{name}_proj.weight"] for name in ("q_b", "kv_b", "o"))
+        q_b_XQ, kv_b_XL = (each.chunk(self.tp.size)[self.tp.rank] for each in (q_b_XQ, kv_b_XL))
+        o_HX = o_HX.chunk(self.tp.size, dim=1)[self.tp.rank]
         low_TQ = self._norm(linear(x_TH, w[f"{prefix}.q_a_proj.weight"]), f"{prefix}.q_a_layernorm")
-        query_TAX = linear(low_TQ, w[f"{prefix}.q_b_proj.weight"]).view(len(x_TH), heads, -1).float()
+        query_TAX = linear(low_TQ, q_b_XQ).view(len(x_TH), heads, -1).float()
         both_TX = linear(x_TH, w[f"{prefix}.kv_a_proj_with_mqa.weight"])
         latent_TL = self._norm(both_TX[:, : -self.rope], f"{prefix}.kv_a_layernorm")
         rotary_TR = turned(both_TX[:, -self.rope :].float(), turns_TR).to(torch.bfloat16)
         # What turns a latent into keys and values is applied to queries and sums instead: nothing is unpacked.
-        up_AXL = w[f"{prefix}.kv_b_proj.weight"].view(heads, -1, latent_TL.shape[1]).float()
+        up_AXL = kv_b_XL.view(heads, -1, latent_TL.shape[1]).float()
         key_ANL, value_AVL = up_AXL[:, : self.nope], up_AXL[:, self.nope :]
         query_TAL = torch.einsum("tan,anl->tal", query_TAX[..., : self.nope], key_ANL)
         query_TAR = turned(query_TAX[..., self.nope :], turns_TR[:, None])
@@ -133,7 +155,7 @@ class NanoModel:
             scores_ATS = (scores_ATS * (self.nope + self.rope) ** -0.5).masked_fill(later_TS, -torch.inf)
             sums.append(torch.einsum("ats,sl->tal", scores_ATS.softmax(-1), latent_SL))
         values_TAV = torch.einsum("tal,avl->tav", torch.cat(sums), value_AVL)
-        return linear(values_TAV.flatten(1).to(torch.bfloat16), w[f"{prefix}.o_proj.weight"])
+        return linear(values_TAV.flatten(1).to(torch.bfloat16), o_HX)
 
     def _mlp(self, x_TH: Tensor, prefix: str) -> Tensor:
         gate, up, down = (self.tensors[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))

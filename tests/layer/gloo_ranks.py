@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import sys
+from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +29,8 @@ from moe_mk.weights.expert_weights import ExpertWeights
 from tests.support.formats import EXPERTS, HIDDEN, INNER, TOP_K, Format
 
 CPU = torch.device("cpu")
+VOCABULARY = 16
+"""Of the model in `walk`."""
 
 
 def form_of(weights: str, activations: str) -> Format:
@@ -130,23 +136,43 @@ def two_layers(rank: int, path: str, tokens: list[Tensor], layer: int) -> list[T
     return [wide(tokens[rank]), square(tokens[rank // 2]), wide(tokens[rank])]
 
 
-def walk(rank: int, path: str, pairs: list[Tensor], w_HH: Tensor) -> dict[str, Any]:
-    """One block on a 2 x 2 grid: attention in two TP halves, here one matrix, then experts of two EP ranks."""
-    built = DeepseekV3MoE.from_checkpoint(
-        path, layer=3, groups=_groups(rank, "grid"), dtype=torch.float32, prepare_finalize="all_to_all",
-        experts="reference", activations="plain",
-    )  # fmt: skip
-    x_TH = pairs[rank // 2]
-    built(torch.zeros_like(x_TH))  # ranks compare notes, once
-    recorder = built.spans.recorder = Recorder()
-    half = slice(rank % 2 * len(w_HH) // 2, (rank % 2 + 1) * len(w_HH) // 2)
-    with built.spans.span("attention"):
-        part_TH = x_TH[:, half] @ w_HH[half]
-    with built.spans.span("attention all-reduce"):
-        a_TH = wait(built.tp.all_reduce(part_TH, "attention"))
-    y_TH = built(a_TH)
-    started = sorted(recorder.spans, key=lambda span: span.start)
-    return {"a": a_TH, "y": y_TH, "ids": built.route(a_TH).ids_TK, "steps": [span.stage for span in started]}
+def walk(rank: int, path: str, pairs: list[list[int]] | None) -> dict[str, Any]:
+    """The model of examples/05_nano_engine.py, one block on a grid of two TP and two EP ranks.
+
+    pairs: two token ids for each pair of ranks; None: one process, which searches them, so that the first token of
+    every pair chooses expert 0 and the second expert 1.
+    """
+    engine = import_path(Path(__file__).parents[2] / "examples" / "05_nano_engine.py")
+    grid = None if pairs is None else _groups(rank, "grid")
+    model = engine.NanoModel.load(Path(path), *(() if grid is None else (grid.ep, grid.tp)))
+    layer, entered = model.moe[0], []
+    model.moe[0] = lambda x_TH: (entered.append(x_TH), layer(x_TH))[1]
+
+    def block(pair: list[int]) -> Tensor:
+        return model.forward([(model.new_cache(), pair)])
+
+    found = []
+    for pair in permutations(range(VOCABULARY), 2) if pairs is None else [pairs[rank // 2]] * 2:
+        recorder = model.spans.recorder = layer.spans.recorder = Recorder()  # ranks compare notes in the first call
+        logits_TV = block(list(pair))
+        ids = layer.route(entered[-1]).ids_TK
+        started = sorted(recorder.spans, key=lambda span: span.start)
+        steps = [span.stage for span in started]
+        answer = {"pair": list(pair), "logits": logits_TV, "a": entered[-1], "ids": ids, "steps": steps}
+        if pairs is not None or ids.tolist() == [[0], [1]]:
+            found.append(answer)
+        if pairs is None and len(found) == 2:
+            return {"found": found}
+    return {**found[-1], "heads": model.heads}
+
+
+def import_path(file: Path) -> Any:
+    """A script as a module, whatever it is called."""
+    spec = importlib.util.spec_from_file_location(f"script_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def pipeline(rank: int, path: str, batches: list[list[Tensor]]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_mk.comm.lockstep import LockstepWorld
@@ -124,25 +126,45 @@ def test_two_layers_over_different_groups_and_backends_live_in_one_process(world
 @pytest.mark.row(34)
 def test_a_block_takes_seven_steps_on_two_by_two_ranks(world: RankWorld, tmp_path: Path) -> None:
     # Ranks 0 and 1 hold tokens 1 and 2, ranks 2 and 3 hold 3 and 4; 1 and 3 want expert 1, 2 and 4 expert 2.
-    write_checkpoint(
-        tmp_path,
-        CheckpointShape(
-            num_experts=2, hidden_size=256, intermediate_size=256, top_k=1, num_groups=1, top_k_groups=1,
-            num_shared_experts=0,
-        ),
-    )  # fmt: skip
-    alone = DeepseekV3MoE.from_checkpoint(
-        tmp_path, layer=3, dtype=torch.float32, experts="reference", activations="plain"
-    )
-    w_HH, drawn_TH = torch.randn(256, 256) / 16, torch.randn(64, 256)
-    chosen_T = alone.route(drawn_TH @ w_HH).ids_TK[:, 0]
-    ones, twos = (drawn_TH[chosen_T == expert][:2] for expert in (0, 1))
-    pairs = [torch.stack([ones[place], twos[place]]) for place in (0, 1)]
-    for rank, answer in enumerate(world.call(gloo_ranks.walk, str(tmp_path), pairs, w_HH)):
+    write_one_block_model(tmp_path)
+    alone = gloo_ranks.walk(0, str(tmp_path), None)["found"]
+    pairs = [found["pair"] for found in alone]
+    for rank, answer in enumerate(world.call(gloo_ranks.walk, str(tmp_path), pairs)):
+        expected = alone[rank // 2]
         assert [step for step in answer["steps"] if step in SEVEN] == SEVEN
-        assert answer["ids"].tolist() == [[0], [1]]
-        torch.testing.assert_close(answer["a"], pairs[rank // 2] @ w_HH, atol=1e-5, rtol=0)
-        torch.testing.assert_close(answer["y"], alone(answer["a"]), atol=1e-5, rtol=1e-5)
+        assert answer["ids"].tolist() == [[0], [1]] and answer["heads"] == 2
+        # The sum of two slices is rounded to bf16 once more than that of one process.
+        torch.testing.assert_close(answer["a"], expected["a"], atol=2**-5, rtol=2**-6)
+        torch.testing.assert_close(answer["logits"], expected["logits"], atol=2**-3, rtol=2**-5)
+
+
+def write_one_block_model(path: Path) -> None:
+    """A DeepSeek-V3 of one block: latent attention of four heads, two FP8 experts of which a token takes one."""
+    hidden, low, latent, nope, rope, heads = 256, 64, 32, 16, 8, 4
+    shape = CheckpointShape(
+        num_experts=2, hidden_size=hidden, intermediate_size=256, top_k=1, num_groups=1, top_k_groups=1,
+        num_shared_experts=0, layers=(0,),
+    )  # fmt: skip
+    write_checkpoint(path, shape)
+    facts = json.loads((path / "config.json").read_text()) | {
+        "first_k_dense_replace": 0, "num_hidden_layers": 1, "num_attention_heads": heads, "kv_lora_rank": latent,
+        "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(facts))
+    prefix, vocabulary = "model.layers.0", gloo_ranks.VOCABULARY
+    attention = {
+        "q_a_proj": (low, hidden), "q_b_proj": (heads * (nope + rope), low),
+        "kv_a_proj_with_mqa": (latent + rope, hidden), "kv_b_proj": (heads * 2 * nope, latent),
+        "o_proj": (hidden, heads * nope),
+    }  # fmt: skip
+    matrices = {f"{prefix}.self_attn.{name}.weight": size for name, size in attention.items()}
+    matrices |= {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
+    norms = {"self_attn.q_a_layernorm": low, "self_attn.kv_a_layernorm": latent, "input_layernorm": hidden}
+    norms |= {"post_attention_layernorm": hidden}
+    tensors = {name: torch.randn(size) / size[1] ** 0.5 for name, size in matrices.items()}
+    tensors |= {f"{prefix}.{name}.weight": torch.ones(size) for name, size in norms.items()}
+    tensors["model.norm.weight"] = torch.ones(hidden)
+    save_file({name: value.to(torch.bfloat16) for name, value in tensors.items()}, path / "attention.safetensors")
 
 
 @pytest.mark.row(28)
