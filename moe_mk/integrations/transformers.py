@@ -28,7 +28,7 @@ from moe_mk.integrations.hf.blocks import LAYER, PatchedForward, blocks_of, laye
 from moe_mk.integrations.hf.fp8 import cpu_fp8
 from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
 from moe_mk.integrations.hf.op import ExpertsFunction, fp8_registry, function_of, parallel_registry, refuse_others
-from moe_mk.integrations.hf.packed import PackedModule, PackedReport, replace_experts
+from moe_mk.integrations.hf.packed import PackedExperts, PackedModule, PackedReport, replace_experts
 from moe_mk.integrations.hf.plan import ModulePlan, enter, keep_only_plan, plan_of
 from moe_mk.integrations.hf.without_experts import model_without_experts
 from moe_mk.oracle.verdict import Verdict, explain_pairs
@@ -152,7 +152,11 @@ def explain(model: nn.Module, name: str = "moe_mk") -> ModelReport:
 def _planned(model: nn.Module, name: str, *, in_place: bool, again: bool) -> ModelReport:
     found = {path: module for path, module in model.named_modules() if is_experts(module)}
     if not found:
-        raise UnsupportedError(f"{type(model).__name__} has no experts module that transformers dispatches")
+        packed = any(isinstance(module, PackedExperts) for module in model.modules())
+        raise UnsupportedError(
+            f"{type(model).__name__} has no experts module that transformers dispatches",
+            ["its experts were replaced; replace_experts returned their report"] if packed else [],
+        )
     refused = [
         f"{path} ({type(module).__name__}): {reason}"
         for path, module in found.items()

@@ -19,7 +19,7 @@ import transformers
 from moe_mk.errors import ConfigError, UnsupportedError, WeightError
 from moe_mk.integrations.hf.packed import PackedExperts
 from moe_mk.integrations.hf.tiny import tiny_model, write_packed_checkpoint
-from moe_mk.integrations.transformers import model_without_experts, replace_experts
+from moe_mk.integrations.transformers import explain, model_without_experts, replace_experts
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.verify.compare import ALL_TOKENS, error_of
 from moe_mk.weights import write_checkpoint
@@ -242,6 +242,8 @@ def test_models_that_are_not_loaded_or_were_replaced_are_refused(written: Writte
     replace_experts(model, folder)
     with pytest.raises(UnsupportedError, match="its experts were replaced before"):
         replace_experts(model, folder)
+    with pytest.raises(UnsupportedError, match="replace_experts returned their report"):
+        explain(model)
     with pytest.raises(UnsupportedError, match="gguf_file=name"):
         model_without_experts(written("qwen3_moe", "q4_k"))
 
