@@ -520,11 +520,18 @@ class _Blocks:
 
 
 def _now_or(later: bool, receive: Hook) -> Hook | None:
-    """The hook if it is asked for; else it runs here."""
-    if later:
-        return receive
-    receive()
-    return None
+    """The hook if it is asked for; else it runs here. Raises ConfigError where a hook is run again."""
+    if not later:
+        receive()
+        return None
+    pending = [receive]
+
+    def hook() -> None:
+        if not pending:
+            raise ConfigError("this receive hook was run before; each call returns a hook of its own")
+        pending.pop()()
+
+    return hook
 
 
 def _check_event(

@@ -77,6 +77,7 @@ def low_latency(rank: int, size: int, hidden: int, rounds: int, use_fp8: bool, h
         if hooks:
             assert hook is not None and not counts.any()
             hook()
+            assert "was run before" in _raised(hook)
         recv = received
         if isinstance(received, tuple):
             recv = (received[0].float().unflatten(-1, (-1, 128)) * received[1][..., None]).flatten(-2)
