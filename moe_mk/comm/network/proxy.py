@@ -103,6 +103,7 @@ class Proxy:
         """How often a link has ended with the same two counts, and these: groups applied, and confirmed."""
         self._attempts: dict[tuple[int, int], int] = {}
         """Of this rank where it calls, else the last of the peer that was admitted."""
+        self._restarts = [0] * settings.threads
         self._changing, self._closing = Lock(), Event()
         self._door = Acceptor(*listening, clock, self._admit, self._awaited)
         self._num_awaited = sum(peer > rank for peer in peers)
@@ -228,7 +229,9 @@ class Proxy:
 
     def _replace(self, number: int) -> None:
         """Serve the channels of a thread that has ended by another one; their links ended with it."""
-        self._workers[number] = self._worker(number)
+        with self._changing:
+            self._restarts[number] += 1
+            self._workers[number] = self._worker(number)
         self._workers[number].start()
         ended = LinkEnded("the thread that served it has ended")
         for channel in self.channels[number :: self.settings.threads]:
@@ -251,15 +254,19 @@ class Proxy:
 
     def _call(self, peer: int, channel: int, timeout_s: float) -> None:
         """Bring a peer a new link for a channel that has none; so what was applied stays as it is meanwhile."""
-        key, address = (peer, channel), self._addresses[peer]
+        key, address, restarts = (peer, channel), self._addresses[peer], self._restarts[channel % self.settings.threads]
         self._attempts[key] = self._attempts.get(key, 0) + 1
         applied = self.channels[channel].streams[peer].inbox.applied
         hello = Hello(address.token, self.rank, channel, self._attempts[key], applied)
         pipe, theirs = call(address, hello, self.address.token, timeout_s, self._clock)
-        if self._closing.is_set() or not self._workers:
-            pipe.close()
-        else:
-            self._worker_of(channel).adopt(channel, peer, pipe, lambda: theirs)
+        with self._changing:
+            if self._restarts[channel % self.settings.threads] != restarts:
+                pipe.close()  # another call was begun, whose number applied this link would make too low
+                raise LinkEnded("the thread that serves the channel was replaced")
+            if self._closing.is_set() or not self._workers:
+                pipe.close()
+            else:
+                self._worker_of(channel).adopt(channel, peer, pipe, lambda: theirs)
 
     def _admit(self, hello: Hello, pipe: TcpPipe) -> None:
         """A peer has connected. Its old link is closed before it is sent the number of applied groups."""
@@ -308,10 +315,16 @@ class Proxy:
         """Let a link be resumed; one that ends again before it is adopted has no more time for that."""
         self._outages.setdefault(key, Outage(self._clock(), cause))
         if key[0] < self.rank:
-            Thread(target=self._resume, args=key, name="moe-mk proxy link", daemon=True).start()
+            arguments = (*key, self._restarts[key[1] % self.settings.threads])
+            Thread(target=self._resume, args=arguments, name="moe-mk proxy link", daemon=True).start()
 
-    def _resume(self, peer: int, channel: int) -> None:
-        while not self._closing.is_set() and (outage := self._outages.get((peer, channel))) is not None:
+    def _resume(self, peer: int, channel: int, restarts: int) -> None:
+        """Call until a link is adopted; a call for a thread that was replaced since is another one's."""
+        while (
+            not self._closing.is_set()
+            and self._restarts[channel % self.settings.threads] == restarts
+            and (outage := self._outages.get((peer, channel))) is not None
+        ):
             left_s = outage.began_s + self._resume_s - self._clock()
             if left_s <= 0:
                 return
