@@ -48,19 +48,27 @@ class Line:
 
 def lines(results: Path) -> list[Line]:
     """The rows of the table, from result files. Raises FileNotFoundError or KeyError if a result is missing."""
-    return [*_experts(_read(results, "experts_cpu_e8")), *_blocks(_read(results, "experts_cpu_int4")),
-            *_transports(_read(results, "transports_cpu")), *_eplb(_read(results, "eplb_cpu"))]  # fmt: skip
+    return [
+        *_experts(_read(results, "experts_cpu_e8")),
+        *_blocks(_read(results, "experts_cpu_int4"), "of the same sizes"),
+        *_amx(_read(results, "experts_amx")),
+        *_blocks(_read(results, "experts_amx_int4"), "with AMX"),
+        *_int4(_read(results, "experts_amx_int4")),
+        *_transports(_read(results, "transports_cpu")),
+        *_eplb(_read(results, "eplb_cpu")),
+    ]
 
 
 def table(results: Path) -> str:
     """The table, the machine and the commands."""
-    files = ("experts_cpu_e8", "experts_cpu_int4", "transports_cpu", "eplb_cpu")
+    files = ("experts_cpu_e8", "experts_cpu_int4", "experts_amx", "experts_amx_int4", "transports_cpu", "eplb_cpu")
     commands = "\n".join(_read(results, name)["command"] for name in files)
     head = "| moe_mk | compared with | cases | speedup | details |\n|---|---|---|---|---|\n"
     body = "\n".join(map(str, lines(results)))
     device = _read(results, "experts_cpu_e8")["device"]
-    torch = _read(results, "experts_cpu_e8")["versions"]["torch"]
-    return f"{head}{body}\n\nMeasured in turn on {device}, torch {torch}; medians:\n\n```text\n{commands}\n```\n"
+    torch, amx = _read(results, "experts_cpu_e8")["versions"]["torch"], _read(results, "experts_amx")["device"]
+    machines = f"{device}, with AMX on {amx}, torch {torch}"
+    return f"{head}{body}\n\nMeasured in turn on {machines}; medians:\n\n```text\n{commands}\n```\n"
 
 
 def with_table(page: str, results: Path) -> str:
@@ -84,7 +92,16 @@ def _experts(found: dict[str, Any]) -> Iterator[Line]:
         yield Line(what, name, f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
 
 
-def _blocks(found: dict[str, Any]) -> Iterator[Line]:
+def _amx(found: dict[str, Any]) -> Iterator[Line]:
+    walls = [{line["candidate"]: line["states"]["all"]["wall_ms"] for line in case["lines"]} for case in found["cases"]]
+    shape, rows = found["shape"], ", ".join(str(case["rows"]) for case in found["cases"])
+    what = f"`cpu_native` with AMX, FP8 experts {shape['H']} x {shape['I']}, {shape['E']} of them"
+    for peer in ("vllm fp8", "vllm bf16"):
+        ratios = [wall[peer] / wall["ours"] for wall in walls]
+        yield Line(what, PEERS[peer], f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
+
+
+def _blocks(found: dict[str, Any], where: str) -> Iterator[Line]:
     cases = [{line["candidate"]: line["cpu_ms"] for line in case["lines"]} for case in found["cases"]]
     rows = ", ".join(str(case["rows"]) for case in found["cases"])
     for kind, name in BLOCKS.items():
@@ -93,8 +110,17 @@ def _blocks(found: dict[str, Any]) -> Iterator[Line]:
             / case[f"ours {kind}"]
             for case in cases
         ]
-        what = f"`cpu_native`, {name} experts of the same sizes"
+        what = f"`cpu_native`, {name} experts {where}"
         yield Line(what, "ggml, its best variant, processor time", f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
+
+
+def _int4(found: dict[str, Any]) -> Iterator[Line]:
+    cases = [{line["candidate"]: line["wall_ms"] for line in case["lines"]} for case in found["cases"]]
+    rows = ", ".join(str(case["rows"]) for case in found["cases"])
+    for group in ("g32", "g128"):
+        ratios = [case[f"vllm int4 {group}"] / case[f"ours int4 {group}"] for case in cases]
+        what = f"`cpu_native`, INT4 {group} experts with AMX"
+        yield Line(what, "vLLM's INT4 path", f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
 
 
 def _transports(found: dict[str, Any]) -> Iterator[Line]:

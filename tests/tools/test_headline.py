@@ -27,11 +27,27 @@ def results(tmp_path: Path) -> Path:
     peers, sizes = ("DeepSeek", "vLLM", "SGLang vectorised"), {"a": 10.0, "b": 30.0, "c": 90.0}
     planned = [{"what": f"{size}: times {peer}", "value": sizes[size]} for size in sizes for peer in peers]
     cpu_ms = {f"{who} {kind}": ms for kind in ("q4 k", "q8 0", "mxfp4") for who, ms in (("ours", 4.0), ("ggml", 8.0))}
-    spent = [{"candidate": name, "cpu_ms": ms} for name, ms in {**cpu_ms, "ggml mxfp4 repacked": 6.0}.items()]
+    spent = [
+        {"candidate": name, "cpu_ms": ms, "wall_ms": ms} for name, ms in {**cpu_ms, "ggml mxfp4 repacked": 6.0}.items()
+    ]
     blocks = {"command": "measure blocks", "cases": [{"rows": 1, "lines": spent}]}
+    walls = {"ours int4 g32": 2.0, "vllm int4 g32": 5.0, "ours int4 g128": 1.0, "vllm int4 g128": 3.0}
+    four = [{"candidate": name, "cpu_ms": 0.0, "wall_ms": ms} for name, ms in walls.items()]
+    both = {"command": "measure blocks with tiles", "cases": [{"rows": 1, "lines": [*spent, *four]}]}
+    waited = {"ours": 2.0, "vllm fp8": 4.0, "vllm bf16": 7.0}
+    tiles = {
+        "command": "measure tiles",
+        "device": "another processor",
+        "shape": {"E": 8, "H": 64, "I": 32},
+        "cases": [
+            {"rows": 1, "lines": [{"candidate": n, "states": {"all": {"wall_ms": ms}}} for n, ms in waited.items()]}
+        ],
+    }
     for name, found in (
         ("experts_cpu_e8", cpu),
         ("experts_cpu_int4", blocks),
+        ("experts_amx", tiles),
+        ("experts_amx_int4", both),
         ("transports_cpu", {"command": "measure transports", "rows": rows}),
         ("eplb_cpu", {"command": "measure plans", "goals": planned}),
     ):
@@ -41,16 +57,21 @@ def results(tmp_path: Path) -> Path:
 
 def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
     found = [list(line.ratios) for line in lines(results)]
-    # 3/2, 5/2 and 100/2 for experts, 8/4 and the best of 8/4 and 6/4 for blocks; 12/2 and 9/2 for each number of
-    # tokens; the median of 10, 30 and 90.
-    assert found == [[1.5], [2.5], [50.0], [2.0], [2.0], [1.5], [6.0] * 3, [4.5] * 3, [30.0], [30.0], [30.0]]
+    # 3/2, 5/2 and 100/2 for experts, 8/4 and the best of 8/4 and 6/4 for blocks; 4/2 and 7/2 with tiles, the same
+    # blocks, 5/2 and 3/1 for INT4; 12/2 and 9/2 for each number of tokens; the median of 10, 30 and 90.
+    blocks = [[2.0], [2.0], [1.5]]
+    experts = [[1.5], [2.5], [50.0], *blocks, [2.0], [3.5], *blocks, [2.5], [3.0]]
+    assert found == [*experts, [6.0] * 3, [4.5] * 3, [30.0], [30.0], [30.0]]
     assert "| 1.50 |" in str(lines(results)[0]) and "| 50 |" in str(lines(results)[2])
 
 
 def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
     once = with_table(f"before\n{BEGIN}old\n{END}after\n", results)
     assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
-    assert "measure experts\nmeasure blocks\nmeasure transports\nmeasure plans" in once
+    assert (
+        "measure experts\nmeasure blocks\nmeasure tiles\nmeasure blocks with tiles\nmeasure transports\nmeasure plans"
+        in once
+    )
     assert with_table(once, results) == once
 
 
