@@ -7,15 +7,17 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
+from moe_mk.comm.network import proxy as network_proxy
 from moe_mk.comm.network.command import TransferCommand
 from moe_mk.comm.network.events import Key, Step, StepLog
 from moe_mk.comm.network.frames import Frame, Kind, LinkError
 from moe_mk.comm.network.proxy import MOST_FUTILE, Proxy, ProxySettings
-from moe_mk.comm.network.tcp import Hello
+from moe_mk.comm.network.tcp import Hello, TcpPipe, call
 from moe_mk.comm.network.worker import Doorbell
 from moe_mk.errors import ConfigError
 from moe_mk.trace.clock import now
@@ -118,36 +120,47 @@ def test_a_link_cut_at_any_step_is_resumed_and_loses_and_repeats_nothing(sender:
         assert cuts[0] > 10, "links have to be cut for this to say anything"
 
 
+@contextmanager
+def all_send_to_all(made: list[Proxy]) -> Iterator[None]:
+    """While the body runs, each rank adds 1, 2, 3, ... to a counter of every other one, with a put before each.
+
+    Then all commands must be confirmed, each counter must have the sum of what was added, and no rank is lost.
+    """
+    written, is_enough = [0] * len(made), threading.Event()
+
+    def write(proxy: Proxy) -> None:
+        while written[proxy.rank] < 300 or not is_enough.is_set():
+            written[proxy.rank] += 1
+            number = written[proxy.rank]
+            for peer in set(range(len(made))) - {proxy.rank}:
+                commit(proxy, put(peer, 0, 100 * (number % 90), 100), add(peer, 0, number), channel=number % 2)
+
+    producers = [threading.Thread(target=write, args=(proxy,)) for proxy in made]
+    for producer in producers:
+        producer.start()
+    try:
+        yield
+    finally:
+        is_enough.set()
+        for producer in producers:
+            producer.join()
+    wait_for(lambda: all(proxy.is_idle for proxy in made))
+    sums = [sum(range(last + 1)) for last in written]
+    assert [proxy.window.counters.value(0) for proxy in made] == [sum(sums) - own for own in sums]
+    assert not any(proxy.lost or proxy.fault for proxy in made)
+
+
 @pytest.mark.row(148)
 def test_links_of_three_ranks_that_are_cut_again_and_again_miss_and_repeat_nothing() -> None:
     """All ranks send to all at once, on two channels, while one link after another is cut under them."""
-    draw, written, is_enough = random.Random(0), [0] * 3, threading.Event()
-    with proxies(3, ProxySettings(channels=2, threads=2)) as made:
-
-        def write(proxy: Proxy) -> None:
-            while written[proxy.rank] < 300 or not is_enough.is_set():
-                written[proxy.rank] += 1
-                number = written[proxy.rank]
-                for peer in {0, 1, 2} - {proxy.rank}:
-                    commit(proxy, put(peer, 0, 100 * (number % 90), 100), add(peer, 0, number), channel=number % 2)
-
-        threads = [threading.Thread(target=write, args=(proxy,)) for proxy in made]
-        for thread in threads:
-            thread.start()
-        cuts = 0
+    draw, cuts = random.Random(0), 0
+    with proxies(3, ProxySettings(channels=2, threads=2)) as made, all_send_to_all(made):
         while cuts < 15:
             one, other = draw.sample(range(3), 2)
             if not made[one].resuming(other):
                 cuts += cut(made[one], draw.randrange(2), other)
             time.sleep(0.002)
             assert not any(proxy.lost for proxy in made), [proxy.lost for proxy in made]
-        is_enough.set()
-        for thread in threads:
-            thread.join()
-        wait_for(lambda: all(proxy.is_idle for proxy in made))
-        sums = [sum(range(last + 1)) for last in written]
-        assert [proxy.window.counters.value(0) for proxy in made] == [sum(sums) - own for own in sums]
-        assert not any(proxy.lost for proxy in made)
 
 
 @pytest.mark.row(148)
@@ -156,19 +169,8 @@ def test_a_proxy_that_is_stopped_and_restarted_again_and_again_misses_and_repeat
     ranks: int, threads: int
 ) -> None:
     """All ranks send to all at once while the threads of one proxy after another end, and others take their place."""
-    draw, written, is_enough = random.Random(ranks), [0] * ranks, threading.Event()
-    with proxies(ranks, ProxySettings(channels=2, threads=threads)) as made:
-
-        def write(proxy: Proxy) -> None:
-            while written[proxy.rank] < 300 or not is_enough.is_set():
-                written[proxy.rank] += 1
-                number = written[proxy.rank]
-                for peer in set(range(ranks)) - {proxy.rank}:
-                    commit(proxy, put(peer, 0, 100 * (number % 90), 100), add(peer, 0, number), channel=number % 2)
-
-        producers = [threading.Thread(target=write, args=(proxy,)) for proxy in made]
-        for producer in producers:
-            producer.start()
+    draw = random.Random(ranks)
+    with proxies(ranks, ProxySettings(channels=2, threads=threads)) as made, all_send_to_all(made):
         for _ in range(20):
             proxy = draw.choice(made)
             proxy.stop()
@@ -178,13 +180,45 @@ def test_a_proxy_that_is_stopped_and_restarted_again_and_again_misses_and_repeat
             before = [each.window.counters.value(0) for each in made]
             wait_for(lambda b=before: all(p.window.counters.value(0) > n for p, n in zip(made, b, strict=True)))
             assert not any(each.lost for each in made), [each.lost for each in made]
-        is_enough.set()
-        for producer in producers:
-            producer.join()
-        wait_for(lambda: all(proxy.is_idle for proxy in made))
-        sums = [sum(range(last + 1)) for last in written]
-        assert [proxy.window.counters.value(0) for proxy in made] == [sum(sums) - own for own in sums]
-        assert not any(proxy.lost or proxy.fault for proxy in made)
+
+
+@pytest.mark.row(148)
+def test_a_call_in_flight_across_a_restart_is_dropped_and_its_connection_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer's count of applied groups that came with it is out of date: resuming there would repeat commands."""
+    calls: list[TcpPipe] = []
+    is_answered, may_return = threading.Event(), threading.Event()
+
+    def held(*arguments: object) -> tuple[TcpPipe, int]:
+        pipe, applied = call(*arguments)  # type: ignore[arg-type]
+        calls.append(pipe)
+        if len(calls) == 1:
+            is_answered.set()
+            assert may_return.wait(20.0)
+        return pipe, applied
+
+    with proxies(2, ProxySettings(channels=1)) as (zero, one):
+        monkeypatch.setattr(network_proxy, "call", held)
+        one.stop()
+        one.restart()
+        assert is_answered.wait(20.0), "rank 1 calls rank 0, and the first call is held"
+        wait_for(lambda: cut(zero, 0, 1))  # rank 0 takes calls again
+        one.stop()
+        one.restart()
+        for number in range(1, 6):  # confirmed over the link of the second call
+            commit(one, add(0, 0, number))
+        wait_for(lambda: one.is_idle)
+        adopted, link = one._workers[0].adopt, one.channels[0].streams[0].link
+        late: list[object] = []
+        monkeypatch.setattr(one._workers[0], "adopt", lambda *given: (late.append(given), adopted(*given)))
+        may_return.set()
+        wait_for(lambda: calls[0].fileno() < 0 or late)
+        assert calls[0].fileno() < 0 and not late
+        commit(one, add(0, 0, 10))
+        wait_for(lambda: one.is_idle)
+        assert one.channels[0].streams[0].link is link and len(calls) == 2
+        assert zero.window.counters.value(0) == 25 and not one.lost and not zero.lost
 
 
 def end_thread(thread: threading.Thread) -> None:
