@@ -62,6 +62,7 @@ class Doorbell:
             self.close()
 
 
+THREAD_NAME = "moe-mk proxy"
 LONGEST_SLEEP_S = 0.05
 """After so long the record is read although no bell was heard."""
 LINGER_S = 0.0005
@@ -89,7 +90,7 @@ class Worker:
         """By file descriptor."""
         self._writing: set[int] = set()
         """Descriptors that are also waited for to take more."""
-        self._thread = Thread(target=self._run, name="moe-mk proxy", daemon=True)
+        self._thread = Thread(target=self._run, name=THREAD_NAME, daemon=True)
         in_child(self, Worker._leave_to_parent)
 
     def listen(self, door: Acceptor) -> None:

@@ -1,17 +1,19 @@
 """Faults injected around the library, never inside: wrapped methods of a layer's parts, signals, cut connections.
 
 At the point of its fault in a call the victim is killed, is stopped, sleeps, raises an exception, sends
-impossible counts, starts a second thread, or shuts connections down.
+impossible counts, starts a second thread, shuts connections down, or ends the threads of its proxy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import socket
 import stat
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from moe_mk.comm.header import ANY, Envelope
+from moe_mk.comm.network.worker import THREAD_NAME as PROXY_THREAD
 from moe_mk.flight import Flight
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer import MoELayer
@@ -193,6 +196,8 @@ class Injector:
             self._cut()
         elif fault.kind == "two_threads":
             self._second_thread()
+        elif fault.kind == "proxy":
+            _end_proxies()
         elif fault.kind == "raise":
             self.injected = error_named(fault.error)
             raise self.injected
@@ -205,6 +210,16 @@ class Injector:
         chosen = mine & self.group_sockets if self.fault.detail == "group" else mine - self.group_sockets
         cut = [number for number in sorted(chosen) if _shut_down(number)]
         self.log.write(event="cut", connections=len(cut))
+
+
+def _end_proxies() -> None:
+    """Raise SystemExit in every thread of a proxy of this process, wherever it is, and let it end."""
+    threads = [thread for thread in threading.enumerate() if thread.name == PROXY_THREAD]
+    for thread in threads:
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    for thread in threads:
+        thread.join()
 
 
 def _is_in_call(frame: FrameType | None) -> bool:

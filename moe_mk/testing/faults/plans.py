@@ -24,13 +24,15 @@ DISCONNECTING = ("kill", "stop", "cut")
 """Kinds that may cost the group its connections, so that it cannot be recovered."""
 KINDS: Mapping[str, int] = {
     "none": 3, "kill": 7, "stop": 3, "pause": 3, "delay": 4, "raise": 10, "micro_batch": 3, "other_layer": 3,
-    "two_threads": 2, "cut": 3, "counts": 2,
+    "two_threads": 2, "cut": 3, "counts": 2, "proxy": 3,
 }  # fmt: skip
 """Every kind with its share of the worlds.
 
 kill: SIGKILL. stop: SIGSTOP for longer than the timeout. pause: for less. delay: a sleep below the timeout. raise: an
 exception. micro_batch: one micro-batch more than the other ranks. other_layer: a call of another layer than theirs.
 two_threads: two threads call two layers. cut: a connection is shut down. counts: impossible numbers of rows are sent.
+proxy: the threads that execute a rank's transfers end with an exception. A kind that a built-in transport cannot have is
+replaced: by "proxy" where it has one, else by "raise".
 """
 ERRORS = ("ValueError", "RuntimeError", "OSError", "MemoryError", "KeyboardInterrupt", "AssertionError", "SystemExit")
 """What is raised. MemoryError, KeyboardInterrupt and SystemExit have no text."""
@@ -39,7 +41,8 @@ COUNTS = ("huge", "negative", "more", "none")
 """What a rank sends in place of its numbers of rows: 2^40 each, -1 each, 3 more than there are, 0."""
 COUNTING = ("all_gather", "all_to_all", "hierarchical")
 """Built-in transports that exchange counts through their communicator."""
-WITH_SOCKETS = (*COUNTING, "one_sided_network")
+WITH_PROXIES = ("one_sided_network",)
+WITH_SOCKETS = (*COUNTING, *WITH_PROXIES)
 MAX_TOKENS = 16
 
 
@@ -209,10 +212,11 @@ def _kind(campaign: Campaign, transport: str, number: int) -> str:
     deck = [kind for kind, share in campaign.kinds.items() for _ in range(share)]
     random.Random(f"{campaign.seed} kinds").shuffle(deck)
     kind = deck[number % len(deck)]
-    missing = transport in BUILT_IN and (
-        (kind == "cut" and transport not in WITH_SOCKETS) or (kind == "counts" and transport not in COUNTING)
-    )
-    return "raise" if missing else kind
+    have = {"cut": WITH_SOCKETS, "counts": COUNTING, "proxy": WITH_PROXIES}
+    built_in = transport in BUILT_IN or kind == "proxy"  # a plugin may have sockets and counts
+    if built_in and transport not in have.get(kind, (transport,)):
+        return "proxy" if transport in WITH_PROXIES else "raise"
+    return kind
 
 
 def _calls(ranks: int, layers: int, count: int, rng: random.Random) -> tuple[Call, ...]:
@@ -256,6 +260,8 @@ def _fault(
         return replace(fault, point="before dispatch", batch=0)
     if kind == "counts":
         return replace(fault, point="before dispatch", detail=rng.choice(COUNTS))
+    if kind == "proxy":
+        return replace(fault, call=max(call, 1), batch=0)  # proxies are started by the first call
     if kind == "cut":
         where = "group" if transport in COUNTING else rng.choice(("link", "link", "group"))
         return replace(fault, call=max(call, 1), batch=0, detail=where)  # links are opened by the first call
