@@ -31,8 +31,8 @@ KINDS: Mapping[str, int] = {
 kill: SIGKILL. stop: SIGSTOP for longer than the timeout. pause: for less. delay: a sleep below the timeout. raise: an
 exception. micro_batch: one micro-batch more than the other ranks. other_layer: a call of another layer than theirs.
 two_threads: two threads call two layers. cut: a connection is shut down. counts: impossible numbers of rows are sent.
-proxy: the threads that execute a rank's transfers end with an exception. A kind that a built-in transport cannot have is
-replaced: by "proxy" where it has one, else by "raise".
+proxy: the threads that execute a rank's transfers end with an exception. A kind that a built-in transport cannot have
+is replaced: by "proxy" where it has one, else by "raise".
 """
 ERRORS = ("ValueError", "RuntimeError", "OSError", "MemoryError", "KeyboardInterrupt", "AssertionError", "SystemExit")
 """What is raised. MemoryError, KeyboardInterrupt and SystemExit have no text."""
