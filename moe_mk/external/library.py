@@ -25,6 +25,8 @@ class Library:
     install: str
     distributions: tuple[str, ...] = ()
     """Names under which it may be installed, for its version."""
+    part: str = ""
+    """The subpackage that must be there too, where several distributions share the module's name."""
 
 
 COMPILER = "c++"
@@ -45,6 +47,7 @@ LIBRARIES: Mapping[str, Library] = {
         ),
         Library("nixl_ep", "NIXL EP transport", "build it from nixl, examples/device/ep", ("nixl_ep", "nixl")),
         Library("mori", "MoRI transport on AMD", "build it from its repository", ("mori",)),
+        Library("nccl", "NCCL EP transports", "pip install 'nccl-extensions[cu13]'", ("nccl-extensions",), part="ep"),
         Library("uccl", "UCCL-EP transports", "pip install uccl, and its deep_ep_wrapper", ("uccl",)),
         Library("transformers", "Hugging Face models", "pip install 'moe-mk[hf]'", ("transformers",)),
         Library("gguf", "GGUF files", "pip install 'moe-mk[gguf]'", ("gguf",)),
@@ -56,12 +59,12 @@ LIBRARIES: Mapping[str, Library] = {
 EMULATIONS = "moe_mk.testing.emulated"
 """The package of the emulations, imported only where `kernel.allow_emulated` permits one."""
 
-EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "mori"})
+EMULATED = frozenset({"deep_ep", "deep_gemm", "nixl_ep", "uccl", "flashinfer", "mori", "nccl"})
 """Libraries that can be emulated, a module of the same name."""
 
 
 def installed() -> frozenset[str]:
-    """Optional libraries that could be used; nothing is imported or compiled to find out."""
+    """Optional libraries that could be used; none is imported or compiled to find out."""
     return frozenset(name for name in LIBRARIES if _is_there(name))
 
 
@@ -71,7 +74,11 @@ def emulated() -> frozenset[str]:
 
 
 def _is_there(name: str) -> bool:
-    return not reasons_against() if name == COMPILER else importlib.util.find_spec(name) is not None
+    if name == COMPILER:
+        return not reasons_against()
+    if importlib.util.find_spec(name) is None:
+        return False
+    return not (part := LIBRARIES[name].part) or importlib.util.find_spec(f"{name}.{part}") is not None
 
 
 def installed_version(name: str) -> str | None:

@@ -8,6 +8,7 @@ from moe_mk.prepare_finalize import (
     functional,
     hierarchical,
     mori,
+    nccl_ep,
     no_ep,
     one_sided,
     one_sided_gpu,
@@ -33,6 +34,6 @@ from moe_mk.prepare_finalize.functional import (
 __all__ = [
     "PREPARE_FINALIZE", "Dispatched", "DistributeOptions", "DistributePlan", "PrepareFinalize", "TransportContext",
     "TransportPlan", "TransportTraits", "Volume", "all_gather", "all_to_all", "deepep", "distribute_combine",
-    "distribute_dispatch", "flashinfer", "functional", "hierarchical", "mori", "no_ep", "one_sided", "one_sided_gpu",
-    "plan_distribute", "replicated",
+    "distribute_dispatch", "flashinfer", "functional", "hierarchical", "mori", "nccl_ep", "no_ep", "one_sided",
+    "one_sided_gpu", "plan_distribute", "replicated",
 ]  # fmt: skip

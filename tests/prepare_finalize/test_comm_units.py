@@ -34,7 +34,11 @@ from tests.support.layers import HIDDEN, layer
 
 pytestmark = pytest.mark.row(50)
 HIGH_THROUGHPUT, ELASTIC = ("deepep_ht", "uccl_ep_ht"), ("deepep_v2", "deepep_v2_grouped")
-COUNTED = {"one_sided_network": "threads", "mori": "CUs", **dict.fromkeys((*HIGH_THROUGHPUT, *ELASTIC), "SMs")}
+COUNTED = {
+    "one_sided_network": "threads",
+    "mori": "CUs",
+    **dict.fromkeys((*HIGH_THROUGHPUT, *ELASTIC, "nccl_ep", "nccl_ep_ht"), "SMs"),
+}
 
 
 def listened(kind: type, monkeypatch: pytest.MonkeyPatch, argument: str) -> list[tuple[str, Any]]:
@@ -155,7 +159,8 @@ def test_whoever_has_no_budget_states_so_where_one_is_set() -> None:
     assert {name: kind.traits.comm_unit for name, kind in PREPARE_FINALIZE.items() if kind.traits.comm_unit} == COUNTED
     stated = "does not support kernel.comm_units (= 4) [kernel.comm_units = null]"
     for name in PREPARE_FINALIZE:
-        assert reported(name, asked(comm_units=4)).get("comm_units") == (None if name in COUNTED else stated), name
+        units = 20 if name == "nccl_ep" else 4  # 256 experts need 19 SMs there
+        assert reported(name, asked(comm_units=units)).get("comm_units") == (None if name in COUNTED else stated), name
         assert "comm_units" not in reported(name, asked()), name
         assert "comm_units" not in reported(name, asked(ep=1, comm_units=4)), "a single rank sends nothing"
 

@@ -34,9 +34,13 @@ MADE = {
     "nvlink_one_sided": "flashinfer.comm.MoeAlltoAll",
     "nvlink_two_sided": "flashinfer.comm.mnnvl.MnnvlMemory",
     "mori": "mori.ops.EpDispatchCombineOp",
+    "nccl_ep": "nccl.ep.Group",
+    "nccl_ep_ht": "nccl.ep.Group",
 }
 """Transports, and what each of them makes of its library."""
 LOW_LATENCY = ("deepep_ll", "nixl_ep", "uccl_ep")
+SLOTS = ("nvlink_one_sided", "mori", "nccl_ep", "nccl_ep_ht")
+"""Transports that take a buffer for each call in flight."""
 
 
 @pytest.fixture
@@ -103,7 +107,7 @@ def test_a_third_operation_is_refused_whichever_layer_it_is_of(name: str) -> Non
     model.each(three, model.layers, range(2))
 
 
-@pytest.mark.parametrize("name", ["nvlink_one_sided", "mori"])
+@pytest.mark.parametrize("name", SLOTS)
 def test_calls_in_flight_have_slots_of_their_own_whichever_layer_they_are_of(name: str) -> None:
     model = Model(name, layers=3)
 
@@ -121,7 +125,7 @@ def test_calls_in_flight_have_slots_of_their_own_whichever_layer_they_are_of(nam
     assert model.each(many, model.layers, range(2)) == [[MAX_OPEN_CALLS] * 4] * 2
 
 
-@pytest.mark.parametrize("name", ["nvlink_one_sided", "mori"])
+@pytest.mark.parametrize("name", [name for name in SLOTS if name != "nccl_ep"])
 def test_tokens_are_finalized_once_whoever_uses_their_lane_by_then(name: str) -> None:
     model = Model(name, layers=2)
 
@@ -142,7 +146,7 @@ def test_tokens_are_finalized_once_whoever_uses_their_lane_by_then(name: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", quick_where("deepep_ll".__eq__, [name for name in MADE if not name.startswith(("nvlink", "mori"))])
+    "name", quick_where("deepep_ll".__eq__, [name for name in MADE if not name.startswith(("nvlink", "mori", "nccl"))])
 )
 def test_a_buffer_ends_with_what_its_group_keeps(name: str) -> None:
     model = Model(name, layers=2)

@@ -19,7 +19,8 @@ X = TypeVar("X")
 SNAPSHOT: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "row_library_signatures.json").read_text(encoding="utf-8")
 )
-"""Parameters with their defaults, as the libraries have them: flashinfer 0.7.2.post1, mori of August 2026."""
+"""Parameters with their defaults, as the libraries have them: flashinfer 0.7.2.post1, mori of August 2026,
+nccl-extensions 0.1.0."""
 
 
 def on_ranks(ranks: int, job: Callable[[ThreadCommunicator], X], timeout_s: float = 5.0) -> list[X]:
@@ -38,9 +39,11 @@ def differences(module: str) -> list[str]:
 
 def _seen(module: ModuleType, name: str) -> object:
     found: Any = module
-    for part in name.removesuffix("(fields)").split("."):
+    for part in name.removesuffix("(fields)").removesuffix("(members)").split("."):
         found = inspect.getattr_static(found, part)
     found = getattr(found, "__func__", found)
+    if name.endswith("(members)"):
+        return {member: int(value) for member, value in found.__members__.items()}
     if name.endswith("(fields)"):
         assert is_dataclass(found)
         return [_parameter(field.name, field.default) for field in fields(found)]

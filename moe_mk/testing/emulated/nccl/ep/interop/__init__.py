@@ -1,0 +1,1 @@
+"""`nccl.ep.interop`: the library for users of PyTorch."""

@@ -1,0 +1,207 @@
+"""NCCL EP over its emulation: a call of each kind by hand, what is kept between the halves, limits, bytes, failures."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_mk import MoEConfig, Problem
+from moe_mk.config import device_profile, load_config
+from moe_mk.errors import CommError, ShapeError
+from moe_mk.external import library
+from moe_mk.external.nccl_ep_limits import high_throughput_bytes, low_latency_bytes
+from moe_mk.flight import wait
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.prepare_finalize.nccl_ep import NcclHighThroughput, NcclLowLatency
+from moe_mk.quant import BF16, FP16, MXFP8, NVFP4_TOKENS
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.conformance import check_transport
+from moe_mk.testing.emulated.nccl.ep import Group, Handle
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing
+from tests.prepare_finalize.deepep.test_low_latency import combine_all, rows_of_expert
+from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows
+
+LL, HT = "nccl_ep", "nccl_ep_ht"
+
+
+def problem(*, num_tokens: int = 128, device: str = "h200", **settings: Any) -> Problem:
+    """DeepSeek-V3 on 8 ranks with the library."""
+    config = load_config("deepseek_v3").with_(**{"max_num_tokens": num_tokens, "ep": 8, **settings})
+    return Problem(config, device_profile(device), BF16, num_tokens, frozenset({"nccl"}))
+
+
+def small(*, experts: int = 64, top_k: int = 4, **settings: Any) -> Problem:
+    model = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": experts}
+    config = MoEConfig.parse({"model": model, "router": {"top_k": top_k}}, "a test")
+    config = config.with_(**{"ep": 8, "max_num_tokens": 64, **settings})
+    return Problem(config, device_profile("h200"), BF16, 16, frozenset({"nccl"}))
+
+
+def reported(name: str, asked: Problem) -> dict[str, str]:
+    return {reason.code: str(reason) for reason in PREPARE_FINALIZE[name].reasons_against(asked)}
+
+
+@pytest.mark.row(75)
+def test_low_latency_gives_each_expert_its_tokens_and_weights_them_on_return() -> None:
+    ranks = Ranks(LL, dtype=BF16, wire=BF16)
+    first, second = ranks.dispatched([x.bfloat16() for x in X])
+    assert first.counts_L.tolist() == [2, 1] and second.counts_L.tolist() == [1, 1]
+    assert rows_of_expert(first, 0) == [[1.0, 2.0], [5.0, 6.0]] and rows_of_expert(first, 1) == [[5.0, 6.0]]  # a c, c
+    assert rows_of_expert(second, 0) == [[3.0, 4.0]] and rows_of_expert(second, 1) == [[1.0, 2.0]]  # b, a
+    assert first.x_LSH.shape == (2, 2 * 4, 2) and bool(first.x_LSH.values[0, 2:].isnan().all()), "never written"
+    # a: (0.5 x 1 + 0.25 x 8) a; b: 1 x 4 b; d goes nowhere; c: (0.75 x 1 + 0.125 x 2) c
+    assert combine_all(ranks, [first, second]) == [[[2.5, 5.0], [12.0, 16.0], [0.0, 0.0]], [[5.0, 6.0]]]
+
+
+@pytest.mark.row(74)
+def test_high_throughput_gives_each_rank_each_token_once_with_its_own_slots() -> None:
+    ranks = Ranks(HT)
+    first, second = tokens = ranks.dispatched()
+    assert live_rows(first) == [((1.0, 2.0), (0, -1), (0.5, 0.0)), ((5.0, 6.0), (0, 1), (0.75, 0.125))]  # a c
+    assert live_rows(second) == [((1.0, 2.0), (1, -1), (0.25, 0.0)), ((3.0, 4.0), (0, -1), (1.0, 0.0))]  # a b
+    assert len(first.x_RH.values) == 2 * 4 and bool(first.x_RH.values[2:].isnan().all())
+    assert bool((first.ids_RK[2:] == -1).all()) and bool((first.weights_RK[2:] == 0).all()), "behind the total"
+    y = [10.0**rank * t.x_RH.values for rank, t in enumerate(tokens)]
+    first_TH, second_TH = ranks.combined(y, tokens)
+    assert first_TH.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second_TH.tolist() == [[5.0, 6.0]]
+
+
+@pytest.mark.row(74)
+@pytest.mark.parametrize("scheme", [FP8_1x128, FP8_1x128_UE8M0, MXFP8, NVFP4_TOKENS], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("hidden", [256, 320])
+def test_rounded_rows_arrive_bit_for_bit(scheme: QuantScheme, hidden: int) -> None:
+    # 320 = 2.5 blocks: 3 f32 scales are 12 bytes, filled up to 16.
+    x = [torch.randn(count, hidden).to(torch.bfloat16) for count in (3, 1)]
+    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
+    first, second = Ranks(HT, hidden=hidden, wire=scheme, dtype=BF16).dispatched(x)
+    for tokens, rows in ((first, [sent[0][0], sent[1][0]]), (second, [sent[0][0], sent[0][1]])):
+        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
+    if "fp8" in scheme.name and scheme is not MXFP8:
+        first, second = Ranks(LL, hidden=hidden, wire=scheme, dtype=BF16).dispatched(x)
+        assert rows_of_expert(first, 1) == [sent[1][0].tolist()]
+        assert rows_of_expert(second, 0) == [sent[0][1].tolist()]
+
+
+@pytest.mark.parametrize("name", [LL, HT])
+def test_calls_survive_a_collection_of_garbage_between_their_halves(name: str) -> None:
+    """The library keeps addresses of ids, weights and rooms, not the tensors."""
+    ranks = Ranks(name, dtype=BF16, wire=BF16)
+
+    def slowly(transport: Any, x_TH: Any, routing: Routing) -> torch.Tensor:
+        flight = transport.prepare(x_TH, replace(routing, weights_TK=routing.weights_TK.double()))
+        next(flight)
+        gc.collect()
+        tokens = wait(flight)
+        y = tokens.x_LSH.values if name == LL else tokens.x_RH.values
+        stage = OutputStage.RAW if name == LL else OutputStage.REDUCED
+        back = transport.finalize(ExpertOutput(y.nan_to_num(), stage), tokens)
+        next(back)
+        gc.collect()
+        y_TH: torch.Tensor = wait(back)
+        return y_TH
+
+    first, second = ranks.each(slowly, ranks.transports, [x.bfloat16() for x in X], ROUTINGS)
+    # Identity experts: a: (0.5 + 0.25) a, b: b, c: (0.75 + 0.125) c; without weights a is summed of two ranks.
+    wanted = [[0.75, 1.5], [3.0, 4.0], [0.0, 0.0]] if name == LL else [[2.0, 4.0], [3.0, 4.0], [0.0, 0.0]]
+    assert first.tolist() == wanted
+    assert second.tolist() == ([[4.375, 5.25]] if name == LL else [[5.0, 6.0]])
+
+
+def test_every_staged_operation_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    for call in ("dispatch", "combine", "complete"):
+        whole = getattr(Handle, call)
+
+        def counted(self: Handle, *args: Any, call: str = call, whole: Any = whole, **named: Any) -> None:
+            seen.append(call + str(getattr(named.get("config"), "send_only", "")))
+            whole(self, *args, **named)
+
+        monkeypatch.setattr(Handle, call, counted)
+    check_transport(LL, num_ranks=2, cases=None)
+    staged = seen.count("dispatch1") + seen.count("combine1")
+    assert staged == seen.count("complete") and seen.count("dispatch0") == seen.count("combine0") == 0
+
+
+def test_a_group_is_made_for_each_call_in_flight_with_the_sizes_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    create = Group.create.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        Group, "create", classmethod(lambda cls, comm, config: (made.append(config), create(cls, comm, config))[1])
+    )
+    ranks = Ranks(HT, ExpertMap.linear(6, 2), hidden=40, comm_units=12, max_num_tokens=4)
+    assert [c.max_num_sms for c in made] == [12, 12] and {c.num_experts for c in made} == {6}
+    assert {(c.max_dispatch_tokens_per_rank, c.max_recv_tokens_per_rank, c.max_token_bytes) for c in made} == {
+        (4, 8, 160)
+    }
+    ranks.each(lambda t, x, r: [wait(t.prepare(x, r)) for _ in range(3)], ranks.transports, *_some(ranks))
+    assert len(made) == 6
+
+
+def _some(ranks: Ranks) -> tuple[list[torch.Tensor], list[Routing]]:
+    routing = Routing(torch.tensor([[0, 5]], dtype=torch.int32), torch.ones(1, 2))
+    return [torch.ones(1, ranks.hidden)] * 2, [routing] * 2
+
+
+def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
+    ranks = Ranks(LL)
+    ranks.world.timeout_s = 0.2
+    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch', peer 1: is later than 0\.2 s"):
+        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+    with pytest.raises(CommError, match=r"rank 0, phase 'dispatch': an earlier call failed"):
+        wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+    ranks = Ranks(HT)
+    tokens = ranks.dispatched()
+    ranks.combined([t.x_RH.values for t in tokens], tokens)
+    with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
+        ranks.combined([t.x_RH.values for t in tokens], tokens)
+    with pytest.raises(ShapeError, match="5 tokens"):
+        next(ranks.transports[0].prepare(torch.ones(5, 2), ROUTINGS[0]))
+
+
+def test_planned_bytes_are_those_of_the_librarys_formulas() -> None:
+    # H200, EP8, 128 tokens of 7168 bf16, top-8 of 256. Low latency, each of two banks:
+    #   dispatch   14336 + 32 of header, of this rank and 8 received     128 x 14368 x 9       16,551,936
+    #   combine    14336 + 224, 256 experts to send and 8 received       128 x 14560 x 264    492,011,520
+    #   flags      256 x 4                                                                          1,024
+    assert low_latency_bytes(128, 14336, 8, 256, 8) == 2 * (492_011_520 + 1024)
+    assert NcclLowLatency.plan(problem()).buffer_bytes == 984_025_088
+    # High throughput: a workspace of 32 MiB; rows in, rows out and scales, 1024 of 14336 each; weights for 256 experts
+    # of 1024 rows, in and out; a bit for each expert and token of all ranks.
+    assert high_throughput_bytes(128, 14336, 8, 1, 256) == 33_554_432 + 3 * 14_680_064 + 2 * 1_048_576 + 32_768
+    assert NcclHighThroughput.plan(problem()).buffer_bytes == 79_724_544
+    # Four nodes: regions for what crosses come on top.
+    assert NcclHighThroughput.plan(problem(ep=32)).buffer_bytes > 4 * 44_040_192 + 33_554_432
+
+
+def test_every_limit_is_reported() -> None:
+    for name in (LL, HT):
+        assert reported(name, problem()) == {} and reported(name, problem(ep=32)) == {}
+        assert reported(name, problem(graphs=True)) == {}
+        half = problem()
+        assert reported(name, Problem(half.config, half.device, FP16, 128, half.installed)) == {}
+        assert set(reported(name, problem(device="mi300x"))) == {"device"}
+        assert reported(name, problem(deterministic=True))["deterministic"]
+        assert reported(name, problem(comm_units=133))["comm_units"].startswith("asks for 133 SMs, the device has 132")
+        bare = Problem(half.config, half.device, BF16, 128)
+        assert "pip install 'nccl-extensions[cu13]'" in reported(name, bare)["library"]
+    assert reported(LL, small(top_k=31)) == {}
+    assert reported(LL, small(top_k=32))["top_k"] == "forwards to 31 experts a token on 132 SMs, the router has 32"
+    text = "needs 19 SMs for 256 physical experts, 18 may be used [kernel.comm_units = 19]"
+    assert reported(LL, problem(comm_units=18)) == {"comm_units": text} and reported(HT, problem(comm_units=18)) == {}
+    assert "8192 tokens a rank, 8196 are asked for" in reported(HT, problem(num_tokens=8196))["tokens"]
+    assert reported(LL, problem(num_tokens=8196)) == {}
+
+
+def test_the_library_is_there_only_with_its_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nccl4py alone has `nccl.core`, and no `nccl.ep`."""
+    there = {"nccl"}
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: name in there or None)
+    assert "nccl" not in library.installed()
+    there.add("nccl.ep")
+    assert "nccl" in library.installed()
