@@ -26,7 +26,7 @@ from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.tokens import Routing
 from tests.support.library_layers import CPU, EXPERTS, TOP_K, Model, batch, expect_exact, flight_of
 
-LIBRARIES = ["deepep_ll", "nixl_ep", "nvlink_one_sided"]
+LIBRARIES = ["deepep_ll", "nixl_ep", "nvlink_one_sided", "moe_ep_one_sided"]
 RETURNING = ["deepep_ll", "nixl_ep"]
 ALL = (0, 1, 2)
 
@@ -99,8 +99,9 @@ def test_a_rank_that_kept_its_buffer_may_come_back(name: str) -> None:
     go(model, ALL, 20)
 
 
-def test_a_rank_left_out_of_nvlink_one_sided_cannot_come_back() -> None:
-    model = Model("nvlink_one_sided", layers=1, ranks=3)
+@pytest.mark.parametrize("name", ["nvlink_one_sided", "moe_ep_one_sided"])
+def test_a_rank_left_out_of_nvlink_cannot_come_back(name: str) -> None:
+    model = Model(name, layers=1, ranks=3)
     leave_out(model, (0, 2))
     with pytest.raises(UnsupportedError, match=r"(?s)ranks \[1\] were left out and cannot take part again.*new group"):
         leave_out(model, ALL)
@@ -170,7 +171,7 @@ def test_a_rank_that_deepep_masked_itself_ends_in_an_error_with_its_number() -> 
     model.world.together([partial(call, rank) for rank in (0, 2)])
 
 
-@pytest.mark.parametrize("name", ["uccl_ep", "deepep_ht", "deepep_v2", "nvlink_two_sided", "all_to_all"])
+@pytest.mark.parametrize("name", ["uccl_ep", "deepep_ht", "deepep_v2", "nvlink_two_sided", "nccl_ep", "all_to_all"])
 def test_transports_without_a_rank_mask_say_so_with_the_way_out(name: str) -> None:
     assert not PREPARE_FINALIZE[name].traits.masks_ranks
     ranks = 2 if name == "deepep_ht" else 3
@@ -199,7 +200,7 @@ def test_builds_of_deepep_without_enable_shrink_say_so(monkeypatch: pytest.Monke
 
 def test_traits_name_every_transport_that_masks_ranks() -> None:
     masking = {name for name, kind in PREPARE_FINALIZE.items() if kind.traits.masks_ranks}
-    assert masking == {*LIBRARIES, "one_sided_gpu"}
+    assert masking == {*LIBRARIES, "moe_ep_cake", "one_sided_gpu"}
     assert masking == {n for n, kind in PREPARE_FINALIZE.items() if kind.leave_out is not PrepareFinalize.leave_out}
 
 
@@ -230,4 +231,4 @@ def survive(rank: int) -> list[int]:
 def test_processes_go_on_without_one_that_was_killed() -> None:
     with RankWorld(3) as world, pytest.raises(RankError, match="rank 1: .* exit code -9") as ended:
         world.call(survive)
-    assert ended.value.results == {0: [3, 3, 3], 2: [3, 3, 3]}, ended.value
+    assert ended.value.results == dict.fromkeys((0, 2), [3] * len(LIBRARIES)), ended.value

@@ -153,6 +153,9 @@ class LibrarySession(Generic[B]):
             cause = f"{self._library} failed, as it does when a peer is dead or late: {_first_line(problem)}"
             self.pool.failure = cause
             raise CommError(cause, rank=self._rank, phase=phase, layer=self._layer) from problem
+        except Exception as problem:  # a library has errors of its own for arguments that it refuses
+            self.pool.failure = f"{type(problem).__name__}: {_first_line(problem)}"
+            raise UnsupportedError(f"{self._library} refuses {phase}", [self.pool.failure]) from problem
 
 
 def _first_line(problem: Exception) -> str:

@@ -9,9 +9,8 @@ The choice inside one NVLink domain for every batch size; an NVL72 rack is one n
 An id finds its rank by division, so -1 would be rank 0: the ids that route repeat another of their token, or name this
 rank, and the ids that travel as a payload say -1. Top-k is filled up to one that the kernels are built for.
 Workspaces are made with `enable_rank_mask` where the build knows it, and every call brings an `active_rank_mask`.
-Library API read at 0.6.18 and 0.7.2. Since 0.7.1 the library advises `flashinfer.moe_ep.NVLinkOneSidedAlltoAll` in
-place of MoeAlltoAll. That class builds a MoeAlltoAll and passes rows, scales, ids and weights through it, as is done
-here, so it is no transport of its own; the other layers have experts of their own.
+Library API read at 0.6.18 and 0.7.2. Since 0.7.1 the library advises `flashinfer.moe_ep` in place of MoeAlltoAll, see
+`moe_ep_one_sided`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from moe_mk.flight import Flight, InFlight
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
 from moe_mk.prepare_finalize.deepep.common import Call, UniformExpertIds, expect_room, payloads_of, rows_of
-from moe_mk.prepare_finalize.flashinfer.mapping import DOMAIN, LIBRARY, domain_of
+from moe_mk.prepare_finalize.flashinfer.mapping import DOMAIN, LIBRARY, domain_of, leave_out_once, rank_mask
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, Routing, RowTokens, Tokens
@@ -120,28 +119,19 @@ class NvlinkOneSided(PrepareFinalize):
     def leave_out(self, active_W: Tensor) -> None:
         """See `PrepareFinalize.leave_out`. Masks are kernel arguments: capture CUDA graphs again after it.
 
-        Raises UnsupportedError for a rank that would come back: its count of calls stood still, and the library
-        numbers the flags of a call by it.
+        Raises UnsupportedError for a rank that would come back.
         """
         if not self._masks:
             super().leave_out(active_W)
             return
-        kept = self._session.pool
-        gone = frozenset(rank for rank, on in enumerate(self.active_ranks(active_W)) if not on)
-        self._session.expect_between_calls("leave out", gone)
-        if back := sorted(kept.left_out - gone):
-            way_out = "build the layers over a new group"
-            raise UnsupportedError(f"ranks {back} were left out and cannot take part again", [way_out])
-        with self._session.call("leave_out"):
-            kept.left_out = gone
+        leave_out_once(self._session, self.active_ranks(active_W))
 
     @property
     def _mask(self) -> dict[str, Tensor]:
-        """The argument for calls that mask ranks, as `moe_a2a_active_rank_mask` of the library makes it."""
+        """The argument for calls that mask ranks."""
         if not self._masks:
             return {}
-        bits = sum(1 << rank for rank in range(self.context.comm.size) if rank not in self._session.pool.left_out)
-        return {"active_rank_mask": torch.tensor([bits], dtype=torch.uint64, device="cpu")}
+        return {"active_rank_mask": rank_mask(self._session.pool.left_out, self.context.comm.size)}
 
     def _dispatch(self, buffer_slot: LibraryBufferSlot[Any], payloads: list[Tensor]) -> list[Tensor]:
         """Windows of each payload as rows. The library wants the widest elements first."""

@@ -33,13 +33,16 @@ MADE = {
     "uccl_ep_ht": "uccl.Buffer",
     "nvlink_one_sided": "flashinfer.comm.MoeAlltoAll",
     "nvlink_two_sided": "flashinfer.comm.mnnvl.MnnvlMemory",
+    "moe_ep_one_sided": "flashinfer.moe_ep.communication.MoEEpCommunication",
+    "moe_ep_cake": "flashinfer.moe_ep.communication.MoEEpCommunication",
+    "moe_ep_two_sided": "flashinfer.moe_ep.communication.MoEEpCommunication",
     "mori": "mori.ops.EpDispatchCombineOp",
     "nccl_ep": "nccl.ep.Group",
     "nccl_ep_ht": "nccl.ep.Group",
 }
 """Transports, and what each of them makes of its library."""
 LOW_LATENCY = ("deepep_ll", "nixl_ep", "uccl_ep")
-SLOTS = ("nvlink_one_sided", "mori", "nccl_ep", "nccl_ep_ht")
+SLOTS = ("nvlink_one_sided", "moe_ep_one_sided", "moe_ep_two_sided", "mori", "nccl_ep", "nccl_ep_ht")
 """Transports that take a buffer for each call in flight."""
 
 
@@ -146,7 +149,10 @@ def test_tokens_are_finalized_once_whoever_uses_their_lane_by_then(name: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", quick_where("deepep_ll".__eq__, [name for name in MADE if not name.startswith(("nvlink", "mori", "nccl"))])
+    "name",
+    quick_where(
+        "deepep_ll".__eq__, [name for name in MADE if not name.startswith(("nvlink", "moe_ep", "mori", "nccl"))]
+    ),
 )
 def test_a_buffer_ends_with_what_its_group_keeps(name: str) -> None:
     model = Model(name, layers=2)
@@ -243,3 +249,19 @@ def test_what_the_library_asserts_is_a_refusal_and_its_own_errors_stay() -> None
         raise AssertionError("top-k 10")
     with pytest.raises(CommError, match="peer 3"), LibrarySession(context(), "mori").call("open"):
         raise CommError("late", rank=1, phase="open", peer=3)
+
+
+def test_an_error_class_of_the_library_is_a_refusal_too_and_ends_the_session() -> None:
+    """Such as MoEEpConfigError of flashinfer, a ValueError, and NCCLEpError of nccl, an Exception."""
+
+    class LibraryError(Exception):
+        pass
+
+    session = LibrarySession(context(), "nccl")
+    with (
+        pytest.raises(UnsupportedError, match=r"(?s)nccl refuses open.*LibraryError: error code 4"),
+        session.call("open"),
+    ):
+        raise LibraryError("error code 4")
+    with pytest.raises(CommError, match="an earlier call failed"), session.call("dispatch"):
+        raise AssertionError("never reached")

@@ -72,9 +72,9 @@ def alive_ranks(enabled: bool, mask: Tensor | None, ep_rank: int, ep_size: int) 
 
 
 def check_backend(backend: str) -> None:
-    """Only the default backend is there."""
-    if backend != "trtllm":
-        raise ValueError(f"Unknown MoE all-to-all backend {backend!r}; only 'trtllm' is emulated")
+    """Which kernels serve; both have one protocol."""
+    if backend not in ("trtllm", "cake"):
+        raise ValueError(f"Unknown MoE all-to-all backend {backend!r}; expected 'trtllm' or 'cake'")
 
 
 def check(holds: bool, message: str) -> None:

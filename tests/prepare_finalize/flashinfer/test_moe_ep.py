@@ -1,0 +1,163 @@
+"""FlashInfer's moe_ep over its emulation: a call by hand, ids of no expert, masks, limits, bytes, failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_mk import Problem
+from moe_mk.config import device_profile
+from moe_mk.errors import CommError, UnsupportedError
+from moe_mk.flight import wait
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.prepare_finalize.flashinfer.moe_ep import MoeEpOneSided, MoeEpTwoSided, filled_hidden, wire_bytes
+from moe_mk.quant import BF16, FP32, INT8_TOKEN, MXFP8, NVFP4_TOKENS
+from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0
+from moe_mk.quant.tensor import QuantScheme
+from moe_mk.testing.emulated.flashinfer import moe_ep
+from moe_mk.tokens import Routing
+from tests.support.library_ranks import ROUTINGS, Ranks, X, live_rows, problem, with_top_k
+
+ONE, CAKE, TWO = "moe_ep_one_sided", "moe_ep_cake", "moe_ep_two_sided"
+
+
+def reported(name: str, asked: Problem) -> dict[str, str]:
+    return {reason.code: str(reason) for reason in PREPARE_FINALIZE[name].reasons_against(asked)}
+
+
+@pytest.mark.row(77)
+@pytest.mark.parametrize("name", [ONE, CAKE, TWO])
+def test_each_rank_gets_each_token_once_and_sums_return(name: str) -> None:
+    ranks = Ranks(name)
+    first, second = tokens = ranks.dispatched()
+    assert live_rows(first) == [((1.0, 2.0), (0, -1), (0.5, 0.0)), ((5.0, 6.0), (0, 1), (0.75, 0.125))]  # a c
+    assert live_rows(second) == [((1.0, 2.0), (-1, 1), (0.0, 0.25)), ((3.0, 4.0), (0, -1), (1.0, 0.0))]  # a b
+    assert len(first.x_RH.values) == 2 * 4 and all(bool((t.weights_RK[t.ids_RK < 0] == 0).all()) for t in tokens)
+    y = [10.0**rank * t.x_RH.values * (t.ids_RK >= 0).any(dim=1, keepdim=True) for rank, t in enumerate(tokens)]
+    assert all(bool(part.isnan().any()) for part in y), "what no token fills is NaN"
+    first_TH, second_TH = ranks.combined(y, tokens)
+    assert first_TH.tolist() == [[11.0, 22.0], [30.0, 40.0], [0.0, 0.0]] and second_TH.tolist() == [[5.0, 6.0]]
+
+
+@pytest.mark.row(77)
+@pytest.mark.parametrize("name", [ONE, TWO])
+def test_a_weight_of_zero_is_not_an_assignment_to_no_expert(name: str) -> None:
+    """The marker of ids that go nowhere is minus infinity: an expert that weighs nothing is still computed."""
+    routings = [
+        Routing(torch.tensor([[3, 0], [-1, 2], [-1, -1]], dtype=torch.int32), torch.tensor([[0.0, 1.0]] * 3)),
+        ROUTINGS[1],
+    ]
+    first, second = Ranks(name).dispatched(routings=routings)
+    assert live_rows(first)[0] == ((1.0, 2.0), (-1, 0), (0.0, 1.0))
+    assert live_rows(second) == [((1.0, 2.0), (1, -1), (0.0, 0.0)), ((3.0, 4.0), (-1, 0), (0.0, 1.0))]
+
+
+def test_a_token_of_no_expert_stays_on_its_rank() -> None:
+    lonely = Routing(torch.full((1, 2), -1, dtype=torch.int32), torch.zeros(1, 2))
+    first, second = Ranks(ONE).dispatched(routings=[ROUTINGS[0], lonely])
+    assert 5.0 not in first.x_RH.values[:, 0].tolist() and 5.0 in second.x_RH.values[:, 0].tolist()
+    assert bool((second.ids_RK[second.x_RH.values[:, 0] == 5.0] == -1).all())
+    first, second = Ranks(TWO).dispatched(routings=[ROUTINGS[0], lonely])
+    assert 5.0 not in [*first.x_RH.values[:, 0].tolist(), *second.x_RH.values[:, 0].tolist()]
+
+
+@pytest.mark.row(77)
+@pytest.mark.parametrize("name,hidden", [(ONE, 256), (ONE, 200), (TWO, 200)])
+@pytest.mark.parametrize(
+    "scheme", [FP8_1x128, FP8_1x128_UE8M0, MXFP8, NVFP4_TOKENS, INT8_TOKEN], ids=lambda scheme: scheme.name
+)
+def test_rounded_rows_arrive_bit_for_bit(scheme: QuantScheme, name: str, hidden: int) -> None:
+    if scheme in (MXFP8, NVFP4_TOKENS) and hidden % 32:
+        hidden = 224
+    x = [torch.randn(count, hidden).to(torch.bfloat16) for count in (3, 1)]
+    first, second = Ranks(name, hidden=hidden, wire=scheme, dtype=BF16).dispatched(x)
+    sent = [scheme.quantize(part).dequantize(torch.float32) for part in x]
+    for tokens, rows in ((first, [sent[0][0], sent[1][0]]), (second, [sent[0][0], sent[0][1]])):
+        assert [row[0] for row in live_rows(tokens)] == sorted(tuple(row.tolist()) for row in rows)
+
+
+@pytest.mark.row(77)
+def test_every_payload_is_aligned_whatever_the_ranks_and_rows() -> None:
+    # Three ranks, one token each: 3 rows of 25 bytes before scales of four would break their alignment.
+    ranks = Ranks(ONE, ExpertMap.linear(6, 3), hidden=25, wire=FP8_1x128, dtype=BF16, max_num_tokens=1)
+    x = [torch.ones(1, 25, dtype=torch.bfloat16)] * 3
+    routing = Routing(torch.tensor([[0, 5]], dtype=torch.int32), torch.ones(1, 2))
+    assert all(len(live_rows(tokens)) in (0, 3) for tokens in ranks.dispatched(x, [routing] * 3))
+
+
+@pytest.mark.row(77)
+def test_calls_in_flight_have_workspaces_of_their_own_and_layers_share_them() -> None:
+    ranks = Ranks(ONE)
+
+    def workspaces(transport: MoeEpOneSided) -> list[int]:
+        twin = MoeEpOneSided(transport.context)
+        tokens = [wait(each.prepare(X[0], ROUTINGS[0])) for each in (transport, twin, transport)]
+        slots = [t.handle.buffer_slot for t in tokens]  # type: ignore[union-attr]
+        assert slots == transport._session.pool.slots == twin._session.pool.slots
+        return [id(slot.buffer.alltoall.workspace) for slot in slots]
+
+    assert [len(set(own)) for own in ranks.each(workspaces, ranks.transports)] == [3, 3]
+
+
+@pytest.mark.parametrize("top_k,filled", [(3, 4), (9, 10), (19, 22)])
+def test_top_k_is_filled_up_to_one_that_the_kernels_know(top_k: int, filled: int) -> None:
+    ranks = Ranks(ONE, ExpertMap.linear(24, 2), top_k=top_k)
+    assert [t._top_k for t in ranks.transports] == [filled] * 2
+    routings = [Routing(torch.randperm(24)[None, :top_k].to(torch.int32), torch.ones(1, top_k))] * 2
+    tokens = ranks.dispatched([part[:1] for part in X], routings)
+    assert all(t.ids_RK.shape[1] == top_k for t in tokens)
+    assert sum(int((t.ids_RK >= 0).sum()) for t in tokens) == 2 * top_k
+
+
+def test_what_the_library_refuses_is_stated_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **named: Any) -> None:
+        raise ValueError("NVLink backends are not supported on EP ranks [1]")
+
+    monkeypatch.setattr(moe_ep, "create_communication", refuse)
+    with pytest.raises(UnsupportedError, match=r"(?s)flashinfer refuses open.*not supported on EP ranks \[1\]"):
+        Ranks(ONE)
+
+
+def test_a_peer_that_never_calls_ends_in_commerror_and_so_does_every_later_call() -> None:
+    ranks = Ranks(ONE)
+    ranks.world.timeout_s = 0.2
+    for text in (r"peer 1: is later than 0\.2 s", "an earlier call failed"):
+        with pytest.raises(CommError, match=f"rank 0, phase 'dispatch'.*{text}"):
+            wait(ranks.transports[0].prepare(X[0], ROUTINGS[0]))
+    ranks = Ranks(TWO)
+    tokens = ranks.dispatched()
+    ranks.combined([t.x_RH.values for t in tokens], tokens)
+    with pytest.raises(CommError, match=r"phase 'combine'.*finalized before"):
+        ranks.combined([t.x_RH.values for t in tokens], tokens)
+
+
+def test_planned_bytes_are_those_of_the_librarys_formula() -> None:
+    # As of nvlink_one_sided: bf16 rows of 14336 there and back, 8 ids and weights, 1024 rows of room.
+    assert MoeEpOneSided.plan(problem("h200")).buffer_bytes == 29_448_576
+    assert MoeEpTwoSided.plan(problem("h200")).buffer_bytes == 562_106_368
+    # 25 bf16 values are 50 bytes, filled up to 64; in FP8 32 and a scale of 4, filled up to 16.
+    assert filled_hidden(BF16, 25) == 32 and wire_bytes(FP8_1x128, 25) == 32 + 16 and wire_bytes(FP32, 25) == 112
+    ranks = Ranks(ONE, hidden=8, wire=FP8_1x128, dtype=BF16)
+    (slot,) = ranks.transports[0]._session.pool.slots
+    # 2 ranks of 4 tokens: rows of 16 bytes, 16 more for scales, 16 of ids and weights; 16 back.
+    notes = 3 * 128 + 2 * (-(-4 * 22 * 4 // 128) * 128)
+    assert slot.buffer.alltoall.workspace.shape[1] == notes + 8 * 48 + 8 * 16
+
+
+def test_every_limit_is_reported() -> None:
+    for name in (ONE, TWO):
+        assert reported(name, problem("h200")) == {} and reported(name, problem("b200")) == {}
+        assert "needs all ranks in one node" in reported(name, problem("h200", ep=32))["fabric"]
+        assert set(reported(name, problem("mi300x"))) == {"device"}
+    assert reported(ONE, with_top_k(23, "h200"))["top_k"] == "the kernels take 22 experts a token, this router has 23"
+    assert reported(TWO, with_top_k(33, "h200"))["top_k"] == "the kernels take 32 experts a token, this router has 33"
+    assert reported(CAKE, problem("b200")) == {}
+    assert reported(CAKE, problem("h200")) == {"arch": "needs sm_100, this device is sm_90"}
+    asked = problem("b200")
+    newer = Problem(
+        asked.config, device_profile("b200").model_copy(update={"arch": (12, 0)}), BF16, 128, asked.installed
+    )
+    assert reported(CAKE, newer) == {"arch": "has kernels for sm_100 and sm_103, this device is sm_120"}
