@@ -28,8 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
+from moe_mk.comm.symmetric.setup import open_heap
+from moe_mk.flight import wait
+from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels.native import loaded, reasons_against
+from moe_mk.kernels.native.exchange import Exchange, WindowPlaces
 from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.quant.tensor import QuantTensor
+from moe_mk.tokens import RowTokens
 from moe_mk.trace.clock import now
 
 CPU = torch.device("cpu")
@@ -308,6 +314,9 @@ def ways_over_ranks(rank: int, size: Size) -> Ways:
         found[transport] = partial(made, x_TH)
         found[f"{transport}, compiled"] = partial(torch.compile(made, fullgraph=True), x_TH)
         found[f"a compiled operator that does nothing, then {transport}"] = partial(one_then_other, floor, made, x_TH)
+    found[FLOOR] = Floor(
+        layer_of(size, group, experts=native_experts(), activations="plain", prepare_finalize="one_sided"), x_TH
+    )
     ranks = dist.get_world_size()
     going = x_TH.repeat(ranks, 1)
     coming = torch.empty_like(going)
@@ -317,6 +326,50 @@ def ways_over_ranks(rank: int, size: Size) -> Ways:
         dist.all_to_all_single(going, coming)
 
     return {**found, "two all_to_all_single": two_collectives}
+
+
+FLOOR = "router, experts, two flag round trips"
+
+
+class Floor:
+    """Route, run the experts on the rows that this rank would receive, and twice set a flag for peers and await theirs.
+
+    The least that a call between ranks does; each part is a prepared native call of its own.
+    """
+
+    def __init__(self, made: MoELayer, x_TH: Tensor) -> None:
+        kernel, comm = made.kernel, made.ep
+        made(x_TH)
+        assert isinstance(kernel, FusedMoEKernel)
+        tokens = wait(kernel.prepare_finalize.prepare(x_TH, made.route(x_TH)))
+        assert isinstance(tokens, RowTokens)
+        x = QuantTensor(tokens.x_RH.values.clone(), None, tokens.x_RH.scheme)
+        self._tokens = RowTokens(
+            x, tokens.ids_RK, tokens.weights_RK, tokens.num_slots, None, torch.empty_like(x.values)
+        )
+        wait(kernel.prepare_finalize.finalize(kernel.multiply(tokens, made.placement_state.laid_out), tokens))
+        self._made, self._kernel, self._x_TH, self._epoch = made, kernel, x_TH, 0
+        heap, ranks, me = open_heap(comm, 2 * comm.size, 4096, now), range(comm.size), comm.rank
+        to = [0 if r == me else heap.flag_address(r, first + me) for first in (0, comm.size) for r in ranks]
+        come = [0 if r == me else heap.flag_address(me, first + r) for first in (0, comm.size) for r in ranks]
+        none = [0] * comm.size
+        self._heap = heap
+        self._exchange = Exchange(loaded(), WindowPlaces(me, none, none, none, to, none, none, none, come, none, 1))
+
+    def __call__(self) -> Tensor:
+        """One call; returns the sums of this rank's experts."""
+        made, exchange = self._made, self._exchange
+        made._gate.route(self._x_TH, made.router)
+        self._meet(exchange)
+        y_RH = made.kernel.experts.run(self._tokens, made.placement_state.laid_out).y
+        self._meet(exchange)
+        return y_RH
+
+    def _meet(self, exchange: Exchange) -> None:
+        self._epoch += 1
+        exchange.show(self._epoch)
+        while not exchange.call("exchange_await", 1, self._epoch, 1000, exchange._received_at):
+            pass
 
 
 def one_then_other(one: Callable[[Tensor], object], other: Callable[[Tensor], object], x_TH: Tensor) -> None:

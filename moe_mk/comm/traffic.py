@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from ctypes import Array, c_int64
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -72,14 +74,45 @@ class Nodes:
         return INTRA_NODE if self.node_of_W[source] == self.node_of_W[peer] else INTER_NODE
 
 
-@dataclass
 class Traffic:
     """Bytes one rank has sent. What stays on the rank is known by link, but is not traffic: no phase counts it."""
 
-    bytes_by_phase: Counter[str] = field(default_factory=Counter)
-    calls_by_phase: Counter[str] = field(default_factory=Counter)
-    bytes_by_peer: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
-    """Of each phase, to each rank, the sender included."""
+    def __init__(self) -> None:
+        self._bytes_by_phase: Counter[str] = Counter()
+        self._calls_by_phase: Counter[str] = Counter()
+        self._bytes_by_peer: dict[str, Counter[int]] = defaultdict(Counter)
+        self._meters: dict[RowMeter, RowMeter] = {}
+
+    @property
+    def bytes_by_phase(self) -> Counter[str]:
+        """Bytes to other ranks."""
+        self._read_meters()
+        return self._bytes_by_phase
+
+    @property
+    def calls_by_phase(self) -> Counter[str]:
+        """How often each phase was run."""
+        self._read_meters()
+        return self._calls_by_phase
+
+    @property
+    def bytes_by_peer(self) -> dict[str, Counter[int]]:
+        """Of each phase, to each rank, the sender included."""
+        self._read_meters()
+        return self._bytes_by_peer
+
+    def meter(self, ranks: int, rank: int, row_bytes: int, sum_bytes: int, *, messages: bool = False) -> RowMeter:
+        """The meter of native calls with rows and sums of these sizes; read when traffic is. See `RowMeter`."""
+        made = RowMeter(ranks, rank, row_bytes, sum_bytes, messages)
+        return self._meters.setdefault(made, made)
+
+    def _read_meters(self) -> None:
+        for meter in self._meters:
+            for phase, bytes_W, calls in meter.read():
+                for peer, num_bytes in enumerate(bytes_W):
+                    self._bytes_by_peer[phase][peer] += num_bytes
+                self._bytes_by_phase[phase] += sum(bytes_W) - bytes_W[meter.rank]
+                self._calls_by_phase[phase] += calls
 
     def sent(self, phase: str, bytes_W: Sequence[int], rank: int) -> None:
         """Note one collective of a rank: what it sends to each rank of the group, itself included."""
@@ -112,6 +145,46 @@ class Traffic:
         """Start over."""
         for counts in (self.bytes_by_phase, self.calls_by_phase, self.bytes_by_peer):
             counts.clear()
+
+
+@dataclass(frozen=True)
+class RowMeter:
+    """Rows that native calls count themselves, see `ExchangeLayer`: of one-sided transfers, or of messages."""
+
+    ranks: int
+    rank: int
+    row_bytes: int
+    sum_bytes: int
+    messages: bool = False
+    """Whether counts precede rows, and rows that stay count as sent to this rank; else flags follow rows and sums."""
+
+    @cached_property
+    def words(self) -> Array[c_int64]:
+        """int64 [2 W + 2]: rows sent to each rank, rows received from each, dispatches, combines; they only grow."""
+        return (c_int64 * (2 * self.ranks + 2))()
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """What was read before: calls of another thread may count meanwhile, so nothing is set back."""
+        return [0] * (2 * self.ranks + 2)
+
+    def read(self) -> list[tuple[str, list[int], int]]:
+        """What is new since the last time: phase, bytes to each rank, calls."""
+        before, after, ranks = self._before, self.words[:], self.ranks
+        new, found = [a - b for a, b in zip(after, before, strict=True)], []
+        before[:] = after
+        for half, (phase, num_bytes) in enumerate((("dispatch", self.row_bytes), ("combine", self.sum_bytes))):
+            if not (calls := new[2 * ranks + half]):
+                continue
+            rows = [count * num_bytes for count in new[half * ranks : (half + 1) * ranks]]
+            words = [calls * COUNT_BYTES] * ranks
+            if self.messages and half == 0:
+                found.append(("dispatch counts", words, calls))
+            elif not self.messages:
+                rows[self.rank] = words[self.rank] = 0
+                found.append((f"{phase} flags", words, calls))
+            found.append((phase, rows, calls))
+        return found
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
-from moe_mk.kernels.native import Gating
+from moe_mk.kernels.native import Gating, RowsOfExperts
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
@@ -166,6 +166,12 @@ class FusedExperts(ABC):
         """One call on routed tokens for experts and load, with the bits of the steps apart; None: not supported.
 
         weights: of `relayout` or `fuse_shared_experts`. Called only where the rows are this rank's own tokens.
+        """
+        return None
+
+    def fuse_rows(self, weights: Weights, top_k: int) -> RowsOfExperts | None:
+        """The experts for a native call on received rows with `top_k` choices each, bit-identical to `run`; None: not
+        supported. weights: of `relayout`.
         """
         return None
 

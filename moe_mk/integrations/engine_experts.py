@@ -227,7 +227,7 @@ class EngineExperts:
             ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
             if can_be_called(x_TH, ids_TK, weights_TK):
                 y_TH = self._routed(x_TH, ids_TK, weights_TK, None, skip=True)
-                record_as_stages(self.kernel, y_TH)
+                record_as_stages(self.kernel, y_TH, 2 * y_TH.nbytes)
                 return y_TH
         with torch.no_grad():
             here = (ids_TK >= 0) & (ids_TK < self.num_experts)

@@ -7,6 +7,7 @@ spans, replace lost experts or dispatch tokens to other ranks run stage by stage
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_mk.experts.base import FusedCall, RoutedCall
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.placement_state import PlacementState
+from moe_mk.prepare_finalize.base import ExchangedCall
 from moe_mk.router.router import Router
 
 
@@ -31,6 +33,8 @@ class FusedForward:
     """The experts, shared ones included, on tokens that are routed."""
     routed_alone: RoutedCall | None
     """Without shared experts."""
+    exchanged: ExchangedCall | None
+    """Dispatch, experts and combine, without shared experts; None: tokens are not dispatched, or stage by stage."""
     kernel: FusedMoEKernel | None
     load_shape: torch.Size
     gate_at: tuple[int, int]
@@ -48,15 +52,19 @@ class FusedForward:
     def ran(self, y_TH: Tensor) -> Tensor:
         """Record one forward with this output in the ledger as its stages would be."""
         assert self.kernel is not None
-        record_as_stages(self.kernel, y_TH)
+        record_as_stages(self.kernel, y_TH, 2 * y_TH.nbytes)
         return y_TH
 
 
-def record_as_stages(kernel: FusedMoEKernel, y_TH: Tensor) -> None:
-    """Record the stages of one fused call in the ledger of its kernel; rows have the width of the output."""
+def record_as_stages(kernel: FusedMoEKernel, y_TH: Tensor, experts_bytes: int | None) -> None:
+    """Record the stages of one fused call in the ledger of its kernel.
+
+    experts_bytes: of the rows that the experts have read and written; None: the experts have recorded them.
+    """
     ran, transport, num_bytes = kernel.spans.ledger.ran, type(kernel.prepare_finalize), y_TH.nbytes
     ran("dispatch", transport, num_bytes)
-    ran("experts", type(kernel.experts), 2 * num_bytes)
+    if experts_bytes is not None:
+        ran("experts", type(kernel.experts), experts_bytes)
     ran("combine", transport, num_bytes)
 
 
@@ -73,7 +81,9 @@ def build_fused_forward(
 ) -> FusedForward:
     """Prepare a forward. weights: of the routed experts, fused with the shared ones if any; None if those run apart."""
     kernel, tables, rank = state.kernel, state.tables, state.grid.ep.rank
-    call, routed, alone = None, None, None
+    call, routed, alone, exchanged = None, None, None, None
+    if state.is_exchanged and state.weights is not None:
+        exchanged = _build_exchanged(state, gate, router)
     if isinstance(kernel, FusedMoEKernel) and state.is_direct and state.weights is not None:
         alone = kernel.experts.fuse_experts(state.laid_out, tables, rank)
         if weights is not None:
@@ -84,7 +94,23 @@ def build_fused_forward(
         torch.Size((state.expert_map.num_experts,)),
         kernel if isinstance(kernel, FusedMoEKernel) else None,
     )
-    return FusedForward(made_from, call, routed, alone, fused, load_shape, _addresses(gate))
+    return FusedForward(made_from, call, routed, alone, exchanged, fused, load_shape, _addresses(gate))
+
+
+def _build_exchanged(state: PlacementState, gate: Gate, router: Router) -> ExchangedCall | None:
+    """The call between ranks, with the router where that is native and each expert has one replica."""
+    kernel, tables = state.kernel, state.tables
+    assert isinstance(kernel, FusedMoEKernel)
+    transport = kernel.prepare_finalize
+    experts = kernel.experts.fuse_rows(state.laid_out, transport.context.top_k)
+    if experts is None:
+        return None
+    gating = gate.gating(router) if tables.one_to_one else None
+    if gating is not None and (
+        gating.gate_EH.stride(1) != 1 or not (gating.bias_E is None or gating.bias_E.is_contiguous())
+    ):
+        gating = None
+    return transport.fuse_layer(experts, gating, tables, partial(kernel.multiply, weights=state.laid_out))
 
 
 def _addresses(gate: Gate) -> tuple[int, int]:

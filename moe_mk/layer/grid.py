@@ -32,6 +32,11 @@ class Grid:
         """Ranks of each dimension, by its name in the settings."""
         return {"ep": self.ep.size, "tp": self.tp.size, "dp": self.dp.size}
 
+    @property
+    def has_agreed(self) -> bool:
+        """Whether notes were compared in the current epochs of both groups."""
+        return self.agreed == (self.ep.status.epoch, self.tp.status.epoch)
+
     def renewed(self, ep: Communicator | None = None) -> Grid:
         """The same place with notes still to be compared. ep: other ranks that share out the experts."""
         other = copy(self)
@@ -44,9 +49,9 @@ class Grid:
         Nothing to do where they have `agreed` in the current epochs; notes are written otherwise only. The layer gets
         its number in both groups.
         """
-        epochs = self.ep.status.epoch, self.tp.status.epoch
-        if self.agreed == epochs:
+        if self.has_agreed:
             return
+        epochs = self.ep.status.epoch, self.tp.status.epoch
         written = notes()
         for comm in (self.ep, self.tp):
             if comm.size > 1:

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,7 +34,7 @@ from moe_mk.flight import Flight, wait
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.layer.checks import check_hidden_states, check_routing
 from moe_mk.layer.custom_op import LAYERS, moe_layer
-from moe_mk.layer.fused_forward import FusedForward, build_fused_forward, can_be_called
+from moe_mk.layer.fused_forward import FusedForward, build_fused_forward, can_be_called, record_as_stages
 from moe_mk.layer.gate import Gate
 from moe_mk.layer.grid import Grid
 from moe_mk.layer.placement_state import (
@@ -59,6 +60,7 @@ from moe_mk.layer.shared import shared_experts
 from moe_mk.oracle.assemble import Parts
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize.base import ExchangedCall
 from moe_mk.router.hashed import HashedTokens, HashRouter
 from moe_mk.router.router import Router
 from moe_mk.runner.invariant import InvariantKernel
@@ -400,9 +402,12 @@ class MoELayer(nn.Module):
 
     def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """The forward on checked tokens without torch's operator."""
-        if self.spans.recorder is None and self.hash_router is None and self._placement.is_direct:
+        placed = self._placement
+        if self.spans.recorder is None and self.hash_router is None and (placed.is_direct or placed.is_exchanged):
             fused = self._fused_forward()
             if fused.takes(x_TH, expert_load_E):
+                if fused.exchanged is not None and placed.grid.has_agreed and fused.exchanged.is_ready(x_TH.shape[0]):
+                    return self._run_exchanged(fused, fused.exchanged, x_TH, expert_load_E)
                 if fused.call is not None and self.on_routing is None:
                     return fused.ran(fused.call(x_TH, expert_load_E))
                 if fused.call is not None or fused.routed is not None:
@@ -427,6 +432,35 @@ class MoELayer(nn.Module):
         if self.on_routing is not None:
             self.on_routing(routing)
         return fused.ran(y_TH)
+
+    def _run_exchanged(self, fused: FusedForward, call: ExchangedCall, x_TH: Tensor, load_E: Tensor) -> Tensor:
+        """The forward between ranks in one native call, which returns in between for a listener and shared experts."""
+        placed = self._placement
+        try:
+            shared, listener = self._shared, self.on_routing
+            routing, routed, added = None, None, list[Tensor]()
+            if not call.routes:
+                with torch.no_grad():
+                    chosen = self._gate.route(x_TH, self.router)[0]
+                    self._record(chosen, load_E)
+                    physical = self._physical(chosen, placed)
+                routing = physical.ids_TK.to(torch.int32).contiguous(), physical.weights_TK.float().contiguous()
+            elif listener is not None:
+                shape = x_TH.shape[0], self.router.top_k
+                ids_TK = torch.empty(shape, dtype=torch.int32, device="cpu")
+                routing = ids_TK, torch.empty(shape, dtype=torch.float32, device="cpu")
+                routed = partial(listener, Routing(*routing))
+            meanwhile = None if shared is None else lambda: added.append(shared(x_TH))
+            y_TH = call(x_TH, load_E, routing, routed=routed, meanwhile=meanwhile)
+            if added:
+                with torch.no_grad():
+                    y_TH = (y_TH.to(torch.float32) + added[0]).to(self.dtype)
+            assert fused.kernel is not None
+            record_as_stages(fused.kernel, y_TH, call.experts_bytes)
+            return y_TH
+        except BaseException as error:
+            placed.grid.fail(error)
+            raise
 
     def steps(
         self, x_TH: Tensor, expert_load_E: Tensor | None = None, token_ids_T: Tensor | None = None

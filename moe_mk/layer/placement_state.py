@@ -139,6 +139,13 @@ class PlacementState:
         unchanged = type(transport) is NoEP and transport.context.wire == transport.context.dtype
         return unchanged and kernel.experts.traits.consumes[0] is RowTokens
 
+    @cached_property
+    def is_exchanged(self) -> bool:
+        """Whether tokens are dispatched to other ranks and nothing but shared experts is added to what comes back."""
+        if type(self.kernel) is not FusedMoEKernel or self.lost is not None or self.grid.tp.size > 1:
+            return False
+        return self.grid.ep.size > 1 and not self.is_partial
+
     @property
     def notes(self) -> dict[str, str]:
         """What ranks compare after a change of placement; equal maps on all ranks give equal notes."""

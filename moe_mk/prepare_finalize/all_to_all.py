@@ -31,12 +31,23 @@ from moe_mk.config.problem import Problem
 from moe_mk.config.traits import DEVICES
 from moe_mk.errors import CommError
 from moe_mk.flight import Flight, InFlight
+from moe_mk.kernels.native import Gating, Places, RowsOfExperts
 from moe_mk.kernels.native.exchange import ROW_TYPES
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits, Volume
+from moe_mk.placement.expert_map import PlacementTables
+from moe_mk.prepare_finalize.base import (
+    PREPARE_FINALIZE,
+    ExchangedCall,
+    Multiply,
+    PrepareFinalize,
+    TransportContext,
+    TransportTraits,
+    Volume,
+)
 from moe_mk.prepare_finalize.packing import Rows, opened, put, tails
 from moe_mk.prepare_finalize.rows.eager import EagerCall, joined, rows_of, sealed
 from moe_mk.prepare_finalize.rows.exchange import RowExchange, kept_bytes
-from moe_mk.prepare_finalize.rows.formats import KernelRowFormat, RowBytes
+from moe_mk.prepare_finalize.rows.formats import KernelRowFormat, RowBytes, is_read_as_it_arrives
+from moe_mk.prepare_finalize.rows.fused_messages import FusedMessages, Outgoing, Steps
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import as_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -176,7 +187,7 @@ class AllToAll(PrepareFinalize):
 
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Send sums back the way the rows came, and add them up per token."""
-        handle, exchange, comm = tokens.handle, self._exchange, self.context.comm
+        handle, comm = tokens.handle, self.context.comm
         assert isinstance(handle, DispatchHandle)
         with self.context.spans.span("combine"):
             call, y_RH = handle.call, output.y
@@ -194,10 +205,28 @@ class AllToAll(PrepareFinalize):
                 return y_TH
             token_X = call.token_X() if call is not None else handle.token_X
             assert token_X is not None
-            back = yield from exchange.combine(y_RH, token_X, handle.sent, handle.received, "combine")
-            y_TH = exchange.summed([back.parts], (handle.num_tokens, y_RH.shape[1]), y_RH.dtype)
-            exchange.scratch.give(back.memory)
-            return y_TH
+            return (yield from self._combine(y_RH, token_X, handle))
+
+    def _combine(self, y_RH: Tensor, token_X: Tensor, handle: DispatchHandle) -> Flight[Tensor]:
+        """Sums that do not fit into messages with their counts."""
+        exchange = self._exchange
+        back = yield from exchange.combine(y_RH, token_X, handle.sent, handle.received, "combine")
+        y_TH = exchange.summed([back.parts], (handle.num_tokens, y_RH.shape[1]), y_RH.dtype)
+        exchange.scratch.give(back.memory)
+        return y_TH
+
+    def fuse_layer(
+        self, experts: RowsOfExperts, gating: Gating | None, tables: PlacementTables, multiply: Multiply
+    ) -> ExchangedCall | None:
+        """For rows that experts read as they arrive, over messages with rows in them."""
+        changed = type(self) is not AllToAll or {"prepare", "finalize"} & vars(self).keys()
+        form, context = self._format, self.context
+        if changed or form is None or context.device.type != "cpu" or not context.comm.eager_bytes:
+            return None
+        if not is_read_as_it_arrives(context, form, experts):
+            return None
+        places = Places(tables.choice_X, *form.tables, context.comm.rank)
+        return FusedMessages(context, form, experts, gating, places, _Steps(self), multiply)
 
     # Rows that are sent with their counts, and rows of peers that are.
 
@@ -343,6 +372,32 @@ class AllToAll(PrepareFinalize):
     def buffer_bytes(cls, problem: Problem) -> int:
         """Host memory in which rows are packed, kept for the next call."""
         return kept_bytes(problem)
+
+
+@dataclass(frozen=True)
+class _Steps(Steps):
+    """Those of a transport."""
+
+    of: AllToAll
+
+    def swap(self, going: Mapping[int, Envelope], sent: list[int]) -> Flight[tuple[Mapping[int, Arrival], list[int]]]:
+        """See `Steps`."""
+        return self.of._swap(going, sent)
+
+    def run_apart(
+        self, going: Outgoing, arrived: Mapping[int, Arrival], received: list[int], multiply: Multiply
+    ) -> Flight[Tensor]:
+        """See `Steps`."""
+        transport, size = self.of, self.of._size
+        handle = DispatchHandle(going.token_X, going.sent, received, going.num_tokens)
+        own = going.own_rows(going.sent[transport.context.comm.rank], size.values, size.tail)
+        tokens = transport._opened((yield from transport._with_others(own, arrived, received)), handle)
+        return (yield from transport.finalize(multiply(tokens), tokens))
+
+    def combine_apart(self, y_RH: Tensor, going: Outgoing, received: list[int]) -> Flight[Tensor]:
+        """See `Steps`."""
+        handle = DispatchHandle(going.token_X, going.sent, received, going.num_tokens)
+        return self.of._combine(y_RH, going.token_X, handle)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ One file, one class, one decorator make a backend:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
 from moe_mk.errors import ConfigError, UnsupportedError
 from moe_mk.flight import Flight
+from moe_mk.kernels.native import Gating, RowsOfExperts
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -142,6 +144,42 @@ class TransportContext:
         return self.num_slots / max(len(self.expert_map.rank_of_physical), 1)
 
 
+Multiply = Callable[[Tokens], ExpertOutput]
+"""The part of a layer between dispatch and combine."""
+
+
+class ExchangedCall(Protocol):
+    """What `PrepareFinalize.fuse_layer` returns. It is to be called under the conditions of `FusedMoEKernel.steps`."""
+
+    @property
+    def routes(self) -> bool:
+        """Whether it contains the router."""
+
+    @property
+    def experts_bytes(self) -> int | None:
+        """Bytes of the rows that the experts of the last call have read and written; None if `multiply` was called."""
+
+    def is_ready(self, num_tokens: int) -> bool:
+        """Whether the next call may be made here; else the separate steps are, which open buffers."""
+
+    def __call__(
+        self,
+        x_TH: Tensor,
+        load_E: Tensor | None,
+        routing: tuple[Tensor, Tensor] | None = None,
+        *,
+        routed: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """(T, H) to (T, H), both bf16 and contiguous.
+
+        load_E: int64 [E], to which the choices are added if it `routes`. routing: int32 ids and f32 weights (T, K),
+        contiguous: of logical experts, to be written, if it `routes`; else of physical experts. routed: called after
+        routing and before dispatch. meanwhile: called while rows are on their way.
+        Whatever is raised here ends the call on every rank of the group.
+        """
+
+
 class PrepareFinalize(ABC):
     """One communication backend."""
 
@@ -163,6 +201,16 @@ class PrepareFinalize(ABC):
     @abstractmethod
     def finalize(self, output: ExpertOutput, tokens: Tokens) -> Flight[Tensor]:
         """Combine outputs: (T, H) in the layer's dtype, in the order of x_TH. tokens: as returned by `prepare`."""
+
+    def fuse_layer(
+        self, experts: RowsOfExperts, gating: Gating | None, tables: PlacementTables, multiply: Multiply
+    ) -> ExchangedCall | None:
+        """One call for dispatch, experts and combine, and routing with `gating`; None: not supported.
+
+        Bit-identical to the separate steps, between any ranks: peers may run them. experts: of this rank, on received
+        rows. gating: only if each expert has one replica in `tables`. multiply: `FusedMoEKernel.multiply`.
+        """
+        return None
 
     def leave_out(self, active_W: Tensor) -> None:
         """Continue without some ranks. active_W: int32 or bool; 0 for ranks that no rank sends to or waits for.

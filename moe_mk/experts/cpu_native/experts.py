@@ -56,6 +56,7 @@ from moe_mk.kernels.native import (
     Native,
     Places,
     Rounding,
+    RowsOfExperts,
     Stack,
     Tuning,
     allocate,
@@ -338,6 +339,22 @@ class CpuNativeExperts(FusedExperts):
         if not tables.one_to_one:
             return None
         return RoutedPass(self.native, self._mode_of_rows, weights.scheme, places_of(tables, rank), stack_of(weights))
+
+    def fuse_rows(self, weights: Weights, top_k: int) -> RowsOfExperts | None:
+        """The packed weights, and the mode of each number of rows."""
+        if not isinstance(weights, PackedExpertWeights) or weights.shared is not None or "run" in vars(self):
+            return None
+        if type(self).run is not CpuNativeExperts.run:
+            return None
+        scheme, tuned = weights.scheme, self._tuned(weights.scheme, top_k)
+        every = {point.parameters for point in tuned.points} | {parameters for _, parameters in tuned.built_in}
+        by_rows = bool(tuned.points) and len(every) > 1
+
+        def mode_of_rows(rows: int) -> ExpertsMode:
+            return self._mode_of_rows(scheme, rows, top_k)
+
+        takes_fp8 = self.mode.quantize is not Rounding.INT8
+        return RowsOfExperts(self.native, stack_of(weights), mode_of_rows, by_rows, takes_fp8)
 
     def run(self, tokens: Tokens, weights: Weights) -> ExpertOutput:
         """Apply the experts in the layout of the tokens."""

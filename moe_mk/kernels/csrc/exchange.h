@@ -92,6 +92,40 @@ struct MoeMkAddUp {
   int64_t microseconds;
 };
 
+// The stages of a layer in the order in which they run. A call returns kOk between two of them where its caller has something
+// to do; `stage` is then the next one:
+//   kDispatchRows    some rank would get more rows than its mapped pages hold (send->sent is 0): reserve pages
+//   kReceiveRows     more rows or sums have arrived than there is room for: reserve pages and memory
+//   stop             the caller asked for it
+enum ExchangeStage : int32_t {
+  kRouteTokens = 0, kDispatchRows = 1, kAwaitRows = 2, kReceiveRows = 3, kRunExperts = 4, kShowSums = 5, kAwaitSums = 6,
+  kAddSums = 7, kLayerDone = 8
+};
+
+// A layer with token exchange: routing, dispatch, experts and combine over one set of windows, one call at a time. The
+// structures that it points to belong to the caller; fields that differ between calls are set by moe_mk_exchange_layer.
+struct MoeMkExchangeLayer {
+  const MoeMkWindows* windows;
+  const MoeMkLayer* layer;   // its experts are read in kRunExperts, the rest in kRouteTokens
+  MoeMkSend* send;           // ids, once routed: physical experts
+  MoeMkReceive* receive;     // ids, weights and scales have room for row_room rows
+  MoeMkAddUp* add_up;
+  int32_t* ids;              // [T][K] routing where the caller gives no memory for it: logical experts
+  float* weights;            // [T][K]
+  int32_t* physical;         // [T][K]
+  float* logits;             // [T][E]
+  uint8_t* values;           // row 0 of this rank's window
+  uint8_t* sums;             // the first sum of this rank's window
+  int64_t* received;         // [W] rows received from each rank
+  int64_t* moved;            // [2 W + 2] added to: rows sent to each rank, received from each, dispatches, combines
+  int64_t seam_row;          // rows of ranks up to `left` end there
+  int64_t first_row, end_row;  // rows of the window with pages; of two ranks they always have them
+  int64_t sums_room, row_room, microseconds;
+  int64_t total;             // out: rows received
+  int32_t left, stage, threads;
+  int64_t* load;             // of the call, as of moe_mk_layer
+};
+
 // Sorts tokens by destination rank, writes all rows, then one flag per peer. Writes nothing if a window has no room, an id
 // is out of range (kBadId), or an expert is on a rank out of range (kBadShape).
 int32_t moe_mk_exchange_dispatch(const MoeMkWindows* windows, MoeMkSend* call);
@@ -109,6 +143,14 @@ int32_t moe_mk_exchange_collect(const MoeMkWindows* windows, MoeMkAddUp* call);
 // `epoch`; a peer that failed later counts as arrived.
 int32_t moe_mk_exchange_await(const MoeMkWindows* windows, int32_t for_sums, uint32_t epoch, int64_t microseconds,
                               int64_t* counts);
+// Runs the stages `first` to `stop` (excluded) of a layer. x [T][H] bf16, out [T][H], contiguous. load: as of moe_mk_layer.
+// ids, weights [T][K]: with kRouteTokens, where the routing is written, null: nowhere; with kDispatchRows, the routing, in
+// physical experts. kLate: peers are late in kAwaitRows or kAwaitSums, which is `stage`; the caller waits, stores the words in
+// `received` or in add_up->firsts, and resumes with the stage after it.
+int32_t moe_mk_exchange_layer(MoeMkExchangeLayer* call, const void* x, int64_t num_tokens, int64_t* load, int32_t* ids,
+                              float* weights, void* out, int32_t threads, uint32_t epoch, int32_t first, int32_t stop);
+// Continues a call that has returned kOk or kLate, with the stage `first`, up to `stop`.
+int32_t moe_mk_exchange_layer_resume(MoeMkExchangeLayer* call, int32_t first, int32_t stop);
 }
 #pragma GCC visibility pop
 

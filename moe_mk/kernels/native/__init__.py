@@ -24,6 +24,7 @@
     ExpertsMode(tuning=Tuning(panel_rows, task_pairs, prefetch_bytes, ...))   # 0: built in; the same bits
     route(native, x_TH, gate_EH, bias_E, RouteMode(...), threads=n) -> ids_TK, weights_TK, logits_TE
     FusedLayer(native, Gating(...), Places(...), Stack(w13, w2, shared), mode)(x_TH, load_E, threads=n)   # both in one
+    ExchangeLayer(calls, RowsOfExperts(...), gating, places, window, moved).begin(...)     # the same between ranks
     quantize_1x128(native, x_TH, ue8m0=False, threads=n) -> values_TH, scales_TX
     count_nans(native, codes, threads=n) -> int
     import moe_mk.kernels.native.ops                                      # registers torch.ops.moe_mk.cpu_experts_rows,
@@ -35,6 +36,8 @@
 
 from __future__ import annotations
 
+from moe_mk.kernels.native.exchange_layer import ExchangeLayer as ExchangeLayer
+from moe_mk.kernels.native.exchange_layer import RowsOfExperts as RowsOfExperts
 from moe_mk.kernels.native.experts import experts_batched as experts_batched
 from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
 from moe_mk.kernels.native.experts import experts_rows as experts_rows

@@ -168,15 +168,15 @@ class Exchange:
         addresses = (addressof(each) for each in (*self._held, self._fault))
         self._failed_from = _addresses(places.failed_from)
         failed_at = addressof(self._failed_from) if places.failed_from else None
-        self._windows = CWindows(*addresses, places.most_rows, places.rank, ranks, 0, failed_at)
-        self.windows = byref(self._windows)
+        self.block = CWindows(*addresses, places.most_rows, places.rank, ranks, 0, failed_at)
+        self.windows = byref(self.block)
         self._token_of, self._tokens = torch.empty(0, dtype=torch.int32, device="cpu"), 0
         self._sent_tokens = 0
         self._received_at, self._functions = addressof(self.received), native.functions
 
     def serve(self, layer: str, layer_number: int) -> None:
         """Begin a call of a layer; every flag contains the number."""
-        self.layer, self._windows.layer = layer, layer_number
+        self.layer, self.block.layer = layer, layer_number
 
     def token_of(self, tokens: int) -> int:
         """The address of an int32 [W][T] buffer for the tokens of each rank."""
@@ -228,15 +228,18 @@ class Exchange:
             return True
         if status == Status.LATE:
             return False
+        self.check(name, status, "combine" if name == "exchange_collect" else "dispatch")
+        return False
+
+    def check(self, name: str, status: int, phase: str) -> None:
+        """Raise the error of a status that is neither OK nor LATE. phase: where the call was."""
         if status == Status.PEER_FAULT:
             found = self._fault
             fault = PeerFault(FaultKind(found.kind), found.peer, found.value, found.limit, found.row)
-            phase = "combine" if name == "exchange_collect" else "dispatch"
             if fault.kind is FaultKind.PEER_FAILED and self.failure_of is not None:
                 raise self.failure_of(fault.peer, phase)
             raise fault.error(self.rank, self.epoch, self.layer, phase)
         self.native.check(name, status)
-        return False
 
     def show(self, epoch: int) -> None:
         """Send each rank the index of its first sum here; sums are in the order of received rows."""
@@ -262,7 +265,7 @@ class ExchangeCalls:
         hidden: int,
         dtype: torch.dtype,
     ) -> None:
-        self._exchange, self._form, self._tables, self._call = exchange, form, tables, exchange.call
+        self.exchange, self._form, self._tables, self._call = exchange, form, tables, exchange.call
         sizes = {"value_bytes": form.value_bytes, "scale_bytes": form.scale_bytes, "top_k": form.top_k}
         rank_of_P, slot_of_P = tables
         counts, isa = addressof(exchange.counts), exchange.isa
@@ -306,11 +309,11 @@ class ExchangeCalls:
         call.x, call.x_stride, call.num_tokens = values_TX.data_ptr(), stride * self._element, tokens
         call.scales = None if scales_TX is None else scales_TX.data_ptr()
         call.ids, call.weights = ids_TK.data_ptr(), weights_TK.data_ptr()
-        call.token_of, call.epoch = self._exchange.token_of(tokens), epoch % EPOCHS
+        call.token_of, call.epoch = self.exchange.token_of(tokens), epoch % EPOCHS
         moved = tokens * self._form.value_bytes
         call.threads = 1 if moved < BYTES_FOR_THREADS else torch.get_num_threads()
         self._call("exchange_dispatch", self._send_at)
-        return self._exchange.counts[:] if call.sent else None
+        return self.exchange.counts[:] if call.sent else None
 
     def receive(self, total: int, values_to: int) -> Apart:
         """Split the tails of all received rows, in rank order.
@@ -328,6 +331,21 @@ class ExchangeCalls:
         self._call("exchange_receive", self._receive_at)
         return scales_RX, ids_RK, weights_RK
 
+    @property
+    def blocks(self) -> tuple[CSend, CReceive, CAddUp]:
+        """The structures, for a call that contains all stages. The calls of this object overwrite them."""
+        return self._send, self._receive, self._add_up
+
+    def sums_begin_at(self, firsts: Mapping[int, int]) -> None:
+        """Set the checked index of the first sum for this rank at each peer."""
+        for peer, first in firsts.items():
+            self._firsts[peer] = first
+
+    def expect(self, dtype: torch.dtype, columns: int, *, rounding: bool) -> None:
+        """Write the format of the rows of all calls into the structures. Raises ShapeError if it is another."""
+        self._check(torch.empty((0, columns), dtype=dtype, device="cpu"), None, (dtype, columns, 1, rounding, True))
+        self._send.x_stride = columns * dtype.itemsize
+
     def add_up(self, own: int) -> torch.Tensor:
         """`collect` without flags: the sums of every rank have arrived."""
         return self.collect(own, 0, 0, dict)
@@ -339,15 +357,14 @@ class ExchangeCalls:
         `wait` is called; it returns for each late peer the checked index of its first sum for this rank. Raises
         CommError for an index out of range.
         """
-        tokens, call, exchange = self._send.num_tokens, self._add_up, self._exchange
+        tokens, call, exchange = self._send.num_tokens, self._add_up, self.exchange
         y_TH = torch.empty((tokens, self._hidden), dtype=self._dtype, device="cpu")
         call.token_of, call.own, call.out, call.num_tokens = self._send.token_of, own, y_TH.data_ptr(), tokens
         call.epoch, call.microseconds = epoch % EPOCHS, microseconds
         call.threads = 1 if tokens * self._row_bytes < BYTES_FOR_THREADS else torch.get_num_threads()
         exchange.epoch = epoch
         if not self._call("exchange_collect", self._add_up_at):
-            for peer, first in wait().items():  # loaded and checked by wait; the kernel does not load it again
-                self._firsts[peer] = first
+            self.sums_begin_at(wait())  # loaded and checked by wait; the kernel does not load them again
             self._call("exchange_add_up", self._add_up_at)
         return y_TH
 

@@ -64,6 +64,19 @@ class CAddUp(ctypes.Structure):
     )
 
 
+class CExchangeLayer(ctypes.Structure):
+    """`MoeMkExchangeLayer` of csrc/exchange.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("windows", "layer", "send", "receive", "add_up")),
+        *((name, c_void_p) for name in ("ids", "weights", "physical", "logits", "values", "sums", "received", "moved")),
+        *((name, c_int64) for name in ("seam_row", "first_row", "end_row", "sums_room", "row_room", "microseconds")),
+        ("total", c_int64),
+        *((name, c_int32) for name in ("left", "stage", "threads")),
+        ("load", c_void_p),
+    )
+
+
 SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "exchange_dispatch": (c_int32, (POINTER(CWindows), POINTER(CSend))),
     "exchange_receive": (c_int32, (POINTER(CWindows), POINTER(CReceive))),
@@ -71,4 +84,9 @@ SIGNATURES: Mapping[str, tuple[type | None, tuple[object, ...]]] = {
     "exchange_add_up": (c_int32, (POINTER(CWindows), POINTER(CAddUp))),
     "exchange_collect": (c_int32, (POINTER(CWindows), POINTER(CAddUp))),
     "exchange_await": (c_int32, (POINTER(CWindows), c_int32, c_uint32, c_int64, c_void_p)),
+    "exchange_layer": (
+        c_int32,
+        (POINTER(CExchangeLayer), c_void_p, c_int64, *(c_void_p,) * 4, c_int32, c_uint32, c_int32, c_int32),
+    ),
+    "exchange_layer_resume": (c_int32, (POINTER(CExchangeLayer), c_int32, c_int32)),
 }

@@ -44,6 +44,7 @@ X86_UNITS = {
 PLAIN_UNITS = (
     "dispatch.cpp",
     "exchange.cpp",
+    "exchange_layer.cpp",
     "experts.cpp",
     "isa_scalar.cpp",
     "memory.cpp",

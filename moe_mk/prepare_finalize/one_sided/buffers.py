@@ -137,6 +137,8 @@ class OneSidedBufferSlot(BufferSlot):
         self.exchange = None if kernels is None else Exchange(kernels, self._places())
         """Kernels that write into windows themselves; None: rows are put."""
         self.patience_us = PATIENCE_US if self.exchange is not None and self.heap.is_concurrent else 0
+        self.is_fusable = self.patience_us > 0
+        """Whether one native call may wait for peers: they are other processes, and kernels write into windows."""
         self.heap.notes_at, self.heap.failures_at = region.notes_at(comm.size), 2 * comm.size
         self._layer_bits = 0
         if self.exchange is not None:

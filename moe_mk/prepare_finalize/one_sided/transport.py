@@ -26,12 +26,22 @@ from moe_mk.comm.symmetric.setup import reasons_against_heap
 from moe_mk.config.problem import Problem
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.flight import Flight, InFlight
+from moe_mk.kernels.native import Gating, Places, RowsOfExperts
 from moe_mk.kernels.native.exchange import ExchangeCalls
-from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportContext, TransportTraits
+from moe_mk.placement.expert_map import PlacementTables
+from moe_mk.prepare_finalize.base import (
+    PREPARE_FINALIZE,
+    ExchangedCall,
+    Multiply,
+    PrepareFinalize,
+    TransportContext,
+    TransportTraits,
+)
 from moe_mk.prepare_finalize.one_sided.buffers import OneSidedBufferPool, OneSidedBufferSlot, RegionShape
+from moe_mk.prepare_finalize.one_sided.fused import FusedOneSided
 from moe_mk.prepare_finalize.one_sided.rows_torch import Arrived, DispatchHandle, PutRows, Sent
 from moe_mk.prepare_finalize.packing import packed_row_bytes
-from moe_mk.prepare_finalize.rows.formats import Encode, KernelRowFormat, RowBytes
+from moe_mk.prepare_finalize.rows.formats import Encode, KernelRowFormat, RowBytes, is_read_as_it_arrives
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
@@ -147,6 +157,17 @@ class OneSided(PrepareFinalize):
                 c.comm.fail(error)
                 raise
 
+    def fuse_layer(
+        self, experts: RowsOfExperts, gating: Gating | None, tables: PlacementTables, multiply: Multiply
+    ) -> ExchangedCall | None:
+        """For rows that experts read as they arrive, over shared memory."""
+        changed = type(self) is not OneSided or {"prepare", "finalize"} & vars(self).keys()
+        form = self._kernels.format
+        if changed or not is_read_as_it_arrives(self.context, form, experts):
+            return None
+        places = Places(tables.choice_X, *form.tables, self.context.comm.rank)
+        return FusedOneSided(self.context, self._pool, form, experts, gating, places)
+
     @cached_property
     def _num_slots(self) -> int:
         return self.context.num_slots
@@ -193,7 +214,7 @@ class KernelRows:
     """
 
     def __init__(self, context: TransportContext, size: RowBytes) -> None:
-        self._format, self._dtype = KernelRowFormat(context, size), context.dtype.dtype
+        self.format, self._dtype = KernelRowFormat(context, size), context.dtype.dtype
         self._hidden, self._slots = context.hidden_size, context.num_slots
         self._calls_of_slot: WeakKeyDictionary[OneSidedBufferSlot, _SlotCalls] = WeakKeyDictionary()
 
@@ -202,7 +223,7 @@ class KernelRows:
     ) -> tuple[Sent, list[int]]:
         """Write all rows in one call, the own ones where they are read, then a flag a peer."""
         prepared = self._calls_of_slot.get(buffer) or self._first_call(buffer)
-        x, dense, rounding = self._format.arguments(x_TH, routing, encode)
+        x, dense, rounding = self.format.arguments(x_TH, routing, encode)
         while (counts := prepared.calls.dispatch(x, dense, buffer.epoch, rounding=rounding)) is None:
             assert buffer.exchange is not None
             buffer.make_room(buffer.exchange.counts[:])
@@ -222,11 +243,11 @@ class KernelRows:
         first = buffer.seam_row - sum(received_W[: buffer.left + 1])
         if buffer.size > 2:  # ranks other than the two adjacent to the seam
             buffer.take_pages_around_seam(first, first + total)
-        values_to = prepared.values_at + first * self._format.size.values
+        values_to = prepared.values_at + first * self.format.size.values
         scales_RX, ids_RK, weights_RK = prepared.calls.receive(total, values_to)
         if total > buffer.sums_with_pages:
             buffer.take_pages_of_sums(total)
-        x_RH = QuantTensor(prepared.values_RX[first : first + total], scales_RX, self._format.wire)
+        x_RH = QuantTensor(prepared.values_RX[first : first + total], scales_RX, self.format.wire)
         return x_RH, ids_RK, weights_RK, prepared.sums_RH[:total]
 
     def show(self, handle: DispatchHandle) -> None:
@@ -246,10 +267,10 @@ class KernelRows:
 
     def _first_call(self, buffer: OneSidedBufferSlot) -> _SlotCalls:
         assert buffer.exchange is not None
-        form, tables = self._format.form, self._format.tables
+        form, tables = self.format.form, self.format.tables
         calls = ExchangeCalls(buffer.exchange, form, tables, self._slots, self._hidden, self._dtype)
         with torch.inference_mode(False):  # else no experts could write sums there outside of that mode
-            values_RX, sums_RH = buffer.values_RB.view(self._format.types.values), buffer.sums_RB.view(self._dtype)
+            values_RX, sums_RH = buffer.values_RB.view(self.format.types.values), buffer.sums_RB.view(self._dtype)
         made = _SlotCalls(calls, values_RX, sums_RH, values_RX.data_ptr(), sums_RH.data_ptr())
         self._calls_of_slot[buffer] = made
         return made

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_mk.kernels.native import RowsOfExperts
 from moe_mk.kernels.native.exchange import ROW_TYPES, Rounding, RowFormat
 from moe_mk.prepare_finalize.base import TransportContext
 from moe_mk.prepare_finalize.packing import ID_BYTES, WEIGHT_BYTES
@@ -19,6 +20,9 @@ from moe_mk.quant.wire import row_bytes
 from moe_mk.tokens import Routing
 
 GROUP = 128
+FUSED_TOKENS = 256
+"""Most tokens of a native call for a whole layer: longer ones spend their time in the experts anyway, and would keep
+memory for the logits of all tokens."""
 Encode = Callable[[Tensor], QuantTensor]
 """Brings tokens into the wire scheme."""
 
@@ -105,3 +109,11 @@ def rounding_of(context: TransportContext) -> Rounding:
     if not isinstance(wire, Fp8Block) or wire.block != (1, GROUP):
         return Rounding.NONE
     return Rounding.FP8_UE8M0 if wire.ue8m0 else Rounding.FP8
+
+
+def is_read_as_it_arrives(context: TransportContext, form: KernelRowFormat, experts: RowsOfExperts) -> bool:
+    """Whether native experts read rows of this format in place: bf16, or e4m3 with f32 scales of 128 values."""
+    if context.dtype.dtype is not torch.bfloat16:
+        return False
+    fp8 = form.form.rounding is Rounding.FP8 and form.form.scale_dtype is torch.float32
+    return context.wire == context.dtype or (fp8 and experts.takes_fp8)

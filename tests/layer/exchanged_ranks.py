@@ -1,0 +1,306 @@
+"""What each process does in the tests of the native call of a layer between ranks; results are texts and numbers."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import addressof
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_mk import CommError, MoEConfig, MoELayer, ParallelGroups
+from moe_mk.comm.header import EAGER_BYTES
+from moe_mk.config.tuned import Point, Tuned
+from moe_mk.flight import wait
+from moe_mk.kernels.native import Tuning
+from moe_mk.placement.expert_map import ExpertMap
+from moe_mk.prepare_finalize.one_sided.fused import FusedOneSided
+from moe_mk.prepare_finalize.rows.fused_messages import FusedMessages
+from moe_mk.quant.fp8_block import FP8_128x128
+from moe_mk.tokens import Routing
+from tests.layer.failing_ranks import outcome
+from tests.layer.interrupted_ranks import Interrupts
+
+HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 12, 3
+ROW_BYTES = 2 * HIDDEN + 8 * TOP_K
+"""Of a row in bf16 in a message."""
+COUNTS = ((1, 1, 1), (5, 0, 2), (0, 0, 0), (40, 3, 17), (1, 1, 1), (256, 1, 0))
+"""Tokens of each rank, call by call: windows, memory and pages grow, and shrink again."""
+LATE_S = 0.02
+"""Far longer than the native call polls."""
+
+
+def tensors(shared: int, fp8: bool) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw) * shape[-1] ** -0.5
+
+    made = {"gate.weight": normal(EXPERTS, HIDDEN).bfloat16()}
+    blocks = [(f"experts.{e}", INNER) for e in range(EXPERTS)] + [("shared_experts", INNER * shared)] * bool(shared)
+    for name, inner in blocks:
+        for part, shape in (("gate", (inner, HIDDEN)), ("up", (inner, HIDDEN)), ("down", (HIDDEN, inner))):
+            q, key = FP8_128x128.quantize(normal(*shape)), f"{name}.{part}_proj.weight"
+            assert q.scales is not None
+            made |= {key: q.values, f"{key}_scale_inv": q.scales} if fp8 else {key: normal(*shape).bfloat16()}
+    return made
+
+
+def built(shared: int = 0, fp8: bool = False, replicas: bool = False, tuned: bool = False, **settings: Any) -> MoELayer:
+    """A layer over a group of its own, on the native experts.
+
+    replicas: a rank also has an expert of the next one. tuned: parameters depend on the number of received rows.
+    """
+    model = {
+        "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "num_shared_experts": shared,
+        "quant": {"weights": "fp8_block" if fp8 else "bf16"},
+    }  # fmt: skip
+    chosen = {"experts": "cpu_native", "prepare_finalize": "one_sided", "max_num_tokens": 256, "timeout_s": 20.0}
+    data = {"model": model, "router": {"top_k": TOP_K}}
+    config = MoEConfig.parse(data, "a test").with_(**{**chosen, **settings})
+    made = MoELayer(config, groups=ParallelGroups(ep=dist.new_group()), name="exchanged")
+    if replicas:
+        first = [4 * rank for rank in range(3)]
+        made.set_placement(ExpertMap(tuple((e, e + 1, e + 2, e + 3, (e + 5) % EXPERTS) for e in first), EXPERTS))
+    made.load_weights(tensors(shared, fp8))
+    if tuned:
+        experts: Any = made.kernel.experts
+        few, many = Point(0.5, Tuning(panel_rows=1), 1.0), Point(8.0, Tuning(panel_rows=5), 1.0)
+        experts.tuned = Tuned((few, many), ((math.inf, Tuning()),))
+    return made
+
+
+def tokens(rank: int, count: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randn((count, HIDDEN), generator=draw).bfloat16()
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Tokens of the native calls that are made."""
+    calls = list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (FusedOneSided, FusedMessages):
+            patch.setattr(kind, "__call__", noting(calls, kind.__call__))
+        yield calls
+
+
+def noting(calls: list[int], call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def noted(self: object, x_TH: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        calls.append(len(x_TH))
+        return call(self, x_TH, *arguments, **named)
+
+    return noted
+
+
+def traces(made: MoELayer, call: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    """A call, and what it leaves in the counters of the layer."""
+    made.reset_expert_load()
+    made.reset_report()
+    made.ep.traffic.reset()
+    y_TH, traffic = call(), made.ep.traffic
+    left = {
+        "load": made.expert_load.tolist(),
+        "report": sorted(map(repr, made.report().stages)),
+        "bytes": dict(traffic.bytes_by_phase),
+        "calls": dict(traffic.calls_by_phase),
+        "peers": {phase: dict(of) for phase, of in traffic.bytes_by_peer.items()},
+    }
+    return y_TH, left
+
+
+def compared(rank: int, who: list[int], listens: bool, settings: dict[str, Any]) -> list[str]:
+    """Differences between `layer(x)` and its steps, call by call; only the ranks of `who` make the native call."""
+    made, wrong = built(**settings), list[str]()
+    transport = made.decision.chosen.prepare_finalize
+    heard: list[Routing] = []
+    made(tokens(rank, 2))  # opens the windows
+    if listens:
+        made.on_routing = heard.append
+    with counted() as calls:
+        for number, counts in enumerate(COUNTS):
+            x_TH = tokens(rank, counts[rank], number)
+            stepped = partial(wait_without_gradients, made, x_TH)
+            wanted_TH, left = traces(made, stepped)
+            routed = len(heard)
+            y_TH, found = traces(made, partial(made, x_TH) if rank in who else stepped)
+            if not torch.equal(y_TH, wanted_TH):
+                wrong.append(f"{counts}: outputs differ by {(y_TH.float() - wanted_TH.float()).abs().max()}")
+            wrong += [f"{counts}: {key} {found[key]}, not {left[key]}" for key in left if found[key] != left[key]]
+            if rank in who and transport == "one_sided" and not has_pages(made):
+                wrong.append(f"{counts}: rows or sums are written to pages that were not reserved")
+            if listens and not torch.equal(heard[routed].ids_TK, heard[routed - 1].ids_TK):
+                wrong.append(f"{counts}: another routing is reported")
+    if settings.get("tuned"):
+        fused: Any = made._fused and made._fused.exchanged
+        layer = fused._idle[0].layer if transport == "all_to_all" else next(iter(fused._layers.values()))
+        if layer._block.layer != addressof(layer._block_of(layer._experts.mode_of_rows(layer.rows))):
+            wrong.append("the experts of the last call were in another mode")
+        modes = {mode.tuning.panel_rows for mode in layer._of_mode}
+        wrong += [] if modes == {0, 1, 5} else [f"modes with {modes}"]
+    fit = [counts[rank] for counts in COUNTS if transport == "one_sided" or counts[rank] * ROW_BYTES <= EAGER_BYTES]
+    if calls != fit * (rank in who):
+        wrong.append(f"native calls with {calls} tokens")
+    return wrong
+
+
+def has_pages(made: MoELayer) -> bool:
+    """Whether the pages of the rows and sums of the last native call were reserved."""
+    fused: Any = made._fused and made._fused.exchanged
+    ((buffer, layer),) = fused._layers.items()
+    region, (first, end), start = buffer.region, layer.window_rows(), buffer.heap._data_at(buffer.rank)
+
+    def covered(at: int, num_bytes: int) -> bool:
+        page = mmap.PAGESIZE
+        return num_bytes == 0 or buffer.heap._memory._taken.covers(at // page, -(-(at + num_bytes) // page))
+
+    rows = covered(start + first * region.value_bytes, (end - first) * region.value_bytes)
+    return rows and covered(start + buffer.sums_at, (end - first) * region.sum_bytes)
+
+
+def wait_without_gradients(made: MoELayer, x_TH: Tensor) -> Tensor:
+    with torch.no_grad():
+        return wait(made.steps(x_TH))
+
+
+def placed_anew(rank: int, transport: str) -> list[str]:
+    """A placement with the slots of every rank in reverse order serves from the next call on."""
+    made, x_TH = built(prepare_finalize=transport), tokens(rank, 4)
+    for _ in range(2):
+        made(x_TH)
+    of_rank = made.expert_map.experts_of_rank
+    made.set_placement(ExpertMap(tuple(tuple(reversed(of)) for of in of_rank), EXPERTS))
+    wanted_TH = wait_without_gradients(made, x_TH)
+    with counted() as calls:
+        same = torch.equal(made(x_TH), wanted_TH)
+    return [] if same and calls == [4] else [f"same: {same}, native calls: {calls}"]
+
+
+def late(rank: int, transport: str, when: str) -> list[str]:
+    """Rank 1 is later than the native calls of the others poll, with its rows or with its sums."""
+    made, x_TH = built(prepare_finalize=transport), tokens(rank, 3)
+    wanted_TH = wait_without_gradients(made, x_TH)
+    made(tokens(rank, 1))
+    experts: Any = made.kernel.experts
+    run = experts.run
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(LATE_S)
+        return run(*arguments)
+
+    if rank == 1 and when == "sums":
+        experts.run = slow
+    elif rank == 1:
+        time.sleep(LATE_S)
+    with counted() as calls:
+        y_TH = wait_without_gradients(made, x_TH) if rank == 1 and when == "sums" else made(x_TH)
+    right = torch.equal(y_TH, wanted_TH) and len(calls) == (when == "rows" or rank != 1)
+    return [] if right else [f"{len(calls)} calls, equal: {torch.equal(y_TH, wanted_TH)}"]
+
+
+def failing(rank: int, transport: str, where: str) -> list[dict[str, Any]]:
+    """Rank 1 fails; then all recover, and the next native call is right. Returns what became of both calls."""
+    made, x_TH = built(shared=where == "shared", prepare_finalize=transport), tokens(rank, 3)
+    wanted_TH = made(x_TH)
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("injected")
+
+    call: Callable[[], Tensor] = partial(made, x_TH)
+    undone: Callable[[], object] = bool
+    if rank == 1 and where == "experts":
+        experts: Any = made.kernel.experts
+        experts.run, call = fail, partial(wait_without_gradients, made, x_TH)
+        undone = partial(vars(experts).pop, "run")
+    elif rank == 1 and where == "listener":
+        made.on_routing = fail
+        undone = partial(setattr, made, "on_routing", None)
+    elif rank == 1 and where == "shared":
+        shared: Any = made._shared
+        undone = partial(setattr, shared.experts, "run", shared.experts.run)
+        shared.experts.run = fail
+    elif rank == 1 and where == "slots":
+        dispatcher: Any = made.kernel.prepare_finalize
+        form = dispatcher._kernels.format if transport == "one_sided" else dispatcher._format
+        slot_of_P = form.tables[1]
+        slot_of_P[:4] += 100  # of rank 0: the others learn of it from that rank
+        undone = partial(slot_of_P[:4].sub_, 100)
+    found = [outcome(call, wanted_TH)]
+    undone()
+    made.recover()
+    made(x_TH)  # opens windows again
+    with counted() as calls:
+        found.append(outcome(partial(made, x_TH), wanted_TH))
+    return [{**each, "native calls": len(calls)} for each in found]
+
+
+def absent(rank: int, transport: str) -> dict[str, Any]:
+    """Rank 1 makes no second call."""
+    made, x_TH = built(timeout_s=1.0, prepare_finalize=transport), tokens(rank, 3)
+    made(x_TH)
+    if rank == 1:
+        time.sleep(2.5)
+        return {"is": "absent"}
+    return outcome(partial(made, x_TH))
+
+
+def two_threads(rank: int) -> list[str]:
+    """While a listener of one thread runs, another thread calls: its call is refused."""
+    from threading import Thread
+
+    made, other, x_TH, found = built(), list[str](), tokens(rank, 1), list[str]()
+    made(x_TH)
+
+    def second() -> None:
+        try:
+            made(x_TH)
+        except CommError as error:
+            other.append(str(error))
+
+    def listener(routing: Routing) -> None:
+        made.on_routing = None
+        thread = Thread(target=second)
+        thread.start()
+        thread.join()
+
+    made.on_routing = listener
+    try:
+        made(x_TH)
+    except CommError as error:
+        found.append(str(error))
+    return other + found
+
+
+def interrupted(rank: int, transport: str, step: int) -> list[str]:
+    """Rank 0 is interrupted at every `step`th place of a native call; then all recover and call again."""
+    made, wrong, within = (
+        built(shared=1, timeout_s=12.0, prepare_finalize=transport),
+        list[str](),
+        MoELayer._run_exchanged.__code__,
+    )
+    wanted = [wait_without_gradients(made, tokens(rank, 4, seed)) for seed in range(2)]
+
+    def traced(interrupts: Interrupts, seed: int) -> Tensor:
+        with interrupts.traced():
+            return made(tokens(rank, 4, seed))
+
+    traced(counting := Interrupts(within=within), 0)
+    most = torch.tensor([counting.places])
+    dist.all_reduce(most, dist.ReduceOp.MIN)
+    for place in range(1, int(most) + 1, step):
+        interrupts = Interrupts(place if rank == 0 else None, within)
+        failed = outcome(partial(traced, interrupts, 0), wanted[0])
+        if failed["is"] not in ("right", "KeyboardInterrupt" if rank == 0 else "CommError") or failed["seconds"] > 6.0:
+            wrong.append(f"place {place}, {interrupts.at}: {failed}")
+        made.recover()
+        if any(outcome(partial(made, tokens(rank, 4, 1)), wanted[1])["is"] != "right" for _ in range(2)):
+            return [*wrong, f"place {place}, {interrupts.at}: wrong afterwards"]
+    return wrong if int(most) > 20 else [f"{int(most)} places"]

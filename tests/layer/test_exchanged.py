@@ -1,0 +1,107 @@
+"""A layer between ranks as one native call: its bits and counters are those of the steps, and so are its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moe_mk.kernels.native import loaded
+from moe_mk.testing.on_ranks import RankWorld
+from tests.layer import exchanged_ranks as ranks
+from tests.layer.native import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
+EVERY = [0, 1, 2]
+TRANSPORTS = pytest.mark.parametrize("transport", ["one_sided", "all_to_all"])
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    loaded()  # from here on every process finds them
+    with RankWorld(3) as three:
+        yield three
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"activations": "plain"},
+    "fp8 rows": {"fp8": True, "activations": "checkpoint"},
+    "shared experts": {"shared": 1, "activations": "plain"},
+    "a router of its own": {"fused_router": False},
+    "replicas": {"replicas": True},
+    "batch-invariant": {"batch_invariant": True},
+    "tuned by rows": {"tuned": True},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@TRANSPORTS
+def test_it_leaves_the_bits_and_counters_of_the_steps(world: RankWorld, transport: str, name: str) -> None:
+    assert world.call(ranks.compared, EVERY, False, SETTINGS[name] | {"prepare_finalize": transport}) == [[], [], []]
+
+
+@pytest.mark.parametrize("who", [[0], [1, 2]])
+@TRANSPORTS
+def test_ranks_that_run_the_steps_take_part(world: RankWorld, transport: str, who: list[int]) -> None:
+    assert world.call(ranks.compared, who, False, SETTINGS["plain"] | {"prepare_finalize": transport}) == [[], [], []]
+
+
+@pytest.mark.parametrize("name", ["shared experts", "a router of its own"])
+@TRANSPORTS
+def test_a_listener_is_called_with_every_routing(world: RankWorld, transport: str, name: str) -> None:
+    assert world.call(ranks.compared, EVERY, True, SETTINGS[name] | {"prepare_finalize": transport}) == [[], [], []]
+
+
+@TRANSPORTS
+def test_another_placement_serves_from_the_next_call_on(world: RankWorld, transport: str) -> None:
+    assert world.call(ranks.placed_anew, transport) == [[], [], []]
+
+
+@pytest.mark.parametrize("when", ["rows", "sums"])
+@TRANSPORTS
+def test_peers_may_be_later_than_it_polls(world: RankWorld, transport: str, when: str) -> None:
+    assert world.call(ranks.late, transport, when) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("where", "phase", "reason"),
+    [
+        ("experts", "combine", "ValueError: injected"),
+        ("listener", "dispatch", "ValueError: injected"),
+        ("shared", "combine", "ValueError: injected"),
+        ("slots", "dispatch", "is for slot 10"),
+    ],
+)
+@TRANSPORTS
+def test_a_failure_ends_the_call_on_all_ranks_and_a_recovery_serves_again(
+    world: RankWorld, transport: str, where: str, phase: str, reason: str
+) -> None:
+    for rank, (failed, again) in enumerate(world.call(ranks.failing, transport, where)):
+        assert again["is"] == "right" and again["native calls"] == 1
+        assert failed["is"] == ("ValueError" if rank == 1 and where != "slots" else "CommError")
+        assert failed["seconds"] < 10
+        if failed["is"] == "ValueError":
+            assert "rank 1 reported this to its 2 peers" in failed["text"]
+        else:
+            assert reason in failed["text"] and failed["peer"] == 1
+            assert phase in failed["text"] or (where, rank) in (("slots", 1), ("slots", 2))
+
+
+@TRANSPORTS
+def test_a_rank_that_makes_no_call_is_named_with_the_limit(world: RankWorld, transport: str) -> None:
+    found = world.call(ranks.absent, transport)
+    for rank in (0, 2):
+        assert found[rank]["is"] == "CommError" and "within 1 s [kernel.timeout_s]" in found[rank]["text"]
+        assert "dispatch" in found[rank]["text"] and "1" in found[rank]["text"]
+
+
+def test_a_second_thread_is_refused(world: RankWorld) -> None:
+    for found in world.call(ranks.two_threads):
+        assert any("phase 'dispatch'" in text and "another thread is calling over" in text for text in found), found
+
+
+@pytest.mark.thorough
+@TRANSPORTS
+def test_an_interrupt_ends_the_call_on_all_ranks_and_a_recovery_serves_again(world: RankWorld, transport: str) -> None:
+    assert world.call(ranks.interrupted, transport, 17, timeout_s=300.0) == [[], [], []]
