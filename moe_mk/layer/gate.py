@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_mk.kernels.native import Gating, RouteCall
 from moe_mk.oracle.verdict import Decision
-from moe_mk.router.gate import choose_gate_tier, gate_logits
+from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier, gate_logits
 from moe_mk.router.hashed import HashedTokens
 from moe_mk.router.native import mode_of, prepare_route, route_natively, routes_natively
 from moe_mk.router.router import Router
@@ -128,10 +128,9 @@ class Gate:
 
     def _tier(self, num_tokens: int) -> str:
         problem = self.decision.problem
-        model, arch = problem.config.model, problem.device.arch if problem.device.kind == "cuda" else None
-        return choose_gate_tier(
-            arch, num_tokens, model.hidden_size, model.num_experts, self.dtype, self.router_dtype, frozenset()
-        ).tier
+        arch = problem.device.arch if problem.device.kind == "cuda" else None
+        available = frozenset({"small_m"} if SMALL_M_LIBRARY in problem.installed else ())
+        return choose_gate_tier(arch, num_tokens, self.dtype, self.router_dtype, available).tier
 
 
 def keeps_gate_in_f32(decision: Decision) -> bool:

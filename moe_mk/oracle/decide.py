@@ -26,7 +26,7 @@ from moe_mk.prepare_finalize.all_gather import AllGather
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE, PrepareFinalize, TransportTraits, Volume
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.tensor import QuantScheme
-from moe_mk.router.gate import choose_gate_tier
+from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier
 from moe_mk.text import amount
 from moe_mk.tokens import LAYOUT_NAMES, GroupedTokens
 
@@ -289,8 +289,6 @@ def _decision(
         gate=choose_gate_tier(
             problem.device.arch if problem.device.kind == "cuda" else None,
             problem.num_tokens,
-            config.model.hidden_size,
-            config.model.num_experts,
             problem.dtype.dtype,
             config.router.router_dtype,
             _gate_kernels(candidate, problem),
@@ -303,7 +301,8 @@ def _gate_kernels(candidate: Candidate, problem: Problem) -> frozenset[str]:
     config = problem.config
     scored = config.router.scoring_func in ("sigmoid", "softmax")
     native = candidate.traits.library == COMPILER and config.kernel.fused_router and scored
-    return frozenset({"native"} if native else ())
+    few = {"small_m"} if SMALL_M_LIBRARY in problem.installed else set()
+    return frozenset({"native", *few} if native else few)
 
 
 def check_pins(kernel: KernelConfig) -> None:

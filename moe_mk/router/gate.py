@@ -21,10 +21,8 @@ from moe_mk.shapes import expect
 RouterDtype = Literal["float32", "model"]
 GateTier = Literal["native", "small_m", "bf16_to_fp32", "plain"]
 
-# Limits of the specialised DeepSeek-V3 router GEMM, as vLLM states them for its dsv3_router_gemm op.
-SMALL_M_MAX_TOKENS = 16
-SMALL_M_HIDDEN_SIZE = 7168
-SMALL_M_NUM_EXPERTS = (256, 384)
+SMALL_M_LIBRARY, SMALL_M_MAX_TOKENS = "triton", 16
+"""What the kernel for few tokens is written in, and the tokens it serves: that in `kernels.triton.gate_logits`; vLLM's dsv3_router_gemm has the same limit."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,6 @@ class GateChoice:
 def choose_gate_tier(
     arch: tuple[int, int] | None,
     num_tokens: int,
-    hidden_size: int,
-    num_experts: int,
     dtype: torch.dtype,
     router_dtype: str,
     available: frozenset[str],
@@ -51,13 +47,14 @@ def choose_gate_tier(
     """Choose the gate's tier for one device and token count, from plain data only.
 
     arch: CUDA compute capability, (9, 0) for sm_90; None is any device without one.
-    dtype: of hidden states and gate weight. available: specialised gate kernels that can be used here ("small_m", and
-    "native" where the experts run in native CPU code, the settings let the router do so as well and it can score so).
+    dtype: of hidden states and gate weight. available: specialised gate kernels that can be used here ("small_m" with
+    triton, and "native" where the experts run in native CPU code, the settings let the router do so as well and it can
+    score so).
     """
     check_router_dtype(router_dtype)
     against: dict[GateTier, list[str]] = {
         "native": _against_native(arch, dtype, router_dtype, available),
-        "small_m": _against_small_m(arch, num_tokens, hidden_size, num_experts, dtype, router_dtype, available),
+        "small_m": _against_small_m(arch, num_tokens, dtype, router_dtype, available),
         "bf16_to_fp32": _against_bf16_to_fp32(arch, dtype, router_dtype),
         "plain": [],
     }
@@ -82,23 +79,13 @@ def _against_native(
 
 
 def _against_small_m(
-    arch: tuple[int, int] | None,
-    num_tokens: int,
-    hidden_size: int,
-    num_experts: int,
-    dtype: torch.dtype,
-    router_dtype: str,
-    available: frozenset[str],
+    arch: tuple[int, int] | None, num_tokens: int, dtype: torch.dtype, router_dtype: str, available: frozenset[str]
 ) -> list[str]:
     reasons = _against_mixed_output(arch, (9, 0), dtype, router_dtype)
     if num_tokens > SMALL_M_MAX_TOKENS:
         reasons.append(f"serves at most {SMALL_M_MAX_TOKENS} tokens, got {num_tokens}")
-    if hidden_size != SMALL_M_HIDDEN_SIZE:
-        reasons.append(f"needs hidden_size {SMALL_M_HIDDEN_SIZE}, got {hidden_size}")
-    if num_experts not in SMALL_M_NUM_EXPERTS:
-        reasons.append(f"needs {' or '.join(map(str, SMALL_M_NUM_EXPERTS))} experts, got {num_experts}")
     if "small_m" not in available:
-        reasons.append("no such kernel is installed")
+        reasons.append(f"{SMALL_M_LIBRARY} is not installed")
     return reasons
 
 
@@ -145,9 +132,9 @@ def gate_logits(x_TH: Tensor, weight_EH: Tensor, router_dtype: str = "float32", 
             ["it chooses in the same call; use router.native.route_natively"],
         )
     if tier == "small_m":
-        raise UnsupportedError(
-            "gate tier 'small_m' cannot run", ["no such kernel is installed; use tier='bf16_to_fp32' or 'plain'"]
-        )
+        if problems := small_m_problems(x_TH, weight_EH, router_dtype):
+            raise UnsupportedError("gate tier 'small_m' cannot run", problems)
+        return small_m_gemm(x_TH, weight_EH)
     raise ConfigError(f"gate tier {tier!r} is unknown{did_you_mean(tier, get_args(GateTier))}")
 
 
@@ -167,6 +154,30 @@ def mixed_gemm_problems(x_TH: Tensor, weight_EH: Tensor, router_dtype: str) -> l
 def mixed_gemm(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     """Multiply bf16 by bf16 and keep the f32 accumulator: one GEMM, no f32 copy of either operand."""
     return torch.mm(x_TH, weight_EH.T, out_dtype=torch.float32)
+
+
+def small_m_problems(x_TH: Tensor, weight_EH: Tensor, router_dtype: str) -> list[str]:
+    """List why these tensors cannot take the kernel for few tokens."""
+    reasons: list[str] = []
+    if x_TH.device.type != "cuda":
+        reasons.append(f"its kernel needs a CUDA device, x is on {x_TH.device}; use tier='plain'")
+    if x_TH.shape[0] > SMALL_M_MAX_TOKENS:
+        reasons.append(f"serves at most {SMALL_M_MAX_TOKENS} tokens, got {x_TH.shape[0]}; use tier='bf16_to_fp32'")
+    if router_dtype != "float32":
+        reasons.append(f"writes float32 logits, router_dtype is {router_dtype!r}; use tier='plain'")
+    return reasons
+
+
+def small_m_gemm(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    """f32 logits of few tokens by the Triton kernel; tensors that it cannot read take the mixed-precision GEMM.
+
+    Those are tensors that are traced, of a subclass, strided or with a gradient.
+    """
+    if type(x_TH) is not Tensor or type(weight_EH) is not Tensor or torch.compiler.is_compiling():
+        return mixed_gemm(x_TH, weight_EH)
+    from moe_mk.kernels.triton import gate_logits as few
+
+    return few.gate_logits(x_TH, weight_EH) if few.serves(x_TH, weight_EH) else mixed_gemm(x_TH, weight_EH)
 
 
 def check_router_dtype(router_dtype: str) -> None:

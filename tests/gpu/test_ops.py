@@ -37,6 +37,18 @@ def test_a_gpu_quantises_bit_for_bit_like_a_cpu(rows: int, hidden: int, power_of
         assert torch.equal(bits(values), bits(expected))
 
 
+@pytest.mark.row(69)
+@pytest.mark.parametrize("tokens,hidden,experts", [(1, 7168, 256), (7, 2880, 128), (16, 7168, 384)])
+def test_the_gate_of_few_tokens_sums_exact_products(tokens: int, hidden: int, experts: int) -> None:
+    from moe_mk.kernels.triton.gate_logits import gate_logits
+
+    x, weight = torch.randn(tokens, hidden).bfloat16(), torch.randn(experts, hidden).bfloat16()
+    logits = gate_logits(x.to(CUDA), weight.to(CUDA))
+    limit = hidden * 2.0**-24 * (x.double().abs() @ weight.double().abs().T)
+    assert bool(((logits.cpu() - x.double() @ weight.double().T).abs() <= limit).all())
+    assert torch.equal(logits, gate_logits(x.to(CUDA), weight.to(CUDA)))
+
+
 @pytest.mark.parametrize("tokens", [1, 128, 4096])
 def test_routing_equals_the_reference_where_scores_are_apart(tokens: int) -> None:
     from moe_mk.kernels.triton.topk import grouped_topk

@@ -1,11 +1,19 @@
 """The gate's tiers as a reasoned choice, and its precision as a setting."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import Tensor
 
+from moe_mk import Problem, oracle
+from moe_mk.config import device_profile, load_config
 from moe_mk.errors import ConfigError, ShapeError, UnsupportedError
+from moe_mk.layer.gate import Gate
+from moe_mk.quant import BF16 as PLAIN_BF16
 from moe_mk.router import GateChoice, choose_gate_tier, gate_logits
+from moe_mk.router import gate as gate_module
+from moe_mk.router.gate import small_m_gemm
 
 BF16, F32 = torch.bfloat16, torch.float32
 INSTALLED = frozenset({"small_m"})
@@ -18,13 +26,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def choose(
     arch: tuple[int, int] | None = (9, 0),
     num_tokens: int = 16,
-    hidden_size: int = 7168,
-    num_experts: int = 256,
     dtype: torch.dtype = BF16,
     router_dtype: str = "float32",
     available: frozenset[str] = INSTALLED,
 ) -> GateChoice:
-    return choose_gate_tier(arch, num_tokens, hidden_size, num_experts, dtype, router_dtype, available)
+    return choose_gate_tier(arch, num_tokens, dtype, router_dtype, available)
 
 
 @pytest.mark.row(69)
@@ -40,24 +46,22 @@ def test_sixteen_and_seventeen_tokens_choose_different_tiers_on_sm_90() -> None:
 def test_a_kernel_that_is_not_installed_is_reported_as_missing() -> None:
     choice = choose(available=frozenset())
     assert choice.tier == "bf16_to_fp32"
-    assert choice.reasons["small_m"] == ("no such kernel is installed",)
+    assert choice.reasons["small_m"] == ("triton is not installed",)
 
 
 @pytest.mark.row(69)
 def test_a_cpu_takes_the_plain_tier_and_every_reason_against_the_others_is_listed() -> None:
-    choice = choose(arch=None, num_tokens=64, hidden_size=2048, num_experts=64, dtype=F32, available=frozenset())
+    choice = choose(arch=None, num_tokens=64, dtype=F32, available=frozenset())
     assert choice.tier == "plain"
     assert choice.reasons["small_m"] == (
         "needs a CUDA device of sm_90 or newer, this one has no compute capability",
         "reads torch.bfloat16, hidden states and gate weight are torch.float32",
         "serves at most 16 tokens, got 64",
-        "needs hidden_size 7168, got 2048",
-        "needs 256 or 384 experts, got 64",
-        "no such kernel is installed",
+        "triton is not installed",
     )
     assert len(choice.reasons["bf16_to_fp32"]) == 2
     text = str(choice)
-    assert text.startswith("gate: plain") and "small_m: needs a CUDA" in text and "no such kernel" in text
+    assert text.startswith("gate: plain") and "small_m: needs a CUDA" in text and "triton is not installed" in text
 
 
 @pytest.mark.parametrize(
@@ -65,8 +69,7 @@ def test_a_cpu_takes_the_plain_tier_and_every_reason_against_the_others_is_liste
     [
         ({"arch": (8, 9)}, "bf16_to_fp32", "needs sm_90 or newer, got sm_89"),
         ({"arch": (7, 5)}, "plain", "needs sm_90 or newer, got sm_75"),
-        ({"hidden_size": 6144}, "bf16_to_fp32", "needs hidden_size 7168, got 6144"),
-        ({"num_experts": 128}, "bf16_to_fp32", "needs 256 or 384 experts, got 128"),
+        ({"num_tokens": 17}, "bf16_to_fp32", "serves at most 16 tokens, got 17"),
         ({"dtype": torch.float16}, "plain", "reads torch.bfloat16"),
         ({"router_dtype": "model"}, "plain", "router_dtype='model' asks for logits in the model dtype"),
     ],
@@ -77,8 +80,39 @@ def test_each_condition_of_the_small_m_tier_alone_rejects_it(change: dict[str, o
     assert len(choice.reasons["small_m"]) == 1 and words in choice.reasons["small_m"][0]
 
 
-def test_newer_devices_and_kimi_k2_take_the_small_m_tier() -> None:
-    assert choose(arch=(10, 0), num_experts=384, num_tokens=1).tier == "small_m"
+def test_newer_devices_take_the_small_m_tier() -> None:
+    assert choose(arch=(10, 0), num_tokens=1).tier == "small_m"
+
+
+@pytest.mark.row(69)
+def test_a_decision_and_the_gate_of_its_layer_choose_the_small_m_tier_where_triton_is() -> None:
+    config = load_config("deepseek_v3").with_(ep=8, max_num_tokens=64)
+    for libraries, tokens, tier in (
+        ({"triton"}, 16, "small_m"),
+        ({"triton"}, 17, "bf16_to_fp32"),
+        (set(), 16, "bf16_to_fp32"),
+    ):
+        problem = Problem(config, device_profile("h200"), PLAIN_BF16, tokens, frozenset(libraries))
+        decision = oracle.select(problem)
+        gate = Gate(decision, BF16, torch.device("cpu"))
+        assert decision.gate.tier == gate._tier(tokens) == tier
+
+
+@pytest.mark.row(69)
+def test_the_small_m_tier_launches_its_kernel_and_leaves_other_tensors_to_the_gemm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    few, took = import_module("moe_mk.kernels.triton.gate_logits"), []
+    monkeypatch.setattr(few, "gate_logits", lambda x, w: took.append("kernel"))
+    monkeypatch.setattr(gate_module, "mixed_gemm", lambda x, w: took.append("gemm"))
+    x, weight = (torch.empty(*shape, dtype=BF16, device="meta") for shape in ((16, 64), (8, 64)))
+    small_m_gemm(x, weight)
+    small_m_gemm(x.repeat(2, 1), weight)
+    small_m_gemm(x.requires_grad_(), weight)
+    small_m_gemm(x.detach().T.contiguous().T, weight)
+    small_m_gemm(torch.nn.Parameter(x.detach()), weight)
+    assert took == ["kernel", "gemm", "gemm", "gemm", "gemm"]
 
 
 def test_every_tier_but_the_chosen_one_carries_a_reason() -> None:
@@ -142,8 +176,10 @@ def test_tiers_that_cannot_run_here_say_why() -> None:
         UnsupportedError, match=r"(?s)needs a CUDA device, x is on cpu.*x is torch.float32.*gate weight is"
     ):
         gate_logits(normal(2, 8), normal(4, 8), tier="bf16_to_fp32")
-    with pytest.raises(UnsupportedError, match=r"(?s)small_m.*no such kernel is installed"):
-        gate_logits(normal(2, 8), normal(4, 8), tier="small_m")
+    with pytest.raises(
+        UnsupportedError, match=r"(?s)small_m.*needs a CUDA device, x is on cpu.*at most 16 tokens, got 17"
+    ):
+        gate_logits(normal(17, 8), normal(4, 8), tier="small_m")
 
 
 def test_the_mixed_gemm_tier_gives_f32_logits_of_the_right_shape() -> None:

@@ -103,7 +103,7 @@ def test_simulations_and_scores_in_the_model_dtype_stay_with_torch() -> None:
 
 def test_the_tier_is_chosen_with_reasons() -> None:
     here = frozenset({"native"})
-    chosen = choose_gate_tier(None, 4, 7168, 256, BF16, "float32", here)
+    chosen = choose_gate_tier(None, 4, BF16, "float32", here)
     assert chosen.tier == "native" and "native comes first" in chosen.reasons["plain"][0]
     for arch, dtype, router_dtype, available, words in (
         ((9, 0), BF16, "float32", here, "needs a CPU, this device is sm_90"),
@@ -111,7 +111,7 @@ def test_the_tier_is_chosen_with_reasons() -> None:
         (None, BF16, "model", here, "asks for scores in the model dtype"),
         (None, BF16, "float32", frozenset[str](), "unless kernel.fused_router = false"),
     ):
-        choice = choose_gate_tier(arch, 4, 7168, 256, dtype, router_dtype, available)
+        choice = choose_gate_tier(arch, 4, dtype, router_dtype, available)
         assert choice.tier != "native"
         assert len(choice.reasons["native"]) == 1 and words in choice.reasons["native"][0]
 

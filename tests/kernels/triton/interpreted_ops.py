@@ -15,6 +15,8 @@ from moe_mk.kernels.triton import align as align_module
 from moe_mk.kernels.triton.activation_quantize import activation_quantize
 from moe_mk.kernels.triton.align import SMALL, STEP, align
 from moe_mk.kernels.triton.experts import combine
+from moe_mk.kernels.triton.gate_logits import MOST_TOKENS, gate_logits
+from moe_mk.kernels.triton.gate_logits import serves as gate_serves
 from moe_mk.kernels.triton.numerics import INTERPRETED
 from moe_mk.kernels.triton.permute import first_kept
 from moe_mk.kernels.triton.quantize_rows import quantize_rows, quantize_rows_fp8, quantize_rows_int8
@@ -275,3 +277,38 @@ def test_rows_return_in_order_and_dropped_ones_are_not_read() -> None:
     for part in expected:
         total += part
     assert torch.equal(combine(wide, torch.zeros((4, 8), dtype=torch.int32)), total.bfloat16())
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("tokens,hidden,experts", [(1, 64, 3), (5, 700, 6), (16, 1100, 4), (0, 64, 3)])
+def test_gate_logits_are_f32_sums_of_exact_products(
+    tokens: int, hidden: int, experts: int, weight_dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(tokens, hidden).bfloat16(), torch.randn(experts, hidden).to(weight_dtype)
+    logits = gate_logits(x, weight)
+    assert logits.dtype == torch.float32 and logits.shape == (tokens, experts)
+    exact = x.double() @ weight.double().T
+    # Each of hidden additions, and each product of an f32 weight, errs by half an ulp of what it adds at most.
+    limit = hidden * 2.0**-24 * (x.double().abs() @ weight.double().abs().T)
+    assert bool(((logits - exact).abs() <= limit).all())
+    wide = torch.randn(tokens, 2 * hidden).bfloat16()
+    assert torch.equal(gate_logits(wide[:, :hidden], weight), gate_logits(wide[:, :hidden].contiguous(), weight))
+
+
+def test_gate_logits_of_a_token_do_not_depend_on_the_others() -> None:
+    x, weight = torch.randn(MOST_TOKENS, 600).bfloat16(), torch.randn(5, 600).bfloat16()
+    whole = gate_logits(x, weight)
+    other = x.clone()
+    other[1:] = torch.nan
+    assert torch.equal(gate_logits(other, weight)[0], whole[0])
+    assert torch.equal(gate_logits(x[9:], weight), gate_logits(x[9:].clone(), weight))
+
+
+def test_the_gate_serves_sixteen_tokens_of_dense_rows_without_a_gradient() -> None:
+    x, weight = torch.randn(16, 64).bfloat16(), torch.randn(4, 64).bfloat16()
+    assert gate_serves(x, weight) and gate_serves(x, weight.float()) and gate_serves(x.float(), weight)
+    assert not gate_serves(torch.cat((x, x[:1])), weight) and not gate_serves(x.T.contiguous().T, weight)
+    assert not gate_serves(x.half(), weight) and not gate_serves(x, weight.half())
+    assert not gate_serves(x.clone().requires_grad_(), weight)
+    with torch.no_grad():
+        assert gate_serves(x.clone().requires_grad_(), weight)

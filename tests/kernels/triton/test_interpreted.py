@@ -33,6 +33,12 @@ def test_ops_equal_the_reference() -> None:
     assert re.search(r"\b(1[0-9]|[2-9][0-9]) passed", run_interpreted("interpreted_ops.py"))
 
 
+@pytest.mark.row(69)
+@pytest.mark.timeout(240)
+def test_the_gate_of_few_tokens_sums_exact_products() -> None:
+    assert re.search(r"\b10 passed", run_interpreted("interpreted_ops.py", "-k", "gate"))
+
+
 @pytest.mark.row(111)
 @pytest.mark.timeout(240)
 def test_experts_equal_the_reference() -> None:
