@@ -11,8 +11,8 @@ from moe_mk.config.base import Settings
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import activation_scheme
 from moe_mk.quant.fp8_whole import FP8_TOKEN, fp8_static
-from moe_mk.quant.int8 import INT8_TOKEN
-from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, scheme_of_kind
+from moe_mk.quant.int8 import INT8_TOKEN, int8_groups
+from moe_mk.quant.kinds import PLAIN_KINDS, WEIGHT_ONLY_KINDS, activation_group, scheme_of_kind
 from moe_mk.quant.microscaling import MXFP8
 from moe_mk.quant.nvfp4 import nvfp4_tokens
 from moe_mk.quant.tensor import QuantScheme
@@ -45,7 +45,8 @@ class QuantConfig(Settings):
     """The type of shared experts: that of the routed ones, or plain numbers."""
     activations: Literal["auto", "none", "fp8", "int8", "mxfp8", "nvfp4"] = "auto"
     """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 and
-    weight-only types (int4_*, int8_g*, int8_row*, GGUF) round nothing, the others round to their own format."""
+    weight-only types (int4_*, int8_g*, int8_row*, GGUF) round nothing, the others round to their own format. int8 is
+    one scale per token for int8 and int8_block; for weight-only types one for each of their groups, of at most 128."""
     input_scale: float | None = Field(default=None, gt=0)
     """A calibrated scale of activations: of whole FP8 tensors, or above the scales of NVFP4. None finds FP8 scales
     token by token, and is 1 for NVFP4."""
@@ -120,6 +121,8 @@ class QuantConfig(Settings):
             return FP8_TOKEN if self.input_scale is None else fp8_static(self.input_scale, self.hidden_scale)
         if rounded == "nvfp4":
             return nvfp4_tokens(self.input_scale or 1.0)
+        if rounded == "int8" and self.weights in WEIGHT_ONLY_KINDS:
+            return int8_groups(activation_group(self.weight_scheme), activation_group(self.down_scheme))
         return MXFP8 if rounded == "mxfp8" else INT8_TOKEN
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -47,4 +49,6 @@ def shared_experts(decision: Decision, parts: Parts) -> SharedExperts:
     chosen, config = decision.chosen.experts, decision.problem.config
     backend = "reference" if chosen in MONOLITHIC else chosen
     context = experts_context(decision, parts, 1, config.model.shared_size // config.parallel.tp)
+    if config.model.quant.shared_scheme is not None:
+        context = replace(context, compute=decision.problem.dtype)  # activations of plain weights are not rounded
     return SharedExperts(build_experts(decision, backend, context), decision.problem.dtype, parts.spans)

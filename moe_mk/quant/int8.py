@@ -1,4 +1,4 @@
-"""INT8, symmetric: values from -127 to 127 with an f32 scale for a row (channel, token) or a block.
+"""INT8, symmetric: values from -127 to 127 with an f32 scale for a row (channel, token), a group of it, or a block.
 
 Source: SmoothQuant (arXiv 2211.10438) for W8A8 with scales per channel and per token.
 """
@@ -27,6 +27,13 @@ class Int8Block(BlockedScheme):
     name: str
     rows: int
     columns: int
+    hidden_columns: int | None = None
+    """Of activations, where the rows between the two products have other groups; None: the same."""
+
+    @property
+    def hidden(self) -> Int8Block:
+        """The same with the groups of the rows between the two products."""
+        return self if self.hidden_columns is None else int8_groups(self.hidden_columns)
 
     @property
     def family(self) -> str:
@@ -65,3 +72,13 @@ INT8_CHANNEL = Int8Block("int8_channel", 1, WHOLE)
 INT8_TOKEN = Int8Block("int8_token", 1, WHOLE)
 """Activations: one dynamic scale per token."""
 INT8_128x128 = Int8Block("int8_128x128", 128, 128)
+
+
+def int8_groups(columns: int, hidden_columns: int | None = None) -> Int8Block:
+    """Activations: one dynamic scale for each group of columns of a token, as the groups of its weights.
+
+    hidden_columns: the groups of the rows between the two products, where down projections have others.
+    """
+    if hidden_columns in (None, columns):
+        return Int8Block(f"int8_1x{columns}", 1, columns)
+    return Int8Block(f"int8_1x{columns}_1x{hidden_columns}", 1, columns, hidden_columns)

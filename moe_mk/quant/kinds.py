@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from moe_mk.errors import ConfigError
 from moe_mk.quant.fp8_block import weight_scheme
 from moe_mk.quant.fp8_whole import FP8_CHANNEL, FP8_TENSOR
-from moe_mk.quant.gguf import GGUF
-from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.gguf import GGUF, Gguf
+from moe_mk.quant.grouped import GROUPED, Grouped
 from moe_mk.quant.int8 import INT8_CHANNEL, Int8Block
 from moe_mk.quant.microscaling import MXFP4, MXFP8
 from moe_mk.quant.nvfp4 import NVFP4
@@ -41,3 +41,17 @@ def scheme_of_kind(kind: str, block: tuple[int, int] = (128, 128), *, ue8m0: boo
         if kind in schemes:
             return schemes[kind]
     raise ConfigError(f"no type of experts is called {kind!r}{did_you_mean(kind, (*KINDS, *WEIGHT_ONLY_KINDS))}")
+
+
+LARGEST_ACTIVATION_GROUP = 128
+"""Columns of a token that share a scale at most, where weights have larger groups."""
+
+
+def activation_group(scheme: QuantScheme) -> int:
+    """Columns of a token that share a scale where it is rounded to INT8 for weight-only weights: as of the weights.
+
+    Blocks of GGUF have groups of 32; those of Q6_K, of 16, are taken two at a time.
+    """
+    if isinstance(scheme, Gguf):
+        return max(scheme.group, 32)
+    return min(scheme.columns, LARGEST_ACTIVATION_GROUP) if isinstance(scheme, Grouped) else LARGEST_ACTIVATION_GROUP

@@ -17,7 +17,7 @@ from moe_mk.oracle.int_wna16 import select_int_wna16_moe_backend
 from moe_mk.quant import BF16
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
-from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.int8 import int8_groups
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights
 from moe_mk.weights.requantise import held_as
 
@@ -90,7 +90,7 @@ def test_mixed_types_are_counted_in_bytes_and_refused_where_not_read(monkeypatch
 
 def test_activations_in_int8_are_an_offer_of_the_settings() -> None:
     asked = problem("int4_g32", activations="int8")
-    assert asked.activations is not None and asked.activations.name == "int8_token"
+    assert asked.activations is not None and asked.activations.name == "int8_1x32"
     assert problem("int4_g32").activations is None
     config = asked.config.with_(activations="checkpoint", experts="torch_cpu")
     with pytest.raises(UnsupportedError, match="multiplies with plain activations only"):
@@ -102,11 +102,37 @@ def test_activations_in_int8_are_an_offer_of_the_settings() -> None:
 def test_rounded_activations_are_used_where_products_with_these_weights_exist(backend: str, quant: str) -> None:
     """The integer products of other weights are no reason to give codes to kernels that read plain rows."""
     asked, traits = problem(quant, activations="int8"), EXPERTS[backend].traits
-    scheme = ORACLES["gguf" if quant == "q4_k" else "int_wna16"].compute_scheme(asked, traits)
-    assert scheme == (INT8_TOKEN if backend == "reference" else asked.dtype)
+    own = ORACLES["gguf" if quant == "q4_k" else "int_wna16"]
+    assert own.compute_scheme(asked, traits) == (int8_groups(32) if backend == "reference" else asked.dtype)
     insisted = replace(asked, config=asked.config.with_(activations="checkpoint"))
     refused = any(reason.code == "activations" for reason in EXPERTS[backend].reasons_against(insisted))
-    assert refused == (backend != "reference")
+    assert refused == (backend not in ("reference", "cpu_native"))
+    assert own.compute_scheme(insisted, traits) == int8_groups(32)
+
+
+@pytest.mark.parametrize(
+    ("weights", "down", "name", "hidden"),
+    [
+        ("int4_g128_zp", None, "int8_1x128", "int8_1x128"),
+        ("int8_row", None, "int8_1x128", "int8_1x128"),
+        ("q4_k", "q6_k", "int8_1x32", "int8_1x32"),
+        ("int4_g64", "int4_g32", "int8_1x64_1x32", "int8_1x32"),
+    ],
+)
+def test_tokens_are_rounded_in_the_groups_of_their_weights(
+    weights: str, down: str | None, name: str, hidden: str
+) -> None:
+    scheme = problem(weights, down=down, activations="int8").activations
+    assert scheme is not None and (scheme.name, scheme.hidden.name) == (name, hidden)
+
+
+def test_native_experts_refuse_integer_products_of_formats_they_do_not_have() -> None:
+    asked = problem("q4_k", down="q6_k", activations="int8")
+    insisted = replace(asked, config=asked.config.with_(activations="checkpoint", experts="cpu_native"))
+    with pytest.raises(UnsupportedError, match="multiplies no q6_k weights with tokens rounded to INT8"):
+        oracle.select(insisted)
+    plain = replace(asked, config=asked.config.with_(experts="cpu_native"), installed=frozenset({"c++"}))
+    assert oracle.select(plain).compute == BF16
 
 
 @pytest.mark.parametrize("quant", ["int4_g64_zp", "q5_k"])

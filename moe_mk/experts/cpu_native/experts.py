@@ -42,6 +42,7 @@ from moe_mk.experts.cpu_native.tuning import (
 from moe_mk.experts.cpu_native.weights import (
     BLOCK,
     PackedExpertWeights,
+    multiplies_int8,
     native_kernels,
     pack_matrix,
     storage_of,
@@ -63,11 +64,13 @@ from moe_mk.kernels.native import (
     experts_batched,
     experts_grouped,
     touch_slot,
+    wrong_formats,
 )
 from moe_mk.kernels.native.packed import release_pages
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
-from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
+from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.trace.clock import now
@@ -185,6 +188,7 @@ class CpuNativeExperts(FusedExperts):
         weights=frozenset({"plain", *QUANTISED, *WEIGHT_ONLY}),
         mixed_weights=True,
         computes=("plain", "fp8", "int8"),
+        weight_only_computes=("plain", "int8"),
         dtypes=frozenset({"bf16"}),
         block_sides=frozenset({BLOCK}),
         copies_weights=True,
@@ -227,6 +231,12 @@ class CpuNativeExperts(FusedExperts):
         if asked and rounded is not None and rounded.family == "fp8" and rounded not in (FP8_1x128, FP8_1x128_UE8M0):
             text = f"rounds tokens to FP8 with a scale for {BLOCK} values only, not to {rounded.name}"
             reasons.append(Reason("activations", text, "kernel.activations = auto"))
+        if asked and quant.weights in WEIGHT_ONLY:
+            kinds = {quant.weights, quant.down or quant.weights}
+            others = sorted(kind for kind in kinds if not multiplies_int8(scheme_of_kind(kind, quant.block)))
+            if others:
+                text = f"multiplies no {', '.join(others)} weights with tokens rounded to INT8"
+                reasons.append(Reason("activations", text, "kernel.activations = auto"))
         return reasons
 
     @classmethod
@@ -324,7 +334,9 @@ class CpuNativeExperts(FusedExperts):
         """One native call for both: the threads continue from routed to shared experts without a separate sum."""
         if not isinstance(weights, PackedExpertWeights) or not isinstance(shared, PackedExpertWeights):
             return None
-        return replace(weights, shared=shared) if shared.gated == weights.gated else None
+        matrices = (weights.w13, weights.w2, shared.w13, shared.w2)
+        fits = shared.gated == weights.gated and not wrong_formats(self.mode, matrices)
+        return replace(weights, shared=shared) if fits else None
 
     def fuse_router(self, weights: Weights, gating: Gating, tables: PlacementTables, rank: int) -> FusedCall | None:
         """One native call: in Python the steps between its parts would take longer than the router."""
@@ -408,8 +420,11 @@ class CpuNativeExperts(FusedExperts):
 
     def _codes(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
         """Rows as the kernels read them: codes with f32 scales if their scheme is supported, else bf16."""
-        fp8 = isinstance(x.scheme, Fp8Block) and x.scheme.block == (1, BLOCK)
-        if x.scales is None or not (fp8 if self.mode.quantize != Rounding.INT8 else x.scheme == INT8_TOKEN):
+        if self.mode.quantize in (Rounding.INT8, Rounding.INT8_PARTS):
+            supported = x.scheme == self.context.compute
+        else:
+            supported = isinstance(x.scheme, Fp8Block) and x.scheme.block == (1, BLOCK)
+        if x.scales is None or not supported:
             return x.dequantize(torch.bfloat16), None
         return x.values, x.scales.to(torch.float32)
 
@@ -417,8 +432,8 @@ class CpuNativeExperts(FusedExperts):
 def _rounding(compute: QuantScheme) -> Rounding:
     if compute.block is None:
         return Rounding.NONE
-    if compute == INT8_TOKEN:
-        return Rounding.INT8
+    if isinstance(compute, Int8Block):
+        return Rounding.INT8 if compute == INT8_TOKEN else Rounding.INT8_PARTS
     return Rounding.FP8_UE8M0 if compute == FP8_1x128_UE8M0 else Rounding.FP8
 
 

@@ -25,7 +25,7 @@ from moe_mk.experts.base import ExpertsContext
 from moe_mk.external.device import describe
 from moe_mk.kernels.native import ExpertsMode, Format, Isa, Rounding, Tuning
 from moe_mk.kernels.native.build import processor_has
-from moe_mk.quant.int8 import INT8_TOKEN
+from moe_mk.quant.int8 import Int8Block
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantScheme
 
@@ -85,9 +85,10 @@ INTEGER_TILES = CutOver("tile_rows", 9, (3, 5, 9, 17), "AMX tiles instead of vpd
 
 def cut_over_of(isa: Isa, format: Format, mode: ExpertsMode) -> CutOver | None:
     """The cut-over that tuning can move; None: one kernel serves any number of rows, or bits would differ."""
-    integers = mode.quantize is Rounding.INT8
+    integers = mode.quantize in (Rounding.INT8, Rounding.INT8_PARTS)
     if isa is Isa.AMX_BF16:
-        return INTEGER_TILES if integers else STREAMED
+        tiles = replace(INTEGER_TILES, built_in=5) if mode.quantize is Rounding.INT8_PARTS else INTEGER_TILES
+        return tiles if integers else STREAMED
     if isa is not Isa.AVX512_BF16 or integers or format.group or format.has_parts:
         return None
     return replace(PANELS, built_in=1) if format is Format.BF16 else PANELS
@@ -164,7 +165,7 @@ def candidates(context: ExpertsContext, rows: int) -> list[dict[str, int | bool 
     tried = FROM_MEMORY if an_expert <= FEW / 2 else GATHERED if an_expert > FEW else (*FROM_MEMORY, *GATHERED[1:])
     if _has_amx():
         tried = tuple(each for each in tried if not each.panel_rows)
-        tried += AMX_INTEGERS if context.compute == INT8_TOKEN else AMX_ROWS if an_expert > FEW else ()
+        tried += AMX_INTEGERS if isinstance(context.compute, Int8Block) else AMX_ROWS if an_expert > FEW else ()
     named = [{name: value for name, value in asdict(tuning).items() if value} for tuning in tried]
     return [dict(each) for each in {tuple(one.items()): one for one in named}.values()]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.kernels.native import (
+    INT8_PART_FORMATS,
     BlockType,
     ExpertsCall,
     ExpertsMode,
@@ -80,6 +81,12 @@ def storage_of(scheme: QuantScheme) -> Storage | None:
     if scheme.family not in _SCALED_ALIKE or scheme.block not in ((BLOCK, BLOCK), (1, WHOLE), (WHOLE, WHOLE)):
         return None
     return Storage(_SCALED_ALIKE[scheme.family], by_output=scheme.block != (BLOCK, BLOCK))
+
+
+def multiplies_int8(scheme: QuantScheme) -> bool:
+    """Whether weights of a scheme are multiplied as integers with tokens that are rounded to INT8 in their groups."""
+    storage = storage_of(scheme)
+    return storage is not None and storage.format in INT8_PART_FORMATS
 
 
 @dataclass(frozen=True)

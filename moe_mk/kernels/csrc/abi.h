@@ -17,7 +17,7 @@ enum Format : int32_t {
 enum ScaleType : int32_t { kScaleF32 = 0, kScaleBf16 = 1, kScaleF16 = 2, kNumScaleTypes = 3 };
 // Blocks of ggml as they are in a file, by the numbers of ggml_type. kBlockQ4_0 becomes kInt4, kBlockQ8_0 kInt8Groups.
 enum BlockType : int32_t { kBlockQ4_0 = 2, kBlockQ8_0 = 8, kBlockQ4K = 12, kBlockQ5K = 13, kBlockQ6K = 14 };
-enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2, kUe8m0Rows = 3 };
+enum Rounding : int32_t { kAsIs = 0, kFp8Rows = 1, kInt8Rows = 2, kUe8m0Rows = 3, kInt8PartRows = 4 };
 enum Activation : int32_t { kSilu = 0, kGeluErf = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4 };
 enum ReadWay : int32_t { kAskAhead = 0, kManyStreams = 1, kNumReadWays = 2 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
@@ -43,8 +43,9 @@ struct MoeMkMatrix {
 };
 
 struct MoeMkExperts {
-  const void* x;          // [R][x_stride] bf16, or codes when x_scales is given: s8 with kInt8Rows, else e4m3
-  const float* x_scales;  // [R][x_scale_stride], one per 128 k, or one a row with kInt8Rows; null: x is bf16
+  const void* x;          // [R][x_stride] bf16, or codes when x_scales is given: s8 with kInt8Rows and kInt8PartRows, else e4m3
+  const float* x_scales;  // [R][x_scale_stride], one per 128 k, or one a row with kInt8Rows, or one a part of w13 with
+                          // kInt8PartRows; null: x is bf16
   const int32_t* ids;     // [R][K] local slots; -1: dropped
   const float* weights;   // [R][K]; null: all ones
   void* out;              // [R][out_stride] bf16, or f32 when out_f32
@@ -54,7 +55,7 @@ struct MoeMkExperts {
   int32_t gated, activation;
   float alpha, limit;     // limit <= 0: no clamp
   int32_t quantize;       // Rounding of x and h: 1x128 e4m3 (kUe8m0Rows: scales are powers of two), or s8 with one scale a
-                          // row (kInt8 weights only)
+                          // row (kInt8 weights only), or a part of k (kInt8PartRows: kInt4, kInt8Groups, kQ4K)
   int32_t batch_invariant, out_f32, threads, isa;
   MoeMkMatrix shared_w13, shared_w2;  // one slot that every row visits with weight 1; data null: none
   // Tuning parameters; 0: built-in value. None of them changes a bit of the result (layer.h checks the limits).

@@ -32,11 +32,16 @@ void prepare_row(const Layer& layer, int64_t row, uint16_t* to, float* scales) {
   if (layer.int8()) std::memset(out + hidden, 0, size_t(padding));
   else std::memset(to + hidden, 0, size_t(padding) * 2);
   if (c.x_scales != nullptr) {
-    std::memcpy(scales, c.x_scales + row * c.x_scale_stride, size_t(layer.row_scales(hidden)) * 4);
-    if (!layer.int8()) layer.kernels.decode(codes, to, hidden);
+    const Matrix& w13 = layer.sets.front().w13;
+    std::memcpy(scales, c.x_scales + row * c.x_scale_stride, size_t(layer.given_scales(w13)) * 4);
+    const auto* rounded = reinterpret_cast<const int8_t*>(codes);
+    if (layer.int8_parts()) layer.kernels.round_row(nullptr, rounded, hidden, w13.row_layout(), out, scales);
+    else if (!layer.int8()) layer.kernels.decode(codes, to, hidden);
     else for (int64_t i = 0; i < hidden; ++i) out[i] = codes[i] ^ 0x80;
   } else if (c.quantize == kAsIs) {
     std::memcpy(to, bf16, size_t(hidden) * 2);
+  } else if (layer.int8_parts()) {
+    layer.kernels.round_row(bf16, nullptr, hidden, layer.sets.front().w13.row_layout(), out, scales);
   } else if (layer.int8()) {
     *scales = layer.kernels.quantize_int8(bf16, hidden, out);
   } else {
@@ -47,7 +52,7 @@ void prepare_row(const Layer& layer, int64_t row, uint16_t* to, float* scales) {
 // x in the format the kernels read: in place, or quantised, decoded or padded into scratch memory.
 bool prepare_inputs(Layer& layer) {
   const MoeMkExperts& c = layer.call;
-  const int64_t hidden = c.w13.num_inputs, each = layer.row_scales(hidden);
+  const int64_t hidden = c.w13.num_inputs, each = layer.row_scales(layer.sets.front().w13);
   const bool rounded = c.x_scales != nullptr || c.quantize != kAsIs;
   if (!rounded && hidden % kStep == 0) {
     layer.x = static_cast<const uint16_t*>(c.x);
@@ -58,7 +63,7 @@ bool prepare_inputs(Layer& layer) {
   layer.x_stride = layer.int8() ? (layer.hidden_padded + 64) / 2 : layer.hidden_padded;
   auto* x = reinterpret_cast<uint16_t*>(layer.pool->arena(0, kInputs, size_t(c.num_rows) * layer.x_stride * 2));
   int64_t h_scales = 0;
-  for (const Set& set : layer.sets) h_scales += set.assignments() * layer.row_scales(set.w2.packed->num_inputs);
+  for (const Set& set : layer.sets) h_scales += set.assignments() * layer.row_scales(set.w2);
   auto* scales = reinterpret_cast<float*>(layer.pool->arena(0, kScales, size_t(c.num_rows * each + h_scales) * 4));
   if (x == nullptr || scales == nullptr) return false;
   layer.x = x;
@@ -71,14 +76,16 @@ bool prepare_inputs(Layer& layer) {
 
 // Quantises h of a set in place: bf16 values of e4m3 codes, or one-byte codes; scales are stored separately.
 bool quantize_hidden(Layer& layer, Set& set, float* scales) {
-  const int64_t inter = set.w2.packed->num_inputs, each = layer.row_scales(inter);
+  const int64_t inter = set.w2.packed->num_inputs, each = layer.row_scales(set.w2);
   set.h_scales = scales;
   return each_task(layer, set.assignments(), [&](int64_t place, int, ThreadScratch&) {
     const int slot = int(std::upper_bound(set.plan.offset.begin(), set.plan.offset.end(), place) - set.plan.offset.begin()) - 1;
     const int row = int(place - set.plan.offset[slot]);
     uint16_t* h = set.hidden(slot, row, 0);
     const auto at = [&](int64_t column) { return set.hidden(slot, row, column); };
-    if (layer.int8()) scales[place] = layer.kernels.quantize_int8(h, inter, reinterpret_cast<uint8_t*>(h));
+    auto* codes = reinterpret_cast<uint8_t*>(h);
+    if (layer.int8_parts()) layer.kernels.round_row(h, nullptr, inter, set.w2.row_layout(), codes, scales + place * each);
+    else if (layer.int8()) scales[place] = layer.kernels.quantize_int8(h, inter, codes);
     else through_fp8(layer, at, inter, at, scales + place * each);
     return true;
   });
@@ -156,10 +163,10 @@ bool tile_inputs(Layer& layer) {
 }
 
 bool quantize_all_hidden(Layer& layer) {
-  float* scales = layer.x_scales + layer.call.num_rows * layer.row_scales(layer.call.w13.num_inputs);
+  float* scales = layer.x_scales + layer.call.num_rows * layer.row_scales(layer.sets.front().w13);
   for (Set& set : layer.sets) {
     if (!quantize_hidden(layer, set, scales)) return false;
-    scales += set.assignments() * layer.row_scales(set.w2.packed->num_inputs);
+    scales += set.assignments() * layer.row_scales(set.w2);
   }
   return true;
 }

@@ -94,6 +94,16 @@ bool may_be_int8(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
   return w13.format == kInt8 && w2.format == kInt8 && w13.num_inputs <= kMostInputs && w2.num_inputs <= kMostInputs;
 }
 
+// The same for codes in parts of k. Routed and shared experts read the same rows.
+bool may_be_int8_parts(const MoeMkExperts& c) {
+  const auto serves = [](const MoeMkMatrix& m) { return multiplies_int8_parts(m.format); };
+  if (!serves(c.w13) || !serves(c.w2)) return false;
+  if (c.shared_w13.data == nullptr) return true;
+  if (!serves(c.shared_w13) || !serves(c.shared_w2)) return false;
+  const RowLayout rows = Matrix(c.w13, false).row_layout(), shared = Matrix(c.shared_w13, false).row_layout();
+  return rows.part == shared.part && rows.four_bits == shared.four_bits;
+}
+
 // A scale block, and 128 k, of kMaxRows rows fits the smallest gather memory of every instruction set.
 bool may_be_tuned(const MoeMkExperts& c) {
   const auto within = [](int32_t value, int32_t least, int32_t most) { return value == 0 || (value >= least && value <= most); };
@@ -107,7 +117,8 @@ bool well_formed(const MoeMkExperts& c) {
                        c.shared_w2.num_outputs == c.w2.num_outputs);
   const bool int8 = c.quantize != kInt8Rows || (may_be_int8(c.w13, c.w2) && (c.shared_w13.data == nullptr ||
                                                                             may_be_int8(c.shared_w13, c.shared_w2)));
-  return fits(c.w13, c.w2) && shared && int8 && may_be_tuned(c) && c.quantize >= kAsIs && c.quantize <= kUe8m0Rows && c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
+  const bool rounding = c.quantize >= kAsIs && c.quantize <= kInt8PartRows && (c.quantize != kInt8PartRows || may_be_int8_parts(c));
+  return fits(c.w13, c.w2) && shared && int8 && may_be_tuned(c) && rounding && c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
 }
 
 }  // namespace

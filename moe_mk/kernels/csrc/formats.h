@@ -31,6 +31,8 @@ constexpr size_t bytes_of_step(int format) { return size_t(128) * bits_of(format
 // Formats whose f32 sum of a part of k is multiplied by a scale of its output, less a minimum times the sum of x.
 constexpr bool has_parts(int format) { return format >= kInt4; }
 constexpr bool has_super_blocks(int format) { return format >= kQ4K; }
+// Formats with parts that rows rounded to INT8 in parts are multiplied with as integers.
+constexpr bool multiplies_int8_parts(int format) { return format == kInt4 || format == kInt8Groups || format == kQ4K; }
 constexpr int kSuperSteps = 8;  // steps of a super-block of 256 k
 constexpr size_t bytes_of_scale(int scale_type) { return scale_type == kScaleF32 ? 4 : 2; }
 // Bytes of the scales of one super-block of a pair, as in a file: 16 and 18 B an output.

@@ -39,8 +39,10 @@ double peak_amx(int64_t iterations) {
 
 #if defined(MOE_MK_AMX_AVX512)
 constexpr auto kMultiplyInt8 = multiply_int8_avx512;
+constexpr auto kMultiplyInt8Parts = multiply_int8_parts_avx512;
 #else
 constexpr auto kMultiplyInt8 = multiply_int8<PortableInt8Ops>;
+constexpr auto kMultiplyInt8Parts = multiply_int8_parts<PortableInt8PartOps>;
 #endif
 
 }  // namespace
@@ -48,7 +50,8 @@ constexpr auto kMultiplyInt8 = multiply_int8<PortableInt8Ops>;
 const Kernels* amx_kernels() {
   static const Kernels table = {
       "amx", 0, true, true, configure_tiles, release_tiles, nullptr, multiply_pipelined,
-      has_amx_int8() ? multiply_int8_amx : kMultiplyInt8, quantize_int8, activate, accumulate, to_bf16, quantize, decode, count_nans,
+      has_amx_int8() ? multiply_int8_amx : kMultiplyInt8, quantize_int8,
+      has_amx_int8() ? multiply_int8_parts_amx : kMultiplyInt8Parts, round_row, activate, accumulate, to_bf16, quantize, decode, count_nans,
       gate_dots, read, peak_amx,
   };
   return &table;

@@ -2,7 +2,7 @@
 // k of 16 columns an instruction. 128 * the sum of the weights is computed with the first rows and subtracted: exact.
 #include "avx512.h"
 
-#include "int8.h"
+#include "int8_parts.h"
 
 namespace moe_mk {
 namespace {
@@ -77,7 +77,147 @@ struct Avx512Int8Ops {
   }
 };
 
+// Rows rounded in parts. The sums of N rows times both tiles of P pairs in registers, weights straight from memory: codes are
+// unsigned, and sums of a part begin at -code_base() * the sum of the codes of x.
+constexpr int kFewPartRows = 4;
+
+// Four k of each column of one tile a vector, from a line of the packed bytes.
+template <bool FourBits>
+inline __attribute__((always_inline)) void unsigned_codes(const uint8_t* from, __m512i* to) {
+  const __m512i codes = _mm512_loadu_si512(from);
+  if (FourBits) {
+    to[0] = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+    to[1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15));
+  } else {
+    to[0] = _mm512_xor_si512(codes, _mm512_set1_epi8(char(0x80)));
+  }
+}
+
+template <int N, int P, bool FourBits, bool Minima>
+void few_parts(const Columns& w, int pair, int apart, const Rows& rows, float* totals) {
+  constexpr int kQuads = FourBits ? 2 : 1, kLines = kStep / 4 / kQuads;  // of a step
+  const int part_steps = w.part_pairs / (kStep / 2), num_parts = row_parts(w), base = FourBits && Minima ? 0 : code_base(w);
+  const size_t pair_apart = apart * w.pair_bytes;
+  const ScalesAhead scales_ahead(w);
+  alignas(64) float scales[P][kSuperSteps * kPairColumns], minima[P][kSuperSteps * kPairColumns];
+  __m512i open[N][2 * P];
+  __m512 all[N][2 * P];
+  for (int m = 0; m < N; ++m)
+    for (int t = 0; t < 2 * P; ++t) all[m][t] = _mm512_setzero_ps();
+  const uint8_t* data = w.data + pair * w.pair_bytes;
+  for (int step0 = 0, at = 0; step0 < w.num_steps; step0 += kSuperSteps) {
+    const int steps = w.num_steps - step0 < kSuperSteps ? w.num_steps - step0 : kSuperSteps;
+    for (int p = 0; p < P; ++p) scales_ahead(w, pair + p * apart, step0);
+    for (int p = 0; p < P; ++p) part_scales(w, pair + p * apart, step0, steps, scales[p], minima[p]);
+    for (int part = 0, done = 0; done < steps; ++part, ++at, done += part_steps) {
+      const int last = done + part_steps < steps ? done + part_steps : steps;
+      for (int m = 0; m < N; ++m) {
+        const __m512i start = _mm512_set1_epi32(-base * RowParts{rows.scales[m], num_parts}.codes(at));
+        for (int t = 0; t < 2 * P; ++t) open[m][t] = start;
+      }
+      for (int s = step0 + done; s < step0 + last; ++s) {
+        const uint8_t* from = data + s * w.step_bytes;
+#pragma GCC unroll 8
+        for (int line = 0; line < kLines; ++line) {
+          __m512i weights[2 * P][kQuads];
+#pragma GCC unroll 4
+          for (int t = 0; t < 2 * P; ++t) {
+            const uint8_t* tile = from + (t >> 1) * pair_apart + line * 128 + (t & 1) * 64;
+            _mm_prefetch(reinterpret_cast<const char*>(tile + w.prefetch), _MM_HINT_T0);
+            unsigned_codes<FourBits>(tile, weights[t]);
+          }
+#pragma GCC unroll 4
+          for (int m = 0; m < N; ++m)
+#pragma GCC unroll 2
+            for (int q = 0; q < kQuads; ++q) {
+              const __m512i x = _mm512_set1_epi32(load<int32_t>(rows.codes(m) + size_t(s) * kStep + 4 * (kQuads * line + q)));
+#pragma GCC unroll 4
+              for (int t = 0; t < 2 * P; ++t) open[m][t] = _mm512_dpbusd_epi32(open[m][t], weights[t][q], x);
+            }
+        }
+      }
+      for (int m = 0; m < N; ++m) {
+        const RowParts row = {rows.scales[m], num_parts};
+        for (int t = 0; t < 2 * P; ++t) {
+          const size_t column = size_t(part) * kPairColumns + (t & 1) * kTileColumns;
+          const f32x16 scale = load<f32x16>(scales[t >> 1] + column);
+          f32x16 total = add_part(bits<i32x16>(open[m][t]), scale, row.scales[at], bits<f32x16>(all[m][t]));
+          if (Minima) total = take_minimum(load<f32x16>(minima[t >> 1] + column), row.sums()[at], total);
+          all[m][t] = bits<__m512>(total);
+        }
+      }
+    }
+  }
+  for (int m = 0; m < N; ++m)
+    for (int t = 0; t < 2 * P; ++t)
+      _mm512_storeu_ps(totals + (size_t(pair + (t >> 1) * apart) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, all[m][t]);
+}
+
+// Two pairs at a time, half of the task apart, are two streams of memory; of more rows the sums of one pair fill the registers.
+template <int N, bool FourBits, bool Minima>
+void few_part_rows(const Columns& w, const Rows& rows, float* totals) {
+  constexpr int kPairs = N <= 2 ? 2 : 1;
+  const int half = kPairs == 2 ? w.num_pairs / 2 : 0;
+  for (int pair = 0; pair < half; ++pair) few_parts<N, kPairs, FourBits, Minima>(w, pair, half, rows, totals);
+  for (int pair = 2 * half; pair < w.num_pairs; ++pair) few_parts<N, 1, FourBits, Minima>(w, pair, 0, rows, totals);
+}
+
+template <bool FourBits, bool Minima>
+void few_parts_of(const Columns& w, const Rows& rows, float* totals) {
+  switch (rows.num_rows) {
+    case 1: return few_part_rows<1, FourBits, Minima>(w, rows, totals);
+    case 2: return few_part_rows<2, FourBits, Minima>(w, rows, totals);
+    case 3: return few_part_rows<3, FourBits, Minima>(w, rows, totals);
+    default: return few_part_rows<kFewPartRows, FourBits, Minima>(w, rows, totals);
+  }
+}
+
+struct Avx512Int8PartOps {
+  static constexpr int kGroup = 8;
+  static constexpr bool kUnsigned = true;
+
+  template <int N>
+  static void dots_of(const uint8_t* panel, int quads, const Rows& rows, int first, size_t offset, i32x16* sums) {
+    __m512i all[N][2];
+    const uint8_t* x[N];
+    for (int m = 0; m < N; ++m) {
+      x[m] = rows.codes(first + m) + offset;
+      for (int t = 0; t < 2; ++t) all[m][t] = bits<__m512i>(sums[2 * m + t]);
+    }
+#pragma GCC unroll 2
+    for (int quad = 0; quad < quads; ++quad) {
+      const __m512i left = _mm512_load_si512(panel + quad * kCodeRow), right = _mm512_load_si512(panel + quad * kCodeRow + 64);
+#pragma GCC unroll 8
+      for (int m = 0; m < N; ++m) {
+        const __m512i four = _mm512_set1_epi32(load<int32_t>(x[m] + 4 * quad));
+        all[m][0] = _mm512_dpbusd_epi32(all[m][0], left, four);
+        all[m][1] = _mm512_dpbusd_epi32(all[m][1], right, four);
+      }
+    }
+    for (int m = 0; m < N; ++m)
+      for (int t = 0; t < 2; ++t) sums[2 * m + t] = bits<i32x16>(all[m][t]);
+  }
+  static void dots(const uint8_t* panel, int quads, const Rows& rows, int first, int n, size_t offset, i32x16* sums) {
+    switch (n) {
+      case 1: return dots_of<1>(panel, quads, rows, first, offset, sums);
+      case 2: return dots_of<2>(panel, quads, rows, first, offset, sums);
+      case 3: return dots_of<3>(panel, quads, rows, first, offset, sums);
+      case 4: return dots_of<4>(panel, quads, rows, first, offset, sums);
+      case 5: return dots_of<5>(panel, quads, rows, first, offset, sums);
+      case 6: return dots_of<6>(panel, quads, rows, first, offset, sums);
+      case 7: return dots_of<7>(panel, quads, rows, first, offset, sums);
+      default: return dots_of<8>(panel, quads, rows, first, offset, sums);
+    }
+  }
+};
+
 }  // namespace
+
+void multiply_int8_parts_avx512(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  if (rows.num_rows > kFewPartRows) return multiply_int8_parts<Avx512Int8PartOps>(w, rows, scratch, totals);
+  if (w.format != kInt8Groups) return w.minima ? few_parts_of<true, true>(w, rows, totals) : few_parts_of<true, false>(w, rows, totals);
+  w.minima ? few_parts_of<false, true>(w, rows, totals) : few_parts_of<false, false>(w, rows, totals);
+}
 
 void multiply_int8_avx512(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   multiply_int8<Avx512Int8Ops>(w, rows, scratch, totals);

@@ -40,23 +40,6 @@ inline __attribute__((always_inline)) void dot_lines(const Decode& decode, const
   if constexpr (First + 1 < Last) dot_lines<First + 1, Last>(decode, at, apart, x, ahead, sums);
 }
 
-// Prefetches the scales and zero points of kSuperSteps steps after `ahead` steps.
-struct ScalesAhead {
-  size_t step_bytes, zero_bytes, ahead;  // of kSuperSteps steps; in steps, over kSuperSteps
-
-  explicit ScalesAhead(const Columns& w)
-      : step_bytes(w.pair_scales * kSuperSteps / w.num_steps), zero_bytes(w.zeros == nullptr ? 0 : w.pair_zeros * kSuperSteps / w.num_steps),
-        ahead(w.prefetch / (w.step_bytes * kSuperSteps)) {}
-
-  inline __attribute__((always_inline)) void operator()(const Columns& w, int pair, int step) const {
-    const size_t at = size_t(step) / kSuperSteps + ahead;
-    for (size_t i = 0; i < step_bytes; i += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(w.part_scales + pair * w.pair_scales + at * step_bytes + i), _MM_HINT_T0);
-    for (size_t i = 0; i < zero_bytes; i += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(w.zeros + pair * w.pair_zeros + at * zero_bytes + i), _MM_HINT_T0);
-  }
-};
-
 template <int N, int P, typename Decode, bool Minima>
 void few(const Columns& w, int pair, int apart, const Rows& rows, const float* sums_of_x, float* totals) {
   const Decode decode(Minima);

@@ -21,6 +21,7 @@ constexpr int kMaxTiledRows = 1024;             // the same for rows in tile ord
 constexpr int kStreamedRows = 64;               // up to these unless tuned, panels of weights stay in the L1, above in the L2
 constexpr int kExactRows = 32;                  // AMX multiplies the scales of parts into sums up to these, above into weights
 constexpr int kIntegerTileRows = 9;             // from these on unless tuned, AMX-int8 multiplies integers
+constexpr int kIntegerPartRows = 5;             // the same for rows that are rounded in parts
 constexpr int kPanelPairs = 8;                  // pairs whose panels are in the L2 at a time, for rows in tile order
 constexpr int kBlockSteps = 4;                  // steps of k of these panels, and of rows in tile order: 128 k
 constexpr size_t kRowBytes = kStep * 2;         // one row of one step, bf16
@@ -86,13 +87,19 @@ struct Rows {
   const uint8_t* codes(int row) const { return static_cast<const uint8_t*>(values[row]); }
 };
 
-// Thread-private memory, 64-byte aligned: gathered (Columns::gather_bytes), panel (128 KiB), tiles (8 KiB), sums
+// Thread-private memory, 64-byte aligned: gathered (Columns::gather_bytes), panel (128 KiB), tiles (16 KiB), sums
 // (gathered / 16: one a row and step).
 struct Scratch {
   uint8_t* gathered;
   uint8_t* panel;
   float* tiles;
   float* sums;
+};
+
+// Rows rounded to INT8 in parts of k.
+struct RowLayout {
+  int part;        // inputs of a part: 32, 64 or 128
+  bool four_bits;  // whether codes are in the order of four-bit weights
 };
 
 struct ActivationSpec {
@@ -115,6 +122,9 @@ struct Kernels {
   void (*multiply_int8)(const Columns&, const Rows&, const Scratch&, float* totals);
   // One row of bf16 -> codes + 128 and their scale; codes may begin where x does.
   float (*quantize_int8)(const uint16_t* x, int64_t count, uint8_t* codes);
+  // multiply_int8 for rows rounded in parts and weights of formats with parts; round_row makes such rows (int8_parts.h).
+  void (*multiply_int8_parts)(const Columns&, const Rows&, const Scratch&, float* totals);
+  void (*round_row)(const uint16_t* x, const int8_t* rounded, int64_t count, const RowLayout&, uint8_t* codes, float* scales);
   // One pair of one row: 32 totals (* scale) (+ bias) -> 16 (gated) or 32 bf16 of h.
   void (*activate)(const ActivationSpec&, const float* totals, const float* scale, const float* bias, uint16_t* h);
   // sum[32] += weight * (totals[32] (* scale[32]) + bias[32])
@@ -138,6 +148,7 @@ const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
 bool isa_supported(int isa);
 bool has_amx_int8();                 // on a machine with AMX
+void multiply_int8_parts_amx(const Columns&, const Rows&, const Scratch&, float* totals);  // if it has
 void multiply_int8_amx(const Columns&, const Rows&, const Scratch&, float* totals);  // if it has
 const Kernels* kernels_of(int isa);  // null: not available on this machine
 int prefetch_distance();             // the best prefetch distance in bytes on this processor, for a stream that is read once

@@ -62,6 +62,8 @@ struct Matrix {
   int part_pairs() const {
     return packed->format == kQ6K ? kStep / 4 : std::min(group_steps * kStep, kActivationBlock) / 2;
   }
+  // The order and the parts of rows that are rounded to INT8 for this matrix.
+  RowLayout row_layout() const { return {2 * part_pairs(), packed->format != kInt8Groups}; }
   bool has_minima() const { return packed->format == kQ4K || packed->format == kQ5K || packed->zeros != nullptr; }
   // The 32 factors of one pair's finished totals. null: 1.
   const float* output_scales(int slot, int pair) const {
@@ -205,7 +207,7 @@ struct Layer {
     w.streamed_rows = streamed_rows();
     // The bits of a row must not depend on how many there are: one way for all numbers of them.
     w.exact_rows = !call.batch_invariant ? kExactRows : w.minima ? 0 : kMaxTiledRows;
-    if (call.tile_rows != 0) w.tile_rows = call.tile_rows;
+    w.tile_rows = call.tile_rows != 0 ? call.tile_rows : int8_parts() ? kIntegerPartRows : kIntegerTileRows;
     return w;
   }
   bool visits(int64_t row) const {
@@ -213,9 +215,15 @@ struct Layer {
   }
   // Whether an output row has a single term, which is then written directly.
   bool one_term() const { return sets.size() == 1 && call.top_k == 1; }
-  bool int8() const { return call.quantize == kInt8Rows; }
-  // Number of scales of a quantised row.
-  int64_t row_scales(int64_t columns) const { return int8() ? 1 : activation_blocks(columns); }
+  bool int8() const { return call.quantize == kInt8Rows || int8_parts(); }
+  bool int8_parts() const { return call.quantize == kInt8PartRows; }
+  // Number of scales of a row that is quantised for a matrix, as the caller has them, and with what else its products need.
+  int64_t given_scales(const Matrix& m) const {
+    const int64_t columns = m.packed->num_inputs;
+    if (int8_parts()) return up(columns, m.row_layout().part) / m.row_layout().part;
+    return int8() ? 1 : activation_blocks(columns);
+  }
+  int64_t row_scales(const Matrix& m) const { return (int8_parts() ? 3 : 1) * given_scales(m); }
   int64_t assignments() const {
     int64_t sum = 0;
     for (const Set& set : sets) sum += set.assignments();

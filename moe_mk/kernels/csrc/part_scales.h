@@ -3,7 +3,8 @@
 // A weight is scale * code - minimum, where the minimum is scale * zero point or, of kQ4K and kQ5K, a number of its own. The
 // f32 sum of a part of k is multiplied by the scale, and the minimum by the sum of x over the part:
 //   total = fma(scale, sum of code * x, total);  total = fma(-minimum, sum of x, total)
-// No weight is rounded, except by fold_parts. Against f64 the error of a total is at most (parts + 40) * 2^-24 * sum |x| (scale * |code| + |minimum|):
+// No weight is rounded, except by fold_parts. Against f64 the error of a total is at most
+//   (parts + 40) * 2^-24 * sum |x| (scale * |code| + |minimum|):
 // one rounding per addition, of which a chain in a part has at most 2 * 16 + 8.
 // A super-block's scales are products of f16 (11 bits) and an integer of at most 8 bits, exact in f32.
 //
@@ -154,6 +155,24 @@ inline __attribute__((noinline)) int part_scales(const Columns& w, int pair, int
   }
   return parts;
 }
+
+// Prefetches the scales and zero points of kSuperSteps steps after `ahead` steps.
+struct ScalesAhead {
+  size_t step_bytes, zero_bytes, ahead;  // of kSuperSteps steps; in steps, over kSuperSteps
+
+  explicit ScalesAhead(const Columns& w)
+      : step_bytes(w.pair_scales * kSuperSteps / w.num_steps),
+        zero_bytes(w.zeros == nullptr ? 0 : w.pair_zeros * kSuperSteps / w.num_steps),
+        ahead(w.prefetch / (w.step_bytes * kSuperSteps)) {}
+
+  inline __attribute__((always_inline)) void operator()(const Columns& w, int pair, int step) const {
+    const size_t at = size_t(step) / kSuperSteps + ahead;
+    for (size_t i = 0; i < step_bytes; i += 64)
+      __builtin_prefetch(w.part_scales + pair * w.pair_scales + at * step_bytes + i);
+    for (size_t i = 0; i < zero_bytes; i += 64)
+      __builtin_prefetch(w.zeros + pair * w.pair_zeros + at * zero_bytes + i);
+  }
+};
 
 // The sum of x over some steps, `stride` bytes apart.
 inline float sum_of_steps(const uint8_t* x, size_t stride, int steps) {

@@ -4,8 +4,7 @@
 #include "blocked.h"
 #include "epilogue.h"
 #include "gate.h"
-#include "int8.h"
-#include "part_scales.h"
+#include "int8_parts.h"
 #include "quantize.h"
 
 namespace moe_mk {

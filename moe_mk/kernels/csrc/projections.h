@@ -6,7 +6,8 @@ namespace moe_mk {
 namespace {
 
 void multiply(const Layer& layer, const Columns& w, const Rows& rows, const ThreadScratch& buffers) {
-  if (layer.int8()) layer.kernels.multiply_int8(w, rows, buffers.scratch, buffers.totals);
+  if (layer.int8_parts()) layer.kernels.multiply_int8_parts(w, rows, buffers.scratch, buffers.totals);
+  else if (layer.int8()) layer.kernels.multiply_int8(w, rows, buffers.scratch, buffers.totals);
   else if (rows.num_rows <= layer.few(w)) layer.kernels.multiply_few(w, rows, buffers.scratch, buffers.totals);
   else layer.kernels.multiply_many(w, rows, buffers.scratch, buffers.totals);
 }
@@ -17,7 +18,7 @@ int rows_at_a_time(const TiledRows& tiles) { return tiles.data != nullptr ? kMax
 void up_projection(const Layer& layer, const Set& set, int slot, int first, int count, const ThreadScratch& buffers) {
   const MoeMkExperts& c = layer.call;
   const ActivationSpec spec = {c.activation, c.gated != 0, c.alpha, c.limit};
-  const int64_t x_blocks = layer.row_scales(c.w13.num_inputs), begin = set.plan.offset[slot];
+  const int64_t x_blocks = layer.row_scales(set.w13), begin = set.plan.offset[slot];
   const Columns w = layer.columns(set.w13, slot, first, count);
   const int wide = c.gated ? kTileColumns : kPairColumns;
   for (int done = 0, n = 0, all = set.plan.count(slot); done < all; done += n) {
@@ -93,7 +94,7 @@ struct OutputBlock {
 void down_projection(const Layer& layer, const OutputBlock& block, const ThreadScratch& buffers) {
   if (!layer.one_term()) std::memset(block.sums, 0, size_t(layer.call.num_rows) * block.count * kPairColumns * 4);
   for (const Set& set : layer.sets) {
-    const int64_t h_blocks = layer.row_scales(set.w2.packed->num_inputs);
+    const int64_t h_blocks = layer.row_scales(set.w2);
     for (int slot : set.plan.active) {
       const Columns w = layer.columns(set.w2, slot, block.first, block.count);
       for (int done = 0, n = 0, all = set.plan.count(slot); done < all; done += n) {

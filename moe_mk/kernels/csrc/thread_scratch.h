@@ -8,7 +8,7 @@
 namespace moe_mk {
 namespace {
 
-constexpr size_t kPanelBytes = kPanelBytesOfBlock, kTilesBytes = 8u << 10;
+constexpr size_t kPanelBytes = kPanelBytesOfBlock, kTilesBytes = 16u << 10;
 // Of most pairs and of most rows.
 constexpr size_t kTotalsBytes = size_t(kPanelPairs) * kMaxTiledRows * kPairColumns * sizeof(float);
 static_assert(kTotalsBytes >= size_t(kMaxPairs) * kMaxRows * kPairColumns * sizeof(float), "either fits");

@@ -23,6 +23,7 @@ namespace moe_mk {
 struct Tile {
   float words[16][16];
   int rows;  // 0: not configured
+  int row_bytes;
 };
 inline thread_local Tile tiles[8];  // of a thread, whichever unit uses them, as the registers are
 
@@ -57,31 +58,38 @@ inline void require(bool holds, const char* what) {
   std::abort();
 }
 
-inline void set_tile_rows(int rows, int weight_rows) {
+inline void set_tile_rows(int rows, int weight_rows, int row_bytes) {
   std::memset(tiles, 0, sizeof tiles);
-  for (int i = 0; i < 8; ++i) tiles[i].rows = i < kFirstWeightTile ? rows : weight_rows;
+  for (int i = 0; i < 8; ++i) {
+    tiles[i].rows = i < kFirstWeightTile ? rows : weight_rows;
+    tiles[i].row_bytes = i == 4 || i == 5 ? row_bytes : 64;
+  }
 }
-inline void configure_tiles(int rows) {
+inline void configure_tiles(int rows, int row_bytes) {
   require(rows > 0 && rows <= kTileRows, "a tile has 1 to 16 rows");
-  set_tile_rows(rows, kTileRows);
+  require(row_bytes > 0 && row_bytes <= 64 && row_bytes % 4 == 0, "a row has 4 to 64 bytes");
+  set_tile_rows(rows, row_bytes / 4, row_bytes);
 }
-inline void release_tiles() { set_tile_rows(0, 0); }
+inline void release_tiles() { set_tile_rows(0, 0, 0); }
 template <int N>
 inline void tile_load(const void* from, size_t stride) {
   require(tiles[N].rows != 0, "load into a tile that is not configured");
   count(TileCounts::kLoads, 1);
   std::memset(tiles[N].words, 0, sizeof tiles[N].words);
-  for (int r = 0; r < tiles[N].rows; ++r) std::memcpy(tiles[N].words[r], static_cast<const uint8_t*>(from) + r * stride, 64);
+  for (int r = 0; r < tiles[N].rows; ++r)
+    std::memcpy(tiles[N].words[r], static_cast<const uint8_t*>(from) + r * stride, size_t(tiles[N].row_bytes));
 }
 template <int N>
 inline void tile_store(void* to, size_t stride) {
   require(tiles[N].rows != 0, "store of a tile that is not configured");
   count(TileCounts::kStores, 1);
-  for (int r = 0; r < tiles[N].rows; ++r) std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles[N].words[r], 64);
+  for (int r = 0; r < tiles[N].rows; ++r)
+    std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles[N].words[r], size_t(tiles[N].row_bytes));
 }
 template <int C, int A, int B>
 inline void require_shapes() {
-  require(tiles[C].rows != 0 && tiles[C].rows == tiles[A].rows && tiles[B].rows == 16, "shapes of a product differ");
+  const bool alike = tiles[C].rows == tiles[A].rows && tiles[B].rows * 4 == tiles[A].row_bytes;
+  require(tiles[C].rows != 0 && alike, "shapes of a product differ");
 }
 inline float bf16_at(const float* row, int i) {
   uint32_t u;
@@ -98,7 +106,7 @@ inline void tile_dot() {
   count(TileCounts::kProducts, 1);
   for (int m = 0; m < tiles[C].rows; ++m) {
     float even[16] = {}, odd[16] = {};
-    for (int k = 0; k < 16; ++k)
+    for (int k = 0; k < tiles[B].rows; ++k)
       for (int n = 0; n < 16; ++n) {
         even[n] += bf16_at(tiles[A].words[m], 2 * k) * bf16_at(tiles[B].words[k], 2 * n);
         odd[n] += bf16_at(tiles[A].words[m], 2 * k + 1) * bf16_at(tiles[B].words[k], 2 * n + 1);
@@ -117,7 +125,7 @@ inline void tile_dot_s8() {
     int32_t sums[16];
     std::memcpy(a, tiles[A].words[m], 64);
     std::memcpy(sums, tiles[C].words[m], 64);
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < tiles[B].rows; ++k) {
       int8_t b[64];
       std::memcpy(b, tiles[B].words[k], 64);
       for (int n = 0; n < 16; ++n)
@@ -141,13 +149,13 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-inline void configure_tiles(int rows) {
+inline void configure_tiles(int rows, int row_bytes) {
   TileConfig config;
   std::memset(&config, 0, sizeof config);
   config.palette = 1;
   for (int i = 0; i < 8; ++i) {
-    config.rows[i] = uint8_t(i < kFirstWeightTile ? rows : kTileRows);
-    config.column_bytes[i] = 64;
+    config.rows[i] = uint8_t(i < kFirstWeightTile ? rows : row_bytes / 4);
+    config.column_bytes[i] = uint16_t(i == 4 || i == 5 ? row_bytes : 64);
   }
   asm volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
@@ -177,7 +185,9 @@ inline __attribute__((always_inline)) void tile_zero() {
 
 #endif
 
-// Fewer rows than kTileRows in the tiles of x and sums are multiplied and stored in less time.
+// Fewer rows than kTileRows in the tiles of x and sums are multiplied and stored in less time. Tiles 4 and 5 are those of x;
+// their rows may have fewer bytes, of which a tile of weights has a row for each four.
+inline void configure_tiles(int rows) { configure_tiles(rows, 64); }
 inline void configure_tiles() { configure_tiles(kTileRows); }
 
 }  // namespace

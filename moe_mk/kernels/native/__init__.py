@@ -41,10 +41,12 @@ from moe_mk.kernels.native.exchange_layer import RowsOfExperts as RowsOfExperts
 from moe_mk.kernels.native.experts import experts_batched as experts_batched
 from moe_mk.kernels.native.experts import experts_grouped as experts_grouped
 from moe_mk.kernels.native.experts import experts_rows as experts_rows
+from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS as INT8_PART_FORMATS
 from moe_mk.kernels.native.experts_mode import Activation as Activation
 from moe_mk.kernels.native.experts_mode import ExpertsMode as ExpertsMode
 from moe_mk.kernels.native.experts_mode import Rounding as Rounding
 from moe_mk.kernels.native.experts_mode import Tuning as Tuning
+from moe_mk.kernels.native.experts_mode import wrong_formats as wrong_formats
 from moe_mk.kernels.native.layout import BlockType as BlockType
 from moe_mk.kernels.native.layout import Format as Format
 from moe_mk.kernels.native.layout import MatrixLayout as MatrixLayout

@@ -33,7 +33,13 @@ class Rounding(IntEnum):
     """INT8 with one scale per row, multiplied with INT8 weights in exact integer arithmetic."""
     FP8_UE8M0 = 3
     """FP8 with scales rounded up to powers of two."""
+    INT8_PARTS = 4
+    """INT8 with one scale per group of the weights, of at most 128 values, multiplied with INT4, INT8 groups, Q4_0,
+    Q8_0 and Q4_K as integers."""
 
+
+INT8_PART_FORMATS = frozenset({Format.INT4, Format.INT8_GROUPS, Format.Q4_K})
+"""Formats whose codes are multiplied with rows that are rounded to INT8 in groups (`csrc/int8_parts.h`)."""
 
 LIMITS: Mapping[str, tuple[int, int]] = {
     "panel_rows": (1, 5),
@@ -81,7 +87,7 @@ class ExpertsMode:
     """The computation of the experts.
 
     alpha: the sigmoid's factor of SWIGLU_OAI. limit: gate is clamped from above, up from both sides; 0: no clamp.
-    quantize: the quantisation of x and h; INT8 requires INT8 weights.
+    quantize: the quantisation of x and h; INT8 requires INT8 weights, INT8_PARTS integers in groups or Q4_K.
     batch_invariant: the result of a row does not depend on other rows of the batch. For weights without group scales it
     never does. Slower for MX and NVFP4 on AVX-512 (up to four rows per expert), and for INT4, INT8 groups and ggml
     blocks on AMX (up to 32).
@@ -126,16 +132,33 @@ def _wrong_with_rounding(
     mode: ExpertsMode, x: torch.Tensor, x_scales: torch.Tensor | None, matrices: tuple[PackedMatrix, ...]
 ) -> list[str]:
     """All problems of quantised rows."""
-    integers, (rows, hidden) = mode.quantize == Rounding.INT8, x.shape
+    integers, (rows, hidden) = mode.quantize in (Rounding.INT8, Rounding.INT8_PARTS), x.shape
     coded, each = (torch.int8, 1) if integers else (torch.float8_e4m3fn, -(-hidden // 128))
+    if mode.quantize == Rounding.INT8_PARTS:
+        each = -(-hidden // (matrices[0].layout.part or 128))
     wrong = []
     if x.dtype != (torch.bfloat16 if x_scales is None else coded):
         which = "without" if x_scales is None else "with"
         wrong.append(f"x is {x.dtype} {which} scales; bf16 goes without, {'int8' if integers else 'e4m3'} with")
     if x_scales is not None and (x_scales.dtype != torch.float32 or tuple(x_scales.shape) != (rows, each)):
         wrong.append(f"x_scales is {tuple(x_scales.shape)} {x_scales.dtype}, expected {(rows, each)} float32")
-    if integers and any(matrix.layout.format is not Format.INT8 for matrix in matrices):
+    return wrong + wrong_formats(mode, matrices)
+
+
+def wrong_formats(mode: ExpertsMode, matrices: tuple[PackedMatrix, ...]) -> list[str]:
+    """Why the weights cannot be multiplied with rows that are rounded to INT8; empty if they can.
+
+    matrices: w13, w2, and those of the shared experts.
+    """
+    wrong, formats = [], {matrix.layout.format for matrix in matrices}
+    if mode.quantize == Rounding.INT8 and formats != {Format.INT8}:
         wrong.append("rows are rounded to INT8, which only INT8 weights multiply")
+    if mode.quantize == Rounding.INT8_PARTS:
+        names = ", ".join(sorted(found.name for found in formats - INT8_PART_FORMATS))
+        if names:
+            wrong.append(f"rows are rounded to INT8 in groups, which {names} weights do not multiply")
+        elif len({matrix.layout.row_order for matrix in (matrices[0], *matrices[2:3])}) > 1:
+            wrong.append("rows are rounded to INT8 in groups, which differ between routed and shared experts")
     return wrong
 
 

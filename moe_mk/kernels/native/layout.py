@@ -208,6 +208,21 @@ class MatrixLayout:
         return self.steps * STEP // self.format.group if self.format.group else 0
 
     @property
+    def part(self) -> int:
+        """Inputs of an output whose sum is scaled at a time, in formats with parts; 0: another format."""
+        if self.format is Format.Q6_K:
+            return 16
+        if not self.format.has_parts:
+            return 0
+        group = 32 if self.parts is None else self.parts.group or self.steps * STEP
+        return min(group, SCALE_BLOCK)
+
+    @property
+    def row_order(self) -> tuple[int, bool]:
+        """What rows that are rounded to INT8 in parts depend on: inputs of a part, and the order of their codes."""
+        return self.part, self.format is not Format.INT8_GROUPS
+
+    @property
     def slot_zeros(self) -> int:
         """Zero points of one expert, a byte each."""
         parts = self.parts

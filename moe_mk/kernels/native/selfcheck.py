@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_mk.errors import MoEMKError
 from moe_mk.kernels.native.build import NO_COMPILER, Progress, Recipe, default_cache_dir, reason_against
 from moe_mk.kernels.native.experts import experts_rows
-from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
+from moe_mk.kernels.native.experts_mode import INT8_PART_FORMATS, ExpertsMode, Rounding
 from moe_mk.kernels.native.layout import BlockType, Format, MatrixLayout, PartScales
 from moe_mk.kernels.native.library import Isa, Native, compile_and_open
 from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
@@ -133,9 +133,15 @@ def _cases(native: Native) -> Iterator[Case]:
             x_RH = _pattern(num_rows, hidden).to(torch.bfloat16)
             ids_RK = torch.arange(num_rows * 2, dtype=torch.int32, device="cpu").view(num_rows, 2).remainder_(_SLOTS)
             weights_RK = torch.full((num_rows, 2), 0.5, dtype=torch.float32, device="cpu")
-            for quantize in (Rounding.NONE, Rounding.INT8) if storage is Format.INT8 else (Rounding.NONE,):
+            for quantize in _roundings(storage):
                 case = Case(w13, w2, x_RH, ids_RK, weights_RK, quantize, x_RH)
                 yield case._replace(wanted_RH=_run(native, case, ExpertsMode(quantize=quantize), Isa.SCALAR))
+
+
+def _roundings(storage: Format) -> tuple[Rounding, ...]:
+    if storage is Format.INT8:
+        return Rounding.NONE, Rounding.INT8
+    return (Rounding.NONE, Rounding.INT8_PARTS) if storage in INT8_PART_FORMATS else (Rounding.NONE,)
 
 
 def _run(native: Native, case: Case, mode: ExpertsMode, isa: Isa) -> Tensor:

@@ -40,6 +40,7 @@ X86_UNITS = {
     "isa_avx512parts.cpp": AVX512,
     "isa_amx.cpp": (*AVX512, "-mgfni", "-mamx-tile", "-mamx-bf16"),
     "isa_amxint8.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
+    "isa_amxint8parts.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
 }
 PLAIN_UNITS = (
     "dispatch.cpp",

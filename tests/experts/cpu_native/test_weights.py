@@ -30,6 +30,7 @@ from moe_mk.quant import (
 )
 from moe_mk.quant.gguf import Q4_0, Q8_0
 from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.int8 import int8_groups
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, digest, narrow_columns, narrow_rows
 
@@ -128,7 +129,14 @@ def test_slices_of_tensor_parallel_ranks_add_up(scheme: QuantScheme) -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "tokens_as"),
-    [(INT8_CHANNEL, INT8_TOKEN), (FP8_128x128, FP8_1x128), (FP8_128x128_UE8M0, FP8_1x128_UE8M0)],
+    [
+        (INT8_CHANNEL, INT8_TOKEN),
+        (GROUPED["int4_g32_zp"], int8_groups(32)),
+        (GROUPED["int4_g128"], int8_groups(128)),
+        (Q8_0, int8_groups(32)),
+        (FP8_128x128, FP8_1x128),
+        (FP8_128x128_UE8M0, FP8_1x128_UE8M0),
+    ],
     ids=lambda s: s.name,
 )
 def test_tokens_that_travelled_rounded_are_multiplied_as_they_are(scheme: QuantScheme, tokens_as: QuantScheme) -> None:
@@ -140,7 +148,17 @@ def test_tokens_that_travelled_rounded_are_multiplied_as_they_are(scheme: QuantS
     assert torch.equal(here, sent)
     wanted = ReferenceExperts(context(tokens_as)).run(tokens, given).y.float()
     # Where h lies between two codes the reference may take the other one: a step of 2^-3 for FP8, of 1 / 127 for INT8.
-    assert ((here.float() - wanted).norm() / wanted.norm()).item() < (8e-3 if tokens_as == INT8_TOKEN else 1.2e-2)
+    assert ((here.float() - wanted).norm() / wanted.norm()).item() < (8e-3 if tokens_as.family == "int8" else 1.2e-2)
+
+
+def test_rounded_tokens_and_shared_experts_in_bf16_are_separate_calls() -> None:
+    scheme = GROUPED["int4_g32"]
+    backend = EXPERTS["cpu_native"](context(int8_groups(32)))
+    own = backend.relayout(experts(scheme))
+    alike, plain = packed(experts(scheme)), packed(experts(BF16))
+    assert backend.fuse_shared_experts(own, alike) is not None
+    assert backend.fuse_shared_experts(own, plain) is None
+    assert EXPERTS["cpu_native"](context()).fuse_shared_experts(own, plain) is not None
 
 
 def test_w2_may_be_stored_in_another_format_than_w13() -> None:

@@ -1,6 +1,7 @@
 // Random layers and exchanges through every kernel of the ABI, for the sanitizers: tools/sanitize_kernels.py builds and runs it.
 // Every buffer is a heap block of exactly the size the ABI requires, so that an access one byte beyond is caught.
 // Also checks properties that need no reference: unpack(pack(w)) = w, bits independent of threads, instruction sets agree.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -193,7 +194,10 @@ void layer(int seed) {
   const int shared_inter = even * pick(1, even > 2 ? 2 : 50);
   const Packed shared13(1, shared_inter, s.hidden, s, s.gated != 0, seed), shared2(1, s.hidden, shared_inter, s, false, seed);
   const bool coded = pick(0, 3) == 0, int8 = s.format == kInt8 && pick(0, 1);
-  const int stride = s.hidden + pick(0, 3), x_blocks = int8 ? 1 : (s.hidden + 127) / 128, element = coded ? 1 : 2;
+  const bool int8_parts = multiplies_int8_parts(s.format) && pick(0, 1);
+  const int part = has_super_blocks(s.format) ? 32 : std::min(s.group == 0 ? (s.hidden + 31) / 32 * 32 : s.group, 128);
+  const int x_blocks = int8 ? 1 : int8_parts ? (s.hidden + part - 1) / part : (s.hidden + 127) / 128, stride = s.hidden + pick(0, 3);
+  const int element = coded ? 1 : 2;
   const Bytes x(s.rows == 0 ? 0 : (size_t(s.rows - 1) * stride + s.hidden) * element);
   for (size_t i = 0; i < x.size; i += element) {
     const uint16_t bf16 = to_bf16(normal());
@@ -204,7 +208,7 @@ void layer(int seed) {
   std::vector<int32_t> ids(size_t(s.rows) * s.top_k);
   for (int32_t& id : ids) id = pick(0, 4) == 0 ? -1 : pick(0, s.slots - 1);
   std::vector<uint16_t> out(size_t(s.rows) * s.hidden), other(out.size());
-  const int to_fp8 = pick(0, 7), rounding = int8 ? kInt8Rows : to_fp8 == 0 ? kFp8Rows : to_fp8 == 1 ? kUe8m0Rows : kAsIs;
+  const int to_fp8 = pick(0, 7), rounding = int8 ? kInt8Rows : int8_parts ? kInt8PartRows : to_fp8 == 0 ? kFp8Rows : to_fp8 == 1 ? kUe8m0Rows : kAsIs;
   MoeMkExperts call = {x.data, coded ? x_scales.data() : nullptr, ids.data(), weights.data(), out.data(), s.rows, stride,
                        x_blocks, s.hidden, s.top_k, s.slots, w13.matrix, w2.matrix, s.gated, pick(0, 4), 1.702f,
                        pick(0, 1) ? 0.8f : 0.0f, rounding, pick(0, 1), 0, 1, kScalar, {}, {}, 0, 0, 0, 0, 0, 0};
@@ -236,6 +240,8 @@ void layer(int seed) {
     for (size_t i = 0; i < out.size(); ++i) apart += std::pow(double(to_f32(out[i])) - to_f32(scalar[i]), 2);
     // Quantised h may take the neighbouring code; everything else agrees to bf16 rounding.
     if (apart > (call.quantize ? 0.01 : 1e-3) * wanted + 1e-12) fail("instruction sets agree", seed);
+    const bool exact = rounding == kInt8PartRows && !s.gated && call.activation == kRelu2;
+    if (exact && out != scalar) fail("integer sums have the same bits", seed);
   }
 }
 
