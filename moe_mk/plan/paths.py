@@ -160,6 +160,26 @@ def proxy_over_gpu(tokens: int, ranks: int, *, top_k: int = 8) -> float:
     return dispatch_us("cpu_proxy", tokens, ranks, top_k=top_k) / dispatch_us("gpu", tokens, ranks, top_k=top_k)
 
 
+POSTS_EACH_RANK = 2
+"""Of the host, for each further rank: a send and a receive."""
+
+
+def posts_of(posting_us: Mapping[int, float]) -> tuple[float, float]:
+    """The line through measured times by number of ranks: microseconds with no peer, and for each further rank.
+
+    Least squares of relative errors. Raises ConfigError for fewer than two numbers of ranks, or times that are not
+    above 0.
+    """
+    if len(posting_us) < 2 or min(posting_us) < 1 or min(posting_us.values()) <= 0:
+        raise ConfigError(f"give times above 0 of two numbers of ranks or more: {dict(posting_us)}")
+    # Of y = a + b x, each divided by y: minimise the sum of (1 - a u - b v)^2 with u = 1 / y and v = x / y.
+    points = [(1.0 / us, (ranks - 1) / us) for ranks, us in posting_us.items()]
+    uu, uv, vv = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+    u, v = (sum(p[i] for p in points) for i in (0, 1))
+    spread = uu * vv - uv * uv
+    return (u * vv - v * uv) / spread, (v * uu - u * uv) / spread
+
+
 @dataclass(frozen=True)
 class HostBound:
     """The variable-size all-to-all of one rank, driven by the host or one-sided."""
@@ -182,15 +202,25 @@ class HostBound:
         """Use the fixed costs of a device profile: launch_us, and collective_us as the round trip."""
         return cls(ranks, num_bytes, device.inter_node_gbs, device.launch_us, device.collective_us)
 
+    @classmethod
+    def fitted(cls, posting_us: Mapping[int, float], *, ranks: int, num_bytes: float, gbs: float) -> HostBound:
+        """Use measured times to post to and from all peers, by number of ranks, see `posts_of`; no round trips."""
+        return cls(ranks, num_bytes, gbs, posts_of(posting_us)[1] / POSTS_EACH_RANK, 0.0)
+
+    @property
+    def posts(self) -> int:
+        """Sends and receives that the host posts in one call."""
+        return POSTS_EACH_RANK * (self.ranks - 1)
+
     @property
     def slope_us(self) -> float:
         """Microseconds added by each further rank: one send and one receive to post."""
-        return 2.0 * self.launch_us
+        return POSTS_EACH_RANK * self.launch_us
 
     @property
     def collective_us(self) -> float:
         """Size exchange, handshakes before and after, and one post for each peer and direction."""
-        return 3.0 * self.round_trip_us + self.slope_us * (self.ranks - 1) + self.wire_us
+        return 3.0 * self.round_trip_us + self.launch_us * self.posts + self.wire_us
 
     @property
     def one_sided_us(self) -> float:

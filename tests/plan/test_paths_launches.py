@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from benchmarks.host_bound import posts
+from moe_mk.comm import DistributedCommunicator
 from moe_mk.config.shipped import device_profile
 from moe_mk.errors import ConfigError
-from moe_mk.plan.paths import HostBound
+from moe_mk.flight import wait
+from moe_mk.plan.paths import POSTS_EACH_RANK, HostBound, posts_of
+from moe_mk.testing.on_ranks import RankWorld
+
+MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "host_bound_cpu.json"
 
 BY_HAND = HostBound(ranks=5, num_bytes=20_000.0, gbs=10.0, launch_us=4.0, round_trip_us=20.0)
 
@@ -33,3 +44,64 @@ def test_without_slope_and_handshake_the_one_sided_send_gains_nothing() -> None:
 def test_rates_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="above 0"):
         replace(BY_HAND, gbs=0.0)
+
+
+@pytest.mark.row(138)
+def test_a_line_through_measured_times_has_the_slope_of_each_further_rank() -> None:
+    # 3 us with no peer and 10 us for each: exact, whatever the numbers of ranks.
+    assert posts_of({2: 13.0, 4: 33.0, 8: 73.0}) == (pytest.approx(3.0), pytest.approx(10.0))
+    fitted = HostBound.fitted({2: 13.0, 8: 73.0}, ranks=5, num_bytes=20_000.0, gbs=10.0)
+    assert fitted.launch_us == pytest.approx(5.0) and fitted.collective_us == pytest.approx(8 * 5 + 2)
+    assert [replace(BY_HAND, ranks=ranks).posts for ranks in (1, 2, 8)] == [0, 2, 14]
+    for wrong in ({2: 1.0}, {2: 1.0, 4: 0.0}, {0: 1.0, 2: 2.0}):
+        with pytest.raises(ConfigError, match="two numbers of ranks"):
+            posts_of(wrong)
+
+
+@pytest.mark.row(138)
+def test_the_measured_time_to_post_grows_by_the_slope_of_the_model() -> None:
+    """Times of benchmarks/host_bound.py: the line through 2 and 8 ranks is held against 4, which it has not seen."""
+    rows = {(row["way"], row["ranks"]): row for row in json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]}
+    for way in ("posts", "puts"):
+        times = {ranks: rows[way, ranks]["tenth_us"] for ranks in (2, 4, 8)}
+        fixed, each = posts_of({ranks: times[ranks] for ranks in (2, 8)})
+        assert each > 0 and abs(fixed) < each, "what grows with the ranks is more than what does not"
+        assert times[4] == pytest.approx(fixed + 3 * each, rel=0.15)
+        model = HostBound.fitted(times, ranks=4, num_bytes=0.0, gbs=1.0)
+        assert model.collective_us == pytest.approx(times[4], rel=0.35), "without the fixed part"
+    for ranks in (2, 4, 8):
+        host = HostBound.fitted(
+            {r: rows["posts", r]["tenth_us"] for r in (2, 4, 8)}, ranks=ranks, num_bytes=0.0, gbs=1.0
+        )
+        assert rows["posts", ranks]["posted"] == host.posts, "a send and a receive for each further rank"
+        assert rows["puts", ranks]["posted"] == ranks - 1
+        # With the measured costs the one-sided send gains from three ranks on; without them it gains nothing.
+        assert (host.collective_us > host.one_sided_us) and host.slope_us > 0
+        assert replace(host, launch_us=0.0).collective_us == replace(host, launch_us=0.0).one_sided_us
+
+
+def sends_of_a_call(rank: int) -> int:
+    """Messages that this rank sends in one exchange of rows with all peers."""
+    sent: list[int] = []
+    comm = DistributedCommunicator(dist.group.WORLD, timeout_s=30.0)
+    messages: Any = comm._messages
+    post = messages._post_message
+
+    def counted(how: str, message: Any, peer: int, tag: int) -> Any:
+        sent.extend([peer] if how == "send" else [])
+        return post(how, message, peer, tag)
+
+    messages._post_message = counted
+    rows = torch.zeros((comm.size * 3, 4), dtype=torch.float32)
+    wait(comm.all_to_all(rows, [3] * comm.size, [3] * comm.size, "rows"))
+    return len(sent)
+
+
+@pytest.mark.row(138)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_host_driven_exchange_posts_what_the_model_counts(ranks: int) -> None:
+    """Counted where they are posted: of a plain exchange, and of the communicator, whose small rows are one message."""
+    model = replace(BY_HAND, ranks=ranks)
+    with RankWorld(ranks) as world:
+        assert set(world.call(posts, 3)[0]["posted"]) == {float(model.posts)}
+        assert world.call(sends_of_a_call) == [model.posts // POSTS_EACH_RANK] * ranks
