@@ -30,12 +30,17 @@ ENGINES := .venv-engines
 ENGINES_NEED := tests/integrations/engines/needs.txt
 ENGINES_INSTALLED := $(ENGINES)/.installed-$(shell cat $(ENGINES_NEED) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
+NIXL := .venv-nixl
+NIXL_NEEDS := tests/comm/network/nixl.txt
+NIXL_INSTALLED := $(NIXL)/.installed-$(shell cat $(NIXL_NEEDS) pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+NIXL_TESTS := tests/comm/network tests/prepare_finalize/one_sided
+
 # What an environment lacks, it takes from $(VENV), so that torch lies on the disk once.
 site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest hf engines chaos mutants stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
+.PHONY: help venv run test oldest hf engines nixl chaos mutants stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -103,6 +108,20 @@ $(ENGINES_INSTALLED): | $(INSTALLED)
 	@$(call after,$(ENGINES))
 	@$(ENGINES)/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: -r $(ENGINES_NEED)
 	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+nixl: $(NIXL_INSTALLED)  ## the network transport over NIXL, and over two hosts of network namespaces
+	@echo "pytest    $$($(NIXL)/bin/python -c 'import importlib.metadata as m; print("nixl-cu12", m.version("nixl-cu12"))')"
+	@OMP_NUM_THREADS=1 $(NIXL)/bin/python -m pytest -q -m "not gpu and not slow" -k nixl $(SPREAD) $(NIXL_TESTS)
+	@test -d $(SMALL) || $(BIN)/moe-mk make-checkpoint $(SMALL) --hidden 256 --intermediate 128
+	@$(NIXL)/bin/python tools/multihost.py --checkpoint $(SMALL) --transports one_sided_network --cut one_sided_network --link nixl
+
+# What it asks for, torch and numpy, is in $(VENV).
+$(NIXL_INSTALLED): | $(INSTALLED)
+	@echo "venv      $(NIXL)"
+	@rm -rf $(NIXL) && $(BIN)/python -m venv $(NIXL)
+	@$(call after,$(NIXL))
+	@$(NIXL)/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: --no-deps -r $(NIXL_NEEDS)
 	@touch $@
 
 stress: venv  ## the tests that take minutes

@@ -102,6 +102,34 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(params=["tcp", "nixl"])
+def link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test over each network link; proxies and heaps that tests open without naming a link use it."""
+    from tests.support.network_ends import CHOSEN
+
+    name = str(request.param)
+    skip_without_library(name)
+    monkeypatch.setitem(CHOSEN, "link", name)
+    return name
+
+
+@pytest.fixture(scope="module", params=["tcp", "nixl"])
+def world_link(request: pytest.FixtureRequest) -> str:
+    """A network link for the processes of a module, which are started once for each."""
+    name = str(request.param)
+    skip_without_library(name)
+    return name
+
+
+def skip_without_library(link: str) -> None:
+    from moe_mk.comm.network import LINKS
+    from moe_mk.external.library import installed
+
+    library = LINKS[link].library
+    if library and library not in installed():
+        pytest.skip(f"{library} is not installed: make {library} has it")
+
+
 def _defaults() -> tuple[torch.dtype, torch.device, bool]:
     return torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
 

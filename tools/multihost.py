@@ -121,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS))
+    parser.add_argument("--cut", nargs="*", default=list(CUT), help="transports under which the cable is cut")
+    parser.add_argument("--link", default="auto", help="kernel.network_link of one_sided_network")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -131,13 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return subprocess.run(in_namespaces_of_its_own([__file__, INSIDE, *given]), check=False).returncode
     with tempfile.TemporaryDirectory(prefix="moe-mk-") as folder:
         failures = [verified(options, name, Path(folder)) for name in options.transports]
-        failures += [cut_short(options, name, Path(folder)) for name in CUT]
+        failures += [cut_short(options, name, Path(folder)) for name in options.cut]
     return int(any(failures))
 
 
 def verified(options: argparse.Namespace, transport: str, folder: Path) -> bool:
     """Run the layer over both hosts and let it verify itself; whether that failed."""
-    words = ("--tokens", "16", "--repeats", "1", *pinned(transport))
+    words = ("--tokens", "16", "--repeats", "1", *pinned(transport, options.link))
     job = Job(options.checkpoint, options.ranks_per_host, words)
     show(transport, job)
     with Hosts() as hosts:
@@ -152,16 +154,18 @@ def verified(options: argparse.Namespace, transport: str, folder: Path) -> bool:
     return not passed
 
 
-def pinned(transport: str) -> tuple[str, ...]:
+def pinned(transport: str, link: str) -> tuple[str, ...]:
     """The options that choose a transport; our own receives the meeting address, gloo its environment."""
-    network = ("--network", NETWORK) if transport == "one_sided_network" else ()
-    return ("--prepare-finalize", transport, *network)
+    if transport != "one_sided_network":
+        return ("--prepare-finalize", transport)
+    chosen = () if link == "auto" else ("--set", f"kernel.network_link={link}")
+    return ("--prepare-finalize", transport, "--network", NETWORK, *chosen)
 
 
 def cut_short(options: argparse.Namespace, transport: str, folder: Path) -> bool:
     """Cut the cable under a run that would go on for hours; whether any host did not say why it ended in time."""
     words = ("--tokens", "16", "--repeats", "1000000", "--no-verify", "--timeout", f"{LATE_S:g}")
-    job = Job(options.checkpoint, options.ranks_per_host, (*words, *pinned(transport)))
+    job = Job(options.checkpoint, options.ranks_per_host, (*words, *pinned(transport, options.link)))
     show("cut", job)
     with Hosts() as hosts:
         logs = [folder / f"cut-{transport}-{host}" for host in range(2)]

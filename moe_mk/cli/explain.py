@@ -178,6 +178,8 @@ def show(screen: Screen, decision: Decision, assumption: str = "") -> None:
         screen.fact(label, line)
     if line := _budget_line(decision):
         screen.fact("budget", line)
+    if decision.link is not None:
+        screen.fact("link", str(decision.link))
     screen.fact("gate", decision.gate.tier)
     for tier, reasons in decision.gate.reasons.items():
         screen.fact("", f"not {tier}: {'; '.join(reasons)}")

@@ -201,6 +201,9 @@ class KernelConfig(Settings):
     """Seconds that a peer may be late before CommError."""
     network: str = "127.0.0.0/8"
     """The IPv4 network between hosts, such as 10.0.0.0/24: proxies listen only on this host's address in it."""
+    network_link: str = "auto"
+    """What carries rows between proxies. tcp: their connections. nixl: writes of the NIXL library. auto: nixl where it
+    is installed and the host has an RDMA device, else tcp."""
 
 
 class MoEConfig(Settings):

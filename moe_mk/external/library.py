@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
+from moe_mk.comm.network.nixl import has_rdma_device
 from moe_mk.errors import LibraryMissing
 from moe_mk.kernels.native.selfcheck import reasons_against
 from moe_mk.kernels.native.toolchain import find_compiler
@@ -27,15 +28,31 @@ class Library:
     """Names under which it may be installed, for its version."""
     part: str = ""
     """The subpackage that must be there too, where several distributions share the module's name."""
+    modules: tuple[str, ...] = ()
+    """Names under which its module may be installed, the preferred one first; empty: `module` alone."""
+
+    @property
+    def found_as(self) -> str:
+        """The first of its modules that is installed with its part; empty if none is."""
+        return next((name for name in self.modules or (self.module,) if self._has(name)), "")
+
+    def _has(self, module: str) -> bool:
+        if importlib.util.find_spec(module) is None:
+            return False
+        return not self.part or importlib.util.find_spec(f"{module}.{self.part}") is not None
 
 
 COMPILER = "c++"
 """Not a module: whatever compiles the native CPU kernels, under any of its names."""
 
+RDMA = "rdma"
+"""Not a module: an RDMA device of this host."""
+
 LIBRARIES: Mapping[str, Library] = {
     library.module: library
     for library in (
         Library(COMPILER, "native CPU kernels", "install a C++ compiler (Debian: apt install g++)"),
+        Library(RDMA, "network links by RDMA", "needs an InfiniBand, RoCE or EFA device of the host"),
         Library("triton", "GPU kernels", "pip install 'moe-mk[cuda]'", ("triton",)),
         Library("deep_ep", "DeepEP transports", "pip install sgl-deep-ep, or build it", ("sgl-deep-ep", "deep_ep")),
         Library("deep_gemm", "DeepGEMM experts", "pip install sgl-deep-gemm", ("sgl-deep-gemm", "deep_gemm")),
@@ -44,6 +61,13 @@ LIBRARIES: Mapping[str, Library] = {
             "NVLink transports, CUTLASS experts",
             "pip install 'moe-mk[flashinfer]'",
             ("flashinfer-python",),
+        ),
+        Library(
+            "nixl",
+            "RDMA between hosts",
+            "pip install 'moe-mk[nixl]'",
+            ("nixl-cu12", "nixl-cu13", "nixl"),
+            modules=("nixl", "nixl_cu13", "nixl_cu12"),
         ),
         Library("nixl_ep", "NIXL EP transport", "build it from nixl, examples/device/ep", ("nixl_ep", "nixl")),
         Library("mori", "MoRI transport on AMD", "build it from its repository", ("mori",)),
@@ -74,11 +98,9 @@ def emulated() -> frozenset[str]:
 
 
 def _is_there(name: str) -> bool:
-    if name == COMPILER:
-        return not reasons_against()
-    if importlib.util.find_spec(name) is None:
-        return False
-    return not (part := LIBRARIES[name].part) or importlib.util.find_spec(f"{name}.{part}") is not None
+    if name == RDMA:
+        return has_rdma_device()
+    return not reasons_against() if name == COMPILER else bool(LIBRARIES[name].found_as)
 
 
 def installed_version(name: str) -> str | None:
@@ -103,7 +125,7 @@ def find(module: str) -> ModuleType:
     if name not in LIBRARIES:
         raise LibraryMissing(f"no optional library is called {name!r}{did_you_mean(name, list(LIBRARIES))}")
     try:
-        return importlib.import_module(module)
+        return importlib.import_module((LIBRARIES[name].found_as or name) + module.removeprefix(name))
     except Exception as problem:  # a library built for another machine fails in its own ways
         what = f"{module} ({LIBRARIES[name].purpose}) cannot be imported"
         reason = str(problem) if isinstance(problem, ImportError) else f"{type(problem).__name__}: {problem}"

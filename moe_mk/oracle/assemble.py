@@ -61,6 +61,7 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
         comm_units=decision.problem.config.kernel.comm_units,
         allow_emulated=decision.problem.config.kernel.allow_emulated,
         network=decision.problem.config.kernel.network,
+        network_link=decision.link.name if decision.link else "auto",
     )
     prepare_finalize = PREPARE_FINALIZE[chosen.prepare_finalize](transport)
     kernel = InvariantKernel if decision.problem.config.kernel.invariant else FusedMoEKernel

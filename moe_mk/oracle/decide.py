@@ -286,6 +286,7 @@ def _decision(
         graph_safe=candidate.traits.graph_safe and candidate.transport_type.traits.graph_safe,
         deterministic=candidate.traits.deterministic and candidate.transport_type.traits.deterministic,
         budget=candidate.transport_type.budget(problem),
+        link=candidate.transport_type.link(problem),
         gate=choose_gate_tier(
             problem.device.arch if problem.device.kind == "cuda" else None,
             problem.num_tokens,

@@ -16,7 +16,7 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.experts.base import EXPERTS
 from moe_mk.oracle.fallback import Effect, RejectedFormat
 from moe_mk.oracle.memory import Buffers
-from moe_mk.prepare_finalize.base import Budget
+from moe_mk.prepare_finalize.base import Budget, LinkChoice
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.router.gate import GateChoice
 from moe_mk.text import WIDTH, amount, terminal_width, wrapped
@@ -238,6 +238,8 @@ class Decision:
     gate: GateChoice
     budget: Budget | None = None
     """Compute units that the transport reserves; None if it has none that `kernel.comm_units` counts."""
+    link: LinkChoice | None = None
+    """What carries rows between proxies; None if the transport has none."""
     effect: Effect | None = None
     """The cost of requantising the weights at load; None if they keep the stored format. `problem` describes the
     weights as they are held."""
@@ -288,6 +290,7 @@ class Decision:
             "relay_tokens": str(config.kernel.relay_tokens),
             "tiles": f"{config.kernel.tiles} by {config.kernel.tile_carrier}",
             "comm_units": str(config.kernel.comm_units),
+            "network_link": "" if self.link is None else self.link.name,
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -311,6 +314,7 @@ class Decision:
             },
             "tokens_that_fit": self.tokens_that_fit,
             "budget": None if self.budget is None else asdict(self.budget),
+            "link": None if self.link is None else asdict(self.link),
             "parameters": self.parameters,
             "graph_safe": self.graph_safe,
             "deterministic": self.deterministic,
@@ -345,6 +349,7 @@ class Decision:
         ]
         head += [f"  warning: {line}" for line in self.warnings]
         head += [] if self.budget is None else [f"  {self.chosen.prepare_finalize} reserves {self.budget}"]
+        head += [] if self.link is None else [f"  {self.chosen.prepare_finalize} sends rows over {self.link}"]
         head += self._tiles()
         head += [f"  kernel parameters: {self.parameters}"] * bool(self.parameters)
         head += [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]

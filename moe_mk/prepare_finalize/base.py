@@ -85,6 +85,18 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class LinkChoice:
+    """What carries rows between the proxies of a transport that has them."""
+
+    name: str
+    because: str
+    """The setting, or why the others are not used."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.because}"
+
+
+@dataclass(frozen=True)
 class Volume:
     """Rows that one rank is expected to send to others in one call, and the number of collectives."""
 
@@ -132,6 +144,8 @@ class TransportContext:
     """Whether an emulation may replace the library, see `external.library.load`."""
     network: str = KernelConfig.model_fields["network"].default
     """The network whose addresses the built-in network transport listens on, such as 10.0.0.0/24."""
+    network_link: str = KernelConfig.model_fields["network_link"].default
+    """What carries rows between its proxies: a network link, or "auto"."""
 
     @property
     def num_slots(self) -> int:
@@ -281,6 +295,12 @@ class PrepareFinalize(ABC):
         """The budget if kernel.comm_units is not set, for transports with a `comm_unit`."""
         del problem
         return Budget(cls.traits.comm_unit, None, "chosen by the library")
+
+    @classmethod
+    def link(cls, problem: Problem) -> LinkChoice | None:
+        """What carries rows between proxies; None for transports without, and where no rank needs one."""
+        del problem
+        return None
 
     @classmethod
     def plan(cls, problem: Problem) -> TransportPlan:

@@ -6,7 +6,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event, Lock
+from types import ModuleType
 
+import pytest
 import torch
 
 from moe_mk.comm.network.channel import Channel
@@ -14,12 +16,15 @@ from moe_mk.comm.network.command import CommandRing, Op, TransferCommand, ring_b
 from moe_mk.comm.network.events import OnStep, Watch
 from moe_mk.comm.network.exchange import Exchange, no_step
 from moe_mk.comm.network.link import Link, PipeLink, SharedPipe
+from moe_mk.comm.network.links import LINKS, Links, LinksContext
 from moe_mk.comm.network.tcp import TcpPipe
 from moe_mk.comm.network.window import Counters, OwnWindow
 from moe_mk.comm.symmetric.flags import words_of
+from moe_mk.external.library import find, installed
 from moe_mk.trace.clock import now
 from tests.support.network_shuffled import ShuffledLink
 
+NEEDS_NIXL = pytest.mark.skipif("nixl" not in installed(), reason="nixl is not installed: make nixl has it")
 FLAGS, COUNTERS, RANKS, FLAG_BYTES = 8, 2, 4, 64
 
 
@@ -31,6 +36,20 @@ def own_window(data_bytes: int, registered_bytes: int | None = None) -> OwnWindo
     return OwnWindow(
         data.numpy().data, data_bytes, FLAGS, words, lambda flag: flag * FLAG_BYTES, counters, COUNTERS, Event()
     )
+
+
+CHOSEN = {"link": "tcp"}
+"""The network link of tests that name none; the fixture `link` sets it."""
+
+
+def links_of(window: OwnWindow, name: str = "") -> Links:
+    """What carries messages over loopback; its library must be installed."""
+    kind, registered = LINKS[name or CHOSEN["link"]], torch.frombuffer(window.registered, dtype=torch.uint8)
+    return kind(LinksContext(registered, "127.0.0.1", now, library_of(kind)))
+
+
+def library_of(kind: type[Links]) -> ModuleType | None:
+    return find(kind.library) if kind.library else None
 
 
 @dataclass
@@ -90,15 +109,28 @@ def links(kind: str, seed: int = 0) -> tuple[Link, Link]:
     return PipeLink(one), PipeLink(other)
 
 
-KINDS = ("tcp", "shared memory", "shuffled", "shuffled twice")
+KINDS = ("tcp", "shared memory", "shuffled", "shuffled twice", pytest.param("nixl", marks=NEEDS_NIXL))
 
 
 def joined(kind: str = "tcp", seed: int = 0, **settings: object) -> tuple[End, End]:
     """Ranks 0 and 1, connected."""
     ends = an_end(0, [1], **settings), an_end(1, [0], **settings)  # type: ignore[arg-type]
-    for end, peer, link in zip(ends, (1, 0), links(kind, seed), strict=True):
+    made = nixl_links(*(end.window for end in ends)) if kind == "nixl" else links(kind, seed)
+    for end, peer, link in zip(ends, (1, 0), made, strict=True):
         end.exchange.channel.begin_anew(peer, link, 0)
     return ends
+
+
+def nixl_links(zero: OwnWindow, one: OwnWindow) -> tuple[Link, Link]:
+    """Both ends of a link that writes into these windows."""
+    ours, theirs = links_of(zero, "nixl"), links_of(one, "nixl")
+    ours.connect({1: theirs.metadata})
+    theirs.connect({0: ours.metadata})
+    while ours.unreached or theirs.unreached:
+        ours.progress()
+        theirs.progress()
+    pipe, other = tcp_pipes()
+    return ours.link(pipe, (1, 0, 1)), theirs.link(other, (0, 0, 1))
 
 
 def run(*ends: End, turns: int = 20_000) -> None:

@@ -13,7 +13,7 @@ from moe_mk.comm.network.exchange import no_step
 from moe_mk.comm.network.proxy import Proxy, ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, listen
 from moe_mk.trace.clock import now
-from tests.support.network_ends import FLAG_BYTES, own_window
+from tests.support.network_ends import FLAG_BYTES, links_of, own_window
 
 Steps = dict[int, OnStep]
 
@@ -21,23 +21,28 @@ Steps = dict[int, OnStep]
 @contextmanager
 def proxies(
     ranks: int, settings: ProxySettings | None = None, steps: Steps | None = None, data_bytes: int = 1 << 20,
-    resume_s: float = 30.0,
+    resume_s: float = 30.0, link: str = "",
 ) -> Iterator[list[Proxy]]:  # fmt: skip
     """Every rank connected to every other; all are ended on the way out."""
-    made = [
-        Proxy(
-            rank, [peer for peer in range(ranks) if peer != rank], own_window(data_bytes), listen(LOOPBACK), now,
-            settings or ProxySettings(), (steps or {}).get(rank, no_step), resume_s,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
+    made: list[Proxy] = []
+    for rank in range(ranks):
+        window = own_window(data_bytes)
+        made.append(
+            Proxy(
+                rank, [peer for peer in range(ranks) if peer != rank], window, listen(LOOPBACK), now,
+                settings or ProxySettings(), links_of(window, link), (steps or {}).get(rank, no_step), resume_s,
+            )
+        )  # fmt: skip
     addresses = {proxy.rank: proxy.address for proxy in made}
+    metadata = {proxy.rank: proxy.links.metadata for proxy in made}
     try:
+        for proxy in made:
+            proxy.links.connect({rank: metadata[rank] for rank in metadata if rank != proxy.rank})
         for proxy in made:
             proxy.start(addresses)
         for proxy in made:
             proxy.connect()
-        wait_for(lambda: not any(proxy.missing for proxy in made))
+        wait_for(lambda: not any(proxy.missing or proxy.links.unreached for proxy in made))
         yield made
     finally:
         for proxy in made:

@@ -60,11 +60,13 @@ def drawn(seed: int, tokens: int, dtype: torch.dtype, hidden: int = HIDDEN) -> t
     return x_TH, Routing(ids_TK, weights_TK)
 
 
-def call_until_one_dies(rank: int, name: str, ranks_per_node: int | None, dying: int) -> str:
+def call_until_one_dies(
+    rank: int, name: str, ranks_per_node: int | None, dying: int, network_link: str = "auto"
+) -> str:
     """Worker of a `RankWorld`: the call in which this rank hears of the death, whether that was soon, and the error."""
     comm = world_comm()
     wait(comm.recover())  # from calls that earlier tests of this world have let fail
-    transport = PREPARE_FINALIZE[name](replace(context(comm), ranks_per_node=ranks_per_node))
+    transport = PREPARE_FINALIZE[name](replace(context(comm), ranks_per_node=ranks_per_node, network_link=network_link))
     for call in range(20):
         flight = there_and_back(transport, *drawn(rank, 8, torch.float32))
         if rank == dying and call == 10:

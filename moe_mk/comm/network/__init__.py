@@ -1,6 +1,8 @@
-"""Transfers between hosts without a library: a producer packs commands, a CPU proxy carries them out over TCP."""
+"""Transfers between hosts: a producer packs commands, a CPU proxy executes them over TCP or NIXL."""
 
+from moe_mk.comm.network import nixl as nixl  # registers its link
 from moe_mk.comm.network.command import CommandRing, Op, TransferCommand
+from moe_mk.comm.network.links import LINKS
 from moe_mk.comm.network.proxy import Proxy, ProxySettings
 
-__all__ = ["CommandRing", "Op", "Proxy", "ProxySettings", "TransferCommand"]
+__all__ = ["LINKS", "CommandRing", "Op", "Proxy", "ProxySettings", "TransferCommand"]

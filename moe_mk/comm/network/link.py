@@ -66,7 +66,17 @@ class Link(ABC):
 
     @property
     def wants_to_send(self) -> bool:
-        """Whether something is queued that has not gone out."""
+        """Whether something is queued that `fileno` must become writable for."""
+        return False
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something has not gone out."""
+        return self.wants_to_send
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `progress` must be called often now, since `fileno` does not report all that arrives."""
         return False
 
     def fileno(self) -> int:

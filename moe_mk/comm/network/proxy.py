@@ -32,6 +32,7 @@ from moe_mk.comm.network.command import CommandRing, TransferCommand, ring_bytes
 from moe_mk.comm.network.events import OnStep, Step, Watch
 from moe_mk.comm.network.exchange import Exchange, no_step
 from moe_mk.comm.network.frames import LinkEnded, LinkError
+from moe_mk.comm.network.links import Links
 from moe_mk.comm.network.tcp import WELCOME_BYTES, Acceptor, Address, Hello, TcpPipe, call, welcome
 from moe_mk.comm.network.window import OwnWindow
 from moe_mk.comm.network.worker import Worker
@@ -80,11 +81,13 @@ class Proxy:
 
     def __init__(
         self, rank: int, peers: list[int], window: OwnWindow, listening: tuple[socket.socket, Address],
-        clock: Callable[[], float], settings: ProxySettings, on_step: OnStep = no_step, resume_s: float = RESUME_S,
+        clock: Callable[[], float], settings: ProxySettings, links: Links, on_step: OnStep = no_step,
+        resume_s: float = RESUME_S,
     ) -> None:  # fmt: skip
         """peers: the ranks it reaches; it calls those below its own and is called by those above.
 
-        listening: see `tcp.listen`; the proxy closes it. resume_s: how long a link that has ended may be without one.
+        listening: see `tcp.listen`; links: what carries messages over its connections; the proxy closes both.
+        resume_s: how long a link that has ended may be without one.
         """
         self.rank, self.window, self.settings, self.watch = rank, window, settings, Watch()
         self.left: dict[int, str] = {}
@@ -92,7 +95,7 @@ class Proxy:
         self.fault: BaseException | None = None
         """What ended a thread."""
         self.on_step: Callable[[Step, tuple[int, int]], None] = on_step
-        self._clock, self._peers, self._resume_s = clock, peers, resume_s
+        self._clock, self._peers, self._resume_s, self.links = clock, peers, resume_s, links
         self._addresses: dict[int, Address] = {}
         self._lost: dict[int, str] = {}
         # All by (peer, channel):
@@ -206,6 +209,7 @@ class Proxy:
         for worker in self._workers:
             worker.leave()
         self._door.close()
+        self.links.close()
         # Nothing is left that refers to this proxy: its memory goes when its owner does.
         self._workers, self._exchanges = [], []
 
@@ -222,7 +226,7 @@ class Proxy:
 
     def _worker(self, number: int) -> Worker:
         exchanges = self._exchanges[number :: self.settings.threads]
-        worker = Worker(exchanges, self._note_link, self._note_fault)
+        worker = Worker(exchanges, self.links, self._note_link, self._note_fault)
         if number == 0:
             worker.listen(self._door)
         return worker
@@ -266,7 +270,7 @@ class Proxy:
             if self._closing.is_set() or not self._workers:
                 pipe.close()
             else:
-                self._worker_of(channel).adopt(channel, peer, pipe, lambda: theirs)
+                self._worker_of(channel).adopt(channel, peer, hello.attempt, pipe, lambda: theirs)
 
     def _admit(self, hello: Hello, pipe: TcpPipe) -> None:
         """A peer has connected. Its old link is closed before it is sent the number of applied groups."""
@@ -284,7 +288,7 @@ class Proxy:
                 raise LinkEnded("the peer takes no answer")
             return hello.applied
 
-        self._worker_of(hello.channel).adopt(hello.channel, hello.rank, pipe, answered)
+        self._worker_of(hello.channel).adopt(hello.channel, hello.rank, hello.attempt, pipe, answered)
 
     def _noted(self, step: Step, key: tuple[int, int]) -> None:
         self.on_step(step, key)

@@ -1,7 +1,8 @@
 """Opening a symmetric heap over hosts: who shares memory with whom, who listens where, and then everybody connects.
 
-The group is used for three small gathers: where each rank listens, with its token, and what the memory of its host is
-called; whether all could map that; whether all are connected. A rank that could not ends the attempt on every rank.
+The group is used for small gathers: where each rank listens, with its token, and what the memory of its host is called;
+whether all could map that and open their links; what links need of each other (bytes, of checked size); whether all are
+connected. A rank that could not ends the attempt on every rank.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event, Lock
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from moe_mk.comm.network.events import OnStep
 from moe_mk.comm.network.exchange import no_step
 from moe_mk.comm.network.frames import LinkEnded, LinkError
 from moe_mk.comm.network.heap import CHUNK_BYTES, NetworkHeap, Staging, WaitingForHosts
+from moe_mk.comm.network.links import LINKS, Links, LinksContext
 from moe_mk.comm.network.proxy import RESUME_S, Proxy, ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
 from moe_mk.comm.network.window import Counters, OwnWindow
@@ -43,6 +46,8 @@ from moe_mk.flight import wait
 PHASE = "window set-up"
 NOTE_BYTES = 1024
 MOST_RANKS = 1 << FIELD_BITS["peer"]
+MOST_METADATA_BYTES = 1 << 20
+"""What the links of one rank may have others know."""
 STAGING_BYTES = 64 << 20
 """For rows that are being sent; puts of more rows wait."""
 
@@ -57,6 +62,10 @@ class Network:
     """The IPv4 network whose address each rank listens on, such as 10.0.0.0/24. Never more than that is bound."""
     proxy: ProxySettings = field(default_factory=ProxySettings)
     staging_bytes: int = STAGING_BYTES
+    link: str = "tcp"
+    """What carries messages between proxies: a name of `LINKS`, the same on all ranks."""
+    library: ModuleType | None = None
+    """The library of that link, imported; None for links without one."""
     on_step: OnStep = no_step
 
     def near(self, comm: Communicator) -> list[int]:
@@ -102,9 +111,10 @@ class _Opening:
         self.far = frozenset(range(comm.size)) - set(self.near)
         waits = comm.world if isinstance(comm, ThreadCommunicator) else comm
         self.timeout_s = float(getattr(waits, "timeout_s", DEFAULT_TIMEOUT_S))
-        self._name, self._memory = "", None
+        self._name, self._memory, self._links = "", None, None
 
     _memory: Memory | None
+    _links: Links | None
 
     def open(self) -> NetworkHeap:
         """Meet, map, connect."""
@@ -116,18 +126,23 @@ class _Opening:
             notes = self._reported(
                 {
                     "host": address.host, "port": address.port, "token": address.token.hex(), "name": self._name,
-                    "bytes": self.shape.total_bytes, "process": vars(Process.this()), "problem": problem or mapping,
+                    "bytes": self.shape.total_bytes, "link": self.network.link, "process": vars(Process.this()),
+                    "problem": problem or mapping,
                 }
             )  # fmt: skip
             self._check_sizes([int(note["bytes"]) for note in notes])
+            self._check_links([str(note["link"]) for note in notes])
             self._name = str(notes[self.near[0]]["name"])
             attaching = self._tried(lambda: self._attach(self._name))[1]
-            self._reported({"problem": attaching})
-            assert self._memory is not None and listening is not None
+            own, opening = (b"", "") if attaching else self._tried(lambda: self._open_links(address.host))
+            sizes = self._reported({"metadata": len(own or b""), "problem": attaching or opening})
+            assert self._memory is not None and listening is not None and self._links is not None
+            if any(note["metadata"] for note in sizes):  # before threads work: a greeting of an unknown rank is lost
+                self._connect_links(self._links, own, [int(note["metadata"]) for note in sizes])
             words = words_of(self._memory.bytes)
             proxy = Proxy(
                 self.comm.rank, sorted(self.far), self._own_window(self._memory, words), listening, self.clock,
-                self.network.proxy, self.network.on_step, min(RESUME_S, self.timeout_s / 2),
+                self.network.proxy, self._links, self.network.on_step, min(RESUME_S, self.timeout_s / 2),
             )  # fmt: skip
             self._connect(proxy, notes)
             return self._heap(proxy, self._memory, words, [Process(**note["process"]) for note in notes])
@@ -136,6 +151,8 @@ class _Opening:
                 proxy.close(0.0)
             elif listening is not None:
                 listening[0].close()
+            if self._links is not None:
+                self._links.close()
             raise
         finally:
             if self._name:
@@ -155,6 +172,28 @@ class _Opening:
         if self._memory is None:
             self._memory = attach(name, self.shape.total_bytes)
 
+    def _open_links(self, address: str) -> bytes:
+        """Open the links of this rank; returns what others must know of them."""
+        assert self._memory is not None
+        kind, shape = LINKS[self.network.link], self.shape
+        data_at = self.comm.rank * shape.window_bytes + shape.data_at
+        if kind.writes_memory:
+            self._memory.reserve(data_at, shape.data_bytes)
+        registered = self._memory.bytes[data_at : data_at + shape.data_bytes]
+        self._links = kind(LinksContext(registered, address, self.clock, self.network.library))
+        return self._links.metadata
+
+    def _connect_links(self, links: Links, own: bytes, sizes: list[int]) -> None:
+        """Let far ranks know each other's links. Raises CommError on all ranks, also for a size out of bounds."""
+        for peer, size in enumerate(sizes):
+            if not 0 <= size <= MOST_METADATA_BYTES:
+                text = f"describes its {self.network.link} links in {size} bytes, more than {MOST_METADATA_BYTES}"
+                self._fail(text, peer)
+        column = torch.tensor(list(own), dtype=torch.uint8, device="cpu").view(-1, 1)
+        rows = bytes(wait(self.comm.all_gather(column, sizes, PHASE)).flatten().tolist())
+        theirs = {peer: rows[(begin := sum(sizes[:peer])) : begin + sizes[peer]] for peer in sorted(self.far)}
+        self._reported({"problem": self._tried(lambda: links.connect(theirs))[1]})
+
     def _connect(self, proxy: Proxy, notes: list[dict[str, Any]]) -> None:
         """Call the far ranks below this one, and wait for the calls of those above, all until one deadline.
 
@@ -169,7 +208,7 @@ class _Opening:
         until, problem, attempt = self.clock() + self.timeout_s, "", ""
         try:
             proxy.connect(self.timeout_s)
-            while proxy.missing and not proxy.lost and self.clock() < until:
+            while (proxy.missing or proxy.links.unreached) and not proxy.lost and self.clock() < until:
                 proxy.window.arrived.clear()
                 proxy.window.arrived.wait(0.01)
         except LinkEnded as ended:
@@ -178,14 +217,16 @@ class _Opening:
             problem = str(refused)[: NOTE_BYTES // 3]
         if not problem and proxy.lost:
             problem = "; ".join(proxy.lost.values())[: NOTE_BYTES // 3]
-        elif not problem and proxy.missing:
+        elif not problem and (proxy.missing or proxy.links.unreached):
             raise self._late(proxy, attempt)
         self._reported({"problem": problem})
 
     def _late(self, proxy: Proxy, attempt: str) -> CommError:
         """Name the first rank that has not connected, or this one if it could not take the calls of others."""
-        peer, missing = proxy.missing[0], ", ".join(map(str, proxy.missing[:9]))
-        text = f"ranks [{missing}] have not connected within {self.timeout_s:g} s [kernel.timeout_s]"
+        late = proxy.missing or proxy.links.unreached
+        peer, missing = late[0], ", ".join(map(str, late[:9]))
+        over = "" if proxy.missing else f" over {self.network.link}"
+        text = f"ranks [{missing}] have not connected{over} within {self.timeout_s:g} s [kernel.timeout_s]"
         text = f"{text}: {attempt}" if attempt else text
         if proxy.trouble:
             peer = self.comm.rank
@@ -236,6 +277,12 @@ class _Opening:
         for peer, size in enumerate(sizes):
             if size != sizes[self.comm.rank]:
                 self._fail(f"opens windows of {size} bytes in all, this rank {sizes[self.comm.rank]}", peer)
+
+    def _check_links(self, names: list[str]) -> None:
+        for peer, name in enumerate(names):
+            if name != self.network.link:
+                text = f"uses network link {name!r}, this rank {self.network.link!r}"
+                self._fail(f"{text} [kernel.network_link: the same on all ranks]", peer)
 
     def _fail(self, text: str, peer: int | None = None) -> None:
         raise CommError(text, rank=self.comm.rank, phase=PHASE, layer=self.comm.layer, peer=peer, on_all_ranks=True)

@@ -18,7 +18,8 @@ from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.events import Step
 from moe_mk.comm.network.exchange import Exchange
 from moe_mk.comm.network.frames import Frame, LinkError
-from moe_mk.comm.network.link import Link, Pipe, PipeLink
+from moe_mk.comm.network.link import Link, Pipe
+from moe_mk.comm.network.links import LinkKey, Links
 from moe_mk.comm.network.tcp import Acceptor
 
 
@@ -71,8 +72,12 @@ GOODBYE_S = 1.0
 """So long at most goodbyes may take."""
 _STEPS = {"work_read": Step.WORK_READ, "data_read": Step.DATA_READ, "data_sent": Step.DATA_SENT}
 
-Adopt = tuple[int, int, Pipe, Callable[[], int]]
-"""Channel, peer, the pipe, and what gives the groups the peer has applied once its old link is closed."""
+POLL_S, SLOWEST_POLL_S = 5e-5, 1e-3
+"""How long a pause between two calls of busy links takes at first, and when nothing has come for a while."""
+POLLS_BEFORE_SLOWER = 16
+
+Adopt = tuple[int, int, int, Pipe, Callable[[], int]]
+"""Channel, peer, attempt, the pipe, and what gives the groups the peer has applied once its old link is closed."""
 Lost = Callable[[int, int, LinkError | None], None]
 """Called with the peer, the channel and what ended the link; None: one has begun."""
 
@@ -80,9 +85,11 @@ Lost = Callable[[int, int, LinkError | None], None]
 class Worker:
     """One thread of a proxy. All state of commands and peers is in its exchanges."""
 
-    def __init__(self, exchanges: list[Exchange], lost: Lost, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, exchanges: list[Exchange], links: Links, lost: Lost, failed: Callable[[BaseException], None]
+    ) -> None:
         self._exchanges = {exchange.channel.number: exchange for exchange in exchanges}
-        self._lost, self._failed = lost, failed
+        self._carrying, self._lost, self._failed = links, lost, failed
         self.doorbell, self._adoptions = Doorbell(), deque[Adopt]()
         self._stop, self._leaving, self._epoll = Event(), Event(), select.epoll()
         self._door: Acceptor | None = None
@@ -90,6 +97,7 @@ class Worker:
         """By file descriptor."""
         self._writing: set[int] = set()
         """Descriptors that are also waited for to take more."""
+        self._idle_polls = 0
         self._thread = Thread(target=self._run, name=THREAD_NAME, daemon=True)
         in_child(self, Worker._leave_to_parent)
 
@@ -104,9 +112,9 @@ class Worker:
             self._epoll.register(self._door.fileno(), select.EPOLLIN)
         self._thread.start()
 
-    def adopt(self, channel: int, peer: int, pipe: Pipe, applied: Callable[[], int]) -> None:
+    def adopt(self, channel: int, peer: int, attempt: int, pipe: Pipe, applied: Callable[[], int]) -> None:
         """Go on with a peer over a new pipe; from any thread."""
-        self._adoptions.append((channel, peer, pipe, applied))
+        self._adoptions.append((channel, peer, attempt, pipe, applied))
         self.doorbell.ring()
 
     def leave(self) -> None:
@@ -142,7 +150,7 @@ class Worker:
         finally:
             for exchange, peer in list(self._links.values()):
                 self._drop(exchange, peer)
-            for _, _, pipe, _ in self._adoptions:
+            for _, _, _, pipe, _ in self._adoptions:
                 pipe.close()
             self._epoll.close()
 
@@ -154,9 +162,17 @@ class Worker:
         worked = False
         for exchange in self._exchanges.values():
             worked |= exchange.send()
+        self._carrying.progress()
         for exchange, peer in list(self._links.values()):
             worked |= self._move(exchange, peer)
-        self._wait(0.0 if worked else LINGER_S)
+        if worked:
+            self._idle_polls = 0
+            self._heard(self._epoll.poll(0))
+        elif self._is_busy():
+            self._poll()
+        else:
+            self._idle_polls = 0
+            self._wait(LINGER_S)
 
     def _go(self) -> None:
         """Until all goodbyes are out."""
@@ -166,7 +182,7 @@ class Worker:
             for exchange, peer in list(self._links.values()):
                 self._move(exchange, peer)
                 link = exchange.channel.streams[peer].link
-                if link is not None and not link.wants_to_send:
+                if link is not None and not link.has_unsent:
                     self._drop(exchange, peer)
             self._watch_writers()
             self._epoll.poll(LINGER_S)
@@ -179,11 +195,24 @@ class Worker:
             self._lost(peer, exchange.channel.number, problem)
             return True
 
-    def _wait(self, seconds: float) -> None:
-        """Sleep until something comes: a little, then close what is open, then longer."""
-        if seconds == 0.0:
+    def _is_busy(self) -> bool:
+        links = (exchange.channel.streams[peer].link for exchange, peer in self._links.values())
+        return self._carrying.is_busy or any(link is not None and link.is_busy for link in links)
+
+    def _poll(self) -> None:
+        """Pause before links are looked at again, longer where nothing comes, and close what is open meanwhile."""
+        self._idle_polls += 1
+        self._watch_writers()
+        if self._idle_polls <= POLLS_BEFORE_SLOWER:
+            self._stop.wait(POLL_S)
             self._heard(self._epoll.poll(0))
             return
+        for exchange in self._exchanges.values():
+            exchange.close_groups()
+        self._heard(self._epoll.poll(SLOWEST_POLL_S))
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep until something comes: a little, then close what is open, then longer."""
         self.doorbell.is_awaited = True
         if any(exchange.channel.has_news for exchange in self._exchanges.values()):  # the record, after the flag
             self.doorbell.is_awaited = False
@@ -215,11 +244,12 @@ class Worker:
                 self._epoll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if wants else 0))
                 (self._writing.add if wants else self._writing.discard)(descriptor)
 
-    def _take_in(self, channel: int, peer: int, pipe: Pipe, applied: Callable[[], int]) -> None:
+    def _take_in(self, channel: int, peer: int, attempt: int, pipe: Pipe, applied: Callable[[], int]) -> None:
         exchange = self._exchanges[channel]
         self._drop(exchange, peer)
         try:
-            exchange.channel.begin_anew(peer, self._link(exchange, pipe), applied())
+            link = self._link(exchange, (peer, channel, attempt), pipe)
+            exchange.channel.begin_anew(peer, link, applied())
         except LinkError as problem:
             pipe.close()
             self._lost(peer, exchange.channel.number, problem)
@@ -228,12 +258,12 @@ class Worker:
         self._epoll.register(pipe.fileno(), select.EPOLLIN)
         self._lost(peer, channel, None)
 
-    def _link(self, exchange: Exchange, pipe: Pipe) -> Link:
+    def _link(self, exchange: Exchange, key: LinkKey, pipe: Pipe) -> Link:
         def on_sent(frame: Frame, what: str) -> None:
             if frame.serial:
                 exchange.on_step(_STEPS[what], (exchange.channel.number, frame.serial - 1))
 
-        return PipeLink(pipe, on_sent)
+        return self._carrying.link(pipe, key, on_sent)
 
     def _drop(self, exchange: Exchange, peer: int) -> None:
         stream = exchange.channel.streams[peer]

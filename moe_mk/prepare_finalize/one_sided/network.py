@@ -1,4 +1,4 @@
-"""One-sided transport over several hosts: the protocol of `one_sided`, with CPU proxies that send puts over TCP.
+"""One-sided transport over several hosts: the protocol of `one_sided`, with CPU proxies that send puts over a link.
 
 For CPU ranks on several hosts without a communication library. Inside a host ranks write each other's memory; between
 hosts a rank packs commands of 16 bytes, and a thread of the rank executes them (`comm/network`).
@@ -8,6 +8,9 @@ hosts a rank packs commands of 16 bytes, and a thread of the rank executes them 
 
 On a single host every peer is reached through proxies over loopback, for tests; `one_sided` is the choice there. The
 division of work between producer and proxy is that of UCCL-EP. Results equal those of `all_to_all` bit for bit.
+
+`kernel.network_link` chooses what carries rows between proxies (`comm/network/links.py`): TCP, which needs no library,
+or NIXL, which writes them by RDMA where there is a device for it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from moe_mk.comm.communicator import Communicator
-from moe_mk.comm.network import ProxySettings
+from moe_mk.comm.network import LINKS, ProxySettings
 from moe_mk.comm.network.heap import NetworkHeap
 from moe_mk.comm.network.setup import STAGING_BYTES, Network, open_network_heap, reasons_against_network
 from moe_mk.comm.network.tcp import network_of
@@ -26,9 +29,11 @@ from moe_mk.comm.symmetric.heap import PAGE_BYTES, aligned
 from moe_mk.comm.traffic import Nodes
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import UnsupportedError
+from moe_mk.external.library import LIBRARIES, RDMA, find, installed
 from moe_mk.prepare_finalize.base import (
     PREPARE_FINALIZE,
     Budget,
+    LinkChoice,
     PrepareFinalize,
     TransportContext,
     TransportTraits,
@@ -48,6 +53,8 @@ class NetworkRegion(RegionShape):
     addresses: str
     threads: int = ProxySettings.threads
     """Of the proxy of each rank."""
+    link: str = "tcp"
+    """A name of `LINKS`."""
 
     @property
     def proxy(self) -> ProxySettings:
@@ -72,7 +79,11 @@ class NetworkBufferSlot(OneSidedBufferSlot):
 
     def _open(self, comm: Communicator) -> NetworkHeap:
         self._received: dict[int, int] = {}
-        network = Network(self.region.nodes, self.region.addresses, self.region.proxy)
+        needs = LINKS[self.region.link].library
+        network = Network(
+            self.region.nodes, self.region.addresses, self.region.proxy, link=self.region.link,
+            library=find(needs) if needs else None,
+        )  # fmt: skip
         return open_network_heap(comm, FLAGS_OF_RANK * comm.size, self.region.data_bytes(comm.size), now, network)
 
     def await_rows(self) -> dict[int, int]:
@@ -107,13 +118,13 @@ class NetworkBufferPool(OneSidedBufferPool):
 
 @PREPARE_FINALIZE.register("one_sided_network")
 class OneSidedNetwork(OneSided):
-    """Puts and flags in shared memory inside a host, and by proxies over TCP between hosts."""
+    """Puts and flags in shared memory inside a host, and by proxies over TCP or NIXL between hosts."""
 
     collectives: ClassVar[int] = 4
     """Each of the two flags passes a proxy on either side."""
     traits: ClassVar[TransportTraits] = replace(
         OneSided.traits,
-        summary="writes into the memory of peers, by CPU proxies over TCP between hosts; one copy of a token per rank",
+        summary="writes into the memory of peers, by CPU proxies over TCP or NIXL; one copy of a token per rank",
         one_node=False,
         blocking=True,
         comm_unit="threads",
@@ -122,7 +133,8 @@ class OneSidedNetwork(OneSided):
     def __init__(self, context: TransportContext) -> None:
         """Check that the group can have windows; they are opened by the first call, and shared with other layers.
 
-        Raises UnsupportedError with every reason, ConfigError for a kernel.network that is none.
+        Raises UnsupportedError with every reason, ConfigError for a kernel.network or kernel.network_link that is none,
+        LibraryMissing for a link with a library that is not installed.
         """
         PrepareFinalize.__init__(self, context)
         reasons = [*reasons_against_network(context.comm), *_idle_threads(context.comm_units, context.comm.size)]
@@ -131,12 +143,15 @@ class OneSidedNetwork(OneSided):
         if reasons:
             raise UnsupportedError("transport 'one_sided_network' cannot serve this group", reasons)
         network_of(context.network)
+        link = link_choice(context.network_link, installed()).name
+        if LINKS[link].library:
+            find(LINKS[link].library)
         self._size = RowBytes.of(context)
         nodes = Nodes.of(context.comm.size, context.ranks_per_node)
         sums = row_bytes(context.dtype, context.hidden_size)
         parts = (context.max_num_tokens, self._size.values, self._size.tail, sums)
         threads = context.comm_units or ProxySettings.threads
-        region = NetworkRegion(*parts, nodes, context.network, threads)
+        region = NetworkRegion(*parts, nodes, context.network, threads, link)
         self._use(region, NetworkBufferPool.of(context.comm, region))
 
     @classmethod
@@ -150,13 +165,49 @@ class OneSidedNetwork(OneSided):
         """Limits of `one_sided`, and no more threads than peers."""
         fix = f"kernel.comm_units = {problem.ranks - 1}"
         idle = _idle_threads(problem.config.kernel.comm_units, problem.ranks)
-        return [*super().reasons_against(problem), *(Reason("comm_units", text, fix) for text in idle)]
+        return [
+            *super().reasons_against(problem),
+            *(Reason("comm_units", text, fix) for text in idle),
+            *_reasons_against_link(problem.config.kernel.network_link, problem.installed),
+        ]
+
+    @classmethod
+    def link(cls, problem: Problem) -> LinkChoice | None:
+        """As `kernel.network_link` names it, or by what is installed."""
+        return None if problem.ranks == 1 else link_choice(problem.config.kernel.network_link, problem.installed)
 
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
         """One window of this rank, the sums that peers bring, and rows that are being sent."""
         sums = problem.ranks * problem.num_tokens * row_bytes(problem.dtype, problem.config.model.hidden_size)
         return super().buffer_bytes(problem) + sums + STAGING_BYTES
+
+
+def link_choice(asked: str, installed: frozenset[str]) -> LinkChoice:
+    """The network link of a setting. installed: optional libraries, and `RDMA` where the host has such a device.
+
+    Raises ConfigError for an unknown name.
+    """
+    if asked != "auto":
+        return LinkChoice(asked, f"{LINKS[asked].summary} [kernel.network_link]")
+    library = LINKS["nixl"].library
+    against = [] if library in installed else [f"{library} is not installed [{LIBRARIES[library].install}]"]
+    if RDMA not in installed:
+        against.append("no RDMA device was found, without which it is slower than tcp [kernel.network_link = nixl]")
+    if against:
+        return LinkChoice("tcp", f"{LINKS['tcp'].summary}; not nixl: {'; '.join(against)}")
+    return LinkChoice("nixl", f"{LINKS['nixl'].summary}; the library is installed and an RDMA device was found")
+
+
+def _reasons_against_link(asked: str, installed: frozenset[str]) -> list[Reason]:
+    if asked != "auto" and asked not in LINKS:
+        text = f"kernel.network_link={asked!r} is none of auto, {', '.join(LINKS)}"
+        return [Reason("network_link", text, "kernel.network_link = auto")]
+    library = "" if asked == "auto" else LINKS[asked].library
+    if not library or library in installed:
+        return []
+    fix = f"{LIBRARIES[library].install}, or kernel.network_link = tcp"
+    return [Reason("library", f"{library} is not installed, which network link {asked!r} needs", fix)]
 
 
 def _idle_threads(units: int | None, ranks: int) -> list[str]:

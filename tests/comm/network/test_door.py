@@ -190,10 +190,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from moe_mk.comm.network.proxy import Proxy, ProxySettings
 from moe_mk.comm.network.tcp import LOOPBACK, Address, listen
 from moe_mk.trace.clock import now
-from tests.support.network_ends import own_window
+from tests.support.network_ends import links_of, own_window
 
 listening = listen(LOOPBACK)
-proxy = Proxy(0, [1, 2], own_window(1 << 16), listening, now, ProxySettings(channels=1))
+window = own_window(1 << 16)
+proxy = Proxy(0, [1, 2], window, listening, now, ProxySettings(channels=1), links_of(window))
 proxy.start({rank: Address("127.0.0.1", 9, b"o" * 32) for rank in (1, 2)})
 print(json.dumps([listening[1].host, listening[1].port, listening[1].token.hex()]), flush=True)
 

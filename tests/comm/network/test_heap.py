@@ -25,6 +25,8 @@ from moe_mk.flight import wait
 from moe_mk.trace.clock import now
 from tests.support.networked_heaps import X, opened
 
+pytestmark = pytest.mark.usefixtures("link")
+
 
 def in_threads(
     ranks: int, job: Callable[[int, NetworkHeap], object], timeout_s: float = 20.0, **settings: object

@@ -23,7 +23,7 @@ from tests.support.networked_heaps import X, opened
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
+def world(world_link: str) -> Iterator[RankWorld]:
     with RankWorld(4) as ranks:
         yield ranks
 
@@ -33,9 +33,9 @@ def comm_of_world(timeout_s: float = 30.0) -> DistributedCommunicator:
     return DistributedCommunicator(dist.group.WORLD, timeout_s=timeout_s, layer="layers.3")
 
 
-def fuzz(rank: int, rounds: int, per_node: int) -> dict[str, object]:
+def fuzz(rank: int, rounds: int, per_node: int, link: str) -> dict[str, object]:
     """Random rows to every peer, each announced by a flag; what a flag announces must be there."""
-    heap = opened(comm_of_world(), per_node=per_node)
+    heap = opened(comm_of_world(), per_node=per_node, link=link)
     draw, wrong, size, region = random.Random(rank), 0, heap.size, 8000
     for epoch in range(1, rounds + 1):
         for peer in draw.sample(range(size), size):
@@ -54,19 +54,19 @@ def fuzz(rank: int, rounds: int, per_node: int) -> dict[str, object]:
 
 
 @pytest.mark.row(149)
-def test_rows_and_flags_between_hosts_and_inside_them(world: RankWorld) -> None:
+def test_rows_and_flags_between_hosts_and_inside_them(world: RankWorld, world_link: str) -> None:
     total = sum(range(1, 61))
-    for rank, found in enumerate(world.call(fuzz, 60, 2)):
+    for rank, found in enumerate(world.call(fuzz, 60, 2, world_link)):
         far = [2, 3] if rank < 2 else [0, 1]
         assert found == {"wrong": 0, "far": far, "counter": total, "shared": True}
-    for rank, found in enumerate(world.call(fuzz, 30, 1)):
+    for rank, found in enumerate(world.call(fuzz, 30, 1, world_link)):
         others = [peer for peer in range(4) if peer != rank]
         assert found == {"wrong": 0, "far": others, "counter": sum(range(1, 31)), "shared": False}
 
 
-def leave_nothing(rank: int) -> list[int]:
+def leave_nothing(rank: int, link: str) -> list[int]:
     """Files and threads more than before, after heaps were used and dropped."""
-    opened(comm_of_world(), per_node=2).barrier()
+    opened(comm_of_world(), per_node=2, link=link).barrier()
 
     def now_open() -> list[int]:
         threads = [thread for thread in threading.enumerate() if thread.name == "moe-mk proxy"]
@@ -74,20 +74,20 @@ def leave_nothing(rank: int) -> list[int]:
 
     before = now_open()
     for _ in range(3):
-        heap = opened(comm_of_world(), per_node=2)
+        heap = opened(comm_of_world(), per_node=2, link=link)
         heap.barrier()
         del heap
     return [after - earlier for after, earlier in zip(now_open(), before, strict=True)]
 
 
-def test_a_dropped_heap_leaves_no_thread_and_no_file(world: RankWorld) -> None:
-    for files, threads in world.call(leave_nothing):
+def test_a_dropped_heap_leaves_no_thread_and_no_file(world: RankWorld, world_link: str) -> None:
+    for files, threads in world.call(leave_nothing, world_link):
         assert files <= 0 and threads <= 0
 
 
-def until_one_dies(rank: int, how: str, signs: str) -> str:
+def until_one_dies(rank: int, how: str, signs: str, link: str) -> str:
     """What a rank is reported of rank 2, which is killed, or is stuck until the others have been reported."""
-    heap = opened(comm_of_world(timeout_s=30.0 if how == "killed" else 3.0), per_node=2)
+    heap = opened(comm_of_world(timeout_s=30.0 if how == "killed" else 3.0), per_node=2, link=link)
     for epoch in range(1, 30):
         if epoch == 20 and rank == 2:
             if how == "killed":
@@ -108,8 +108,8 @@ def until_one_dies(rank: int, how: str, signs: str) -> str:
     return "nobody died"
 
 
-def test_a_stuck_peer_ends_in_an_error_at_the_deadline(world: RankWorld, tmp_path: Path) -> None:
-    texts = world.call(until_one_dies, "stuck", str(tmp_path))
+def test_a_stuck_peer_ends_in_an_error_at_the_deadline(world: RankWorld, world_link: str, tmp_path: Path) -> None:
+    texts = world.call(until_one_dies, "stuck", str(tmp_path), world_link)
     for rank in (0, 1, 3):
         assert texts[rank].startswith(
             f"True rank {rank}, phase 'dispatch', layer 'layers.3', peer 2: epoch 20: sent no"
@@ -117,9 +117,9 @@ def test_a_stuck_peer_ends_in_an_error_at_the_deadline(world: RankWorld, tmp_pat
 
 
 # Last of all: the world does not outlive it.
-def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld, tmp_path: Path) -> None:
+def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld, world_link: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="1 of 4 ranks failed\nrank 2: the process ended with exit code -9") as caught:
-        world.call(until_one_dies, "killed", str(tmp_path))
+        world.call(until_one_dies, "killed", str(tmp_path), world_link)
     for rank in (0, 1, 3):
         text = str(caught.value.results[rank])
         # What it had committed last may be lost with it: then it is missed one epoch earlier.

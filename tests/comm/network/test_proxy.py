@@ -24,6 +24,8 @@ from moe_mk.trace.clock import now
 from tests.support.network_ends import FLAGS, add, put, store, tcp_pipes
 from tests.support.network_proxies import cut, flag_of, proxies, wait_for
 
+pytestmark = pytest.mark.usefixtures("link")
+
 
 def commit(proxy: Proxy, *commands: TransferCommand, channel: int = 0) -> None:
     for command in commands:

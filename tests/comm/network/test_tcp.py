@@ -27,7 +27,7 @@ from moe_mk.comm.network.tcp import (
 )
 from moe_mk.errors import ConfigError
 from moe_mk.trace.clock import now
-from tests.support.network_ends import own_window
+from tests.support.network_ends import links_of, own_window
 from tests.support.network_proxies import wait_for
 
 
@@ -90,7 +90,8 @@ def test_a_reply_nobody_asked_for_ends_the_link_and_names_the_member(asked: bool
 @contextlib.contextmanager
 def alone() -> Iterator[Proxy]:
     """A proxy of rank 0 with one channel, which waits for rank 1."""
-    zero = Proxy(0, [1], own_window(1 << 16), listen(LOOPBACK), now, ProxySettings(channels=1))
+    window = own_window(1 << 16)
+    zero = Proxy(0, [1], window, listen(LOOPBACK), now, ProxySettings(channels=1), links_of(window))
     zero.start({1: Address("127.0.0.1", 9, b"o" * TOKEN_BYTES)})
     try:
         yield zero

@@ -46,10 +46,10 @@ from tests.support.one_sided_ranks import (
 
 def context(
     comm: Communicator, *, wire: QuantScheme = FP32, dtype: Plain = FP32, experts: int = EXPERTS, hidden: int = HIDDEN,
-    top_k: int = TOP_K, tokens: int = 64, per_node: int | None = None,
+    top_k: int = TOP_K, tokens: int = 64, per_node: int | None = None, link: str = "tcp",
 ) -> TransportContext:  # fmt: skip
     made = one_sided_ranks.context(comm, wire=wire, dtype=dtype, experts=experts, hidden=hidden, top_k=top_k)
-    return replace(made, max_num_tokens=tokens, ranks_per_node=per_node)
+    return replace(made, max_num_tokens=tokens, ranks_per_node=per_node, network_link=link)
 
 
 @pytest.mark.row(157)
@@ -121,16 +121,16 @@ def test_the_oracle_takes_it_between_hosts_and_not_before_what_is_cheaper() -> N
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[RankWorld]:
+def world(world_link: str) -> Iterator[RankWorld]:
     with RankWorld(RANKS) as ranks:
         yield ranks
 
 
-def compare_with_all_to_all(rank: int, per_node: int) -> list[str]:
+def compare_with_all_to_all(rank: int, per_node: int, link: str) -> list[str]:
     """Every wire, with changing token counts, zero and -1 included, alone and in two micro-batches."""
     found = []
     for wire, dtype in ((FP32, FP32), (BF16, BF16), (FP8_1x128, BF16)):
-        asked = context(world_comm(), wire=wire, dtype=dtype, tokens=130, per_node=per_node)
+        asked = context(world_comm(), wire=wire, dtype=dtype, tokens=130, per_node=per_node, link=link)
         ours, theirs = (PREPARE_FINALIZE[name](asked) for name in ("one_sided_network", "all_to_all"))
         for seed, tokens in enumerate([(3, 0, 7, 1), (0, 0, 0, 0), (9, 9, 9, 9), (130, 1, 33, 2)] * 2):
             batches = [drawn(100 * seed + rank + half, tokens[rank], dtype.dtype) for half in (0, 50)]
@@ -146,13 +146,15 @@ def compare_with_all_to_all(rank: int, per_node: int) -> list[str]:
 
 @pytest.mark.row(158)
 @pytest.mark.parametrize("per_node", [2, 1])
-def test_two_hosts_and_four_give_the_bits_of_all_to_all(world: RankWorld, per_node: int) -> None:
-    assert world.call(compare_with_all_to_all, per_node) == [[]] * RANKS
+def test_two_hosts_and_four_give_the_bits_of_all_to_all(world: RankWorld, world_link: str, per_node: int) -> None:
+    assert world.call(compare_with_all_to_all, per_node, world_link) == [[]] * RANKS
 
 
-def layers_of_one_model(rank: int) -> dict[str, object]:
+def layers_of_one_model(rank: int, link: str) -> dict[str, object]:
     groups, x_TH = ParallelGroups(ep=dist.group.WORLD), torch.randn((rank, LAYER_HIDDEN))
-    made = [layer(8, 2, groups, prepare_finalize="one_sided_network", max_num_tokens=8) for _ in range(3)]
+    made = [
+        layer(8, 2, groups, prepare_finalize="one_sided_network", max_num_tokens=8, network_link=link) for _ in range(3)
+    ]
     outputs = [each(x_TH) for each in made]
     pools = [each.kernel.prepare_finalize._pool for each in made]  # type: ignore[union-attr]
     return {
@@ -162,16 +164,16 @@ def layers_of_one_model(rank: int) -> dict[str, object]:
     }
 
 
-def test_layers_of_the_same_groups_share_windows_and_proxies(world: RankWorld) -> None:
-    assert world.call(layers_of_one_model) == [{"equal": True, "slots": 1, "shared": True}] * RANKS
+def test_layers_of_the_same_groups_share_windows_and_proxies(world: RankWorld, world_link: str) -> None:
+    assert world.call(layers_of_one_model, world_link) == [{"equal": True, "slots": 1, "shared": True}] * RANKS
 
 
-def call_until_a_proxy_is_killed(rank: int, victim: int, per_node: int, within: str) -> dict[str, object]:
+def call_until_a_proxy_is_killed(rank: int, victim: int, per_node: int, within: str, link: str) -> dict[str, object]:
     """Calls with values checked; in call 10 the thread of one rank's proxy is ended. What each rank then raises."""
     comm = world_comm()
     wait(comm.recover())
-    transport = OneSidedNetwork(replace(context(comm), ranks_per_node=per_node))
-    expected = PREPARE_FINALIZE["all_to_all"](replace(context(comm), ranks_per_node=per_node))
+    transport = OneSidedNetwork(context(comm, per_node=per_node, link=link))
+    expected = PREPARE_FINALIZE["all_to_all"](context(comm, per_node=per_node))
     equal = 0
     for call in range(20):
         batch = drawn(100 * call + rank, (3 * call + 5 * rank) % 11, torch.float32)
@@ -191,9 +193,9 @@ def call_until_a_proxy_is_killed(rank: int, victim: int, per_node: int, within: 
     return {"text": "no call failed"}
 
 
-def compare_after_recovery(rank: int, per_node: int) -> list[str]:
+def compare_after_recovery(rank: int, per_node: int, link: str) -> list[str]:
     wait(world_comm().recover())
-    return compare_with_all_to_all(rank, per_node)
+    return compare_with_all_to_all(rank, per_node, link)
 
 
 def end_proxy_of(transport: OneSidedNetwork) -> None:
@@ -212,9 +214,10 @@ def end_proxy_of(transport: OneSidedNetwork) -> None:
 @pytest.mark.row(148)
 @pytest.mark.parametrize("victim,per_node,within", [(0, 1, "dispatch"), (3, 1, "combine"), (2, 2, "dispatch")])
 def test_a_killed_proxy_ends_the_call_of_every_rank_in_an_error_that_names_it(
-    world: RankWorld, victim: int, per_node: int, within: str
+    world: RankWorld, world_link: str, victim: int, per_node: int, within: str
 ) -> None:
-    for rank, found in enumerate(world.call(call_until_a_proxy_is_killed, victim, per_node, within, timeout_s=50.0)):
+    given = (victim, per_node, within, world_link)
+    for rank, found in enumerate(world.call(call_until_a_proxy_is_killed, *given, timeout_s=50.0)):
         text = str(found["text"])
         assert found["rank"] == rank and found["phase"] in ("dispatch", "combine") and found["peer"] != rank, text
         assert 9 <= found["call"] <= 10 and found["equal"] == min(found["call"], 10), text
@@ -223,13 +226,13 @@ def test_a_killed_proxy_ends_the_call_of_every_rank_in_an_error_that_names_it(
             assert "the proxy of this rank has failed: SystemExit" in text
         else:
             assert found["peer"] == victim or f"rank {victim}" in text, text
-    assert world.call(compare_after_recovery, per_node) == [[]] * RANKS, "the group can be used again"
+    assert world.call(compare_after_recovery, per_node, world_link) == [[]] * RANKS, "the group can be used again"
 
 
 # Last of all: the world does not outlive it.
-def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld) -> None:
+def test_a_killed_peer_is_named_long_before_the_deadline(world: RankWorld, world_link: str) -> None:
     with pytest.raises(RankError, match="1 of 4 ranks failed\nrank 2: the process ended with exit code -9") as caught:
-        world.call(call_until_one_dies, "one_sided_network", 2, 2)
+        world.call(call_until_one_dies, "one_sided_network", 2, 2, world_link)
     for rank in (0, 1, 3):
         text = str(caught.value.results[rank])
         # What its proxy had not sent is lost with it: the tokens of this call, or even the sums of the one before.

@@ -21,6 +21,7 @@ from moe_mk.flight import interleave, wait
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.prepare_finalize.one_sided.network import OneSidedNetwork
 from moe_mk.trace.clock import now
+from tests.support.network_ends import CHOSEN
 from tests.support.network_proxies import cut
 from tests.support.network_relay import Relay
 from tests.support.one_sided_ranks import context, drawn, there_and_back
@@ -30,9 +31,11 @@ RANKS = (0, 1)
 CHANNELS = {0: 1, 1: 0}
 """The channel on which each rank sends to the other."""
 
+pytestmark = pytest.mark.usefixtures("link")
+
 
 def made(comm: Communicator, name: str = "one_sided_network") -> OneSidedNetwork:
-    asked = replace(context(comm, hidden=HIDDEN), max_num_tokens=TOKENS)
+    asked = replace(context(comm, hidden=HIDDEN), max_num_tokens=TOKENS, network_link=CHOSEN["link"])
     return PREPARE_FINALIZE[name](asked)  # type: ignore[return-value]
 
 
