@@ -7,8 +7,8 @@ so that all meet the same machine. Ranks begin together, awake, and meet nowhere
 that of its slowest rank; tables show medians. What experts would do is left out but for writing their sums, known from
 the first round: `one_sided` gets them where peers read them, as by experts that take `out_RH`, `one_sided copied` gets
 them elsewhere. `one_sided fp8` rounds rows on their way. `hierarchical` and `one_sided_network` have the ranks on two
-nodes. `memcpy` copies the bytes that a rank sends to others (rows out, sums back) from a warm buffer to another,
-all ranks at once.
+nodes, the latter over TCP, and over NIXL too where that is installed. `memcpy` copies the bytes that a rank sends to
+others (rows out, sums back) from a warm buffer to another, all ranks at once.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import Tensor
 from moe_mk.cli.outputs import output_file
 from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.symmetric.setup import open_heap
+from moe_mk.external.library import installed, installed_version
 from moe_mk.flight import wait
 from moe_mk.kernels.native import is_compiled, loaded, reasons_against
 from moe_mk.placement.expert_map import ExpertMap
@@ -56,6 +57,8 @@ class Way:
     wire: QuantScheme = BF16
     in_window: bool = True
     """Whether sums are written where the transport would have them, if it states so."""
+    link: str = "tcp"
+    """kernel.network_link."""
 
 
 WAYS = {
@@ -63,6 +66,7 @@ WAYS = {
     "one_sided copied": Way("one_sided", in_window=False),
     "one_sided fp8": Way("one_sided", FP8_1x128),
     "one_sided_network": Way("one_sided_network"),
+    **({"network over nixl": Way("one_sided_network", link="nixl")} if "nixl" in installed() else {}),
     "hierarchical": Way("hierarchical"),
     "all_to_all": Way("all_to_all"),
     "all_gather": Way("all_gather"),
@@ -142,7 +146,10 @@ def measure(rank: int, tokens: int, hidden: int, experts: int, top_k: int, round
     context = TransportContext(
         comm, expert_map, tables, BF16, BF16, hidden, top_k, cpu, max_num_tokens=tokens, ranks_per_node=per_node
     )
-    made = {name: PREPARE_FINALIZE[way.transport](replace(context, wire=way.wire)) for name, way in WAYS.items()}
+    made = {
+        name: PREPARE_FINALIZE[way.transport](replace(context, wire=way.wire, network_link=way.link))
+        for name, way in WAYS.items()
+    }
     x_TH, routing = drawn(rank, tokens, hidden, experts, top_k)
     rows = remote_rows(routing, experts // comm.size, rank)
     sent_bytes = rows * (packed_row_bytes(BF16, hidden, top_k) + row_bytes(BF16, hidden))
@@ -234,7 +241,11 @@ def about(options: argparse.Namespace) -> dict[str, object]:
     return {
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]),
         "device": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "nixl": installed_version("nixl"),
+        },
         "kernels": "native" if is_compiled() else "torch",
         "setting": {"hidden": options.hidden, "experts": options.experts, "top_k": options.top_k},
         "unit": "ms, median over rounds of the slowest rank, one thread a rank; a way without a stage is both",
