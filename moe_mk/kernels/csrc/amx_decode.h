@@ -144,7 +144,6 @@ using Int8Lines = TableLines<Int8>;
 using MxFp8Lines = TableLines<Fp8Affine, PowersOfTwo>;
 using MxFp4Lines = TableLines<Fp4, PowersOfTwo>;
 using NvFp4Lines = TableLines<Fp4, SmallFloats>;
-constexpr auto kExpandPanel = expand_panel;
 
 // The integers of a format with parts, a step at a time.
 template <typename Decode>
@@ -160,8 +159,67 @@ struct CodeLines {
   }
 };
 
+// The same times the scales of their parts, less their minima, rounded to bf16: a relative error of at most 2^-9 (2^-8 where the
+// minimum cancels half of a weight). Decodes the steps of a unit of kBlockSteps in order.
+template <typename Decode>
+struct FoldedLines {
+  static constexpr int kLines = 1, kRows = kStep / 2;
+  static constexpr bool kInPlace = false, kParts = false;
+  alignas(64) mutable float scales[kBlockSteps * 2 * kPairColumns], minima[kBlockSteps * 2 * kPairColumns];
+
+  // kMinima: whether there are any.
+  template <bool kMinima>
+  struct Rounded {
+    __m512 scale, minimum;
+
+    inline __attribute__((always_inline)) __m512i of(__m512i value) const {
+      const __m512 wide = _mm512_castsi512_ps(value);
+      const __m512 product = kMinima ? _mm512_fmsub_ps(wide, scale, minimum) : _mm512_mul_ps(wide, scale);
+      return _mm512_add_epi32(_mm512_castps_si512(product), _mm512_set1_epi32(0x8000));  // to nearest, ties away from 0
+    }
+    inline __attribute__((always_inline)) __m512i operator()(__m512i row) const {
+      const __m512i top = _mm512_set1_epi32(int(0xffff0000));
+      const __m512i even = of(_mm512_slli_epi32(row, 16)), odd = of(_mm512_and_si512(row, top));
+      return _mm512_ternarylogic_epi32(top, odd, _mm512_srli_epi32(even, 16), 0xca);  // top ? odd : even
+    }
+  };
+
+  template <bool kMinima, int Line = 0>
+  inline __attribute__((always_inline)) void expand(const Decode& decode, const uint8_t* packed, const float* scale,
+                                                    const float* minimum, uint8_t* panel) const {
+    constexpr int kPart = Decode::kPerStep == 2 ? Decode::first(Line) / 8 : 0;
+    const Rounded<kMinima> rounded = {_mm512_load_ps(scale + kPart * kPairColumns), _mm512_load_ps(minimum + kPart * kPairColumns)};
+    __m512i rows[4];
+    decode.template rows<Line>(packed, rows);
+    uint8_t* to = panel + Decode::first(Line) * kPanelRow;
+    for (int r = 0; r < Decode::count(Line); ++r) _mm512_store_si512(to + r * kPanelRow, rounded(rows[r]));
+    if constexpr (Line + 1 < Decode::kLines) expand<kMinima, Line + 1>(decode, packed, scale, minimum, panel);
+  }
+
+  template <int Lines>
+  inline __attribute__((always_inline)) void decode(const Source& source, uint8_t* panel, Distances ahead) const {
+    const Columns& w = *source.w;
+    const Decode decode(w.minima);
+    const int first = source.step % kBlockSteps, rest = w.num_steps - source.step, part_steps = w.part_pairs / (kStep / 2);
+    if (first == 0) part_scales(w, source.pair, source.step, rest < kBlockSteps ? rest : kBlockSteps, scales, minima);
+    const size_t part = Decode::kPerStep == 2 ? size_t(first) * 2 : size_t(first / part_steps);
+    for (int line = 0; line < Decode::kLines; ++line) prefetch_lines(source.codes + line * kLinePair, ahead);
+    for (int tile = 0; tile < 2; ++tile) {
+      const size_t column = part * kPairColumns + tile * kTileColumns;
+      const float *scale = scales + column, *minimum = minima + column;
+      if (w.minima) expand<true>(decode, source.codes + tile * 64, scale, minimum, panel + tile * 64);
+      else expand<false>(decode, source.codes + tile * 64, scale, scale, panel + tile * 64);
+    }
+  }
+};
+
+using Folded4Lines = FoldedLines<Codes4>;
+using Folded5Lines = FoldedLines<Codes5>;
+using Folded6Lines = FoldedLines<Codes6>;
+using Folded8Lines = FoldedLines<Codes8>;
 using Codes4Lines = CodeLines<Codes4>;
 using Codes5Lines = CodeLines<Codes5>;
+using Codes6Lines = CodeLines<Codes6>;
 using Codes8Lines = CodeLines<Codes8>;
 
 #else
@@ -190,7 +248,6 @@ using Int8Lines = PortableLines<PortableInt8, kInt8>;
 using MxFp8Lines = PortableLines<PortableFp8, kMxFp8>;
 using MxFp4Lines = PortableLines<PortableFp4, kMxFp4>;
 using NvFp4Lines = PortableLines<PortableFp4, kNvFp4>;
-constexpr auto kExpandPanel = PortableOps::expand;
 
 // The integers of a format with parts, a step at a time.
 struct CodeLines {
@@ -203,23 +260,28 @@ struct CodeLines {
   }
 };
 
-using Codes4Lines = CodeLines;
-using Codes5Lines = CodeLines;
-using Codes8Lines = CodeLines;
-
-#endif
-
-// Any other format, a step at a time.
-struct StepLines {
+// The same times the scales of their parts, less their minima, rounded to bf16.
+struct FoldedLines {
   static constexpr int kLines = 1, kRows = kStep / 2;
   static constexpr bool kInPlace = false, kParts = false;
 
   template <int Lines>
-  inline __attribute__((always_inline)) void decode(const Source& source, uint8_t* panel, Distances ahead) const {
-    for (size_t at = 0; at < source.w->step_bytes; at += kLinePair) prefetch_lines(source.codes + at, ahead);
-    kExpandPanel(*source.w, source.pair, source.step, 1, panel);
+  void decode(const Source& source, uint8_t* panel, Distances) const {
+    PortableOps::codes(*source.w, source.pair, source.step, 1, panel);
+    fold_parts(*source.w, source.pair, source.step, 1, panel);
   }
 };
+
+using Folded4Lines = FoldedLines;
+using Folded5Lines = FoldedLines;
+using Folded6Lines = FoldedLines;
+using Folded8Lines = FoldedLines;
+using Codes4Lines = CodeLines;
+using Codes5Lines = CodeLines;
+using Codes6Lines = CodeLines;
+using Codes8Lines = CodeLines;
+
+#endif
 
 }  // namespace
 }  // namespace moe_mk

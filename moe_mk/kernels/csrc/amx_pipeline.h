@@ -401,32 +401,5 @@ void multiply_with(const Columns& w, const Rows& rows, const Scratch& scratch, f
   }
 }
 
-// Formats with parts. Where a part is a unit, exact scales take no more time than those of blocks. Shorter parts, and minima,
-// are exact for few rows; for more the scales are multiplied into the weights, which takes less time from about kExactRows rows on.
-template <typename Policy>
-void multiply_parts_with(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  if (!w.minima && w.part_pairs == kUnscaledSteps * kStep / 2) return multiply_with<Policy>(w, rows, scratch, totals);
-  const bool sums_fit = !w.minima || size_t(rows.num_rows) * w.num_steps * sizeof(float) <= w.gather_bytes / 16;
-  if (rows.num_rows > w.exact_rows || !sums_fit) return multiply_with<StepLines>(w, rows, scratch, totals);
-  Product product(w, rows, scratch, totals);
-  multiply_streamed<Policy>(product);
-}
-
-void multiply_pipelined(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  switch (w.format) {
-    case kFp8: return multiply_with<Fp8Lines>(w, rows, scratch, totals);
-    case kBf16: return multiply_with<Bf16Lines>(w, rows, scratch, totals);
-    case kInt8: return multiply_with<Int8Lines>(w, rows, scratch, totals);
-    case kMxFp8: return multiply_with<MxFp8Lines>(w, rows, scratch, totals);
-    case kMxFp4: return multiply_with<MxFp4Lines>(w, rows, scratch, totals);
-    case kNvFp4: return multiply_with<NvFp4Lines>(w, rows, scratch, totals);
-    case kInt4:
-    case kQ4K: return multiply_parts_with<Codes4Lines>(w, rows, scratch, totals);
-    case kInt8Groups: return multiply_parts_with<Codes8Lines>(w, rows, scratch, totals);
-    case kQ5K: return multiply_parts_with<Codes5Lines>(w, rows, scratch, totals);
-    default: return multiply_with<StepLines>(w, rows, scratch, totals);
-  }
-}
-
 }  // namespace
 }  // namespace moe_mk

@@ -99,14 +99,10 @@ inline void expand_codes(const Columns& w, int pair, int step, int steps, uint8_
   }
 }
 
-// `steps` steps of one pair from `step` on; scales of groups and parts are multiplied in, others are not.
+// `steps` steps of one pair from `step` on, of formats without parts; scales of groups are multiplied in, others are not.
 inline void expand_panel(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
   const uint8_t* packed = w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes;
   const uint8_t* scales = w.groups == nullptr ? nullptr : group_scales(w, pair, step);
-  if (has_parts(w.format)) {
-    expand_codes(w, pair, step, steps, panel);
-    return fold_parts(w, pair, step, steps, panel);
-  }
   switch (w.format) {
     case kInt8: return expand_plain<Int8>(packed, steps, panel);
     case kMxFp8: return expand_scaled<Fp8, PowersOfTwo>(packed, scales, steps, panel);

@@ -1,6 +1,6 @@
 // The kernels for AMX-bf16 (Sapphire Rapids on): every format and any number of rows by the pipeline of amx_pipeline.h, with
 // exact weights and scales (relative L2 error 2.3e-3), except for many rows of short groups (multiply_parts_with).
-#include "amx_pipeline.h"
+#include "amx_parts.h"
 
 namespace moe_mk {
 namespace {

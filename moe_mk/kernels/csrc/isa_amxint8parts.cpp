@@ -1,10 +1,9 @@
 // Rows rounded to INT8 in parts of k times integers in groups, as AMX-int8 tiles: 32 or 64 k of 16 rows x 32 columns at a time.
 // Four-bit codes are unpacked to s8 a unit of 128 k at a time, for all rows; INT8 codes are loaded from the packed bytes. The
-// integer sums of the parts of a unit go through scratch and are scaled together, while the next rows are multiplied: an f32
-// total is read and written once in 128 k. int8_parts.h has the arithmetic; sums are exact, so bits are those of VPDPBUSD.
+// sums of parts are scaled by part_pipeline.h. int8_parts.h has the arithmetic; sums are exact, so bits are those of VPDPBUSD.
 // Reads weights once a chunk of k of which all rows stay in L2, two pairs half of the task apart in turn: two memory streams.
 #include "int8_parts.h"
-#include "tiles.h"
+#include "part_pipeline.h"
 
 #if defined(__AVX512VNNI__)
 #include "avx512.h"
@@ -18,9 +17,6 @@ constexpr auto kFewRows8 = multiply_int8_parts_avx512;
 #else
 constexpr auto kFewRows8 = multiply_int8_parts<PortableInt8PartOps>;
 #endif
-
-constexpr size_t kSumsStride = kPairColumns * sizeof(float);
-constexpr size_t kSumsTile = kTileRows * kPairColumns;  // floats: 16 rows of one part
 
 // Rows [row tile][k tile][16][Width] s8; what is missing of a k tile or a row tile is zeros.
 template <int Width>
@@ -37,146 +33,62 @@ void gather_parts(const Rows& rows, int step0, int steps, uint8_t* to) {
   }
 }
 
-// The sums of a unit of at most 16 rows, and what they are scaled by.
-struct BlockSums {
-  const float* sums = nullptr;  // [part][16][32] s32
-  float* totals = nullptr;
-  const float *scales = nullptr, *minima = nullptr;  // [part][32]
-  const float* const* rows = nullptr;                // RowParts of each
-  int num_rows = 0, first_part = 0, num_parts = 0, parts = 0;
-  int added = 0;  // rows
+// Rows of a block: sums * (scale * the row's scale), less minima * (the row's scale * the sum of its codes).
+struct Int8PartRows {
+  const float* const* rows = nullptr;  // RowParts
+  int first_part = 0, num_parts = 0;
 
-  template <int Parts, bool Minima>
-  inline __attribute__((always_inline)) void add_as(int end) {
-    f32x16 scale[Parts][2], minimum[Parts][2];
-#pragma GCC unroll 4
-    for (int p = 0; p < Parts; ++p)
-      for (int t = 0; t < 2; ++t) {
-        scale[p][t] = load<f32x16>(scales + p * kPairColumns + t * kTileColumns);
-        if (Minima) minimum[p][t] = load<f32x16>(minima + p * kPairColumns + t * kTileColumns);
-      }
-    const float* from = sums + added * kPairColumns;
-    float* to = totals + added * kPairColumns;
-    const float* const* each = rows + added;
-    const int first = first_part, sums_of_codes = first_part + num_parts;
-    for (int n = end - added; n > 0; --n, ++each, from += kPairColumns, to += kPairColumns)
-      for (int t = 0; t < 2; ++t) {
-        f32x16 total = load<f32x16>(to + t * kTileColumns);
-#pragma GCC unroll 4
-        for (int p = 0; p < Parts; ++p) {
-          total = add_part(load<i32x16>(from + p * kSumsTile + t * kTileColumns), scale[p][t], (*each)[first + p], total);
-          if (Minima) total = take_minimum(minimum[p][t], (*each)[sums_of_codes + p], total);
-        }
-        store(to + t * kTileColumns, total);
-      }
-    added = end;
+  inline __attribute__((always_inline)) f32x16 add(const float* sum, f32x16 scale, int row, int part, f32x16 total) const {
+    return add_part(load<i32x16>(sum), scale, rows[row][first_part + part], total);
   }
-  template <bool Minima>
-  void add_parts(int end) {
-    switch (parts) {
-      case 1: return add_as<1, Minima>(end);
-      case 2: return add_as<2, Minima>(end);
-      case 3: return add_as<3, Minima>(end);
-      default: return add_as<4, Minima>(end);
-    }
-  }
-  // The next rows, at most `count`.
-  __attribute__((noinline)) void add(int count) {
-    const int end = added + count < num_rows ? added + count : num_rows;
-    if (added == end) return;
-    minima == nullptr ? add_parts<false>(end) : add_parts<true>(end);
+  inline __attribute__((always_inline)) f32x16 take(f32x16 minimum, int row, int part, f32x16 total) const {
+    return take_minimum(minimum, rows[row][num_parts + first_part + part], total);
   }
 };
 
-// The products of a part in turn in two pairs of tiles: while one is multiplied the sums of the part before are stored, and rows of
-// the block before that are added, so that none waits for the latency of a product.
-// NOTE where another thread shares the core, half of the reorder buffer holds about one part.
 template <int Width>
-struct Pipeline {
-  BlockSums open = {}, adding = {};  // whose parts are stored, whose rows are added
-  float* to = nullptr;               // the sums that have not been stored
-  int turn = 0;
-
+struct Int8Part {
+  using Of = Int8PartRows;
+  static constexpr int kTile = 2 * Width / kStep;
+  static constexpr size_t kRowStride = Width;
+  static size_t x_offset(int h) { return size_t(h) * (kStep / 2) * kTileRows; }
+  static size_t code_offset(int h) { return size_t(h) * (kStep / 8) * kCodeRow; }
   template <int C>
-  inline __attribute__((always_inline)) void dot(const uint8_t* x, const uint8_t* codes, int steps) {
-    constexpr int kTileSteps = Width / kStep;
-    tile_zero<C>();
-    tile_zero<C + 1>();
-    for (int s = 0; s < steps; s += kTileSteps, x += Width * kTileRows, codes += Width / 4 * kCodeRow) {
-      tile_load<6>(codes, kCodeRow);
-      tile_load<4>(x, Width);
-      tile_load<7>(codes + 64, kCodeRow);
-      tile_dot_s8<C, 4, 6>();
-      tile_dot_s8<C + 1, 4, 7>();
-    }
-  }
-  template <int C>
-  inline __attribute__((always_inline)) void store_sums() {
-    if (to == nullptr) return;
-    tile_store<C>(to, kSumsStride);
-    tile_store<C + 1>(to + kTileColumns, kSumsStride);
-  }
-  inline __attribute__((always_inline)) void part(const uint8_t* x, const uint8_t* codes, int steps, float* sums, int rows_to_add) {
-    if (turn ^= 1) {
-      dot<0>(x, codes, steps);
-      store_sums<2>();
-    } else {
-      dot<2>(x, codes, steps);
-      store_sums<0>();
-    }
-    to = sums;
-    adding.add(rows_to_add);
-  }
-  // All parts of a unit of some rows. codes: [k / 4][tile][64].
-  inline void block(const BlockSums& next, const uint8_t* x, const uint8_t* codes, int steps, int part_steps, float* sums) {
-    const int rows_each = (kTileRows + next.parts - 1) / next.parts;
-    for (int p = 0, done = 0; p < next.parts; ++p, done += part_steps) {
-      const int some = steps - done < part_steps ? steps - done : part_steps;
-      part(x + size_t(done) * kStep * kTileRows, codes + size_t(done) * (kStep / 4) * kCodeRow, some, sums + p * kSumsTile, rows_each);
-      if (p > 0) continue;  // the last part of the block before has been stored
-      adding.add(kTileRows);
-      adding = open;
-      open = next;
-    }
-  }
-  void finish() {
-    memory_barrier();
-    turn != 0 ? store_sums<0>() : store_sums<2>();
-    to = nullptr;
-    memory_barrier();
-    adding.add(kTileRows);
-    open.add(kTileRows);
-    adding = open = {};
+  static inline __attribute__((always_inline)) void dot() {
+    tile_dot_s8<C, 4, 6>();
+    tile_dot_s8<C + 1, 4, 7>();
   }
 };
 
-// The units of a chunk of k of two pairs, in turn.
+struct NoDecoder {
+  void some() {}
+};
+
+// The units of a chunk of k.
 template <int Width>
 struct Chunk {
-  static constexpr int kScales = 4;  // units whose scales are needed at a time: of two blocks before the one that is multiplied
   const Columns& w;
   const Rows& rows;
   const Scratch& scratch;
   float* totals;
-  const int part_steps = w.part_pairs / (kStep / 2), num_parts = row_parts(w);
-  int units = 0, blocks = 0;  // multiplied
-  alignas(64) float scales[kScales][kMostUnitParts * kPairColumns] = {}, minima[kScales][kMostUnitParts * kPairColumns] = {};
-  Pipeline<Width> pipeline = {};
+  const int part = w.part_pairs / (kStep / 4), num_parts = row_parts(w);  // part: half-steps
+  int blocks = 0;
+  UnitScales scales = {};
+  PartPipeline<Int8Part<Width>> pipeline = {};
 
   void multiply(int pair, int step0, int step, int steps, int chunk_steps) {
-    const int which = units++ % kScales;
-    part_scales(w, pair, step0 + step, steps, scales[which], minima[which]);
+    const int which = scales.next(w, pair, step0 + step, steps);
     const uint8_t* codes = codes_of(pair, step0 + step, steps, scratch.panel + which % 2 * kUnitPanel);
     const size_t tile_bytes = size_t(chunk_steps + Width / kStep - 1) / (Width / kStep) * Width * kTileRows;
     const uint8_t* x = scratch.gathered + size_t(step) * kStep * kTileRows;
+    NoDecoder decoder;
     memory_barrier();
+    const float* minima = w.minima ? scales.minima[which] : nullptr;
     for (int row = 0; row < rows.num_rows; row += kTileRows, x += tile_bytes) {
-      float* sums = scratch.tiles + (blocks++ & 1) * kMostUnitParts * kSumsTile;
-      const int left = rows.num_rows - row;
-      pipeline.block({sums, totals + (size_t(pair) * rows.num_rows + row) * kPairColumns, scales[which], w.minima ? minima[which] : nullptr,
-                      rows.scales + row, left < kTileRows ? left : kTileRows, (step0 + step) / part_steps, num_parts,
-                      (steps + part_steps - 1) / part_steps, 0},
-                     x, codes, steps, part_steps, sums);
+      float *sums = scratch.tiles + (blocks++ & 1) * kBlockSums, *to = totals + (size_t(pair) * rows.num_rows + row) * kPairColumns;
+      const Int8PartRows of = {rows.scales + row, (step0 + step) * 2 / part, num_parts};
+      const int n = rows.num_rows - row < kTileRows ? rows.num_rows - row : kTileRows, parts = (2 * steps + part - 1) / part;
+      pipeline.block({sums, to, scales.scales[which], minima, of, n, parts, 0}, x, codes, 2 * steps, part, sums, decoder);
     }
   }
   // s8 codes, in place where the packed bytes are such; half a k tile more is zeros.

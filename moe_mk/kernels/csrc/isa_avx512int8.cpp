@@ -79,7 +79,7 @@ struct Avx512Int8Ops {
 
 // Rows rounded in parts. The sums of N rows times both tiles of P pairs in registers, weights straight from memory: codes are
 // unsigned, and sums of a part begin at -code_base() * the sum of the codes of x.
-constexpr int kFewPartRows = 4;
+constexpr int kFewInt8Rows = 4;
 
 // Four k of each column of one tile a vector, from a line of the packed bytes.
 template <bool FourBits>
@@ -168,7 +168,7 @@ void few_parts_of(const Columns& w, const Rows& rows, float* totals) {
     case 1: return few_part_rows<1, FourBits, Minima>(w, rows, totals);
     case 2: return few_part_rows<2, FourBits, Minima>(w, rows, totals);
     case 3: return few_part_rows<3, FourBits, Minima>(w, rows, totals);
-    default: return few_part_rows<kFewPartRows, FourBits, Minima>(w, rows, totals);
+    default: return few_part_rows<kFewInt8Rows, FourBits, Minima>(w, rows, totals);
   }
 }
 
@@ -214,8 +214,9 @@ struct Avx512Int8PartOps {
 }  // namespace
 
 void multiply_int8_parts_avx512(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  if (rows.num_rows > kFewPartRows) return multiply_int8_parts<Avx512Int8PartOps>(w, rows, scratch, totals);
-  if (w.format != kInt8Groups) return w.minima ? few_parts_of<true, true>(w, rows, totals) : few_parts_of<true, false>(w, rows, totals);
+  if (rows.num_rows > kFewInt8Rows) return multiply_int8_parts<Avx512Int8PartOps>(w, rows, scratch, totals);
+  if (w.format != kInt8Groups && w.minima) return few_parts_of<true, true>(w, rows, totals);
+  if (w.format != kInt8Groups) return few_parts_of<true, false>(w, rows, totals);
   w.minima ? few_parts_of<false, true>(w, rows, totals) : few_parts_of<false, false>(w, rows, totals);
 }
 

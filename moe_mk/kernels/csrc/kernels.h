@@ -19,7 +19,8 @@ constexpr int kMaxPairs = 16;                   // pairs in one task, which shar
 constexpr int kMaxRows = 256;                   // rows multiplied at once; more are split into blocks
 constexpr int kMaxTiledRows = 1024;             // the same for rows in tile order, of at most kPanelPairs pairs
 constexpr int kStreamedRows = 64;               // up to these unless tuned, panels of weights stay in the L1, above in the L2
-constexpr int kExactRows = 32;                  // AMX multiplies the scales of parts into sums up to these, above into weights
+constexpr int kFewPartRows = 1;                // of weights in parts on AMX: see few_part_rows
+constexpr int kExactRows = 32;                  // AMX scales sums of parts up to these (Q6_K: half), above weights
 constexpr int kIntegerTileRows = 9;             // from these on unless tuned, AMX-int8 multiplies integers
 constexpr int kIntegerPartRows = 5;             // the same for rows that are rounded in parts
 constexpr int kPanelPairs = 8;                  // pairs whose panels are in the L2 at a time, for rows in tile order
@@ -51,6 +52,7 @@ struct Columns {
   int part_pairs;                  // k pairs of a part: 8 to 64
   bool minima;                     // whether a part has a minimum
   int streamed_rows = kStreamedRows, tile_rows = kIntegerTileRows;
+  int few_part_rows = 0;       // up to this many rows AMX multiplies weights in parts by VDPBF16PS
   int exact_rows = 0;          // up to this many rows AMX multiplies the scales of parts into sums, above into weights
 
   bool must_be_decoded() const { return format != kBf16; }

@@ -206,7 +206,8 @@ struct Layer {
     Columns w = matrix.columns(slot, first, count, call.prefetch_bytes != 0 ? call.prefetch_bytes : prefetch_distance(), gather_bytes());
     w.streamed_rows = streamed_rows();
     // The bits of a row must not depend on how many there are: one way for all numbers of them.
-    w.exact_rows = !call.batch_invariant ? kExactRows : w.minima ? 0 : kMaxTiledRows;
+    w.exact_rows = call.batch_invariant ? kMaxTiledRows : w.format == kQ6K ? kExactRows / 2 : kExactRows;
+    w.few_part_rows = call.batch_invariant || (w.minima && w.num_steps > kMostFewSteps) ? 0 : kFewPartRows;
     w.tile_rows = call.tile_rows != 0 ? call.tile_rows : int8_parts() ? kIntegerPartRows : kIntegerTileRows;
     return w;
   }

@@ -251,26 +251,20 @@ void multiply_parts(const Columns& w, const Rows& rows, const Scratch& scratch, 
   }
 }
 
-// Multiplies scales into a decoded panel and subtracts minima: for many rows on AMX, whose tiles then accumulate over parts.
-// Rounds each weight to bf16, a relative error of at most 2^-9.
-inline void fold_parts(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
+// Multiplies scales into a decoded panel of at most kBlockSteps steps and subtracts minima. Rounds each weight to bf16.
+inline void fold_parts(const Columns& w, int pair, int step, int steps, uint8_t* row) {
   alignas(64) float scales[kMostParts * kPairColumns], minima[kMostParts * kPairColumns];
-  for (int done = 0; done < steps;) {
-    const int until = (step + done) / w.steps_per_block * w.steps_per_block + w.steps_per_block - step;
-    const int n = (until < steps ? until : steps) - done, parts = part_scales(w, pair, step + done, n, scales, minima);
-    uint8_t* row = panel + size_t(done) * 2 * kPanelTile;
-    for (int part = 0, left = n * (kStep / 2); part < parts; ++part, left -= w.part_pairs)
-      for (int r = 0; r < (left < w.part_pairs ? left : w.part_pairs); ++r, row += kPanelRow)
-        for (int tile = 0; tile < 2; ++tile) {
-          const size_t at = size_t(part) * kPairColumns + tile * kTileColumns;
-          const f32x16 scale = load<f32x16>(scales + at), minimum = w.minima ? load<f32x16>(minima + at) : f32x16{};
-          const u32x16 both = load<u32x16>(row + tile * 64);
-          const u32x16 even = rounded_to_bf16(bits<u32x16>(bits<f32x16>(both << 16) * scale - minimum));
-          const u32x16 odd = rounded_to_bf16(bits<u32x16>(bits<f32x16>(both & 0xffff0000u) * scale - minimum));
-          store(row + tile * 64, (even >> 16) | (odd & 0xffff0000u));
-        }
-    done += n;
-  }
+  const int parts = part_scales(w, pair, step, steps, scales, minima);
+  for (int part = 0, left = steps * (kStep / 2); part < parts; ++part, left -= w.part_pairs)
+    for (int r = 0; r < (left < w.part_pairs ? left : w.part_pairs); ++r, row += kPanelRow)
+      for (int tile = 0; tile < 2; ++tile) {
+        const size_t at = size_t(part) * kPairColumns + tile * kTileColumns;
+        const f32x16 scale = load<f32x16>(scales + at), minimum = w.minima ? load<f32x16>(minima + at) : f32x16{};
+        const u32x16 both = load<u32x16>(row + tile * 64);
+        const u32x16 even = rounded_to_bf16(bits<u32x16>(bits<f32x16>(both << 16) * scale - minimum));
+        const u32x16 odd = rounded_to_bf16(bits<u32x16>(bits<f32x16>(both & 0xffff0000u) * scale - minimum));
+        store(row + tile * 64, (even >> 16) | (odd & 0xffff0000u));
+      }
 }
 
 }  // namespace

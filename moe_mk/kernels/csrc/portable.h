@@ -84,10 +84,6 @@ struct PortableOps {
   }
 
   static void expand(const Columns& w, int pair, int step, int steps, uint8_t* panel) {
-    if (has_parts(w.format)) {
-      codes(w, pair, step, steps, panel);
-      return fold_parts(w, pair, step, steps, panel);
-    }
     decode_panel(w.format, w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes, steps, panel);
     if (w.groups != nullptr) apply_group_scales(w, pair, step, steps, panel);
   }

@@ -21,7 +21,7 @@ struct ThreadScratch {
   // One block of about 2 MiB, so that it is on huge pages: on small pages the access order of the gathered
   // rows misses the TLB.
   bool open(ThreadPoolLease& pool, int member, size_t gather_bytes) {
-    const size_t sums_bytes = gather_bytes / 16;
+    const size_t sums_bytes = std::max(gather_bytes / 16, kMaxTiledRows * kBlockSteps * sizeof(float));
     uint8_t* at = pool->arena(member, kThreadScratch, gather_bytes + kPanelBytes + kTilesBytes + kTotalsBytes + sums_bytes);
     if (at == nullptr) return false;
     scratch.gathered = at;
