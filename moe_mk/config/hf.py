@@ -130,8 +130,11 @@ def _gptq(quant: Said) -> tuple[dict[str, Any], list[str]]:
     size = quant.get("group_size")
     symmetric = quant.get("sym") is not False
     settings, problems = _integers(quant.get("bits"), WHOLE if size == -1 else size, symmetric=symmetric)
-    if quant.get("checkpoint_format", "gptq") != "gptq" and not symmetric:
-        problems.append(f"checkpoint_format is {quant['checkpoint_format']!r} with zero points")
+    stored = quant.get("checkpoint_format", "gptq")
+    if stored not in ("gptq", "gptq_v2") and not symmetric:
+        problems.append(f"checkpoint_format is {stored!r} with zero points (supported are gptq and gptq_v2)")
+    if stored == "gptq_v2" and not symmetric:
+        settings["gptq_v2"] = True
     if quant.get("dynamic"):
         problems.append("dynamic gives modules formats of their own")
     return settings, problems

@@ -47,6 +47,8 @@ class QuantConfig(Settings):
     """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 and
     weight-only types (int4_*, int8_g*, int8_row*, GGUF) round nothing, the others round to their own format. int8 is
     one scale per token for int8 and int8_block; for weight-only types one for each of their groups, of at most 128."""
+    gptq_v2: bool = False
+    """Zero points of GPTQ are stored as they are (checkpoint_format gptq_v2) instead of less one."""
     input_scale: float | None = Field(default=None, gt=0)
     """A calibrated scale of activations: of whole FP8 tensors, or above the scales of NVFP4. None finds FP8 scales
     token by token, and is 1 for NVFP4."""
@@ -75,6 +77,8 @@ class QuantConfig(Settings):
                 f"activations={self.activations!r} do not go with {self.weights} weights; "
                 f"use auto, {', '.join(dict.fromkeys(possible))}"
             )
+        if self.gptq_v2 and not self.weights.endswith("_zp"):
+            raise ValueError(f"gptq_v2 is about zero points, which {self.weights} weights do not have; drop it")
         if self.input_scale is not None and self.weights not in ("fp8_tensor", "fp8_channel", "nvfp4"):
             raise ValueError(f"input_scale={self.input_scale} means nothing for {self.weights} weights; drop it")
         if self.hidden_scale is not None and (self.input_scale is None or self.weights == "nvfp4"):

@@ -163,6 +163,7 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
         scheme=model.quant.weight_scheme,
         down_scheme=None if model.quant.down is None else model.quant.down_scheme,
         shared_scheme=model.quant.shared_scheme,
+        gptq_v2=model.quant.gptq_v2,
         num_shared_experts=model.num_shared_experts,
         shared_intermediate_size=model.shared_size,
         has_gate_bias=config.router.has_correction_bias,

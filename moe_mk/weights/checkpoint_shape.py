@@ -19,9 +19,13 @@ PACKED: Mapping[str, tuple[str, str]] = {"gptq": ("gptq", "int4_g128"), "awq": (
 """Layouts other than that of compressed-tensors for integers in groups: the packing and the format."""
 MIXED = "q4_k_m"
 """Q4_K with down projections in Q6_K, as in most layers of a Q4_K_M file."""
+MXFP4_GGUF = "mxfp4_gguf"
+"""MXFP4 in a GGUF file, as in those of gpt-oss."""
+GGUF_FILES = (*GGUF, MIXED, MXFP4_GGUF)
+"""Formats that are written as GGUF files."""
 FORMATS = (
     "fp8", "bf16", "fp8_channel", "fp8_tensor", "int8", "int8_block", "mxfp8", "mxfp4", "nvfp4",
-    *PACKED, *GROUPED, *GGUF, MIXED,
+    *PACKED, *GROUPED, *GGUF_FILES,
 )  # fmt: skip
 
 SWIGLU_LIMIT = 10.0
@@ -99,7 +103,7 @@ class CheckpointShape:
     @property
     def is_gguf(self) -> bool:
         """Whether a GGUF file is written."""
-        return self.quant in GGUF or self.quant == MIXED
+        return self.quant in GGUF_FILES
 
     @property
     def down(self) -> str | None:
@@ -109,7 +113,9 @@ class CheckpointShape:
     @property
     def kind(self) -> str:
         """The value of `model.quant.weights`."""
-        named = {"fp8": "fp8_block", MIXED: "q4_k"} | {quant: kind for quant, (_, kind) in PACKED.items()}
+        named = {"fp8": "fp8_block", MIXED: "q4_k", MXFP4_GGUF: "mxfp4"} | {
+            quant: kind for quant, (_, kind) in PACKED.items()
+        }
         return named.get(self.quant, self.quant)
 
     def layer_spec(self) -> LayerSpec:

@@ -22,13 +22,13 @@ from torch import Tensor
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.gguf_file import GgufTensor, write_gguf
 from moe_mk.files import read_json
-from moe_mk.quant.gguf import GGUF, Q6_K
+from moe_mk.quant.gguf import Q6_K
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.weights.checkpoint_plan import matrices
-from moe_mk.weights.checkpoint_shape import MIXED, PACKED
+from moe_mk.weights.checkpoint_shape import GGUF_FILES, MIXED, MXFP4_GGUF, PACKED
 from moe_mk.weights.completeness import some
 from moe_mk.weights.conversion_report import ConversionReport, ExpertError
 from moe_mk.weights.dialects import quantization_config
@@ -50,7 +50,7 @@ from moe_mk.weights.source import INDEX, SafetensorsSource, TensorSource, is_ins
 SHARD_BYTES = 4 << 30
 PIECE_BYTES = 64 << 20
 REPORT = "conversion.json"
-TARGETS = ("bf16", "fp8", "fp8_channel", "int8", "mxfp8", "mxfp4", "nvfp4", *PACKED, *GROUPED, *GGUF, MIXED)
+TARGETS = ("bf16", "fp8", "fp8_channel", "int8", "mxfp8", "mxfp4", "nvfp4", *PACKED, *GROUPED, *GGUF_FILES)
 AS_STORED = (Role.ROUTER, Role.BIAS, Role.LOGIT_BIAS, Role.TABLE)
 """Tensors of the router, which are copied."""
 
@@ -84,7 +84,7 @@ def convert_checkpoint(
         if isinstance(tensors, GgufSource) and tensors.num_others:
             why = "their names in other formats are not known here"
             report.dropped.append(f"{tensors.num_others} tensors outside of MoE blocks: {why}")
-        if to in GGUF or to == MIXED:
+        if to in GGUF_FILES:
             _ToGguf(tensors, to, report, on_progress).write(partial, facts.layers)
         else:
             _Conversion(tensors, facts.layers, to, report, on_progress).write(partial, shard_bytes)
@@ -324,8 +324,8 @@ def _hf_of(source: SafetensorsSource | GgufSource) -> dict[str, Any]:
 
 def kind_of_target(to: str) -> str:
     """The value of `model.quant.weights` of a target."""
-    if to == MIXED:
-        return "q4_k"
+    if to in (MIXED, MXFP4_GGUF):
+        return "q4_k" if to == MIXED else "mxfp4"
     return PACKED[to][1] if to in PACKED else "fp8_block" if to == "fp8" else to
 
 

@@ -25,7 +25,7 @@ from moe_mk.quant import (
     weight_scheme,
 )
 from moe_mk.quant.gguf import GGUF
-from moe_mk.quant.grouped import GROUPS, grouped
+from moe_mk.quant.grouped import GROUPS, Grouped, grouped
 from moe_mk.quant.kinds import BLOCK_KINDS, KINDS, scheme_of_kind
 from moe_mk.quant.microscaling import GROUP
 from moe_mk.weights.completeness import entry_problems, name_problems
@@ -68,6 +68,8 @@ class LayerFacts:
     """The format of down projections where it differs; else empty."""
     shared: str = ""
     """The format of shared experts where they are plain and the routed ones are not; else empty."""
+    gptq_v2: bool = False
+    """Whether zero points of GPTQ are stored as they are, not less one."""
     table: tuple[int, int] | None = None
     """For layers that choose experts by token id: (vocabulary size, experts per token)."""
 
@@ -81,7 +83,7 @@ class LayerFacts:
         return LayerSpec(
             *sizes, scheme, int(width > 0), width, self.has_gate_bias,
             has_expert_bias=self.has_expert_bias, has_logit_bias=self.has_logit_bias, table=self.table,
-            down_scheme=scheme_of_kind(self.down) if self.down else None,
+            down_scheme=scheme_of_kind(self.down) if self.down else None, gptq_v2=self.gptq_v2,
             shared_scheme=scheme_of_kind(self.shared) if self.shared else None,
         )  # fmt: skip
 
@@ -193,7 +195,7 @@ def _layer(
         _kind_of(spec), spec is not None and spec.has_expert_bias, spec is not None and spec.has_logit_bias,
         _kind_of_scheme(spec.down_scheme) if spec and spec.down_scheme else "",
         _kind_of_scheme(spec.shared_scheme) if spec and spec.shared_scheme else "",
-        None if spec is None else spec.table,
+        spec is not None and spec.gptq_v2, None if spec is None else spec.table,
     )  # fmt: skip
 
 
@@ -279,11 +281,17 @@ def _guess_packed(
             has_expert_bias=Part(Role.EXPERT, "down", first, extra="bias") in parts,
             has_logit_bias=Part(Role.LOGIT_BIAS) in parts,
             down_scheme=None if schemes[1] == schemes[0] else schemes[1], shared_scheme=shared_scheme,
+            gptq_v2=_is_gptq_v2(convention, schemes[0], quantization),
         )  # fmt: skip
         expected_tensors(spec, convention)
     except ConfigError as problem:
         return None, str(problem)
     return spec, ""
+
+
+def _is_gptq_v2(convention: Convention, scheme: QuantScheme, quantization: dict[str, object]) -> bool:
+    stated = convention.packing == "gptq" and quantization.get("checkpoint_format") == "gptq_v2"
+    return stated and isinstance(scheme, Grouped) and scheme.has_zeros
 
 
 def _integers(

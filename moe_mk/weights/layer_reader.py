@@ -143,7 +143,8 @@ class LayerReader:
             if (what in ("", "scale") or self.convention.holds(role, what))
             and self.prefix + self.convention.spell(each) in present
         }
-        return (held[""][0], held["scale"][0]), unpack(self.convention.packing, scheme, held)
+        packing = "gptq_v2" if self.spec.gptq_v2 else self.convention.packing
+        return (held[""][0], held["scale"][0]), unpack(packing, scheme, held)
 
     def _of_file(self, part: Part, scheme: QuantScheme, rows: Tensor) -> QuantTensor:
         """Rows of a GGUF file. Shared experts of another type than the routed ones are decoded to bf16."""

@@ -52,6 +52,8 @@ class LayerSpec:
     """The scheme of down projections; None: `scheme`."""
     shared_scheme: QuantScheme | None = None
     """The scheme of shared experts; None: those of the routed ones."""
+    gptq_v2: bool = False
+    """Whether zero points of GPTQ are stored as they are, not less one."""
     table: tuple[int, int] | None = None
     """(tokens of the vocabulary, experts a token) of a layer that chooses by token id."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -97,7 +98,10 @@ def packed_shapes(
 
 
 def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unpacked:
-    """The matrix of the tensors of `packed_shapes`, of one expert. Raises WeightError naming the tensor at fault."""
+    """The matrix of the tensors of `packed_shapes`, of one expert. Raises WeightError naming the tensor at fault.
+
+    packing: one of PACKINGS, or gptq_v2, whose zero points are stored as they are and not less one.
+    """
     if packing == "gguf":
         return Unpacked(of_gguf(scheme, parts[""][1]))
     assert isinstance(scheme, Grouped)
@@ -105,7 +109,7 @@ def unpack(packing: str, scheme: QuantScheme, parts: Mapping[str, Named]) -> Unp
 
 
 def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
-    """The tensors of a matrix in a packing. The inverse of `unpack` without an order of columns."""
+    """The tensors of a matrix in a packing (see `unpack`). The inverse of `unpack` without an order of columns."""
     if packing == "gguf":
         raise ConfigError("rows of GGUF files are written by `weights.gguf_checkpoint`")
     assert isinstance(q.scheme, Grouped) and q.scales is not None
@@ -123,7 +127,8 @@ def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
     if packing == "awq":
         rows = _to_interleaved(codes.T), _to_interleaved(zeros.T)
         return {"": _words(rows[0], scheme.bits), "scale": scales, "zeros": _words(rows[1], scheme.bits)}
-    if bool((zeros == 0).any()):
+    less = 0 if packing == "gptq_v2" else 1
+    if less and bool((zeros == 0).any()):
         raise ConfigError(
             "GPTQ stores a zero point minus one, and one of the matrix is 0; use AWQ or compressed-tensors"
         )
@@ -131,7 +136,7 @@ def pack(packing: str, q: QuantTensor) -> dict[str, Tensor]:
         k if scheme.columns == WHOLE else scheme.columns
     )
     words = _words(codes, scheme.bits).T.contiguous()
-    return {"": words, "scale": scales, "zeros": _words(zeros.T - 1, scheme.bits), "order": order}
+    return {"": words, "scale": scales, "zeros": _words(zeros.T - less, scheme.bits), "order": order}
 
 
 def _of_compressed_tensors(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
@@ -148,10 +153,11 @@ def _of_compressed_tensors(scheme: Grouped, parts: Mapping[str, Named]) -> Unpac
     return Unpacked(QuantTensor(values, parts["scale"][1], scheme, zeros=zeros))
 
 
-def _of_gptq(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
+def _of_gptq(scheme: Grouped, parts: Mapping[str, Named], less: int = 1) -> Unpacked:
+    """less: what zero points are stored less."""
     values = _viewed(parts[""][1].T, torch.uint8)
     stored = _codes(parts["zeros"][1], scheme.bits).to(torch.int32)
-    zeros = _zeros_of_gptq(scheme, parts["zeros"][0], stored)
+    zeros = _zeros_of_gptq(scheme, parts["zeros"][0], stored, less)
     q = QuantTensor(values, parts["scale"][1].T.contiguous(), scheme, zeros=zeros)
     if "order" not in parts:
         return Unpacked(q)
@@ -162,18 +168,18 @@ def _of_gptq(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
     return Unpacked(QuantTensor(scheme.pack(codes.to(torch.float32)), q.scales, scheme, zeros=zeros), order_K)
 
 
-def _zeros_of_gptq(scheme: Grouped, name: str, stored: Tensor) -> Tensor | None:
+def _zeros_of_gptq(scheme: Grouped, name: str, stored: Tensor, less: int) -> Tensor | None:
     """(n, k/g) zero points. Without zero points all must be the middle, minus one or (`gptq_v2`) as they are."""
     if not scheme.has_zeros:
         if not (bool((stored == scheme.middle - 1).all()) or bool((stored == scheme.middle).all())):
             raise WeightError(f"{name}: zero points differ from {scheme.middle}, and the weights are to be symmetric")
         return None
-    if bool((stored == 2**scheme.bits - 1).any()):
+    if less and bool((stored == 2**scheme.bits - 1).any()):
         raise WeightError(
             f"{name}: a zero point of {2**scheme.bits} is out of range (0 <= zero < {2**scheme.bits}); zero points are "
             "stored minus one, and quantisers that wrapped 0 around wrote this"
         )
-    return (stored + 1).to(torch.uint8).T.contiguous()
+    return (stored + less).to(torch.uint8).T.contiguous()
 
 
 def _of_awq(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
@@ -188,9 +194,12 @@ def _of_awq(scheme: Grouped, parts: Mapping[str, Named]) -> Unpacked:
 
 
 _UNPACK: Mapping[str, Callable[[Grouped, Mapping[str, Named]], Unpacked]] = {
-    "compressed_tensors": _of_compressed_tensors, "gptq": _of_gptq, "awq": _of_awq,
-}  # fmt: skip
-PACKINGS = (*_UNPACK, "gguf")
+    "compressed_tensors": _of_compressed_tensors,
+    "gptq": _of_gptq,
+    "gptq_v2": partial(_of_gptq, less=0),
+    "awq": _of_awq,
+}
+PACKINGS = ("compressed_tensors", "gptq", "awq", "gguf")
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moe_mk.config import MoEConfig
 from moe_mk.errors import ConfigError, WeightError
-from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.weights import CheckpointShape, SafetensorsSource, inspect_checkpoint, load_layer, write_checkpoint
+from moe_mk.weights.checkpoint_shape import GGUF_FILES
 from moe_mk.weights.convert import REPORT, TARGETS, convert_checkpoint, kind_of_target
 
 SHAPE = CheckpointShape(4, 128, 128, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
@@ -55,7 +55,7 @@ def experts(folder: Path) -> list[Tensor]:
 
 
 SOME_GROUPED = ("int4_g32", "int8_row_zp")
-SAFETENSORS = [to for to in TARGETS if to not in (*GROUPED, *GGUF, "q4_k_m") or to in SOME_GROUPED]
+SAFETENSORS = [to for to in TARGETS if to not in (*GROUPED, *GGUF_FILES) or to in SOME_GROUPED]
 
 
 @pytest.mark.parametrize("to", SAFETENSORS)

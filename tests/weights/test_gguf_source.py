@@ -31,7 +31,7 @@ EXPERTS, HIDDEN, INNER = 4, 256, 512
 SHAPE = CheckpointShape(EXPERTS, HIDDEN, INNER, layers=(1,), top_k=2, num_groups=2, top_k_groups=1)
 
 
-@pytest.mark.parametrize("quant", [*GGUF, "q4_k_m"])
+@pytest.mark.parametrize("quant", [*GGUF, "q4_k_m", "mxfp4_gguf"])
 def test_a_type_is_written_described_and_read(quant: str, written: Callable[[str], Path]) -> None:
     folder = written(quant)
     facts = inspect_checkpoint(folder)
@@ -39,7 +39,7 @@ def test_a_type_is_written_described_and_read(quant: str, written: Callable[[str
     assert is_complete(folder, replace(SHAPE, quant=quant)) and not is_complete(folder, SHAPE)
     config = stated(config_of(folder), folder, 1)
     assert (config.model.quant.weights, config.model.quant.down) == (
-        ("q4_k", "q6_k") if quant == "q4_k_m" else (quant, None)
+        ("q4_k", "q6_k") if quant == "q4_k_m" else (quant.removesuffix("_gguf"), None)
     )
     assert layer_spec_of(config) == facts.layers[0].layer_spec() and config.router.scoring_func == "sigmoid"
     weights = load_written(folder)
@@ -199,3 +199,33 @@ def test_a_conversion_there_and_back_keeps_every_value(written: Callable[[str], 
     assert torch.equal(one.gate_EH.float(), other.gate_EH.float())
     for a, b in zip(wide(one.experts.slots[3]), wide(other.experts.slots[3]), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.01
+
+
+@pytest.mark.row(169)
+@pytest.mark.parametrize("source", ["mxfp4", "bf16"])
+def test_mxfp4_is_converted_to_a_gguf_file_and_back(
+    source: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    # The gguf package, which shares no code with ours, reads the same numbers from the file, bit for bit.
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    report = convert_checkpoint(written(source), tmp_path / "gguf", "mxfp4_gguf")
+    exact = source == "mxfp4"
+    assert (max(error.up for error in report.errors) == 0.0) == exact
+    slots = load_written(tmp_path / "gguf").experts.slots
+    tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "gguf" / "model.gguf").tensors}
+    for at, projection in enumerate(("gate", "up", "down")):
+        tensor = tensors[f"blk.1.ffn_{projection}_exps.weight"]
+        assert tensor.tensor_type.name == "MXFP4"
+        theirs = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        for expert, slot in enumerate(slots):
+            assert torch.equal(wide(slot)[at], theirs[expert]), (projection, expert)
+    convert_checkpoint(tmp_path / "gguf", tmp_path / "back", "mxfp4")
+    for mine, back in zip(slots, load_written(tmp_path / "back").experts.slots, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(wide(mine), wide(back), strict=True))
+    if exact:
+        first = load_written(written("mxfp4")).experts.slots
+        assert all(
+            torch.equal(a, b) for m, f in zip(slots, first, strict=True) for a, b in zip(wide(m), wide(f), strict=True)
+        )

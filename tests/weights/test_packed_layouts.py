@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,58 @@ def test_gptq_words_by_hand() -> None:
     parts = {"": words, "scale": torch.full((1, 8), 0.5, dtype=torch.float16), "zeros": zeros}
     values = unpack("gptq", scheme, named(parts)).q.dequantize(torch.float32)
     assert values[0, :8].tolist() == [(code - 5) * 0.5 for code in range(1, 9)] and float(values[1, 0]) == -2.5
+
+
+@pytest.mark.row(168)
+def test_zero_points_of_gptq_v2_are_stored_as_they_are() -> None:
+    # The same words: stored 4 is a zero point of 5 in gptq, of 4 in gptq_v2; stored 15 is valid in gptq_v2 alone.
+    scheme = grouped(4, 32, zeros=True)
+    words = torch.full((4, 8), 0x66666666, dtype=torch.int32)
+    stored = torch.tensor([[0x44444444]], dtype=torch.int32)
+    parts = {"": words, "scale": torch.full((1, 8), 0.5, dtype=torch.float16), "zeros": stored}
+    for packing, zero in (("gptq", 5), ("gptq_v2", 4)):
+        q = unpack(packing, scheme, named(parts)).q
+        assert q.zeros is not None and q.zeros.unique().tolist() == [zero]
+        assert q.dequantize(torch.float32).unique().tolist() == [(6 - zero) * 0.5]
+        again = pack(packing, q)
+        assert torch.equal(again["zeros"], stored) and torch.equal(again[""], words)
+    parts["zeros"] = torch.tensor([[0x0F0F0F0F]], dtype=torch.int32)
+    q = unpack("gptq_v2", scheme, named(parts)).q
+    assert q.zeros is not None and q.zeros[:2, 0].tolist() == [15, 0]
+    assert torch.equal(pack("gptq_v2", q)["zeros"], parts["zeros"])
+    with pytest.raises(WeightError, match="a zero point of 16 is out of range"):
+        unpack("gptq", scheme, named(parts))
+    with pytest.raises(ConfigError, match="GPTQ stores a zero point minus one, and one of the matrix is 0"):
+        pack("gptq", q)
+
+
+@pytest.mark.row(168)
+def test_checkpoints_of_both_conventions_have_the_same_experts(written: Callable[[str], Path], tmp_path: Path) -> None:
+    # Stored zero points of 0 to 13 in gptq are one more in gptq_v2: 0x11111111 more in each word of eight.
+    read: dict[str, list[Tensor]] = {}
+    generator = torch.Generator("cpu").manual_seed(1)
+    tensors = load_file(next(written("gptq").glob("*.safetensors")))
+    for name, tensor in tensors.items():
+        if name.endswith(".qzeros"):
+            octets = torch.randint(0, 14, (*tensor.shape, 4, 2), generator=generator, dtype=torch.uint8)
+            tensors[name] = (octets[..., 0] | octets[..., 1] << 4).view(torch.int32).squeeze(-1)
+    for form, more in (("gptq", 0), ("gptq_v2", 0x11111111)):
+        folder = tmp_path / form
+        folder.mkdir()
+        changed = {n: t + more if n.endswith(".qzeros") else t for n, t in tensors.items()}
+        save_file(changed, folder / "model.safetensors")
+        config = json.loads((written("gptq") / "config.json").read_text())
+        config["quantization_config"] |= {"sym": False, "checkpoint_format": form}
+        (folder / "config.json").write_text(json.dumps(config))
+        facts = inspect_checkpoint(folder)
+        assert facts.sound and facts.layers[0].kind == "int4_g128_zp", [*facts.problems, *facts.layers[0].problems]
+        parsed = MoEConfig.from_hf(folder)
+        assert parsed.model.quant.gptq_v2 == facts.layers[0].gptq_v2 == (form == "gptq_v2")
+        read[form] = wide(load_written(folder).experts.slots[1])
+    assert all(torch.equal(a, b) for a, b in zip(read["gptq"], read["gptq_v2"], strict=True))
+    (tmp_path / "gptq_v2" / "config.json").write_text((tmp_path / "gptq" / "config.json").read_text())
+    mistaken = wide(load_written(tmp_path / "gptq_v2").experts.slots[1])
+    assert not any(torch.equal(a, b) for a, b in zip(read["gptq"], mistaken, strict=True))
 
 
 @pytest.mark.row(168)
@@ -309,8 +362,8 @@ def test_what_we_write_into_config_json_is_what_we_read(name: str, packing: str)
         ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "4 bits in groups of 48"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version is 'gemv'"),
         (
-            {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
-            "checkpoint_format is 'gptq_v2' with zero points",
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "marlin"},
+            "checkpoint_format is 'marlin' with zero points",
         ),
     ],
 )

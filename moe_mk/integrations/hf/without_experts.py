@@ -132,6 +132,8 @@ class _Packing:
         kind = str(quant_from_hf(quant, where)["weights"]) if quant else ""
         self._scheme = scheme_of_kind(kind) if kind in WEIGHT_ONLY_KINDS else None
         self._method = str(quant.get("quant_method", ""))
+        v2 = self._method == "gptq" and quant.get("checkpoint_format") == "gptq_v2"
+        self._packing = "gptq_v2" if v2 else self._method.replace("-", "_")
         self._words = WORDS.get(self._method, {})
 
     def find(self, name: str, dtype: torch.dtype) -> Tensor | None:
@@ -143,6 +145,6 @@ class _Packing:
         if self._scheme is None or not name.endswith(".weight") or not {"", "scale"} <= parts.keys():
             return None
         opened = {part: (full, self.source.open(full)) for part, full in parts.items()}
-        found = unpack(self._method.replace("-", "_"), self._scheme, opened)
+        found = unpack(self._packing, self._scheme, opened)
         matrix = found.q.dequantize(dtype)
         return matrix if found.order_K is None else matrix[:, torch.argsort(found.order_K)].contiguous()
