@@ -8,7 +8,7 @@ never in a hang.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from threading import RLock
@@ -21,7 +21,7 @@ from moe_mk.comm.failure import ANOTHER_THREAD, AbortOnError, Failure, GroupReso
 from moe_mk.comm.header import Arrival, Envelope
 from moe_mk.comm.traffic import Traffic
 from moe_mk.errors import CommError, ConfigError, MoEMKError, UnsupportedError
-from moe_mk.flight import Flight, InFlight
+from moe_mk.flight import Flight, InFlight, wait
 
 if TYPE_CHECKING:
     from _thread import RLock as Lock
@@ -217,6 +217,20 @@ class Communicator(ABC):
         arrives is to be given back with `give_back`, if at all. Nothing is counted as traffic.
         """
         raise NotImplementedError(f"{type(self).__name__} sends counts before rows")
+
+    def swap_now(
+        self,
+        outgoing: Mapping[int, Envelope],
+        awaited: Mapping[int, int],
+        phase: str,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> dict[int, Arrival]:
+        """`swap_eager` from beginning to end. meanwhile: called while messages are on their way."""
+        flight = self.swap_eager(outgoing, awaited, phase)
+        if meanwhile is not None:
+            next(flight)
+            meanwhile()
+        return wait(flight)
 
     def give_back(self, arrivals: Iterable[Arrival]) -> None:
         """Use the memory of rows from `swap_eager` again."""

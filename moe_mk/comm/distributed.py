@@ -57,6 +57,7 @@ class DistributedCommunicator(Communicator):
         self._is_whole = self._members == list(range(self.size))
         """Whether ranks have the same numbers in the process group."""
         self.eager_bytes = 0 if self._messages is None else EAGER_BYTES
+        self._made_caller: Caller | None = None
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Flight[Tensor]:
         """A message to each rank that gets rows; what stays here is copied."""
@@ -148,6 +149,25 @@ class DistributedCommunicator(Communicator):
             arrived = yield from messages.exchange_eager(self._caller, phase, going, sizes)
         return {self._rank_of[member]: arrival for member, arrival in arrived.items()}
 
+    def swap_now(
+        self,
+        outgoing: Mapping[int, Envelope],
+        awaited: Mapping[int, int],
+        phase: str,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> dict[int, Arrival]:
+        """Without a generator: its steps, in cold caches, cost as much as the message."""
+        if not self._is_whole or "swap_eager" in vars(self):
+            return super().swap_now(outgoing, awaited, phase, meanwhile)
+        messages = self._messages
+        assert messages is not None
+        self._check_members(phase)
+        try:
+            return messages.exchange_now(self._caller, phase, outgoing, awaited, meanwhile)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def give_back(self, arrivals: Iterable[Arrival]) -> None:
         """The next messages go there."""
         assert self._messages is not None
@@ -199,7 +219,11 @@ class DistributedCommunicator(Communicator):
 
     @property
     def _caller(self) -> Caller:
-        return Caller(self.layer, self.layer_number, self.timeout_s, self._rank_of)
+        """Made again if a field has changed."""
+        made = self._made_caller
+        if made is None or made.layer_number != self.layer_number or made.layer is not self.layer:
+            made = self._made_caller = Caller(self.layer, self.layer_number, self.timeout_s, self._rank_of)
+        return made if made.timeout_s == self.timeout_s else replace(made, timeout_s=self.timeout_s)
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]

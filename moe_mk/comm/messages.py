@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -232,25 +233,35 @@ class GroupMessages:
         awaited: bytes from each of these peers, or ANY: it may send any number of rows up to EAGER_BYTES, which awaits
         ANY from this rank too. Wherever no side uses ANY, a peer may call `exchange` with the same sizes.
         """
-        if self.closed:
-            raise self._error(caller, phase, None, self.closed)
-        with self._exclusive(caller, phase):
-            call, headers = self._post_eager(caller, phase, outgoing, awaited)
+        call, headers = self._begin_eager(caller, phase, outgoing, awaited)
         try:
             yield InFlight(phase)
-            with self._exclusive(caller, phase):
-                arrived = {
-                    peer: self._take_eager(caller, phase, call, peer, headers, envelope.num_bytes, awaited[peer])
-                    for peer, envelope in outgoing.items()
-                }
-                for peer in outgoing:
-                    self._forget_sent(caller, phase, peer)
+            return self._end_eager(caller, phase, call, headers, outgoing, awaited)
         except BaseException:
             self._unfinished.append(outgoing)
             raise
         finally:
             self._open.discard(call)
-        return arrived
+
+    def exchange_now(
+        self,
+        caller: Caller,
+        phase: str,
+        outgoing: Mapping[int, Envelope],
+        awaited: Mapping[int, int],
+        meanwhile: Callable[[], None] | None,
+    ) -> dict[int, Arrival]:
+        """`exchange_eager` from beginning to end. meanwhile: called while messages are on their way."""
+        call, headers = self._begin_eager(caller, phase, outgoing, awaited)
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            return self._end_eager(caller, phase, call, headers, outgoing, awaited)
+        except BaseException:
+            self._unfinished.append(outgoing)
+            raise
+        finally:
+            self._open.discard(call)
 
     def skip_call(self) -> None:
         """Count a call in which this rank exchanges nothing while others may."""
@@ -312,7 +323,7 @@ class GroupMessages:
     # One call.
 
     def _exclusive(self, caller: Caller, phase: str) -> Exclusive:
-        return Exclusive(self.lock, lambda text: self._error(caller, phase, None, text))
+        return Exclusive(self.lock, partial(self._error, caller, phase, None))
 
     def _post(
         self,
@@ -374,6 +385,34 @@ class GroupMessages:
             text = f"is in {described(*theirs)}; this rank is in {described(*ours)}; all ranks must make the same calls"
             raise self._error(caller, phase, peer, text)
         return header
+
+    def _begin_eager(
+        self, caller: Caller, phase: str, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int]
+    ) -> tuple[int, RowHeaders]:
+        """`_post_eager` by one thread at a time."""
+        if self.closed:
+            raise self._error(caller, phase, None, self.closed)
+        with self._exclusive(caller, phase):
+            return self._post_eager(caller, phase, outgoing, awaited)
+
+    def _end_eager(
+        self,
+        caller: Caller,
+        phase: str,
+        call: int,
+        headers: RowHeaders,
+        outgoing: Mapping[int, Envelope],
+        awaited: Mapping[int, int],
+    ) -> dict[int, Arrival]:
+        """Wait for the messages of all peers, one thread at a time."""
+        with self._exclusive(caller, phase):
+            arrived = {
+                peer: self._take_eager(caller, phase, call, peer, headers, envelope.num_bytes, awaited[peer])
+                for peer, envelope in outgoing.items()
+            }
+            for peer in outgoing:
+                self._forget_sent(caller, phase, peer)
+        return arrived
 
     def _post_eager(
         self, caller: Caller, phase: str, outgoing: Mapping[int, Envelope], awaited: Mapping[int, int]

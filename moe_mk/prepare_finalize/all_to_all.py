@@ -15,7 +15,7 @@ at a time. `all_to_all_v` gathers a table of all routings first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -286,15 +286,19 @@ class AllToAll(PrepareFinalize):
         self, going: Mapping[int, Envelope], sent: Sequence[int]
     ) -> Flight[tuple[Mapping[int, Arrival], list[int]]]:
         """Exchange counts, and rows where they come with them; what peers have announced is checked."""
+        arrived = yield from self.context.comm.swap_eager(going, dict.fromkeys(going, ANY), "dispatch counts")
+        return arrived, self._counts_of(arrived, sent)
+
+    def _counts_of(self, arrived: Mapping[int, Arrival], sent: Sequence[int]) -> list[int]:
+        """Rows received from each rank. Raises CommError for more than there can be, and for rows of another size."""
         comm, phase, row_bytes = self.context.comm, "dispatch counts", self._size.values + self._size.tail
-        arrived = yield from comm.swap_eager(going, dict.fromkeys(going, ANY), phase)
         received = [arrived[peer].num_rows if peer in arrived else count for peer, count in enumerate(sent)]
         comm.check_counts(received, self.context.max_num_tokens, phase)
         for peer, arrival in arrived.items():
             if arrival.num_bytes not in (0, arrival.num_rows * row_bytes):
                 text = f"announced {arrival.num_rows} rows of {row_bytes} bytes and sent {arrival.num_bytes} bytes"
                 raise CommError(text, rank=comm.rank, phase=phase, layer=comm.layer, peer=peer)
-        return arrived, received
+        return received
 
     def _arrived(self, arrival: Arrival) -> Rows | None:
         """The rows that came with their count; None if they come later."""
@@ -380,9 +384,13 @@ class _Steps(Steps):
 
     of: AllToAll
 
-    def swap(self, going: Mapping[int, Envelope], sent: list[int]) -> Flight[tuple[Mapping[int, Arrival], list[int]]]:
+    def swap(
+        self, going: Mapping[int, Envelope], sent: list[int], meanwhile: Callable[[], None] | None
+    ) -> tuple[Mapping[int, Arrival], list[int]]:
         """See `Steps`."""
-        return self.of._swap(going, sent)
+        comm = self.of.context.comm
+        arrived = comm.swap_now(going, dict.fromkeys(going, ANY), "dispatch counts", meanwhile)
+        return arrived, self.of._counts_of(arrived, sent)
 
     def run_apart(
         self, going: Outgoing, arrived: Mapping[int, Arrival], received: list[int], multiply: Multiply

@@ -30,10 +30,9 @@ from tests.layer.failing_ranks import outcome
 from tests.layer.interrupted_ranks import Interrupts
 
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 12, 3
-ROW_BYTES = 2 * HIDDEN + 8 * TOP_K
-"""Of a row in bf16 in a message."""
-COUNTS = ((1, 1, 1), (5, 0, 2), (0, 0, 0), (40, 3, 17), (1, 1, 1), (256, 1, 0))
-"""Tokens of each rank, call by call: windows, memory and pages grow, and shrink again."""
+COUNTS = ((1, 1, 1), (5, 0, 2), (0, 0, 0), (40, 3, 17), (1, 1, 1), (256, 1, 0), (3, 200, 1))
+"""Tokens of each rank, call by call: windows, memory and pages grow, and shrink again. Of 200 tokens, rows in FP8 fit
+into one message, and their sums do not."""
 LATE_S = 0.02
 """Far longer than the native call polls."""
 
@@ -146,7 +145,8 @@ def compared(rank: int, who: list[int], listens: bool, settings: dict[str, Any])
             wrong.append("the experts of the last call were in another mode")
         modes = {mode.tuning.panel_rows for mode in layer._of_mode}
         wrong += [] if modes == {0, 1, 5} else [f"modes with {modes}"]
-    fit = [counts[rank] for counts in COUNTS if transport == "one_sided" or counts[rank] * ROW_BYTES <= EAGER_BYTES]
+    row_bytes = (HIDDEN + 4 * HIDDEN // 128 if settings.get("fp8") else 2 * HIDDEN) + 8 * TOP_K
+    fit = [counts[rank] for counts in COUNTS if transport == "one_sided" or counts[rank] * row_bytes <= EAGER_BYTES]
     if calls != fit * (rank in who):
         wrong.append(f"native calls with {calls} tokens")
     return wrong

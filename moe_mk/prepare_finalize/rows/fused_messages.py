@@ -27,7 +27,9 @@ from moe_mk.prepare_finalize.rows.formats import FUSED_TOKENS, KernelRowFormat
 class Steps(Protocol):
     """The steps of a transport that exchange messages, and those for calls that do not fit into messages."""
 
-    def swap(self, going: Mapping[int, Envelope], sent: list[int]) -> Flight[tuple[Mapping[int, Arrival], list[int]]]:
+    def swap(
+        self, going: Mapping[int, Envelope], sent: list[int], meanwhile: Callable[[], None] | None
+    ) -> tuple[Mapping[int, Arrival], list[int]]:
         """Exchange rows with their counts; what peers have announced is checked."""
 
     def run_apart(
@@ -188,11 +190,7 @@ class FusedMessages:
     ) -> Tensor:
         """Exchange rows, run the experts, exchange sums."""
         (out, going), comm = sent, self._comm
-        flight = self._steps.swap(going, out.sent)
-        if meanwhile is not None:
-            next(flight)
-            meanwhile()
-        arrived, received = wait(flight)
+        arrived, received = self._steps.swap(going, out.sent, meanwhile)
         total = sum(received)
         self.experts_bytes = total * self._bytes_of_row
         if not all(arrival.num_bytes or not arrival.num_rows for arrival in arrived.values()):
@@ -213,7 +211,7 @@ class FusedMessages:
             return wait(self._steps.combine_apart(call.sums_RH[:total], out, received))
         sums = self._returned(call, out.sent, received)
         awaited = {peer: out.sent[peer] * self._sum_bytes for peer in sums}
-        arrived = wait(comm.swap_eager(sums, awaited, "combine"))
+        arrived = comm.swap_now(sums, awaited, "combine")
         places = [0] * comm.size
         for peer, arrival in arrived.items():
             places[peer] = arrival.address
