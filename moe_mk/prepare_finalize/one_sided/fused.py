@@ -62,6 +62,7 @@ class FusedOneSided:
         load_E: Tensor | None,
         routing: tuple[Tensor, Tensor] | None = None,
         *,
+        is_routed: bool = False,
         routed: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
@@ -78,9 +79,7 @@ class FusedOneSided:
                 layer = self._layers.get(buffer) or self._first_call(buffer)
                 stop = _stop(routed, meanwhile)
                 threads = torch.get_num_threads()
-                status = layer.begin(
-                    x_TH, load_E, routing, y_TH, buffer.epoch, threads, is_routed=not self.routes, stop=stop
-                )
+                status = layer.begin(x_TH, load_E, routing, y_TH, buffer.epoch, threads, is_routed=is_routed, stop=stop)
                 if status != Status.OK or layer.stage != Stage.DONE:
                     self._continue(buffer, layer, status, routed, meanwhile)
                 self._rows, buffer.busy = layer.rows, False

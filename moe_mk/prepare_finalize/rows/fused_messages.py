@@ -133,6 +133,7 @@ class FusedMessages:
         load_E: Tensor | None,
         routing: tuple[Tensor, Tensor] | None = None,
         *,
+        is_routed: bool = False,
         routed: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
@@ -140,7 +141,7 @@ class FusedMessages:
         try:
             call = self._idle.pop() if self._idle else _OpenCall(self._context, self._form, self)
             y_TH = torch.empty_like(x_TH)
-            going = self._send(call, x_TH, load_E, routing, y_TH, routed)
+            going = self._send(call, x_TH, load_E, routing, y_TH, routed, is_routed)
             y_TH = self._finish(call, going, y_TH, meanwhile)
             self._idle.append(call)
             return y_TH
@@ -156,6 +157,7 @@ class FusedMessages:
         routing: tuple[Tensor, Tensor] | None,
         y_TH: Tensor,
         routed: Callable[[], None] | None,
+        is_routed: bool,
     ) -> tuple[Outgoing, dict[int, Envelope]]:
         """Route, and write the rows of every rank into a message: see `EagerCall.send`."""
         tokens, ranks, me, layer = x_TH.shape[0], self._comm.size, self._comm.rank, call.layer
@@ -165,9 +167,7 @@ class FusedMessages:
         seams = list(range(first, first + ranks * room, room))
         call.exchange.write_to(seams, seams, room=tokens)
         stop = Stage.AWAIT_ROWS if routed is None else Stage.DISPATCH
-        status = layer.begin(
-            x_TH, load_E, routing, y_TH, 0, torch.get_num_threads(), is_routed=not self.routes, stop=stop
-        )
+        status = layer.begin(x_TH, load_E, routing, y_TH, 0, torch.get_num_threads(), is_routed=is_routed, stop=stop)
         layer.check(status, "dispatch")
         if routed is not None:
             routed()
