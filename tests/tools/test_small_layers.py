@@ -1,0 +1,64 @@
+"""Small calls between processes: what they are compared with, and the verdicts on their ratios."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_mk.kernels.native import loaded
+from moe_mk.testing.on_ranks import RankWorld
+from tests.layer.native import NEEDS_COMPILER
+from tools.claims import ROOT
+
+FOLDER = str(ROOT / "benchmarks")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    sys.path.insert(0, FOLDER)
+    with RankWorld(2) as two:
+        yield two
+    sys.path.remove(FOLDER)
+
+
+def least(rank: int) -> list[bool]:
+    """Whether each of twenty calls has run the experts on the rows that this rank receives."""
+    from small_layers import Size, batch, layer_of
+    from small_layers_ranks import Least
+
+    size = Size(tokens=5, hidden=128, inter=64, experts=8, top_k=2, rounds=1)
+    made = layer_of(size, dist.group.WORLD, experts="cpu_native", activations="plain", prepare_finalize="one_sided")
+    x_TH = batch(size, rank)
+    call = Least(made, x_TH)
+    wanted_RH = made.kernel.experts.run(call._tokens, made.placement_state.laid_out).y.clone()  # type: ignore[union-attr]
+    same = [torch.equal(call(), wanted_RH) for _ in range(20)]
+    return [
+        *same,
+        len(wanted_RH) > 5,
+        call._epoch == 40,
+        bool((call._heap._words.load(call._heap._flag_at(rank, 3 - rank)) >> 32) == 40),
+    ]
+
+
+@NEEDS_COMPILER
+@pytest.mark.row(112)
+def test_the_least_of_a_call_runs_the_experts_and_two_round_trips(world: RankWorld) -> None:
+    loaded()
+    assert world.call(least) == [[True] * 23] * 2
+
+
+@pytest.mark.row(112)
+def test_a_goal_is_met_by_the_median_of_ratios_within_rounds(world: RankWorld) -> None:
+    from small_layers_ranks import Goal, ratios
+
+    goal = Goal("one", "other", 1.5)
+    # (clock, processor) of three rounds on two ranks: the slower rank counts, and the last round is slow as a whole.
+    one = [{"one": [(1.0, 2.0), (1.0, 2.0), (90.0, 9.0)], "other": [(1.0, 1.0), (1.0, 1.0), (60.0, 9.0)]}]
+    two = [{"one": [(1.2, 2.0), (1.4, 2.0), (1.0, 1.0)], "other": [(1.0, 1.0), (1.0, 1.0), (1.0, 1.0)]}]
+    found = ratios(one + two, goal)
+    assert found == (pytest.approx(1.4), pytest.approx(2.0))
+    assert goal.line(found) == "one / other: clock 1.40 met, processor 2.00 not met (goal at most 1.50)"
