@@ -22,7 +22,7 @@ RouterDtype = Literal["float32", "model"]
 GateTier = Literal["native", "small_m", "bf16_to_fp32", "plain"]
 
 SMALL_M_LIBRARY, SMALL_M_MAX_TOKENS = "triton", 16
-"""What the kernel for few tokens is written in, and the tokens it serves: that in `kernels.triton.gate_logits`; vLLM's dsv3_router_gemm has the same limit."""
+"""Of the kernel in `kernels.triton.gate_logits`. vLLM's dsv3_router_gemm serves as many tokens."""
 
 
 @dataclass(frozen=True)

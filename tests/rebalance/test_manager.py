@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from moe_mk import ConfigError, ExpertMap
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
 from moe_mk.placement.eplb import PlacementPlan, Topology, plan
+from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.rebalance import RebalanceManager, RebalanceWarning, Thresholds
 from tests.support.rebalance_world import (
     LAYERS,
@@ -53,6 +55,34 @@ def test_output_is_equal_to_the_bit_before_during_and_after() -> None:
     status = ranks[0].manager.status()
     assert status.balance["balance.rank_max_over_mean_worst"] == pytest.approx(1.0, abs=1e-6)
     assert status.incidents == () and status.state == "watching"
+
+
+@pytest.mark.row(108)
+def test_round_robin_placement_is_rebalanced_like_any_other_where_there_are_tables() -> None:
+    """vLLM falls back to linear placement under EPLB; here tables follow every placement, so none is refused."""
+    ranks = world((2, 6), placement="round_robin")
+    assert ranks[0].layers[0].expert_map == ExpertMap.round_robin(8, RANKS)  # rank 2 holds both hot experts
+    serve(ranks, 40)
+    assert [rank.wrong for rank in ranks] == [[]] * RANKS and ranks[0].epochs[-1] == (1, 1)
+    after = ranks[0].layers[0].expert_map
+    assert after != ExpertMap.round_robin(8, RANKS) and not {2, 6} <= set(after.local_to_global(2))
+    assert all(holds_right_weights(layer, x) for rank in ranks for x, layer in enumerate(rank.layers))
+
+
+@pytest.mark.row(108)
+def test_a_transport_without_tables_refuses_round_robin() -> None:
+    def explained(placement: str) -> str:
+        class Numbered(AllToAll):
+            """Finds the rank of an expert by division."""
+
+            traits = replace(AllToAll.traits, tables=False)
+
+        asked = layers_of(LockstepWorld(RANKS).communicators()[0], placement=placement)[0].explain().problem
+        return "; ".join(map(str, Numbered.reasons_against(asked)))
+
+    assert explained("linear") == ""
+    wanted = "has no placement tables and serves the linear placement only, parallel.placement is round_robin"
+    assert explained("round_robin") == f"{wanted} [parallel.placement = linear]"
 
 
 @pytest.mark.row(123)

@@ -97,10 +97,13 @@ class Rank:
     """One rank that serves: forwards of all layers, then one step of the manager, over and over."""
 
     def __init__(
-        self, comm: Communicator, hot: Sequence[int] = (6,), tp: Communicator | None = None, **changes: object
-    ) -> None:
+        self, comm: Communicator, hot: Sequence[int] = (6,), tp: Communicator | None = None, *,
+        placement: str | tuple[int, ...] = PLACEMENT, **changes: object,
+    ) -> None:  # fmt: skip
         self.original_rank, self.hot = comm.rank, tuple(hot)
-        self.layers = layers_of(comm) if tp is None else layers_of(comm, tp, placement=SLICED[comm.size])
+        self.layers = (
+            layers_of(comm, placement=placement) if tp is None else layers_of(comm, tp, placement=SLICED[comm.size])
+        )
         self.manager = RebalanceManager(self.layers, settings(**changes))
         self.expected = [expected(self.original_rank, x, self.hot) for x in range(LAYERS)]
         self.epochs: list[tuple[int, ...]] = []

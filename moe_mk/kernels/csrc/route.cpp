@@ -49,16 +49,40 @@ void gate_logits(const MoeMkRoute& c, const Kernels& kernels, ThreadPoolLease& p
   });
 }
 
-void score(const MoeMkRoute& c, const float* logits, float* scores) {
+// Scores in f32, for the choice; returns the sum of the exponentials of a softmax.
+float score(const MoeMkRoute& c, const float* logits, float* scores) {
   if (c.scoring == kSigmoid) {
     for (int e = 0; e < c.num_experts; ++e) scores[e] = logits[e] < -88.0f ? 0.0f : 1.0f / (1.0f + std::exp(-logits[e]));
-    return;
+    return 1;
   }
   const float most = *std::max_element(logits, logits + c.num_experts);
   float sum = 0;
   for (int e = 0; e < c.num_experts; ++e) sum += scores[e] = std::exp(logits[e] - most);
   for (int e = 0; e < c.num_experts; ++e) scores[e] /= sum;
+  return sum;
 }
+
+// Scores in f64, from which weights are rounded once: within one ulp of f32, where an f32 softmax is up to 24 ulps off.
+class ExactScores {
+ public:
+  ExactScores(const MoeMkRoute& c, const float* logits, float sum) : sigmoid_(c.scoring == kSigmoid), logits_(logits) {
+    if (sigmoid_) return;
+    most_ = *std::max_element(logits, logits + c.num_experts);
+    // Renormalised weights do not depend on the sum, except through the epsilon, where f32 is exact enough.
+    if (c.renormalize) sum_ = sum;
+    else for (int e = 0; e < c.num_experts; ++e) sum_ += std::exp(double(logits[e]) - most_);
+  }
+  double operator()(int e) const {
+    const double logit = logits_[e];
+    if (sigmoid_) return logit < -88.0 ? 0.0 : 1.0 / (1.0 + std::exp(-logit));
+    return std::exp(logit - most_) / sum_;
+  }
+
+ private:
+  const bool sigmoid_;
+  const float* logits_;
+  double most_ = 0, sum_ = 0;
+};
 
 // The lowest index of the largest remaining value; -1: none remains.
 int best_of(const float* values, const uint8_t* left, int count) {
@@ -89,14 +113,15 @@ float group_value(const float* choice, int size, bool best_two) {
 
 struct ChoiceScratch {
   std::vector<float> scores, choice, groups;
+  std::vector<double> chosen;
   std::vector<uint8_t> left, group_left;
 
   explicit ChoiceScratch(const MoeMkRoute& c)
-      : scores(c.num_experts), choice(c.num_experts), groups(c.num_groups), left(c.num_experts), group_left(c.num_groups) {}
+      : scores(c.num_experts), choice(c.num_experts), groups(c.num_groups), chosen(c.top_k), left(c.num_experts), group_left(c.num_groups) {}
 };
 
 void choose(const MoeMkRoute& c, int64_t token, ChoiceScratch& d) {
-  score(c, c.logits + token * c.num_experts, d.scores.data());
+  const float total = score(c, c.logits + token * c.num_experts, d.scores.data());
   for (int e = 0; e < c.num_experts; ++e) d.choice[e] = d.scores[e] + (c.bias == nullptr ? 0.0f : c.bias[e]);
   int32_t* ids = c.ids + token * c.top_k;
   float* weights = c.weights + token * c.top_k;
@@ -117,16 +142,17 @@ void choose(const MoeMkRoute& c, int64_t token, ChoiceScratch& d) {
       std::fill(d.left.begin() + g * size, d.left.begin() + (g + 1) * size, uint8_t(1));
     }
   }
-  float sum = 0;
+  const ExactScores exact(c, c.logits + token * c.num_experts, total);
+  double sum = 0;
   for (int k = 0; k < c.top_k; ++k) {
     const int best = best_of(d.choice.data(), d.left.data(), c.num_experts);
     if (best >= 0) d.left[best] = 0;
     ids[k] = best >= 0 && d.choice[best] > -std::numeric_limits<float>::infinity() ? best : -1;
-    weights[k] = ids[k] < 0 ? 0.0f : d.scores[best];
-    sum += weights[k];
+    d.chosen[k] = ids[k] < 0 ? 0.0 : exact(best);
+    sum += d.chosen[k];
   }
-  const float factor = c.renormalize ? c.scale / (sum + 1e-20f) : c.scale;
-  for (int k = 0; k < c.top_k; ++k) weights[k] *= factor;
+  const double factor = c.renormalize ? c.scale / (sum + 1e-20) : c.scale;
+  for (int k = 0; k < c.top_k; ++k) weights[k] = float(d.chosen[k] * factor);
 }
 
 // Chooses the experts of every token; tokens are distributed over the threads.

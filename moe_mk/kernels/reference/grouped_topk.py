@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.reference.topk import best, drop_undecidable, expert_scores, weigh_best
+from moe_mk.kernels.reference.topk import best, drop_undecidable, exact_scores, expert_scores, weigh_best
 
 
 def grouped_topk(
@@ -31,7 +31,8 @@ def grouped_topk(
     biased_TE = scores_TE if e_score_correction_bias is None else scores_TE + e_score_correction_bias.float()
     num_counted = 1 if e_score_correction_bias is None else 2
     kept_TE = mask_other_groups(biased_TE, num_expert_group, topk_group, num_counted)
-    weights_TK, ids_TK = weigh_best(scores_TE, kept_TE, top_k, renormalize, routed_scaling_factor)
+    exact_TE = exact_scores(router_logits, scores_TE, scoring_func, score_dtype)
+    weights_TK, ids_TK = weigh_best(exact_TE, kept_TE, top_k, renormalize, routed_scaling_factor)
     return drop_undecidable(weights_TK, ids_TK, biased_TE)
 
 

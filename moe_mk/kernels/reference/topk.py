@@ -25,7 +25,8 @@ def topk(
     """Choose each token's top_k experts, weighted by their unbiased scores."""
     scores_TE = expert_scores(router_logits, scoring_func, score_dtype)
     biased_TE = scores_TE if e_score_correction_bias is None else scores_TE + e_score_correction_bias.float()
-    weights_TK, ids_TK = weigh_best(scores_TE, biased_TE, top_k, renormalize, routed_scaling_factor)
+    exact_TE = exact_scores(router_logits, scores_TE, scoring_func, score_dtype)
+    weights_TK, ids_TK = weigh_best(exact_TE, biased_TE, top_k, renormalize, routed_scaling_factor)
     return drop_undecidable(weights_TK, ids_TK, biased_TE)
 
 
@@ -38,6 +39,19 @@ def expert_scores(router_logits: Tensor, scoring_func: str, score_dtype: torch.d
         return router_logits.softmax(-1, dtype=torch.float32)
     score = sqrtsoftplus if scoring_func == "sqrtsoftplus" else sigmoid
     return score(router_logits.float()).to(score_dtype).float()
+
+
+def exact_scores(router_logits: Tensor, scores_TE: Tensor, scoring_func: str, score_dtype: torch.dtype) -> Tensor:
+    """The same scores in f64, for weights that are within one ulp of f32; those of `expert_scores` if they are rounded.
+
+    An f32 softmax is up to 24 ulps off: exp of a difference that was rounded, by half an ulp of a number of size 16.
+    """
+    if scoring_func != "softmax" and score_dtype is not torch.float32:
+        return scores_TE
+    logits_TE = router_logits.double()
+    if scoring_func == "softmax":
+        return logits_TE.softmax(-1)
+    return sqrtsoftplus(logits_TE) if scoring_func == "sqrtsoftplus" else sigmoid(logits_TE)
 
 
 def sqrtsoftplus(x: Tensor) -> Tensor:
@@ -78,13 +92,13 @@ def best(values_TX: Tensor, count: int) -> Tensor:
 def weigh_best(
     scores_TE: Tensor, biased_TE: Tensor, top_k: int, renormalize: bool, routed_scaling_factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Choose by biased score, weight by unbiased score; a choice of -inf is dropped: id -1, weight 0."""
+    """Choose by biased score, weight by unbiased score, f32 or f64; a choice of -inf is dropped: id -1, weight 0."""
     ids_TK = best(biased_TE, top_k)
     nowhere_TK = biased_TE.gather(-1, ids_TK) == -torch.inf
     weights_TK = scores_TE.gather(-1, ids_TK).masked_fill(nowhere_TK, 0.0)
     if renormalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
-    return weights_TK * routed_scaling_factor, ids_TK.masked_fill(nowhere_TK, -1).to(torch.int32)
+    return (weights_TK * routed_scaling_factor).float(), ids_TK.masked_fill(nowhere_TK, -1).to(torch.int32)
 
 
 def drop_undecidable(weights_TK: Tensor, ids_TK: Tensor, biased_TE: Tensor) -> tuple[Tensor, Tensor]:
