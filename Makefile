@@ -40,7 +40,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest hf engines nixl chaos mutants stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
+.PHONY: help venv run test oldest hf engines nixl nixl-hosts chaos mutants stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,11 +110,15 @@ $(ENGINES_INSTALLED): | $(INSTALLED)
 	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
-nixl: $(NIXL_INSTALLED)  ## the network transport over NIXL, and over two hosts of network namespaces
+nixl: $(NIXL_INSTALLED)  ## the tests of the network transport over NIXL, where it installs
 	@echo "pytest    $$($(NIXL)/bin/python -c 'import importlib.metadata as m; print("nixl-cu12", m.version("nixl-cu12"))')"
 	@OMP_NUM_THREADS=1 $(NIXL)/bin/python -m pytest -q -m "not gpu and not slow" -k nixl $(SPREAD) $(NIXL_TESTS)
+
+nixl-hosts: $(NIXL_INSTALLED)  ## the same over two hosts made of network namespaces, and a cut cable
 	@test -d $(SMALL) || $(BIN)/moe-mk make-checkpoint $(SMALL) --hidden 256 --intermediate 128
-	@$(NIXL)/bin/python tools/multihost.py --checkpoint $(SMALL) --transports one_sided_network --cut one_sided_network --link nixl
+	@echo "multihost $(SMALL)"
+	@$(NIXL)/bin/python tools/multihost.py --checkpoint $(SMALL) --transports one_sided_network --cut one_sided_network \
+	    --link nixl
 
 # What it asks for, torch and numpy, is in $(VENV).
 $(NIXL_INSTALLED): | $(INSTALLED)

@@ -345,7 +345,6 @@ class NixlLinks(Links):
             except Exception:  # a peer that has gone; the destructor of the agent frees the rest
                 self._peers.clear()
             self._left_over.clear()
-            agent.agent = None
 
 
 def _of_headers(on_sent: OnSent | None) -> OnSent | None:

@@ -147,7 +147,7 @@ def test_metadata_that_cannot_be_used_is_refused(two: tuple[NixlLinks, NixlLinks
 
 
 @NEEDS_NIXL
-def test_metadata_is_small_and_ranks_that_register_other_sizes_end_the_attempt_on_all_ranks() -> None:
+def test_metadata_is_small_and_ranks_with_other_links_end_the_attempt_on_all_ranks() -> None:
     window = own_window(1 << 16)
     links = links_of(window, "nixl")
     assert _HEAD.size < len(links.metadata) < 4096
