@@ -4,6 +4,7 @@
     python benchmarks/experts_cpu.py --experts 256 --ours-only --json out.json     # 11.3 GB of weights, 14 GB in all
     python benchmarks/experts_cpu.py --experts 8 --quant mxfp4 nvfp4 mxfp8 int8 int8_w8a8 --vllm vllm --formats-only
     python benchmarks/experts_cpu.py --quant int4_g32 q4_k q8_0 mxfp4 --ggml ggml --vllm vllm --kt kt --formats-only
+    python benchmarks/experts_cpu.py --quant q4_0 q4_0_w4a8 q4_k q4_k_w4a8 --ggml ggml --formats-only  # INT8 tokens
 
 Per number of rows and per routing (uniform, Zipf-skewed) every candidate has its turn once a round: calls that follow a
 call, and for few tokens also the first call after a pause (the reason is in experts_cpu_clock.py). Two clocks: `wall`,
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experts_cpu_candidates import gather_candidates
 from experts_cpu_clock import FEW, Times, Yardsticks, measure
 from experts_cpu_peers import Experts, Weights, expect_agreement
-from experts_cpu_report import plot, table
+from experts_cpu_report import four_bit_goals, plot, table
 
 from moe_mk.cli.outputs import output_file
 from moe_mk.kernels.native import Native, load
@@ -113,6 +114,8 @@ def main() -> None:
             slow = {line["candidate"] for line in cases[-1]["lines"] if line["wall_ms"] > options.patience * 1e3}
             patient = {name: run for name, run in patient.items() if name not in slow or name == "ours fp8"}
     results = facts(native, options) | {"cases": cases}
+    if met := four_bit_goals(results):
+        print(met)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.plot is not None:

@@ -1,8 +1,9 @@
 """One layer in any stored format, in packed form: what `--quant` of experts_cpu.py measures of ours and of others.
 
 Names are those of `model.quant.weights` (mxfp4, nvfp4, mxfp8, int8, int8_block, fp8_channel, fp8_tensor, int4_g32,
-int4_g128_zp, q4_k, q8_0, ...), or int8_w8a8 and int8_block_w8a8 with tokens rounded to INT8 as well. A format's error
-is against f32 with the weights it really has.
+int4_g128_zp, q4_k, q8_0, ...), with _w8a8 or _w4a8 at the end where tokens are rounded to INT8 as well (int8_w8a8,
+int8_block_w8a8, q8_0_w8a8, int4_g32_w4a8, q4_k_w4a8, ...). A format's error is against f32 with the weights it really
+has and tokens in bf16.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
-INTEGERS = "_w8a8"
+INTEGERS = ("_w8a8", "_w4a8")
 POOL = 2
 """Experts that are quantised; further ones are copies of them in memory of their own."""
 
@@ -32,6 +33,13 @@ POOL = 2
 def scheme_of(kind: str) -> QuantScheme:
     """The scheme of a name of `--quant`."""
     return GROUPED.get(kind) or GGUF.get(kind) or scheme_of_kind(kind)
+
+
+def rounding_of(quant: str, kind: str) -> Rounding:
+    """How tokens are rounded for a name of `--quant` and its format."""
+    if not quant.endswith(INTEGERS):
+        return Rounding.NONE
+    return Rounding.INT8_PARTS if kind in GROUPED or kind in GGUF else Rounding.INT8
 
 
 class Stored:
@@ -92,10 +100,10 @@ def format_candidates(
     references: dict[str, Experts] = {}
     held: dict[str, Stored] = {}
     for quant in quants:
-        kind = quant.removesuffix(INTEGERS)
+        kind = quant[:-5] if quant.endswith(INTEGERS) else quant
         stored = held[kind] = held.get(kind) or Stored(native, layer, kind)
         name = f"ours {quant.replace('_', ' ')}"
-        calls[name] = stored.run(native, threads, Rounding.INT8 if quant.endswith(INTEGERS) else Rounding.NONE)
+        calls[name] = stored.run(native, threads, rounding_of(quant, kind))
         references[name] = stored.reference
     for kind, stored in held.items():
         others: dict[str, Experts] = {}

@@ -66,6 +66,13 @@ BLOCKS = {GGML: ("ggml", "cpu_ms"), "vllm ": ("vLLM", "cpu_ms"), "kt-kernel ": (
 
 The processor time of kt-kernel includes a thread that spins until the others have finished."""
 CLOCKS = {"cpu_ms": "processor time", "wall_ms": "wall time"}
+BITS = {"int4 g32": 4.5, "int4 g128": 4.125, "int4 g32 zp": 4.75, "q4 0": 4.5, "q4 k": 4.5, "mxfp4": 4.25}
+"""Four-bit formats, with the bits of a weight, scales included."""
+FOUR_BIT_GOALS = {1: (1.05, 1.75, 0.85), 16: (2.0, 1.2, 0.0), 64: (2.0, 1.0, 0.0), 256: (2.0, 1.0, 0.0)}
+"""By tokens: how many times our time the best variant of ggml takes at least, how many times our FP8, and our share of
+pure reading."""
+ALIKE = {"int4 g32": "q4 0"}
+"""Formats that ggml does not have, and its format of the same bits."""
 COMPARED_ABOVE = ("bf16", "int8 w8a8")
 """Formats that the first table compares already."""
 GOALS = {1: (1.0, 0.88), 4: (1.05, 0.0)}
@@ -95,6 +102,38 @@ def goals(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def without_rounding(name: str) -> str:
+    """The name of a format without that of the tokens: q4 k of q4 k w4a8."""
+    return name[:-5] if name.endswith((" w8a8", " w4a8")) else name
+
+
+def four_bit_goals(results: dict[str, Any]) -> str:
+    """Which goals of four-bit formats these figures meet; of those that ggml has been measured with, at equal bits."""
+    lines = []
+    for case in results["cases"]:
+        by_name = {line["candidate"]: line for line in case["lines"]}
+        if case["rows"] not in FOUR_BIT_GOALS or OURS not in by_name:
+            continue
+        ahead, of_fp8, of_read = FOUR_BIT_GOALS[case["rows"]]
+        for candidate, own in by_name.items():
+            kind = without_rounding(candidate.removeprefix("ours "))
+            theirs = f"{GGML}{ALIKE.get(kind, kind)}"
+            peers = [by_name[name]["cpu_ms"] for name in (theirs, f"{theirs} repacked") if name in by_name]
+            if not candidate.startswith("ours ") or kind not in BITS or not peers:
+                continue
+            wanted = [("ggml takes {:.2f} times ours", min(peers) / own["cpu_ms"], ahead)]
+            wanted.append(("our FP8 {:.2f} times", by_name[OURS]["cpu_ms"] / own["cpu_ms"], of_fp8))
+            if of_read:
+                wanted.append(("{:.2f} of pure read", own["of_read"] * BITS[kind] / 8, of_read))
+            parts = [
+                f"{text.format(value)} (goal {goal:.2f}, {'met' if value >= goal else 'not met'})"
+                for text, value, goal in wanted
+            ]
+            unit = "token" if case["rows"] == 1 else "tokens"
+            lines.append(f"- {case['rows']} {unit}, {case['skew']}, {candidate}: {', '.join(parts)}")
+    return "\n".join(lines)
+
+
 def at_equal_bits(results: dict[str, Any]) -> str:
     """The best variant of other projects over ours with the same blocks, and ours over our FP8; empty without them."""
     return "\n\n".join(part for prefix in BLOCKS if (part := _against(results, prefix)))
@@ -106,12 +145,12 @@ def _against(results: dict[str, Any], prefix: str) -> str:
     known = candidates_of(results)
     lines: list[str] = []
     names = [name.removeprefix("ours ") for name in known if name.startswith("ours ") and name != OURS]
-    names = [name for name in names if name not in COMPARED_ABOVE and f"{prefix}{name}" in known]
+    names = [name for name in names if name not in COMPARED_ABOVE and f"{prefix}{without_rounding(name)}" in known]
     for case in results["cases"]:
         by_name = {line["candidate"]: line[clock] for line in case["lines"]}
         cells: dict[str, str] = {}
         for name in names:
-            variants = [by_name[each] for each in (f"{prefix}{name}", f"{prefix}{name} repacked") if each in by_name]
+            variants = [by_name[each] for each in _variants(prefix, name) if each in by_name]
             own = by_name.get(f"ours {name}")
             cells[name] = f"{min(variants) / own:.2f} / {by_name[OURS] / own:.2f}" if variants and own else "too slow"
         if cells:
@@ -121,6 +160,12 @@ def _against(results: dict[str, Any], prefix: str) -> str:
         return ""
     what = f"With the same blocks, in {CLOCKS[clock]}: the best variant of {project} / ours, then our FP8 / ours."
     return f"{what}\n\n" + "\n".join(f"| {line} |" for line in lines)
+
+
+def _variants(prefix: str, name: str) -> tuple[str, str]:
+    """The candidates of another project that hold the same blocks as ours."""
+    theirs = f"{prefix}{without_rounding(name)}"
+    return theirs, f"{theirs} repacked"
 
 
 def paused(results: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from experts_cpu_clock import STEP, settle  # noqa: E402
 from experts_cpu_peers import LARGEST_ERROR, expect_agreement  # noqa: E402
-from experts_cpu_report import GGML, OURS, at_equal_bits, goals, section  # noqa: E402
+from experts_cpu_report import GGML, OURS, at_equal_bits, four_bit_goals, goals, section  # noqa: E402
 from experts_cpu_stored_peers import awq, kt_candidates, kt_scales, vllm_candidates  # noqa: E402
 
 from moe_mk.quant.kinds import scheme_of_kind  # noqa: E402
@@ -129,3 +129,26 @@ def test_the_next_turn_waits_for_threads_that_spin() -> None:
     settle(0.0)
     assert time.monotonic() >= stop - STEP
     thread.join()
+
+
+@pytest.mark.row(171)
+def test_goals_of_four_bit_formats_are_met_or_not_at_equal_bits() -> None:
+    # INT4 with groups of 32 is compared with Q4_0, of the same bits; tokens in INT8 with the same peers.
+    one = {"ours fp8": 8.0, "ours int4 g32": 5.0, "ours int4 g32 w4a8": 4.0, "ours q8 0": 9.0, "ours q4 k": 4.0}
+    one |= {"ggml q4 0": 6.0, "ggml q4 0 repacked": 5.0, "ggml q8 0": 1.0}
+    results = {"cases": [_case(1, one), _case(4, one), _case(16, one)]}
+    for case in results["cases"]:
+        for line in case["lines"]:
+            line["of_read"] = 1.6
+    lines = four_bit_goals(results).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "- 1 token, uniform, ours int4 g32",
+        "- 1 token, uniform, ours int4 g32 w4a8",
+        "- 16 tokens, uniform, ours int4 g32",
+        "- 16 tokens, uniform, ours int4 g32 w4a8",
+    ]
+    assert "ggml takes 1.00 times ours (goal 1.05, not met), our FP8 1.60 times (goal 1.75, not met)" in lines[0]
+    assert "ggml takes 1.25 times ours (goal 1.05, met), our FP8 2.00 times (goal 1.75, met), 0.90 of pure" in lines[1]
+    assert "our FP8 1.60 times (goal 1.20, met)" in lines[2] and "pure read" not in lines[2]
+    table = at_equal_bits(results)
+    assert "| tokens | routing | int4 g32 w4a8 |" not in table and "q8 0" in table
