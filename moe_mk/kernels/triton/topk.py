@@ -2,7 +2,8 @@
 
 Reads logits (T, E) once and an optional bias (E), writes weights f32 (T, K) and ids int32 (T, K). One program per
 token; experts are held as groups x experts of a group in registers, both padded to a power of two. Of equal scores the
-lower id is chosen, as in the reference. `topk` is the grouped kernel with a single group.
+lower id is chosen, as in the reference. `topk` is the grouped kernel with a single group. Scores are f32; the weights
+of the K choices are computed in f64 and rounded once.
 
 `placed_topk` also counts the choices, by one atomic addition each, and writes the physical expert of each choice from a
 table (E): a layer with one copy of every expert needs no further launch between its gate and its experts.
@@ -122,7 +123,7 @@ def _launch(
 
 @triton.jit
 def _exp(x):
-    """The exponential of CUDA's library, which torch uses: within 1 ulp, where `tl.exp` errs by |x| ulps."""
+    """The exponential of CUDA's library, of f32 or f64, as in torch: within 1 ulp, where `tl.exp` errs by |x| ulps."""
     return tl.exp(x) if IN_INTERPRETER else libdevice.exp(x)
 
 
@@ -146,9 +147,12 @@ def _grouped_topk(
     expert = group[:, None] * PER_GROUP + place[None, :]
 
     logit = tl.load(logits_ptr + token * logits_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
+    most, total = 0.0, 1.0
     if SOFTMAX:
-        exponential = _exp(logit - tl.max(logit))
-        score = tl.div_rn(exponential, tl.broadcast_to(tl.sum(exponential), [GROUPS, WIDTH]))
+        most = tl.max(logit)
+        exponential = _exp(logit - most)
+        total = tl.sum(exponential)
+        score = tl.div_rn(exponential, tl.broadcast_to(total, [GROUPS, WIDTH]))
     else:
         score = tl.where(logit < -88.0, 0.0, tl.div_rn(1.0, 1.0 + _exp(-tl.maximum(logit, -88.0))))
         score = tl.where(logit == logit, score, logit)  # maximum() drops NaN
@@ -175,18 +179,28 @@ def _grouped_topk(
     chosen_value = tl.where(kept[:, None], biased, float("-inf"))
     left = tl.where(real, tl.maximum(chosen_value, LOWEST), float("-inf"))
     choice = tl.arange(0, KS)
-    ids, weights = tl.full([KS], -1, tl.int32), tl.zeros([KS], tl.float32)
+    ids, values = tl.full([KS], -1, tl.int32), tl.zeros([KS], tl.float32)
     for k in tl.static_range(TOP_K):
         found = _first_of(left, expert, tl.max(left))
         taken = (expert == found) & real
         nowhere = tl.max(tl.where(taken, chosen_value, float("-inf"))) == float("-inf")
-        weight = tl.sum(tl.where(taken, score, 0.0))
+        value = tl.max(tl.where(taken, score if ROUND_SCORES else logit, float("-inf")))
         ids = tl.where(choice == k, tl.where(nowhere, -1, found), ids)
-        weights = tl.where(choice == k, tl.where(nowhere, 0.0, weight), weights)
+        values = tl.where(choice == k, value, values)
         left = tl.where(taken, float("-inf"), left)
+    # Weights in f64, rounded once. Renormalised ones do not depend on the sum, except through the epsilon.
+    weights = values.to(tl.float64)
+    if SOFTMAX:
+        whole = total.to(tl.float64)
+        if not RENORMALIZE:
+            whole = tl.sum(_exp(logit.to(tl.float64) - most.to(tl.float64)))
+        weights = _exp(weights - most.to(tl.float64)) / whole
+    elif not ROUND_SCORES:
+        weights = tl.where(values < -88.0, 0.0, 1.0 / (1.0 + _exp(-tl.maximum(weights, -88.0))))
+    weights = tl.where(ids >= 0, weights, 0.0)
     if RENORMALIZE:
-        weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights) + 1e-20, [KS]))
-    weights = tl.where(undecidable, 0.0, weights * factor)
+        weights = weights / (tl.sum(weights) + 1e-20)
+    weights = tl.where(undecidable, 0.0, weights * factor).to(tl.float32)
     ids = tl.where(undecidable, -1, ids)
     inside = choice < TOP_K
     tl.store(weights_ptr + token * TOP_K + choice, weights, mask=inside)

@@ -171,6 +171,19 @@ def test_routing_equals_the_reference(
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_routing_weights_are_within_one_ulp_of_f64(scoring: str, renormalize: bool) -> None:
+    for scale in (1.0, 4.0, 30.0):
+        logits = torch.randn(12, 64) * scale
+        weights, ids = topk(logits, 8, scoring, renormalize, 1.0, None, torch.float32)
+        exact = logits.double().softmax(-1) if scoring == "softmax" else logits.double().sigmoid()
+        expected = exact.gather(1, ids.long())
+        expected = expected / expected.sum(1, keepdim=True) if renormalize else expected
+        unit = torch.nextafter(expected.float(), torch.tensor(torch.inf)) - expected.float()
+        assert float(((weights.double() - expected).abs() / unit).max()) <= 1
+
+
 def test_routing_without_groups() -> None:
     logits, bias = torch.randn(3, 6), torch.randn(6)
     weights, ids = topk(logits, 2, "softmax", True, 1.0, bias, torch.float32)

@@ -33,6 +33,12 @@ def test_ops_equal_the_reference() -> None:
     assert re.search(r"\b(1[0-9]|[2-9][0-9]) passed", run_interpreted("interpreted_ops.py"))
 
 
+@pytest.mark.row(7)
+@pytest.mark.timeout(240)
+def test_weights_of_the_router_are_within_one_ulp_of_f64() -> None:
+    assert re.search(r"\b4 passed", run_interpreted("interpreted_ops.py", "-k", "one_ulp"))
+
+
 @pytest.mark.row(69)
 @pytest.mark.timeout(240)
 def test_the_gate_of_few_tokens_sums_exact_products() -> None:
