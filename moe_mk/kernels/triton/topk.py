@@ -147,7 +147,6 @@ def _grouped_topk(
     expert = group[:, None] * PER_GROUP + place[None, :]
 
     logit = tl.load(logits_ptr + token * logits_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
-    most, total = 0.0, 1.0
     if SOFTMAX:
         most = tl.max(logit)
         exponential = _exp(logit - most)
