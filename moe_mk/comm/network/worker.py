@@ -70,6 +70,8 @@ LINGER_S = 0.0005
 """After so long without new commands open groups are closed."""
 GOODBYE_S = 1.0
 """So long at most goodbyes may take."""
+UNSENT_S = 0.02
+"""So long at most, of that, payload that is not sent over the connection: a peer that is stuck holds it up."""
 _STEPS = {"work_read": Step.WORK_READ, "data_read": Step.DATA_READ, "data_sent": Step.DATA_SENT}
 
 POLL_S, SLOWEST_POLL_S = 5e-5, 1e-3
@@ -178,11 +180,14 @@ class Worker:
         """Until all goodbyes are out."""
         for exchange in self._exchanges.values():
             exchange.say_goodbye()
+        began_s: float | None = None
         while self._links and not self._stop.is_set():
             for exchange, peer in list(self._links.values()):
                 self._move(exchange, peer)
                 link = exchange.channel.streams[peer].link
-                if link is not None and not link.has_unsent:
+                began_s = exchange.clock() if began_s is None else began_s
+                is_awaited = link is not None and link.has_unsent and exchange.clock() - began_s < UNSENT_S
+                if link is not None and not link.wants_to_send and not is_awaited:
                     self._drop(exchange, peer)
             self._watch_writers()
             self._epoll.poll(LINGER_S)

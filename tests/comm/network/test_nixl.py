@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from moe_mk.comm.network.command import TransferCommand
 from moe_mk.comm.network.frames import Frame, FrameError, Kind, LinkEnded, LinkError
+from moe_mk.comm.network.heap import NetworkHeap
 from moe_mk.comm.network.link import PipeLink
 from moe_mk.comm.network.links import LINKS
 from moe_mk.comm.network.nixl import _HEAD, _NOTE, NixlLink, NixlLinks, has_rdma_device, ucx_options
 from moe_mk.comm.network.proxy import Proxy, ProxySettings
+from moe_mk.comm.network.worker import GOODBYE_S
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.errors import CommError
+from moe_mk.trace.clock import now
 from tests.support.network_ends import NEEDS_NIXL, links_of, own_window, put, store, tcp_pipes
 from tests.support.network_proxies import cut, flag_of, proxies, wait_for
-from tests.support.networked_heaps import opened
+from tests.support.networked_heaps import X, opened
 
 BYTES_ACKED_AT = 120
 """Of tcpi_bytes_acked in struct tcp_info of Linux."""
@@ -320,3 +324,73 @@ def test_a_link_without_payload_needs_no_polling() -> None:
     assert one.has_unsent and not one.is_busy
     one.close()
     other.close()
+
+
+def in_two_threads(job: Callable[[int, NetworkHeap], object], timeout_s: float) -> list[object]:
+    """One job a rank, each with a heap over NIXL."""
+    world = ThreadWorld(2, timeout_s=timeout_s)
+
+    def whole(rank: int) -> object:
+        heap = opened(world.communicators()[rank], link="nixl")
+        try:
+            return job(rank, heap)
+        finally:
+            heap.close()
+
+    return world.together([lambda: whole(0), lambda: whole(1)])
+
+
+@NEEDS_NIXL
+def test_a_peer_that_nixl_makes_no_progress_with_is_named_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection of the proxies lives; rank 1 receives nothing through NIXL any more."""
+    is_stuck: list[object] = []
+    progress = NixlLinks.progress
+    monkeypatch.setattr(NixlLinks, "progress", lambda self: None if self in is_stuck else progress(self))
+
+    def job(rank: int, heap: NetworkHeap) -> str:
+        if rank == 1:
+            is_stuck.append(heap.proxy.links)
+        heap.barrier()
+        heap.put_signal(1 - rank, 0, X, rank, 1)
+        with pytest.raises(CommError) as caught:
+            wait_for_two(heap, 1 - rank)
+        return str(caught.value)
+
+    def wait_for_two(heap: NetworkHeap, peer: int) -> None:
+        for epoch in (1, 2):
+            heap.wait_until({peer: peer}, epoch, "dispatch")
+
+    for rank, text in enumerate(in_two_threads(job, timeout_s=2.0)):
+        start = rf"rank {rank}, phase '(dispatch|barrier)', peer {1 - rank}: epoch \d: "
+        assert re.match(start + r"(sent nothing within 2 s \[kernel.timeout_s\]|has closed its windows)", str(text)), (
+            text
+        )
+
+
+@NEEDS_NIXL
+def test_a_rank_that_nixl_cannot_reach_is_named_when_windows_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connections of the proxies are there; the greeting of rank 1 is lost."""
+    take = NixlLinks._take
+    monkeypatch.setattr(NixlLinks, "_take", lambda self, rank, note: None if rank == 1 else take(self, rank, note))
+    world = ThreadWorld(2, timeout_s=1.0)
+
+    def job(rank: int) -> str:
+        with pytest.raises(CommError) as caught:
+            opened(world.communicators()[rank], link="nixl")
+        return str(caught.value)
+
+    text = world.together([lambda: job(0), lambda: job(1)])[0]
+    assert "peer 1: ranks [1] have not connected over nixl within 1 s [kernel.timeout_s]" in text
+
+
+@NEEDS_NIXL
+def test_a_proxy_whose_peer_is_stuck_ends_soon_after_its_patience() -> None:
+    with proxies(2, ProxySettings(channels=1), link="nixl") as (zero, one):
+        one.links.progress = lambda: None  # type: ignore[method-assign]
+        commit(zero, put(1, 0, 0, 1 << 19), store(1, 0, 1))
+        link = zero.channels[0].streams[1].link
+        assert isinstance(link, NixlLink)
+        wait_for(lambda: link._under_way)
+        began = now()
+        zero.close(0.2)
+        assert 0.2 <= now() - began < 0.2 + GOODBYE_S / 2 and not flag_of(one, 0)
