@@ -112,7 +112,8 @@ $(ENGINES_INSTALLED): | $(INSTALLED)
 
 nixl: $(NIXL_INSTALLED)  ## the tests of the network transport over NIXL, where it installs
 	@echo "pytest    $$($(NIXL)/bin/python -c 'import importlib.metadata as m; print("nixl-cu12", m.version("nixl-cu12"))')"
-	@OMP_NUM_THREADS=1 $(NIXL)/bin/python -m pytest -q -m "not gpu and not slow" -k nixl $(SPREAD) $(NIXL_TESTS)
+	@OMP_NUM_THREADS=1 $(NIXL)/bin/python -m pytest -q -m "not gpu and not slow" -k nixl $(SPREAD) \
+	    --junitxml build/junit/nixl.xml $(NIXL_TESTS)
 
 nixl-hosts: $(NIXL_INSTALLED)  ## the same over two hosts made of network namespaces, and a cut cable
 	@test -d $(SMALL) || $(BIN)/moe-mk make-checkpoint $(SMALL) --hidden 256 --intermediate 128

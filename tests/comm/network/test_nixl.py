@@ -94,6 +94,7 @@ def test_the_kernel_counts_payload_on_the_connections_of_tcp_and_headers_alone_w
 
 
 @NEEDS_NIXL
+@pytest.mark.row(188)
 def test_nixl_reports_the_bytes_of_every_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL's own measurement of each transfer, taken before its handle is released."""
     monkeypatch.setattr(NixlLinks, "capture_telemetry", True)
@@ -180,6 +181,7 @@ def connected(two: tuple[NixlLinks, NixlLinks]) -> tuple[NixlLink, NixlLink]:
 
 
 @NEEDS_NIXL
+@pytest.mark.row(188)
 def test_messages_keep_their_order_and_wait_for_their_payload(two: tuple[NixlLinks, NixlLinks]) -> None:
     ours, theirs = connected(two)
     source, into = two[0].context.registered, two[1].context.registered
@@ -260,6 +262,7 @@ def test_no_link_is_opened_while_writes_of_the_last_one_are_under_way(two: tuple
 
 
 @NEEDS_NIXL
+@pytest.mark.row(148, 188)
 def test_a_link_that_is_cut_under_large_writes_is_resumed_without_a_loss() -> None:
     rows, size = 40, 1 << 20
     with proxies(2, ProxySettings(channels=1), data_bytes=8 * size, link="nixl") as (zero, one):
