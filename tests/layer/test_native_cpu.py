@@ -1,6 +1,7 @@
 """The layer on native CPU kernels: one call routes, one call multiplies routed and shared experts, and it states so."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from moe_mk.kernels.native import Isa
 from moe_mk.testing.transports import virtual_groups
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Recorder
-from tests.layer.native import NEEDS_COMPILER, built, written
+from moe_mk.weights import write_checkpoint
+from tests.layer.native import NEEDS_COMPILER, SHAPE, built, written
 
 pytestmark = NEEDS_COMPILER
 
@@ -120,3 +122,18 @@ def test_a_deep_copy_reads_its_own_weights(checkpoint: Path, x_TH: Tensor) -> No
     weights.w2.values_LB.zero_()
     assert not torch.equal(layer(x_TH), before)
     assert torch.equal(twin(x_TH), before)
+
+
+def test_int8_tokens_of_packed_experts_next_to_shared_ones_in_bf16(tmp_path: Path) -> None:
+    # As in Kimi-K2-Thinking only routed experts are packed; tokens of the shared ones are not rounded. h of the
+    # reference may take the neighbouring code.
+    write_checkpoint(tmp_path / "int4", replace(SHAPE, quant="int4_g32"), threads=1)
+    quant = {"weights": "int4_g32", "shared": "bf16", "activations": "int8"}
+    x_TH = torch.randn(9, SHAPE.hidden_size, generator=torch.Generator("cpu").manual_seed(0)).bfloat16()
+    outputs = {}
+    for experts in ("cpu_native", "reference"):
+        layer = built(tmp_path / "int4", quant=quant, experts=experts, activations="checkpoint")
+        assert layer.decision.compute.name == "int8_1x32" and layer.decision.oracle == "int_wna16"
+        outputs[experts] = layer(x_TH).float()
+    wanted = outputs["reference"]
+    assert ((outputs["cpu_native"] - wanted).norm() / wanted.norm()).item() < 9e-3

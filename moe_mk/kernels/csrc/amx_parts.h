@@ -2,7 +2,8 @@
 //
 // Up to few_part_rows rows by VDPBF16PS (isa_avx512parts.cpp). Up to exact_rows rows no weight is rounded: codes are decoded into
 // bf16 panels as those of other formats (amx_pipeline.h), a step after each step of products, and the sums of parts are scaled by
-// part_pipeline.h. For more rows scales and minima are multiplied into the weights (FoldedLines), which takes less time then.
+// part_pipeline.h. For more rows scales and minima are multiplied into the weights (FoldedLines), which takes less time then; so
+// they are for rows rounded to FP8, which have scales of their own.
 // Batch-invariant calls have one way for any number of rows, which rounds no weight.
 // Exact: up to streamed_rows rows the panels of two pairs, half of the task apart, alternate in L1; more rows are multiplied 64 at
 // a time by the panels of eight pairs in L2. Parts of 16 k (Q6_K) are half of a tile.
@@ -19,26 +20,22 @@ constexpr auto kMultiplyFewParts = multiply_few_parts;
 constexpr auto kMultiplyFewParts = multiply_blocked<PortableOps>;
 #endif
 
-// Rows of a block: sums * scale (* the row's scale), less minima * the sum of x (* the row's scale).
-template <bool Scaled>
+// Rows of a block: sums * scale, less minima * the sum of x.
 struct Bf16PartRows {
-  const float* const* scales = nullptr;  // unless 1
-  int x_block = 0;                       // of scales
-  const float* sums = nullptr;           // [part][stride], from the first row on
+  const float* sums = nullptr;  // [part][stride], from the first row on
   size_t stride = 0;
 
-  inline __attribute__((always_inline)) f32x16 add(const float* sum, f32x16 scale, int row, int, f32x16 total) const {
-    return total + load<f32x16>(sum) * (Scaled ? scale * scales[row][x_block] : scale);
+  inline __attribute__((always_inline)) f32x16 add(const float* sum, f32x16 scale, int, int, f32x16 total) const {
+    return total + load<f32x16>(sum) * scale;
   }
   inline __attribute__((always_inline)) f32x16 take(f32x16 minimum, int row, int part, f32x16 total) const {
-    const float sum = sums[size_t(part) * stride + row];
-    return total - minimum * (Scaled ? sum * scales[row][x_block] : sum);
+    return total - minimum * sums[size_t(part) * stride + row];
   }
 };
 
-template <int Width, bool Scaled>
+template <int Width>
 struct Bf16Part {
-  using Of = Bf16PartRows<Scaled>;
+  using Of = Bf16PartRows;
   static constexpr int kTile = Width;
   static constexpr size_t kRowStride = kRowBytes;
   static size_t x_offset(int h) { return size_t(h / 2) * kStepTile + size_t(h % 2) * (kRowBytes / 2); }
@@ -62,7 +59,7 @@ struct StepDecoder {
 };
 
 // Width: half-steps of k in a tile, 2, or 1 for parts of half a step.
-template <typename Policy, int Width, bool Scaled>
+template <typename Policy, int Width>
 struct PartProduct {
   static constexpr int kUnit = kUnitParts * Width / 2;  // steps
   const Columns& w;
@@ -71,12 +68,12 @@ struct PartProduct {
   float* totals;
   const int part = w.part_pairs / (kStep / 4);  // half-steps
   UnitScales scales = {};
-  PartPipeline<Bf16Part<Width, Scaled>> pipeline = {};
+  PartPipeline<Bf16Part<Width>> pipeline = {};
   int blocks = 0, sums_from = 0;  // scratch.sums begins with step sums_from of the tiles
 
   // A unit of a pair times rows [row, end). step: of the matrix; at: the same of the tiles; panel: of the unit.
   template <typename Decoder>
-  void unit(int pair, int step, int steps, int row, int end, const TiledRows& tiles, int at, const uint8_t* panel,
+  __attribute__((noinline)) void unit(int pair, int step, int steps, int row, int end, const TiledRows& tiles, int at, const uint8_t* panel,
             Decoder& decoder) {
     const int which = scales.next(w, pair, step, steps), parts = (2 * steps + part - 1) / part;
     const float* minima = w.minima ? scales.minima[which] : nullptr;
@@ -84,8 +81,7 @@ struct PartProduct {
     memory_barrier();
     for (; row < end; row += kTileRows) {
       float *sums = scratch.tiles + (blocks++ & 1) * kBlockSums, *to = totals + (size_t(pair) * rows.num_rows + row) * kPairColumns;
-      const Bf16PartRows<Scaled> of = {Scaled ? rows.scales + row : nullptr, step * kStep / kActivationBlock, x_sums + row,
-                                       size_t(rows.num_rows)};
+      const Bf16PartRows of = {x_sums + row, size_t(rows.num_rows)};
       const int n = rows.num_rows - row < kTileRows ? rows.num_rows - row : kTileRows;
       const uint8_t* x = tiles.at(row / kTileRows, at);
       pipeline.block({sums, to, scales.scales[which], minima, of, n, parts, 0}, x, panel, 2 * steps, part, sums, decoder);
@@ -197,11 +193,11 @@ struct PartProduct {
   }
 };
 
-template <typename Policy, int Width, bool Scaled>
+template <typename Policy, int Width>
 void multiply_exactly(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   const int n = rows.num_rows;
   std::memset(totals, 0, size_t(w.num_pairs) * n * kPairColumns * sizeof(float));
-  PartProduct<Policy, Width, Scaled> product = {w, rows, scratch, totals};
+  PartProduct<Policy, Width> product = {w, rows, scratch, totals};
   configure_tiles(n < kTileRows ? n : kTileRows, Width == 2 ? 64 : 32);
   if (n <= w.streamed_rows) product.few();
   for (int first = 0; n > w.streamed_rows && first < w.num_pairs; first += kPanelPairs)
@@ -214,10 +210,9 @@ void multiply_parts_with(const Columns& w, const Rows& rows, const Scratch& scra
   // Where a part is a unit of 128 k without minima, the pipeline of blocks multiplies its sums by their scales as well.
   if constexpr (Width == 2)
     if (!w.minima && w.part_pairs == kUnscaledSteps * kStep / 2) return multiply_with<Policy>(w, rows, scratch, totals);
-  if (rows.num_rows <= w.few_part_rows && rows.tiles.data == nullptr) return kMultiplyFewParts(w, rows, scratch, totals);
-  if (rows.num_rows > w.exact_rows) return multiply_with<Folded>(w, rows, scratch, totals);
-  rows.scales == nullptr ? multiply_exactly<Policy, Width, false>(w, rows, scratch, totals)
-                         : multiply_exactly<Policy, Width, true>(w, rows, scratch, totals);
+  if (rows.num_rows <= w.few_part_rows && rows.tiles.data == nullptr && rows.scales == nullptr) return kMultiplyFewParts(w, rows, scratch, totals);
+  if (rows.num_rows > w.exact_rows || rows.scales != nullptr) return multiply_with<Folded>(w, rows, scratch, totals);
+  multiply_exactly<Policy, Width>(w, rows, scratch, totals);
 }
 
 void multiply_pipelined(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
