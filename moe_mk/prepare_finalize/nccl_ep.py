@@ -11,6 +11,8 @@ each call by `update`, which a CUDA graph may capture, unlike the creation of a 
     arrival    high throughput: rows at the front of the room for the worst routing; the device alone knows how many
     rows       values and scales travel as bytes in rows of multiples of 16 (QUANT_FWD), so in any number format
 
+Outside of a graph, high-throughput dispatch waits on the host for the number of rows, inside the library. Groups are
+kept until the process ends: their destruction is a collective with a barrier, which garbage collection cannot order.
 The Python API wraps none of the calls that mask ranks, so that `leave_out` raises UnsupportedError.
 Source: nccl.ep of nccl-extensions 0.1.0 (github.com/NVIDIA/nccl-extensions), the Python package and nccl_ep.h.
 """
