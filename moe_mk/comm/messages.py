@@ -73,6 +73,8 @@ FORKED_S = 1.0
 """How long a wait may go on after a peer process has ended: its connections may be open in a child of it."""
 MOST_RECEIVES = 8
 """How many receives of headers stand at each peer, in groups of up to 8 ranks; fewer in larger ones: 66 kB each."""
+LEAST_RECEIVES = 2
+"""How many of these stand there at least."""
 SPARE_MESSAGES = 64
 """How many pieces of memory for messages are kept between calls: 4 MiB."""
 KEPT_HEADERS = 64
@@ -358,6 +360,7 @@ class GroupMessages:
             self._unfinished += [works, outgoing, incoming]
             raise self._lost(caller, phase, peer, problem) from problem
         self._open.add(call)
+        self._await_more()
         return call, works
 
     def _take(self, caller: Caller, phase: str, call: int, peer: int, rows: Tensor | None, expected_bytes: int) -> int:
@@ -433,6 +436,7 @@ class GroupMessages:
             self._unfinished.append(outgoing)
             raise self._lost(caller, phase, peer, problem) from problem
         self._open.add(call)
+        self._await_more()
         return call, headers
 
     def _headers_of(self, phase: str, layer_number: int) -> RowHeaders:
@@ -466,11 +470,25 @@ class GroupMessages:
         return Arrival(header.count, len(header.rows), torch.frombuffer(memory, dtype=torch.uint8), memory)
 
     def _await_next(self, peer: int) -> None:
-        """The first header of a peer was read: await another one behind those that are awaited, several at a time."""
+        """The first header of a peer was read: another one is awaited at the next call, behind those that are awaited.
+
+        Several are posted at a time, after the messages of a call: peers compute with these, and not with receives. At
+        least one is awaited at all times.
+        """
         read, awaited = self._read_headers[peer], self._headers[peer]
         read.append(awaited.popleft())
-        if len(read) < self._depth // 2:
-            return
+        if len(awaited) < LEAST_RECEIVES:
+            self._await_headers(peer)
+
+    def _await_more(self) -> None:
+        """Post receives for peers of which half of all headers were read."""
+        for peer, read in self._read_headers.items():
+            if len(read) >= self._depth // 2 and peer not in self.left_out:
+                self._await_headers(peer)
+
+    def _await_headers(self, peer: int) -> None:
+        """Post the receives of headers that were read."""
+        read, awaited = self._read_headers[peer], self._headers[peer]
         while read:
             receive = read.pop()
             receive.has_come = False

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
-from moe_mk.comm.header import EAGER_BYTES, EPOCHS, HEADER_BYTES, TEXT_BYTES, Header, Kind, host_number
+from moe_mk.comm.header import ANY, EAGER_BYTES, EPOCHS, HEADER_BYTES, TEXT_BYTES, Envelope, Header, Kind, host_number
+from moe_mk.comm.messages import MOST_RECEIVES, GroupMessages
 from moe_mk.comm.symmetric.flags import Process
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
@@ -126,3 +127,25 @@ def test_a_late_rank_learns_that_it_was_waited_for() -> None:
         (failed, closed), (late, *_) = world.call(late_for_its_peer)
     assert "peer 1: sent nothing within 1 s" in failed and "connections of the group are closed" in closed
     assert "peer 1: ranks [0] waited for this rank longer than kernel.timeout_s and closed the connections" in late
+
+
+def receives_that_stand(rank: int) -> list[list[int]]:
+    """How many receives of headers stand at the peer after each of 40 exchanges, of rows with and without counts."""
+    comm, standing = DistributedCommunicator(dist.new_group(), timeout_s=20.0), list[list[int]]()
+    messages = GroupMessages.of(comm.group)
+    for number in range(40):
+        eager = number < 30
+        if eager:
+            going = {1 - rank: Envelope.empty(8, 1)}
+            comm.give_back(comm.swap_now(going, {1 - rank: ANY}, "rows").values())
+        else:
+            wait(comm.exchange_counts([1, 1], "counts"))
+        standing.append([len(messages._headers[1 - rank]), len(messages._read_headers[1 - rank])])
+    return standing
+
+
+def test_receives_of_headers_stand_at_every_peer_at_all_times() -> None:
+    with RankWorld(2) as world:
+        for standing in world.call(receives_that_stand):
+            assert {sum(each) for each in standing} == {MOST_RECEIVES}
+            assert {ready for ready, _ in standing} == set(range(MOST_RECEIVES // 2, MOST_RECEIVES))
