@@ -147,6 +147,7 @@ def _grouped_topk(
     expert = group[:, None] * PER_GROUP + place[None, :]
 
     logit = tl.load(logits_ptr + token * logits_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
+    most, total = 0.0, 1.0
     if SOFTMAX:
         most = tl.max(logit)
         exponential = _exp(logit - most)
@@ -187,7 +188,25 @@ def _grouped_topk(
         ids = tl.where(choice == k, tl.where(nowhere, -1, found), ids)
         values = tl.where(choice == k, value, values)
         left = tl.where(taken, float("-inf"), left)
-    # Weights in f64, rounded once. Renormalised ones do not depend on the sum, except through the epsilon.
+    weights = _weights(values, ids, logit, most, total, SOFTMAX, RENORMALIZE, ROUND_SCORES)
+    weights = tl.where(undecidable, 0.0, weights * factor).to(tl.float32)
+    ids = tl.where(undecidable, -1, ids)
+    inside = choice < TOP_K
+    tl.store(weights_ptr + token * TOP_K + choice, weights, mask=inside)
+    tl.store(ids_ptr + token * TOP_K + choice, ids, mask=inside)
+    if PLACED:
+        _place(load_ptr, physical_of_ptr, physical_ptr + token * TOP_K, ids, choice, inside, KS)
+
+
+@triton.jit
+def _weights(
+    values, ids, logit, most, total,
+    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, ROUND_SCORES: tl.constexpr,
+):  # fmt: skip
+    """Weights in f64 of chosen logits (or rounded scores), before the factor.
+
+    Renormalised ones do not depend on the sum over all experts, except through the epsilon.
+    """
     weights = values.to(tl.float64)
     if SOFTMAX:
         whole = total.to(tl.float64)
@@ -199,13 +218,7 @@ def _grouped_topk(
     weights = tl.where(ids >= 0, weights, 0.0)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights) + 1e-20)
-    weights = tl.where(undecidable, 0.0, weights * factor).to(tl.float32)
-    ids = tl.where(undecidable, -1, ids)
-    inside = choice < TOP_K
-    tl.store(weights_ptr + token * TOP_K + choice, weights, mask=inside)
-    tl.store(ids_ptr + token * TOP_K + choice, ids, mask=inside)
-    if PLACED:
-        _place(load_ptr, physical_of_ptr, physical_ptr + token * TOP_K, ids, choice, inside, KS)
+    return weights
 
 
 @triton.jit
