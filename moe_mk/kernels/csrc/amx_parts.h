@@ -73,8 +73,8 @@ struct PartProduct {
 
   // A unit of a pair times rows [row, end). step: of the matrix; at: the same of the tiles; panel: of the unit.
   template <typename Decoder>
-  __attribute__((noinline)) void unit(int pair, int step, int steps, int row, int end, const TiledRows& tiles, int at, const uint8_t* panel,
-            Decoder& decoder) {
+  __attribute__((noinline)) void unit(int pair, int step, int steps, int row, int end, const TiledRows& tiles, int at,
+                                      const uint8_t* panel, Decoder& decoder) {
     const int which = scales.next(w, pair, step, steps), parts = (2 * steps + part - 1) / part;
     const float* minima = w.minima ? scales.minima[which] : nullptr;
     const float* x_sums = scratch.sums + size_t((at - sums_from) * 2 / part) * rows.num_rows;
@@ -210,7 +210,8 @@ void multiply_parts_with(const Columns& w, const Rows& rows, const Scratch& scra
   // Where a part is a unit of 128 k without minima, the pipeline of blocks multiplies its sums by their scales as well.
   if constexpr (Width == 2)
     if (!w.minima && w.part_pairs == kUnscaledSteps * kStep / 2) return multiply_with<Policy>(w, rows, scratch, totals);
-  if (rows.num_rows <= w.few_part_rows && rows.tiles.data == nullptr && rows.scales == nullptr) return kMultiplyFewParts(w, rows, scratch, totals);
+  if (rows.num_rows <= w.few_part_rows && rows.tiles.data == nullptr && rows.scales == nullptr)
+    return kMultiplyFewParts(w, rows, scratch, totals);
   if (rows.num_rows > w.exact_rows || rows.scales != nullptr) return multiply_with<Folded>(w, rows, scratch, totals);
   multiply_exactly<Policy, Width>(w, rows, scratch, totals);
 }

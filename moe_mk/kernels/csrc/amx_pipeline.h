@@ -7,8 +7,8 @@
 // f32 totals during the next unit, some rows after each step of its products. No weight is rounded.
 // Each total is one chain over the blocks of k in order: the same bits for any number of rows, pairs and threads.
 //
-// Up to kStreamedRows rows (a tuning parameter), units in turn: two panels (16 KiB) alternate in L1, and two pairs, half of the task apart,
-// alternate: two memory streams, and rows are in L1 for the second pair.
+// Up to kStreamedRows rows (a tuning parameter), units in turn: two panels (16 KiB) alternate in L1, and two pairs, half of the
+// task apart, alternate: two memory streams, and rows are in L1 for the second pair.
 // More rows: the panels of eight pairs and 128 k (64 KiB, two of them alternate in L2) are multiplied by all rows, of which
 // 64 (16 KiB) stay in L1 for the eight pairs: 8 KiB of a panel serve 64 rows. An f32 total is read and written once in 128 k.
 // Reads packed weights once, rows once (up to 64: once a pair, from L2). Writes totals [pair][row][32].
@@ -19,10 +19,10 @@
 namespace moe_mk {
 namespace {
 
-constexpr int kRowBlock = 2 * kTileRows;             // rows multiplied at a time
-constexpr int kUnscaledSteps = 4;                    // steps of a unit where weights have no block scales
-constexpr int kAddedRows = 8;                        // rows of sums added to the totals after each step
-constexpr int kScalesAhead = 4;                      // units of which the scales of parts are prefetched
+constexpr int kRowBlock = 2 * kTileRows;  // rows multiplied at a time
+constexpr int kUnscaledSteps = 4;         // steps of a unit where weights have no block scales
+constexpr int kAddedRows = 8;             // rows of sums added to the totals after each step
+constexpr int kScalesAhead = 4;           // units of which the scales of parts are prefetched
 constexpr size_t kTotalsStride = kPairColumns * sizeof(float);
 
 // Decodes some steps of one pair into a panel, a few line pairs at a time.
@@ -38,8 +38,8 @@ struct UnitDecoder {
   explicit UnitDecoder(const Columns& columns) : w(columns), ahead{columns.prefetch * 3 / 8, 3 * columns.prefetch} {}
 
   void start(int pair, int step, int steps, uint8_t* to) {
-    source = {w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes, w.groups == nullptr ? nullptr : group_scales(w, pair, step),
-              0, &w, pair, step};
+    const uint8_t* codes = w.data + pair * w.pair_bytes + size_t(step) * w.step_bytes;
+    source = {codes, w.groups == nullptr ? nullptr : group_scales(w, pair, step), 0, &w, pair, step};
     panel = to;
     left = steps * Policy::kLines;
   }
@@ -102,46 +102,39 @@ struct PendingSums {
   const float* sums = nullptr;
   float* totals = nullptr;
   int rows = 0;
-  bool first = false;             // of their totals, which are written
-  const float* scales = nullptr;  // [32]
-  const float* minima = nullptr;  // [32], of weights that have them (part_scales.h)
-  const float* row_sums = nullptr;           // of x over the unit, of each row; with minima
+  bool first = false;                        // of their totals, which are written
+  const float* scales = nullptr;             // [32]
   const float* const* row_scales = nullptr;  // of these rows, null: 1
-  int row_block = 0;              // of row_scales
-  int added = 0;                  // rows
+  int row_block = 0;                         // of row_scales
+  int added = 0;                             // rows
 
-  template <bool First, bool Scaled, bool Minima>
+  template <bool First, bool Scaled>
   inline __attribute__((always_inline)) void add_as(int end) {
     const f32x16 scale0 = load<f32x16>(scales), scale1 = load<f32x16>(scales + kTileColumns);
-    const f32x16 minimum0 = Minima ? load<f32x16>(minima) : f32x16{}, minimum1 = Minima ? load<f32x16>(minima + kTileColumns) : f32x16{};
     const float* from = sums + added * kPairColumns;
     float* to = totals + added * kPairColumns;
     for (; added < end; ++added, from += kPairColumns, to += kPairColumns) {
-      const float row = Scaled ? row_scales[added][row_block] : 1.0f, sum = Minima ? row_sums[added] : 0.0f;
+      const float row = Scaled ? row_scales[added][row_block] : 1.0f;
       const f32x16 factor0 = Scaled ? scale0 * row : scale0, factor1 = Scaled ? scale1 * row : scale1;
       f32x16 add0 = load<f32x16>(from) * factor0, add1 = load<f32x16>(from + kTileColumns) * factor1;
       if (!First) {
         add0 = load<f32x16>(to) + load<f32x16>(from) * factor0;
         add1 = load<f32x16>(to + kTileColumns) + load<f32x16>(from + kTileColumns) * factor1;
       }
-      store(to, Minima ? add0 - minimum0 * (Scaled ? sum * row : sum) : add0);
-      store(to + kTileColumns, Minima ? add1 - minimum1 * (Scaled ? sum * row : sum) : add1);
+      store(to, add0);
+      store(to + kTileColumns, add1);
     }
-  }
-  template <bool Minima>
-  inline __attribute__((always_inline)) void add_with(int end) {
-    if (row_scales == nullptr) first ? add_as<true, false, Minima>(end) : add_as<false, false, Minima>(end);
-    else first ? add_as<true, true, Minima>(end) : add_as<false, true, Minima>(end);
   }
   // The next rows, at most `count`.
   __attribute__((noinline)) void add(int count) {
     const int end = added + count < rows ? added + count : rows;
-    minima == nullptr ? add_with<false>(end) : add_with<true>(end);
+    if (row_scales == nullptr) first ? add_as<true, false>(end) : add_as<false, false>(end);
+    else first ? add_as<true, true>(end) : add_as<false, true>(end);
   }
   // The same between two products of many rows, whose blocks are nearly all alike.
   inline __attribute__((always_inline)) void add_between() {
     if (added == rows) return;
-    if (rows == kRowBlock && row_scales == nullptr && !first) add_as<false, false, false>(added + kAddedRows);
+    if (rows == kRowBlock && row_scales == nullptr && !first) add_as<false, false>(added + kAddedRows);
     else add(kAddedRows);
   }
   void finish() {
@@ -233,16 +226,16 @@ struct Product {
   float* totals;
   const int unit_steps;
   int num_units = 0;  // multiplied: the scales of two of them alternate
-  alignas(64) float scales[2][kUnscaledSteps * kPairColumns], minima[2][kUnscaledSteps * kPairColumns];
+  alignas(64) float scales[2][kPairColumns];
   PendingSums pending = {};
 
   Product(const Columns& columns, const Rows& all, const Scratch& memory, float* to)
-      : w(columns), rows(all), scratch(memory), totals(to), unit_steps(columns.scales == nullptr ? kUnscaledSteps : columns.steps_per_block) {}
+      : w(columns), rows(all), scratch(memory), totals(to),
+        unit_steps(columns.scales == nullptr ? kUnscaledSteps : columns.steps_per_block) {}
 
-  // The scales of the next unit of formats with parts.
+  // The scales of the next unit of formats with parts, where a part is a unit.
   void load_part_scales(int pair, int step, int steps) {
-    ++num_units;
-    part_scales(w, pair, step, steps, scales[num_units & 1], minima[num_units & 1]);
+    part_scales(w, pair, step, steps, scales[++num_units & 1], nullptr);
     const size_t bytes = w.pair_scales * unit_steps / w.num_steps;
     for (size_t at = 0; at < bytes; at += 64)
       __builtin_prefetch(w.part_scales + pair * w.pair_scales + size_t(step / unit_steps + kScalesAhead) * bytes + at);
@@ -254,39 +247,28 @@ struct Product {
     store(to + kTileColumns, splat(scales1 == nullptr ? 1.0f : scales1[block]));
   }
 
-  // One row block times a unit, or a part of it, with the scales that were loaded last. at: the rows of step `step`, a row tile
-  // each `stride` bytes. row_sums: of x over the part, of each row; null without minima. next_rows: to prefetch; may be null.
+  // One row block times a unit, with the scales that were loaded last. at: the rows of step `step`, a row tile each `stride`
+  // bytes. next_rows: to prefetch; may be null.
   template <int Lines, typename Decoder>
   inline __attribute__((always_inline)) void multiply(int pair, int step, int steps, int row, const uint8_t* at, size_t stride,
-                                                      const uint8_t* panel, Decoder& decoder, int part, const float* row_sums,
-                                                      const uint8_t* next_rows) {
+                                                      const uint8_t* panel, Decoder& decoder, const uint8_t* next_rows) {
     const int left = rows.num_rows - row;
     memory_barrier();
     if (left > kTileRows) multiply_row_block<true, Lines>(at, stride, panel, steps, scratch.tiles, decoder, pending, next_rows);
     else multiply_row_block<false, Lines>(at, stride, panel, steps, scratch.tiles, decoder, pending, next_rows);
     memory_barrier();
-    pending = {scratch.tiles, totals + (size_t(pair) * rows.num_rows + row) * kPairColumns, left < kRowBlock ? left : kRowBlock, step == 0,
-               scales[num_units & 1] + part * kPairColumns, row_sums == nullptr ? nullptr : minima[num_units & 1] + part * kPairColumns,
-               row_sums == nullptr ? nullptr : row_sums + row, rows.scales == nullptr ? nullptr : rows.scales + row,
+    float* to = totals + (size_t(pair) * rows.num_rows + row) * kPairColumns;
+    const float* const* row_scales = rows.scales == nullptr ? nullptr : rows.scales + row;
+    pending = {scratch.tiles, to, left < kRowBlock ? left : kRowBlock, step == 0, scales[num_units & 1], row_scales,
                step * kStep / kActivationBlock, 0};
   }
 };
-
-// Sums of x over each part of some steps: [part][row].
-inline void tile_sums(const Rows& rows, const TiledRows& tiles, int part_steps, float* sums) {
-  for (int step = 0; step < tiles.num_steps; step += part_steps, sums += rows.num_rows)
-    for (int row = 0; row < rows.num_rows; ++row)
-      sums[row] = sum_of_steps(tiles.at(row / kTileRows, step) + row % kTileRows * kRowBytes, kStepTile,
-                               tiles.num_steps - step < part_steps ? tiles.num_steps - step : part_steps);
-}
 
 // The steps [step0, step0 + tiles.num_steps) of rows that are few enough.
 template <typename Policy, int Lines>
 void multiply_chunk(Product& product, int step0, const TiledRows& tiles) {
   const Columns& w = product.w;
-  const int unit_steps = product.unit_steps, part_steps = Policy::kParts ? w.part_pairs / (kStep / 2) : unit_steps;
-  const bool minima = Policy::kParts && w.minima;
-  if (minima) tile_sums(product.rows, tiles, part_steps, product.scratch.sums);
+  const int unit_steps = product.unit_steps;
   const auto steps_of = [&](int block) {
     const int rest = tiles.num_steps - block * unit_steps;
     return rest < unit_steps ? rest : unit_steps;
@@ -309,13 +291,9 @@ void multiply_chunk(Product& product, int step0, const TiledRows& tiles) {
     if (more) start(order);
     if (Policy::kParts) product.load_part_scales(pair, step0 + first, steps);
     else product.load_block_scales(pair, (step0 + first) / unit_steps);
-    for (int part = 0, done = 0; done < steps; ++part, done += part_steps) {
-      const int step = first + done, n = steps - done < part_steps ? steps - done : part_steps;
-      const float* row_sums = minima ? product.scratch.sums + size_t(step / part_steps) * product.rows.num_rows : nullptr;
-      for (int row = 0; row < product.rows.num_rows; row += kRowBlock)
-        product.multiply<Lines>(pair, step0 + step, n, row, tiles.at(row / kTileRows, step), tiles.stride(step),
-                                panel + size_t(done) * 2 * kPanelTile, decoder, part, row_sums, nullptr);
-    }
+    for (int row = 0; row < product.rows.num_rows; row += kRowBlock)
+      product.multiply<Lines>(pair, step0 + first, steps, row, tiles.at(row / kTileRows, first), tiles.stride(first), panel,
+                              decoder, nullptr);
   }
 }
 
@@ -358,7 +336,8 @@ void multiply_many(Product& product, int first, int pairs) {
   for (int step0 = 0; step0 < w.num_steps; step0 += kBlockSteps) {
     const int steps = steps_from(step0);
     decoder.finish();
-    if (step0 + steps < w.num_steps) decoder.start(first, pairs, step0 + steps, steps_from(step0 + steps), panels_of(step0 + steps));
+    const int next = step0 + steps;
+    if (next < w.num_steps) decoder.start(first, pairs, next, steps_from(next), panels_of(next));
     TiledRows tiles = {scratch.gathered, steps, row_tiles, 0, steps};
     int at = 0;
     if (rows.tiles.data != nullptr) {
@@ -381,8 +360,8 @@ void multiply_many(Product& product, int first, int pairs) {
           // Of the row blocks after the next ones, as much as the share of these products.
           const uint8_t* next_rows = from + 4 * block_bytes + size_t(p * steps + s) * blocks * kPrefetchedRows;
           for (int block = 0; block < blocks; ++block, next_rows += some * kPrefetchedRows)
-            product.multiply<Lines>(first + p, step0 + s, some, row + block * kRowBlock, from + block * block_bytes + s * kStepTile, stride,
-                                    panel, decoder, 0, nullptr, next_rows);
+            product.multiply<Lines>(first + p, step0 + s, some, row + block * kRowBlock,
+                                    from + block * block_bytes + s * kStepTile, stride, panel, decoder, next_rows);
         }
     }
   }

@@ -51,7 +51,8 @@ struct Ahead {
   int lines;
 };
 
-// Ops: kGroup; expand(w, pair, step, steps, panel), group scales included; group(rows, gathered, panel, steps, scale0, scale1, row_scale*, ahead, totals)
+// Ops: kGroup; expand(w, pair, step, steps, panel), group scales included;
+// group(rows, gathered, panel, steps, scale0, scale1, row_scale*, ahead, totals)
 // Formats with parts: codes(w, pair, step, steps, panel); parts(RowGroup, panel, steps, Parts, ahead, totals) of
 // at most kPartRows rows, see part_scales.h.
 template <typename Ops>

@@ -85,7 +85,8 @@ bool fits(const MoeMkMatrix& w13, const MoeMkMatrix& w2) {
   const auto cuts = [](int32_t block) { return block > 0 && block % kStep == 0 && kActivationBlock % block == 0; };
   const bool blocks = cuts(w13.block) && cuts(w2.block);
   const bool formats = is_format(w13.format) && is_format(w2.format);
-  return formats && blocks && has_scales(w13) && has_scales(w2) && w13.num_inputs > 0 && w13.num_outputs > 0 && w2.num_inputs == w13.num_outputs && w2.num_outputs > 0;
+  const bool sizes = w13.num_inputs > 0 && w13.num_outputs > 0 && w2.num_inputs == w13.num_outputs && w2.num_outputs > 0;
+  return formats && blocks && sizes && has_scales(w13) && has_scales(w2);
 }
 
 // Integer token codes need integer weights, and 32 bits hold the sums of at most this many inputs.
@@ -118,7 +119,8 @@ bool well_formed(const MoeMkExperts& c) {
   const bool int8 = c.quantize != kInt8Rows || (may_be_int8(c.w13, c.w2) && (c.shared_w13.data == nullptr ||
                                                                             may_be_int8(c.shared_w13, c.shared_w2)));
   const bool rounding = c.quantize >= kAsIs && c.quantize <= kInt8PartRows && (c.quantize != kInt8PartRows || may_be_int8_parts(c));
-  return fits(c.w13, c.w2) && shared && int8 && may_be_tuned(c) && rounding && c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
+  const bool sizes = c.num_rows >= 0 && c.top_k > 0 && c.num_slots >= 0 && c.threads > 0;
+  return fits(c.w13, c.w2) && shared && int8 && may_be_tuned(c) && rounding && sizes;
 }
 
 }  // namespace

@@ -193,7 +193,8 @@ int64_t pack_column(const Layout& lay, int32_t format, const uint8_t* source, in
 }
 
 bool packable(int64_t num_outputs, int64_t num_inputs, int32_t format) {
-  return num_outputs > 0 && num_inputs > 0 && is_format(format) && !has_super_blocks(format) && (bits_of(format) != 4 || num_inputs % 2 == 0);
+  const bool sizes = num_outputs > 0 && num_inputs > 0;
+  return sizes && is_format(format) && !has_super_blocks(format) && (bits_of(format) != 4 || num_inputs % 2 == 0);
 }
 
 // Blocks of ggml: `steps` of 32 k in `bytes`.
@@ -390,7 +391,8 @@ int32_t moe_mk_pack_blocks(const void* first, const void* second, int64_t row_st
             for (int k = 0; k < kStep; ++k)
               set_packed_code(map.shape.format, codes + (b * map.shape.steps + step) * step_bytes + tile * 64, int(n), k,
                               map.code(block, step, k));
-          each_scale_byte(block_type, int(tile * kTileColumns + n), [&](int at, int place) { own_scales[b * scale_bytes + place] = block[at]; });
+          each_scale_byte(block_type, int(tile * kTileColumns + n),
+                          [&](int at, int place) { own_scales[b * scale_bytes + place] = block[at]; });
           nans += nans_of_block(block_type, block);
         }
       });
@@ -420,7 +422,8 @@ int32_t moe_mk_unpack_blocks(const void* packed, const void* scales, void* first
             for (int k = 0; k < kStep; ++k)
               map.set_code(block, step, k,
                            packed_code(map.shape.format, codes + (b * map.shape.steps + step) * step_bytes + tile * 64, int(n), k));
-          each_scale_byte(block_type, int(tile * kTileColumns + n), [&](int at, int place) { block[at] = own_scales[b * scale_bytes + place]; });
+          each_scale_byte(block_type, int(tile * kTileColumns + n),
+                          [&](int at, int place) { block[at] = own_scales[b * scale_bytes + place]; });
         }
       });
     }

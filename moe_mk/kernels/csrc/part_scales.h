@@ -117,8 +117,7 @@ inline void super_scales(const uint8_t* from, int first, int parts, float* scale
     const f32x16 d = widen_half(from + tile * 32);
     for (int j = 0; j < parts; ++j) {
       const i8x16 codes = load<i8x16>(from + 64 + (first + j) * kPairColumns + tile * kTileColumns);
-      store(scales + j * kPairColumns + tile * kTileColumns,
-            d * widen_signed(codes));
+      store(scales + j * kPairColumns + tile * kTileColumns, d * widen_signed(codes));
     }
   }
 }

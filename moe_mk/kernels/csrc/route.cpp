@@ -117,7 +117,8 @@ struct ChoiceScratch {
   std::vector<uint8_t> left, group_left;
 
   explicit ChoiceScratch(const MoeMkRoute& c)
-      : scores(c.num_experts), choice(c.num_experts), groups(c.num_groups), chosen(c.top_k), left(c.num_experts), group_left(c.num_groups) {}
+      : scores(c.num_experts), choice(c.num_experts), groups(c.num_groups), chosen(c.top_k), left(c.num_experts),
+        group_left(c.num_groups) {}
 };
 
 void choose(const MoeMkRoute& c, int64_t token, ChoiceScratch& d) {
