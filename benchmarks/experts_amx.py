@@ -35,7 +35,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experts_cpu_candidates import ours, packed
 from experts_cpu_clock import FEW, PAUSE, clocked, settle
 from experts_cpu_formats import format_candidates
-from experts_cpu_peers import Experts, KtKernel, Weights, expect_agreement, load_vllm, vllm_bf16, vllm_fp8
+from experts_cpu_peers import (
+    Experts,
+    KtKernel,
+    Weights,
+    left_out,
+    load_vllm,
+    vllm_bf16,
+    vllm_fp8,
+    without_wrong,
+    wrong_results,
+)  # fmt: skip
 
 from moe_mk.cli.outputs import output_file
 from moe_mk.errors import UnsupportedError
@@ -195,7 +205,7 @@ def one_case(
     for name, run in candidates.items():
         own = references[name](*(part[:judged] for part in batch)) if name in references else wanted
         errors[name] = ((run(*batch)[:judged].float() - own).norm() / own.norm()).item()
-    expect_agreement(errors)
+    candidates = without_wrong(candidates, errors)
     calls: dict[str, Callable[[], object]] = {
         f"read {way}": (lambda way=way: read_weights(native, weights, probe.threads, way)) for way in range(READ_WAYS)
     }
@@ -208,7 +218,8 @@ def one_case(
     ]
     flop = tokens * top_k * 6.0 * hidden * inter
     print(f"M={tokens}: {len(seen[OURS])} rounds, states {counts(lines)}", flush=True)
-    return {"rows": tokens, "experts_hit": int(ids.unique().numel()), "flop": flop, "lines": lines}
+    case = {"rows": tokens, "experts_hit": int(ids.unique().numel()), "flop": flop, "lines": lines}
+    return case | ({"wrong": wrong} if (wrong := wrong_results(errors)) else {})
 
 
 def counts(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -284,6 +295,7 @@ def section(results: Mapping[str, Any], states: Sequence[str]) -> str:
         parts += [table(results, state), goals(results, state)]
         if formats := table(results, state, "formats"):
             parts += ["Other formats; *ours* is FP8 in blocks, the ratios are their time over it:", formats]
+    parts.append(left_out([*results["cases"], *results.get("formats", ())]))
     return "\n\n".join(part for part in parts if part)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -90,12 +90,33 @@ def weighted_experts(
     return out
 
 
-def expect_agreement(errors: dict[str, float]) -> None:
-    """Raise ValueError before the measurement if a result is not that of the candidate's weights, or NaN."""
-    wrong = {name: error for name, error in errors.items() if not error < LARGEST_ERROR}
-    if wrong:
-        listed = ", ".join(f"{name} {error:.1e}" for name, error in wrong.items())
+def without_wrong(candidates: Mapping[str, Experts], errors: Mapping[str, float]) -> dict[str, Experts]:
+    """The candidates whose results are those of their weights: a peer that errs is not timed, and said so.
+
+    Raises ValueError before the measurement if a result of ours is wrong or NaN.
+    """
+    wrong = wrong_results(errors)
+    if ours := {name: error for name, error in wrong.items() if name.startswith("ours")}:
+        listed = ", ".join(f"{name} {error}" for name, error in ours.items())
         raise ValueError(f"L2 errors against f32 with the same weights are {LARGEST_ERROR} at most, got {listed}")
+    for name, error in wrong.items():
+        print(f"  {name} is left out: L2 error {error} against f32 with the same weights")
+    return {name: run for name, run in candidates.items() if name not in wrong}
+
+
+def wrong_results(errors: Mapping[str, float]) -> dict[str, str]:
+    """L2 errors, as text, of candidates that err by more than rounding, or give NaN."""
+    return {name: f"{error:.1e}" for name, error in errors.items() if not error < LARGEST_ERROR}
+
+
+def left_out(cases: Sequence[Mapping[str, Any]]) -> str:
+    """What a report says of the peers that `without_wrong` left out; empty if there are none."""
+    named: dict[str, list[str]] = {}
+    for case in cases:
+        for name, error in case.get("wrong", {}).items():
+            named.setdefault(name, []).append(f"{case['rows']} tokens: {error}")
+    listed = "; ".join(f"{name} ({', '.join(times)})" for name, times in named.items())
+    return f"Left out, as their results are not those of their weights (L2 error): {listed}." if listed else ""
 
 
 def grouped_mm(w13: Tensor, w2: Tensor) -> Experts:

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experts_cpu_peers import left_out
+
 YARDSTICKS = ("read", "peak")
 OURS = "ours fp8"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
@@ -187,7 +189,14 @@ def paused(results: dict[str, Any]) -> str:
 
 def section(results: dict[str, Any]) -> str:
     """What a page states of one file."""
-    parts = (described(results), table(results), goals(results), at_equal_bits(results), paused(results))
+    parts = (
+        described(results),
+        table(results),
+        goals(results),
+        at_equal_bits(results),
+        paused(results),
+        left_out(results["cases"]),
+    )
     return "\n\n".join(part for part in parts if part)
 
 

@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from experts_cpu_clock import STEP, settle  # noqa: E402
-from experts_cpu_peers import LARGEST_ERROR, expect_agreement  # noqa: E402
+from experts_cpu_peers import LARGEST_ERROR, left_out, without_wrong, wrong_results  # noqa: E402
 from experts_cpu_report import GGML, OURS, at_equal_bits, four_bit_goals, goals, section  # noqa: E402
 from experts_cpu_stored_peers import awq, kt_candidates, kt_scales, vllm_candidates  # noqa: E402
 
@@ -117,12 +117,21 @@ def test_formats_that_a_project_lacks_are_left_out() -> None:
         assert kt_candidates(Library(), kind, slots) == {}  # type: ignore[arg-type]
 
 
-def test_wrong_results_and_nan_are_refused_by_name() -> None:
-    expect_agreement({"ours int4 g32": 3e-3, "vllm int4 g32": 2e-2})
-    with pytest.raises(ValueError, match="at most, got kt-kernel q4 0 nan, vllm int4 row 2.5e-01"):
-        expect_agreement({"ours": 3e-3, "kt-kernel q4 0": math.nan, "vllm int4 row": 0.25})
-    with pytest.raises(ValueError, match="vllm"):
-        expect_agreement({"vllm": LARGEST_ERROR})
+def test_wrong_results_of_peers_are_left_out_by_name_and_those_of_ours_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    errors = {"ours int4 g32": 3e-3, "vllm int4 g32": 2e-2, "kt-kernel q4 0": math.nan, "vllm int4 row": 0.25}
+    candidates = dict.fromkeys(errors, torch.add)
+    assert list(without_wrong(candidates, errors)) == ["ours int4 g32", "vllm int4 g32"]
+    assert "kt-kernel q4 0 is left out: L2 error nan" in capsys.readouterr().out
+    cases = [{"rows": 1, "wrong": wrong_results(errors)}, {"rows": 4}, {"rows": 16, "wrong": {"vllm int4 row": "0.3"}}]
+    assert left_out(cases).endswith(
+        "kt-kernel q4 0 (1 tokens: nan); vllm int4 row (1 tokens: 2.5e-01, 16 tokens: 0.3)."
+    )
+    assert not left_out([{"rows": 4}])
+    for wrong in (math.nan, LARGEST_ERROR):
+        with pytest.raises(ValueError, match=f"at most, got ours {wrong:.1e}"):
+            without_wrong(candidates, errors | {"ours": wrong})
 
 
 def test_the_next_turn_waits_for_threads_that_spin() -> None:
