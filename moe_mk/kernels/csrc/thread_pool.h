@@ -14,6 +14,8 @@ class ThreadPool {
   // Runs body(member) for members in [0, threads); the caller is member 0. Returns when every member that started has
   // finished. body must take its work from a shared counter: a member that wakes up after the work is done never starts.
   virtual void run(int threads, const std::function<void(int)>& body) = 0;
+  // For bodies of tasks that take long, after each of them: threads that wait for the caller's processor are moved to others.
+  virtual void after_task(int member) = 0;
   // Memory of one member, at least `bytes`, 64-byte aligned, contents undefined. null: no memory.
   virtual uint8_t* arena(int member, int which, size_t bytes) = 0;
 
