@@ -21,8 +21,9 @@ PEERS = {
     "vllm fp8": "vLLM's FP8 path",
     "vllm bf16": "vLLM's bf16 path",
     "transformers grouped_mm bf16": "transformers, grouped_mm in bf16",
+    "kt-kernel fp8": "kt-kernel's FP8 path, 1 worker",
 }
-BLOCKS = {"q4 k": "Q4_K", "q8 0": "Q8_0", "mxfp4": "MXFP4"}
+BLOCKS = {"q4 0": "Q4_0", "q4 k": "Q4_K", "q8 0": "Q8_0", "mxfp4": "MXFP4"}
 COLLECTIVES = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
 PLANNERS = {
     "DeepSeek": "DeepSeek's implementation",
@@ -87,24 +88,26 @@ def _experts(found: dict[str, Any]) -> Iterator[Line]:
     walls = [{line["candidate"]: line["wall_ms"] for line in case["lines"]} for case in cases]
     shape, rows = found["shape"], ", ".join(str(case["rows"]) for case in cases)
     what = f"`cpu_native`, FP8 experts {shape['hidden']} x {shape['inter']}, {shape['experts']} of them"
-    for peer, name in PEERS.items():
+    for peer in ("vllm fp8", "vllm bf16", "transformers grouped_mm bf16"):
         ratios = [wall[peer] / wall["ours fp8"] for wall in walls]
-        yield Line(what, name, f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
+        yield Line(what, PEERS[peer], f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
 
 
 def _amx(found: dict[str, Any]) -> Iterator[Line]:
     walls = [{line["candidate"]: line["states"]["all"]["wall_ms"] for line in case["lines"]} for case in found["cases"]]
-    shape, rows = found["shape"], ", ".join(str(case["rows"]) for case in found["cases"])
+    shape, tokens = found["shape"], [str(case["rows"]) for case in found["cases"]]
     what = f"`cpu_native` with AMX, FP8 experts {shape['H']} x {shape['I']}, {shape['E']} of them"
-    for peer in ("vllm fp8", "vllm bf16"):
-        ratios = [wall[peer] / wall["ours"] for wall in walls]
-        yield Line(what, PEERS[peer], f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
+    for peer in ("vllm fp8", "vllm bf16", "kt-kernel fp8"):
+        ratios = {rows: wall[peer] / wall["ours"] for rows, wall in zip(tokens, walls, strict=True) if peer in wall}
+        if ratios:
+            yield Line(what, PEERS[peer], f"{', '.join(ratios)} tokens", list(ratios.values()), "[cpu](docs/cpu.md)")
 
 
 def _blocks(found: dict[str, Any], where: str) -> Iterator[Line]:
     cases = [{line["candidate"]: line["cpu_ms"] for line in case["lines"]} for case in found["cases"]]
     rows = ", ".join(str(case["rows"]) for case in found["cases"])
-    for kind, name in BLOCKS.items():
+    measured = [kind for kind in BLOCKS if all(f"ggml {kind}" in case for case in cases)]
+    for kind, name in ((kind, BLOCKS[kind]) for kind in measured):
         ratios = [
             min(ms for each, ms in case.items() if each in (f"ggml {kind}", f"ggml {kind} repacked"))
             / case[f"ours {kind}"]
