@@ -198,11 +198,10 @@ void multiply_exactly(const Columns& w, const Rows& rows, const Scratch& scratch
   const int n = rows.num_rows;
   std::memset(totals, 0, size_t(w.num_pairs) * n * kPairColumns * sizeof(float));
   PartProduct<Policy, Width> product = {w, rows, scratch, totals};
-  configure_tiles(n < kTileRows ? n : kTileRows, Width == 2 ? 64 : 32);
+  need_tiles(n, Width == 2 ? 64 : 32);
   if (n <= w.streamed_rows) product.few();
   for (int first = 0; n > w.streamed_rows && first < w.num_pairs; first += kPanelPairs)
     product.many(first, w.num_pairs - first < kPanelPairs ? w.num_pairs - first : kPanelPairs);
-  configure_tiles();
 }
 
 template <typename Policy, typename Folded, int Width = 2>

@@ -307,7 +307,6 @@ void multiply_streamed(Product& product) {
     if (n <= kRowBlock) multiply_chunk<Policy, Policy::kLines>(product, step0, tiles);
     else multiply_chunk<Policy, (Policy::kLines + 1) / 2>(product, step0, tiles);
   };
-  if (n < kTileRows) configure_tiles(n);
   if (rows.tiles.data != nullptr) {
     multiply(0, rows.tiles);
   } else {
@@ -319,7 +318,6 @@ void multiply_streamed(Product& product) {
     }
   }
   product.pending.finish();
-  if (n < kTileRows) configure_tiles();
 }
 
 // All rows of some pairs: the panels of 128 k at a time.
@@ -371,6 +369,7 @@ void multiply_many(Product& product, int first, int pairs) {
 template <typename Policy>
 void multiply_with(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   Product product(w, rows, scratch, totals);
+  need_tiles(rows.num_rows);
   if (rows.num_rows <= w.streamed_rows) return multiply_streamed<Policy>(product);
   for (int first = 0; first < w.num_pairs; first += kPanelPairs) {
     const int pairs = w.num_pairs - first < kPanelPairs ? w.num_pairs - first : kPanelPairs;

@@ -20,6 +20,7 @@ struct PeakTile {
 
 double peak_amx(int64_t iterations) {
   static const PeakTile tile;
+  need_tiles(kTileRows);
   tile_load<0>(tile.values, 64);
   tile_load<1>(tile.values, 64);
   tile_load<2>(tile.values, 64);
@@ -49,10 +50,10 @@ constexpr auto kMultiplyInt8Parts = multiply_int8_parts<PortableInt8PartOps>;
 
 const Kernels* amx_kernels() {
   static const Kernels table = {
-      "amx", 0, true, true, configure_tiles, release_tiles, nullptr, multiply_pipelined,
+      "amx", 0, true, true, leave_tiles, nullptr, multiply_pipelined,
       has_amx_int8() ? multiply_int8_amx : kMultiplyInt8, quantize_int8,
-      has_amx_int8() ? multiply_int8_parts_amx : kMultiplyInt8Parts, round_row, activate, accumulate, to_bf16, quantize, decode, count_nans,
-      gate_dots, read, peak_amx,
+      has_amx_int8() ? multiply_int8_parts_amx : kMultiplyInt8Parts, round_row, activate, accumulate, to_bf16, quantize, decode,
+      count_nans, gate_dots, read, peak_amx,
   };
   return &table;
 }

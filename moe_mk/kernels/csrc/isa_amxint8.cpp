@@ -191,10 +191,8 @@ void multiply_tiles(const Columns& w, const Rows& rows, const Scratch& scratch, 
 void multiply_int8_amx(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   const bool cut = w.scales != nullptr && w.steps_per_block != 1 && w.steps_per_block % kTileSteps != 0;
   if (rows.num_rows < w.tile_rows || cut) return kFewRowsInt8(w, rows, scratch, totals);
-  const bool partial = rows.num_rows < kTileRows;  // tiles of fewer rows are multiplied in less time
-  if (partial) configure_tiles(rows.num_rows);
+  need_tiles(rows.num_rows);
   multiply_tiles(w, rows, scratch, totals);
-  if (partial) configure_tiles();
 }
 
 }  // namespace moe_mk

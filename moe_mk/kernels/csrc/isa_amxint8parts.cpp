@@ -131,9 +131,8 @@ void multiply_tiles(const Columns& w, const Rows& rows, const Scratch& scratch, 
 void multiply_int8_parts_amx(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   if (rows.num_rows < w.tile_rows) return kFewRows8(w, rows, scratch, totals);
   const bool narrow = w.part_pairs == kStep / 2;  // parts of 32 k: half of a tile
-  configure_tiles(rows.num_rows < kTileRows ? rows.num_rows : kTileRows, narrow ? kStep : 2 * kStep);
+  need_tiles(rows.num_rows, narrow ? kStep : 2 * kStep);
   narrow ? multiply_tiles<kStep>(w, rows, scratch, totals) : multiply_tiles<2 * kStep>(w, rows, scratch, totals);
-  configure_tiles();
 }
 
 }  // namespace moe_mk

@@ -115,8 +115,7 @@ struct Kernels {
   int few_rows;        // up to this many rows multiply_few is faster; 0: not available
   bool few_is_equal;   // multiply_few and multiply_many agree bit for bit if there are no scales of k groups
   bool reads_tiles;    // multiply_many reads Rows::tiles
-  void (*enter)();     // called once per thread before the other functions
-  void (*leave)();
+  void (*leave)();     // called once per thread after the other functions
   // totals: [pair][num_rows][32] f32, overwritten.
   void (*multiply_few)(const Columns&, const Rows&, const Scratch&, float* totals);
   void (*multiply_many)(const Columns&, const Rows&, const Scratch&, float* totals);

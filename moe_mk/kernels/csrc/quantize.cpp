@@ -88,7 +88,6 @@ int32_t moe_mk_peak_rate(int64_t iterations, int32_t threads, int32_t isa, doubl
   ThreadPoolLease pool;
   std::atomic<int64_t> total{0};
   pool->run(threads, [&](int) {
-    kernels->enter();
     total += int64_t(kernels->peak(iterations));
     kernels->leave();
   });

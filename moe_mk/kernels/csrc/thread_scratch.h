@@ -43,7 +43,6 @@ bool each_task(const Layer& layer, int64_t tasks, Body body) {
       memory = false;
       return;
     }
-    layer.kernels.enter();
     for (int64_t task; memory && (task = next.fetch_add(1)) < tasks; layer.pool->after_task(member))
       memory = body(task, member, buffers) && memory;
     layer.kernels.leave();

@@ -36,6 +36,11 @@ inline TileCounts tile_counts;
 
 #endif
 
+struct TileShape {
+  int rows, row_bytes;
+};
+inline thread_local TileShape tile_shape = {};  // of a thread, as the registers are; 0 rows: not configured
+
 namespace {
 
 constexpr int kFirstWeightTile = 6;  // tiles 0..5 hold rows of x or of sums, 6 and 7 weights
@@ -185,10 +190,19 @@ inline __attribute__((always_inline)) void tile_zero() {
 
 #endif
 
+// Before tile instructions: configures the tiles unless they are as wanted, which takes as long as twenty products.
 // Fewer rows than kTileRows in the tiles of x and sums are multiplied and stored in less time. Tiles 4 and 5 are those of x;
 // their rows may have fewer bytes, of which a tile of weights has a row for each four.
-inline void configure_tiles(int rows) { configure_tiles(rows, 64); }
-inline void configure_tiles() { configure_tiles(kTileRows); }
+inline void need_tiles(int num_rows, int row_bytes = 64) {
+  const TileShape wanted = {num_rows < kTileRows ? num_rows : kTileRows, row_bytes};
+  if (tile_shape.rows == wanted.rows && tile_shape.row_bytes == wanted.row_bytes) return;
+  configure_tiles(wanted.rows, wanted.row_bytes);
+  tile_shape = wanted;
+}
+inline void leave_tiles() {
+  if (tile_shape.rows != 0) release_tiles();
+  tile_shape = {};
+}
 
 }  // namespace
 }  // namespace moe_mk
