@@ -32,7 +32,8 @@ def test_one_expert_always_chosen_is_a_dense_block_bit_for_bit(x_TH: Tensor, exp
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_all_experts_chosen_is_the_mixture_weighted_by_probability_bit_for_bit(x_TH: Tensor, experts: str) -> None:
     weights = tensors(5)
-    probability_TE = torch.softmax(x_TH @ weights["gate.weight"].T, dim=-1)
+    logits_TE = (x_TH @ weights["gate.weight"].T).double()
+    probability_TE = torch.softmax(logits_TE, dim=-1).float()
     expected = torch.zeros_like(x_TH)
     for e in range(5):
         expected += probability_TE[:, e, None] * mlp(x_TH, weights, f"experts.{e}")
