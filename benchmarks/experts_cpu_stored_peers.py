@@ -29,12 +29,12 @@ VLLM_GROUPS = (32, 64, 128)
 """Columns under one scale that vLLM's INT4 experts apply; with longer groups 0.32.0 computes other values."""
 GGML_BF16 = 30
 KT_GROUPED = {
-    "int4_g32": ("AMXInt4_KGroup_MOE", 4),
-    "mxfp4": ("AMXFP4_KGroup_MOE", 4),
-    "mxfp8": ("AMXMXFP8_KGroup_MOE", 8),
+    "int4_g32": (("AMXInt4_KGroup_MOE", "AVX2RawInt4_MOE"), 4),
+    "mxfp4": (("AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE"), 4),
+    "mxfp8": (("AMXMXFP8_KGroup_MOE", "AVX2MXFP8_MOE"), 8),
 }
-"""Classes of kt-kernel that read stored codes with scales of 32 columns, and bits. In 0.7.2 AMXInt4_KGroup_MOE crashes
-with groups of 128 and computes NaN with groups of 64."""
+"""Classes of kt-kernel that read stored codes with scales of 32 columns, of which an extension has one, and bits. In
+0.7.2 AMXInt4_KGroup_MOE crashes with groups of 128 and computes NaN with groups of 64."""
 KT_ROWS = {"int4_row": "AMXInt4_MOE", "int8": "AMXInt8_MOE"}
 """Classes that quantise rows of bf16 weights themselves. AMXInt4_1_MOE and AMXInt4_1KGroup_MOE, with zero points, are
 left out: they make other codes of weights that 4 bits hold exactly, with errors of about 0.25 and more."""
@@ -44,7 +44,7 @@ KT_GGML = "MOE"
 def vllm_candidates(kind: str, slots: Sequence[Slot], *, amx: bool) -> dict[str, Experts]:
     """vLLM's experts for a format, empty for others. amx: whether the processor has it; INT4 and MXFP4 need it."""
     scheme = GROUPED.get(kind)
-    if kind == "int8":
+    if kind == "int8" and hasattr(torch.ops._C, "fused_experts_cpu"):
         return {"vllm int8 w8a8": vllm_int8(slots)}
     if amx and scheme is not None and scheme.bits == 4 and scheme.columns in VLLM_GROUPS:
         return {f"vllm {_spoken(kind)}": vllm_int4(scheme, slots)}
@@ -54,7 +54,7 @@ def vllm_candidates(kind: str, slots: Sequence[Slot], *, amx: bool) -> dict[str,
 def kt_candidates(library: KtKernel, kind: str, slots: Sequence[Slot]) -> dict[str, Experts]:
     """kt-kernel's experts for a format, empty for others and for classes that its extension lacks."""
     name, stored = f"kt-kernel {_spoken(kind)}", [list(part) for part in zip(*slots, strict=True)]
-    if kind in KT_GROUPED and library.has(KT_GROUPED[kind][0]):
+    if kind in KT_GROUPED and any(map(library.has, KT_GROUPED[kind][0])):
         return {name: kt_grouped(library, kind, stored)}
     if kind in KT_ROWS and library.has(KT_ROWS[kind]):
         return {name: kt_rows(library, kind, stored)}
@@ -131,7 +131,7 @@ def awq(codes: Tensor) -> Tensor:
 
 def kt_grouped(library: KtKernel, kind: str, stored: Sequence[Sequence[QuantTensor]]) -> Experts:
     """kt-kernel's experts of stored codes: INT4, whose tokens it rounds to INT8, MXFP4 and MXFP8 with bf16 tokens."""
-    name, bits = KT_GROUPED[kind]
+    names, bits = KT_GROUPED[kind]
     config, alive = library.config(*_shape(stored)), []
     for matrix, tensors in zip(KtKernel.MATRICES, stored, strict=True):
         codes, scales = [q.values.contiguous() for q in tensors], [kt_scales(kind, _scales(q)) for q in tensors]
@@ -140,7 +140,7 @@ def kt_grouped(library: KtKernel, kind: str, stored: Sequence[Sequence[QuantTens
         alive += codes + scales
     quant = config.quant_config
     quant.bits, quant.group_size, quant.zero_point = bits, 32, False
-    return library.loaded(name, config)
+    return library.loaded(next(name for name in names if library.has(name)), config)
 
 
 def kt_scales(kind: str, scales: Tensor) -> Tensor:

