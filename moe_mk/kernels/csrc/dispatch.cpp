@@ -40,7 +40,9 @@ int best_prefetch() {
 }
 
 bool has_avx2() {
-  return (enabled_state() & 0x6) == 0x6 && (leaf(1, 0).ecx >> 12 & 1) && (leaf(7, 0).ebx >> 5 & 1);
+  const unsigned features = leaf(1, 0).ecx;
+  const bool fma = features >> 12 & 1, f16c = features >> 29 & 1;
+  return (enabled_state() & 0x6) == 0x6 && fma && f16c && (leaf(7, 0).ebx >> 5 & 1);
 }
 
 bool has_avx512bf16() {

@@ -1,12 +1,15 @@
-// The kernels for AVX2 + FMA (2013 on): built with -mavx2 -mfma.
+// The kernels for AVX2 + FMA + F16C (2013 on).
 #include "portable.h"
+
+#include "avx2.h"
+#include "avx2_int8.h"
 
 namespace moe_mk {
 
 const Kernels* avx2_kernels() {
   static const Kernels table = {
-      "avx2", 0, true, false, nothing, nullptr, multiply_blocked<PortableOps>, multiply_int8<PortableInt8Ops>,
-      quantize_int8, multiply_int8_parts<PortableInt8PartOps>, round_row,
+      "avx2", kDirectRows, true, true, false, nothing, multiply_few_avx2, multiply_many_avx2, multiply_int8<Avx2Int8Ops>,
+      quantize_int8, multiply_int8_parts_avx2, round_row,
       activate, accumulate, to_bf16, quantize, decode, count_nans, gate_dots, read, portable_peak,
   };
   return &table;

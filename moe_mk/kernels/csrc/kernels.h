@@ -114,6 +114,7 @@ struct Kernels {
   const char* name;
   int few_rows;        // up to this many rows multiply_few is faster; 0: not available
   bool few_is_equal;   // multiply_few and multiply_many agree bit for bit if there are no scales of k groups
+  bool few_of_bf16;    // multiply_few is faster for bf16 weights, which need no decoding, too
   bool reads_tiles;    // multiply_many reads Rows::tiles
   void (*leave)();     // called once per thread after the other functions
   // totals: [pair][num_rows][32] f32, overwritten.
