@@ -92,7 +92,15 @@ struct DirectE2m1 {
   }
 };
 
-// The same for integers, less Base.
+// Codes of 16 bits, two groups of columns, less Base -> f32. In the mantissa of 2^23 an integer is exact without a conversion.
+template <int Base>
+inline __attribute__((always_inline)) __m256 from_codes(__m256i codes, int group) {
+  const __m128i eight = group == 0 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
+  const __m256i bits = _mm256_or_si256(_mm256_cvtepu16_epi32(eight), _mm256_set1_epi32(0x4b000000));
+  return _mm256_sub_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(8388608.0f + Base));
+}
+
+// Integers of the same layout, less Base.
 template <int Base>
 struct DirectInt4 {
   static constexpr int kRows = 4;
@@ -102,11 +110,7 @@ struct DirectInt4 {
   inline __attribute__((always_inline)) explicit DirectInt4(const uint8_t* from) : codes(load<__m256i>(from)) {}
   template <int R>
   inline __attribute__((always_inline)) __m256 get(int group) const {
-    const __m256i one = _mm256_and_si256(_mm256_srli_epi16(codes, 4 * R), _mm256_set1_epi16(15));
-    const __m128i eight = group == 0 ? _mm256_castsi256_si128(one) : _mm256_extracti128_si256(one, 1);
-    // In the mantissa of 2^23 an integer is an exact f32 without a conversion.
-    const __m256i magic = _mm256_set1_epi32(0x4b000000);
-    return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_or_si256(_mm256_cvtepu16_epi32(eight), magic)), _mm256_set1_ps(8388608.0f + Base));
+    return from_codes<Base>(_mm256_and_si256(_mm256_srli_epi16(codes, 4 * R), _mm256_set1_epi16(15)), group);
   }
 };
 
@@ -273,18 +277,24 @@ void expand_f32(const uint8_t* packed, int ahead, int num_pairs, float* panel) {
   }
 }
 
-// Codes of five and six bits, through bf16.
+// The same for codes in pieces, of five and six bits.
+template <int Format>
 void expand_pieces(const Columns& w, const uint8_t* packed, int steps, float* panel) {
-  alignas(64) uint8_t tile_panel[kPanelTile * 2];
-  for (int s = 0; s < steps; ++s, packed += w.step_bytes)
-    for (int tile = 0; tile < 2; ++tile) {
-      portable_codes(w, packed + tile * 64, tile_panel);
-      for (int r = 0; r < kStep / 2; ++r)
-        for (int half = 0; half < 2; ++half) {
-          const DirectBf16 weights(tile_panel + r * kPanelRow + 32 * half);
-          store_row<0>(weights, panel + (s * (kStep / 2) + r) * kPairLanes + 32 * tile + 16 * half);
-        }
-    }
+  for (int s = 0; s < steps; ++s, packed += w.step_bytes, panel += kStep / 2 * kPairLanes) {
+    for (size_t line = 0; line < w.step_bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(packed + w.prefetch + line), _MM_HINT_T0);
+    for (int v = 0; v < kGroups / 2; ++v)
+#pragma GCC unroll 16
+      for (int r = 0; r < kStep / 2; ++r) {
+        __m256i codes = _mm256_setzero_si256();
+        each_piece(Format, r, [&](const Piece& piece) __attribute__((always_inline)) {
+          const __m256i lane = _mm256_srli_epi16(load<__m256i>(packed + piece.line * kPanelRow + 32 * v), piece.lane_bit);
+          const __m256i bits = _mm256_and_si256(lane, _mm256_set1_epi16(short((1 << piece.width) - 1)));
+          codes = _mm256_or_si256(codes, _mm256_slli_epi16(bits, piece.code_bit));
+        });
+        for (int group = 0; group < 2; ++group)
+          _mm256_storeu_ps(panel + r * kPairLanes + 16 * v + 8 * group, from_codes<Format == kQ6K ? 32 : 0>(codes, group));
+      }
+  }
 }
 
 template <typename Policy>
@@ -357,7 +367,7 @@ void multiply_many_avx2(const Columns& w, const Rows& rows, const Scratch& scrat
       unscaled = Policy::kUnscaled;
       expand_f32<Policy>(packed, w.prefetch, num_pairs, panel);
     });
-    if (!decoded) expand_pieces(w, packed, steps, panel);
+    if (!decoded) w.format == kQ6K ? expand_pieces<kQ6K>(w, packed, steps, panel) : expand_pieces<kQ5K>(w, packed, steps, panel);
     for (int row = 0; row < rows.num_rows; row += kPanelGroup) {
       UnitRows group = some;
       group.x += row * some.stride;

@@ -1,4 +1,4 @@
-// Integer products for AVX2: rows rounded to INT8 (int8.h) and to INT8 in parts of k (int8_parts.h).
+// Integer products for AVX2: rows rounded to INT8 (int8.h) and to INT8 in parts of k (int8_parts.h), straight from the packed bytes.
 //
 // Signed weights are widened to 16 bits, once for three rows, and multiplied by VPMADDWD. Four-bit weights are multiplied as
 // unsigned codes by VPMADDUBSW, which adds two products in 16 bits: eight sums of at most 2 * 15 * 128 = 3,840, those of
@@ -14,16 +14,26 @@ namespace {
 constexpr int kIntegerRows = 3;  // rows at a time: of four vectors of columns, twelve sums
 constexpr int kQuadsOf32 = kStep / 4;
 
-// N rows of s8 codes, XOR `flip`, times 16 columns of signed weights, four k a line. sums: [row][sums_stride].
+inline __attribute__((always_inline)) void prefetch_line(const uint8_t* line, int ahead) {
+  if (ahead != 0) _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
+}
+
+// c0 c1 c4 c5 c2 c3 c6 c7 -> in order
+inline __attribute__((always_inline)) __m256i sums_of_columns(__m256i first, __m256i second) {
+  return _mm256_permute4x64_epi64(_mm256_hadd_epi32(first, second), 0xd8);
+}
+
+// N rows of s8 codes, XOR `flip`, times 16 columns of signed weights, four k a line. to: [row][2 vectors of 8 columns], added to.
 template <int N>
-inline __attribute__((always_inline)) void add_signed(const uint8_t* weights, int quads, const uint8_t* const* x, int32_t flip, i32x16* sums,
-                                                      int sums_stride) {
+inline __attribute__((always_inline)) void add_signed(const uint8_t* weights, int quads, const uint8_t* const* x, int32_t flip, int ahead,
+                                                      __m256i (&to)[N][2]) {
   const __m128i flips = _mm_set1_epi32(flip);
   __m256i of[N][4];  // of four columns: k 0 and 1, k 2 and 3
 #pragma GCC unroll 4
   for (int m = 0; m < N; ++m)
     for (int v = 0; v < 4; ++v) of[m][v] = _mm256_setzero_si256();
   for (int quad = 0; quad < quads; ++quad, weights += kCodeRow) {
+    prefetch_line(weights, ahead);
     __m256i codes[N];
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m) codes[m] = _mm256_cvtepi8_epi16(_mm_xor_si128(_mm_set1_epi32(load<int32_t>(x[m] + 4 * quad)), flips));
@@ -36,95 +46,155 @@ inline __attribute__((always_inline)) void add_signed(const uint8_t* weights, in
   }
 #pragma GCC unroll 4
   for (int m = 0; m < N; ++m)
-    for (int half = 0; half < 2; ++half) {
-      // c0 c1 c4 c5 c2 c3 c6 c7 -> in order
-      const __m256i both = _mm256_hadd_epi32(of[m][2 * half], of[m][2 * half + 1]);
-      auto* to = reinterpret_cast<uint8_t*>(sums + m * sums_stride) + 32 * half;
-      store(to, _mm256_add_epi32(load<__m256i>(to), _mm256_permute4x64_epi64(both, 0xd8)));
-    }
+    for (int half = 0; half < 2; ++half) to[m][half] = _mm256_add_epi32(to[m][half], sums_of_columns(of[m][2 * half], of[m][2 * half + 1]));
 }
 
-__attribute__((noinline)) void add_signed_rows(int n, const uint8_t* weights, int quads, const uint8_t* const* x, int32_t flip, i32x16* sums,
-                                               int sums_stride) {
-  for (int m = 0; m < n; m += kIntegerRows)
-    switch (n - m) {
-      case 1: add_signed<1>(weights, quads, x + m, flip, sums + m * sums_stride, sums_stride); break;
-      case 2: add_signed<2>(weights, quads, x + m, flip, sums + m * sums_stride, sums_stride); break;
-      default: add_signed<kIntegerRows>(weights, quads, x + m, flip, sums + m * sums_stride, sums_stride);
-    }
-}
-
+// Rows with one scale each.
 struct Avx2Int8Ops {
+  template <int N>
+  __attribute__((noinline)) static void dots_of(const uint8_t* weights, int quads, const uint8_t* const* x, int ahead, i32x16* sums,
+                                                int stride) {
+    __m256i of[N][2];
+    for (int m = 0; m < N; ++m) of[m][0] = of[m][1] = _mm256_setzero_si256();
+    add_signed<N>(weights, quads, x, int32_t(0x80808080u), ahead, of);
+    for (int m = 0; m < N; ++m)
+      for (int half = 0; half < 2; ++half) store(reinterpret_cast<uint8_t*>(sums + m * stride) + 32 * half, of[m][half]);
+  }
+
   static void dots(int n, int pairs, const Columns& w, int pair, int step, int steps, const Rows& rows, int first, i32x16*,
                    i32x16* sums) {
     const uint8_t* x[kInt8Group];
+    const int quads = steps * kQuadsOf32, stride = 2 * pairs, ahead = first == 0 ? w.prefetch : 0;
     for (int m = 0; m < n; ++m) x[m] = rows.codes(first + m) + size_t(step) * kStep;
-    std::memset(sums, 0, size_t(2 * pairs * n) * sizeof(i32x16));
     for (int t = 0; t < 2 * pairs; ++t) {
       const uint8_t* weights = w.data + size_t(pair + t / 2) * w.pair_bytes + step * w.step_bytes + t % 2 * 64;
-      if (t % 2 == 0)
-        for (size_t at = 0; first == 0 && at < steps * w.step_bytes; at += 64) __builtin_prefetch(weights + w.prefetch + at);
-      add_signed_rows(n, weights, steps * kQuadsOf32, x, int32_t(0x80808080u), sums + t, 2 * pairs);
+      for (int m = 0; m < n; m += kIntegerRows) {
+        i32x16* to = sums + m * stride + t;
+        switch (n - m) {
+          case 1: dots_of<1>(weights, quads, x + m, m == 0 ? ahead : 0, to, stride); break;
+          case 2: dots_of<2>(weights, quads, x + m, m == 0 ? ahead : 0, to, stride); break;
+          default: dots_of<kIntegerRows>(weights, quads, x + m, m == 0 ? ahead : 0, to, stride);
+        }
+      }
     }
   }
 };
 
-struct Avx2Int8PartOps {
-  static constexpr int kGroup = 8;
-  static constexpr bool kUnsigned = false;
+// The sums of one part: N rows times the 32 columns of a pair, as four vectors.
+template <int N>
+struct PartOfRows {
+  __m256i of[N][4];
 
-  static void dots(const uint8_t* panel, int quads, const Rows& rows, int first, int n, size_t offset, i32x16* sums) {
-    const uint8_t* x[kGroup];
-    for (int m = 0; m < n; ++m) x[m] = rows.codes(first + m) + offset;
-    for (int tile = 0; tile < 2; ++tile) add_signed_rows(n, panel + tile * 64, quads, x, 0, sums + tile, 2);
+  void start(int base, const RowParts* rows, int part) {
+    for (int m = 0; m < N; ++m) {
+      const __m256i first = _mm256_set1_epi32(base == 0 ? 0 : -base * rows[m].codes(part));
+      for (int v = 0; v < 4; ++v) of[m][v] = first;
+    }
   }
-};
-
-struct Avx2Int4PartOps {
-  static constexpr int kGroup = 9;
-  static constexpr bool kUnsigned = true;
-
-  // 32 k at a time.
-  template <int N>
-  static inline __attribute__((always_inline)) void add(const uint8_t* panel, int quads, const uint8_t* const* x, i32x16* sums) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    auto* to = reinterpret_cast<uint8_t*>(sums);
-    for (int quad = 0; quad < quads; quad += kQuadsOf32) {
-      __m256i of[N][4];
+  // Unsigned four-bit codes, 32 k at a time: a line of packed bytes holds four k in its low halves and four in its high ones.
+  inline __attribute__((always_inline)) void add_four_bits(const uint8_t* packed, int steps, const uint8_t* const* x, int ahead) {
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    for (int s = 0; s < steps; ++s) {
+      __m256i sums[N][4];
       for (int m = 0; m < N; ++m)
-        for (int v = 0; v < 4; ++v) of[m][v] = _mm256_setzero_si256();
-      for (int q = quad; q < quad + kQuadsOf32; ++q, panel += kCodeRow) {
-        __m256i codes[N];
-        for (int m = 0; m < N; ++m) codes[m] = _mm256_set1_epi32(load<int32_t>(x[m] + 4 * q));
+        for (int v = 0; v < 4; ++v) sums[m][v] = _mm256_setzero_si256();
+      for (int line = 0; line < kQuadsOf32 / 2; ++line, packed += kCodeRow) {
+        prefetch_line(packed, ahead);
+        prefetch_line(packed + 64, ahead);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) {
-          const __m256i weights = load<__m256i>(panel + 32 * v);
-          for (int m = 0; m < N; ++m) of[m][v] = _mm256_add_epi16(of[m][v], _mm256_maddubs_epi16(weights, codes[m]));
+          const __m256i both = load<__m256i>(packed + 32 * v);
+          const __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+#pragma GCC unroll 4
+          for (int m = 0; m < N; ++m) {
+            const uint8_t* codes = x[m] + s * kStep + 8 * line;
+            sums[m][v] = _mm256_add_epi16(sums[m][v], _mm256_maddubs_epi16(first, _mm256_set1_epi32(load<int32_t>(codes))));
+            sums[m][v] = _mm256_add_epi16(sums[m][v], _mm256_maddubs_epi16(second, _mm256_set1_epi32(load<int32_t>(codes + 4))));
+          }
         }
       }
       for (int m = 0; m < N; ++m)
-        for (int v = 0; v < 4; ++v) {
-          uint8_t* at = to + m * 2 * sizeof(i32x16) + 32 * v;
-          store(at, _mm256_add_epi32(load<__m256i>(at), _mm256_madd_epi16(of[m][v], ones)));
-        }
+        for (int v = 0; v < 4; ++v) of[m][v] = _mm256_add_epi32(of[m][v], _mm256_madd_epi16(sums[m][v], ones));
     }
   }
-
-  __attribute__((noinline)) static void dots(const uint8_t* panel, int quads, const Rows& rows, int first, int n, size_t offset, i32x16* sums) {
-    const uint8_t* x[kGroup];
-    for (int m = 0; m < n; ++m) x[m] = rows.codes(first + m) + offset;
-    for (int m = 0; m < n; m += kIntegerRows)
-      switch (n - m) {
-        case 1: add<1>(panel, quads, x + m, sums + 2 * m); break;
-        case 2: add<2>(panel, quads, x + m, sums + 2 * m); break;
-        default: add<kIntegerRows>(panel, quads, x + m, sums + 2 * m);
+  inline __attribute__((always_inline)) void add_eight_bits(const uint8_t* packed, int steps, const uint8_t* const* x, int ahead) {
+    for (int tile = 0; tile < 2; ++tile) {
+      __m256i sums[N][2];
+      for (int m = 0; m < N; ++m)
+        for (int half = 0; half < 2; ++half) sums[m][half] = of[m][2 * tile + half];
+      add_signed<N>(packed + tile * 64, steps * kQuadsOf32, x, 0, ahead, sums);
+      for (int m = 0; m < N; ++m)
+        for (int half = 0; half < 2; ++half) of[m][2 * tile + half] = sums[m][half];
+    }
+  }
+  // scales, minima: of the part, [32]; minima may be null.
+  inline __attribute__((always_inline)) void close(const float* scales, const float* minima, const RowParts* rows, int part, float* totals) const {
+    for (int m = 0; m < N; ++m)
+      for (int v = 0; v < 4; ++v) {
+        float* to = totals + m * kPairColumns + 8 * v;
+        const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(scales + 8 * v), _mm256_set1_ps(rows[m].scales[part]));
+        __m256 total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(of[m][v]), factor, _mm256_loadu_ps(to));
+        if (minima != nullptr) total = _mm256_fnmadd_ps(_mm256_loadu_ps(minima + 8 * v), _mm256_set1_ps(rows[m].sums()[part]), total);
+        _mm256_storeu_ps(to, total);
       }
   }
 };
 
-void multiply_int8_parts_avx2(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  if (w.format == kInt8Groups) multiply_int8_parts<Avx2Int8PartOps>(w, rows, scratch, totals);
-  else multiply_int8_parts<Avx2Int4PartOps>(w, rows, scratch, totals);
+// One unit of k of a pair and its scales.
+struct IntegerUnit {
+  const Columns& w;
+  int step, steps;
+  const uint8_t* packed;
+  const float *scales, *minima;
+};
+
+template <int N, bool FourBits>
+__attribute__((noinline)) void multiply_unit(const IntegerUnit& unit, const Rows& rows, int first, int ahead, float* totals) {
+  const int num_parts = row_parts(unit.w), part_steps = unit.w.part_pairs / (kStep / 2), base = FourBits ? code_base(unit.w) : 0;
+  const uint8_t* x[N];
+  RowParts parts[N];
+  for (int m = 0; m < N; ++m) {
+    x[m] = rows.codes(first + m) + size_t(unit.step) * kStep;
+    parts[m] = {rows.scales[first + m], num_parts};
+  }
+  const uint8_t* packed = unit.packed;
+  for (int part = 0, done = 0; done < unit.steps; ++part, done += part_steps) {
+    const int some = unit.steps - done < part_steps ? unit.steps - done : part_steps, at = unit.step / part_steps + part;
+    PartOfRows<N> sums;
+    sums.start(base, parts, at);
+    if constexpr (FourBits) sums.add_four_bits(packed, some, x, ahead);
+    else sums.add_eight_bits(packed, some, x, ahead);
+    sums.close(unit.scales + part * kPairColumns, unit.minima == nullptr ? nullptr : unit.minima + part * kPairColumns, parts, at, totals);
+    packed += size_t(some) * unit.w.step_bytes;
+    for (int m = 0; m < N; ++m) x[m] += size_t(some) * kStep;
+  }
+}
+
+template <bool FourBits>
+void multiply_parts_of(const Columns& w, const Rows& rows, float* totals) {
+  alignas(64) float scales[kMostUnitParts * kPairColumns], minima[kMostUnitParts * kPairColumns];
+  std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
+  for (int pair = 0; pair < w.num_pairs; ++pair, totals += size_t(rows.num_rows) * kPairColumns)
+    for (int step = 0; step < w.num_steps; step += kUnitSteps) {
+      const int steps = w.num_steps - step < kUnitSteps ? w.num_steps - step : kUnitSteps;
+      part_scales(w, pair, step, steps, scales, minima);
+      const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
+      const IntegerUnit unit = {w, step, steps, packed, scales, w.minima ? minima : nullptr};
+      for (int first = 0; first < rows.num_rows; first += kIntegerRows) {
+        float* to = totals + size_t(first) * kPairColumns;
+        const int ahead = first == 0 ? w.prefetch : 0;
+        switch (rows.num_rows - first) {
+          case 1: multiply_unit<1, FourBits>(unit, rows, first, ahead, to); break;
+          case 2: multiply_unit<2, FourBits>(unit, rows, first, ahead, to); break;
+          default: multiply_unit<kIntegerRows, FourBits>(unit, rows, first, ahead, to);
+        }
+      }
+    }
+}
+
+void multiply_int8_parts_avx2(const Columns& w, const Rows& rows, const Scratch&, float* totals) {
+  if (w.format == kInt8Groups) multiply_parts_of<false>(w, rows, totals);
+  else multiply_parts_of<true>(w, rows, totals);
 }
 
 }  // namespace

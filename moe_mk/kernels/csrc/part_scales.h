@@ -14,7 +14,7 @@
 #include "apply_scales.h"
 #include "blocked.h"
 
-#if defined(__AVX512F__)
+#if defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -26,11 +26,18 @@ constexpr int kMostParts = 2 * kSuperSteps;  // of the steps that are expanded a
 inline __attribute__((always_inline)) f32x16 widen_half(const uint8_t* from) {
 #if defined(__AVX512F__)
   return bits<f32x16>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__)
+  struct Halves {
+    __m256 of[2];
+  } both;
+  for (int i = 0; i < 2; ++i) both.of[i] = _mm256_cvtph_ps(load<__m128i>(from + 16 * i));
+  return bits<f32x16>(both);
 #else
-  const u32x16 half = __builtin_convertvector(load<u16x16>(from), u32x16);
-  // The exponent of a half is 112 too small as one of an f32; the product is exact for subnormals too.
-  const u32x16 finite = bits<u32x16>(bits<f32x16>((half & 0x7fffu) << 13) * 0x1p112f);
-  const u32x16 value = (half & 0x7c00u) == 0x7c00u ? (half & 0x7fffu) << 13 | 0x7f800000u : finite;
+  const u32x16 half = __builtin_convertvector(load<u16x16>(from), u32x16), magnitude = half & 0x7fffu;
+  // Subnormals by an integer conversion: a caller may have set denormal f32 inputs to count as zero.
+  const u32x16 subnormal = bits<u32x16>(__builtin_convertvector(bits<i32x16>(magnitude), f32x16) * 0x1p-24f);
+  const u32x16 normal = (magnitude << 13) + (112u << 23), special = magnitude << 13 | 0x7f800000u;
+  const u32x16 value = magnitude < 0x400u ? subnormal : magnitude < 0x7c00u ? normal : special;
   return bits<f32x16>(value | (half & 0x8000u) << 16);
 #endif
 }
