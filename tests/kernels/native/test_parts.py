@@ -294,3 +294,24 @@ def test_layouts_that_cannot_be_packed_are_refused() -> None:
 def test_grouped_schemes_and_blocks_all_have_a_packed_format() -> None:
     assert all(storage_of(scheme) is not None for scheme in SCHEMES)
     assert {scheme.bits for scheme in GROUPED.values() if isinstance(scheme, Grouped)} == {4, 8}
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0"])
+def test_small_scales_count_where_the_caller_flushes_denormals(isas: list[IsaHere], name: str) -> None:
+    # Of these weights the f16 scales are subnormal. torch.set_flush_denormal, and libraries that are loaded into the
+    # process, make denormal f32 inputs count as zero in the thread that calls.
+    layer = PartsLayer(1, 256, 256, scheme=GGUF[name])
+    for tensor in layer.tensors.values():
+        tensor.values.copy_(layer.scheme.quantize(torch.randn(1, 256, 256) * 1e-4).values)
+    x, ids, weights = batch(3, 256, 1, 1)
+    ids.zero_()
+    for library, isa in isas:
+        w13, w2 = layer.pack(library)
+        wanted = experts_rows(library, x, ids, weights, w13, w2, isa=isa, threads=1)
+        assert wanted.abs().max() > 0
+        assert torch.set_flush_denormal(True)
+        try:
+            got = experts_rows(library, x, ids, weights, w13, w2, isa=isa, threads=1)
+        finally:
+            torch.set_flush_denormal(False)
+        assert torch.equal(got, wanted), isa
