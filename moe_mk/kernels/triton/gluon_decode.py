@@ -121,4 +121,4 @@ def _multiply(order_ptr, units, ring, scales, out, how):
             two += b * (s_x * s_2)[None, :]
             s_x, s_1, s_2 = next_x, next_1, next_2
             it += 1
-        store(one, two, position, there, n, order_ptr, out, how, L, 0)
+        store(one, two, position, there, n, order_ptr, out, how, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -17,19 +18,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moe_mk.kernels.triton.numerics import as_scale, hidden_of, scale_of
 
 W13, W2 = gl.constexpr(0), gl.constexpr(1)
-ROWS_OF_A_WARP = [[1, 0], [2, 0], [4, 0]]
-WARPS = [[16, 0], [32, 0]]
-# Of a (64, 128) tile: the rows of a thread are those that its sums have, its columns are 16 bytes in a line.
-BF16_OF_A_ROW = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], *ROWS_OF_A_WARP], WARPS, [], [64, 128]
-    )
-)
-CODES_OF_A_ROW = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [8, 0]], [[0, 16], [0, 32], *ROWS_OF_A_WARP], WARPS, [], [64, 128]
-    )
-)
+
+
+@constexpr_function
+def row_pieces(left, right, axis, length):
+    """A layout of (left, right) sums in which a thread holds `length` adjacent columns of a row, or as many as it has.
+
+    axis: which of both are columns, the other one is of rows. Every warp keeps the sums that it has multiplied, 16 of
+    each 64 on the left, so that only the threads of a warp exchange values. Lanes hold two more bits of the column.
+    """
+    sides = [[1 << bit for bit in range(side.bit_length() - 1)] for side in (left, right)]
+    sides[0] = [bit for bit in sides[0] if bit not in (16, 32)]
+    columns, rows = sides[axis], sides[1 - axis]
+    held = min(length, left * right // 128).bit_length() - 1
+    split = 5 - len(columns[held : held + 2])
+
+    def bases(some_columns, some_rows):
+        return [[0, c] if axis else [c, 0] for c in some_columns] + [[r, 0] if axis else [0, r] for r in some_rows]
+
+    registers = bases(columns[:held] + columns[held + 2 :], rows[split:])
+    lanes = bases(columns[held : held + 2], rows[:split])
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [left, right])
 
 
 class Units(NamedTuple):
@@ -156,43 +165,39 @@ def scale_at(pointer, mask):
 
 
 @gluon.jit
-def store(one, two, position, there, n, order_ptr, out, how, L: gl.constexpr, AXIS: gl.constexpr):
-    """Finish a unit and write it. L: how its sums lie; AXIS: along which of their axes the weight rows do.
-
-    Where the weight rows are columns, four threads of a row exchange values, so that each stores 16 bytes at once.
-    """
-    column = columns_of(n, how.mode) + gl.arange(0, 128, gl.SliceLayout(1 - AXIS, L))
+def store(one, two, position, there, n, order_ptr, out, how, AXIS: gl.constexpr):
+    """Finish a unit and write it. AXIS: along which axis of its sums the weight rows lie."""
+    first = columns_of(n, how.mode)
     if how.mode == 0:
         hidden = hidden_of(one, two, how.activation, how.alpha, how.limit, True)
         scale = scale_of(gl.max(gl.abs(hidden), AXIS), how.power_of_two)
         value = (hidden * gl.expand_dims(1.0 / scale, AXIS)).to(gl.float8e4nv)
         gl.store(out.scales_ptr + position.to(gl.int64) * out.scales_m + n * out.scales_k, scale, mask=there)
-        if AXIS == 1:
-            store_rows(value, out.ptr, out.width, position, there, columns_of(n, how.mode), CODES_OF_A_ROW)
-        else:
-            row = gl.expand_dims(position.to(gl.int64) * out.width, AXIS)
-            gl.store(out.ptr + row + gl.expand_dims(column, 1 - AXIS), value, mask=gl.expand_dims(there, AXIS))
+        store_rows(value, out.ptr, out.width, position, there, first, AXIS)
     else:
-        target = gl.load(order_ptr + position, mask=there, other=0) if how.scatter else position
-        if how.weighted:
-            weight = gl.expand_dims(gl.load(out.weights_ptr + target, mask=there, other=0.0), AXIS)
-            one, two = one * weight, two * weight
-        if AXIS == 1:
-            first = columns_of(n, how.mode)
-            store_rows(one.to(gl.bfloat16), out.ptr, out.width, target, there, first, BF16_OF_A_ROW)
-            store_rows(two.to(gl.bfloat16), out.ptr, out.width, target, there, first + 128, BF16_OF_A_ROW)
-        else:
-            row = gl.expand_dims(target.to(gl.int64) * out.width, AXIS)
-            pointer, inside = out.ptr + row + gl.expand_dims(column, 1 - AXIS), gl.expand_dims(there, AXIS)
-            gl.store(pointer, one.to(gl.bfloat16), mask=inside)
-            gl.store(pointer + 128, two.to(gl.bfloat16), mask=inside)
+        store_weighted(one, two, position, there, first, order_ptr, out, how, AXIS)
 
 
 @gluon.jit
-def store_rows(value, ptr, pitch, target, there, first, LAYOUT: gl.constexpr):
-    """Write (64, 128) values to the rows `target` from column `first` on, 16 bytes a thread."""
-    target = gl.convert_layout(target, gl.SliceLayout(1, LAYOUT))
-    there = gl.convert_layout(there, gl.SliceLayout(1, LAYOUT))
-    column = first + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    pointer = ptr + target.to(gl.int64)[:, None] * pitch + column[None, :]
-    gl.store(pointer, gl.convert_layout(value, LAYOUT), mask=there[:, None])
+def store_weighted(one, two, position, there, first, order_ptr, out, how, AXIS: gl.constexpr):
+    """Write both sums of the second product, which lie side by side, to the rows of their assignments."""
+    target = gl.load(order_ptr + position, mask=there, other=0) if how.scatter else position
+    if how.weighted:
+        weight = gl.expand_dims(gl.load(out.weights_ptr + target, mask=there, other=0.0), AXIS)
+        one, two = one * weight, two * weight
+    store_rows(one.to(gl.bfloat16), out.ptr, out.width, target, there, first, AXIS)
+    store_rows(two.to(gl.bfloat16), out.ptr, out.width, target, there, first + two.shape[AXIS], AXIS)
+
+
+@gluon.jit
+def store_rows(value, ptr, pitch, target, there, first, AXIS: gl.constexpr):
+    """Write values to the rows `target` from column `first` on, 16 bytes a thread; 8 of the codes of 8 tokens.
+
+    The threads of each warp exchange their values first. AXIS: along which axis of the values the columns lie.
+    """
+    PIECES: gl.constexpr = row_pieces(value.shape[0], value.shape[1], AXIS, 16 // value.dtype.itemsize)
+    target = gl.convert_layout(target, gl.SliceLayout(AXIS, PIECES))
+    there = gl.convert_layout(there, gl.SliceLayout(AXIS, PIECES))
+    column = first + gl.arange(0, value.shape[AXIS], gl.SliceLayout(1 - AXIS, PIECES))
+    pointer = ptr + gl.expand_dims(target.to(gl.int64) * pitch, AXIS) + gl.expand_dims(column, 1 - AXIS)
+    gl.store(pointer, gl.convert_layout(value, PIECES), mask=gl.expand_dims(there, AXIS))

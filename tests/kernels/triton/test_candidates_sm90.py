@@ -42,16 +42,9 @@ def found(tile: Tile) -> dict[str, Any]:
             built = (w13_of if gemm == "w13" else w2_of)("fp8", tile)
         made[gemm] = {
             "registers": built.registers, "spills": built.spills, "shared": built.shared, "step": built.step,
-            "products": built.products, "store": _row_store(built.stores, tile),
+            "products": built.products, "store": max(built.stores),
         }  # fmt: skip
     return made
-
-
-def _row_store(stores: Mapping[int, int], tile: Tile) -> int:
-    """Bytes per thread of the stores of output rows: the widest, or in Gluon, where scales are wider, the most
-    frequent.
-    """
-    return max(stores) if tile.engine == "triton" else max(stores, key=lambda width: stores[width])
 
 
 @cache

@@ -101,6 +101,37 @@ def test_the_second_product_of_decode_fills_its_ring_while_the_first_one_drains(
     assert multiplier < second.index("griddepcontrol.launch_dependents") < second.index("wgmma.mma_async")
 
 
+@pytest.mark.parametrize("length", [8, 16])
+@pytest.mark.parametrize("left,right,axis", [(128, 8, 0), (128, 16, 0), (128, 32, 0), (64, 64, 1), (64, 128, 1)])
+def test_every_thread_stores_adjacent_columns_that_its_warp_multiplied(
+    left: int, right: int, axis: int, length: int
+) -> None:
+    from moe_mk.kernels.triton.gluon_parts import row_pieces
+
+    layout = row_pieces(left, right, axis, length)
+    length = min(length, left * right // 128)
+    piece = [[0, 1 << bit] if axis else [1 << bit, 0] for bit in range(length.bit_length() - 1)]
+    assert layout.reg_bases[: len(piece)] == piece and layout.warp_bases == [[16, 0], [32, 0]]
+    bases = [tuple(base) for base in (*layout.reg_bases, *layout.lane_bases, *layout.warp_bases)]
+    assert sorted(bases) == sorted(
+        [(1 << bit, 0) for bit in range(left.bit_length() - 1)]
+        + [(0, 1 << bit) for bit in range(right.bit_length() - 1)]
+    ), "every position once"
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("tile", [Tile(8, True, 4, 6, "gluon"), Tile(32, True, 4, 6, "gluon")])
+def test_rows_are_turned_for_storing_behind_the_ring_by_the_warps_that_multiply(tile: Tile, second: bool) -> None:
+    """No barrier of the epilogue waits for the warps that copy, and no copy writes what the epilogue uses."""
+    built = by_hand(tile.rows, second=second, gather=not second, stages=tile.stages)
+    barriers = set(re.findall(r"\bbar\.sync\s+(\d+)(?:, (\d+))?;", built.ptx))
+    assert barriers == {("0", "128")}
+    places = re.findall(r"\b(?:ld|st)\.shared\S*\s+(?:\{?[^\[;]*\}?, )?\[\S+?\+(\d+)\]", built.ptx)
+    scratch = {int(place) for place in places if int(place)}
+    assert scratch and min(scratch) >= tile.shared_bytes
+    assert max(built.stores) == (8 if tile.rows == 8 and not second else 16), "bytes of a row that a thread stores"
+
+
 def test_tiles_and_their_number_are_read_past_the_l1_cache_in_the_second_product_of_decode() -> None:
     """It reads them before it waits, and each replay of a graph writes others to the same place."""
     second = by_hand(8, second=True, gather=False, stages=6).ptx
