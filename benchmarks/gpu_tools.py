@@ -57,7 +57,7 @@ def tiny() -> None:
 
     device = torch.device("cuda")
     stack = random_experts(FP8_128x128, 3, 256, 256, device)
-    for tile in (BUILT_IN[0][1], GLUON[0][1], GLUON[-1][1]):
+    for tile in (BUILT_IN[0][1], GLUON[0][1], *(tile for _, tile in GLUON[-2:])):
         backend = TritonExperts(ExpertsContext(BF16, FP8_1x128, "silu", 3, 256, 256, device))
         backend.tuned = Tuned.fixed(tile)
         ids = torch.tensor([[0, 2], [-1, 1], [2, -1], [1, 0], [-1, -1]], dtype=torch.int32, device=device)

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
 CUDA = torch.device("cuda")
 HIDDEN, INNER = 7168, 2048
 BY_HAND = [Tile(8, True, 4, 6, "gluon"), Tile(16, True, 4, 6, "gluon"), Tile(32, True, 4, 6, "gluon")]
-BY_HAND += [Tile(128, False, 4, 4, "gluon")]
+BY_HAND += [Tile(64, False, 4, 5, "gluon"), Tile(128, False, 4, 4, "gluon")]
 TILES = [*(tile for _, tile in BUILT_IN), *BY_HAND]
 
 

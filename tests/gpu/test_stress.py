@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60, method="thread")]
 REPLAYS, ROUTINGS, SLOTS, ROWS, TOP_K, HIDDEN, INNER = 10_000, 16, 8, 8, 4, 1024, 512
 
 
-@pytest.mark.parametrize("tile", [Tile(8, True, 4, 6, "gluon"), BUILT_IN[0][1]], ids=lambda tile: tile.engine)
+TILES = [Tile(8, True, 4, 6, "gluon"), Tile(64, False, 4, 5, "gluon"), BUILT_IN[0][1]]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.engine}-{tile.rows}")
 def test_every_replay_with_other_ids_gives_the_bits_of_its_own_routing(tile: Tile) -> None:
     backend = of_tile(build(FP8_1x128, SLOTS, HIDDEN, INNER), tile)
     stack = backend.relayout(random_experts(FP8_128x128, SLOTS, HIDDEN, INNER, CUDA))

@@ -45,6 +45,7 @@ CANDIDATES: tuple[Tile, ...] = (
     Tile(64, True, 8, 4),
     *(Tile(128, False, 8, stages) for stages in (2, 3)),
     *(Tile(rows, True, 4, stages, "gluon") for rows in (8, 16, 32) for stages in (4, 6)),
+    *(Tile(64, False, 4, stages, "gluon") for stages in (4, 5)),
     *(Tile(128, False, 4, stages, "gluon") for stages in (3, 4)),
 )
 """Candidates of tuning."""

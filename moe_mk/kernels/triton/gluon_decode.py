@@ -52,7 +52,8 @@ def _copy(x, w, x_stride, order_ptr, units, ring, how):
         weight_row = expert * units.rows_an_expert + columns_of(n, how.mode)
         if how.gather:
             position = first + gl.arange(0, how.rows, gl.SliceLayout(1, SPREAD))
-            row = gl.load(order_ptr + position, mask=position < end, other=0) // how.top_k
+            there = position < end
+            row = gl.load(order_ptr + position, mask=there, other=0) // how.top_k
             column = gl.arange(0, 128, gl.SliceLayout(0, SPREAD))
             pointer = x + row[:, None].to(gl.int64) * x_stride + column[None, :]
         for k in range(units.steps):
@@ -62,7 +63,7 @@ def _copy(x, w, x_stride, order_ptr, units, ring, how):
                 mbarrier.wait(ring.empty.index(stage), phase ^ 1)
                 _copy_weights(w, weight_row, k, units, ring, stage, how)
             if how.gather:
-                async_copy.async_copy_global_to_shared(ring.rows.index(stage), pointer + k * 128)
+                async_copy.async_copy_global_to_shared(ring.rows.index(stage), pointer + k * 128, mask=there[:, None])
                 async_copy.mbarrier_arrive(landed, increment_count=False)
             else:
                 tma.async_copy_global_to_shared(x, [first, k * 128], landed, ring.rows.index(stage))

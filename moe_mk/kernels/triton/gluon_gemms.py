@@ -1,8 +1,9 @@
 """Both grouped GEMMs for Hopper in Gluon: FP8, and SwiGLU with or without clamps.
 
 One kernel computes both products and every tile: `gluon_decode.py` divides its warps for few rows per expert,
-`gluon_prefill.py` for many. Gluon does not run in the interpreter: `grouped_w13` and `grouped_w2` are equivalent
-kernels that do, and that are used for unsupported cases. Clamps and activations share one function.
+`gluon_middle.py` for 64, `gluon_prefill.py` for many. Gluon does not run in the interpreter: `grouped_w13` and
+`grouped_w2` are equivalent kernels that do, and that are used for unsupported cases. Clamps and activations share one
+function.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_mk.kernels.triton import gluon_decode, gluon_prefill
+from moe_mk.kernels.triton import gluon_decode, gluon_middle, gluon_prefill
 from moe_mk.kernels.triton import grouped_w2 as plain_w2
 from moe_mk.kernels.triton import grouped_w13 as plain_w13
 from moe_mk.kernels.triton.chain import chained
@@ -44,6 +45,11 @@ CODES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 def code_boxes(matrix: Tensor, rows: int) -> Any:
     """A row-major FP8 matrix (m, k) as boxes of rows x 128 columns."""
     return TensorDescriptor.from_tensor(matrix, [rows, 128], CODES)
+
+
+def weight_box(tile_rows: int) -> int:
+    """Weight rows of a box: half of a block in tiles of 64 rows, whose warpgroups multiply halves of both blocks."""
+    return 64 if tile_rows == 64 else 128
 
 
 def serves(x: Tensor, scales: Tensor | None, activation: str, *, gated: bool) -> bool:
@@ -82,8 +88,9 @@ def grouped_w13(
     k, inner = x[0].shape[1], h[0].shape[1]
     scales, programs = readable_scales(x[1]), resident_programs(x[0].device)
     _by_hand[(programs,)](
-        x[0] if order is not None else code_boxes(x[0], tile.rows), scales, code_boxes(w13[0].view(-1, k), 128),
-        w13[1], h[0], h[1], order if order is not None else tiles.count, h[1], tiles.tiles_3X, tiles.count,
+        x[0] if order is not None else code_boxes(x[0], tile.rows), scales,
+        code_boxes(w13[0].view(-1, k), weight_box(tile.rows)), w13[1], h[0], h[1],
+        order if order is not None else tiles.count, h[1], tiles.tiles_3X, tiles.count,
         tiles.tiles_3X.stride(0), inner // 128, k // 128, 2 * inner, inner, inner, x[0].stride(0), scales.stride(0),
         scales.stride(1), h[1].stride(0), h[1].stride(1),
         ROWS=tile.rows, STAGES=tile.stages, MODE=W13, GATHER=order is not None, SCATTER=False, WEIGHTED=False,
@@ -111,13 +118,13 @@ def grouped_w2(
         return
     programs = resident_programs(y.device)
     _by_hand[(programs,)](
-        code_boxes(h[0], tile.rows), h[1], code_boxes(w2[0].view(-1, k), 128), w2[1],
+        code_boxes(h[0], tile.rows), h[1], code_boxes(w2[0].view(-1, k), weight_box(tile.rows)), w2[1],
         y, h[1], order if order is not None else tiles.count, weights if weights is not None else h[1],
         tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), width // 256, k // 128, width, 128, width, k,
         h[1].stride(0), h[1].stride(1), 0, 0,
         ROWS=tile.rows, STAGES=tile.stages, MODE=W2, GATHER=False, SCATTER=order is not None,
-        WEIGHTED=weights is not None, TOP_K=1, PROGRAMS=programs, POWER_OF_TWO=False, ACTIVATION="silu", ALPHA=1.0,
-        LIMIT=0.0, num_warps=4, **chained(),
+        WEIGHTED=weights is not None, TOP_K=1, PROGRAMS=programs, POWER_OF_TWO=False,
+        ACTIVATION="silu", ALPHA=1.0, LIMIT=0.0, num_warps=4, **chained(),
     )  # fmt: skip
 
 
@@ -134,15 +141,16 @@ def _by_hand(
         ROWS, STAGES, MODE, GATHER, SCATTER, WEIGHTED, TOP_K, PROGRAMS, POWER_OF_TWO, ACTIVATION, ALPHA, LIMIT
     )
     # One arrival for the boxes of a stage, and one for each thread that gathers rows of it.
-    PREFILL: gl.constexpr = ROWS == 128
-    THREADS: gl.constexpr = 128 if PREFILL else 32
-    ring = ring_of(w, ROWS, STAGES, 1 + THREADS if GATHER else 1, 2 if PREFILL else 1)
-    if MODE == 0 or PREFILL:  # the second product of decode waits where it needs the first one
+    THREADS: gl.constexpr = 128 if ROWS == 128 else 32
+    ring = ring_of(w, ROWS, STAGES, 1 + THREADS if GATHER else 1, 2 if ROWS >= 64 else 1)
+    if MODE == 0 or ROWS == 128:  # with fewer rows the second product waits where it needs the first one
         after_the_one_before()
     units = Units(tiles_ptr, tiles_stride, from_l2(count_ptr) * across, across, steps, rows_an_expert, second)
     scales = Scales(x_scales_ptr, x_scales_m, x_scales_k, w_scales_ptr)
     out = Out(out_ptr, width, out_scales_ptr, out_scales_m, out_scales_k, weights_ptr)
-    if PREFILL:
+    if ROWS == 128:
         gluon_prefill.run(x, w, x_stride, order_ptr, units, ring, scales, out, how)
+    elif ROWS == 64:
+        gluon_middle.run(x, w, x_stride, order_ptr, units, ring, scales, out, how)
     else:
         gluon_decode.run(x, w, x_stride, order_ptr, units, ring, scales, out, how)

@@ -5,6 +5,9 @@ the tensor memory accelerator, and where rows are gathered, four more warps copy
 halve the traffic from L2 compared with 128: 48 bytes a clock instead of 64. Each product of 128 terms is promoted to
 f32 at once. In a tile of up to 64 rows the second warpgroup multiplies nothing. Reads and writes what `grouped_w13` and
 `grouped_w2` do.
+
+Both warpgroups take part in every unit: a unit of its own would be 256 registers of sums a thread. They may be as many
+steps apart as there are stages, so that one multiplies during the first part of the other one's epilogue.
 """
 
 from __future__ import annotations
@@ -75,13 +78,14 @@ def _copy_rows(x, x_stride, order_ptr, units, ring, how):
     for t in range(gl.program_id(0), units.total, how.programs):
         _expert, first, end, _n = locate(t, units)
         position = first + gl.arange(0, 128, gl.SliceLayout(1, SPREAD))
-        row = gl.load(order_ptr + position, mask=position < end, other=0) // how.top_k
+        there = position < end
+        row = gl.load(order_ptr + position, mask=there, other=0) // how.top_k
         column = gl.arange(0, 128, gl.SliceLayout(0, SPREAD))
         pointer = x + row[:, None].to(gl.int64) * x_stride + column[None, :]
         for k in range(units.steps):
             stage, phase = it % how.stages, (it // how.stages) & 1
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-            async_copy.async_copy_global_to_shared(ring.rows.index(stage), pointer + k * 128)
+            async_copy.async_copy_global_to_shared(ring.rows.index(stage), pointer + k * 128, mask=there[:, None])
             async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
             it += 1
 

@@ -27,7 +27,7 @@ class Tile:
 
     def __post_init__(self) -> None:
         rows = {("triton", True): (16, 32, 64), ("triton", False): (16, 32, 64, 128)}
-        rows |= {("gluon", True): (8, 16, 32), ("gluon", False): (128,)}
+        rows |= {("gluon", True): (8, 16, 32), ("gluon", False): (64, 128)}
         if self.rows not in rows.get((self.engine, self.swap), ()):
             raise ValueError(f"no kernel multiplies {self}; rows of a tile by (engine, swap): {rows}")
         if self.warps not in (4, 8) or not 1 <= self.stages <= 8:

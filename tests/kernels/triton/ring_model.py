@@ -4,6 +4,8 @@
 and copies of every partition. `check` explores all interleavings of these, of copies that complete at any later time,
 and of threads that arrive one before the others.
 
+Warpgroups that share tiles of 64 rows also exchange values: each writes its own and reads those of the other one.
+
 An mbarrier completes a phase when as many have arrived as it was initialised with, and all expected bytes have barrier;
 waiting for a parity passes once a phase of that parity is complete and until the next one is.
 """
@@ -18,13 +20,15 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 Action = tuple[Any, ...]
-"""Name and arguments: wait bar parity, expect bar bytes, copy bar stage operand, gather stage, use stage operands,
-free bar."""
+"""Name and arguments: wait bar parity, expect bar bytes, copy bar stage operands data, gather stage,
+use stage operands, free bar, put place, get place."""
 Barrier = tuple[str, int]
 Data = tuple[int, int]
 """Unit of work and step of its reduction."""
 WRITTEN = (-1, -1)
 """In place of data, while they are being written."""
+APART = 1000
+"""Rows from the first one of a unit to that of the next one."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,13 @@ class Nothing:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((self,) * 4)
+        return iter((self,) * 2)
 
     def _self(self, *given: Any) -> Any:
         return self
 
     __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = __lt__ = __truediv__ = _self
-    __mod__ = __neg__ = _self
+    __rtruediv__ = __mod__ = __neg__ = _self
 
 
 NOTHING = Nothing()
@@ -67,9 +71,9 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True)
 class View:
-    """Part of a stage in shared memory."""
+    """Part of a stage in shared memory: an operand, which is copied in one box or in several."""
 
-    operand: str
+    boxes: tuple[str, ...]
     stage: int
 
     def permute(self, order: Any) -> View:
@@ -79,33 +83,69 @@ class View:
         return self
 
 
+@dataclass(frozen=True)
 class Stages:
-    """An array of views, or of barriers."""
+    """An operand of every stage."""
 
-    def __init__(self, name: str, made: Callable[[str, int], Any]) -> None:
-        self.name, self.made = name, made
+    boxes: tuple[str, ...]
+    apart: bool = False
+    """Whether each box is a view of its own."""
 
-    def index(self, stage: int) -> Any:
-        return self.made(self.name, stage)
+    def index(self, at: int) -> View:
+        if not self.apart:
+            return View(self.boxes, at)
+        return View((self.boxes[at % len(self.boxes)],), at // len(self.boxes))
+
+    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Stages:
+        return Stages(self.boxes, apart=True)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a warpgroup leaves its values for the other one."""
+
+    note: Callable[[Action], None]
+    at: int
+
+    def store(self, value: Any) -> None:
+        self.note(("put", self.at))
+
+    def load(self, layout: Any) -> Nothing:
+        self.note(("get", self.at))
+        return NOTHING
+
+
+class Language(SimpleNamespace):
+    """A module of which only the given names matter."""
+
+    def __getattr__(self, name: str) -> Nothing:
+        return NOTHING
 
 
 class Recorder:
     """Stand-ins for the modules that the kernels use."""
 
-    def __init__(self, tiles: int, program: int, filled: Sequence[int]) -> None:
+    def __init__(self, tiles: int, program: int, filled: Sequence[int], boxes: int) -> None:
         self.actions: list[Action] = []
         self.partitions: list[tuple[Any, ...]] = []
         self.counts: dict[Barrier, int] = {}
-        self.names = iter(("rows", "one", "two", "full", "empty"))
-        self.tiles, self.program, self.filled = tiles, program, filled
+        self.names = iter(("rows", "one", "two", "full", "empty", "amax", "written"))
+        self.tiles, self.program, self.filled, self.boxes = tiles, program, filled, boxes
 
-    def allocate(self, dtype: Any, shape: Any, layout: Any) -> Stages:
+    def allocate(self, dtype: Any, shape: Any, layout: Any) -> Any:
         name = next(self.names)
-        return Stages(name, (lambda n, s: (n, s)) if name in ("full", "empty") else View)
+        if name == "written":
+            return (name, 0)
+        if name in ("full", "empty"):
+            return SimpleNamespace(index=lambda stage: (name, stage))
+        if name == "amax":
+            return SimpleNamespace(index=lambda at: Place(self.actions.append, at))
+        several = name != "rows" and self.boxes > 1
+        return Stages(tuple(f"{name}, box {box}" for box in range(self.boxes)) if several else (name,))
 
     def product(self, a: View, b: View, sums: Any, **more: Any) -> Any:
         before = self.actions[-1]
-        used = (a.operand, b.operand)
+        used = (*a.boxes, *b.boxes)
         if before[:2] == ("use", a.stage):  # products that follow one another are one event
             self.actions[-1] = ("use", a.stage, (*before[2], *used))
         else:
@@ -117,19 +157,23 @@ class Recorder:
         assert self.actions[-1][0] == "gather" and barrier == ("full", self.actions[-1][1]) and not increment_count
 
     def copy(self, boxes: Any, corner: Any, barrier: Barrier, view: View) -> None:
-        self.actions.append(("copy", barrier, view.stage, view.operand, (corner[0], corner[1] // 128)))
+        data, before = (corner[0] // APART, corner[1] // 128), self.actions[-1]
+        # Copies that follow one another are one event: before all are complete, none of their data may be read.
+        if before[:3] == ("copy", barrier, view.stage) and before[4] == data:
+            self.actions[-1] = ("copy", barrier, view.stage, (*before[3], *view.boxes), data)
+        else:
+            self.actions.append(("copy", barrier, view.stage, view.boxes, data))
 
     def locate(self, t: int, units: Any) -> tuple[Any, ...]:
         """Expert, first row and end: tiles, of two units each, take turns with the numbers of rows."""
-        return t, t, t + self.filled[t // 2 % len(self.filled)], NOTHING
+        first = APART * t
+        return t, first, first + self.filled[t // 2 % len(self.filled)], NOTHING
 
     def modules(self) -> dict[str, Any]:
         note = self.actions.append
-        gl = SimpleNamespace(
+        gl = Language(
             allocate_shared_memory=self.allocate, static_range=range, minimum=min, program_id=lambda axis: self.program,
-            warp_specialize=lambda parts, warps, registers: self.partitions.extend(parts), load=NOTHING, zeros=NOTHING,
-            arange=NOTHING, BlockedLayout=NOTHING, SliceLayout=NOTHING, NVMMADistributedLayout=NOTHING, int64=None,
-            float8e4nv=None, float32=None, int32=None,
+            warp_specialize=lambda parts, warps, registers: self.partitions.extend(parts),
         )  # fmt: skip
         mbarrier = SimpleNamespace(
             init=lambda barrier, count: self.counts.update({barrier: count}), MBarrierLayout=NOTHING,
@@ -138,7 +182,7 @@ class Recorder:
             arrive=lambda barrier: note(("free", barrier)),
         )  # fmt: skip
         async_copy = SimpleNamespace(
-            async_copy_global_to_shared=lambda view, pointer: note(("gather", view.stage)),
+            async_copy_global_to_shared=lambda view, pointer, mask: note(("gather", view.stage)),
             mbarrier_arrive=self.follow,
         )
         return {
@@ -146,8 +190,33 @@ class Recorder:
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy), "warpgroup_mma": self.product,
             "warpgroup_mma_wait": lambda pending, sums: sums if len(sums) > 1 else sums[0], "gdc_wait": NOTHING,
             "after_the_one_before": NOTHING, "locate": self.locate, "scale_at": NOTHING, "store": NOTHING,
+            "store_rows": NOTHING, "store_weighted": NOTHING, "hidden_of": NOTHING, "scale_of": NOTHING,
             "from_l2": lambda pointer: self.tiles, "columns_of": lambda n, mode: 0,
         }  # fmt: skip
+
+
+def plain_kernel(shared: Mapping[str, Any]) -> Callable[..., None]:
+    """The Gluon kernel as plain Python. shared: stand-ins for what its modules import, by name."""
+    from moe_mk.kernels.triton import gluon_decode, gluon_gemms, gluon_middle, gluon_parts, gluon_prefill
+
+    def plain(module: Any, **more: Any) -> dict[str, Any]:
+        """The module's names, its own functions as plain Python."""
+        given: dict[str, Any] = vars(module) | more | shared
+        for name, value in vars(module).items():
+            inner = getattr(value, "fn", None)
+            if isinstance(inner, FunctionType) and inner.__module__ == module.__name__ and name not in shared:
+                given[name] = FunctionType(inner.__code__, given, name, inner.__defaults__)
+        return given
+
+    parts = plain(gluon_parts)
+    own = {name: value for name, value in parts.items() if isinstance(value, FunctionType)}
+    ways = {
+        module.__name__.split(".")[-1]: SimpleNamespace(run=plain(module, **own)["run"])
+        for module in (gluon_decode, gluon_middle, gluon_prefill)
+    }
+    kernel = plain(gluon_gemms, **own, **ways)["_by_hand"]
+    assert isinstance(kernel, FunctionType)
+    return kernel
 
 
 def traces(
@@ -157,29 +226,14 @@ def traces(
 
     filled: rows of the tiles that exist, in turn; all of them without it.
     """
-    from moe_mk.kernels.triton import gluon_decode, gluon_gemms, gluon_parts, gluon_prefill
+    from moe_mk.kernels.triton.gluon_gemms import _by_hand, weight_box
 
-    recorder = Recorder(tiles, program, filled or (rows,))
-    shared = recorder.modules()
-
-    def plain(module: Any) -> dict[str, Any]:
-        """The module's own functions as plain Python, on stand-ins."""
-        given: dict[str, Any] = vars(module) | shared
-        for name, value in vars(module).items():
-            inner = getattr(value, "fn", None)
-            if isinstance(inner, FunctionType) and inner.__module__ == module.__name__ and name not in shared:
-                given[name] = FunctionType(inner.__code__, given, name, inner.__defaults__)
-        return given
-
-    parts = plain(gluon_parts)
-    gemms = plain(gluon_gemms) | {"ring_of": parts["ring_of"]}
-    for module in (gluon_decode, gluon_prefill):
-        gemms[module.__name__.split(".")[-1]] = SimpleNamespace(run=plain(module)["run"])
-    kernel = FunctionType(gluon_gemms._by_hand.fn.__code__, gemms)
-    arguments: dict[str, Any] = dict.fromkeys(inspect.signature(gluon_gemms._by_hand.fn).parameters, NOTHING)
+    recorder = Recorder(tiles, program, filled or (rows,), 128 // weight_box(rows))
+    arguments: dict[str, Any] = dict.fromkeys(inspect.signature(_by_hand.fn).parameters, NOTHING)
     arguments |= {"across": 2, "steps": steps, "ROWS": rows, "STAGES": stages, "MODE": int(second), "PROGRAMS": 2}
-    arguments |= {"GATHER": not second, "SCATTER": second, "TOP_K": 8, "rows_an_expert": 1, "second": 0}
-    kernel(**arguments)
+    arguments |= {"GATHER": not second, "SCATTER": second, "TOP_K": 8}
+    arguments |= {"rows_an_expert": APART, "second": 0}
+    plain_kernel(recorder.modules())(**arguments)
     assert not recorder.actions
     found = []
     for partition, given in recorder.partitions:
@@ -190,8 +244,9 @@ def traces(
     return Traces(tuple(found), recorder.counts, 128 if rows == 128 else 32, order)
 
 
-BYTES = {"rows": 1, "one": 128, "two": 128}
-"""Rows of an operand; those of "rows" are the tile's."""
+def rows_of(operand: str, tile_rows: int) -> int:
+    """Rows of an operand, or of one of two boxes of it."""
+    return tile_rows if operand == "rows" else 64 if "box" in operand else 128
 
 
 class Broken(Exception):
@@ -207,7 +262,7 @@ class State:
     """Arrivals still needed, bytes still expected, and phases completed, of each barrier."""
     contents: tuple[tuple[tuple[int, str], Data], ...]
     pending: tuple[Action, ...]
-    """Copies and arrivals under way: (bar, arrivals, bytes, stage and operand or None, data)."""
+    """Copies and arrivals under way: (bar, arrivals, bytes, stages and operands, data)."""
 
 
 def check(given: Traces, rows: int) -> int:
@@ -216,14 +271,13 @@ def check(given: Traces, rows: int) -> int:
     Broken: an operand is used that does not hold the data of this step, a stage is written while it may be read, or no
     partition can go on.
     """
-    sizes = BYTES | {"rows": rows}
     first = State(
         (0,) * len(given.partitions), tuple(sorted((bar, (count, 0, 0)) for bar, count in given.counts.items())), (), ()
     )
     seen, left = {first}, [first]
     while left:
         state = left.pop()
-        following = list(_after(given, sizes, state))
+        following = list(_after(given, rows, state))
         if not following and any(
             place < len(trace) for place, trace in zip(state.places, given.partitions, strict=True)
         ):
@@ -235,21 +289,19 @@ def check(given: Traces, rows: int) -> int:
     return len(seen)
 
 
-def _after(given: Traces, sizes: Mapping[str, int], state: State) -> Iterator[State]:
+def _after(given: Traces, rows: int, state: State) -> Iterator[State]:
     for number, event in enumerate(state.pending):
         yield _completed(given, state, number, event)
     for partition, trace in enumerate(given.partitions):
         if state.places[partition] < len(trace):
-            after = _acted(given, sizes, state, partition, trace)
+            after = _acted(given, rows, state, partition, trace)
             if after is not None:
                 yield after
 
 
 def _completed(given: Traces, state: State, number: int, event: Action) -> State:
-    bar, arrivals, size, target, data = event
-    contents = dict(state.contents)
-    if target is not None:
-        contents[target] = data
+    bar, arrivals, size, targets, data = event
+    contents = dict(state.contents) | dict.fromkeys(targets, data)
     barriers = _changed(given, state, bar, arrivals, -size)
     pending = state.pending[:number] + state.pending[number + 1 :]
     return State(state.places, barriers, tuple(sorted(contents.items())), pending)
@@ -267,9 +319,7 @@ def _changed(given: Traces, state: State, bar: Barrier, arrivals: int, size: int
     return tuple(sorted(barriers.items()))
 
 
-def _acted(
-    given: Traces, sizes: Mapping[str, int], state: State, partition: int, trace: Sequence[Action]
-) -> State | None:
+def _acted(given: Traces, rows: int, state: State, partition: int, trace: Sequence[Action]) -> State | None:
     place = state.places[partition]
     action, contents, pending, barriers = trace[place], dict(state.contents), state.pending, state.barriers
     name = action[0]
@@ -279,29 +329,38 @@ def _acted(
     elif name == "expect":
         barriers = _changed(given, state, action[1], 1, action[2])
     elif name in ("copy", "gather"):
-        stage, operand = (action[2], action[3]) if name == "copy" else (action[1], "rows")
+        stage, operands = (action[2], action[3]) if name == "copy" else (action[1], ("rows",))
         data = action[4] if name == "copy" else given.order[_earlier(trace, place, "gather")]
-        _expect_unread(given, state, stage, operand)
-        contents[stage, operand] = WRITTEN
+        targets = tuple((stage, operand) for operand in operands)
+        for operand in operands:
+            _expect_unread(given, state, stage, operand)
+        contents |= dict.fromkeys(targets, WRITTEN)
         if name == "copy":
-            pending = (*pending, (action[1], 0, sizes[operand] * 128, (stage, operand), data))
+            size = 128 * sum(rows_of(operand, rows) for operand in operands)
+            pending = (*pending, (action[1], 0, size, targets, data))
         else:  # the last of the threads completes the data, the first may arrive long before
-            pending = (*pending, (("full", stage), 1, 0, None, WRITTEN))
-            pending = (*pending, (("full", stage), given.threads - 1, 0, (stage, operand), data))
+            pending = (*pending, (("full", stage), 1, 0, (), WRITTEN))
+            pending = (*pending, (("full", stage), given.threads - 1, 0, targets, data))
     elif name == "use":
-        wanted = given.order[_earlier(trace, place, "wait") - 1]
+        wanted = given.order[_earlier(trace, place, "wait", "full") - 1]
         for operand in action[2]:
             if (found := contents.get((action[1], operand))) != wanted:
                 raise Broken(f"(unit, step) {wanted} in stage {action[1]} uses {operand} of {found}")
+    elif name == "put":
+        contents[action[1], "amax"] = (_earlier(trace, place, "put"), 0)
+    elif name == "get":
+        wanted, found = (_earlier(trace, place, "put") - 1, 0), contents.get((action[1], "amax"))
+        if found != wanted:
+            raise Broken(f"unit {wanted[0]} reads the amax of {found}")
     elif name == "free":
         barriers = _changed(given, state, action[1], 1, 0)
     places = (*state.places[:partition], place + 1, *state.places[partition + 1 :])
     return State(places, barriers, tuple(sorted(contents.items())), tuple(sorted(pending, key=str)))
 
 
-def _earlier(trace: Sequence[Action], place: int, name: str) -> int:
-    """How often something was done earlier in a trace."""
-    return sum(action[0] == name for action in trace[:place])
+def _earlier(trace: Sequence[Action], place: int, name: str, barrier: str | None = None) -> int:
+    """How often something was done earlier in a trace, on one kind of barrier."""
+    return sum(action[0] == name and (barrier is None or action[1][0] == barrier) for action in trace[:place])
 
 
 def _expect_unread(given: Traces, state: State, stage: int, operand: str) -> None:

@@ -127,11 +127,11 @@ def _common(format: str, swap: bool, *, biased: bool) -> tuple[dict[str, str], d
 
 @cache
 def by_hand(rows: int, *, second: bool, gather: bool, stages: int, act: str = "silu", arch: int = 90) -> Compiled:
-    """The Gluon kernel: 128 rows of a tile are prefill, fewer decode."""
-    from moe_mk.kernels.triton.gluon_gemms import CODES, _by_hand
+    """The Gluon kernel: 128 rows of a tile are prefill, 64 the middle, fewer decode."""
+    from moe_mk.kernels.triton.gluon_gemms import CODES, _by_hand, weight_box
     from tests.kernels.triton.sm90 import compile_for_hopper
 
-    boxes, tokens = (f"tensordesc<fp8e4nv[{side},128],{CODES!r}>" for side in (128, rows))
+    boxes, tokens = (f"tensordesc<fp8e4nv[{side},128],{CODES!r}>" for side in (weight_box(rows), rows))
     types = TILES | dict.fromkeys(("x_scales_ptr", "w_scales_ptr", "out_scales_ptr", "weights_ptr"), "*fp32")
     types |= {"x": "*fp8e4nv" if gather else tokens, "w": boxes, "out_ptr": "*bf16" if second else "*fp8e4nv"}
     sizes, ones, aligned = split(integers_by_hand(second=second))

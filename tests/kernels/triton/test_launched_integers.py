@@ -73,7 +73,7 @@ def test_triton_gemms_are_compiled_as_they_are_launched(format: str, launched: L
     assert launched == [(name, integers(name, format)) for name in ("_w13", "_w2")]
 
 
-@pytest.mark.parametrize("tile", [Tile(8, True, 4, 6, "gluon"), Tile(128, False, 4, 4, "gluon")])
+@pytest.mark.parametrize("tile", [Tile(8, True, 4, 6, "gluon"), Tile(64, False, 4, 5, "gluon")])
 def test_gluon_gemms_are_compiled_as_they_are_launched(tile: Tile, launched: Launched) -> None:
     launch("fp8", tile)
     assert launched == [("_by_hand", integers_by_hand(second=second)) for second in (False, True)]

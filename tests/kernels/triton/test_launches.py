@@ -80,6 +80,7 @@ def names(launches: list[tuple[str, int, Any]]) -> list[str]:
 GEMMS = {
     Tile(16, True, 4, 5): ["_w13", "_w2"],
     Tile(8, True, 4, 6, "gluon"): ["_by_hand", "_by_hand"],
+    Tile(64, False, 4, 5, "gluon"): ["_by_hand", "_by_hand"],
     Tile(128, False, 4, 4, "gluon"): ["_by_hand", "_by_hand"],
 }
 

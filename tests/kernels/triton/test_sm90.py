@@ -28,9 +28,12 @@ FP8_KERNELS: Mapping[str, Any] = {
     "w2 prefill, 128 rows": lambda: w2(128, swap=False, warps=8, stages=3),
     "w13 by hand, 8 rows": lambda: by_hand(8, second=False, gather=True, stages=6),
     "w13 by hand, 32 rows": lambda: by_hand(32, second=False, gather=True, stages=6),
+    "w13 by hand, 64 rows": lambda: by_hand(64, second=False, gather=True, stages=5),
+    "w13 by hand, 64 rows as they lie": lambda: by_hand(64, second=False, gather=False, stages=5),
     "w13 by hand, 128 rows": lambda: by_hand(128, second=False, gather=True, stages=4),
     "w13 by hand, rows as they lie": lambda: by_hand(128, second=False, gather=False, stages=4),
     "w2 by hand, 8 rows": lambda: by_hand(8, second=True, gather=False, stages=6),
+    "w2 by hand, 64 rows": lambda: by_hand(64, second=True, gather=False, stages=5),
     "w2 by hand, 128 rows": lambda: by_hand(128, second=True, gather=False, stages=4),
 }
 
@@ -65,7 +68,9 @@ def test_clamps_cost_an_fp8_gemm_no_spill(tile: Tile) -> None:
 
 
 @pytest.mark.parametrize("act", ["swiglu_limit", pytest.param("swiglu_oai", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows,gather,stages", [(8, True, 6), (128, True, 4)], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    "rows,gather,stages", [(8, True, 6), (64, True, 5), (128, True, 4)], ids=["decode", "middle", "prefill"]
+)
 def test_clamps_cost_a_gemm_by_hand_none_either(rows: int, gather: bool, stages: int, act: str) -> None:
     built = by_hand(rows, second=False, gather=gather, stages=stages, act=act)
     bare = by_hand(rows, second=False, gather=gather, stages=stages)
@@ -89,14 +94,15 @@ def test_kernels_of_a_chain_wait_for_the_one_before_and_let_the_next_start() -> 
         assert built.instructions["ACQBULK"] == built.instructions["PREEXIT"] == 1
 
 
-def test_the_second_product_of_decode_fills_its_ring_while_the_first_one_drains() -> None:
+@pytest.mark.parametrize("tile,boxes", [(Tile(8, True, 4, 6, "gluon"), 2), (Tile(64, False, 4, 5, "gluon"), 4)])
+def test_the_second_product_fills_its_ring_while_the_first_one_drains(tile: Tile, boxes: int) -> None:
     first, second = (
-        by_hand(8, second=False, gather=True, stages=6).ptx, by_hand(8, second=True, gather=False, stages=6).ptx,
-    )  # fmt: skip
+        by_hand(tile.rows, second=again, gather=not again, stages=tile.stages).ptx for again in (False, True)
+    )
     wait, copy = "griddepcontrol.wait", "cp.async.bulk.tensor"
     assert first.count(wait) == 1 and first.index(wait) < first.index(copy), "its tiles are the work of the one before"
     ahead = second.index(copy)
-    assert second.count(copy, ahead, second.rindex(wait)) == 2, "both blocks of weights, before the copier's own wait"
+    assert second.count(copy, ahead, second.rindex(wait)) == boxes, "both blocks of weights, before the own wait"
     multiplier = second.index(wait)
     assert multiplier < second.index("griddepcontrol.launch_dependents") < second.index("wgmma.mma_async")
 
@@ -120,12 +126,14 @@ def test_every_thread_stores_adjacent_columns_that_its_warp_multiplied(
 
 
 @pytest.mark.parametrize("second", [False, True])
-@pytest.mark.parametrize("tile", [Tile(8, True, 4, 6, "gluon"), Tile(32, True, 4, 6, "gluon")])
+@pytest.mark.parametrize(
+    "tile", [Tile(8, True, 4, 6, "gluon"), Tile(32, True, 4, 6, "gluon"), Tile(64, False, 4, 5, "gluon")]
+)
 def test_rows_are_turned_for_storing_behind_the_ring_by_the_warps_that_multiply(tile: Tile, second: bool) -> None:
     """No barrier of the epilogue waits for the warps that copy, and no copy writes what the epilogue uses."""
     built = by_hand(tile.rows, second=second, gather=not second, stages=tile.stages)
     barriers = set(re.findall(r"\bbar\.sync\s+(\d+)(?:, (\d+))?;", built.ptx))
-    assert barriers == {("0", "128")}
+    assert barriers == {("0", "128"), *([("2", "128")] if tile.rows == 64 else [])}
     places = re.findall(r"\b(?:ld|st)\.shared\S*\s+(?:\{?[^\[;]*\}?, )?\[\S+?\+(\d+)\]", built.ptx)
     scratch = {int(place) for place in places if int(place)}
     assert scratch and min(scratch) >= tile.shared_bytes
