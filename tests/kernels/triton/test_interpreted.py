@@ -64,6 +64,12 @@ def test_biases_and_clamps_equal_the_reference() -> None:
     assert re.search(r"\b21 passed", run_interpreted("interpreted_biases.py"))
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
+def test_gluon_gemms_equal_the_reference() -> None:
+    assert re.search(r"\b15 passed", run_interpreted("interpreted_gluon.py"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["fp8", "ue8m0", "bf16"])
