@@ -104,6 +104,18 @@ def test_tiny_shapes_whose_steps_are_fewer_than_the_stages(tile: Tile) -> None:
 
 
 @pytest.mark.parametrize("tile", TILES, ids=named)
+def test_a_tiny_layer_with_one_expert_a_row_has_the_bits_of_a_sum_and_zeros_where_there_is_none(tile: Tile) -> None:
+    backend, stack = of_tile(build(FP8_1x128, 3, 256, 256), tile), random_experts(FP8_128x128, 3, 256, 256, CUDA)
+    own = backend.relayout(stack)
+    for rows in (1, 7, 200, 2000):
+        tokens = draw(rows, 3, 1, 256)
+        outs = [torch.full((rows, 256), torch.nan, dtype=dtype, device=CUDA) for dtype in (BF16.dtype, FP32.dtype)]
+        direct, summed = (backend.run(replace(tokens, out_RH=out), own).y for out in outs)
+        assert torch.equal(direct.view(torch.int16), summed.bfloat16().view(torch.int16))
+        assert (direct.any(1) == (tokens.ids_RK[:, 0] >= 0)).all()
+
+
+@pytest.mark.parametrize("tile", TILES, ids=named)
 @pytest.mark.parametrize("layout", [RowTokens, GroupedTokens, BatchedTokens])
 def test_every_tile_at_the_sizes_of_deepseek_v3(tile: Tile, layout: type) -> None:
     backend, stack = of_tile(build(FP8_1x128, 4), tile), random_experts(FP8_128x128, 4, HIDDEN, INNER, CUDA)

@@ -1,6 +1,7 @@
 """w13 -> activation -> w2 over all experts of a rank, one function for each layout of tokens; no host synchronisation.
 
-    rows      align and quantise, w13 gathering its rows, w2 scattering weighted rows, combine  4 launches in decode
+    rows      align and quantise, w13 gathering its rows, w2 scattering weighted rows, combine  4 launches in decode;
+              with one expert a row, w2 writes the output, and zeros where the expert is -1     3 launches in decode
     grouped   quantise, tile list, w13, w2
     batched   the same over blocks with padding: rows past the count of a block are computed or not, never stored
 
@@ -200,10 +201,15 @@ def experts_rows(
     else:
         aligned = align(ids_RK, experts.num_slots, tile.rows, empty=empty, fuse_shared=shared)
         x = _rounded(x, experts, empty)
-    y = empty((num, hidden), dtype=torch.bfloat16, device=x[0].device)
     ids, weights = aligned.ids_RK, weights_RK if aligned.weights_RK is None else aligned.weights_RK
-    _both(x, experts, y, aligned.tiles, tile, empty, order=aligned.order_N, top_k=ids.shape[1], weights=weights)
-    return combine(y, ids, out=out)
+    one_term = ids.shape[1] == 1 and (out is None or (out.dtype is torch.bfloat16 and out.is_contiguous()))
+    room = torch.empty if one_term else empty
+    y = out if one_term and out is not None else room((num, hidden), dtype=torch.bfloat16, device=x[0].device)
+    _both(
+        x, experts, y, aligned.tiles, tile, empty, order=aligned.order_N, top_k=ids.shape[1], weights=weights,
+        reduced=one_term,
+    )  # fmt: skip
+    return y if one_term else combine(y, ids, out=out)
 
 
 def experts_grouped(x: Scaled, counts_L: Tensor, experts: Experts, tile: Tile, empty: Empty) -> Tensor:
@@ -228,7 +234,7 @@ def experts_batched(x: Scaled, counts_L: Tensor, experts: Experts, tile: Tile, e
 
 def _both(
     x: Scaled, experts: Experts, y: Tensor, tiles: TileMap, tile: Tile, empty: Empty,
-    *, order: Tensor | None = None, top_k: int = 1, weights: Tensor | None = None,
+    *, order: Tensor | None = None, top_k: int = 1, weights: Tensor | None = None, reduced: bool = False,
 ) -> None:  # fmt: skip
     """Both GEMMs over a list of tiles; hidden rows are indexed by position."""
     positions, format = y.shape[0], experts.format
@@ -244,7 +250,7 @@ def _both(
     if format.by_token:
         h = _by_token(h[0], experts, 1, empty)
     arguments = _format_arguments(format, experts.w2_rows, experts.b2)
-    w2(h, experts.w2, y, tiles, tile, order=order, weights=weights, **arguments)
+    w2(h, experts.w2, y, tiles, tile, order=order, weights=weights, reduced=reduced, **arguments)
 
 
 def _kernels(tile: Tile, experts: Experts) -> tuple[Callable[..., None], Callable[..., None]]:

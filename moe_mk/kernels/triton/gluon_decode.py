@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from moe_mk.kernels.triton.gluon_parts import after_the_one_before, columns_of, locate, scale_at, store
+from moe_mk.kernels.triton.gluon_parts import after_the_one_before, columns_of, locate, scale_at, store, zero_dropped
 
 
 @gluon.jit
@@ -92,6 +92,8 @@ def _multiply(order_ptr, units, ring, scales, out, how):
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.rows, 32])
     if how.mode == 1:
         after_the_one_before()
+    if how.reduced:
+        zero_dropped(order_ptr, units, out, how)
     it = 0
     for t in range(gl.program_id(0), units.total, how.programs):
         expert, first, end, n = locate(t, units)

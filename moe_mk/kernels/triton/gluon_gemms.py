@@ -91,10 +91,10 @@ def grouped_w13(
         x[0] if order is not None else code_boxes(x[0], tile.rows), scales,
         code_boxes(w13[0].view(-1, k), weight_box(tile.rows)), w13[1], h[0], h[1],
         order if order is not None else tiles.count, h[1], tiles.tiles_3X, tiles.count,
-        tiles.tiles_3X.stride(0), inner // 128, k // 128, 2 * inner, inner, inner, x[0].stride(0), scales.stride(0),
+        tiles.tiles_3X.stride(0), 0, inner // 128, k // 128, 2 * inner, inner, inner, x[0].stride(0), scales.stride(0),
         scales.stride(1), h[1].stride(0), h[1].stride(1),
         ROWS=tile.rows, STAGES=tile.stages, MODE=W13, GATHER=order is not None, SCATTER=False, WEIGHTED=False,
-        TOP_K=top_k, PROGRAMS=programs, POWER_OF_TWO=power_of_two, ACTIVATION=activation, ALPHA=alpha,
+        REDUCED=False, TOP_K=top_k, PROGRAMS=programs, POWER_OF_TWO=power_of_two, ACTIVATION=activation, ALPHA=alpha,
         LIMIT=(limit or 0.0) if activation in CLAMPED else 0.0, num_warps=4, **chained(),
     )  # fmt: skip
 
@@ -108,44 +108,45 @@ def grouped_w2(
     *,
     order: Tensor | None = None,
     weights: Tensor | None = None,
+    reduced: bool = False,
 ) -> None:
     """As `grouped_w2.grouped_w2`, which is used for bf16 and widths that are not multiples of 256 (columns are
     processed in pairs of blocks).
     """
     k, width = h[0].shape[1], y.shape[1]
     if h[1] is None or w2[1] is None or not serves(h[0], h[1], "silu", gated=True) or width % 256:
-        plain_w2.grouped_w2(h, w2, y, tiles, tile, order=order, weights=weights)
+        plain_w2.grouped_w2(h, w2, y, tiles, tile, order=order, weights=weights, reduced=reduced)
         return
     programs = resident_programs(y.device)
     _by_hand[(programs,)](
         code_boxes(h[0], tile.rows), h[1], code_boxes(w2[0].view(-1, k), weight_box(tile.rows)), w2[1],
         y, h[1], order if order is not None else tiles.count, weights if weights is not None else h[1],
-        tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), width // 256, k // 128, width, 128, width, k,
+        tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), y.shape[0], width // 256, k // 128, width, 128, width, k,
         h[1].stride(0), h[1].stride(1), 0, 0,
         ROWS=tile.rows, STAGES=tile.stages, MODE=W2, GATHER=False, SCATTER=order is not None,
-        WEIGHTED=weights is not None, TOP_K=1, PROGRAMS=programs, POWER_OF_TWO=False,
+        WEIGHTED=weights is not None, REDUCED=reduced, TOP_K=1, PROGRAMS=programs, POWER_OF_TWO=False,
         ACTIVATION="silu", ALPHA=1.0, LIMIT=0.0, num_warps=4, **chained(),
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["tiles_stride"])
+@gluon.jit(do_not_specialize=["tiles_stride", "num"])
 def _by_hand(
     x, x_scales_ptr, w, w_scales_ptr, out_ptr, out_scales_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr,
-    tiles_stride, across, steps, rows_an_expert, second, width, x_stride, x_scales_m, x_scales_k, out_scales_m,
+    tiles_stride, num, across, steps, rows_an_expert, second, width, x_stride, x_scales_m, x_scales_k, out_scales_m,
     out_scales_k,
     ROWS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
-    WEIGHTED: gl.constexpr, TOP_K: gl.constexpr, PROGRAMS: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    WEIGHTED: gl.constexpr, REDUCED: gl.constexpr, TOP_K: gl.constexpr, PROGRAMS: gl.constexpr,
+    POWER_OF_TWO: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     how: gl.constexpr = How(
-        ROWS, STAGES, MODE, GATHER, SCATTER, WEIGHTED, TOP_K, PROGRAMS, POWER_OF_TWO, ACTIVATION, ALPHA, LIMIT
+        ROWS, STAGES, MODE, GATHER, SCATTER, WEIGHTED, REDUCED, TOP_K, PROGRAMS, POWER_OF_TWO, ACTIVATION, ALPHA, LIMIT
     )
     # One arrival for the boxes of a stage, and one for each thread that gathers rows of it.
     THREADS: gl.constexpr = 128 if ROWS == 128 else 32
     ring = ring_of(w, ROWS, STAGES, 1 + THREADS if GATHER else 1, 2 if ROWS >= 64 else 1)
     if MODE == 0 or ROWS == 128:  # with fewer rows the second product waits where it needs the first one
         after_the_one_before()
-    units = Units(tiles_ptr, tiles_stride, from_l2(count_ptr) * across, across, steps, rows_an_expert, second)
+    units = Units(tiles_ptr, tiles_stride, from_l2(count_ptr) * across, num, across, steps, rows_an_expert, second)
     scales = Scales(x_scales_ptr, x_scales_m, x_scales_k, w_scales_ptr)
     out = Out(out_ptr, width, out_scales_ptr, out_scales_m, out_scales_k, weights_ptr)
     if ROWS == 128:

@@ -37,6 +37,7 @@ from moe_mk.kernels.triton.gluon_parts import (
     scale_at,
     store_rows,
     store_weighted,
+    zero_dropped,
 )
 from moe_mk.kernels.triton.numerics import hidden_of, scale_of
 from moe_mk.kernels.triton.weight_formats import pinned
@@ -150,6 +151,8 @@ def _multiply(order_ptr, units, ring, exchange, scales, out, how, HALF: gl.const
     weights = ring.one if HALF == 0 else ring.two
     if how.mode == 1:
         after_the_one_before()
+    if how.reduced and HALF == 0:
+        zero_dropped(order_ptr, units, out, how)
     it = 0
     for t in range(gl.program_id(0), units.total, how.programs):
         expert, first, end, n = locate(t, units)

@@ -48,6 +48,8 @@ class Units(NamedTuple):
     tiles_stride: Any
     total: Any
     """Units: tiles times `across`."""
+    assignments: Any
+    """Rows of the output of the second product."""
     across: Any
     """Units side by side over the weight rows of a tile."""
     steps: Any
@@ -99,6 +101,8 @@ class How(NamedTuple):
     gather: Any
     scatter: Any
     weighted: Any
+    reduced: Any
+    """Whether the second product writes the sums of one assignment a row."""
     top_k: Any
     programs: Any
     power_of_two: Any
@@ -185,8 +189,31 @@ def store_weighted(one, two, position, there, first, order_ptr, out, how, AXIS: 
     if how.weighted:
         weight = gl.expand_dims(gl.load(out.weights_ptr + target, mask=there, other=0.0), AXIS)
         one, two = one * weight, two * weight
-    store_rows(one.to(gl.bfloat16), out.ptr, out.width, target, there, first, AXIS)
-    store_rows(two.to(gl.bfloat16), out.ptr, out.width, target, there, first + two.shape[AXIS], AXIS)
+    store_rows(in_bf16(one, how), out.ptr, out.width, target, there, first, AXIS)
+    store_rows(in_bf16(two, how), out.ptr, out.width, target, there, first + two.shape[AXIS], AXIS)
+
+
+@gluon.jit
+def in_bf16(sums, how):
+    """Rounded once; the sum of one term is never -0."""
+    value = sums.to(gl.bfloat16)
+    if how.reduced:
+        value = (value.to(gl.float32) + 0.0).to(gl.bfloat16)
+    return value
+
+
+@gluon.jit
+def zero_dropped(order_ptr, units, out, how):
+    """Zero the rows of assignments in no tile, which are last in the order, while the ring is filled."""
+    LINE: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    last = units.total // units.across - 1
+    ends = units.tiles_ptr + 2 * units.tiles_stride
+    kept = gl.load(ends + last, mask=last >= 0, other=0, cache_modifier=".cg")
+    for position in range(kept + gl.program_id(0), units.assignments, how.programs):
+        row = out.ptr + gl.load(order_ptr + position).to(gl.int64) * out.width
+        for start in range(0, out.width, 1024):
+            column = start + gl.arange(0, 1024, LINE)
+            gl.store(row + column, gl.zeros((1024,), gl.bfloat16, LINE), mask=column < out.width)
 
 
 @gluon.jit

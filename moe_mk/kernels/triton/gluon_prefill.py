@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_mk.kernels.triton.gluon_parts import columns_of, locate, scale_at, store
+from moe_mk.kernels.triton.gluon_parts import columns_of, locate, scale_at, store, zero_dropped
 from moe_mk.kernels.triton.weight_formats import pinned
 
 
@@ -92,6 +92,8 @@ def _copy_rows(x, x_stride, order_ptr, units, ring, how):
 
 @gluon.jit
 def _multiply(order_ptr, units, ring, scales, out, how, HALF: gl.constexpr):
+    if how.reduced and HALF == 0:
+        zero_dropped(order_ptr, units, out, how)
     it = 0
     for t in range(gl.program_id(0), units.total, how.programs):
         expert, first, end, n = locate(t, units)

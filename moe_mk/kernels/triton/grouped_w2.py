@@ -39,6 +39,7 @@ def grouped_w2(
     *,
     order: Tensor | None = None,
     weights: Tensor | None = None,
+    reduced: bool = False,
     format: KernelFormat | None = None,
     row_scales: Tensor | None = None,
     bias: Tensor | None = None,
@@ -46,7 +47,8 @@ def grouped_w2(
     """Fill y (., H) from h (positions, I); each pair is values and scales, None for bf16.
 
     order: int32, the assignment at each position, which is its row of y; None: position p is row p. weights: f32, one
-    an assignment; None leaves rows as they are. format, row_scales, bias: as in
+    an assignment; None leaves rows as they are. reduced: whether y, in bf16, is the sum over one assignment a row: rows
+    of assignments in no tile are zeroed, and -0 is written as 0, as `combine` does. format, row_scales, bias: as in
     `grouped_w13`, the last two of rows of w2.
     """
     (h_values, h_scales), (w_values, w_scales) = h, w2
@@ -57,11 +59,11 @@ def grouped_w2(
         boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, format.box), w_scales if w_scales is not None else w_values,
         row_scales if row_scales is not None else tiles.count, bias if bias is not None else tiles.count, y,
         order if order is not None else tiles.count, weights if weights is not None else y,
-        tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), k, width,
+        tiles.tiles_3X, tiles.count, tiles.tiles_3X.stride(0), y.shape[0], k, width,
         *(h_scales.stride() if h_scales is not None else (0, 0)),
         ROWS=tile.rows, STEP=format.step, GROUPS=format.groups, PROGRAMS=programs, SWAP=tile.swap, FORMAT=format.name,
-        SCATTER=order is not None, WEIGHTED=weights is not None, BIASED=bias is not None, num_warps=tile.warps,
-        num_stages=tile.stages, **chained(),
+        SCATTER=order is not None, WEIGHTED=weights is not None, REDUCED=reduced, BIASED=bias is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **chained(),
     )  # fmt: skip
 
 
@@ -101,14 +103,27 @@ def unscaled_sum(
     return total
 
 
-@triton.jit(do_not_specialize=["tiles_stride"])
+@triton.jit
+def zero_rows(y_ptr, order_ptr, first, end, width, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zero the rows of y at the positions from `first` to `end`, shared among programs."""
+    for position in range(first + tl.program_id(0), end, PROGRAMS):
+        row = y_ptr + tl.load(order_ptr + position).to(tl.int64) * width
+        for start in range(0, width, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            tl.store(row + column, tl.zeros([COLUMNS], y_ptr.dtype.element_ty), mask=column < width)
+
+
+@triton.jit(do_not_specialize=["tiles_stride", "num"])
 def _w2(
     h, h_scales_ptr, w, w_scales_ptr, w_rows_ptr, bias_ptr, y_ptr, order_ptr, weights_ptr, tiles_ptr, count_ptr,
-    tiles_stride, k, width, h_scales_m, h_scales_k,
+    tiles_stride, num, k, width, h_scales_m, h_scales_k,
     ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, PROGRAMS: tl.constexpr, SWAP: tl.constexpr,
-    FORMAT: tl.constexpr, SCATTER: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
+    FORMAT: tl.constexpr, SCATTER: tl.constexpr, WEIGHTED: tl.constexpr, REDUCED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
+    if REDUCED:  # the end of the last tile, loaded before the products and used after them
+        last = tl.load(count_ptr) - 1
+        kept = tl.load(tiles_ptr + 2 * tiles_stride + last, mask=last >= 0, other=0)
     across, steps = tl.cdiv(width, 128), tl.cdiv(k, STEP)
     M: tl.constexpr = 128 if SWAP else ROWS
     N: tl.constexpr = ROWS if SWAP else 128
@@ -141,5 +156,9 @@ def _w2(
             total *= tl.load(weights_ptr + target, mask=there, other=0.0)[:, None]
         column = n * 128 + tl.arange(0, 128)
         inside = there[:, None] & (column < width)[None, :]
-        tl.store(y_ptr + target[:, None].to(tl.int64) * width + column[None, :],
-                 to_dtype(total, y_ptr.dtype.element_ty), mask=inside)  # fmt: skip
+        value = to_dtype(total, y_ptr.dtype.element_ty)
+        if REDUCED:
+            value = to_dtype(value.to(tl.float32) + 0.0, y_ptr.dtype.element_ty)
+        tl.store(y_ptr + target[:, None].to(tl.int64) * width + column[None, :], value, mask=inside)
+    if REDUCED:
+        zero_rows(y_ptr, order_ptr, kept, num, width, PROGRAMS, 2048)

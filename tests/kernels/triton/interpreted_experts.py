@@ -17,6 +17,7 @@ from moe_mk.kernels.triton.tile import Tile
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, FP8_1x128, FP8_1x128_UE8M0, FP8_128x128, FP8_128x128_UE8M0, QuantScheme
 from moe_mk.quant.plain import Plain
+from moe_mk.testing.bits import bits_of
 from moe_mk.testing.conformance import check_experts
 from moe_mk.testing.experts import _poisoned, random_experts
 from moe_mk.testing.limits import require_close
@@ -153,6 +154,38 @@ def test_the_output_goes_where_the_transport_wants_it() -> None:
     out = torch.full((len(IDS), HIDDEN), torch.nan, dtype=torch.bfloat16)
     y = backend.run(replace(rows(BF16), out_RH=out), stack).y
     assert y.data_ptr() == out.data_ptr() and torch.equal(out, backend.run(rows(BF16), stack).y)
+
+
+ONE = torch.tensor([[2], [-1], [0], [2], [-1], [0], [2]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "weights,compute,travelled,ids",
+    [
+        (FP8_128x128, FP8_1x128, BF16, ONE),
+        (BF16, BF16, BF16, ONE),
+        *((FP8_128x128, FP8_1x128, FP8_1x128, ids) for ids in (ONE, ONE.abs() % 3, torch.full_like(ONE, -1))),
+    ],
+    ids=["rounded on arrival", "bf16", "fp8", "all kept", "all dropped"],
+)
+def test_one_expert_a_row_has_the_bits_of_a_sum_and_zeros_where_there_is_none(
+    weights: QuantScheme, compute: QuantScheme, travelled: QuantScheme, ids: torch.Tensor
+) -> None:
+    """A bf16 output is written by the second product, one in f32 or with a pitch by `combine`.
+
+    Columns of zeros times a weight below 0 are -0, which a sum is not.
+    """
+    backend, stack = TritonExperts(context(compute)), random_experts(weights, SLOTS, HIDDEN, INNER, CPU)
+    stack.w2.values.view(torch.uint8)[:, :5] = 0
+    own, given = backend.relayout(stack), rows(travelled, ids)
+    given = replace(given, weights_RK=-given.weights_RK)
+    outs = [torch.full((len(ids), HIDDEN), torch.nan, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    outs.append(torch.full((len(ids), HIDDEN + 16), torch.nan, dtype=torch.bfloat16)[:, :HIDDEN])
+    direct, summed, apart = (backend.run(replace(given, out_RH=out), own).y for out in outs)
+    assert direct.data_ptr() == outs[0].data_ptr() and torch.equal(backend.run(given, own).y, direct)
+    assert bits_of(direct) == bits_of(summed.bfloat16()) == bits_of(apart)
+    assert torch.equal(summed, summed.bfloat16().float())
+    assert (direct.any(1) == (ids[:, 0] >= 0)).all()
 
 
 @pytest.mark.slow

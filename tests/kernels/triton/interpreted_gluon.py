@@ -14,6 +14,7 @@ from moe_mk.experts.triton.experts import TritonExperts
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128, QuantTensor
+from moe_mk.testing.bits import bits_of
 from moe_mk.testing.experts import _poisoned, random_experts
 from moe_mk.testing.limits import require_close
 from moe_mk.tokens import BatchedTokens, GroupedTokens, OutputStage, RowTokens
@@ -72,3 +73,20 @@ def test_every_tile_equals_the_reference(tile: Tile, layout: type) -> None:
         expected = weight_and_reduce(reference.run(tokens, stack), tokens, OutputStage.REDUCED).y
         error = experts_error(BF16, FP8_1x128, FP8_128x128, HIDDEN)
         require_close(got.float(), expected.float(), error, f"{tile}, {layout.__name__}, {rows} rows")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 90])
+@pytest.mark.parametrize("tile", TILES, ids=named)
+def test_one_expert_a_row_has_the_bits_of_a_sum_and_zeros_where_there_is_none(tile: Tile, rows: int) -> None:
+    """An output in f32 is written by `combine`; nothing else differs. Zeros times a weight below 0 are -0."""
+    backend = TritonExperts(replace(context(FP8_1x128), hidden_size=HIDDEN, intermediate_size=INNER))
+    backend.tuned = Tuned.fixed(tile)
+    stack, tokens = stacked(), drawn(rows, 1)
+    stack.w2.values.view(torch.uint8)[:, :5] = 0
+    weights = backend.relayout(stack)
+    for ids in (tokens.ids_RK, torch.full_like(tokens.ids_RK, -1)):
+        given = replace(tokens, ids_RK=ids, weights_RK=-tokens.weights_RK)
+        outs = [torch.full((rows, HIDDEN), torch.nan, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+        direct, summed = (backend.run(replace(given, out_RH=out), weights).y for out in outs)
+        assert bits_of(direct) == bits_of(summed.bfloat16()) and torch.equal(summed, summed.bfloat16().float())
+        assert not direct[ids[:, 0] < 0].any() and (direct.any(1) == (ids[:, 0] >= 0)).all()

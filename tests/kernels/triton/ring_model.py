@@ -231,7 +231,7 @@ def traces(
     recorder = Recorder(tiles, program, filled or (rows,), 128 // weight_box(rows))
     arguments: dict[str, Any] = dict.fromkeys(inspect.signature(_by_hand.fn).parameters, NOTHING)
     arguments |= {"across": 2, "steps": steps, "ROWS": rows, "STAGES": stages, "MODE": int(second), "PROGRAMS": 2}
-    arguments |= {"GATHER": not second, "SCATTER": second, "TOP_K": 8}
+    arguments |= {"GATHER": not second, "SCATTER": second, "REDUCED": False, "TOP_K": 8}
     arguments |= {"rows_an_expert": APART, "second": 0}
     plain_kernel(recorder.modules())(**arguments)
     assert not recorder.actions

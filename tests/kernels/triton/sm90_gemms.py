@@ -26,6 +26,7 @@ def integers(kernel: str, format: str) -> Integers:
     """
     given = format_of(format)
     found: Integers = {"tiles_stride": ANY, "k": SIXTEENTH}
+    found |= {"num": ANY} if kernel == "_w2" else {}
     if kernel == "_w13":
         found |= {"inner": SIXTEENTH, "x_stride": SIXTEENTH, "x_scales_m": SIXTEENTH, "x_scales_k": 1}
         found |= {"h_scales_m": SIXTEENTH, "h_scales_k": 1 if format == "fp8" else SIXTEENTH}
@@ -41,7 +42,7 @@ def integers(kernel: str, format: str) -> Integers:
 def integers_by_hand(*, second: bool) -> Integers:
     """The same of the Gluon kernel: 16 and 28 units across, 56 and 16 steps."""
     names = ("rows_an_expert", "second", "width", "x_stride", "out_scales_m")
-    found: Integers = {"tiles_stride": ANY, **dict.fromkeys(names, SIXTEENTH), "x_scales_k": 1}
+    found: Integers = {"tiles_stride": ANY, "num": ANY, **dict.fromkeys(names, SIXTEENTH), "x_scales_k": 1}
     across, steps, out = (ANY, SIXTEENTH, SIXTEENTH) if second else (SIXTEENTH, ANY, 1)
     return found | {"across": across, "steps": steps, "x_scales_m": steps, "out_scales_k": out}
 
@@ -93,7 +94,9 @@ def w13(
 
 
 @cache
-def w2(rows: int, *, swap: bool, warps: int, stages: int, format: str = "fp8", biased: bool = False) -> Compiled:
+def w2(
+    rows: int, *, swap: bool, warps: int, stages: int, format: str = "fp8", biased: bool = False, reduced: bool = False
+) -> Compiled:
     from moe_mk.kernels.triton.grouped_w2 import _w2
     from tests.kernels.triton.sm90 import compile_for_hopper
 
@@ -102,7 +105,7 @@ def w2(rows: int, *, swap: bool, warps: int, stages: int, format: str = "fp8", b
     types |= dict.fromkeys(("h_scales_ptr", "weights_ptr"), "*fp32")
     sizes, ones, aligned = split(integers("_w2", format))
     types |= sizes
-    constants |= ones | {"ROWS": rows, "SCATTER": True, "WEIGHTED": True}
+    constants |= ones | {"ROWS": rows, "SCATTER": True, "WEIGHTED": True, "REDUCED": reduced}
     return compile_for_hopper(_w2, types, constants, aligned=aligned, num_warps=warps, num_stages=stages)
 
 
@@ -126,7 +129,9 @@ def _common(format: str, swap: bool, *, biased: bool) -> tuple[dict[str, str], d
 
 
 @cache
-def by_hand(rows: int, *, second: bool, gather: bool, stages: int, act: str = "silu", arch: int = 90) -> Compiled:
+def by_hand(
+    rows: int, *, second: bool, gather: bool, stages: int, act: str = "silu", reduced: bool = False, arch: int = 90
+) -> Compiled:
     """The Gluon kernel: 128 rows of a tile are prefill, 64 the middle, fewer decode."""
     from moe_mk.kernels.triton.gluon_gemms import CODES, _by_hand, weight_box
     from tests.kernels.triton.sm90 import compile_for_hopper
@@ -138,6 +143,7 @@ def by_hand(rows: int, *, second: bool, gather: bool, stages: int, act: str = "s
     types |= sizes
     constants: dict[str, Any] = ones | {"ROWS": rows, "STAGES": stages, "MODE": int(second), "GATHER": gather}
     constants |= {"TOP_K": 8, "PROGRAMS": 132, "SCATTER": second, "WEIGHTED": second, "POWER_OF_TWO": False}
+    constants["REDUCED"] = reduced
     constants |= {"ACTIVATION": act, "ALPHA": 1.702, "LIMIT": 0.0 if act == "silu" else 7.0}
     return compile_for_hopper(_by_hand, types, constants, aligned=aligned, gluon=True, arch=arch, num_warps=4)
 

@@ -97,6 +97,32 @@ def test_rows_that_came_in_bf16(tile: Tile, launches: list[tuple[str, int, Any]]
     assert names(launches) == ["_prologue", *GEMMS[tile], "_combine"], "four launches in decode"
 
 
+@pytest.mark.parametrize(
+    "tile", quick_where(lambda tile: tile.rows == 16, GEMMS), ids=lambda tile: f"{tile.engine}-{tile.rows}"
+)
+def test_one_expert_a_row_needs_no_sum(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:
+    from moe_mk.kernels.triton.experts import experts_rows
+
+    ids, x = torch.zeros((ROWS, 1), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
+    weights, out = torch.zeros((ROWS, 1)), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
+    assert experts_rows((x, None), ids, weights, experts(), tile, torch.empty, out=out) is out
+    assert names(launches) == ["_prologue", *GEMMS[tile]], "three launches in decode"
+
+
+@pytest.mark.thorough
+def test_outputs_that_the_second_product_does_not_write_are_summed(launches: list[tuple[str, int, Any]]) -> None:
+    """Of another dtype, with a pitch, or of the routed and the shared expert of a row."""
+    from moe_mk.kernels.triton.experts import experts_rows
+
+    ids, x = torch.zeros((ROWS, 1), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
+    given, tile = ((x, None), ids, torch.zeros((ROWS, 1)), experts()), Tile(16, True, 4, 5)
+    pitched = torch.empty((ROWS, HIDDEN + 16), dtype=torch.bfloat16)[:, :HIDDEN]
+    experts_rows(*given, tile, torch.empty, out=torch.empty((ROWS, HIDDEN)))
+    experts_rows(*given, tile, torch.empty, out=pitched)
+    experts_rows(*given, tile, torch.empty, fuse_shared=True)
+    assert names(launches) == 3 * ["_prologue", *GEMMS[tile], "_combine"]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("tile", GEMMS, ids=lambda tile: f"{tile.engine}-{tile.rows}")
 def test_blocks_that_came_in_fp8_with_scales_of_one_byte(tile: Tile, launches: list[tuple[str, int, Any]]) -> None:

@@ -137,6 +137,11 @@ def test_a_decode_forward_is_six_launches(name: str, launches: Launches) -> None
     assert len(names) <= 8
 
 
+def test_a_decode_forward_with_one_expert_a_token_is_five_launches(launches: Launches) -> None:
+    names = forward(layer(router={"top_k": 1, "scoring_func": "sigmoid"}), 4, launches)
+    assert names == ["mm", "_grouped_topk", *DECODE[:-1]], "the second product writes the output"
+
+
 def test_shared_experts_add_no_launch_on_one_rank(launches: Launches) -> None:
     assert len(forward(layer(router=ROUTERS["DeepSeek-V3"], shared=1), 4, launches)) == 6
 

@@ -80,6 +80,24 @@ def test_clamps_cost_a_gemm_by_hand_none_either(rows: int, gather: bool, stages:
     assert more < 0.2 * sum(bare.instructions.values()), "and in the epilogue alone"
 
 
+BARE: Mapping[str, Any] = {
+    "by hand, 8 rows": lambda reduced: by_hand(8, second=True, gather=False, stages=6, reduced=reduced),
+    "by hand, 64 rows": lambda reduced: by_hand(64, second=True, gather=False, stages=5, reduced=reduced),
+    "by hand, 128 rows": lambda reduced: by_hand(128, second=True, gather=False, stages=4, reduced=reduced),
+    "16 rows": lambda reduced: w2(16, swap=True, warps=4, stages=5, reduced=reduced),
+    "128 rows": lambda reduced: w2(128, swap=False, warps=8, stages=3, reduced=reduced),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_an_output_of_one_assignment_a_row_costs_the_second_product_no_step(name: str) -> None:
+    """Rows of dropped assignments are zeroed outside of its loop, 16 bytes a thread."""
+    built, bare = BARE[name](True), BARE[name](False)
+    assert built.spills == built.stack == built.scratch == 0 and built.shared < SHARED_MEMORY
+    assert built.step <= bare.step + 2 and built.products == bare.products
+    assert built.stores[16] > bare.stores[16] and set(built.stores) == {16}
+
+
 def check_clamped(built: Compiled) -> None:
     assert built.instructions["QGMMA"] >= 4 and not built.instructions["HMMA"]
     assert built.spills == built.stack == built.scratch == 0 and built.shared < SHARED_MEMORY
