@@ -3,8 +3,8 @@
 Two warpgroups multiply 64 rows each; one warp copies weights (and rows, where they lie one behind the other) through
 the tensor memory accelerator, and where rows are gathered, four more warps copy them by cp.async. 256 columns a unit
 halve the traffic from L2 compared with 128: 48 bytes a clock instead of 64. Each product of 128 terms is promoted to
-f32 at once. In a tile of up to 64 rows the second warpgroup multiplies nothing. Reads and writes what `grouped_w13` and
-`grouped_w2` do.
+f32 at once. In a tile of up to 64 rows the second warpgroup multiplies nothing, and rows that a tile lacks are gathered
+as zeros, without a copy. Reads and writes what `grouped_w13` and `grouped_w2` do.
 
 Both warpgroups take part in every unit: a unit of its own would be 256 registers of sums a thread. They may be as many
 steps apart as there are stages, so that one multiplies during the first part of the other one's epilogue.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_mk.kernels.reference.activation import activation
 from tests.kernels.triton.ring_model import NOTHING, Language, plain_kernel
 
 WAITING = 20.0
@@ -190,7 +191,7 @@ class Machine:
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy), "warpgroup_mma": product,
             "warpgroup_mma_wait": lambda pending, sums: sums if len(sums) > 1 else sums[0],
             "gdc_wait": NOTHING, "gdc_launch_dependents": NOTHING, "row_pieces": NOTHING, "pinned": lambda x: x,
-            "as_scale": lambda x: x, "hidden_of": hidden_of, "scale_of": scale_of,
+            "as_scale": as_scale, "hidden_of": hidden_of, "scale_of": scale_of,
         }  # fmt: skip
 
 
@@ -219,14 +220,18 @@ def product(a: Shared, b: Shared, sums: Tensor, *, use_acc: bool, is_async: bool
     return value(a.data.float() @ b.data.float())
 
 
-def hidden_of(gate: Tensor, up: Tensor, name: str, alpha: float, limit: float, gated: bool) -> Tensor:
-    assert name == "silu" and gated and not limit
-    return gate / (1.0 + torch.exp(-gate)) * up
+def as_scale(codes: Tensor) -> Tensor:
+    return (codes.int() << 23).view(torch.float32) if codes.dtype is torch.uint8 else codes
 
 
-def scale_of(amax: Tensor, power_of_two: bool) -> Tensor:
-    assert not power_of_two
-    return amax.clamp_min(1e-10) / 448.0
+def hidden_of(gate: Tensor, up: Tensor, name: str, alpha: float, limit: float, gated: bool) -> Any:
+    assert gated
+    return value(activation(name, gate, up, alpha=alpha, limit=limit or None))
+
+
+def scale_of(amax: Tensor, power_of_two: bool) -> Any:
+    scale = amax.clamp_min(1e-10) / 448.0
+    return value(scale.log2().ceil().exp2() if power_of_two else scale)
 
 
 class Kernel:
