@@ -8,7 +8,7 @@ namespace moe_mk {
 
 const Kernels* avx2_kernels() {
   static const Kernels table = {
-      "avx2", kDirectRows, true, true, false, nothing, multiply_few_avx2, multiply_many_avx2, multiply_int8<Avx2Int8Ops>,
+      "avx2", kDirectRows, true, true, true, false, nothing, multiply_few_avx2, multiply_many_avx2, multiply_int8<Avx2Int8Ops>,
       quantize_int8, multiply_int8_parts_avx2, round_row,
       activate, accumulate, to_bf16, quantize, decode, count_nans, gate_dots, read, portable_peak,
   };

@@ -5,7 +5,7 @@ namespace moe_mk {
 
 const Kernels* scalar_kernels() {
   static const Kernels table = {
-      "scalar", 0, true, false, false, nothing, nullptr, multiply_blocked<PortableOps>,
+      "scalar", 0, true, false, false, false, nothing, nullptr, multiply_blocked<PortableOps>,
       multiply_int8<PortableInt8Ops>, quantize_int8, multiply_int8_parts<PortableInt8PartOps>, round_row,
       activate, accumulate, to_bf16, quantize, decode, count_nans,
       gate_dots, read, portable_peak,

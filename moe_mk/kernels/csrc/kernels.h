@@ -113,7 +113,8 @@ struct ActivationSpec {
 struct Kernels {
   const char* name;
   int few_rows;        // up to this many rows multiply_few is faster; 0: not available
-  bool few_is_equal;   // multiply_few and multiply_many agree bit for bit if there are no scales of k groups
+  bool few_is_equal;   // multiply_few and multiply_many agree bit for bit if there are no scales of k groups,
+  bool few_of_groups_is_equal;  // and if there are
   bool few_of_bf16;    // multiply_few is faster for bf16 weights, which need no decoding, too
   bool reads_tiles;    // multiply_many reads Rows::tiles
   void (*leave)();     // called once per thread after the other functions

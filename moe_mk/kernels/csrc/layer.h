@@ -187,7 +187,7 @@ struct Layer {
 
   int few(const Columns& w) const {
     if (w.minima && w.num_steps > kMostFewSteps) return 0;
-    const bool equal = kernels.few_is_equal && w.groups == nullptr;
+    const bool equal = w.groups == nullptr ? kernels.few_is_equal : kernels.few_of_groups_is_equal;
     if (kernels.multiply_few == nullptr || (call.batch_invariant && !equal)) return 0;
     if (call.panel_rows != 0 && equal) return std::min(call.panel_rows - 1, kernels.few_rows);
     return equal && !kernels.few_of_bf16 && !w.must_be_decoded() ? 0 : kernels.few_rows;

@@ -20,6 +20,7 @@ from moe_mk.kernels.native import (
     PackedMatrix,
     PartScales,
     Rounding,
+    Tuning,
     allocate,
     experts_rows,
     pack_slot,
@@ -294,6 +295,23 @@ def test_layouts_that_cannot_be_packed_are_refused() -> None:
 def test_grouped_schemes_and_blocks_all_have_a_packed_format() -> None:
     assert all(storage_of(scheme) is not None for scheme in SCHEMES)
     assert {scheme.bits for scheme in GROUPED.values() if isinstance(scheme, Grouped)} == {4, 8}
+
+
+@pytest.mark.parametrize("scheme", quick_schemes(), ids=lambda s: s.name)
+def test_panels_and_registers_give_the_same_bits(isas: list[IsaHere], scheme: QuantScheme) -> None:
+    hidden, inter = sizes(scheme)
+    layer = PartsLayer(1, hidden, inter, scheme=scheme)
+    for library, isa in isas:
+        w13, w2 = layer.pack(library)
+        for rows in (1, 2, 3, 4, 6):
+            x, ids, weights = batch(rows, hidden, 1, 1, seed=rows)
+            ids.zero_()
+            few, panels = (ExpertsMode(tuning=Tuning(panel_rows=bound)) for bound in (5, 1))
+            from_panels = experts_rows(library, x, ids, weights, w13, w2, mode=panels, isa=isa)
+            assert torch.equal(experts_rows(library, x, ids, weights, w13, w2, mode=few, isa=isa), from_panels), (
+                isa,
+                rows,
+            )
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0"])
