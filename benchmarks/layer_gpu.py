@@ -27,7 +27,7 @@ from moe_mk.config import load_config
 from moe_mk.experts import ExpertsContext
 from moe_mk.experts.triton.experts import TritonExperts
 from moe_mk.plan.roofline import LayerShape, layer_us
-from moe_mk.quant import BF16
+from moe_mk.quant import BF16, FP8_1x128
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.testing.experts import random_experts
@@ -84,11 +84,12 @@ def eager_and_graph(results: Path | None, ceilings: Path | None) -> None:
 
 
 def formats(results: Path | None) -> None:
-    """One rank's share of 8 in MXFP4 with bf16 rows and in INT8."""
+    """One rank's share of 8 in MXFP4, with bf16 rows and multiplied as FP8, and in INT8."""
     case = Case(EXPERTS)
     shape = case.shape
     sizes = (EXPERTS, shape.hidden_size, shape.intermediate_size, CUDA)
-    for name, weights, compute in (("MXFP4", MXFP4, BF16), ("INT8", INT8_CHANNEL, INT8_TOKEN)):
+    kinds = (("MXFP4", MXFP4, BF16), ("MXFP4 as FP8", MXFP4, FP8_1x128), ("INT8", INT8_CHANNEL, INT8_TOKEN))
+    for name, weights, compute in kinds:
         try:
             backend = TritonExperts(ExpertsContext(BF16, compute, "silu", *sizes))
             own = backend.relayout(random_experts(weights, EXPERTS, shape.hidden_size, shape.intermediate_size, CUDA))

@@ -121,6 +121,7 @@ def commands(work: Path, out: Path) -> tuple[Command, ...]:
         return script(f"layer: {what}", "benchmarks/layer_gpu.py", *chosen, seconds=seconds, stand_in=stand_in)
 
     experts_file, ops_file = "tests/gpu/test_experts.py", "tests/gpu/test_ops.py"
+    formats_file = "tests/gpu/test_weight_types.py"
     own = (
         script("ceilings", "tools/gpu_ceilings.py", "--json", ceilings[1], *results, seconds=35, stand_in=15),
         tests("ops and tiny layers", ops_file, experts_file, "-k", "test_ops or tiny", seconds=120, stand_in=90),
@@ -136,8 +137,8 @@ def commands(work: Path, out: Path) -> tuple[Command, ...]:
         tests("layer and streams", "tests/gpu/test_layer.py", "tests/gpu/test_tiles.py", seconds=60, stand_in=40),
         layer("eager and graph", 60, 40),
         tests("one-sided", "tests/gpu/test_one_sided.py", seconds=80, stand_in=50, workers=2),
-        layer("formats", 60, 40),
-        tests("mxfp4 and int8", "tests/gpu/test_weight_types.py", "-k", "smallest_tile", seconds=60, stand_in=40),
+        layer("formats", 70, 50),
+        tests("mxfp4 and int8", formats_file, "-k", "smallest_tile or is_exact", seconds=60, stand_in=40),
         tests("stress", "tests/gpu/test_stress.py", seconds=70, stand_in=45, workers=1),
         latency(32, "tuned", 55, 30),
         latency(256, "tuned", 65, 40),

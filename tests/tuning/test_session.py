@@ -205,7 +205,9 @@ def test_threads_are_powers_of_two_and_all_cores(cores: int, counts: list[int]) 
     assert thread_counts(cores) == counts
 
 
-@pytest.mark.parametrize("weights,activations,kinds", [("mxfp4", "plain", 6), ("fp8", "fp8", 12), ("int8", "int8", 6)])
+@pytest.mark.parametrize(
+    "weights,activations,kinds", [("mxfp4", "plain", 6), ("mxfp4", "fp8", 6), ("fp8", "fp8", 12), ("int8", "int8", 6)]
+)
 def test_a_dry_run_states_what_a_gpu_would_try(weights: str, activations: str, kinds: int, tmp_path: Path) -> None:
     options = (
         f"--weights {weights} --activations {activations} --slots 32 --top-k 8 --tokens 1,1024 --device cuda --dry-run"

@@ -1,7 +1,8 @@
 """Experts on NVIDIA GPUs from Hopper on, in Triton: every weight format, no permuted copy, CUDA graph support.
 
-FP8 blocks and INT8 weights are multiplied directly if activations may be quantised. MXFP8, MXFP4, NVFP4, and all
-formats with plain activations, are decoded in registers, so that memory traffic stays that of the checkpoint's format.
+FP8 blocks and INT8 weights are multiplied directly if activations may be quantised. MXFP4 with FP8 activations is
+decoded to FP8 in registers, which is exact; MXFP8, NVFP4, and all formats with plain activations are decoded to bf16.
+Memory traffic stays that of the checkpoint's format.
 
 Use it for every layout and number of tokens on an H100 or H200. Tiles are read from `configs/tuned` if the device has
 been measured, else from a built-in table. Importing this module does not require triton; constructing the backend does.
@@ -23,18 +24,20 @@ from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.tuned import Case, Tuned
 from moe_mk.errors import ConfigError
 from moe_mk.experts.base import EXPERTS, QUANTISED, ExpertsContext, ExpertsTraits, FusedExperts
+from moe_mk.experts.triton.mxfp4 import LARGEST_SHIFT
 from moe_mk.experts.triton.tuning import (
     BUILT_IN,
     CANDIDATES,
     CHOICES,
     DECODED,
+    DECODED_TO_FP8,
     INTEGERS,
     load_tuned,
     sensible,
     tile_of,
 )
 from moe_mk.experts.triton.weights import (
-    BLOCK,
+    BOX_BYTES,
     FusedShared,
     PackedWeights,
     PaddedStack,
@@ -49,7 +52,8 @@ from moe_mk.experts.triton.weights import (
 from moe_mk.experts.triton.workspace import Workspace, workspace_of
 from moe_mk.external.device import is_here, profile_here, stream_of
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED
-from moe_mk.kernels.triton.tile import NOT_COMPILING, TARGETS, Target, Tile
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
+from moe_mk.kernels.triton.tile import BLOCK, NOT_COMPILING, TARGETS, Target, Tile
 from moe_mk.quant.fp8_whole import Fp8Static
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
@@ -71,8 +75,8 @@ class TritonExperts(FusedExperts):
     """Two persistent grouped GEMMs; the first quantises its output, the second applies routing weights and scatters."""
 
     traits: ClassVar[ExpertsTraits] = ExpertsTraits(
-        summary="our Triton kernels for Hopper: bf16, FP8 and INT8 products, weight-only FP8, INT8, INT4, MXFP8, "
-        "MXFP4 and NVFP4, biases and clamped SwiGLU, every layout; compiled for sm_90 in CI",
+        summary="our Triton kernels for Hopper: bf16, FP8 and INT8 products, FP8 by MXFP4, weight-only FP8, INT8, "
+        "INT4, MXFP8, MXFP4 and NVFP4, biases and clamped SwiGLU, every layout; compiled for sm_90 in CI",
         graph_safe=True,
         deterministic=True,
         kinds=frozenset({"cuda"}),
@@ -109,6 +113,7 @@ class TritonExperts(FusedExperts):
         self.tuned: Tuned[Tile] | None = None
         """Tiles by rows per expert; loaded when the scheme of the weights is known."""
         self.fused: FusedShared | None = None
+        self._parameters = ""
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
@@ -141,7 +146,8 @@ class TritonExperts(FusedExperts):
             return [asdict(INVARIANT)]
         an_expert = max(rows * min(context.top_k or CHOICES, context.num_slots) / context.num_slots, FEWEST)
         untuned = Tuned((), _built_in(context.weights, context.compute)).at(an_expert)
-        engines = _engines(context.device) if context.compute.block == (1, BLOCK) else ("triton",)
+        direct = context.compute.block == (1, BLOCK) and (context.weights is None or context.weights.family == "fp8")
+        engines = _engines(context.device) if direct else ("triton",)
         able = (tile for tile in CANDIDATES if tile.engine in engines and sensible(tile, an_expert))
         return [asdict(tile) for tile in dict.fromkeys((untuned, *able))]
 
@@ -168,12 +174,36 @@ class TritonExperts(FusedExperts):
             return weights
         expect_one_width(weights, "triton")
         format = kernel_format_of(weights.scheme, self.context.compute)
+        if format.block_scales and self._is_ragged:
+            format = KERNEL_FORMATS["w_mxfp4"]
         if format.group or format.row_scales:
-            return pack_weights(weights, format, self.context.device, spare=spare_of(weights.num_slots))
+            packed = pack_weights(weights, format, self.context.device, spare=spare_of(weights.num_slots))
+            self._parameters = self._decoding(packed)
+            return packed
         if isinstance(weights, ExpertWeights):
             w13, w2 = (ready(q, self.context.device) for q in (weights.w13, weights.w2))
             return ExpertWeights(w13, w2, weights.layout, weights.gated)
         return stacked(weights, self.context.device, spare=spare_of(weights.num_slots))
+
+    def parameters(self) -> str:
+        """Where FP8 activations are asked for with MXFP4 weights: whether they are multiplied as FP8."""
+        return self._parameters
+
+    def _decoding(self, packed: PackedWeights) -> str:
+        if kernel_format_of(packed.scheme, self.context.compute).name != "mxfp4":
+            return ""
+        if packed.format.name == "mxfp4":
+            return "MXFP4 weights are multiplied as FP8, exactly"
+        why = f"scales within {BLOCK} x {BLOCK} weights differ by more than 2^{LARGEST_SHIFT}"
+        if self._is_ragged:
+            sizes = f"{self.context.hidden_size} and {self.context.intermediate_size}"
+            why = f"FP8 rows need multiples of {BOX_BYTES} and {BLOCK} columns before the products, a rank has {sizes}"
+        return f"MXFP4 weights are decoded to bf16, and activations are not rounded: {why}"
+
+    @property
+    def _is_ragged(self) -> bool:
+        """Whether FP8 rows would not be whole boxes before the first product, or whole groups before the second."""
+        return bool(self.context.hidden_size % BOX_BYTES or self.context.intermediate_size % BLOCK)
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """Writes the shared experts into the spare slot behind the routed ones; repeated calls reuse the result."""
@@ -188,7 +218,8 @@ class TritonExperts(FusedExperts):
         arena = self.workspace.arena((stream_of(self.context.device), get_ident()))
         with arena.frame(self.context.device) as empty:
             if isinstance(tokens, RowTokens):
-                x, ids, share = self._readable(tokens.x_RH), tokens.ids_RK.to(torch.int32), tokens.weights_RK
+                x = self._readable(tokens.x_RH, experts.format)
+                ids, share = tokens.ids_RK.to(torch.int32), tokens.weights_RK
                 expected_N = ids.numel() if tokens.expected_N is None else tokens.expected_N
                 tile = self._tile(tuned, expected_N / self.context.num_slots)
                 ids, share = ids.contiguous(), share.contiguous()
@@ -200,13 +231,13 @@ class TritonExperts(FusedExperts):
                 )  # fmt: skip
                 return ExpertOutput(y, OutputStage.REDUCED)
             if isinstance(tokens, GroupedTokens):
-                x = self._readable(tokens.x_NH)
+                x = self._readable(tokens.x_NH, experts.format)
                 expected_N = len(x[0]) if tokens.expected_N is None else tokens.expected_N
                 tile = self._tile(tuned, expected_N / self.context.num_slots)
                 return ExpertOutput(
                     self.kernels.experts_grouped(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW
                 )
-            x = self._readable(tokens.x_LSH)
+            x = self._readable(tokens.x_LSH, experts.format)
             mean_rows = MASKED_ROWS if tokens.expected_N is None else tokens.expected_N / self.context.num_slots
             tile = self._tile(tuned, min(x[0].shape[1], mean_rows))
             return ExpertOutput(self.kernels.experts_batched(x, tokens.counts_L, experts, tile, empty), OutputStage.RAW)
@@ -214,7 +245,10 @@ class TritonExperts(FusedExperts):
     def _experts(self, weights: Weights) -> Any:
         """The arguments of the kernels that describe the experts."""
         assert isinstance(weights, ExpertWeights | PackedWeights)
-        rows13, rows2 = (None, None) if isinstance(weights, ExpertWeights) else (weights.w13.rows, weights.w2.rows)
+        format, rows13, rows2 = kernel_format_of(weights.scheme, self.context.compute), None, None
+        if isinstance(weights, PackedWeights):
+            format = weights.format
+            rows13, rows2 = (each.blocks if format.block_scales else each.rows for each in (weights.w13, weights.w2))
         biases = weights.biases if isinstance(weights, PackedWeights | PaddedStack) else None
         b13, b2 = (None, None) if biases is None else (biases.b13, biases.b2)
         return self.kernels.Experts(
@@ -223,7 +257,7 @@ class TritonExperts(FusedExperts):
             self.context.activation,
             weights.gated,
             getattr(self.context.compute, "ue8m0", False),
-            kernel_format_of(weights.scheme, self.context.compute),
+            format,
             rows13, rows2, b13, b2, self.context.swiglu_alpha, self.context.swiglu_limit,
             _fixed(self.context.compute),
         )  # fmt: skip
@@ -255,9 +289,9 @@ class TritonExperts(FusedExperts):
         """
         return INVARIANT if self.context.batch_invariant else tuned.at(max(rows_an_expert, FEWEST))
 
-    def _readable(self, x: QuantTensor) -> tuple[Tensor, Tensor | None]:
+    def _readable(self, x: QuantTensor, format: KernelFormat) -> tuple[Tensor, Tensor | None]:
         """Tokens in their received scheme if the experts compute in it, else in bf16, to be quantised on the device."""
-        if x.scheme != self.context.compute:
+        if x.scheme != self.context.compute or format.name == "w_mxfp4":
             return x.dequantize(torch.bfloat16), None
         if isinstance(x.scheme, Fp8Static):  # the scale is a constant and is not transported
             rows = (*x.values.shape[:-1], 1)
@@ -291,6 +325,8 @@ def _built_in(weights: QuantScheme | None, compute: QuantScheme) -> tuple[tuple[
     if weights is None:
         return BUILT_IN
     format = kernel_format_of(weights, compute)
+    if format.block_scales:
+        return DECODED_TO_FP8
     return INTEGERS if format.integer else DECODED if format.name.startswith("w_") else BUILT_IN
 
 

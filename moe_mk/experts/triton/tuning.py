@@ -38,6 +38,8 @@ INTEGERS: tuple[tuple[float, Tile], ...] = (
     *DECODED[2:],
 )
 """The same for integers with scales of groups, which spill with four warps and 32 rows."""
+DECODED_TO_FP8: tuple[tuple[float, Tile], ...] = (*INTEGERS[:2], *BUILT_IN[2:])
+"""The same for MXFP4 decoded to FP8, which also spills with 64 rows and the weights left."""
 CANDIDATES: tuple[Tile, ...] = (
     *(Tile(16, True, 4, stages) for stages in (4, 5)),
     *(Tile(32, True, warps, stages) for warps in (4, 8) for stages in (3, 4)),

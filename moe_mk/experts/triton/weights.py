@@ -4,6 +4,9 @@ Four-bit values are interleaved: the byte at column j of a step of 128 holds col
 scales are stored as (expert, step, row, group). Columns are padded with zeros to whole steps. The conversion is exact
 and can be reversed. Biases are f32, one row per slot, gate before up.
 
+MXFP4 that is multiplied as FP8 is converted by `mxfp4.py` if that is exact for all experts; otherwise all of them are
+packed in the format that is decoded to bf16.
+
 Shared experts are fused as one more slot behind the routed ones. A stack that is copied to the device gets a spare slot
 if it has many slots. Stacks that are already on the device have no spare slot, and their shared experts are computed
 separately.
@@ -18,8 +21,10 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.errors import UnsupportedError
+from moe_mk.experts.triton.mxfp4 import fp8_parts, stored_parts
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
+from moe_mk.kernels.triton.tile import BLOCK
 from moe_mk.quant.blocked import WHOLE
 from moe_mk.quant.fp8_block import Fp8Block
 from moe_mk.quant.grouped import Grouped
@@ -81,13 +86,16 @@ class PackedProjection:
     """Group scales, (L, steps, N, groups per step): bytes, floats for integers, or words with zero points."""
     rows: Tensor | None
     """Row scales, f32, (L, N)."""
+    blocks: Tensor | None
+    """Scales of 128 x 128 weights, f32, (L, ceil(N / 128), steps)."""
     like: QuantTensor
     """The stored matrix of one expert, on the meta device."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of values and scales."""
-        return sum(t.numel() * t.element_size() for t in (self.values, self.scales, self.rows) if t is not None)
+        parts = (self.values, self.scales, self.rows, self.blocks)
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,10 @@ class PackedWeights:
 
 
 def pack_weights(weights: Weights, format: KernelFormat, device: torch.device, *, spare: int = 0) -> PackedWeights:
-    """Convert every expert to a kernel format, one at a time. spare: free slots at the end."""
+    """Convert every expert to a kernel format, one at a time. spare: free slots at the end.
+
+    MXFP4 to be multiplied as FP8 is packed as `w_mxfp4` if any expert cannot be represented exactly.
+    """
     w13: PackedProjection | None = None
     w2: PackedProjection | None = None
     for index in range(weights.num_slots):
@@ -157,8 +168,9 @@ def pack_weights(weights: Weights, format: KernelFormat, device: torch.device, *
         down = slot.down_HI.to(device)
         w13 = w13 or _room(above, format, weights.num_slots, spare)
         w2 = w2 or _room(down, format, weights.num_slots, spare)
-        _fill(w13, above, format, index)
-        _fill(w2, down, format, index)
+        if not (_fill(w13, above, format, index) and _fill(w2, down, format, index)):
+            del w13, w2
+            return pack_weights(weights, KERNEL_FORMATS["w_mxfp4"], device, spare=spare)
     assert w13 is not None and w2 is not None, "a rank has at least one expert"
     biases = biases_of(weights, device, spare=spare)
     return PackedWeights(w13, w2, format, weights.gated, spare, biases=biases)
@@ -234,11 +246,16 @@ def _room(q: QuantTensor, format: KernelFormat, num_slots: int, spare: int) -> P
         dtype = _scales_of(q, format).dtype
         scales = torch.zeros((count, steps, n, format.groups), dtype=dtype, device=device)
     rows = torch.ones((count, n), dtype=torch.float32, device=device) if format.row_scales else None
-    codes, above = (None if part is None else part[:num_slots] for part in (scales, rows))
-    return PackedProjection(values[:num_slots], codes, above, q.to(torch.device("meta")))
+    shape = (count, -(-n // BLOCK), steps)
+    blocks = torch.zeros(shape, dtype=torch.float32, device=device) if format.block_scales else None
+    codes, above, each = (None if part is None else part[:num_slots] for part in (scales, rows, blocks))
+    return PackedProjection(values[:num_slots], codes, above, each, q.to(torch.device("meta")))
 
 
-def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index: int) -> None:
+def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index: int) -> bool:
+    """Store one expert; False if the format cannot represent it."""
+    if matrix.blocks is not None:
+        return _fill_shifts(matrix, q, index)
     matrix.values[index].view(torch.uint8).copy_(
         _interleaved(q.values, format) if format.per_byte > 1 else q.values.contiguous().view(torch.uint8)
     )
@@ -252,6 +269,17 @@ def _fill(matrix: PackedProjection, q: QuantTensor, format: KernelFormat, index:
         assert above is not None
         each = matrix.rows.shape[1] // above.shape[0]
         matrix.rows[index].copy_(above[:, 0].to(torch.float32).repeat_interleave(each))
+    return True
+
+
+def _fill_shifts(matrix: PackedProjection, q: QuantTensor, index: int) -> bool:
+    """Store one MXFP4 expert to be multiplied as FP8; False if that is not exact."""
+    made = fp8_parts(q, matrix.values.shape[2])
+    assert matrix.scales is not None and matrix.blocks is not None
+    if made is not None:
+        for target, part in zip((matrix.values, matrix.scales, matrix.blocks), made, strict=True):
+            target[index].copy_(part)
+    return made is not None
 
 
 def _scales_of(q: QuantTensor, format: KernelFormat) -> Tensor:
@@ -305,9 +333,13 @@ def _deinterleaved(interleaved: Tensor, format: KernelFormat, columns: int) -> T
 def _unpacked(matrix: PackedProjection, format: KernelFormat, index: int) -> QuantTensor:
     like, columns = matrix.like, matrix.like.shape[1]
     values = matrix.values[index].clone()
+    scales, above, zeros = like.scales, like.global_scale, None
+    if matrix.blocks is not None:
+        assert matrix.scales is not None
+        values, codes = stored_parts(values, matrix.scales[index], matrix.blocks[index], columns)
+        return QuantTensor(values, _stored_scales(codes, like, format)[0], like.scheme)
     if format.per_byte > 1:
         values = _deinterleaved(values, format, columns)
-    scales, above, zeros = like.scales, like.global_scale, None
     if matrix.scales is not None:
         scales, zeros = _stored_scales(matrix.scales[index].permute(1, 0, 2).flatten(1), like, format)
     if matrix.rows is not None:
@@ -318,13 +350,15 @@ def _unpacked(matrix: PackedProjection, format: KernelFormat, index: int) -> Qua
     return QuantTensor(values, scales, like.scheme, above, zeros)
 
 
-BLOCK = 128
 BOX_BYTES = 16
 """Rows that the tensor memory accelerator reads start at multiples of this."""
 
 
 def kernel_format_of(weights: QuantScheme, compute: QuantScheme) -> KernelFormat:
-    """The format of a weight scheme: FP8 and INT8 products where activations are rounded, else weight-only."""
+    """The format of a weight scheme: FP8 and INT8 products where activations are rounded, else weight-only.
+
+    MXFP4 with FP8 activations can be packed as `w_mxfp4` instead: see `pack_weights`.
+    """
     prefix = "w_" if isinstance(compute, Plain) else ""
     if isinstance(weights, Plain):
         return KERNEL_FORMATS["plain"]
@@ -336,6 +370,8 @@ def kernel_format_of(weights: QuantScheme, compute: QuantScheme) -> KernelFormat
         return KERNEL_FORMATS[prefix + ("fp8_row" if weights.columns == WHOLE else "fp8")]
     if isinstance(weights, Int8Block):
         return KERNEL_FORMATS[prefix + ("int8" if weights.columns == WHOLE else "int8_block")]
+    if weights.family == "mxfp4" and isinstance(compute, Fp8Block):
+        return KERNEL_FORMATS["mxfp4"]
     return KERNEL_FORMATS[f"w_{weights.family}"]
 
 
@@ -429,7 +465,7 @@ def _joined_stack(routed: QuantTensor, shared: QuantTensor) -> QuantTensor | Non
 def _joined_matrix(routed: PackedProjection, shared: PackedProjection) -> PackedProjection | None:
     values = _behind(routed.values, shared.values)
     made: dict[str, Tensor | None] = {"values": values}
-    for name in ("scales", "rows"):
+    for name in ("scales", "rows", "blocks"):
         own, other = getattr(routed, name), getattr(shared, name)
         made[name] = None if own is None else _behind(own, other)
         if own is not None and made[name] is None:

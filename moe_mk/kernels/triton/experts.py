@@ -142,7 +142,7 @@ class Experts:
     """The experts of one rank and their parameters."""
 
     w13: Scaled
-    """(L, 2I, H) and, in FP8, f32 (L, 2I / 128, ceil(H / 128)); (L, I, H) without a gate."""
+    """(L, 2I, H) and, in FP8, f32 (L, 2I / 128, ceil(H / 128)); (L, I, H) without a gate. Other formats: as packed."""
     w2: Scaled
     """(L, H, I) and f32 (L, ceil(H / 128), I / 128)."""
     activation: str = "silu"
@@ -152,7 +152,7 @@ class Experts:
     declared_format: KernelFormat | None = None
     """The format of the weights; None: FP8 blocks if they have scales, else bf16."""
     w13_rows: Tensor | None = None
-    """f32 (L, 2I): row scales, for formats with row scales."""
+    """f32 (L, 2I): row scales, for formats with row scales; of mxfp4 (L, 2I / 128, ceil(H / 128)), of blocks."""
     w2_rows: Tensor | None = None
     b13: Tensor | None = None
     """f32 (L, 2I), or (L, I) without a gate: added to the first products."""
@@ -193,7 +193,7 @@ def experts_rows(
     if rows == 0:
         return torch.empty((0, hidden), dtype=torch.bfloat16, device=x[0].device) if out is None else out
     shared, num = weights_RK if fuse_shared else None, rows * (ids_RK.shape[1] + fuse_shared)
-    if num <= SMALL and x[1] is None and experts.format.name == "fp8":
+    if num <= SMALL and x[1] is None and experts.format.by_group:
         aligned, x = align_and_quantize(
             ids_RK, _contiguous(x[0]), experts.num_slots, tile.rows, power_of_two=experts.power_of_two, empty=empty,
             fuse_shared=shared,
@@ -239,7 +239,7 @@ def _both(
     """Both GEMMs over a list of tiles; hidden rows are indexed by position."""
     positions, format = y.shape[0], experts.format
     h: Scaled = (empty((positions, experts.inner), dtype=torch.bfloat16, device=y.device), None)
-    if format.name == "fp8":
+    if format.by_group:
         h = _empty_codes(positions, experts.inner, torch.float8_e4m3fn, BLOCK, empty, y.device)
     w13, w2 = _kernels(tile, experts)
     arguments = _format_arguments(format, experts.w13_rows, experts.b13)
@@ -277,7 +277,7 @@ def _clamped(experts: Experts) -> dict[str, Any]:
 def _rounded(x: Scaled, experts: Experts, empty: Empty) -> Scaled:
     """Rows as the first GEMM reads them: plain rows are quantised if the products are in FP8 or INT8."""
     values, scales = _contiguous(x[0]), x[1]
-    if scales is not None or not (experts.format.name == "fp8" or experts.format.by_token):
+    if scales is not None or not (experts.format.by_group or experts.format.by_token):
         return values, scales
     if experts.format.by_token:
         return _by_token(values, experts, 0, empty)

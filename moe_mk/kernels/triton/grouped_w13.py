@@ -26,7 +26,8 @@ from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import TileMap
 from moe_mk.kernels.triton.weight_formats import (
     add_product,
-    multiply,
+    fp8_product,
+    halved,
     packs,
     pinned,
     scale_codes,
@@ -68,7 +69,7 @@ def grouped_w13(
     x_scales = readable_scales(x_scales) if x_scales is not None else x_values
     programs = resident_programs(x_values.device)
     _w13[(programs,)](
-        x_values if order is not None else boxes(x_values, tile.rows, format.box), x_scales,
+        x_values if order is not None else boxes(x_values, tile.rows, format.row_box), x_scales,
         boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, format.box), w_scales if w_scales is not None else w_values,
         row_scales if row_scales is not None else tiles.count, bias if bias is not None else tiles.count,
         h_values, h_scales if h_scales is not None else h_values, order if order is not None else tiles.count,
@@ -94,30 +95,52 @@ def load_rows(x, first, row, there, k0, k, stride, ROWS: tl.constexpr, STEP: tl.
 
 
 @triton.jit
+def scale_offset(row, stride, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """Where the scales of rows begin: in 32 bits, for at most 2^31 scales, where mxfp4 leaves no register."""
+    return row * stride if FORMAT == "mxfp4" and ROWS == 128 else row.to(tl.int64) * stride
+
+
+@triton.jit
 def scaled_sums(
-    gate, up, x, x_scales_ptr, w, w_scales_ptr, first, row, there, gate_row, up_row, steps, k, x_stride, x_scales_m,
-    x_scales_k,
-    ROWS: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr,
+    gate, up, x, x_scales_ptr, w, w_scales_ptr, w_blocks_ptr, first, row, there, expert, gate_row, up_row,
+    rows_an_expert, steps, k, x_stride, x_scales_m, x_scales_k,
+    ROWS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORMAT: tl.constexpr,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Both sums of FP8 times FP8: every product of 128 terms gets the scales of its row and of its block."""
-    up_scales = w_scales_ptr + (up_row // 128).to(tl.int64) * steps
-    gate_scales = w_scales_ptr + (gate_row // 128).to(tl.int64) * steps
-    row_scales = x_scales_ptr + row.to(tl.int64) * x_scales_m
+    """Both sums of FP8 times FP8: every product of 128 terms gets the scales of its row and of its block.
+
+    w_blocks_ptr: f32 scales of 128 x 128 weights. w_scales_ptr: with mxfp4, the shifts of groups below them.
+    """
+    BOX: tl.constexpr = STEP // 2 if packs(FORMAT) else STEP
+    HALVED: tl.constexpr = halved(FORMAT, ROWS, GATHER)
+    LOADED: tl.constexpr = BOX if HALVED else STEP
+    before = expert * rows_an_expert
+    g_low, g_high = scale_codes(w_scales_ptr, expert, 0, steps, gate_row - before, rows_an_expert, GROUPS, FORMAT)
+    u_low, u_high = scale_codes(w_scales_ptr, expert, 0, steps, up_row - before, rows_an_expert, GROUPS, FORMAT)
+    up_scales = w_blocks_ptr + (up_row // 128).to(tl.int64) * steps
+    gate_scales = w_blocks_ptr + (gate_row // 128).to(tl.int64) * steps
+    row_scales = x_scales_ptr + scale_offset(row, x_scales_m, ROWS, FORMAT)
     s_x = as_scale(tl.load(row_scales, mask=there, other=0))
     s_g, s_u = tl.load(gate_scales), tl.load(up_scales)
     for step in range(steps):
-        a = load_rows(x, first, row, there, step * STEP, k, x_stride, ROWS, STEP, GATHER, EVEN)
+        a = load_rows(x, first, row, there, step * STEP, k, x_stride, ROWS, LOADED, GATHER, EVEN)
+        b = load_rows(x, first, row, there, step * STEP + BOX, k, x_stride, ROWS, BOX, GATHER, EVEN) if HALVED else a
         # Scales of the next step are on their way while this one multiplies.
         after = tl.minimum(step + 1, steps - 1)
         next_x = as_scale(tl.load(row_scales + after * x_scales_k, mask=there, other=0))
         next_g, next_u = tl.load(gate_scales + after), tl.load(up_scales + after)
+        g_next = scale_codes(w_scales_ptr, expert, after, steps, gate_row - before, rows_an_expert, GROUPS, FORMAT)
+        u_next = scale_codes(w_scales_ptr, expert, after, steps, up_row - before, rows_an_expert, GROUPS, FORMAT)
         if GATED:
-            gate += multiply(a, w.load([gate_row, step * STEP]), SWAP) * spread(s_x * s_g, SWAP)
+            product = fp8_product(a, b, w.load([gate_row, step * BOX]), g_low, g_high, SWAP, FORMAT, HALVED)
+            gate += product * spread(s_x * s_g, SWAP)
             gate = gate if SWAP else pinned(gate)
-        up += multiply(a, w.load([up_row, step * STEP]), SWAP) * spread(s_x * s_u, SWAP)
+        product = fp8_product(a, b, w.load([up_row, step * BOX]), u_low, u_high, SWAP, FORMAT, HALVED)
+        up += product * spread(s_x * s_u, SWAP)
         up = up if SWAP else pinned(up)
         s_x, s_g, s_u = next_x, next_g, next_u
+        g_low, g_high = g_next
+        u_low, u_high = u_next
     return gate, up
 
 
@@ -157,7 +180,7 @@ def _w13(
     GATED: tl.constexpr, POWER_OF_TWO: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
-    SCALED: tl.constexpr = FORMAT == "fp8"
+    SCALED: tl.constexpr = FORMAT == "fp8" or FORMAT == "mxfp4"
     across, steps = tl.cdiv(inner, 128), tl.cdiv(k, STEP)
     halves = 2 if GATED else 1
     M: tl.constexpr = 128 if SWAP else ROWS
@@ -177,8 +200,9 @@ def _w13(
         gate, up = tl.zeros((M, N), ACC), tl.zeros((M, N), ACC)
         if SCALED:
             gate, up = scaled_sums(
-                gate, up, x, x_scales_ptr, w, w_scales_ptr, first, row, there, gate_row, up_row, steps, k, x_stride,
-                x_scales_m, x_scales_k, ROWS, STEP, SWAP, GATHER, EVEN, GATED,
+                gate, up, x, x_scales_ptr, w, w_scales_ptr, w_scales_ptr if FORMAT == "fp8" else w_rows_ptr, first, row,
+                there, expert, gate_row, up_row, inner * halves, steps, k, x_stride, x_scales_m, x_scales_k,
+                ROWS, STEP, GROUPS, SWAP, FORMAT, GATHER, EVEN, GATED,
             )  # fmt: skip
         else:
             gate, up = unscaled_sums(
@@ -203,6 +227,7 @@ def _w13(
         if SCALED:
             scale = scale_of(tl.max(tl.abs(hidden), axis=1), POWER_OF_TWO)
             tl.store(pointer, to_e4m3(hidden * (1.0 / scale)[:, None]), mask=inside)
-            tl.store(h_scales_ptr + position.to(tl.int64) * h_scales_m + n * h_scales_k, scale, mask=there)
+            offset = scale_offset(position, h_scales_m, ROWS, FORMAT)
+            tl.store(h_scales_ptr + offset + n * h_scales_k, scale, mask=there)
         else:
             tl.store(pointer, to_dtype(hidden, h_ptr.dtype.element_ty), mask=inside)

@@ -21,7 +21,7 @@ from moe_mk.kernels.triton.tile import BLOCK, Tile
 from moe_mk.kernels.triton.tile_map import TileMap
 from moe_mk.kernels.triton.weight_formats import (
     add_product,
-    multiply,
+    fp8_product,
     packs,
     scale_codes,
     spread,
@@ -55,7 +55,7 @@ def grouped_w2(
     k, width, programs = h_values.shape[1], y.shape[1], resident_programs(y.device)
     format = format or KERNEL_FORMATS["plain" if h_scales is None else "fp8"]
     _w2[(programs,)](
-        boxes(h_values, tile.rows, format.box), h_scales if h_scales is not None else h_values,
+        boxes(h_values, tile.rows, format.row_box), h_scales if h_scales is not None else h_values,
         boxes(w_values.view(-1, w_values.shape[-1]), BLOCK, format.box), w_scales if w_scales is not None else w_values,
         row_scales if row_scales is not None else tiles.count, bias if bias is not None else tiles.count, y,
         order if order is not None else tiles.count, weights if weights is not None else y,
@@ -69,19 +69,23 @@ def grouped_w2(
 
 @triton.jit
 def scaled_sum(
-    total, h, h_scales_ptr, w, w_scales_ptr, first, position, there, weight_row, block, steps, h_scales_m, h_scales_k,
-    STEP: tl.constexpr, SWAP: tl.constexpr,
+    total, h, h_scales_ptr, w, w_scales_ptr, w_blocks_ptr, first, position, there, expert, row, width, block, steps,
+    h_scales_m, h_scales_k, STEP: tl.constexpr, GROUPS: tl.constexpr, SWAP: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """FP8 times FP8: every product of 128 terms gets the scales of its row and of its block."""
-    w_scales = w_scales_ptr + block.to(tl.int64) * steps
+    """FP8 times FP8, with scales as in `scaled_sums` of the first GEMM."""
+    BOX: tl.constexpr = STEP // 2 if packs(FORMAT) else STEP
+    low, high = scale_codes(w_scales_ptr, expert, 0, steps, row, width, GROUPS, FORMAT)
+    w_scales = w_blocks_ptr + block.to(tl.int64) * steps
     row_scales = h_scales_ptr + position.to(tl.int64) * h_scales_m
     s_h, s_w = tl.load(row_scales, mask=there, other=0.0), tl.load(w_scales)
     for step in range(steps):
-        a, b = h.load([first, step * STEP]), w.load([weight_row, step * STEP])
+        a, b = h.load([first, step * STEP]), w.load([expert * width + row, step * BOX])
         after = tl.minimum(step + 1, steps - 1)
         next_h, next_w = tl.load(row_scales + after * h_scales_k, mask=there, other=0.0), tl.load(w_scales + after)
-        total += multiply(a, b, SWAP) * spread(s_h * s_w, SWAP)
+        following = scale_codes(w_scales_ptr, expert, after, steps, row, width, GROUPS, FORMAT)
+        total += fp8_product(a, a, b, low, high, SWAP, FORMAT, False) * spread(s_h * s_w, SWAP)
         s_h, s_w = next_h, next_w
+        low, high = following
     return total
 
 
@@ -136,10 +140,11 @@ def _w2(
         position = first + tl.arange(0, ROWS)
         there, weight_row = position < end, expert * width + n * 128
         total = tl.zeros((M, N), ACC)
-        if FORMAT == "fp8":
+        if FORMAT == "fp8" or FORMAT == "mxfp4":
             total = scaled_sum(
-                total, h, h_scales_ptr, w, w_scales_ptr, first, position, there, weight_row, expert * across + n,
-                steps, h_scales_m, h_scales_k, STEP, SWAP,
+                total, h, h_scales_ptr, w, w_scales_ptr, w_scales_ptr if FORMAT == "fp8" else w_rows_ptr, first,
+                position, there, expert, n * 128, width, expert * across + n, steps, h_scales_m, h_scales_k,
+                STEP, GROUPS, SWAP, FORMAT,
             )  # fmt: skip
         else:
             total = unscaled_sum(

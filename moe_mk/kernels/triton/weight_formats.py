@@ -4,6 +4,10 @@ Weight-only formats are decoded in registers, from which Hopper's matrix unit re
 code and group scale is exact in bf16: 2 or 4 significant bits times at most 4. Block scales are arbitrary f32 values:
 they are applied to the sum of a step, or to the weights, which are then rounded to bf16 once. `kernel_format.py` lists
 the formats.
+
+MXFP4 multiplied as FP8 (`mxfp4`) is decoded to e4m3 exactly. A permutation of bytes looks up four magnitudes in a table
+of eight bytes, to whose exponents the shift of the group was added: 4.5 instructions for four weights, one of them for
+the table.
 """
 
 from __future__ import annotations
@@ -14,6 +18,23 @@ from triton import constexpr_function
 
 from moe_mk.kernels.triton.numerics import IN_INTERPRETER, to_bf16
 
+# The magnitudes 0, 0.5, 1, 1.5 (low) and 2, 3, 4, 6 (high) times 2^-5 in e4m3. Adding 8 doubles a number; 0 stays 0.
+LOW_MAGNITUDES, LOW_BINADE = tl.constexpr(0x14100800), tl.constexpr(0x08080800)
+HIGH_MAGNITUDES, HIGH_BINADE = tl.constexpr(0x24201C18), tl.constexpr(0x08080808)
+DECODE_FP8 = tl.constexpr("""{
+    .reg .b32 first, second, sign;
+    and.b32 first, $2, 0x77777777;
+    shr.u32 second, first, 16;
+    prmt.b32 first, $3, $7, first;
+    prmt.b32 second, $11, $15, second;
+    and.b32 sign, $2, 0x80808080;
+    or.b32 $0, first, sign;
+    shl.b32 sign, $2, 4;
+    and.b32 sign, sign, 0x80808080;
+    or.b32 $1, second, sign;
+}""")
+"""Operands: e4m3 of the first and of the second half of the columns; a word; then low and high table of the first, and
+of the second half. Tables are repeated for the four weights of a register."""
 POWER_126 = tl.constexpr(2.0**126)
 POWER_23 = tl.constexpr(2.0**23)
 
@@ -21,7 +42,16 @@ POWER_23 = tl.constexpr(2.0**23)
 @constexpr_function
 def packs(format):
     """Whether a byte of weights holds two codes."""
-    return format in ("w_mxfp4", "w_nvfp4", "w_int4", "w_int4_zero")
+    return format in ("mxfp4", "w_mxfp4", "w_nvfp4", "w_int4", "w_int4_zero")
+
+
+@constexpr_function
+def halved(format, rows, gathered):
+    """Whether the first GEMM multiplies the column halves of a step one after the other.
+
+    NOTE: with 128 gathered rows a thread then needs half as many pointers to them, and no register is spilled.
+    """
+    return format == "mxfp4" and rows == 128 and gathered
 
 
 @triton.jit
@@ -43,8 +73,9 @@ def scale_codes(ptr, expert, step, steps, row, rows_an_expert, GROUPS: tl.conste
         HALF: tl.constexpr = packs(FORMAT) and GROUPS > 1
         LOADED: tl.constexpr = GROUPS // 2 if HALF else GROUPS
         lane = tl.arange(0, 128)
-        first = ((expert * steps + step).to(tl.int64) * rows_an_expert + row) * GROUPS
-        pointer = ptr + first + (lane * GROUPS)[:, None] + tl.arange(0, LOADED)[None, :]
+        first = ((expert * steps).to(tl.int64) * rows_an_expert + row) * GROUPS
+        inner = step * (rows_an_expert * GROUPS) + (lane * GROUPS)[:, None] + tl.arange(0, LOADED)[None, :]
+        pointer = ptr + first + inner
         inside = (row + lane < rows_an_expert)[:, None]
         low = tl.load(pointer, mask=inside, other=0)
         return low, tl.load(pointer + LOADED, mask=inside, other=0) if HALF else low
@@ -98,6 +129,51 @@ def halves(packed, low, high, NVFP4: tl.constexpr):
     code = packed.to(tl.int32)
     first = e2m1(code & 15) * over_columns(low, C, NVFP4)
     return to_bf16(first), to_bf16(e2m1(code >> 4) * over_columns(high, C, NVFP4))
+
+
+@triton.jit
+def fp8_product(a, b, w, low, high, SWAP: tl.constexpr, FORMAT: tl.constexpr, HALVED: tl.constexpr):
+    """One step of FP8 times FP8, f32. a, b: as in `add_product` with HALVED, else a has all columns.
+
+    low, high: the result of `scale_codes`.
+    """
+    if FORMAT == "fp8":
+        return multiply(a, w, SWAP)
+    else:
+        first, second = fp8_halves(w, low.to(tl.int32), high.to(tl.int32))
+        if HALVED:
+            part = multiply(a, first.to(tl.float8e4nv, bitcast=True), SWAP)
+            return multiply(b, second.to(tl.float8e4nv, bitcast=True), SWAP, part)
+        else:
+            # Only the order of registers changes: a thread has the same places of both halves.
+            both = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [128, 128])
+            return multiply(a, both.to(tl.float8e4nv, bitcast=True), SWAP)
+
+
+@triton.jit
+def fp8_halves(w, low, high):
+    """(128, 64) bytes of mxfp4 to the bits of both column halves in e4m3, (128, 64) each. low, high: shifts, int32."""
+    if IN_INTERPRETER:
+        byte = tl.reshape(w.to(tl.uint32), [128, 16, 4])
+        place = tl.arange(0, 4)[None, None, :]
+        word = tl.sum(byte << (8 * place), axis=2)[:, :, None]
+        first = e4m3_bits(word >> (4 * place), word >> (8 * place + 7), low)
+        return first, e4m3_bits(word >> (16 + 4 * place), word >> (8 * place + 3), high)
+    else:
+        return tl.inline_asm_elementwise(
+            DECODE_FP8, "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [w, wide(low * LOW_BINADE + LOW_MAGNITUDES, 64), wide(low * HIGH_BINADE + HIGH_MAGNITUDES, 64),
+             wide(high * LOW_BINADE + LOW_MAGNITUDES, 64), wide(high * HIGH_BINADE + HIGH_MAGNITUDES, 64)],
+            dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def e4m3_bits(magnitude, sign, shift):
+    """The table of `DECODE_FP8` as arithmetic: magnitudes in the lowest three bits, signs in the lowest one."""
+    code = tl.reshape(magnitude & 7, [128, 64]).to(tl.int32)
+    bits = 8 * wide(shift, 64) + tl.where(code == 1, 8, 8 + 4 * code)
+    return (tl.where(code == 0, 0, bits) & 0x7F | tl.reshape(sign & 1, [128, 64]).to(tl.int32) << 7).to(tl.uint8)
 
 
 @triton.jit
@@ -172,12 +248,12 @@ def spread(scale, SWAP: tl.constexpr):
 
 
 @triton.jit
-def multiply(x, w, SWAP: tl.constexpr):
-    """x (rows, step) times w (128, step) transposed: (rows, 128), or (128, rows) with SWAP."""
+def multiply(x, w, SWAP: tl.constexpr, total=None):
+    """x (rows, step) times w (128, step) transposed, plus total if given: (rows, 128), or (128, rows) with SWAP."""
     if IN_INTERPRETER and x.dtype != tl.int8:  # NOTE: the interpreter of 3.6 multiplies the bits of bf16
         x, w = x.to(tl.float32), w.to(tl.float32)
     ACC: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
-    return tl.dot(w, tl.trans(x), out_dtype=ACC) if SWAP else tl.dot(x, tl.trans(w), out_dtype=ACC)
+    return tl.dot(w, tl.trans(x), total, out_dtype=ACC) if SWAP else tl.dot(x, tl.trans(w), total, out_dtype=ACC)
 
 
 @triton.jit

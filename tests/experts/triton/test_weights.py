@@ -11,7 +11,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.experts.triton.weights import kernel_format_of, pack_weights
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
-from moe_mk.quant import BF16, QuantScheme
+from moe_mk.quant import BF16, FP8_1x128, QuantScheme
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.int8 import INT8_CHANNEL, INT8_TOKEN
 from moe_mk.quant.microscaling import MXFP4, MXFP8
@@ -20,6 +20,7 @@ from moe_mk.quant.tensor import QuantTensor
 from moe_mk.testing.experts import random_experts
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, SlotWeights
 from moe_mk.weights.layer_weights import as_mapped
+from tests.support.mxfp4 import packed, wide_matrix
 
 CPU = torch.device("cpu")
 INTEGERS = [GROUPED[name] for name in ("int4_g32", "int4_g128_zp", "int4_row", "int8_g64_zp", "int8_g128")]
@@ -43,9 +44,12 @@ def test_the_two_codes_of_a_byte_are_half_a_step_apart() -> None:
 @pytest.mark.parametrize("mapped", [False, True], ids=["stack", "mapped"])
 @pytest.mark.parametrize(
     "scheme,compute",
-    [(INT8_CHANNEL, INT8_TOKEN), *((scheme, BF16) for scheme in (MXFP8, MXFP4, NVFP4, *INTEGERS))],
+    [
+        (INT8_CHANNEL, INT8_TOKEN), (MXFP4, FP8_1x128),
+        *((scheme, BF16) for scheme in (MXFP8, MXFP4, NVFP4, *INTEGERS)),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_every_form_can_be_undone(scheme: QuantScheme, compute: QuantScheme, mapped: bool) -> None:
     stack = random_experts(scheme, 2, 144, 128, CPU)
     made = pack_weights(as_mapped(stack) if mapped else stack, kernel_format_of(scheme, compute), CPU)
@@ -96,6 +100,69 @@ def test_experts_without_a_gate_stay_without() -> None:
     single = ExpertWeights(_stacked(half.gate_IH), _stacked(half.down_HI), gated=False)
     slot = pack_weights(single, KERNEL_FORMATS["w_mxfp4"], CPU).slot(0)
     assert slot.gate_IH is None and torch.equal(slot.up_IH.values, half.gate_IH.values)
+
+
+def test_eight_codes_of_mxfp4_for_fp8_are_one_word() -> None:
+    # One row: codes 1 and -2 (code 12) at columns 4 and 70 = 64 + 6, the second word of both halves.
+    codes = torch.zeros((1, 128), dtype=torch.uint8)
+    codes[0, 4], codes[0, 70] = 1, 12
+    # Scales 2^-7, 2^-9, 2^-8 and 2^-3, of which the last, of zeros, counts for nothing: the largest has shift 11.
+    scales = torch.tensor([[120, 118, 119, 124]], dtype=torch.uint8)
+    made = packed(*[QuantTensor(e2m1.pack(codes), scales.view(torch.float8_e8m0fnu), MXFP4)] * 2, CPU).w2
+    word = made.values[0].view(torch.int32)[0, 1].item() & 0xFFFFFFFF
+    # The half-bytes are columns 4 to 7 and 68 to 71, least significant first; the sign of column 70 is bit 3 + 8 * 2.
+    assert word == 1 | 4 << 24 | 1 << 19 and made.values.view(torch.int32).count_nonzero() == 1
+    assert made.scales is not None and made.scales.tolist() == [[[[11, 9, 10, 15]]]]
+    # 0.5 is 0.5 x 2^(11 - 5) in FP8; 2^-13 times 2^6 is the scale of its group, 2^-7.
+    assert made.blocks is not None and made.blocks.tolist() == [[[2.0**-13]]]
+
+
+@pytest.mark.parametrize("spread", [0, 1, 11])
+@pytest.mark.parametrize("base", [1, 120, 242])
+def test_shifts_are_within_a_byte_and_give_every_scale_back(spread: int, base: int) -> None:
+    q = wide_matrix(200, 208, spread=spread, base=base)
+    made = packed(q, q, CPU)
+    assert made.format.name == "mxfp4" and made.w2.scales is not None and made.w2.blocks is not None
+    for found in _matrices(made.slot(0)):
+        assert torch.equal(found.values, q.values) and found.scales is not None and q.scales is not None
+        assert torch.equal(found.scales.view(torch.uint8), q.scales.view(torch.uint8))
+    # Two blocks of rows, the second one of 72; two of columns.
+    assert made.w2.blocks.shape == (1, 2, 2)
+    assert torch.equal(made.w2.blocks, torch.full((1, 2, 2), 2.0 ** (base + spread - 11 - 122)))
+
+
+def _with_scale(q: QuantTensor, row: int, group: int, scale: int, codes: int = 0x21) -> QuantTensor:
+    values, scales = q.values.clone(), q.scales.clone().view(torch.uint8)  # type: ignore[union-attr]
+    values[row, 16 * group : 16 * group + 16], scales[row, group] = codes, scale
+    return replace(q, values=values, scales=scales.view(torch.float8_e8m0fnu))
+
+
+@pytest.mark.parametrize(
+    "scale,codes,format",
+    [
+        (100, 0x21, "mxfp4"), (111, 0x21, "mxfp4"),
+        (99, 0x21, "w_mxfp4"), (112, 0x21, "w_mxfp4"),  # 12 binades from the other end of the block
+        (99, 0x80, "mxfp4"), (112, 0x00, "mxfp4"),  # zeros
+        (0xFF, 0x21, "w_mxfp4"), (0xFF, 0x00, "w_mxfp4"),  # NaN, of zeros too
+    ],
+)  # fmt: skip
+def test_what_fp8_cannot_represent_is_packed_to_be_decoded(scale: int, codes: int, format: str) -> None:
+    q = wide_matrix(256, 256, spread=11, base=100)
+    other = _with_scale(q, 130, 6, scale, codes)
+    for above, down in ((other, q), (q, other)):
+        made = packed(above, down, CPU)
+        assert made.format.name == format
+        for found, stored in zip(_matrices(made.slot(0)), (above, down), strict=True):
+            assert torch.equal(found.values, stored.values) and found.scales is not None and stored.scales is not None
+            assert torch.equal(found.scales.view(torch.uint8), stored.scales.view(torch.uint8))
+
+
+def test_blocks_of_zeros_have_any_scale() -> None:
+    q = wide_matrix(128, 256)
+    made = packed(replace(q, values=torch.zeros_like(q.values)), q, CPU)
+    found = made.slot(0).up_IH.scales
+    assert made.format.name == "mxfp4" and found is not None and q.scales is not None
+    assert torch.equal(found.view(torch.uint8), q.scales.view(torch.uint8))
 
 
 def _stacked(q: QuantTensor) -> QuantTensor:

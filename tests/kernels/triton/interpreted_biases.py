@@ -70,7 +70,9 @@ def test_clamps_and_biases_equal_the_reference(activation: str, biases: bool) ->
 
 
 @pytest.mark.parametrize(
-    "weights,compute", [(BF16, BF16), (FP8_128x128, FP8_1x128), (INT8_CHANNEL, INT8_TOKEN)], ids=lambda s: s.name
+    "weights,compute",
+    [(BF16, BF16), (FP8_128x128, FP8_1x128), (MXFP4, FP8_1x128), (INT8_CHANNEL, INT8_TOKEN)],
+    ids=lambda s: s.name,
 )
 def test_other_types_have_them_too(weights: QuantScheme, compute: QuantScheme) -> None:
     close(TritonExperts(clamped("swiglu_oai", compute)), experts(weights))

@@ -72,7 +72,9 @@ def test_without_swapping_the_weights_are_on_the_right(weights: QuantScheme, com
 
 
 @pytest.mark.parametrize(
-    "weights,compute", [(FP8_128x128, FP8_1x128), (BF16, BF16), (NVFP4, BF16), (INT8_CHANNEL, INT8_TOKEN)], ids=named
+    "weights,compute",
+    [(FP8_128x128, FP8_1x128), (MXFP4, FP8_1x128), (BF16, BF16), (NVFP4, BF16), (INT8_CHANNEL, INT8_TOKEN)],
+    ids=named,
 )
 def test_shared_experts_are_one_more_slot_of_the_same_pass(
     weights: QuantScheme, compute: QuantScheme, monkeypatch: pytest.MonkeyPatch

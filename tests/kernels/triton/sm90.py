@@ -6,7 +6,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,6 +44,10 @@ class Compiled:
     """Matrix instructions of that loop."""
     stores: Counter[int]
     """Stores to global memory by their bytes per thread."""
+    in_step: Counter[str]
+    """How often each instruction stands in that loop."""
+    ttgir: str = field(repr=False)
+    """The program after layouts were assigned."""
 
     @property
     def spills(self) -> int:
@@ -86,12 +90,12 @@ def compile_for_hopper(
     spilled = loop.count("LDL") + loop.count("STL")
     loops = _loops(code)
     inner = [(end - start + 1, names[start : end + 1]) for start, end in loops]
-    steps = [(size, sum(map(is_product, body))) for size, body in inner if any(map(is_product, body))]
-    step, num_products = min(steps) if steps else (0, 0)
+    steps = [(size, sum(map(is_product, body)), body) for size, body in inner if any(map(is_product, body))]
+    step, num_products, within = min(steps, default=(0, 0, []))
     return Compiled(
         registers, stack, built.metadata.shared, scratch, Counter(names), built.asm["ptx"], spilled,
         tuple(size for size, _ in inner), step, num_products,
-        Counter(_width(suffix) for name, suffix in listed if name == "STG"),
+        Counter(_width(suffix) for name, suffix in listed if name == "STG"), Counter(within), built.asm["ttgir"],
     )  # fmt: skip
 
 

@@ -29,14 +29,14 @@ def integers(kernel: str, format: str) -> Integers:
     found |= {"num": ANY} if kernel == "_w2" else {}
     if kernel == "_w13":
         found |= {"inner": SIXTEENTH, "x_stride": SIXTEENTH, "x_scales_m": SIXTEENTH, "x_scales_k": 1}
-        found |= {"h_scales_m": SIXTEENTH, "h_scales_k": 1 if format == "fp8" else SIXTEENTH}
-        if format == "fp8" or given.by_token:
-            found["x_scales_m"] = ANY if format == "fp8" else 1
+        found |= {"h_scales_m": SIXTEENTH, "h_scales_k": 1 if given.by_group else SIXTEENTH}
+        if given.by_group or given.by_token:
+            found["x_scales_m"] = ANY if given.by_group else 1
         return found
     found |= {"width": SIXTEENTH, "h_scales_m": SIXTEENTH, "h_scales_k": SIXTEENTH}
     if given.by_token:
         return found | {"h_scales_m": 1, "h_scales_k": 1}
-    return found | {"h_scales_k": 1} if format == "fp8" else found
+    return found | {"h_scales_k": 1} if given.by_group else found
 
 
 def integers_by_hand(*, second: bool) -> Integers:
@@ -65,6 +65,7 @@ DTYPES |= {
     "w_fp8": ("bf16", "fp8e4nv"),
     "w_fp8_row": ("bf16", "fp8e4nv"),
     "w_mxfp8": ("bf16", "fp8e4nv"),
+    "mxfp4": ("fp8e4nv", "u8"),
     "w_mxfp4": ("bf16", "u8"),
     "w_nvfp4": ("bf16", "u8"),
     **dict.fromkeys(("w_int4", "w_int4_zero", "w_int8_group", "w_int8_zero"), ("bf16", "u8")),
@@ -82,11 +83,12 @@ def w13(
     from tests.kernels.triton.sm90 import compile_for_hopper
 
     types, constants = _common(format, swap, biased=biased)
-    dtype, width = DTYPES[format_of(format).name][0], box_of(format)
+    given = format_of(format)
+    dtype, width = DTYPES[given.name][0], given.row_box
     sizes, ones, aligned = split(integers("_w13", format))
     types |= sizes | {"x_scales_ptr": "*fp32", "h_scales_ptr": "*fp32"}
     types |= {"x": f"*{dtype}" if gather else box(dtype, rows, width)}
-    types |= {"h_ptr": "*fp8e4nv" if format == "fp8" else "*bf16"}
+    types |= {"h_ptr": "*fp8e4nv" if format_of(format).by_group else "*bf16"}
     constants |= ones | {"ROWS": rows, "TOP_K": 8}
     constants |= {"GATHER": gather, "EVEN": True, "ACTIVATION": act, "GATED": True, "POWER_OF_TWO": False}
     constants |= {"ALPHA": 1.702, "LIMIT": 0.0 if act == "silu" else 7.0}
@@ -101,7 +103,7 @@ def w2(
     from tests.kernels.triton.sm90 import compile_for_hopper
 
     types, constants = _common(format, swap, biased=biased)
-    types |= {"h": box(DTYPES[format_of(format).name][0], rows, box_of(format)), "y_ptr": "*bf16"}
+    types |= {"h": box(DTYPES[format_of(format).name][0], rows, format_of(format).row_box), "y_ptr": "*bf16"}
     types |= dict.fromkeys(("h_scales_ptr", "weights_ptr"), "*fp32")
     sizes, ones, aligned = split(integers("_w2", format))
     types |= sizes
@@ -113,10 +115,6 @@ def format_of(name: str) -> KernelFormat:
     """A format by its name; "w_int4/128" has groups of 128."""
     name, _, group = name.partition("/")
     return replace(KERNEL_FORMATS[name], group=int(group)) if group else KERNEL_FORMATS[name]
-
-
-def box_of(format: str) -> int:
-    return format_of(format).box
 
 
 def _common(format: str, swap: bool, *, biased: bool) -> tuple[dict[str, str], dict[str, Any]]:

@@ -55,13 +55,24 @@ def test_experts_equal_the_reference() -> None:
 @pytest.mark.row(84)
 @pytest.mark.timeout(240)
 def test_every_type_of_weights_equals_the_reference() -> None:
-    assert re.search(r"\b53 passed", run_interpreted("interpreted_weight_types.py"))
+    assert re.search(r"\b54 passed", run_interpreted("interpreted_weight_types.py"))
+
+
+@pytest.mark.timeout(240)
+def test_fp8_times_mxfp4_is_exact() -> None:
+    assert re.search(r"\b8 passed", run_interpreted("interpreted_mxfp4.py", "-m", "not thorough"))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
+def test_fp8_times_mxfp4_equals_the_reference() -> None:
+    assert re.search(r"\b17 passed", run_interpreted("interpreted_mxfp4.py", "-m", "thorough"))
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_biases_and_clamps_equal_the_reference() -> None:
-    assert re.search(r"\b21 passed", run_interpreted("interpreted_biases.py"))
+    assert re.search(r"\b22 passed", run_interpreted("interpreted_biases.py"))
 
 
 @pytest.mark.thorough

@@ -55,19 +55,26 @@ def launch(format: str, tile: Tile) -> None:
     from moe_mk.kernels.triton.experts import Experts, experts_rows
 
     given = KERNEL_FORMATS[format]
-    dtype = {"plain": torch.bfloat16, "int8": torch.int8}.get(format, FP8)
+    dtype = {"plain": torch.bfloat16, "int8": torch.int8, "mxfp4": torch.uint8}.get(format, FP8)
+
+    def blocks(rows: int, columns: int) -> Tensor:
+        return torch.empty((SLOTS, rows // 128, columns // 128))
 
     def matrix(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-        scales = torch.empty((SLOTS, rows // 128, columns // 128)) if "fp8" in format else None
-        return torch.empty((SLOTS, rows, columns), dtype=dtype), scales
+        scales = blocks(rows, columns) if "fp8" in format else None
+        if given.groups:
+            scales = torch.empty((SLOTS, columns // given.step, rows, given.groups), dtype=torch.uint8)
+        return torch.empty((SLOTS, rows, columns // given.per_byte), dtype=dtype), scales
 
     rows = [torch.empty((SLOTS, n)) if given.row_scales else None for n in (2 * INNER, HIDDEN)]
+    if given.block_scales:
+        rows = [blocks(2 * INNER, HIDDEN), blocks(HIDDEN, INNER)]
     experts = Experts(matrix(2 * INNER, HIDDEN), matrix(HIDDEN, INNER), "silu", True, False, given, *rows)
     ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
     experts_rows((x, None), ids, torch.zeros((ROWS, TOP_K)), experts, tile, torch.empty)
 
 
-@pytest.mark.parametrize("format", ["fp8", "plain", "int8", "w_fp8"])
+@pytest.mark.parametrize("format", ["fp8", "plain", "int8", "w_fp8", "mxfp4"])
 def test_triton_gemms_are_compiled_as_they_are_launched(format: str, launched: Launched) -> None:
     launch(format, TILE)
     assert launched == [(name, integers(name, format)) for name in ("_w13", "_w2")]

@@ -167,13 +167,13 @@ def test_many_assignments_are_sorted_in_four_launches(launches: list[tuple[str, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("format", ["w_fp8", "w_nvfp4", "int8"])
+@pytest.mark.parametrize("format", ["w_fp8", "w_nvfp4", "int8", "mxfp4"])
 def test_weights_of_every_type_take_the_same_way(format: str, launches: list[tuple[str, int, Any]]) -> None:
     from moe_mk.kernels.triton.experts import Experts, experts_rows
     from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
 
     lies = KERNEL_FORMATS[format]
-    dtype = {"w_fp8": FP8, "w_mxfp8": FP8, "w_mxfp4": torch.uint8, "w_nvfp4": torch.uint8}.get(format, torch.int8)
+    dtype = {"w_fp8": FP8, "w_nvfp4": torch.uint8, "mxfp4": torch.uint8}.get(format, torch.int8)
 
     def matrix(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
         values = torch.empty((SLOTS, rows, columns // lies.per_byte), dtype=dtype)
@@ -183,12 +183,15 @@ def test_weights_of_every_type_take_the_same_way(format: str, launches: list[tup
         return values, torch.empty(shape, dtype=torch.uint8) if lies.group else None
 
     scales = [torch.empty((SLOTS, rows)) if lies.row_scales else None for rows in (2 * INNER, HIDDEN)]
+    if format == "mxfp4":
+        scales = [torch.empty((SLOTS, n // 128, k // 128)) for n, k in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
     given = Experts(matrix(2 * INNER, HIDDEN), matrix(HIDDEN, INNER), "silu", True, False, lies, *scales)
     ids, x = torch.zeros((ROWS, TOP_K), dtype=torch.int32), torch.empty((ROWS, HIDDEN), dtype=torch.bfloat16)
     y = experts_rows((x, None), ids, torch.zeros((ROWS, TOP_K)), given, Tile(16, True, 4, 5), torch.empty)
     assert y.shape == (ROWS, HIDDEN)
     rounded = ["_quantize_int8"] if format == "int8" else []
-    assert names(launches) == ["_align_small", *rounded, "_w13", *rounded, "_w2", "_combine"]
+    first = "_prologue" if format == "mxfp4" else "_align_small"  # one launch aligns and quantises
+    assert names(launches) == [first, *rounded, "_w13", *rounded, "_w2", "_combine"]
 
 
 def test_shared_experts_cost_no_launch(launches: list[tuple[str, int, Any]]) -> None:
