@@ -25,7 +25,7 @@ Stored = Literal[
 ]  # fmt: skip
 _ROUNDED: Mapping[str, tuple[str, ...]] = {
     "fp8_block": ("fp8",), "fp8_channel": ("fp8",), "fp8_tensor": ("fp8",), "int8": ("int8",), "int8_block": ("int8",),
-    "mxfp8": ("mxfp8",), "mxfp4": ("none", "mxfp8"), "nvfp4": ("nvfp4",),
+    "mxfp8": ("mxfp8",), "mxfp4": ("none", "fp8", "mxfp8"), "nvfp4": ("nvfp4",),
     **dict.fromkeys(WEIGHT_ONLY_KINDS, ("none", "int8")),
 }  # fmt: skip
 """The activation types of each weight type other than "none", the default first."""
@@ -38,7 +38,7 @@ class QuantConfig(Settings):
     block: tuple[int, int] = (128, 128)
     """(rows, columns) of a weight that share a scale, for fp8_block and int8_block; the other types have their own."""
     scale: Literal["float32", "ue8m0"] = "float32"
-    """Of fp8_block."""
+    """Of fp8_block, and of FP8 activations with mxfp4."""
     down: Stored | None = None
     """The type of down projections where it differs from that of gate and up, as in many GGUF files; None: the same."""
     shared: Literal["same", "bf16", "fp16", "fp32"] = "same"
@@ -46,7 +46,8 @@ class QuantConfig(Settings):
     activations: Literal["auto", "none", "fp8", "int8", "mxfp8", "nvfp4"] = "auto"
     """What the checkpoint expects activations to be rounded to; auto is the habit of the type: MXFP4 and
     weight-only types (int4_*, int8_g*, int8_row*, GGUF) round nothing, the others round to their own format. int8 is
-    one scale per token for int8 and int8_block; for weight-only types one for each of their groups, of at most 128."""
+    one scale per token for int8 and int8_block; for weight-only types one for each of their groups, of at most 128. fp8
+    with mxfp4 is one scale per 128 columns of a token, as dispatch in FP8 sends them."""
     gptq_v2: bool = False
     """Zero points of GPTQ are stored as they are (checkpoint_format gptq_v2) instead of less one."""
     input_scale: float | None = Field(default=None, gt=0)
@@ -121,6 +122,8 @@ class QuantConfig(Settings):
             return None
         if self.is_fp8:
             return activation_scheme(self.block[1], ue8m0=self.scale == "ue8m0")
+        if rounded == "fp8" and self.weights == "mxfp4":
+            return activation_scheme(128, ue8m0=self.scale == "ue8m0")
         if rounded == "fp8":
             return FP8_TOKEN if self.input_scale is None else fp8_static(self.input_scale, self.hidden_scale)
         if rounded == "nvfp4":

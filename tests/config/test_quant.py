@@ -86,6 +86,8 @@ def test_activations_by_the_habit_of_a_type_or_as_reported() -> None:
         return None if scheme is None else scheme.name
 
     assert named(weights="mxfp4") is None and named(weights="mxfp4", activations="mxfp8") == "mxfp8"
+    assert named(weights="mxfp4", activations="fp8") == "fp8_1x128"
+    assert named(weights="mxfp4", activations="fp8", scale="ue8m0") == "fp8_1x128_ue8m0"
     assert named(weights="int8") == "int8_token" and named(weights="int8", activations="none") is None
     assert named(weights="fp8_tensor") == "fp8_token"
     assert named(weights="fp8_tensor", input_scale=0.25) == "fp8_static_x0.25"

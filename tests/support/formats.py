@@ -63,6 +63,7 @@ MORE_PAIRS = [
 MORE_FORMATS = [
     Format("mxfp8", "float32", BF16, "checkpoint"),
     Format("mxfp4", "float32", BF16, "plain"),
+    Format("mxfp4", "float32", BF16, "checkpoint", "fp8"),
     Format("int8", "float32", BF16, "plain"),
     Format("int8_block", "float32", FP32, "plain"),
     Format("mxfp8", "float32", FP16, "plain"),

@@ -27,6 +27,7 @@ from moe_mk.weights.expert_weights import ExpertWeights
 
 def problem(device: str = "h200", dtype: Any = BF16, installed: tuple[str, ...] = ("triton",), **given: Any) -> Problem:
     quant = {"weights": given.pop("weights", "fp8_block"), "block": given.pop("block", (128, 128))}
+    quant |= given.pop("quant", {})
     model = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_experts": 256, "quant": quant}
     model |= {key: given.pop(key) for key in list(given) if key in ("hidden_size", "moe_intermediate_size")}
     config = MoEConfig.parse({"model": model, "router": {"top_k": 8}}, "a test").with_(max_num_tokens=512, **given)
@@ -128,6 +129,30 @@ def test_a_gluon_tile_is_refused_on_blackwell_before_it_fails_to_compile(monkeyp
     monkeypatch.setattr(module, "profile_here", lambda device: device_profile("b200"))
     with pytest.raises(ConfigError, match=r"engine='gluon'\) has no kernel on b200, which compiles those of triton"):
         backend.tuned_with(tile)
+
+
+@pytest.mark.parametrize("scale,scheme", [("float32", "fp8_1x128"), ("ue8m0", "fp8_1x128_ue8m0")])
+@pytest.mark.parametrize("activations", ["auto", "checkpoint"])
+def test_mxfp4_with_fp8_activations_is_multiplied_as_fp8_and_tokens_travel_so(
+    activations: str, scale: str, scheme: str
+) -> None:
+    quant = {"activations": "fp8", "scale": scale}
+    asked = problem(weights="mxfp4", quant=quant, activations=activations, ep=8, installed=("triton", "deep_ep"))
+    decision = oracle.select(asked)
+    assert decision.chosen.experts == "triton" and decision.effect is None
+    assert decision.compute.name == decision.wire.name == scheme
+    assert kernel_format_of(asked.weights, decision.compute).name == "mxfp4"
+    assert f"wire {scheme}, experts compute {scheme}" in str(decision)
+
+
+@pytest.mark.parametrize(
+    "activations,rounded", [("plain", "fp8"), ("auto", "auto"), ("auto", "none"), ("auto", "mxfp8")]
+)
+def test_mxfp4_without_fp8_activations_stays_weight_only(activations: str, rounded: str) -> None:
+    asked = problem(weights="mxfp4", quant={"activations": rounded}, activations=activations)
+    decision = oracle.select(asked)
+    assert decision.chosen.experts == "triton" and decision.compute == BF16
+    assert kernel_format_of(asked.weights, decision.compute).name == "w_mxfp4"
 
 
 def test_the_oracle_ranks_it_before_the_definition() -> None:
