@@ -60,6 +60,7 @@ CASES = [
     Case("mxfp8, W8A8", {"weights": "mxfp8"}, True),
     Case("mxfp4, W4A16", {"weights": "mxfp4"}, False),
     Case("mxfp4, W4A8 mxfp8", {"weights": "mxfp4", "activations": "mxfp8"}, True),
+    Case("mxfp4, W4A8 1x128", {"weights": "mxfp4", "activations": "fp8"}, True),
     Case("nvfp4, W4A16", {"weights": "nvfp4"}, False),
     Case("nvfp4, W4A4", {"weights": "nvfp4"}, True),
 ]
