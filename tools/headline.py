@@ -22,6 +22,7 @@ PEERS = {
     "vllm bf16": "vLLM's bf16 path",
     "transformers grouped_mm bf16": "transformers, grouped_mm in bf16",
     "kt-kernel fp8": "kt-kernel's FP8 path, 1 worker",
+    "kt-kernel bf16": "kt-kernel's bf16 path, 1 worker",
 }
 BLOCKS = {"q4 0": "Q4_0", "q4 k": "Q4_K", "q8 0": "Q8_0", "mxfp4": "MXFP4"}
 COLLECTIVES = {"all_to_all": "an all-to-all over gloo", "all_gather": "all-gather and reduce-scatter over gloo"}
@@ -52,6 +53,8 @@ def lines(results: Path) -> list[Line]:
     return [
         *_experts(_read(results, "experts_cpu_e8")),
         *_blocks(_read(results, "experts_cpu_int4"), "of the same sizes"),
+        *_experts(_read(results, "experts_avx2"), " with AVX2"),
+        *_blocks(_read(results, "experts_avx2_int4"), "with AVX2"),
         *_amx(_read(results, "experts_amx")),
         *_blocks(_read(results, "experts_amx_int4"), "with AMX"),
         *_int4(_read(results, "experts_amx_int4")),
@@ -62,13 +65,15 @@ def lines(results: Path) -> list[Line]:
 
 def table(results: Path) -> str:
     """The table, the machine and the commands."""
-    files = ("experts_cpu_e8", "experts_cpu_int4", "experts_amx", "experts_amx_int4", "transports_cpu", "eplb_cpu")
+    experts = ("experts_cpu_e8", "experts_cpu_int4", "experts_avx2", "experts_avx2_int4", "experts_amx", "experts_amx_int4")
+    files = (*experts, "transports_cpu", "eplb_cpu")
     commands = "\n".join(_read(results, name)["command"] for name in files)
     head = "| moe_mk | compared with | cases | speedup | details |\n|---|---|---|---|---|\n"
     body = "\n".join(map(str, lines(results)))
     device = _read(results, "experts_cpu_e8")["device"]
-    torch, amx = _read(results, "experts_cpu_e8")["versions"]["torch"], _read(results, "experts_amx")["device"]
-    machines = f"{device}, with AMX on {amx}, torch {torch}"
+    avx2, amx = (_read(results, name)["device"] for name in ("experts_avx2", "experts_amx"))
+    torch = _read(results, "experts_cpu_e8")["versions"]["torch"]
+    machines = f"{device}, with AVX2 on {avx2}, with AMX on {amx}, torch {torch}"
     return f"{head}{body}\n\nMeasured in turn on {machines}; medians:\n\n```text\n{commands}\n```\n"
 
 
@@ -83,14 +88,15 @@ def _read(results: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _experts(found: dict[str, Any]) -> Iterator[Line]:
+def _experts(found: dict[str, Any], where: str = "") -> Iterator[Line]:
     cases = [case for case in found["cases"] if case["skew"] == "uniform"]
     walls = [{line["candidate"]: line["wall_ms"] for line in case["lines"]} for case in cases]
-    shape, rows = found["shape"], ", ".join(str(case["rows"]) for case in cases)
-    what = f"`cpu_native`, FP8 experts {shape['hidden']} x {shape['inter']}, {shape['experts']} of them"
-    for peer in ("vllm fp8", "vllm bf16", "transformers grouped_mm bf16"):
-        ratios = [wall[peer] / wall["ours fp8"] for wall in walls]
-        yield Line(what, PEERS[peer], f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
+    shape, tokens = found["shape"], [str(case["rows"]) for case in cases]
+    what = f"`cpu_native`{where}, FP8 experts {shape['hidden']} x {shape['inter']}, {shape['experts']} of them"
+    for peer in PEERS:
+        ratios = {rows: wall[peer] / wall["ours fp8"] for rows, wall in zip(tokens, walls, strict=True) if peer in wall}
+        if ratios:
+            yield Line(what, PEERS[peer], f"{', '.join(ratios)} tokens", list(ratios.values()), "[cpu](docs/cpu.md)")
 
 
 def _amx(found: dict[str, Any]) -> Iterator[Line]:

@@ -227,9 +227,11 @@ __attribute__((noinline)) void multiply_direct(const uint8_t* packed, int ahead,
     }
 }
 
-// The same from a panel.
-template <int N, int G>
-__attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs, float unscaled, const UnitParts& parts, const UnitRows& rows) {
+// The same from a panel. next: packed weights to prefetch meanwhile, `pair_bytes` (Lines cache lines) a k pair: their requests to
+// memory are spread over the products, and decoding does not wait for them.
+template <int N, int G, int Lines>
+__attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs, float unscaled, const UnitParts& parts, const UnitRows& rows,
+                                              const uint8_t* next, size_t pair_bytes) {
   for (int first = 0; first < kGroups; first += G)
     for (int part = 0; part < parts.num_parts; ++part) {
       const int from = part * parts.pairs, end = from + parts.pairs < num_pairs ? from + parts.pairs : num_pairs;
@@ -239,6 +241,7 @@ __attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs,
         for (int g = 0; g < G; ++g) sums[m][g] = _mm256_setzero_ps();
 #pragma GCC unroll 2
       for (int at = from; at < end; ++at, w += kPairLanes, x += 2) {
+        for (int line = 0; line < Lines; ++line) _mm_prefetch(reinterpret_cast<const char*>(next + at * pair_bytes + line * 64), _MM_HINT_T0);
         __m256 two[N];
         for (int m = 0; m < N; ++m) two[m] = both_parities(x + m * rows.stride);
 #pragma GCC unroll 8
@@ -259,11 +262,9 @@ inline __attribute__((always_inline)) void store_row(const Policy& weights, floa
 
 // Some steps of a pair -> panel [k pair][tile][16 columns][2].
 template <typename Policy>
-void expand_f32(const uint8_t* packed, int ahead, int num_pairs, float* panel) {
+void expand_f32(const uint8_t* packed, int num_pairs, float* panel) {
   constexpr int kRows = Policy::kRows;
   for (int at = 0; at < num_pairs; at += kRows, packed += kPanelRow, panel += kRows * kPairLanes) {
-    _mm_prefetch(reinterpret_cast<const char*>(packed + ahead), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(packed + ahead + 64), _MM_HINT_T0);
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; g += 2) {
       const Policy weights(packed + 16 * g);
@@ -281,7 +282,6 @@ void expand_f32(const uint8_t* packed, int ahead, int num_pairs, float* panel) {
 template <int Format>
 void expand_pieces(const Columns& w, const uint8_t* packed, int steps, float* panel) {
   for (int s = 0; s < steps; ++s, packed += w.step_bytes, panel += kStep / 2 * kPairLanes) {
-    for (size_t line = 0; line < w.step_bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(packed + w.prefetch + line), _MM_HINT_T0);
     for (int v = 0; v < kGroups / 2; ++v)
 #pragma GCC unroll 16
       for (int r = 0; r < kStep / 2; ++r) {
@@ -337,6 +337,7 @@ void each_unit(const Columns& w, const Rows& rows, const Scratch& scratch, float
     for (int r = 0; r < n; ++r) {
       const uint16_t* from = rows.bf16(r) + size_t(step0) * kStep;
       float* to = x + r * width;
+      for (int s = 0; r + 4 < n && s < chunk_steps; ++s) __builtin_prefetch(rows.bf16(r + 4) + size_t(step0 + s) * kStep);
       for (size_t k = 0; k < size_t(chunk_steps) * kStep; k += kStep) {
         float* of_step = to + k / width * n * width + k % width;
         store(of_step, widen(from + k));
@@ -357,15 +358,27 @@ void each_unit(const Columns& w, const Rows& rows, const Scratch& scratch, float
   }
 }
 
+// At most kPanelGroup of `left` rows.
+template <int Lines, typename... Arguments>
+void multiply_group(int left, Arguments&&... given) {
+  switch (left) {
+    case 1: return multiply_panel<1, 8, Lines>(given...);
+    case 2: return multiply_panel<2, 4, Lines>(given...);
+    default: return multiply_panel<kPanelGroup, 4, Lines>(given...);
+  }
+}
+
 void multiply_many_avx2(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   float* panel = reinterpret_cast<float*>(scratch.panel);
   each_unit(w, rows, scratch, totals, [&](int, const uint8_t* packed, int steps, const UnitParts& parts, UnitRows some) {
     const int num_pairs = steps * (kStep / 2);
+    const size_t unit_bytes = steps * w.step_bytes, pair_bytes = w.step_bytes / (kStep / 2);
+    const uint8_t* next = packed + (size_t(w.prefetch) > unit_bytes ? size_t(w.prefetch) : unit_bytes);
     float unscaled = 1.0f;
     const bool decoded = with_policy(w, [&](auto chosen) {
       using Policy = typename decltype(chosen)::type;
       unscaled = Policy::kUnscaled;
-      expand_f32<Policy>(packed, w.prefetch, num_pairs, panel);
+      expand_f32<Policy>(packed, num_pairs, panel);
     });
     if (!decoded) w.format == kQ6K ? expand_pieces<kQ6K>(w, packed, steps, panel) : expand_pieces<kQ5K>(w, packed, steps, panel);
     for (int row = 0; row < rows.num_rows; row += kPanelGroup) {
@@ -374,11 +387,9 @@ void multiply_many_avx2(const Columns& w, const Rows& rows, const Scratch& scrat
       group.totals += row * kPairColumns;
       if (group.scales != nullptr) group.scales += row;
       if (group.sums != nullptr) group.sums += row * some.sums_stride;
-      switch (rows.num_rows - row) {
-        case 1: multiply_panel<1, 8>(panel, num_pairs, unscaled, parts, group); break;
-        case 2: multiply_panel<2, 4>(panel, num_pairs, unscaled, parts, group); break;
-        default: multiply_panel<kPanelGroup, 4>(panel, num_pairs, unscaled, parts, group);
-      }
+      if (row != 0) multiply_group<0>(rows.num_rows - row, panel, num_pairs, unscaled, parts, group, next, pair_bytes);
+      else if (pair_bytes <= 64) multiply_group<1>(rows.num_rows, panel, num_pairs, unscaled, parts, group, next, pair_bytes);
+      else multiply_group<2>(rows.num_rows, panel, num_pairs, unscaled, parts, group, next, pair_bytes);
     }
   });
 }

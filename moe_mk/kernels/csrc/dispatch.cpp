@@ -1,5 +1,7 @@
 // Detects the instruction sets of this machine and returns their kernel tables. Compiled with baseline flags.
 // A process must request AMX state from the kernel once (arch_prctl 0x1023, feature 18); without it AMX is not used.
+#include <algorithm>
+
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -103,6 +105,14 @@ int prefetch_distance() {
 #else
   return 1024;
 #endif
+}
+
+size_t built_in_gather_bytes() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const long l2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  if (l2 > 0) return std::clamp(size_t(l2) / 16 * 7, kLeastGatherBytes, kGatherBytes);  // else unknown
+#endif
+  return kGatherBytes;
 }
 
 const Kernels* kernels_of(int isa) {

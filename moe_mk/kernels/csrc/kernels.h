@@ -30,7 +30,8 @@ constexpr size_t kPanelTile = kTileColumns * kStep * 2;  // one decoded tile of 
 constexpr size_t kPanelRow = kPairColumns * 4;  // one k pair of both decoded tiles, side by side
 constexpr size_t kStepTile = kTileRows * kRowBytes;  // one step of one tile of rows: 1 KiB
 constexpr size_t kPanelBytesOfBlock = 2 * size_t(kPanelPairs) * kBlockSteps * 2 * kPanelTile;  // two panels of a block: 128 KiB
-constexpr size_t kGatherBytes = 448u << 10;     // rows gathered at a time unless tuned: half of a 1 MiB L2
+constexpr size_t kGatherBytes = 448u << 10;     // rows gathered at a time unless tuned, with an L2 of 1 MiB or more
+constexpr size_t kLeastGatherBytes = 128u << 10;
 
 // Some column pairs of one packed matrix.
 struct Columns {
@@ -154,6 +155,7 @@ bool has_amx_int8();                 // on a machine with AMX
 void multiply_int8_parts_amx(const Columns&, const Rows&, const Scratch&, float* totals);  // if it has
 void multiply_int8_amx(const Columns&, const Rows&, const Scratch&, float* totals);  // if it has
 const Kernels* kernels_of(int isa);  // null: not available on this machine
+size_t built_in_gather_bytes();      // rows gathered at a time unless tuned: 7/16 of the L2, up to kGatherBytes
 int prefetch_distance();             // the best prefetch distance in bytes on this processor, for a stream that is read once
 
 }  // namespace moe_mk
