@@ -65,7 +65,14 @@ def lines(results: Path) -> list[Line]:
 
 def table(results: Path) -> str:
     """The table, the machine and the commands."""
-    experts = ("experts_cpu_e8", "experts_cpu_int4", "experts_avx2", "experts_avx2_int4", "experts_amx", "experts_amx_int4")
+    experts = (
+        "experts_cpu_e8",
+        "experts_cpu_int4",
+        "experts_avx2",
+        "experts_avx2_int4",
+        "experts_amx",
+        "experts_amx_int4",
+    )
     files = (*experts, "transports_cpu", "eplb_cpu")
     commands = "\n".join(_read(results, name)["command"] for name in files)
     head = "| moe_mk | compared with | cases | speedup | details |\n|---|---|---|---|---|\n"
@@ -112,15 +119,18 @@ def _amx(found: dict[str, Any]) -> Iterator[Line]:
 def _blocks(found: dict[str, Any], where: str) -> Iterator[Line]:
     cases = [{line["candidate"]: line["cpu_ms"] for line in case["lines"]} for case in found["cases"]]
     rows = ", ".join(str(case["rows"]) for case in found["cases"])
-    measured = [kind for kind in BLOCKS if all(f"ggml {kind}" in case for case in cases)]
-    for kind, name in ((kind, BLOCKS[kind]) for kind in measured):
-        ratios = [
-            min(ms for each, ms in case.items() if each in (f"ggml {kind}", f"ggml {kind} repacked"))
-            / case[f"ours {kind}"]
+    for kind, name in BLOCKS.items():
+        theirs = [
+            min((case[each] for each in (f"ggml {kind}", f"ggml {kind} repacked") if each in case), default=None)
             for case in cases
         ]
-        what = f"`cpu_native`, {name} experts {where}"
-        yield Line(what, "ggml, its best variant, processor time", f"{rows} tokens", ratios, "[cpu](docs/cpu.md)")
+        for own, tokens in ((f"ours {kind}", ""), (f"ours {kind} w4a8", ", INT8 tokens")):
+            ratios = [ms / case[own] for ms, case in zip(theirs, cases, strict=True) if ms is not None and own in case]
+            if len(ratios) == len(cases):
+                what = f"`cpu_native`, {name} experts {where}{tokens}"
+                yield Line(
+                    what, "ggml, its best variant, processor time", f"{rows} tokens", ratios, "[cpu](docs/cpu.md)"
+                )
 
 
 def _int4(found: dict[str, Any]) -> Iterator[Line]:

@@ -45,7 +45,9 @@ def results(tmp_path: Path) -> Path:
             for rows, case in ((1, waited), (1024, most))
         ],
     }
-    halved = [{"candidate": n, "wall_ms": ms} for n, ms in {"ours fp8": 4.0, "vllm bf16": 6.0, "kt-kernel bf16": 20.0}.items()]
+    halved = [
+        {"candidate": n, "wall_ms": ms} for n, ms in {"ours fp8": 4.0, "vllm bf16": 6.0, "kt-kernel bf16": 20.0}.items()
+    ]
     avx2 = cpu | {"command": "measure registers", "cases": [{"rows": 1, "skew": "uniform", "lines": halved}]}
     for name, found in (
         ("experts_cpu_e8", cpu),
@@ -63,11 +65,25 @@ def results(tmp_path: Path) -> Path:
 
 def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
     found = [list(line.ratios) for line in lines(results)]
-    # 3/2, 5/2 and 100/2 for experts, 8/4 and the best of 8/4 and 6/4 for blocks; 6/4 and 20/4 and the same blocks with
-    # AVX2; 4/2 and 8/2, 7/2 and 3/2, and 12/2 with tiles, the same blocks, 5/2 and 3/1 for INT4; 12/2 and 9/2 for each number of tokens; the median of
-    # 10, 30 and 90.
+    # 3/2, 5/2 and 100/2 for experts, 8/4 and the best of 8/4 and 6/4 for blocks; 6/4, 20/4 and these blocks with AVX2;
+    # 4/2 and 8/2, 7/2 and 3/2, and 12/2 with tiles, the same blocks, 5/2 and 3/1 for INT4; 12/2 and 9/2 for each number
+    # of tokens; the median of 10, 30 and 90.
     blocks = [[2.0], [2.0], [1.5]]
-    experts = [[1.5], [2.5], [50.0], *blocks, [1.5], [5.0], *blocks, [2.0, 4.0], [3.5, 1.5], [6.0], *blocks, [2.5], [3.0]]
+    experts = [
+        [1.5],
+        [2.5],
+        [50.0],
+        *blocks,
+        [1.5],
+        [5.0],
+        *blocks,
+        [2.0, 4.0],
+        [3.5, 1.5],
+        [6.0],
+        *blocks,
+        [2.5],
+        [3.0],
+    ]
     assert found == [*experts, [6.0] * 3, [4.5] * 3, [30.0], [30.0], [30.0]]
     assert "| 1.50 |" in str(lines(results)[0]) and "| 50 |" in str(lines(results)[2])
 
@@ -75,10 +91,8 @@ def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
 def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
     once = with_table(f"before\n{BEGIN}old\n{END}after\n", results)
     assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
-    assert (
-        "measure experts\nmeasure blocks\nmeasure registers\nmeasure small blocks\nmeasure tiles\nmeasure blocks with tiles\nmeasure transports\nmeasure plans"
-        in once
-    )
+    measured = ("experts", "blocks", "registers", "small blocks", "tiles", "blocks with tiles", "transports", "plans")
+    assert "\n".join(f"measure {what}" for what in measured) in once
     assert with_table(once, results) == once
 
 
