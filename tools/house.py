@@ -203,14 +203,14 @@ class House:
                         yield Import(module, node.module, alias.name, id(node) in for_typing)
 
     def _named_in(self, module: str) -> Iterator[str]:
-        """Modules that a module names in a text, to import them by name: one, or all of a folder."""
+        """Modules that a module names in a text, to import them by name: one, or all below a folder."""
         for node in ast.walk(self.trees[module]):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 named = node.value.removesuffix(".")  # f"moe_mk.room.{name}"
                 if named in self.paths and named != PACKAGE:
                     yield named
                     inner = named.count(".") > 1  # a room's name is the name of its entry points
-                    yield from (name for name in self.paths if inner and name.rpartition(".")[0] == named)
+                    yield from (name for name in self.paths if inner and name.startswith(f"{named}."))
 
 
 def _room(module: str) -> str:
