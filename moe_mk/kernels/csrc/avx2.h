@@ -23,10 +23,10 @@ constexpr int kGroups = 8;                   // vectors of a k pair: four column
 constexpr int kPairLanes = 2 * kPairColumns; // floats of a k pair in a panel
 constexpr int kMostScaledParts = 2 * kUnitSteps;  // of a unit of kUnitSteps steps, the k of a panel
 
-// Decoding policies. Of the k pairs [0, kRows) of two groups of columns, whose bytes are kGroupBytes apart, get<r>() gives k pair r.
-// kUnscaled: what a sum must be multiplied by.
+// Decoding policies for two neighbouring groups of columns, 16 bytes each, which hold kRows k pairs: get<r>(group) returns k pair r.
+// kUnscaled: the factor that sums are multiplied by afterwards.
 
-// As halves, whose exponent is 8 too small; subnormal codes are subnormal halves.
+// Codes become f16 with an exponent that is 8 too small; subnormal codes become subnormal f16.
 struct DirectFp8 {
   static constexpr int kRows = 2;
   static constexpr float kUnscaled = 256.0f;

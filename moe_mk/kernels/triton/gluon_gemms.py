@@ -48,7 +48,7 @@ def code_boxes(matrix: Tensor, rows: int) -> Any:
 
 
 def weight_box(tile_rows: int) -> int:
-    """Weight rows of a box: half of a block in tiles of 64 rows, whose warpgroups multiply halves of both blocks."""
+    """Weight rows of a box: in tiles of 64 rows half of a block, since each warpgroup multiplies halves of both."""
     return 64 if tile_rows == 64 else 128
 
 

@@ -6,8 +6,8 @@ they are applied to the sum of a step, or to the weights, which are then rounded
 the formats.
 
 MXFP4 multiplied as FP8 (`mxfp4`) is decoded to e4m3 exactly. A permutation of bytes looks up four magnitudes in a table
-of eight bytes, to whose exponents the shift of the group was added: 4.5 instructions for four weights, one of them for
-the table.
+of eight bytes, after the shift of the group was added to their exponents: 4.5 instructions for four weights, one of
+them for the table.
 """
 
 from __future__ import annotations

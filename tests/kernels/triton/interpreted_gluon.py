@@ -53,7 +53,7 @@ def drawn(rows: int, top_k: int, scheme: QuantScheme = FP8_1x128) -> RowTokens:
 
 
 def stacked(scheme: QuantScheme = FP8_128x128) -> ExpertWeights:
-    """Experts whose blocks have scales far from each other, so that a wrong one is no rounding error."""
+    """Experts with very different block scales, so that a wrong scale is more than a rounding error."""
     stack, draw = random_experts(scheme, SLOTS, HIDDEN, INNER, CPU), torch.Generator().manual_seed(1)
 
     def spread(q: QuantTensor) -> QuantTensor:

@@ -87,7 +87,7 @@ def test_a_parity_that_does_not_turn_is_found_out() -> None:
 
 
 def exchanging(units: int) -> Traces:
-    """The first product of 64 rows, whose warpgroups meet once a unit."""
+    """The first product of 64 rows: its warpgroups synchronise once per unit."""
     return traces(64, second=False, stages=2, steps=1, tiles=units)
 
 
