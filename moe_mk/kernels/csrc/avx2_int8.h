@@ -173,10 +173,12 @@ __attribute__((noinline)) void multiply_unit(const IntegerUnit& unit, const Rows
 template <bool FourBits>
 void multiply_parts_of(const Columns& w, const Rows& rows, float* totals) {
   alignas(64) float scales[kMostUnitParts * kPairColumns], minima[kMostUnitParts * kPairColumns];
+  const ScalesAhead scales_ahead(w);
   std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
   for (int pair = 0; pair < w.num_pairs; ++pair, totals += size_t(rows.num_rows) * kPairColumns)
     for (int step = 0; step < w.num_steps; step += kUnitSteps) {
       const int steps = w.num_steps - step < kUnitSteps ? w.num_steps - step : kUnitSteps;
+      if (step % kSuperSteps == 0) scales_ahead(w, pair, step);
       part_scales(w, pair, step, steps, scales, minima);
       const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
       const IntegerUnit unit = {w, step, steps, packed, scales, w.minima ? minima : nullptr};

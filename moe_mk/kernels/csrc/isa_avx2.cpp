@@ -1,8 +1,7 @@
 // The kernels for AVX2 + FMA + F16C (2013 on).
 #include "portable.h"
 
-#include "avx2.h"
-#include "avx2_int8.h"
+#include "avx2_int16.h"
 
 namespace moe_mk {
 

@@ -105,6 +105,39 @@ inline void super_scales_with_minima(const uint8_t* from, int first, int parts, 
     }
   }
 }
+#elif defined(__AVX2__)
+// 16 codes times 16 halves.
+inline __attribute__((always_inline)) void store_scaled(__m128i codes, const __m256 (&d)[2], float* to) {
+  _mm256_storeu_ps(to, _mm256_mul_ps(d[0], _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes))));
+  _mm256_storeu_ps(to + 8, _mm256_mul_ps(d[1], _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8)))));
+}
+inline void super_scales_with_minima(const uint8_t* from, int first, int parts, float* scales, float* minima) {
+  const __m128i six = _mm_set1_epi8(63), low_bits = _mm_set1_epi8(15), high_bits = _mm_set1_epi8(48);
+  for (int tile = 0; tile < 2; ++tile, scales += kTileColumns, minima += kTileColumns) {
+    __m256 d[2], dmin[2];
+    for (int half = 0; half < 2; ++half) {
+      d[half] = _mm256_cvtph_ps(load<__m128i>(from + tile * 32 + half * 16));
+      dmin[half] = _mm256_cvtph_ps(load<__m128i>(from + 64 + tile * 32 + half * 16));
+    }
+    const uint8_t* codes = from + 128 + tile * 12 * kTileColumns;
+    const auto bytes = [&](int i) { return load<__m128i>(codes + i * 16); };
+    for (int part = 0; part < parts; ++part) {
+      const int j = first + part;
+      __m128i scale, minimum;
+      if (j < 4) {
+        scale = _mm_and_si128(bytes(j), six);
+        minimum = _mm_and_si128(bytes(j + 4), six);
+      } else {
+        const __m128i low = bytes(j + 4);
+        const auto high = [&](int i) { return _mm_and_si128(_mm_srli_epi16(bytes(i), 2), high_bits); };
+        scale = _mm_or_si128(_mm_and_si128(low, low_bits), high(j - 4));
+        minimum = _mm_or_si128(_mm_and_si128(_mm_srli_epi16(low, 4), low_bits), high(j));
+      }
+      store_scaled(scale, d, scales + part * kPairColumns);
+      store_scaled(minimum, dmin, minima + part * kPairColumns);
+    }
+  }
+}
 #else
 inline void super_scales_with_minima(const uint8_t* from, int first, int parts, float* scales, float* minima) {
   for (int tile = 0; tile < 2; ++tile) {
@@ -120,6 +153,16 @@ inline void super_scales_with_minima(const uint8_t* from, int first, int parts, 
 #endif
 
 inline void super_scales(const uint8_t* from, int first, int parts, float* scales) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  for (int column = 0; column < kPairColumns; column += 8) {
+    const __m256 d = _mm256_cvtph_ps(load<__m128i>(from + 2 * column));
+    for (int j = 0; j < parts; ++j) {
+      const __m256i codes = _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<int64_t>(from + 64 + (first + j) * kPairColumns + column)));
+      _mm256_storeu_ps(scales + j * kPairColumns + column, _mm256_mul_ps(d, _mm256_cvtepi32_ps(codes)));
+    }
+  }
+  return;
+#endif
   for (int tile = 0; tile < 2; ++tile) {
     const f32x16 d = widen_half(from + tile * 32);
     for (int j = 0; j < parts; ++j) {
@@ -128,6 +171,32 @@ inline void super_scales(const uint8_t* from, int first, int parts, float* scale
     }
   }
 }
+
+// The scales of a group of a pair, and minima of its zero points less `base`, unless these are null.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline __attribute__((always_inline)) void group_scales32(int scale_type, const uint8_t* from, const uint8_t* zeros, float base, float* scales,
+                                                          float* minima) {
+  for (int column = 0; column < kPairColumns; column += 8) {
+    __m256 scale;
+    if (scale_type == kScaleF32) scale = load<__m256>(from + 4 * column);
+    else if (scale_type == kScaleF16) scale = _mm256_cvtph_ps(load<__m128i>(from + 2 * column));
+    else scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from + 2 * column)), 16));
+    _mm256_storeu_ps(scales + column, scale);
+    if (zeros == nullptr) continue;
+    const __m256i codes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<int64_t>(zeros + column)));
+    _mm256_storeu_ps(minima + column, _mm256_mul_ps(scale, _mm256_sub_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(base))));
+  }
+}
+#else
+inline __attribute__((always_inline)) void group_scales32(int scale_type, const uint8_t* from, const uint8_t* zeros, float base, float* scales,
+                                                          float* minima) {
+  for (int column = 0; column < kPairColumns; column += kTileColumns) {
+    const f32x16 scale = scale16(scale_type, from + column * bytes_of_scale(scale_type));
+    store(scales + column, scale);
+    if (zeros != nullptr) store(minima + column, scale * (widen_codes(load<u8x16>(zeros + column)) - base));
+  }
+}
+#endif
 
 // Writes scales, and minima where the format has them, of the parts of `steps` steps: [part][32]. The steps begin at a
 // multiple of a part and of four, and are in one super-block. Returns the number of parts.
@@ -151,13 +220,8 @@ inline __attribute__((noinline)) int part_scales(const Columns& w, int pair, int
       ++group;
       end += w.group_steps;
     }
-    for (int tile = 0; tile < 2; ++tile) {
-      const f32x16 scale = scale16(w.scale_type, from + (size_t(group) * 2 + tile) * bytes);
-      store(scales + part * kPairColumns + tile * kTileColumns, scale);
-      if (zeros != nullptr)
-        store(minima + part * kPairColumns + tile * kTileColumns,
-              scale * (widen_codes(load<u8x16>(zeros + size_t(group) * kPairColumns + tile * kTileColumns)) - base));
-    }
+    group_scales32(w.scale_type, from + size_t(group) * 2 * bytes, zeros == nullptr ? nullptr : zeros + size_t(group) * kPairColumns, base,
+                   scales + part * kPairColumns, minima + part * kPairColumns);
   }
   return parts;
 }

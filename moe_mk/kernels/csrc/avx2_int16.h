@@ -1,0 +1,420 @@
+// bf16 rows times integer codes for AVX2: products of 16-bit integers, twice as many an instruction as of f32, and no code is converted.
+//
+// The inputs of a part (of k with one scale, at most 128) become integers times a power of two: the largest has 15 bits. bf16 has
+// eight significant bits, so inputs of at least 2^-7 of the largest power of two in their part are exact; what others lose is at
+// most 2^-15 of it. If the inputs of a part lose more than 2^-8 of their sum without the largest, |x| each, as next to an outlier,
+// the row has another term, which is multiplied after the first: what all its inputs have lost, as integers; and further ones.
+//   total = fma(sum of code * x, exact in 32 bits and rounded to f32, scale of the part * scale of the row, total),
+//   then - minimum * sum of x; for such rows the same with each term
+// Up to kDirectRows rows are multiplied with the packed bytes, more with a panel of 128 k of one pair in 16 bits (8 KiB, in the L1),
+// except INT8, whose bytes are as good as a panel; three at a time. The same bits for any number of rows, pairs and threads.
+// Reads packed weights once a term, rows once a task. Writes totals [pair][row][32]. Any alignment.
+#pragma once
+#include "avx2.h"
+#include "avx2_int8.h"
+
+namespace moe_mk {
+namespace {
+
+constexpr int kUnitInputs = kUnitSteps * kStep;
+constexpr int kVectors = kPairColumns / 8;  // of eight columns and both parities, in a k pair
+constexpr int kTermBits = 15;
+
+// What a unit of some rows is multiplied by.
+struct IntegerRows {
+  int16_t* x;       // [row][128]
+  float* scales;    // [row][kMostScaledParts]
+  float* sums;      // of x, the same
+  int32_t* starts;  // of sums of products: codes of weights without minima are greater than their values
+
+  IntegerRows from(int row) const {
+    const int at = row * kMostScaledParts;
+    return {x + row * kUnitInputs, scales + at, sums + at, starts + at};
+  }
+};
+
+// Inputs of a part, a multiple of 16 of them -> integers of at most top_bit + 1 bits, their scale and their sum; those of term 0 are
+// the inputs, those of a further term what the terms before have lost, times 2^15 each. Returns whether much is lost after this one.
+// An input that is NaN or infinite: the scale is NaN.
+inline bool to_integers(const uint16_t* x, int count, int top_bit, int term, int16_t* to, float* scale, int32_t* sum) {
+  __m256i most = _mm256_setzero_si256();
+  for (int i = 0; i < count; i += 16) most = _mm256_max_epu16(most, _mm256_and_si256(load<__m256i>(x + i), _mm256_set1_epi16(0x7fff)));
+  const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  const int largest = 0xffff ^ (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)))) & 0xffff);
+  if (largest >= 0x7f80) {
+    std::memset(to, 0, size_t(count) * sizeof *to);
+    *scale = __builtin_nanf("");
+    *sum = 0;
+    return false;
+  }
+  const int exponent = (largest >> 7) - top_bit > 1 ? (largest >> 7) - top_bit : 1;
+  const float inverse = bits<float>((254 - exponent) << 23), step = 1.0f / float(1 << kTermBits);
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  __m256i sums = _mm256_setzero_si256();
+  __m256 all = _mm256_setzero_ps(), lost = _mm256_setzero_ps();
+  for (int i = 0; i < count; i += 16) {
+    __m256i codes[2];
+    for (int part = 0; part < 2; ++part) {
+      const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(x + i + 8 * part)), 16);
+      __m256 scaled = _mm256_mul_ps(_mm256_castsi256_ps(wide), _mm256_set1_ps(inverse));
+      all = _mm256_add_ps(all, _mm256_and_ps(scaled, magnitude));
+      for (int before = 0; before < term; ++before) {
+        const __m256 kept = _mm256_cvtepi32_ps(_mm256_cvtps_epi32(scaled));
+        scaled = _mm256_mul_ps(_mm256_sub_ps(scaled, kept), _mm256_set1_ps(1.0f / step));
+      }
+      codes[part] = _mm256_cvtps_epi32(scaled);
+      const __m256 loss = _mm256_sub_ps(scaled, _mm256_cvtepi32_ps(codes[part]));
+      lost = _mm256_add_ps(lost, _mm256_and_ps(loss, magnitude));
+    }
+    const __m256i narrow_codes = _mm256_permute4x64_epi64(_mm256_packs_epi32(codes[0], codes[1]), 0xd8);
+    store(to + i, narrow_codes);
+    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(narrow_codes, _mm256_set1_epi16(1)));
+  }
+  int32_t eight[8];
+  float of_all[8], of_lost[8];
+  store(eight, sums);
+  store(of_all, all);
+  store(of_lost, lost);
+  *sum = 0;
+  float others = -widen_one(uint16_t(largest)) * inverse, all_lost = 0.0f, of_term = 1.0f;
+  for (int lane = 0; lane < 8; ++lane) {
+    *sum += eight[lane];
+    others += of_all[lane];
+    all_lost += of_lost[lane];
+  }
+  for (int before = 0; before < term; ++before) of_term *= step;
+  *scale = bits<float>(exponent << 23) * of_term;
+  return all_lost * of_term > (others > 0.0f ? others : 0.0f) * 0x1p-8f;
+}
+
+// Decoding policies for the packed codes of eight columns and kPairs k pairs, 32 bytes in each of some lines: get<r>(line) returns
+// those of k pair r in lanes of 16 bits, of one column and parity each. kUnscaled: what products are multiplied by afterwards.
+// kTopBit: of x, so that products of 32 k fit 32 bits.
+
+// Right by `bit`, without the bits above `width`: no instruction more than that takes, as both are known when it is inlined.
+inline __attribute__((always_inline)) __m256i cut(__m256i lanes, int bit, int width) {
+  const __m256i shifted = bit == 0 ? lanes : _mm256_srli_epi16(lanes, bit);
+  return bit + width == 16 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi16(short((1 << width) - 1)));
+}
+
+// Codes in one piece or in several, of four to six bits.
+template <int Format, int Pairs>
+struct Pieces {
+  static constexpr int kPairs = Pairs, kTopBit = 14;
+  static constexpr float kUnscaled = 1.0f;
+
+  template <int R>
+  static inline __attribute__((always_inline)) __m256i get(const uint8_t* line) {
+    __m256i codes = _mm256_setzero_si256();
+    each_piece(Format, R, [&](const Piece& piece) __attribute__((always_inline)) {
+      const __m256i bits = cut(load<__m256i>(line + piece.line * kPanelRow), piece.lane_bit, piece.width);
+      codes = _mm256_or_si256(codes, piece.code_bit == 0 ? bits : _mm256_slli_epi16(bits, piece.code_bit));
+    });
+    return codes;
+  }
+};
+using FourBits = Pieces<kInt4, 4>;
+using FiveBits = Pieces<kQ5K, kStep / 2>;
+using SixBits = Pieces<kQ6K, kStep / 4>;
+
+// Twice the value of an e2m1 code, in the upper byte.
+struct TwiceE2m1 {
+  static constexpr int kPairs = 4, kTopBit = 13;
+  static constexpr float kUnscaled = 1.0f / 512;
+
+  template <int R>
+  static inline __attribute__((always_inline)) __m256i get(const uint8_t* line) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    const __m256i both = load<__m256i>(line), halves = R % 2 == 0 ? both : _mm256_srli_epi16(both, 4);
+    const __m256i values = _mm256_shuffle_epi8(table, _mm256_and_si256(halves, _mm256_set1_epi8(15)));  // of k pairs R % 2, + 2
+    return R < 2 ? _mm256_slli_epi16(values, 8) : _mm256_and_si256(values, _mm256_set1_epi16(short(0xff00)));
+  }
+};
+
+// Four k of a column are a word.
+struct Bytes {
+  static constexpr int kPairs = 2, kTopBit = 14;
+  static constexpr float kUnscaled = 1.0f;
+
+  template <int R>
+  static inline __attribute__((always_inline)) __m256i get(const uint8_t* line) {
+    const __m256i by_pair = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(load<__m256i>(line), by_pair), 0xd8);
+    return _mm256_cvtepi8_epi16(R == 0 ? _mm256_castsi256_si128(halves) : _mm256_extracti128_si256(halves, 1));
+  }
+};
+
+// The unsigned codes of formats without minima are greater by this than their values.
+inline int excess(const Columns& w) { return w.minima ? 0 : w.format == kInt4 ? 8 : w.format == kQ6K ? 32 : 0; }
+
+// NOTE gcc 12 moves additions away from their products, and spills the sums: the order is kept by the assembly.
+inline __attribute__((always_inline)) void add_products(__m256i codes, __m256i x, __m256i& sum) {
+  const __m256i products = _mm256_madd_epi16(codes, x);
+  asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
+}
+
+inline __attribute__((always_inline)) __m256i two_inputs(const int16_t* x) { return _mm256_set1_epi32(load<int32_t>(x)); }
+
+// N rows of a unit and where their totals are.
+template <int N>
+struct SomeRows {
+  static constexpr int kRows = N;
+  IntegerRows of;
+  float* totals[N];
+
+  const int16_t* x(int m) const { return of.x + m * kUnitInputs; }
+  __m256i start(int m, int part) const { return _mm256_set1_epi32(of.starts[m * kMostScaledParts + part]); }
+};
+
+// Adds the sums of a part to the totals: V vectors of columns from `first` on.
+template <int N, int V>
+inline __attribute__((always_inline)) void close_integers(const __m256i (&sums)[N][V], int first, int part, const UnitParts& parts,
+                                                          const SomeRows<N>& rows) {
+  const float* scales = parts.scales + part * kPairColumns + 8 * first;
+#pragma GCC unroll 4
+  for (int m = 0; m < N; ++m) {
+    const int at = m * kMostScaledParts + part;
+    const float row = rows.of.scales[at];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      float* to = rows.totals[m] + 8 * (first + v);
+      const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(scales + 8 * v), _mm256_set1_ps(row));
+      __m256 total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[m][v]), factor, _mm256_loadu_ps(to));
+      if (parts.minima != nullptr) {
+        const float* minima = parts.minima + part * kPairColumns + 8 * (first + v);
+        total = _mm256_fnmadd_ps(_mm256_loadu_ps(minima), _mm256_set1_ps(rows.of.sums[at]), total);
+      }
+      _mm256_storeu_ps(to, total);
+    }
+  }
+}
+
+// Packed weights of a unit of a pair.
+struct PackedUnit {
+  const uint8_t* packed;
+  size_t step_bytes;
+  int num_pairs;
+  const UnitParts& parts;
+
+  int end(int part) const { return (part + 1) * parts.pairs < num_pairs ? (part + 1) * parts.pairs : num_pairs; }
+};
+
+// The products of k pairs R and above that a line holds.
+template <typename Policy, int R, int N, int V>
+inline __attribute__((always_inline)) void add_line(const uint8_t* line, const int16_t* x, __m256i (&sums)[N][V]) {
+  __m256i two[N];
+#pragma GCC unroll 4
+  for (int m = 0; m < N; ++m) two[m] = two_inputs(x + m * kUnitInputs + 2 * R);
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    const __m256i codes = Policy::template get<R>(line + 32 * v);
+#pragma GCC unroll 4
+    for (int m = 0; m < N; ++m) add_products(codes, two[m], sums[m][v]);
+  }
+  if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, sums);
+}
+
+// N rows times packed codes, V vectors of columns at a time. ahead: prefetch distance, 0: none.
+template <typename Policy, int N, int V>
+__attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
+  const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
+  for (int first = 0; first < kVectors; first += V)
+    for (int part = 0; part < unit.parts.num_parts; ++part) {
+      __m256i sums[N][V];
+      for (int m = 0; m < N; ++m)
+        for (int v = 0; v < V; ++v) sums[m][v] = rows.start(m, part);
+      for (int at = part * unit.parts.pairs; at < unit.end(part); at += Policy::kPairs) {
+        const uint8_t* line = unit.packed + size_t(at / Policy::kPairs) * line_bytes;
+        for (size_t byte = 0; first == 0 && byte < line_bytes; byte += 64) prefetch_line(line + byte, ahead);
+        add_line<Policy, 0>(line + 32 * first, rows.of.x + 2 * at, sums);
+      }
+      close_integers(sums, first, part, unit.parts, rows);
+    }
+}
+
+// The same with a panel. next: packed weights to prefetch meanwhile, `pair_bytes` a k pair; null: none.
+template <int N, int V>
+__attribute__((noinline)) void multiply_panel(const PackedUnit& unit, const uint8_t* next, size_t pair_bytes, const SomeRows<N>& rows) {
+  for (int first = 0; first < kVectors; first += V)
+    for (int part = 0; part < unit.parts.num_parts; ++part) {
+      __m256i sums[N][V];
+      for (int m = 0; m < N; ++m)
+        for (int v = 0; v < V; ++v) sums[m][v] = rows.start(m, part);
+      for (int at = part * unit.parts.pairs; at < unit.end(part); ++at) {
+        const uint8_t* line = unit.packed + size_t(at) * kPanelRow + 32 * first;
+        if (next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(next + at * pair_bytes), _MM_HINT_T0);
+        __m256i two[N];
+#pragma GCC unroll 4
+        for (int m = 0; m < N; ++m) two[m] = two_inputs(rows.x(m) + 2 * at);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          const __m256i codes = load<__m256i>(line + 32 * v);
+#pragma GCC unroll 4
+          for (int m = 0; m < N; ++m) add_products(codes, two[m], sums[m][v]);
+        }
+      }
+      close_integers(sums, first, part, unit.parts, rows);
+    }
+}
+
+template <typename Policy, int R = 0>
+inline __attribute__((always_inline)) void expand_line(const uint8_t* line, uint8_t* panel) {
+  store(panel + R * kPanelRow, Policy::template get<R>(line));
+  if constexpr (R + 1 < Policy::kPairs) expand_line<Policy, R + 1>(line, panel);
+}
+
+// Some steps of a pair -> panel [k pair][32 columns][2].
+template <typename Policy>
+void expand_integers(const PackedUnit& unit, uint8_t* panel) {
+  const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
+  for (int at = 0; at < unit.num_pairs; at += Policy::kPairs)
+    for (int v = 0; v < kVectors; ++v)
+      expand_line<Policy>(unit.packed + size_t(at / Policy::kPairs) * line_bytes + 32 * v, panel + size_t(at) * kPanelRow + 32 * v);
+}
+
+// Some rows of a product.
+struct IntegerProduct {
+  const Columns& w;
+  const Rows& rows;
+  const Scratch& scratch;
+  float* totals;
+  const int unit = has_parts(w.format) || w.groups != nullptr ? kUnitSteps : w.steps_per_block;  // steps
+  int some[kMaxRows] = {};  // the rows
+  int num_some = 0;
+  bool loses[kMaxRows] = {};  // of all rows
+
+  // Rows of one chunk of k: of each unit the arrays of IntegerRows.
+  static constexpr size_t kRowOfUnit = kUnitInputs * sizeof(int16_t) + kMostScaledParts * (2 * sizeof(float) + sizeof(int32_t));
+
+  IntegerRows of_unit(int unit_of_chunk) const {
+    uint8_t* at = scratch.gathered + size_t(unit_of_chunk) * num_some * kRowOfUnit;
+    float* scales = reinterpret_cast<float*>(at + size_t(num_some) * kUnitInputs * sizeof(int16_t));
+    float* sums = scales + num_some * kMostScaledParts;
+    return {reinterpret_cast<int16_t*>(at), scales, sums, reinterpret_cast<int32_t*>(sums + num_some * kMostScaledParts)};
+  }
+
+  template <typename Policy>
+  void gather(int step0, int steps, int term) {
+    const int part = w.groups != nullptr ? kStep / groups_of_step(w.format) : has_parts(w.format) ? 2 * w.part_pairs : unit * kStep;
+    for (int i = 0; i < num_some; ++i) {
+      const uint16_t* x = rows.bf16(some[i]) + size_t(step0) * kStep;
+      if (i + 4 < num_some)
+        for (int s = 0; s < steps; ++s) __builtin_prefetch(rows.bf16(some[i + 4]) + size_t(step0 + s) * kStep);
+      for (int s = 0; s < steps; s += unit, x += unit * kStep) {
+        const IntegerRows to = of_unit(s / unit).from(i);
+        const int inputs = (steps - s < unit ? steps - s : unit) * kStep;
+        for (int k = 0, at = 0; k < inputs; k += part, ++at) {
+          int32_t sum;
+          loses[some[i]] |= to_integers(x + k, inputs - k < part ? inputs - k : part, Policy::kTopBit, term, to.x + k, to.scales + at, &sum);
+          to.scales[at] *= Policy::kUnscaled;
+          if (rows.scales != nullptr) to.scales[at] *= rows.scales[some[i]][(step0 + s) * kStep / kActivationBlock];
+          to.sums[at] = to.scales[at] * float(sum);
+          to.starts[at] = -excess(w) * sum;
+        }
+      }
+    }
+  }
+
+  // A unit of a pair times the rows, `together` (3 or 4) at a time.
+  template <typename Multiply>
+  void each_rows(const IntegerRows& of, int pair, int together, Multiply multiply) const {
+    float* to = totals + size_t(pair) * rows.num_rows * kPairColumns;
+    for (int i = 0; i < num_some; i += together) {
+      const IntegerRows from = of.from(i);
+      const int n = num_some - i < together ? num_some - i : together;
+      float* at[kDirectRows];
+      for (int m = 0; m < n; ++m) at[m] = to + some[i + m] * kPairColumns;
+      switch (n) {
+        case 1: multiply(SomeRows<1>{from, {at[0]}}, i == 0); break;
+        case 2: multiply(SomeRows<2>{from, {at[0], at[1]}}, i == 0); break;
+        case 3: multiply(SomeRows<3>{from, {at[0], at[1], at[2]}}, i == 0); break;
+        default: multiply(SomeRows<kDirectRows>{from, {at[0], at[1], at[2], at[3]}}, i == 0);
+      }
+    }
+  }
+
+  // One unit of a pair.
+  template <typename Policy>
+  void multiply_unit(PackedUnit unit, const IntegerRows& of, int pair, bool direct) const {
+    if (direct)
+      return each_rows(of, pair, kDirectRows, [&](const auto& some_rows, bool first) {
+        multiply_packed<Policy, some_rows.kRows, some_rows.kRows <= 2 ? 4 : 2>(unit, first ? w.prefetch : 0, some_rows);
+      });
+    const size_t bytes = unit.num_pairs * w.step_bytes / (kStep / 2);
+    const uint8_t* next = unit.packed + (size_t(w.prefetch) > bytes ? size_t(w.prefetch) : bytes);
+    expand_integers<Policy>(unit, scratch.panel);
+    unit.packed = scratch.panel;
+    each_rows(of, pair, num_some == kDirectRows ? kDirectRows : kIntegerRows, [&](const auto& some_rows, bool first) {
+      multiply_panel<some_rows.kRows, some_rows.kRows <= 3 ? 4 : 2>(unit, first ? next : nullptr, w.step_bytes / (kStep / 2), some_rows);
+    });
+  }
+
+  template <typename Policy>
+  void multiply(bool direct, int term) {
+    UnitParts parts;
+    const ScalesAhead scales_ahead(w);
+    const size_t fitting = w.gather_bytes / (size_t(num_some) * kRowOfUnit);
+    const int chunk = (fitting < 1 ? 1 : int(fitting)) * unit;
+    for (int step0 = 0; step0 < w.num_steps; step0 += chunk) {
+      const int chunk_steps = w.num_steps - step0 < chunk ? w.num_steps - step0 : chunk;
+      gather<Policy>(step0, chunk_steps, term);
+      for (int pair = 0; pair < w.num_pairs; ++pair)
+        for (int s = 0; s < chunk_steps; s += unit) {
+          const int steps = chunk_steps - s < unit ? chunk_steps - s : unit, step = step0 + s;
+          if (w.part_scales != nullptr && step % kSuperSteps == 0) scales_ahead(w, pair, step);
+          parts.load_of(w, pair, step, steps);
+          const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
+          const PackedUnit of_pair = {packed, w.step_bytes, steps * (kStep / 2), parts};
+          multiply_unit<Policy>(of_pair, of_unit(s / unit), pair, direct);
+        }
+    }
+  }
+};
+
+template <typename Policy>
+void multiply_integers_as(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals, bool direct) {
+  IntegerProduct product = {w, rows, scratch, totals};
+  std::memset(totals, 0, size_t(w.num_pairs) * rows.num_rows * kPairColumns * sizeof(float));
+  for (int r = 0; r < rows.num_rows; ++r) product.some[product.num_some++] = r;
+  for (int term = 0; product.num_some > 0; ++term) {
+    product.multiply<Policy>(direct, term);
+    product.num_some = 0;
+    for (int r = 0; r < rows.num_rows; ++r) {
+      if (product.loses[r]) product.some[product.num_some++] = r;
+      product.loses[r] = false;
+    }
+  }
+}
+
+void multiply_integers(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals, bool direct) {
+  switch (w.format) {
+    case kInt8:
+    case kInt8Groups: return multiply_integers_as<Bytes>(w, rows, scratch, totals, direct);
+    case kMxFp4:
+    case kNvFp4: return multiply_integers_as<TwiceE2m1>(w, rows, scratch, totals, direct);
+    case kQ5K: return multiply_integers_as<FiveBits>(w, rows, scratch, totals, direct);
+    case kQ6K: return multiply_integers_as<SixBits>(w, rows, scratch, totals, direct);
+    default: return multiply_integers_as<FourBits>(w, rows, scratch, totals, direct);
+  }
+}
+
+void multiply_few_avx2(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  switch (w.format) {
+    case kFp8:
+    case kMxFp8: return multiply_few_as<DirectFp8>(w, rows, scratch, totals);
+    case kBf16: return multiply_few_as<DirectBf16>(w, rows, scratch, totals);
+    default: multiply_integers(w, rows, scratch, totals, true);
+  }
+}
+
+void multiply_many_avx2(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  switch (w.format) {
+    case kFp8:
+    case kMxFp8: return multiply_many_as<DirectFp8>(w, rows, scratch, totals);
+    case kBf16: return multiply_many_as<DirectBf16>(w, rows, scratch, totals);
+    default: multiply_integers(w, rows, scratch, totals, false);
+  }
+}
+
+}  // namespace
+}  // namespace moe_mk

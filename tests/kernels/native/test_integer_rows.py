@@ -1,0 +1,116 @@
+"""On AVX2 bf16 rows times integer codes become integers: what an outlier in a row costs, and bits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk.kernels.native import Activation, ExpertsMode, PackedMatrix, Tuning, experts_rows
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPED
+from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from tests.kernels.native.conftest import IsaHere
+from tests.kernels.native.layers import Layer, Storage, batch, error
+from tests.kernels.native.test_parts import PartsLayer
+
+SCHEMES: list[QuantScheme] = [
+    *(GROUPED[name] for name in ("int4_g32", "int4_g128", "int8_g64")),
+    *(GGUF[name] for name in ("q4_0", "q8_0", "q6_k")),
+    *(storage.scheme for storage in (Storage.INT8, Storage.MXFP4, Storage.NVFP4)),
+]
+HIDDEN, INTER = 512, 256
+OUTLIER = 69  # not the first column of a part
+FEW, PANELS = (ExpertsMode(tuning=Tuning(panel_rows=bound), batch_invariant=True) for bound in (5, 1))
+
+
+def layer_that_ignores(column: int, scheme: QuantScheme) -> Layer:
+    """Experts whose w13 has zeros for one input, which every scheme here stores exactly."""
+    stored = {storage.scheme: storage for storage in Storage}
+    if scheme in stored:
+        layer = Layer(1, HIDDEN, INTER, stored[scheme])
+        for name in ("gate", "up"):
+            q = scheme.quantize(without(column, layer.weight(name, 0)[None].float()))
+            layer.parts[name], layer.scales[name], layer.above[name] = q.values, q.scales, q.global_scale
+        return layer
+    parts = PartsLayer(1, HIDDEN, INTER, scheme=scheme)
+    for name in ("gate", "up"):
+        q = scheme.quantize(without(column, parts.weight(name, 0)[None].float()))
+        scales = None if q.scales is None else q.scales.to(parts.dtype)
+        parts.tensors[name] = QuantTensor(q.values, scales, scheme, None, q.zeros)
+    return parts
+
+
+def without(column: int, weights: Tensor) -> Tensor:
+    weights[..., column] = 0
+    return weights
+
+
+def rows_with(outlier: float, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The row in the middle has an outlier in one input."""
+    x, ids, weights = batch(count, HIDDEN, 1, 1)
+    x[count // 2, OUTLIER] = outlier
+    return x, ids.zero_(), weights
+
+
+def run(
+    here: IsaHere, packed: tuple[PackedMatrix, PackedMatrix], rows: tuple[Tensor, Tensor, Tensor], mode: ExpertsMode
+) -> Tensor:
+    library, isa = here
+    return experts_rows(library, *rows, *packed, mode=mode, isa=isa, threads=2)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+@pytest.mark.parametrize("outlier", [400.0, 3e4, 1e12])
+def test_inputs_beside_an_outlier_keep_their_precision(
+    isas: list[IsaHere], scheme: QuantScheme, outlier: float
+) -> None:
+    # 15 bits of the outlier alone would leave nothing of the other inputs of its part.
+    layer = layer_that_ignores(OUTLIER, scheme)
+    rows = rows_with(outlier, 3)
+    wanted = layer.reference(*rows, FEW)
+    for here in isas:
+        packed = layer.pack(here[0])
+        for mode in (FEW, PANELS):
+            y = run(here, packed, rows, mode)
+            for row in range(3):
+                assert error(y[row], wanted[row]) < 5e-3, (here[1], row, mode.tuning)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_bits_of_a_row_do_not_depend_on_an_outlier_in_another(isas: list[IsaHere], scheme: QuantScheme) -> None:
+    layer = layer_that_ignores(OUTLIER, scheme)
+    for here in isas:
+        packed = layer.pack(here[0])
+        for count in (3, 6):
+            x, ids, weights = rows_with(3e4, count)
+            together = run(here, packed, (x, ids, weights), FEW)
+            assert torch.equal(together, run(here, packed, (x, ids, weights), PANELS)), here[1]
+            for row in range(count):
+                one = slice(row, row + 1)
+                alone = run(here, packed, (x[one], ids[one], weights[one]), FEW)
+                assert torch.equal(together[one], alone), (here[1], count, row)
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "q4_0", "q6_k"])
+@pytest.mark.parametrize("magnitude", [1e-35, 1e-30, 1e-12, 1e12])
+def test_rows_of_any_magnitude_equal_f64(isas: list[IsaHere], name: str, magnitude: float) -> None:
+    # GELU(x) is x / 2 for small x, so that no output is zero.
+    layer = PartsLayer(1, HIDDEN, INTER, gated=False, scheme=GROUPED.get(name) or GGUF[name])
+    mode = ExpertsMode(activation=Activation.GELU_ERF)
+    x, ids, weights = batch(4, HIDDEN, 1, 1)
+    x[1] = (x[1].float() * magnitude).bfloat16()
+    ids.zero_()
+    wanted = layer.reference(x, ids, weights, mode)
+    for here in isas:
+        y = run(here, layer.pack(here[0]), (x, ids, weights), mode)
+        for row in range(4):
+            assert error(y[row], wanted[row]) < 6e-3, (here[1], row)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_nan_stays_in_its_row(isas: list[IsaHere], scheme: QuantScheme) -> None:
+    layer = layer_that_ignores(OUTLIER, scheme)
+    rows = rows_with(float("nan"), 3)
+    for here in isas:
+        for mode in (FEW, PANELS):
+            finite = torch.isfinite(run(here, layer.pack(here[0]), rows, mode))
+            assert finite[[0, 2]].all() and not finite[1].any(), here[1]
