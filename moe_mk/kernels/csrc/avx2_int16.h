@@ -1,13 +1,13 @@
 // bf16 rows times integer codes for AVX2: products of 16-bit integers, twice as many an instruction as of f32, and no code is converted.
 //
-// The inputs of a part (of k with one scale, at most 128) become integers times a power of two: the largest has 15 bits. bf16 has
-// eight significant bits, so inputs of at least 2^-7 of the largest power of two in their part are exact; what others lose is at
-// most 2^-15 of it. If the inputs of a part lose more than 2^-8 of their sum without the largest, |x| each, as next to an outlier,
+// The inputs of a part (of k with one scale, at most 128) become integers times a power of two: the largest has 15 bits (e2m1: 14).
+// bf16 has eight significant bits, so inputs of at least 2^-7 of the largest power of two in their part are exact; what others lose
+// is at most 2^-15 of it. If the inputs of a part lose more than 2^-8 of their sum without the largest, |x| each, as next to an outlier,
 // the row has another term, which is multiplied after the first: what all its inputs have lost, as integers; and further ones.
 //   total = fma(sum of code * x, exact in 32 bits and rounded to f32, scale of the part * scale of the row, total),
 //   then - minimum * sum of x; for such rows the same with each term
 // Up to kDirectRows rows are multiplied with the packed bytes, more with a panel of 128 k of one pair in 16 bits (8 KiB, in the L1),
-// except INT8, whose bytes are as good as a panel; three at a time. The same bits for any number of rows, pairs and threads.
+// three at a time. The same bits for any number of rows, pairs and threads.
 // Reads packed weights once a term, rows once a task. Writes totals [pair][row][32]. Any alignment.
 #pragma once
 #include "avx2.h"
@@ -18,7 +18,11 @@ namespace {
 
 constexpr int kUnitInputs = kUnitSteps * kStep;
 constexpr int kVectors = kPairColumns / 8;  // of eight columns and both parities, in a k pair
-constexpr int kTermBits = 15;
+constexpr float kMostLost = 0x1p-8f;
+constexpr int kMostTerms = 8;  // 120 bits
+
+// What a code of a term is worth in the first: 2^-15 for each before it.
+inline float of_term(int term) { return bits<float>((127 - 15 * term) << 23); }
 
 // What a unit of some rows is multiplied by.
 struct IntegerRows {
@@ -48,43 +52,38 @@ inline bool to_integers(const uint16_t* x, int count, int top_bit, int term, int
     return false;
   }
   const int exponent = (largest >> 7) - top_bit > 1 ? (largest >> 7) - top_bit : 1;
-  const float inverse = bits<float>((254 - exponent) << 23), step = 1.0f / float(1 << kTermBits);
-  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  const float inverse = bits<float>((254 - exponent) << 23);
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), limit = _mm256_set1_ps(of_term(-term) * kMostLost);
+  const __m256 most_scaled = _mm256_set1_ps(widen_one(uint16_t(largest)) * inverse);
   __m256i sums = _mm256_setzero_si256();
-  __m256 all = _mm256_setzero_ps(), lost = _mm256_setzero_ps();
+  __m256 excess[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};  // of what is lost over its limit
   for (int i = 0; i < count; i += 16) {
     __m256i codes[2];
     for (int part = 0; part < 2; ++part) {
       const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(x + i + 8 * part)), 16);
       __m256 scaled = _mm256_mul_ps(_mm256_castsi256_ps(wide), _mm256_set1_ps(inverse));
-      all = _mm256_add_ps(all, _mm256_and_ps(scaled, magnitude));
+      const __m256 size = _mm256_and_ps(scaled, magnitude), other = _mm256_and_ps(size, _mm256_cmp_ps(size, most_scaled, _CMP_LT_OQ));
+      excess[part] = _mm256_fnmadd_ps(other, limit, excess[part]);
       for (int before = 0; before < term; ++before) {
         const __m256 kept = _mm256_cvtepi32_ps(_mm256_cvtps_epi32(scaled));
-        scaled = _mm256_mul_ps(_mm256_sub_ps(scaled, kept), _mm256_set1_ps(1.0f / step));
+        scaled = _mm256_mul_ps(_mm256_sub_ps(scaled, kept), _mm256_set1_ps(of_term(-1)));
       }
       codes[part] = _mm256_cvtps_epi32(scaled);
-      const __m256 loss = _mm256_sub_ps(scaled, _mm256_cvtepi32_ps(codes[part]));
-      lost = _mm256_add_ps(lost, _mm256_and_ps(loss, magnitude));
+      const __m256 lost = _mm256_sub_ps(scaled, _mm256_cvtepi32_ps(codes[part]));
+      excess[part] = _mm256_add_ps(excess[part], _mm256_and_ps(lost, magnitude));
     }
     const __m256i narrow_codes = _mm256_permute4x64_epi64(_mm256_packs_epi32(codes[0], codes[1]), 0xd8);
     store(to + i, narrow_codes);
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(narrow_codes, _mm256_set1_epi16(1)));
   }
-  int32_t eight[8];
-  float of_all[8], of_lost[8];
-  store(eight, sums);
-  store(of_all, all);
-  store(of_lost, lost);
-  *sum = 0;
-  float others = -widen_one(uint16_t(largest)) * inverse, all_lost = 0.0f, of_term = 1.0f;
-  for (int lane = 0; lane < 8; ++lane) {
-    *sum += eight[lane];
-    others += of_all[lane];
-    all_lost += of_lost[lane];
-  }
-  for (int before = 0; before < term; ++before) of_term *= step;
-  *scale = bits<float>(exponent << 23) * of_term;
-  return all_lost * of_term > (others > 0.0f ? others : 0.0f) * 0x1p-8f;
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  *sum = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+  const __m256 eight = _mm256_add_ps(excess[0], excess[1]);
+  __m128 of_four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  of_four = _mm_add_ps(of_four, _mm_movehl_ps(of_four, of_four));
+  *scale = bits<float>(exponent << 23) * of_term(term);
+  return term + 1 < kMostTerms && _mm_cvtss_f32(_mm_add_ss(of_four, _mm_movehdup_ps(of_four))) > 0.0f;
 }
 
 // Decoding policies for the packed codes of eight columns and kPairs k pairs, 32 bytes in each of some lines: get<r>(line) returns
@@ -167,26 +166,29 @@ struct SomeRows {
 };
 
 // Adds the sums of a part to the totals: V vectors of columns from `first` on.
-template <int N, int V>
-inline __attribute__((always_inline)) void close_integers(const __m256i (&sums)[N][V], int first, int part, const UnitParts& parts,
-                                                          const SomeRows<N>& rows) {
-  const float* scales = parts.scales + part * kPairColumns + 8 * first;
+template <bool Minima, int N, int V>
+inline __attribute__((always_inline)) void close_as(const __m256i (&sums)[N][V], int first, int part, const UnitParts& parts,
+                                                    const SomeRows<N>& rows) {
+  const int column = 8 * first, of_part = part * kPairColumns + column;
 #pragma GCC unroll 4
   for (int m = 0; m < N; ++m) {
-    const int at = m * kMostScaledParts + part;
-    const float row = rows.of.scales[at];
+    const __m256 row = _mm256_broadcast_ss(rows.of.scales + m * kMostScaledParts + part);
+    const __m256 x = Minima ? _mm256_broadcast_ss(rows.of.sums + m * kMostScaledParts + part) : row;
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      float* to = rows.totals[m] + 8 * (first + v);
-      const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(scales + 8 * v), _mm256_set1_ps(row));
+      float* to = rows.totals[m] + column + 8 * v;
+      const __m256 factor = _mm256_mul_ps(row, _mm256_loadu_ps(parts.scales + of_part + 8 * v));
       __m256 total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[m][v]), factor, _mm256_loadu_ps(to));
-      if (parts.minima != nullptr) {
-        const float* minima = parts.minima + part * kPairColumns + 8 * (first + v);
-        total = _mm256_fnmadd_ps(_mm256_loadu_ps(minima), _mm256_set1_ps(rows.of.sums[at]), total);
-      }
+      if (Minima) total = _mm256_fnmadd_ps(x, _mm256_loadu_ps(parts.minima + of_part + 8 * v), total);
       _mm256_storeu_ps(to, total);
     }
   }
+}
+template <int N, int V>
+inline __attribute__((always_inline)) void close_integers(const __m256i (&sums)[N][V], int first, int part, const UnitParts& parts,
+                                                          const SomeRows<N>& rows) {
+  if (parts.minima != nullptr) close_as<true>(sums, first, part, parts, rows);
+  else close_as<false>(sums, first, part, parts, rows);
 }
 
 // Packed weights of a unit of a pair.
