@@ -287,6 +287,7 @@ struct IntegerProduct {
 
   // Rows of one chunk of k: of each unit the arrays of IntegerRows.
   static constexpr size_t kRowOfUnit = kUnitInputs * sizeof(int16_t) + kMostScaledParts * (2 * sizeof(float) + sizeof(int32_t));
+  static_assert(kMaxRows * kRowOfUnit <= kLeastGatherBytes, "a unit of any rows fits");
 
   IntegerRows of_unit(int unit_of_chunk) const {
     uint8_t* at = scratch.gathered + size_t(unit_of_chunk) * num_some * kRowOfUnit;
