@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,4 +19,35 @@ def kernels_are_cached_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> It
 
     with knobs.cache.scope():
         knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_interpreter_does_nothing_in_vain() -> Iterator[None]:
+    """Skip what has no effect and takes half of the time of interpreted kernels.
+
+    Triton 3.6 searches its language for builtins at each call of a device function, though the launch has replaced
+    them, and computes for each sum of integers whether it overflows, which it reports in debug mode only.
+    """
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton import knobs, language
+    from triton.runtime import interpreter
+
+    if not knobs.runtime.interpret:
+        yield
+        return
+    patch, options = interpreter._patch_lang, interpreter.interpreter_builder.options
+    assert not options.debug
+
+    def patch_where_needed(fn: Any) -> Any:
+        seen = [each for each in (language, language.core) if any(each is value for value in fn.__globals__.values())]
+        if not seen or any(language.core.is_builtin(each.arange) for each in seen):
+            return patch(fn)
+        return interpreter._LangPatchScope()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "_patch_lang", patch_where_needed)
+        patched.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
         yield
