@@ -11,10 +11,12 @@ import io
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -42,8 +44,10 @@ from moe_mk.trace.clock import now
 
 R = TypeVar("R")
 
-PRELOADED = ("torch.distributed", "numpy", "pydantic", "safetensors.torch", "yaml")
-"""Modules imported once for all worlds of a process. This package is not among them: ranks set its path."""
+PRELOADED = (__name__, "moe_mk.layer", "moe_mk.rebalance", "torch.distributed", "safetensors.torch", "yaml")
+"""Modules imported once for all worlds of a process."""
+ROOT = Path(__file__).parents[2]
+"""The folder of this package, from which the server of the worlds imports it."""
 START_S = 120.0
 """Seconds that processes may take to import torch and connect."""
 GRACE_S = 20.0
@@ -62,8 +66,8 @@ class RankError(MoEMKError):
 class RankWorld:
     """`world_size` processes in one default gloo group, alive until `close`.
 
-    They are forks of a server that has imported torch and nothing of ours, so that they share nothing with the caller
-    but its environment at the time of the first world.
+    They are forks of a server that has imported torch and this package and has used neither, so that they share
+    nothing with the caller but its environment at the time of the first world.
     Functions are called by their import path, so they must stand at the top of a module. Results come back as
     `torch.save` writes them and are read with `weights_only`: tensors, numbers, texts, lists, tuples and dicts.
     A rank that died makes the next call start a new world.
@@ -162,6 +166,8 @@ class _Rank:
     def __init__(self, rank: int, world_size: int, meeting: str) -> None:
         forks = get_context("forkserver")
         forks.set_forkserver_preload(list(PRELOADED))
+        with chdir(ROOT):  # Python 3.11 starts the server without the caller's sys.path, and searches this folder first
+            ensure_running()
         self.connection, theirs = forks.Pipe()
         self.process = forks.Process(target=_serve, args=(rank, world_size, meeting, theirs), daemon=True)
         self.process.start()
