@@ -1,16 +1,14 @@
 """Importance, its variation as a loss, and the bias update, against figures worked by hand."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from moe_mk.errors import ShapeError
 from moe_mk.router import grouped_topk
 from moe_mk.router.training import balance_loss, coefficient_of_variation, importance, noisy_topk, updated_bias
+from moe_mk.testing.on_ranks import run_ranks
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -106,20 +104,15 @@ def importance_and_gradient(x: Tensor, rank: int, world_size: int) -> tuple[Tens
     return total.detach(), all_reduce_sum(gradient) if world_size > 1 else gradient
 
 
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
-    torch.save(importance_and_gradient(normal(30, 12), rank, NUM_RANKS), f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+def of_rank(rank: int) -> tuple[Tensor, Tensor]:
+    return importance_and_gradient(normal(30, 12), rank, NUM_RANKS)
 
 
 @pytest.mark.thorough
 @pytest.mark.row(13)
-def test_importance_over_four_ranks_equals_that_of_the_whole_batch(tmp_path: Path) -> None:
-    spawn(rank_main, (str(tmp_path),), nprocs=NUM_RANKS)  # type: ignore[no-untyped-call]
+def test_importance_over_four_ranks_equals_that_of_the_whole_batch() -> None:
     whole, whole_gradient = importance_and_gradient(normal(30, 12), 0, 1)
-    for rank in range(NUM_RANKS):
-        total, gradient = torch.load(tmp_path / f"rank{rank}.pt")
+    for total, gradient in run_ranks(of_rank, NUM_RANKS):
         torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-6)
 
