@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import Result
 
 from moe_mk.text import amount
 from moe_mk.trace.routing import RoutingTrace
 
 BIN = Path(sys.executable).parent
+Invoke = Callable[..., Result]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 ROOT = Path(__file__).parents[2]
 
@@ -52,25 +55,31 @@ def test_two_ranks_run_without_a_word_on_standard_error(tiny: Path, tmp_path: Pa
 
 @pytest.mark.thorough
 @pytest.mark.row(39)
-def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(tiny: Path, tmp_path: Path) -> None:
+def test_ranks_that_shall_lie_on_two_nodes_relay_between_them(
+    tiny: Path, tmp_path: Path, invoke: Invoke, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = ("run", tiny, "--ranks", 4, "--ranks-per-node", 2, "--prepare-finalize", "hierarchical", "--repeats", 1)
     words += ("--experts-backend", "torch_cpu")
-    done = command(BIN / "moe-mk", *words, "--tokens", "5,0,7,1", "--json", tmp_path / "run.json")
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert "ep=4 tp=1 on 2 nodes of 2 ranks, cpu" in done.stdout and "PASS" in done.stdout
+    done = invoke(*words, "--tokens", "5,0,7,1", "--json", tmp_path / "run.json")
+    by_ranks, complaints = capfd.readouterr()
+    printed = done.stdout + by_ranks
+    assert (done.exit_code, done.stderr, complaints) == (0, "", ""), printed
+    assert "ep=4 tp=1 on 2 nodes of 2 ranks, cpu" in printed and "PASS" in printed
     found = json.loads((tmp_path / "run.json").read_text())
     assert found["nodes"] == 2 and found["verification"]["num_tokens"] == 5 + 7 + 1 + 3
     near, far = (found["sent_bytes_by_link"][link] for link in ("intra_node", "inter_node"))
     assert near > 0 and far > 0 and near + far == sum(found["sent_bytes"].values())
-    assert f"{amount(near)} inside the node and {amount(far)} between nodes" in done.stdout
+    assert f"{amount(near)} inside the node and {amount(far)} between nodes" in printed
 
 
 @pytest.mark.thorough
-def test_idle_ranks_take_part(tiny: Path) -> None:
-    done = command(BIN / "moe-mk", "run", tiny, "--ranks", 2, "--tokens", "0,7", "--repeats", 1)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert "0+7 tokens" in done.stdout and "decode 0+1 tok" in done.stdout
-    assert "8 of 8 tokens routed as in the reference" in done.stdout
+def test_idle_ranks_take_part(tiny: Path, invoke: Invoke, capfd: pytest.CaptureFixture[str]) -> None:
+    done = invoke("run", tiny, "--ranks", 2, "--tokens", "0,7", "--repeats", 1)
+    by_ranks, complaints = capfd.readouterr()
+    printed = done.stdout + by_ranks
+    assert (done.exit_code, done.stderr, complaints) == (0, "", ""), printed
+    assert "0+7 tokens" in printed and "decode 0+1 tok" in printed
+    assert "8 of 8 tokens routed as in the reference" in printed
 
 
 @pytest.mark.thorough
@@ -136,11 +145,14 @@ def test_help_needs_no_checkpoint(words: list[str]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("quant", ["int4_g32", "gptq", "awq", "q4_k_m"])
-def test_two_ranks_run_weight_only_experts_and_verify_them(quant: str, tmp_path: Path) -> None:
+def test_two_ranks_run_weight_only_experts_and_verify_them(
+    quant: str, tmp_path: Path, invoke: Invoke, capfd: pytest.CaptureFixture[str]
+) -> None:
     if quant == "q4_k_m":
         pytest.importorskip("gguf", reason="the gguf package writes and reads the file: pip install 'moe-mk[gguf]'")
     size = ("--experts", 16, "--hidden", 512, "--intermediate", 256, "--quant", quant)
-    made = command(sys.executable, "-m", "moe_mk", "make-checkpoint", tmp_path, *size)
-    assert made.returncode == 0, made.stdout + made.stderr
-    done = command(sys.executable, "-m", "moe_mk", "run", tmp_path, "--ranks", 2, "--tokens", "6")
-    assert done.returncode == 0 and done.stdout.count("PASS") == 1, done.stdout + done.stderr
+    made = invoke("make-checkpoint", tmp_path, *size)
+    assert made.exit_code == 0, made.output
+    done = invoke("run", tmp_path, "--ranks", 2, "--tokens", "6")
+    printed = done.output + capfd.readouterr().out
+    assert done.exit_code == 0 and printed.count("PASS") == 1, printed
