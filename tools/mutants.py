@@ -3,6 +3,7 @@
 python tools/mutants.py                    every mutant of tests/mutants.yaml, one line each, and the rate
 python tools/mutants.py --rows 66 108      those of some rows
 python tools/mutants.py --sample 20        a fixed part of them
+python tools/mutants.py --workers 4        four at a time, each in a copy of the repository; two by default
 python tools/mutants.py --check            that every mutant still applies; runs no test
 
 A mutant replaces a text of one source file, which must be there exactly once. The tests that `@pytest.mark.row` names
@@ -22,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
 from zlib import crc32
@@ -187,11 +190,21 @@ def copied(root: Path, into: Path) -> Path:
     return into
 
 
+def run_in_own_copy(root: Path, folder: Path, tests: Mapping[str, Sequence[str]], mutant: Mutant) -> Outcome:
+    """Judge a mutant in the copy of this process, which the first one makes."""
+    copy = folder / str(os.getpid())
+    if not copy.exists():
+        copy.mkdir()
+        copied(root, copy)
+    return run(mutant, copy, tests[mutant.row])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the mutants and print the rate; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=[], help="only mutants of these rows")
     parser.add_argument("--sample", type=int, help="only as many, always the same ones")
+    parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
     parser.add_argument("--check", action="store_true", help="only whether every mutant can be applied")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args(arguments)
@@ -205,10 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="moe-mk-mutants-") as folder:
-        copy = copied(options.root, Path(folder))
-        for mutant in chosen(mutants, options.rows, options.sample):
-            outcomes.append(run(mutant, copy, tests[mutant.row]))
-            print(outcomes[-1].line(), flush=True)
+        judge = partial(run_in_own_copy, options.root, Path(folder), tests)
+        with get_context("fork").Pool(options.workers) as workers:  # they have torch and pytest already
+            for outcome in workers.imap(judge, chosen(mutants, options.rows, options.sample)):
+                outcomes.append(outcome)
+                print(outcome.line(), flush=True)
     killed = sum(outcome.state == "killed" for outcome in outcomes)
     print(f"{killed} of {len(outcomes)} mutants killed" + (f", {killed / len(outcomes):.0%}" if outcomes else ""))
     return 0 if killed == len(outcomes) else 1
