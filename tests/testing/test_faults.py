@@ -28,7 +28,18 @@ from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.testing import certify_checks
 from moe_mk.testing.certificate import Failed, Passed
 from moe_mk.testing.certify import _tried
-from moe_mk.testing.faults import BUILT_IN, KINDS, Call, Campaign, Fault, Report, World, run_plans, transports_of
+from moe_mk.testing.faults import (
+    BUILT_IN,
+    KINDS,
+    Call,
+    Campaign,
+    Fault,
+    Report,
+    World,
+    run_plans,
+    supervisor,
+    transports_of,
+)
 from moe_mk.testing.faults.inject import error_named
 from moe_mk.testing.faults.plans import ERRORS
 from moe_mk.testing.faults.ranks import _difference
@@ -232,6 +243,12 @@ def test_transports_that_exchange_nothing_are_refused() -> None:
 def test_modules_that_ranks_cannot_import_are_named() -> None:
     with pytest.raises(ConfigError, match="ranks cannot import no_such_module: ModuleNotFoundError"):
         run_plans([replace(world("all_to_all", None), modules=("no_such_module",))])
+
+
+def test_imports_that_take_too_long_are_no_failed_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "IMPORT_S", 0.0)
+    with pytest.raises(ConfigError, match="importing .* for ranks takes more than 0 s"):
+        run_plans([world("all_to_all", None)])
 
 
 @pytest.mark.thorough

@@ -22,6 +22,8 @@ from moe_mk.testing.faults.ranks import FAILED, POLL_S, START_S, remove_shared_m
 from moe_mk.testing.faults.report import Report, Row, WorldResult
 from moe_mk.trace.clock import now
 
+IMPORT_S = 120.0
+"""How long the process that forks ranks may take to import what they need."""
 LATE_S = 1.0
 """How long after the timeout an error may come."""
 HANG_S = 6.0
@@ -136,13 +138,14 @@ class _Keeper:
                 self._process.stdin.flush()
 
     def _await_ready(self) -> None:
-        until = now() + START_S
+        until = now() + IMPORT_S
         while not (self.root / "ready").exists():
-            failed = self.root / "failed"
-            if failed.exists() or self._process.poll() is not None or now() > until:
+            failed, names = self.root / "failed", ", ".join(self._modules) or "moe_mk"
+            if failed.exists() or self._process.poll() is not None:
                 why = failed.read_text(encoding="utf-8") if failed.exists() else "its process ended, see above"
-                names = ", ".join(self._modules) or "moe_mk"
                 raise ConfigError(f"ranks cannot import {names}: {why}; name modules that a new interpreter finds")
+            if now() > until:
+                raise ConfigError(f"importing {names} for ranks takes more than {IMPORT_S:g} s; free the processor")
             time.sleep(POLL_S)
 
 

@@ -19,6 +19,9 @@ from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines.cases import CLOSE, EXPERTS, HIDDEN, Tiny, call, error
 from tests.layer.native import NEEDS_COMPILER
 
+pytestmark = pytest.mark.timeout(300)
+"""The first test of `cpu_native` in an environment compiles its kernels."""
+
 
 def made(tiny: Tiny, **settings: object) -> EngineExperts:
     return EngineExperts("tiny", EngineWeights(tiny.w13, tiny.w2), top_k=2, settings=settings)
