@@ -23,7 +23,7 @@ FEW, PANELS = (ExpertsMode(tuning=Tuning(panel_rows=bound), batch_invariant=True
 
 
 def layer_that_ignores(column: int, scheme: QuantScheme) -> Layer:
-    """Experts whose w13 has zeros for one input, which every scheme here stores exactly."""
+    """Experts whose w13 has a zero column; all schemes of this file represent zero exactly."""
     stored = {storage.scheme: storage for storage in Storage}
     if scheme in stored:
         layer = Layer(1, HIDDEN, INTER, stored[scheme])
