@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 import torch
 
@@ -138,8 +139,22 @@ class WindowPlaces:
 
 
 def ready() -> Native | None:
-    """The kernels if they are in the wheel or compiled already, else None: an exchange never compiles."""
-    return loaded() if is_compiled() else None
+    """The kernels if they are in the wheel or compiled already, else None: an exchange never compiles.
+
+    The library is read and checked by the first call that finds it, and by no later one: calls of layers ask for it.
+    """
+    try:
+        return _found()
+    except LookupError:
+        return None
+
+
+@cache
+def _found() -> Native:
+    """Raises LookupError, which is not cached, as long as nothing is compiled."""
+    if not is_compiled():
+        raise LookupError("the kernels are not compiled")
+    return loaded()
 
 
 class Exchange:

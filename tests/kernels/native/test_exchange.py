@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ShapeError
-from moe_mk.kernels.native import Isa, Native
+from moe_mk.kernels.native import Isa, Native, exchange
 from moe_mk.kernels.native.exchange import (
     BYTES_FOR_THREADS,
     ROW_TYPES,
@@ -48,6 +48,17 @@ def sent(
         assert bool((part[count:] == UNTOUCHED).all()), "nothing is written behind the rows"
     rows = [[part[:count] for part, count in zip(parts, counts, strict=True)] for parts in (made.values, made.tails)]
     return [visits_T.nonzero().flatten() for visits_T in visits_WT], *rows
+
+
+@pytest.mark.usefixtures("native")
+def test_the_library_is_looked_for_until_it_is_found_and_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange._found.cache_clear()
+    asked: list[bool] = []
+    monkeypatch.setattr(exchange, "is_compiled", lambda: asked.append(len(asked) == 2) or asked[-1])
+    answers = [exchange.ready() for _ in range(5)]
+    assert answers[:2] == [None, None]
+    assert answers[2] is not None and answers[3] is answers[4] is answers[2]
+    assert asked == [False, False, True]
 
 
 def test_rows_tails_and_flags_by_hand(native: Native) -> None:
