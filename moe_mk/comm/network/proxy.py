@@ -233,6 +233,7 @@ class Proxy:
 
     def _replace(self, number: int) -> None:
         """Serve the channels of a thread that has ended by another one; their links ended with it."""
+        self._workers[number].stop()  # it may not have begun yet
         with self._changing:
             self._restarts[number] += 1
             self._workers[number] = self._worker(number)

@@ -12,7 +12,7 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 from moe_mk.comm.fork import in_child
 from moe_mk.comm.network.events import Step
@@ -101,6 +101,7 @@ class Worker:
         """Descriptors that are also waited for to take more."""
         self._idle_polls = 0
         self._thread = Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._beginning, self._has_begun = Lock(), False
         in_child(self, Worker._leave_to_parent)
 
     def listen(self, door: Acceptor) -> None:
@@ -123,14 +124,21 @@ class Worker:
         """Say goodbye to every peer, then end."""
         self._leaving.set()
         self.doorbell.ring()
-        self._thread.join(GOODBYE_S)
+        if self._has_begun:
+            self._thread.join(GOODBYE_S)
         self.stop()
 
     def stop(self) -> None:
-        """End the thread where it stands."""
-        self._stop.set()
+        """End the thread where it stands; one that has not begun never will.
+
+        An exception of a signal handler within `start` leaves it open whether the system has a thread, which `join`
+        refuses to wait for until it runs.
+        """
+        with self._beginning:
+            self._stop.set()
         self.doorbell.ring()
-        self._thread.join()
+        if self._has_begun:
+            self._thread.join()
 
     def _leave_to_parent(self) -> None:
         """In a forked child: what is registered there stays so for the parent."""
@@ -142,6 +150,10 @@ class Worker:
         return self._thread.is_alive()
 
     def _run(self) -> None:
+        with self._beginning:
+            if self._stop.is_set():
+                return
+            self._has_begun = True
         try:
             while not self._stop.is_set() and not self._leaving.is_set():
                 self._turn()

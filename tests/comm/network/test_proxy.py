@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from moe_mk.comm.network import proxy as network_proxy
+from moe_mk.comm.network import worker as network_worker
 from moe_mk.comm.network.command import TransferCommand
 from moe_mk.comm.network.events import Key, Step, StepLog
 from moe_mk.comm.network.frames import Frame, Kind, LinkError
@@ -182,6 +183,36 @@ def test_a_proxy_that_is_stopped_and_restarted_again_and_again_misses_and_repeat
             before = [each.window.counters.value(0) for each in made]
             wait_for(lambda b=before: all(p.window.counters.value(0) > n for p, n in zip(made, b, strict=True)))
             assert not any(each.lost for each in made), [each.lost for each in made]
+
+
+@pytest.mark.row(148)
+@pytest.mark.parametrize("then", ["close", "restart"])
+def test_a_thread_whose_start_was_interrupted_is_not_waited_for_and_does_nothing_later(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the system's start of a thread and its first step the handler of a signal may raise."""
+    start, held = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        held.append(thread)
+        raise KeyboardInterrupt
+
+    with proxies(2, ProxySettings(channels=1)) as (zero, one):
+        zero.stop()
+        with monkeypatch.context() as patched:
+            patched.setattr(network_worker.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                zero.restart()
+        if then == "close":
+            zero.close(0.0)
+        else:
+            zero.restart()
+        start(held[0])
+        held[0].join(20.0)
+        assert not held[0].is_alive() and zero.fault is None
+        if then == "restart":
+            commit(zero, add(1, 0, 7))
+            wait_for(lambda: one.window.counters.value(0) == 7 and zero.is_idle)
 
 
 @pytest.mark.row(148)
