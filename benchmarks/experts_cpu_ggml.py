@@ -18,14 +18,25 @@ import torch
 from experts_cpu_peers import Experts
 from torch import Tensor
 
+from moe_mk.kernels.native import Isa
 from moe_mk.quant.gguf import mxfp4_to_gguf
 from moe_mk.quant.tensor import QuantTensor
 
 TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14, "mxfp4": 39}
 """`ggml_type` of the names of our formats."""
 F32, I32 = 0, 26
-VARIANTS = ("sapphirerapids", "zen4", "cooperlake", "icelake", "cascadelake", "skylakex", "alderlake", "haswell", "x64")
-"""Libraries of the package, the most demanding processors first."""
+VARIANTS = {
+    "sapphirerapids": Isa.AMX_BF16,
+    "zen4": Isa.AVX512_BF16,
+    "cooperlake": Isa.AVX512_BF16,
+    "icelake": Isa.AVX512_VNNI,
+    "cascadelake": Isa.AVX512_VNNI,
+    "skylakex": Isa.AVX512_VNNI,
+    "alderlake": Isa.AVX2,
+    "haswell": Isa.AVX2,
+    "x64": Isa.SCALAR,
+}
+"""Libraries of the package, the most demanding processors first, and the least Isa that has their instructions."""
 
 
 class _Init(Structure):
@@ -65,15 +76,15 @@ BUFFER_OFFSET = 8
 class Ggml:
     """ggml with the CPU backend that fits this processor."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
-        """folder: holds libggml-base.so, or the unpacked package that does."""
+    def __init__(self, folder: Path, threads: int, best: Isa) -> None:
+        """folder: holds libggml-base.so, or the unpacked package that does. best: the best instruction set to use."""
         (base,) = folder.rglob("libggml-base.so")
         library, self.f = ctypes.CDLL(str(base), mode=ctypes.RTLD_GLOBAL), SimpleNamespace()
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, f"ggml_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self.f, name, function)
-        self.variant, entry = self._best(base.parent)
+        self.variant, entry = self._best(base.parent, best)
         entry.restype = c_void_p
         registry = entry()
         self.device = device = self.f.backend_reg_dev_get(registry, 0)
@@ -99,12 +110,12 @@ class Ggml:
         c_void_p.from_address(weight + BUFFER_OFFSET).value = buffer
         return bool(self.f.backend_dev_supports_op(self.device, product))
 
-    def _best(self, folder: Path) -> tuple[str, ctypes._FuncPointer]:
+    def _best(self, folder: Path, best: Isa) -> tuple[str, ctypes._FuncPointer]:
         """The library with the highest score, which is 0 where the processor cannot run it."""
         found: list[tuple[int, str, ctypes._FuncPointer]] = []
-        for variant in VARIANTS:
+        for variant, isa in VARIANTS.items():
             file = folder / f"libggml-cpu-{variant}.so"
-            if file.exists():
+            if isa <= best and file.exists():
                 library = ctypes.CDLL(str(file))
                 found.append((library.ggml_backend_score(), variant, library.ggml_backend_init))
         _, variant, entry = max(found, key=lambda one: one[0])
@@ -184,10 +195,13 @@ def blocks_of_ggml(q: QuantTensor, kind: str) -> Tensor:
 
 
 def ggml_candidates(
-    folder: Path, threads: int, slots_of: Mapping[str, Callable[[], list[tuple[QuantTensor, ...]]]]
+    folder: Path, threads: int, slots_of: Mapping[str, Callable[[], list[tuple[QuantTensor, ...]]]], best: Isa
 ) -> dict[str, dict[str, Experts]]:
-    """By format that ggml reads: its experts, and once more repacked where it offers that on this processor."""
-    library = Ggml(folder, threads)
+    """By format that ggml reads: its experts, and once more repacked where it offers that on this processor.
+
+    best: the best instruction set that may be used.
+    """
+    library = Ggml(folder, threads, best)
     print(f"ggml: the {library.variant} build of its CPU backend", flush=True)
     calls: dict[str, dict[str, Experts]] = {}
     for kind, slots in slots_of.items():

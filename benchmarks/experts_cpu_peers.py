@@ -179,7 +179,7 @@ def vllm_fp8(layer: Weights) -> Experts:
     return run
 
 
-VLLM_LIBRARIES = {Isa.AVX2: "_C_AVX2.abi3.so"}
+VLLM_LIBRARIES = {Isa.AVX2: "_C_AVX2.abi3.so", Isa.AVX512_VNNI: "_C_AVX2.abi3.so"}
 """Of its wheel, by the best instruction set of the processor; `_C.abi3.so` needs AVX512-BF16 and has AMX."""
 
 
@@ -192,7 +192,12 @@ class KtKernel:
     """kt-kernel's experts, from the extension of its wheel that fits this processor."""
 
     MATRICES = ("gate", "up", "down")
-    VARIANTS: Mapping[Isa, str] = {Isa.AMX_BF16: "amx", Isa.AVX512_BF16: "avx512_bf16", Isa.AVX2: "avx2"}
+    VARIANTS: Mapping[Isa, str] = {
+        Isa.AMX_BF16: "amx",
+        Isa.AVX512_BF16: "avx512_bf16",
+        Isa.AVX512_VNNI: "avx512_vnni",
+        Isa.AVX2: "avx2",
+    }
 
     def __init__(self, folder: Path, threads: int, top_k: int, most: int, *, best: Isa) -> None:
         """most: rows of a call at most. best: the best instruction set of the processor, at least AVX2."""

@@ -39,7 +39,13 @@ HAS_IT = re.compile(r"(\S+) is not installed: make \1 has it")
 """The reason of a test that another target runs, in an environment of its own."""
 LEFT_OUT_AT_TIMES = ("emulated", "network")
 """Marks of folders that CI leaves out where their sources are unchanged; tests/conftest.py gives them."""
-CPU_KINDS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
+CPU_KINDS = {
+    "amx_tile": "AMX",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+}
 """By flag of /proc/cpuinfo, the best first."""
 RESULTS = Path("tests/results.yaml")
 JUNIT = Path("build/junit")

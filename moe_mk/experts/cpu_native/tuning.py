@@ -89,7 +89,7 @@ def cut_over_of(isa: Isa, format: Format, mode: ExpertsMode) -> CutOver | None:
     if isa is Isa.AMX_BF16:
         tiles = replace(INTEGER_TILES, built_in=5) if mode.quantize is Rounding.INT8_PARTS else INTEGER_TILES
         return tiles if integers else STREAMED
-    if isa is Isa.AVX2:
+    if isa in (Isa.AVX2, Isa.AVX512_VNNI):
         through_panels = integers or format in (Format.Q5_K, Format.Q6_K)
         return None if through_panels else PANELS
     if isa is not Isa.AVX512_BF16 or integers or format.group or format.has_parts:

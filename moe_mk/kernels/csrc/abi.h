@@ -7,7 +7,7 @@
 extern "C" {
 
 enum Status : int32_t { kOk = 0, kBadId = 1, kBadShape = 2, kNoMemory = 3, kNoIsa = 4, kLate = 5, kPeerFault = 6 };
-enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512Bf16 = 2, kAmxBf16 = 3, kNumIsas = 4 };
+enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512Vnni = 2, kAvx512Bf16 = 3, kAmxBf16 = 4, kNumIsas = 5 };
 // kInt4, kInt8Groups: unsigned codes of 4 or 8 bits with one scale, and optionally one zero point, per group of k.
 // kQ4K, kQ5K, kQ6K: the super-blocks of 256 weights of ggml.
 enum Format : int32_t {

@@ -4,19 +4,14 @@
 // unsigned codes by VPMADDUBSW, which adds two products in 16 bits: eight sums of at most 2 * 15 * 128 = 3,840, those of
 // 32 k, fit 16 bits. Sums of 32 bits are exact, so the bits are those of the portable kernels.
 #pragma once
-#include <immintrin.h>
-
 #include "int8_parts.h"
+#include "lanes.h"
 
 namespace moe_mk {
 namespace {
 
 constexpr int kIntegerRows = 3;  // rows at a time: of four vectors of columns, twelve sums
 constexpr int kQuadsOf32 = kStep / 4;
-
-inline __attribute__((always_inline)) void prefetch_line(const uint8_t* line, int ahead) {
-  if (ahead != 0) _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
-}
 
 // c0 c1 c4 c5 c2 c3 c6 c7 -> in order
 inline __attribute__((always_inline)) __m256i sums_of_columns(__m256i first, __m256i second) {

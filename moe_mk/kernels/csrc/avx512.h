@@ -10,8 +10,6 @@ namespace moe_mk {
 constexpr int kFewRows = 4;  // more are faster through a panel
 void multiply_few_avx512bf16(const Columns&, const Rows&, const Scratch&, float* totals);
 void multiply_few_parts(const Columns&, const Rows&, const Scratch&, float* totals);
-void multiply_int8_avx512(const Columns&, const Rows&, const Scratch&, float* totals);
-void multiply_int8_parts_avx512(const Columns&, const Rows&, const Scratch&, float* totals);
 
 namespace {
 

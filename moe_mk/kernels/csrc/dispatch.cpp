@@ -47,12 +47,13 @@ bool has_avx2() {
   return (enabled_state() & 0x6) == 0x6 && fma && f16c && (leaf(7, 0).ebx >> 5 & 1);
 }
 
-bool has_avx512bf16() {
+bool has_avx512vnni() {
   const Leaf seven = leaf(7, 0);
   const bool base = (seven.ebx >> 16 & 1) && (seven.ebx >> 17 & 1) && (seven.ebx >> 30 & 1) && (seven.ebx >> 31 & 1);
-  const bool vbmi = seven.ecx >> 1 & 1, vnni = seven.ecx >> 11 & 1, bf16 = leaf(7, 1).eax >> 5 & 1;
-  return has_avx2() && (enabled_state() & 0xe6) == 0xe6 && base && vbmi && vnni && bf16;
+  return has_avx2() && (enabled_state() & 0xe6) == 0xe6 && base && (seven.ecx >> 11 & 1);
 }
+
+bool has_avx512bf16() { return has_avx512vnni() && (leaf(7, 0).ecx >> 1 & 1) && (leaf(7, 1).eax >> 5 & 1); }  // and VBMI
 
 // AMX-bf16, and GFNI to decode FP8 codes: every processor with AMX has it, but a virtual machine may hide it.
 bool has_amx() {
@@ -73,6 +74,7 @@ bool probe(int isa) {
     case kScalar: return true;
 #if defined(__x86_64__)
     case kAvx2: return has_avx2();
+    case kAvx512Vnni: return has_avx512vnni();
     case kAvx512Bf16: return has_avx512bf16();
     case kAmxBf16: return has_amx();
 #endif
@@ -94,7 +96,7 @@ bool has_amx_int8() {
 }
 
 bool isa_supported(int isa) {
-  static const bool found[kNumIsas] = {probe(kScalar), probe(kAvx2), probe(kAvx512Bf16), probe(kAmxBf16)};
+  static const bool found[kNumIsas] = {probe(kScalar), probe(kAvx2), probe(kAvx512Vnni), probe(kAvx512Bf16), probe(kAmxBf16)};
   return isa >= 0 && isa < kNumIsas && found[isa];
 }
 
@@ -119,6 +121,7 @@ const Kernels* kernels_of(int isa) {
   if (!isa_supported(isa)) return nullptr;
 #if defined(__x86_64__)
   if (isa == kAvx2) return avx2_kernels();
+  if (isa == kAvx512Vnni) return avx512vnni_kernels();
   if (isa == kAvx512Bf16) return avx512bf16_kernels();
   if (isa == kAmxBf16) return amx_kernels();
 #endif

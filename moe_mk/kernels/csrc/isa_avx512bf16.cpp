@@ -145,26 +145,6 @@ struct Avx512Ops {
   }
 };
 
-template <int Streams, bool Ask>
-uint64_t read_streams(const uint8_t* data, int64_t bytes) {
-  __m512i folded[4] = {};
-  const int ahead = prefetch_distance();
-  const int64_t each = bytes / (Streams * 256) * 256;
-  for (int64_t i = 0; i < each; i += 256)
-    for (int stream = 0; stream < Streams; ++stream)
-      for (int lane = 0; lane < 4; ++lane) {
-        const uint8_t* from = data + stream * each + i + lane * 64;
-        if (Ask) _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
-        folded[lane] = _mm512_xor_si512(folded[lane], _mm512_loadu_si512(from));
-      }
-  const __m512i all = _mm512_xor_si512(_mm512_xor_si512(folded[0], folded[1]), _mm512_xor_si512(folded[2], folded[3]));
-  return uint64_t(_mm512_reduce_add_epi64(all));
-}
-
-uint64_t read_avx512(const uint8_t* data, int64_t bytes, int way) {
-  return way == kAskAhead ? read_streams<2, true>(data, bytes) : read_streams<4, false>(data, bytes);
-}
-
 double peak_avx512bf16(int64_t iterations) {
   for (int64_t i = 0; i < iterations; ++i) {
 #define MOE_MK_DOT(n) "vdpbf16ps %%zmm30, %%zmm31, %%zmm" #n "\n"

@@ -1,6 +1,6 @@
 // INT8 products by VPDPBUSD (AVX512-VNNI): u8 codes of tokens, offset by 128, times s8 weights straight from memory, four
 // k of 16 columns an instruction. 128 * the sum of the weights is computed with the first rows and subtracted: exact.
-#include "avx512.h"
+#include <immintrin.h>
 
 #include "int8_parts.h"
 

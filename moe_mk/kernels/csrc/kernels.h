@@ -148,9 +148,14 @@ struct Kernels {
 
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
+const Kernels* avx512vnni_kernels();
 const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
 bool isa_supported(int isa);
+// With kAvx512Vnni:
+void multiply_int8_avx512(const Columns&, const Rows&, const Scratch&, float* totals);
+void multiply_int8_parts_avx512(const Columns&, const Rows&, const Scratch&, float* totals);
+uint64_t read_avx512(const uint8_t* data, int64_t bytes, int way);
 bool has_amx_int8();                 // on a machine with AMX
 void multiply_int8_parts_amx(const Columns&, const Rows&, const Scratch&, float* totals);  // if it has
 void multiply_int8_amx(const Columns&, const Rows&, const Scratch&, float* totals);  // if it has

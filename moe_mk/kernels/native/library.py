@@ -18,7 +18,7 @@ from moe_mk.kernels.native.build import NO_COMPILER, OnUnit, Progress, Recipe, b
 from moe_mk.kernels.native.exchange_abi import SIGNATURES as EXCHANGE_SIGNATURES
 from moe_mk.kernels.native.toolchain import damage, find_compiler, prebuilt, units
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 
 class Isa(IntEnum):
@@ -26,8 +26,9 @@ class Isa(IntEnum):
 
     SCALAR = 0
     AVX2 = 1
-    AVX512_BF16 = 2
-    AMX_BF16 = 3
+    AVX512_VNNI = 2
+    AVX512_BF16 = 3
+    AMX_BF16 = 4
 
 
 class Status(IntEnum):

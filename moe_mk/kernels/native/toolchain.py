@@ -29,15 +29,17 @@ QUIET_FLAGS = (
     "-Wno-maybe-uninitialized",
 )
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512bf16", "-mavx512vnni")
+AVX512_VNNI = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+AVX512 = (*AVX512_VNNI, "-mavx512vbmi", "-mavx512bf16")
 X86_UNITS = {
     "exchange_avx2.cpp": AVX2,
     "exchange_avx512.cpp": AVX512,
     "isa_avx2.cpp": AVX2,
     "isa_avx512bf16.cpp": AVX512,
     "isa_avx512few.cpp": AVX512,
-    "isa_avx512int8.cpp": AVX512,
+    "isa_avx512int8.cpp": AVX512_VNNI,
     "isa_avx512parts.cpp": AVX512,
+    "isa_avx512vnni.cpp": AVX512_VNNI,
     "isa_amx.cpp": (*AVX512, "-mgfni", "-mamx-tile", "-mamx-bf16"),
     "isa_amxint8.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
     "isa_amxint8parts.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),

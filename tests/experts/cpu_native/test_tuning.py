@@ -198,8 +198,10 @@ def test_a_cut_over_never_separates_kernels_with_different_bits() -> None:
     assert cut_over_of(Isa.AVX512_BF16, Format.INT8, integers) is None
     assert cut_over_of(Isa.AMX_BF16, Format.MXFP4, fp8) is STREAMED
     assert cut_over_of(Isa.AMX_BF16, Format.INT8, integers) is INTEGER_TILES
-    assert all(cut_over_of(Isa.AVX2, format, plain) is PANELS for format in (Format.FP8, Format.BF16, Format.MXFP4))
-    assert cut_over_of(Isa.AVX2, Format.Q6_K, plain) is cut_over_of(Isa.SCALAR, Format.FP8, plain) is None
+    for isa in (Isa.AVX2, Isa.AVX512_VNNI):
+        assert all(cut_over_of(isa, format, plain) is PANELS for format in (Format.FP8, Format.BF16, Format.MXFP4))
+        assert cut_over_of(isa, Format.Q6_K, plain) is cut_over_of(isa, Format.INT8, integers) is None
+    assert cut_over_of(Isa.SCALAR, Format.FP8, plain) is None
 
 
 def test_with_amx_its_own_parameters_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ def test_scalar_is_always_there_and_best_is_last(native: Native) -> None:
 NEEDS = {
     Isa.SCALAR: (),
     Isa.AVX2: ("avx2", "fma"),
+    Isa.AVX512_VNNI: ("avx2", "fma", "f16c", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     Isa.AVX512_BF16: ("avx2", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16", "avx512_vnni"),
     Isa.AMX_BF16: ("avx512vbmi", "avx512_bf16", "avx512_vnni", "gfni", "amx_tile", "amx_bf16"),
 }

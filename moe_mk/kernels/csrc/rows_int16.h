@@ -1,4 +1,5 @@
-// bf16 rows times integer codes for AVX2: products of 16-bit integers, twice as many an instruction as of f32, and no code is converted.
+// bf16 rows times integer codes for AVX2 and for AVX-512 without BF16: products of 16-bit integers, twice as many an instruction as
+// of f32, and no code is converted.
 //
 // The inputs of a part (of k with one scale, at most 128) become integers times a power of two: the largest has 15 bits (e2m1: 14).
 // bf16 has eight significant bits, so inputs of at least 2^-7 of the largest power of two in their part are exact; what others lose
@@ -7,17 +8,18 @@
 //   total = fma(sum of code * x, exact in 32 bits and rounded to f32, scale of the part * scale of the row, total),
 //   then - minimum * sum of x; for such rows the same with each term
 // Up to kDirectRows rows are multiplied with the packed bytes, more with a panel of 128 k of one pair in 16 bits (8 KiB, in the L1),
-// three at a time. The same bits for any number of rows, pairs and threads.
+// kIntegerGroup at a time. The same bits for any number of rows, pairs and threads.
 // Reads packed weights once a term, rows once a task. Writes totals [pair][row][32]. Any alignment.
 #pragma once
-#include "avx2.h"
-#include "avx2_int8.h"
+#include "rows_f32.h"
 
 namespace moe_mk {
 namespace {
 
 constexpr int kUnitInputs = kUnitSteps * kStep;
-constexpr int kVectors = kPairColumns / 8;  // of eight columns and both parities, in a k pair
+constexpr int kVectors = kPairColumns / kLanes;   // of kLanes columns and both parities, in a k pair
+constexpr int kVectorBytes = sizeof(Integers);
+constexpr int kIntegerGroup = kIsWide ? 6 : 3;    // rows times a panel at most
 constexpr float kMostLost = 0x1p-8f;
 constexpr int kMostTerms = 8;  // 120 bits
 
@@ -52,48 +54,37 @@ inline bool to_integers(const uint16_t* x, int count, int top_bit, int term, int
     return false;
   }
   const int exponent = (largest >> 7) - top_bit > 1 ? (largest >> 7) - top_bit : 1;
-  const float inverse = bits<float>((254 - exponent) << 23);
-  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), limit = _mm256_set1_ps(of_term(-term) * kMostLost);
-  const __m256 most_scaled = _mm256_set1_ps(widen_one(uint16_t(largest)) * inverse);
-  __m256i sums = _mm256_setzero_si256();
-  __m256 excess[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};  // of what is lost over its limit
+  const Floats inverse = all(bits<float>((254 - exponent) << 23)), limit = all(of_term(-term) * kMostLost);
+  const Floats most_scaled = times(all(widen_one(uint16_t(largest))), inverse);
+  Integers sums = no_integers();
+  constexpr int kParts = 16 / kLanes;
+  Floats excess[kParts];  // of what is lost over its limit
+  for (Floats& each : excess) each = no_floats();
   for (int i = 0; i < count; i += 16) {
-    __m256i codes[2];
-    for (int part = 0; part < 2; ++part) {
-      const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(x + i + 8 * part)), 16);
-      __m256 scaled = _mm256_mul_ps(_mm256_castsi256_ps(wide), _mm256_set1_ps(inverse));
-      const __m256 size = _mm256_and_ps(scaled, magnitude), other = _mm256_and_ps(size, _mm256_cmp_ps(size, most_scaled, _CMP_LT_OQ));
-      excess[part] = _mm256_fnmadd_ps(other, limit, excess[part]);
-      for (int before = 0; before < term; ++before) {
-        const __m256 kept = _mm256_cvtepi32_ps(_mm256_cvtps_epi32(scaled));
-        scaled = _mm256_mul_ps(_mm256_sub_ps(scaled, kept), _mm256_set1_ps(of_term(-1)));
-      }
-      codes[part] = _mm256_cvtps_epi32(scaled);
-      const __m256 lost = _mm256_sub_ps(scaled, _mm256_cvtepi32_ps(codes[part]));
-      excess[part] = _mm256_add_ps(excess[part], _mm256_and_ps(lost, magnitude));
+    Integers codes[kParts];
+    for (int part = 0; part < kParts; ++part) {
+      Floats scaled = times(bf16_to_floats(load<HalfIntegers>(x + i + kLanes * part)), inverse);
+      excess[part] = minus_times(where_less(magnitude(scaled), most_scaled), limit, excess[part]);
+      for (int before = 0; before < term; ++before) scaled = times(minus(scaled, to_floats(rounded(scaled))), all(of_term(-1)));
+      codes[part] = rounded(scaled);
+      excess[part] = plus(excess[part], magnitude(minus(scaled, to_floats(codes[part]))));
+      sums = plus32(sums, codes[part]);
     }
-    const __m256i narrow_codes = _mm256_permute4x64_epi64(_mm256_packs_epi32(codes[0], codes[1]), 0xd8);
-    store(to + i, narrow_codes);
-    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(narrow_codes, _mm256_set1_epi16(1)));
+    store(to + i, narrow16(codes));
   }
-  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-  *sum = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
-  const __m256 eight = _mm256_add_ps(excess[0], excess[1]);
-  __m128 of_four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  of_four = _mm_add_ps(of_four, _mm_movehl_ps(of_four, of_four));
+  *sum = sum_of(sums);
   *scale = bits<float>(exponent << 23) * of_term(term);
-  return term + 1 < kMostTerms && _mm_cvtss_f32(_mm_add_ss(of_four, _mm_movehdup_ps(of_four))) > 0.0f;
+  return term + 1 < kMostTerms && sum_of(kParts == 2 ? plus(excess[0], excess[kParts - 1]) : excess[0]) > 0.0f;
 }
 
-// Decoding policies for the packed codes of eight columns and kPairs k pairs, 32 bytes in each of some lines: get<r>(line) returns
-// those of k pair r in lanes of 16 bits, of one column and parity each. kUnscaled: what products are multiplied by afterwards.
-// kTopBit: of x, so that products of 32 k fit 32 bits.
+// Decoding policies for the packed codes of kLanes columns and kPairs k pairs, kVectorBytes in each of some lines: get<r>(line)
+// returns those of k pair r in lanes of 16 bits, of one column and parity each. kUnscaled: what products are multiplied by
+// afterwards. kTopBit: of x, so that products of 32 k fit 32 bits.
 
 // Right by `bit`, without the bits above `width`: no instruction more than that takes, as both are known when it is inlined.
-inline __attribute__((always_inline)) __m256i cut(__m256i lanes, int bit, int width) {
-  const __m256i shifted = bit == 0 ? lanes : _mm256_srli_epi16(lanes, bit);
-  return bit + width == 16 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi16(short((1 << width) - 1)));
+inline __attribute__((always_inline)) Integers cut(Integers lanes, int bit, int width) {
+  const Integers shifted = bit == 0 ? lanes : right16(lanes, bit);
+  return bit + width == 16 ? shifted : both(shifted, all16((1 << width) - 1));
 }
 
 // Codes in one piece or in several, of four to six bits.
@@ -103,11 +94,11 @@ struct Pieces {
   static constexpr float kUnscaled = 1.0f;
 
   template <int R>
-  static inline __attribute__((always_inline)) __m256i get(const uint8_t* line) {
-    __m256i codes = _mm256_setzero_si256();
+  static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
+    Integers codes = no_integers();
     each_piece(Format, R, [&](const Piece& piece) __attribute__((always_inline)) {
-      const __m256i bits = cut(load<__m256i>(line + piece.line * kPanelRow), piece.lane_bit, piece.width);
-      codes = _mm256_or_si256(codes, piece.code_bit == 0 ? bits : _mm256_slli_epi16(bits, piece.code_bit));
+      const Integers bits = cut(load<Integers>(line + piece.line * kPanelRow), piece.lane_bit, piece.width);
+      codes = either(codes, piece.code_bit == 0 ? bits : left16(bits, piece.code_bit));
     });
     return codes;
   }
@@ -122,11 +113,11 @@ struct TwiceE2m1 {
   static constexpr float kUnscaled = 1.0f / 512;
 
   template <int R>
-  static inline __attribute__((always_inline)) __m256i get(const uint8_t* line) {
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
-    const __m256i both = load<__m256i>(line), halves = R % 2 == 0 ? both : _mm256_srli_epi16(both, 4);
-    const __m256i values = _mm256_shuffle_epi8(table, _mm256_and_si256(halves, _mm256_set1_epi8(15)));  // of k pairs R % 2, + 2
-    return R < 2 ? _mm256_slli_epi16(values, 8) : _mm256_and_si256(values, _mm256_set1_epi16(short(0xff00)));
+  static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
+    const Integers table = four_times(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    const Integers all_four = load<Integers>(line), halves = R % 2 == 0 ? all_four : right16(all_four, 4);
+    const Integers values = bytes_of(table, both(halves, all16(0x0f0f)));  // of k pairs R % 2, + 2
+    return R < 2 ? left16(values, 8) : both(values, all16(0xff00));
   }
 };
 
@@ -136,23 +127,17 @@ struct Bytes {
   static constexpr float kUnscaled = 1.0f;
 
   template <int R>
-  static inline __attribute__((always_inline)) __m256i get(const uint8_t* line) {
-    const __m256i by_pair = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-    const __m256i halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(load<__m256i>(line), by_pair), 0xd8);
-    return _mm256_cvtepi8_epi16(R == 0 ? _mm256_castsi256_si128(halves) : _mm256_extracti128_si256(halves, 1));
+  static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
+    const Integers by_pair = four_times(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    const Integers halves = by_half(bytes_of(load<Integers>(line), by_pair));
+    return widen_bytes(R == 0 ? lower(halves) : upper(halves));
   }
 };
 
 // The unsigned codes of formats without minima are greater by this than their values.
 inline int excess(const Columns& w) { return w.minima ? 0 : w.format == kInt4 ? 8 : w.format == kQ6K ? 32 : 0; }
 
-// NOTE gcc 12 moves additions away from their products, and spills the sums: the order is kept by the assembly.
-inline __attribute__((always_inline)) void add_products(__m256i codes, __m256i x, __m256i& sum) {
-  const __m256i products = _mm256_madd_epi16(codes, x);
-  asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
-}
-
-inline __attribute__((always_inline)) __m256i two_inputs(const int16_t* x) { return _mm256_set1_epi32(load<int32_t>(x)); }
+inline __attribute__((always_inline)) Integers two_inputs(const int16_t* x) { return all32(load<int32_t>(x)); }
 
 // N rows of a unit and where their totals are.
 template <int N>
@@ -162,34 +147,56 @@ struct SomeRows {
   float* totals[N];
 
   const int16_t* x(int m) const { return of.x + m * kUnitInputs; }
-  __m256i start(int m, int part) const { return _mm256_set1_epi32(of.starts[m * kMostScaledParts + part]); }
+  Integers start(int m, int part) const { return all32(of.starts[m * kMostScaledParts + part]); }
 };
 
-// Adds the sums of a part to the totals: V vectors of columns from `first` on.
-template <bool Minima, int N, int V>
-inline __attribute__((always_inline)) void close_as(const __m256i (&sums)[N][V], int first, int part, const UnitParts& parts,
-                                                    const SomeRows<N>& rows) {
-  const int column = 8 * first, of_part = part * kPairColumns + column;
-#pragma GCC unroll 4
-  for (int m = 0; m < N; ++m) {
-    const __m256 row = _mm256_broadcast_ss(rows.of.scales + m * kMostScaledParts + part);
-    const __m256 x = Minima ? _mm256_broadcast_ss(rows.of.sums + m * kMostScaledParts + part) : row;
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      float* to = rows.totals[m] + column + 8 * v;
-      const __m256 factor = _mm256_mul_ps(row, _mm256_loadu_ps(parts.scales + of_part + 8 * v));
-      __m256 total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[m][v]), factor, _mm256_loadu_ps(to));
-      if (Minima) total = _mm256_fnmadd_ps(x, _mm256_loadu_ps(parts.minima + of_part + 8 * v), total);
-      _mm256_storeu_ps(to, total);
+// Totals of N rows and V vectors of columns from `first` on: of AVX-512 in registers for a unit, of AVX2, which has half as many, in memory.
+template <int N, int V>
+struct Totals {
+  const SomeRows<N>& rows;
+  const int first;
+  Floats held[kIsWide ? N : 1][kIsWide ? V : 1];
+
+  inline __attribute__((always_inline)) Totals(const SomeRows<N>& some, int from) : rows(some), first(from) {
+    if constexpr (kIsWide) {
+#pragma GCC unroll 8
+      for (int m = 0; m < N; ++m)
+        for (int v = 0; v < V; ++v) held[m][v] = load<Floats>(at(m, v));
     }
   }
-}
-template <int N, int V>
-inline __attribute__((always_inline)) void close_integers(const __m256i (&sums)[N][V], int first, int part, const UnitParts& parts,
-                                                          const SomeRows<N>& rows) {
-  if (parts.minima != nullptr) close_as<true>(sums, first, part, parts, rows);
-  else close_as<false>(sums, first, part, parts, rows);
-}
+  float* at(int m, int v) const { return rows.totals[m] + kLanes * (first + v); }
+
+  // Adds the sums of a part.
+  template <bool Minima>
+  inline __attribute__((always_inline)) void add_as(const Integers (&sums)[N][V], int part, const UnitParts& parts) {
+    const int of_part = part * kPairColumns + kLanes * first;
+#pragma GCC unroll 8
+    for (int m = 0; m < N; ++m) {
+      const Floats row = all(rows.of.scales[m * kMostScaledParts + part]);
+      const Floats x = Minima ? all(rows.of.sums[m * kMostScaledParts + part]) : row;
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        const Floats factor = times(row, load<Floats>(parts.scales + of_part + kLanes * v));
+        const Floats before = kIsWide ? held[kIsWide ? m : 0][kIsWide ? v : 0] : load<Floats>(at(m, v));
+        Floats total = times_plus(to_floats(sums[m][v]), factor, before);
+        if (Minima) total = minus_times(x, load<Floats>(parts.minima + of_part + kLanes * v), total);
+        if constexpr (kIsWide) held[m][v] = total;
+        else store(at(m, v), total);
+      }
+    }
+  }
+  inline __attribute__((always_inline)) void add(const Integers (&sums)[N][V], int part, const UnitParts& parts) {
+    if (parts.minima != nullptr) add_as<true>(sums, part, parts);
+    else add_as<false>(sums, part, parts);
+  }
+  inline __attribute__((always_inline)) void put() const {
+    if constexpr (kIsWide) {
+#pragma GCC unroll 8
+      for (int m = 0; m < N; ++m)
+        for (int v = 0; v < V; ++v) store(at(m, v), held[m][v]);
+    }
+  }
+};
 
 // Packed weights of a unit of a pair.
 struct PackedUnit {
@@ -203,14 +210,14 @@ struct PackedUnit {
 
 // The products of k pairs R and above that a line holds.
 template <typename Policy, int R, int N, int V>
-inline __attribute__((always_inline)) void add_line(const uint8_t* line, const int16_t* x, __m256i (&sums)[N][V]) {
-  __m256i two[N];
-#pragma GCC unroll 4
+inline __attribute__((always_inline)) void add_line(const uint8_t* line, const int16_t* x, Integers (&sums)[N][V]) {
+  Integers two[N];
+#pragma GCC unroll 8
   for (int m = 0; m < N; ++m) two[m] = two_inputs(x + m * kUnitInputs + 2 * R);
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
-    const __m256i codes = Policy::template get<R>(line + 32 * v);
-#pragma GCC unroll 4
+    const Integers codes = Policy::template get<R>(line + kVectorBytes * v);
+#pragma GCC unroll 8
     for (int m = 0; m < N; ++m) add_products(codes, two[m], sums[m][v]);
   }
   if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, sums);
@@ -220,43 +227,49 @@ inline __attribute__((always_inline)) void add_line(const uint8_t* line, const i
 template <typename Policy, int N, int V>
 __attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
   const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
-  for (int first = 0; first < kVectors; first += V)
+  for (int first = 0; first < kVectors; first += V) {
+    Totals<N, V> totals(rows, first);
     for (int part = 0; part < unit.parts.num_parts; ++part) {
-      __m256i sums[N][V];
+      Integers sums[N][V];
       for (int m = 0; m < N; ++m)
         for (int v = 0; v < V; ++v) sums[m][v] = rows.start(m, part);
       for (int at = part * unit.parts.pairs; at < unit.end(part); at += Policy::kPairs) {
         const uint8_t* line = unit.packed + size_t(at / Policy::kPairs) * line_bytes;
         for (size_t byte = 0; first == 0 && byte < line_bytes; byte += 64) prefetch_line(line + byte, ahead);
-        add_line<Policy, 0>(line + 32 * first, rows.of.x + 2 * at, sums);
+        add_line<Policy, 0>(line + kVectorBytes * first, rows.of.x + 2 * at, sums);
       }
-      close_integers(sums, first, part, unit.parts, rows);
+      totals.add(sums, part, unit.parts);
     }
+    totals.put();
+  }
 }
 
 // The same with a panel. next: packed weights to prefetch meanwhile, `pair_bytes` a k pair; null: none.
 template <int N, int V>
 __attribute__((noinline)) void multiply_panel(const PackedUnit& unit, const uint8_t* next, size_t pair_bytes, const SomeRows<N>& rows) {
-  for (int first = 0; first < kVectors; first += V)
+  for (int first = 0; first < kVectors; first += V) {
+    Totals<N, V> totals(rows, first);
     for (int part = 0; part < unit.parts.num_parts; ++part) {
-      __m256i sums[N][V];
+      Integers sums[N][V];
       for (int m = 0; m < N; ++m)
         for (int v = 0; v < V; ++v) sums[m][v] = rows.start(m, part);
       for (int at = part * unit.parts.pairs; at < unit.end(part); ++at) {
-        const uint8_t* line = unit.packed + size_t(at) * kPanelRow + 32 * first;
+        const uint8_t* line = unit.packed + size_t(at) * kPanelRow + kVectorBytes * first;
         if (next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(next + at * pair_bytes), _MM_HINT_T0);
-        __m256i two[N];
-#pragma GCC unroll 4
+        Integers two[N];
+#pragma GCC unroll 8
         for (int m = 0; m < N; ++m) two[m] = two_inputs(rows.x(m) + 2 * at);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
-          const __m256i codes = load<__m256i>(line + 32 * v);
-#pragma GCC unroll 4
+          const Integers codes = load<Integers>(line + kVectorBytes * v);
+#pragma GCC unroll 8
           for (int m = 0; m < N; ++m) add_products(codes, two[m], sums[m][v]);
         }
       }
-      close_integers(sums, first, part, unit.parts, rows);
+      totals.add(sums, part, unit.parts);
     }
+    totals.put();
+  }
 }
 
 template <typename Policy, int R = 0>
@@ -271,8 +284,11 @@ void expand_integers(const PackedUnit& unit, uint8_t* panel) {
   const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
   for (int at = 0; at < unit.num_pairs; at += Policy::kPairs)
     for (int v = 0; v < kVectors; ++v)
-      expand_line<Policy>(unit.packed + size_t(at / Policy::kPairs) * line_bytes + 32 * v, panel + size_t(at) * kPanelRow + 32 * v);
+      expand_line<Policy>(unit.packed + size_t(at / Policy::kPairs) * line_bytes + kVectorBytes * v, panel + size_t(at) * kPanelRow + kVectorBytes * v);
 }
+
+// Vectors that so many rows are multiplied with at a time, so that all sums stay in registers. most: rows times all four of AVX2.
+constexpr int vectors_of_rows(int rows, int most) { return kIsWide || rows <= most ? kVectors : 2; }
 
 // Some rows of a product.
 struct IntegerProduct {
@@ -318,38 +334,39 @@ struct IntegerProduct {
     }
   }
 
-  // A unit of a pair times the rows, `together` (3 or 4) at a time.
-  template <typename Multiply>
-  void each_rows(const IntegerRows& of, int pair, int together, Multiply multiply) const {
+  // A unit of a pair times the rows, at most Together at a time; AVX-512 has even shares of them.
+  template <int Together, typename Multiply>
+  void each_rows(const IntegerRows& of, int pair, Multiply multiply) const {
     float* to = totals + size_t(pair) * rows.num_rows * kPairColumns;
-    for (int i = 0; i < num_some; i += together) {
-      const IntegerRows from = of.from(i);
-      const int n = num_some - i < together ? num_some - i : together;
-      float* at[kDirectRows];
-      for (int m = 0; m < n; ++m) at[m] = to + some[i + m] * kPairColumns;
-      switch (n) {
-        case 1: multiply(SomeRows<1>{from, {at[0]}}, i == 0); break;
-        case 2: multiply(SomeRows<2>{from, {at[0], at[1]}}, i == 0); break;
-        case 3: multiply(SomeRows<3>{from, {at[0], at[1], at[2]}}, i == 0); break;
-        default: multiply(SomeRows<kDirectRows>{from, {at[0], at[1], at[2], at[3]}}, i == 0);
-      }
+    const int shares = (num_some + Together - 1) / Together, share = kIsWide ? (num_some + shares - 1) / shares : Together;
+    for (int i = 0; i < num_some; i += share) with_rows<Together>(num_some - i < share ? num_some - i : share, of.from(i), i, to, multiply);
+  }
+  template <int N, typename Multiply>
+  void with_rows(int n, const IntegerRows& from, int first, float* to, Multiply multiply) const {
+    if constexpr (N > 1) {
+      if (n < N) return with_rows<N - 1>(n, from, first, to, multiply);
     }
+    SomeRows<N> these = {from, {}};
+    for (int m = 0; m < N; ++m) these.totals[m] = to + some[first + m] * kPairColumns;
+    multiply(these, first == 0);
   }
 
   // One unit of a pair.
   template <typename Policy>
   void multiply_unit(PackedUnit unit, const IntegerRows& of, int pair, bool direct) const {
     if (direct)
-      return each_rows(of, pair, kDirectRows, [&](const auto& some_rows, bool first) {
-        multiply_packed<Policy, some_rows.kRows, some_rows.kRows <= 2 ? 4 : 2>(unit, first ? w.prefetch : 0, some_rows);
+      return each_rows<kDirectRows>(of, pair, [&](const auto& some_rows, bool first) {
+        multiply_packed<Policy, some_rows.kRows, vectors_of_rows(some_rows.kRows, 2)>(unit, first ? w.prefetch : 0, some_rows);
       });
     const size_t bytes = unit.num_pairs * w.step_bytes / (kStep / 2);
     const uint8_t* next = unit.packed + (size_t(w.prefetch) > bytes ? size_t(w.prefetch) : bytes);
     expand_integers<Policy>(unit, scratch.panel);
     unit.packed = scratch.panel;
-    each_rows(of, pair, num_some == kDirectRows ? kDirectRows : kIntegerRows, [&](const auto& some_rows, bool first) {
-      multiply_panel<some_rows.kRows, some_rows.kRows <= 3 ? 4 : 2>(unit, first ? next : nullptr, w.step_bytes / (kStep / 2), some_rows);
-    });
+    const auto multiply = [&](const auto& some_rows, bool first) {
+      multiply_panel<some_rows.kRows, vectors_of_rows(some_rows.kRows, 3)>(unit, first ? next : nullptr, w.step_bytes / (kStep / 2), some_rows);
+    };
+    if (num_some == kDirectRows) each_rows<kDirectRows>(of, pair, multiply);  // in one go
+    else each_rows<kIntegerGroup>(of, pair, multiply);
   }
 
   template <typename Policy>
@@ -401,21 +418,14 @@ void multiply_integers(const Columns& w, const Rows& rows, const Scratch& scratc
   }
 }
 
-void multiply_few_avx2(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+// direct: from the packed bytes, for at most kDirectRows rows.
+template <bool Direct>
+void multiply_rows(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   switch (w.format) {
     case kFp8:
-    case kMxFp8: return multiply_few_as<DirectFp8>(w, rows, scratch, totals);
-    case kBf16: return multiply_few_as<DirectBf16>(w, rows, scratch, totals);
-    default: multiply_integers(w, rows, scratch, totals, true);
-  }
-}
-
-void multiply_many_avx2(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
-  switch (w.format) {
-    case kFp8:
-    case kMxFp8: return multiply_many_as<DirectFp8>(w, rows, scratch, totals);
-    case kBf16: return multiply_many_as<DirectBf16>(w, rows, scratch, totals);
-    default: multiply_integers(w, rows, scratch, totals, false);
+    case kMxFp8: return multiply_f32<DirectFp8, Direct>(w, rows, scratch, totals);
+    case kBf16: return multiply_f32<DirectBf16, Direct>(w, rows, scratch, totals);
+    default: multiply_integers(w, rows, scratch, totals, Direct);
   }
 }
 

@@ -1,69 +1,84 @@
-// bf16 rows times packed FP8, MXFP8 and bf16 for AVX2 + FMA + F16C; avx2_int16.h has the formats of integers.
+// bf16 rows times packed FP8, MXFP8 and bf16 as f32, for AVX2 + FMA + F16C and for AVX-512 without BF16; rows_int16.h has the
+// formats of integers.
 //
-// Rows are widened to f32 once a task. A vector holds both parities of four columns, as the packed bytes have them, so that a
-// broadcast of two neighbouring x serves it without a shuffle: the sums of even and of odd k are separate chains, added
+// Rows are widened to f32 once a task. A vector holds both parities of four or eight columns, as the packed bytes have them, so
+// that a broadcast of two neighbouring x serves it without a shuffle: the sums of even and of odd k are separate chains, added
 // when a part of k ends.
 //   total = fma(sum of the part, scale of the part * scale of the row, total)
 // A part is a scale block, at most 128 k, or a group of 32 k of MXFP8: no weight is rounded.
 // Up to kDirectRows rows, weights are decoded in registers; more rows are multiplied with an f32 panel of 128 k of one pair
-// (16 KiB, in the L1), three at a time. Each total is one chain over k in the same order in both: the same bits for any
+// (16 KiB, in the L1), kPanelGroup at a time. Each total is one chain over k in the same order in both: the same bits for any
 // number of rows, pairs and threads.
 // Reads packed weights once, rows once a task. Writes totals [pair][row][32]. Any alignment.
 #pragma once
-#include <immintrin.h>
-
 #include "int8_parts.h"
+#include "lanes.h"
 
 namespace moe_mk {
 namespace {
 
 constexpr int kDirectRows = 4;
-constexpr int kPanelGroup = 3;               // rows times a panel: 12 chains, which hide the latency of multiply-adds
-constexpr int kGroups = 8;                   // vectors of a k pair: four columns and both parities each
-constexpr int kPairLanes = 2 * kPairColumns; // floats of a k pair in a panel
+constexpr int kPanelGroup = kIsWide ? 6 : 3;  // rows times a panel: with four groups 24 or 12 chains, which hide the latency of multiply-adds
+constexpr int kPairLanes = 2 * kPairColumns;  // floats of a k pair in a panel
 constexpr int kMostScaledParts = 2 * kUnitSteps;  // of a unit of kUnitSteps steps, the k of a panel
 
-// Decoding policies for two neighbouring groups of columns, 16 bytes each, which hold kRows k pairs: get<r>(group) returns k pair r.
+// Groups of columns that so many rows are multiplied with at a time, so that all sums stay in registers.
+constexpr int groups_of_rows(int rows) { return kIsWide ? kGroups : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+
+// Decoding policies for two neighbouring groups, kGroupBytes each, which hold kRows k pairs: get<r>(group) returns k pair r.
 // kUnscaled: the factor that sums are multiplied by afterwards.
 
 // Codes become f16 with an exponent that is 8 too small; subnormal codes become subnormal f16.
 struct DirectFp8 {
   static constexpr int kRows = 2;
   static constexpr float kUnscaled = 256.0f;
-  __m256i halves[2];
+  Integers halves[2];  // AVX2: of a group; AVX-512: of a k pair
 
   inline __attribute__((always_inline)) explicit DirectFp8(const uint8_t* from) {
-    const __m256i all_but_bit_6 = _mm256_set1_epi16(short(0xbf80));
-    for (int i = 0; i < 2; ++i)
-      halves[i] = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(from + 16 * i)), 7), all_but_bit_6);
+    HalfIntegers codes[2];
+    if constexpr (kIsWide) {
+      const Integers line = by_half(load<Integers>(from));
+      codes[0] = lower(line);
+      codes[1] = upper(line);
+    } else {
+      for (int i = 0; i < 2; ++i) codes[i] = load<HalfIntegers>(from + i * kGroupBytes);
+    }
+    for (int i = 0; i < 2; ++i) halves[i] = both(left16(widen_bytes(codes[i]), 7), all16(0xbf80));  // all bits but 14
   }
   template <int R>
-  inline __attribute__((always_inline)) __m256 get(int group) const {
-    return _mm256_cvtph_ps(R == 0 ? _mm256_castsi256_si128(halves[group]) : _mm256_extracti128_si256(halves[group], 1));
+  inline __attribute__((always_inline)) Floats get(int group) const {
+    const Integers from = halves[kIsWide ? R : group];
+    return halves_to_floats((kIsWide ? group : R) == 0 ? lower(from) : upper(from));
   }
 };
 
 struct DirectBf16 {
   static constexpr int kRows = 1;
   static constexpr float kUnscaled = 1.0f;
-  __m128i halves[2];
+  HalfIntegers halves[2];
 
-  inline __attribute__((always_inline)) explicit DirectBf16(const uint8_t* from) : halves{load<__m128i>(from), load<__m128i>(from + 16)} {}
+  inline __attribute__((always_inline)) explicit DirectBf16(const uint8_t* from)
+      : halves{load<HalfIntegers>(from), load<HalfIntegers>(from + kGroupBytes)} {}
   template <int R>
-  inline __attribute__((always_inline)) __m256 get(int group) const {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves[group]), 16));
+  inline __attribute__((always_inline)) Floats get(int group) const {
+    return bf16_to_floats(halves[group]);
   }
 };
 
-// Eight byte scales of groups (apply_scales.h), as f32: e4m3 of kNvFp4, powers of two of the others.
-inline __attribute__((always_inline)) __m256 group_scales8(int format, const uint8_t* from) {
+// kLanes byte scales of groups (apply_scales.h), as f32: e4m3 of kNvFp4, powers of two of the others.
+inline __attribute__((always_inline)) Floats group_scales_of(int format, const uint8_t* from) {
+  Integers exponents;
+  HalfIntegers halves;
+#if defined(__AVX512F__)
+  const __m128i codes = load<__m128i>(from);
+  exponents = _mm512_max_epu32(left32(_mm512_cvtepu8_epi32(codes), 23), all32(0x00400000));  // code 0: 2^-127
+  halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(short(0xbf80)));
+#else
   const __m128i codes = _mm_cvtsi64_si128(load<int64_t>(from));
-  if (format != kNvFp4) {
-    const __m256i exponents = _mm256_slli_epi32(_mm256_cvtepu8_epi32(codes), 23);
-    return _mm256_castsi256_ps(_mm256_max_epu32(exponents, _mm256_set1_epi32(0x00400000)));  // code 0: 2^-127
-  }
-  const __m128i halves = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(short(0xbf80)));
-  return _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(DirectFp8::kUnscaled));
+  exponents = _mm256_max_epu32(left32(_mm256_cvtepu8_epi32(codes), 23), all32(0x00400000));
+  halves = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(short(0xbf80)));
+#endif
+  return format == kNvFp4 ? times(halves_to_floats(halves), all(DirectFp8::kUnscaled)) : bits<Floats>(exponents);
 }
 
 // Scales of the parts of one unit of k of a pair.
@@ -83,7 +98,7 @@ struct UnitParts {
       const uint8_t* from = group_scales(w, pair, step);
       pairs = kStep / 2 / groups;
       num_parts = steps * groups;
-      for (int at = 0; at < num_parts * kPairColumns; at += 8) _mm256_store_ps(scale_of + at, group_scales8(w.format, from + at));
+      for (int at = 0; at < num_parts * kPairColumns; at += kLanes) store(scale_of + at, group_scales_of(w.format, from + at));
     } else {
       pairs = steps * (kStep / 2);
       num_parts = 1;
@@ -106,37 +121,32 @@ struct UnitRows {
 
 // Sums of a part: N rows times G groups of columns from `first` on. Adds them to the totals.
 template <int N, int G>
-inline __attribute__((always_inline)) void close_part(const __m256 (&sums)[N][G], int first, int part, float unscaled, const UnitParts& parts,
+inline __attribute__((always_inline)) void close_part(const Floats (&sums)[N][G], int first, int part, float unscaled, const UnitParts& parts,
                                                       const UnitRows& rows) {
-  const float* scales = parts.scales + part * kPairColumns + 4 * first;
-#pragma GCC unroll 4
+  constexpr int kColumns = kLanes / 2;  // of a group
+  const float* scales = parts.scales + part * kPairColumns + kColumns * first;
+#pragma GCC unroll 8
   for (int m = 0; m < N; ++m) {
     const float row = rows.scales == nullptr ? 1.0f : rows.scales[m][rows.block];
-    float* to = rows.totals + m * kPairColumns + 4 * first;
+    float* to = rows.totals + m * kPairColumns + kColumns * first;
 #pragma GCC unroll 4
     for (int g = 0; g < G; g += 2) {
-      // c0 c1 c4 c5 c2 c3 c6 c7 -> in order
-      const __m256d both = _mm256_castps_pd(_mm256_hadd_ps(sums[m][g], sums[m][g + 1]));
-      __m256 sum = _mm256_castpd_ps(_mm256_permute4x64_pd(both, 0xd8));
-      if (unscaled != 1.0f) sum = _mm256_mul_ps(sum, _mm256_set1_ps(unscaled));
-      const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(scales + 4 * g), _mm256_set1_ps(row));
-      _mm256_storeu_ps(to + 4 * g, _mm256_fmadd_ps(sum, factor, _mm256_loadu_ps(to + 4 * g)));
+      Floats sum = sums_of_columns(sums[m][g], sums[m][g + 1]);
+      if (unscaled != 1.0f) sum = times(sum, all(unscaled));
+      const Floats factor = times(load<Floats>(scales + kColumns * g), all(row));
+      store(to + kColumns * g, times_plus(sum, factor, load<Floats>(to + kColumns * g)));
     }
   }
 }
 
-inline __attribute__((always_inline)) __m256 both_parities(const float* x) {
-  return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(x)));
-}
-
 template <int R, typename Policy, int N, int G>
-inline __attribute__((always_inline)) void add_row(const Policy& weights, int g, const float* x, size_t stride, __m256 (&sums)[N][G]) {
-  const __m256 w0 = weights.template get<R>(0), w1 = weights.template get<R>(1);
+inline __attribute__((always_inline)) void add_row(const Policy& weights, int g, const float* x, size_t stride, Floats (&sums)[N][G]) {
+  const Floats w0 = weights.template get<R>(0), w1 = weights.template get<R>(1);
 #pragma GCC unroll 4
   for (int m = 0; m < N; ++m) {
-    const __m256 two = both_parities(x + m * stride + 2 * R);
-    sums[m][g] = _mm256_fmadd_ps(w0, two, sums[m][g]);
-    sums[m][g + 1] = _mm256_fmadd_ps(w1, two, sums[m][g + 1]);
+    const Floats two = both_parities(x + m * stride + 2 * R);
+    sums[m][g] = times_plus(w0, two, sums[m][g]);
+    sums[m][g + 1] = times_plus(w1, two, sums[m][g + 1]);
   }
 }
 
@@ -147,11 +157,11 @@ __attribute__((noinline)) void multiply_direct(const uint8_t* packed, int ahead,
   for (int first = 0; first < kGroups; first += G)
     for (int part = 0; part < parts.num_parts; ++part) {
       const int from = part * parts.pairs, end = from + parts.pairs < num_pairs ? from + parts.pairs : num_pairs;
-      const uint8_t* line = packed + size_t(from / kRows) * kPanelRow + 16 * first;
+      const uint8_t* line = packed + size_t(from / kRows) * kPanelRow + kGroupBytes * first;
       const float* x = rows.x + 2 * from;
-      __m256 sums[N][G];
+      Floats sums[N][G];
       for (int m = 0; m < N; ++m)
-        for (int g = 0; g < G; ++g) sums[m][g] = _mm256_setzero_ps();
+        for (int g = 0; g < G; ++g) sums[m][g] = no_floats();
       for (int at = from; at < end; at += kRows, line += kPanelRow, x += 2 * kRows) {
         if (first == 0) {
           _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
@@ -159,7 +169,7 @@ __attribute__((noinline)) void multiply_direct(const uint8_t* packed, int ahead,
         }
 #pragma GCC unroll 4
         for (int g = 0; g < G; g += 2) {
-          const Policy weights(line + 16 * g);
+          const Policy weights(line + kGroupBytes * g);
           add_row<0>(weights, g, x, rows.stride, sums);
           if constexpr (kRows > 1) add_row<1>(weights, g, x, rows.stride, sums);
         }
@@ -176,19 +186,21 @@ __attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs,
   for (int first = 0; first < kGroups; first += G)
     for (int part = 0; part < parts.num_parts; ++part) {
       const int from = part * parts.pairs, end = from + parts.pairs < num_pairs ? from + parts.pairs : num_pairs;
-      const float *w = panel + from * kPairLanes + 8 * first, *x = rows.x + 2 * from;
-      __m256 sums[N][G];
+      const float *w = panel + from * kPairLanes + kLanes * first, *x = rows.x + 2 * from;
+      Floats sums[N][G];
       for (int m = 0; m < N; ++m)
-        for (int g = 0; g < G; ++g) sums[m][g] = _mm256_setzero_ps();
+        for (int g = 0; g < G; ++g) sums[m][g] = no_floats();
 #pragma GCC unroll 2
       for (int at = from; at < end; ++at, w += kPairLanes, x += 2) {
         for (int line = 0; line < Lines; ++line) _mm_prefetch(reinterpret_cast<const char*>(next + at * pair_bytes + line * 64), _MM_HINT_T0);
-        __m256 two[N];
+        Floats two[N];
+#pragma GCC unroll 8
         for (int m = 0; m < N; ++m) two[m] = both_parities(x + m * rows.stride);
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g) {
-          const __m256 weights = _mm256_loadu_ps(w + 8 * g);
-          for (int m = 0; m < N; ++m) sums[m][g] = _mm256_fmadd_ps(weights, two[m], sums[m][g]);
+          const Floats weights = load<Floats>(w + kLanes * g);
+#pragma GCC unroll 8
+          for (int m = 0; m < N; ++m) sums[m][g] = times_plus(weights, two[m], sums[m][g]);
         }
       }
       close_part(sums, first, part, unscaled, parts, rows);
@@ -197,8 +209,8 @@ __attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs,
 
 template <int R, typename Policy>
 inline __attribute__((always_inline)) void store_row(const Policy& weights, float* to) {
-  _mm256_storeu_ps(to + R * kPairLanes, weights.template get<R>(0));
-  _mm256_storeu_ps(to + R * kPairLanes + 8, weights.template get<R>(1));
+  store(to + R * kPairLanes, weights.template get<R>(0));
+  store(to + R * kPairLanes + kLanes, weights.template get<R>(1));
 }
 
 // Some steps of a pair -> panel [k pair][tile][16 columns][2].
@@ -208,9 +220,9 @@ void expand_f32(const uint8_t* packed, int num_pairs, float* panel) {
   for (int at = 0; at < num_pairs; at += kRows, packed += kPanelRow, panel += kRows * kPairLanes) {
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; g += 2) {
-      const Policy weights(packed + 16 * g);
-      store_row<0>(weights, panel + 8 * g);
-      if constexpr (kRows > 1) store_row<1>(weights, panel + 8 * g);
+      const Policy weights(packed + kGroupBytes * g);
+      store_row<0>(weights, panel + kLanes * g);
+      if constexpr (kRows > 1) store_row<1>(weights, panel + kLanes * g);
     }
   }
 }
@@ -248,13 +260,12 @@ void each_unit(const Columns& w, const Rows& rows, const Scratch& scratch, float
 }
 
 // At most kPanelGroup of `left` rows.
-template <int Lines, typename... Arguments>
+template <int Lines, int N = kPanelGroup, typename... Arguments>
 void multiply_group(int left, Arguments&&... given) {
-  switch (left) {
-    case 1: return multiply_panel<1, 8, Lines>(given...);
-    case 2: return multiply_panel<2, 4, Lines>(given...);
-    default: return multiply_panel<kPanelGroup, 4, Lines>(given...);
+  if constexpr (N > 1) {
+    if (left < N) return multiply_group<Lines, N - 1>(left, given...);
   }
+  multiply_panel<N, N == 1 ? kGroups : 4, Lines>(given...);
 }
 
 template <typename Policy>
@@ -282,12 +293,18 @@ void multiply_few_as(const Columns& w, const Rows& rows, const Scratch& scratch,
   each_unit(w, rows, scratch, totals, [&](const uint8_t* packed, int steps, const UnitParts& parts, const UnitRows& some) {
     const int num_pairs = steps * (kStep / 2);
     switch (rows.num_rows) {
-      case 1: multiply_direct<Policy, 1, 8>(packed, w.prefetch, num_pairs, parts, some); break;
-      case 2: multiply_direct<Policy, 2, 4>(packed, w.prefetch, num_pairs, parts, some); break;
-      case 3: multiply_direct<Policy, 3, 2>(packed, w.prefetch, num_pairs, parts, some); break;
-      default: multiply_direct<Policy, kDirectRows, 2>(packed, w.prefetch, num_pairs, parts, some);
+      case 1: multiply_direct<Policy, 1, groups_of_rows(1)>(packed, w.prefetch, num_pairs, parts, some); break;
+      case 2: multiply_direct<Policy, 2, groups_of_rows(2)>(packed, w.prefetch, num_pairs, parts, some); break;
+      case 3: multiply_direct<Policy, 3, groups_of_rows(3)>(packed, w.prefetch, num_pairs, parts, some); break;
+      default: multiply_direct<Policy, kDirectRows, groups_of_rows(kDirectRows)>(packed, w.prefetch, num_pairs, parts, some);
     }
   });
+}
+
+template <typename Policy, bool Direct>
+void multiply_f32(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
+  if constexpr (Direct) multiply_few_as<Policy>(w, rows, scratch, totals);
+  else multiply_many_as<Policy>(w, rows, scratch, totals);
 }
 
 }  // namespace

@@ -1,0 +1,154 @@
+// The vector registers of a unit: 512 bits where it is compiled for AVX-512, else 256 (AVX2 + FMA + F16C). rows_f32.h and
+// rows_int16.h are written for either.
+//
+// A group is the columns and parities of a k pair that a vector of f32 holds: four columns of 256 bits, eight of 512.
+// Everything is in an unnamed namespace: see kernels.h.
+#pragma once
+#include <immintrin.h>
+
+#include "vectors.h"
+
+namespace moe_mk {
+namespace {
+
+#if defined(__AVX512F__)
+
+using Floats = __m512;
+using Integers = __m512i;
+using HalfIntegers = __m256i;
+
+inline __attribute__((always_inline)) Floats no_floats() { return _mm512_setzero_ps(); }
+inline __attribute__((always_inline)) Integers no_integers() { return _mm512_setzero_si512(); }
+inline __attribute__((always_inline)) Floats all(float value) { return _mm512_set1_ps(value); }
+inline __attribute__((always_inline)) Integers all16(int value) { return _mm512_set1_epi16(short(value)); }
+inline __attribute__((always_inline)) Integers all32(int value) { return _mm512_set1_epi32(value); }
+inline __attribute__((always_inline)) Integers four_times(__m128i value) { return _mm512_broadcast_i32x4(value); }
+
+inline __attribute__((always_inline)) Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline __attribute__((always_inline)) Floats times_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline __attribute__((always_inline)) Floats minus_times(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
+inline __attribute__((always_inline)) Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline __attribute__((always_inline)) Floats minus(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline __attribute__((always_inline)) Floats magnitude(Floats value) { return _mm512_abs_ps(value); }
+inline __attribute__((always_inline)) Floats where_less(Floats value, Floats limit) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(value, limit, _CMP_LT_OQ), value);
+}
+inline __attribute__((always_inline)) Integers plus32(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
+inline __attribute__((always_inline)) Integers both(Integers a, Integers b) { return _mm512_and_si512(a, b); }
+inline __attribute__((always_inline)) Integers either(Integers a, Integers b) { return _mm512_or_si512(a, b); }
+inline __attribute__((always_inline)) Integers left16(Integers lanes, int by) { return _mm512_slli_epi16(lanes, unsigned(by)); }
+inline __attribute__((always_inline)) Integers right16(Integers lanes, int by) { return _mm512_srli_epi16(lanes, unsigned(by)); }
+inline __attribute__((always_inline)) Integers left32(Integers lanes, int by) { return _mm512_slli_epi32(lanes, unsigned(by)); }
+inline __attribute__((always_inline)) Integers bytes_of(Integers table, Integers at) { return _mm512_shuffle_epi8(table, at); }
+
+inline __attribute__((always_inline)) Floats to_floats(Integers lanes) { return _mm512_cvtepi32_ps(lanes); }
+inline __attribute__((always_inline)) Integers rounded(Floats lanes) { return _mm512_cvtps_epi32(lanes); }
+inline __attribute__((always_inline)) __m256i narrow16(const Integers (&lanes)[1]) { return _mm512_cvtepi32_epi16(lanes[0]); }
+inline __attribute__((always_inline)) float sum_of(Floats lanes) { return _mm512_reduce_add_ps(lanes); }
+inline __attribute__((always_inline)) int32_t sum_of(Integers lanes) { return _mm512_reduce_add_epi32(lanes); }
+inline __attribute__((always_inline)) Floats halves_to_floats(HalfIntegers halves) { return _mm512_cvtph_ps(halves); }
+inline __attribute__((always_inline)) Floats bf16_to_floats(HalfIntegers halves) {
+  return _mm512_castsi512_ps(left32(_mm512_cvtepu16_epi32(halves), 16));
+}
+inline __attribute__((always_inline)) Integers widen_bytes(HalfIntegers bytes) { return _mm512_cvtepi8_epi16(bytes); }
+inline __attribute__((always_inline)) HalfIntegers lower(Integers lanes) { return _mm512_castsi512_si256(lanes); }
+inline __attribute__((always_inline)) HalfIntegers upper(Integers lanes) { return _mm512_extracti64x4_epi64(lanes, 1); }
+inline __attribute__((always_inline)) Floats both_parities(const float* x) {
+  double two;
+  std::memcpy(&two, x, sizeof two);
+  return _mm512_castpd_ps(_mm512_set1_pd(two));
+}
+// The lower eight bytes of each 16, then the upper ones.
+inline __attribute__((always_inline)) Integers by_half(Integers lanes) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), lanes);
+}
+// Even and odd parities of two groups, added: 16 columns in order.
+inline __attribute__((always_inline)) Floats sums_of_columns(Floats first, Floats second) {
+  const Integers even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  return _mm512_add_ps(_mm512_permutex2var_ps(first, even, second), _mm512_permutex2var_ps(first, _mm512_or_si512(even, all32(1)), second));
+}
+// sum += the products of neighbouring lanes of 16 bits.
+// NOTE gcc 12 copies the sums around the intrinsic in every step, and spills them.
+inline __attribute__((always_inline)) void add_products(Integers codes, Integers x, Integers& sum) {
+  asm volatile("vpdpwssd %1, %2, %0" : "+v"(sum) : "v"(codes), "v"(x));
+}
+
+#else
+
+using Floats = __m256;
+using Integers = __m256i;
+using HalfIntegers = __m128i;
+
+inline __attribute__((always_inline)) Floats no_floats() { return _mm256_setzero_ps(); }
+inline __attribute__((always_inline)) Integers no_integers() { return _mm256_setzero_si256(); }
+inline __attribute__((always_inline)) Floats all(float value) { return _mm256_set1_ps(value); }
+inline __attribute__((always_inline)) Integers all16(int value) { return _mm256_set1_epi16(short(value)); }
+inline __attribute__((always_inline)) Integers all32(int value) { return _mm256_set1_epi32(value); }
+inline __attribute__((always_inline)) Integers four_times(__m128i value) { return _mm256_broadcastsi128_si256(value); }
+
+inline __attribute__((always_inline)) Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline __attribute__((always_inline)) Floats times_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline __attribute__((always_inline)) Floats minus_times(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
+inline __attribute__((always_inline)) Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline __attribute__((always_inline)) Floats minus(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+inline __attribute__((always_inline)) Floats magnitude(Floats value) { return _mm256_and_ps(value, _mm256_castsi256_ps(all32(0x7fffffff))); }
+inline __attribute__((always_inline)) Floats where_less(Floats value, Floats limit) {
+  return _mm256_and_ps(value, _mm256_cmp_ps(value, limit, _CMP_LT_OQ));
+}
+inline __attribute__((always_inline)) Integers plus32(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
+inline __attribute__((always_inline)) Integers both(Integers a, Integers b) { return _mm256_and_si256(a, b); }
+inline __attribute__((always_inline)) Integers either(Integers a, Integers b) { return _mm256_or_si256(a, b); }
+inline __attribute__((always_inline)) Integers left16(Integers lanes, int by) { return _mm256_slli_epi16(lanes, by); }
+inline __attribute__((always_inline)) Integers right16(Integers lanes, int by) { return _mm256_srli_epi16(lanes, by); }
+inline __attribute__((always_inline)) Integers left32(Integers lanes, int by) { return _mm256_slli_epi32(lanes, by); }
+inline __attribute__((always_inline)) Integers bytes_of(Integers table, Integers at) { return _mm256_shuffle_epi8(table, at); }
+
+inline __attribute__((always_inline)) Floats to_floats(Integers lanes) { return _mm256_cvtepi32_ps(lanes); }
+inline __attribute__((always_inline)) Integers rounded(Floats lanes) { return _mm256_cvtps_epi32(lanes); }
+inline __attribute__((always_inline)) __m256i narrow16(const Integers (&lanes)[2]) {
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(lanes[0], lanes[1]), 0xd8);
+}
+inline __attribute__((always_inline)) float sum_of(Floats lanes) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline __attribute__((always_inline)) int32_t sum_of(Integers lanes) {
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+inline __attribute__((always_inline)) Floats halves_to_floats(HalfIntegers halves) { return _mm256_cvtph_ps(halves); }
+inline __attribute__((always_inline)) Floats bf16_to_floats(HalfIntegers halves) {
+  return _mm256_castsi256_ps(left32(_mm256_cvtepu16_epi32(halves), 16));
+}
+inline __attribute__((always_inline)) Integers widen_bytes(HalfIntegers bytes) { return _mm256_cvtepi8_epi16(bytes); }
+inline __attribute__((always_inline)) HalfIntegers lower(Integers lanes) { return _mm256_castsi256_si128(lanes); }
+inline __attribute__((always_inline)) HalfIntegers upper(Integers lanes) { return _mm256_extracti128_si256(lanes, 1); }
+inline __attribute__((always_inline)) Floats both_parities(const float* x) {
+  return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(x)));
+}
+inline __attribute__((always_inline)) Integers by_half(Integers lanes) { return _mm256_permute4x64_epi64(lanes, 0xd8); }
+inline __attribute__((always_inline)) Floats sums_of_columns(Floats first, Floats second) {
+  // c0 c1 c4 c5 c2 c3 c6 c7 -> in order
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_hadd_ps(first, second)), 0xd8));
+}
+// NOTE gcc 12 moves additions away from their products, and spills the sums: the order is kept by the assembly.
+inline __attribute__((always_inline)) void add_products(Integers codes, Integers x, Integers& sum) {
+  const Integers products = _mm256_madd_epi16(codes, x);
+  asm volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
+}
+
+#endif
+
+constexpr bool kIsWide = sizeof(Floats) == 64;
+constexpr int kLanes = sizeof(Floats) / sizeof(float);
+constexpr int kGroupBytes = 2 * kLanes;             // packed bytes of a group: one k pair of bf16, two of FP8
+constexpr int kGroups = 2 * kPairColumns / kLanes;  // of a k pair
+
+inline __attribute__((always_inline)) void prefetch_line(const uint8_t* line, int ahead) {
+  if (ahead != 0) _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
+}
+
+}  // namespace
+}  // namespace moe_mk
