@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import sys
@@ -40,6 +41,15 @@ from experts_cpu_report import four_bit_goals, plot, table
 
 from moe_mk.cli.outputs import output_file
 from moe_mk.kernels.native import Isa, Native, load
+
+
+ONEDNN_NAMES = {
+    Isa.SCALAR: "SSE41",
+    Isa.AVX2: "AVX2",
+    Isa.AVX512_VNNI: "AVX512_CORE_VNNI",
+    Isa.AVX512_BF16: "AVX512_CORE_BF16",
+    Isa.AMX_BF16: "AVX512_CORE_AMX",
+}
 
 
 def routing(tokens: int, experts: int, top_k: int, skew: str) -> tuple[Tensor, Tensor]:
@@ -107,6 +117,7 @@ def main() -> None:
     native = load(progress=print)
     if options.isa is not None:
         native = replace(native, isas=tuple(isa for isa in native.isas if isa <= Isa[options.isa]))
+        os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_NAMES[native.best]  # torch's products; read at the first one
     layer = Weights(options.experts, options.hidden, options.inter, keep=not options.ours_only)
     candidates, references, fp8 = gather_candidates(native, layer, options)
     yardsticks = Yardsticks(native, fp8, options.threads)

@@ -38,6 +38,7 @@ inline __attribute__((always_inline)) Integers both(Integers a, Integers b) { re
 inline __attribute__((always_inline)) Integers either(Integers a, Integers b) { return _mm512_or_si512(a, b); }
 inline __attribute__((always_inline)) Integers left16(Integers lanes, int by) { return _mm512_slli_epi16(lanes, unsigned(by)); }
 inline __attribute__((always_inline)) Integers right16(Integers lanes, int by) { return _mm512_srli_epi16(lanes, unsigned(by)); }
+inline __attribute__((always_inline)) Integers right16_signed(Integers lanes, int by) { return _mm512_srai_epi16(lanes, unsigned(by)); }
 inline __attribute__((always_inline)) Integers left32(Integers lanes, int by) { return _mm512_slli_epi32(lanes, unsigned(by)); }
 inline __attribute__((always_inline)) Integers bytes_of(Integers table, Integers at) { return _mm512_shuffle_epi8(table, at); }
 
@@ -58,6 +59,9 @@ inline __attribute__((always_inline)) Floats both_parities(const float* x) {
   std::memcpy(&two, x, sizeof two);
   return _mm512_castpd_ps(_mm512_set1_pd(two));
 }
+// The lower or the upper eight bytes of each 16, each in the upper half of a lane.
+inline __attribute__((always_inline)) Integers lower_bytes_up(Integers bytes) { return _mm512_unpacklo_epi8(no_integers(), bytes); }
+inline __attribute__((always_inline)) Integers upper_bytes_up(Integers bytes) { return _mm512_unpackhi_epi8(no_integers(), bytes); }
 // The lower eight bytes of each 16, then the upper ones.
 inline __attribute__((always_inline)) Integers by_half(Integers lanes) {
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), lanes);
@@ -100,6 +104,7 @@ inline __attribute__((always_inline)) Integers both(Integers a, Integers b) { re
 inline __attribute__((always_inline)) Integers either(Integers a, Integers b) { return _mm256_or_si256(a, b); }
 inline __attribute__((always_inline)) Integers left16(Integers lanes, int by) { return _mm256_slli_epi16(lanes, by); }
 inline __attribute__((always_inline)) Integers right16(Integers lanes, int by) { return _mm256_srli_epi16(lanes, by); }
+inline __attribute__((always_inline)) Integers right16_signed(Integers lanes, int by) { return _mm256_srai_epi16(lanes, by); }
 inline __attribute__((always_inline)) Integers left32(Integers lanes, int by) { return _mm256_slli_epi32(lanes, by); }
 inline __attribute__((always_inline)) Integers bytes_of(Integers table, Integers at) { return _mm256_shuffle_epi8(table, at); }
 
@@ -128,6 +133,8 @@ inline __attribute__((always_inline)) HalfIntegers upper(Integers lanes) { retur
 inline __attribute__((always_inline)) Floats both_parities(const float* x) {
   return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(x)));
 }
+inline __attribute__((always_inline)) Integers lower_bytes_up(Integers bytes) { return _mm256_unpacklo_epi8(no_integers(), bytes); }
+inline __attribute__((always_inline)) Integers upper_bytes_up(Integers bytes) { return _mm256_unpackhi_epi8(no_integers(), bytes); }
 inline __attribute__((always_inline)) Integers by_half(Integers lanes) { return _mm256_permute4x64_epi64(lanes, 0xd8); }
 inline __attribute__((always_inline)) Floats sums_of_columns(Floats first, Floats second) {
   // c0 c1 c4 c5 c2 c3 c6 c7 -> in order

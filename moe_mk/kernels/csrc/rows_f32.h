@@ -32,23 +32,15 @@ constexpr int groups_of_rows(int rows) { return kIsWide ? kGroups : rows == 1 ? 
 struct DirectFp8 {
   static constexpr int kRows = 2;
   static constexpr float kUnscaled = 256.0f;
-  Integers halves[2];  // AVX2: of a group; AVX-512: of a k pair
+  Integers halves[2];  // of a k pair
 
   inline __attribute__((always_inline)) explicit DirectFp8(const uint8_t* from) {
-    HalfIntegers codes[2];
-    if constexpr (kIsWide) {
-      const Integers line = by_half(load<Integers>(from));
-      codes[0] = lower(line);
-      codes[1] = upper(line);
-    } else {
-      for (int i = 0; i < 2; ++i) codes[i] = load<HalfIntegers>(from + i * kGroupBytes);
-    }
-    for (int i = 0; i < 2; ++i) halves[i] = both(left16(widen_bytes(codes[i]), 7), all16(0xbf80));  // all bits but 14
+    const Integers line = load<Integers>(from), codes[2] = {lower_bytes_up(line), upper_bytes_up(line)};
+    for (int r = 0; r < 2; ++r) halves[r] = both(right16_signed(codes[r], 1), all16(0xbf80));  // all bits but 14
   }
   template <int R>
   inline __attribute__((always_inline)) Floats get(int group) const {
-    const Integers from = halves[kIsWide ? R : group];
-    return halves_to_floats((kIsWide ? group : R) == 0 ? lower(from) : upper(from));
+    return halves_to_floats(group == 0 ? lower(halves[R]) : upper(halves[R]));
   }
 };
 
