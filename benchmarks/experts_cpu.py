@@ -42,7 +42,6 @@ from experts_cpu_report import four_bit_goals, plot, table
 from moe_mk.cli.outputs import output_file
 from moe_mk.kernels.native import Isa, Native, load
 
-
 ONEDNN_NAMES = {
     Isa.SCALAR: "SSE41",
     Isa.AVX2: "AVX2",
