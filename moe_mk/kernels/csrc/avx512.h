@@ -213,6 +213,15 @@ struct Codes8 {
   }
 };
 
+// sum += weights of two k of 16 columns times two bf16.
+// NOTE gcc 12 keeps broadcasts of x that serve several tiles in registers, and spills them and the sums.
+inline __attribute__((always_inline)) void add_two(__m512& sum, __m512i weights, const void* x) {
+  struct Two {
+    uint8_t bytes[4];
+  };
+  asm volatile("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*static_cast<const Two*>(x)));
+}
+
 // Scale policies: the number of scales in a step of k, and the scale of 16 columns as f32.
 struct BlockScales {  // one scalar a tile and block of k
   static constexpr bool kGrouped = false;

@@ -22,6 +22,7 @@ struct Avx512Ops {
   static void rows_by_pair(const uint8_t* a, const uint8_t* panel, int steps, float scale0, float scale1,
                            const float* row_scale, const uint8_t* ahead, float* totals) {
     __m512 sums[N][2];
+#pragma GCC unroll 8
     for (int m = 0; m < N; ++m) sums[m][0] = sums[m][1] = _mm512_setzero_ps();
     for (int s = 0; s < steps; ++s) {
 #pragma GCC unroll 4
@@ -41,6 +42,7 @@ struct Avx512Ops {
       panel += 2 * kPanelTile;
       ahead += Lines * 1024;
     }
+#pragma GCC unroll 8  // else the sums of all steps are in memory
     for (int m = 0; m < N; ++m) {
       float* to = totals + m * kPairColumns;
       const __m512 s0 = _mm512_set1_ps(scale0 * row_scale[m]), s1 = _mm512_set1_ps(scale1 * row_scale[m]);

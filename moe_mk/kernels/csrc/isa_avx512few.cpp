@@ -18,11 +18,14 @@ struct Sums {
   __m512 open[N][kTiles], all[N][kTiles];
 
   inline __attribute__((always_inline)) void clear(__m512 (&which)[N][kTiles]) {
+#pragma GCC unroll 4
     for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
       for (int t = 0; t < kTiles; ++t) which[m][t] = _mm512_setzero_ps();
   }
   // all += open * scale (* the row's scale)
   inline __attribute__((always_inline)) void close(int t, __m512 scale, const Rows& rows, int x_block) {
+#pragma GCC unroll 4
     for (int m = 0; m < N; ++m) {
       const __m512 factor =
           rows.scales == nullptr ? scale : _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[m][x_block]));
@@ -52,10 +55,8 @@ inline __attribute__((always_inline)) void dot_lines(const Decode& decode, size_
       const uint16_t* x = rows.bf16(m) + step * kStep + 2 * kRows * line;
 #pragma GCC unroll 4
       for (int h = 0; h < kRows; ++h) {
-        const __m512bh both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load<int32_t>(x + 2 * h)));
 #pragma GCC unroll 4
-        for (int t = 0; t < 2 * P; ++t)
-          sums.open[m][t] = _mm512_dpbf16_ps(sums.open[m][t], reinterpret_cast<__m512bh>(weights[t][h]), both);
+        for (int t = 0; t < 2 * P; ++t) add_two(sums.open[m][t], weights[t][h], x + 2 * h);
       }
     }
   }
@@ -78,27 +79,33 @@ void few(const Columns& w, int pair, int apart, const Rows& rows, float* totals)
       for (int part = 0; part < Scales::kPerStep; ++part) {
         dot_lines<N, P>(decode, apart * w.pair_bytes, data + s * w.step_bytes, part * kPart, (part + 1) * kPart, rows, s, ahead,
                         sums);
-        for (int t = 0; Scales::kGrouped && t < 2 * P; ++t) {
+#pragma GCC unroll 4
+        for (int t = 0; t < (Scales::kGrouped ? 2 * P : 0); ++t) {
           const uint8_t* from = group_scales(w, pair + (t >> 1) * apart, s) + part * kPairColumns + (t & 1) * kTileColumns;
           sums.close(t, Scales::of(from), rows, x_block);
         }
       }
-    for (int t = 0; !Scales::kGrouped && t < 2 * P; ++t) {
+#pragma GCC unroll 4
+    for (int t = 0; t < (Scales::kGrouped ? 0 : 2 * P); ++t) {
       const float* scales = tile_scales(w, pair + (t >> 1) * apart, t & 1);
       sums.close(t, _mm512_set1_ps(scales == nullptr ? 1.0f : scales[block]), rows, x_block);
     }
   }
+#pragma GCC unroll 4
   for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
     for (int t = 0; t < 2 * P; ++t)
       _mm512_storeu_ps(totals + (size_t(pair + (t >> 1) * apart) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, sums.all[m][t]);
 }
 
 template <int N, typename Decode, typename Scales>
 void few_rows(const Columns& w, const Rows& rows, float* totals) {
-  // Two pairs double the number of independent chains.
-  const int half = w.num_pairs / 2;
-  for (int pair = 0; pair < half; ++pair) few<N, 2, Decode, Scales>(w, pair, half, rows, totals);
-  if (w.num_pairs % 2 != 0) few<N, 1, Decode, Scales>(w, w.num_pairs - 1, 0, rows, totals);
+  // Two pairs double the number of independent chains. Sums and totals of three rows and more do not both fit the registers
+  // then; totals of blocks are needed rarely, those of groups in every step.
+  constexpr int kPairs = N <= 2 || !Scales::kGrouped ? 2 : 1;
+  const int half = kPairs == 2 ? w.num_pairs / 2 : 0;
+  for (int pair = 0; pair < half; ++pair) few<N, kPairs, Decode, Scales>(w, pair, half, rows, totals);
+  for (int pair = 2 * half; pair < w.num_pairs; ++pair) few<N, 1, Decode, Scales>(w, pair, 0, rows, totals);
 }
 
 template <typename Decode, typename Scales = BlockScales>

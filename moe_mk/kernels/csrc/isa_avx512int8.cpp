@@ -11,8 +11,10 @@ namespace {
 template <int N, int P, bool First>
 void dots_of(const Columns& w, int pair, int step, int steps, const Rows& rows, int first, i32x16* offsets, i32x16* sums) {
   __m512i all[N][2 * P], offset[2 * P];
+#pragma GCC unroll 4
   for (int t = 0; t < 2 * P; ++t) {
     offset[t] = First ? _mm512_setzero_si512() : load<__m512i>(&offsets[t]);
+#pragma GCC unroll 8
     for (int m = 0; m < N; ++m) all[m][t] = _mm512_setzero_si512();
   }
   const uint8_t* data = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
@@ -37,8 +39,11 @@ void dots_of(const Columns& w, int pair, int step, int steps, const Rows& rows, 
       }
     }
   }
-  for (int t = 0; First && t < 2 * P; ++t) store(&offsets[t], offset[t]);
+#pragma GCC unroll 4
+  for (int t = 0; t < (First ? 2 * P : 0); ++t) store(&offsets[t], offset[t]);
+#pragma GCC unroll 8
   for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
     for (int t = 0; t < 2 * P; ++t) store(&sums[m * 2 * P + t], _mm512_sub_epi32(all[m][t], offset[t]));
 }
 
@@ -102,7 +107,9 @@ void few_parts(const Columns& w, int pair, int apart, const Rows& rows, float* t
   alignas(64) float scales[P][kSuperSteps * kPairColumns], minima[P][kSuperSteps * kPairColumns];
   __m512i open[N][2 * P];
   __m512 all[N][2 * P];
+#pragma GCC unroll 4
   for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
     for (int t = 0; t < 2 * P; ++t) all[m][t] = _mm512_setzero_ps();
   const uint8_t* data = w.data + pair * w.pair_bytes;
   for (int step0 = 0, at = 0; step0 < w.num_steps; step0 += kSuperSteps) {
@@ -111,8 +118,10 @@ void few_parts(const Columns& w, int pair, int apart, const Rows& rows, float* t
     for (int p = 0; p < P; ++p) part_scales(w, pair + p * apart, step0, steps, scales[p], minima[p]);
     for (int part = 0, done = 0; done < steps; ++part, ++at, done += part_steps) {
       const int last = done + part_steps < steps ? done + part_steps : steps;
+#pragma GCC unroll 4
       for (int m = 0; m < N; ++m) {
         const __m512i start = _mm512_set1_epi32(-base * RowParts{rows.scales[m], num_parts}.codes(at));
+#pragma GCC unroll 4
         for (int t = 0; t < 2 * P; ++t) open[m][t] = start;
       }
       for (int s = step0 + done; s < step0 + last; ++s) {
@@ -136,8 +145,10 @@ void few_parts(const Columns& w, int pair, int apart, const Rows& rows, float* t
             }
         }
       }
+#pragma GCC unroll 4
       for (int m = 0; m < N; ++m) {
         const RowParts row = {rows.scales[m], num_parts};
+#pragma GCC unroll 4
         for (int t = 0; t < 2 * P; ++t) {
           const size_t column = size_t(part) * kPairColumns + (t & 1) * kTileColumns;
           const f32x16 scale = load<f32x16>(scales[t >> 1] + column);
@@ -148,7 +159,9 @@ void few_parts(const Columns& w, int pair, int apart, const Rows& rows, float* t
       }
     }
   }
+#pragma GCC unroll 4
   for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
     for (int t = 0; t < 2 * P; ++t)
       _mm512_storeu_ps(totals + (size_t(pair + (t >> 1) * apart) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, all[m][t]);
 }
@@ -180,6 +193,7 @@ struct Avx512Int8PartOps {
   static void dots_of(const uint8_t* panel, int quads, const Rows& rows, int first, size_t offset, i32x16* sums) {
     __m512i all[N][2];
     const uint8_t* x[N];
+#pragma GCC unroll 8
     for (int m = 0; m < N; ++m) {
       x[m] = rows.codes(first + m) + offset;
       for (int t = 0; t < 2; ++t) all[m][t] = bits<__m512i>(sums[2 * m + t]);
@@ -194,6 +208,7 @@ struct Avx512Int8PartOps {
         all[m][1] = _mm512_dpbusd_epi32(all[m][1], right, four);
       }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < N; ++m)
       for (int t = 0; t < 2; ++t) sums[2 * m + t] = bits<i32x16>(all[m][t]);
   }

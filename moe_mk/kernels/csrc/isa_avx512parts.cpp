@@ -10,6 +10,8 @@
 namespace moe_mk {
 namespace {
 
+constexpr int kRowsOfTwoPairs = 2;  // the sums and totals of more rows times two pairs do not fit the registers
+
 // Sums of one part of k and their totals: N rows times both tiles of P pairs in registers.
 template <int N, int P>
 struct PartSums {
@@ -32,10 +34,7 @@ inline __attribute__((always_inline)) void dot_lines(const Decode& decode, const
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
-      for (int h = 0; h < kRows; ++h) {
-        const __m512i both = _mm512_set1_epi32(load<int32_t>(x[m] + (kRow + h) * 4));
-        sums.open[m][t] = _mm512_dpbf16_ps(sums.open[m][t], reinterpret_cast<__m512bh>(weights[h]), reinterpret_cast<__m512bh>(both));
-      }
+      for (int h = 0; h < kRows; ++h) add_two(sums.open[m][t], weights[h], x[m] + (kRow + h) * 4);
   }
   if constexpr (First + 1 < Last) dot_lines<First + 1, Last>(decode, at, apart, x, ahead, sums);
 }
@@ -48,7 +47,9 @@ void few(const Columns& w, int pair, int apart, const Rows& rows, const float* s
   const ScalesAhead scales_ahead(w);
   alignas(64) float scales[P][kSuperSteps * Decode::kPerStep * kPairColumns], minima[P][Minima ? kSuperSteps * kPairColumns : 16];
   PartSums<N, P> sums;
+#pragma GCC unroll 4
   for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
     for (int t = 0; t < 2 * P; ++t) sums.open[m][t] = sums.all[m][t] = _mm512_setzero_ps();
   const uint8_t* data = w.data + pair * w.pair_bytes;
   for (int step0 = 0, first_part = 0; step0 < w.num_steps; step0 += kSuperSteps) {
@@ -57,8 +58,10 @@ void few(const Columns& w, int pair, int apart, const Rows& rows, const float* s
     for (int p = 0; p < P; ++p) scales_ahead(w, pair + p * apart, step0);
     for (int p = 0; p < P; ++p) parts = part_scales(w, pair + p * apart, step0, steps, scales[p], minima[p]);
     const auto close = [&](int step) __attribute__((always_inline)) {
+#pragma GCC unroll 4
       for (int m = 0; m < N; ++m) {
         const __m512 row = _mm512_set1_ps(rows.scales == nullptr ? 1.0f : rows.scales[m][step * kStep / kActivationBlock]);
+#pragma GCC unroll 4
         for (int t = 0; t < 2 * P; ++t) {
           const size_t at = size_t(part) * kPairColumns + (t & 1) * kTileColumns;
           const __m512 scale = _mm512_load_ps(scales[t >> 1] + at);
@@ -88,7 +91,9 @@ void few(const Columns& w, int pair, int apart, const Rows& rows, const float* s
     }
     first_part += parts;
   }
+#pragma GCC unroll 4
   for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
     for (int t = 0; t < 2 * P; ++t)
       _mm512_storeu_ps(totals + (size_t(pair + (t >> 1) * apart) * rows.num_rows + m) * kPairColumns + (t & 1) * 16, sums.all[m][t]);
 }
@@ -97,9 +102,10 @@ template <int N, typename Decode, bool Minima>
 void few_rows(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   for (int m = 0; Minima && m < N; ++m)
     part_sums(w, reinterpret_cast<const uint8_t*>(rows.bf16(m)), kRowBytes, w.num_steps, scratch.sums + size_t(m) * w.num_steps);
-  const int half = w.num_pairs / 2;
-  for (int pair = 0; pair < half; ++pair) few<N, 2, Decode, Minima>(w, pair, half, rows, scratch.sums, totals);
-  if (w.num_pairs % 2 != 0) few<N, 1, Decode, Minima>(w, w.num_pairs - 1, 0, rows, scratch.sums, totals);
+  constexpr int kPairs = N <= kRowsOfTwoPairs ? 2 : 1;
+  const int half = kPairs == 2 ? w.num_pairs / 2 : 0;
+  for (int pair = 0; pair < half; ++pair) few<N, kPairs, Decode, Minima>(w, pair, half, rows, scratch.sums, totals);
+  for (int pair = 2 * half; pair < w.num_pairs; ++pair) few<N, 1, Decode, Minima>(w, pair, 0, rows, scratch.sums, totals);
 }
 
 template <typename Decode, bool Minima>
