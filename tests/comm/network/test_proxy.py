@@ -185,7 +185,6 @@ def test_a_proxy_that_is_stopped_and_restarted_again_and_again_misses_and_repeat
             assert not any(each.lost for each in made), [each.lost for each in made]
 
 
-@pytest.mark.row(148)
 @pytest.mark.parametrize("then", ["close", "restart"])
 def test_a_thread_whose_start_was_interrupted_is_not_waited_for_and_does_nothing_later(
     then: str, monkeypatch: pytest.MonkeyPatch
