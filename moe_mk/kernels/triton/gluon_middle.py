@@ -37,6 +37,7 @@ from moe_mk.kernels.triton.gluon_parts import (
     scale_at,
     store_rows,
     store_weighted,
+    thread_barrier,
     zero_dropped,
 )
 from moe_mk.kernels.triton.numerics import hidden_of, scale_of
@@ -197,7 +198,7 @@ def _store_hidden(gate, up, position, there, n, parity, exchange, out, how, HALF
     hidden = hidden_of(gate, up, how.activation, how.alpha, how.limit, True)
     own = gl.max(gl.abs(hidden), 1)
     exchange.amax.index(2 * parity + HALF).store(own)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(exchange.written)
     mbarrier.wait(exchange.written, parity)
     other = exchange.amax.index(2 * parity + 1 - HALF).load(gl.SliceLayout(1, SUMS))

@@ -18,6 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moe_mk.kernels.triton.numerics import as_scale, hidden_of, scale_of
 
 W13, W2 = gl.constexpr(0), gl.constexpr(1)
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+"""Waits for the warps of a partition. Triton 3.6 has `thread_barrier`, Triton 3.8 the same function as `barrier`."""
 
 
 @constexpr_function

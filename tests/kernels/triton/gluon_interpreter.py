@@ -188,6 +188,7 @@ class Machine:
         )
         return {
             "gl": gl, "mbarrier": mbarrier, "async_copy": async_copy, "fence_async_shared": NOTHING,
+            "thread_barrier": NOTHING,
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy), "warpgroup_mma": product,
             "warpgroup_mma_wait": lambda pending, sums: sums if len(sums) > 1 else sums[0],
             "gdc_wait": NOTHING, "gdc_launch_dependents": NOTHING, "row_pieces": NOTHING, "pinned": lambda x: x,

@@ -187,6 +187,7 @@ class Recorder:
         )
         return {
             "gl": gl, "mbarrier": mbarrier, "async_copy": async_copy, "fence_async_shared": NOTHING, "pinned": NOTHING,
+            "thread_barrier": NOTHING,
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy), "warpgroup_mma": self.product,
             "warpgroup_mma_wait": lambda pending, sums: sums if len(sums) > 1 else sums[0], "gdc_wait": NOTHING,
             "after_the_one_before": NOTHING, "locate": self.locate, "scale_at": NOTHING, "store": NOTHING,
