@@ -20,6 +20,10 @@ HF_INSTALLED := $(HF)/.installed-$(shell cat $(HF_NEEDS) pyproject.toml constrai
 OLDEST := .venv-oldest
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_INSTALLED := $(OLDEST)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+NEWEST := .venv-newest
+NEWEST_TORCH := $(shell sed -n 's/.*"torch>=[0-9.]*,\(<[0-9.]*\)".*/\1/p' pyproject.toml)
+NEWEST_INSTALLED := $(NEWEST)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 TESTS := tests
 QUICK := not gpu and not slow and not thorough and not emulated and not network
 REST := thorough or emulated or network
@@ -40,7 +44,7 @@ site = $(1)/bin/python -c 'import site; print(site.getsitepackages()[0])'
 after = echo "import site; site.addsitedir('$$(cd $$($(call site,$(VENV))) && pwd)')" > $$($(call site,$(1)))/after.pth
 
 .DELETE_ON_ERROR:
-.PHONY: help venv run test oldest hf engines nixl nixl-hosts chaos mutants stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
+.PHONY: help venv run test oldest newest hf engines nixl nixl-hosts chaos mutants stress test-rest test-all multihost lint format features certify docs sanitize bench-amx gpu clean
 
 help:  ## print the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +88,18 @@ $(OLDEST_INSTALLED):
 	@rm -rf $(OLDEST) && $(PYTHON) -m venv $(OLDEST)
 	@sed '/^torch==/d; /^setuptools==/d' constraints.txt > $(OLDEST)/constraints.txt
 	@$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(OLDEST)/constraints.txt 'torch==$(OLDEST_TORCH).*' -e '.[dev]'
+	@touch $@
+
+newest: $(NEWEST_INSTALLED)  ## `make test-all` with the newest torch that is supported and its triton, where they install; TESTS selects them
+	@echo "pytest    $$($(NEWEST)/bin/python -c 'import sys, torch, triton; print("python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__)')"
+	@OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -q -m "not gpu and not slow" $(SPREAD) $(TESTS)
+
+# The newest torch asks for a newer triton than constraints.txt has; a build for CPUs for none, and pip takes the newest.
+$(NEWEST_INSTALLED):
+	@echo "venv      $(NEWEST)"
+	@rm -rf $(NEWEST) && $(PYTHON) -m venv $(NEWEST)
+	@sed '/^torch==/d; /^setuptools==/d; /^triton==/d' constraints.txt > $(NEWEST)/constraints.txt
+	@$(NEWEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(NEWEST)/constraints.txt 'torch$(NEWEST_TORCH)' -e '.[dev]'
 	@touch $@
 
 hf: $(HF_INSTALLED)  ## the tests of transformers on the oldest version that is supported; `make test` has the newest

@@ -107,7 +107,7 @@ def test_the_wheel_brings_a_command_a_licence_and_its_requirements(wheel: zipfil
     metadata = message_from_string(wheel.read(f"{info}/METADATA").decode())
     always = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert len(always) == 8
-    assert any(need.startswith("torch<2.14") for need in always)
+    assert any(need.startswith("torch<2.15") for need in always)
 
 
 def test_the_sdist_can_be_built_and_tested(tmp_path: Path) -> None:
