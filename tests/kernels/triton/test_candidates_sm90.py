@@ -21,8 +21,9 @@ from tests.kernels.triton.sm90_gemms import by_hand, w2_of, w13_of
 FILE = Path(__file__).parent / "compiled.json"
 PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
 BEGIN, END = "<!-- compiled_tiles: begin -->", "<!-- compiled_tiles: end -->"
-SLACK = 1.05
-"""Of the instructions of a step, for another patch release of the compiler."""
+SLACK = 1.1
+"""Of the instructions of a step, for another release of the compiler: those recorded are of Triton 3.6; of 3.8, one
+candidate has 8 % more."""
 IN_CI = (Tile(16, True, 4, 5), Tile(8, True, 4, 6, "gluon"))
 
 

@@ -120,7 +120,8 @@ def test_the_second_product_fills_its_ring_while_the_first_one_drains(tile: Tile
     wait, copy = "griddepcontrol.wait", "cp.async.bulk.tensor"
     assert first.count(wait) == 1 and first.index(wait) < first.index(copy), "its tiles are the work of the one before"
     ahead = second.index(copy)
-    assert second.count(copy, ahead, second.rindex(wait)) == boxes, "both blocks of weights, before the own wait"
+    # Triton 3.8 waits again where a program has no work, behind all of it.
+    assert second.count(copy, ahead, second.index(wait, ahead)) == boxes, "both blocks of weights, before the own wait"
     multiplier = second.index(wait)
     assert multiplier < second.index("griddepcontrol.launch_dependents") < second.index("wgmma.mma_async")
 
@@ -161,7 +162,7 @@ def test_rows_are_turned_for_storing_behind_the_ring_by_the_warps_that_multiply(
 def test_tiles_and_their_number_are_read_past_the_l1_cache_in_the_second_product_of_decode() -> None:
     """It reads them before it waits, and each replay of a graph writes others to the same place."""
     second = by_hand(8, second=True, gather=False, stages=6).ptx
-    before_waiting = second[: second.rindex("griddepcontrol.wait")]
+    before_waiting = second[: second.index("griddepcontrol.wait", second.index("cp.async.bulk.tensor"))]
     loads = re.findall(r"\bld\.global(\S*)", before_waiting)
     assert len([suffix for suffix in loads if ".cg" in suffix]) >= 4, "their number, expert, first row and end"
 
