@@ -69,10 +69,9 @@ def results(tmp_path: Path) -> Path:
 
 def test_ratios_are_the_other_time_over_ours(results: Path) -> None:
     found = [list(line.ratios) for line in lines(results)]
-    # 3/2, 5/2 and 100/2 for experts, 8/4 and the best of 8/4 and 6/4 for blocks; 11/5 and these blocks with VNNI; 6/4, 20/4
-    # and these blocks with AVX2;
-    # 4/2 and 8/2, 7/2 and 3/2, and 12/2 with tiles, the same blocks, 5/2 and 3/1 for INT4; 12/2 and 9/2 for each number
-    # of tokens; the median of 10, 30 and 90.
+    # 3/2, 5/2 and 100/2 for experts, 8/4 and the best of 8/4 and 6/4 for blocks; 11/5 and these blocks with VNNI; 6/4,
+    # 20/4 and these blocks with AVX2; 4/2 and 8/2, 7/2 and 3/2, and 12/2 with tiles, the same blocks, 5/2 and 3/1 for
+    # INT4; 12/2 and 9/2 for each number of tokens; the median of 10, 30 and 90.
     blocks = [[2.0], [2.0], [1.5]]
     experts = [
         [1.5],
