@@ -82,25 +82,26 @@ oldest: $(OLDEST_INSTALLED)  ## `make test-all` with the oldest torch that is su
 	@echo "pytest    $$($(OLDEST)/bin/python -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)')"
 	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -m "not gpu and not slow" $(SPREAD) $(TESTS)
 
-# torch 2.11 asks for an older setuptools than constraints.txt has.
-$(OLDEST_INSTALLED):
-	@echo "venv      $(OLDEST)"
-	@rm -rf $(OLDEST) && $(PYTHON) -m venv $(OLDEST)
-	@sed '/^torch==/d; /^setuptools==/d' constraints.txt > $(OLDEST)/constraints.txt
-	@$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(OLDEST)/constraints.txt 'torch==$(OLDEST_TORCH).*' -e '.[dev]'
-	@touch $@
-
 newest: $(NEWEST_INSTALLED)  ## `make test-all` with the newest torch that is supported and its triton, where they install; TESTS selects them
 	@echo "pytest    $$($(NEWEST)/bin/python -c 'import sys, torch, triton; print("python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__)')"
 	@OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -q -m "not gpu and not slow" $(SPREAD) $(TESTS)
 
-# The newest torch asks for a newer triton than constraints.txt has; a build for CPUs for none, and pip takes the newest.
+# An environment with another torch, and what it asks for in other versions than constraints.txt has.
+define with_torch
+@echo "venv      $(1)"
+@rm -rf $(1) && $(PYTHON) -m venv $(1)
+@sed '$(3)' constraints.txt > $(1)/constraints.txt
+@$(1)/bin/python -m pip install -qq --disable-pip-version-check -c $(1)/constraints.txt 'torch$(2)' -e '.[dev]'
+@touch $@
+endef
+
+# torch 2.11 asks for an older setuptools.
+$(OLDEST_INSTALLED):
+	$(call with_torch,$(OLDEST),==$(OLDEST_TORCH).*,/^torch==/d; /^setuptools==/d)
+
+# The newest torch asks for a newer triton; a build for CPUs asks for none, and pip takes the newest.
 $(NEWEST_INSTALLED):
-	@echo "venv      $(NEWEST)"
-	@rm -rf $(NEWEST) && $(PYTHON) -m venv $(NEWEST)
-	@sed '/^torch==/d; /^setuptools==/d; /^triton==/d' constraints.txt > $(NEWEST)/constraints.txt
-	@$(NEWEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(NEWEST)/constraints.txt 'torch$(NEWEST_TORCH)' -e '.[dev]'
-	@touch $@
+	$(call with_torch,$(NEWEST),$(NEWEST_TORCH),/^torch==/d; /^setuptools==/d; /^triton==/d)
 
 hf: $(HF_INSTALLED)  ## the tests of transformers on the oldest version that is supported; `make test` has the newest
 	@echo "pytest    $$($(HF)/bin/python -c 'import transformers; print("transformers", transformers.__version__)')"

@@ -97,15 +97,23 @@ struct Fp8Lines {
 
 #if defined(MOE_MK_AMX_AVX512)
 
-// e4m3 as above, for one tile; lines with an exponent of 0 by tables.
+// e4m3 as above, for one tile. Zeros and subnormals, m * 2^-9, by tables of their low three bits, in registers: a call here would
+// put the rows of every line in memory.
 struct Fp8Affine {
   static constexpr int kRows = 2;
 
-  static __attribute__((noinline)) void by_tables(const uint8_t* from, __m512i* to) { Fp8().rows(from, to); }
   inline __attribute__((always_inline)) void rows(const uint8_t* from, __m512i* to) const {
     const Line codes = load_line(from);
-    if (__builtin_expect(any_without(codes, codes, kExponent), 0)) return by_tables(from, to);
-    const Line low = gf2_affine<kLowByte, 0>(codes), high = gf2_affine<kHighByte, kHighConstant>(codes);
+    Line low = gf2_affine<kLowByte, 0>(codes), high = gf2_affine<kHighByte, kHighConstant>(codes);
+    const __mmask64 small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(char(kExponent)));
+    if (__builtin_expect(small != 0, 0)) {
+      const __m128i low_bytes = _mm_setr_epi8(0, 0, char(0x80), char(0xc0), 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0);
+      const __m128i high_bytes = _mm_setr_epi8(0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0, 0, 0, 0, 0, 0, 0, 0);
+      const __m512i index = _mm512_and_si512(codes, _mm512_set1_epi8(7)), sign = _mm512_and_si512(codes, _mm512_set1_epi8(char(0x80)));
+      low = _mm512_mask_shuffle_epi8(low, small, _mm512_broadcast_i32x4(low_bytes), index);
+      const __m512i of_small = _mm512_or_si512(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(high_bytes), index), sign);
+      high = _mm512_mask_mov_epi8(high, small, of_small);
+    }
     to[0] = interleave_low(low, high);
     to[1] = interleave_high(low, high);
   }

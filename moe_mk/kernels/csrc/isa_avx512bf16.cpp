@@ -4,6 +4,7 @@
 // codes need one table of 16 and no unpacking: 7 instructions for 128.
 // Products are VDPBF16PS with f32 sums; the scale of a block or group multiplies its f32 sum: exact scales.
 #include "avx512_panel.h"
+#include "avx512_peak.h"
 
 #include "portable.h"
 
@@ -148,16 +149,8 @@ struct Avx512Ops {
 };
 
 double peak_avx512bf16(int64_t iterations) {
-  for (int64_t i = 0; i < iterations; ++i) {
-#define MOE_MK_DOT(n) "vdpbf16ps %%zmm30, %%zmm31, %%zmm" #n "\n"
-    asm volatile(MOE_MK_DOT(0) MOE_MK_DOT(1) MOE_MK_DOT(2) MOE_MK_DOT(3) MOE_MK_DOT(4) MOE_MK_DOT(5) MOE_MK_DOT(6)
-                     MOE_MK_DOT(7) MOE_MK_DOT(8) MOE_MK_DOT(9) MOE_MK_DOT(10) MOE_MK_DOT(11) MOE_MK_DOT(12)
-                         MOE_MK_DOT(13) MOE_MK_DOT(14) MOE_MK_DOT(15)::
-                             : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
-                               "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
-#undef MOE_MK_DOT
-  }
-  return double(iterations) * 16 * 64;
+  MOE_MK_PEAK("vdpbf16ps", iterations);
+  return double(iterations) * kPeakOperations;
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The kernels for AVX-512 with VNNI and without BF16 (Cascade Lake, Ice Lake, and their clients).
 #include "portable.h"
 
+#include "avx512_peak.h"
 #include "rows_int16.h"
 
 namespace moe_mk {
@@ -23,16 +24,8 @@ uint64_t read_streams(const uint8_t* data, int64_t bytes) {
 }
 
 double peak_avx512vnni(int64_t iterations) {
-  for (int64_t i = 0; i < iterations; ++i) {
-#define MOE_MK_DOT(n) "vpdpwssd %%zmm30, %%zmm31, %%zmm" #n "\n"
-    asm volatile(MOE_MK_DOT(0) MOE_MK_DOT(1) MOE_MK_DOT(2) MOE_MK_DOT(3) MOE_MK_DOT(4) MOE_MK_DOT(5) MOE_MK_DOT(6)
-                     MOE_MK_DOT(7) MOE_MK_DOT(8) MOE_MK_DOT(9) MOE_MK_DOT(10) MOE_MK_DOT(11) MOE_MK_DOT(12)
-                         MOE_MK_DOT(13) MOE_MK_DOT(14) MOE_MK_DOT(15)::
-                             : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
-                               "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
-#undef MOE_MK_DOT
-  }
-  return double(iterations) * 16 * 64;
+  MOE_MK_PEAK("vpdpwssd", iterations);
+  return double(iterations) * kPeakOperations;
 }
 
 }  // namespace

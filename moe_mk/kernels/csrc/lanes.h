@@ -12,45 +12,48 @@ namespace moe_mk {
 namespace {
 
 #if defined(__AVX512F__)
-
 using Floats = __m512;
 using Integers = __m512i;
 using HalfIntegers = __m256i;
+#else
+using Floats = __m256;
+using Integers = __m256i;
+using HalfIntegers = __m128i;
+#endif
 
-inline __attribute__((always_inline)) Floats no_floats() { return _mm512_setzero_ps(); }
-inline __attribute__((always_inline)) Integers no_integers() { return _mm512_setzero_si512(); }
+// In the compiler's vector language, for either; operators serve f32, and bits.
+typedef uint16_t Words __attribute__((vector_size(sizeof(Integers))));
+typedef int16_t SignedWords __attribute__((vector_size(sizeof(Integers))));
+typedef int32_t Sums __attribute__((vector_size(sizeof(Integers))));
+
+inline __attribute__((always_inline)) Integers all16(int value) { return bits<Integers>(Words{} + uint16_t(value)); }
+inline __attribute__((always_inline)) Integers all32(int value) { return bits<Integers>(Sums{} + value); }
+inline __attribute__((always_inline)) Integers plus32(Integers a, Integers b) { return bits<Integers>(bits<Sums>(a) + bits<Sums>(b)); }
+inline __attribute__((always_inline)) Integers left16(Integers lanes, int by) { return bits<Integers>(bits<Words>(lanes) << by); }
+inline __attribute__((always_inline)) Integers right16(Integers lanes, int by) { return bits<Integers>(bits<Words>(lanes) >> by); }
+inline __attribute__((always_inline)) Integers right16_signed(Integers lanes, int by) { return bits<Integers>(bits<SignedWords>(lanes) >> by); }
+inline __attribute__((always_inline)) Integers left32(Integers lanes, int by) { return bits<Integers>(bits<Sums>(lanes) << by); }
+inline __attribute__((always_inline)) Floats to_floats(Integers lanes) { return __builtin_convertvector(bits<Sums>(lanes), Floats); }
+inline __attribute__((always_inline)) Floats magnitude(Floats value) { return bits<Floats>(bits<Integers>(value) & all32(0x7fffffff)); }
+
+#if defined(__AVX512F__)
+
 inline __attribute__((always_inline)) Floats all(float value) { return _mm512_set1_ps(value); }
-inline __attribute__((always_inline)) Integers all16(int value) { return _mm512_set1_epi16(short(value)); }
-inline __attribute__((always_inline)) Integers all32(int value) { return _mm512_set1_epi32(value); }
 inline __attribute__((always_inline)) Integers four_times(__m128i value) { return _mm512_broadcast_i32x4(value); }
 
-inline __attribute__((always_inline)) Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline __attribute__((always_inline)) Floats times_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline __attribute__((always_inline)) Floats minus_times(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
-inline __attribute__((always_inline)) Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-inline __attribute__((always_inline)) Floats minus(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
-inline __attribute__((always_inline)) Floats magnitude(Floats value) { return _mm512_abs_ps(value); }
 inline __attribute__((always_inline)) Floats where_less(Floats value, Floats limit) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(value, limit, _CMP_LT_OQ), value);
 }
-inline __attribute__((always_inline)) Integers plus32(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
-inline __attribute__((always_inline)) Integers both(Integers a, Integers b) { return _mm512_and_si512(a, b); }
-inline __attribute__((always_inline)) Integers either(Integers a, Integers b) { return _mm512_or_si512(a, b); }
-inline __attribute__((always_inline)) Integers left16(Integers lanes, int by) { return _mm512_slli_epi16(lanes, unsigned(by)); }
-inline __attribute__((always_inline)) Integers right16(Integers lanes, int by) { return _mm512_srli_epi16(lanes, unsigned(by)); }
-inline __attribute__((always_inline)) Integers right16_signed(Integers lanes, int by) { return _mm512_srai_epi16(lanes, unsigned(by)); }
-inline __attribute__((always_inline)) Integers left32(Integers lanes, int by) { return _mm512_slli_epi32(lanes, unsigned(by)); }
 inline __attribute__((always_inline)) Integers bytes_of(Integers table, Integers at) { return _mm512_shuffle_epi8(table, at); }
 
-inline __attribute__((always_inline)) Floats to_floats(Integers lanes) { return _mm512_cvtepi32_ps(lanes); }
 inline __attribute__((always_inline)) Integers rounded(Floats lanes) { return _mm512_cvtps_epi32(lanes); }
 inline __attribute__((always_inline)) __m256i narrow16(const Integers (&lanes)[1]) { return _mm512_cvtepi32_epi16(lanes[0]); }
 inline __attribute__((always_inline)) float sum_of(Floats lanes) { return _mm512_reduce_add_ps(lanes); }
 inline __attribute__((always_inline)) int32_t sum_of(Integers lanes) { return _mm512_reduce_add_epi32(lanes); }
 inline __attribute__((always_inline)) Floats halves_to_floats(HalfIntegers halves) { return _mm512_cvtph_ps(halves); }
-inline __attribute__((always_inline)) Floats bf16_to_floats(HalfIntegers halves) {
-  return _mm512_castsi512_ps(left32(_mm512_cvtepu16_epi32(halves), 16));
-}
+inline __attribute__((always_inline)) Floats bf16_to_floats(HalfIntegers halves) { return bits<Floats>(left32(_mm512_cvtepu16_epi32(halves), 16)); }
 inline __attribute__((always_inline)) Integers widen_bytes(HalfIntegers bytes) { return _mm512_cvtepi8_epi16(bytes); }
 inline __attribute__((always_inline)) HalfIntegers lower(Integers lanes) { return _mm512_castsi512_si256(lanes); }
 inline __attribute__((always_inline)) HalfIntegers upper(Integers lanes) { return _mm512_extracti64x4_epi64(lanes, 1); }
@@ -60,8 +63,8 @@ inline __attribute__((always_inline)) Floats both_parities(const float* x) {
   return _mm512_castpd_ps(_mm512_set1_pd(two));
 }
 // The lower or the upper eight bytes of each 16, each in the upper half of a lane.
-inline __attribute__((always_inline)) Integers lower_bytes_up(Integers bytes) { return _mm512_unpacklo_epi8(no_integers(), bytes); }
-inline __attribute__((always_inline)) Integers upper_bytes_up(Integers bytes) { return _mm512_unpackhi_epi8(no_integers(), bytes); }
+inline __attribute__((always_inline)) Integers lower_bytes_up(Integers bytes) { return _mm512_unpacklo_epi8(Integers{}, bytes); }
+inline __attribute__((always_inline)) Integers upper_bytes_up(Integers bytes) { return _mm512_unpackhi_epi8(Integers{}, bytes); }
 // The lower eight bytes of each 16, then the upper ones.
 inline __attribute__((always_inline)) Integers by_half(Integers lanes) {
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), lanes);
@@ -69,7 +72,7 @@ inline __attribute__((always_inline)) Integers by_half(Integers lanes) {
 // Even and odd parities of two groups, added: 16 columns in order.
 inline __attribute__((always_inline)) Floats sums_of_columns(Floats first, Floats second) {
   const Integers even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  return _mm512_add_ps(_mm512_permutex2var_ps(first, even, second), _mm512_permutex2var_ps(first, _mm512_or_si512(even, all32(1)), second));
+  return _mm512_add_ps(_mm512_permutex2var_ps(first, even, second), _mm512_permutex2var_ps(first, even | all32(1), second));
 }
 // sum += the products of neighbouring lanes of 16 bits.
 // NOTE gcc 12 copies the sums around the intrinsic in every step, and spills them.
@@ -79,36 +82,16 @@ inline __attribute__((always_inline)) void add_products(Integers codes, Integers
 
 #else
 
-using Floats = __m256;
-using Integers = __m256i;
-using HalfIntegers = __m128i;
-
-inline __attribute__((always_inline)) Floats no_floats() { return _mm256_setzero_ps(); }
-inline __attribute__((always_inline)) Integers no_integers() { return _mm256_setzero_si256(); }
 inline __attribute__((always_inline)) Floats all(float value) { return _mm256_set1_ps(value); }
-inline __attribute__((always_inline)) Integers all16(int value) { return _mm256_set1_epi16(short(value)); }
-inline __attribute__((always_inline)) Integers all32(int value) { return _mm256_set1_epi32(value); }
 inline __attribute__((always_inline)) Integers four_times(__m128i value) { return _mm256_broadcastsi128_si256(value); }
 
-inline __attribute__((always_inline)) Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline __attribute__((always_inline)) Floats times_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline __attribute__((always_inline)) Floats minus_times(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
-inline __attribute__((always_inline)) Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
-inline __attribute__((always_inline)) Floats minus(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
-inline __attribute__((always_inline)) Floats magnitude(Floats value) { return _mm256_and_ps(value, _mm256_castsi256_ps(all32(0x7fffffff))); }
 inline __attribute__((always_inline)) Floats where_less(Floats value, Floats limit) {
   return _mm256_and_ps(value, _mm256_cmp_ps(value, limit, _CMP_LT_OQ));
 }
-inline __attribute__((always_inline)) Integers plus32(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
-inline __attribute__((always_inline)) Integers both(Integers a, Integers b) { return _mm256_and_si256(a, b); }
-inline __attribute__((always_inline)) Integers either(Integers a, Integers b) { return _mm256_or_si256(a, b); }
-inline __attribute__((always_inline)) Integers left16(Integers lanes, int by) { return _mm256_slli_epi16(lanes, by); }
-inline __attribute__((always_inline)) Integers right16(Integers lanes, int by) { return _mm256_srli_epi16(lanes, by); }
-inline __attribute__((always_inline)) Integers right16_signed(Integers lanes, int by) { return _mm256_srai_epi16(lanes, by); }
-inline __attribute__((always_inline)) Integers left32(Integers lanes, int by) { return _mm256_slli_epi32(lanes, by); }
 inline __attribute__((always_inline)) Integers bytes_of(Integers table, Integers at) { return _mm256_shuffle_epi8(table, at); }
 
-inline __attribute__((always_inline)) Floats to_floats(Integers lanes) { return _mm256_cvtepi32_ps(lanes); }
 inline __attribute__((always_inline)) Integers rounded(Floats lanes) { return _mm256_cvtps_epi32(lanes); }
 inline __attribute__((always_inline)) __m256i narrow16(const Integers (&lanes)[2]) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(lanes[0], lanes[1]), 0xd8);
@@ -124,17 +107,15 @@ inline __attribute__((always_inline)) int32_t sum_of(Integers lanes) {
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 inline __attribute__((always_inline)) Floats halves_to_floats(HalfIntegers halves) { return _mm256_cvtph_ps(halves); }
-inline __attribute__((always_inline)) Floats bf16_to_floats(HalfIntegers halves) {
-  return _mm256_castsi256_ps(left32(_mm256_cvtepu16_epi32(halves), 16));
-}
+inline __attribute__((always_inline)) Floats bf16_to_floats(HalfIntegers halves) { return bits<Floats>(left32(_mm256_cvtepu16_epi32(halves), 16)); }
 inline __attribute__((always_inline)) Integers widen_bytes(HalfIntegers bytes) { return _mm256_cvtepi8_epi16(bytes); }
 inline __attribute__((always_inline)) HalfIntegers lower(Integers lanes) { return _mm256_castsi256_si128(lanes); }
 inline __attribute__((always_inline)) HalfIntegers upper(Integers lanes) { return _mm256_extracti128_si256(lanes, 1); }
 inline __attribute__((always_inline)) Floats both_parities(const float* x) {
   return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(x)));
 }
-inline __attribute__((always_inline)) Integers lower_bytes_up(Integers bytes) { return _mm256_unpacklo_epi8(no_integers(), bytes); }
-inline __attribute__((always_inline)) Integers upper_bytes_up(Integers bytes) { return _mm256_unpackhi_epi8(no_integers(), bytes); }
+inline __attribute__((always_inline)) Integers lower_bytes_up(Integers bytes) { return _mm256_unpacklo_epi8(Integers{}, bytes); }
+inline __attribute__((always_inline)) Integers upper_bytes_up(Integers bytes) { return _mm256_unpackhi_epi8(Integers{}, bytes); }
 inline __attribute__((always_inline)) Integers by_half(Integers lanes) { return _mm256_permute4x64_epi64(lanes, 0xd8); }
 inline __attribute__((always_inline)) Floats sums_of_columns(Floats first, Floats second) {
   // c0 c1 c4 c5 c2 c3 c6 c7 -> in order

@@ -36,7 +36,7 @@ struct DirectFp8 {
 
   inline __attribute__((always_inline)) explicit DirectFp8(const uint8_t* from) {
     const Integers line = load<Integers>(from), codes[2] = {lower_bytes_up(line), upper_bytes_up(line)};
-    for (int r = 0; r < 2; ++r) halves[r] = both(right16_signed(codes[r], 1), all16(0xbf80));  // all bits but 14
+    for (int r = 0; r < 2; ++r) halves[r] = right16_signed(codes[r], 1) & all16(0xbf80);  // all bits but 14
   }
   template <int R>
   inline __attribute__((always_inline)) Floats get(int group) const {
@@ -70,7 +70,7 @@ inline __attribute__((always_inline)) Floats group_scales_of(int format, const u
   exponents = _mm256_max_epu32(left32(_mm256_cvtepu8_epi32(codes), 23), all32(0x00400000));
   halves = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(short(0xbf80)));
 #endif
-  return format == kNvFp4 ? times(halves_to_floats(halves), all(DirectFp8::kUnscaled)) : bits<Floats>(exponents);
+  return format == kNvFp4 ? halves_to_floats(halves) * all(DirectFp8::kUnscaled) : bits<Floats>(exponents);
 }
 
 // Scales of the parts of one unit of k of a pair.
@@ -124,8 +124,8 @@ inline __attribute__((always_inline)) void close_part(const Floats (&sums)[N][G]
 #pragma GCC unroll 4
     for (int g = 0; g < G; g += 2) {
       Floats sum = sums_of_columns(sums[m][g], sums[m][g + 1]);
-      if (unscaled != 1.0f) sum = times(sum, all(unscaled));
-      const Floats factor = times(load<Floats>(scales + kColumns * g), all(row));
+      if (unscaled != 1.0f) sum = sum * all(unscaled);
+      const Floats factor = load<Floats>(scales + kColumns * g) * all(row);
       store(to + kColumns * g, times_plus(sum, factor, load<Floats>(to + kColumns * g)));
     }
   }
@@ -153,7 +153,7 @@ __attribute__((noinline)) void multiply_direct(const uint8_t* packed, int ahead,
       const float* x = rows.x + 2 * from;
       Floats sums[N][G];
       for (int m = 0; m < N; ++m)
-        for (int g = 0; g < G; ++g) sums[m][g] = no_floats();
+        for (int g = 0; g < G; ++g) sums[m][g] = Floats{};
       for (int at = from; at < end; at += kRows, line += kPanelRow, x += 2 * kRows) {
         if (first == 0) {
           _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
@@ -181,7 +181,7 @@ __attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs,
       const float *w = panel + from * kPairLanes + kLanes * first, *x = rows.x + 2 * from;
       Floats sums[N][G];
       for (int m = 0; m < N; ++m)
-        for (int g = 0; g < G; ++g) sums[m][g] = no_floats();
+        for (int g = 0; g < G; ++g) sums[m][g] = Floats{};
 #pragma GCC unroll 2
       for (int at = from; at < end; ++at, w += kPairLanes, x += 2) {
         for (int line = 0; line < Lines; ++line) _mm_prefetch(reinterpret_cast<const char*>(next + at * pair_bytes + line * 64), _MM_HINT_T0);

@@ -55,26 +55,26 @@ inline bool to_integers(const uint16_t* x, int count, int top_bit, int term, int
   }
   const int exponent = (largest >> 7) - top_bit > 1 ? (largest >> 7) - top_bit : 1;
   const Floats inverse = all(bits<float>((254 - exponent) << 23)), limit = all(of_term(-term) * kMostLost);
-  const Floats most_scaled = times(all(widen_one(uint16_t(largest))), inverse);
-  Integers sums = no_integers();
+  const Floats most_scaled = all(widen_one(uint16_t(largest))) * inverse;
+  Integers sums = Integers{};
   constexpr int kParts = 16 / kLanes;
   Floats excess[kParts];  // of what is lost over its limit
-  for (Floats& each : excess) each = no_floats();
+  for (Floats& each : excess) each = Floats{};
   for (int i = 0; i < count; i += 16) {
     Integers codes[kParts];
     for (int part = 0; part < kParts; ++part) {
-      Floats scaled = times(bf16_to_floats(load<HalfIntegers>(x + i + kLanes * part)), inverse);
+      Floats scaled = bf16_to_floats(load<HalfIntegers>(x + i + kLanes * part)) * inverse;
       excess[part] = minus_times(where_less(magnitude(scaled), most_scaled), limit, excess[part]);
-      for (int before = 0; before < term; ++before) scaled = times(minus(scaled, to_floats(rounded(scaled))), all(of_term(-1)));
+      for (int before = 0; before < term; ++before) scaled = (scaled - to_floats(rounded(scaled))) * all(of_term(-1));
       codes[part] = rounded(scaled);
-      excess[part] = plus(excess[part], magnitude(minus(scaled, to_floats(codes[part]))));
+      excess[part] = excess[part] + magnitude(scaled - to_floats(codes[part]));
       sums = plus32(sums, codes[part]);
     }
     store(to + i, narrow16(codes));
   }
   *sum = sum_of(sums);
   *scale = bits<float>(exponent << 23) * of_term(term);
-  return term + 1 < kMostTerms && sum_of(kParts == 2 ? plus(excess[0], excess[kParts - 1]) : excess[0]) > 0.0f;
+  return term + 1 < kMostTerms && sum_of(kParts == 2 ? excess[0] + excess[kParts - 1] : excess[0]) > 0.0f;
 }
 
 // Decoding policies for the packed codes of kLanes columns and kPairs k pairs, kVectorBytes in each of some lines: get<r>(line)
@@ -84,7 +84,7 @@ inline bool to_integers(const uint16_t* x, int count, int top_bit, int term, int
 // Right by `bit`, without the bits above `width`: no instruction more than that takes, as both are known when it is inlined.
 inline __attribute__((always_inline)) Integers cut(Integers lanes, int bit, int width) {
   const Integers shifted = bit == 0 ? lanes : right16(lanes, bit);
-  return bit + width == 16 ? shifted : both(shifted, all16((1 << width) - 1));
+  return bit + width == 16 ? shifted : shifted & all16((1 << width) - 1);
 }
 
 // Codes in one piece or in several, of four to six bits.
@@ -95,10 +95,10 @@ struct Pieces {
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
-    Integers codes = no_integers();
+    Integers codes = Integers{};
     each_piece(Format, R, [&](const Piece& piece) __attribute__((always_inline)) {
       const Integers bits = cut(load<Integers>(line + piece.line * kPanelRow), piece.lane_bit, piece.width);
-      codes = either(codes, piece.code_bit == 0 ? bits : left16(bits, piece.code_bit));
+      codes |= piece.code_bit == 0 ? bits : left16(bits, piece.code_bit);
     });
     return codes;
   }
@@ -116,8 +116,8 @@ struct TwiceE2m1 {
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
     const Integers table = four_times(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
     const Integers all_four = load<Integers>(line), halves = R % 2 == 0 ? all_four : right16(all_four, 4);
-    const Integers values = bytes_of(table, both(halves, all16(0x0f0f)));  // of k pairs R % 2, + 2
-    return R < 2 ? left16(values, 8) : both(values, all16(0xff00));
+    const Integers values = bytes_of(table, halves & all16(0x0f0f));  // of k pairs R % 2, + 2
+    return R < 2 ? left16(values, 8) : values & all16(0xff00);
   }
 };
 
@@ -176,7 +176,7 @@ struct Totals {
       const Floats x = Minima ? all(rows.of.sums[m * kMostScaledParts + part]) : row;
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        const Floats factor = times(row, load<Floats>(parts.scales + of_part + kLanes * v));
+        const Floats factor = row * load<Floats>(parts.scales + of_part + kLanes * v);
         const Floats before = kIsWide ? held[kIsWide ? m : 0][kIsWide ? v : 0] : load<Floats>(at(m, v));
         Floats total = times_plus(to_floats(sums[m][v]), factor, before);
         if (Minima) total = minus_times(x, load<Floats>(parts.minima + of_part + kLanes * v), total);
@@ -223,53 +223,54 @@ inline __attribute__((always_inline)) void add_line(const uint8_t* line, const i
   if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, sums);
 }
 
-// N rows times packed codes, V vectors of columns at a time. ahead: prefetch distance, 0: none.
-template <typename Policy, int N, int V>
-__attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
-  const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
+// A unit of a pair times N rows, V vectors of columns at a time: add(sums, first, from, end) adds the products of k pairs from .. end.
+template <int N, int V, typename Add>
+inline __attribute__((always_inline)) void multiply_parts_of(const PackedUnit& unit, const SomeRows<N>& rows, Add add) {
   for (int first = 0; first < kVectors; first += V) {
     Totals<N, V> totals(rows, first);
     for (int part = 0; part < unit.parts.num_parts; ++part) {
       Integers sums[N][V];
+#pragma GCC unroll 8
       for (int m = 0; m < N; ++m)
         for (int v = 0; v < V; ++v) sums[m][v] = rows.start(m, part);
-      for (int at = part * unit.parts.pairs; at < unit.end(part); at += Policy::kPairs) {
-        const uint8_t* line = unit.packed + size_t(at / Policy::kPairs) * line_bytes;
-        for (size_t byte = 0; first == 0 && byte < line_bytes; byte += 64) prefetch_line(line + byte, ahead);
-        add_line<Policy, 0>(line + kVectorBytes * first, rows.of.x + 2 * at, sums);
-      }
+      add(sums, first, part * unit.parts.pairs, unit.end(part));
       totals.add(sums, part, unit.parts);
     }
     totals.put();
   }
 }
 
-// The same with a panel. next: packed weights to prefetch meanwhile, `pair_bytes` a k pair; null: none.
+// Of packed codes. ahead: prefetch distance, 0: none.
+template <typename Policy, int N, int V>
+__attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
+  const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
+  multiply_parts_of<N, V>(unit, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
+    for (int at = from; at < end; at += Policy::kPairs) {
+      const uint8_t* line = unit.packed + size_t(at / Policy::kPairs) * line_bytes;
+      for (size_t byte = 0; first == 0 && byte < line_bytes; byte += 64) prefetch_line(line + byte, ahead);
+      add_line<Policy, 0>(line + kVectorBytes * first, rows.of.x + 2 * at, sums);
+    }
+  });
+}
+
+// Of a panel. next: packed weights to prefetch meanwhile, `pair_bytes` a k pair; null: none.
 template <int N, int V>
 __attribute__((noinline)) void multiply_panel(const PackedUnit& unit, const uint8_t* next, size_t pair_bytes, const SomeRows<N>& rows) {
-  for (int first = 0; first < kVectors; first += V) {
-    Totals<N, V> totals(rows, first);
-    for (int part = 0; part < unit.parts.num_parts; ++part) {
-      Integers sums[N][V];
-      for (int m = 0; m < N; ++m)
-        for (int v = 0; v < V; ++v) sums[m][v] = rows.start(m, part);
-      for (int at = part * unit.parts.pairs; at < unit.end(part); ++at) {
-        const uint8_t* line = unit.packed + size_t(at) * kPanelRow + kVectorBytes * first;
-        if (next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(next + at * pair_bytes), _MM_HINT_T0);
-        Integers two[N];
+  multiply_parts_of<N, V>(unit, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
+    for (int at = from; at < end; ++at) {
+      const uint8_t* line = unit.packed + size_t(at) * kPanelRow + kVectorBytes * first;
+      if (next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(next + at * pair_bytes), _MM_HINT_T0);
+      Integers two[N];
 #pragma GCC unroll 8
-        for (int m = 0; m < N; ++m) two[m] = two_inputs(rows.x(m) + 2 * at);
+      for (int m = 0; m < N; ++m) two[m] = two_inputs(rows.x(m) + 2 * at);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          const Integers codes = load<Integers>(line + kVectorBytes * v);
+      for (int v = 0; v < V; ++v) {
+        const Integers codes = load<Integers>(line + kVectorBytes * v);
 #pragma GCC unroll 8
-          for (int m = 0; m < N; ++m) add_products(codes, two[m], sums[m][v]);
-        }
+        for (int m = 0; m < N; ++m) add_products(codes, two[m], sums[m][v]);
       }
-      totals.add(sums, part, unit.parts);
     }
-    totals.put();
-  }
+  });
 }
 
 template <typename Policy, int R = 0>

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS, KernelFormat
@@ -16,6 +17,11 @@ TILES = dict.fromkeys(("order_ptr", "tiles_ptr", "count_ptr"), "*i32")
 ANY, SIXTEENTH = "any", "a multiple of 16"
 Integers = dict[str, int | str]
 """By argument: ANY, SIXTEENTH, or the value 1, which Triton compiles in."""
+
+
+def is_after_3_6() -> bool:
+    """Whether Triton is newer than 3.6, with which the recorded figures were taken."""
+    return tuple(map(int, version("triton").split(".")[:2])) > (3, 6)
 
 
 def integers(kernel: str, format: str) -> Integers:

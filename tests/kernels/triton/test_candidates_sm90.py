@@ -16,14 +16,15 @@ import pytest
 
 from moe_mk.experts.triton.tuning import CANDIDATES
 from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
-from tests.kernels.triton.sm90_gemms import by_hand, w2_of, w13_of
+from tests.kernels.triton.sm90_gemms import by_hand, is_after_3_6, w2_of, w13_of
 
 FILE = Path(__file__).parent / "compiled.json"
 PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
 BEGIN, END = "<!-- compiled_tiles: begin -->", "<!-- compiled_tiles: end -->"
-SLACK = 1.1
-"""Of the instructions of a step, for another release of the compiler: those recorded are of Triton 3.6; of 3.8, one
-candidate has 8 % more."""
+SLACK = 1.05
+"""Of the instructions of a step, for another patch release of the compiler."""
+STEPS_AFTER_3_6 = {(Tile(32, True, 4, 4), "w2"): 181}
+"""Those of Triton 3.8, where it needs more than 3.6, with which compiled.json is written."""
 IN_CI = (Tile(16, True, 4, 5), Tile(8, True, 4, 6, "gluon"))
 
 
@@ -61,8 +62,9 @@ def recorded() -> dict[str, Any]:
 def test_a_candidate_keeps_to_its_budget(tile: Tile) -> None:
     for gemm, built in found(tile).items():
         budget = recorded()[name(tile)][gemm]
+        step = STEPS_AFTER_3_6.get((tile, gemm), budget["step"]) if is_after_3_6() else budget["step"]
         assert built["spills"] == 0 and built["shared"] < SHARED_MEMORY, gemm
-        assert built["products"] == budget["products"] and built["step"] <= SLACK * budget["step"], gemm
+        assert built["products"] == budget["products"] and built["step"] <= SLACK * step, gemm
         assert built["store"] >= budget["store"], "rows are stored at least as widely as before"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +12,7 @@ from moe_mk.experts.triton.mxfp4 import LARGEST_SHIFT, in_words
 from moe_mk.experts.triton.tuning import BUILT_IN, DECODED, DECODED_TO_FP8, INTEGERS
 from moe_mk.kernels.reference import e2m1
 from moe_mk.kernels.triton.tile import SHARED_MEMORY, Tile
-from tests.kernels.triton.sm90_gemms import w2_of, w13, w13_of
+from tests.kernels.triton.sm90_gemms import is_after_3_6, w2_of, w13, w13_of
 
 if TYPE_CHECKING:
     from tests.kernels.triton.sm90 import Compiled
@@ -44,8 +43,7 @@ def check_format(format: str, built: Compiled, *, swap: bool, stack: int = 0) ->
 
 def stack_of_w13(format: str, tile: Tile) -> int:
     """Triton 3.6 keeps all in registers; 3.8 has six words of w13 with mxfp4 and 128 rows outside, not in the loop."""
-    after_3_6 = tuple(map(int, version("triton").split(".")[:2])) > (3, 6)
-    spilling = after_3_6 and format == "mxfp4" and tile.rows == 128
+    spilling = is_after_3_6() and format == "mxfp4" and tile.rows == 128
     return 24 if spilling else 0
 
 
@@ -105,8 +103,8 @@ def test_mxfp4_is_decoded_to_fp8_without_a_conversion_instruction(place: int) ->
         assert not built.in_step["F2FP"] and not built.in_step["I2F"] and not built.in_step["F2F"]
         assert built.step <= SLACK * recorded
         if tile.swap:
-            # Two words of shifts a block with Triton 3.6, four with 3.8; the codes of a block would be four or more.
-            assert built.in_step["STS"] <= 4 * blocks, "shifts go through shared memory, weights do not"
+            words = 4 if is_after_3_6() else 2  # of shifts, a block
+            assert built.in_step["STS"] <= words * blocks, "shifts go through shared memory, weights do not"
 
 
 @pytest.mark.slow
