@@ -67,6 +67,25 @@ def test_rows_equal_f64_whatever_their_number(
             assert error(y, wanted) < limit(inter), (isa, rows)
 
 
+@pytest.mark.parametrize("storage", [Storage.FP8, Storage.MXFP8])
+def test_zeros_and_subnormals_alone_equal_f64(native: Native, isas: list[IsaHere], storage: Storage) -> None:
+    # Among codes of all sizes a wrong subnormal is smaller than the roundings. Scales bring them to the size of others.
+    layer, draw = Layer(2, 96, 64, storage), torch.Generator("cpu").manual_seed(0)
+    for name in ("gate", "up", "down"):
+        values, scales = layer.parts[name], layer.scales[name]
+        assert scales is not None
+        sizes, signs = (torch.randint(0, most, values.shape, generator=draw) for most in (8, 2))
+        layer.parts[name] = (sizes + 128 * signs).to(torch.uint8).view(values.dtype)
+        larger = scales * 512 if scales.dtype is torch.float32 else (scales.view(torch.uint8) + 9).view(scales.dtype)
+        layer.scales[name] = larger
+    w13, w2 = layer.pack(native)
+    for rows in (1, 5, 40):
+        x, ids, weights = batch(rows, 96, 2, 2, seed=rows)
+        wanted = layer.reference(x, ids, weights, ExpertsMode())
+        for library, isa in isas:
+            assert error(experts_rows(library, x, ids, weights, w13, w2, isa=isa), wanted) < limit(), (isa, rows)
+
+
 @pytest.mark.parametrize("storage", [Storage.FP8, Storage.FP8_CHANNEL, Storage.INT8])
 def test_scales_of_blocks_and_channels_are_exact_for_few_and_many_rows(
     native: Native, isas: list[IsaHere], storage: Storage
