@@ -1,6 +1,6 @@
 // Properties of the stored formats: width of a code, and number of k per scale. To add a format, add a line here and a
-// decoding policy in portable.h and avx512.h; pack.cpp needs a policy if codes are not permuted as words. The tile loops
-// are the same for all formats.
+// decoding policy in portable.h, avx512.h, and rows_int16.h (integers) or rows_f32.h; pack.cpp needs a policy if codes are not
+// permuted as words. The loops over rows and tiles are the same for all formats.
 #pragma once
 #include <cstddef>
 

@@ -39,14 +39,14 @@ inline __attribute__((always_inline)) Floats magnitude(Floats value) { return bi
 #if defined(__AVX512F__)
 
 inline __attribute__((always_inline)) Floats all(float value) { return _mm512_set1_ps(value); }
-inline __attribute__((always_inline)) Integers four_times(__m128i value) { return _mm512_broadcast_i32x4(value); }
+inline __attribute__((always_inline)) Integers repeated(__m128i value) { return _mm512_broadcast_i32x4(value); }
 
 inline __attribute__((always_inline)) Floats times_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline __attribute__((always_inline)) Floats minus_times(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
 inline __attribute__((always_inline)) Floats where_less(Floats value, Floats limit) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(value, limit, _CMP_LT_OQ), value);
 }
-inline __attribute__((always_inline)) Integers bytes_of(Integers table, Integers at) { return _mm512_shuffle_epi8(table, at); }
+inline __attribute__((always_inline)) Integers shuffled(Integers table, Integers at) { return _mm512_shuffle_epi8(table, at); }
 
 inline __attribute__((always_inline)) Integers rounded(Floats lanes) { return _mm512_cvtps_epi32(lanes); }
 inline __attribute__((always_inline)) __m256i narrow16(const Integers (&lanes)[1]) { return _mm512_cvtepi32_epi16(lanes[0]); }
@@ -83,14 +83,14 @@ inline __attribute__((always_inline)) void add_products(Integers codes, Integers
 #else
 
 inline __attribute__((always_inline)) Floats all(float value) { return _mm256_set1_ps(value); }
-inline __attribute__((always_inline)) Integers four_times(__m128i value) { return _mm256_broadcastsi128_si256(value); }
+inline __attribute__((always_inline)) Integers repeated(__m128i value) { return _mm256_broadcastsi128_si256(value); }
 
 inline __attribute__((always_inline)) Floats times_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline __attribute__((always_inline)) Floats minus_times(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
 inline __attribute__((always_inline)) Floats where_less(Floats value, Floats limit) {
   return _mm256_and_ps(value, _mm256_cmp_ps(value, limit, _CMP_LT_OQ));
 }
-inline __attribute__((always_inline)) Integers bytes_of(Integers table, Integers at) { return _mm256_shuffle_epi8(table, at); }
+inline __attribute__((always_inline)) Integers shuffled(Integers table, Integers at) { return _mm256_shuffle_epi8(table, at); }
 
 inline __attribute__((always_inline)) Integers rounded(Floats lanes) { return _mm256_cvtps_epi32(lanes); }
 inline __attribute__((always_inline)) __m256i narrow16(const Integers (&lanes)[2]) {

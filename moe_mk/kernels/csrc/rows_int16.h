@@ -114,9 +114,9 @@ struct TwiceE2m1 {
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
-    const Integers table = four_times(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    const Integers table = repeated(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
     const Integers all_four = load<Integers>(line), halves = R % 2 == 0 ? all_four : right16(all_four, 4);
-    const Integers values = bytes_of(table, halves & all16(0x0f0f));  // of k pairs R % 2, + 2
+    const Integers values = shuffled(table, halves & all16(0x0f0f));  // of k pairs R % 2, + 2
     return R < 2 ? left16(values, 8) : values & all16(0xff00);
   }
 };
@@ -128,8 +128,8 @@ struct Bytes {
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
-    const Integers by_pair = four_times(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-    const Integers halves = by_half(bytes_of(load<Integers>(line), by_pair));
+    const Integers by_pair = repeated(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    const Integers halves = by_half(shuffled(load<Integers>(line), by_pair));
     return widen_bytes(R == 0 ? lower(halves) : upper(halves));
   }
 };
