@@ -114,13 +114,12 @@ inline __attribute__((always_inline)) HalfIntegers upper(Integers lanes) { retur
 inline __attribute__((always_inline)) Floats both_parities(const float* x) {
   return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(x)));
 }
-inline __attribute__((always_inline)) Integers lower_bytes_up(Integers bytes) { return _mm256_unpacklo_epi8(Integers{}, bytes); }
-inline __attribute__((always_inline)) Integers upper_bytes_up(Integers bytes) { return _mm256_unpackhi_epi8(Integers{}, bytes); }
 inline __attribute__((always_inline)) Integers by_half(Integers lanes) { return _mm256_permute4x64_epi64(lanes, 0xd8); }
-inline __attribute__((always_inline)) Floats sums_of_columns(Floats first, Floats second) {
-  // c0 c1 c4 c5 c2 c3 c6 c7 -> in order
-  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_hadd_ps(first, second)), 0xd8));
-}
+// bf16 of both parities of two columns of each 16 bytes.
+inline __attribute__((always_inline)) Floats lower_bf16_to_floats(Integers halves) { return bits<Floats>(_mm256_unpacklo_epi16(Integers{}, halves)); }
+inline __attribute__((always_inline)) Floats upper_bf16_to_floats(Integers halves) { return bits<Floats>(_mm256_unpackhi_epi16(Integers{}, halves)); }
+// Even and odd parities of the first and of the second halves of two groups, added: 8 columns in order.
+inline __attribute__((always_inline)) Floats sums_of_columns(Floats first, Floats second) { return _mm256_hadd_ps(first, second); }
 // NOTE gcc 12 moves additions away from their products, and spills the sums: the order is kept by the assembly.
 inline __attribute__((always_inline)) void add_products(Integers codes, Integers x, Integers& sum) {
   const Integers products = _mm256_madd_epi16(codes, x);

@@ -19,43 +19,93 @@ namespace {
 
 constexpr int kDirectRows = 4;
 constexpr int kPanelGroup = kIsWide ? 6 : 3;  // rows times a panel: with four groups 24 or 12 chains, which hide the latency of multiply-adds
+constexpr int kLastGroup = kIsWide ? 6 : 4;   // as many left are multiplied in one go
+constexpr int kSharing = kIsWide ? 1 : 4;     // groups of rows that share the prefetches of a unit
 constexpr int kPairLanes = 2 * kPairColumns;  // floats of a k pair in a panel
 constexpr int kMostScaledParts = 2 * kUnitSteps;  // of a unit of kUnitSteps steps, the k of a panel
 
 // Groups of columns that so many rows are multiplied with at a time, so that all sums stay in registers.
 constexpr int groups_of_rows(int rows) { return kIsWide ? kGroups : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
-// Decoding policies for two neighbouring groups, kGroupBytes each, which hold kRows k pairs: get<r>(group) returns k pair r.
+// Decoding policies for two neighbouring groups, kGroupBytes each, which hold kRows k pairs: get<r>(at) returns one of the two vectors
+// of k pair r: of a group each with 512 bits, of the first and of the second halves of both groups with 256.
 // kUnscaled: the factor that sums are multiplied by afterwards.
 
-// Codes become f16 with an exponent that is 8 too small; subnormal codes become subnormal f16.
-struct DirectFp8 {
-  static constexpr int kRows = 2;
-  static constexpr float kUnscaled = 256.0f;
-  Integers halves[2];  // of a k pair
+constexpr float kHalvesUnscaled = 256.0f;  // of e4m3 codes whose bits are moved to those of f16: the exponent is 8 too small
 
-  inline __attribute__((always_inline)) explicit DirectFp8(const uint8_t* from) {
+#if defined(__AVX512F__)
+
+struct Fp8Codes {
+  static constexpr int kRows = 2;
+  static constexpr float kUnscaled = kHalvesUnscaled;
+  Integers halves[2];  // of a k pair; subnormal codes are subnormal f16
+
+  inline __attribute__((always_inline)) explicit Fp8Codes(const uint8_t* from) {
     const Integers line = load<Integers>(from), codes[2] = {lower_bytes_up(line), upper_bytes_up(line)};
     for (int r = 0; r < 2; ++r) halves[r] = right16_signed(codes[r], 1) & all16(0xbf80);  // all bits but 14
   }
   template <int R>
-  inline __attribute__((always_inline)) Floats get(int group) const {
-    return halves_to_floats(group == 0 ? lower(halves[R]) : upper(halves[R]));
+  inline __attribute__((always_inline)) Floats get(int at) const {
+    return halves_to_floats(at == 0 ? lower(halves[R]) : upper(halves[R]));
   }
 };
 
-struct DirectBf16 {
+struct Bf16Codes {
   static constexpr int kRows = 1;
   static constexpr float kUnscaled = 1.0f;
-  HalfIntegers halves[2];
+  HalfIntegers groups[2];
 
-  inline __attribute__((always_inline)) explicit DirectBf16(const uint8_t* from)
-      : halves{load<HalfIntegers>(from), load<HalfIntegers>(from + kGroupBytes)} {}
+  inline __attribute__((always_inline)) explicit Bf16Codes(const uint8_t* from)
+      : groups{load<HalfIntegers>(from), load<HalfIntegers>(from + kGroupBytes)} {}
   template <int R>
-  inline __attribute__((always_inline)) Floats get(int group) const {
-    return bf16_to_floats(halves[group]);
+  inline __attribute__((always_inline)) Floats get(int at) const {
+    return bf16_to_floats(groups[at]);
   }
 };
+
+#else
+
+// The two bytes of the bf16 of a code: the upper one is a table of the code's upper four bits, the lower one holds its lower four. Codes of
+// a zero exponent have tables of their own, for lines that contain one.
+struct Fp8Codes {
+  static constexpr int kRows = 2;
+  static constexpr float kUnscaled = 1.0f;
+  Integers halves[2];  // of a k pair
+
+  inline __attribute__((always_inline)) explicit Fp8Codes(const uint8_t* from) {
+    const Integers line = load<Integers>(from);
+    const Integers normal = repeated(_mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
+    Integers high = shuffled(normal, right16(line, 4) & all16(0x0f0f)), low = left16(line & all16(0x0f0f), 4);
+    const Integers small = _mm256_cmpeq_epi8(line & all16(0x7878), Integers{});
+    if (__builtin_expect(_mm256_movemask_epi8(small) != 0, 0)) {
+      const Integers high_of = repeated(_mm_setr_epi8(0, 59, 59, 59, 60, 60, 60, 60, 0, 0, 0, 0, 0, 0, 0, 0));
+      const Integers low_of = repeated(_mm_setr_epi8(0, 0, -128, -64, 0, 32, 64, 96, 0, 0, 0, 0, 0, 0, 0, 0));
+      const Integers mantissa = line & all16(0x0707);
+      high = _mm256_blendv_epi8(high, shuffled(high_of, mantissa) | (line & all16(0x8080)), small);
+      low = _mm256_blendv_epi8(low, shuffled(low_of, mantissa), small);
+    }
+    halves[0] = _mm256_unpacklo_epi8(low, high);
+    halves[1] = _mm256_unpackhi_epi8(low, high);
+  }
+  template <int R>
+  inline __attribute__((always_inline)) Floats get(int at) const {
+    return at == 0 ? lower_bf16_to_floats(halves[R]) : upper_bf16_to_floats(halves[R]);
+  }
+};
+
+struct Bf16Codes {
+  static constexpr int kRows = 1;
+  static constexpr float kUnscaled = 1.0f;
+  Integers line;
+
+  inline __attribute__((always_inline)) explicit Bf16Codes(const uint8_t* from) : line(load<Integers>(from)) {}
+  template <int R>
+  inline __attribute__((always_inline)) Floats get(int at) const {
+    return at == 0 ? lower_bf16_to_floats(line) : upper_bf16_to_floats(line);
+  }
+};
+
+#endif
 
 // kLanes byte scales of groups (apply_scales.h), as f32: e4m3 of kNvFp4, powers of two of the others.
 inline __attribute__((always_inline)) Floats group_scales_of(int format, const uint8_t* from) {
@@ -70,7 +120,7 @@ inline __attribute__((always_inline)) Floats group_scales_of(int format, const u
   exponents = _mm256_max_epu32(left32(_mm256_cvtepu8_epi32(codes), 23), all32(0x00400000));
   halves = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(short(0xbf80)));
 #endif
-  return format == kNvFp4 ? halves_to_floats(halves) * all(DirectFp8::kUnscaled) : bits<Floats>(exponents);
+  return format == kNvFp4 ? halves_to_floats(halves) * all(kHalvesUnscaled) : bits<Floats>(exponents);
 }
 
 // Scales of the parts of one unit of k of a pair.
@@ -142,10 +192,13 @@ inline __attribute__((always_inline)) void add_row(const Policy& weights, int g,
   }
 }
 
-// One unit of N rows straight from the packed bytes, G groups of columns at a time.
+// One unit of N rows straight from the packed bytes, G groups of columns at a time. What is prefetched is spread over all of them, so that
+// requests to memory never pause.
 template <typename Policy, int N, int G>
 __attribute__((noinline)) void multiply_direct(const uint8_t* packed, int ahead, int num_pairs, const UnitParts& parts, const UnitRows& rows) {
-  constexpr int kRows = Policy::kRows;
+  constexpr int kRows = Policy::kRows, kPasses = kGroups / G;
+  const size_t unit_bytes = size_t(num_pairs / kRows) * kPanelRow;
+  const uint8_t* next = packed + (kPasses == 1 || size_t(ahead) > unit_bytes ? size_t(ahead) : unit_bytes);
   for (int first = 0; first < kGroups; first += G)
     for (int part = 0; part < parts.num_parts; ++part) {
       const int from = part * parts.pairs, end = from + parts.pairs < num_pairs ? from + parts.pairs : num_pairs;
@@ -155,10 +208,9 @@ __attribute__((noinline)) void multiply_direct(const uint8_t* packed, int ahead,
       for (int m = 0; m < N; ++m)
         for (int g = 0; g < G; ++g) sums[m][g] = Floats{};
       for (int at = from; at < end; at += kRows, line += kPanelRow, x += 2 * kRows) {
-        if (first == 0) {
-          _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
-          _mm_prefetch(reinterpret_cast<const char*>(line + ahead + 64), _MM_HINT_T0);
-        }
+        _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
+        if constexpr (kPasses == 1) _mm_prefetch(reinterpret_cast<const char*>(next + 64), _MM_HINT_T0);
+        next += kPanelRow / kPasses;
 #pragma GCC unroll 4
         for (int g = 0; g < G; g += 2) {
           const Policy weights(line + kGroupBytes * g);
@@ -170,11 +222,11 @@ __attribute__((noinline)) void multiply_direct(const uint8_t* packed, int ahead,
     }
 }
 
-// The same from a panel. next: packed weights to prefetch meanwhile, `pair_bytes` (Lines cache lines) a k pair: their requests to
-// memory are spread over the products, and decoding does not wait for them.
+// The same from a panel. next: packed weights to prefetch meanwhile, `share` bytes; Lines: that a k pair has of them at most, 0: none.
 template <int N, int G, int Lines>
 __attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs, float unscaled, const UnitParts& parts, const UnitRows& rows,
-                                              const uint8_t* next, size_t pair_bytes) {
+                                              const uint8_t* next, size_t share) {
+  const size_t stride = share / size_t(kGroups / G * num_pairs);
   for (int first = 0; first < kGroups; first += G)
     for (int part = 0; part < parts.num_parts; ++part) {
       const int from = part * parts.pairs, end = from + parts.pairs < num_pairs ? from + parts.pairs : num_pairs;
@@ -184,7 +236,9 @@ __attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs,
         for (int g = 0; g < G; ++g) sums[m][g] = Floats{};
 #pragma GCC unroll 2
       for (int at = from; at < end; ++at, w += kPairLanes, x += 2) {
-        for (int line = 0; line < Lines; ++line) _mm_prefetch(reinterpret_cast<const char*>(next + at * pair_bytes + line * 64), _MM_HINT_T0);
+        if constexpr (Lines > 0) _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
+        if constexpr (Lines > 1 && G == kGroups) _mm_prefetch(reinterpret_cast<const char*>(next + 64), _MM_HINT_T0);
+        next += stride;
         Floats two[N];
 #pragma GCC unroll 8
         for (int m = 0; m < N; ++m) two[m] = both_parities(x + m * rows.stride);
@@ -251,31 +305,31 @@ void each_unit(const Columns& w, const Rows& rows, const Scratch& scratch, float
   }
 }
 
-// At most kPanelGroup of `left` rows.
-template <int Lines, int N = kPanelGroup, typename... Arguments>
-void multiply_group(int left, Arguments&&... given) {
+template <int Lines, int N = kLastGroup, typename... Arguments>
+void multiply_group(int rows, Arguments&&... given) {
   if constexpr (N > 1) {
-    if (left < N) return multiply_group<Lines, N - 1>(left, given...);
+    if (rows < N) return multiply_group<Lines, N - 1>(rows, given...);
   }
-  multiply_panel<N, N == 1 ? kGroups : 4, Lines>(given...);
+  multiply_panel<N, N == 1 ? kGroups : (N > kPanelGroup) ? 2 : 4, Lines>(given...);
 }
 
 template <typename Policy>
 void multiply_many_as(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   float* panel = reinterpret_cast<float*>(scratch.panel);
-  each_unit(w, rows, scratch, totals, [&](const uint8_t* packed, int steps, const UnitParts& parts, UnitRows some) {
+  const int groups = (rows.num_rows + kPanelGroup - 1) / kPanelGroup, sharing = groups < kSharing ? groups : kSharing;
+  each_unit(w, rows, scratch, totals, [&](const uint8_t* packed, int steps, const UnitParts& parts, UnitRows group) {
     const int num_pairs = steps * (kStep / 2);
-    const size_t unit_bytes = steps * w.step_bytes, pair_bytes = w.step_bytes / (kStep / 2);
+    const size_t unit_bytes = steps * w.step_bytes, share = unit_bytes / size_t(sharing);
     const uint8_t* next = packed + (size_t(w.prefetch) > unit_bytes ? size_t(w.prefetch) : unit_bytes);
     expand_f32<Policy>(packed, num_pairs, panel);
-    for (int row = 0; row < rows.num_rows; row += kPanelGroup) {
-      UnitRows group = some;
-      group.x += row * some.stride;
-      group.totals += row * kPairColumns;
-      if (group.scales != nullptr) group.scales += row;
-      constexpr int kLines = Policy::kRows == 1 ? 2 : 1;
-      if (row != 0) multiply_group<0>(rows.num_rows - row, panel, num_pairs, Policy::kUnscaled, parts, group, next, pair_bytes);
-      else multiply_group<kLines>(rows.num_rows, panel, num_pairs, Policy::kUnscaled, parts, group, next, pair_bytes);
+    for (int row = 0, at = 0, some; row < rows.num_rows; row += some, ++at) {
+      const int left = rows.num_rows - row;
+      some = left <= kLastGroup ? left : kPanelGroup;
+      if (at < sharing) multiply_group<2 / Policy::kRows>(some, panel, num_pairs, Policy::kUnscaled, parts, group, next + at * share, share);
+      else multiply_group<0>(some, panel, num_pairs, Policy::kUnscaled, parts, group, next, share);
+      group.x += some * group.stride;
+      group.totals += some * kPairColumns;
+      if (group.scales != nullptr) group.scales += some;
     }
   });
 }

@@ -424,8 +424,8 @@ template <bool Direct>
 void multiply_rows(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   switch (w.format) {
     case kFp8:
-    case kMxFp8: return multiply_f32<DirectFp8, Direct>(w, rows, scratch, totals);
-    case kBf16: return multiply_f32<DirectBf16, Direct>(w, rows, scratch, totals);
+    case kMxFp8: return multiply_f32<Fp8Codes, Direct>(w, rows, scratch, totals);
+    case kBf16: return multiply_f32<Bf16Codes, Direct>(w, rows, scratch, totals);
     default: multiply_integers(w, rows, scratch, totals, Direct);
   }
 }
