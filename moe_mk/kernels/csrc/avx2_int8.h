@@ -11,6 +11,7 @@ namespace moe_mk {
 namespace {
 
 constexpr int kIntegerRows = 3;  // rows at a time: of four vectors of columns, twelve sums
+constexpr int kFourBitRows = 4;  // of four-bit weights: of two vectors, eight sums
 constexpr int kQuadsOf32 = kStep / 4;
 
 // c0 c1 c4 c5 c2 c3 c6 c7 -> in order
@@ -75,57 +76,64 @@ struct Avx2Int8Ops {
   }
 };
 
-// The sums of one part: N rows times the 32 columns of a pair, as four vectors.
-template <int N>
-struct PartOfRows {
-  __m256i of[N][4];
+// sum += the products of neighbouring bytes, unsigned and signed. NOTE the assembly keeps gcc 12 from moving additions and spilling sums.
+inline __attribute__((always_inline)) void add_byte_products(__m256i codes, __m256i x, __m256i& sum) {
+  const __m256i products = _mm256_maddubs_epi16(codes, x);
+  asm volatile("vpaddw %1, %0, %0" : "+x"(sum) : "x"(products));
+}
 
-  void start(int base, const RowParts* rows, int part) {
-    for (int m = 0; m < N; ++m) {
-      const __m256i first = _mm256_set1_epi32(base == 0 ? 0 : -base * rows[m].codes(part));
-      for (int v = 0; v < 4; ++v) of[m][v] = first;
-    }
+// The sums of one part: N rows times Tiles of 16 columns, as two vectors each.
+template <int N, int Tiles>
+struct PartOfRows {
+  __m256i of[N][2 * Tiles];
+
+  inline __attribute__((always_inline)) PartOfRows(int base, const RowParts* rows, int part) {
+#pragma GCC unroll 4
+    for (int m = 0; m < N; ++m)
+      for (int v = 0; v < 2 * Tiles; ++v) of[m][v] = _mm256_set1_epi32(base == 0 ? 0 : -base * rows[m].codes(part));
   }
   // Unsigned four-bit codes, 32 k at a time: a line of packed bytes holds four k in its low halves and four in its high ones.
   inline __attribute__((always_inline)) void add_four_bits(const uint8_t* packed, int steps, const uint8_t* const* x, int ahead) {
+    constexpr int V = N > 2 ? 2 : 2 * Tiles;  // vectors at a time
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
-    for (int s = 0; s < steps; ++s) {
-      __m256i sums[N][4];
-      for (int m = 0; m < N; ++m)
-        for (int v = 0; v < 4; ++v) sums[m][v] = _mm256_setzero_si256();
-      for (int line = 0; line < kQuadsOf32 / 2; ++line, packed += kCodeRow) {
-        prefetch_line(packed, ahead);
-        prefetch_line(packed + 64, ahead);
+    for (int first = 0; first < 2 * Tiles; first += V)
+      for (int s = 0; s < steps; ++s) {
+        const uint8_t* line = packed + size_t(s) * (kQuadsOf32 / 2) * kCodeRow + 32 * first;
+        __m256i sums[N][V];
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-          const __m256i both = load<__m256i>(packed + 32 * v);
-          const __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        for (int m = 0; m < N; ++m)
+          for (int v = 0; v < V; ++v) sums[m][v] = _mm256_setzero_si256();
+
 #pragma GCC unroll 4
-          for (int m = 0; m < N; ++m) {
-            const uint8_t* codes = x[m] + s * kStep + 8 * line;
-            sums[m][v] = _mm256_add_epi16(sums[m][v], _mm256_maddubs_epi16(first, _mm256_set1_epi32(load<int32_t>(codes))));
-            sums[m][v] = _mm256_add_epi16(sums[m][v], _mm256_maddubs_epi16(second, _mm256_set1_epi32(load<int32_t>(codes + 4))));
+        for (int eight = 0; eight < kStep; eight += 8, line += kCodeRow) {
+          for (int byte = 0; byte < 32 * V; byte += 64) prefetch_line(line + byte, ahead);
+          __m256i codes[V][2];
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) {
+            const __m256i both = load<__m256i>(line + 32 * v);
+            codes[v][0] = _mm256_and_si256(both, low);
+            codes[v][1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
           }
+#pragma GCC unroll 4
+          for (int m = 0; m < N; ++m)
+#pragma GCC unroll 2
+            for (int quad = 0; quad < 2; ++quad) {
+              const __m256i four = bits<__m256i>(_mm256_set1_ps(load<float>(x[m] + s * kStep + eight + 4 * quad)));
+#pragma GCC unroll 4
+              for (int v = 0; v < V; ++v) add_byte_products(codes[v][quad], four, sums[m][v]);
+            }
         }
+#pragma GCC unroll 4
+        for (int m = 0; m < N; ++m)
+          for (int v = 0; v < V; ++v) of[m][first + v] = _mm256_add_epi32(of[m][first + v], _mm256_madd_epi16(sums[m][v], ones));
       }
-      for (int m = 0; m < N; ++m)
-        for (int v = 0; v < 4; ++v) of[m][v] = _mm256_add_epi32(of[m][v], _mm256_madd_epi16(sums[m][v], ones));
-    }
   }
-  inline __attribute__((always_inline)) void add_eight_bits(const uint8_t* packed, int steps, const uint8_t* const* x, int ahead) {
-    for (int tile = 0; tile < 2; ++tile) {
-      __m256i sums[N][2];
-      for (int m = 0; m < N; ++m)
-        for (int half = 0; half < 2; ++half) sums[m][half] = of[m][2 * tile + half];
-      add_signed<N>(packed + tile * 64, steps * kQuadsOf32, x, 0, ahead, sums);
-      for (int m = 0; m < N; ++m)
-        for (int half = 0; half < 2; ++half) of[m][2 * tile + half] = sums[m][half];
-    }
-  }
-  // scales, minima: of the part, [32]; minima may be null.
+  // scales, minima: of the part and the tile; minima may be null.
   inline __attribute__((always_inline)) void close(const float* scales, const float* minima, const RowParts* rows, int part, float* totals) const {
+#pragma GCC unroll 4
     for (int m = 0; m < N; ++m)
-      for (int v = 0; v < 4; ++v) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 2 * Tiles; ++v) {
         float* to = totals + m * kPairColumns + 8 * v;
         const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(scales + 8 * v), _mm256_set1_ps(rows[m].scales[part]));
         __m256 total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(of[m][v]), factor, _mm256_loadu_ps(to));
@@ -155,11 +163,14 @@ __attribute__((noinline)) void multiply_unit(const IntegerUnit& unit, const Rows
   const uint8_t* packed = unit.packed;
   for (int part = 0, done = 0; done < unit.steps; ++part, done += part_steps) {
     const int some = unit.steps - done < part_steps ? unit.steps - done : part_steps, at = unit.step / part_steps + part;
-    PartOfRows<N> sums;
-    sums.start(base, parts, at);
-    if constexpr (FourBits) sums.add_four_bits(packed, some, x, ahead);
-    else sums.add_eight_bits(packed, some, x, ahead);
-    sums.close(unit.scales + part * kPairColumns, unit.minima == nullptr ? nullptr : unit.minima + part * kPairColumns, parts, at, totals);
+    constexpr int kTiles = FourBits ? 2 : 1;  // at a time
+    for (int tile = 0; tile < 2; tile += kTiles) {
+      const int column = part * kPairColumns + tile * kTileColumns;
+      PartOfRows<N, kTiles> sums(base, parts, at);
+      if constexpr (FourBits) sums.add_four_bits(packed, some, x, ahead);
+      else add_signed<N>(packed + 64 * tile, some * kQuadsOf32, x, 0, ahead, sums.of);
+      sums.close(unit.scales + column, unit.minima == nullptr ? nullptr : unit.minima + column, parts, at, totals + tile * kTileColumns);
+    }
     packed += size_t(some) * unit.w.step_bytes;
     for (int m = 0; m < N; ++m) x[m] += size_t(some) * kStep;
   }
@@ -177,13 +188,15 @@ void multiply_parts_of(const Columns& w, const Rows& rows, float* totals) {
       part_scales(w, pair, step, steps, scales, minima);
       const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
       const IntegerUnit unit = {w, step, steps, packed, scales, w.minima ? minima : nullptr};
-      for (int first = 0; first < rows.num_rows; first += kIntegerRows) {
+      constexpr int kTogether = FourBits ? kFourBitRows : kIntegerRows;
+      for (int first = 0; first < rows.num_rows; first += kTogether) {
         float* to = totals + size_t(first) * kPairColumns;
         const int ahead = first == 0 ? w.prefetch : 0;
         switch (rows.num_rows - first) {
           case 1: multiply_unit<1, FourBits>(unit, rows, first, ahead, to); break;
           case 2: multiply_unit<2, FourBits>(unit, rows, first, ahead, to); break;
-          default: multiply_unit<kIntegerRows, FourBits>(unit, rows, first, ahead, to);
+          case 3: multiply_unit<3, FourBits>(unit, rows, first, ahead, to); break;
+          default: multiply_unit<kTogether, FourBits>(unit, rows, first, ahead, to);
         }
       }
     }
