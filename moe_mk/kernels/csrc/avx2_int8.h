@@ -128,18 +128,30 @@ struct PartOfRows {
           for (int v = 0; v < V; ++v) of[m][first + v] = _mm256_add_epi32(of[m][first + v], _mm256_madd_epi16(sums[m][v], ones));
       }
   }
-  // scales, minima: of the part and the tile; minima may be null.
+  // scales, minima: of the part and the tile; minima may be null. Totals are stored at the end: a store might alias what is read here.
   inline __attribute__((always_inline)) void close(const float* scales, const float* minima, const RowParts* rows, int part, float* totals) const {
+    __m256 after[N][2 * Tiles];
+#pragma GCC unroll 4
+    for (int m = 0; m < N; ++m) {
+      const __m256 row = _mm256_set1_ps(rows[m].scales[part]);
+#pragma GCC unroll 4
+      for (int v = 0; v < 2 * Tiles; ++v) {
+        const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(scales + 8 * v), row);
+        after[m][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(of[m][v]), factor, _mm256_loadu_ps(totals + m * kPairColumns + 8 * v));
+      }
+    }
+    if (minima != nullptr) {
+#pragma GCC unroll 4
+      for (int m = 0; m < N; ++m) {
+        const __m256 row = _mm256_set1_ps(rows[m].sums()[part]);
+#pragma GCC unroll 4
+        for (int v = 0; v < 2 * Tiles; ++v) after[m][v] = _mm256_fnmadd_ps(_mm256_loadu_ps(minima + 8 * v), row, after[m][v]);
+      }
+    }
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
-      for (int v = 0; v < 2 * Tiles; ++v) {
-        float* to = totals + m * kPairColumns + 8 * v;
-        const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(scales + 8 * v), _mm256_set1_ps(rows[m].scales[part]));
-        __m256 total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(of[m][v]), factor, _mm256_loadu_ps(to));
-        if (minima != nullptr) total = _mm256_fnmadd_ps(_mm256_loadu_ps(minima + 8 * v), _mm256_set1_ps(rows[m].sums()[part]), total);
-        _mm256_storeu_ps(to, total);
-      }
+      for (int v = 0; v < 2 * Tiles; ++v) _mm256_storeu_ps(totals + m * kPairColumns + 8 * v, after[m][v]);
   }
 };
 

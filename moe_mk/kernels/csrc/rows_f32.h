@@ -161,24 +161,29 @@ struct UnitRows {
   float* totals;              // [row][32]
 };
 
-// Sums of a part: N rows times G groups of columns from `first` on. Adds them to the totals.
+// Sums of a part: N rows times G groups of columns from `first` on. Adds them to the totals, which are stored at the end: a store might
+// alias what is read here.
 template <int N, int G>
 inline __attribute__((always_inline)) void close_part(const Floats (&sums)[N][G], int first, int part, float unscaled, const UnitParts& parts,
                                                       const UnitRows& rows) {
   constexpr int kColumns = kLanes / 2;  // of a group
   const float* scales = parts.scales + part * kPairColumns + kColumns * first;
+  float* totals = rows.totals + kColumns * first;
+  float of_row[N];
 #pragma GCC unroll 8
-  for (int m = 0; m < N; ++m) {
-    const float row = rows.scales == nullptr ? 1.0f : rows.scales[m][rows.block];
-    float* to = rows.totals + m * kPairColumns + kColumns * first;
+  for (int m = 0; m < N; ++m) of_row[m] = rows.scales == nullptr ? unscaled : unscaled * rows.scales[m][rows.block];
+  Floats after[N][G / 2];
+#pragma GCC unroll 8
+  for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
     for (int g = 0; g < G; g += 2) {
-      Floats sum = sums_of_columns(sums[m][g], sums[m][g + 1]);
-      if (unscaled != 1.0f) sum = sum * all(unscaled);
-      const Floats factor = load<Floats>(scales + kColumns * g) * all(row);
-      store(to + kColumns * g, times_plus(sum, factor, load<Floats>(to + kColumns * g)));
+      const Floats factor = load<Floats>(scales + kColumns * g) * all(of_row[m]);
+      after[m][g / 2] = times_plus(sums_of_columns(sums[m][g], sums[m][g + 1]), factor, load<Floats>(totals + m * kPairColumns + kColumns * g));
     }
-  }
+#pragma GCC unroll 8
+  for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g += 2) store(totals + m * kPairColumns + kColumns * g, after[m][g / 2]);
 }
 
 template <int R, typename Policy, int N, int G>

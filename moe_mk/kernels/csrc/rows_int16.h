@@ -137,7 +137,8 @@ struct Bytes {
 // The unsigned codes of formats without minima are greater by this than their values.
 inline int excess(const Columns& w) { return w.minima ? 0 : w.format == kInt4 ? 8 : w.format == kQ6K ? 32 : 0; }
 
-inline __attribute__((always_inline)) Integers two_inputs(const int16_t* x) { return all32(load<int32_t>(x)); }
+// NOTE as f32, for gcc 12 passes integers through general registers.
+inline __attribute__((always_inline)) Integers two_inputs(const int16_t* x) { return bits<Integers>(all(load<float>(x))); }
 
 // N rows of a unit and where their totals are.
 template <int N>
@@ -167,21 +168,27 @@ struct Totals {
   float* at(int m, int v) const { return rows.totals[m] + kLanes * (first + v); }
 
   // Adds the sums of a part.
+  // NOTE the totals of a row are stored at its end: a store might alias the pointers that are read here.
   template <bool Minima>
   inline __attribute__((always_inline)) void add_as(const Integers (&sums)[N][V], int part, const UnitParts& parts) {
     const int of_part = part * kPairColumns + kLanes * first;
+    const float *scales = parts.scales + of_part, *minima = Minima ? parts.minima + of_part : nullptr;
 #pragma GCC unroll 8
     for (int m = 0; m < N; ++m) {
       const Floats row = all(rows.of.scales[m * kMostScaledParts + part]);
       const Floats x = Minima ? all(rows.of.sums[m * kMostScaledParts + part]) : row;
+      float* to = rows.totals[m] + kLanes * first;
+      Floats after[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        const Floats factor = row * load<Floats>(parts.scales + of_part + kLanes * v);
-        const Floats before = kIsWide ? held[kIsWide ? m : 0][kIsWide ? v : 0] : load<Floats>(at(m, v));
-        Floats total = times_plus(to_floats(sums[m][v]), factor, before);
-        if (Minima) total = minus_times(x, load<Floats>(parts.minima + of_part + kLanes * v), total);
-        if constexpr (kIsWide) held[m][v] = total;
-        else store(at(m, v), total);
+        const Floats before = kIsWide ? held[kIsWide ? m : 0][kIsWide ? v : 0] : load<Floats>(to + kLanes * v);
+        after[v] = times_plus(to_floats(sums[m][v]), row * load<Floats>(scales + kLanes * v), before);
+        if (Minima) after[v] = minus_times(x, load<Floats>(minima + kLanes * v), after[v]);
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        if constexpr (kIsWide) held[m][v] = after[v];
+        else store(to + kLanes * v, after[v]);
       }
     }
   }
