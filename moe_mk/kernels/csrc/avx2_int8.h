@@ -1,8 +1,8 @@
 // Integer products for AVX2: rows rounded to INT8 (int8.h) and to INT8 in parts of k (int8_parts.h), straight from the packed bytes.
 //
-// Signed weights are widened to 16 bits, once for three rows, and multiplied by VPMADDWD. Four-bit weights are multiplied as
-// unsigned codes by VPMADDUBSW, which adds two products in 16 bits: eight sums of at most 2 * 15 * 128 = 3,840, those of
-// 32 k, fit 16 bits. Sums of 32 bits are exact, so the bits are those of the portable kernels.
+// Signed weights are widened to 16 bits, once for three rows, and multiplied by VPMADDWD. Four-bit weights are multiplied, four rows at a
+// time, as unsigned codes by VPMADDUBSW, which adds two products in 16 bits: eight sums of at most 2 * 15 * 128 = 3,840, those of 32 k,
+// fit 16 bits. Sums of 32 bits are exact, so the bits are those of the portable kernels.
 #pragma once
 #include "int8_parts.h"
 #include "lanes.h"
@@ -118,7 +118,7 @@ struct PartOfRows {
           for (int m = 0; m < N; ++m)
 #pragma GCC unroll 2
             for (int quad = 0; quad < 2; ++quad) {
-              const __m256i four = bits<__m256i>(_mm256_set1_ps(load<float>(x[m] + s * kStep + eight + 4 * quad)));
+              const __m256i four = broadcast32(x[m] + s * kStep + eight + 4 * quad);
 #pragma GCC unroll 4
               for (int v = 0; v < V; ++v) add_byte_products(codes[v][quad], four, sums[m][v]);
             }

@@ -133,6 +133,15 @@ constexpr int kLanes = sizeof(Floats) / sizeof(float);
 constexpr int kGroupBytes = 2 * kLanes;             // packed bytes of a group: one k pair of bf16, two of FP8
 constexpr int kGroups = 2 * kPairColumns / kLanes;  // of a k pair
 
+// 32 bits of memory in all lanes. NOTE as f32: gcc 12 takes integers through general registers.
+inline __attribute__((always_inline)) Integers broadcast32(const void* from) {
+  float lane;
+  std::memcpy(&lane, from, sizeof lane);
+  return bits<Integers>(all(lane));
+}
+
+// Distance of prefetches that are spread over a whole unit of packed weights: at least to the next one.
+inline size_t prefetch_bytes(int ahead, size_t unit_bytes) { return size_t(ahead) > unit_bytes ? size_t(ahead) : unit_bytes; }
 inline __attribute__((always_inline)) void prefetch_line(const uint8_t* line, int ahead) {
   if (ahead != 0) _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
 }

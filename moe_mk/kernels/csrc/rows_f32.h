@@ -19,9 +19,9 @@ namespace {
 
 constexpr int kDirectRows = 4;
 constexpr int kPanelGroup = kIsWide ? 6 : 3;  // rows times a panel: with four groups 24 or 12 chains, which hide the latency of multiply-adds
-constexpr int kLastGroup = kIsWide ? 6 : 4;   // as many left are multiplied in one go
-constexpr int kSharing = kIsWide ? 1 : 4;     // groups of rows that share the prefetches of a unit
-constexpr int kPairLanes = 2 * kPairColumns;  // floats of a k pair in a panel
+constexpr int kLastGroup = kIsWide ? 6 : 4;   // up to this many remaining rows are multiplied together
+constexpr int kPrefetchGroups = kIsWide ? 1 : 4;  // groups of rows that each prefetch a share of the next unit
+constexpr int kPairLanes = 2 * kPairColumns;      // floats of a k pair in a panel
 constexpr int kMostScaledParts = 2 * kUnitSteps;  // of a unit of kUnitSteps steps, the k of a panel
 
 // Groups of columns that so many rows are multiplied with at a time, so that all sums stay in registers.
@@ -29,15 +29,15 @@ constexpr int groups_of_rows(int rows) { return kIsWide ? kGroups : rows == 1 ? 
 
 // Decoding policies for two neighbouring groups, kGroupBytes each, which hold kRows k pairs: get<r>(at) returns one of the two vectors
 // of k pair r: of a group each with 512 bits, of the first and of the second halves of both groups with 256.
-// kUnscaled: the factor that sums are multiplied by afterwards.
+// kSumScale: sums are multiplied by it.
 
-constexpr float kHalvesUnscaled = 256.0f;  // of e4m3 codes whose bits are moved to those of f16: the exponent is 8 too small
+constexpr float kF16BiasScale = 256.0f;  // 2^(15 - 7): the bits of e4m3, shifted into an f16, are read with the exponent bias of f16
 
 #if defined(__AVX512F__)
 
 struct Fp8Codes {
   static constexpr int kRows = 2;
-  static constexpr float kUnscaled = kHalvesUnscaled;
+  static constexpr float kSumScale = kF16BiasScale;
   Integers halves[2];  // of a k pair; subnormal codes are subnormal f16
 
   inline __attribute__((always_inline)) explicit Fp8Codes(const uint8_t* from) {
@@ -52,7 +52,7 @@ struct Fp8Codes {
 
 struct Bf16Codes {
   static constexpr int kRows = 1;
-  static constexpr float kUnscaled = 1.0f;
+  static constexpr float kSumScale = 1.0f;
   HalfIntegers groups[2];
 
   inline __attribute__((always_inline)) explicit Bf16Codes(const uint8_t* from)
@@ -65,24 +65,23 @@ struct Bf16Codes {
 
 #else
 
-// The two bytes of the bf16 of a code: the upper one is a table of the code's upper four bits, the lower one holds its lower four. Codes of
-// a zero exponent have tables of their own, for lines that contain one.
+// The two bytes of the bf16 of a code: the upper one is a table of the code's upper four bits, the lower one holds its lower four. This
+// is right for zeros, and from 2^-5 on; lines with other codes look them up in two tables of their lower four bits.
 struct Fp8Codes {
   static constexpr int kRows = 2;
-  static constexpr float kUnscaled = 1.0f;
+  static constexpr float kSumScale = 1.0f;
   Integers halves[2];  // of a k pair
 
   inline __attribute__((always_inline)) explicit Fp8Codes(const uint8_t* from) {
-    const Integers line = load<Integers>(from);
-    const Integers normal = repeated(_mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
-    Integers high = shuffled(normal, right16(line, 4) & all16(0x0f0f)), low = left16(line & all16(0x0f0f), 4);
-    const Integers small = _mm256_cmpeq_epi8(line & all16(0x7878), Integers{});
-    if (__builtin_expect(_mm256_movemask_epi8(small) != 0, 0)) {
-      const Integers high_of = repeated(_mm_setr_epi8(0, 59, 59, 59, 60, 60, 60, 60, 0, 0, 0, 0, 0, 0, 0, 0));
-      const Integers low_of = repeated(_mm_setr_epi8(0, 0, -128, -64, 0, 32, 64, 96, 0, 0, 0, 0, 0, 0, 0, 0));
-      const Integers mantissa = line & all16(0x0707);
-      high = _mm256_blendv_epi8(high, shuffled(high_of, mantissa) | (line & all16(0x8080)), small);
-      low = _mm256_blendv_epi8(low, shuffled(low_of, mantissa), small);
+    const Integers upper = repeated(_mm_setr_epi8(0, 61, 62, 63, 64, 65, 66, 67, -128, -67, -66, -65, -64, -63, -62, -61));
+    const Integers line = load<Integers>(from), nibbles = line & all16(0x0f0f);
+    Integers high = shuffled(upper, right16(line, 4) & all16(0x0f0f)), low = left16(nibbles, 4);
+    const Integers tiny = _mm256_cmpeq_epi8(_mm256_add_epi8(high, high), Integers{});
+    if (__builtin_expect(!_mm256_testz_si256(tiny, low), 0)) {
+      const Integers tiny_high = repeated(_mm_setr_epi8(0, 59, 59, 59, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60));
+      const Integers tiny_low = repeated(_mm_setr_epi8(0, 0, -128, -64, 0, 32, 64, 96, -128, -112, -96, -80, -64, -48, -32, -16));
+      high |= shuffled(tiny_high, nibbles) & tiny;
+      low = _mm256_blendv_epi8(low, shuffled(tiny_low, nibbles), tiny);
     }
     halves[0] = _mm256_unpacklo_epi8(low, high);
     halves[1] = _mm256_unpackhi_epi8(low, high);
@@ -95,7 +94,7 @@ struct Fp8Codes {
 
 struct Bf16Codes {
   static constexpr int kRows = 1;
-  static constexpr float kUnscaled = 1.0f;
+  static constexpr float kSumScale = 1.0f;
   Integers line;
 
   inline __attribute__((always_inline)) explicit Bf16Codes(const uint8_t* from) : line(load<Integers>(from)) {}
@@ -120,7 +119,7 @@ inline __attribute__((always_inline)) Floats group_scales_of(int format, const u
   exponents = _mm256_max_epu32(left32(_mm256_cvtepu8_epi32(codes), 23), all32(0x00400000));
   halves = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(short(0xbf80)));
 #endif
-  return format == kNvFp4 ? halves_to_floats(halves) * all(kHalvesUnscaled) : bits<Floats>(exponents);
+  return format == kNvFp4 ? halves_to_floats(halves) * all(kF16BiasScale) : bits<Floats>(exponents);
 }
 
 // Scales of the parts of one unit of k of a pair.
@@ -164,14 +163,14 @@ struct UnitRows {
 // Sums of a part: N rows times G groups of columns from `first` on. Adds them to the totals, which are stored at the end: a store might
 // alias what is read here.
 template <int N, int G>
-inline __attribute__((always_inline)) void close_part(const Floats (&sums)[N][G], int first, int part, float unscaled, const UnitParts& parts,
+inline __attribute__((always_inline)) void close_part(const Floats (&sums)[N][G], int first, int part, float sum_scale, const UnitParts& parts,
                                                       const UnitRows& rows) {
   constexpr int kColumns = kLanes / 2;  // of a group
   const float* scales = parts.scales + part * kPairColumns + kColumns * first;
   float* totals = rows.totals + kColumns * first;
   float of_row[N];
 #pragma GCC unroll 8
-  for (int m = 0; m < N; ++m) of_row[m] = rows.scales == nullptr ? unscaled : unscaled * rows.scales[m][rows.block];
+  for (int m = 0; m < N; ++m) of_row[m] = rows.scales == nullptr ? sum_scale : sum_scale * rows.scales[m][rows.block];
   Floats after[N][G / 2];
 #pragma GCC unroll 8
   for (int m = 0; m < N; ++m)
@@ -203,7 +202,7 @@ template <typename Policy, int N, int G>
 __attribute__((noinline)) void multiply_direct(const uint8_t* packed, int ahead, int num_pairs, const UnitParts& parts, const UnitRows& rows) {
   constexpr int kRows = Policy::kRows, kPasses = kGroups / G;
   const size_t unit_bytes = size_t(num_pairs / kRows) * kPanelRow;
-  const uint8_t* next = packed + (kPasses == 1 || size_t(ahead) > unit_bytes ? size_t(ahead) : unit_bytes);
+  const uint8_t* next = packed + (kPasses == 1 ? size_t(ahead) : prefetch_bytes(ahead, unit_bytes));
   for (int first = 0; first < kGroups; first += G)
     for (int part = 0; part < parts.num_parts; ++part) {
       const int from = part * parts.pairs, end = from + parts.pairs < num_pairs ? from + parts.pairs : num_pairs;
@@ -223,15 +222,14 @@ __attribute__((noinline)) void multiply_direct(const uint8_t* packed, int ahead,
           if constexpr (kRows > 1) add_row<1>(weights, g, x, rows.stride, sums);
         }
       }
-      close_part(sums, first, part, Policy::kUnscaled, parts, rows);
+      close_part(sums, first, part, Policy::kSumScale, parts, rows);
     }
 }
 
-// The same from a panel. next: packed weights to prefetch meanwhile, `share` bytes; Lines: that a k pair has of them at most, 0: none.
+// The same from a panel. next: packed weights to prefetch meanwhile, `pair_bytes` for each k pair, at most Lines cache lines; 0: none.
 template <int N, int G, int Lines>
-__attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs, float unscaled, const UnitParts& parts, const UnitRows& rows,
-                                              const uint8_t* next, size_t share) {
-  const size_t stride = share / size_t(kGroups / G * num_pairs);
+__attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs, float sum_scale, const UnitParts& parts, const UnitRows& rows,
+                                              const uint8_t* next, size_t pair_bytes) {
   for (int first = 0; first < kGroups; first += G)
     for (int part = 0; part < parts.num_parts; ++part) {
       const int from = part * parts.pairs, end = from + parts.pairs < num_pairs ? from + parts.pairs : num_pairs;
@@ -243,7 +241,7 @@ __attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs,
       for (int at = from; at < end; ++at, w += kPairLanes, x += 2) {
         if constexpr (Lines > 0) _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
         if constexpr (Lines > 1 && G == kGroups) _mm_prefetch(reinterpret_cast<const char*>(next + 64), _MM_HINT_T0);
-        next += stride;
+        next += pair_bytes / (kGroups / G);
         Floats two[N];
 #pragma GCC unroll 8
         for (int m = 0; m < N; ++m) two[m] = both_parities(x + m * rows.stride);
@@ -254,7 +252,7 @@ __attribute__((noinline)) void multiply_panel(const float* panel, int num_pairs,
           for (int m = 0; m < N; ++m) sums[m][g] = times_plus(weights, two[m], sums[m][g]);
         }
       }
-      close_part(sums, first, part, unscaled, parts, rows);
+      close_part(sums, first, part, sum_scale, parts, rows);
     }
 }
 
@@ -315,23 +313,26 @@ void multiply_group(int rows, Arguments&&... given) {
   if constexpr (N > 1) {
     if (rows < N) return multiply_group<Lines, N - 1>(rows, given...);
   }
-  multiply_panel<N, N == 1 ? kGroups : (N > kPanelGroup) ? 2 : 4, Lines>(given...);
+  constexpr int kTogether = N == 1 ? kGroups : N > kPanelGroup ? 2 : 4;  // groups of columns
+  multiply_panel<N, kTogether, Lines>(given...);
 }
 
 template <typename Policy>
 void multiply_many_as(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   float* panel = reinterpret_cast<float*>(scratch.panel);
-  const int groups = (rows.num_rows + kPanelGroup - 1) / kPanelGroup, sharing = groups < kSharing ? groups : kSharing;
+  constexpr int kLines = kPanelRow / 64 / Policy::kRows;  // of a k pair
+  const int row_groups = (rows.num_rows + kPanelGroup - 1) / kPanelGroup, shares = row_groups < kPrefetchGroups ? row_groups : kPrefetchGroups;
+  const size_t pair_bytes = w.step_bytes / (kStep / 2) / size_t(shares);
   each_unit(w, rows, scratch, totals, [&](const uint8_t* packed, int steps, const UnitParts& parts, UnitRows group) {
     const int num_pairs = steps * (kStep / 2);
-    const size_t unit_bytes = steps * w.step_bytes, share = unit_bytes / size_t(sharing);
-    const uint8_t* next = packed + (size_t(w.prefetch) > unit_bytes ? size_t(w.prefetch) : unit_bytes);
+    const size_t unit_bytes = steps * w.step_bytes;
+    const uint8_t* next = packed + prefetch_bytes(w.prefetch, unit_bytes);
     expand_f32<Policy>(packed, num_pairs, panel);
-    for (int row = 0, at = 0, some; row < rows.num_rows; row += some, ++at) {
+    for (int row = 0, share = 0, some; row < rows.num_rows; row += some, ++share, next += unit_bytes / size_t(shares)) {
       const int left = rows.num_rows - row;
       some = left <= kLastGroup ? left : kPanelGroup;
-      if (at < sharing) multiply_group<2 / Policy::kRows>(some, panel, num_pairs, Policy::kUnscaled, parts, group, next + at * share, share);
-      else multiply_group<0>(some, panel, num_pairs, Policy::kUnscaled, parts, group, next, share);
+      if (share < shares) multiply_group<kLines>(some, panel, num_pairs, Policy::kSumScale, parts, group, next, pair_bytes);
+      else multiply_group<0>(some, panel, num_pairs, Policy::kSumScale, parts, group, next, pair_bytes);
       group.x += some * group.stride;
       group.totals += some * kPairColumns;
       if (group.scales != nullptr) group.scales += some;

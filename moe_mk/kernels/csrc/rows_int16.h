@@ -78,8 +78,8 @@ inline bool to_integers(const uint16_t* x, int count, int top_bit, int term, int
 }
 
 // Decoding policies for the packed codes of kLanes columns and kPairs k pairs, kVectorBytes in each of some lines: get<r>(line)
-// returns those of k pair r in lanes of 16 bits, of one column and parity each. kUnscaled: what products are multiplied by
-// afterwards. kTopBit: of x, so that products of 32 k fit 32 bits.
+// returns those of k pair r in lanes of 16 bits, of one column and parity each. kSumScale: sums are multiplied by it. kTopBit: of x, so
+// that products of 32 k fit 32 bits.
 
 // Right by `bit`, without the bits above `width`: no instruction more than that takes, as both are known when it is inlined.
 inline __attribute__((always_inline)) Integers cut(Integers lanes, int bit, int width) {
@@ -91,7 +91,7 @@ inline __attribute__((always_inline)) Integers cut(Integers lanes, int bit, int 
 template <int Format, int Pairs>
 struct Pieces {
   static constexpr int kPairs = Pairs, kTopBit = 14;
-  static constexpr float kUnscaled = 1.0f;
+  static constexpr float kSumScale = 1.0f;
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
@@ -110,7 +110,7 @@ using SixBits = Pieces<kQ6K, kStep / 4>;
 // Twice the value of an e2m1 code, in the upper byte.
 struct TwiceE2m1 {
   static constexpr int kPairs = 4, kTopBit = 13;
-  static constexpr float kUnscaled = 1.0f / 512;
+  static constexpr float kSumScale = 1.0f / 512;
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
@@ -124,7 +124,7 @@ struct TwiceE2m1 {
 // Four k of a column are a word.
 struct Bytes {
   static constexpr int kPairs = 2, kTopBit = 14;
-  static constexpr float kUnscaled = 1.0f;
+  static constexpr float kSumScale = 1.0f;
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
@@ -137,8 +137,7 @@ struct Bytes {
 // The unsigned codes of formats without minima are greater by this than their values.
 inline int excess(const Columns& w) { return w.minima ? 0 : w.format == kInt4 ? 8 : w.format == kQ6K ? 32 : 0; }
 
-// NOTE as f32, for gcc 12 passes integers through general registers.
-inline __attribute__((always_inline)) Integers two_inputs(const int16_t* x) { return bits<Integers>(all(load<float>(x))); }
+inline __attribute__((always_inline)) Integers two_inputs(const int16_t* x) { return broadcast32(x); }
 
 // N rows of a unit and where their totals are.
 template <int N>
@@ -333,7 +332,7 @@ struct IntegerProduct {
         for (int k = 0, at = 0; k < inputs; k += part, ++at) {
           int32_t sum;
           loses[some[i]] |= to_integers(x + k, inputs - k < part ? inputs - k : part, Policy::kTopBit, term, to.x + k, to.scales + at, &sum);
-          to.scales[at] *= Policy::kUnscaled;
+          to.scales[at] *= Policy::kSumScale;
           if (rows.scales != nullptr) to.scales[at] *= rows.scales[some[i]][(step0 + s) * kStep / kActivationBlock];
           to.sums[at] = to.scales[at] * float(sum);
           to.starts[at] = -excess(w) * sum;
@@ -367,7 +366,7 @@ struct IntegerProduct {
         multiply_packed<Policy, some_rows.kRows, vectors_of_rows(some_rows.kRows, 2)>(unit, first ? w.prefetch : 0, some_rows);
       });
     const size_t bytes = unit.num_pairs * w.step_bytes / (kStep / 2);
-    const uint8_t* next = unit.packed + (size_t(w.prefetch) > bytes ? size_t(w.prefetch) : bytes);
+    const uint8_t* next = unit.packed + prefetch_bytes(w.prefetch, bytes);
     expand_integers<Policy>(unit, scratch.panel);
     unit.packed = scratch.panel;
     const auto multiply = [&](const auto& some_rows, bool first) {
