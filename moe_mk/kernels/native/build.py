@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import select
+import selectors
 import signal
 import stat
 import subprocess
@@ -26,7 +27,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native.toolchain import LINK_FLAGS, Compiler, Unit, damage, digest, digest_file, record_digest
+from moe_mk.kernels.native.toolchain import (
+    LINK_FLAGS,
+    Compiler,
+    Unit,
+    compilers_at_once,
+    damage,
+    digest,
+    digest_file,
+    record_digest,
+)
 
 Progress = Callable[[str], None]
 OnUnit = Callable[[int, int], None]
@@ -329,26 +339,35 @@ def _write_through(folder: Path) -> None:
 
 
 def _run(commands: Sequence[Sequence[str]], on_unit: OnUnit | None = None) -> None:
-    """Run all commands concurrently. They and their children end when this returns, raises, or the process ends.
+    """Begin commands in their order, as many at a time as there are cores.
 
+    They and their children end when this returns, raises, or the process ends.
     Raises UnsupportedError with the output of each failed command.
     """
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    running: list[subprocess.Popen[str]] = []
-    failed = []
-    with _process_group() as group:
+    running: list[subprocess.Popen[bytes]] = []
+    done, failed, most = 0, [], compilers_at_once()
+    with _process_group() as group, selectors.DefaultSelector() as outputs:
         try:
-            for command in commands:
-                running.append(
-                    subprocess.Popen(command, stdin=null, stdout=null, stderr=pipe, text=True, process_group=group)
-                )
-            for done, process in enumerate(running, 1):
-                written = process.communicate()[1]
-                if on_unit is not None:
-                    on_unit(done, len(commands))
-                if process.returncode != 0:
-                    command_line = " ".join(commands[done - 1])
-                    failed.append(f"`{command_line}` ended with {process.returncode}: {written.strip()[-2000:]}")
+            while done < len(commands):
+                while len(running) < min(done + most, len(commands)):
+                    command = commands[len(running)]
+                    running.append(subprocess.Popen(command, stdin=null, stdout=null, stderr=pipe, process_group=group))
+                    errors = running[-1].stderr
+                    assert errors is not None
+                    outputs.register(errors, selectors.EVENT_READ, (running[-1], bytearray()))
+                for key, _ in outputs.select():
+                    process, written = key.data
+                    if part := os.read(key.fd, 1 << 16):
+                        written += part
+                        continue
+                    outputs.unregister(key.fileobj)
+                    done += 1
+                    if process.wait() != 0:
+                        words = written.decode(errors="replace").strip()[-2000:]
+                        failed.append(f"`{' '.join(process.args)}` ended with {process.returncode}: {words}")
+                    if on_unit is not None:
+                        on_unit(done, len(commands))
         finally:
             # A compiler driver starts further programs; all of them are in the group.
             os.killpg(group, signal.SIGKILL)
@@ -383,13 +402,13 @@ def _process_group() -> Iterator[int]:
         os.close(write_end)
 
 
-def _drain(process: subprocess.Popen[str]) -> None:
+def _drain(process: subprocess.Popen[bytes]) -> None:
     """Wait until a killed process and its children have ended, i.e. have closed its pipe.
 
     A program outside the group that has inherited the pipe delays this by at most DRAIN_S.
     """
     process.wait()
-    if process.stderr is not None and not process.stderr.closed:
+    if process.stderr is not None:
         with process.stderr as pipe:
             while select.select([pipe], [], [], DRAIN_S)[0] and os.read(pipe.fileno(), 1 << 16):
                 pass

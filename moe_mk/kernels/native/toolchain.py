@@ -28,28 +28,30 @@ QUIET_FLAGS = (
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
 )
+EMULATION_FLAGS = ("-DMOE_MK_EMULATE_AMX", "-O1")
+"""Emulated tiles are for tests, which take less time than -O3 takes to compile."""
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512_VNNI = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 AVX512 = (*AVX512_VNNI, "-mavx512vbmi", "-mavx512bf16")
 X86_UNITS = {
-    "exchange_avx2.cpp": AVX2,
-    "exchange_avx512.cpp": AVX512,
-    "isa_avx2.cpp": AVX2,
-    "isa_avx512bf16.cpp": AVX512,
-    "isa_avx512few.cpp": AVX512,
-    "isa_avx512int8.cpp": AVX512_VNNI,
-    "isa_avx512parts.cpp": AVX512,
-    "isa_avx512vnni.cpp": AVX512_VNNI,
     "isa_amx.cpp": (*AVX512, "-mgfni", "-mamx-tile", "-mamx-bf16"),
-    "isa_amxint8.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
+    "isa_avx2.cpp": AVX2,
+    "exchange_avx2.cpp": AVX2,
+    "isa_avx512vnni.cpp": AVX512_VNNI,
+    "isa_avx512parts.cpp": AVX512,
+    "isa_avx512int8.cpp": AVX512_VNNI,
+    "isa_avx512few.cpp": AVX512,
+    "isa_avx512bf16.cpp": AVX512,
+    "exchange_avx512.cpp": AVX512,
     "isa_amxint8parts.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
+    "isa_amxint8.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
 }
 PLAIN_UNITS = (
-    "dispatch.cpp",
     "exchange.cpp",
-    "exchange_layer.cpp",
-    "experts.cpp",
     "isa_scalar.cpp",
+    "experts.cpp",
+    "dispatch.cpp",
+    "exchange_layer.cpp",
     "memory.cpp",
     "pack.cpp",
     "quantize.cpp",
@@ -57,6 +59,7 @@ PLAIN_UNITS = (
     "thread_pool.cpp",
     "whole.cpp",
 )
+"""These and X86_UNITS begin with what takes longest to compile, so that all cores end at the same time."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +109,23 @@ def units(
     kernels around the tiles use AVX-512 and GFNI as they do with AMX; otherwise these are emulated too.
     """
     common = (*COMMON_FLAGS, *QUIET_FLAGS, *extra)
-    listed = [Unit(SOURCES / name, common) for name in PLAIN_UNITS]
-    if (machine or platform.machine()).lower() not in ("x86_64", "amd64"):
-        return tuple(listed)
-    for name, flags in X86_UNITS.items():
-        own = flags
-        if emulate_amx and name.startswith("isa_amx"):
-            own = tuple(flag for flag in flags if not flag.startswith("-mamx")) if tiles_only else ()
-        listed.append(Unit(SOURCES / name, (*common, *own)))
+    listed = []
+    if (machine or platform.machine()).lower() in ("x86_64", "amd64"):
+        for name, flags in X86_UNITS.items():
+            own = flags
+            if emulate_amx and name.startswith("isa_amx"):
+                own = tuple(flag for flag in flags if not flag.startswith("-mamx")) if tiles_only else ()
+            listed.append(Unit(SOURCES / name, (*common, *own)))
+    listed += [Unit(SOURCES / name, common) for name in PLAIN_UNITS]
     if emulate_amx:
-        listed = [Unit(unit.source, (*unit.flags, "-DMOE_MK_EMULATE_AMX")) for unit in listed]
+        listed = [Unit(unit.source, (*unit.flags, *EMULATION_FLAGS)) for unit in listed]
     return tuple(listed)
+
+
+def compilers_at_once() -> int:
+    """How many compilers run at a time: one for each core of this process, which take up to 0.5 GB of memory each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, cores)
 
 
 def headers() -> tuple[Path, ...]:

@@ -22,7 +22,7 @@ from moe_mk.errors import UnsupportedError
 from moe_mk.kernels.native import build as build_module
 from moe_mk.kernels.native import load, reasons_against
 from moe_mk.kernels.native.build import Recipe, build, default_cache_dir, own_directory, reason_against
-from moe_mk.kernels.native.toolchain import Compiler, Unit, digest_file, find_compiler, units
+from moe_mk.kernels.native.toolchain import Compiler, Unit, compilers_at_once, digest_file, find_compiler, units
 from tests.support.tiers import quick_where
 
 
@@ -285,6 +285,26 @@ def test_a_library_others_may_write_is_built_again(tmp_path: Path) -> None:
     library.write_bytes(b"not a library")
     library.chmod(0o722)
     assert ctypes.CDLL(str(build(recipe, tmp_path / "cache"))).answer() == 42
+
+
+def test_as_many_compilers_run_at_once_as_there_are_cores(tmp_path: Path) -> None:
+    compiler, running = tmp_path / "c++", tmp_path / "running"
+    compiler.write_text(
+        f"#!/bin/sh\nmkdir -p {running}; touch {running}/$$; ls {running} | wc -l >> {tmp_path}/counts\n"
+        f'sleep 0.2; rm {running}/$$; while [ "$1" != -o ]; do shift; done; touch "$2"\n'
+    )
+    compiler.chmod(0o700)
+    listed = tuple(Unit(tmp_path / f"{number}.cpp", ()) for number in range(3 * compilers_at_once()))
+    for unit in listed:
+        unit.source.touch()
+    reported: list[int] = []
+    build(
+        Recipe(Compiler(str(compiler), "1"), listed, ("linked",)), tmp_path / "cache",
+        on_unit=lambda done, total: reported.append(done),
+    )  # fmt: skip
+    counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
+    assert reported == list(range(1, len(listed) + 1)) and len(counts) == len(listed) + 1  # and the link
+    assert 2 <= max(counts) <= compilers_at_once()
 
 
 def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
