@@ -123,7 +123,7 @@ def units(
 
 
 def compilers_at_once() -> int:
-    """How many compilers run at a time: one for each core of this process, which take up to 0.5 GB of memory each."""
+    """How many compilers run at a time: one for each core of this process; each takes up to 0.4 GB of memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(2, cores)
 
