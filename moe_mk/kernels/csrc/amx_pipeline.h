@@ -373,8 +373,11 @@ void multiply_with(const Columns& w, const Rows& rows, const Scratch& scratch, f
   if (rows.num_rows <= w.streamed_rows) return multiply_streamed<Policy>(product);
   for (int first = 0; first < w.num_pairs; first += kPanelPairs) {
     const int pairs = w.num_pairs - first < kPanelPairs ? w.num_pairs - first : kPanelPairs;
-    // The next panels are decoded before the last of 2 to 8 row blocks is multiplied, or of 9 and more.
-    if (rows.num_rows <= 8 * kRowBlock) multiply_many<Policy, (Policy::kLines + 1) / 2>(product, first, pairs);
+    // The next panels are decoded in equal shares after the steps of up to 8 row blocks. NOTE decoded after those of the first two,
+    // FP8 lines would be requested at 8 bytes a cycle (512 bytes in 4 products) and then none; not timed yet.
+    const int row_blocks = (rows.num_rows + kRowBlock - 1) / kRowBlock;
+    if (row_blocks < 4) multiply_many<Policy, (Policy::kLines + 1) / 2>(product, first, pairs);
+    else if (row_blocks < 8) multiply_many<Policy, (Policy::kLines + 3) / 4>(product, first, pairs);
     else multiply_many<Policy, (Policy::kLines + 7) / 8>(product, first, pairs);
   }
 }

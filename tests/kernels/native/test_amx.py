@@ -46,7 +46,7 @@ def to_one_expert(rows: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, ids.zero_()
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 300, *thorough(1024)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 130, 300, *thorough(1024)])
 @pytest.mark.parametrize("storage", list(Storage))
 def test_every_weight_is_decoded_once_for_any_number_of_rows(emulated: Native, storage: Storage, rows: int) -> None:
     packed = Layer(1, 288, 144, storage).pack(
@@ -67,7 +67,7 @@ def test_more_than_1024_rows_are_split_where_their_sums_would_leave_the_l2(emula
     assert counts(emulated).decoded == 2 * weights_of(*packed)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 96, 300])
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 96, 200, 300])
 def test_tiles_of_a_unit_are_zeroed_and_stored_once_and_no_sum_is_loaded(emulated: Native, rows: int) -> None:
     # Of each pair and unit of 128 k: 2 sums a row tile, from TILEZERO to one store. Of each step: 2 products a row
     # tile; the loads are the row tiles and, once in 32 rows, the two tiles of weights.
