@@ -13,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,8 +43,9 @@ class KernelsHook(BuildHookInterface[Any]):
         units = toolchain.units()
         library = Path(self.folder.name) / toolchain.prebuilt_name(units)
         self.app.display_info(f"compiling {len(units)} CPU kernel sources with {compiler.version}")
+        objects = toolchain.compile_objects(compiler.path, units, library.parent)
         flags = (*toolchain.LINK_FLAGS, *STATIC)
-        compile_units(compiler.path, units, flags, library, toolchain.compilers_at_once())
+        subprocess.run([compiler.path, *flags, "-o", str(library), *map(str, objects)], check=True)
         for file in (library, toolchain.record_digest(library)):
             build_data["force_include"][str(file)] = (NATIVE / "prebuilt" / file.name).as_posix()
         build_data["pure_python"] = False
@@ -65,18 +65,3 @@ def load_toolchain(root: Path) -> ModuleType:
     sys.modules[spec.name] = module  # its dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-def compile_units(
-    compiler: str, units: tuple[Any, ...], link_flags: tuple[str, ...], library: Path, most_at_once: int
-) -> None:
-    """The sources, some at a time, then the link; raises CalledProcessError with the compiler's words on the screen."""
-    objects = [library.with_name(f"{unit.source.stem}.o") for unit in units]
-    commands = [
-        [compiler, *unit.flags, "-c", str(unit.source), "-o", str(target)]
-        for unit, target in zip(units, objects, strict=True)
-    ]
-    with ThreadPoolExecutor(most_at_once) as pool:
-        for compiled in [pool.submit(subprocess.run, command, check=True) for command in commands]:
-            compiled.result()
-    subprocess.run([compiler, *link_flags, "-o", str(library), *map(str, objects)], check=True)

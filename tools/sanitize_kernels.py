@@ -14,11 +14,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from moe_mk.kernels.native.build import processor_has
-from moe_mk.kernels.native.toolchain import SOURCES, Compiler, Unit, compilers_at_once, find_compiler, units
+from moe_mk.kernels.native.toolchain import SOURCES, Compiler, Unit, compile_objects, find_compiler, units
 
 SANITIZE = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
@@ -51,14 +50,7 @@ def build(compiler: Compiler, folder: Path, *, emulate_amx: bool) -> Path:
     listed += [
         Unit(SOURCES / "fuzz" / name, ("-std=c++17", "-pthread", *SANITIZE)) for name in ("main.cpp", "peers.cpp")
     ]
-    objects = [folder / f"{unit.source.stem}.o" for unit in listed]
-    commands = [
-        [compiler.path, *unit.flags, "-c", str(unit.source), "-o", str(target)]
-        for unit, target in zip(listed, objects, strict=True)
-    ]
-    with ThreadPoolExecutor(compilers_at_once()) as pool:
-        for compiled in [pool.submit(subprocess.run, command, check=True) for command in commands]:
-            compiled.result()
+    objects = compile_objects(compiler.path, listed, folder)
     program = folder / "fuzz"
     subprocess.run([compiler.path, *SANITIZE, "-pthread", "-o", str(program), *map(str, objects)], check=True)
     return program

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -126,6 +127,22 @@ def compilers_at_once() -> int:
     """How many compilers run at a time: one for each core of this process; each takes up to 0.4 GB of memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(2, cores)
+
+
+def compile_objects(compiler: str, units: Sequence[Unit], folder: Path) -> list[Path]:
+    """Compile sources into `folder`, `compilers_at_once()` at a time, and return the object files in their order.
+
+    Raises CalledProcessError for the first source that fails; what the compilers print goes to the screen.
+    """
+    objects = [folder / f"{unit.source.stem}.o" for unit in units]
+    commands = [
+        [compiler, *unit.flags, "-c", str(unit.source), "-o", str(target)]
+        for unit, target in zip(units, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(compilers_at_once()) as pool:
+        for compiled in [pool.submit(subprocess.run, command, check=True) for command in commands]:
+            compiled.result()
+    return objects
 
 
 def headers() -> tuple[Path, ...]:
