@@ -70,7 +70,7 @@ PULSE_S = 0.05
 GRACE_S = 0.3
 """How long after its timeout a rank waits for peers to say for whom they wait."""
 FORKED_S = 1.0
-"""How long a wait may go on after a peer process has ended: its connections may be open in a child of it."""
+"""How long a wait for a process that has ended may go on: its connections may be open in a child of it."""
 MOST_RECEIVES = 8
 """How many receives of headers stand at each peer, in groups of up to 8 ranks; fewer in larger ones: 66 kB each."""
 LEAST_RECEIVES = 2
@@ -675,8 +675,8 @@ class GroupMessages:
             if wait.ends_at is None:
                 wait.ends_at = now() + FORKED_S
                 self.report(Failure(self._ended(gone[0]), gone[0]))
-            elif now() > wait.ends_at and self._wait is wait:
-                self._hang_up()
+            elif now() > wait.ends_at and wait.peer in gone and self._wait is wait:
+                self._hang_up()  # a peer that lives may come late, and go on over these connections
         elif now() > wait.late_at and not wait.noted:
             wait.noted = True
             self._notify(Header(Kind.WAITING, self._epoch, 0, "", peer=wait.peer, process=self._process))

@@ -230,8 +230,11 @@ def hostile_ids(rank: int, transport: str, number: int, per_node: int) -> list[d
     return [outcome(lambda: made(tokens(rank, 12)))]
 
 
-def go_on(rank: int, transport: str, _: object = None) -> list[dict[str, Any]]:
-    """Rank 1 is killed between two calls; the others go on over the same process group, with every expert."""
+def go_on(rank: int, transport: str, late: int | None = None) -> list[dict[str, Any]]:
+    """Rank 1 is killed between two calls; the others go on over the same process group, with every expert.
+
+    late: a rank that makes the second call only when the wait of another one for it has lasted 2 s.
+    """
     warnings.simplefilter("ignore")
     made = built(transport)
     manager = RebalanceManager([made], RebalanceSettings())
@@ -239,6 +242,8 @@ def go_on(rank: int, transport: str, _: object = None) -> list[dict[str, Any]]:
     found = [outcome(lambda: made(tokens(rank, 7)), expected[0])]
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if rank == late:
+        time.sleep(2.0)
     found.append(outcome(lambda: made(tokens(rank, 7, 1))))
     lost = found[-1]["peer"]
     left: Any = wait(made.ep.without([lost]))

@@ -119,12 +119,16 @@ def test_a_relay_refuses_rows_for_experts_that_do_not_exist() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "transport",
-    quick_where(["all_to_all"].__contains__, ["all_to_all", "all_gather", "one_sided", "one_sided_network"]),
+    ("transport", "late"),
+    quick_where(
+        lambda transport, late: transport == "all_to_all" and late is None,
+        [("all_to_all", None), ("all_gather", None), ("one_sided", None), ("one_sided_network", None)]
+        + [("all_to_all", 0), ("all_gather", 0), ("all_gather", 2)],
+    ),
 )
-def test_after_a_death_the_others_go_on_over_the_same_process_group(transport: str) -> None:
+def test_after_a_death_the_others_go_on_over_the_same_process_group(transport: str, late: int | None) -> None:
     with RankWorld(3) as world, pytest.raises(RankError) as died:
-        world.call(ranks.go_on, transport)
+        world.call(ranks.go_on, transport, late)
     assert list(died.value.problems) == [1], died.value
     for rank, found in died.value.results.items():
         first, failed, second, third, old, left = found  # type: ignore[misc]
