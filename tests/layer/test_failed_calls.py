@@ -122,8 +122,10 @@ def test_a_relay_refuses_rows_for_experts_that_do_not_exist() -> None:
     ("transport", "late"),
     quick_where(
         lambda transport, late: transport == "all_to_all" and late is None,
-        [("all_to_all", None), ("all_gather", None), ("one_sided", None), ("one_sided_network", None)]
-        + [("all_to_all", 0), ("all_gather", 0), ("all_gather", 2)],
+        [
+            *((transport, None) for transport in ("all_to_all", "all_gather", "one_sided", "one_sided_network")),
+            *((transport, 0) for transport in ("all_to_all", "all_gather")),
+        ],
     ),
 )
 def test_after_a_death_the_others_go_on_over_the_same_process_group(transport: str, late: int | None) -> None:
