@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_mk.config.problem import Problem, Reason
 from moe_mk.config.traits import Traits, common_reasons
+from moe_mk.external.device import without_autocast
 from moe_mk.kernels.native import Gating, RowsOfExperts
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.gguf import GGUF
@@ -218,9 +219,10 @@ class FusedCall(Protocol):
 
 
 def _noted(run: Run) -> Run:
-    """A `run` that records which class ran; of a call that goes through super(), only the derived class."""
+    """A `run` outside of autocast that records which class ran; of a call through super(), only the derived class."""
 
     @wraps(run)
+    @without_autocast
     def noted(self: FusedExperts, tokens: Tokens, weights: Weights) -> ExpertOutput:
         output = run(self, tokens, weights)
         if type(self).run is noted:

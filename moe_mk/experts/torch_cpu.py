@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_mk.config.problem import Problem
 from moe_mk.errors import ShapeError
 from moe_mk.experts.base import EXPERTS, QUANTISED, WEIGHT_ONLY, ExpertsTraits, FusedExperts, RoutedCall
+from moe_mk.external.device import without_autocast
 from moe_mk.kernels.reference.activation import ACTIVATIONS, CLAMPED, activation
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.blocked import WHOLE
@@ -107,6 +108,7 @@ class TorchCpuExperts(FusedExperts):
         x_RH = tokens.x_RH.dequantize(self.context.dtype.dtype)
         return self.sums(x_RH, tokens.ids_RK, tokens.weights_RK, lambda x, slot: self._ffn(x, weights.slot(slot)))
 
+    @without_autocast
     def sums(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, ffn: Apply) -> Tensor:
         """Weighted sums of every row in f32, added in the order of the slots as `permute` and `weight_and_reduce` do.
 

@@ -5,15 +5,33 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.shipped import device_profile, shipped_devices
 from moe_mk.errors import ConfigError, UnsupportedError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_autocast(call: Callable[P, R]) -> Callable[P, R]:
+    """The function as it is outside of torch.autocast, on every device: the layer's configuration sets its dtypes."""
+
+    @wraps(call)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+            return call(*args, **kwargs)
+        with torch._C._DisableAutocast():
+            return call(*args, **kwargs)
+
+    return wrapped
 
 
 def usable_device(device: torch.device | str) -> torch.device:

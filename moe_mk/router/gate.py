@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.external.device import without_autocast
 from moe_mk.registry import did_you_mean
 from moe_mk.shapes import expect
 
@@ -109,6 +110,7 @@ def _against_mixed_output(
     return reasons
 
 
+@without_autocast
 def gate_logits(x_TH: Tensor, weight_EH: Tensor, router_dtype: str = "float32", tier: str = "plain") -> Tensor:
     """Compute router logits [T, E]: f32 for router_dtype "float32", x's dtype for "model".
 

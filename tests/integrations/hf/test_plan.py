@@ -26,6 +26,7 @@ from moe_mk.integrations.transformers import (
 )
 from tests.integrations.hf.cases import deepseek, experts_of, logits, prompt
 from tests.integrations.hf.classes import tiny_call, tiny_experts
+from tests.support.ambient import AMBIENT
 
 
 def test_a_changed_weight_is_seen_and_a_copy_has_a_plan_of_its_own() -> None:
@@ -103,6 +104,17 @@ def test_a_weight_written_through_data_is_packed_again_by_prepare() -> None:
     assert torch.equal(logits(model, ids), before)
     prepare(model)
     assert not torch.allclose(logits(model, ids), before, atol=0.1)
+
+
+@pytest.mark.parametrize("name", AMBIENT)
+@pytest.mark.parametrize("again", [False, True])
+def test_settings_of_torch_change_no_result(name: str, again: bool) -> None:
+    module, call = deepseek(), tiny_call()
+    with torch.no_grad():
+        wanted = module(*call)
+        with AMBIENT[name]():
+            got = (copy.deepcopy(module) if again else module)(*call)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)  # threads change the order of sums
 
 
 def test_a_plan_is_kept_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,82 @@
+"""Settings of torch around a layer change neither what it computes nor what it loads."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import MoELayer
+from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+from tests.layer.native import NEEDS_COMPILER
+from tests.support.ambient import AMBIENT
+from tests.support.layers import HIDDEN, INNER, config, tensors
+
+BACKENDS = [
+    ("torch_cpu", torch.float32), ("torch_cpu", torch.bfloat16), ("torch_cpu", torch.float16),
+    ("reference", torch.float32), ("reference_monolithic", torch.float32), pytest.param("cpu_native", torch.bfloat16, marks=NEEDS_COMPILER),
+]  # fmt: skip
+
+
+def load(experts: str, dtype: torch.dtype) -> MoELayer:
+    quant = {"weights": {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]}
+    settings = {"has_correction_bias": True, "num_shared_experts": 1, "quant": quant, "experts": experts}
+    made = MoELayer(config(8, 2, **settings), dtype=dtype, device="cpu")
+    return made.load_weights(given(dtype))
+
+
+@cache
+def given(dtype: torch.dtype) -> dict[str, Tensor]:
+    return tensors(8, shared=1, bias=True, dtype=dtype)
+
+
+@cache
+def tokens(dtype: torch.dtype) -> Tensor:
+    return torch.randn((12, HIDDEN), generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+@cache
+def stacks(dtype: torch.dtype) -> EngineWeights:
+    named = given(dtype)
+    w13 = [torch.cat([named[f"experts.{e}.{p}_proj.weight"] for p in ("gate", "up")]) for e in range(8)]
+    down = [named[f"experts.{e}.down_proj.weight"] for e in range(8)]
+    assert w13[0].shape == (2 * INNER, HIDDEN)
+    return EngineWeights(torch.stack(w13), torch.stack(down))
+
+
+def results(made: MoELayer, engine: EngineExperts | None, dtype: torch.dtype) -> list[Tensor]:
+    """All that a layer and the experts of an engine compute of the same tokens, one call of each kind."""
+    x_TH = tokens(dtype)
+    routing = made.route(x_TH)
+    found = [routing.ids_TK, routing.weights_TK, made(x_TH), made(x_TH[:1]), made(x_TH[None])[0]]
+    if engine is not None:
+        assert made._shared is not None
+        found += [engine(x_TH, routing.weights_TK, routing.ids_TK), made._shared(x_TH)]
+        found += [made.forward_routed(x_TH, routing.weights_TK, routing.ids_TK)]
+    return found
+
+
+@cache
+def expected(experts: str, dtype: torch.dtype) -> tuple[MoELayer, EngineExperts | None, list[Tensor]]:
+    made = load(experts, dtype)
+    alone = "monolithic" not in experts
+    engine = EngineExperts("e", stacks(dtype), top_k=2, settings={"experts": experts}) if alone else None
+    return made, engine, results(made, engine, dtype)
+
+
+@pytest.mark.parametrize("name", AMBIENT)
+@pytest.mark.parametrize("experts,dtype", BACKENDS)
+def test_settings_of_torch_change_no_bit(experts: str, dtype: torch.dtype, name: str) -> None:
+    made, engine, wanted = expected(experts, dtype)
+    with torch.no_grad(), AMBIENT[name]():
+        called = results(made, engine, dtype)
+        loaded = load(experts, dtype)
+        if engine is not None:
+            engine = EngineExperts("e", stacks(dtype), top_k=2, settings={"experts": experts})
+        both = called, results(loaded, engine, dtype)
+    for found in both:
+        for got, want in zip(found, wanted, strict=True):
+            assert got.dtype is want.dtype and torch.equal(got, want)
+    assert torch.equal(loaded(tokens(dtype)), wanted[2]), "loaded under the setting, called without it"
