@@ -35,6 +35,7 @@ from moe_mk.quant.tensor import QuantScheme
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
 from moe_mk.weights.expert_weights import ExpertWeights, MappedExpertWeights, Weights, storages_of
+from moe_mk.weights.stamp import Stamp
 
 IDS = (torch.int32, torch.int64)
 LOGGER = logging.getLogger(__name__)
@@ -253,20 +254,19 @@ class HeldExperts:
     def __init__(self, *, release: bool = False) -> None:
         """release: whether `build` frees the engine's tensors where the backend keeps a copy."""
         self.release = release
-        self._held: dict[int, tuple[tuple[object, ...], Sequence[Tensor], EngineExperts]] = {}
+        self._held: dict[int, tuple[Stamp, Sequence[Tensor], EngineExperts]] = {}
 
     def of(self, tensors: Sequence[Tensor], build: Callable[[], EngineExperts]) -> EngineExperts:
-        """The experts over some tensors. They are kept alive, so that no other tensor can take their place."""
+        """The experts over some tensors, which are kept alive."""
         if self.release and is_released(tensors[0]):
             held = self._held.get(id(tensors[0]))
             if held is not None:
                 return held[2]
-        stamp = tuple((t.data_ptr(), t.dtype, t.shape, 0 if t.is_inference() else t._version) for t in tensors)
         key = id(tensors[0]) if self.release else tensors[0].data_ptr()
         held = self._held.get(key)
-        if held is not None and held[0] == stamp:
+        if held is not None and held[0].is_of(tensors):
             return held[2]
-        made = build()
+        stamp, made = Stamp(tensors), build()
         self._held[key] = (stamp, tuple(tensors), made)
         return made
 

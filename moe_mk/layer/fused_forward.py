@@ -20,6 +20,7 @@ from moe_mk.layer.gate import Gate
 from moe_mk.layer.placement_state import PlacementState
 from moe_mk.prepare_finalize.base import ExchangedCall
 from moe_mk.router.router import Router
+from moe_mk.weights.stamp import address_of
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,13 @@ class FusedForward:
     """Dispatch, experts and combine, without shared experts; None: tokens are not dispatched, or stage by stage."""
     kernel: FusedMoEKernel | None
     load_shape: torch.Size
-    gate_at: tuple[int, int]
+    weight_at: object
+    bias_at: object
 
     def is_current(self, parts: tuple[object, ...], gate: Gate) -> bool:
         """Whether these are the same objects that it was prepared from, and the gate's memory was not replaced."""
-        return all(map(is_, self.made_from, parts)) and self.gate_at == _addresses(gate)
+        same = all(map(is_, self.made_from, parts)) and self.weight_at == address_of(gate.weight_EH)
+        return same and self.bias_at == address_of(gate.bias_E)
 
     def takes(self, x_TH: Tensor, load_E: Tensor) -> bool:
         """Whether the calls may use these tensors' memory directly; the stages handle strides and check errors."""
@@ -94,7 +97,8 @@ def build_fused_forward(
         torch.Size((state.expert_map.num_experts,)),
         kernel if isinstance(kernel, FusedMoEKernel) else None,
     )
-    return FusedForward(made_from, call, routed, alone, exchanged, fused, load_shape, _addresses(gate))
+    at = address_of(gate.weight_EH), address_of(gate.bias_E)
+    return FusedForward(made_from, call, routed, alone, exchanged, fused, load_shape, *at)
 
 
 def _build_exchanged(state: PlacementState, gate: Gate, router: Router) -> ExchangedCall | None:
@@ -106,14 +110,4 @@ def _build_exchanged(state: PlacementState, gate: Gate, router: Router) -> Excha
     if experts is None:
         return None
     gating = gate.gating(router) if tables.one_to_one else None
-    if gating is not None and (
-        gating.gate_EH.stride(1) != 1 or not (gating.bias_E is None or gating.bias_E.is_contiguous())
-    ):
-        gating = None
     return transport.fuse_layer(experts, gating, tables, partial(kernel.multiply, weights=state.laid_out))
-
-
-def _addresses(gate: Gate) -> tuple[int, int]:
-    """Addresses of the gate's tensors: `.data = ` and share_memory_() replace the memory of a tensor object."""
-    weight_EH, bias_E = gate.weight_EH, gate.bias_E
-    return 0 if weight_EH is None else weight_EH.data_ptr(), 0 if bias_E is None else bias_E.data_ptr()

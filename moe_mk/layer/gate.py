@@ -8,25 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Gating, RouteCall
+from moe_mk.kernels.native import Gating, RouteCall, is_dense
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier, gate_logits
 from moe_mk.router.hashed import HashedTokens
 from moe_mk.router.native import mode_of, prepare_route, route_natively, routes_natively
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
+from moe_mk.weights.stamp import address_of
 
 
 @dataclass(frozen=True)
 class _PreparedRoute:
-    """A call that routes, and the objects and addresses that it was prepared from."""
+    """A call that routes, and what it was prepared from."""
 
     router: object
-    weight_EH: Tensor
-    bias_E: Tensor | None
     logit_bias_E: Tensor | None
-    weight_at: int
-    bias_at: int
+    weight_at: object
+    bias_at: object
     is_native: bool
     """Whether gate and router run in one native call; else as separate operators."""
     call: RouteCall | None
@@ -63,7 +62,7 @@ class Gate:
         The native tier reads bf16 and f32 alike, so a weight that is stored wider than bf16 loses nothing there.
         """
         wide = keeps_gate_in_f32(self.decision) or (self._native and weight_EH.dtype is not torch.bfloat16)
-        self.weight_EH = weight_EH.to(device=self.device, dtype=torch.float32 if wide else self.dtype)
+        self.weight_EH = weight_EH.to(device=self.device, dtype=torch.float32 if wide else self.dtype).contiguous()
         self.bias_E = None if bias_E is None else bias_E.to(device=self.device, dtype=torch.float32)
         self.logit_bias_E = None if logit_bias_E is None else logit_bias_E.to(device=self.device, dtype=torch.float32)
 
@@ -81,15 +80,13 @@ class Gate:
     def route(self, x_TH: Tensor, router: Router | HashedTokens) -> tuple[Routing, Tensor]:
         """Routing and logits of the tokens: one native call if the decision and the router allow it."""
         assert self.weight_EH is not None
-        weight_EH, bias_E, prepared = self.weight_EH, self.bias_E, self._prepared
+        prepared = self._prepared
         if (
             prepared is None
             or prepared.router is not router
-            or prepared.weight_EH is not weight_EH
-            or prepared.bias_E is not bias_E
             or prepared.logit_bias_E is not self.logit_bias_E
-            or prepared.weight_at != weight_EH.data_ptr()
-            or prepared.bias_at != (0 if bias_E is None else bias_E.data_ptr())
+            or prepared.weight_at != address_of(self.weight_EH)
+            or prepared.bias_at != address_of(self.bias_E)
         ):
             prepared = self._prepare(router)
         if prepared.call is not None:
@@ -97,9 +94,9 @@ class Gate:
             return Routing(ids_TK, weights_TK), logits_TE
         if prepared.is_native:
             assert isinstance(router, Router)
-            return route_natively(x_TH, weight_EH, bias_E, router)
+            return route_natively(x_TH, self.weight_EH, self.bias_E, router)
         logits_TE = self(x_TH)
-        return router(logits_TE, bias_E), logits_TE
+        return router(logits_TE, self.bias_E), logits_TE
 
     def _prepare(self, router: Router | HashedTokens) -> _PreparedRoute:
         """What routes in one native call, kept until the router, the gate or its memory is replaced."""
@@ -111,16 +108,17 @@ class Gate:
         if is_native:
             assert isinstance(router, Router)
             call = prepare_route(weight_EH, bias_E, router)
-        at = weight_EH.data_ptr(), 0 if bias_E is None else bias_E.data_ptr()
-        made = _PreparedRoute(router, weight_EH, bias_E, self.logit_bias_E, *at, is_native, call)
+        at = address_of(weight_EH), address_of(bias_E)
+        made = _PreparedRoute(router, self.logit_bias_E, *at, is_native, call)
         self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch
         return made
 
     def gating(self, router: Router) -> Gating | None:
-        """What a backend needs to route in its own call; None where `route` would not do so natively."""
+        """What a backend needs to route in its own call; None where `route` would not do so natively or would copy."""
         if not self._native or self.logit_bias_E is not None or self.weight_EH is None or not routes_natively(router):
             return None
-        return Gating(self.weight_EH, self.bias_E, mode_of(router))
+        dense = is_dense(self.weight_EH, self.bias_E)
+        return Gating(self.weight_EH, self.bias_E, mode_of(router)) if dense else None
 
     @property
     def _native(self) -> bool:

@@ -103,8 +103,8 @@ class MoELayer(nn.Module):
     See `trace.routing_recorder`.
     """
     _fused: FusedForward | None = None
-    _routed_ids: tuple[weakref.ref[Tensor], int] | None = None
-    """The ids that the last `route` returned, and their version."""
+    _routed_ids: tuple[weakref.ref[Tensor], int, int] | None = None
+    """The ids that the last `route` returned, their version and address."""
     _source: tuple[TensorSource, int] | None = None
     """Where the weights were read, and the number of the layer there."""
     _built_for: torch.device
@@ -593,15 +593,16 @@ class MoELayer(nn.Module):
         hidden_states = self._checked(hidden_states)
         routing = self._gate.route(hidden_states, self._router_of(hidden_states, token_ids_T))[0]
         if not routing.ids_TK.is_inference():  # those have no version
-            self._routed_ids = weakref.ref(routing.ids_TK), routing.ids_TK._version
+            ids_TK = routing.ids_TK
+            self._routed_ids = weakref.ref(ids_TK), ids_TK._version, ids_TK.data_ptr()
         return routing
 
     def _is_of_router(self, topk_ids: Tensor) -> bool:
         """Whether these are the ids that the last `route` returned, not written to since."""
         if self._routed_ids is None:
             return False
-        ids, version = self._routed_ids
-        return ids() is topk_ids and topk_ids._version == version
+        ids, version, address = self._routed_ids
+        return ids() is topk_ids and topk_ids._version == version and topk_ids.data_ptr() == address
 
     def check_token_ids(self, x_TH: Tensor, token_ids_T: Tensor | None) -> None:
         """Raise ShapeError or ConfigError unless these ids can route these tokens; reads them on the host.
@@ -623,7 +624,7 @@ class MoELayer(nn.Module):
     def _fused_forward(self) -> FusedForward:
         """The prepared forward, prepared again if any part that it was made from has been replaced."""
         placed, gate, shared = self._placement, self._gate, self._shared
-        parts = (placed, self.router, gate.weight_EH, gate.bias_E, gate.logit_bias_E, shared and shared.weights)
+        parts = (placed, self.router, gate, gate.logit_bias_E, shared and shared.weights)
         fused = self._fused
         if fused is None or not fused.is_current(parts, gate):
             weights = placed.laid_out if shared is None else self._with_shared(placed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native import RouteCall, RouteMode, Scoring, loaded, route
+from moe_mk.kernels.native import RouteCall, RouteMode, Scoring, is_dense, loaded, route
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
 
@@ -46,7 +46,7 @@ def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router:
 
 def prepare_route(gate_EH: Tensor, bias_E: Tensor | None, router: Router) -> RouteCall | None:
     """`route_natively` with everything fixed but the tokens; None for a gate or bias that is not dense."""
-    if gate_EH.stride(1) != 1 or (bias_E is not None and not bias_E.is_contiguous()):
+    if not is_dense(gate_EH, bias_E):
         return None
     return RouteCall(loaded(), gate_EH, bias_E, mode_of(router))
 

@@ -15,9 +15,13 @@ from tests.support.ambient import AMBIENT
 from tests.support.layers import HIDDEN, INNER, config, tensors
 
 BACKENDS = [
-    ("torch_cpu", torch.float32), ("torch_cpu", torch.bfloat16), ("torch_cpu", torch.float16),
-    ("reference", torch.float32), ("reference_monolithic", torch.float32), pytest.param("cpu_native", torch.bfloat16, marks=NEEDS_COMPILER),
-]  # fmt: skip
+    ("torch_cpu", torch.float32),
+    ("torch_cpu", torch.bfloat16),
+    ("torch_cpu", torch.float16),
+    ("reference", torch.float32),
+    ("reference_monolithic", torch.float32),
+    pytest.param("cpu_native", torch.bfloat16, marks=NEEDS_COMPILER),
+]
 
 
 def load(experts: str, dtype: torch.dtype) -> MoELayer:

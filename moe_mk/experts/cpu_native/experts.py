@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import ClassVar
 
@@ -92,73 +92,59 @@ def stack_of(weights: PackedExpertWeights) -> Stack:
     return Stack(weights.w13, weights.w2, shared)
 
 
-@dataclass(frozen=True)
-class WholePass:
-    """A prepared forward of a layer: one argument block per mode; only tuning leads to more than one mode."""
+MOST_SHAPES = 256
+"""Shapes for which a prepared layer is kept; a server meets as many as there are sizes of batches."""
 
-    native: Native
-    mode_of_rows: ModeOfRows
-    scheme: QuantScheme
-    gating: Gating
-    places: Places
-    stack: Stack
-    of_mode: dict[ExpertsMode, FusedLayer] = field(default_factory=dict)
-    of_rows: dict[int, FusedLayer] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
+class LayersOfShapes(dict[tuple[int, ...], FusedLayer]):
+    """Prepared layers by the number of rows and of experts per row: one for each mode, which tuning chooses."""
+
+    def __init__(
+        self,
         native: Native,
         mode_of_rows: ModeOfRows,
         weights: PackedExpertWeights,
-        gating: Gating,
-        tables: PlacementTables,
-        rank: int,
-    ) -> WholePass | None:
-        """None if experts have several replicas, or if the gate or its bias is not contiguous."""
-        gate_EH, bias_E = gating.gate_EH, gating.bias_E
-        if not tables.one_to_one or gate_EH.stride(1) != 1 or (bias_E is not None and not bias_E.is_contiguous()):
-            return None
-        return cls(native, mode_of_rows, weights.scheme, gating, places_of(tables, rank), stack_of(weights))
+        places: Places,
+        gating: Gating | None = None,
+    ) -> None:
+        super().__init__()
+        self._mode_of_rows, self._scheme, self._of_mode = mode_of_rows, weights.scheme, dict[ExpertsMode, FusedLayer]()
+        self._parts = native, gating, places, stack_of(weights)
+
+    def __missing__(self, shape: tuple[int, ...]) -> FusedLayer:
+        mode = self._mode_of_rows(self._scheme, *shape)
+        if mode not in self._of_mode:
+            self._of_mode[mode] = FusedLayer(*self._parts, mode)
+        if len(self) >= MOST_SHAPES:
+            self.clear()
+        self[shape] = self._of_mode[mode]
+        return self._of_mode[mode]
+
+
+@dataclass(frozen=True)
+class WholePass:
+    """A prepared forward of a layer."""
+
+    layers: LayersOfShapes
+    top_k: int
 
     def __call__(self, x_TH: Tensor, load_E: Tensor, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Route and apply the experts to contiguous bf16 (T, H); adds the choices to load_E."""
-        layer = self.of_rows.get(x_TH.shape[0]) or self._prepared(x_TH.shape[0])
-        return layer(x_TH, load_E, torch.get_num_threads(), routing)
-
-    def _prepared(self, rows: int) -> FusedLayer:
-        mode = self.mode_of_rows(self.scheme, rows, self.gating.mode.top_k)
-        if mode not in self.of_mode:
-            self.of_mode[mode] = FusedLayer(self.native, self.gating, self.places, self.stack, mode)
-        self.of_rows[rows] = self.of_mode[mode]
-        return self.of_mode[mode]
+        return self.layers[x_TH.shape[0], self.top_k](x_TH, load_E, torch.get_num_threads(), routing)
 
 
 @dataclass(frozen=True)
 class RoutedPass:
-    """A prepared forward of routed tokens: one argument block per mode, prepared once for each shape of ids."""
+    """A prepared forward of routed tokens."""
 
-    native: Native
-    mode_of_rows: ModeOfRows
-    scheme: QuantScheme
-    places: Places
-    stack: Stack
-    of_mode: dict[ExpertsMode, FusedLayer] = field(default_factory=dict)
-    of_shape: dict[torch.Size, FusedLayer] = field(default_factory=dict)
+    layers: LayersOfShapes
 
     def __call__(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
     ) -> Tensor:
         """Apply the experts to contiguous bf16 (T, H); adds the choices to load_E."""
-        layer = self.of_shape.get(ids_TK.shape) or self._prepared(ids_TK.shape)
+        layer = self.layers[ids_TK.shape]
         return layer.routed(x_TH, ids_TK, weights_TK, load_E, torch.get_num_threads(), skip=skip)
-
-    def _prepared(self, shape: torch.Size) -> FusedLayer:
-        mode = self.mode_of_rows(self.scheme, shape[0], shape[1])
-        if mode not in self.of_mode:
-            self.of_mode[mode] = FusedLayer(self.native, None, self.places, self.stack, mode)
-        self.of_shape[shape] = self.of_mode[mode]
-        return self.of_mode[mode]
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -342,7 +328,10 @@ class CpuNativeExperts(FusedExperts):
         """One native call: in Python the steps between its parts would take longer than the router."""
         if not isinstance(weights, PackedExpertWeights) or type(self).run is not CpuNativeExperts.run:
             return None
-        return WholePass.of(self.native, self._mode_of_rows, weights, gating, tables, rank)
+        if not tables.one_to_one:
+            return None
+        layers = LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank), gating)
+        return WholePass(layers, gating.mode.top_k)
 
     def fuse_experts(self, weights: Weights, tables: PlacementTables, rank: int) -> RoutedCall | None:
         """One native call, prepared once per mode."""
@@ -350,7 +339,7 @@ class CpuNativeExperts(FusedExperts):
             return None
         if not tables.one_to_one:
             return None
-        return RoutedPass(self.native, self._mode_of_rows, weights.scheme, places_of(tables, rank), stack_of(weights))
+        return RoutedPass(LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank)))
 
     def fuse_rows(self, weights: Weights, top_k: int) -> RowsOfExperts | None:
         """The packed weights, and the mode of each number of rows."""

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, is_experts, tensors_of, weights_of
-from moe_mk.integrations.hf.plan import stamp_of_tensors
 from moe_mk.layer import MoELayer
 from moe_mk.verify.compare import ALL_TOKENS, error_of, experts_error
 from moe_mk.weights.expert_weights import SlotWeights
+from moe_mk.weights.stamp import Stamp
 
 GATE = ("weight", "e_score_correction_bias", "top_k", "routed_scaling_factor", "topk_group", "norm_topk_prob")
 PROBES = 48
@@ -189,7 +189,7 @@ class PatchedForward:
         gate, experts, shared = block.gate, block.experts, getattr(block, "shared_experts", None)
         assert isinstance(gate, nn.Module) and isinstance(experts, nn.Module)
         self.parts, self.layer = Parts(gate, experts, shared), layer
-        self.facts, self.stamp = facts_of(experts), stamp_of_tensors(self.parts.tensors())
+        self.facts, self.stamp = facts_of(experts), Stamp(self.parts.tensors())
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """(..., H) to (..., H), shared experts included."""
@@ -203,8 +203,8 @@ class PatchedForward:
 
     def _follow(self) -> None:
         """Reload the layer if a weight of the block was replaced or modified."""
-        stamp = stamp_of_tensors(self.parts.tensors())
-        if stamp == self.stamp:
+        tensors = self.parts.tensors()
+        if self.stamp.is_of(tensors):
             return
         facts = facts_of(self.parts.experts)
         if facts != self.facts or dtype_of(self.parts.gate, facts) is not self.layer.dtype:
@@ -213,7 +213,7 @@ class PatchedForward:
                 f"block {self.layer.name} was patched with weights of {was} and has {now} since", [AGAIN]
             )
         self.layer.load_weights(named_weights(self.parts, facts))
-        self.stamp = stamp
+        self.stamp = Stamp(tensors)
 
     def _must_read(self, hidden_states: Tensor) -> None:
         if hidden_states.dtype is not self.layer.dtype:

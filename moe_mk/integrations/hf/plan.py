@@ -10,7 +10,7 @@ It is used for modules that no registered backend supports, and is never registe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, ClassVar
@@ -41,6 +41,7 @@ from moe_mk.registry import did_you_mean
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage, Routing, Tokens
 from moe_mk.weights.expert_weights import CANONICAL, MAPPED, ExpertWeights, Weights
 from moe_mk.weights.scan import Progress
+from moe_mk.weights.stamp import Stamp
 
 NAME = "module_loop"
 
@@ -133,7 +134,7 @@ class ModulePlan:
     weights: Weights
     ranks: Ranks
     dtype: torch.dtype
-    stamp: tuple[object, ...]
+    stamp: Stamp
     settings: tuple[tuple[str, Any], ...]
 
     @property
@@ -192,8 +193,9 @@ def plan_of(
     module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE, *, again: bool = False
 ) -> ModulePlan:
     """The plan of a module, recreated if its tensors, contents, dtype or settings changed, or with `again`."""
-    held, stamp, wanted = _plans.get(module), stamp_of(module), tuple(sorted(settings.items()))
-    if held and not again and (held.stamp, held.dtype, held.settings, held.ranks) == (stamp, dtype, wanted, ranks):
+    held, wanted = _plans.get(module), tuple(sorted(settings.items()))
+    same = held and not again and (held.dtype, held.settings, held.ranks) == (dtype, wanted, ranks)
+    if held and same and held.stamp.is_of(tensors_of(module)):
         return held
     _plans[module] = made = make_plan(module, dtype, settings, ranks)
     return made
@@ -204,18 +206,8 @@ def keep_only_plan(module: nn.Module, plan: ModulePlan) -> bool:
     if plan.weights.layout in (CANONICAL, MAPPED):
         return False
     free_weights(module)
-    _plans[module] = replace(plan, stamp=stamp_of(module))
+    _plans[module] = replace(plan, stamp=Stamp(tensors_of(module)))
     return True
-
-
-def stamp_of(module: nn.Module) -> tuple[object, ...]:
-    """A value that changes when a tensor of the module is replaced, moved, cast or modified."""
-    return stamp_of_tensors(tensors_of(module))
-
-
-def stamp_of_tensors(tensors: Iterable[Tensor]) -> tuple[object, ...]:
-    """A value that changes when one of the tensors is replaced, moved, cast or modified."""
-    return tuple((t.data_ptr(), t.device, t.dtype, t.shape, 0 if t.is_inference() else t._version) for t in tensors)
 
 
 def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: Ranks = ALONE) -> ModulePlan:
@@ -230,7 +222,7 @@ def make_plan(module: nn.Module, dtype: torch.dtype, settings: Settings, ranks: 
     experts: FusedExperts = kernel.experts
     laid_out = experts.relayout(weights_of(module, facts))
     wanted = tuple(sorted(settings.items()))
-    return ModulePlan(facts, decision, kernel, laid_out, ranks, dtype, stamp_of(module), wanted)
+    return ModulePlan(facts, decision, kernel, laid_out, ranks, dtype, Stamp(tensors_of(module)), wanted)
 
 
 def _problem(module: nn.Module, facts: ModuleFacts, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> Problem:

@@ -77,6 +77,7 @@ from moe_mk.kernels.native.quantize import count_nans as count_nans
 from moe_mk.kernels.native.quantize import quantize_1x128 as quantize_1x128
 from moe_mk.kernels.native.route import RouteMode as RouteMode
 from moe_mk.kernels.native.route import Scoring as Scoring
+from moe_mk.kernels.native.route import is_dense as is_dense
 from moe_mk.kernels.native.selfcheck import is_compiled as is_compiled
 from moe_mk.kernels.native.selfcheck import load as load
 from moe_mk.kernels.native.selfcheck import loaded as loaded

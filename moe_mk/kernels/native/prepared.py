@@ -26,7 +26,7 @@ from moe_mk.kernels.native.route import RouteMode, check_gate, route_block
 class RouteCall:
     """`route` with the gate, the bias and the mode fixed: they are checked and written into the arguments once.
 
-    gate_EH has dense rows, bias_E is dense; their values are read at every call. Calls may run concurrently.
+    gate_EH and bias_E are contiguous; their values are read at every call. Calls may run concurrently.
     """
 
     def __init__(
@@ -80,9 +80,8 @@ def route(
     a biased score of -inf is dropped, as in router.grouped_topk.
     """
     check_gate(x_TH, gate_EH, bias_E, mode)
-    gate_EH = gate_EH if gate_EH.stride(1) == 1 else gate_EH.contiguous()
     bias_E = None if bias_E is None else bias_E.contiguous()
-    return RouteCall(native, gate_EH, bias_E, mode, isa)(x_TH, threads)
+    return RouteCall(native, gate_EH.contiguous(), bias_E, mode, isa)(x_TH, threads)
 
 
 class ExpertsCall:
@@ -220,7 +219,7 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Gating:
-    """The router: gate bf16 or f32 [E, H] with contiguous rows, an f32 bias [E] of the choice, and the mode."""
+    """The router: gate bf16 or f32 [E, H] and an f32 bias [E] of the choice, both contiguous, and the mode."""
 
     gate_EH: torch.Tensor
     bias_E: torch.Tensor | None

@@ -37,7 +37,10 @@ class RouteMode:
 def route_block(
     native: Native, gate_EH: torch.Tensor, bias_E: torch.Tensor | None, mode: RouteMode, isa: Isa | None = None
 ) -> CRoute:
-    """The arguments of a call that do not depend on its tokens. The rows of the gate and the bias are contiguous."""
+    """The arguments of a call that do not depend on its tokens; raises ShapeError unless gate and bias are dense."""
+    if not is_dense(gate_EH, bias_E):
+        strides = gate_EH.stride(), None if bias_E is None else bias_E.stride()
+        raise ShapeError(f"cpu route: strides {strides} of gate and bias, expected contiguous ones; call .contiguous()")
     return CRoute(
         gate=gate_EH.data_ptr(),
         bias=None if bias_E is None else bias_E.data_ptr(),
@@ -53,6 +56,11 @@ def route_block(
         scale=mode.scale,
         isa=int(native.isa_or_best(isa)),
     )
+
+
+def is_dense(gate_EH: torch.Tensor, bias_E: torch.Tensor | None) -> bool:
+    """Whether a prepared call can read them where they are."""
+    return gate_EH.is_contiguous() and (bias_E is None or bias_E.is_contiguous())
 
 
 def check_gate(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, mode: RouteMode) -> None:

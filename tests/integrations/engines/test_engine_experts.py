@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from moe_mk.integrations.engine_experts import (
 from moe_mk.quant.kinds import scheme_of_kind
 from tests.integrations.engines.cases import CLOSE, EXPERTS, HIDDEN, Tiny, call, error
 from tests.layer.native import NEEDS_COMPILER
+from tests.support.replaced import CHANGES
 
 pytestmark = pytest.mark.timeout(300)
 """The first test of `cpu_native` in an environment compiles its kernels."""
@@ -211,3 +213,20 @@ def test_held_experts_are_made_once_and_again_when_a_weight_changes() -> None:
     assert torch.equal(held.of((tiny.w13, tiny.w2), build)(*tokens), first) and len(builds) == 1
     tiny.w2.mul_(2.0)
     assert torch.allclose(held.of((tiny.w13, tiny.w2), build)(*tokens), 2.0 * first) and len(builds) == 2
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_held_experts_are_those_of_the_tensors_of_now(name: str, change: str) -> None:
+    held, drawn, tokens = HeldExperts(), Tiny.drawn(), call()
+    owner = SimpleNamespace(w13=drawn.w13.clone(), w2=drawn.w2.clone())
+
+    def run() -> torch.Tensor:
+        given = owner.w13, owner.w2
+        return held.of(given, lambda: made(Tiny(*given)))(*tokens)
+
+    first, values = run(), -getattr(owner, name)
+    CHANGES[change](owner, name, values, run)
+    fresh = Tiny(**{"w13": drawn.w13, "w2": drawn.w2, name: values})
+    torch.testing.assert_close(run(), made(fresh)(*tokens))
+    assert not torch.equal(run(), first)

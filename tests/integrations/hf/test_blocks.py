@@ -22,6 +22,7 @@ from moe_mk.integrations.transformers import (
     unpatch_blocks,
 )
 from tests.integrations.hf.cases import family, generate, logits, prompt
+from tests.support.replaced import CHANGES
 
 
 @pytest.mark.row(65)
@@ -100,6 +101,29 @@ def test_patched_blocks_compile_into_one_graph() -> None:
 
 
 needs_compiler = pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "path,name",
+    [
+        ("gate", "weight"),
+        ("gate", "e_score_correction_bias"),
+        pytest.param("experts", "down_proj", marks=pytest.mark.thorough),
+        pytest.param("shared_experts.up_proj", "weight", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_patched_block_computes_with_the_weights_of_now(path: str, name: str) -> None:
+    model = tiny_model()
+    model.set_experts_implementation("eager")  # others read no strided weights
+    patch_blocks(model, experts="torch_cpu")
+    block, x = model.model.layers[1].mlp, torch.randn((1, 5, 128))
+    owner = block.get_submodule(path)
+    for change, replace in CHANGES.items():
+        first, values = block(x), getattr(owner, name).detach() * -0.9
+        replace(owner, name, values, lambda: block(x))
+        assert not torch.equal(block(x), first), change
+        torch.testing.assert_close(block(x), type(block).forward(block, x), rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from moe_mk.integrations.transformers import (
 from tests.integrations.hf.cases import deepseek, experts_of, logits, prompt
 from tests.integrations.hf.classes import tiny_call, tiny_experts
 from tests.support.ambient import AMBIENT
+from tests.support.replaced import CHANGES
 
 
 def test_a_changed_weight_is_seen_and_a_copy_has_a_plan_of_its_own() -> None:
@@ -104,6 +105,23 @@ def test_a_weight_written_through_data_is_packed_again_by_prepare() -> None:
     assert torch.equal(logits(model, ids), before)
     prepare(model)
     assert not torch.allclose(logits(model, ids), before, atol=0.1)
+
+
+@pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
+@pytest.mark.parametrize("change", ["object_at_the_address", "data_at_the_address", "other_strides", "shared_memory"])
+def test_the_experts_are_those_that_the_module_has_now(change: str) -> None:
+    register(experts="cpu_native")
+    module, fresh = (
+        tiny_experts(type(deepseek()), hidden_size=64, moe_intermediate_size=64).to(torch.bfloat16) for _ in range(2)
+    )
+    call = tiny_call()
+    x_TH = torch.cat((call[0], call[0]), dim=1).bfloat16()
+    with torch.no_grad():
+        first, values = module(x_TH, *call[1:]), module.down_proj.detach() * -0.5
+        CHANGES[change](module, "down_proj", values, lambda: module(x_TH, *call[1:]))
+        fresh.down_proj.copy_(values)
+        got = module(x_TH, *call[1:])
+        assert torch.equal(got, fresh(x_TH, *call[1:])) and not torch.equal(got, first)
 
 
 @pytest.mark.parametrize("name", AMBIENT)

@@ -1,0 +1,46 @@
+"""Whether tensors are still those that something was prepared from: the rule for everything kept between calls.
+
+An address alone is not enough: freed memory is used again, and a tensor there may have the same shape and version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Stamp:
+    """The memory, the shape and the version of tensors, for what was computed from their values.
+
+    The tensors are not kept alive. A weak reference to a storage keeps its number from being given to another one.
+    Writes through `.data` and to inference tensors are not seen: torch does not count them.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._parts = [(StorageWeakRef(t.untyped_storage()), _place(t)) for t in tensors]  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> tuple[type[Stamp], tuple[tuple[Tensor, ...]]]:
+        """A copy is a stamp of no tensors: it cannot count as another reference to a storage."""
+        return Stamp, ((),)
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors, neither replaced nor moved, cast or written to."""
+        return len(tensors) == len(self._parts) and all(
+            tensor.untyped_storage()._cdata == storage.cdata and _place(tensor) == place
+            for tensor, (storage, place) in zip(tensors, self._parts, strict=True)
+        )
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version
+
+
+def address_of(tensor: Tensor | None) -> tuple[int, bool] | None:
+    """Where a tensor is and whether it is contiguous: `.data = ` and share_memory_() give an object other memory.
+
+    For prepared calls, which read a tensor of a fixed shape at its address: they need no more to be right.
+    """
+    return None if tensor is None else (tensor.data_ptr(), tensor.is_contiguous())
