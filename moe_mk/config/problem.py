@@ -12,7 +12,7 @@ from moe_mk.comm.destinations import expected_groups
 from moe_mk.config.device import DeviceProfile
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import ConfigError
-from moe_mk.quant.plain import Plain
+from moe_mk.quant.plain import FP16, FP32, Plain
 from moe_mk.quant.tensor import QuantScheme
 
 
@@ -50,6 +50,11 @@ class Problem:
                 f"num_tokens={self.num_tokens} exceeds kernel.max_num_tokens={self.config.kernel.max_num_tokens}; "
                 "raise the limit or plan for smaller batches"
             )
+
+    @property
+    def sums(self) -> Plain:
+        """What experts compute in and rows are summed and returned in: f32 where an unweighted row may overflow."""
+        return FP32 if self.dtype == FP16 else self.dtype
 
     @property
     def ranks(self) -> int:

@@ -72,7 +72,7 @@ class TorchCpuExperts(FusedExperts):
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
         """Rows sorted by expert and their outputs, at most K per row, and the intermediates of one expert."""
-        hidden, inner, width = problem.config.model.hidden_size, problem.intermediate, problem.dtype.dtype.itemsize
+        hidden, inner, width = problem.config.model.hidden_size, problem.intermediate, problem.sums.dtype.itemsize
         return rows * (problem.config.router.top_k * 2 * hidden + 3 * inner) * width
 
     def relayout(self, weights: Weights) -> Weights:  # type: ignore[override]  # the base class adds on_progress
@@ -192,7 +192,8 @@ class RoutedRows:
         if not self.tables.is_identity:
             slots_TK = self.tables.local_slots(self.tables.to_physical(ids_TK, self.rank), self.rank)
         with torch.no_grad():
-            y_TH = self.experts.sums(x_TH, slots_TK, weights_TK, self.ffn).to(x_TH.dtype)
+            x = x_TH.to(self.experts.context.dtype.dtype)
+            y_TH = self.experts.sums(x, slots_TK, weights_TK, self.ffn).to(x_TH.dtype)
         if load_E is not None:
             load_E += torch.from_numpy(np.bincount(ids_N + 1, minlength=e + 1)[1:])
         return y_TH

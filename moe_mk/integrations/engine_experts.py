@@ -30,7 +30,7 @@ from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.no_ep import NoEP
 from moe_mk.quant.kinds import BLOCK_KINDS
-from moe_mk.quant.plain import plain
+from moe_mk.quant.plain import Plain, plain
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.shapes import expect
 from moe_mk.tokens import Routing
@@ -140,7 +140,7 @@ class EngineExperts:
             _warn_of_copies(self.backend)
         LOGGER.info(self.note)
         context = kernel.prepare_finalize.context
-        direct = type(kernel.prepare_finalize) is NoEP and context.wire == context.dtype
+        direct = type(kernel.prepare_finalize) is NoEP and isinstance(context.wire, Plain)
         self._routed = kernel.experts.fuse_experts(self.weights, context.tables, 0) if direct else None
         self._entry = EXPERTS_OF_ENGINES.enter(self)
 
@@ -234,7 +234,7 @@ class EngineExperts:
             here = (ids_TK >= 0) & (ids_TK < self.num_experts)
             ids = torch.where(here, ids_TK, -1).to(torch.int32)
             routing = Routing(ids, weights_TK.to(torch.float32).masked_fill(~here, 0.0))
-            return wait(self.kernel.steps(x_TH, routing, self.weights))
+            return wait(self.kernel.steps(x_TH, routing, self.weights)).to(self.dtype)
 
 
 def _run(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, entry: Tensor) -> Tensor:

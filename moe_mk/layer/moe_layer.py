@@ -515,10 +515,10 @@ class MoELayer(nn.Module):
                 y_TH, shared_XH = yield from alongside(routed, lambda: shared(x_TH[rows]))
                 total_TH = y_TH.to(torch.float32, copy=True)
                 total_TH[rows] += shared_XH
-                y_TH = total_TH.to(self.dtype)
+                y_TH = total_TH.to(y_TH.dtype)
             if placed.is_partial or placed.grid.tp.size > 1:
                 y_TH = yield from self._late_reduce(y_TH, placed)
-            return y_TH
+            return y_TH.to(self.dtype)
         except BaseException as error:
             if is_accepted or not isinstance(error, MoEMKError):
                 placed.grid.fail(error)
@@ -582,7 +582,7 @@ class MoELayer(nn.Module):
             self._record(routing, self.expert_load)
             physical = self._physical(routing, placed)
             y_TH = yield from placed.kernel.steps(x_TH, physical, placed.laid_out)
-            return (yield from self._late_reduce(y_TH, placed))
+            return (yield from self._late_reduce(y_TH, placed)).to(self.dtype)
         except BaseException as error:
             placed.grid.fail(error)
             raise

@@ -29,6 +29,7 @@ from moe_mk.oracle.assemble import Parts, assemble
 from moe_mk.oracle.verdict import Decision
 from moe_mk.placement.expert_map import ExpertMap, PlacementTables
 from moe_mk.prepare_finalize.no_ep import NoEP
+from moe_mk.quant.plain import Plain
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.tiled_kernel import tiled
 from moe_mk.tokens import Routing, RowTokens
@@ -136,7 +137,7 @@ class PlacementState:
         if type(kernel) is not FusedMoEKernel or not single or self.lost is not None:
             return False
         transport = kernel.prepare_finalize
-        unchanged = type(transport) is NoEP and transport.context.wire == transport.context.dtype
+        unchanged = type(transport) is NoEP and isinstance(transport.context.wire, Plain)
         return unchanged and kernel.experts.traits.consumes[0] is RowTokens
 
     @cached_property

@@ -117,10 +117,14 @@ class TrainingMoE(nn.Module):
         """Tokens (T, H) to outputs (T, H) with routing; raises ShapeError for other shapes and dtypes."""
         expect("x", x_TH, "T H", (self.gate_EH.dtype,), self.gate_EH.device, H=self.config.model.hidden_size)
         probabilities_TE, weights_TK, ids_TK = self._route(x_TH)
-        y_TH = self.exchange(x_TH, ids_TK, weights_TK.to(x_TH.dtype), self._expert)
+        # A row of fp16 may overflow before it is weighted.
+        wide_TH = x_TH.to(torch.float32) if x_TH.dtype is torch.float16 else x_TH
+        y_TH = self.exchange(wide_TH, ids_TK, weights_TK.to(wide_TH.dtype), self._expert)
         if self.shared_w13_IH is not None and self.shared_w2_HI is not None:
-            y_TH = y_TH + self._mlp(x_TH, self.shared_w13_IH, self.shared_w2_HI)
-        return TrainingOutput(y_TH, probabilities_TE, ids_TK, weights_TK, self._balance_loss(probabilities_TE))
+            y_TH = y_TH + self._mlp(wide_TH, self.shared_w13_IH, self.shared_w2_HI)
+        return TrainingOutput(
+            y_TH.to(x_TH.dtype), probabilities_TE, ids_TK, weights_TK, self._balance_loss(probabilities_TE)
+        )
 
     @torch.no_grad()
     def update_bias(self, out: TrainingOutput, gamma: float) -> None:
@@ -160,6 +164,7 @@ class TrainingMoE(nn.Module):
 
     def _mlp(self, x_NH: Tensor, w13_IH: Tensor, w2_HI: Tensor) -> Tensor:
         model = self.config.model
+        w13_IH, w2_HI = w13_IH.to(x_NH.dtype), w2_HI.to(x_NH.dtype)
         gate, up = linear(x_NH, w13_IH).chunk(2, dim=-1)
         alpha, limit = model.swiglu_alpha, model.swiglu_limit
         return linear(activation(model.activation, gate, up, alpha=alpha, limit=limit), w2_HI)

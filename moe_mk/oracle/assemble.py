@@ -50,7 +50,7 @@ def assemble(decision: Decision, parts: Parts) -> FusedMoEKernel | MonolithicKer
         expert_map=parts.expert_map,
         tables=tables,
         wire=decision.wire,
-        dtype=decision.problem.dtype,
+        dtype=decision.problem.sums,
         hidden_size=decision.problem.config.model.hidden_size,
         top_k=sent.router.top_k,
         max_num_tokens=sent.kernel.max_num_tokens,
@@ -91,7 +91,7 @@ def experts_context(decision: Decision, parts: Parts, num_slots: int, intermedia
     """The context in which experts are built; shared experts are one slot of another intermediate size."""
     kernel = decision.problem.config.kernel
     return ExpertsContext(
-        dtype=decision.problem.dtype,
+        dtype=decision.problem.sums,
         compute=decision.compute,
         activation=decision.problem.config.model.activation,
         num_slots=num_slots,

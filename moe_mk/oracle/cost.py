@@ -69,5 +69,5 @@ def dispatch_bytes(problem: Problem, volume: Volume, wire: QuantScheme) -> int:
 
 
 def combine_bytes(problem: Problem, volume: Volume) -> int:
-    """Bytes that one rank sends in combine, in the layer's dtype."""
-    return round(volume.combine_rows * row_bytes(problem.dtype, problem.config.model.hidden_size))
+    """Bytes that one rank sends in combine, in the dtype of sums."""
+    return round(volume.combine_rows * row_bytes(problem.sums, problem.config.model.hidden_size))

@@ -42,7 +42,7 @@ def buffers_of(
 ) -> Buffers:
     """Buffers for calls of `problem.num_tokens` tokens a rank."""
     rows, hidden = transport_type.max_rows(problem), problem.config.model.hidden_size
-    per_row = 2 * row_bytes(wire, hidden) + hidden * (4 + problem.dtype.dtype.itemsize)
+    per_row = 2 * row_bytes(wire, hidden) + hidden * (4 + problem.sums.dtype.itemsize)
     return Buffers(rows * per_row, workspace(problem, rows), transport_type.buffer_bytes(problem))
 
 

@@ -368,6 +368,9 @@ def _fabric_reasons(traits: TransportTraits, problem: Problem) -> list[Reason]:
     if ranks > 1 and tokens not in traits.tokens:
         have, fix = {"replicated": "the same tokens", "sharded": "their own tokens"}[tokens], next(iter(traits.tokens))
         reasons.append(Reason("tokens", f"ranks bring {have}", f"parallel.tokens = {fix}"))
+    if traits.library and problem.sums != problem.dtype:
+        text = f"carries rows of one dtype, and {problem.dtype.name} layers sum in {problem.sums.name}"
+        reasons.append(Reason("dtype", text, "dtype = bf16"))
     asked = problem.config.kernel.comm_units
     if ranks > 1 and asked is not None and not traits.comm_unit:
         text = f"does not support kernel.comm_units (= {asked})"

@@ -351,7 +351,7 @@ class Hierarchical(PrepareFinalize):
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
         """Rows that a rank relays, worst routing: a token of every rank of its place, packed, and their sums in f32."""
-        row = packed_row_bytes(problem.dtype, problem.config.model.hidden_size, problem.config.router.top_k)
+        row = packed_row_bytes(problem.sums, problem.config.model.hidden_size, problem.config.router.top_k)
         relayed = problem.nodes * problem.num_tokens * (2 * row + 4 * problem.config.model.hidden_size)
         return relayed + kept_bytes(problem)
 

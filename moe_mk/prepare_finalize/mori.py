@@ -30,14 +30,12 @@ from moe_mk.prepare_finalize.base import (
 )
 from moe_mk.prepare_finalize.deepep.buffers import MAX_OPEN_CALLS, LibraryBufferSlot, LibrarySession
 from moe_mk.prepare_finalize.deepep.common import UniformExpertIds, expect_room, payloads_of, rows_of
-from moe_mk.quant.plain import BF16, FP32
 from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens, Tokens
 
 LIBRARY = "mori"
 MOST_TOP_K = 9
 BLOCKS = 80
 """What the library launches by default."""
-CARRIES = (BF16, FP32)
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,10 @@ class Mori(PrepareFinalize):
 
     @classmethod
     def reasons_against(cls, problem: Problem) -> list[Reason]:
-        """At most nine experts a token, bf16 or f32 layers, nodes of equal size that is a power of two."""
+        """At most nine experts a token, nodes of equal size that is a power of two."""
         reasons, top_k = super().reasons_against(problem), problem.config.router.top_k
         if top_k > MOST_TOP_K:
             reasons.append(Reason("top_k", f"the kernels take {MOST_TOP_K} experts a token, this router has {top_k}"))
-        if problem.dtype not in CARRIES:
-            reasons.append(Reason("dtype", f"sums bf16 and f32 rows, this layer computes in {problem.dtype.name}"))
         per_node = min(problem.ep_ranks_per_node, problem.ranks)
         if per_node & (per_node - 1) or problem.ranks % per_node:
             text = f"needs nodes of 1, 2, 4, 8 or more ranks each, {problem.ranks} ranks lie {per_node} to a node"

@@ -20,7 +20,7 @@ from moe_mk.layer import DeepseekV3MoE
 from moe_mk.testing.cases import hostile_routings
 from moe_mk.testing.on_ranks import RankError, RankWorld
 from moe_mk.weights import CheckpointShape, write_checkpoint
-from tests.layer import gloo_ranks
+from tests.layer import gloo_ranks, test_fp16
 from tests.layer.conftest import Twin
 from tests.support.formats import EXPERTS, TOP_K
 from tests.support.tiers import quick_where, thorough
@@ -69,6 +69,13 @@ def test_processes_give_the_bits_that_lockstep_gives(
             assert torch.equal(ranks[rank][case.name]["y"], y_TH), f"{case.name}, rank {rank}"
         hops = [tuple(ranks[rank][case.name]["hops"]) for rank in range(4)]
         assert len(set(hops)) == 1, f"{case.name}: {hops}"
+
+
+@pytest.mark.parametrize("transport", thorough("all_to_all", "one_sided"))
+def test_processes_send_sums_that_fp16_cannot_hold(world: RankWorld, transport: str) -> None:
+    for outputs in world.call(test_fp16.over_processes, transport):
+        for y_TH in outputs:
+            test_fp16.expect_total(y_TH, test_fp16.rows_of_experts(7))
 
 
 @pytest.mark.row(24, 25, 26, 65, 78)

@@ -110,7 +110,7 @@ def test_every_limit_is_reported() -> None:
     assert "6 ranks lie 6 to a node [parallel.ranks_per_node]" in reported(with_top_k(2, "mi300x", ep=6))["ranks"]
     asked = problem("mi300x")
     half = Problem(asked.config, asked.device, FP16, 128, asked.installed)
-    assert reported(half) == {"dtype": "sums bf16 and f32 rows, this layer computes in fp16"}
+    assert reported(half) == {"dtype": "carries rows of one dtype, and fp16 layers sum in fp32 [dtype = bf16]"}
     assert (
         set(reported(problem("h200"))) == {"device"}
         and reported(problem("mi300x", deterministic=True))["deterministic"]

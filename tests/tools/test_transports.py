@@ -55,6 +55,7 @@ def test_bytes_are_those_of_the_plan_and_limits_those_of_the_oracle() -> None:
         "- 32 ranks: needs all ranks in one node, 32 ranks span 4 nodes",
         "- 96 ranks: serves up to 64 ranks, the group has 96",
         "- top-24: the kernels take 22 experts a token, this router has 24",
+        "- a layer in fp16: carries rows of one dtype, and fp16 layers sum in fp32 [dtype = bf16]",
     ]
     assert list(limits_of("all_to_all", PREPARE_FINALIZE["all_to_all"]))[2] == "No change exceeds a limit."
 

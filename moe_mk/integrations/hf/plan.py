@@ -159,7 +159,7 @@ class ModulePlan:
         y_TH = wait(self.kernel.steps(x_TH, routing, self.weights))
         if self.kernel.prepare_finalize.traits.partial:
             y_TH = wait(self.ranks.comm.all_reduce(y_TH, "late reduce"))
-        return y_TH
+        return y_TH.to(x_TH.dtype)
 
 
 _numbers = count(1)

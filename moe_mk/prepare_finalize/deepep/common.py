@@ -131,8 +131,8 @@ def padded_row(hidden_size: int, row_bytes: int) -> int:
 
 
 def bf16_reasons(problem: Problem) -> list[Reason]:
-    """Libraries send and sum bf16 rows."""
-    if problem.dtype == BF16:
+    """Libraries send and sum bf16 rows. The base class has the reason against fp16."""
+    if problem.sums == BF16 or problem.sums != problem.dtype:
         return []
     return [Reason("dtype", f"carries bf16 rows, this layer computes in {problem.dtype.name}", "dtype = bf16")]
 

@@ -179,7 +179,7 @@ class OneSidedNetwork(OneSided):
     @classmethod
     def buffer_bytes(cls, problem: Problem) -> int:
         """One window of this rank, the sums that peers bring, and rows that are being sent."""
-        sums = problem.ranks * problem.num_tokens * row_bytes(problem.dtype, problem.config.model.hidden_size)
+        sums = problem.ranks * problem.num_tokens * row_bytes(problem.sums, problem.config.model.hidden_size)
         return super().buffer_bytes(problem) + sums + STAGING_BYTES
 
 

@@ -185,7 +185,7 @@ class OneSided(PrepareFinalize):
         """One window of this rank; its pages are taken as calls need them."""
         hidden = problem.config.model.hidden_size
         row = packed_row_bytes(problem.dtype, hidden, problem.config.router.top_k)
-        return RegionShape(problem.num_tokens, row, 0, row_bytes(problem.dtype, hidden)).data_bytes(problem.ranks)
+        return RegionShape(problem.num_tokens, row, 0, row_bytes(problem.sums, hidden)).data_bytes(problem.ranks)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -205,7 +205,7 @@ class OneSidedGpu(PrepareFinalize):
         """Sums are moved 16 bytes at a time; not yet measured on a GPU, so selected only when pinned."""
         reasons = [
             *super().reasons_against(problem),
-            *_odd_sums(row_bytes(problem.dtype, problem.config.model.hidden_size)),
+            *_odd_sums(row_bytes(problem.sums, problem.config.model.hidden_size)),
         ]
         if problem.config.kernel.prepare_finalize != NAME:
             text = "compiled for sm_90 but not yet measured on a GPU: selected only when pinned"
@@ -217,7 +217,7 @@ class OneSidedGpu(PrepareFinalize):
         """One window of this rank."""
         hidden, limit = problem.config.model.hidden_size, problem.config.kernel.max_num_tokens
         row = packed_row_bytes(problem.dtype, hidden, problem.config.router.top_k) + LINE_BYTES
-        return problem.ranks * (limit * (row + row_bytes(problem.dtype, hidden)) + 256)
+        return problem.ranks * (limit * (row + row_bytes(problem.sums, hidden)) + 256)
 
 
 def _odd_sums(num_bytes: int) -> list[Reason]:

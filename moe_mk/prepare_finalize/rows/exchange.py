@@ -90,7 +90,7 @@ def kept_bytes(problem: Problem) -> int:
         return 0
     top_k = problem.config.router.top_k
     copies = min(problem.ranks, top_k) * kernel.max_num_tokens
-    return min(KEPT_BYTES, 2 * copies * packed_row_bytes(problem.dtype, model.hidden_size, top_k))
+    return min(KEPT_BYTES, 2 * copies * packed_row_bytes(problem.sums, model.hidden_size, top_k))
 
 
 def new_rows(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, native: Native | None) -> Tensor:
