@@ -33,6 +33,7 @@ def expect(
     axes: letters of the legend separated by blanks, "T H". A letter without a size in `sizes` may have any size.
     Raises ShapeError that lists everything wrong with the tensor, not the first thing.
     """
+    expect_dense(name, tensor)
     letters = axes.split()
     wrong: list[str] = []
     if tensor.dim() != len(letters):
@@ -50,6 +51,16 @@ def expect(
         wrong.append(f"is on {tensor.device}, expected {device}; move it with .to({str(device)!r})")
     if wrong:
         raise ShapeError(f"{name} " + "; ".join(wrong))
+
+
+def expect_dense(name: str, tensor: object) -> None:
+    """Raise ShapeError unless it is a tensor with strides: not a list or an array, neither sparse nor nested."""
+    if not isinstance(tensor, torch.Tensor):
+        given = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
+        raise ShapeError(f"{name} is a {given}, expected a torch.Tensor")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise ShapeError(f"{name} has layout {layout}, expected {torch.strided}; convert it to a dense tensor")
 
 
 def divisors_of(number: int) -> list[int]:

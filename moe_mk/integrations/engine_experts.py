@@ -22,6 +22,7 @@ from moe_mk.external.device import profile_here
 from moe_mk.external.library import installed
 from moe_mk.flight import wait
 from moe_mk.kernel import FusedMoEKernel
+from moe_mk.layer.checks import FLOATS
 from moe_mk.layer.custom_op import Operator
 from moe_mk.layer.fused_forward import can_be_called, record_as_stages
 from moe_mk.layer.moe_layer import is_untraced
@@ -195,30 +196,34 @@ class EngineExperts:
         """
         if is_untraced(hidden_states):
             return self.run(hidden_states, topk_weights, topk_ids)
-        if hidden_states.requires_grad:
+        if not isinstance(hidden_states, Tensor) or hidden_states.requires_grad:
             self._check(hidden_states, topk_weights, topk_ids)
         out: Tensor = engine_experts(hidden_states, topk_weights, topk_ids, self._entry)
         return out
 
     def _check(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         if (
-            x_TH.dtype is self.dtype
+            type(x_TH) is type(ids_TK) is type(weights_TK) is Tensor
+            and x_TH.layout is ids_TK.layout is weights_TK.layout is torch.strided
+            and x_TH.dtype is self.dtype
             and x_TH.dim() == 2
             and x_TH.shape[1] == self.hidden_size
-            and ids_TK.dim() == 2
+            and ids_TK.dim() == weights_TK.dim() == 2
             and ids_TK.dtype in IDS
             and ids_TK.shape[0] == x_TH.shape[0]
-            and ids_TK.device == x_TH.device
+            and weights_TK.dtype in FLOATS
             and weights_TK.shape == ids_TK.shape
-            and not x_TH.requires_grad
+            and weights_TK.device == ids_TK.device == x_TH.device
+            and not (x_TH.requires_grad or weights_TK.requires_grad)
         ):
             return
-        if torch.is_grad_enabled() and x_TH.requires_grad:
-            raise UnsupportedError(f"gradients through {self.name}", ["inference only; run under torch.no_grad()"])
         expect("hidden_states", x_TH, "T H", self.dtype, H=self.hidden_size)
         expect("topk_ids", ids_TK, "T K", IDS, x_TH.device, T=x_TH.shape[0])
+        expect("topk_weights", weights_TK, "T K", FLOATS, x_TH.device)
         if weights_TK.shape != ids_TK.shape:
             raise ShapeError(f"topk_weights is {tuple(weights_TK.shape)}, topk_ids is {tuple(ids_TK.shape)}")
+        if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
+            raise UnsupportedError(f"gradients through {self.name}", ["inference only; run under torch.no_grad()"])
 
     def run(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """The implementation of the operator. It checks its arguments, so that graphs need no guards for it."""

@@ -8,6 +8,8 @@ from torch import Tensor
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.shapes import expect
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def check_hidden_states(
     hidden_states: Tensor, dtype: torch.dtype, device: torch.device, hidden_size: int, max_num_tokens: int
@@ -37,7 +39,9 @@ def check_routing(
     """
     num_tokens, top_k, num_experts = sizes
     expect("topk_ids", topk_ids, "T K", (torch.int32, torch.int64), device, T=num_tokens, K=top_k)
-    expect("topk_weights", topk_weights, "T K", torch.float32, device, T=num_tokens, K=top_k)
+    expect("topk_weights", topk_weights, "T K", FLOATS, device, T=num_tokens, K=top_k)
+    if topk_weights.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError("gradients through topk_weights", ["inference only; call it under torch.no_grad()"])
     if not read_ids or not topk_ids.numel():
         return
     lowest, highest = torch.aminmax(topk_ids)

@@ -73,10 +73,14 @@ def record_as_stages(kernel: FusedMoEKernel, y_TH: Tensor, experts_bytes: int | 
 
 def can_be_called(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> bool:
     """Whether a `RoutedCall` reads this routing of x as it is: plain dense tensors on the CPU, integers and f32."""
-    plain = type(ids_TK) is Tensor and type(weights_TK) is Tensor and ids_TK.is_cpu and weights_TK.is_cpu
+    if type(ids_TK) is not Tensor or type(weights_TK) is not Tensor or weights_TK.requires_grad:
+        return False
+    plain = ids_TK.is_cpu and weights_TK.is_cpu and ids_TK.layout is weights_TK.layout is torch.strided
     typed = ids_TK.dtype in (torch.int32, torch.int64) and weights_TK.dtype is torch.float32
-    fits = ids_TK.dim() == 2 and ids_TK.shape == weights_TK.shape and ids_TK.shape[0] == x_TH.shape[0]
-    return plain and typed and fits and ids_TK.is_contiguous() and weights_TK.is_contiguous()
+    if not plain or not typed or ids_TK.dim() != 2 or weights_TK.dim() != 2:
+        return False
+    fits = ids_TK.shape == weights_TK.shape and ids_TK.shape[0] == x_TH.shape[0]
+    return fits and ids_TK.is_contiguous() and weights_TK.is_contiguous()
 
 
 def build_fused_forward(

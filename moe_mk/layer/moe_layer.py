@@ -66,6 +66,7 @@ from moe_mk.router.router import Router
 from moe_mk.runner.invariant import InvariantKernel
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.overlap import alongside
+from moe_mk.shapes import expect_dense
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.checkpoint import load_layer
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 FEW_CHOICES = 32
 """So many choices are counted one by one in less time than the operators for any number of them take to begin."""
+STRIDED = torch.strided
 NO_PARAMETERS = (
     "its weights are no parameters; load them with load_weights(tensors) or load_from_safetensors(path, layer=N), and "
     "leave their names out of the state_dict of the model"
@@ -373,6 +375,7 @@ class MoELayer(nn.Module):
         # What is read here becomes a guard that every call of a compiled layer checks, and must not differ between
         # layers: one graph serves all of them.
         if is_compiling() or not is_untraced(hidden_states):
+            expect_dense("hidden_states", hidden_states)
             if hidden_states.requires_grad:
                 hidden_states = self._checked(hidden_states)
             out: Tensor = moe_layer(hidden_states, load_E, self._entry, token_ids_T)
@@ -383,10 +386,13 @@ class MoELayer(nn.Module):
 
     def _of_sequences(self, x_BSH: Tensor, load_E: Tensor, token_ids_BS: Tensor | None) -> Tensor:
         """The forward of (B, S, H). Raises ShapeError for other numbers of dimensions, and for ids of another shape."""
+        expect_dense("hidden_states", x_BSH)
         if x_BSH.dim() != 3:
             raise ShapeError(
                 f"hidden_states has {x_BSH.dim()} dimensions {tuple(x_BSH.shape)}, expected 2 [T, H] or 3 [B, S, H]"
             )
+        if token_ids_BS is not None:
+            expect_dense("token_ids_T", token_ids_BS)
         if token_ids_BS is not None and token_ids_BS.shape != x_BSH.shape[:2]:
             raise ShapeError(
                 f"token_ids_T is {tuple(token_ids_BS.shape)}, expected {tuple(x_BSH.shape[:2])} as of hidden_states"
@@ -543,9 +549,9 @@ class MoELayer(nn.Module):
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).
 
-        topk_weights: f32, already renormalised and scaled. topk_ids: logical experts, distinct for each token on a GPU;
-        -1 goes nowhere. Ids other than those that the last `route` returned are read on the host to refuse those that
-        do not exist. Shared experts are not added.
+        topk_weights: already renormalised and scaled; floats, used as f32. topk_ids: logical experts, distinct for each
+        token on a GPU; -1 goes nowhere. Ids other than those that the last `route` returned are read on the host to
+        refuse those that do not exist. Shared experts are not added.
         """
         _ = self.weights  # raises WeightError before loading
         x_TH, load_E = self._checked(hidden_states), self._buffers["expert_load"]
@@ -553,7 +559,7 @@ class MoELayer(nn.Module):
         sizes = x_TH.shape[0], self.config.router.top_k, self.config.model.num_experts
         if self.spans.recorder is None and self._placement.is_direct and is_untraced(x_TH):
             fused = self._fused_forward()
-            fits = topk_ids.shape == sizes[:2] and can_be_called(x_TH, topk_ids, topk_weights)
+            fits = can_be_called(x_TH, topk_ids, topk_weights) and topk_ids.shape[1] == sizes[1]
             if fused.routed_alone is not None and fits and fused.takes(x_TH, load_E):
                 try:
                     y_TH = fused.routed_alone(x_TH, topk_ids, topk_weights, load_E)
@@ -567,7 +573,7 @@ class MoELayer(nn.Module):
         if isinstance(self.kernel, MonolithicKernel):
             chosen = self.decision.chosen.experts
             raise UnsupportedError(f"{chosen} routes inside", ["pin kernel.experts to another backend"])
-        routing = Routing(topk_ids.to(torch.int32), topk_weights.masked_fill(topk_ids < 0, 0.0))
+        routing = Routing(topk_ids.to(torch.int32), topk_weights.float().masked_fill(topk_ids < 0, 0.0))
         if is_untraced(x_TH) and (found := self._exchanged(x_TH, load_E)) is not None:
             return self._run_exchanged(*found, x_TH, load_E, routing)
         return wait(self._routed_steps(x_TH, routing))
@@ -602,7 +608,8 @@ class MoELayer(nn.Module):
         if self._routed_ids is None:
             return False
         ids, version, address = self._routed_ids
-        return ids() is topk_ids and topk_ids._version == version and topk_ids.data_ptr() == address
+        same = topk_ids is not None and ids() is topk_ids
+        return same and topk_ids._version == version and topk_ids.data_ptr() == address
 
     def check_token_ids(self, x_TH: Tensor, token_ids_T: Tensor | None) -> None:
         """Raise ShapeError or ConfigError unless these ids can route these tokens; reads them on the host.
@@ -695,8 +702,11 @@ class MoELayer(nn.Module):
     def _checked(self, hidden_states: Tensor) -> Tensor:
         """The tokens if the layer can run on them, contiguous: a GEMM rounds other strides differently."""
         hidden_size, max_num_tokens = self.config.model.hidden_size, self.config.kernel.max_num_tokens
+        if type(hidden_states) is not Tensor:
+            expect_dense("hidden_states", hidden_states)
         if (
             hidden_states.dtype is not self.dtype
+            or hidden_states.layout is not STRIDED
             or hidden_states.device != self.device
             or hidden_states.dim() != 2
             or hidden_states.shape[1] != hidden_size

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from moe_mk.experts.base import FusedExperts
 from moe_mk.experts.monolithic import MONOLITHIC
+from moe_mk.layer.checks import FLOATS
 from moe_mk.oracle.assemble import Parts, build_experts, experts_context
 from moe_mk.oracle.verdict import Decision
 from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant.plain import Plain
 from moe_mk.quant.tensor import QuantTensor
+from moe_mk.shapes import expect
 from moe_mk.tokens import OutputStage, RowTokens
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.expert_weights import MappedExpertWeights, SlotWeights, Weights
@@ -32,8 +34,12 @@ class SharedExperts:
         self.weights = self.experts.relayout(MappedExpertWeights((weights,), scheme, file_backed=file_backed))
 
     def __call__(self, x_TH: Tensor) -> Tensor:
-        """(T, H) to (T, H)."""
+        """(T, H) to (T, H). Raises ShapeError for other tensors."""
         assert self.weights is not None
+        c, dtype = self.experts.context, self.dtype.dtype
+        dense = type(x_TH) is Tensor and x_TH.layout is torch.strided and x_TH.dim() == 2
+        if not (dense and x_TH.dtype is dtype and x_TH.shape[1] == c.hidden_size and x_TH.device == c.device):
+            expect("hidden_states", x_TH, "T H", FLOATS, c.device, H=c.hidden_size)
         with self.spans.span("shared"):
             ids_TK = torch.zeros((x_TH.shape[0], 1), dtype=torch.int32, device=x_TH.device)
             weights_TK = torch.ones((x_TH.shape[0], 1), dtype=torch.float32, device=x_TH.device)

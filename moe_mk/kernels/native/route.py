@@ -9,6 +9,7 @@ import torch
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native.library import CRoute, Isa, Native
+from moe_mk.shapes import expect_dense
 
 
 class Scoring(IntEnum):
@@ -65,7 +66,14 @@ def is_dense(gate_EH: torch.Tensor, bias_E: torch.Tensor | None) -> bool:
 
 def check_gate(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, mode: RouteMode) -> None:
     """Raise ShapeError with everything wrong with the tensors, ConfigError for groups and choices that do not fit."""
+    given = {"x": (x, 2), "gate": (gate, 2)} | ({} if bias is None else {"bias": (bias, 1)})
     wrong = []
+    for name, (tensor, dims) in given.items():
+        expect_dense(name, tensor)
+        if tensor.dim() != dims or not tensor.is_cpu:
+            wrong.append(f"{name} is {tuple(tensor.shape)} on {tensor.device}, expected {dims} dimensions on cpu")
+    if wrong:
+        raise ShapeError("cpu route: " + "; ".join(wrong))
     if x.dtype != torch.bfloat16:
         wrong.append(f"x is {x.dtype}, expected bfloat16")
     if gate.dtype not in (torch.bfloat16, torch.float32) or gate.shape[1] != x.shape[1]:

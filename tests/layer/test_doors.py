@@ -1,0 +1,165 @@
+"""Whatever is given to a door: what plain contiguous tensors give, or a typed error that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moe_mk import MoELayer, MoEMKError
+from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+from moe_mk.kernels.native import RouteMode, loaded, route
+from moe_mk.router.gate import gate_logits
+from moe_mk.router.hashed import HashRouter
+from moe_mk.router.topk import grouped_topk, topk
+from tests.layer.native import NEEDS_COMPILER
+from tests.support.layers import HIDDEN, config, tensors
+
+TOKENS, EXPERTS, TOP_K = 3, 8, 2
+BACKENDS = {"torch_cpu": torch.float32, "reference": torch.float32, "cpu_native": torch.bfloat16}
+
+LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
+    "transposed": lambda t: t.T.contiguous().T,
+    "every_other": lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2],
+    "flipped_twice": lambda t: t.flip(0).flip(0),
+    "a_parameter": lambda t: torch.nn.Parameter(t.clone(), requires_grad=False),
+    "inside_others": lambda t: torch.cat((t, t), 1)[:, : t.shape[1]],
+}
+"""The same numbers; one of them must give the same results."""
+OTHERS: dict[str, Callable[[Tensor], Any]] = {
+    "None": lambda t: None,
+    "list": lambda t: t.tolist(),
+    "tuple": lambda t: (t,),
+    "str": lambda t: "tokens",
+    "number": lambda t: 1.0,
+    "numpy": lambda t: np.zeros(tuple(t.shape), np.float32),
+    "sparse": lambda t: t.to_sparse(),
+    "sparse_csr": lambda t: t.float().to_sparse_csr(),
+    "mkldnn": lambda t: t.float().to_mkldnn(),
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "meta": lambda t: t.to("meta"),
+    "complex": lambda t: t.to(torch.complex64),
+    "bool": lambda t: t.bool(),
+    "int8": lambda t: t.to(torch.int8),
+    "int16": lambda t: t.to(torch.int16),
+    "uint8": lambda t: t.to(torch.uint8),
+    "uint32": lambda t: t.to(torch.int32).to(torch.uint32),
+    "uint64": lambda t: t.to(torch.int32).to(torch.uint64),
+    "fp8": lambda t: t.float().to(torch.float8_e4m3fn),
+    "float64": lambda t: t.double(),
+    "one_dimension": lambda t: t.flatten(),
+    "four_dimensions": lambda t: t[None, None],
+    "a_row_less": lambda t: t[:-1],
+    "a_column_less": lambda t: t[:, :-1],
+    "quantised": lambda t: torch.quantize_per_tensor(t.float(), 1.0, 0, torch.qint8),
+    "gradients": lambda t: t.float().clone().requires_grad_(),
+}
+MAY_WORK = {"int16", "float64", "a_row_less", "one_dimension"}
+"""Accepted by some doors."""
+
+
+@cache
+def layer(experts: str) -> MoELayer:
+    dtype = BACKENDS[experts]
+    quant = {"weights": "bf16" if dtype is torch.bfloat16 else "fp32"}
+    settings = {"num_shared_experts": 1, "quant": quant, "experts": experts}
+    made = MoELayer(config(EXPERTS, TOP_K, **settings), dtype=dtype)
+    return made.load_weights(tensors(EXPERTS, shared=1, dtype=dtype))
+
+
+@cache
+def engine(experts: str) -> EngineExperts:
+    named = tensors(EXPERTS, shared=1, dtype=BACKENDS[experts])
+    w13 = [torch.cat([named[f"experts.{e}.{p}_proj.weight"] for p in ("gate", "up")]) for e in range(EXPERTS)]
+    down = [named[f"experts.{e}.down_proj.weight"] for e in range(EXPERTS)]
+    weights = EngineWeights(torch.stack(w13), torch.stack(down))
+    return EngineExperts("engine", weights, top_k=TOP_K, settings={"experts": experts})
+
+
+Door = tuple[Callable[..., Any], list[Tensor]]
+
+
+def doors(experts: str) -> dict[str, Door]:
+    """Every door with good arguments."""
+    draw = torch.Generator().manual_seed(2)
+    x_TH = torch.randn((TOKENS, HIDDEN), generator=draw).to(BACKENDS[experts])
+    weights_TK = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 2.0]])
+    ids_TK = torch.tensor([[0, 3], [1, -1], [7, 2]], dtype=torch.int32)
+    made = layer(experts)
+    assert made._shared is not None
+    return {
+        "layer": (made, [x_TH]),
+        "route": (lambda x: made.route(x).weights_TK, [x_TH]),
+        "forward_routed": (made.forward_routed, [x_TH, weights_TK, ids_TK]),
+        "engine": (engine(experts), [x_TH, weights_TK, ids_TK]),
+        "shared": (made._shared, [x_TH]),
+    }
+
+
+def kernel_doors() -> dict[str, Door]:
+    """Doors of routers and kernels."""
+    draw = torch.Generator().manual_seed(2)
+    logits_TE, gate_EH = torch.randn((TOKENS, EXPERTS), generator=draw), torch.randn((EXPERTS, HIDDEN), generator=draw)
+    x_TH, table = torch.randn((TOKENS, HIDDEN), generator=draw), torch.arange(20).view(10, 2) % EXPERTS
+    return {
+        "gate_logits": (gate_logits, [x_TH, gate_EH]),
+        "topk": (lambda x: topk(x, TOP_K)[0], [logits_TE]),
+        "grouped_topk": (lambda x: grouped_topk(x, TOP_K, 2, 1)[0], [logits_TE]),
+        "hashed": (lambda x, ids: HashRouter(table).route(x, ids).weights_TK, [logits_TE, torch.tensor([1, 2, 3])]),
+        "native_route": (
+            lambda x, gate: route(loaded(), x, gate, None, RouteMode(TOP_K))[1], [x_TH.bfloat16(), gate_EH]
+        ),
+    }  # fmt: skip
+
+
+def try_door(door: Door, name: str, may_work: set[str], *, gradients: bool = False) -> None:
+    call, good = door
+    with torch.set_grad_enabled(gradients):
+        wanted = call(*good)
+        for at, tensor in enumerate(good):
+            for layout, change in (LAYOUTS if tensor.dim() == 2 else {}).items():
+                got = call(*[change(t) if i == at else t for i, t in enumerate(good)])
+                torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-3, msg=f"{name} {at} {layout}")
+            for other, change in OTHERS.items():
+                if tensor.dim() != 2 and other in ("sparse_csr", "a_column_less"):
+                    continue
+                given = [change(t) if i == at else t for i, t in enumerate(good)]
+                try:
+                    call(*given)
+                except MoEMKError:
+                    continue
+                except Exception as error:
+                    raise AssertionError(f"{name}, argument {at}, {other}: untyped {error!r}") from error
+                taken = other in may_work or (other == "gradients" and not gradients)
+                assert taken, f"{name}, {at}: took {other}"
+
+
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("experts", BACKENDS)
+@pytest.mark.parametrize("door", ["layer", "route", "forward_routed", "engine", "shared"])
+def test_a_layer_takes_it_or_names_what_is_wrong(experts: str, door: str) -> None:
+    for gradients in (False, True) if door != "shared" else (False,):  # its callers have refused gradients
+        try_door(doors(experts)[door], door, MAY_WORK, gradients=gradients)
+
+
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("door", ["gate_logits", "topk", "grouped_topk", "hashed", "native_route"])
+def test_routers_and_kernels_take_it_or_name_what_is_wrong(door: str) -> None:
+    try_door(kernel_doors()[door], door, MAY_WORK | {"meta", "a_column_less"})
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("experts", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_other_floats_are_used_as_f32(experts: str, dtype: torch.dtype) -> None:
+    for door in ("forward_routed", "engine"):
+        call, (x_TH, weights_TK, ids_TK) = doors(experts)[door]
+        for ids in (ids_TK, ids_TK.long()):
+            assert torch.equal(call(x_TH, weights_TK.to(dtype), ids), call(x_TH, weights_TK, ids_TK))
