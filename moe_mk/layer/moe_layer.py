@@ -337,7 +337,7 @@ class MoELayer(nn.Module):
         if isinstance(experts, FusedExperts):
             self.decision = replace(self.decision, parameters=experts.parameters())
         if self._shared is not None and weights.shared is not None:
-            self._shared.load(weights.shared, file_backed=weights.experts.file_backed)
+            self._shared.load(weights.shared)
         self._gate.load(weights.gate_EH, weights.bias_E, weights.logit_bias_E)
         self.hash_router = hash_router_of(self.config, weights.table_XK, self.device)
         self._fused, self._placement = None, replace(self._placement, weights=weights, laid_out=laid_out)
@@ -359,7 +359,7 @@ class MoELayer(nn.Module):
                     [f"{chosen} reads them, there is no second copy; pin kernel.experts to another backend"],
                 )
         freed = experts.num_bytes
-        gone = replace(experts, slots=ReleasedSlots(f"layer {self.name!r}", experts.num_slots), file_backed=False)
+        gone = replace(experts, slots=ReleasedSlots(f"layer {self.name!r}", experts.num_slots))
         self._fused, self._placement = None, replace(placed, weights=replace(self.weights, experts=gone))
         return freed
 

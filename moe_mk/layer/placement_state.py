@@ -192,7 +192,6 @@ def with_experts(state: PlacementState, old: PlacementState, arrived: Mapping[in
             f"rank {rank} holds neither {', nor '.join(missing[:8])}; pass them as arrived={{slot: weights}}"
         )
     slots = tuple(arrived[slot] if slot in arrived else here[e] for slot, e in enumerate(wanted))
-    # Not file-backed: some slots may no longer be views of a file, so backends must not release their pages.
     experts = MappedExpertWeights(slots, old.weights.experts.scheme)
     weights = replace(old.weights, experts=experts, facts=replace(old.weights.facts, owned=tuple(wanted)))
     return replace(state, weights=weights, laid_out=state.kernel.experts.relayout(experts))

@@ -28,10 +28,9 @@ class SharedExperts:
         self.experts, self.dtype, self.spans = experts, dtype, spans
         self.weights: Weights | None = None
 
-    def load(self, weights: SlotWeights, *, file_backed: bool = False) -> None:
-        """Take the matrices, in the layout the backend reads. file_backed: they are views of a mapped file."""
-        scheme = weights.up_IH.scheme
-        self.weights = self.experts.relayout(MappedExpertWeights((weights,), scheme, file_backed=file_backed))
+    def load(self, weights: SlotWeights) -> None:
+        """Take the matrices, in the layout the backend reads."""
+        self.weights = self.experts.relayout(MappedExpertWeights((weights,), weights.up_IH.scheme))
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H) to (T, H). Raises ShapeError for other tensors."""

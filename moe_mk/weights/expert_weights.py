@@ -175,13 +175,11 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class MappedExpertWeights:
-    """Experts in the checkpoint's format, each matrix a view of the memory-mapped file, without a copy."""
+    """Experts in the checkpoint's format, each matrix a view of the memory-mapped file where its format allows it."""
 
     slots: Sequence[SlotWeights]
     scheme: QuantScheme
     layout: str = MAPPED
-    file_backed: bool = False
-    """Whether the views map a file, so that their pages may be released after copying."""
 
     @property
     def num_slots(self) -> int:

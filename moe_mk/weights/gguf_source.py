@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import WeightError
-from moe_mk.external.gguf_file import GgufFile, Value, read_gguf
+from moe_mk.external.gguf_file import Value, read_gguf
 from moe_mk.weights.completeness import some
 from moe_mk.weights.names import GGUF_NAMES
 from moe_mk.weights.safetensors_header import TensorEntry
-from moe_mk.weights.source import SafetensorsSource, TensorSource
+from moe_mk.weights.source import MappedFile, SafetensorsSource, TensorSource
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
@@ -30,8 +30,6 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class GgufSource(TensorSource):
     """The MoE blocks of a GGUF model."""
 
-    file_backed = True
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.where = Path(path), str(path)
         self._files = [read_gguf(file) for file in gguf_files(self.path)]
@@ -40,7 +38,7 @@ class GgufSource(TensorSource):
             raise WeightError(f"{self.where} has tensors of one name in two files")
         self._all = entries
         self._entries = {name: found for name, found in entries.items() if _is_of_moe(name)}
-        self._maps: dict[Path, Tensor] = {}
+        self._maps: dict[Path, MappedFile] = {}
 
     @property
     def metadata(self) -> Mapping[str, Value]:
@@ -78,19 +76,13 @@ class GgufSource(TensorSource):
         file, entry = self._entries[name]
         if self.entry(name).missing_bytes:
             raise WeightError(f"{name} is cut off: {file.path.name} is truncated")
-        octets = self._mapped(file)[entry.start : entry.start + entry.num_bytes]
-        return octets.view(_DTYPES.get(entry.type_name, torch.uint8)).view(entry.shape)
+        if file.path not in self._maps:
+            self._maps[file.path] = MappedFile(file.path, file.num_bytes)
+        dtype = _DTYPES.get(entry.type_name, torch.uint8)
+        return self._maps[file.path].view(entry.start, entry.num_bytes, dtype, entry.shape)
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """No effect: pages are read at first access."""
-
-    def _mapped(self, file: GgufFile) -> Tensor:
-        if file.path not in self._maps:
-            # Private: a write would copy the page, and nothing writes.
-            self._maps[file.path] = torch.from_file(
-                str(file.path), shared=False, size=file.num_bytes, dtype=torch.uint8, device="cpu"
-            )
-        return self._maps[file.path]
 
 
 def gguf_files(path: Path) -> list[Path]:

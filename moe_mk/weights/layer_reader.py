@@ -63,9 +63,7 @@ class LayerReader:
             self.source.where, layer, self.prefix, self.convention.name, tuple(owned), self.tp_rank, self.tp_size,
             sum(t.numel() * t.element_size() for _, t in (*self.values, *self.scales)) + self.codes, tuple(self.names),
         )  # fmt: skip
-        mapped = MappedExpertWeights(
-            tuple(slots[e] for e in owned), self.spec.scheme, file_backed=self.source.file_backed
-        )
+        mapped = MappedExpertWeights(tuple(slots[e] for e in owned), self.spec.scheme)
         return LayerWeights(gate_EH, bias_E, shared, mapped, facts, logit_bias_E, self.table)
 
     def content_problems(self, on_progress: Progress | None) -> list[str]:

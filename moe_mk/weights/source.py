@@ -6,14 +6,16 @@ process that maps the file.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from weakref import WeakSet
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from moe_mk.errors import WeightError
@@ -23,13 +25,64 @@ from moe_mk.weights.safetensors_header import DTYPE_NAMES, Header, TensorEntry, 
 INDEX = "model.safetensors.index.json"
 
 
+_MAPPED: WeakSet[torch.UntypedStorage] = WeakSet()
+"""The storages of all live views of mapped files. An address would prove nothing once its mapping is gone."""
+
+
+class MappedFile:
+    """A file in memory, as a private mapping that lives as long as any view of it. Views must not be modified."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        """Raises WeightError if the file cannot be mapped, or has fewer bytes."""
+        try:
+            self._octets = torch.UntypedStorage.from_file(str(path), False, num_bytes)
+        except (OSError, RuntimeError) as problem:
+            raise WeightError(f"{path.name} cannot be opened: {problem}") from problem
+
+    def view(self, start: int, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Bytes of the file as a tensor. Its storage is these bytes alone: a copy of it does not copy the file."""
+        storage = self._octets[start : start + num_bytes]
+        _MAPPED.add(storage)
+        return torch.asarray(storage, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of a mapped file, whose contents were not changed since."""
+    if tensor.device.type != "cpu" or tensor.untyped_storage() not in _MAPPED:
+        return False
+    return tensor.is_inference() or tensor._version == 0
+
+
+def release_pages(tensors: Iterable[Tensor]) -> None:
+    """Release the pages of views of mapped files; the next access reads them from the file again.
+
+    Other tensors stay in memory. No effect on systems without madvise.
+    """
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is None or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for tensor in filter(is_mapped, tensors):
+        start, size = tensor.data_ptr(), _extent(tensor)
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            advise(first, last - first, mmap.MADV_DONTNEED)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last one, gaps of a strided view included."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
 class TensorSource(ABC):
     """A mapping of names to tensors, which are opened one at a time."""
 
     where: str
     """The source in messages."""
-    file_backed: bool = False
-    """Whether `open` returns views of a mapped file."""
 
     @abstractmethod
     def names(self) -> Collection[str]:
@@ -82,13 +135,11 @@ class SafetensorsSource(TensorSource):
     Hugging Face cache (snapshots/ -> blobs/).
     """
 
-    file_backed = True
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.where = str(path)
         self._headers: dict[Path, Header] = {}
-        self._handles: dict[Path, Any] = {}
+        self._maps: dict[Path, MappedFile] = {}
         self._file_of = self._find_files()
 
     def names(self) -> Collection[str]:
@@ -105,15 +156,13 @@ class SafetensorsSource(TensorSource):
 
     def open(self, name: str) -> Tensor:
         """A view of the memory-mapped file."""
-        file = self._file_of[name]
-        try:
-            if file not in self._handles:
-                self._handles[file] = safe_open(file, framework="pt", device="cpu")
-            tensor = self._handles[file].get_tensor(name)
-        except (SafetensorError, OSError) as problem:
-            raise WeightError(f"{file.name} cannot be opened: {problem}") from problem
-        assert isinstance(tensor, Tensor)
-        return tensor
+        file, entry = self._file_of[name], self.entry(name)
+        if entry.dtype is None or entry.missing_bytes:
+            why = "the file is truncated" if entry.missing_bytes else f"torch has no dtype {entry.dtype_name}"
+            raise WeightError(f"{file.name} cannot be opened: {name}: {why}")
+        if file not in self._maps:
+            self._maps[file] = MappedFile(file, self.header(file).num_bytes)
+        return self._maps[file].view(entry.start, entry.num_bytes, entry.dtype, entry.shape)
 
     def read_ahead(self, name: str, start: int = 0, num_bytes: int | None = None) -> None:
         """Request the bytes from the system's page cache, if supported and not yet cached."""

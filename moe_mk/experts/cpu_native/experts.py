@@ -66,7 +66,6 @@ from moe_mk.kernels.native import (
     touch_slot,
     wrong_formats,
 )
-from moe_mk.kernels.native.packed import release_pages
 from moe_mk.placement.expert_map import PlacementTables
 from moe_mk.quant.fp8_block import FP8_1x128, FP8_1x128_UE8M0, Fp8Block
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
@@ -74,8 +73,9 @@ from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.tensor import QuantScheme, QuantTensor
 from moe_mk.tokens import BatchedTokens, ExpertOutput, GroupedTokens, OutputStage, RowTokens, Tokens
 from moe_mk.trace.clock import now
-from moe_mk.weights.expert_weights import MappedExpertWeights, Weights, expect_one_width, stacked_biases
+from moe_mk.weights.expert_weights import Weights, expect_one_width, stacked_biases
 from moe_mk.weights.scan import Progress
+from moe_mk.weights.source import release_pages
 
 ModeOfRows = Callable[[QuantScheme, int, int], ExpertsMode]
 """The mode for a weight scheme, a number of rows, and a number of experts per row."""
@@ -272,8 +272,7 @@ class CpuNativeExperts(FusedExperts):
             large = large and all(touch_slot(self.native, matrix, index) for matrix in (packed.w13, packed.w2))
             pack_matrix(packed.w13, index, [q for q in (slot.gate_IH, slot.up_IH) if q is not None], "w13")
             pack_matrix(packed.w2, index, [slot.down_HI], "w2")
-            if isinstance(weights, MappedExpertWeights) and weights.file_backed:
-                release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
+            release_pages(q.values for q in (slot.gate_IH, slot.up_IH, slot.down_HI) if q is not None)
             if on_progress is not None:
                 on_progress("pack", packed.num_bytes * (index + 1) // weights.num_slots, packed.num_bytes)
         self._choose_parameters(packed)

@@ -32,12 +32,11 @@ from moe_mk.text import amount
 from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.gguf_source import is_gguf, open_source
 from moe_mk.weights.inspect import LayerFacts, inspect_checkpoint
-from moe_mk.weights.names import CONVENTIONS, layer_of
+from moe_mk.weights.names import layer_of
+from moe_mk.weights.source import is_mapped
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
 BF16_BYTES = 2
-TRANSPOSED = ("gptq", "awq")
-"""Packings of which each expert is copied when it is read."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +199,7 @@ def _report(path: str, module: nn.Module, layer: MoELayer, facts: LayerFacts) ->
         layer.release_weights()
         mapped = False
     except UnsupportedError:  # the backend reads the tensors of the checkpoint: there is no second copy
-        in_place = CONVENTIONS[facts.convention].packing not in TRANSPOSED
-        mapped = layer.weights.experts.file_backed and in_place
+        mapped = all(is_mapped(slot.down_HI.values) for slot in layer.weights.experts.slots)
     laid_out = layer.placement_state.laid_out
     assert laid_out is not None
     return PackedModule(

@@ -10,8 +10,6 @@ f32 factors of whole outputs are applied to finished sums.
 from __future__ import annotations
 
 import ctypes
-import mmap
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, gcd
 
@@ -298,31 +296,6 @@ def _same_strides(sources: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     if len({row.stride(0) for row in rows}) > 1:
         rows = [row.contiguous() for row in rows]
     return rows
-
-
-def release_pages(tensors: Iterable[torch.Tensor]) -> None:
-    """Release the pages of tensors that map a file; the next access reads them from the file again.
-
-    Must not be called for other memory, whose contents would be lost. No effect on systems without madvise.
-    """
-    advise = getattr(ctypes.CDLL(None), "madvise", None)
-    if advise is None or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for tensor in tensors:
-        start, size = tensor.data_ptr(), _extent(tensor)
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            advise(first, last - first, mmap.MADV_DONTNEED)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last one, gaps of a strided view included."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 _ONE_E8M0 = 127

@@ -1,0 +1,184 @@
+"""The stored weights of a layer survive whatever a backend does with them: later layouts are made from the same bytes.
+
+Matrices here are larger than a page, so that pages which are given back to the system by mistake read as zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moe_mk import DeepseekV3MoE, ExpertMap, MoELayer, ParallelGroups
+from moe_mk.comm import LockstepWorld
+from moe_mk.flight import interleave
+from moe_mk.layer.hot_swap import swap_backends
+from moe_mk.weights import CheckpointShape, load_layer, official_state_dict, write_checkpoint
+from moe_mk.weights.checkpoint_shape import FORMATS, GGUF_FILES
+from moe_mk.weights.expert_weights import MappedExpertWeights, digest
+from moe_mk.weights.gguf_source import open_source
+from moe_mk.weights.source import MappedFile, is_mapped, release_pages
+from tests.layer.native import NEEDS_COMPILER
+from tests.support.tiers import quick_where
+
+EXPERTS, SIDE, LAYER = 4, 256, 3
+SHAPE = {"num_experts": EXPERTS, "hidden_size": SIDE, "intermediate_size": SIDE, "layers": (LAYER,), "top_k": 2}
+MOVED = ExpertMap(((3, 1, 0, 2),), num_experts=EXPERTS)
+X_TH = torch.randn((12, SIDE), generator=torch.Generator().manual_seed(1)).bfloat16()
+COPIED = ("awq", "gptq", "mxfp4_gguf")
+"""Formats that are unpacked into memory of the process when they are read."""
+QUICK = (*COPIED, "fp8", "bf16", "nvfp4", "int4_g32", "q4_k_m")
+
+Change = Callable[[MoELayer, Path], MoELayer]
+
+
+def placed(layer: MoELayer, path: Path) -> MoELayer:
+    layer.set_placement(MOVED)
+    return layer
+
+
+def swapped(layer: MoELayer, path: Path) -> MoELayer:
+    for experts in ("reference", layer.decision.chosen.experts):
+        assert swap_backends(layer, X_TH, limit=1.0, experts=experts).swapped
+    return layer
+
+
+def reloaded(layer: MoELayer, path: Path) -> MoELayer:
+    return layer.load_from_safetensors(path, LAYER)
+
+
+def named(layer: MoELayer, path: Path) -> MoELayer:
+    """Loaded from the tensors of the layer where these have official names."""
+    if layer.config.model.quant.weights not in ("fp8_block", "bf16"):
+        return copy.deepcopy(layer)
+    twin = type(layer)(layer.config, device="cpu", name="twin")
+    return twin.load_weights(official_state_dict(layer.weights))
+
+
+def built(layer: MoELayer, path: Path, **where: Any) -> MoELayer:
+    """A new layer with the placement of another one from the start."""
+    twin = type(layer)(layer.config, device="cpu", **where)
+    twin.set_placement(layer.expert_map)
+    return twin.load_from_safetensors(path, LAYER)
+
+
+CHANGES: tuple[Change, ...] = (
+    lambda layer, path: copy.deepcopy(layer),
+    placed,
+    lambda layer, path: pickle.loads(pickle.dumps(layer)),
+    swapped,
+    reloaded,
+    named,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("kept")
+
+    def of(quant: str) -> Path:
+        folder = root / quant
+        if not folder.exists():
+            if quant in GGUF_FILES:
+                pytest.importorskip("gguf", reason="the gguf package writes the files: pip install 'moe-mk[gguf]'")
+            write_checkpoint(folder, CheckpointShape(num_groups=1, top_k_groups=1, quant=quant, **SHAPE), threads=1)
+        return folder
+
+    return of
+
+
+def digests(layer: MoELayer) -> list[str]:
+    weights = layer.weights
+    assert weights.shared is not None
+    order = [weights.facts.owned.index(expert) for expert in range(EXPERTS)]
+    experts = MappedExpertWeights(tuple(weights.experts.slot(slot) for slot in order), weights.experts.scheme)
+    shared = MappedExpertWeights((weights.shared,), weights.shared.up_IH.scheme)
+    return [digest(experts), digest(shared)]
+
+
+@pytest.mark.parametrize("experts", [pytest.param("cpu_native", marks=NEEDS_COMPILER), "torch_cpu"])
+@pytest.mark.parametrize("quant", quick_where(lambda quant: quant in QUICK, FORMATS))
+@torch.no_grad()
+def test_every_later_layout_is_made_from_the_stored_weights(
+    quant: str, experts: str, checkpoint: Callable[[str], Path]
+) -> None:
+    path = checkpoint(quant)
+    layer: MoELayer = DeepseekV3MoE.from_checkpoint(path, LAYER, experts=experts, device="cpu")
+    y_TH, stored = layer(X_TH), digests(layer)
+    assert stored[0] == digest(load_layer(open_source(path), LAYER, layer.spec, owned=range(EXPERTS)).experts)
+    # Each format and backend begins elsewhere, so that every change comes first and last in some of them.
+    first = FORMATS.index(quant) + 3 * (experts == "torch_cpu")
+    for index in range(3 if experts == "cpu_native" else 2):
+        layer = CHANGES[(first + index) % len(CHANGES)](layer, path)
+        assert digests(layer) == stored
+        wanted_TH = built(layer, path)(X_TH) if layer.expert_map == MOVED else y_TH
+        assert torch.equal(layer(X_TH), wanted_TH)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("quant", quick_where(lambda quant: quant == "awq", COPIED))
+@torch.no_grad()
+def test_experts_that_move_between_ranks_are_the_stored_ones(quant: str, checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint(quant)
+    groups = [ParallelGroups(ep=comm) for comm in LockstepWorld(2).communicators()]
+    ranks = [
+        DeepseekV3MoE.from_checkpoint(path, LAYER, experts="cpu_native", device="cpu", groups=each) for each in groups
+    ]
+
+    def outputs(ranks: list[MoELayer]) -> list[Tensor]:
+        return interleave([rank.steps(x_TH) for rank, x_TH in zip(ranks, X_TH.chunk(2), strict=True)])
+
+    outputs(ranks)
+    of_0, of_3 = ranks[0].export_slot(0), ranks[1].export_slot(1)
+    moved = ExpertMap(((3, 1), (2, 0)), num_experts=EXPERTS)
+    ranks[0].set_placement(moved, {0: of_3})
+    ranks[1].set_placement(moved, {1: of_0})
+    fresh = [ParallelGroups(ep=comm) for comm in LockstepWorld(2).communicators()]
+    wanted = outputs([built(rank, path, groups=each) for rank, each in zip(ranks, fresh, strict=True)])
+    assert all(torch.equal(now, then) for now, then in zip(outputs(ranks), wanted, strict=True))
+
+
+def test_only_unchanged_views_of_a_mapped_file_are_released(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("bf16")
+    source, file = open_source(folder), next(folder.glob("*.safetensors"))
+    names = [name for name in source.names() if "experts.0." in name]
+    mapped, written = source.open(names[0]), source.open(names[1])
+    written.view(torch.uint8).fill_(7)
+    cases = {
+        "a slice": (mapped[3:200, 5:], True),
+        "other bits": (mapped.view(torch.int16), True),
+        "a private copy": (mapped.clone(), False),
+        "a pickled copy": (pickle.loads(pickle.dumps(mapped)), False),
+        "written to": (written[1:], False),
+        "mapped by someone else": (load_file(file)[names[0]], False),
+        "fresh": (torch.ones(64, 256), False),
+        "empty": (mapped[:0], True),
+    }
+    for case, (tensor, is_view) in cases.items():
+        before = tensor.clone()
+        assert is_mapped(tensor) is is_view, case
+        release_pages([tensor])
+        assert torch.equal(tensor, before), case
+
+
+def test_memory_at_the_address_of_a_mapping_that_is_gone_is_not_released(checkpoint: Callable[[str], Path]) -> None:
+    file, size, addresses = next(checkpoint("bf16").glob("*.safetensors")), 1 << 20, set()
+    for _ in range(20):  # the system usually places the second mapping where the first was
+        view = MappedFile(file, size).view(0, size, torch.uint8, (size,))
+        assert is_mapped(view)
+        addresses.add(view.data_ptr())
+        del view
+        anonymous = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).fill_(7)
+        release_pages([anonymous])
+        assert bool((anonymous == 7).all())
+        if anonymous.data_ptr() in addresses:
+            return
+    raise AssertionError("no address was used again, so nothing was shown")
