@@ -35,9 +35,6 @@ def wait(flight: Flight[T]) -> T:
             return cast(T, end.value)
 
 
-land = wait  # kept for code written before 0.2
-
-
 def cancel(flights: Iterable[Flight[Any]]) -> None:
     """Close flights that will not be finished, so that they release what they hold. Suppresses what they raise."""
     for flight in flights:

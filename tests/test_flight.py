@@ -69,9 +69,3 @@ def test_a_flight_that_fails_ends_the_others_whoever_keeps_them() -> None:
     with pytest.raises(ValueError, match="lost"):
         interleave(flights)
     assert not held
-
-
-def test_the_name_before_0_2_still_works() -> None:
-    from moe_mk.flight import land
-
-    assert land is wait

@@ -1,4 +1,4 @@
-"""The verbs that test and measure backends: certify, chaos, bisect, bench, tune, compile, waits, lint, demo."""
+"""The verbs that test and measure backends: certify, chaos, bisect, bench, tune, compile, waits, demo."""
 
 from __future__ import annotations
 
@@ -103,8 +103,6 @@ def bench_command(
     from moe_mk.cli.world import world_of
     from moe_mk.weights.checkpoint_shape import CheckpointShape
 
-    if experts.isdecimal():  # what --experts meant before 0.2
-        num_experts, experts = int(experts), "auto"
     world = world_of(ranks, tp)
     shape = CheckpointShape(
         num_experts=num_experts, hidden_size=hidden, intermediate_size=intermediate, layers=(layer,), quant=quant
@@ -208,27 +206,6 @@ def waits_command(
     from moe_mk.cli.waits import show_waits
 
     return show_waits(Screen(), file, stage, as_json=as_json)
-
-
-@workbench.command("lint", epilog="Example: moe-mk lint launch.sh")
-@with_exit_code
-def lint_command(
-    file: Annotated[
-        Path | None, typer.Argument(help="script or page with launch lines of vLLM, SGLang or TensorRT-LLM; - is stdin")
-    ] = None,
-    rules: Annotated[bool, typer.Option("--rules", help="print the rules and their sources")] = False,
-    as_json: AsJson = False,
-) -> int:
-    """Report pitfalls of expert parallelism in launch lines of other engines."""
-    from moe_mk.cli.lint import lint_launch_lines, show_rules
-    from moe_mk.cli.screen import Screen
-    from moe_mk.errors import ConfigError
-
-    if rules:
-        return show_rules(Screen())
-    if file is None:
-        raise ConfigError("name a script with launch lines: moe-mk lint launch.sh, or - for standard input")
-    return lint_launch_lines(Screen(), file, as_json=as_json)
 
 
 @workbench.command("demo")

@@ -182,12 +182,12 @@ def _parsed(parse: Callable[[Mapping[str, Any]], P], point: TunedPoint, file: Pa
 
 
 def _summary(file: Path, parse: Callable[[Mapping[str, Any]], P], command: str) -> list[Point[P]]:
-    """The points of a file by rows per expert; "tile" is the name of "parameters" in files written before 0.2."""
+    """The points of a file by rows per expert."""
     try:
         points = [
             Point(
                 float(each["rows_an_expert"]),
-                parse(each.get("parameters") or each["tile"]),
+                parse(each["parameters"]),
                 float(each["microseconds"]),
             )
             for each in read_json(file)["points"]

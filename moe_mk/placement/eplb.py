@@ -21,19 +21,14 @@ from moe_mk.placement.balance.shares import Cost
 from moe_mk.placement.balance.spread import least_peak
 from moe_mk.placement.balance.topology import InfeasiblePlacement, Topology
 
-Ask = PlacementRequest  # kept for code written before 0.2
-Placed = SlotPlacement  # kept for code written before 0.2
-
 __all__ = [
     "EPLB_POLICIES",
-    "Ask",
     "PlacementRequest",
     "Cost",
     "EplbPolicy",
     "InfeasiblePlacement",
     "Moves",
     "SlotPlacement",
-    "Placed",
     "PlacementPlan",
     "Policy",
     "Split",

@@ -25,11 +25,9 @@ from moe_mk.runner.tiles import (
 )
 from moe_mk.runner.training_exchange import TrainingExchange
 
-on_lanes = on_workers  # kept for code written before 0.2
-
 __all__ = [
     "AsyncResult", "MicroBatch", "MonolithicKernel", "StageLink", "TilePlan", "TileRecord", "TileWork",
     "TrainingExchange", "alongside", "chunk_sizes", "cut", "finalize_async", "in_turns",
-    "needs_naive_dispatch_combine", "on_lanes", "on_workers", "plan_for", "prepare_async", "run_alone", "run_dual",
+    "needs_naive_dispatch_combine", "on_workers", "plan_for", "prepare_async", "run_alone", "run_dual",
     "run_with", "sequence_parallel", "tile_sizes",
 ]  # fmt: skip

@@ -61,13 +61,6 @@ def one_point(rows: float, tile: dict[str, object]) -> str:
     return json.dumps({"points": [{"rows_an_expert": rows, "parameters": tile, "microseconds": 1}]})
 
 
-def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    file = tuned_file("h200", CASE, tmp_path)
-    file.parent.mkdir(parents=True)
-    file.write_text(one_point(2.0, vars(SMALL)).replace("parameters", "tile"))
-    assert load_tuned("h200", CASE, tmp_path).points == (Point(2.0, SMALL, 1.0),)
-
-
 def test_a_missing_file_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert load_tuned("h200", CASE, tmp_path, log=False) == UNTUNED and not caplog.messages
