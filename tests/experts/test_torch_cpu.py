@@ -20,7 +20,7 @@ SLOTS, HIDDEN, INNER = 7, 48, 32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 2.0**-20, 0.0123, 3.7e5])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20, 0.0123, 3.7e5, 2.0**7, 255.5, 2.0**8])
 def test_every_code_is_decoded_as_torch_decodes_it(scale: float, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
     codes[0x7F], codes[0xFF] = 0, 0x80  # NaN codes do not reach a backend: loading refuses them
@@ -38,6 +38,15 @@ def test_ragged_blocks_take_the_scales_of_their_place(rows: int, columns: int, u
     q = scheme.quantize(torch.randn(rows, columns) * torch.logspace(-3, 3, columns))
     got = torch.cat(list(decoded_block_rows(q, torch.float32)))
     assert torch.equal(got, q.dequantize(torch.float32))
+
+
+def test_blocks_side_by_side_may_have_scales_far_apart() -> None:
+    # The bias of the exponent is multiplied into the scales or, beside one of 256, into the values: 2^120 either way.
+    values = torch.tensor([[448.0, 2.0**-9, 1.5, 448.0]]).to(torch.float8_e4m3fn)
+    for scales in ([2.0**-60, 2.0**8], [2.0**8, 2.0**-20], [2.0**-60, 2.0**7]):
+        q = QuantTensor(values, torch.tensor([scales]), Fp8Block("b", 16, 2))
+        expected = values.to(torch.float32) * torch.tensor(scales).repeat_interleave(2)
+        assert torch.equal(torch.cat(list(decoded_block_rows(q, torch.float32))), expected)
 
 
 def experts_of(dtype: torch.dtype) -> TorchCpuExperts:

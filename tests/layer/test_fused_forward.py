@@ -166,6 +166,28 @@ def test_a_gate_whose_memory_moves_is_read_where_it_lies_then(layer: MoELayer) -
     assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
 
 
+@pytest.mark.parametrize("part", ["weight_EH", "bias_E"])
+def test_a_gate_that_is_not_dense_chooses_as_its_dense_copy(layer: MoELayer, part: str) -> None:
+    # What lies between the elements or the rows would choose other experts: 9 for every other one.
+    x_TH, gate = tokens(8), layer._gate
+    before_TH, held = layer(x_TH), getattr(gate, part)
+    dense = held.roll(3, 0).clone()
+    between = torch.full_like(dense, 9.0)
+    forms = [dense.clone(), torch.stack((dense, between), -1)[..., 0]]
+    forms += [torch.cat((dense, between), -1)[:, : dense.shape[1]]] if dense.dim() == 2 else []
+    setattr(gate, part, dense)
+    wanted_TH = layer(x_TH)
+    assert not torch.equal(wanted_TH, before_TH)
+    for form in forms:
+        setattr(gate, part, form)
+        assert torch.equal(layer(x_TH), wanted_TH) and torch.equal(wait(layer.steps(x_TH)), wanted_TH)
+    setattr(gate, part, held)
+    assert torch.equal(layer(x_TH), before_TH) and torch.equal(wait(layer.steps(x_TH)), before_TH)
+    for form in forms:
+        held.data = form
+        assert torch.equal(wait(layer.steps(x_TH)), wanted_TH) and torch.equal(layer(x_TH), wanted_TH)
+
+
 def test_who_traces_or_transforms_sees_an_operator(layer: MoELayer) -> None:
     traced = make_fx(lambda x_TH: layer(x_TH))(tokens(5))
     assert torch.equal(traced(tokens(5, seed=9)), layer(tokens(5, seed=9)))

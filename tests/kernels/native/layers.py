@@ -178,6 +178,14 @@ class Layer:
         return y + self.parts[name + "_bias"][slot].double() if self.biases else y
 
 
+def spaced(x: Tensor, *, columns: bool) -> Tensor:
+    """The same matrix in memory with ones between its columns, or behind its rows."""
+    rows, wide = x.shape
+    view = torch.ones((rows, 2 * wide), dtype=torch.float32).to(x.dtype)
+    view = view[:, ::2] if columns else view[:, :wide]
+    return view.copy_(x)
+
+
 def batch(rows: int, hidden: int, slots: int, top_k: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """x, ids (each row's differ, about one in five goes nowhere), weights."""
     g = torch.Generator("cpu").manual_seed(seed)

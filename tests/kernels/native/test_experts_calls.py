@@ -2,6 +2,7 @@
 
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from moe_mk.kernels.native import (
     release,
     scratch_bytes,
 )
+from moe_mk.kernels.native.prepared import ExpertsCall
+from moe_mk.kernels.native.quantize import quantize_1x128
 from tests.kernels.native.conftest import IsaHere
-from tests.kernels.native.layers import Layer, Storage, batch
+from tests.kernels.native.layers import Layer, Storage, batch, spaced
 
 INVARIANT = ExpertsMode(batch_invariant=True)
 FP8_ROWS = ExpertsMode(quantize=Rounding.FP8)
@@ -138,6 +141,43 @@ def test_output_may_be_f32_and_strided(native: Native) -> None:
     experts_rows(native, x, ids, weights, w13, w2, out_RH=wide[:, :72])
     assert torch.equal(wide[:, :72].bfloat16(), experts_rows(native, x, ids, weights, w13, w2))
     assert wide[:, 72:].eq(7).all()
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_strides_of_every_input_are_read(native: Native, columns: bool) -> None:
+    # 200 columns have two scales a row, which lie in rows of four where they were received with the values.
+    call = ExpertsCall(native, *Layer(4, 200, 96).pack(native), None, FP8_ROWS)
+    x, ids, weights = batch(6, 200, 4, 2)
+    values, scales = quantize_1x128(native, x)
+    wanted = call(values, scales, ids, weights, None, 1)
+    assert torch.equal(call(spaced(x, columns=columns), None, ids, weights, None, 1), wanted)
+    for at in range(4):
+        given = [values, scales, ids, weights]
+        given[at] = spaced(given[at], columns=columns)
+        assert torch.equal(call(*given, None, 1), wanted)
+
+
+def test_a_prepared_call_checks_every_batch(native: Native) -> None:
+    call = ExpertsCall(native, *Layer(4, 96, 64).pack(native), None, ExpertsMode())
+    x, ids, weights = batch(6, 96, 4, 2)
+    wanted = call(x, None, ids, weights, None, 1)
+    for given in (
+        (x[:, :64], None, ids, weights), (x.float(), None, ids, weights), (x, torch.ones(6, 1), ids, weights),
+        (x, None, ids.long(), weights), (x, None, ids[:5], weights[:5]), (x, None, ids[:, 0], weights[:, 0]),
+        (x, None, ids, weights.double()), (x, None, ids, weights[:, :1]),
+    ):  # fmt: skip
+        with pytest.raises(ShapeError, match="cpu experts: "):
+            call(*given, None, 1)
+    assert torch.equal(call(x, None, ids, weights, None, 1), wanted)
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "shape", "stride"])
+def test_a_bias_that_is_not_one_dense_f32_row_per_slot_is_refused(native: Native, wrong: str) -> None:
+    w13, w2 = Layer(2, 96, 64, biases=True).pack(native)
+    assert w13.bias_LX is not None and w13.bias_LX.shape == (2, 128)
+    forms = {"dtype": w13.bias_LX.double(), "shape": w13.bias_LX[:, :64], "stride": spaced(w13.bias_LX, columns=True)}
+    with pytest.raises(ShapeError, match=r"bias is \(2, \d+\) torch.float\d\d, expected \(2, 128\) dense float32"):
+        experts_rows(native, *batch(3, 96, 2, 2), replace(w13, bias_LX=forms[wrong]), w2)
 
 
 def test_two_calls_at_once_do_not_disturb_each_other(native: Native) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native import Native, RouteMode, Scoring, route
+from tests.kernels.native.layers import spaced
 
 
 def test_four_experts_in_two_groups_by_hand(native: Native) -> None:
@@ -97,6 +98,20 @@ def test_bits_do_not_depend_on_threads_or_batch_mates(isa_here) -> None:
     for part in (slice(0, 1), slice(17, 33), slice(39, 40)):
         alone = route(native, x[part], gate, bias, mode, isa=isa)
         assert all(torch.equal(a, b[part]) for a, b in zip(alone, together, strict=True))
+
+
+def test_strides_of_every_tensor_are_read(native: Native) -> None:
+    x, gate, bias = torch.randn(5, 40).bfloat16(), torch.randn(9, 40), torch.rand(9)
+    mode = RouteMode(3)
+    wanted = route(native, x, gate, bias, mode)
+
+    far = spaced(bias.unsqueeze(0), columns=True)[0]
+    for given in (
+        *((spaced(x, columns=columns), gate, bias) for columns in (False, True)),
+        *((x, spaced(gate, columns=columns), bias) for columns in (False, True)),
+        (x, gate, far),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(route(native, *given, mode), wanted, strict=True))
 
 
 def test_a_token_with_a_nan_score_goes_nowhere_and_its_neighbours_do_not_mind(native: Native) -> None:
