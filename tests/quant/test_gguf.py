@@ -106,6 +106,15 @@ def test_split_gives_the_values_by_groups(scheme: Gguf) -> None:
 
 
 @ALL
+def test_a_stack_has_the_parts_of_its_matrices(scheme: Gguf) -> None:
+    raw = torch.stack([random_blocks(scheme, 3, 2, seed) for seed in (5, 6)])
+    stack, each = QuantTensor(raw, None, scheme), [QuantTensor(rows, None, scheme) for rows in raw]
+    assert torch.equal(scheme.factors(stack), torch.stack([scheme.factors(q) for q in each]))
+    for whole, *parts in zip(scheme.split(stack), *map(scheme.split, each), strict=True):
+        assert (whole is None and parts == [None, None]) or torch.equal(whole, torch.stack(parts))
+
+
+@ALL
 def test_rounding_of_normals_is_no_more_than_the_scheme_states(scheme: Gguf) -> None:
     x = normal(64, 1024)
     q = scheme.quantize(x)

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from moe_mk.errors import ShapeError, UnsupportedError
 from moe_mk.quant.layouts import ScaleLayout, lay_out
 
+POWERS = torch.float8_e8m0fnu
+DTYPES = (POWERS, torch.bfloat16, torch.float16, torch.float32)
+
 
 def powers(rows: int, groups: int) -> torch.Tensor:
     octets = torch.arange(rows * groups, dtype=torch.int64) % 255
@@ -39,10 +42,16 @@ def test_swizzled_by_hand() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(0, 200), groups=st.integers(1, 20), layout=st.sampled_from(ScaleLayout), narrow=st.booleans())
-def test_every_layout_can_be_undone(rows: int, groups: int, layout: ScaleLayout, narrow: bool) -> None:
-    wide = torch.rand((rows, groups), generator=torch.Generator().manual_seed(rows), dtype=torch.float32)
-    scales = powers(rows, groups) if narrow or layout in (ScaleLayout.PACKED, ScaleLayout.SWIZZLED) else wide
+@given(
+    rows=st.integers(0, 200),
+    groups=st.integers(1, 20),
+    layout=st.sampled_from(ScaleLayout),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_every_layout_can_be_undone(rows: int, groups: int, layout: ScaleLayout, dtype: torch.dtype) -> None:
+    wide = torch.rand((rows, groups), generator=torch.Generator().manual_seed(rows), dtype=torch.float32).to(dtype)
+    one_byte = dtype is POWERS or layout in (ScaleLayout.PACKED, ScaleLayout.SWIZZLED)
+    scales = powers(rows, groups) if one_byte else wide
     laid = lay_out(scales, layout)
     back = laid.row_major()
     assert back.dtype == scales.dtype and back.shape == scales.shape
@@ -52,7 +61,8 @@ def test_every_layout_can_be_undone(rows: int, groups: int, layout: ScaleLayout,
 def test_what_a_layout_does_not_have_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"(?s)packing torch\.float32 scales.*only powers of two"):
         lay_out(torch.ones(2, 2), ScaleLayout.PACKED)
-    with pytest.raises(UnsupportedError, match=r"(?s)swizzling torch\.float32 scales.*one byte"):
-        lay_out(torch.ones(2, 2), ScaleLayout.SWIZZLED)
+    for dtype in (torch.bfloat16, torch.float32):
+        with pytest.raises(UnsupportedError, match=rf"(?s)swizzling {dtype} scales.*one byte"):
+            lay_out(torch.ones(2, 2, dtype=dtype), ScaleLayout.SWIZZLED)
     with pytest.raises(ShapeError, match=r"shape \(2, 2, 2\); a layout is of \(rows, groups\)"):
         lay_out(torch.ones(2, 2, 2), ScaleLayout.ROW_MAJOR)

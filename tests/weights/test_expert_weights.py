@@ -129,11 +129,12 @@ def of_engine(quant: str, order: str, *, inner: int = 64, block: tuple[int, int]
 
     given = {"quant": quant, "block": block, "order": order, "w13": rows("values"), "w2": down("values")}
     given |= {"w13_scale": rows("scales"), "w2_scale": down("scales")}
-    return experts, given | {"w13_global_scale": rows("global_scale"), "w2_global_scale": down("global_scale")}
+    given |= {"w13_global_scale": rows("global_scale"), "w2_global_scale": down("global_scale")}
+    return experts, given | {"w13_zeros": rows("zeros"), "w2_zeros": down("zeros")}
 
 
 @pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
-@pytest.mark.parametrize("quant", KINDS)
+@pytest.mark.parametrize("quant", [*KINDS, "int4_g32", "int4_g32_zp", "int8_row_zp"])
 def test_tensors_of_an_engine_are_read_in_every_format_and_order_without_a_copy(quant: str, order: str) -> None:
     experts, given = of_engine(quant, order)
     if order == "interleaved" and quant.endswith("_block"):
@@ -190,6 +191,25 @@ def test_biases_and_experts_without_a_gate() -> None:
     assert (
         not ungated.gated and ungated.slot(0).gate_IH is None and torch.equal(ungated.slot(0).up_IH.values, w13[0, :4])
     )
+
+
+@pytest.mark.parametrize(
+    ("quant", "zeros", "complaint"),
+    [
+        ("int4_g32_zp", None, "w2_zeros is missing, and int4_g32_zp has zero points"),
+        ("int4_g32", torch.zeros(3, 96, 2, dtype=torch.uint8), "w2_zeros is given, and int4_g32 has no zero points"),
+        (
+            "int4_g32_zp",
+            torch.zeros(3, 96, 2, dtype=torch.int8),
+            r"w2_zeros is torch.int8 \[3, 96, 2\], expected uint8",
+        ),
+        ("int4_g32_zp", torch.zeros(3, 96, 3, dtype=torch.uint8), r"\[3, 96, 3\], expected uint8 \[3, 96, 2\]"),
+        ("int4_g32_zp", torch.full((3, 96, 2), 16, dtype=torch.uint8), "w2_zeros holds 16, .* are below 16"),
+    ],
+)
+def test_zero_points_that_do_not_fit_are_refused(quant: str, zeros: Tensor | None, complaint: str) -> None:
+    with pytest.raises(ShapeError, match=complaint):
+        ExpertWeights.from_engine(**(of_engine(quant, "gate_up")[1] | {"w2_zeros": zeros}))
 
 
 @pytest.mark.parametrize(

@@ -128,15 +128,17 @@ def test_awq_words_by_hand() -> None:
 @pytest.mark.row(167)
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(PACKINGS), st.sampled_from(list(GROUPED)), st.integers(1, 3), st.integers(1, 3), st.integers(0, 99)
+    st.sampled_from(PACKINGS), st.sampled_from(list(GROUPED)), st.integers(1, 24), st.integers(1, 3), st.integers(0, 99)
 )
-def test_packing_comes_back_bit_for_bit(packing: str, name: str, tall: int, wide: int, seed: int) -> None:
+def test_packing_comes_back_bit_for_bit(packing: str, name: str, rows: int, wide: int, seed: int) -> None:
+    # Words of compressed-tensors hold columns, and zero points of any number of rows; the others fill words with rows.
     scheme = GROUPED[name]
+    rows += -rows % 8 * (packing != "compressed_tensors")
     if packing == "awq" and scheme.bits == 8:
         with pytest.raises(ConfigError, match="awq checkpoints hold int4 in groups, not int8"):
             packed_shapes(packing, scheme, 8, 128)
         return
-    q = scheme.quantize(normal(8 * tall, 128 * wide, seed=tall + wide))
+    q = scheme.quantize(normal(rows, 128 * wide, seed=seed))
     if packing == "gptq" and q.zeros is not None:
         q = replace(q, zeros=q.zeros.clamp_min(1))
     tensors = pack(packing, q)
@@ -228,12 +230,15 @@ def test_a_nan_scale_is_reported_with_its_tensor(written: Callable[[str], Path])
         broken(written("gptq"), change)()
 
 
-def test_a_zero_point_out_of_range_is_reported_with_its_tensor() -> None:
-    scheme = grouped(4, 32, zeros=True)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_out_of_range_is_reported_with_its_tensor(bits: int) -> None:
+    scheme = grouped(bits, 32, zeros=True)
     tensors = named(pack("gptq", replace(q := scheme.quantize(normal(8, 64)), zeros=torch.ones_like(q.zeros))))
     tensors["zeros"] = ("experts.2.up_proj.qzeros", torch.full_like(tensors["zeros"][1], -1))
-    with pytest.raises(WeightError, match=r"experts\.2\.up_proj\.qzeros: a zero point of 16 is out of range"):
+    with pytest.raises(WeightError, match=rf"experts\.2\.up_proj\.qzeros: a zero point of {2**bits} is out of range"):
         unpack("gptq", scheme, tensors)
+    most = pack("gptq_v2", replace(q, zeros=torch.full_like(q.zeros, 2**bits - 2)))  # stored less one: 2^bits - 1
+    assert (unpack("gptq", scheme, named(most)).q.zeros == 2**bits - 1).all()
 
 
 def test_zero_points_of_symmetric_weights_are_all_the_middle(written: Callable[[str], Path]) -> None:

@@ -169,9 +169,12 @@ def test_an_empty_file_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_torch_lacks_is_kept_by_name(tmp_path: Path) -> None:
-    header = b'{"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}'
-    entry = read_header(header_file(tmp_path / "x.safetensors", header, b"ab")).tensors["a"]
-    assert (entry.dtype, entry.dtype_name, entry.num_bytes) == (None, "F4", 2)
+    both = (
+        b'"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}, "b": {"dtype": "F4", "shape": [2], "data_offsets"'
+    )
+    tensors = read_header(header_file(tmp_path / "x.safetensors", b"{" + both + b": [2, 3]}}", b"abc")).tensors
+    for entry, num_bytes in ((tensors["a"], 2), (tensors["b"], 1)):
+        assert (entry.dtype, entry.dtype_name, entry.num_bytes) == (None, "F4", num_bytes)
 
 
 def test_a_state_dict_is_a_source_too() -> None:

@@ -272,6 +272,8 @@ def test_damaged_scales_and_zero_points_are_refused(native: Native) -> None:
         pack_slot(native, packed, 0, (w,), (bad,), zeros=(zeros,), name="w2")
     with pytest.raises(WeightError, match="a zero point of 17 for codes below 16"):
         pack_slot(native, packed, 0, (w,), (scales,), zeros=(zeros + 17,))
+    pack_slot(native, packed, 0, (w,), (scales,), zeros=(zeros + 16,))  # of GPTQ, stored less one: no code is above it
+    assert torch.equal(unpack_zeros(packed, 0)[0], zeros + 16)
     with pytest.raises(ShapeError, match=r"zero points are none; expected 1 of \(32, 2\) torch.uint8"):
         pack_slot(native, packed, 0, (w,), (scales,))
     blocks = allocate(native, MatrixLayout.of_blocks(32, 256, False, BlockType.Q4_K), 1)

@@ -106,12 +106,12 @@ def test_strides_of_every_tensor_are_read(native: Native) -> None:
     wanted = route(native, x, gate, bias, mode)
 
     far = spaced(bias.unsqueeze(0), columns=True)[0]
-    for given in (
+    for tensors in (
         *((spaced(x, columns=columns), gate, bias) for columns in (False, True)),
         *((x, spaced(gate, columns=columns), bias) for columns in (False, True)),
         (x, gate, far),
     ):
-        assert all(torch.equal(a, b) for a, b in zip(route(native, *given, mode), wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(route(native, *tensors, mode), wanted, strict=True))
 
 
 def test_a_token_with_a_nan_score_goes_nowhere_and_its_neighbours_do_not_mind(native: Native) -> None:

@@ -15,6 +15,10 @@ from moe_mk.kernels.reference.quantize import (
     AMAX_FLOOR,
     FP8_MAX,
     dequantize_blocks,
+    fp8_scales,
+    global_scales,
+    linear_scales,
+    power_of_two_scales,
     quantize_blocks,
     quantize_rows,
     round_up_to_power_of_two,
@@ -103,6 +107,23 @@ def test_zeros_are_zeros_and_not_nan(power_of_two: bool) -> None:
     assert 0 < float(scales[0, 0]) < 1e-12
     values, scales = quantize_rows(torch.zeros(2, 256), 128, power_of_two=power_of_two)
     assert not values.float().any() and torch.isfinite(scales).all() and (scales > 0).all()
+
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def test_scales_of_extreme_amax_by_hand() -> None:
+    # Zero has the scale 1, the smallest f32 a normal one, in which it is rounded to 0; infinity and NaN have NaN.
+    amax = torch.tensor([0.0, 2.0**-149, TINY, 127.0 * TINY, 254.0, math.inf, math.nan])
+    assert linear_scales(amax, 127.0)[:5].tolist() == [1.0, TINY, TINY, TINY, 2.0]
+    assert power_of_two_scales(amax, 448.0)[:4].tolist() == [1.0, 2.0**-126, 2.0**-126, 2.0**-126]
+    assert power_of_two_scales(torch.tensor([448.0, 449.0, 224.0]), 448.0).tolist() == [1.0, 2.0, 0.5]
+    assert float(global_scales(amax, 6.0)[4]) == pytest.approx(254.0 / 6.0 / 448.0, rel=1e-6)
+    # FP8 under a global scale of 0.5: 6 / 6 / 0.5 = 2; below 2^-9 and above 448 the ends of e4m3; 17 lies between.
+    found = fp8_scales(torch.tensor([6.0, 2.0**-20, 0.0, 6.0 * 448, 3 * 17.0]), 6.0, 0.5)
+    assert found.tolist() == [2.0, 2.0**-9, 2.0**-9, 448.0, 16.0]
+    for scales in (linear_scales(amax, 127.0), power_of_two_scales(amax, 448.0), fp8_scales(amax, 6.0, 1.0)):
+        assert scales[5:].isnan().all() and scales[:5].isfinite().all() and (scales[:5] > 0).all()
 
 
 @pytest.mark.parametrize("quantize", [lambda x: quantize_rows(x, 128), lambda x: quantize_blocks(x, (128, 128))])
