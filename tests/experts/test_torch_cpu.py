@@ -41,7 +41,7 @@ def test_ragged_blocks_take_the_scales_of_their_place(rows: int, columns: int, u
 
 
 def test_blocks_side_by_side_may_have_scales_far_apart() -> None:
-    # The bias of the exponent is multiplied into the scales or, beside one of 256, into the values: 2^120 either way.
+    # The bias of the exponent is multiplied into the scales or, next to one of 256, into the values: 2^120 either way.
     values = torch.tensor([[448.0, 2.0**-9, 1.5, 448.0]]).to(torch.float8_e4m3fn)
     for scales in ([2.0**-60, 2.0**8], [2.0**8, 2.0**-20], [2.0**-60, 2.0**7]):
         q = QuantTensor(values, torch.tensor([scales]), Fp8Block("b", 16, 2))

@@ -169,7 +169,7 @@ def test_a_gate_whose_memory_moves_is_read_where_it_lies_then(layer: MoELayer) -
 
 @pytest.mark.parametrize("part", ["weight_EH", "bias_E"])
 def test_a_gate_that_is_not_dense_chooses_as_its_dense_copy(layer: MoELayer, part: str) -> None:
-    # What lies between the elements or the rows would choose other experts: 9 for every other one.
+    # The gaps between elements or rows are 9, which would choose other experts.
     x_TH, gate = tokens(8), layer._gate
     before_TH, held = layer(x_TH), getattr(gate, part)
     dense = held.roll(3, 0).clone()

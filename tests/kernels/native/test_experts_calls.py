@@ -145,7 +145,7 @@ def test_output_may_be_f32_and_strided(native: Native) -> None:
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_strides_of_every_input_are_read(native: Native, columns: bool) -> None:
-    # 200 columns have two scales a row, which lie in rows of four where they were received with the values.
+    # 200 columns have two scales a row, as they have where they were received in longer rows.
     call = ExpertsCall(native, *Layer(4, 200, 96).pack(native), None, FP8_ROWS)
     x, ids, weights = batch(6, 200, 4, 2)
     values, scales = quantize_1x128(native, x)
