@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import resource
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from moe_mk import DeepseekV3MoE, MoEConfig
+from moe_mk import DeepseekV3MoE, ExpertMap, MoEConfig
+from moe_mk.experts.cpu_native import experts as cpu_native
+from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+from moe_mk.layer.hot_swap import swap_backends
 from moe_mk.quant.tensor import QuantTensor
 from moe_mk.testing.transports import virtual_groups
 from moe_mk.weights import CheckpointShape, write_checkpoint
 from moe_mk.weights.expert_weights import SlotWeights
+from tests.layer.native import NEEDS_COMPILER
 
 
 def held(slots: tuple[SlotWeights, ...]) -> int:
@@ -61,3 +69,68 @@ def test_buffers_grow_with_the_most_tokens_and_not_with_the_routing() -> None:
     ]
     small, large = (layer.memory_report() for layer in reports)
     assert 2 * small.buffers == large.buffers and small.experts == large.experts
+
+
+EXPERTS, SIDE = 4, 256
+BACKENDS = [pytest.param("cpu_native", marks=NEEDS_COMPILER), "torch_cpu", "reference"]
+
+
+@pytest.mark.parametrize("experts", BACKENDS)
+@torch.no_grad()
+def test_nothing_outlives_a_layer_that_was_used_in_every_way(
+    experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_native, "MEASURED_BYTES", 0)  # layers of any size are measured when they are loaded
+    shape = CheckpointShape(EXPERTS, SIDE, SIDE, top_k=2, num_groups=1, top_k_groups=1)
+    write_checkpoint(tmp_path, shape, threads=1)
+    x_TH = torch.randn(8, SIDE).bfloat16()
+    ids_TK = torch.tensor([[0, 1]]).expand(8, 2)
+
+    def used() -> list[weakref.ref[object]]:
+        layer = DeepseekV3MoE.from_checkpoint(tmp_path, 3, experts=experts, device="cpu")
+        layer(x_TH)
+        held: list[object] = [layer, layer.placement_state, layer.placement_state.laid_out, layer.weights.experts]
+        layer.load_from_safetensors(tmp_path, 3)
+        layer.forward_routed(x_TH, torch.rand(8, 2), ids_TK)
+        held += [layer.placement_state.laid_out, *layer.weights.experts.slots]
+        layer.set_placement(ExpertMap(((3, 1, 0, 2),), num_experts=EXPERTS))
+        layer(x_TH)
+        assert swap_backends(layer, x_TH, limit=1.0, experts="torch_cpu").swapped
+        held += [layer.placement_state.laid_out, layer.kernel.experts]
+        held.append(twin := copy.deepcopy(layer))
+        twin(x_TH)
+        w13, w2 = torch.randn(EXPERTS, 2 * SIDE, SIDE).bfloat16(), torch.randn(EXPERTS, SIDE, SIDE).bfloat16()
+        engine = EngineExperts("engine", EngineWeights(w13, w2), top_k=2, settings={"experts": experts})
+        engine(x_TH, torch.rand(8, 2), ids_TK)
+        held += [engine, engine.weights, w13, w2]
+        return [weakref.ref(each) for each in held]
+
+    alive = used()
+    gc.collect()
+    assert [kept for each in alive if (kept := each()) is not None] == []
+
+
+@pytest.mark.thorough
+@NEEDS_COMPILER
+@torch.no_grad()
+def test_resident_memory_stays_flat_where_layers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_native, "MEASURED_BYTES", 0)
+    shape = CheckpointShape(8, 512, 512, top_k=2, num_groups=1, top_k_groups=1, quant="int8")
+    write_checkpoint(tmp_path, shape, threads=1)
+    x_TH = torch.randn(8, 512).bfloat16()
+
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    after = []
+    for _ in range(8):
+        layer = DeepseekV3MoE.from_checkpoint(tmp_path, 3, experts="cpu_native", device="cpu")
+        layer(x_TH)
+        layer.load_from_safetensors(tmp_path, 3)
+        num_bytes = layer.weights.num_bytes
+        del layer
+        after.append(resident())
+    assert num_bytes > 6 << 20
+    # A layer that stays would make it four layers more; the allocator keeps up to about one.
+    assert min(after[4:]) - min(after[:4]) < 2 * num_bytes

@@ -32,7 +32,6 @@ from moe_mk.experts.base import (
 from moe_mk.experts.cpu_native.tuning import (
     CHOICES,
     MEASURED_BYTES,
-    Probe,
     candidates,
     cut_over_of,
     load_tuned,
@@ -291,7 +290,7 @@ class CpuNativeExperts(FusedExperts):
         elif cut_over is None or packed.num_bytes < MEASURED_BYTES:
             self._parameters = "built in"
         else:
-            found = measured(Probe(self._case(packed), cut_over, self._clock(packed)))
+            found = measured(self._case(packed), cut_over, self._clock(packed))
             self._parameters = f"measured at load: {found}"
             if found.tuning != Tuning():
                 self.tuned = Tuned.fixed(found.tuning)

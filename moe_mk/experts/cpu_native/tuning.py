@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -119,29 +119,28 @@ class Measured:
         return f"from {self.rows} rows per expert{same} {self.cut_over.kernels} ({by_rows})"
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What is measured once per process: two are equal if their case is."""
-
-    case: str
-    cut_over: CutOver
-    seconds: Callable[[int, Tuning], float] = field(compare=False)
-    """One call with a number of rows of one expert, which the last calls have not read."""
+_FOUND: dict[tuple[str, CutOver], Measured] = {}
+"""Per process, by numbers and names alone: what was measured does not keep the weights it was measured with."""
 
 
-def measured(probe: Probe) -> Measured:
-    """Compare the kernels in alternating rounds, from the most rows down, until the first one is faster."""
+def measured(case: str, cut_over: CutOver, seconds: Callable[[int, Tuning], float]) -> Measured:
+    """Compare the kernels once per process and case.
+
+    seconds: one call with a number of rows of one expert, which the last calls have not read.
+    """
     with _MEASURING:  # ranks that are threads would disturb each other
-        return _measured(probe)
+        if (case, cut_over) not in _FOUND:
+            _FOUND[case, cut_over] = _measured(cut_over, seconds)
+        return _FOUND[case, cut_over]
 
 
-@cache
-def _measured(probe: Probe) -> Measured:
-    cut_over, ratios = probe.cut_over, []
+def _measured(cut_over: CutOver, seconds: Callable[[int, Tuning], float]) -> Measured:
+    """In alternating rounds, from the most rows down, until the first kernel is faster."""
+    ratios = []
     chosen = max(cut_over.built_in, cut_over.rows[-1] + 1)
     for rows in reversed(cut_over.rows):
         first, second = cut_over.at(rows + 1), cut_over.at(rows)
-        rounds = [(probe.seconds(rows, first), probe.seconds(rows, second)) for _ in range(ROUNDS + 1)]
+        rounds = [(seconds(rows, first), seconds(rows, second)) for _ in range(ROUNDS + 1)]
         ratio = median(after / before for before, after in rounds[1:])
         ratios.append((rows, ratio))
         if ratio >= (1 + MARGIN if rows >= cut_over.built_in else 1 - MARGIN):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import shutil
+import weakref
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from moe_mk.experts.cpu_native.tuning import (
     PANELS,
     STREAMED,
     CutOver,
-    Probe,
+    Measured,
     candidates,
     cut_over_of,
     load_tuned,
@@ -147,7 +150,7 @@ def test_a_file_with_parameters_of_others_is_refused_by_name(folder: Path) -> No
         load_tuned(CONTEXT, FP8_128x128, TOP_K)
 
 
-def probe_of(cut_over: CutOver, crossing: int, gain: float = 0.5) -> Probe:
+def processor(cut_over: CutOver, crossing: int, gain: float = 0.5) -> Callable[[int, Tuning], float]:
     """A processor on which the second kernel takes 1 - gain of the time from `crossing` rows on, and 1 + gain below."""
 
     def seconds(rows: int, tuning: Tuning) -> float:
@@ -155,13 +158,19 @@ def probe_of(cut_over: CutOver, crossing: int, gain: float = 0.5) -> Probe:
         assert is_second or tuning == cut_over.at(rows + 1)
         return 1.0 if not is_second else 1 - gain if rows >= crossing else 1 + gain
 
-    return Probe(f"{cut_over.parameter} {crossing} {gain}", cut_over, seconds)
+    return seconds
+
+
+def measured_anew(cut_over: CutOver, crossing: int, gain: float = 0.5) -> Measured:
+    """On such a processor, in a case of its own."""
+    case = f"{cut_over.parameter} {cut_over.built_in} {crossing} {gain}"
+    return measured(case, cut_over, processor(cut_over, crossing, gain))
 
 
 @pytest.mark.parametrize("cut_over", [PANELS, STREAMED, INTEGER_TILES], ids=lambda each: each.parameter)
 def test_a_cut_over_is_the_fewest_rows_from_which_the_second_kernel_is_faster(cut_over: CutOver) -> None:
     for crossing in cut_over.rows:
-        found = measured(probe_of(cut_over, crossing))
+        found = measured_anew(cut_over, crossing)
         assert found.rows == crossing
         assert found.tuning == (Tuning() if crossing == cut_over.built_in else cut_over.at(crossing))
         assert f"from {crossing} rows per expert" in str(found)
@@ -170,25 +179,31 @@ def test_a_cut_over_is_the_fewest_rows_from_which_the_second_kernel_is_faster(cu
 @pytest.mark.parametrize("cut_over", [PANELS, STREAMED, INTEGER_TILES], ids=lambda each: each.parameter)
 def test_gains_below_the_margin_keep_the_built_in_cut_over(cut_over: CutOver) -> None:
     for crossing in (1, *cut_over.rows, 1000):
-        assert measured(probe_of(cut_over, crossing, gain=0.01)).tuning == Tuning(), crossing
+        assert measured_anew(cut_over, crossing, gain=0.01).tuning == Tuning(), crossing
 
 
 def test_a_second_kernel_that_is_never_faster_is_not_used_where_it_was_measured() -> None:
-    assert measured(probe_of(PANELS, 1000)).tuning == Tuning()  # the built-in cut-over is above all of them
+    assert measured_anew(PANELS, 1000).tuning == Tuning()  # the built-in cut-over is above all of them
     of_bf16 = cut_over_of(Isa.AVX512_BF16, Format.BF16, ExpertsMode())
     assert of_bf16 is not None and of_bf16.built_in == 1
-    assert measured(replace(probe_of(of_bf16, 1000), case="bf16")).tuning == Tuning(panel_rows=5)
-    assert measured(probe_of(STREAMED, 1000)).tuning.streamed_rows == 129
-    assert measured(probe_of(INTEGER_TILES, 1000)).tuning.tile_rows == 18
+    assert measured_anew(of_bf16, 1000).tuning == Tuning(panel_rows=5)
+    assert measured_anew(STREAMED, 1000).tuning.streamed_rows == 129
+    assert measured_anew(INTEGER_TILES, 1000).tuning.tile_rows == 18
 
 
 def test_a_case_is_measured_once() -> None:
-    calls = []
-    probe = probe_of(PANELS, 3, gain=0.4)
-    counted = Probe("once", PANELS, lambda rows, tuning: calls.append(rows) or probe.seconds(rows, tuning))
-    first = measured(counted)
-    done = len(calls)
-    assert done and measured(Probe("once", PANELS, probe.seconds)) is first and len(calls) == done
+    calls: list[int] = []
+    seconds = processor(PANELS, 3, gain=0.4)
+
+    def counted(rows: int, tuning: Tuning) -> float:
+        calls.append(rows)
+        return seconds(rows, tuning)
+
+    first, clock = measured("once", PANELS, counted), weakref.ref(counted)
+    del counted
+    gc.collect()
+    assert calls and measured("once", PANELS, processor(PANELS, 1)) is first
+    assert clock() is None, "a clock holds the weights that it reads"
 
 
 def test_a_cut_over_never_separates_kernels_with_different_bits() -> None:
