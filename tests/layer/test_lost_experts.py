@@ -14,6 +14,7 @@ from moe_mk import ExpertMap, LostExpertError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.errors import FallbackWarning
 from moe_mk.flight import Flight, interleave
+from moe_mk.layer.placement_state import LostExperts
 from moe_mk.tokens import Routing
 from tests.layer import native
 from tests.layer.native import NEEDS_COMPILER
@@ -119,6 +120,15 @@ def test_tokens_without_a_lost_expert_keep_their_weights_to_the_bit() -> None:
     assert torch.equal(left.weights_TK[[0, 3]], routing.weights_TK[[0, 3]])
     assert left.weights_TK[1, 1] == pytest.approx(0.4)
     assert left.weights_TK.isfinite().all()  # of the third token nothing is left
+
+
+def test_the_first_and_the_last_expert_can_be_lost() -> None:
+    lost = LostExperts("a layer", "renormalise", (0, 3), torch.tensor([True, False, False, True]))
+    ids_TK = torch.tensor([[0, 1], [1, 2], [1, -1], [3, 2]], dtype=torch.int32)
+    counter = torch.ones((), dtype=torch.int64)
+    left = lost.leave_out(Routing(ids_TK, torch.full((4, 2), 0.25)), counter)
+    assert left.ids_TK.tolist() == [[-1, 1], [1, 2], [1, -1], [-1, 2]] and counter == 3
+    assert left.weights_TK.tolist() == [[0.0, 0.5], [0.25, 0.25], [0.25, 0.25], [0.0, 0.5]]
 
 
 def test_one_warning_a_loss_and_none_where_calls_raise() -> None:

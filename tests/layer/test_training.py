@@ -129,6 +129,14 @@ def test_capacity_leaves_out_what_does_not_fit() -> None:
     assert int((ids_TK < 0).sum()) == 12
 
 
+def test_weights_are_drawn_for_outputs_of_the_size_of_their_inputs() -> None:
+    made = TrainingMoE(config(hidden_size=256, moe_intermediate_size=64), generator=torch.Generator().manual_seed(0))
+    for weight in (made.gate_EH, made.w13_LIH, made.w2_LHI, made.shared_w13_IH, made.shared_w2_HI):
+        assert weight is not None
+        drawn = weight.detach() * weight.shape[-1] ** 0.5
+        assert float(drawn.std()) == pytest.approx(1.0, rel=0.1) and abs(float(drawn.mean())) < 0.1
+
+
 def test_noise_is_drawn_only_while_training() -> None:
     made = layer(config(kind="noisy_topk", noise_std=10.0))
     noisy = [made(tokens()).probabilities_TE for _ in range(2)]

@@ -15,7 +15,7 @@ from moe_mk.placement.balance.fill import fill_limit, window_fill
 from moe_mk.placement.balance.greedy import replicate
 from moe_mk.placement.balance.policies import cluster_fill, clusters_of
 from moe_mk.placement.balance.shares import balance_of, copies_of, equal_shares, gpu_time, poured_shares
-from moe_mk.placement.balance.spread import num_twins, spread, swap_refined
+from moe_mk.placement.balance.spread import fill_empty, num_twins, spread, swap_refined
 from moe_mk.placement.balance.topology import Sites
 from moe_mk.placement.eplb import Topology, plan, resplit
 
@@ -209,6 +209,14 @@ def test_resplit_wants_exactly_one_topology():
         resplit(placed.phy2log, np.ones((1, 4)))
     with pytest.raises(ShapeError, match=r"shape \(1, 6\).* = \(2, 6\)"):
         resplit(placed, np.ones((2, 4)))
+
+
+def test_empty_slots_get_the_heaviest_expert_per_copy_that_is_not_there_yet():
+    # Loads 8 6 1. GPU 0 has expert 0: its empty slot takes 1 (6 a copy). GPU 1 has 1 and 2: it takes 0, 4 a copy now.
+    placed, load = np.array([[0, -1, 1, 2, -1]]), np.array([[8.0, 6.0, 1.0]])
+    sites = Sites(np.array([2, 3]), np.ones(2), np.zeros(2, dtype=np.int64), np.arange(5), np.arange(2))
+    assert fill_empty(placed, load, sites).tolist() == [[0, 1, 1, 2, 0]]
+    assert placed.tolist() == [[0, -1, 1, 2, -1]]
 
 
 def test_equal_shares_count_copies():

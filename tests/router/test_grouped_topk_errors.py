@@ -20,6 +20,8 @@ def test_numbers_that_do_not_fit_are_named_with_the_way_out() -> None:
         ConfigError, match=r"top_k=8 .*topk_group=2 groups of 3 experts = 6 selectable.*topk_group >= 3"
     ):
         grouped_topk(logits, 8, 4, 2)
+    with pytest.raises(ConfigError, match=r"top_k=12 .* = 6 selectable; .* or topk_group >= 4$"):
+        grouped_topk(logits, 12, 4, 2)
     with pytest.raises(ConfigError, match=r"top_k=13 .*use top_k in \[1, 6\]$"):
         grouped_topk(logits, 13, 4, 2)
     with pytest.raises(ConfigError, match=r"top_k=0 "):

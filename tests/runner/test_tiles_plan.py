@@ -32,6 +32,15 @@ def test_order_by_hand(plan: TilePlan, order: str) -> None:
     assert words(plan) == order.replace("/ ", "")
 
 
+def test_needs_by_hand() -> None:
+    # Of two tiles at a time the third may leave when the first has returned.
+    plan = TilePlan(4, 2, True)
+    needs = {str(step): " ".join(map(str, plan.needs(step))) for step in plan.order}
+    assert [needs[f"D{tile}i"] for tile in range(4)] == ["", "", "C0r", "C1r"]
+    last = {step: needs[step] for step in ("D3r", "M3", "C3i", "C3r", "S3i", "S3r")}
+    assert last == {"D3r": "D3i", "M3": "D3r", "C3i": "M3", "C3r": "C3i", "S3i": "C3r", "S3r": "S3i"}
+
+
 @pytest.mark.row(42)
 @pytest.mark.parametrize("tiles,depth,onward", list(product([1, 2, 3, 4, 9], [1, 2, 3], [False, True])))
 def test_the_order_meets_every_need_and_no_limit_is_passed(tiles: int, depth: int, onward: bool) -> None:

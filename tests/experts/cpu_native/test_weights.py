@@ -101,6 +101,13 @@ def test_unpacking_gives_values_and_scales_back_bit_for_bit(scheme: QuantScheme)
     assert same(made.slot(0), given.slot(2)) and same(made.slot(1), given.slot(1))
 
 
+def test_progress_is_reported_after_every_expert() -> None:
+    stated: list[tuple[str, int, int]] = []
+    made = EXPERTS["cpu_native"](context()).relayout(experts(BF16), lambda *state: stated.append(state))
+    total = made.num_bytes
+    assert stated == [("pack", total * done // SLOTS, total) for done in (1, 2, 3)]
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_packed_experts_take_the_bytes_of_the_checkpoint(scheme: QuantScheme) -> None:
     # One f32 an output more at most: scales of blocks are spread to 16 outputs, one for all of them to each.

@@ -119,7 +119,8 @@ def test_scales_of_extreme_amax_by_hand() -> None:
     assert power_of_two_scales(amax, 448.0)[:4].tolist() == [1.0, 2.0**-126, 2.0**-126, 2.0**-126]
     assert power_of_two_scales(torch.tensor([448.0, 449.0, 224.0]), 448.0).tolist() == [1.0, 2.0, 0.5]
     assert float(global_scales(amax, 6.0)[4]) == pytest.approx(254.0 / 6.0 / 448.0, rel=1e-6)
-    # FP8 under a global scale of 0.5: 6 / 6 / 0.5 = 2; below 2^-9 and above 448 the ends of e4m3; 17 is between 16 and 18.
+    # FP8 under a global scale of 0.5: 6 / 6 / 0.5 = 2; below 2^-9 and above 448 the ends of e4m3;
+    # 17 is between 16 and 18.
     found = fp8_scales(torch.tensor([6.0, 2.0**-20, 0.0, 6.0 * 448, 3 * 17.0]), 6.0, 0.5)
     assert found.tolist() == [2.0, 2.0**-9, 2.0**-9, 448.0, 16.0]
     for scales in (linear_scales(amax, 127.0), power_of_two_scales(amax, 448.0), fp8_scales(amax, 6.0, 1.0)):
