@@ -21,6 +21,8 @@ class Routing:
     """f32, already renormalised and scaled; 0 where the id is -1."""
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     """f32 scalars by name, only while training."""
+    logits_TE: Tensor | None = None
+    """f32, or the layer's dtype with router_dtype = "model"; set by `MoELayer.route` only."""
 
     @property
     def num_tokens(self) -> int:

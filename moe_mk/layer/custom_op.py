@@ -68,16 +68,21 @@ def _fake(x: Tensor, *_: object) -> Tensor:
 
 
 def _run_layer(
-    hidden_states: Tensor, expert_load_E: Tensor, entry: Tensor, token_ids_T: Tensor | None = None
+    hidden_states: Tensor,
+    expert_load_E: Tensor,
+    entry: Tensor,
+    token_ids_T: Tensor | None = None,
+    active_T: Tensor | None = None,
 ) -> Tensor:
-    y_TH: Tensor = LAYERS.owner(entry).run_operator(hidden_states, expert_load_E, token_ids_T)
+    y_TH: Tensor = LAYERS.owner(entry).run_operator(hidden_states, expert_load_E, token_ids_T, active_T)
     return y_TH
 
 
 LAYERS: Operator[Any] = Operator(
     "moe_layer",
-    "(Tensor hidden_states, Tensor(a!) expert_load_E, Tensor entry, Tensor? token_ids_T=None) -> Tensor",
+    "(Tensor hidden_states, Tensor(a!) expert_load_E, Tensor entry, Tensor? token_ids_T=None, "
+    "Tensor? active_T=None) -> Tensor",
     _run_layer,
 )
-"""Layers: (T, H), the expert load [E] to add to, and token ids [T] or None; to (T, H)."""
+"""Layers: (T, H), the expert load [E] to add to, and token ids [T] and active tokens [T] or None; to (T, H)."""
 moe_layer = LAYERS.call

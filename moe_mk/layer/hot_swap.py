@@ -70,7 +70,7 @@ def swap_steps(layer: MoELayer, x_TH: Tensor, *, limit: float, settings: Mapping
     if failed or staged is None:
         return SwapReport(name, "", layer.epoch, 0, 0.0, failed, reason)
     yield from layer.try_out(staged)
-    listener, layer.on_routing = layer.on_routing, None
+    listener, layer.on_routing, tokens = layer.on_routing, None, layer._tokens[0]
     try:
         before_TH = yield from layer.steps(x_TH, torch.zeros_like(layer.expert_load))
         old = layer.flip(staged)
@@ -80,7 +80,7 @@ def swap_steps(layer: MoELayer, x_TH: Tensor, *, limit: float, settings: Mapping
             layer.flip(old)
             raise
     finally:
-        layer.on_routing = listener
+        layer.on_routing, layer._tokens[0] = listener, tokens
     new = layer.decision.chosen.name
     if failed:
         layer.flip(old)

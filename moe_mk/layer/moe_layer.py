@@ -66,7 +66,7 @@ from moe_mk.router.router import Router
 from moe_mk.runner.invariant import InvariantKernel
 from moe_mk.runner.monolithic import MonolithicKernel
 from moe_mk.runner.overlap import alongside
-from moe_mk.shapes import expect_dense
+from moe_mk.shapes import expect, expect_dense
 from moe_mk.tokens import Routing
 from moe_mk.trace.recorder import Spans
 from moe_mk.weights.checkpoint import load_layer
@@ -84,6 +84,7 @@ Progress = Callable[[str, int, int], None]
 FEW_CHOICES = 32
 """So many choices are counted one by one in less time than the operators for any number of them take to begin."""
 STRIDED = torch.strided
+MASKS = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8)
 NO_PARAMETERS = (
     "its weights are no parameters; load them with load_weights(tensors) or load_from_safetensors(path, layer=N), and "
     "leave their names out of the state_dict of the model"
@@ -104,6 +105,8 @@ class MoELayer(nn.Module):
 
     See `trace.routing_recorder`.
     """
+    _tokens: list[int]
+    """How many tokens were counted into `expert_load`, in calls of `top_k` choices each: one number."""
     _fused: FusedForward | None = None
     _routed_ids: tuple[weakref.ref[Tensor], int, int] | None = None
     """The ids that the last `route` returned, their version and address."""
@@ -137,7 +140,7 @@ class MoELayer(nn.Module):
         self.dtype, self.groups, self.name = dtype, groups or ParallelGroups(), name
         grid = Grid(self.groups, config.kernel.timeout_s, name)
         self.config = with_sizes(config, grid.sizes)
-        self.spans = Spans()
+        self.spans, self._tokens = Spans(), [0]
         self._asked = self.config
         self.router, self.hash_router = router_of(self.config), None
         expert_map = expert_map_of(self.config)
@@ -177,8 +180,9 @@ class MoELayer(nn.Module):
     # What was chosen, and what ran.
 
     def explain(self) -> Decision:
-        """The decision: every pair with every reason. Print it, or take `as_dict()`."""
-        return self.decision
+        """The decision: every pair with every reason, and assignments that chose no expert, if any; see `unrouted`."""
+        unrouted = self.unrouted
+        return replace(self.decision, unrouted=unrouted) if unrouted else self.decision
 
     def memory_report(self) -> MemoryReport:
         """Bytes on this rank, predicted from the decision."""
@@ -192,6 +196,7 @@ class MoELayer(nn.Module):
             lost_experts=tuple(sorted(self.expert_map.lost)),
             on_lost_expert=self.on_lost_expert,
             dropped_assignments=self.dropped_assignments,
+            unrouted=self.unrouted,
         )
 
     def reset_report(self) -> None:
@@ -203,6 +208,7 @@ class MoELayer(nn.Module):
     def reset_expert_load(self) -> None:
         """Set the counters of chosen experts to zero."""
         self.expert_load.zero_()
+        self._tokens[0] = 0
 
     @property
     def spec(self) -> LayerSpec:
@@ -260,6 +266,16 @@ class MoELayer(nn.Module):
     def dropped_assignments(self) -> int:
         """Assignments of this rank's tokens to lost experts, left out since the last reset; waits for the device."""
         return 0 if self._dropped is None else int(self._dropped)
+
+    @property
+    def unrouted(self) -> int:
+        """Assignments since `reset_expert_load` that chose no expert; waits for the device.
+
+        A token with a NaN among its scores, from a NaN or an infinity in its hidden state, has none: its routed experts
+        add 0. So are ids of -1 of an engine.
+        """
+        asked = self._tokens[0] * self.config.router.top_k
+        return max(asked - int(self.expert_load.sum()), 0) if asked else 0
 
     # Loading.
 
@@ -365,11 +381,15 @@ class MoELayer(nn.Module):
 
     # Forward.
 
-    def forward(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, token_ids_T: Tensor | None = None, *, active_T: Tensor | None = None
+    ) -> Tensor:
         """Run the layer: (T, H) to (T, H), shared experts included. T may be zero and differ between ranks.
 
-        (B, S, H) is taken as T = B S tokens and returned in that shape; token ids are then (B, S).
+        (B, S, H) is taken as T = B S tokens and returned in that shape; token ids and active_T are then (B, S).
         token_ids_T: integers, the tokens of the vocabulary; required where they choose the experts, ignored elsewhere.
+        active_T: bool, or integers as an attention mask; False and 0 are padding, which is left out of the call: it is
+        not routed, not counted, and gives 0. Read on the host, so a CUDA graph cannot hold a call with it.
         """
         load_E: Any = self._buffers["expert_load"]  # nn.Module finds a buffer by attribute only after a long search
         # What is read here becomes a guard that every call of a compiled layer checks, and must not differ between
@@ -378,43 +398,64 @@ class MoELayer(nn.Module):
             expect_dense("hidden_states", hidden_states)
             if hidden_states.requires_grad:
                 hidden_states = self._checked(hidden_states)
-            out: Tensor = moe_layer(hidden_states, load_E, self._entry, token_ids_T)
+            out: Tensor = moe_layer(hidden_states, load_E, self._entry, token_ids_T, active_T)
             return out
-        if hidden_states.dim() != 2:
-            return self._of_sequences(hidden_states, load_E, token_ids_T)
+        if hidden_states.dim() != 2 or active_T is not None:
+            return self.run_operator(hidden_states, load_E, token_ids_T, active_T)
         return self.run(self._checked(hidden_states), load_E, token_ids_T)
 
-    def _of_sequences(self, x_BSH: Tensor, load_E: Tensor, token_ids_BS: Tensor | None) -> Tensor:
-        """The forward of (B, S, H). Raises ShapeError for other numbers of dimensions, and for ids of another shape."""
-        expect_dense("hidden_states", x_BSH)
-        if x_BSH.dim() != 3:
-            raise ShapeError(
-                f"hidden_states has {x_BSH.dim()} dimensions {tuple(x_BSH.shape)}, expected 2 [T, H] or 3 [B, S, H]"
-            )
-        if token_ids_BS is not None:
-            expect_dense("token_ids_T", token_ids_BS)
-        if token_ids_BS is not None and token_ids_BS.shape != x_BSH.shape[:2]:
-            raise ShapeError(
-                f"token_ids_T is {tuple(token_ids_BS.shape)}, expected {tuple(x_BSH.shape[:2])} as of hidden_states"
-            )
-        ids_T = None if token_ids_BS is None else token_ids_BS.flatten()
-        return self.run_operator(x_BSH.flatten(0, 1), load_E, ids_T).view(x_BSH.shape)
+    def run_operator(
+        self,
+        hidden_states: Tensor,
+        expert_load_E: Tensor,
+        token_ids_T: Tensor | None = None,
+        active_T: Tensor | None = None,
+    ) -> Tensor:
+        """The implementation of torch's operator. It checks the tokens, so that graphs need no guards for it.
 
-    def run_operator(self, hidden_states: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None) -> Tensor:
-        """The implementation of torch's operator. It checks the tokens, so that graphs need no guards for it."""
-        if hidden_states.dim() != 2:
-            return self._of_sequences(hidden_states, expert_load_E, token_ids_T)
-        return self.run(self._checked(hidden_states), expert_load_E, token_ids_T)
+        Raises ShapeError for other numbers of dimensions, and for ids and masks of another shape.
+        """
+        expect_dense("hidden_states", hidden_states)
+        if hidden_states.dim() not in (2, 3):
+            raise ShapeError(
+                f"hidden_states has {hidden_states.dim()} dimensions {tuple(hidden_states.shape)}, "
+                "expected 2 [T, H] or 3 [B, S, H]"
+            )
+        shape = hidden_states.shape
+        ids_T = self._flat("token_ids_T", token_ids_T, shape[:-1]) if hidden_states.dim() == 3 else token_ids_T
+        x_TH = self._checked(hidden_states.flatten(0, -2))
+        if active_T is None:
+            return self.run(x_TH, expert_load_E, ids_T).view(shape)
+        expect("active_T", active_T, "T" if len(shape) == 2 else "X T", MASKS, self.device)
+        place_N = self._flat("active_T", active_T, shape[:-1]).nonzero().flatten()
+        if ids_T is not None:
+            ids_T = self._flat("token_ids_T", ids_T, x_TH.shape[:1])[place_N]
+        y_TH = torch.zeros_like(x_TH, requires_grad=False)
+        with torch.no_grad():
+            y_TH[place_N] = self.run(x_TH[place_N], expert_load_E, ids_T)
+        return y_TH.view(shape)
+
+    @staticmethod
+    def _flat(name: str, tensor: Tensor | None, shape: torch.Size) -> Any:
+        """A tensor with one element for each token, flat; raises ShapeError for another shape."""
+        if tensor is None:
+            return None
+        expect_dense(name, tensor)
+        if tensor.shape != shape:
+            raise ShapeError(f"{name} is {tuple(tensor.shape)}, expected {tuple(shape)} as of hidden_states")
+        return tensor.flatten()
 
     def run(self, x_TH: Tensor, expert_load_E: Tensor, token_ids_T: Tensor | None = None) -> Tensor:
         """The forward on checked tokens without torch's operator."""
-        if (found := self._exchanged(x_TH, expert_load_E)) is not None:
+        if self._placement.is_exchanged and (found := self._exchanged(x_TH, expert_load_E)) is not None:
             return self._run_exchanged(*found, x_TH, expert_load_E)
         if self.spans.recorder is None and self.hash_router is None and self._placement.is_direct:
             fused = self._fused_forward()
             if fused.takes(x_TH, expert_load_E):
                 if fused.call is not None and self.on_routing is None:
-                    return fused.ran(fused.call(x_TH, expert_load_E))
+                    y_TH = fused.call(x_TH, expert_load_E)
+                    self._tokens[0] += x_TH.shape[0]
+                    return fused.ran(y_TH)
                 if fused.call is not None or fused.routed is not None:
                     return self._run_fused(fused, x_TH, expert_load_E)
         with torch.no_grad():
@@ -434,6 +475,7 @@ class MoELayer(nn.Module):
             weights_TK = torch.empty(shape, dtype=torch.float32, device="cpu")
             routing = Routing(ids_TK, weights_TK)
             y_TH = fused.call(x_TH, load_E, (ids_TK, weights_TK))
+        self._tokens[0] += x_TH.shape[0]
         if self.on_routing is not None:
             self.on_routing(routing)
         return fused.ran(y_TH)
@@ -463,6 +505,8 @@ class MoELayer(nn.Module):
                 routed = partial(listener, Routing(*routing))
             meanwhile = None if shared is None else lambda: added.append(shared(x_TH))
             y_TH = call(x_TH, load_E, routing, is_routed=is_routed, routed=routed, meanwhile=meanwhile)
+            if not is_routed:
+                self._tokens[0] += x_TH.shape[0]
             if added:
                 with torch.no_grad():
                     y_TH = (y_TH.to(torch.float32) + added[0]).to(self.dtype)
@@ -537,14 +581,14 @@ class MoELayer(nn.Module):
         numbers. The tokens are zeros; `expert_load` and `on_routing` do not see them, `report()` does. Raises
         ShapeError for more than kernel.max_num_tokens.
         """
-        observer, self.on_routing = self.on_routing, None
+        observer, self.on_routing, tokens = self.on_routing, None, self._tokens[0]
         try:
             for count in sorted(set(token_counts)):
                 x_TH = torch.zeros((count, self.config.model.hidden_size), dtype=self.dtype, device=self.device)
                 token_ids_T = torch.zeros((count,), dtype=torch.int64, device=self.device)
                 self.run(self._checked(x_TH), torch.zeros_like(self.expert_load), token_ids_T)
         finally:
-            self.on_routing = observer
+            self.on_routing, self._tokens[0] = observer, tokens
 
     def forward_routed(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the routed experts only, for an engine that routes by itself: (T, H), (T, K), (T, K) to (T, H).
@@ -566,6 +610,7 @@ class MoELayer(nn.Module):
                 except ShapeError:
                     check_routing(topk_weights, topk_ids, self.device, sizes)  # names the ids
                     raise
+                self._tokens[0] += x_TH.shape[0]
                 if self.on_routing is not None:
                     self.on_routing(Routing(topk_ids.to(torch.int32), topk_weights))
                 return fused.ran(y_TH)
@@ -594,14 +639,17 @@ class MoELayer(nn.Module):
             raise
 
     def route(self, hidden_states: Tensor, token_ids_T: Tensor | None = None) -> Routing:
-        """The first stage alone: logical experts and weights of each token. token_ids_T: as of `forward`."""
+        """The first stage alone: logical experts, weights and router logits of each token.
+
+        token_ids_T: as of `forward`. A token with a NaN among its scores gets ids of -1, see `router.grouped_topk`.
+        """
         _ = self.weights  # raises WeightError before loading
         hidden_states = self._checked(hidden_states)
-        routing = self._gate.route(hidden_states, self._router_of(hidden_states, token_ids_T))[0]
-        if not routing.ids_TK.is_inference():  # those have no version
-            ids_TK = routing.ids_TK
+        routing, logits_TE = self._gate.route(hidden_states, self._router_of(hidden_states, token_ids_T))
+        ids_TK = routing.ids_TK
+        if not ids_TK.is_inference():  # those have no version
             self._routed_ids = weakref.ref(ids_TK), ids_TK._version, ids_TK.data_ptr()
-        return routing
+        return Routing(ids_TK, routing.weights_TK, routing.losses, logits_TE)
 
     def _is_of_router(self, topk_ids: Tensor) -> bool:
         """Whether these are the ids that the last `route` returned, not written to since."""
@@ -658,6 +706,7 @@ class MoELayer(nn.Module):
         if isinstance(router, Router) and placed.lost is None and tables.one_to_one:
             both = router.placed(logits_TE, gate.bias_E, load_E, tables.choice_X)
             if both is not None:
+                self._tokens[0] += x_TH.shape[0]
                 if self.on_routing is not None:
                     self.on_routing(both[0])
                 return both[1], logits_TE
@@ -667,6 +716,7 @@ class MoELayer(nn.Module):
 
     def _record(self, routing: Routing, load_E: Tensor) -> None:
         """Count each chosen expert on the device, except ids of -1, and call `on_routing`."""
+        self._tokens[0] += routing.num_tokens
         if self.on_routing is not None:
             self.on_routing(routing)
         ids = routing.ids_TK.flatten()
@@ -902,6 +952,7 @@ class MoELayer(nn.Module):
             twin.set_placement(self.expert_map)
             twin.take(copy.deepcopy(self._placement.weights, memo))
         twin.expert_load.copy_(self.expert_load)
+        twin._tokens[0] = self._tokens[0]
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -911,7 +962,7 @@ class MoELayer(nn.Module):
                 f"layer {self.name!r} holds process groups, which cannot be pickled; build it per process"
             )
         self._expect_kept()
-        state = (self._placement.weights, self.expert_map, self.expert_load.clone())
+        state = (self._placement.weights, self.expert_map, self.expert_load.clone(), self._tokens[0])
         return _rebuild, (type(self), self.config, str(self.device), self.dtype, self.name, state)
 
     def _expect_kept(self) -> None:
@@ -937,7 +988,7 @@ def _rebuild(
     cls: type[MoELayer], config: MoEConfig, device: str, dtype: torch.dtype, name: str, state: Any
 ) -> MoELayer:
     layer = cls(config, device=device, dtype=dtype, name=name)
-    weights, expert_map, load_E = state
+    weights, expert_map, load_E, layer._tokens[0] = state
     if weights is not None:
         layer.set_placement(expert_map)
         layer.take(weights)

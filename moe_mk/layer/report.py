@@ -15,7 +15,7 @@ from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.layer.gate import keeps_gate_in_f32
 from moe_mk.oracle.cost import expert_bytes, mlp_bytes
 from moe_mk.oracle.decide import INSIDE
-from moe_mk.oracle.verdict import Decision
+from moe_mk.oracle.verdict import UNROUTED, Decision
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.text import amount
@@ -109,6 +109,8 @@ class RunReport:
     """What calls do about them."""
     dropped_assignments: int = 0
     """Assignments of this rank's tokens to lost experts that were left out."""
+    unrouted: int = 0
+    """Assignments that chose no expert, see `MoELayer.unrouted`."""
 
     @property
     def departures(self) -> tuple[str, ...]:
@@ -135,6 +137,7 @@ class RunReport:
             "lost_experts": list(self.lost_experts),
             "on_lost_expert": self.on_lost_expert,
             "dropped_assignments": self.dropped_assignments,
+            "unrouted": self.unrouted,
         }
 
     def __str__(self) -> str:
@@ -147,6 +150,7 @@ class RunReport:
         if self.lost_experts or self.dropped_assignments:
             lost = f"{len(self.lost_experts)} lost experts, on_lost_expert = {self.on_lost_expert}"
             lines.append(f"! {lost}, {self.dropped_assignments:,} assignments left out")
+        lines += [f"! {UNROUTED.format(self.unrouted)}"] * bool(self.unrouted)
         lines += [f"  sent {phase:<22}{count:>28,} B" for phase, count in self.sent.items()]
         return "\n".join(lines)
 

@@ -209,6 +209,9 @@ class Verdict:
         return f"{mark} {names}{self.experts:<{experts_width}} {self.cost_us:9,.0f} us  {self.cost_source}{emulated}"
 
 
+UNROUTED = "{:,} assignments chose no expert: NaN or infinity in hidden states, or ids of -1"
+
+
 @dataclass(frozen=True)
 class Decision:
     """The oracle's answer: pure data, printed, serialised, and compared across ranks."""
@@ -247,6 +250,8 @@ class Decision:
     """The weight formats that were rejected before the one in use."""
     parameters: str = ""
     """How the kernel parameters of the experts were chosen on this machine; "" before loading, or if they have none."""
+    unrouted: int = 0
+    """Assignments of the layer's tokens that chose no expert, see `MoELayer.unrouted`."""
 
     @property
     def chosen(self) -> Verdict:
@@ -316,6 +321,7 @@ class Decision:
             "budget": None if self.budget is None else asdict(self.budget),
             "link": None if self.link is None else asdict(self.link),
             "parameters": self.parameters,
+            "unrouted": self.unrouted,
             "graph_safe": self.graph_safe,
             "deterministic": self.deterministic,
             "warnings": list(self.warnings),
@@ -352,6 +358,7 @@ class Decision:
         head += [] if self.link is None else [f"  {self.chosen.prepare_finalize} sends rows over {self.link}"]
         head += self._tiles()
         head += [f"  kernel parameters: {self.parameters}"] * bool(self.parameters)
+        head += [f"  warning: {UNROUTED.format(self.unrouted)}"] * bool(self.unrouted)
         head += [f"  {line}" for line in (self.effect, *self.passed_over) if line is not None]
         lines = [wrapped(line, width, hanging=4) for line in head]
         return "\n".join([*lines, *explain_pairs(self.verdicts, width)])
