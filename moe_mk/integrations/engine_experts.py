@@ -40,6 +40,10 @@ from moe_mk.weights.stamp import Stamp
 
 IDS = (torch.int32, torch.int64)
 LOGGER = logging.getLogger(__name__)
+LORA = (
+    "LoRA on experts: a backend reads each expert as one matrix, without low-rank factors; merge the adapter into the "
+    "weights (merge_and_unload() of peft) and load those"
+)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights, HeldExperts
+from moe_mk.integrations.engine_experts import LORA, EngineExperts, EngineWeights, HeldExperts
 
 NAME = "moe_mk"
 REFUSED = ("use_mxfp8", "use_int8_w8a16", "use_int4_w4a16", "fuse_swiglu_interleaved")
@@ -64,7 +64,7 @@ def core(config: Any, settings: Mapping[str, Any], *, release_weights: bool = Fa
             self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None
         ) -> Any:
             if hooks is not None:
-                raise UnsupportedError("moe_mk in SGLang", ["LoRA on routed experts"])
+                raise UnsupportedError("moe_mk in SGLang", [LORA])
             return combined(self._held, (dispatch_output, quant_info, runner_config), settings)
 
     return MoeMkRunnerCore(config)

@@ -12,22 +12,32 @@ pass through the experts raises.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations import moe
 
 from moe_mk.config.moe import MoEConfig
-from moe_mk.errors import UnsupportedError
+from moe_mk.errors import FallbackWarning, UnsupportedError
 from moe_mk.integrations.hf.blocks import LAYER, PatchedForward, blocks_of, layer_of
 from moe_mk.integrations.hf.fp8 import cpu_fp8
 from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
-from moe_mk.integrations.hf.op import ExpertsFunction, fp8_registry, function_of, parallel_registry, refuse_others
+from moe_mk.integrations.hf.op import (
+    ExpertsFunction,
+    accept_adapters,
+    fp8_registry,
+    function_of,
+    parallel_registry,
+    refuse_adapters,
+    refuse_others,
+)
 from moe_mk.integrations.hf.packed import PackedExperts, PackedModule, PackedReport, replace_experts
 from moe_mk.integrations.hf.plan import ModulePlan, enter, keep_only_plan, plan_of
 from moe_mk.integrations.hf.without_experts import model_without_experts
@@ -118,6 +128,7 @@ def register(name: str = "moe_mk", **settings: Any) -> tuple[str, ...]:
     unknown setting.
     """
     function, entered = ExpertsFunction(name, settings), ["experts"]
+    _warn_where_it_is_ignored()
     moe.ExpertsInterface.register(name, function)
     fp8 = fp8_registry()
     if fp8 is not None:
@@ -130,6 +141,37 @@ def register(name: str = "moe_mk", **settings: Any) -> tuple[str, ...]:
         parallel.register(name, ep_class(settings))
         entered.append("expert parallel")
     return tuple(entered)
+
+
+def _warn_where_it_is_ignored() -> None:
+    """Warn where a model with experts is built with an implementation that its class never calls.
+
+    transformers 5.23 checks the name for every model, but dispatches only experts with @use_experts_implementation;
+    those of Llama 4 have none.
+    """
+    chosen = getattr(PreTrainedModel, "get_correct_experts_implementation", None)
+    if chosen is None or hasattr(chosen, "__wrapped__"):
+        return
+
+    @wraps(chosen)
+    def checked(self: PreTrainedModel, requested_experts: str | None) -> str:
+        name: str = chosen(self, requested_experts)
+        ours = isinstance(moe.ExpertsInterface._global_mapping.get(name), ExpertsFunction)
+        if ours and not self._can_set_experts_implementation() and _has_experts(self.config):
+            warnings.warn(
+                f"experts_implementation={name!r} has no effect on {type(self).__name__}: transformers does not "
+                "dispatch its experts; load the checkpoint's layers with MoELayer, or leave the setting out",
+                FallbackWarning,
+                stacklevel=2,
+            )
+        return name
+
+    PreTrainedModel.get_correct_experts_implementation = checked  # type: ignore[method-assign]
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(getattr(config, name, 0) for name in names)
 
 
 def prepare(model: nn.Module, name: str = "moe_mk", *, in_place: bool = False) -> ModelReport:
@@ -171,6 +213,7 @@ def _planned(model: nn.Module, name: str, *, in_place: bool, again: bool) -> Mod
         plan = plan_of(module, _dtype_of(model, module), _function(module, name).settings, again=forget)
         if in_place and tensors_of(module) and keep_only_plan(module, plan):
             refuse_others(module)
+            refuse_adapters(model.get_submodule(path.rpartition(".")[0]))
         modules.append(report_of(path, plan, sum(t.nbytes for t in tensors_of(module))))
     return ModelReport(type(model).__name__, tuple(modules))
 
@@ -210,6 +253,7 @@ def patch_blocks(model: nn.Module, **settings: Any) -> dict[str, Any]:
         # Not through nn.Module.__setattr__: the layer's counter and views are not part of the model's state.
         vars(blocks[path])[LAYER] = layer
         vars(blocks[path])["forward"] = PatchedForward(blocks[path], layer)
+        refuse_adapters(blocks[path])
     return layers
 
 
@@ -218,6 +262,7 @@ def unpatch_blocks(model: nn.Module) -> int:
     patched = [block for block in model.modules() if LAYER in vars(block)]
     for block in patched:
         del vars(block)[LAYER], vars(block)["forward"]
+        accept_adapters(block)
     return len(patched)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError, UnsupportedError
-from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
+from moe_mk.integrations.engine_experts import LORA, EngineExperts, EngineWeights
 from moe_mk.weights.loader import LayerLoader
 
 NAME = "moe_mk"
@@ -161,7 +161,7 @@ def refuse(moe: Any) -> None:
     if moe.has_bias:
         reasons.append("experts with biases")
     if moe.is_lora_enabled:
-        reasons.append("LoRA on routed experts")
+        reasons.append(LORA)
     if moe.swiglu_limit is not None:
         reasons.append(f"swiglu_limit={moe.swiglu_limit}")
     if parallel.dp_size > 1:

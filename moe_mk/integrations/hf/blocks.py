@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError
+from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import ModuleFacts, facts_of, is_experts, tensors_of, weights_of
 from moe_mk.layer import MoELayer
 from moe_mk.verify.compare import ALL_TOKENS, error_of, experts_error
@@ -105,6 +106,8 @@ def named_weights(block: Any, facts: ModuleFacts) -> dict[str, Tensor]:
         named |= _mlp(f"experts.{expert}", weights.slot(expert))
     for projection in ("gate", "up", "down") if shared is not None else ():
         linear = getattr(shared, f"{projection}_proj")
+        if hasattr(linear, "base_layer"):
+            raise UnsupportedError(f"{projection}_proj of the shared experts is a {type(linear).__name__}", [LORA])
         named[f"shared_experts.{projection}_proj.weight"] = linear.weight.detach()
         if facts.scheme.block is not None:
             named[f"shared_experts.{projection}_proj.weight_scale_inv"] = linear.weight_scale_inv.detach()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from moe_mk.errors import ShapeError, UnsupportedError
+from moe_mk.integrations.engine_experts import LORA
 from moe_mk.integrations.hf.modules import tensors_of
 from moe_mk.integrations.hf.plan import NUMBER, Settings, check_settings, enter, module_of, plan_of
 from moe_mk.shapes import expect
@@ -160,6 +161,26 @@ def _must_be_ours(module: nn.Module, args: object) -> None:
             f"{type(module).__name__} has freed its weights for moe_mk, but has experts_implementation={name!r}",
             ["set_experts_implementation back to moe_mk, or load the model again"],
         )
+
+
+def refuse_adapters(block: nn.Module) -> None:
+    """Raise UnsupportedError at a forward of the block if one of its parts was wrapped, as peft does for LoRA."""
+    if _has_no_adapters not in block._forward_pre_hooks.values():
+        block.register_forward_pre_hook(_has_no_adapters)
+
+
+def accept_adapters(block: nn.Module) -> None:
+    """Undo `refuse_adapters`."""
+    for number in [key for key, hook in block._forward_pre_hooks.items() if hook is _has_no_adapters]:
+        del block._forward_pre_hooks[number]
+
+
+def _has_no_adapters(block: nn.Module, args: object) -> None:
+    del args
+    for name, child in block.named_children():
+        if hasattr(child, "base_layer"):
+            held = f"{name} of {type(block).__name__} was wrapped in {type(child).__name__}"
+            raise UnsupportedError(f"{held}, but moe_mk holds its weights in another layout", [LORA])
 
 
 def _cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -15,12 +15,13 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_mk.errors import ConfigError, UnsupportedError
+from moe_mk.errors import ConfigError, FallbackWarning, UnsupportedError
 from moe_mk.external.library import installed
 from moe_mk.integrations.hf import plan as plans
 from moe_mk.integrations.hf.tiny import tiny_model
 from moe_mk.integrations.transformers import (
     explain,
+    patch_blocks,
     prepare,
     register,
 )
@@ -133,6 +134,58 @@ def test_settings_of_torch_change_no_result(name: str, again: bool) -> None:
         with AMBIENT[name]():
             got = (copy.deepcopy(module) if again else module)(*call)
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)  # threads change the order of sums
+
+
+class Wrapped(nn.Module):
+    """What peft puts in the place of a module: the module with factors next to it."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A = base_layer, nn.Parameter(torch.zeros(2, 2))
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_layer, name)
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base_layer(*args)
+        return y
+
+
+@pytest.mark.skipif("c++" not in installed(), reason="cpu_native needs a C++ compiler")
+@pytest.mark.parametrize("where", ["in_place", "patched", "patched_shared"])
+def test_adapters_over_weights_that_are_held_elsewhere_are_refused(where: str) -> None:
+    model, ids = tiny_model(dtype=torch.bfloat16), prompt()
+    model.set_experts_implementation("moe_mk")
+    if where == "in_place":
+        prepare(model, in_place=True)
+    else:
+        patch_blocks(model)
+    wanted, block = logits(model, ids), model.model.layers[1].mlp
+    owner, name = (block.shared_experts, "up_proj") if where == "patched_shared" else (block, "experts")
+    held = getattr(owner, name)
+    setattr(owner, name, Wrapped(held))
+    with pytest.raises(UnsupportedError, match=r"(?s)Wrapped.*LoRA on experts: .*low-rank.*merge_and_unload"):
+        logits(model, ids)
+    setattr(owner, name, held)
+    assert torch.equal(logits(model, ids), wanted)
+
+
+def test_a_model_whose_experts_are_not_dispatched_warns_when_it_is_built(recwarn: pytest.WarningsRecorder) -> None:
+    from transformers import AutoModelForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=1, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=1,
+    )  # fmt: skip
+    register()
+    AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation="eager")
+    tiny_model().set_experts_implementation("moe_mk")
+    assert not [warning for warning in recwarn if warning.category is FallbackWarning]
+    with pytest.warns(FallbackWarning, match=r"'moe_mk' has no effect on Llama4ForCausalLM: transformers does not"):
+        AutoModelForCausalLM.from_config(config, experts_implementation="moe_mk")
 
 
 def test_a_plan_is_kept_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
