@@ -124,7 +124,7 @@ def run(
         "timeout_s": timeout,
         "network": network,
     }
-    config = config_of(checkpoint, **(overrides | settings_of(settings)))
+    config = config_of(checkpoint, layer, **(overrides | settings_of(settings)))
     order = RunSettings(
         checkpoint=checkpoint,
         layer=layer,

@@ -95,7 +95,7 @@ def bench_rank(job: BenchJob, place: Place) -> int:
 
     def build() -> DeepseekV3MoE:
         settings = dict(order.settings) | {"max_num_tokens": max(1, *order.tokens)}
-        config = stated(config_of(job.folder, **settings), job.folder, order.layer)
+        config = stated(config_of(job.folder, order.layer, **settings), job.folder, order.layer)
         layer = DeepseekV3MoE(config, device=device, dtype=dtype, groups=groups, name="bench")
         return layer.load_from_safetensors(job.folder, order.layer)
 

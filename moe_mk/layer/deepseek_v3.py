@@ -45,6 +45,6 @@ class DeepseekV3MoE(MoELayer):
         was calibrated with become settings of the layer, and so does a table that chooses experts by token id: call
         such a layer with token_ids_T. Raises ConfigError or WeightError.
         """
-        config = stated(config_of(path, **overrides), path, layer)
+        config = stated(config_of(path, layer, **overrides), path, layer)
         built = cls(config, device=device, dtype=dtype, groups=groups, name=f"layer {layer}")
         return built.load_from_safetensors(path, layer, on_progress=on_progress)

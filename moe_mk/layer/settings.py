@@ -173,13 +173,13 @@ def layer_spec_of(config: MoEConfig) -> LayerSpec:
     )
 
 
-def config_of(path: str | PathLike[str], **overrides: Any) -> MoEConfig:
+def config_of(path: str | PathLike[str], layer: int | None = None, **overrides: Any) -> MoEConfig:
     """The config of a checkpoint: its config.json, or the metadata of a GGUF model.
 
     The types of experts in GGUF files differ between layers; `stated` reads them. Raises ConfigError or WeightError.
     """
     if not is_gguf(path):
-        return MoEConfig.from_hf(str(path), **overrides)
+        return MoEConfig.from_hf(str(path), layer=layer, **overrides)
     hf = hf_from_gguf(GgufSource(path).metadata, str(path))
     return MoEConfig.parse(settings_from_hf(hf, str(path)), str(path)).with_(**overrides)
 

@@ -184,7 +184,7 @@ class LayerReader:
     def _quantised(self, part: Part, row: int | None) -> tuple[tuple[str, str], QuantTensor]:
         """A whole matrix as a view, in the shapes of its scheme, and the names of its values and scales."""
         name, values = self._open(part, row)
-        scheme = self.spec.scheme
+        scheme = self.spec.scheme_of(part.role, part.projection)
         if not isinstance(scheme, BlockedScheme):
             return (name, ""), QuantTensor(values, None, scheme)
         values = values.flatten(1) if values.dim() == 3 else values

@@ -10,7 +10,8 @@ import pytest
 
 from moe_mk import MoEConfig
 from moe_mk.config.base import SHOWN, read_mapping
-from moe_mk.config.hf import quant_from_hf, settings_from_hf
+from moe_mk.config.hf import settings_from_hf
+from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import ConfigError
 from moe_mk.quant.plain import BF16
 from moe_mk.shapes import divisors_of
@@ -115,16 +116,19 @@ def test_two_values_a_byte_need_even_sizes(weights: str, size: str) -> None:
 @pytest.mark.parametrize(
     "quant,problem",
     [
-        ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, r"quant_algo is \['NVFP4'\]"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": 3}}, r"has weights 3 and input_activations 3"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": [8]}}}, r"has weights \[8\]"),
+        ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, r"quant_algo is \['NVFP4'\], expected a text"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": 3}}, "config_groups has no groups but"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": [8]}}},
+            r"weights is \[8\], expected a mapping",
+        ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {}, "input_activations": "x"}}},
-            r"input_activations 'x'",
+            "input_activations is 'x', expected a mapping",
         ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"strategy": ["channel"]}}}},
-            r"weights.strategy is \['channel'\]",
+            r"strategy is \['channel'\], expected a text",
         ),
     ],
 )

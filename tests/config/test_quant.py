@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_mk.config import QuantConfig
-from moe_mk.config.hf import quant_from_hf
+from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import ConfigError
 from moe_mk.quant.kinds import KINDS, PLAIN_KINDS
 from moe_mk.weights.dialects import quantization_config
@@ -52,7 +52,7 @@ def test_weight_only_int8_rounds_no_activations() -> None:
         (compressed({"strategy": "group"}, None), r"weights\.strategy is 'group', not one of channel, block"),
         (compressed({"symmetric": False}, None), r"weights\.symmetric is False"),
         (compressed({}, {"num_bits": 8, "type": "float"}), r"input_activations are 8-bit 'float'"),
-        ({"quant_method": "compressed-tensors"}, "config_groups has no groups, one is expected"),
+        ({"quant_method": "compressed-tensors"}, "config_groups has no groups but None, one is expected"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
     ],
 )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_mk.config import MoEConfig
-from moe_mk.config.hf import quant_from_hf
+from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.quant.grouped import GROUPED, grouped
 from moe_mk.quant.tensor import QuantTensor

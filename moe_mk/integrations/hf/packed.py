@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_mk.config.hf import quant_from_hf
+from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.config.moe import MoEConfig
 from moe_mk.errors import UnsupportedError, WeightError
 from moe_mk.files import read_json

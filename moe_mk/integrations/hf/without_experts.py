@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from moe_mk.config.hf import quant_from_hf
+from moe_mk.config.hf_quant import quant_from_hf
 from moe_mk.errors import UnsupportedError, WeightError
 from moe_mk.integrations.hf.modules import is_experts
 from moe_mk.quant.kinds import WEIGHT_ONLY_KINDS, scheme_of_kind

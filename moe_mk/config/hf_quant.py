@@ -1,0 +1,301 @@
+"""From the `quantization_config` of a `config.json` to our settings: one reader for each way of saying it.
+
+Key names as of DeepSeek-V3 and DeepSeek-V4 (fp8), gpt-oss (mxfp4), compressed-tensors 0.12 (W8A8)
+and 0.20 (pack-quantized, as Kimi-K2-Thinking), AutoGPTQ 0.7, AutoAWQ 0.2 and NVIDIA modelopt
+(NVFP4, MXFP8, FP8 of whole tensors). Static activation scales are stored with the weights, see `weights.input_scales`.
+Lists of modules are matched as their writers do: compressed-tensors by name or "re:", modelopt by glob, AutoAWQ by a
+part of the name, transformers by a regular expression at the start or a name at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from moe_mk.config.keys import is_empty, section_problems
+from moe_mk.errors import ConfigError
+from moe_mk.quant.blocked import WHOLE
+from moe_mk.quant.grouped import GROUPS, kind_of
+
+Said = Mapping[str, Any]
+Found = tuple[dict[str, Any], list[str]]
+_ROOTS = ("model.layers", "language_model.model.layers", "model.language_model.layers", "layers")
+_BLOCKS = ("mlp", "ffn", "block_sparse_moe")
+_PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+
+
+def quant_from_hf(quant: object, where: str, hf: Said | None = None, layer: int | None = None) -> dict[str, Any]:
+    """Settings of `model.quant`; raises ConfigError listing everything that is not supported.
+
+    hf: the config.json, for its dtype and number of layers. layer: the layer to describe; None: the layers together.
+    """
+    if not isinstance(quant, Mapping):
+        raise ConfigError(f"{where}: quantization_config is a {type(quant).__name__}, expected a mapping")
+    method = quant.get("quant_method")
+    method = str(getattr(method, "value", method))  # transformers spells it as an enumeration
+    reader = _READERS.get(method)
+    layers = _layers(hf or {}, layer)
+    settings: dict[str, Any] = {}
+    if reader is None:
+        problems = [f"quant_method is {quant.get('quant_method')!r}"]
+    elif not (problems := section_problems(quant, method)):
+        try:
+            settings, problems = reader(quant, layers)
+            ignored = _ignored(quant, method, layers)
+        except re.error as problem:
+            settings, problems, ignored = {}, [f"a list of modules has an invalid expression: {problem}"], {}
+        if not problems and (ignored["experts"] or settings.get("weights") is None):
+            return {"weights": plain_kind(hf or {}, where)}
+        if not problems and ignored["shared_experts"]:
+            settings["shared"] = plain_kind(hf or {}, where)
+    if problems:
+        raise ConfigError(
+            f"{where}: quantization_config is not supported: {'; '.join(problems)}; supported is quant_method 'fp8' "
+            "in e4m3 with weight_block_size and dynamic activations, 'mxfp4', 'compressed-tensors' with 8 bits or "
+            "packed integers, 'gptq', 'awq' of version 'gemm', and 'modelopt' NVFP4, MXFP8 or FP8"
+        )
+    return settings
+
+
+def plain_kind(hf: Said, where: str) -> str:
+    """The kind of weights that are not quantised. Raises ConfigError for another dtype than a floating-point one."""
+    stated = next((hf[key] for key in ("torch_dtype", "dtype") if hf.get(key) is not None), "bfloat16")
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    dtype = str(stated).removeprefix("torch.")
+    if dtype not in names:
+        raise ConfigError(f"{where}: dtype {dtype!r} is not one of {', '.join(names)}")
+    return names[dtype]
+
+
+def _layers(hf: Said, layer: int | None) -> list[int]:
+    """The layer, or the first, the middle and the last layer with experts."""
+    count, first = (hf.get(key) for key in ("num_hidden_layers", "first_k_dense_replace"))
+    first = first if isinstance(first, int) else 0
+    if layer is not None or not isinstance(count, int) or count <= first:
+        return [first if layer is None else layer]
+    return sorted({first, (first + count) // 2, count - 1})
+
+
+def _matches(style: str, pattern: str, name: str) -> bool:
+    if style == "part":
+        return pattern in name
+    if style == "name":
+        return bool(re.match(pattern[3:], name)) if pattern.startswith("re:") else pattern == name
+    if style == "glob":
+        return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+    return bool(re.match(pattern, name)) or name.endswith(pattern)
+
+
+def _covered(style: str, patterns: Iterable[str], layers: list[int], role: str) -> bool:
+    """Whether the patterns name every projection of the experts of the layers.
+
+    Patterns that name only some do not count: their tensors then do not fit the format, which the load reports.
+    """
+    patterns, inner = tuple(patterns), "experts.0" if role == "experts" else role
+    return bool(patterns) and all(
+        any(
+            _matches(style, pattern, f"{root}.{layer}.{block}.{inner}.{word}")
+            for pattern in patterns for root in _ROOTS for block in _BLOCKS for word in words
+        )
+        for layer in layers for words in _PROJECTIONS
+    )  # fmt: skip
+
+
+def _ignored(quant: Said, method: str, layers: list[int]) -> dict[str, bool]:
+    """Whether the lists of a section leave routed and shared experts as they are."""
+    style = {"compressed-tensors": "name", "modelopt": "glob", "awq": "part"}.get(method, "start")
+    inner = quant.get("quantization")
+    found: list[str] = []
+    for section in (quant, inner if isinstance(inner, Mapping) else {}):
+        for key in ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"):
+            found += section.get(key) or ()
+    return {role: _covered(style, found, layers, role) for role in ("experts", "shared_experts")}
+
+
+def _others(section: Said, allowed: Mapping[str, tuple[object, ...]], title: str = "") -> list[str]:
+    """The keys whose value is none of those allowed; null is allowed where None is, or the key is absent."""
+    return [f"{title}{key} is {section.get(key)!r}" for key, fit in allowed.items() if section.get(key) not in fit]
+
+
+def _fp8(quant: Said, layers: list[int]) -> Found:
+    problems = _others(
+        quant,
+        {
+            "fmt": ("e4m3", "float8_e4m3fn", None), "activation_scheme": ("dynamic", None),
+            "scale_fmt": ("ue8m0", "float", None), "expert_dtype": ("fp4", "fp8", None),
+        },
+    )  # fmt: skip
+    if quant.get("expert_dtype") == "fp4":
+        return {"weights": "mxfp4", "activations": "mxfp8"}, problems
+    if not quant.get("weight_block_size"):
+        return {}, [*problems, "weight_block_size is not given"]
+    scale = "ue8m0" if quant.get("scale_fmt") == "ue8m0" else "float32"
+    return {"weights": "fp8_block", "block": quant["weight_block_size"], "scale": scale}, problems
+
+
+def _mxfp4(quant: Said, layers: list[int]) -> Found:
+    return {"weights": "mxfp4"}, []
+
+
+def _modelopt(quant: Said, layers: list[int]) -> Found:
+    inner = quant.get("quantization")
+    inner = inner if isinstance(inner, Mapping) else {}
+    problems = section_problems(inner, "modelopt")
+    stated = {section["quant_algo"] for section in (quant, inner) if isinstance(section.get("quant_algo"), str)}
+    known = {"NVFP4": ("nvfp4", 4, 16), "MXFP8": ("mxfp8", 8, 32), "FP8": ("fp8_tensor", 8, None)}
+    algorithm = ", ".join(sorted(stated)) or None
+    if algorithm not in known:
+        return {}, [*problems, f"quant_algo is {algorithm!r}"]
+    kind, bits, columns = known[algorithm]
+    for section in (quant, inner):
+        if columns is not None and section.get("group_size") not in (None, columns):
+            problems.append(f"group_size is {section['group_size']}, {algorithm} has {columns}")
+    settings: dict[str, Any] = {"weights": kind}
+    groups = quant.get("config_groups")
+    if groups is None:
+        return settings, problems
+    group, more = _group_of(groups, layers)
+    problems += more
+    if group is None:
+        return {}, problems
+    weights, tokens = group.get("weights") or {}, group.get("input_activations")
+    for title, section in (("weights", weights), ("input_activations", tokens or {})):
+        for key, fitting in {"num_bits": bits, "type": "float", "group_size": columns}.items():
+            if section.get(key) not in (None, fitting):
+                problems.append(f"{title}.{key} is {section[key]!r}, {algorithm} has {fitting!r}")
+    if is_empty(tokens):
+        settings["activations"] = "none"
+    return settings, problems
+
+
+def _group_of(groups: object, layers: list[int]) -> tuple[Said | None, list[str]]:
+    """The group of config_groups that the routed experts belong to; None if there is none.
+
+    Names and expressions come before the class of a module, as in compressed-tensors.
+    """
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(each, Mapping) for each in groups.values()):
+        return None, [f"config_groups has no groups but {groups!r}, one is expected"]
+    problems = [
+        problem
+        for group in groups.values()
+        for title, section in (
+            ("group", group), ("weights", group.get("weights")), ("weights", group.get("input_activations")),
+        )
+        if isinstance(section, Mapping)
+        for problem in section_problems(section, title)
+    ]  # fmt: skip
+    if problems:
+        return None, problems
+    chosen: dict[str, Said | None] = {}
+    for role in ("experts", "shared_experts"):
+        by_name = [g for g in groups.values() if _covered("name", g.get("targets") or (), layers, role)]
+        by_class = [g for g in groups.values() if "targets" not in g or "Linear" in (g.get("targets") or ())]
+        fitting = by_name or by_class
+        if len(fitting) > 1:
+            return None, [f"config_groups has {len(fitting)} groups for {role}, one is expected"]
+        chosen[role] = fitting[0] if fitting else None
+    group = chosen["experts"]
+    if group is not None and chosen["shared_experts"] is not group:
+        problems.append("targets of config_groups give shared experts another format than routed ones")
+    return group, problems
+
+
+def _compressed_tensors(quant: Said, layers: list[int]) -> Found:
+    group, problems = _group_of(quant.get("config_groups"), layers)
+    sparsity = quant.get("sparsity_config") or {}
+    if not is_empty(sparsity) and sparsity.get("format") != "dense":
+        problems.append(f"sparsity_config is {sparsity!r}, weights without sparsity are supported")
+    if group is None or problems:
+        return {}, problems
+    weights, tokens = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, Mapping):
+        return {}, [f"the group of config_groups has weights {weights!r} and input_activations {tokens!r}"]
+    formats = {each["format"] for each in (quant, group) if each.get("format") not in (None, "mixed-precision")}
+    if len(formats) > 1:
+        problems.append(f"format is {' and '.join(sorted(formats))}, which differ")
+    if formats == {"pack-quantized"}:
+        return _pack_quantized(weights, tokens)
+    kind = "int8" if weights.get("type") == "int" else "fp8"
+    problems += _others(
+        weights,
+        {
+            "num_bits": (8,), "type": ("int", "float"), "symmetric": (True, None), "dynamic": (False, None),
+            "actorder": (None, False, "weight", "static"), "zp_dtype": (None,),
+        },
+        "weights.",
+    )  # fmt: skip
+    named = "int" if kind == "int8" else "float"
+    problems += [f"format is {each!r}" for each in formats if each not in (f"{named}-quantized", "naive-quantized")]
+    names = {"channel": "int8" if kind == "int8" else "fp8_channel", "block": f"{kind}_block"}
+    if kind == "fp8":
+        names["tensor"] = "fp8_tensor"
+    strategy = weights.get("strategy")
+    if not isinstance(strategy, str) or strategy not in names:
+        problems.append(f"weights.strategy is {strategy!r}, not one of {', '.join(names)}")
+        return {}, problems
+    settings: dict[str, Any] = {"weights": names[strategy]}
+    if strategy == "block":
+        settings["block"] = (128, 128) if weights.get("block_structure") is None else weights["block_structure"]
+    if tokens is None:
+        settings["activations"] = "none"
+    elif tokens.get("num_bits") != 8 or tokens.get("type") != weights.get("type"):
+        problems.append(f"input_activations are {tokens.get('num_bits')}-bit {tokens.get('type')!r}")
+    else:
+        problems += _others(tokens, {"symmetric": (True, None), "dynamic": (True, False, None)}, "input_activations.")
+    return settings, problems
+
+
+def _pack_quantized(weights: Said, tokens: object) -> Found:
+    """Integers in groups. actorder "weight" or "static" leaves the order of columns in the file."""
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    columns = WHOLE if strategy == "channel" else size
+    symmetric = weights.get("symmetric") in (True, None)
+    settings, problems = _integers(weights.get("num_bits"), columns, symmetric=symmetric)
+    if weights.get("type", "int") != "int":
+        problems.append(f"weights.type is {weights.get('type')!r} in format 'pack-quantized'")
+    if strategy not in ("group", "channel"):
+        problems.append(f"weights.strategy is {strategy!r}, not one of group, channel")
+    if weights.get("actorder") in (True, "group", "dynamic"):
+        problems.append(f"weights.actorder is {weights.get('actorder')!r}, which permutes columns of every expert")
+    if tokens is not None:
+        problems.append(f"input_activations are {tokens!r} with packed integers")
+    return settings, problems
+
+
+def _integers(bits: object, columns: object, *, symmetric: bool) -> Found:
+    if bits not in (4, 8) or type(columns) is not int or columns not in GROUPS:
+        sizes = ", ".join(str(group) for group in GROUPS if group != WHOLE)
+        return {}, [f"{bits!r} bits in groups of {columns!r} (supported are 4 and 8 bits in {sizes} or whole rows)"]
+    assert isinstance(bits, int)
+    return {"weights": kind_of(bits, columns, zeros=not symmetric)}, []
+
+
+def _gptq(quant: Said, layers: list[int]) -> Found:
+    size = quant.get("group_size")
+    symmetric = quant.get("sym") is not False
+    settings, problems = _integers(quant.get("bits"), WHOLE if size == -1 else size, symmetric=symmetric)
+    named = {quant[key] for key in ("checkpoint_format", "format") if quant.get(key) is not None} or {"gptq"}
+    stored = " and ".join(sorted(named))
+    if stored not in ("gptq", "gptq_v2") and (len(named) > 1 or not symmetric):
+        problems.append(f"checkpoint_format is {stored!r} with zero points (supported are gptq and gptq_v2)")
+    if stored == "gptq_v2" and not symmetric:
+        settings["gptq_v2"] = True
+    if not is_empty(quant.get("dynamic")):
+        problems.append("dynamic gives modules formats of their own")
+    return settings, problems
+
+
+def _awq(quant: Said, layers: list[int]) -> Found:
+    size = quant.get("group_size")
+    settings, problems = _integers(quant.get("bits"), WHOLE if size == -1 else size, symmetric=False)
+    gemm = ("gemm", "GEMM", None)
+    problems += _others(quant, {"version": gemm, "format": gemm, "zero_point": (True, None), "bits": (4,)})
+    return settings, problems
+
+
+_READERS: Mapping[str, Callable[[Said, list[int]], Found]] = {
+    "fp8": _fp8, "mxfp4": _mxfp4, "modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "gptq": _gptq,
+    "awq": _awq,
+}  # fmt: skip

@@ -1,0 +1,156 @@
+"""The keys of each format of configuration: read, without effect on an MoE layer, or refused by name.
+
+A key that no table lists is refused where its name says that it changes the layer, and in a quantisation section
+wherever it has a value. What is read of a config.json depends on the family: `config.hf` holds that table.
+Names as of transformers 5.23, compressed-tensors 0.15, modelopt 0.45, AutoGPTQ, AutoAWQ and llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Kind = tuple[str, Callable[[Any], bool]]
+"""What a value must be, in words and as a test."""
+COUNT: Kind = ("a whole number of at least 1", lambda v: type(v) is int and v >= 1)
+COUNT_OR_NONE: Kind = ("a whole number of at least 0", lambda v: type(v) is int and v >= 0)
+FACTOR: Kind = ("a finite number above 0", lambda v: type(v) in (int, float) and 0 < v < math.inf)
+LIMIT: Kind = ("a finite number of at least 0", lambda v: type(v) in (int, float) and 0 <= v < math.inf)
+FLAG: Kind = ("true or false", lambda v: type(v) is bool)
+WORD: Kind = ("a text", lambda v: type(v) is str and v != "")
+SECTION: Kind = ("a mapping", lambda v: isinstance(v, Mapping))
+NAMES: Kind = ("a list of texts", lambda v: isinstance(v, list | tuple) and all(type(each) is str for each in v))
+PAIR: Kind = (
+    "two whole numbers of at least 1",
+    lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(type(each) is int and each >= 1 for each in v),
+)
+COLUMNS: Kind = ("a whole number of columns, or -1", lambda v: type(v) is int and (v >= 1 or v == -1))
+ANY: Kind = ("any value", lambda v: True)
+
+_CHANGES_LAYER = re.compile(
+    r"moe|expert|rout|gat(?:e|ing)(?:_|$)|top_?k|_group|swiglu|limit|clamp|clip|latent|shared|zero_|scal(?:e|ing)|factor"
+    r"|norm_topk|scor(?:e|ing)|rotat|hadamard|transform|spars|quant|compress(?:ion|ed)|activation|mlp|ffn|feed_forward"
+    r"|(?:^|_)act(?:_|$)|bias|hash|identity|smooth|jitter|temperature_"
+)
+_NEUTRAL_AT_ONE = re.compile(r"scal(?:e|ing)|factor|_group|freq|multiplier")
+
+CONFIG_JSON = frozenset({
+    "transformers_version", "attention_bias", "qkv_bias", "output_router_logits",
+    "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "moe_layer_freq", "mlp_only_layers",
+    "mlp_layer_types", "decoder_sparse_step", "partial_rotary_factor", "top_k", "clip_qkv", "num_hash_layers",
+})  # fmt: skip
+"""Keys of a config.json without effect on an MoE layer, among those whose names suggest one. `top_k` is that of
+sampling; layers with a table of experts by token id are recognised by their tensors, not by `num_hash_layers`."""
+_CONFIG_JSON_OTHERS = re.compile(
+    r"(?:attn|attention|rope|index|indexer|vision|audio|mtp|nextn|hc|linear|ssm|mamba|q|k|v|o|qk|kv|head|embedding|logits?"
+    r"|rms|sliding|initializer)_"
+)
+"""Prefixes of other parts of a model."""
+
+_MODULES: dict[str, Kind] = {
+    "modules_to_not_convert": NAMES,
+    "ignored_layers": NAMES,
+    "ignore": NAMES,
+    "exclude_modules": NAMES,
+}
+_WRITER = frozenset({"producer", "kv_cache_scheme", "kv_cache_quant_algo", "quantization_status"})
+_CALIBRATION = frozenset({
+    "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "act_group_aware", "true_sequential",
+    "static_groups", "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+    "meta", "backend", "batch_size", "pad_token_id", "max_input_length", "model_seqlen", "cache_block_outputs",
+    "quantizer", "lm_head", "model_file_base_name", "model_name_or_path", "is_marlin_format", "pack_dtype",
+    "do_fuse", "fuse_max_seq_len",
+    "modules_to_fuse", "exllama_config", "use_exllama", "disable_exllama", "use_cuda_fp16", "max_memory",
+})  # fmt: skip
+"""Of AutoGPTQ and AutoAWQ: how the weights were found, and with which kernels they were to run."""
+_METHOD: dict[str, Kind] = {"quant_method": ANY}
+QUANTIZATION: Mapping[str, tuple[Mapping[str, Kind], frozenset[str]]] = {
+    "fp8": (
+        _METHOD | _MODULES | {
+            "fmt": WORD, "activation_scheme": WORD, "weight_block_size": PAIR, "scale_fmt": WORD, "expert_dtype": WORD,
+        },
+        _WRITER,
+    ),
+    "mxfp4": (_METHOD | _MODULES, _WRITER),
+    "modelopt": (
+        _METHOD | _MODULES | {
+            "quant_algo": WORD, "quantization": SECTION, "config_groups": SECTION, "group_size": COUNT,
+        },
+        _WRITER,
+    ),
+    "compressed-tensors": (
+        _METHOD | _MODULES | {"config_groups": SECTION, "format": WORD, "sparsity_config": SECTION},
+        _WRITER | {"global_compression_ratio", "version"},
+    ),
+    "gptq": (
+        _METHOD | _MODULES | {
+            "bits": COUNT, "group_size": COLUMNS, "sym": FLAG, "desc_act": FLAG, "checkpoint_format": WORD,
+            "format": WORD, "dynamic": ANY,
+        },
+        _CALIBRATION,
+    ),
+    "awq": (
+        _METHOD | _MODULES | {
+            "bits": COUNT, "group_size": COLUMNS, "zero_point": FLAG, "version": WORD, "format": WORD,
+            "checkpoint_format": WORD, "desc_act": FLAG, "sym": ANY,
+        },
+        _CALIBRATION,
+    ),
+    "group": (
+        {"targets": NAMES, "weights": SECTION, "input_activations": SECTION, "format": WORD}, frozenset(),
+    ),
+    "weights": (
+        {
+            "num_bits": COUNT, "type": WORD, "strategy": WORD, "symmetric": FLAG, "dynamic": ANY, "group_size": COLUMNS,
+            "block_structure": PAIR, "actorder": ANY, "scale_dtype": ANY, "zp_dtype": ANY,
+        },
+        frozenset({"observer", "observer_kwargs"}),
+    ),
+}  # fmt: skip
+"""(read, without effect) by quant_method, and of the groups and arguments inside of config_groups."""
+
+
+def is_empty(value: object) -> bool:
+    """Whether a value states nothing: null, false, 0, an empty text, or a list or mapping of such values."""
+    if isinstance(value, Mapping):
+        return all(is_empty(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return all(is_empty(each) for each in value)
+    return value is None or value is False or value == "" or (type(value) in (int, float) and value == 0)
+
+
+def wrong_types(stated: Mapping[str, Any], read: Mapping[str, Kind]) -> list[str]:
+    """The keys with a value of another kind; null states nothing."""
+    return [
+        f"{key} is {_short(stated[key])}, expected {words}"
+        for key, (words, fits) in read.items()
+        if stated.get(key) is not None and not fits(stated[key])
+    ]
+
+
+def unread_keys(stated: Mapping[str, Any], read: Mapping[str, Kind]) -> list[str]:
+    """The keys of a config.json, or of one architecture in a GGUF file, that change the layer and are not read."""
+    return [
+        f"{key} is {_short(value)}, which is not supported for this family"
+        for key, value in stated.items()
+        if key not in read and key not in CONFIG_JSON and not _CONFIG_JSON_OTHERS.match(key)
+        and _CHANGES_LAYER.search(key) and not is_empty(value)
+        and not (type(value) in (int, float) and value == 1 and _NEUTRAL_AT_ONE.search(key))
+    ]  # fmt: skip
+
+
+def section_problems(stated: Mapping[str, Any], kind: str) -> list[str]:
+    """Wrong types and unknown keys of a quantisation section. kind: of `QUANTIZATION`."""
+    read, harmless = QUANTIZATION[kind]
+    return wrong_types(stated, read) + [
+        f"{key} is {_short(value)}, which is not read"
+        for key, value in stated.items()
+        if key not in read and key not in harmless and not is_empty(value)
+    ]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

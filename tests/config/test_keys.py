@@ -1,0 +1,239 @@
+"""Every key of every family and quantisation, changed in every way: the same settings, or an error that names it."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from moe_mk.config import MoEConfig
+from moe_mk.config.hf import DEFAULTS, FAMILIES, SECOND, settings_from_hf
+from moe_mk.errors import ConfigError
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_experts_per_tok": 2, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+V3 = SIZES | {
+    "moe_intermediate_size": 32, "n_routed_experts": 16, "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 8,
+    "topk_group": 4, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+}  # fmt: skip
+ONE = V3 | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+QWEN = SIZES | {"moe_intermediate_size": 32, "num_experts": 16, "norm_topk_prob": False}
+BASES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), V3),
+    "glm4_moe": ONE,
+    "dots1": ONE | {"n_shared_experts": 0},
+    "deepseek_v2": ONE | {"n_shared_experts": 2, "scoring_func": "softmax", "topk_method": "greedy"},
+    "deepseek_v4": {k: v for k, v in V3.items() if "group" not in k}
+    | {"routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "swiglu_limit": 10.0},
+    "qwen3_moe": QWEN,
+    "olmoe": {k: v for k, v in QWEN.items() if k != "moe_intermediate_size"} | {"intermediate_size": 32},
+    "mixtral": SIZES | {"num_local_experts": 8, "intermediate_size": 32},
+    "gpt_oss": SIZES | {"num_local_experts": 8, "intermediate_size": 32, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+}
+"""The values of keys that may be absent are the defaults of the class, so that dropping them may change nothing."""
+OF_OTHERS = (
+    "swiglu_limits", "moe_swiglu_limit", "expert_clamp", "zero_expert_num", "moe_latent_size", "shared_expert_rank",
+    "router_scale", "gate_temperature_scaling", "num_null_experts", "topk_softmax_first", "latent_size", "mlp_bias",
+    "activation_limit", "norm_topk_prob_eps", "expert_rotation", "ffn_hadamard", "score_correction", "shared_gate",
+)  # fmt: skip
+"""Keys that no family here reads."""
+WRONG: tuple[Any, ...] = ("3", True, math.nan, -1, 2.5, [], {}, "", [1], {"a": 1}, math.inf, 0)
+
+TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+FOUR = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+
+
+def grouped(weights: dict[str, Any], tokens: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": tokens}
+    return {"config_groups": {"group_0": group}, **more}
+
+
+QUANTS: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "modelopt": grouped(FOUR, FOUR, quant_method="modelopt", quant_algo="NVFP4", group_size=16),
+    "w8a8": grouped(FLOATS, TOKENS, quant_method="compressed-tensors", format="float-quantized"),
+    "packed": grouped(PACKED, None, quant_method="compressed-tensors", format="pack-quantized"),
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+}
+UNREAD = {"transform_config": {"config_groups": {"R": {"type": "hadamard"}}}, "rotation": "R4", "clip_ratio": 0.9,
+          "sparsity_config": {"format": "sparse-24-bitmask"}, "pre_quant_scale": True, "new_key": 1}  # fmt: skip
+
+
+def full(family: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": family, **BASES[family], **changes}
+
+
+def read(hf: dict[str, Any]) -> MoEConfig:
+    return MoEConfig.parse(settings_from_hf(hf, "here"), "here")
+
+
+def outcome(hf: dict[str, Any]) -> MoEConfig | str:
+    """The settings, or the text of the error. Errors of other types end the test."""
+    try:
+        return read(hf)
+    except ConfigError as refusal:
+        return str(refusal)
+
+
+def changed_values(family: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(key, config, "refused" or "same or refused") of every change of one key."""
+    base = full(family)
+    for key in BASES[family]:
+        yield key, {k: v for k, v in base.items() if k != key}, "same or refused"
+        yield key, {**base, key: None}, "same or refused"
+        for value in WRONG:
+            valid = key in ("routed_scaling_factor", "swiglu_limit", "swiglu_alpha") and value == 2.5
+            valid |= (key, value) == ("n_shared_experts", 0) and type(value) is int
+            valid |= key == "norm_topk_prob" and value is True
+            valid |= (family, key, value) == ("deepseek_v4", "swiglu_limit", 0) and type(value) is int
+            if not valid:
+                yield key, {**base, key: value}, "refused"
+    for key in (*OF_OTHERS, *({"swiglu_limit", "n_group", "n_shared_experts", "num_hidden_groups"} - base.keys())):
+        yield key, {**base, key: 3}, "refused"
+        yield key, {**base, key: {"all": [3.0]}}, "refused"
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_a_key_of_a_family_is_read_or_refused_and_absent_ones_have_the_default(family: str) -> None:
+    same, wrong = read(full(family)), []
+    for key, hf, expected in changed_values(family):
+        found = outcome(hf)
+        if isinstance(found, str):
+            if key not in found and not (key == "torch_dtype" and "dtype" in found):
+                wrong.append(f"{key}={hf.get(key)!r}: the error does not name it: {found}")
+        elif expected == "refused" or found != same:
+            wrong.append(f"{key}={hf.get(key, 'absent')!r}: accepted as {found.model} {found.router}")
+    assert not wrong, f"{len(wrong)} of {family}:\n" + "\n".join(wrong[:20])
+
+
+def sections(quant: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The places of a section and of all mappings inside, except where keys are free names."""
+    if path[-1:] != ("config_groups",):
+        yield path
+    for key, value in quant.items():
+        if isinstance(value, dict):
+            yield from sections(value, (*path, key))
+
+
+def with_key(quant: dict[str, Any], path: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
+    made = json.loads(json.dumps(quant))
+    place = made
+    for step in path:
+        place = place[step]
+    place[key] = value
+    return made
+
+
+@pytest.mark.parametrize("name", QUANTS)
+def test_a_key_of_a_quantisation_is_read_or_refused(name: str) -> None:
+    quant, wrong = QUANTS[name], []
+    same = read(full("deepseek_v3", quantization_config=quant))
+    for path in sections(quant):
+        for key, value in UNREAD.items():
+            found = outcome(full("deepseek_v3", quantization_config=with_key(quant, path, key, value)))
+            if not isinstance(found, str) or key not in found:
+                wrong.append(f"{'.'.join(path)}.{key}={value!r}: {found}")
+            empty = outcome(full("deepseek_v3", quantization_config=with_key(quant, path, key, {})))
+            if empty != same:
+                wrong.append(f"{'.'.join(path)}.{key} is empty: {empty}")
+        place = quant
+        for step in path:
+            place = place[step]
+        for key in place:
+            for value in ({"a": 1}, [3], "x", -7, True, math.nan):
+                if value is not place[key] and key not in ("config_groups", "targets"):
+                    found = outcome(full("deepseek_v3", quantization_config=with_key(quant, path, key, value)))
+                    if not isinstance(found, str) and found != same:
+                        wrong.append(f"{'.'.join(path)}.{key}={value!r}: accepted as {found.model.quant}")
+    assert not wrong, f"{len(wrong)} of {name}:\n" + "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("kimi_k2", "qwen2_moe")])
+def test_defaults_are_those_of_the_configuration_class(family: str) -> None:
+    made = transformers.AutoConfig.for_model(family).to_dict()
+    ours = {key: value for key, value in DEFAULTS[family].items() if made.get(key) is not None}
+    assert ours == {key: made[key] for key in ours} and ours.keys() >= made.keys() & {"routed_scaling_factor"}
+
+
+TEXT = full("deepseek_v3", num_hidden_layers=5, first_k_dense_replace=1)
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+@pytest.mark.parametrize(
+    "section, expected",
+    [
+        ({**MODELOPT, "ignore": ["model.layers.3.mlp*"]}, ("bf16", "same")),
+        ({**MODELOPT, "ignore": ["*.shared_experts*", "model.layers.1*"]}, ("nvfp4", "bf16")),
+        ({**MODELOPT, "ignore": ["model.layers.31.mlp*", "lm_head"]}, ("nvfp4", "same")),
+        ({**QUANTS["w8a8"], "ignore": ["re:.*mlp.experts.*"]}, ("bf16", "same")),
+        ({**QUANTS["w8a8"], "ignore": ["mlp.experts", "re:.*self_attn.*"]}, ("fp8_channel", "same")),
+        ({**QUANTS["awq"], "modules_to_not_convert": ["mlp.gate", "shared_experts"]}, ("int4_g128_zp", "bf16")),
+        ({**QUANTS["fp8"], "modules_to_not_convert": ["model.layers.3.mlp.gate", "gate"]}, ("fp8_block", "same")),
+        ({**QUANTS["fp8"], "modules_to_not_convert": [r"model.layers.\d+.mlp.shared_experts"]}, ("fp8_block", "bf16")),
+        (with_key(QUANTS["w8a8"], ("config_groups", "group_0"), "targets", ["re:.*self_attn.*"]), ("bf16", "same")),
+        (grouped(FOUR, None, **MODELOPT), ("nvfp4", "same")),
+    ],
+)
+def test_lists_of_modules_are_matched_as_their_writer_does(section: dict[str, Any], expected: tuple[str, str]) -> None:
+    quant = settings_from_hf({**TEXT, "quantization_config": section}, "here", layer=3)["model"]["quant"]
+    assert (quant["weights"], quant.get("shared", "same")) == expected
+    assert quant.get("activations") == ("none" if section.get("config_groups", {}).get("group_0", {}).get(
+        "weights") == FOUR else None)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "section, problem",
+    [
+        ({**QUANTS["w8a8"], "ignore": ["re:(*"]}, "invalid expression"),
+        ({**QUANTS["w8a8"], "format": "marlin-24"}, "format is 'marlin-24'"),
+        ({**QUANTS["modelopt"], "group_size": 32}, "group_size is 32, NVFP4 has 16"),
+        ({**MODELOPT, "quantization": {"quant_algo": "FP8"}}, "quant_algo is 'FP8, NVFP4'"),
+        (with_key(QUANTS["w8a8"], ("config_groups",), "g", {"targets": ["Linear"], "weights": FLOATS}), "2 groups"),
+        (with_key(QUANTS["w8a8"], ("config_groups", "group_0", "input_activations"), "symmetric", False), "symmetric"),
+    ],
+)
+def test_sections_that_contradict_themselves_are_refused(section: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        read({**TEXT, "quantization_config": section})
+
+
+def test_one_meaning_under_two_names_must_agree() -> None:
+    for more, named in (({"num_experts": 32}, "num_experts is 32, which"), ({"dtype": "float16"}, "dtype is 'float16'"),
+                        ({"topk_method": "greedy"}, "topk_method is 'greedy'")):  # fmt: skip
+        with pytest.raises(ConfigError, match=named):
+            read({**TEXT, **more})
+    assert read({**TEXT, "num_experts": 16, "dtype": "torch.bfloat16"}) == read(TEXT)
+
+
+def test_a_wrapper_states_the_quantisation_of_its_text_model_and_nothing_against_it() -> None:
+    wrapper = {
+        "model_type": "kimi_k25",
+        "text_config": TEXT,
+        "quantization_config": MODELOPT,
+        "vision_config": {"a": 1},
+    }
+    assert read(wrapper).model.quant.weights == "nvfp4"
+    with pytest.raises(ConfigError, match="n_group is 4 and text_config has 8"):
+        read({**wrapper, "n_group": 4})
+    with pytest.raises(ConfigError, match="moe_latent_size is 3"):
+        read({**wrapper, "moe_latent_size": 3})
+
+
+def test_the_second_file_of_modelopt_is_read_and_may_not_contradict(tmp_path: Path) -> None:
+    stated = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.4*"]}}
+    (tmp_path / SECOND).write_text(json.dumps(stated))
+    (tmp_path / "config.json").write_text(json.dumps(TEXT))
+    assert MoEConfig.from_hf(tmp_path, layer=3).model.quant.weights == "nvfp4"
+    assert MoEConfig.from_hf(tmp_path, layer=4).model.quant.weights == "bf16"
+    (tmp_path / "config.json").write_text(json.dumps({**TEXT, "quantization_config": QUANTS["fp8"]}))
+    with pytest.raises(ConfigError, match=r"quant_method 'fp8' .* states quant_algo 'NVFP4'"):
+        MoEConfig.from_hf(tmp_path)
+    (tmp_path / SECOND).write_text("{}")
+    with pytest.raises(ConfigError, match="states no quantization with a quant_algo"):
+        MoEConfig.from_hf(tmp_path)
