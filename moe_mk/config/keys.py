@@ -1,6 +1,6 @@
 """The keys of each format of configuration: read, without effect on an MoE layer, or refused by name.
 
-A key that no table lists is refused where its name says that it changes the layer, and in a quantisation section
+A key that no table lists is refused where its name suggests that it changes the layer, and in a quantisation section
 wherever it has a value. What is read of a config.json depends on the family: `config.hf` holds that table.
 Names as of transformers 5.23, compressed-tensors 0.15, modelopt 0.45, AutoGPTQ, AutoAWQ and llama.cpp.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 Kind = tuple[str, Callable[[Any], bool]]
@@ -43,9 +43,14 @@ CONFIG_JSON = frozenset({
 })  # fmt: skip
 """Keys of a config.json without effect on an MoE layer, among those whose names suggest one. `top_k` is that of
 sampling; layers with a table of experts by token id are recognised by their tensors, not by `num_hash_layers`."""
-_CONFIG_JSON_OTHERS = re.compile(
+GGUF = frozenset({
+    "feed_forward_length", "expert_shared_feed_forward_length", "residual_scale", "moe_every_n_layers",
+    "interleave_moe_layer_step", "nextn_predict_layers", "activation_sparsity_scale",
+})  # fmt: skip
+"""The same of the keys of an architecture in GGUF files. Widths of shared experts are read from their tensors."""
+_OTHERS = re.compile(
     r"(?:attn|attention|rope|index|indexer|vision|audio|mtp|nextn|hc|linear|ssm|mamba|q|k|v|o|qk|kv|head|embedding|logits?"
-    r"|rms|sliding|initializer)_"
+    r"|rms|sliding|initializer)[_.]"
 )
 """Prefixes of other parts of a model."""
 
@@ -130,12 +135,12 @@ def wrong_types(stated: Mapping[str, Any], read: Mapping[str, Kind]) -> list[str
     ]
 
 
-def unread_keys(stated: Mapping[str, Any], read: Mapping[str, Kind]) -> list[str]:
+def unread_keys(stated: Mapping[str, Any], read: Collection[str], harmless: Collection[str] = CONFIG_JSON) -> list[str]:
     """The keys of a config.json, or of one architecture in a GGUF file, that change the layer and are not read."""
     return [
         f"{key} is {_short(value)}, which is not supported for this family"
         for key, value in stated.items()
-        if key not in read and key not in CONFIG_JSON and not _CONFIG_JSON_OTHERS.match(key)
+        if key not in read and key not in harmless and not _OTHERS.match(key)
         and _CHANGES_LAYER.search(key) and not is_empty(value)
         and not (type(value) in (int, float) and value == 1 and _NEUTRAL_AT_ONE.search(key))
     ]  # fmt: skip

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from moe_mk.errors import WeightError
 from moe_mk.external.library import find
 
-Value = str | int | float | bool
+Value = str | int | float | bool | list[Any]
+LONGEST = 4096
+"""Arrays of more values, such as a vocabulary, are left out of the metadata."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class GgufFile:
 
     path: Path
     metadata: Mapping[str, Value]
-    """Single values; arrays, such as the vocabulary, are left out."""
+    """Single values, and arrays of up to `LONGEST` values."""
     tensors: tuple[GgufEntry, ...]
     num_bytes: int
 
@@ -60,7 +62,7 @@ def read_gguf(path: Path) -> GgufFile:
         metadata = {
             name: field.contents()
             for name, field in reader.fields.items()
-            if len(field.types) == 1 and not name.startswith("GGUF.")
+            if len(field.data) <= LONGEST and not name.startswith(("GGUF.", "tokenizer."))
         }
     except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as problem:
         raise WeightError(f"{path.name} has no readable GGUF header ({type(problem).__name__}: {problem})") from problem
@@ -93,7 +95,9 @@ class GgufTensor:
     make: Callable[[], NDArray[np.uint8]]
 
 
-def write_gguf(path: Path, architecture: str, metadata: Mapping[str, Value], tensors: Sequence[GgufTensor]) -> int:
+def write_gguf(
+    path: Path, architecture: str, metadata: Mapping[str, str | int | float | bool], tensors: Sequence[GgufTensor]
+) -> int:
     """Write one file, tensor after tensor, and return the bytes of all tensors. One tensor is in memory at a time."""
     gguf = find("gguf")
     writer = gguf.GGUFWriter(path, architecture)

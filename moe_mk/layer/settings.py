@@ -180,7 +180,8 @@ def config_of(path: str | PathLike[str], layer: int | None = None, **overrides: 
     """
     if not is_gguf(path):
         return MoEConfig.from_hf(str(path), layer=layer, **overrides)
-    hf = hf_from_gguf(GgufSource(path).metadata, str(path))
+    source = GgufSource(path)
+    hf = hf_from_gguf(source.metadata, str(path), source.names(), overrides.keys())
     return MoEConfig.parse(settings_from_hf(hf, str(path)), str(path)).with_(**overrides)
 
 

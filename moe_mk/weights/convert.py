@@ -314,7 +314,7 @@ class _ToGguf:
 def _hf_of(source: SafetensorsSource | GgufSource) -> dict[str, Any]:
     """The config.json of a checkpoint, or the keys of one from the metadata of a GGUF model."""
     if isinstance(source, GgufSource):
-        return hf_from_gguf(source.metadata, source.where)
+        return hf_from_gguf(source.metadata, source.where, source.names())
     file = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{source.where} has no config.json, from which the metadata of a GGUF file follow")

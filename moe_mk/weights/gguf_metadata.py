@@ -1,20 +1,25 @@
 """The metadata of GGUF files in the keys of a transformers `config.json`, and back.
 
 Architectures and keys as of llama.cpp and the `gguf` package 0.19: deepseek2 (DeepSeek V2 and V3, Kimi-K2), qwen3moe,
-llama (Mixtral), gpt-oss. The types of experts differ between layers and are read with them.
+llama (Mixtral), gpt-oss. The types of experts differ between layers and are read with them. What a file leaves out is
+what llama.cpp assumes or what the tensors imply; keys that older files lack although the model has the value are an
+error, unless the caller states the setting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from moe_mk.config.hf import settings_from_hf
+from moe_mk.config.keys import GGUF, unread_keys
 from moe_mk.errors import ConfigError
+from moe_mk.external.gguf_file import Value
 from moe_mk.registry import did_you_mean
 
-Metadata = Mapping[str, str | int | float | bool]
-SIGMOID = 2
-"""Of `expert_gating_func`; softmax is 1 or absent."""
+Metadata = Mapping[str, Value]
+SOFTMAX, SIGMOID = 1, 2
+"""Of `expert_gating_func`."""
 _KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -27,40 +32,85 @@ _KEYS = {
     "first_k_dense_replace": "leading_dense_block_count",
 }
 _FAMILIES = {
-    # architecture: (model_type, experts, width of an expert in config.json, in the file)
-    "deepseek2": ("deepseek_v3", "n_routed_experts", "moe_intermediate_size", "expert_feed_forward_length"),
-    "qwen3moe": ("qwen3_moe", "num_experts", "moe_intermediate_size", "expert_feed_forward_length"),
-    "llama": ("mixtral", "num_local_experts", "intermediate_size", "feed_forward_length"),
-    "gpt-oss": ("gpt_oss", "num_local_experts", "intermediate_size", "expert_feed_forward_length"),
+    # architecture: (model_type, experts, width of an expert in config.json, in the file, gating functions)
+    "deepseek2": ("deepseek_v3", "n_routed_experts", "moe_intermediate_size", "expert_feed_forward_length", (1, 2)),
+    "qwen3moe": ("qwen3_moe", "num_experts", "moe_intermediate_size", "expert_feed_forward_length", (1,)),
+    "llama": ("mixtral", "num_local_experts", "intermediate_size", "feed_forward_length", (1,)),
+    "gpt-oss": ("gpt_oss", "num_local_experts", "intermediate_size", "expert_feed_forward_length", (3,)),
 }
 ARCHITECTURES = {
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "deepseek_v32": "deepseek2", "kimi_k2": "deepseek2",
     "qwen3_moe": "qwen3moe", "mixtral": "llama", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 """The architecture of each model_type."""
+_GROUPS = {(256, 7168): (8, 4), (384, 7168): (1, 1), (160, 5120): (8, 3), (64, 2048): (1, 1)}
+"""(groups, groups kept) by (experts, hidden size) of DeepSeek-V3, Kimi-K2, DeepSeek-V2 and -V2-Lite: files before
+October 2025 do not state them."""
 
 
-def hf_from_gguf(metadata: Metadata, where: str) -> dict[str, Any]:
-    """The keys of a config.json. Raises ConfigError for another architecture and for missing keys."""
+def hf_from_gguf(
+    metadata: Metadata, where: str, names: Iterable[str] = (), overrides: Collection[str] = ()
+) -> dict[str, Any]:
+    """The keys of a config.json. names: of the tensors. overrides: settings that the caller states.
+
+    Raises ConfigError for another architecture, for keys that are missing and for keys that are not read.
+    """
     architecture = str(metadata.get("general.architecture", ""))
     if architecture not in _FAMILIES:
         raise ConfigError(
             f"{where}: no MoE layer is known for architecture {architecture!r}"
             f"{did_you_mean(architecture, tuple(_FAMILIES))}"
         )
-    model_type, experts, width, stored_width = _FAMILIES[architecture]
+    model_type, experts, width, stored_width, functions = _FAMILIES[architecture]
     stored = {**_KEYS, experts: "expert_count", width: stored_width}
-    found = {key: metadata.get(f"{architecture}.{name}") for key, name in stored.items()}
-    hf = {key: value for key, value in found.items() if value is not None}
+    own = {key.removeprefix(f"{architecture}."): v for key, v in metadata.items() if key.startswith(f"{architecture}.")}
+    hf = {key: own[name] for key, name in stored.items() if name in own}
     if missing := [f"{architecture}.{stored[key]}" for key in (experts, width, "hidden_size") if key not in hf]:
         raise ConfigError(f"{where}: the metadata lacks {', '.join(missing)}; is this a MoE model?")
+    function = own.get("expert_gating_func") or None
+    problems = unread_keys(own, {*stored.values(), "expert_gating_func"}, GGUF)
+    if function is not None and (type(function) is not int or function not in functions):
+        problems.append(f"expert_gating_func is {function!r}, {architecture} has {' or '.join(map(str, functions))}")
     if architecture == "deepseek2":
-        sigmoid = metadata.get("deepseek2.expert_gating_func") == SIGMOID
-        model_type = "deepseek_v3" if sigmoid else "deepseek_v2"
-        hf.setdefault("norm_topk_prob", sigmoid)
+        model_type, more = _of_deepseek(hf, function, any(".exp_probs_b" in name for name in names), overrides)
+        problems += more
     elif architecture == "qwen3moe":
         hf.setdefault("norm_topk_prob", True)  # llama.cpp renormalises all qwen3moe models
+    if problems:
+        raise ConfigError(f"{where}: {'; '.join(problems)}")
     return {"model_type": model_type, "torch_dtype": "bfloat16", **hf}
+
+
+def _of_deepseek(
+    hf: dict[str, Any], function: Value | None, has_bias: bool, overrides: Collection[str]
+) -> tuple[str, list[str]]:
+    """The model_type of a deepseek2 file, and the problems of its router; completes hf."""
+    problems = []
+    if function is None:  # only layers with sigmoid scores have a bias
+        function = SIGMOID if has_bias else SOFTMAX
+    elif function == SOFTMAX and has_bias and "scoring_func" not in overrides:
+        problems.append(
+            "deepseek2.expert_gating_func is 1 (softmax), but the layers have a bias (exp_probs_b), which DeepSeek "
+            "adds to sigmoid scores; state scoring_func='softmax' or 'sigmoid'"
+        )
+    sizes = (hf["n_routed_experts"], hf["hidden_size"])
+    groups = _GROUPS.get(sizes) if not {"n_group", "topk_group"} & hf.keys() else None
+    hf |= dict(zip(("n_group", "topk_group"), groups, strict=True)) if groups else {}
+    if function != SIGMOID:
+        hf |= {"topk_method": "group_limited_greedy"}
+        hf.setdefault("norm_topk_prob", False)
+    needed = {
+        "n_shared_experts": ("num_shared_experts", "0 for none, DeepSeek-V3 has 1"),
+        "n_group": ("num_expert_group", "1 for none, DeepSeek-V3 has 8 groups"),
+        "topk_group": ("topk_group", "1 for none, DeepSeek-V3 keeps 4 groups"),
+        "routed_scaling_factor": ("routed_scaling_factor", "DeepSeek-V3 has 2.5"),
+        "norm_topk_prob": ("renormalize", "DeepSeek-V3 has true"),
+    }
+    for key, (setting, known) in needed.items():
+        if key not in hf and setting not in overrides:
+            problems.append(f"the metadata lacks deepseek2.{_KEYS[key]}; state {setting}= ({known})")
+        hf.setdefault(key, key == "norm_topk_prob" or 1)  # replaced by the setting
+    return ("deepseek_v3" if function == SIGMOID else "deepseek_v2"), problems
 
 
 def gguf_from_hf(hf: Mapping[str, Any], where: str) -> tuple[str, dict[str, str | int | float | bool]]:
@@ -69,12 +119,19 @@ def gguf_from_hf(hf: Mapping[str, Any], where: str) -> tuple[str, dict[str, str 
     if model_type not in ARCHITECTURES:
         raise ConfigError(f"{where}: GGUF has no architecture for model_type {model_type!r}")
     architecture = ARCHITECTURES[model_type]
-    _, experts, width, stored_width = _FAMILIES[architecture]
+    _, experts, width, stored_width, _ = _FAMILIES[architecture]
     out: dict[str, str | int | float | bool] = {}
+    if architecture == "deepseek2":
+        settings = settings_from_hf({**hf, "quantization_config": None}, where)
+        router = settings["router"]
+        hf = {
+            **hf, "n_group": router["num_expert_group"], "topk_group": router["topk_group"],
+            "routed_scaling_factor": router["routed_scaling_factor"], "norm_topk_prob": router["renormalize"],
+            "n_shared_experts": settings["model"]["num_shared_experts"],
+        }  # fmt: skip
+        out["deepseek2.expert_gating_func"] = SIGMOID if router["scoring_func"] == "sigmoid" else SOFTMAX
     for key, name in {**_KEYS, experts: "expert_count", width: stored_width}.items():
         value = hf.get(key)
         if value is not None:
             out[f"{architecture}.{name}"] = float(value) if key == "routed_scaling_factor" else value
-    if architecture == "deepseek2":
-        out["deepseek2.expert_gating_func"] = 1 if model_type == "deepseek_v2" else SIGMOID
     return architecture, out

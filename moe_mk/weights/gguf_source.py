@@ -33,6 +33,12 @@ class GgufSource(TensorSource):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.where = Path(path), str(path)
         self._files = [read_gguf(file) for file in gguf_files(self.path)]
+        stated = self._files[0].metadata.get("split.count") or 1
+        if stated not in (1, len(self._files)):
+            raise WeightError(
+                f"{self.where} is split into {stated!r} files by its metadata (split.count), and has "
+                f"{len(self._files)} of that name; keep the names STEM-00001-of-0000N.gguf"
+            )
         entries = {entry.name: (file, entry) for file in self._files for entry in file.tensors}
         if len(entries) < sum(len(file.tensors) for file in self._files):
             raise WeightError(f"{self.where} has tensors of one name in two files")
@@ -76,6 +82,8 @@ class GgufSource(TensorSource):
         file, entry = self._entries[name]
         if self.entry(name).missing_bytes:
             raise WeightError(f"{name} is cut off: {file.path.name} is truncated")
+        if entry.start % _DTYPES.get(entry.type_name, torch.uint8).itemsize:
+            raise WeightError(f"{name} starts at byte {entry.start} of {file.path.name}, between two values")
         if file.path not in self._maps:
             self._maps[file.path] = MappedFile(file.path, file.num_bytes)
         dtype = _DTYPES.get(entry.type_name, torch.uint8)
@@ -97,6 +105,8 @@ def gguf_files(path: Path) -> list[Path]:
     if match is None:
         return files
     count, folder = int(match["count"]), files[0].parent
+    if not 1 <= int(match["number"]) <= count:
+        raise WeightError(f"{files[0].name} is part {match['number']} of {count}; parts are numbered from 1")
     parts = [folder / f"{match['stem']}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
     if missing := [part.name for part in parts if not part.exists()]:
         raise WeightError(f"{len(missing)} of {count} parts of {match['stem']} are missing: {some(missing)}")

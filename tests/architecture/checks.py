@@ -33,6 +33,7 @@ SIDEWAYS = {
     ("tokens", "quant"): "rows are quantised tensors",
     ("weights", "quant"): "so are weights",
     ("config", "quant"): "a configuration names the scheme of the weights",
+    ("weights", "config"): "metadata of GGUF files have the keys of a config.json",
     ("weights", "external"): "GGUF files are read by their own package",
     ("external", "config"): "what is found on a machine is written into a device profile",
     ("trace", "tokens"): "a routing trace is recorded from routings and replayed as routings",

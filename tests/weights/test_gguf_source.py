@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("gguf", reason="the gguf package reads and writes the files: pip install 'moe-mk[gguf]'")
 
+from moe_mk.config import MoEConfig
 from moe_mk.config.hf import settings_from_hf
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.external.gguf_file import GgufTensor, read_gguf, write_gguf
@@ -181,6 +183,87 @@ def test_metadata_of_every_architecture_is_read_as_its_config_json(hf: dict[str,
     architecture, metadata = gguf_from_hf(hf, "here")
     back = hf_from_gguf({"general.architecture": architecture, **metadata}, "here")
     assert settings_from_hf(back, "here") == settings_from_hf(hf, "here")
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "n_routed_experts": 16, "moe_intermediate_size": 256, "n_group": 8, "topk_group": 4,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_shared_experts": 1,
+}  # fmt: skip
+OF_OTHERS = {"swiglu_clamp_exp": [7.0, 7.0], "moe_latent_size": 64, "expert_group_scale": 2.0, "router_bias": True}
+BIAS = ["blk.3.exp_probs_b.bias"]
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        DEEPSEEK,
+        {**DEEPSEEK, "model_type": "deepseek_v2", "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256, "norm_topk_prob": True},
+        {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 512},
+        {"model_type": "gpt_oss", "num_local_experts": 8, "intermediate_size": 256},
+    ],
+    ids=lambda hf: hf["model_type"],
+)
+def test_metadata_that_lacks_or_contradicts_a_key_gives_the_same_layer_or_an_error(hf: dict[str, Any]) -> None:
+    hf = {**hf, "hidden_size": 512, "num_experts_per_tok": 2, "num_hidden_layers": 4, "first_k_dense_replace": 1}
+    names = BIAS if hf["model_type"] == "deepseek_v3" else []
+    architecture, metadata = gguf_from_hf(hf, "here")
+
+    def read(changed: dict[str, Any]) -> MoEConfig | str:
+        try:
+            stated = hf_from_gguf({"general.architecture": architecture, **changed}, "here", names)
+            return MoEConfig.parse(settings_from_hf(stated, "here"), "here")
+        except ConfigError as refusal:
+            return str(refusal)
+
+    same, wrong = read(metadata), []
+    assert isinstance(same, MoEConfig)
+    for key, value in metadata.items():
+        cases = [({k: v for k, v in metadata.items() if k != key}, "absent")]
+        others = ("x", [1, 2], -1, float("nan"), not value if isinstance(value, bool) else True)
+        cases += [({**metadata, key: other}, repr(other)) for other in others if other is not (not value)]
+        if key.endswith("gating_func"):
+            cases += [({**metadata, key: other}, str(other)) for other in (1, 2, 3, 4) if other != value]
+        for changed, title in cases:
+            found = read(changed)
+            allowed = isinstance(found, str) or found == same
+            if not allowed and not (key.endswith("gating_func") and not names):  # without a bias both are valid
+                wrong.append(f"{key} {title}: {found}")
+    for key, value in OF_OTHERS.items():
+        found = read({**metadata, f"{architecture}.{key}": value})
+        if not isinstance(found, str) or key not in found:
+            wrong.append(f"{key}: {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_older_deepseek_files_leave_out_is_known_by_size_or_stated_by_hand() -> None:
+    architecture, metadata = gguf_from_hf({**DEEPSEEK, "hidden_size": 512, "num_experts_per_tok": 2}, "here")
+    old = {"general.architecture": architecture, **{k: v for k, v in metadata.items() if "_group_" not in k}}
+    with pytest.raises(ConfigError, match=r"lacks deepseek2.expert_group_count; state num_expert_group=.*topk_group="):
+        hf_from_gguf(old, "here", BIAS)
+    assert hf_from_gguf(old, "here", BIAS, ["num_expert_group", "topk_group"])["n_group"] == 1
+    for (experts, hidden), groups in (((256, 7168), (8, 4)), ((384, 7168), (1, 1))):
+        sizes = {"deepseek2.expert_count": experts, "deepseek2.embedding_length": hidden}
+        found = hf_from_gguf({**old, **sizes}, "here", BIAS)
+        assert (found["n_group"], found["topk_group"]) == groups
+    del old["deepseek2.expert_gating_func"]
+    overrides = ["num_expert_group", "topk_group"]
+    assert (
+        hf_from_gguf(old, "here", BIAS, overrides)["model_type"] == "deepseek_v3"
+    )  # a bias is added to sigmoid scores
+    assert hf_from_gguf(old, "here", [], overrides)["model_type"] == "deepseek_v2"
+    with pytest.raises(ConfigError, match=r"expert_gating_func is 1 \(softmax\), but the layers have a bias"):
+        hf_from_gguf({**old, "deepseek2.expert_gating_func": 1}, "here", BIAS, overrides)
+
+
+@pytest.mark.parametrize(
+    "name", ["m-00001-of-00000.gguf", "m-00000-of-00001.gguf", "m-00003-of-00002.gguf", "m-00002-of-00002.gguf"]
+)
+def test_names_of_parts_that_cannot_be_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(WeightError, match=r"is part \d+ of|parts of m are missing"):
+            inspect_checkpoint(path)
 
 
 def test_other_architectures_are_refused() -> None:
