@@ -31,7 +31,6 @@ from moe_mk.integrations.hf.fp8 import cpu_fp8
 from moe_mk.integrations.hf.modules import is_experts, reasons_against, tensors_of
 from moe_mk.integrations.hf.op import (
     ExpertsFunction,
-    accept_adapters,
     fp8_registry,
     function_of,
     parallel_registry,
@@ -143,6 +142,10 @@ def register(name: str = "moe_mk", **settings: Any) -> tuple[str, ...]:
     return tuple(entered)
 
 
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Attributes of configurations of models with experts."""
+
+
 def _warn_where_it_is_ignored() -> None:
     """Warn where a model with experts is built with an implementation that its class never calls.
 
@@ -157,7 +160,11 @@ def _warn_where_it_is_ignored() -> None:
     def checked(self: PreTrainedModel, requested_experts: str | None) -> str:
         name: str = chosen(self, requested_experts)
         ours = isinstance(moe.ExpertsInterface._global_mapping.get(name), ExpertsFunction)
-        if ours and not self._can_set_experts_implementation() and _has_experts(self.config):
+        if (
+            ours
+            and not self._can_set_experts_implementation()
+            and any(getattr(self.config, count, 0) for count in COUNTS)
+        ):
             warnings.warn(
                 f"experts_implementation={name!r} has no effect on {type(self).__name__}: transformers does not "
                 "dispatch its experts; load the checkpoint's layers with MoELayer, or leave the setting out",
@@ -167,11 +174,6 @@ def _warn_where_it_is_ignored() -> None:
         return name
 
     PreTrainedModel.get_correct_experts_implementation = checked  # type: ignore[method-assign]
-
-
-def _has_experts(config: PretrainedConfig) -> bool:
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(getattr(config, name, 0) for name in names)
 
 
 def prepare(model: nn.Module, name: str = "moe_mk", *, in_place: bool = False) -> ModelReport:
@@ -262,7 +264,6 @@ def unpatch_blocks(model: nn.Module) -> int:
     patched = [block for block in model.modules() if LAYER in vars(block)]
     for block in patched:
         del vars(block)[LAYER], vars(block)["forward"]
-        accept_adapters(block)
     return len(patched)
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_mk.kernels.native import Gating, RouteCall, is_dense
+from moe_mk.kernels.native import Gating, RouteCall, is_dense, loaded
 from moe_mk.oracle.verdict import Decision
 from moe_mk.router.gate import SMALL_M_LIBRARY, choose_gate_tier, gate_logits
 from moe_mk.router.hashed import HashedTokens
-from moe_mk.router.native import mode_of, prepare_route, route_natively, routes_natively
+from moe_mk.router.native import mode_of, routes_natively
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
 from moe_mk.weights.stamp import address_of
@@ -20,16 +20,13 @@ from moe_mk.weights.stamp import address_of
 
 @dataclass(frozen=True)
 class _PreparedRoute:
-    """A call that routes, and what it was prepared from."""
+    """A call that routes natively, and what it was prepared from; None where gate and router run as operators."""
 
     router: object
     logit_bias_E: Tensor | None
     weight_at: object
     bias_at: object
-    is_native: bool
-    """Whether gate and router run in one native call; else as separate operators."""
     call: RouteCall | None
-    """That call, prepared; None for a gate that is not dense, which is copied at every call."""
 
 
 class Gate:
@@ -92,33 +89,24 @@ class Gate:
         if prepared.call is not None:
             ids_TK, weights_TK, logits_TE = prepared.call(x_TH, torch.get_num_threads())
             return Routing(ids_TK, weights_TK), logits_TE
-        if prepared.is_native:
-            assert isinstance(router, Router)
-            return route_natively(x_TH, self.weight_EH, self.bias_E, router)
         logits_TE = self(x_TH)
         return router(logits_TE, self.bias_E), logits_TE
 
     def _prepare(self, router: Router | HashedTokens) -> _PreparedRoute:
         """What routes in one native call, kept until the router, the gate or its memory is replaced."""
-        weight_EH, bias_E, call = self.weight_EH, self.bias_E, None
-        assert weight_EH is not None
-        is_native = (
-            self._native and self.logit_bias_E is None and isinstance(router, Router) and routes_natively(router)
-        )
-        if is_native:
-            assert isinstance(router, Router)
-            call = prepare_route(weight_EH, bias_E, router)
-        at = address_of(weight_EH), address_of(bias_E)
-        made = _PreparedRoute(router, self.logit_bias_E, *at, is_native, call)
+        gating = self.gating(router) if isinstance(router, Router) else None
+        call = None if gating is None else RouteCall(loaded(), gating.gate_EH, gating.bias_E, gating.mode)
+        at = address_of(self.weight_EH), address_of(self.bias_E)
+        made = _PreparedRoute(router, self.logit_bias_E, *at, call)
         self._prepared = made if isinstance(router, Router) else None  # token ids are of one batch
         return made
 
     def gating(self, router: Router) -> Gating | None:
-        """What a backend needs to route in its own call; None where `route` would not do so natively or would copy."""
-        if not self._native or self.logit_bias_E is not None or self.weight_EH is None or not routes_natively(router):
+        """What a native call needs to route; None where it cannot, or would not read gate and bias where they are."""
+        weight_EH, able = self.weight_EH, self._native and self.logit_bias_E is None and routes_natively(router)
+        if not able or weight_EH is None or not is_dense(weight_EH, self.bias_E):
             return None
-        dense = is_dense(self.weight_EH, self.bias_E)
-        return Gating(self.weight_EH, self.bias_E, mode_of(router)) if dense else None
+        return Gating(weight_EH, self.bias_E, mode_of(router))
 
     @property
     def _native(self) -> bool:

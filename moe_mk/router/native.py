@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.errors import UnsupportedError
-from moe_mk.kernels.native import RouteCall, RouteMode, Scoring, is_dense, loaded, route
+from moe_mk.kernels.native import RouteMode, Scoring, loaded, route
 from moe_mk.router.router import Router
 from moe_mk.tokens import Routing
 
@@ -42,13 +42,6 @@ def route_natively(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor | None, router:
     mode, threads = mode_of(router), torch.get_num_threads()
     ids_TK, weights_TK, logits_TE = route(loaded(), x_TH, gate_EH, bias_E, mode, threads=threads)
     return Routing(ids_TK, weights_TK), logits_TE
-
-
-def prepare_route(gate_EH: Tensor, bias_E: Tensor | None, router: Router) -> RouteCall | None:
-    """`route_natively` with everything fixed but the tokens; None for a gate or bias that is not dense."""
-    if not is_dense(gate_EH, bias_E):
-        return None
-    return RouteCall(loaded(), gate_EH, bias_E, mode_of(router))
 
 
 def mode_of(router: Router) -> RouteMode:

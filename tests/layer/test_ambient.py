@@ -13,7 +13,9 @@ from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.ambient import AMBIENT
 from tests.support.layers import HIDDEN, INNER, config, tensors
+from tests.support.tiers import quick_where
 
+QUICK = ("autocast_bf16", "dtype_fp16", "device_meta", "inference_mode")
 BACKENDS = [
     ("torch_cpu", torch.float32),
     ("torch_cpu", torch.bfloat16),
@@ -70,7 +72,7 @@ def expected(experts: str, dtype: torch.dtype) -> tuple[MoELayer, EngineExperts 
     return made, engine, results(made, engine, dtype)
 
 
-@pytest.mark.parametrize("name", AMBIENT)
+@pytest.mark.parametrize("name", quick_where(lambda name: name in QUICK, AMBIENT))
 @pytest.mark.parametrize("experts,dtype", BACKENDS)
 def test_settings_of_torch_change_no_bit(experts: str, dtype: torch.dtype, name: str) -> None:
     made, engine, wanted = expected(experts, dtype)

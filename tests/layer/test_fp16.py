@@ -73,11 +73,13 @@ def expect_total(y_TH: Tensor, rows: list[float], *, shared: bool = False) -> No
 
 
 @pytest.mark.parametrize("bias,shared", [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("experts", ["torch_cpu", "reference", "reference_monolithic", "auto"])
+@pytest.mark.parametrize(
+    "experts", quick_where(lambda name: name != "reference", ["torch_cpu", "reference", "reference_monolithic", "auto"])
+)
 def test_one_rank_sums_in_f32(experts: str, bias: bool, shared: bool) -> None:
     if bias and experts == "reference_monolithic":
         pytest.skip("the same experts as the reference")
-    for seed in range(3):
+    for seed in range(2):
         rows = rows_of_experts(seed, shared=shared)
         settings = {"bias": bias, "shared": shared}
         layer = MoELayer(config(experts, **settings), dtype=torch.float16)

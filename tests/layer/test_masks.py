@@ -16,6 +16,7 @@ from moe_mk.router.gate import gate_logits
 from moe_mk.tokens import Routing
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import HIDDEN, config, tensors
+from tests.support.tiers import quick_where
 
 BACKENDS = [
     ("torch_cpu", torch.float32),
@@ -108,7 +109,7 @@ def test_ranks_mask_what_they_like() -> None:
         torch.testing.assert_close(y_TH, alone(x_TH, active_T=masks[rank]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", quick_where(lambda bad: bad != bad, [float("nan"), float("inf"), -float("inf")]))
 @pytest.mark.parametrize("experts,dtype", BACKENDS)
 def test_tokens_that_cannot_be_routed_give_zero_and_are_counted(experts: str, dtype: torch.dtype, bad: float) -> None:
     made, x_TH = build(experts, dtype, shared=0), tokens(6, dtype)

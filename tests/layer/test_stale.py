@@ -15,6 +15,7 @@ from moe_mk.kernels.native import RouteCall, RouteMode, loaded
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import HIDDEN, config, tensors
 from tests.support.replaced import CHANGES
+from tests.support.tiers import quick_where
 
 BACKENDS = [("torch_cpu", "fp32"), pytest.param("cpu_native", "bf16", marks=NEEDS_COMPILER)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,7 +36,7 @@ def results(layer: MoELayer, x_TH: Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("fused_router", [True, False])
+@pytest.mark.parametrize("fused_router", quick_where(bool, [True, False]))
 @pytest.mark.parametrize("name", ["weight_EH", "bias_E"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("experts,quant", BACKENDS)
@@ -62,7 +63,7 @@ def test_prepared_layers_are_kept_for_a_bounded_number_of_shapes() -> None:
     for rows in range(1, len(x_TH)):
         assert torch.equal(layer(x_TH[:rows]), wanted_TH[:rows])
         layer.forward_routed(x_TH[:rows], routing.weights_TK[:rows], routing.ids_TK[:rows])
-    prepared = [vars(call)["layers"] for call in (layer._fused.call, layer._fused.routed_alone)]  # type: ignore[union-attr]
+    prepared = [call.__self__ for call in (layer._fused.call, layer._fused.routed_alone)]  # type: ignore[union-attr]
     assert all(0 < len(layers) <= MOST_SHAPES for layers in prepared)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import ClassVar
 
@@ -109,6 +109,7 @@ class LayersOfShapes(dict[tuple[int, ...], FusedLayer]):
         super().__init__()
         self._mode_of_rows, self._scheme, self._of_mode = mode_of_rows, weights.scheme, dict[ExpertsMode, FusedLayer]()
         self._parts = native, gating, places, stack_of(weights)
+        self._top_k = 0 if gating is None else gating.mode.top_k
 
     def __missing__(self, shape: tuple[int, ...]) -> FusedLayer:
         mode = self._mode_of_rows(self._scheme, *shape)
@@ -119,31 +120,15 @@ class LayersOfShapes(dict[tuple[int, ...], FusedLayer]):
         self[shape] = self._of_mode[mode]
         return self._of_mode[mode]
 
-
-@dataclass(frozen=True)
-class WholePass:
-    """A prepared forward of a layer."""
-
-    layers: LayersOfShapes
-    top_k: int
-
-    def __call__(self, x_TH: Tensor, load_E: Tensor, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def whole(self, x_TH: Tensor, load_E: Tensor, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Route and apply the experts to contiguous bf16 (T, H); adds the choices to load_E."""
-        return self.layers[x_TH.shape[0], self.top_k](x_TH, load_E, torch.get_num_threads(), routing)
+        return self[x_TH.shape[0], self._top_k](x_TH, load_E, torch.get_num_threads(), routing)
 
-
-@dataclass(frozen=True)
-class RoutedPass:
-    """A prepared forward of routed tokens."""
-
-    layers: LayersOfShapes
-
-    def __call__(
+    def routed(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, load_E: Tensor | None, *, skip: bool = False
     ) -> Tensor:
-        """Apply the experts to contiguous bf16 (T, H); adds the choices to load_E."""
-        layer = self.layers[ids_TK.shape]
-        return layer.routed(x_TH, ids_TK, weights_TK, load_E, torch.get_num_threads(), skip=skip)
+        """Apply the experts to contiguous bf16 (T, H) that is routed; adds the choices to load_E."""
+        return self[ids_TK.shape].routed(x_TH, ids_TK, weights_TK, load_E, torch.get_num_threads(), skip=skip)
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -328,8 +313,7 @@ class CpuNativeExperts(FusedExperts):
             return None
         if not tables.one_to_one:
             return None
-        layers = LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank), gating)
-        return WholePass(layers, gating.mode.top_k)
+        return LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank), gating).whole
 
     def fuse_experts(self, weights: Weights, tables: PlacementTables, rank: int) -> RoutedCall | None:
         """One native call, prepared once per mode."""
@@ -337,7 +321,7 @@ class CpuNativeExperts(FusedExperts):
             return None
         if not tables.one_to_one:
             return None
-        return RoutedPass(LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank)))
+        return LayersOfShapes(self.native, self._mode_of_rows, weights, places_of(tables, rank)).routed
 
     def fuse_rows(self, weights: Weights, top_k: int) -> RowsOfExperts | None:
         """The packed weights, and the mode of each number of rows."""

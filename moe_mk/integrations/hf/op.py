@@ -164,21 +164,16 @@ def _must_be_ours(module: nn.Module, args: object) -> None:
 
 
 def refuse_adapters(block: nn.Module) -> None:
-    """Raise UnsupportedError at a forward of the block if one of its parts was wrapped, as peft does for LoRA."""
+    """Raise UnsupportedError at a forward if a part was wrapped, as peft does, while the block is patched or freed."""
     if _has_no_adapters not in block._forward_pre_hooks.values():
         block.register_forward_pre_hook(_has_no_adapters)
-
-
-def accept_adapters(block: nn.Module) -> None:
-    """Undo `refuse_adapters`."""
-    for number in [key for key, hook in block._forward_pre_hooks.items() if hook is _has_no_adapters]:
-        del block._forward_pre_hooks[number]
 
 
 def _has_no_adapters(block: nn.Module, args: object) -> None:
     del args
     for name, child in block.named_children():
-        if hasattr(child, "base_layer"):
+        base = getattr(child, "base_layer", None)
+        if base is not None and ("forward" in vars(block) or not tensors_of(base)):
             held = f"{name} of {type(block).__name__} was wrapped in {type(child).__name__}"
             raise UnsupportedError(f"{held}, but moe_mk holds its weights in another layout", [LORA])
 

@@ -9,7 +9,7 @@ import torch
 
 from moe_mk.errors import ConfigError, ShapeError
 from moe_mk.kernels.native.library import CRoute, Isa, Native
-from moe_mk.shapes import expect_dense
+from moe_mk.shapes import expect
 
 
 class Scoring(IntEnum):
@@ -65,23 +65,12 @@ def is_dense(gate_EH: torch.Tensor, bias_E: torch.Tensor | None) -> bool:
 
 
 def check_gate(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, mode: RouteMode) -> None:
-    """Raise ShapeError with everything wrong with the tensors, ConfigError for groups and choices that do not fit."""
-    given = {"x": (x, 2), "gate": (gate, 2)} | ({} if bias is None else {"bias": (bias, 1)})
-    wrong = []
-    for name, (tensor, dims) in given.items():
-        expect_dense(name, tensor)
-        if tensor.dim() != dims or not tensor.is_cpu:
-            wrong.append(f"{name} is {tuple(tensor.shape)} on {tensor.device}, expected {dims} dimensions on cpu")
-    if wrong:
-        raise ShapeError("cpu route: " + "; ".join(wrong))
-    if x.dtype != torch.bfloat16:
-        wrong.append(f"x is {x.dtype}, expected bfloat16")
-    if gate.dtype not in (torch.bfloat16, torch.float32) or gate.shape[1] != x.shape[1]:
-        wrong.append(f"gate is {tuple(gate.shape)} {gate.dtype}, expected (E, {x.shape[1]}) bfloat16 or float32")
-    if bias is not None and (bias.dtype != torch.float32 or bias.shape != gate.shape[:1]):
-        wrong.append(f"bias is {tuple(bias.shape)} {bias.dtype}, expected ({gate.shape[0]},) float32")
-    if wrong:
-        raise ShapeError("cpu route: " + "; ".join(wrong))
+    """Raise ShapeError with everything wrong with a tensor, ConfigError for groups and choices that do not fit."""
+    cpu = torch.device("cpu")
+    expect("cpu route: x", x, "T H", torch.bfloat16, cpu)
+    expect("cpu route: gate", gate, "E H", (torch.bfloat16, torch.float32), cpu, H=x.shape[1])
+    if bias is not None:
+        expect("cpu route: bias", bias, "E", torch.float32, cpu, E=gate.shape[0])
     num_experts, groups = gate.shape[0], mode.num_groups
     if groups < 1 or num_experts % groups or not 1 <= mode.top_groups <= groups:
         raise ConfigError(f"{num_experts} experts do not make {groups} groups of which {mode.top_groups} are chosen")

@@ -137,5 +137,9 @@ def test_impossible_requests_are_reported(native: Native) -> None:
         route(native, x, gate, None, RouteMode(1, num_groups=4))
     with pytest.raises(ConfigError, match=r"top_k=3, but 1 of 3 groups hold 2 experts"):
         route(native, x, gate, None, RouteMode(3, num_groups=3))
-    with pytest.raises(ShapeError, match=r"x is torch.float32.*; gate is \(6, 31\).*; bias is \(5,\)"):
-        route(native, x.float(), gate[:, :31], torch.zeros(5), RouteMode(1))
+    with pytest.raises(ShapeError, match=r"cpu route: x has dtype torch.float32, expected torch.bfloat16"):
+        route(native, x.float(), gate, None, RouteMode(1))
+    with pytest.raises(ShapeError, match=r"cpu route: gate has H=31 \(axis 1\), expected H=32"):
+        route(native, x, gate[:, :31], None, RouteMode(1))
+    with pytest.raises(ShapeError, match=r"cpu route: bias has E=5 \(axis 0\), expected E=6; has dtype torch.bfloat16"):
+        route(native, x, gate, torch.zeros(5, dtype=torch.bfloat16), RouteMode(1))
