@@ -106,9 +106,12 @@ def test_stages_run_one_by_one_where_something_lies_between_them(checkpoint: Pat
 def test_experts_with_replicas_are_chosen_among_first(layer: MoELayer) -> None:
     gating, twice = layer._gate.gating(layer.router), ExpertMap(((0, 1), (1, 2)), 3)
     assert gating is not None and isinstance(layer.kernel, FusedMoEKernel)
-    fuse_router, tables = layer.kernel.experts.fuse_router, twice.tables(layer.device)
+    fuse_router, fuse_experts = layer.kernel.experts.fuse_router, layer.kernel.experts.fuse_experts
+    tables = twice.tables(layer.device)
     assert not tables.one_to_one and fuse_router(layer._placement.laid_out, gating, tables, 0) is None
     assert fuse_router(layer._placement.laid_out, gating, layer._placement.tables, 0) is not None
+    assert fuse_experts(layer._placement.laid_out, tables, 0) is None
+    assert fuse_experts(layer._placement.laid_out, layer._placement.tables, 0) is not None
 
 
 def test_what_is_refused_counts_for_nobody(layer: MoELayer) -> None:

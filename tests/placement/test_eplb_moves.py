@@ -105,6 +105,13 @@ def test_gpus_of_different_speed_never_trade_names():
     assert np.take_along_axis(new, aligned_slots(old, new, alike, whole_nodes=False), 1).tolist() == [[0, 1, 2, 3]]
 
 
+def test_empty_slots_are_no_experts_to_keep():
+    # GPU 0 keeps expert 2 and GPU 1 expert 0 if they trade names; as they are, only GPU 1 keeps expert 1.
+    old, new = np.array([[2, -1, 0, 1]]), np.array([[0, -1, 2, 1]])
+    source = aligned_slots(old, new, Topology(2, 1, 2).live_sites(), whole_nodes=False)
+    assert np.take_along_axis(new, source, 1).tolist() == [[2, 1, 0, -1]]
+
+
 def test_repair_uses_one_spare_slot():
     # GPU 0 carries experts 0 (90) and 1 (10), GPU 1 experts 2 (10) and 2 again. Copying 0 over the twin is best:
     # 45 + 10 and 45 + 10.

@@ -28,6 +28,7 @@ from moe_mk.quant import (
     fp8_static,
     nvfp4_tokens,
 )
+from moe_mk.quant.blocked import E2M1, E4M3, INT8, expected_error
 from moe_mk.quant.wire import decode_rows, encode_rows, row_bytes
 
 BLOCKED = [scheme for scheme in SCHEMES.values() if isinstance(scheme, BlockedScheme)]
@@ -72,6 +73,18 @@ def test_bytes_are_those_that_were_promised(scheme: BlockedScheme, shape: tuple[
         for part in range(shape[0]):
             alone = scheme.quantize(normal(*shape)[part]).dequantize(torch.float32)
             assert torch.equal(q[part].dequantize(torch.float32), alone), "an expert of a stack stands for itself"
+
+
+def test_expected_errors_by_hand() -> None:
+    # The largest of 8 normals is about sqrt(2 ln 16) = 2.355. Integers: a step of amax / 127, uniform: / sqrt(12).
+    assert expected_error(INT8, 1 / 127, 8) == pytest.approx(2.355 / 127 / 12**0.5, rel=1e-3)
+    # e4m3: 2^-3 of the mantissa for normal numbers, / sqrt(24), and near zero 2^-9 of amax / 448, which is far less.
+    assert expected_error(E4M3, 1 / 448, 8) == pytest.approx(2.0**-3 / 24**0.5, rel=1e-3)
+    assert expected_error(E2M1, 1 / 6, 8) == pytest.approx(
+        math.hypot(0.5 / 24**0.5, 0.5 * 2.355 / 6 / 12**0.5), rel=1e-3
+    )
+    assert expected_error(INT8, 1.0, 1) == expected_error(INT8, 1.0, 2) < expected_error(INT8, 1.0, 3)
+    assert INT8_CHANNEL.relative_rms == pytest.approx(math.log(8192) / 127 / 12**0.5)
 
 
 @pytest.mark.row(96, 101)

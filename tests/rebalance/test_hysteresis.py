@@ -51,3 +51,6 @@ def test_no_number_changes_nothing() -> None:
 def test_thresholds_that_cannot_be_say_all() -> None:
     with pytest.raises(ConfigError, match=r"low=1.3, high=1.2; dwell=0 must be at least 1 step"):
         Thresholds(1.2, 1.3, 0)
+    with pytest.raises(ConfigError, match=r"low=0.99"):
+        Thresholds(1.2, 0.99)
+    assert Thresholds(1.0, 1.0, 1).low == Thresholds(1.2, 1.2).high - 0.2 == 1.0

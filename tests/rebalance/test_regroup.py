@@ -14,7 +14,7 @@ from moe_mk.errors import FallbackWarning, RegroupError
 from moe_mk.flight import interleave
 from moe_mk.placement.eplb import Topology
 from moe_mk.rebalance import RebalanceManager, RebalanceSettings, RebalanceWarning
-from moe_mk.rebalance.regroup import after_join, after_loss, fit, slots_for
+from moe_mk.rebalance.regroup import RankState, after_join, after_loss, disagreements, fit, slots_for
 from tests.support import layers as build
 
 EXPERTS, TOP_K, TOKENS = 8, 2, 9
@@ -25,6 +25,27 @@ def quiet() -> Iterator[None]:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RebalanceWarning)
         yield
+
+
+def state(member: int | None, members: tuple[int | None, ...], problem: str = "", **facts: str) -> RankState:
+    return RankState(member, members, problem, facts, 1, 1, 1, [0], {})
+
+
+def test_disagreements_are_listed_by_rank() -> None:
+    # Ranks 0 and 2 of the machine go on, a new process takes rank 1.
+    agreed = (0, None, 2)
+    assert disagreements([state(member, agreed, layers="a") for member in agreed]) == []
+    found = disagreements([state(0, agreed, layers="a"), state(None, agreed, layers="b"), state(2, agreed)])
+    assert found == ["layers of rank 0: a", "layers of rank 1: b", "layers of rank 2: (nothing)"]
+    found = disagreements([state(2, agreed), state(None, agreed), state(0, agreed, "a problem")])
+    assert found == ["rank 2: a problem"]
+    found = disagreements([state(2, agreed), state(None, agreed), state(0, agreed)])
+    assert found == [
+        f"rank {new} of the new group is [{old}] of the machine, not [{2 - old}]" for new, old in ((0, 2), (2, 0))
+    ]
+    found = disagreements([state(0, (0, 2)), state(2, (0, None))])
+    assert found[1] == "rank 1 (rank 2 of the machine) goes on with ranks [0, a new one]" and len(found) == 2
+    assert disagreements([state(None, (None,))]) == ["every rank joins; one that has served must be among them"]
 
 
 # What goes where.

@@ -66,6 +66,8 @@ def test_a_conversion_reports_what_it_did(quant: str, to: str, written: Callable
     assert inspect_checkpoint(target).sound and (target / "tokenizer.json").exists()
     scheme = scheme_of_kind(kind_of_target(to))
     assert MoEConfig.from_hf(target).model.quant.weight_scheme == scheme
+    if to in SOME_GROUPED:
+        assert MoEConfig.from_hf(target).model.quant.shared == inspect_checkpoint(target).layers[0].shared == "bf16"
     pairs = zip(experts(source), experts(target), strict=True)
     distances = [float((new - old).norm() / old.norm()) for old, new in pairs]
     reported = [distance for error in report.errors for distance in (error.gate, error.up, error.down)]

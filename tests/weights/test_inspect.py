@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_mk.errors import WeightError
@@ -47,6 +47,15 @@ def test_the_facts_of_a_layer_are_enough_to_load_it(tiny: CheckpointShape, tiny_
     spec = inspect_checkpoint(tiny_directory).layers[0].layer_spec()
     assert spec == tiny.layer_spec()
     assert load_layer(SafetensorsSource(tiny_directory), 3, spec, owned=[0]).experts.num_slots == 1
+
+
+def test_a_file_is_described_with_the_config_in_its_folder(tiny_directory: Path, tmp_path: Path) -> None:
+    state = {name: tensor for file in tiny_directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file(state, tmp_path / "one.safetensors")
+    shutil.copy(tiny_directory / "config.json", tmp_path)
+    facts, whole = inspect_checkpoint(tmp_path / "one.safetensors"), inspect_checkpoint(tiny_directory)
+    assert facts.sound and (facts.model_type, facts.quant_method, facts.block) == ("deepseek_v3", "fp8", (16, 16))
+    assert facts.num_files == 1 and facts.layers == whole.layers
 
 
 def test_facts_go_into_json(tiny_directory: Path) -> None:

@@ -26,6 +26,7 @@ from moe_mk.weights import (
     LayerWeights,
     MappingSource,
     SafetensorsSource,
+    inspect_checkpoint,
     load_layer,
     write_checkpoint,
 )
@@ -52,7 +53,7 @@ def bits(weights: LayerWeights) -> list[Tensor]:
             assert q is not None
             found += [q.values, q.scales, q.global_scale]
         found += slot.biases.tensors if slot.biases else ()
-    return [tensor.contiguous().view(torch.uint8) for tensor in found if tensor is not None]
+    return [tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in found if tensor is not None]
 
 
 def same(one: LayerWeights, other: LayerWeights) -> bool:
@@ -217,6 +218,18 @@ def test_a_wrong_tensor_is_refused_by_name_when_it_is_fed_and_changes_nothing(
     for call in (loader.finish, lambda: loader.feed(name, tiny_state[name])):
         with pytest.raises(WeightError, match="this loader is finished"):
             call()
+
+
+def test_a_wrong_tensor_of_packed_experts_does_not_decide_how_they_are_packed(tmp_path: Path) -> None:
+    shape = CheckpointShape(2, 128, 128, layers=(3,), top_k=2, num_groups=1, top_k_groups=1, quant="gptq")
+    write_checkpoint(tmp_path, shape, threads=1)
+    source, spec = SafetensorsSource(tmp_path), inspect_checkpoint(tmp_path).layers[0].layer_spec()
+    loader, taken = loader_of(spec, owned=(0, 1))
+    name = f"{PREFIX}experts.1.up_proj.qweight"
+    with pytest.raises(WeightError, match=rf"{name} is \[15, 128\], expected"):
+        loader.feed(name, source.open(name)[1:])
+    fed(loader, {name: source.open(name).clone() for name in source.names()}).finish()
+    assert same(taken[0], load_layer(source, 3, spec, owned=(0, 1)))
 
 
 def test_nan_codes_and_broken_scales_are_found_at_the_end(tiny: CheckpointShape, tiny_state: StateDict) -> None:

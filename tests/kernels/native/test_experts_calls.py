@@ -19,6 +19,7 @@ from moe_mk.kernels.native import (
     release,
     scratch_bytes,
 )
+from moe_mk.kernels.native.library import Status
 from moe_mk.kernels.native.prepared import ExpertsCall
 from moe_mk.kernels.native.quantize import quantize_1x128
 from tests.kernels.native.conftest import IsaHere
@@ -245,6 +246,28 @@ def test_shared_experts_that_do_not_fit_are_refused_with_every_reason(native: Na
         ShapeError, match=r"2 and 2 slots.*H=128 in and 128 out.*gated=False, the routed ones gated=True"
     ):
         experts_rows(native, *batch(3, 96, 2, 2), *packed, shared=wrong)
+
+
+def test_shared_experts_whose_two_matrices_do_not_fit_are_refused(native: Native) -> None:
+    packed, one, other = (Layer(slots, 96, inter).pack(native) for slots, inter in ((2, 64), (1, 64), (1, 32)))
+    with pytest.raises(ShapeError, match=r"cpu experts, shared: their w13 has I=64, their w2 I=32$"):
+        experts_rows(native, *batch(3, 96, 2, 2), *packed, shared=(one[0], other[1]))
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [
+        (Status.NO_MEMORY, MemoryError, "x: no memory for the kernel's scratch"),
+        (Status.BAD_ID, ShapeError, "x: an id is neither -1 nor a local slot"),
+        (Status.NO_ISA, UnsupportedError, "x: this instruction set is not on this machine"),
+        (99, ShapeError, r"x: sizes do not fit together \(status 99\)"),
+    ],
+)
+def test_every_status_is_a_typed_error(native: Native, status: int, error: type[Exception], text: str) -> None:
+    calls = replace(native, functions={"x": lambda *given: status, "y": lambda *given: int(Status.OK)})
+    calls.call("y", 1, 2)
+    with pytest.raises(error, match=text):
+        calls.call("x", 1)
 
 
 @pytest.mark.parametrize("bad", [2, -2])
