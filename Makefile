@@ -154,7 +154,8 @@ stress: venv  ## the tests that take minutes
 	@OMP_NUM_THREADS=1 $(BIN)/moe-mk chaos --worlds 1000 --out build/chaos-1000.json
 
 mutants: venv  ## break the library in small ways: the tests of each row must notice
-	@$(BIN)/python tools/mutants.py --workers $(WORKERS) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(ROWS),--rows $(ROWS))
+	@$(BIN)/python tools/mutants.py --workers $(WORKERS) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(ROWS),--rows $(ROWS)) \
+	    $(if $(RANDOM),--random $(RANDOM)) $(if $(SEED),--seed $(SEED)) $(if $(ROOMS),--rooms $(ROOMS))
 
 chaos: venv  ## 60 worlds of processes with one fault each, over every built-in transport that runs between CPU processes
 	@echo "chaos     60 worlds"

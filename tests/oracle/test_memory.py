@@ -9,7 +9,9 @@ import pytest
 from moe_mk import Problem, oracle
 from moe_mk.cli.explain import memory_lines
 from moe_mk.config import device_profile, load_config
+from moe_mk.errors import ConfigError
 from moe_mk.experts import EXPERTS
+from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.oracle.memory import Buffers, buffers_of, limited_to, most_tokens, room_of, weights_bytes
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
 from moe_mk.quant.fp8_block import FP8_1x128
@@ -42,6 +44,29 @@ def test_a_workspace_has_room_for_the_assignments_that_a_rank_can_get() -> None:
     per_assignment = 3 * 2048 + 2 * 7168 + 20
     assert one == 32_768 * (7168 + 4 * 56 + per_assignment) and one < 1e9
     assert (four - one, wide - one) == (3 * 32_768 * per_assignment, 7 * 32_768 * per_assignment)
+
+
+def test_every_workspace_is_counted_by_hand() -> None:
+    # 10 rows of DeepSeek-V3 (H 7168, I 2048, top 8) on one of 64 ranks, which holds 4 experts: 80 assignments.
+    asked, rows = problem(64), 10
+    found = {name: experts.workspace_bytes(asked, rows) for name, experts in [*EXPERTS.items(), *MONOLITHIC.items()]}
+    row, inner = 10 * 7168, 2048
+    by_hand = {
+        "reference": 4 * (3 * row + 10 * 3 * inner + 3 * 7168 * inner),  # f32, and one expert
+        "torch_cpu": 2 * (10 * 8 * 2 * 7168 + 10 * 3 * inner),  # bf16: rows and outputs of 8 experts each
+        "cpu_native": 80 * inner * 2 + 4 * row,  # hidden rows in bf16, sums in f32
+        "triton": row + 10 * 4 * 56 + 40 * (3 * inner + 2 * 7168 + 20),  # 4 of the 8 choices at most are here
+        "deep_gemm": (40 + 4 * 128) * (3 * 7168 + 5 * inner),  # each expert's rows padded to 128
+        "flashinfer_trtllm": 80 * (2 * 7168 + 3 * inner) * 4,  # the default: every assignment in f32
+    }
+    by_hand["reference_monolithic"] = by_hand["reference"] + 10 * (256 + 2 * 8) * 4  # logits, ids and weights
+    assert {name: found[name] for name in by_hand} == by_hand
+
+
+def test_a_call_may_have_as_many_tokens_as_the_limit() -> None:
+    assert problem(32, num_tokens=100, max_num_tokens=100).num_tokens == 100
+    with pytest.raises(ConfigError, match="num_tokens=101 exceeds kernel.max_num_tokens=100"):
+        problem(32, num_tokens=101, max_num_tokens=100)
 
 
 def test_a_decision_counts_all_of_it_for_the_limit_and_for_the_tokens_asked_for() -> None:

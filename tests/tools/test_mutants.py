@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from tests.support.trees import write_tree
 from tools import mutants
-from tools.mutants import LIST, ROOT, Mutant, chosen, main, problems_of, read_mutants
+from tools.mutants import LIST, ROOT, Mutant, changes_of, chosen, main, problems_of, read_mutants
 
 FILES = {
     "moe_mk/__init__.py": "",
@@ -70,6 +73,56 @@ def test_a_sample_is_the_same_on_every_machine_and_its_other_mutants_do_not_chan
     fewer = [mutant for mutant in all_of_them if mutant is not sample[0]]
     assert set(sample[1:]) <= set(chosen(fewer, [], 10))
     assert chosen(all_of_them, ["3", "4"], None) == all_of_them[3:5]
+
+
+SOURCE = """
+def kept(values: list[int] | None, limit: int = 3, *, strict: bool = True) -> int:
+    if values is None or len(values) > limit:
+        raise ValueError(f"{limit + 1} values")
+    total = -1 if strict else sum(values[1:])
+    assert total < 9
+    values.sort()
+    return max(total, 0) * 2
+"""
+
+
+def test_changes_are_those_of_running_code() -> None:
+    # Not the annotations, the message, the assertion; each number, operator, branch and call once or twice.
+    found = {f"{ast.get_source_segment(SOURCE, node)} -> {new}" for node, new in changes_of(ast.parse(SOURCE))}
+    assert found == {
+        "3 -> 4", "True -> False", "values is None -> (values is not None)",
+        "len(values) > limit -> (len(values) >= limit)",
+        "values is None or len(values) > limit -> False", "values is None or len(values) > limit -> True",
+        "values is None or len(values) > limit -> (values is None and len(values) > limit)", "strict -> False",
+        "strict -> True", "-1 -> (1)", "1 -> 2", "values.sort() -> pass", "max(total, 0) -> (min(total, 0))", "0 -> 1",
+        "max(total, 0) * 2 -> (max(total, 0) // 2)", "2 -> 3",
+    }  # fmt: skip
+
+
+def test_changes_by_machine_are_judged_by_the_tests_that_execute_them(
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One line each of add(), whose test fails, of twice(), whose test asks too little, and of one that nothing calls.
+    monkeypatch.setattr(mutants, "ROOT", repository)
+    package = FILES["moe_mk/sums.py"] + "\n\ndef idle(a):\n    return a - 4\n"
+    weak = FILES["tests/test_sums.py"].replace("twice(0) == 0", "twice(2) >= 1")
+    write_tree(repository, {"moe_mk/sums/__init__.py": package, "tests/test_sums.py": weak})
+    (repository / "moe_mk/sums.py").unlink()
+    record = repository / mutants.RECORD
+    record.mkdir(parents=True)
+    tests = ["tests/test_sums.py::test_sums", "tests/test_sums.py::test_twice"]
+    (record / "seconds.json").write_text(json.dumps(dict.fromkeys(tests, 0.1)))
+    with sqlite3.connect(record / "lines.db") as lines:
+        lines.execute("create table file (id, path)")
+        lines.execute("create table context (id, context)")
+        lines.execute("create table line_bits (file_id, context_id, numbits)")
+        lines.execute("insert into file values (1, '/elsewhere/moe_mk/sums/__init__.py')")
+        for at, test in enumerate(tests):
+            lines.execute("insert into context values (?, ?)", (at, test))
+        lines.executemany("insert into line_bits values (1, ?, ?)", [(0, bytes([1 << 2])), (1, bytes([1 << 6]))])
+    assert main(["--root", str(repository), "--random", "9", "--rooms", "sums"]) == 1
+    states = sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()[:-1])
+    assert states == ["killed", "survived", "uncovered"]
 
 
 def test_every_mutant_of_the_list_applies_to_a_row_with_tests() -> None:
